@@ -1,0 +1,1 @@
+"""Capture: from any model to a stream of attention calls."""

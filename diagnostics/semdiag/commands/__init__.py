@@ -1,0 +1,1 @@
+"""The command line: parsing and the error border, nothing else."""

@@ -1,0 +1,62 @@
+"""The program ``semdiag``: its commands, and the border where errors become one line."""
+
+import sys
+from importlib.metadata import version
+from typing import Annotated, Any
+
+import typer
+
+from semdiag.commands.train import train
+
+# Typer carries click under a name that has changed between its versions; its own exports lead there.
+_UsageError: Any = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
+
+app = typer.Typer(
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Why does an attention mechanism learn fast or slowly? "
+    "Measures semantic dispersion, separation and key load of trained transformers.",
+)
+app.command()(train)
+
+
+@app.callback()
+def _options(
+    show_version: Annotated[bool, typer.Option("--version", help="Print the version and leave.")] = False,
+) -> None:
+    if show_version:
+        typer.echo(version("semdiag"))
+        raise typer.Exit
+
+
+def main() -> None:
+    """Run the program: exit code 0 fine, 1 a check failed, 2 the input was wrong, 130 interrupted."""
+    try:
+        code = app(standalone_mode=False)
+    except _UsageError as error:
+        _refuse(f"{error.format_message()} See: semdiag --help".replace("\n", " "))
+    except (typer.Abort, KeyboardInterrupt):
+        typer.echo("semdiag: interrupted", err=True)
+        sys.exit(130)
+    except BrokenPipeError:  # the reader of our output has seen enough
+        sys.stderr.close()
+        sys.exit(0)
+    except Exception as error:
+        # Looked up, not imported: importing the package would import torch, and make --help slow.
+        errors = sys.modules.get("semdiag_models.errors")
+        if errors is None or not isinstance(error, errors.InputError):
+            raise
+        _refuse(str(error))
+    else:
+        sys.exit(code if isinstance(code, int) else 0)
+
+
+def _refuse(message: str) -> None:
+    typer.echo(f"semdiag: {message}", err=True)
+    sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,203 @@
+"""``semdiag train``."""
+
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from semdiag_models import ModelConfig, Task, TrainingConfig
+    from semdiag_models.training import Progress, Trainer
+
+_MODEL, _DATA, _OPTIMISATION, _RUN = "Model", "Data", "Optimisation", "Run"
+
+
+def train(
+    task: Annotated[str, typer.Argument(help="What to learn; see [bold]semdiag list tasks[/].")],
+    attention: Annotated[
+        str, typer.Option(help="full, banded, block or topk.", rich_help_panel=_MODEL)
+    ] = "full",
+    k: Annotated[int | None, typer.Option(help="Keys kept per query; not for full.", rich_help_panel=_MODEL)] = None,
+    blocks: Annotated[int | None, typer.Option(help="Default: the task's recipe.", rich_help_panel=_MODEL)] = None,
+    width: Annotated[int, typer.Option(help="Of the residual stream.", rich_help_panel=_MODEL)] = 64,
+    mlp_width: Annotated[int, typer.Option(rich_help_panel=_MODEL)] = 64,
+    heads: Annotated[int, typer.Option(rich_help_panel=_MODEL)] = 1,
+    head_width: Annotated[int, typer.Option(help="Of each head.", rich_help_panel=_MODEL)] = 64,
+    activation: Annotated[str, typer.Option(help="relu, gelu or mish.", rich_help_panel=_MODEL)] = "relu",
+    dropout: Annotated[float, typer.Option(rich_help_panel=_MODEL)] = 0.01,
+    inverse_temperature: Annotated[float, typer.Option(help="Factor on the scores.", rich_help_panel=_MODEL)] = 1.0,
+    pad_as_token: Annotated[
+        bool,
+        typer.Option(
+            "--pad-as-token",
+            help="Attend to PAD, pool it, and pad to a multiple of k, as the paper's runs did.",
+            rich_help_panel=_MODEL,
+        ),
+    ] = False,
+    length: Annotated[int | None, typer.Option(help="Tokens per sample. Default: recipe.", rich_help_panel=_DATA)] = None,
+    train_samples: Annotated[int, typer.Option(rich_help_panel=_DATA)] = 5000,
+    holdout_samples: Annotated[int, typer.Option(rich_help_panel=_DATA)] = 2000,
+    seed: Annotated[
+        int, typer.Option(help="Of data, initialisation, dropout and batch order.", rich_help_panel=_DATA)
+    ] = 153476998,
+    epochs: Annotated[int | None, typer.Option(help="Default: recipe.", rich_help_panel=_OPTIMISATION)] = None,
+    batch_size: Annotated[int, typer.Option(rich_help_panel=_OPTIMISATION)] = 25,
+    learning_rate: Annotated[
+        float | None, typer.Option(help="Of plain SGD. Default: recipe.", rich_help_panel=_OPTIMISATION)
+    ] = None,
+    learning_rate_decay: Annotated[
+        float | None, typer.Option(help="Factor per epoch. Default: recipe.", rich_help_panel=_OPTIMISATION)
+    ] = None,
+    gradient_clip: Annotated[
+        float, typer.Option(help="Largest 2-norm of the gradient.", rich_help_panel=_OPTIMISATION)
+    ] = 0.5,
+    snapshots: Annotated[
+        str, typer.Option(help="Epochs to keep as files, like 1,5,20.", rich_help_panel=_RUN)
+    ] = "",
+    out: Annotated[
+        Path | None, typer.Option(help="Folder. Default: checkpoints/TASK-ATTENTION-seed-SEED.", rich_help_panel=_RUN)
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on after the last saved epoch.", rich_help_panel=_RUN)
+    ] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Start anew in a used folder.", rich_help_panel=_RUN)
+    ] = False,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or mps.", rich_help_panel=_RUN)] = "auto",
+    threads: Annotated[
+        int | None, typer.Option(help="CPU threads; part of what makes a run repeatable.", rich_help_panel=_RUN)
+    ] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", help="No progress bar.", rich_help_panel=_RUN)] = False,
+) -> None:
+    """Train an encoder and keep its checkpoints.
+
+    Without further options: the paper's recipe for the task. Every epoch is saved; Ctrl-C loses at most the
+    unfinished one, and the same command with --resume goes on to the same weights.
+
+    [bold]semdiag train even-pairs --attention topk --k 5[/]
+    """
+    import torch
+
+    from semdiag_models import InputError, ModelConfig, TrainingConfig, find_task, open_run, run_name, train_run
+    from semdiag_models.device import find_device
+    from semdiag_models.training import DivergedError
+
+    if resume and overwrite:
+        raise InputError("--resume and --overwrite exclude each other.")
+    found = find_task(task)
+    recipe = found.recipe
+    tokens = length if length is not None else recipe.length
+    positions = -(-tokens // k) * k if pad_as_token and k is not None and k > 0 else tokens
+    model = ModelConfig(
+        vocabulary_size=found.vocabulary_size,
+        classes=found.classes,
+        length=positions,
+        attention=attention,
+        k=k,
+        blocks=blocks if blocks is not None else recipe.blocks,
+        width=width,
+        mlp_width=mlp_width,
+        heads=heads,
+        head_width=head_width,
+        activation=activation,
+        dropout=dropout,
+        inverse_temperature=inverse_temperature,
+        pad_as_token=pad_as_token,
+    )
+    training = TrainingConfig(
+        task=found.name,
+        length=tokens,
+        epochs=epochs if epochs is not None else recipe.epochs,
+        seed=seed,
+        train_samples=train_samples,
+        holdout_samples=holdout_samples,
+        batch_size=batch_size,
+        learning_rate=learning_rate if learning_rate is not None else recipe.learning_rate,
+        learning_rate_decay=learning_rate_decay if learning_rate_decay is not None else recipe.learning_rate_decay,
+        gradient_clip=gradient_clip,
+        snapshots=_epochs(snapshots),
+    )
+    where = find_device(device)
+    if threads is not None:
+        if threads < 1:
+            raise InputError(f"--threads must be at least 1. Got {threads}.")
+        torch.set_num_threads(threads)
+    folder = out if out is not None else Path("checkpoints") / run_name(model, training)
+    trainer = open_run(folder, model, training, where, resume=resume, overwrite=overwrite)
+    with _Bar(trainer, quiet) as bar:
+        try:
+            train_run(folder, trainer, {"command": shlex.join(["semdiag", *sys.argv[1:]])}, bar.epoch, bar.batch)
+        except KeyboardInterrupt:
+            _say(f"Stopped; {folder / 'last.pt'} holds epoch {trainer.epoch}. Go on with the same command and --resume.")
+            raise typer.Exit(130) from None
+        except DivergedError as error:
+            raise InputError(f"{error} {folder / 'last.pt'} holds epoch {trainer.epoch}.") from None
+    _summarise(folder, found, trainer)
+
+
+def _epochs(text: str) -> tuple[int, ...]:
+    from semdiag_models import InputError
+
+    try:
+        return tuple(int(part) for part in text.split(",") if part.strip())
+    except ValueError:
+        raise InputError(f"--snapshots takes epochs separated by commas, like 1,5,20. Got {text!r}.") from None
+
+
+def _summarise(folder: Path, task: "Task", trainer: "Trainer") -> None:
+    history = trainer.history
+    _say(
+        f"{task.name}, {trainer.config.attention_label}: training accuracy {history['train_accuracy'][-1]:.1%}, "
+        f"held-out {history['holdout_accuracy'][-1]:.1%} after {trainer.epoch} epochs (chance {task.chance:.0%})."
+    )
+    _say(f"Next: semdiag dispersion {folder / 'last.pt'}")
+
+
+def _say(line: str) -> None:
+    typer.echo(line, err=True)
+
+
+class _Bar:
+    """Progress on stderr: steps within the run, time left, latest accuracies."""
+
+    def __init__(self, trainer: "Trainer", quiet: bool) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+        steps = -(-trainer.training.train_samples // trainer.training.batch_size)
+        self._bar = Progress(
+            TextColumn("epoch {task.fields[epoch]}/{task.fields[epochs]}"),
+            BarColumn(),
+            TextColumn("{task.percentage:>3.0f}%"),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[accuracy]}"),
+            console=Console(stderr=True),
+            disable=quiet,
+        )
+        self._task = self._bar.add_task(
+            "",
+            total=trainer.training.epochs * steps,
+            completed=trainer.epoch * steps,
+            epoch=trainer.epoch,
+            epochs=trainer.training.epochs,
+            accuracy="",
+        )
+
+    def __enter__(self) -> "_Bar":
+        self._bar.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._bar.stop()
+
+    def batch(self) -> None:
+        self._bar.advance(self._task)
+
+    def epoch(self, progress: "Progress") -> None:
+        row = progress.row
+        accuracy = f"accuracy train {row['train_accuracy']:.1%} held-out {row['holdout_accuracy']:.1%}"
+        self._bar.update(self._task, epoch=int(row["epoch"]), accuracy=accuracy)

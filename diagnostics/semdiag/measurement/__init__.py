@@ -1,0 +1,1 @@
+"""Measurement: from attention calls to tidy tables and verdicts."""

@@ -1,0 +1,1 @@
+"""Presentation: figures and the report, drawn from measurements alone."""

@@ -1,0 +1,190 @@
+"""Checkpoints: plain dictionaries of tensors, numbers and strings; written whole or not at all."""
+
+import hashlib
+import os
+import pickle
+import re
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from semdiag_models.configuration import ModelConfig, TrainingConfig
+from semdiag_models.encoder import Encoder
+from semdiag_models.errors import InputError
+
+FORMAT = "semdiag/1"
+
+
+@dataclass
+class Checkpoint:
+    """One snapshot of one run.
+
+    Attributes:
+        model: the architecture.
+        training: data and optimisation of the run.
+        state: parameters by name.
+        epoch: finished epochs; 0 is the initialisation.
+        history: one list per column (``epoch``, ``train_accuracy``, …), one entry per finished epoch.
+        rng: states of the random generators after that epoch, by device; empty in snapshots not to resume from.
+        provenance: versions, command, device, threads.
+    """
+
+    model: ModelConfig
+    training: TrainingConfig
+    state: dict[str, Tensor]
+    epoch: int
+    history: dict[str, list[float]]
+    rng: dict[str, Tensor] = field(default_factory=dict)
+    provenance: dict[str, Any] = field(default_factory=dict)
+
+    def build(self) -> Encoder:
+        """Return the encoder with these parameters, in evaluation mode."""
+        model = Encoder(self.model)
+        model.load_state_dict(self.state)
+        return model.eval()
+
+
+def write_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
+    """Write atomically: a temporary file in the same folder, fsync, rename.
+
+    Args:
+        path: the file to make or replace.
+        checkpoint: what to write.
+
+    Raises:
+        OSError: if the folder cannot be written to; an existing file is then unchanged.
+    """
+    content = {
+        "format": FORMAT,
+        "config": {"model": checkpoint.model.to_dict(), "training": checkpoint.training.to_dict()},
+        "model_state": {name: t.detach().cpu().contiguous() for name, t in checkpoint.state.items()},
+        "epoch": checkpoint.epoch,
+        "history": checkpoint.history,
+        "rng": {name: t.cpu() for name, t in checkpoint.rng.items()},
+        "provenance": checkpoint.provenance,
+    }
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            torch.save(content, file)
+            file.flush()
+            os.fsync(file.fileno())
+        Path(temporary).chmod(0o644)
+        Path(temporary).replace(path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def read_checkpoint(path: Path) -> Checkpoint:
+    """Read a checkpoint written by :func:`write_checkpoint`, trusting nothing in it.
+
+    Args:
+        path: the file.
+
+    Returns:
+        The checkpoint, parameters on the CPU, shapes checked against the configuration.
+
+    Raises:
+        InputError: if the file is missing, not a checkpoint, damaged, holds code, or does not fit its own
+            configuration.
+    """
+    content = read_plain(path)
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise InputError(
+            f"{path} is not a semdiag checkpoint (no format entry {FORMAT!r}). "
+            "Make one with: semdiag train even-pairs --attention topk --k 5."
+        )
+    return _checkpoint(path, content)
+
+
+def read_plain(path: Path) -> Any:
+    """Read tensors and plain containers from a file; code in it is refused and never run.
+
+    Args:
+        path: a file written by ``torch.save``.
+
+    Returns:
+        What the file holds.
+
+    Raises:
+        InputError: if the file is missing, unreadable, damaged, or holds anything but data; the message
+            names the refused global.
+    """
+    if not path.exists():
+        raise InputError(f"{path} does not exist.")
+    if path.is_dir():
+        raise InputError(f"{path} is a folder, not a checkpoint file.")
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        found = re.search(r"GLOBAL (\S+)", str(error))
+        if found:
+            raise InputError(
+                f"{path} refused: it holds the code object {found[1].rstrip('.')}, and checkpoints are read as data "
+                "only. Save a state dict of tensors instead."
+            ) from None
+        raise InputError(f"{path} is not a checkpoint: no readable tensors in it.") from None
+    except PermissionError:
+        raise InputError(f"{path} cannot be read: permission denied.") from None
+    except (RuntimeError, EOFError, ValueError, KeyError, IndexError, TypeError, AttributeError, OSError) as error:
+        reason = str(error).split("\n", 1)[0][:120]
+        raise InputError(f"{path} is not a checkpoint, or it is truncated ({reason}).") from None
+
+
+def sha256(path: Path) -> str:
+    """Return the SHA-256 of a file as 64 hexadecimal digits."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def check_shapes(path: Path, model: Encoder, state: dict[str, Any]) -> None:
+    """Refuse parameters that do not fit the model.
+
+    Args:
+        path: named in the message.
+        model: what the parameters are for.
+        state: parameters by name.
+
+    Raises:
+        InputError: on the first missing, extra or misshapen parameter.
+    """
+    expected = model.state_dict()
+    odd = [*(name for name in expected if name not in state), *(name for name in state if name not in expected)]
+    if odd:
+        kind = "lacks" if odd[0] in expected else "has the unexpected"
+        raise InputError(f"{path} {kind} parameter {odd[0]!r}: it does not fit its configuration.")
+    for name, tensor in state.items():
+        if not isinstance(tensor, Tensor) or tensor.shape != expected[name].shape:
+            shape = tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise InputError(
+                f"{path}: parameter {name!r} has shape {shape}, but its configuration says {tuple(expected[name].shape)}."
+            )
+
+
+def _checkpoint(path: Path, content: dict[str, Any]) -> Checkpoint:
+    kinds = {"config": dict, "model_state": dict, "epoch": int, "history": dict}
+    for key, kind in kinds.items():
+        if not isinstance(content.get(key), kind):
+            raise InputError(f"{path} is damaged: its entry {key!r} is missing or not a {kind.__name__}.")
+    try:
+        model = ModelConfig.from_dict(content["config"].get("model", {}))
+        training = TrainingConfig.from_dict(content["config"].get("training", {}))
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from None
+    with torch.device("meta"):
+        skeleton = Encoder(model)
+    check_shapes(path, skeleton, content["model_state"])
+    return Checkpoint(
+        model=model,
+        training=training,
+        state=content["model_state"],
+        epoch=content["epoch"],
+        history=content["history"],
+        rng=content.get("rng", {}),
+        provenance=content.get("provenance", {}),
+    )

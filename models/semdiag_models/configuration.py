@@ -1,0 +1,156 @@
+"""What a model is and how it was trained: two frozen records, stored in every checkpoint."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Self
+
+from semdiag_models.errors import InputError, unknown_name
+
+ATTENTIONS = {
+    "full": "every query attends to every key",
+    "banded": "k neighbouring keys around the query, shifted inward at the ends (input-agnostic)",
+    "block": "the k keys of the query's own block (input-agnostic)",
+    "topk": "the k keys with the largest scores (input-dependent: the heavy hitters)",
+}
+ACTIVATIONS = ("relu", "gelu", "mish")
+
+
+class _Record:
+    """Reading a record back from a checkpoint, where nothing can be trusted."""
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """Build the record from plain values.
+
+        Args:
+            values: one entry per field; fields with a default may be missing.
+
+        Returns:
+            The validated record.
+
+        Raises:
+            InputError: if a key is unknown, a field is missing or has the wrong type, or a value is illegal.
+        """
+        types = {f.name: str(f.type) for f in fields(cls)}  # type: ignore[arg-type]  # subclasses are dataclasses
+        for key, value in values.items():
+            if key not in types:
+                raise unknown_name(f"{cls.__name__} field", str(key), types)
+            if not _fits(value, types[key]):
+                raise InputError(f"{cls.__name__}.{key} must be {types[key]}. Got {value!r}.")
+        try:
+            return cls(**values)
+        except TypeError as error:
+            raise InputError(f"{cls.__name__} is incomplete: {error}.") from None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the record as plain values, tuples as lists."""
+        values = asdict(self)  # type: ignore[call-overload]  # subclasses are dataclasses
+        return {key: list(v) if isinstance(v, tuple) else v for key, v in values.items()}
+
+
+def _fits(value: object, annotation: str) -> bool:
+    """Whether a plain value may stand in a field annotated like this."""
+    if isinstance(value, bool):
+        return "bool" in annotation
+    names = {"int": int, "float": (int, float), "str": str, "tuple": (list, tuple), "None": type(None)}
+    return any(name in annotation and isinstance(value, kind) for name, kind in names.items())  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class ModelConfig(_Record):
+    """Architecture of the encoder.
+
+    Raises:
+        InputError: if a value is illegal; the message says what would work.
+
+    Example:
+        >>> ModelConfig(vocabulary_size=3, classes=2, length=40, attention="topk", k=5).k
+        5
+    """
+
+    vocabulary_size: int  # token ids, PAD (the last one) included
+    classes: int
+    length: int  # positions the model has; inputs may be shorter
+    attention: str = "full"  # a key of ATTENTIONS
+    k: int | None = None  # keys kept per query; None for full attention
+    blocks: int = 5
+    width: int = 64  # d, of the residual stream
+    mlp_width: int = 64
+    heads: int = 1
+    head_width: int = 64  # of queries, keys and values; scores are divided by its square root
+    activation: str = "relu"  # one of ACTIVATIONS
+    dropout: float = 0.01  # probability, at every place where the paper drops
+    inverse_temperature: float = 1.0  # factor on the scores
+    first_norm_eps: float = 1e-5  # of the first attention norm; the paper's released code has 0 there
+    pad_as_token: bool = False  # PAD is attended to and pooled, as in the paper's runs
+
+    def __post_init__(self) -> None:
+        if self.attention not in ATTENTIONS:
+            raise unknown_name("attention", self.attention, ATTENTIONS)
+        if self.activation not in ACTIVATIONS:
+            raise unknown_name("activation", self.activation, ACTIVATIONS)
+        sizes = ("vocabulary_size", "classes", "length", "blocks", "width", "mlp_width", "heads", "head_width")
+        for name in sizes:
+            if getattr(self, name) < 1:
+                raise InputError(f"{name} must be at least 1. Got {name}={getattr(self, name)}.")
+        if self.width % 2:
+            raise InputError(f"width must be even (sine and cosine positions). Got width={self.width}.")
+        if not 0 <= self.dropout < 1:
+            raise InputError(f"dropout must lie in [0, 1). Got dropout={self.dropout}.")
+        self._check_k()
+
+    def _check_k(self) -> None:
+        if self.attention == "full":
+            if self.k is not None:
+                raise InputError(f"Full attention keeps every key and takes no k. Got k={self.k}.")
+        elif self.k is None:
+            raise InputError(f"{self.attention} attention needs k, the number of keys kept per query.")
+        elif self.k < 1:
+            raise InputError(f"k must be at least 1. Got k={self.k}.")
+        elif self.k > self.length:
+            raise InputError(f"k must be at most the sequence length. Got k={self.k}, length={self.length}.")
+
+    @property
+    def pad_id(self) -> int:
+        """Token id of PAD."""
+        return self.vocabulary_size - 1
+
+    @property
+    def attention_label(self) -> str:
+        """Attention and k in one word: ``full``, ``topk-5``."""
+        return self.attention if self.k is None else f"{self.attention}-{self.k}"
+
+
+@dataclass(frozen=True)
+class TrainingConfig(_Record):
+    """Data and optimisation of one run.
+
+    Raises:
+        InputError: if a value is illegal; the message says what would work.
+    """
+
+    task: str
+    length: int  # tokens per sample
+    epochs: int
+    seed: int = 153476998  # of data, initialisation, dropout and batch order; the paper's first seed
+    train_samples: int = 5000
+    holdout_samples: int = 2000
+    batch_size: int = 25
+    learning_rate: float = 0.1
+    learning_rate_decay: float = 0.9995  # factor per epoch
+    gradient_clip: float = 0.5  # largest 2-norm of the whole gradient
+    snapshots: tuple[int, ...] = ()  # epochs kept as files of their own, besides 0, best and last
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "snapshots", tuple(self.snapshots))
+        for name in ("length", "epochs", "train_samples", "holdout_samples", "batch_size"):
+            if getattr(self, name) < 1:
+                raise InputError(f"{name} must be at least 1. Got {name}={getattr(self, name)}.")
+        for name in ("learning_rate", "learning_rate_decay", "gradient_clip"):
+            if not getattr(self, name) > 0:
+                raise InputError(f"{name} must be positive. Got {name}={getattr(self, name)}.")
+        if not 0 <= self.seed < 2**63:
+            raise InputError(f"seed must lie in 0 … 2^63 - 1. Got seed={self.seed}.")
+        wrong = [e for e in self.snapshots if not 0 <= e <= self.epochs]
+        if wrong:
+            raise InputError(f"Snapshots must lie in 0 … {self.epochs} (epochs). Got {wrong[0]}.")

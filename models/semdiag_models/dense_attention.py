@@ -1,0 +1,88 @@
+"""Attention over all keys, with dropout on the weights and without keeping L×L anything."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from semdiag_models.dropout import dropped_positions
+
+_STRIP = 2**20  # scores held at a time: 4 MB in float32, about one core's share of the cache
+
+
+def dense_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, valid: Tensor | None, dropout: float) -> Tensor:
+    """softmax(scale · q kᵀ) v, with dropout on the softmax weights.
+
+    Without dropout and on accelerators this is torch's ``scaled_dot_product_attention``. That function falls
+    back to whole L×L matrices when a CPU drops weights, so training on a CPU goes through strips that fit the
+    cache; the backward pass recomputes the weights from the scores and the drawn drop positions.
+
+    Args:
+        q: queries (B, H, L, D).
+        k: keys (B, H, L, D).
+        v: values (B, H, L, D).
+        scale: factor on the scores.
+        valid: (B, L) bool, keys that may be attended to; None means all.
+        dropout: probability with which a weight is dropped; 0 outside training.
+
+    Returns:
+        Mixed values (B, H, L, D).
+    """
+    if dropout == 0 or q.device.type != "cpu":
+        mask = None if valid is None else valid[:, None, None, :]
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, scale=scale)
+    mixed: Tensor = _Strips.apply(q, k, v, scale, valid, dropout)  # type: ignore[no-untyped-call]
+    return mixed
+
+
+class _Strips(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, valid: Tensor | None, p: float
+    ) -> Tensor:
+        heads, (length, width) = q.shape[1], q.shape[2:]
+        q, k, v = (t.reshape(-1, length, width) for t in (q, k, v))  # (B·H, L, D)
+        per_strip = max(1, _STRIP // length**2)
+        drops: list[Tensor] = []
+        mixed = torch.empty_like(v)
+        for rows in range(0, len(q), per_strip):
+            s = slice(rows, rows + per_strip)
+            weights = _weights(q[s], k[s], scale, _strip_mask(valid, heads, s))
+            drops.append(dropped_positions(weights.numel(), p))
+            weights.view(-1).index_fill_(0, drops[-1], 0)
+            torch.bmm(weights, v[s], out=mixed[s])
+        ctx.save_for_backward(q, k, v, *drops)
+        ctx.plan = scale, valid, p, heads, per_strip
+        return mixed.div_(1 - p).view(-1, heads, length, width)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        q, k, v, *drops = ctx.saved_tensors
+        scale, valid, p, heads, per_strip = ctx.plan
+        length, width = q.shape[1:]
+        grad = grad.reshape(-1, length, width) / (1 - p)
+        dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        for rows, drop in zip(range(0, len(q), per_strip), drops, strict=True):
+            s = slice(rows, rows + per_strip)
+            weights = _weights(q[s], k[s], scale, _strip_mask(valid, heads, s))
+            d_weights = torch.bmm(grad[s], v[s].transpose(1, 2))
+            d_weights.view(-1).index_fill_(0, drop, 0)
+            d_scores = torch._softmax_backward_data(d_weights, weights, -1, weights.dtype)
+            torch.bmm(d_scores, k[s], out=dq[s])
+            torch.bmm(d_scores.transpose(1, 2), q[s], out=dk[s])
+            weights.view(-1).index_fill_(0, drop, 0)
+            torch.bmm(weights.transpose(1, 2), grad[s], out=dv[s])
+        shape = (-1, heads, length, width)
+        return dq.mul_(scale).view(shape), dk.mul_(scale).view(shape), dv.view(shape), None, None, None
+
+
+def _weights(q: Tensor, k: Tensor, scale: float, mask: Tensor | None) -> Tensor:
+    scores = torch.baddbmm(q.new_empty(()), q, k.transpose(1, 2), beta=0, alpha=scale)
+    if mask is not None:
+        scores.masked_fill_(~mask, float("-inf"))
+    return torch.softmax(scores, -1)
+
+
+def _strip_mask(valid: Tensor | None, heads: int, strip: slice) -> Tensor | None:
+    return None if valid is None else valid.repeat_interleave(heads, 0)[strip, None, :]

@@ -1,0 +1,31 @@
+"""Which device a name means."""
+
+import torch
+
+from semdiag_models.errors import InputError, unknown_name
+
+
+def find_device(name: str) -> torch.device:
+    """The device a user asked for.
+
+    Args:
+        name: ``cpu``, ``cuda``, ``mps``, or ``auto`` for the fastest present.
+
+    Returns:
+        The device.
+
+    Raises:
+        InputError: if the name is unknown or the device is not there.
+
+    Example:
+        >>> find_device("cpu")
+        device(type='cpu')
+    """
+    there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    if name == "auto":
+        return torch.device(next(device for device, present in there.items() if present))
+    if name not in there:
+        raise unknown_name("device", name, ["auto", *there])
+    if not there[name]:
+        raise InputError(f"No {name} device here. Use --device auto or --device cpu.")
+    return torch.device(name)

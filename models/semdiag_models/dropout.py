@@ -1,0 +1,111 @@
+"""Dropout that costs what it drops: positions are drawn, not a random number for every element."""
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def dropped_positions(n: int, p: float) -> Tensor:
+    """Indices at which an independent coin of probability p falls on "drop", among n.
+
+    The gaps between successive drops of independent coins are geometric, so drawing the gaps gives exactly
+    the law of n independent coins with about n·p draws.
+
+    Args:
+        n: number of elements.
+        p: drop probability, in (0, 1).
+
+    Returns:
+        Increasing int64 indices in ``0 … n - 1``, from the global CPU generator.
+
+    Example:
+        >>> generator_state = torch.manual_seed(0)
+        >>> drops = dropped_positions(100_000, 0.01)
+        >>> 900 < len(drops) < 1100
+        True
+    """
+    enough = int(n * p + 10 * math.sqrt(n * p) + 20)
+    positions = torch.empty(enough, dtype=torch.int64).geometric_(p).cumsum(0).sub_(1)
+    while positions[-1] < n - 1:  # ten standard deviations away, but it must stay exact
+        more = torch.empty(enough, dtype=torch.int64).geometric_(p).cumsum(0).add_(positions[-1])
+        positions = torch.cat([positions, more])
+    return positions[: int(torch.searchsorted(positions, n))]
+
+
+def dropout(x: Tensor, p: float, training: bool) -> Tensor:
+    """Zero each element with probability p and divide the others by 1 - p, while training.
+
+    On the CPU about ten times faster than :func:`torch.nn.functional.dropout` at the paper's p = 0.01;
+    elsewhere that function is called.
+
+    Args:
+        x: any shape, floating point.
+        p: drop probability, in [0, 1).
+        training: if false, x is returned as it is.
+
+    Returns:
+        A tensor of x's shape.
+    """
+    if not training or p == 0:
+        return x
+    if x.device.type != "cpu":
+        return F.dropout(x, p)
+    dropped: Tensor = _Dropout.apply(x, p)  # type: ignore[no-untyped-call]
+    return dropped
+
+
+def add_dropout(x: Tensor, branch: Tensor, p: float, training: bool) -> Tensor:
+    """x + dropout(branch), without storing the dropped branch.
+
+    Args:
+        x: the residual stream, any shape.
+        branch: what is added, of x's shape.
+        p: drop probability, in [0, 1).
+        training: if false, nothing is dropped.
+
+    Returns:
+        A tensor of x's shape.
+    """
+    if not training or p == 0:
+        return x + branch
+    if x.device.type != "cpu":
+        return x + F.dropout(branch, p)
+    added: Tensor = _AddDropout.apply(x, branch, p)  # type: ignore[no-untyped-call]
+    return added
+
+
+class _Dropout(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, p: float) -> Tensor:
+        ctx.p, drops = p, dropped_positions(x.numel(), p)
+        ctx.save_for_backward(drops)
+        return _zeroed(x, p, drops)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return _zeroed(grad, ctx.p, *ctx.saved_tensors), None
+
+
+class _AddDropout(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, branch: Tensor, p: float) -> Tensor:
+        ctx.p, drops = p, dropped_positions(x.numel(), p)
+        ctx.save_for_backward(drops)
+        x = x.contiguous()
+        added = torch.add(x, branch, alpha=1 / (1 - p))
+        added.view(-1).index_copy_(0, drops, x.view(-1).index_select(0, drops))
+        return added
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
+        return grad, _zeroed(grad, ctx.p, *ctx.saved_tensors), None
+
+
+def _zeroed(x: Tensor, p: float, drops: Tensor) -> Tensor:
+    """x / (1 - p) with zeros at the flat positions ``drops``."""
+    kept = x.contiguous() * (1 / (1 - p))
+    kept.view(-1).index_fill_(0, drops, 0)
+    return kept

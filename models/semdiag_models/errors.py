@@ -1,0 +1,32 @@
+"""The one exception that means: the user's input was wrong, and here is what would work."""
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+class InputError(ValueError):
+    """What a user asked for cannot be done; the message says what, why, and what would work.
+
+    The command line prints the message as one line and exits with code 2.
+    """
+
+
+def unknown_name(kind: str, name: str, known: Iterable[str]) -> InputError:
+    """Build the error for a name that a registry does not hold.
+
+    Args:
+        kind: what the name stands for, in the singular ("task").
+        name: the name that was asked for.
+        known: the registry's names.
+
+    Returns:
+        An error that suggests the nearest name and lists all of them.
+
+    Example:
+        >>> print(unknown_name("task", "evenpairs", ["even-pairs", "parity"]))
+        Unknown task 'evenpairs'. Did you mean 'even-pairs'? Known: even-pairs, parity.
+    """
+    known = list(known)
+    near = get_close_matches(name, known, n=1)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    return InputError(f"Unknown {kind} {name!r}.{hint} Known: {', '.join(known)}.")

@@ -1,0 +1,171 @@
+"""A run's folder: snapshots, history, and picking up where a run stopped."""
+
+import csv
+import io
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from semdiag_models.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
+from semdiag_models.configuration import ModelConfig, TrainingConfig
+from semdiag_models.errors import InputError
+from semdiag_models.training import Progress, Trainer
+
+
+def run_name(model: ModelConfig, training: TrainingConfig) -> str:
+    """Name of a run's folder.
+
+    Example:
+        >>> model = ModelConfig(vocabulary_size=3, classes=2, length=40, attention="topk", k=5)
+        >>> run_name(model, TrainingConfig(task="even-pairs", length=40, epochs=100, seed=7))
+        'even-pairs-topk-5-seed-7'
+    """
+    return f"{training.task}-{model.attention_label}-seed-{training.seed}"
+
+
+def open_run(
+    folder: Path, model: ModelConfig, training: TrainingConfig, device: torch.device, *, resume: bool, overwrite: bool
+) -> Trainer:
+    """Prepare the folder and the trainer; nothing is written before everything has been checked.
+
+    Args:
+        folder: the run's folder; made if absent.
+        model: architecture.
+        training: data and optimisation.
+        device: where to train.
+        resume: go on from ``last.pt``; only ``epochs`` and ``snapshots`` may differ from what it holds.
+        overwrite: start anew in a folder that already holds a run.
+
+    Returns:
+        A trainer, at the initialisation or after the last saved epoch.
+
+    Raises:
+        InputError: if the folder holds a run and neither flag is given, or there is nothing to resume, or it
+            was another configuration, or the folder cannot be written to.
+    """
+    last = folder / "last.pt"
+    if last.exists() and not (resume or overwrite):
+        raise InputError(f"{folder} already holds a run. Add --resume to go on, --overwrite to start anew, or --out.")
+    saved = _saved(last, model, training) if resume else None
+    trainer = Trainer(model, training, device)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"{folder} cannot be made: {error.strerror}.") from None
+    if not os.access(folder, os.W_OK):
+        raise InputError(f"{folder} cannot be written to: permission denied. Choose another folder with --out.")
+    if saved is not None:
+        trainer.encoder.load_state_dict(saved.state)
+        trainer.epoch, trainer.history = saved.epoch, saved.history
+        _restore_rng(saved.rng)
+    elif overwrite:
+        for old in [*folder.glob("epoch-*.pt"), folder / "best.pt", last, folder / "history.csv"]:
+            old.unlink(missing_ok=True)
+    return trainer
+
+
+def train_run(
+    folder: Path,
+    trainer: Trainer,
+    provenance: dict[str, Any],
+    after_epoch: Callable[[Progress], None] = lambda progress: None,
+    after_batch: Callable[[], None] = lambda: None,
+) -> None:
+    """Train to the end, saving after every epoch: ``last.pt``, ``best.pt``, named epochs, ``history.csv``.
+
+    A run that is interrupted, by whatever, loses the unfinished epoch and nothing else.
+
+    Args:
+        folder: an existing folder.
+        trainer: from :func:`open_run`.
+        provenance: stored in every snapshot beside versions, device and thread count.
+        after_epoch: called after the epoch has been saved.
+        after_batch: called after every step.
+
+    Raises:
+        DivergedError: if the loss is no longer a number; ``last.pt`` is then the last good epoch.
+    """
+    provenance = {
+        "semdiag": version("semdiag"),
+        "torch": str(torch.__version__),
+        "device": trainer.device.type,
+        "threads": torch.get_num_threads(),
+        **provenance,
+    }
+
+    def save(*names: str) -> None:
+        for name in names:
+            checkpoint = Checkpoint(
+                model=trainer.config,
+                training=trainer.training,
+                state=trainer.encoder.state_dict(),
+                epoch=trainer.epoch,
+                history=trainer.history,
+                rng=_rng(trainer.device) if name == "last" else {},
+                provenance=provenance,
+            )
+            write_checkpoint(folder / f"{name}.pt", checkpoint)
+
+    def finish_epoch(progress: Progress) -> None:
+        named = [f"epoch-{trainer.epoch}"] if trainer.epoch in trainer.training.snapshots else []
+        save(*named, *(["best"] if progress.best else []), "last")
+        _write_history(folder / "history.csv", trainer.history)
+        after_epoch(progress)
+
+    if trainer.epoch == 0:
+        save("epoch-0", "last")
+    trainer.run(finish_epoch, after_batch)
+
+
+def _saved(last: Path, model: ModelConfig, training: TrainingConfig) -> Checkpoint:
+    if not last.exists():
+        raise InputError(f"Nothing to resume: {last} does not exist. Leave --resume out to start the run.")
+    saved = read_checkpoint(last)
+    was = replace(saved.training, epochs=training.epochs, snapshots=training.snapshots)
+    if (saved.model, was) != (model, training):
+        pairs = [*_fields(saved.model, model), *_fields(was, training)]
+        name, before, now = next(pair for pair in pairs if pair[1] != pair[2])
+        raise InputError(f"{last} was trained with {name}={before}, not {now}. Use the run's own options to resume.")
+    if saved.epoch > training.epochs:
+        raise InputError(f"{last} is already at epoch {saved.epoch}, past --epochs {training.epochs}.")
+    return saved
+
+
+def _fields(
+    before: ModelConfig | TrainingConfig, now: ModelConfig | TrainingConfig
+) -> list[tuple[str, object, object]]:
+    """Return (name, value before, value now) for every field of two records of one kind."""
+    old, new = before.to_dict(), now.to_dict()
+    return [(name, old[name], new[name]) for name in old]
+
+
+def _rng(device: torch.device) -> dict[str, torch.Tensor]:
+    states = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    if device.type == "mps":
+        states["mps"] = torch.mps.get_rng_state()
+    return states
+
+
+def _restore_rng(states: dict[str, torch.Tensor]) -> None:
+    torch.set_rng_state(states["cpu"])
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])
+    if "mps" in states and torch.backends.mps.is_available():
+        torch.mps.set_rng_state(states["mps"])
+
+
+def _write_history(path: Path, history: dict[str, list[float]]) -> None:
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(history)
+    writer.writerows(zip(*history.values(), strict=True))
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text(text.getvalue(), encoding="utf-8")
+    temporary.replace(path)

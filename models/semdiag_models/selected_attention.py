@@ -1,0 +1,108 @@
+"""Attention over k selected keys per query: cost and memory grow with k, forward and backward."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from semdiag_models.dropout import dropout as drop
+
+
+def selected_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, selected: Tensor, dropout: float) -> Tensor:
+    """softmax over the selected keys of scale · q kᵀ, times v, with dropout on the weights.
+
+    Exactly the dense masked computation: keys outside the selection have weight and gradient zero there too.
+
+    Args:
+        q: queries (B, H, L, D).
+        k: keys (B, H, L, D).
+        v: values (B, H, L, D).
+        scale: factor on the scores.
+        selected: (B, H, L, K) int64 positions of the selected keys, distinct in a row; -1 stands for none.
+        dropout: probability with which a weight is dropped; 0 outside training.
+
+    Returns:
+        Mixed values (B, H, L, D); zero for a query without a selected key.
+    """
+    batch, heads, length, width = q.shape
+    missing = selected < 0
+    offset = torch.arange(batch * heads, device=q.device).mul_(length).view(batch, heads, 1, 1)
+    index = (selected.clamp(min=0) + offset).view(-1, selected.shape[-1])  # (B·H·L, K) rows of the flat keys
+    scores = _SelectedScores.apply(flat(q) * scale, flat(k), index)  # type: ignore[no-untyped-call]
+    scores = scores.masked_fill(missing.view(index.shape), torch.finfo(q.dtype).min)
+    weights = drop(scores.softmax(-1).masked_fill(missing.view(index.shape), 0), dropout, training=True)
+    mixed: Tensor = _WeightedSum.apply(weights, flat(v), index)  # type: ignore[no-untyped-call]
+    return mixed.view(batch, heads, length, width)
+
+
+def flat(x: Tensor) -> Tensor:
+    """View (B, H, L, D) as rows (B·H·L, D), copying only if the memory is laid out otherwise."""
+    return x.reshape(-1, x.shape[-1])
+
+
+class _SelectedScores(torch.autograd.Function):
+    """z[i, j] = q[i] · k[index[i, j]]."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, index: Tensor) -> Tensor:
+        ctx.save_for_backward(q, k, index)
+        return _row_dots(q, k, index)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
+        q, k, index = ctx.saved_tensors
+        return _gather_sum(grad, k, index), _scatter_sum(grad, q, index), None
+
+
+class _WeightedSum(torch.autograd.Function):
+    """out[i] = Σ_j w[i, j] v[index[i, j]]."""
+
+    @staticmethod
+    def forward(ctx: Any, weights: Tensor, v: Tensor, index: Tensor) -> Tensor:
+        ctx.save_for_backward(weights, v, index)
+        return _gather_sum(weights, v, index)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
+        weights, v, index = ctx.saved_tensors
+        grad = grad.contiguous()
+        return _row_dots(grad, v, index), _scatter_sum(weights, grad, index), None
+
+
+def _row_dots(rows: Tensor, table: Tensor, index: Tensor) -> Tensor:
+    """rows[i] · table[index[i, j]] for all i, j: (N, D), (M, D), (N, K) -> (N, K).
+
+    These dots are what the gradient of a weighted bag sum with respect to its weights consists of; calling
+    that kernel spares the (N, K, D) copy of the gathered rows.
+    """
+    n, k = index.shape
+    starts = torch.arange(0, n * k, k, device=index.device)
+    bags = torch.arange(n, device=index.device).repeat_interleave(k)
+    dots: Tensor = torch.ops.aten._embedding_bag_per_sample_weights_backward(
+        rows, table.contiguous(), index.reshape(-1), starts, bags, 0
+    )
+    return dots.view(n, k)
+
+
+def _gather_sum(weights: Tensor, table: Tensor, index: Tensor) -> Tensor:
+    """Σ_j weights[i, j] table[index[i, j]]: (N, K), (M, D), (N, K) -> (N, D); (N, K, D) is never stored."""
+    return F.embedding_bag(index, table, per_sample_weights=weights.contiguous(), mode="sum")
+
+
+def _scatter_sum(weights: Tensor, rows: Tensor, index: Tensor) -> Tensor:
+    """out[m] = Σ over (i, j) with index[i, j] = m of weights[i, j] rows[i]: (N, K), (N, D), (N, K) -> (N, D).
+
+    The pairs are sorted by m, which turns the scatter into a gather over ragged bags: no atomics, and the
+    same order of additions in every run.
+    """
+    flat_index = index.view(-1)
+    order = flat_index.argsort(stable=True)
+    counts = torch.bincount(flat_index, minlength=len(rows))
+    return F.embedding_bag(
+        order // index.shape[1],
+        rows,
+        counts.cumsum(0) - counts,
+        per_sample_weights=weights.reshape(-1)[order],
+        mode="sum",
+    )

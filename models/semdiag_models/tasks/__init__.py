@@ -1,0 +1,47 @@
+"""The tasks, by name."""
+
+from semdiag_models.errors import unknown_name
+from semdiag_models.tasks.cycle_navigation import CycleNavigation
+from semdiag_models.tasks.even_pairs import EvenPairs
+from semdiag_models.tasks.listops import ListOps
+from semdiag_models.tasks.missing_duplicate import MissingDuplicate
+from semdiag_models.tasks.modular_arithmetic import ModularArithmetic
+from semdiag_models.tasks.parity import Parity
+from semdiag_models.tasks.solve_equation import SolveEquation
+from semdiag_models.tasks.stack_manipulation import StackManipulation
+from semdiag_models.tasks.task import Recipe, Task
+
+__all__ = ["TASKS", "ListOps", "Recipe", "Task", "find_task"]
+
+TASKS: dict[str, Task] = {
+    "parity": Parity(),
+    "even-pairs": EvenPairs(),
+    "missing-duplicate": MissingDuplicate(),
+    "stack-manipulation": StackManipulation(),
+    "cycle-navigation": CycleNavigation(),
+    "modular-arithmetic": ModularArithmetic(),
+    "solve-equation": SolveEquation(),
+    "listops": ListOps(),
+}
+
+
+def find_task(name: str) -> Task:
+    """Look a task up by its name or by an alias.
+
+    Args:
+        name: a key of ``TASKS``, or the name the task has in the benchmark's source or the released code.
+
+    Returns:
+        The task.
+
+    Raises:
+        InputError: if no task has that name; the message lists the known ones.
+
+    Example:
+        >>> find_task("ueqpairs").name
+        'even-pairs'
+    """  # noqa: DOC501 - unknown_name builds the InputError
+    for task in TASKS.values():
+        if name == task.name or name in task.aliases:
+            return task
+    raise unknown_name("task", name, TASKS)

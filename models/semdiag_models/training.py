@@ -1,0 +1,185 @@
+"""The trainer: plain SGD on a finite data set, as the paper ran it."""
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from semdiag_models.configuration import ModelConfig, TrainingConfig
+from semdiag_models.encoder import Encoder
+from semdiag_models.errors import InputError
+from semdiag_models.tasks import find_task
+
+HISTORY_COLUMNS = (
+    "epoch",
+    "learning_rate",
+    "train_loss",
+    "train_accuracy",
+    "holdout_loss",
+    "holdout_accuracy",
+    "seconds",
+)
+
+
+class DivergedError(RuntimeError):
+    """The training loss is no longer a number."""
+
+
+class Split(NamedTuple):
+    """Labelled samples: tokens (N, L) int64 and labels (N,) int64."""
+
+    tokens: Tensor
+    labels: Tensor
+
+
+def draw_data(config: TrainingConfig, padded_length: int, pad_id: int) -> tuple[Split, Split]:
+    """Regenerate a run's training and held-out samples from its seed.
+
+    Both are drawn from one generator, training first, so every attention of a seed sees the same data.
+
+    Args:
+        config: task, length, sizes and seed.
+        padded_length: positions of the model; samples are padded to it on the right.
+        pad_id: token id of PAD.
+
+    Returns:
+        Training and held-out split, on the CPU.
+
+    Raises:
+        InputError: if the task is unknown or has no string of that length.
+    """
+    task = find_task(config.task)
+    generator = torch.Generator().manual_seed(config.seed)
+
+    def draw(n: int) -> Split:
+        tokens, labels = task.sample(n, config.length, generator)
+        return Split(F.pad(tokens, (0, padded_length - tokens.shape[1]), value=pad_id), labels)
+
+    return draw(config.train_samples), draw(config.holdout_samples)
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What the trainer reports after each epoch: a row of the history."""
+
+    row: dict[str, float]
+    best: bool  # highest held-out accuracy so far
+
+
+class Trainer:
+    """Trains one model, epoch by epoch; all state that a resumed run needs is in public attributes.
+
+    Source: paper, experimental settings: SGD without momentum, cross-entropy, gradient 2-norm clipped,
+    learning rate multiplied by the decay after every epoch.
+
+    The global random generators of the device are seeded in ``__init__`` and used for initialisation,
+    dropout and batch order; run a Trainer inside :func:`torch.random.fork_rng` to keep your own.
+
+    Args:
+        model: architecture.
+        training: data and optimisation.
+        device: where everything lives.
+
+    Raises:
+        InputError: if model and task do not fit each other.
+    """
+
+    def __init__(self, model: ModelConfig, training: TrainingConfig, device: torch.device) -> None:
+        self.config, self.training, self.device = model, training, device
+        task = find_task(training.task)
+        if (model.vocabulary_size, model.classes) != (task.vocabulary_size, task.classes):
+            raise InputError(
+                f"{task.name} has {task.vocabulary_size} token ids and {task.classes} classes; "
+                f"the model has {model.vocabulary_size} and {model.classes}."
+            )
+        if model.length < training.length:
+            raise InputError(f"The model has {model.length} positions, too few for length {training.length}.")
+        train, holdout = draw_data(training, model.length, model.pad_id)
+        self.train_split = Split(*(t.to(device) for t in train))
+        self.holdout_split = Split(*(t.to(device) for t in holdout))
+        # Looked at once, here: looking at every batch would wait for the device.
+        self.padded = not model.pad_as_token and any(
+            bool((s.tokens == model.pad_id).any()) for s in (train, holdout)
+        )
+        torch.manual_seed(training.seed)
+        self.encoder = Encoder(model).to(device)
+        self.epoch = 0
+        self.history: dict[str, list[float]] = {name: [] for name in HISTORY_COLUMNS}
+
+    def run(self, after_epoch: Callable[[Progress], None], after_batch: Callable[[], None] = lambda: None) -> None:
+        """Train to the configured number of epochs.
+
+        Args:
+            after_epoch: called with the epoch's row once it is in the history; the model is then in
+                evaluation mode and the state is one to save.
+            after_batch: called after every step, to move a progress bar.
+
+        Raises:
+            DivergedError: if the loss becomes NaN or infinite; that epoch is not in the history.
+        """
+        while self.epoch < self.training.epochs:
+            start = time.perf_counter()
+            learning_rate = self.training.learning_rate * self.training.learning_rate_decay**self.epoch
+            self._train_epoch(learning_rate, after_batch)
+            train_loss, train_accuracy = self.evaluate(self.train_split)
+            holdout_loss, holdout_accuracy = self.evaluate(self.holdout_split)
+            best = holdout_accuracy > max(self.history["holdout_accuracy"], default=-math.inf)
+            self.epoch += 1
+            values = (
+                self.epoch,
+                learning_rate,
+                train_loss,
+                train_accuracy,
+                holdout_loss,
+                holdout_accuracy,
+                time.perf_counter() - start,
+            )
+            row = dict(zip(HISTORY_COLUMNS, values, strict=True))
+            for name, value in row.items():
+                self.history[name].append(value)
+            after_epoch(Progress(row, best))
+
+    def _train_epoch(self, learning_rate: float, after_batch: Callable[[], None]) -> None:
+        self.encoder.train()
+        parameters = list(self.encoder.parameters())
+        optimizer = torch.optim.SGD(parameters, lr=learning_rate, foreach=True)
+        order = torch.randperm(self.training.train_samples, device=self.device)
+        total = torch.zeros((), device=self.device)
+        for batch in order.split(self.training.batch_size):
+            logits = self.encoder(self.train_split.tokens[batch], self.padded)
+            loss = F.cross_entropy(logits, self.train_split.labels[batch])
+            optimizer.zero_grad()
+            loss.backward()  # type: ignore[no-untyped-call]
+            torch.nn.utils.clip_grad_norm_(parameters, self.training.gradient_clip, foreach=True)
+            optimizer.step()
+            total += loss.detach()
+            after_batch()
+        if not math.isfinite(float(total)):  # the one moment in an epoch at which the device is waited for
+            raise DivergedError(
+                f"The training loss became {float(total)} in epoch {self.epoch + 1} at learning rate "
+                f"{learning_rate:g}. Try a smaller --learning-rate."
+            )
+
+    @torch.inference_mode()
+    def evaluate(self, split: Split) -> tuple[float, float]:
+        """Mean cross-entropy (nats) and accuracy in [0, 1] over a split, in evaluation mode.
+
+        Args:
+            split: samples on the trainer's device.
+
+        Returns:
+            Loss and accuracy.
+        """
+        self.encoder.eval()
+        loss, correct = torch.zeros((), device=self.device), torch.zeros((), device=self.device)
+        per_batch = max(1, 10_000 // split.tokens.shape[1])  # about 10,000 tokens fit a core's cache
+        for tokens, labels in zip(split.tokens.split(per_batch), split.labels.split(per_batch), strict=True):
+            logits = self.encoder(tokens, self.padded)
+            loss += F.cross_entropy(logits, labels, reduction="sum")
+            correct += (logits.argmax(1) == labels).sum()
+        return float(loss) / len(split.labels), float(correct) / len(split.labels)
