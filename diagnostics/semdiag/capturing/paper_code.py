@@ -1,0 +1,147 @@
+"""Checkpoints of the paper's released code: plain state dicts, configured by their file names."""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from semdiag_models import Encoder, InputError, ModelConfig, find_task
+from semdiag_models.checkpoint import check_shapes
+
+_BLOCK = "encoder.transformer.{}."
+_MARK = _BLOCK.format(0) + "attention.W_q.weight"
+_MASKS = {"none": "full", "windowed": "banded", "blklocal": "block", "topk": "topk"}
+# What its file names call each entry of its configuration.
+_IN_NAME = {
+    "nheads": "n_heads",
+    "mask": "mask_type",
+    "mask_size": "mask_size",
+    "ngtk": "ngtk",
+    "inv_temp": "inv_temp",
+    "mlpa": "activation",
+    "seed": "seed",
+}
+
+
+def recognised(content: object) -> bool:
+    """Whether a file's content has the parameter names of the paper's released code."""
+    return isinstance(content, dict) and _MARK in content
+
+
+def build(path: Path, state: dict[str, Any], config: Mapping[str, Any] | None) -> tuple[Encoder, dict[str, Any]]:
+    """Build our encoder with the parameters of a released-code checkpoint.
+
+    Its conventions are kept: the first attention norm has eps 0, PAD is an ordinary token.
+
+    Args:
+        path: for messages, and for its name, which holds the configuration.
+        state: the state dict.
+        config: entries that override those of the file name: mask_type, mask_size, n_heads, ngtk, inv_temp,
+            activation, task, seed.
+
+    Returns:
+        The encoder in evaluation mode, and task, seed, epoch and snapshot as far as they are known.
+
+    Raises:
+        InputError: if the configuration is incomplete or uses what is not supported, or shapes do not fit.
+    """
+    known = _from_name(path.name) | dict(config or {})
+    missing = [name for name in ("mask_type", "mask_size", "n_heads") if name not in known]
+    if missing:
+        raise InputError(
+            f"{path} is a checkpoint of the paper's code, but its name does not say {', '.join(missing)}. "
+            "Give them in a JSON file: --config FILE.json."
+        )
+    needed = ("embedding.weight", "linear.weight", "pos_encoder.pe", _BLOCK.format(0) + "ffn.0.weight")
+    broken = [name for name in (*needed, *state) if not isinstance(state.get(name), Tensor)]
+    if broken:
+        raise InputError(f"{path} holds no tensor {broken[0]!r}: it is not a whole checkpoint of the paper's code.")
+    model = _config(path, state, known)
+    encoder = Encoder(model).eval()
+    renamed = _renamed(path, state, model.blocks)
+    check_shapes(path, encoder, renamed)
+    encoder.load_state_dict(renamed)
+    encoder.positions.copy_(state["pos_encoder.pe"][0])  # their rounding, not ours
+    return encoder, {
+        "task": _task(known.get("task")),
+        "seed": known.get("seed"),
+        "snapshot": "best" if path.stem.endswith("_best") else "unknown",
+    }
+
+
+def _from_name(name: str) -> dict[str, Any]:
+    entries: dict[str, Any] = {}
+    stem = re.sub(r"(_best|_last)?\.pt$", "", name)
+    task, *pairs = stem.split("__")
+    for pair in pairs:
+        key, _, value = pair.partition(":")
+        if key in _IN_NAME:
+            entries[_IN_NAME[key]] = _number(value)
+    if pairs:
+        entries["task"] = task.split("-")[0]
+    return entries
+
+
+def _number(text: str) -> int | float | str:
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+def _config(path: Path, state: dict[str, Any], known: dict[str, Any]) -> ModelConfig:
+    mask, size, heads = known["mask_type"], known["mask_size"], known["n_heads"]
+    if size == -1:
+        mask = "none"
+    if mask not in _MASKS or known.get("ngtk", 0):
+        what = f"mask {mask!r}" if mask not in _MASKS else f"{known['ngtk']} global tokens"
+        raise InputError(f"{path} uses {what}. Supported are the masks {', '.join(_MASKS)} without global tokens.")
+    if not isinstance(heads, int) or heads < 1:
+        raise InputError(f"{path}: n_heads must be a positive whole number. Got {heads!r}.")
+    embedding, expand = state["embedding.weight"], state[_BLOCK.format(0) + "ffn.0.weight"]
+    blocks = 1 + max(int(found[1]) for name in state if (found := re.match(r"encoder\.transformer\.(\d+)\.", name)))
+    return ModelConfig(
+        vocabulary_size=embedding.shape[0],
+        classes=state["linear.weight"].shape[0],
+        length=state["pos_encoder.pe"].shape[1],
+        attention=_MASKS[mask],
+        k=None if mask == "none" else size,
+        blocks=blocks,
+        width=embedding.shape[1],
+        mlp_width=expand.shape[0],
+        heads=heads,
+        head_width=state[_MARK].shape[0] // heads,
+        activation=str(known.get("activation", "relu")),
+        inverse_temperature=float(known.get("inv_temp", 1.0)),
+        first_norm_eps=0.0,
+        pad_as_token=True,
+    )
+
+
+def _renamed(path: Path, state: dict[str, Any], blocks: int) -> dict[str, Tensor]:
+    try:
+        ours = {"embedding.weight": state["embedding.weight"]}
+        for part in ("weight", "bias"):
+            ours[f"head.{part}"] = state[f"linear.{part}"]
+            for i in range(blocks):
+                theirs, block = _BLOCK.format(i), f"blocks.{i}."
+                projections = [state[f"{theirs}attention.W_{x}.{part}"] for x in "qkv"]
+                ours[f"{block}attention.qkv.{part}"] = torch.cat(projections)
+                ours[f"{block}attention.out.{part}"] = state[f"{theirs}attention.W_o.{part}"]
+                ours[f"{block}expand.{part}"] = state[f"{theirs}ffn.0.{part}"]
+                ours[f"{block}contract.{part}"] = state[f"{theirs}ffn.3.{part}"]
+    except KeyError as error:
+        raise InputError(f"{path} lacks parameter {error}: it is not a whole checkpoint of the paper's code.") from None
+    return ours
+
+
+def _task(name: object) -> str | None:
+    try:
+        return find_task(str(name)).name
+    except InputError:
+        return None

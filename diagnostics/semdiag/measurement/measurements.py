@@ -1,0 +1,128 @@
+"""Measurements: tidy tables, saved and loaded, from which everything else is drawn."""
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+import pandas as pd
+
+from semdiag_models import InputError
+
+TABLES = ("models", "queries", "loads", "history", "non_finite")
+
+
+@dataclass(frozen=True, eq=False)
+class Measurements:
+    """Everything measured on one or several models.
+
+    Every table has the column ``model`` (the path as the user named it). Layers, heads and positions count
+    from 0; scores are in nats.
+
+    Attributes:
+        models: one row per model: path, sha256, source, snapshot, task, attention, k, seed, epoch, blocks,
+            heads, length, parameters, samples, inputs, accuracy, found and captured attention layers, residual.
+        queries: one row per query: sample, layer, head, query, keys (n_i), kept (k_i), dispersion,
+            separation (+inf where nothing is dropped), and dispersion_kK, separation_kK for each
+            counterfactual K.
+        loads: one row per key: sample, layer, head, key, load, and load_kK.
+        history: one row per epoch of each training run.
+        non_finite: one row per sample, layer and head with scores that are NaN or infinite, and how many.
+        provenance: versions, device, dtype, seed, command.
+    """
+
+    models: pd.DataFrame
+    queries: pd.DataFrame
+    loads: pd.DataFrame
+    history: pd.DataFrame
+    non_finite: pd.DataFrame
+    provenance: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def concat(cls, parts: Iterable[Self]) -> Self:
+        """Join the measurements of several models.
+
+        Args:
+            parts: at least one.
+
+        Returns:
+            Their tables, one below the other, with the first one's provenance.
+
+        Raises:
+            InputError: if two of them are of a model with the same path.
+        """
+        parts = list(parts)
+        paths = [path for part in parts for path in part.models["model"]]
+        twice = sorted({path for path in paths if paths.count(path) > 1})
+        if twice:
+            raise InputError(f"{twice[0]} is named twice.")
+        tables = {name: _joined([getattr(part, name) for part in parts]) for name in TABLES}
+        return cls(**tables, provenance=parts[0].provenance)
+
+    def save(self, folder: Path | str) -> None:
+        """Write one parquet file per table and ``provenance.json``.
+
+        Args:
+            folder: made if absent.
+        """
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in TABLES:
+            getattr(self, name).to_parquet(folder / f"{name}.parquet", index=False)
+        (folder / "provenance.json").write_text(json.dumps(self.provenance, indent=1) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, folder: Path | str) -> Self:
+        """Read what :meth:`save` wrote.
+
+        Args:
+            folder: a folder written by :meth:`save`.
+
+        Returns:
+            The measurements.
+
+        Raises:
+            InputError: if a file is missing or damaged.
+        """
+        folder = Path(folder)
+        try:
+            tables = {name: pd.read_parquet(folder / f"{name}.parquet") for name in TABLES}
+            provenance = json.loads((folder / "provenance.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise InputError(
+                f"{folder} does not hold saved measurements ({str(error).splitlines()[0]}). "
+                "Make them with: semdiag report --keep-queries."
+            ) from None
+        return cls(**tables, provenance=provenance)
+
+    def of(self, model: str) -> Self:
+        """Return the measurements of one model.
+
+        Args:
+            model: a value of the column ``model``.
+        """
+        tables = {name: getattr(self, name).query("model == @model") for name in TABLES}
+        return type(self)(**tables, provenance=self.provenance)
+
+    def _repr_html_(self) -> str:
+        from semdiag.measurement.percentiles import layer_table
+
+        columns = ["layer", "head", "queries", "mean", "p50", "p95", "p100"]
+        parts = []
+        for row in self.models.itertuples():
+            table = layer_table(self.queries[self.queries["model"] == row.model], "dispersion")
+            title = f"Semantic dispersion (nats), {row.task} {row.attention}: {row.model}"
+            parts.append(f"<p>{_escape(title)}</p>{table[columns].to_html(index=False, float_format='%.3g')}")
+        return "".join(parts)
+
+
+def _joined(tables: list[pd.DataFrame]) -> pd.DataFrame:
+    filled = [table for table in tables if len(table)] or tables[:1]
+    return pd.concat(filled, ignore_index=True)
+
+
+def _escape(text: str) -> str:
+    from html import escape
+
+    return escape(text)

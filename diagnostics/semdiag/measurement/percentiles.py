@@ -1,0 +1,68 @@
+"""Percentile tables of a per-query quantity."""
+
+from collections.abc import Hashable
+
+import numpy as np
+import pandas as pd
+from numpy.typing import ArrayLike
+
+PERCENTILES = (0, 1, 5, 10, 25, 50, 75, 90, 95, 99, 100)
+# Read from the other end where small values are the bad ones: the paper's table of separations.
+PAPER_PERCENTILES = (75, 90, 95, 100)
+
+
+def percentiles(values: ArrayLike) -> dict[str, float | int]:
+    """Count, mean and percentiles of the finite values, linear interpolation.
+
+    Args:
+        values: any shape; entries that are not finite count as undefined.
+
+    Returns:
+        ``queries``, ``mean``, ``p0`` … ``p100`` (NaN if nothing is finite), ``undefined``, ``not_positive``.
+
+    Example:
+        >>> table = percentiles([1.0, 3.0, float("inf")])
+        >>> table["queries"], table["p50"], table["undefined"]
+        (3, 2.0, 1)
+    """
+    array = np.asarray(values, dtype=np.float64).ravel()
+    finite = array[np.isfinite(array)]
+    cuts = np.percentile(finite, PERCENTILES) if finite.size else np.full(len(PERCENTILES), np.nan)
+    return {
+        "queries": int(array.size),
+        "mean": float(finite.mean()) if finite.size else float("nan"),
+        **{f"p{p}": float(cut) for p, cut in zip(PERCENTILES, cuts, strict=True)},
+        "undefined": int(array.size - finite.size),
+        "not_positive": int((finite <= 0).sum()),
+    }
+
+
+def layer_table(rows: pd.DataFrame, quantity: str) -> pd.DataFrame:
+    """Percentiles of a quantity in every layer and head of one model.
+
+    Args:
+        rows: a table with the columns layer, head and ``quantity``.
+        quantity: the column.
+
+    Returns:
+        One row per layer and head, in their order.
+    """
+    groups = rows.groupby(["layer", "head"], sort=True)[quantity]
+    return pd.DataFrame(
+        [{"layer": int(layer), "head": int(head), **percentiles(group)} for (layer, head), group in groups]
+    )
+
+
+def pooled_table(rows: pd.DataFrame, quantity: str, by: Hashable = "model") -> pd.DataFrame:
+    """Percentiles of a quantity pooled over layers and heads.
+
+    Args:
+        rows: a table with the columns ``by`` and ``quantity``.
+        quantity: the column.
+        by: what stays apart.
+
+    Returns:
+        One row per value of ``by``, in order of appearance.
+    """
+    groups = rows.groupby(by, sort=False)[quantity]
+    return pd.DataFrame([{str(by): name, **percentiles(group)} for name, group in groups])

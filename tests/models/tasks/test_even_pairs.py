@@ -1,0 +1,23 @@
+from collections import Counter
+from itertools import product
+
+import torch
+
+from semdiag_models.tasks.even_pairs import EvenPairs
+
+
+def test_all_strings_are_equally_likely(assert_law):
+    tokens, _ = EvenPairs().sample(16_000, 4, torch.Generator().manual_seed(0))
+    assert_law(Counter(map(tuple, tokens.tolist())), dict.fromkeys(product((0, 1), repeat=4), 1 / 16))
+
+
+def test_a_single_bit_has_no_pairs():
+    assert EvenPairs().label([0]) == EvenPairs().label([1]) == 0
+    assert not EvenPairs().sample(100, 1, torch.Generator().manual_seed(0))[1].any()
+
+
+def test_no_single_token_tells_the_label_but_the_two_ends_do(assert_share):
+    tokens, labels = EvenPairs().sample(50_000, 40, torch.Generator().manual_seed(1))
+    for i in (0, 20, 39):
+        assert_share((tokens[:, i] == labels).double().mean(), EvenPairs.shortcut[0], 50_000)
+    assert torch.equal((tokens[:, 0] != tokens[:, -1]).long(), labels)

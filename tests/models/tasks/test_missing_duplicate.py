@@ -1,0 +1,72 @@
+from collections import Counter
+
+import pytest
+import torch
+
+from semdiag_models.errors import InputError
+from semdiag_models.tasks.missing_duplicate import MissingDuplicate
+
+TASK = MissingDuplicate()
+
+
+def sample(n, length, seed=0):
+    return TASK.sample(n, length, torch.Generator().manual_seed(seed))
+
+
+def test_all_strings_of_length_six_are_equally_likely(assert_law):
+    law = {}
+    for bits in range(8):
+        doubled = [int(b) for b in f"{bits:03b}"] * 2
+        for hidden in range(6):
+            law[*doubled[:hidden], 2, *doubled[hidden + 1 :]] = 1 / 48
+    assert len(law) == 48
+    assert_law(Counter(map(tuple, sample(20_000, 6)[0].tolist())), law)
+
+
+def test_the_placeholder_is_uniform_over_both_copies(assert_law):
+    hidden = (sample(40_000, 40)[0] == 2).nonzero()[:, 1]
+    assert_law(Counter(hidden.tolist()), dict.fromkeys(range(40), 1 / 40))
+
+
+def test_labels_are_fair(assert_share):
+    assert_share(sample(40_000, 40)[1].double().mean(), 0.5, 40_000)
+
+
+def test_an_odd_length_ends_in_one_pad():
+    odd, labels = sample(500, 7)
+    assert (odd[:, -1] == TASK.pad_id).all()
+    assert (odd[:, :-1] != TASK.pad_id).all()
+    assert [TASK.label(row) for row in odd.tolist()] == labels.tolist()
+
+
+def test_the_label_is_the_parity_of_the_visible_ones():
+    tokens, labels = sample(2000, 40)
+    assert torch.equal((tokens == 1).sum(1) % 2, labels)
+
+
+def test_the_first_token_alone_reaches_the_shortcut(assert_share):
+    tokens, labels = sample(400_000, 40)
+    right = (tokens[:, 0] == labels).double() + 0.5 * (tokens[:, 0] == 2)
+    assert_share(right.mean(), TASK.shortcut[0], 400_000)
+    assert TASK.shortcut[0] == 0.5 + 1 / 80
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("0112", "needs two equal halves. Position 1 holds 0, its twin 1."),
+        ("010", "needs two halves of equal length. Got 3 tokens."),
+        ("0101", "needs exactly one placeholder 2. Got 0."),
+        ("0202", "needs exactly one placeholder 2. Got 2."),
+    ],
+)
+def test_strings_outside_the_language_are_refused(text, message):
+    with pytest.raises(InputError) as refusal:
+        TASK.label(TASK.parse(text))
+    assert str(refusal.value) == f"missing-duplicate {message}"
+
+
+@pytest.mark.parametrize("tokens", [[3], [3, 2, 0], [0, 2, 3, 3], [0, 2, 0, 3]])
+def test_pad_is_refused_except_once_at_the_end_of_an_odd_length(tokens):
+    with pytest.raises(InputError):
+        TASK.label(tokens)
