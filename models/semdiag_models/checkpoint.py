@@ -1,10 +1,14 @@
 """Checkpoints: plain dictionaries of tensors, numbers and strings; written whole or not at all."""
 
 import hashlib
+import io
 import os
 import pickle
+import pickletools
 import re
 import tempfile
+import warnings
+import zipfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -115,24 +119,27 @@ def read_plain(path: Path) -> Any:
         InputError: if the file is missing, unreadable, damaged, or holds anything but data; the message
             names the refused global.
     """
-    if not path.exists():
-        raise InputError(f"{path} does not exist.")
-    if path.is_dir():
-        raise InputError(f"{path} is a folder, not a checkpoint file.")
     try:
-        return torch.load(path, map_location="cpu", weights_only=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of pickle protocols: the file is read, or it is refused
+            return torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        raise InputError(f"{path} does not exist.") from None
+    except IsADirectoryError:
+        raise InputError(f"{path} is a folder, not a checkpoint file.") from None
+    except PermissionError:
+        raise InputError(f"{path} cannot be read: permission denied.") from None
     except pickle.UnpicklingError as error:
         found = re.search(r"GLOBAL (\S+)", str(error))
-        if found:
+        code = found[1].rstrip(".") if found else _foreign_global(path)
+        if code:
             raise InputError(
-                f"{path} refused: it holds the code object {found[1].rstrip('.')}, and checkpoints are read as data "
+                f"{path} refused: it holds the code object {code}, and checkpoints are read as data "
                 "only. Save a state dict of tensors instead."
             ) from None
         raise InputError(f"{path} is not a checkpoint: no readable tensors in it.") from None
-    except PermissionError:
-        raise InputError(f"{path} cannot be read: permission denied.") from None
-    except (RuntimeError, EOFError, ValueError, KeyError, IndexError, TypeError, AttributeError, OSError) as error:
-        reason = str(error).split("\n", 1)[0][:120]
+    except Exception as error:  # on damaged files torch raises whatever its reader stumbles over
+        reason = str(error).split("\n", 1)[0][:120] or type(error).__name__
         raise InputError(f"{path} is not a checkpoint, or it is truncated ({reason}).") from None
 
 
@@ -151,10 +158,13 @@ def check_shapes(path: Path, model: Encoder, state: dict[str, Any]) -> None:
         state: parameters by name.
 
     Raises:
-        InputError: on the first missing, extra or misshapen parameter.
+        InputError: on the first parameter that is missing, extra, misshapen or not plain numbers.
     """
     expected = model.state_dict()
-    odd = [*(name for name in expected if name not in state), *(name for name in state if name not in expected)]
+    odd = [
+        *(name for name in expected if name not in state),
+        *(name for name in state if name not in expected),
+    ]
     if odd:
         kind = "lacks" if odd[0] in expected else "has the unexpected"
         raise InputError(f"{path} {kind} parameter {odd[0]!r}: it does not fit its configuration.")
@@ -162,20 +172,62 @@ def check_shapes(path: Path, model: Encoder, state: dict[str, Any]) -> None:
         if not isinstance(tensor, Tensor) or tensor.shape != expected[name].shape:
             shape = tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
             raise InputError(
-                f"{path}: parameter {name!r} has shape {shape}, but its configuration says {tuple(expected[name].shape)}."
+                f"{path}: parameter {name!r} has shape {shape}; its configuration says "
+                f"{tuple(expected[name].shape)}."
             )
+        # The right shape may still be without memory: on the meta device, or expanded from one number.
+        plain = tensor.layout == torch.strided and tensor.device.type == "cpu" and tensor.is_floating_point()
+        if not plain or not tensor.is_contiguous():
+            raise InputError(f"{path}: parameter {name!r} is not a plain tensor of floating-point numbers.")
+
+
+def _foreign_global(path: Path) -> str | None:
+    """Name the first global, not torch's own, in a pickle of a protocol that torch does not read."""
+    try:
+        data = path.read_bytes()
+        if zipfile.is_zipfile(path):
+            with zipfile.ZipFile(path) as archive:
+                data = archive.read(next(n for n in archive.namelist() if n.endswith("data.pkl")))
+        stream = io.BytesIO(data)
+        strings: list[str] = []  # a STACK_GLOBAL is preceded by the strings module and name
+        while True:  # torch's older format is several pickles in a row
+            for opcode, argument, _ in pickletools.genops(stream):
+                name = None
+                if opcode.name == "GLOBAL":
+                    name = str(argument).replace(" ", ".")
+                elif opcode.name == "STACK_GLOBAL":
+                    name = ".".join(strings[-2:])
+                elif isinstance(argument, str):
+                    strings.append(argument)
+                if name and not name.startswith(("torch.", "collections.OrderedDict")):
+                    return " ".join(name.split())[:120]
+    except Exception:  # the end of the pickles, or never one
+        return None
 
 
 def _checkpoint(path: Path, content: dict[str, Any]) -> Checkpoint:
-    kinds = {"config": dict, "model_state": dict, "epoch": int, "history": dict}
+    content = {"rng": {}, "provenance": {}, **content}
+    kinds = dict.fromkeys(("config", "model_state", "history", "rng", "provenance"), dict) | {"epoch": int}
     for key, kind in kinds.items():
         if not isinstance(content.get(key), kind):
             raise InputError(f"{path} is damaged: its entry {key!r} is missing or not a {kind.__name__}.")
+    for key in ("model", "training"):
+        if not isinstance(content["config"].get(key), dict):
+            raise InputError(f"{path} is damaged: its config entry {key!r} is missing or not a dict.")
+    if content["epoch"] < 0:
+        raise InputError(f"{path} is damaged: its epoch is negative.")
+    for column, values in content["history"].items():
+        if not isinstance(values, list) or not all(isinstance(v, int | float) for v in values):
+            raise InputError(f"{path} is damaged: its history {column!r} is not a list of numbers.")
+        if len(values) != content["epoch"]:
+            raise InputError(f"{path} is damaged: its history {column!r} does not end at its epoch.")
     try:
-        model = ModelConfig.from_dict(content["config"].get("model", {}))
-        training = TrainingConfig.from_dict(content["config"].get("training", {}))
-    except InputError as error:
+        model = ModelConfig.from_dict(content["config"]["model"])
+        training = TrainingConfig.from_dict(content["config"]["training"])
+    except ValueError as error:  # InputError, or an integer too long to print
         raise InputError(f"{path}: {error}") from None
+    if model.blocks > len(content["model_state"]):  # seen before so many are made
+        raise InputError(f"{path} has too few parameters for its configuration's {model.blocks} blocks.")
     with torch.device("meta"):
         skeleton = Encoder(model)
     check_shapes(path, skeleton, content["model_state"])

@@ -1,5 +1,7 @@
 """What a model is and how it was trained: two frozen records, stored in every checkpoint."""
 
+import math
+import reprlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Self
@@ -13,6 +15,9 @@ ATTENTIONS = {
     "topk": "the k keys with the largest scores (input-dependent: the heavy hitters)",
 }
 ACTIVATIONS = ("relu", "gelu", "mish")
+_LARGEST_SIZE = 100_000  # of anything in a model: what a checkpoint says is believed before it is built
+_LARGEST_DATA = 10**9  # tokens of a run's samples, 8 GB
+_LEAST_DROPOUT = 1e-9  # gaps between drops are counted in 64 bits
 
 
 class _Record:
@@ -31,12 +36,14 @@ class _Record:
         Raises:
             InputError: if a key is unknown, a field is missing or has the wrong type, or a value is illegal.
         """
-        types = {f.name: str(f.type) for f in fields(cls)}  # type: ignore[arg-type]  # subclasses are dataclasses
+        declared = {f.name: f.type for f in fields(cls)}  # type: ignore[arg-type]  # subclasses are dataclasses
+        types = {name: t.__name__ if isinstance(t, type) else str(t) for name, t in declared.items()}
         for key, value in values.items():
             if key not in types:
                 raise unknown_name(f"{cls.__name__} field", str(key), types)
             if not _fits(value, types[key]):
-                raise InputError(f"{cls.__name__}.{key} must be {types[key]}. Got {value!r}.")
+                shown = " ".join(reprlib.repr(value).split())
+                raise InputError(f"{cls.__name__}.{key} must be {types[key]}. Got {shown}.")
         try:
             return cls(**values)
         except TypeError as error:
@@ -50,9 +57,11 @@ class _Record:
 
 def _fits(value: object, annotation: str) -> bool:
     """Whether a plain value may stand in a field annotated like this."""
+    if "tuple" in annotation:
+        return isinstance(value, list | tuple) and all(type(item) is int for item in value)
     if isinstance(value, bool):
         return "bool" in annotation
-    names = {"int": int, "float": (int, float), "str": str, "tuple": (list, tuple), "None": type(None)}
+    names = {"int": int, "float": (int, float), "str": str, "None": type(None)}
     return any(name in annotation and isinstance(value, kind) for name, kind in names.items())  # type: ignore[arg-type]
 
 
@@ -89,14 +98,30 @@ class ModelConfig(_Record):
             raise unknown_name("attention", self.attention, ATTENTIONS)
         if self.activation not in ACTIVATIONS:
             raise unknown_name("activation", self.activation, ACTIVATIONS)
-        sizes = ("vocabulary_size", "classes", "length", "blocks", "width", "mlp_width", "heads", "head_width")
+        sizes = (
+            "vocabulary_size",
+            "classes",
+            "length",
+            "blocks",
+            "width",
+            "mlp_width",
+            "heads",
+            "head_width",
+        )
         for name in sizes:
             if getattr(self, name) < 1:
                 raise InputError(f"{name} must be at least 1. Got {name}={getattr(self, name)}.")
+            if getattr(self, name) > _LARGEST_SIZE:
+                raise InputError(f"{name} must be at most {_LARGEST_SIZE}. Got {name}={getattr(self, name)}.")
         if self.width % 2:
             raise InputError(f"width must be even (sine and cosine positions). Got width={self.width}.")
-        if not 0 <= self.dropout < 1:
-            raise InputError(f"dropout must lie in [0, 1). Got dropout={self.dropout}.")
+        if self.dropout != 0 and not _LEAST_DROPOUT <= self.dropout < 1:
+            least = f"{_LEAST_DROPOUT:g}"
+            raise InputError(f"dropout must be 0 or lie in [{least}, 1). Got dropout={self.dropout}.")
+        if not -math.inf < self.inverse_temperature < math.inf:
+            raise InputError(f"inverse_temperature must be finite. Got {self.inverse_temperature}.")
+        if not 0 <= self.first_norm_eps < math.inf:
+            raise InputError(f"first_norm_eps must be finite and not negative. Got {self.first_norm_eps}.")
         self._check_k()
 
     def _check_k(self) -> None:
@@ -146,6 +171,9 @@ class TrainingConfig(_Record):
         for name in ("length", "epochs", "train_samples", "holdout_samples", "batch_size"):
             if getattr(self, name) < 1:
                 raise InputError(f"{name} must be at least 1. Got {name}={getattr(self, name)}.")
+        data = (self.train_samples + self.holdout_samples) * self.length
+        if data > _LARGEST_DATA:
+            raise InputError(f"The samples must be at most {_LARGEST_DATA} tokens in all. Got {data}.")
         for name in ("learning_rate", "learning_rate_decay", "gradient_clip"):
             if not getattr(self, name) > 0:
                 raise InputError(f"{name} must be positive. Got {name}={getattr(self, name)}.")

@@ -38,9 +38,7 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, valid: Tensor
 
 class _Strips(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, valid: Tensor | None, p: float
-    ) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, valid: Tensor | None, p: float) -> Tensor:
         heads, (length, width) = q.shape[1], q.shape[2:]
         q, k, v = (t.reshape(-1, length, width) for t in (q, k, v))  # (B·H, L, D)
         per_strip = max(1, _STRIP // length**2)
@@ -57,7 +55,7 @@ class _Strips(torch.autograd.Function):
         return mixed.div_(1 - p).view(-1, heads, length, width)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, *drops = ctx.saved_tensors
         scale, valid, p, heads, per_strip = ctx.plan
         length, width = q.shape[1:]

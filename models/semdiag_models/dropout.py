@@ -85,7 +85,7 @@ class _Dropout(torch.autograd.Function):
         return _zeroed(x, p, drops)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return _zeroed(grad, ctx.p, *ctx.saved_tensors), None
 
 
@@ -100,7 +100,7 @@ class _AddDropout(torch.autograd.Function):
         return added
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         return grad, _zeroed(grad, ctx.p, *ctx.saved_tensors), None
 
 

@@ -1,6 +1,7 @@
 """The compact encoder: embedding, pre-norm blocks, mean pooling, linear head."""
 
 import math
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +13,7 @@ from semdiag_models.dropout import add_dropout, dropout
 from semdiag_models.selected_attention import selected_attention
 from semdiag_models.selection import select_keys
 
-_ACTIVATIONS = {"relu": F.relu, "gelu": F.gelu, "mish": F.mish}
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "gelu": F.gelu, "mish": F.mish}
 
 
 class AttentionCore(nn.Module):
@@ -133,11 +134,7 @@ class Encoder(nn.Module):
         x = self.embed(tokens)
         for block in self.blocks:
             x = block(x, valid)
-        if valid is None:
-            pooled = x.mean(1)
-        else:
-            pooled = (x * valid[:, :, None]).sum(1) / valid.sum(1, keepdim=True)
-        logits: Tensor = self.head(pooled)
+        logits: Tensor = self.head(_mean(x, valid))
         return logits
 
     def embed(self, tokens: Tensor) -> Tensor:
@@ -151,6 +148,13 @@ class Encoder(nn.Module):
             return None
         valid = tokens != self.config.pad_id
         return None if padded is None and bool(valid.all()) else valid
+
+
+def _mean(x: Tensor, valid: Tensor | None) -> Tensor:
+    """Mean over the valid positions: (B, L, d) -> (B, d)."""
+    if valid is None:
+        return x.mean(1)
+    return (x * valid[:, :, None]).sum(1) / valid.sum(1, keepdim=True)
 
 
 def _sinusoids(length: int, width: int) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 from semdiag_models.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
 from semdiag_models.configuration import ModelConfig, TrainingConfig
 from semdiag_models.errors import InputError
-from semdiag_models.training import Progress, Trainer
+from semdiag_models.training import HISTORY_COLUMNS, Progress, Trainer
 
 
 def run_name(model: ModelConfig, training: TrainingConfig) -> str:
@@ -29,7 +29,13 @@ def run_name(model: ModelConfig, training: TrainingConfig) -> str:
 
 
 def open_run(
-    folder: Path, model: ModelConfig, training: TrainingConfig, device: torch.device, *, resume: bool, overwrite: bool
+    folder: Path,
+    model: ModelConfig,
+    training: TrainingConfig,
+    device: torch.device,
+    *,
+    resume: bool,
+    overwrite: bool,
 ) -> Trainer:
     """Prepare the folder and the trainer; nothing is written before everything has been checked.
 
@@ -50,7 +56,9 @@ def open_run(
     """
     last = folder / "last.pt"
     if last.exists() and not (resume or overwrite):
-        raise InputError(f"{folder} already holds a run. Add --resume to go on, --overwrite to start anew, or --out.")
+        raise InputError(
+            f"{folder} already holds a run. Add --resume to go on, --overwrite to start anew, or --out."
+        )
     saved = _saved(last, model, training) if resume else None
     trainer = Trainer(model, training, device)
     try:
@@ -62,7 +70,10 @@ def open_run(
     if saved is not None:
         trainer.encoder.load_state_dict(saved.state)
         trainer.epoch, trainer.history = saved.epoch, saved.history
-        _restore_rng(saved.rng)
+        try:
+            _restore_rng(saved.rng)
+        except (RuntimeError, TypeError) as error:
+            raise InputError(f"{last} cannot be resumed: its random state is damaged ({error}).") from None
     elif overwrite:
         for old in [*folder.glob("epoch-*.pt"), folder / "best.pt", last, folder / "history.csv"]:
             old.unlink(missing_ok=True)
@@ -130,7 +141,13 @@ def _saved(last: Path, model: ModelConfig, training: TrainingConfig) -> Checkpoi
     if (saved.model, was) != (model, training):
         pairs = [*_fields(saved.model, model), *_fields(was, training)]
         name, before, now = next(pair for pair in pairs if pair[1] != pair[2])
-        raise InputError(f"{last} was trained with {name}={before}, not {now}. Use the run's own options to resume.")
+        raise InputError(
+            f"{last} was trained with {name}={before}, not {now}. Use the run's own options to resume."
+        )
+    if set(saved.history) != set(HISTORY_COLUMNS) or "cpu" not in saved.rng:
+        raise InputError(
+            f"{last} cannot be resumed: history or random state is missing. A run's own last.pt has both."
+        )
     if saved.epoch > training.epochs:
         raise InputError(f"{last} is already at epoch {saved.epoch}, past --epochs {training.epochs}.")
     return saved

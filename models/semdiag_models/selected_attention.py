@@ -50,7 +50,7 @@ class _SelectedScores(torch.autograd.Function):
         return _row_dots(q, k, index)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         q, k, index = ctx.saved_tensors
         return _gather_sum(grad, k, index), _scatter_sum(grad, q, index), None
 
@@ -64,7 +64,7 @@ class _WeightedSum(torch.autograd.Function):
         return _gather_sum(weights, v, index)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         weights, v, index = ctx.saved_tensors
         grad = grad.contiguous()
         return _row_dots(grad, v, index), _scatter_sum(weights, grad, index), None

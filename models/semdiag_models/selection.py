@@ -8,7 +8,9 @@ from torch import Tensor
 _STRIP = 2**20  # scores held at a time
 
 
-def select_keys(attention: str, k: int | None, q: Tensor, keys: Tensor, scale: float, valid: Tensor | None) -> Tensor | None:
+def select_keys(
+    attention: str, k: int | None, q: Tensor, keys: Tensor, scale: float, valid: Tensor | None
+) -> Tensor | None:
     """Positions of the keys that each query attends to.
 
     Args:

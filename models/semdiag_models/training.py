@@ -150,7 +150,7 @@ class Trainer:
         optimizer = torch.optim.SGD(parameters, lr=learning_rate, foreach=True)
         order = torch.randperm(self.training.train_samples, device=self.device)
         total = torch.zeros((), device=self.device)
-        for batch in order.split(self.training.batch_size):
+        for batch in torch.split(order, self.training.batch_size):
             logits = self.encoder(self.train_split.tokens[batch], self.padded)
             loss = F.cross_entropy(logits, self.train_split.labels[batch])
             optimizer.zero_grad()
@@ -178,7 +178,8 @@ class Trainer:
         self.encoder.eval()
         loss, correct = torch.zeros((), device=self.device), torch.zeros((), device=self.device)
         per_batch = max(1, 10_000 // split.tokens.shape[1])  # about 10,000 tokens fit a core's cache
-        for tokens, labels in zip(split.tokens.split(per_batch), split.labels.split(per_batch), strict=True):
+        parts = torch.split(split.tokens, per_batch), torch.split(split.labels, per_batch)
+        for tokens, labels in zip(*parts, strict=True):
             logits = self.encoder(tokens, self.padded)
             loss += F.cross_entropy(logits, labels, reduction="sum")
             correct += (logits.argmax(1) == labels).sum()

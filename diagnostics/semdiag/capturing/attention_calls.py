@@ -58,8 +58,8 @@ def watch_attention(model: nn.Module, consume: Callable[[AttentionCall], None]) 
     cores = [(name, module) for name, module in model.named_modules() if isinstance(module, AttentionCore)]
     if not cores:
         raise InputError(
-            f"No attention layer found in {type(model).__name__}. Supported are the encoders of semdiag_models and "
-            "checkpoints of the paper's released code."
+            f"No attention layer found in {type(model).__name__}. Supported are the encoders of semdiag_models "
+            "and checkpoints of the paper's released code."
         )
     handles = []
     try:

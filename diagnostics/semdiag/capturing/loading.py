@@ -71,7 +71,11 @@ class LoadedModel:
             raise InputError(f"The task of {self.path} is unknown: name its inputs with --inputs FILE.")
         fresh = TrainingConfig(self.task, find_task(self.task).recipe.length, 1, seed, samples, 1)
         tokens, labels = draw_data(fresh, config.length, config.pad_id)[0]
-        return tokens, labels, f"fresh samples of {self.task} (seed {seed}), not the model's own held-out data"
+        return (
+            tokens,
+            labels,
+            f"fresh samples of {self.task} (seed {seed}), not the model's own held-out data",
+        )
 
 
 def load(path: str | Path, config: Mapping[str, Any] | None = None) -> LoadedModel:
@@ -94,9 +98,14 @@ def load(path: str | Path, config: Mapping[str, Any] | None = None) -> LoadedMod
     if paper_code.recognised(content):
         encoder, description = paper_code.build(file, content, config)
         return LoadedModel(str(path), sha256(file), encoder, source="paper code", **description)
-    if isinstance(content, dict) and content.get("format") != FORMAT and all(map(torch.is_tensor, content.values())):
+    if (
+        isinstance(content, dict)
+        and content.get("format") != FORMAT
+        and all(map(torch.is_tensor, content.values()))
+    ):
         raise InputError(
-            f"{path} is a bare state dict of an unknown model. Supported are semdiag checkpoints and the paper's code."
+            f"{path} is a bare state dict of an unknown model. Supported are semdiag checkpoints and those of the "
+            "paper's released code."
         )
     checkpoint = read_checkpoint(file)
     snapshot = {0: "initialisation"}.get(checkpoint.epoch, f"epoch {checkpoint.epoch}")

@@ -58,7 +58,9 @@ def build(path: Path, state: dict[str, Any], config: Mapping[str, Any] | None) -
     needed = ("embedding.weight", "linear.weight", "pos_encoder.pe", _BLOCK.format(0) + "ffn.0.weight")
     broken = [name for name in (*needed, *state) if not isinstance(state.get(name), Tensor)]
     if broken:
-        raise InputError(f"{path} holds no tensor {broken[0]!r}: it is not a whole checkpoint of the paper's code.")
+        raise InputError(
+            f"{path} holds no tensor {broken[0]!r}: it is not a whole checkpoint of the paper's code."
+        )
     model = _config(path, state, known)
     encoder = Encoder(model).eval()
     renamed = _renamed(path, state, model.blocks)
@@ -104,7 +106,9 @@ def _config(path: Path, state: dict[str, Any], known: dict[str, Any]) -> ModelCo
     if not isinstance(heads, int) or heads < 1:
         raise InputError(f"{path}: n_heads must be a positive whole number. Got {heads!r}.")
     embedding, expand = state["embedding.weight"], state[_BLOCK.format(0) + "ffn.0.weight"]
-    blocks = 1 + max(int(found[1]) for name in state if (found := re.match(r"encoder\.transformer\.(\d+)\.", name)))
+    blocks = 1 + max(
+        int(found[1]) for name in state if (found := re.match(r"encoder\.transformer\.(\d+)\.", name))
+    )
     return ModelConfig(
         vocabulary_size=embedding.shape[0],
         classes=state["linear.weight"].shape[0],
@@ -136,7 +140,9 @@ def _renamed(path: Path, state: dict[str, Any], blocks: int) -> dict[str, Tensor
                 ours[f"{block}expand.{part}"] = state[f"{theirs}ffn.0.{part}"]
                 ours[f"{block}contract.{part}"] = state[f"{theirs}ffn.3.{part}"]
     except KeyError as error:
-        raise InputError(f"{path} lacks parameter {error}: it is not a whole checkpoint of the paper's code.") from None
+        raise InputError(
+            f"{path} lacks parameter {error}: it is not a whole checkpoint of the paper's code."
+        ) from None
     return ours
 
 

@@ -6,6 +6,12 @@ from typing import Annotated, Any
 
 import typer
 
+from semdiag.commands.check import check
+from semdiag.commands.dispersion import dispersion
+from semdiag.commands.info import info
+from semdiag.commands.listing import list_names
+from semdiag.commands.report import report
+from semdiag.commands.separation import separation
 from semdiag.commands.train import train
 
 # Typer carries click under a name that has changed between its versions; its own exports lead there.
@@ -19,7 +25,16 @@ app = typer.Typer(
     help="Why does an attention mechanism learn fast or slowly? "
     "Measures semantic dispersion, separation and key load of trained transformers.",
 )
-app.command()(train)
+for name, command in (
+    ("list", list_names),
+    ("train", train),
+    ("info", info),
+    ("dispersion", dispersion),
+    ("separation", separation),
+    ("report", report),
+    ("check", check),
+):
+    app.command(name)(command)
 
 
 @app.callback()

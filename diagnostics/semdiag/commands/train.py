@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from semdiag_models import ModelConfig, Task, TrainingConfig
+    from semdiag_models import Task
     from semdiag_models.training import Progress, Trainer
 
 _MODEL, _DATA, _OPTIMISATION, _RUN = "Model", "Data", "Optimisation", "Run"
@@ -16,10 +16,10 @@ _MODEL, _DATA, _OPTIMISATION, _RUN = "Model", "Data", "Optimisation", "Run"
 
 def train(
     task: Annotated[str, typer.Argument(help="What to learn; see [bold]semdiag list tasks[/].")],
-    attention: Annotated[
-        str, typer.Option(help="full, banded, block or topk.", rich_help_panel=_MODEL)
-    ] = "full",
-    k: Annotated[int | None, typer.Option(help="Keys kept per query; not for full.", rich_help_panel=_MODEL)] = None,
+    attention: Annotated[str, typer.Option(help="full, banded, block or topk.", rich_help_panel=_MODEL)] = "full",
+    k: Annotated[
+        int | None, typer.Option(help="Keys kept per query; not for full.", rich_help_panel=_MODEL)
+    ] = None,
     blocks: Annotated[int | None, typer.Option(help="Default: the task's recipe.", rich_help_panel=_MODEL)] = None,
     width: Annotated[int, typer.Option(help="Of the residual stream.", rich_help_panel=_MODEL)] = 64,
     mlp_width: Annotated[int, typer.Option(rich_help_panel=_MODEL)] = 64,
@@ -27,7 +27,9 @@ def train(
     head_width: Annotated[int, typer.Option(help="Of each head.", rich_help_panel=_MODEL)] = 64,
     activation: Annotated[str, typer.Option(help="relu, gelu or mish.", rich_help_panel=_MODEL)] = "relu",
     dropout: Annotated[float, typer.Option(rich_help_panel=_MODEL)] = 0.01,
-    inverse_temperature: Annotated[float, typer.Option(help="Factor on the scores.", rich_help_panel=_MODEL)] = 1.0,
+    inverse_temperature: Annotated[
+        float, typer.Option(help="Factor on the scores.", rich_help_panel=_MODEL)
+    ] = 1.0,
     pad_as_token: Annotated[
         bool,
         typer.Option(
@@ -36,7 +38,9 @@ def train(
             rich_help_panel=_MODEL,
         ),
     ] = False,
-    length: Annotated[int | None, typer.Option(help="Tokens per sample. Default: recipe.", rich_help_panel=_DATA)] = None,
+    length: Annotated[
+        int | None, typer.Option(help="Tokens per sample. Default: recipe.", rich_help_panel=_DATA)
+    ] = None,
     train_samples: Annotated[int, typer.Option(rich_help_panel=_DATA)] = 5000,
     holdout_samples: Annotated[int, typer.Option(rich_help_panel=_DATA)] = 2000,
     seed: Annotated[
@@ -57,7 +61,8 @@ def train(
         str, typer.Option(help="Epochs to keep as files, like 1,5,20.", rich_help_panel=_RUN)
     ] = "",
     out: Annotated[
-        Path | None, typer.Option(help="Folder. Default: checkpoints/TASK-ATTENTION-seed-SEED.", rich_help_panel=_RUN)
+        Path | None,
+        typer.Option(help="Folder. Default: checkpoints/TASK-ATTENTION-seed-SEED.", rich_help_panel=_RUN),
     ] = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on after the last saved epoch.", rich_help_panel=_RUN)
@@ -67,7 +72,8 @@ def train(
     ] = False,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or mps.", rich_help_panel=_RUN)] = "auto",
     threads: Annotated[
-        int | None, typer.Option(help="CPU threads; part of what makes a run repeatable.", rich_help_panel=_RUN)
+        int | None,
+        typer.Option(help="CPU threads; part of what makes a run repeatable.", rich_help_panel=_RUN),
     ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress bar.", rich_help_panel=_RUN)] = False,
 ) -> None:
@@ -80,7 +86,15 @@ def train(
     """
     import torch
 
-    from semdiag_models import InputError, ModelConfig, TrainingConfig, find_task, open_run, run_name, train_run
+    from semdiag_models import (
+        InputError,
+        ModelConfig,
+        TrainingConfig,
+        find_task,
+        open_run,
+        run_name,
+        train_run,
+    )
     from semdiag_models.device import find_device
     from semdiag_models.training import DivergedError
 
@@ -130,7 +144,7 @@ def train(
         try:
             train_run(folder, trainer, {"command": shlex.join(["semdiag", *sys.argv[1:]])}, bar.epoch, bar.batch)
         except KeyboardInterrupt:
-            _say(f"Stopped; {folder / 'last.pt'} holds epoch {trainer.epoch}. Go on with the same command and --resume.")
+            _say(f"Stopped; {folder / 'last.pt'} holds epoch {trainer.epoch}. To go on, add --resume.")
             raise typer.Exit(130) from None
         except DivergedError as error:
             raise InputError(f"{error} {folder / 'last.pt'} holds epoch {trainer.epoch}.") from None

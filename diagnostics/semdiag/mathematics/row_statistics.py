@@ -10,7 +10,7 @@ _STRIP = 2**20  # scores held at a time
 
 @dataclass(frozen=True, eq=False)
 class RowStatistics:
-    """Statistics of the scores z of each query; all shapes (B, H, Lq) unless said otherwise.
+    r"""Statistics of the scores z of each query; all shapes (B, H, Lq) unless said otherwise.
 
     A_i are the keys query i may attend to, S_i those it does attend to. Scores are in nats.
 
@@ -23,7 +23,7 @@ class RowStatistics:
         log_sum_exp: ln Σ exp(z) over A_i.
         kept_maximum: largest score over S_i.
         kept_minimum: smallest score over S_i.
-        dropped_maximum: largest score over A_i \\ S_i; -inf if S_i = A_i.
+        dropped_maximum: largest score over A_i \ S_i; -inf if S_i = A_i.
         load: (B, H, Lk) int64, number of queries that attend to the key.
         top: (B, H, Lq, K+1), the largest scores over A_i in falling order, -inf where there are fewer.
         top_load: (K, B, H, Lk) int64; entry k-1 is the key load if every query kept its k largest scores.
@@ -65,9 +65,9 @@ class RowStatistics:
         return _nan_where(self.keys == 0, self.top[..., 0] - smallest)
 
     def separation(self, k: int | None = None) -> Tensor:
-        """Semantic separation Δ: the gap between the kept and the dropped scores.
+        r"""Semantic separation Δ: the gap between the kept and the dropped scores.
 
-        Δ(i) = min_{S_i} z - max_{A_i \\ S_i} z; with k, what it would be under top-k.
+        Δ(i) = min_{S_i} z - max_{A_i \ S_i} z; with k, what it would be under top-k.
 
         Source: paper, Def. 3 and eq. 22. Deviation: none.
 
@@ -108,9 +108,7 @@ class RowStatistics:
 
     def _check(self, k: int) -> None:
         if not 1 <= k <= len(self.top_load):
-            raise ValueError(
-                f"k must lie in 1 … {len(self.top_load)}, the K these statistics hold. Got k={k}."
-            )
+            raise ValueError(f"k must lie in 1 … {len(self.top_load)}, the K these statistics hold. Got k={k}.")
 
 
 def row_statistics(
@@ -153,9 +151,7 @@ def row_statistics(
     if top < 0:
         raise ValueError(f"top must not be negative. Got top={top}.")
     if q.shape[:2] != k.shape[:2] or q.shape[3] != k.shape[3]:
-        raise ValueError(
-            f"q and k must agree in batch, heads and width. Got {tuple(q.shape)}, {tuple(k.shape)}."
-        )
+        raise ValueError(f"q and k must agree in batch, heads and width. Got {tuple(q.shape)}, {tuple(k.shape)}.")
     if q.dtype in (torch.float16, torch.bfloat16):
         q, k = q.float(), k.float()
     (batch, heads, q_length, _), k_length = q.shape, k.shape[2]
@@ -169,9 +165,7 @@ def row_statistics(
         for r in (slice(i, i + rows) for i in range(0, q_length, rows)):
             scores = (q[b, :, r] * scale) @ k[b].transpose(2, 3)
             counted = _part(queries[:, None, :, None] if queries is not None else None, b, r)
-            strip = _strip(
-                scores, _part(allowed, b, r), _part(selected, b, r), top, load[b], ranks[:, b], counted
-            )
+            strip = _strip(scores, _part(allowed, b, r), _part(selected, b, r), top, load[b], ranks[:, b], counted)
             for name, value in strip.items():
                 parts.setdefault(name, []).append(value)
         for name, values in parts.items():
@@ -254,7 +248,7 @@ def _largest(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
     values, positions = best.values, best.indices
     tied = (values[..., 1:] == values[..., :-1]).any(-1)
     if bool(tied.any()):
-        again = scores[tied].sort(-1, descending=True, stable=True).indices[:, : values.shape[-1]]
+        again = scores[tied].sort(dim=-1, descending=True, stable=True).indices[:, : values.shape[-1]]
         positions[tied] = again
     missing = count - values.shape[-1]
     if missing > 0:

@@ -60,7 +60,7 @@ def measure(
         [[0, 0, 4], [0, 1, 4], [0, 2, 4], [0, 3, 4]]
     """
     loaded = model if isinstance(model, LoadedModel) else LoadedModel("model", "", model, "python", "unknown")
-    batches = list(batches.split(batch_size)) if isinstance(batches, Tensor) else list(batches)
+    batches = list(torch.split(batches, batch_size)) if isinstance(batches, Tensor) else list(batches)
     _check(loaded.module, batches, k)
     encoder = copy.deepcopy(loaded.module).to(device=device, dtype=dtype).eval()
     collected = _Collector(loaded.path, k)
@@ -189,13 +189,19 @@ def _check(encoder: Encoder, batches: list[Tensor], k: Sequence[int]) -> None:
         raise InputError("There are no inputs to measure on: the number of samples is 0.")
     for batch in batches:
         if batch.ndim != 2 or batch.is_floating_point() or batch.is_complex() or batch.dtype == torch.bool:
-            raise InputError(f"Inputs must be whole token ids of shape (N, L). Got {batch.dtype} {tuple(batch.shape)}.")
+            raise InputError(
+                f"Inputs must be whole token ids of shape (N, L). Got {batch.dtype} {tuple(batch.shape)}."
+            )
         if not 1 <= batch.shape[1] <= config.length:
-            raise InputError(f"The model takes inputs of length 1 to {config.length}. Got length {batch.shape[1]}.")
+            raise InputError(
+                f"The model takes inputs of length 1 to {config.length}. Got length {batch.shape[1]}."
+            )
         low, high = int(batch.min()), int(batch.max())
         if low < 0 or high >= config.vocabulary_size:
             wrong = low if low < 0 else high
-            raise InputError(f"Token id {wrong} is out of range: the model knows 0 to {config.vocabulary_size - 1}.")
+            raise InputError(
+                f"Token id {wrong} is out of range: the model knows 0 to {config.vocabulary_size - 1}."
+            )
     longest = max(batch.shape[1] for batch in batches)
     wrong_k = [value for value in k if not 1 <= value <= longest]
     if wrong_k:
@@ -203,7 +209,9 @@ def _check(encoder: Encoder, batches: list[Tensor], k: Sequence[int]) -> None:
     queries = sum(batch.numel() for batch in batches) * config.blocks * config.heads
     if queries > MAX_QUERIES:
         most = max(1, MAX_QUERIES // (longest * config.blocks * config.heads))
-        raise InputError(f"{queries:,} queries are more than the {MAX_QUERIES:,} kept. Use --samples {most} or fewer.")
+        raise InputError(
+            f"{queries:,} queries are more than the {MAX_QUERIES:,} kept. Use --samples {most} or fewer."
+        )
 
 
 def _accuracy(logits: Tensor, labels: Tensor) -> float:
@@ -229,8 +237,8 @@ def _model_row(loaded: LoadedModel, facts: dict[str, object]) -> pd.DataFrame:
         "parameters": sum(p.numel() for p in loaded.module.parameters()),
         **facts,
     }
-    whole = {name: "Int64" for name in ("k", "seed", "epoch")}
-    text = {name: "str" for name in ("sha256", "task")}
+    whole = dict.fromkeys(("k", "seed", "epoch"), "Int64")
+    text = dict.fromkeys(("sha256", "task"), "str")
     return pd.DataFrame([row]).astype({**whole, **text, "accuracy": "float64"})
 
 

@@ -113,7 +113,9 @@ class Measurements:
         for row in self.models.itertuples():
             table = layer_table(self.queries[self.queries["model"] == row.model], "dispersion")
             title = f"Semantic dispersion (nats), {row.task} {row.attention}: {row.model}"
-            parts.append(f"<p>{_escape(title)}</p>{table[columns].to_html(index=False, float_format='%.3g')}")
+            parts.append(
+                f"<p>{_escape(title)}</p>{table[columns].to_html(index=False, float_format='{:.3g}'.format)}"
+            )
         return "".join(parts)
 
 

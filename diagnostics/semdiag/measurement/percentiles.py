@@ -1,7 +1,5 @@
 """Percentile tables of a per-query quantity."""
 
-from collections.abc import Hashable
-
 import numpy as np
 import pandas as pd
 from numpy.typing import ArrayLike
@@ -47,13 +45,15 @@ def layer_table(rows: pd.DataFrame, quantity: str) -> pd.DataFrame:
     Returns:
         One row per layer and head, in their order.
     """
-    groups = rows.groupby(["layer", "head"], sort=True)[quantity]
-    return pd.DataFrame(
-        [{"layer": int(layer), "head": int(head), **percentiles(group)} for (layer, head), group in groups]
-    )
+    places = rows[["layer", "head"]].drop_duplicates().sort_values(["layer", "head"])
+    table = []
+    for layer, head in zip(places["layer"], places["head"], strict=True):
+        values = rows[(rows["layer"] == layer) & (rows["head"] == head)][quantity]
+        table.append({"layer": int(layer), "head": int(head), **percentiles(values)})
+    return pd.DataFrame(table)
 
 
-def pooled_table(rows: pd.DataFrame, quantity: str, by: Hashable = "model") -> pd.DataFrame:
+def pooled_table(rows: pd.DataFrame, quantity: str, by: str = "model") -> pd.DataFrame:
     """Percentiles of a quantity pooled over layers and heads.
 
     Args:
@@ -65,4 +65,4 @@ def pooled_table(rows: pd.DataFrame, quantity: str, by: Hashable = "model") -> p
         One row per value of ``by``, in order of appearance.
     """
     groups = rows.groupby(by, sort=False)[quantity]
-    return pd.DataFrame([{str(by): name, **percentiles(group)} for name, group in groups])
+    return pd.DataFrame([{by: name, **percentiles(group)} for name, group in groups])

@@ -60,7 +60,7 @@ def ratio_interval(
 
 
 def _by_sample(rows: pd.DataFrame, quantity: str) -> NDArray[np.float64]:
-    """(samples, queries per sample), padded with NaN where samples differ in length."""
+    """Table (samples, queries per sample), padded with NaN where samples differ in length."""
     if rows.empty:
         raise ValueError("There are no queries to resample.")
     place = rows.groupby("sample").cumcount()

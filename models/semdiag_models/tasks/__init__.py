@@ -40,7 +40,7 @@ def find_task(name: str) -> Task:
     Example:
         >>> find_task("ueqpairs").name
         'even-pairs'
-    """  # noqa: DOC501 - unknown_name builds the InputError
+    """
     for task in TASKS.values():
         if name == task.name or name in task.aliases:
             return task

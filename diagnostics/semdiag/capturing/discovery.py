@@ -1,0 +1,48 @@
+"""Which checkpoints are meant when none is named."""
+
+import os
+from pathlib import Path
+
+from semdiag_models import InputError
+
+FOLDER_VARIABLE = "SEMDIAG_CHECKPOINTS"
+
+
+def find_checkpoints(models: list[Path] | None) -> list[Path]:
+    """Return the checkpoints a command is about.
+
+    Args:
+        models: what the user named: files, run folders, or folders of runs. If nothing is named: every
+            checkpoint below ``./checkpoints``, or below the folder in ``$SEMDIAG_CHECKPOINTS``.
+
+    Returns:
+        Files, at least one; of a run's folder, its last snapshot only.
+
+    Raises:
+        InputError: if there is none; the message says how to make one.
+    """
+    if models:
+        return [file for model in models for file in _files(model)]
+    folder = Path(os.environ.get(FOLDER_VARIABLE, "checkpoints"))
+    found = _below(folder)
+    if not found:
+        raise InputError(
+            f"No checkpoint in {folder}. Make one in a minute with: "
+            "semdiag train even-pairs --attention topk --k 5 --epochs 5"
+        )
+    return found
+
+
+def _files(model: Path) -> list[Path]:
+    if not model.is_dir():
+        return [model]
+    found = _below(model)
+    if not found:
+        raise InputError(f"The folder {model} holds no checkpoint (.pt).")
+    return found
+
+
+def _below(folder: Path) -> list[Path]:
+    files = sorted(folder.rglob("*.pt"))
+    runs = {file.parent for file in files if file.name == "last.pt"}
+    return [file for file in files if file.name == "last.pt" or file.parent not in runs]

@@ -1,0 +1,52 @@
+"""``semdiag info``."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from semdiag.commands import options
+
+
+def info(
+    model: Annotated[Path, typer.Argument(help="A checkpoint or a run's folder.")],
+    config: options.Config = None,
+    as_json: options.Json = False,
+) -> None:
+    """Show what is in a checkpoint: architecture, training, accuracy, provenance.
+
+    [bold]semdiag info checkpoints/even-pairs-topk-5-seed-153476998[/]
+    """
+    import json
+
+    from rich.console import Console
+    from rich.table import Table
+
+    from semdiag.capturing.loading import load
+    from semdiag.commands.measuring import read_config
+    from semdiag.measurement.summaries import json_ready
+
+    loaded = load(model, read_config(config))
+    last = {name: column[-1] for name, column in loaded.history.items() if column}
+    sections = {
+        "checkpoint": {
+            name: getattr(loaded, name)
+            for name in ("path", "sha256", "source", "snapshot", "task", "seed", "epoch")
+        },
+        "model": {
+            **loaded.module.config.to_dict(),
+            "parameters": sum(p.numel() for p in loaded.module.parameters()),
+        },
+        "training": loaded.training.to_dict() if loaded.training is not None else {},
+        "last epoch": last,
+        "provenance": loaded.provenance,
+    }
+    if as_json:
+        typer.echo(json.dumps(json_ready({"schema": "semdiag.info/1", **sections}), allow_nan=False))
+        return
+    console = Console()
+    for title, entries in sections.items():
+        table = Table("", "", title=title, title_justify="left", show_header=False)
+        for name, value in entries.items():
+            table.add_row(name, f"{value:.6g}" if isinstance(value, float) else str(value))
+        console.print(table if entries else f"{title}: not in this file")

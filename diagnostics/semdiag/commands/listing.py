@@ -1,0 +1,48 @@
+"""``semdiag list``."""
+
+from typing import Annotated
+
+import typer
+
+
+def list_names(
+    what: Annotated[str, typer.Argument(help="tasks, attentions or metrics; nothing lists all three.")] = "all",
+) -> None:
+    """List what is there: tasks with their baselines, kinds of attention, metrics.
+
+    [bold]semdiag list tasks[/]
+    """
+    from rich.console import Console
+    from rich.table import Table
+
+    from semdiag_models import ATTENTIONS, TASKS
+    from semdiag_models.errors import unknown_name
+
+    tasks = Table("task", "question", "classes", "chance", "majority", "shortcut", "length", title="Tasks")
+    tasks.columns[0].no_wrap = True
+    tasks.caption = (
+        "Accuracy of a uniform guess, of the commonest label, and of the best rule that looks at one token."
+    )
+    for task in TASKS.values():
+        numbers = (f"{task.chance:.0%}", f"{task.majority:.0%}", f"{task.shortcut[0]:.0%}")
+        tasks.add_row(task.name, task.summary, str(task.classes), *numbers, str(task.recipe.length))
+    attentions = Table("attention", "what a query attends to", title="Attentions")
+    for name, meaning in ATTENTIONS.items():
+        attentions.add_row(name, meaning)
+    metrics = Table("metric", "definition", "command", title="Metrics")
+    for row in _METRICS:
+        metrics.add_row(*row)
+    tables = {"tasks": tasks, "attentions": attentions, "metrics": metrics}
+    if what not in (*tables, "all"):
+        raise unknown_name("list", what, tables)
+    console = Console()
+    for name, table in tables.items():
+        if what in (name, "all"):
+            console.print(table)
+
+
+_METRICS = (
+    ("semantic dispersion δ", "range of the scores a query attends to, nats", "semdiag dispersion"),
+    ("semantic separation Δ", "smallest kept score minus largest dropped one, nats", "semdiag separation"),
+    ("key load", "number of queries that attend to a key", "semdiag separation"),
+)

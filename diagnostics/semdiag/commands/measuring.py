@@ -1,0 +1,120 @@
+"""From the shared options to measurements, with a progress bar."""
+
+import json
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from semdiag.measurement.measurements import Measurements
+    from semdiag.measurement.survey import Conditions
+
+FORMATS = ("png", "svg", "pdf")
+
+
+def command_line() -> str:
+    """The command as the user could type it again."""
+    return shlex.join(["semdiag", *sys.argv[1:]])
+
+
+def whole_numbers(text: str, option: str) -> tuple[int, ...]:
+    """Read ``"4,8,16"``.
+
+    Raises:
+        InputError: if a part is not a whole number.
+    """
+    from semdiag_models import InputError
+
+    try:
+        return tuple(sorted({int(part) for part in text.split(",") if part.strip()}))
+    except ValueError:
+        raise InputError(f"{option} takes whole numbers separated by commas, like 4,8,16. Got {text!r}.") from None
+
+
+def figure_formats(text: str) -> tuple[str, ...]:
+    """Read ``"png,svg"``; ``"none"`` gives none.
+
+    Raises:
+        InputError: if a format is unknown.
+    """
+    from semdiag_models.errors import unknown_name
+
+    formats = tuple(part.strip() for part in text.split(",") if part.strip() and part.strip() != "none")
+    for name in formats:
+        if name not in FORMATS:
+            raise unknown_name("figure format", name, [*FORMATS, "none"])
+    return formats
+
+
+def read_config(path: Path | None) -> dict[str, Any] | None:
+    """Read the configuration of a checkpoint of the paper's code.
+
+    Raises:
+        InputError: if the file is not a JSON object.
+    """
+    from semdiag_models import InputError
+
+    if path is None:
+        return None
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(f"--config {path} cannot be read as JSON ({error}).") from None
+    if not isinstance(content, dict):
+        raise InputError(f"--config {path} must hold a JSON object. Got {type(content).__name__}.")
+    return content
+
+
+def measured(models: Sequence[Path] | None, conditions: "Conditions", quiet: bool) -> "Measurements":
+    """Find the checkpoints and measure them, telling how far it is on stderr."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from semdiag.capturing.discovery import find_checkpoints
+    from semdiag.measurement.survey import survey
+
+    paths = find_checkpoints(list(models) if models else None)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), disable=quiet, transient=True) as bar:
+        whole = bar.add_task("models", total=len(paths))
+        current = bar.add_task("samples")
+
+        def announce(model: str, samples: int) -> None:
+            started = bar.tasks[current].total is not None
+            bar.advance(whole, 1 if started else 0)
+            bar.reset(current, total=samples, description=model[-50:])
+
+        found = survey(paths, conditions, announce, lambda samples: bar.advance(current, samples))
+    found.provenance["command"] = command_line()
+    return found
+
+
+def report_name(command: str, measurements: "Measurements") -> Path:
+    """Default folder of a command's output: ``reports/dispersion-even-pairs-topk-5-seed-1``."""
+    models = [Path(path) for path in measurements.models["model"]]
+    first = models[0].parent.name if models[0].name == "last.pt" and models[0].parent.name else models[0].stem
+    return Path("reports") / f"{command}-{first if len(models) == 1 else f'{len(models)}-models'}"
+
+
+def write_per_query(path: Path, measurements: "Measurements") -> None:
+    """Write the queries to ``path`` and the key loads to ``<name>.load.parquet`` beside it.
+
+    Raises:
+        InputError: if the name does not end in .parquet or the place cannot be written to.
+    """
+    from semdiag_models import InputError
+
+    if path.suffix != ".parquet":
+        raise InputError(f"--per-query takes a file name that ends in .parquet. Got {path}.")
+    try:
+        for table, target in (
+            (measurements.queries, path),
+            (measurements.loads, path.with_suffix(".load.parquet")),
+        ):
+            temporary = target.with_name(f".{target.name}.tmp")
+            table.to_parquet(temporary, index=False)
+            temporary.replace(target)
+    except OSError as error:
+        raise InputError(f"{path} cannot be written: {error.strerror or error}.") from None

@@ -1,0 +1,110 @@
+"""What the commands that measure one quantity have in common."""
+
+import json
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from semdiag.commands import options
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+def metric_command(metric: str, description: str) -> Callable[..., None]:
+    """Make the command that measures a metric, prints its percentiles and writes its figures and tables.
+
+    Args:
+        metric: its name: the command's, and that of its summary and of its section in reports.
+        description: the command's help.
+
+    Returns:
+        A function for typer.
+    """
+
+    def command(
+        models: options.Models = None,
+        k: options.Counterfactual = "",
+        inputs: options.Inputs = None,
+        samples: options.Samples = 500,
+        batch_size: options.BatchSize = 100,
+        device: options.Device = "auto",
+        dtype: options.Dtype = "float32",
+        seed: options.Seed = 0,
+        min_keys: options.MinKeys = 1,
+        config: options.Config = None,
+        out: options.Out = None,
+        as_json: options.Json = False,
+        per_query: options.PerQuery = None,
+        figures: options.Figures = "png,svg",
+        quiet: options.Quiet = False,
+    ) -> None:
+        from semdiag.commands import measuring
+        from semdiag.measurement.summaries import SUMMARIES
+        from semdiag.measurement.survey import Conditions
+        from semdiag.presentation.report import write_report
+
+        conditions = Conditions(
+            inputs=inputs,
+            samples=samples,
+            batch_size=batch_size,
+            device=device,
+            dtype=dtype,
+            seed=seed,
+            min_keys=min_keys,
+            k=measuring.whole_numbers(k, "--k"),
+            config=measuring.read_config(config),
+        )
+        formats = measuring.figure_formats(figures)
+        found = measuring.measured(models, conditions, quiet)
+        summary = SUMMARIES[metric](found)
+        folder = out if out is not None else measuring.report_name(metric, found)
+        page = write_report(found, folder, measuring.command_line(), formats, sections=(metric,))
+        if per_query is not None:
+            measuring.write_per_query(per_query, found)
+        if as_json:
+            typer.echo(json.dumps(summary, allow_nan=False))
+        if not quiet:
+            _print(metric, summary)
+            typer.echo(f"Figures and tables: {page}", err=True)
+
+    command.__doc__ = description
+    return command
+
+
+def _print(metric: str, summary: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(stderr=True)
+    for result in summary["results"]:
+        title = f"{result['model']}  {result['task']} {result['attention']}"
+        for part in ("separation", "load") if metric == "separation" else ("dispersion",):
+            table = Table(title=f"{title}: {_TITLES[part]}", title_justify="left")
+            _fill(table, result, part)
+            for within in result.get("within_model", []):
+                _fill(table, within, part, f" k={within['k']}")
+            console.print(table)
+
+
+_SHOWN = ("mean", "p5", "p50", "p75", "p90", "p95", "p100")
+_TITLES = {
+    "dispersion": "dispersion δ (nats)",
+    "separation": "separation Δ (nats)",
+    "load": "key load (queries)",
+}
+
+
+def _fill(table: "Table", result: dict[str, Any], part: str, suffix: str = "") -> None:
+    if not table.columns:
+        for name in ("layer", "head", *_SHOWN):
+            table.add_column(name, justify="right")
+        if part == "separation":
+            table.add_column("≤ 0", justify="right")
+    for row in [*result["layers"], {"layer": "all", "head": "", **result["all"]}]:
+        numbers = row.get(part, row)
+        cells = ["–" if numbers[p] is None else f"{numbers[p]:.3g}" for p in _SHOWN]
+        if part == "separation":
+            cells.append(f"{numbers['not_positive'] / max(1, numbers['queries']):.1%}")
+        table.add_row(f"{row['layer']}{suffix}", str(row["head"]), *cells)

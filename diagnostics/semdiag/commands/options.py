@@ -1,0 +1,64 @@
+"""The options that the measuring commands share."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+_MEASURE, _OUTPUT = "What is measured", "Output"
+
+Models = Annotated[
+    list[Path] | None,
+    typer.Argument(
+        metavar="[MODEL]...",
+        help="Checkpoints (.pt), run folders, or checkpoints of the paper's released code. "
+        "None: every run in ./checkpoints or in $SEMDIAG_CHECKPOINTS.",
+        show_default=False,
+    ),
+]
+Inputs = Annotated[
+    Path | None,
+    typer.Option(
+        help="Token ids (N, L) as .npy, .npz or .pt. Default: the run's own held-out samples, regenerated "
+        "from its seed; for the paper's code fresh samples of the task.",
+        rich_help_panel=_MEASURE,
+    ),
+]
+Samples = Annotated[int, typer.Option(help="How many default inputs.", rich_help_panel=_MEASURE)]
+BatchSize = Annotated[int, typer.Option(help="Samples at a time.", rich_help_panel=_MEASURE)]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda or mps.", rich_help_panel=_MEASURE)]
+Dtype = Annotated[str, typer.Option(help="float32 or float64, of model and scores.", rich_help_panel=_MEASURE)]
+Seed = Annotated[int, typer.Option(help="Of fresh samples.", rich_help_panel=_MEASURE)]
+MinKeys = Annotated[
+    int, typer.Option(help="Leave out queries with fewer keys to attend to.", rich_help_panel=_MEASURE)
+]
+Counterfactual = Annotated[
+    str,
+    typer.Option(
+        "--k",
+        help="Within full models: what the quantity would be if each query kept its k largest scores. "
+        "One k or several, like 5 or 4,8,16.",
+        rich_help_panel=_MEASURE,
+    ),
+]
+Config = Annotated[
+    Path | None,
+    typer.Option(
+        help="JSON file with mask_type, mask_size, n_heads … for a checkpoint of the paper's code whose file "
+        "name does not say it.",
+        rich_help_panel=_MEASURE,
+    ),
+]
+Out = Annotated[
+    Path | None,
+    typer.Option(help="Folder for figures and tables. Default: reports/COMMAND-MODEL.", rich_help_panel=_OUTPUT),
+]
+Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.", rich_help_panel=_OUTPUT)]
+PerQuery = Annotated[
+    Path | None,
+    typer.Option(
+        help="Write every query to this .parquet file, and the key loads beside it.", rich_help_panel=_OUTPUT
+    ),
+]
+Figures = Annotated[str, typer.Option(help="Formats, of png, svg, pdf; or none.", rich_help_panel=_OUTPUT)]
+Quiet = Annotated[bool, typer.Option("--quiet", help="No progress and no tables.", rich_help_panel=_OUTPUT)]

@@ -1,0 +1,107 @@
+"""Measuring several checkpoints under the same conditions."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from semdiag.capturing.inputs import read_inputs
+from semdiag.capturing.loading import LoadedModel, load
+from semdiag.measurement.measure import measure
+from semdiag.measurement.measurements import Measurements
+from semdiag_models import InputError
+from semdiag_models.device import find_device
+
+DTYPES = {"float32": torch.float32, "float64": torch.float64}
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """Under which every model of a survey is measured.
+
+    Raises:
+        InputError: if a value is illegal.
+    """
+
+    inputs: Path | None = None  # token ids; None: each checkpoint's own held-out samples
+    samples: int = 500  # of the default inputs
+    batch_size: int = 100
+    device: str = "auto"
+    dtype: str = "float32"
+    seed: int = 0  # of fresh samples and of resampling
+    min_keys: int = 1  # queries with fewer keys are left out
+    k: tuple[int, ...] = ()  # counterfactual heavy hitters, on full models
+    config: dict[str, Any] | None = None  # of checkpoints of the paper's code
+
+    def __post_init__(self) -> None:
+        for name in ("samples", "batch_size", "min_keys"):
+            if getattr(self, name) < 1:
+                raise InputError(f"{name} must be at least 1. Got {getattr(self, name)}.")
+        if self.dtype not in DTYPES:
+            raise InputError(f"dtype must be float32 or float64. Got {self.dtype!r}.")
+
+
+def survey(
+    models: Sequence[Path | LoadedModel],
+    conditions: Conditions,
+    announce: Callable[[str, int], None] = lambda model, samples: None,
+    after_batch: Callable[[int], None] = lambda samples: None,
+) -> Measurements:
+    """Load and measure one model after the other.
+
+    Args:
+        models: checkpoints, or models already loaded.
+        conditions: inputs, precision, counterfactuals.
+        announce: called with a model's path and its number of samples before it is measured.
+        after_batch: called with the number of samples of each finished batch.
+
+    Returns:
+        Measurements of all models.
+
+    Raises:
+        InputError: if a model or the inputs cannot be used, or no query has enough keys.
+    """
+    device = find_device(conditions.device)
+    given = read_inputs(conditions.inputs) if conditions.inputs is not None else None
+    # All are loaded before the first is measured: a wrong path should not cost minutes.
+    loaded = [m if isinstance(m, LoadedModel) else load(m, conditions.config) for m in models]
+    parts = []
+    for model in loaded:
+        tokens, labels, source = _inputs(model, given, conditions)
+        announce(model.path, len(tokens))
+        parts.append(
+            measure(
+                model,
+                tokens,
+                labels=labels,
+                inputs=source,
+                k=conditions.k if model.module.config.attention == "full" else (),
+                batch_size=conditions.batch_size,
+                device=device,
+                dtype=DTYPES[conditions.dtype],
+                after_batch=after_batch,
+            )
+        )
+    joined = Measurements.concat(parts)
+    joined.provenance.update(seed=conditions.seed, samples=int(joined.models["samples"].max()))
+    return _with_keys(joined, conditions.min_keys)
+
+
+def _inputs(model: LoadedModel, given: Tensor | None, conditions: Conditions) -> tuple[Tensor, Tensor | None, str]:
+    if given is None:
+        return model.default_inputs(conditions.samples, conditions.seed)
+    return given, None, f"{conditions.inputs} (given)"
+
+
+def _with_keys(measurements: Measurements, least: int) -> Measurements:
+    if least == 1:
+        return measurements
+    queries = measurements.queries[measurements.queries["keys"] >= least].reset_index(drop=True)
+    missing = set(measurements.models["model"]) - set(queries["model"])
+    if missing:
+        raise InputError(f"No query of {min(missing)} has {least} keys. Use a smaller --min-keys.")
+    tables = {name: getattr(measurements, name) for name in ("models", "loads", "history", "non_finite")}
+    return Measurements(**tables, queries=queries, provenance={**measurements.provenance, "min_keys": least})
