@@ -224,7 +224,7 @@ def _checkpoint(path: Path, content: dict[str, Any]) -> Checkpoint:
     try:
         model = ModelConfig.from_dict(content["config"]["model"])
         training = TrainingConfig.from_dict(content["config"]["training"])
-    except ValueError as error:  # InputError, or an integer too long to print
+    except InputError as error:
         raise InputError(f"{path}: {error}") from None
     if model.blocks > len(content["model_state"]):  # seen before so many are made
         raise InputError(f"{path} has too few parameters for its configuration's {model.blocks} blocks.")

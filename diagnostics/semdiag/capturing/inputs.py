@@ -1,6 +1,5 @@
 """Reading inputs that a user names."""
 
-import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -34,24 +33,30 @@ def read_inputs(path: Path) -> Tensor:
         tokens = _read_numpy(path)
     else:
         raise InputError(f"Inputs come as .npy, .npz or .pt token ids of shape (N, L). Got {path.name}.")
-    if not isinstance(tokens, Tensor) or tokens.ndim != 2 or tokens.is_floating_point() or not tokens.numel():
+    if not isinstance(tokens, Tensor) or tokens.ndim != 2 or not tokens.numel() or not _whole(tokens):
         what = f"{tokens.dtype} {tuple(tokens.shape)}" if isinstance(tokens, Tensor) else type(tokens).__name__
         raise InputError(f"{path} must hold whole token ids of shape (N, L), at least one. Got {what}.")
     return tokens.long()
 
 
+def _whole(tokens: Tensor) -> bool:
+    plain = tokens.layout == torch.strided and not tokens.is_meta
+    return plain and not (tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool)
+
+
 def _read_numpy(path: Path) -> Tensor | None:
     try:
-        content = np.load(path, allow_pickle=False)
-        if isinstance(content, np.ndarray):
-            return torch.from_numpy(content)
-        with content:
+        with path.open("rb") as file:
+            content = np.load(file, allow_pickle=False)
+            if isinstance(content, np.ndarray):
+                return torch.from_numpy(content)
             names = content.files
             name = "tokens" if "tokens" in names else names[0] if len(names) == 1 else None
             if name is None:
                 raise InputError(f"{path} holds {', '.join(names)}: name one of them tokens.")
             return torch.from_numpy(content[name])
-    except (ValueError, OSError, EOFError, TypeError, zipfile.BadZipFile) as error:
-        if isinstance(error, InputError):
-            raise
-        raise InputError(f"{path} cannot be read as an array of numbers ({str(error).splitlines()[0]}).") from None
+    except InputError:
+        raise
+    except Exception as error:  # on damaged files numpy raises whatever its reader stumbles over
+        reason = str(error).split("\n", 1)[0][:120] or type(error).__name__
+        raise InputError(f"{path} cannot be read as an array of numbers ({reason}).") from None

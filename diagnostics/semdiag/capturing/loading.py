@@ -69,7 +69,8 @@ class LoadedModel:
             return holdout.tokens[:samples], holdout.labels[:samples], "the run's own held-out samples"
         if self.task is None:
             raise InputError(f"The task of {self.path} is unknown: name its inputs with --inputs FILE.")
-        fresh = TrainingConfig(self.task, find_task(self.task).recipe.length, 1, seed, samples, 1)
+        length = min(find_task(self.task).recipe.length, config.length)
+        fresh = TrainingConfig(self.task, length, 1, seed, samples, 1)
         tokens, labels = draw_data(fresh, config.length, config.pad_id)[0]
         return (
             tokens,

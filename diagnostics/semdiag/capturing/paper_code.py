@@ -13,6 +13,15 @@ from semdiag_models.checkpoint import check_shapes
 
 _BLOCK = "encoder.transformer.{}."
 _MARK = _BLOCK.format(0) + "attention.W_q.weight"
+_POSITIONS = "pos_encoder.pe"
+# Parameters whose shapes say how large the model is, and how many axes each has.
+_AXES = {
+    "embedding.weight": 2,
+    "linear.weight": 2,
+    _POSITIONS: 3,
+    _BLOCK.format(0) + "ffn.0.weight": 2,
+    _MARK: 2,
+}
 _MASKS = {"none": "full", "windowed": "banded", "blklocal": "block", "topk": "topk"}
 # What its file names call each entry of its configuration.
 _IN_NAME = {
@@ -55,23 +64,33 @@ def build(path: Path, state: dict[str, Any], config: Mapping[str, Any] | None) -
             f"{path} is a checkpoint of the paper's code, but its name does not say {', '.join(missing)}. "
             "Give them in a JSON file: --config FILE.json."
         )
-    needed = ("embedding.weight", "linear.weight", "pos_encoder.pe", _BLOCK.format(0) + "ffn.0.weight")
-    broken = [name for name in (*needed, *state) if not isinstance(state.get(name), Tensor)]
-    if broken:
-        raise InputError(
-            f"{path} holds no tensor {broken[0]!r}: it is not a whole checkpoint of the paper's code."
-        )
+    _check_tensors(path, state)
     model = _config(path, state, known)
-    encoder = Encoder(model).eval()
     renamed = _renamed(path, state, model.blocks)
+    encoder = Encoder(model).eval()
     check_shapes(path, encoder, renamed)
     encoder.load_state_dict(renamed)
-    encoder.positions.copy_(state["pos_encoder.pe"][0])  # their rounding, not ours
+    encoder.positions.copy_(state[_POSITIONS][0])  # their rounding, not ours
+    seed = known.get("seed")
     return encoder, {
         "task": _task(known.get("task")),
-        "seed": known.get("seed"),
+        "seed": seed if isinstance(seed, int) else None,
         "snapshot": "best" if path.stem.endswith("_best") else "unknown",
     }
+
+
+def _check_tensors(path: Path, state: dict[str, Any]) -> None:
+    for name in (*_AXES, *state):
+        tensor = state.get(name)
+        if not isinstance(tensor, Tensor) or tensor.layout != torch.strided or tensor.is_meta:
+            raise InputError(f"{path} holds no tensor {name!r}: it is not a whole checkpoint of the paper's code.")
+        if tensor.ndim != _AXES.get(name, tensor.ndim) or not tensor.numel():
+            raise InputError(
+                f"{path}: {name!r} has shape {tuple(tensor.shape)}, which does not fit the paper's code."
+            )
+    positions, width = tuple(state[_POSITIONS].shape), state["embedding.weight"].shape[1]
+    if positions != (1, positions[1], width):
+        raise InputError(f"{path}: {_POSITIONS!r} has shape {positions}, which does not fit the width {width}.")
 
 
 def _from_name(name: str) -> dict[str, Any]:
@@ -97,34 +116,35 @@ def _number(text: str) -> int | float | str:
 
 
 def _config(path: Path, state: dict[str, Any], known: dict[str, Any]) -> ModelConfig:
-    mask, size, heads = known["mask_type"], known["mask_size"], known["n_heads"]
-    if size == -1:
-        mask = "none"
+    size, heads = known["mask_size"], known["n_heads"]
+    mask = "none" if size == -1 else str(known["mask_type"])
     if mask not in _MASKS or known.get("ngtk", 0):
         what = f"mask {mask!r}" if mask not in _MASKS else f"{known['ngtk']} global tokens"
         raise InputError(f"{path} uses {what}. Supported are the masks {', '.join(_MASKS)} without global tokens.")
     if not isinstance(heads, int) or heads < 1:
         raise InputError(f"{path}: n_heads must be a positive whole number. Got {heads!r}.")
     embedding, expand = state["embedding.weight"], state[_BLOCK.format(0) + "ffn.0.weight"]
-    blocks = 1 + max(
-        int(found[1]) for name in state if (found := re.match(r"encoder\.transformer\.(\d+)\.", name))
-    )
-    return ModelConfig(
-        vocabulary_size=embedding.shape[0],
-        classes=state["linear.weight"].shape[0],
-        length=state["pos_encoder.pe"].shape[1],
-        attention=_MASKS[mask],
-        k=None if mask == "none" else size,
-        blocks=blocks,
-        width=embedding.shape[1],
-        mlp_width=expand.shape[0],
-        heads=heads,
-        head_width=state[_MARK].shape[0] // heads,
-        activation=str(known.get("activation", "relu")),
-        inverse_temperature=float(known.get("inv_temp", 1.0)),
-        first_norm_eps=0.0,
-        pad_as_token=True,
-    )
+    numbers = (re.match(r"encoder\.transformer\.(\d+)\.", str(name)) for name in state)
+    values = {
+        "vocabulary_size": embedding.shape[0],
+        "classes": state["linear.weight"].shape[0],
+        "length": state[_POSITIONS].shape[1],
+        "attention": _MASKS[mask],
+        "k": None if mask == "none" else size,
+        "blocks": 1 + max(int(found[1]) for found in numbers if found),
+        "width": embedding.shape[1],
+        "mlp_width": expand.shape[0],
+        "heads": heads,
+        "head_width": state[_MARK].shape[0] // heads,
+        "activation": known.get("activation", "relu"),
+        "inverse_temperature": known.get("inv_temp", 1.0),
+        "first_norm_eps": 0.0,
+        "pad_as_token": True,
+    }
+    try:
+        return ModelConfig.from_dict(values)  # which checks types, too: they come from a name or from JSON
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from None
 
 
 def _renamed(path: Path, state: dict[str, Any], blocks: int) -> dict[str, Tensor]:
@@ -143,6 +163,8 @@ def _renamed(path: Path, state: dict[str, Any], blocks: int) -> dict[str, Tensor
         raise InputError(
             f"{path} lacks parameter {error}: it is not a whole checkpoint of the paper's code."
         ) from None
+    except RuntimeError:
+        raise InputError(f"{path}: the shapes of its W_q, W_k and W_v do not fit each other.") from None
     return ours
 
 

@@ -155,6 +155,8 @@ def row_statistics(
     if q.dtype in (torch.float16, torch.bfloat16):
         q, k = q.float(), k.float()
     (batch, heads, q_length, _), k_length = q.shape, k.shape[2]
+    if allowed is not None:
+        allowed = allowed[(None,) * (4 - allowed.ndim)].expand(-1, -1, -1, k_length)
     load = torch.zeros(batch, heads, k_length, dtype=torch.int64, device=q.device)
     ranks = torch.zeros(top, batch, heads, k_length, dtype=torch.int64, device=q.device)
     per_query: dict[str, list[list[Tensor]]] = {}

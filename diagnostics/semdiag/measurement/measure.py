@@ -60,14 +60,15 @@ def measure(
         [[0, 0, 4], [0, 1, 4], [0, 2, 4], [0, 3, 4]]
     """
     loaded = model if isinstance(model, LoadedModel) else LoadedModel("model", "", model, "python", "unknown")
-    batches = list(torch.split(batches, batch_size)) if isinstance(batches, Tensor) else list(batches)
+    batches = torch.split(batches, batch_size) if isinstance(batches, Tensor) else batches
+    batches = [batch for batch in batches if len(batch)]
     _check(loaded.module, batches, k)
     encoder = copy.deepcopy(loaded.module).to(device=device, dtype=dtype).eval()
     collected = _Collector(loaded.path, k)
     logits = []
     with torch.inference_mode(), watch_attention(encoder, collected.add) as found:
         for batch in batches:
-            logits.append(encoder(batch.to(device)))
+            logits.append(encoder(batch.to(device, torch.int64)))
             collected.samples += len(batch)
             after_batch(len(batch))
     facts = {
@@ -82,7 +83,7 @@ def measure(
         models=_model_row(loaded, facts),
         queries=collected.table(collected.queries),
         loads=collected.table(collected.loads),
-        history=pd.DataFrame({"model": loaded.path, **loaded.history}),
+        history=pd.DataFrame({"model": loaded.path, "epoch": [], **loaded.history}),
         non_finite=collected.table(collected.non_finite),
         provenance={
             "semdiag": version("semdiag"),
@@ -111,7 +112,7 @@ class _Collector:
             call.q, call.k, call.scale, call.allowed, call.selected, call.queries, top=max(self.k, default=0)
         )
         self.layers.add(call.layer)
-        self.residual = max(self.residual, recomputation_residual(call))
+        self.residual = float(np.maximum(self.residual, recomputation_residual(call)))  # keeps a NaN
         self._add_rows(call, statistics)
         self._add_loads(call, statistics)
 
@@ -131,7 +132,8 @@ class _Collector:
             columns[f"dispersion_k{k}"] = _flat(statistics.dispersion(k))
             columns[f"separation_k{k}"] = _flat(statistics.separation(k))
         self.queries.append(_only(columns, call.queries, statistics.keys))
-        bad = (statistics.non_finite.sum(2)).cpu().numpy()
+        counted = 1 if call.queries is None else call.queries[:, None]
+        bad = (statistics.non_finite * counted).sum(2).cpu().numpy()
         if bad.any():
             where = np.nonzero(bad)
             layer = np.full_like(where[0], call.layer)
@@ -177,15 +179,16 @@ def recomputation_residual(call: AttentionCall) -> float:
         padded = scores.new_zeros(*scores.shape[:3], scores.shape[3] + 1, dtype=torch.bool)
         keep = padded.scatter(-1, chosen.where(chosen >= 0, scores.shape[3]), True)[..., :-1]
     if call.allowed is not None:
-        keep = keep & (call.allowed[:1] if call.allowed.shape[0] > 1 else call.allowed)
+        keep = keep & call.allowed.expand(*call.q.shape[:3], call.k.shape[2])[:1, :, rows]
     weights = scores.masked_fill(~keep, torch.finfo(scores.dtype).min).softmax(-1) * keep
     returned = call.mixed[:1, :, rows]
-    return float((weights @ call.v[:1] - returned).abs().max() / returned.abs().max())
+    largest = returned.abs().max().clamp(min=torch.finfo(returned.dtype).tiny)  # an output of zeros is no fault
+    return float((weights @ call.v[:1] - returned).abs().max() / largest)
 
 
 def _check(encoder: Encoder, batches: list[Tensor], k: Sequence[int]) -> None:
     config = encoder.config
-    if not sum(len(batch) for batch in batches):
+    if not batches:
         raise InputError("There are no inputs to measure on: the number of samples is 0.")
     for batch in batches:
         if batch.ndim != 2 or batch.is_floating_point() or batch.is_complex() or batch.dtype == torch.bool:

@@ -40,7 +40,7 @@ def ratio_interval(
         seed: of the draws.
 
     Returns:
-        Estimate and interval; NaN where a side has no finite value.
+        Estimate and interval; NaN where a side has no finite value, or the denominator is 0.
 
     Raises:
         ValueError: if a side has no samples.
@@ -52,11 +52,11 @@ def ratio_interval(
     for i in range(resamples):
         draw = rng.integers(len(above), size=len(above))
         other = draw if paired else rng.integers(len(below), size=len(below))
-        ratios[i] = _percentile(above[draw], percentile) / _percentile(below[other], percentile)
+        ratios[i] = _ratio(above[draw], below[other], percentile)
     tail = 100 * (1 - confidence) / 2
-    estimate = _percentile(above, percentile) / _percentile(below, percentile)
+    estimate = _ratio(above, below, percentile)
     low, high = np.percentile(ratios, [tail, 100 - tail])
-    return Interval(float(estimate), float(low), float(high))
+    return Interval(estimate, float(low), float(high))
 
 
 def _by_sample(rows: pd.DataFrame, quantity: str) -> NDArray[np.float64]:
@@ -69,6 +69,11 @@ def _by_sample(rows: pd.DataFrame, quantity: str) -> NDArray[np.float64]:
     table[row, place] = rows[quantity]
     table[~np.isfinite(table)] = np.nan
     return table
+
+
+def _ratio(above: NDArray[np.float64], below: NDArray[np.float64], percentile: float) -> float:
+    denominator = _percentile(below, percentile)
+    return _percentile(above, percentile) / denominator if denominator else float("nan")
 
 
 def _percentile(table: NDArray[np.float64], percentile: float) -> float:

@@ -1,0 +1,190 @@
+"""λ_A and λ_M: how far attention outputs move when tokens or the score form move. Sound forms.
+
+Token matrices are measured by the sum over tokens of the 2-norm. Everything is a natural logarithm.
+"""
+
+import math
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from semdiag.mathematics.attention_rows import AttentionRows, key_sums
+from semdiag.mathematics.bound import Bound
+from semdiag.mathematics.layer_constants import query_norm
+from semdiag.mathematics.logarithms import Real, float64, log, log_product, log_sum
+from semdiag.mathematics.spectral_norms import bilinear_form_norm, value_output_norm
+
+
+@dataclass(frozen=True, eq=False)
+class HeadNorms:
+    """Norms of one attention, one entry per head (or a scalar for a single head).
+
+    Attributes:
+        gamma: Γ_h, see :func:`~semdiag.mathematics.spectral_norms.bilinear_form_norm`.
+        upsilon: Υ_h, see :func:`~semdiag.mathematics.spectral_norms.value_output_norm`.
+        token: Ξ, largest norm of a token at the attention's input.
+        query: Ξ̃, largest norm of the query side, see
+            :func:`~semdiag.mathematics.layer_constants.query_norm`.
+
+    Example:
+        >>> HeadNorms(gamma=0.5, upsilon=1.0, token=8.0, query=8.0).worst_case_dispersion.item()
+        64.0
+    """
+
+    gamma: Real
+    upsilon: Real
+    token: Real
+    query: Real
+
+    @property
+    def log_form_reach(self) -> Tensor:
+        """ln(Γ Ξ Ξ̃), which no score exceeds in size (b_k left out)."""
+        return log(self.gamma) + log(self.token) + log(self.query)
+
+    @property
+    def worst_case_dispersion(self) -> Tensor:
+        """2ΓΞΞ̃, the largest dispersion that these norms allow (the paper's 2ΓΞ² without biases)."""
+        return 2 * float64(self.gamma) * float64(self.token) * float64(self.query)
+
+
+def attention_map_bound(rows: AttentionRows, selected: Tensor, norms: HeadNorms) -> Bound:
+    """λ_A of u ↦ (Σ_j p_ij u_j)_i, from each token's own load.
+
+    λ_A = max_l [ Σ_{i : l∈S_i} p̄_i + Ξ( ΓΞ min(s_l ξ_l, row_l) + ΓΞ̃ Σ_{i : l∈S_i} ξ_i ) ]:
+    token l as value, as query and as key. Ragged rows and global tokens are covered.
+
+    Source: docs/theory.md#attention-map. Deviation: the paper takes the largest load and one ξ for
+    all rows, see :func:`~semdiag.mathematics.paper_attention_bounds.paper_attention_map_bound`.
+
+    Args:
+        rows: constants of the rows, shape (..., L).
+        selected: bool, shape (..., L, L), query by key: S_i; for heavy-hitter masks the union S_i ∪ S'_i of
+            all ends that are compared.
+        norms: Γ, Ξ, Ξ̃ of shape (...) or broadcasting to it.
+
+    Returns:
+        ln λ_A, shape (...), with the rows' assumptions.
+
+    Raises:
+        ValueError: if the map is not square.
+
+    Example:
+        >>> import torch
+        >>> from semdiag.mathematics.attention_rows import fixed_mask_rows
+        >>> rows = fixed_mask_rows(torch.zeros(4), 4)
+        >>> norms = HeadNorms(gamma=0.5, upsilon=1.0, token=2.0, query=2.0)
+        >>> attention_map_bound(rows, torch.ones(4, 4, dtype=torch.bool), norms).log_value.exp().item()
+        6.0...
+    """
+    if selected.shape[-1] != selected.shape[-2] or selected.shape[-1] != rows.log_xi.shape[-1]:
+        raise ValueError(
+            f"λ_A is about a sequence attending to itself: one row of the mask per token. "
+            f"Got a mask of {tuple(selected.shape[-2:])} and {rows.log_xi.shape[-1]} rows."
+        )
+    log_gamma, log_xi = log(norms.gamma), log(norms.token)
+    as_query = log_product((log_gamma + 2 * log_xi)[..., None], rows.log_row)
+    as_key = log_product(norms.log_form_reach[..., None], key_sums(rows.log_xi, selected))
+    per_token = log_sum(key_sums(rows.log_weight, selected), as_query, as_key)
+    return Bound(per_token.amax(dim=-1), rows.assumptions, "docs/theory.md#attention-map")
+
+
+def attention_map_bound_from_load(
+    rows: AttentionRows, largest_load: Real, norms: HeadNorms, *, heavy_hitter: bool
+) -> Bound:
+    """λ_A where the mask itself was not kept, only the largest key load.
+
+    λ_A ≤ l·max_i p̄_i + Ξ( ΓΞ max_i min(s_i ξ_i, row_i) + ΓΞ̃ m l max_i ξ_i ), with l = max_j l_j and
+    m = 2 for heavy-hitter masks, whose unions can double a load.
+
+    Source: docs/theory.md#attention-map. Deviation: coarser than :func:`attention_map_bound`, never smaller.
+
+    Args:
+        rows: constants of the rows, shape (..., queries).
+        largest_load: l = max_j l_j, raw count, the largest over everything that is compared.
+        norms: Γ, Ξ, Ξ̃ of shape (...) or broadcasting to it.
+        heavy_hitter: whether the mask depends on the scores.
+
+    Returns:
+        ln λ_A, shape (...), with the rows' assumptions.
+
+    Example:
+        >>> from semdiag.mathematics.attention_rows import fixed_mask_rows
+        >>> norms = HeadNorms(gamma=0.5, upsilon=1.0, token=2.0, query=2.0)
+        >>> rows = fixed_mask_rows([0.0] * 4, 4)
+        >>> attention_map_bound_from_load(rows, 4, norms, heavy_hitter=False).log_value.exp().item()
+        6.0...
+    """
+    log_load = log(largest_load)
+    log_xi = log(norms.token)
+    as_query = log_product(log(norms.gamma) + 2 * log_xi, rows.log_row.amax(dim=-1))
+    union = math.log(2) if heavy_hitter else 0.0
+    as_key = log_product(norms.log_form_reach, log_load + union, rows.log_xi.amax(dim=-1))
+    log_map = log_sum(log_load + rows.log_weight.amax(dim=-1), as_query, as_key)
+    return Bound(log_map, rows.assumptions, "docs/theory.md#attention-map")
+
+
+def bilinear_form_bound(rows: AttentionRows, norms: HeadNorms) -> Bound:
+    """λ_M: how far a head's outputs, summed over queries, move per unit of its score form M_h.
+
+    λ_M = Υ_h Ξ² Ξ̃ Σ_i min(s_i ξ_i, row_i). For full attention this is Υ Ξ² Ξ̃ L whatever the dispersion is.
+
+    Source: docs/theory.md#form. Deviation: the paper has ΥΞ³L e^δ_s, see
+    :func:`~semdiag.mathematics.paper_attention_bounds.paper_bilinear_form_bound`.
+
+    Args:
+        rows: constants of the rows, shape (..., queries).
+        norms: Υ, Ξ, Ξ̃ of shape (...) or broadcasting to it.
+
+    Returns:
+        ln λ_M, shape (...), with the rows' assumptions.
+
+    Example:
+        >>> from semdiag.mathematics.attention_rows import fixed_mask_rows
+        >>> norms = HeadNorms(gamma=0.5, upsilon=1.0, token=2.0, query=2.0)
+        >>> [round(bilinear_form_bound(fixed_mask_rows([d] * 4, 4), norms).log_value.exp().item(), 6)
+        ...  for d in (0.0, 90.0)]
+        [32.0, 32.0]
+    """
+    log_reach = log(norms.upsilon) + 2 * log(norms.token) + log(norms.query)
+    log_form = log_product(log_reach, rows.log_row.logsumexp(dim=-1))
+    return Bound(log_form, rows.assumptions, "docs/theory.md#form")
+
+
+def head_norms(
+    query_weight: Tensor,
+    query_bias: Tensor | None,
+    key_weight: Tensor,
+    value_weight: Tensor,
+    output_weight: Tensor,
+    scale: float,
+    token_norm: Real,
+) -> HeadNorms:
+    """Norms of every head from its weights.
+
+    Source: paper, Thm 2 (docs/theory.md#norms). Deviation: biases, see :class:`HeadNorms`.
+
+    Args:
+        query_weight: W_q per head, shape (heads, d_head, d).
+        query_bias: b_q per head, shape (heads, d_head), or None.
+        key_weight: W_k per head, shape (heads, d_head, d).
+        value_weight: W_v per head, shape (heads, d_head, d).
+        output_weight: W_o per head, shape (heads, d, d_head).
+        scale: τ / sqrt(d_head).
+        token_norm: Ξ.
+
+    Returns:
+        Γ and Υ of shape (heads,), Ξ and Ξ̃ as given.
+
+    Example:
+        >>> import torch
+        >>> eye = torch.eye(4)[None]
+        >>> head_norms(eye, None, eye, eye, 2 * eye, 0.5, 3.0).upsilon
+        tensor([2.], dtype=torch.float64)
+    """
+    xi = float64(token_norm)
+    return HeadNorms(
+        gamma=bilinear_form_norm(query_weight, key_weight, query_bias, scale),
+        upsilon=value_output_norm(output_weight, value_weight),
+        token=xi,
+        query=query_norm(xi, query_bias=query_bias is not None),
+    )

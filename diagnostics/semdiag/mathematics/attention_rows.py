@@ -1,0 +1,129 @@
+"""What the softmax rows of an attention map allow, query by query: ln p̄_i, ln ξ_i, ln min(s_i ξ_i, row_i)."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from semdiag.mathematics.bound import Assumption
+from semdiag.mathematics.logarithms import Real, broadcast
+from semdiag.mathematics.softmax_stability import (
+    fixed_mask_row_stability,
+    fixed_mask_stability,
+    heavy_hitter_row_stability,
+    heavy_hitter_stability,
+    log_largest_weight,
+    positive_separation,
+)
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionRows:
+    """Per query of an attention map, as natural logarithms of shape (..., queries); −∞ for padded queries.
+
+    Attributes:
+        log_weight: ln p̄_i, the largest weight the row can give.
+        log_xi: ln ξ_i, constant of the row against ‖z − z'‖₁.
+        log_row: ln min(s_i ξ_i, row_i), constant of the row against ‖z − z'‖_∞.
+        assumptions: what the constants rest on.
+    """
+
+    log_weight: Tensor
+    log_xi: Tensor
+    log_row: Tensor
+    assumptions: tuple[Assumption, ...]
+
+
+def fixed_mask_rows(dispersion: Real, keys: Real) -> AttentionRows:
+    """Rows whose unmasked keys do not depend on the scores: full, banded, block-local, with global tokens.
+
+    Source: docs/theory.md#fixed-mask-stability and docs/theory.md#row-form. Deviation: the paper has e^δ/k.
+
+    Args:
+        dispersion: δ_i ≥ 0 in nats, shape (..., queries), the larger over everything that is compared.
+        keys: k_i, shape (..., queries); 0 marks a padded query, which is left out.
+
+    Returns:
+        The rows' constants.
+
+    Raises:
+        ValueError: if a dispersion is negative or NaN, or a number of keys is not an integer ≥ 0.
+
+    Example:
+        >>> fixed_mask_rows([2.0, 2.0], [5, 0]).log_row
+        tensor([0., -inf], dtype=torch.float64)
+    """
+    delta, k = broadcast(dispersion, keys)
+
+    def constants(d: Tensor, n: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        xi = fixed_mask_stability(d, n).log_value
+        return log_largest_weight(d, n), xi, fixed_mask_row_stability(d, n).log_value
+
+    return AttentionRows(*_where_attended(k, constants, delta), assumptions=())
+
+
+def heavy_hitter_rows(dispersion: Real, separation: Real, keys: Real) -> AttentionRows:
+    """Rows that keep their k_i highest-scoring allowed keys (top-k).
+
+    Source: docs/theory.md#heavy-hitter-stability and docs/theory.md#row-form. Deviation: the paper's ξ_h is
+    :func:`~semdiag.mathematics.paper_stability.paper_heavy_hitter_stability`.
+
+    Args:
+        dispersion: δ_i ≥ 0 in nats, shape (..., queries), the larger over everything that is compared.
+        separation: Δ_i in nats, the smaller; +inf where nothing is masked.
+        keys: k_i, shape (..., queries); 0 marks a padded query, which is left out.
+
+    Returns:
+        The rows' constants; +inf in rows with Δ_i ≤ 0.
+
+    Raises:
+        ValueError: if a dispersion is negative or NaN, a separation NaN, or a number of keys no integer ≥ 0.
+
+    Example:
+        >>> heavy_hitter_rows(2.0, [0.5, float("inf")], 5).log_row.exp()
+        tensor([5.0000, 1.0000], dtype=torch.float64)
+    """
+    delta, gap, k = broadcast(dispersion, separation, keys)
+
+    def constants(d: Tensor, n: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        xi = heavy_hitter_stability(d, g, n).log_value
+        return log_largest_weight(d, n), xi, heavy_hitter_row_stability(d, g, n).log_value
+
+    assumption = positive_separation(gap[k != 0])
+    return AttentionRows(*_where_attended(k, constants, delta, gap), assumptions=(assumption,))
+
+
+def key_sums(log_values: Tensor, selected: Tensor) -> Tensor:
+    """Sum over the queries that use a key, ln Σ_{i : l ∈ S_i} value_i: a key load with weights.
+
+    Source: docs/theory.md#attention-map. Deviation: none.
+
+    Args:
+        log_values: ln value_i, shape (..., queries).
+        selected: bool, shape (..., queries, keys): l ∈ S_i.
+
+    Returns:
+        shape (..., keys), float64; −∞ for keys that no query uses.
+
+    Example:
+        >>> key_sums(torch.zeros(2), torch.tensor([[True, True], [True, False]])).exp()
+        tensor([2., 1.])
+    """
+    return torch.where(selected, log_values[..., None], -math.inf).logsumexp(dim=-2)
+
+
+def _where_attended(
+    keys: Tensor, constants: Callable[..., tuple[Tensor, Tensor, Tensor]], *rows: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Constants of the rows that have keys; −∞ (they contribute nothing) for the others."""
+    padded = keys == 0
+    delta, *rest = (torch.where(padded, 0.0, row) for row in rows)
+    weight, xi, row = constants(delta, torch.where(padded, 1.0, keys), *rest)
+    nothing = -math.inf
+    return (
+        torch.where(padded, nothing, weight),
+        torch.where(padded, nothing, xi),
+        torch.where(padded, nothing, row),
+    )

@@ -1,0 +1,183 @@
+"""What actually happens to softmax rows: the local constant and secants."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from semdiag.mathematics.logarithms import float64
+
+
+def local_stability(scores: Tensor, selected: Tensor) -> Tensor:
+    """Local ξ_loc of each row, as a logarithm: the ℓ1 → ℓ1 norm of the softmax Jacobian there.
+
+    ξ_loc = max_j 2 p_j (1 − p_j) ≤ ξ*(δ, k). The largest weight attains the maximum, and 1 − p_j is summed
+    from the other weights, so that it survives where p_j rounds to 1.
+
+    Source: docs/theory.md#local-stability. Deviation: not in the paper.
+
+    Args:
+        scores: z in nats, shape (..., keys); entries that are not selected are ignored (−inf is fine).
+        selected: bool, shape (..., keys), at least one True per row.
+
+    Returns:
+        ln ξ_loc, shape (...), float64, in [−∞, ln ½]; −∞ for a single key.
+
+    Raises:
+        ValueError: if a row selects no key.
+
+    Example:
+        >>> rows = torch.tensor([[0.0, 0.0, 5.0], [900.0, 0.0, 0.0]])
+        >>> local_stability(rows, torch.tensor([[True, True, False], [True, True, True]]))
+        tensor([-6.9315e-01, -8.9861e+02], dtype=torch.float64)
+    """
+    z = _masked(scores, selected)
+    top = z.argmax(dim=-1, keepdim=True)
+    log_total = torch.logsumexp(z, dim=-1)
+    log_others = torch.logsumexp(z.scatter(-1, top, -math.inf), dim=-1)
+    return math.log(2) + z.gather(-1, top).squeeze(-1) + log_others - 2 * log_total
+
+
+def local_stability_from_weights(weights: Tensor) -> Tensor:
+    """ξ_loc = max_j 2 p_j (1 − p_j) of rows that are known by their weights only.
+
+    Source: docs/theory.md#local-stability. Deviation: where the largest weight has rounded to 1,
+    the rest is what the other weights still hold; :func:`local_stability` has no such limit.
+
+    Args:
+        weights: p, shape (..., keys), non-negative, each row summing to 1.
+
+    Returns:
+        ξ_loc, shape (...), float64, in [0, ½]. Not a logarithm.
+
+    Example:
+        >>> local_stability_from_weights(torch.tensor([0.2, 0.7, 0.1]))
+        tensor(0.4200, dtype=torch.float64)
+    """
+    p = float64(weights)
+    top = p.argmax(dim=-1, keepdim=True)
+    others = p.scatter(-1, top, 0.0).sum(dim=-1)
+    return 2 * p.gather(-1, top).squeeze(-1) * others
+
+
+def masked_softmax(scores: Tensor, selected: Tensor) -> Tensor:
+    """Attention weights: p = softmax of z over the selected keys, zero elsewhere.
+
+    Source: docs/theory.md#attention-call. Deviation: none.
+
+    Args:
+        scores: z in nats, shape (..., keys).
+        selected: bool, shape (..., keys), at least one True per row.
+
+    Returns:
+        p, shape (..., keys), float64.
+
+    Raises:
+        ValueError: if a row selects no key.
+
+    Example:
+        >>> masked_softmax(torch.tensor([0.0, 0.0, 5.0]), torch.tensor([True, True, False]))
+        tensor([0.5000, 0.5000, 0.0000], dtype=torch.float64)
+    """
+    return torch.softmax(_masked(scores, selected), dim=-1)
+
+
+def weight_change(scores: Tensor, other: Tensor, selected: Tensor, other_selected: Tensor) -> Tensor:
+    """‖p(z) − p(z')‖₁, each row with its own mask.
+
+    Source: docs/theory.md#fixed-mask-stability. Deviation: none.
+
+    Args:
+        scores: z in nats, shape (..., keys).
+        other: z', same shape.
+        selected: bool, the keys that z's softmax runs over.
+        other_selected: bool, the keys that the softmax of z' runs over.
+
+    Returns:
+        The change, shape (...), float64, in [0, 2].
+
+    Raises:
+        ValueError: if a row selects no key.
+
+    Example:
+        >>> z, both = torch.zeros(2), torch.tensor([True, True])
+        >>> weight_change(z, z, both, torch.tensor([True, False])).item()
+        1.0
+    """
+    return (masked_softmax(scores, selected) - masked_softmax(other, other_selected)).abs().sum(dim=-1)
+
+
+def score_change(
+    scores: Tensor, other: Tensor, selected: Tensor, other_selected: Tensor, order: float = 1
+) -> Tensor:
+    """‖z − z'‖ over the keys that either row uses, S ∪ S'.
+
+    Source: docs/theory.md#heavy-hitter-stability, whose proof uses these keys only. Deviation: the
+    paper sums over all keys, which can only make the distance larger and the secant smaller.
+
+    Args:
+        scores: z in nats, shape (..., keys).
+        other: z', same shape.
+        selected: bool, keys used by z.
+        other_selected: bool, keys used by z'.
+        order: 1 for the sum, ``math.inf`` for the largest entry.
+
+    Returns:
+        The distance in nats, shape (...), float64.
+
+    Raises:
+        ValueError: if ``order`` is neither 1 nor infinity.
+
+    Example:
+        >>> z = torch.tensor([0.0, 1.0, -math.inf])
+        >>> used = torch.tensor([True, True, False])
+        >>> score_change(z, torch.tensor([0.5, 1.5, 9.0]), used, used).item()
+        1.0
+    """
+    used = selected | other_selected
+    change = torch.where(used, (float64(scores) - float64(other)).abs(), 0.0)
+    if order == 1:
+        return change.sum(dim=-1)
+    if order == math.inf:
+        return change.amax(dim=-1)
+    raise ValueError(f"The scores' distance is of order 1 or infinity. Got order={order}.")
+
+
+def softmax_secant(
+    scores: Tensor, other: Tensor, selected: Tensor, other_selected: Tensor, order: float = 1
+) -> Tensor:
+    """Secant ξ̂ = ‖p − p'‖₁ / ‖z − z'‖, a lower bound of every valid ξ (order 1) or row constant (order ∞).
+
+    Source: docs/theory.md#secants. Deviation: not in the paper.
+
+    Args:
+        scores: z in nats, shape (..., keys).
+        other: z', same shape.
+        selected: bool, keys used by z.
+        other_selected: bool, keys used by z'.
+        order: order of the norm of the scores, 1 or ``math.inf``.
+
+    Returns:
+        ξ̂, shape (...), float64; NaN where the rows are equal (no secant goes through one point).
+
+    Raises:
+        ValueError: if a row selects no key, or ``order`` is neither 1 nor infinity.
+
+    Example:
+        >>> all_keys = torch.tensor([True, True])
+        >>> softmax_secant(torch.zeros(2), torch.tensor([0.1, 0.0]), all_keys, all_keys).item()
+        0.4995...
+    """
+    distance = score_change(scores, other, selected, other_selected, order)
+    return weight_change(scores, other, selected, other_selected) / distance
+
+
+def _masked(scores: Tensor, selected: Tensor) -> Tensor:
+    """Put −inf at every key that is not selected.
+
+    Raises:
+        ValueError: if a row selects no key.
+    """
+    if not bool(selected.any(dim=-1).all()):
+        raise ValueError("A row selects no key, so it has no softmax. Leave padded queries out.")
+    return torch.where(selected, float64(scores), -math.inf)

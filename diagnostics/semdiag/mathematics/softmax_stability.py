@@ -1,0 +1,212 @@
+"""Input-stability ξ of one softmax row: ‖p(z) − p(z')‖₁ ≤ ξ ‖z − z'‖₁, in its sound and its paper form.
+
+Every function works elementwise on tensors (one entry per query), in float64 and on natural logarithms.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from semdiag.mathematics.bound import Assumption, Bound
+from semdiag.mathematics.logarithms import Real, broadcast, float64, log_one_plus_inverse, log_sum
+
+
+def log_largest_weight(dispersion: Real, keys: Real) -> Tensor:
+    """Largest weight that a softmax row of k keys and range δ can give to one key, as a logarithm.
+
+    p̄(δ, k) = e^δ / (e^δ + k − 1).
+
+    Source: docs/theory.md#largest-weight. Deviation: the paper's e^δ/k can exceed 1.
+
+    Args:
+        dispersion: δ ≥ 0 in nats, largest minus smallest unmasked score.
+        keys: k ≥ 1, number of unmasked keys.
+
+    Returns:
+        ln p̄ in [−ln k, 0], in the broadcast shape.
+
+    Raises:
+        ValueError: if δ < 0 or NaN, or k is not an integer ≥ 1.
+
+    Example:
+        >>> log_largest_weight([0.0, 1000.0], 4).exp()
+        tensor([0.2500, 1.0000], dtype=torch.float64)
+    """
+    delta, k = _checked(dispersion, keys)
+    return -torch.log1p((k - 1) * torch.exp(-delta))
+
+
+def fixed_mask_stability(dispersion: Real, keys: Real) -> Bound:
+    """ξ of a row whose unmasked set does not depend on its scores: full, banded, block-local attention.
+
+    ξ*(δ, k) = 2 p̄ (1 − p̄) if p̄(δ, k) < ½, else ½; 0 for a single key.
+    No smaller constant serves all pairs of rows of range ≤ δ (for δ > 0), and it never passes ½.
+
+    Source: docs/theory.md#fixed-mask-stability. Deviation: the paper has e^δ/k, kept in
+    :func:`~semdiag.mathematics.paper_stability.paper_fixed_mask_stability`.
+
+    Args:
+        dispersion: δ ≥ 0 in nats, the larger of the two rows' ranges over the unmasked keys.
+        keys: k ≥ 1, number of unmasked keys (all allowed keys for full attention).
+
+    Returns:
+        ln ξ* per entry, in [−∞, ln ½].
+
+    Raises:
+        ValueError: if δ < 0 or NaN, or k is not an integer ≥ 1.
+
+    Example:
+        >>> fixed_mask_stability([1.0, 90.0], 40).log_value.exp()
+        tensor([0.1218, 0.5000], dtype=torch.float64)
+        >>> fixed_mask_stability(3.0, 1).log_value.item()
+        -inf
+    """
+    delta, k = _checked(dispersion, keys)
+    log_odds = delta - torch.log(k - 1)  # ln p̄/(1 − p̄); +inf for a single key
+    # 2p̄(1 − p̄) grows with p̄ up to ½: holding the odds at ≤ 1 is the case distinction.
+    odds = torch.clamp(log_odds, max=0.0)
+    log_xi = math.log(2) + odds - 2 * torch.log1p(torch.exp(odds))
+    log_xi = torch.where(k == 1, -math.inf, log_xi)
+    return Bound(log_xi, (), "docs/theory.md#fixed-mask-stability")
+
+
+def heavy_hitter_stability(dispersion: Real, separation: Real, keys: Real) -> Bound:
+    """ξ of a row whose unmasked set is the k highest-scoring allowed keys (top-k).
+
+    ξ_h = ξ*(δ_h, k) + p̄(δ_h, k) / Δ_h, with δ_h the larger range and Δ_h the smaller separation of both rows.
+
+    Source: docs/theory.md#heavy-hitter-stability. Deviation: the paper has another form, kept in
+    :func:`~semdiag.mathematics.paper_stability.paper_heavy_hitter_stability`. That both rows keep their own
+    top-k set cannot be seen from these numbers;
+    :func:`~semdiag.mathematics.heavy_hitter_pairs.heavy_hitter_pair_stability` checks it on the rows.
+
+    Args:
+        dispersion: δ_h ≥ 0 in nats, over both rows.
+        separation: Δ_h in nats, over both rows; +inf where every allowed key is unmasked.
+        keys: k ≥ 1, number of unmasked keys, the same in both rows.
+
+    Returns:
+        ln ξ_h per entry; +inf (no guarantee) where Δ_h ≤ 0, with the assumption reported as not met.
+
+    Raises:
+        ValueError: if δ < 0 or NaN, Δ is NaN, or k is not an integer ≥ 1.
+
+    Example:
+        >>> bound = heavy_hitter_stability(2.0, [0.01, -0.01], 5)
+        >>> bound.log_value.exp()
+        tensor([65.3786,     inf], dtype=torch.float64)
+        >>> print(bound.unmet[0])
+        assumption not met: the separation is positive in every row (smallest = -0.01, rows not positive = 1)
+    """
+    delta, k = _checked(dispersion, keys)
+    gap = _checked_separation(separation)
+    log_xi = log_sum(fixed_mask_stability(delta, k).log_value, log_largest_weight(delta, k) - torch.log(gap))
+    log_xi = torch.where(gap > 0, log_xi, math.inf)
+    return Bound(log_xi, (positive_separation(gap),), "docs/theory.md#heavy-hitter-stability")
+
+
+def fixed_mask_row_stability(dispersion: Real, keys: Real) -> Bound:
+    """Row form for a fixed unmasked set: ‖p(z) − p(z')‖₁ ≤ min(k ξ*, 1) ‖z − z'‖_∞.
+
+    k ξ* ≥ 1 for every k ≥ 2, so the constant is 1, and 0 for a single key: the dispersion plays no part.
+
+    Source: docs/theory.md#row-form. Deviation: not in the paper, which uses ‖z − z'‖₁.
+
+    Args:
+        dispersion: δ ≥ 0 in nats (it only gives the shape).
+        keys: k ≥ 1, number of unmasked keys.
+
+    Returns:
+        ln of the constant per entry: 0, or −∞ for a single key.
+
+    Raises:
+        ValueError: if δ < 0 or NaN, or k is not an integer ≥ 1.
+
+    Example:
+        >>> fixed_mask_row_stability([0.0, 90.0, 5.0], [40, 40, 1]).log_value.exp()
+        tensor([1., 1., 0.], dtype=torch.float64)
+    """
+    delta, k = broadcast(*_checked(dispersion, keys))
+    log_row = torch.where(k == 1, -math.inf, torch.zeros_like(delta))
+    return Bound(log_row, (), "docs/theory.md#row-form")
+
+
+def heavy_hitter_row_stability(dispersion: Real, separation: Real, keys: Real) -> Bound:
+    """Row form for a top-k set: ‖p(z) − p(z')‖₁ ≤ min(2k ξ_h, 1 + 2/Δ_h) ‖z − z'‖_∞.
+
+    Where nothing is masked (Δ_h = +inf) it is the fixed set's min(k ξ*, 1).
+
+    Source: docs/theory.md#row-form. Deviation: not in the paper.
+
+    Args:
+        dispersion: δ_h ≥ 0 in nats, over both rows.
+        separation: Δ_h in nats, over both rows; +inf where every allowed key is unmasked.
+        keys: k ≥ 1, number of unmasked keys, the same in both rows.
+
+    Returns:
+        ln of the constant per entry; +inf where Δ_h ≤ 0.
+
+    Raises:
+        ValueError: if δ < 0 or NaN, Δ is NaN, or k is not an integer ≥ 1.
+
+    Example:
+        >>> heavy_hitter_row_stability(2.0, [0.01, float("inf")], 5).log_value.exp()
+        tensor([201.,   1.], dtype=torch.float64)
+    """
+    delta, k = _checked(dispersion, keys)
+    gap = _checked_separation(separation)
+    log_xi = heavy_hitter_stability(delta, gap, k).log_value
+    log_row = torch.minimum(torch.log(2 * k) + log_xi, log_one_plus_inverse(gap.clamp(min=0) / 2))
+    return Bound(log_row, (positive_separation(gap),), "docs/theory.md#row-form")
+
+
+def positive_separation(separation: Real) -> Assumption:
+    """The assumption Δ > 0 of every heavy-hitter bound, as measured.
+
+    Source: paper, Thm 5 (docs/theory.md#semantic-separation). Deviation: none.
+
+    Args:
+        separation: Δ in nats, one per row; +inf where nothing is masked.
+
+    Returns:
+        The assumption, with the smallest separation and the number of rows at or below 0.
+
+    Example:
+        >>> positive_separation([0.5, float("inf")]).holds
+        True
+    """
+    gap = float64(separation)
+    not_positive = int((~(gap > 0)).sum())
+    smallest = gap.min().item() if gap.numel() else math.inf
+    return Assumption(
+        "the separation is positive in every row",
+        {"smallest": smallest, "rows not positive": not_positive},
+        holds=not_positive == 0,
+    )
+
+
+def _checked(dispersion: Real, keys: Real) -> tuple[Tensor, Tensor]:
+    """Dispersion and number of keys as float64, refused where no row can have them.
+
+    Raises:
+        ValueError: if δ < 0 or NaN, or k is not an integer ≥ 1.
+    """
+    delta, k = float64(dispersion), float64(keys)
+    if not bool((delta >= 0).all()):
+        raise ValueError(f"A dispersion is a range of scores and at least 0. Got {delta.min().item()}.")
+    if not bool(((k >= 1) & (k == k.floor())).all()):
+        raise ValueError(f"A softmax row has a whole number of keys, at least 1. Got {k.min().item()}.")
+    return delta, k
+
+
+def _checked_separation(separation: Real) -> Tensor:
+    """Separation as float64.
+
+    Raises:
+        ValueError: if it is NaN.
+    """
+    gap = float64(separation)
+    if bool(gap.isnan().any()):
+        raise ValueError("A separation is NaN. Where nothing is masked it is undefined, written as +inf.")
+    return gap

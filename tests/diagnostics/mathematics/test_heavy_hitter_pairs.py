@@ -1,0 +1,154 @@
+"""Pairs of top-k rows with keys swapped at the boundary: measured change against the heavy-hitter bounds."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from semdiag.mathematics.heavy_hitter_pairs import heavy_hitter_pair_stability
+from semdiag.mathematics.softmax_secants import softmax_secant
+from semdiag.mathematics.softmax_stability import heavy_hitter_row_stability, heavy_hitter_stability
+
+SLACK = 1 + 1e-6
+
+
+def top(scores: Tensor, k: int) -> Tensor:
+    return torch.zeros_like(scores, dtype=torch.bool).scatter(-1, scores.topk(k, dim=-1).indices, True)
+
+
+def swapped_pairs(
+    generator: torch.Generator, pairs: int, n: int, k: int, gap: float, delta: float
+) -> tuple[Tensor, Tensor]:
+    """Pairs of rows of n scores whose top-k sets differ by up to k keys, with Δ ≈ gap and range ≤ δ.
+
+    Both rows come from the same underlying scores; the selected keys lie gap above a boundary. Half of the
+    pairs are tight: the keys that swap sit at the boundary and move no further than they must.
+    """
+    rand = lambda *shape: torch.rand(*shape, generator=generator, dtype=torch.float64)  # noqa: E731
+    base = delta * rand(pairs, n) * rand(pairs, 1) ** 3
+    swaps = torch.randint(0, min(k, n - k) + 1, (pairs, 1), generator=generator)
+    position = torch.arange(n).expand(pairs, n)
+    stays_in, out = position < k - swaps, (position >= k - swaps) & (position < k)
+    comes_in = (position >= k) & (position < k + swaps)
+    tight = rand(pairs, 1) < 0.5
+    margin = torch.where(tight, 0.0, base)
+    below = torch.where(tight, 0.0, -rand(pairs, n) * delta)
+    z = torch.where(out, gap + margin, torch.where(stays_in, gap + base, below))
+    jitter = 1e-3 * rand(pairs, 1) * delta * rand(pairs, n)
+    other = torch.where(comes_in, gap + margin, torch.where(stays_in, gap + base, below))
+    return z, torch.where(stays_in, (other + jitter).clamp(max=gap + delta), other)
+
+
+@pytest.mark.parametrize("k", [1, 2, 3, 5, 10])
+@pytest.mark.parametrize("gap", [1e-6, 0.01, 0.3, 2.5])
+def test_no_swapped_pair_exceeds_the_bounds(k, gap):
+    generator = torch.Generator().manual_seed(k)
+    compared = swapped = 0
+    for delta in (0.0, 0.1, 1.0, 4.0, 12.0):
+        z, other = swapped_pairs(generator, 500, 2 * k + 3, k, gap, delta)
+        chosen, other_chosen = top(z, k), top(other, k)
+        everything = torch.ones_like(chosen)
+        bound = heavy_hitter_pair_stability(z, other, chosen, other_chosen, everything, everything)
+        measured = softmax_secant(z, other, chosen, other_chosen)
+        valid = measured.isfinite() & bound.log_value.isfinite()
+        assert (measured <= bound.log_value.exp() * SLACK)[valid].all()
+        row = heavy_hitter_row_stability(delta + 1e-12, gap * (1 - 1e-9), k).log_value.exp()
+        in_rows = softmax_secant(z, other, chosen, other_chosen, math.inf)
+        assert (in_rows <= row * SLACK)[valid].all()
+        # The sharper max(1, 2/Δ) of docs/theory.md#row-form.
+        assert (in_rows <= max(1.0, 2 / gap) * SLACK)[valid].all()
+        compared += int(valid.sum())
+        swapped += int((chosen != other_chosen).any(-1)[valid].sum())
+    assert compared > 1000
+    assert swapped > 500
+
+
+def random_top_k_pairs(generator: torch.Generator, pairs: int, n: int) -> tuple[Tensor, Tensor]:
+    scale = 10 ** (4 * torch.rand(pairs, 1, generator=generator, dtype=torch.float64) - 3)
+    z = scale * torch.randn(pairs, n, generator=generator, dtype=torch.float64)
+    step = 10 ** (-5 * torch.rand(pairs, 1, generator=generator, dtype=torch.float64)) * scale
+    return z, z + step * torch.randn(pairs, n, generator=generator, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("k", [1, 2, 4, 7])
+def test_no_random_pair_exceeds_the_bound(k):
+    z, other = random_top_k_pairs(torch.Generator().manual_seed(k), 5000, 8)
+    chosen, other_chosen = top(z, k), top(other, k)
+    everything = torch.ones_like(chosen)
+    bound = heavy_hitter_pair_stability(z, other, chosen, other_chosen, everything, everything)
+    assert bound.holds
+    assert (softmax_secant(z, other, chosen, other_chosen) <= bound.log_value.exp() * SLACK).all()
+
+
+@pytest.mark.parametrize("gap", [1e-3, 1e-2])
+@pytest.mark.parametrize("k", [1, 5])
+def test_swapping_everything_attains_the_bounds(k, gap):
+    z = torch.cat([torch.full((k,), gap), torch.zeros(k)]).double()
+    other = z.flip(0)
+    chosen, other_chosen = top(z, k), top(other, k)
+    measured = softmax_secant(z, other, chosen, other_chosen).item()
+    bound = heavy_hitter_stability(0.0, gap, k).log_value.exp().item()
+    assert 0.98 * bound <= measured <= bound * SLACK
+    in_rows = softmax_secant(z, other, chosen, other_chosen, math.inf).item()
+    assert in_rows == pytest.approx(2 / gap)
+    row = heavy_hitter_row_stability(0.0, gap, k).log_value.exp().item()
+    assert 0.99 * row <= in_rows <= row * SLACK
+
+
+def test_one_rows_values_only_can_be_exceeded():
+    """Why δ_h and Δ_h are taken over both rows: the first row's values alone promise too much."""
+    z = torch.tensor([1.0, 0.0], dtype=torch.float64)
+    other = torch.tensor([0.0, 1e-9], dtype=torch.float64)
+    chosen, other_chosen = top(z, 1), top(other, 1)
+    measured = softmax_secant(z, other, chosen, other_chosen).item()
+    first_only = heavy_hitter_stability(0.0, 1.0, 1).log_value.exp().item()
+    assert measured == pytest.approx(2 * first_only)
+    everything = torch.ones_like(chosen)
+    both = heavy_hitter_pair_stability(z, other, chosen, other_chosen, everything, everything)
+    assert measured <= both.log_value.exp().item()
+
+
+def broken(statement: str, **changes: Tensor) -> None:
+    z = torch.tensor([3.0, 2.0, 1.0, 0.0], dtype=torch.float64)
+    pair = {
+        "scores": z,
+        "other": z,
+        "selected": top(z, 2),
+        "other_selected": top(z, 2),
+        "allowed": torch.ones(4, dtype=torch.bool),
+        "other_allowed": torch.ones(4, dtype=torch.bool),
+    }
+    assert heavy_hitter_pair_stability(**pair).holds
+    bound = heavy_hitter_pair_stability(**(pair | changes))
+    assert statement in [a.statement for a in bound.unmet]
+    assert bound.log_value.item() == math.inf
+    assert "assumption not met" in str(bound)
+
+
+def test_each_broken_assumption_is_reported():
+    z = torch.tensor([3.0, 2.0, 1.0, 0.0], dtype=torch.float64)
+    broken("both rows have the same number of unmasked keys", other_selected=top(z, 3))
+    shorter = torch.tensor([True, True, True, False])
+    broken("both rows have the same allowed keys", other_allowed=shorter)
+    random_mask = torch.tensor([True, False, True, False])
+    broken("each row keeps its highest-scoring allowed keys", other_selected=random_mask)
+    tied = torch.tensor([3.0, 1.0, 1.0, 0.0], dtype=torch.float64)
+    broken("the separation is positive in every row", scores=tied)
+
+
+def test_ignores_masked_scores_and_matches_a_loop():
+    generator = torch.Generator().manual_seed(3)
+    z, other = random_top_k_pairs(generator, 20, 6)
+    allowed = torch.ones(20, 6, dtype=torch.bool)
+    allowed[:, 4:] = False
+    z, other = z.masked_fill(~allowed, -math.inf), other.masked_fill(~allowed, -math.inf)
+    chosen, other_chosen = top(z, 2), top(other, 2)
+    bound = heavy_hitter_pair_stability(z, other, chosen, other_chosen, allowed, allowed)
+    for i in range(20):
+        ranked = [sorted(row[:4].tolist(), reverse=True) for row in (z[i], other[i])]
+        delta = max(r[0] - r[1] for r in ranked)
+        gap = min(r[1] - r[2] for r in ranked)
+        assert bound.log_value[i].item() == pytest.approx(
+            heavy_hitter_stability(delta, gap, 2).log_value.item(), rel=1e-12
+        )

@@ -1,0 +1,90 @@
+"""Constants of normalisations and activations are not exceeded, and are attained."""
+
+import pytest
+import torch
+
+from semdiag.mathematics.layer_constants import (
+    ACTIVATION_LIPSCHITZ,
+    activation_lipschitz,
+    normalisation_lipschitz,
+    query_norm,
+    split_columns,
+    split_rows,
+)
+
+ACTIVATIONS = {
+    "relu": torch.nn.functional.relu,
+    "gelu": torch.nn.functional.gelu,
+    "mish": torch.nn.functional.mish,
+}
+
+
+@pytest.mark.parametrize("name", ACTIVATION_LIPSCHITZ)
+def test_activation_constants_are_attained_and_rounded_up(name):
+    x = torch.linspace(-12, 12, 240_001, dtype=torch.float64, requires_grad=True)
+    (slope,) = torch.autograd.grad(ACTIVATIONS[name](x).sum(), x)
+    largest = slope.abs().max().item()
+    assert largest <= activation_lipschitz(name) <= largest + 1e-5
+
+
+def test_unknown_activation_lists_the_known_ones():
+    with pytest.raises(ValueError, match=r"Did you mean 'gelu'\? Known: relu, gelu, mish"):
+        activation_lipschitz("gelu2")
+    with pytest.raises(ValueError, match=r"not known\. Known"):
+        activation_lipschitz("tanh")
+
+
+def normalised(x, eps):
+    centred = x - x.mean(-1, keepdim=True)
+    std = (centred.square().mean(-1) + eps).sqrt()
+    return centred / std[..., None], std
+
+
+@pytest.mark.parametrize("eps", [0.0, 1e-5, 0.1])
+@pytest.mark.parametrize("width", [2, 5, 64])
+def test_normalisation_constant(width, eps):
+    generator = torch.Generator().manual_seed(width)
+    x, step = (torch.randn(4000, width, generator=generator, dtype=torch.float64) for _ in range(2))
+    size = 10 ** (-4 * torch.rand(4000, 1, generator=generator, dtype=torch.float64))
+    x = x * size.flip(0)
+    y = x + size * step
+    gain = torch.randn(width, generator=generator, dtype=torch.float64)
+    (ln_x, s_x), (ln_y, s_y) = normalised(x, eps), normalised(y, eps)
+    distance = (x - y).norm(dim=-1)
+    constant = normalisation_lipschitz(torch.stack([s_x, s_y], -1))
+    assert ((ln_x - ln_y).norm(dim=-1) <= distance * constant * (1 + 1e-9)).all()
+    assert ((ln_x - ln_y).norm(dim=-1) <= distance * 2 / (s_x + s_y) * (1 + 1e-9)).all()
+    with_gain = normalisation_lipschitz(torch.stack([s_x, s_y], -1), gain)
+    assert ((gain * (ln_x - ln_y)).norm(dim=-1) <= distance * with_gain * (1 + 1e-9)).all()
+    assert (ln_x.norm(dim=-1) <= width**0.5 * (1 + 1e-12)).all()
+
+
+def test_normalisation_constant_is_attained_by_a_turn():
+    x = torch.tensor([[1.0, -1.0, 0.0]], dtype=torch.float64)
+    y = x + 1e-6 * torch.tensor([[1.0, 1.0, -2.0]], dtype=torch.float64)
+    (ln_x, s_x), (ln_y, _) = normalised(x, 0.0), normalised(y, 0.0)
+    ratio = (ln_x - ln_y).norm() / (x - y).norm()
+    assert ratio.item() == pytest.approx(normalisation_lipschitz(s_x).item(), rel=1e-4)
+
+
+def test_normalisation_refuses_constant_tokens():
+    with pytest.raises(ValueError, match=r"smallest: 0\.0"):
+        normalisation_lipschitz(torch.tensor([1.0, 0.0]))
+    with pytest.raises(ValueError, match="smallest: nan"):
+        normalisation_lipschitz(torch.empty(0))
+
+
+def test_heads_share_rows_and_columns():
+    w_q, w_o = torch.arange(24.0).reshape(6, 4), torch.arange(24.0).reshape(4, 6)
+    x, y = torch.randn(4, generator=torch.Generator().manual_seed(0)), torch.arange(6.0)
+    assert torch.equal(split_rows(w_q, 2)[1], w_q[3:])
+    assert torch.equal(split_columns(w_o, 2)[1], w_o[:, 3:])
+    torch.testing.assert_close((split_rows(w_q, 2) @ x).flatten(), w_q @ x)
+    torch.testing.assert_close(torch.einsum("hij,hj->i", split_columns(w_o, 2), split_rows(y, 2)), w_o @ y)
+    with pytest.raises(ValueError, match="6 rows cannot be shared among 4 heads"):
+        split_rows(w_q, 4)
+
+
+def test_query_norm_without_overflow():
+    assert query_norm([0.0, 1e200], query_bias=True).tolist() == [1.0, 1e200]
+    assert query_norm(2.0, query_bias=False).item() == 2.0

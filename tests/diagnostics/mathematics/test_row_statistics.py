@@ -1,0 +1,371 @@
+"""Statistics of score rows against loops over rows and keys, whatever the strips that the scores are cut into."""
+
+import math
+import weakref
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from semdiag.mathematics import row_statistics as module
+from semdiag.mathematics.row_statistics import row_statistics
+
+PER_QUERY = ("keys", "kept", "maximum", "minimum", "log_sum_exp", "kept_maximum", "kept_minimum", "dropped_maximum")
+TOP = 4
+
+
+def naive(q, k, scale, allowed=None, selected=None, queries=None, top=0):
+    """The definitions, read off one row at a time; ties go to the lower key position."""
+    batch, heads, q_length, width = q.shape
+    k_length = k.shape[2]
+    shape = batch, heads, q_length
+    allowed = torch.ones(1, dtype=torch.bool) if allowed is None else allowed
+    allowed = allowed.expand(*shape, k_length)
+    found = {name: torch.zeros(shape, dtype=torch.float64) for name in PER_QUERY}
+    for quantity in ("dispersion", "separation"):
+        for kept in (None, *range(1, top + 1)):
+            found[quantity, kept] = torch.zeros(shape, dtype=torch.float64)
+    for kept in (None, *range(1, top + 1)):
+        found["load", kept] = torch.zeros(batch, heads, k_length, dtype=torch.int64)
+    found["top"] = torch.full((*shape, top + 1), -torch.inf, dtype=torch.float64)
+    for b in range(batch):
+        for h in range(heads):
+            for i in range(q_length):
+                at = b, h, i
+                z = {
+                    j: scale * sum(float(q[b, h, i, d]) * float(k[b, h, j, d]) for d in range(width))
+                    for j in range(k_length)
+                    if allowed[b, h, i, j]
+                }
+                own = list(z) if selected is None else [j for j in selected[at].tolist() if j >= 0]
+                best = sorted(z, key=lambda j: (-z[j], j))
+                for kept in (None, *range(1, top + 1)):
+                    inside = own if kept is None else best[:kept]
+                    outside = [z[j] for j in z if j not in inside]
+                    scores = [z[j] for j in inside]
+                    low, high = min(scores, default=math.inf), max(scores, default=-math.inf)
+                    found["dispersion", kept][at] = high - low if inside else math.nan
+                    gap = low - max(outside) if outside else math.inf
+                    found["separation", kept][at] = gap if inside else math.nan
+                    if kept is None:
+                        found["kept"][at], found["kept_maximum"][at], found["kept_minimum"][at] = len(own), high, low
+                        found["dropped_maximum"][at] = max(outside, default=-math.inf)
+                    if queries is None or queries[b, i]:
+                        for j in inside:
+                            found["load", kept][b, h, j] += 1
+                found["keys"][at] = len(z)
+                found["maximum"][at] = max(z.values(), default=-math.inf)
+                found["minimum"][at] = min(z.values(), default=math.inf)
+                largest = found["maximum"][at].item()
+                total = sum(math.exp(score - largest) for score in z.values())
+                found["log_sum_exp"][at] = largest + math.log(total) if z else -math.inf
+                for place, j in enumerate(best[: top + 1]):
+                    found["top"][(*at, place)] = z[j]
+    return found
+
+
+def assert_as_defined(top=TOP, **arguments):
+    expected = naive(**arguments, top=top)
+    found = row_statistics(**arguments, top=top)
+    close = {"rtol": 1e-12, "atol": 1e-12, "equal_nan": True}
+    for name in (*PER_QUERY, "top"):
+        torch.testing.assert_close(getattr(found, name).double(), expected[name], **close, msg=name)
+    for kept in (None, *range(1, top + 1)):
+        torch.testing.assert_close(found.dispersion(kept), expected["dispersion", kept], **close)
+        torch.testing.assert_close(found.separation(kept), expected["separation", kept], **close)
+        assert torch.equal(found.key_load(kept), expected["load", kept]), f"load, k={kept}"
+    assert found.keys.shape == arguments["q"].shape[:3]
+    assert not found.non_finite.any()
+
+
+def normal(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def whole(*shape, seed=0):
+    """Small whole numbers: their dot products are exact and full of ties."""
+    return torch.randint(-1, 2, shape, generator=torch.Generator().manual_seed(seed)).double()
+
+
+def some(*shape, seed=0, share=0.6):
+    return torch.rand(shape, generator=torch.Generator().manual_seed(seed)) < share
+
+
+BATCH, HEADS, LENGTH, WIDTH = 3, 2, 6, 4
+SHAPE = BATCH, HEADS, LENGTH, WIDTH
+
+
+def with_pad(numbers):
+    lengths = torch.tensor([6, 4, 1])
+    valid = torch.arange(LENGTH) < lengths[:, None]
+    return {"q": numbers(*SHAPE), "k": numbers(*SHAPE, seed=1), "allowed": valid[:, None, None], "queries": valid}
+
+
+def selecting(numbers):
+    """Distinct positions in any order, with -1 among them, and one query without any."""
+    order = torch.rand(BATCH, HEADS, LENGTH, LENGTH, generator=torch.Generator().manual_seed(3)).argsort(-1)
+    selected = order[..., :3].masked_fill(some(BATCH, HEADS, LENGTH, 3, seed=4, share=0.3), -1)
+    selected[1, 0, 2] = -1
+    selected[0, 1, 5] = torch.tensor([-1, 0, -1])
+    return {"q": numbers(*SHAPE), "k": numbers(*SHAPE, seed=1), "selected": selected}
+
+
+def selecting_all(numbers):
+    everything = torch.arange(LENGTH).expand(BATCH, HEADS, LENGTH, LENGTH).clone()
+    return {"q": numbers(*SHAPE), "k": numbers(*SHAPE, seed=1), "selected": everything}
+
+
+def selecting_among_valid(numbers):
+    case = with_pad(numbers)
+    block = torch.arange(LENGTH) // 3 * 3
+    selected = (block[:, None] + torch.arange(3)).expand(BATCH, HEADS, -1, -1)
+    there = case["allowed"].expand(BATCH, HEADS, LENGTH, LENGTH).gather(3, selected)
+    return {**case, "selected": selected.masked_fill(~there, -1)}
+
+
+def masked(mask):
+    return lambda numbers: {"q": numbers(*SHAPE), "k": numbers(*SHAPE, seed=1), "allowed": mask}
+
+
+def sized(q_length, k_length):
+    return lambda numbers: {
+        "q": numbers(BATCH, HEADS, q_length, WIDTH),
+        "k": numbers(BATCH, HEADS, k_length, WIDTH, seed=1),
+    }
+
+
+_CAUSAL = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
+_NO_KEYS = some(BATCH, HEADS, LENGTH, LENGTH, seed=5)
+_NO_KEYS[1, 0, 3] = _NO_KEYS[0, 1, 0] = _NO_KEYS[2, :, 5] = False
+CASES = {
+    "every key": sized(LENGTH, LENGTH),
+    "fewer queries than keys": sized(2, 7),
+    "more queries than keys": sized(7, 2),
+    "one key": sized(LENGTH, 1),
+    "one query": sized(1, LENGTH),
+    "PAD": with_pad,
+    "causal, two axes": masked(_CAUSAL),
+    "causal, four axes": masked(_CAUSAL[None, None]),
+    "another mask for each head": masked(some(1, HEADS, LENGTH, LENGTH, seed=6)),
+    "another mask for each sample": masked(some(BATCH, 1, LENGTH, LENGTH, seed=7)),
+    "queries with all keys or none": masked(some(BATCH, 1, LENGTH, 1, seed=8)),
+    "queries without keys": masked(_NO_KEYS),
+    "selected": selecting,
+    "all selected": selecting_all,
+    "selected among valid": selecting_among_valid,
+}
+ROW = HEADS * LENGTH
+STRIPS = (1, ROW, 2 * ROW, 4 * ROW, ROW * LENGTH, 2 * ROW * LENGTH, 2**20)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("numbers", [normal, whole])
+def test_every_statistic_is_as_defined(case, numbers):
+    assert_as_defined(**CASES[case](numbers), scale=-0.7 if numbers is normal else 1.0)
+
+
+@pytest.mark.parametrize("strip", STRIPS)
+@pytest.mark.parametrize("case", CASES)
+def test_strips_change_nothing(case, strip, monkeypatch):
+    arguments = CASES[case](whole)
+    monkeypatch.setattr(module, "_STRIP", strip)
+    assert_as_defined(**arguments, scale=1.0)
+
+
+def test_strips_are_cut_as_small_as_asked_for(monkeypatch):
+    monkeypatch.setattr(module, "_STRIP", 2 * ROW)
+    watch = _Allocations()
+    with watch:
+        row_statistics(normal(*SHAPE), normal(*SHAPE, seed=1), scale=1.0, top=1)
+    assert 0 < watch.largest <= max(2 * ROW, math.prod(SHAPE))
+
+
+@pytest.mark.parametrize("top", [0, 1, LENGTH - 1, LENGTH, LENGTH + 3])
+def test_counterfactuals_may_ask_for_more_than_there_are_keys(top):
+    for case in ("every key", "PAD", "queries without keys"):
+        assert_as_defined(**CASES[case](whole), scale=1.0, top=top)
+
+
+@pytest.mark.parametrize("strip", STRIPS)
+def test_equal_scores_go_to_the_lower_position(strip, monkeypatch):
+    monkeypatch.setattr(module, "_STRIP", strip)
+    zeros = torch.zeros(*SHAPE, dtype=torch.float64)
+    found = row_statistics(zeros, zeros, scale=1.0, top=LENGTH)
+    everyone, none = torch.full((BATCH, HEADS, LENGTH), LENGTH), torch.zeros(BATCH, HEADS, LENGTH)
+    for k in range(1, LENGTH + 1):
+        assert torch.equal(found.key_load(k), everyone * (torch.arange(LENGTH) < k))
+        assert torch.equal(found.dispersion(k), none.double())
+        assert (found.separation(k) == (0 if k < LENGTH else math.inf)).all()
+
+
+def test_of_equal_scores_the_allowed_come_before_the_masked():
+    zeros = torch.zeros(1, 1, 2, 1)
+    keys = torch.zeros(1, 1, 4, 1)
+    found = row_statistics(zeros, keys, 1.0, allowed=torch.tensor([False, True, False, True]), top=3)
+    assert [found.key_load(k).tolist() for k in (1, 2, 3)] == [[[[0, 2, 0, 0]]], [[[0, 2, 0, 2]]], [[[0, 2, 0, 2]]]]
+
+
+def test_a_case_by_hand():
+    scores = torch.tensor([[5.0, 1.0, 4.0, -2.0]])
+    found = of_scores(scores, top=3)
+    assert found.dispersion().item() == 7
+    assert [found.dispersion(k).item() for k in (1, 2, 3)] == [0, 1, 4]
+    assert [found.separation(k).item() for k in (1, 2, 3)] == [1, 3, 3]
+    assert found.separation().item() == math.inf
+    assert found.key_load(2).tolist() == [[[1, 0, 1, 0]]]
+    own = of_scores(scores, selected=torch.tensor([[[[1, 2, -1]]]]))
+    assert (own.dispersion().item(), own.separation().item()) == (3, -4)
+    assert own.key_load().tolist() == [[[0, 1, 1, 0]]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_is_scored_in_float32(dtype):
+    q, k = (10 * normal(*SHAPE)).to(dtype), normal(*SHAPE, seed=9).to(dtype)
+    found, expected = row_statistics(q, k, 0.3, top=2), row_statistics(q.float(), k.float(), 0.3, top=2)
+    assert found.maximum.dtype == found.dispersion(2).dtype == torch.float32
+    assert torch.equal(found.dispersion(), expected.dispersion())
+    assert torch.equal(found.separation(2), expected.separation(2))
+    rounded = row_statistics(q.double(), k.double(), 0.3).dispersion()
+    torch.testing.assert_close(found.dispersion().double(), rounded, rtol=1e-5, atol=1e-5)
+
+
+def test_precision_is_that_of_the_queries():
+    for dtype in (torch.float32, torch.float64):
+        assert row_statistics(normal(*SHAPE).to(dtype), normal(*SHAPE).to(dtype), 1.0).log_sum_exp.dtype == dtype
+
+
+@pytest.mark.parametrize("strip", STRIPS)
+def test_scores_that_are_not_finite_are_counted_where_they_are_allowed(strip, monkeypatch):
+    monkeypatch.setattr(module, "_STRIP", strip)
+    q, k = normal(*SHAPE), normal(*SHAPE, seed=1)
+    q[0, 1, 2, 0], k[1, 0, 4, 3] = math.nan, math.inf
+    assert row_statistics(q, k, 1.0).non_finite[0, 1].tolist() == [0, 0, LENGTH, 0, 0, 0]
+    assert row_statistics(q, k, 1.0).non_finite[1, 0].tolist() == [1] * LENGTH
+    allowed = torch.arange(LENGTH) != 4
+    masked = row_statistics(q, k, 1.0, allowed=allowed, top=2)
+    assert masked.non_finite.sum().item() == LENGTH - 1
+    assert masked.dispersion()[1].isfinite().all()
+    assert masked.dispersion()[0, 1].isnan().tolist() == [False, False, True, False, False, False]
+
+
+def test_queries_that_do_not_count_put_no_load_on_keys():
+    queries = torch.tensor([[True] * 6, [False] * 6, [True, False] * 3])
+    found = row_statistics(normal(*SHAPE), normal(*SHAPE, seed=1), 1.0, queries=queries, top=2)
+    assert found.key_load().tolist() == [[[n] * 6] * 2 for n in (6, 0, 3)]
+    assert found.key_load(2).sum(-1).tolist() == [[2 * n] * 2 for n in (6, 0, 3)]
+    assert found.dispersion()[1].isfinite().all()
+
+
+@pytest.mark.parametrize("k", [0, 3, -1])
+@pytest.mark.parametrize("quantity", ["dispersion", "separation", "key_load"])
+def test_a_k_that_was_not_asked_for_is_refused(quantity, k):
+    found = row_statistics(normal(*SHAPE), normal(*SHAPE), 1.0, top=2)
+    with pytest.raises(ValueError, match=rf"^k must lie in 1 … 2, the K these statistics hold. Got k={k}\.$"):
+        getattr(found, quantity)(k)
+
+
+def test_arguments_that_do_not_fit_are_refused():
+    with pytest.raises(ValueError, match=r"^top must not be negative. Got top=-1\.$"):
+        row_statistics(normal(*SHAPE), normal(*SHAPE), 1.0, top=-1)
+    for other in ((BATCH, HEADS, LENGTH, 5), (BATCH, 1, LENGTH, WIDTH), (1, HEADS, LENGTH, WIDTH)):
+        with pytest.raises(ValueError, match=r"q and k must agree in batch, heads and width. Got \(3, 2, 6, 4\), "):
+            row_statistics(normal(*SHAPE), normal(*other), 1.0)
+
+
+def of_scores(scores, scale=1.0, **arguments):
+    """Statistics of a given (Lq, Lk) table of scores: the keys are unit vectors."""
+    keys = torch.eye(scores.shape[1], dtype=scores.dtype)
+    return row_statistics(scores[None, None], keys[None, None], scale, **arguments)
+
+
+@st.composite
+def tables(draw, distinct=False):
+    """Scores (Lq, Lk): whole numbers, so that sums and differences are exact."""
+    rows, columns = draw(st.integers(1, 4)), draw(st.integers(1, 7))
+    row = st.lists(st.integers(-30, 30), min_size=columns, max_size=columns, unique=distinct)
+    return torch.tensor(draw(st.lists(row, min_size=rows, max_size=rows)), dtype=torch.float64)
+
+
+@given(tables(), st.integers(-1000, 1000))
+def test_shifting_rows_leaves_dispersion_and_separation_unchanged(scores, shift):
+    shifts = shift * torch.arange(1, len(scores) + 1)[:, None]
+    found, shifted = of_scores(scores, top=4), of_scores(scores + shifts, top=4)
+    for k in (None, 1, 2, 3, 4):
+        assert torch.equal(found.dispersion(k), shifted.dispersion(k))
+        assert torch.equal(found.separation(k), shifted.separation(k))
+        assert torch.equal(found.key_load(k), shifted.key_load(k))
+
+
+@given(tables(distinct=True), st.data())
+def test_permuting_keys_permutes_loads(scores, data):
+    order = data.draw(st.permutations(range(scores.shape[1])))
+    found, permuted = of_scores(scores, top=4), of_scores(scores[:, order], top=4)
+    for k in (1, 2, 3, 4):
+        assert torch.equal(found.key_load(k)[..., order], permuted.key_load(k))
+        assert torch.equal(found.dispersion(k), permuted.dispersion(k))
+        assert torch.equal(found.separation(k), permuted.separation(k))
+
+
+@given(tables())
+def test_more_heavy_hitters_have_no_smaller_dispersion_up_to_that_of_all_keys(scores):
+    keys = scores.shape[1]
+    found = of_scores(scores, top=keys)
+    dispersions = torch.stack([found.dispersion(k) for k in range(1, keys + 1)])
+    assert (dispersions[0] == 0).all()
+    assert (dispersions.diff(dim=0) >= 0).all()
+    assert torch.equal(dispersions[-1], found.dispersion())
+    assert all((found.separation(k) >= 0).all() for k in range(1, keys + 1))
+
+
+@given(tables(), st.data())
+def test_loads_add_up_to_the_keys_that_are_kept(scores, data):
+    rows, columns = scores.shape
+    allowed = torch.tensor(data.draw(st.lists(st.booleans(), min_size=rows * columns, max_size=rows * columns)))
+    found = of_scores(scores, allowed=allowed.view(rows, columns), top=columns + 1)
+    assert found.key_load().sum() == found.kept.sum() == allowed.sum()
+    for k in range(1, columns + 2):
+        assert found.key_load(k).sum() == found.keys.clamp(max=k).sum()
+        assert (found.key_load(k) <= found.key_load()).all()
+
+
+@given(tables(), st.integers(0, 6))
+def test_a_positive_scale_scales_dispersion_and_separation(scores, exponent):
+    scale = 2.0 ** (exponent - 3)
+    found, scaled = of_scores(scores, top=3), of_scores(scores, scale=scale, top=3)
+    for k in (None, 1, 2, 3):
+        assert torch.equal(scale * found.dispersion(k), scaled.dispersion(k))
+        assert torch.equal(scale * found.separation(k), scaled.separation(k))
+        assert torch.equal(found.key_load(k), scaled.key_load(k))
+
+
+class _Allocations(TorchDispatchMode):
+    """Watches every tensor that is made: the largest, and the most bytes alive at a time."""
+
+    def __init__(self):
+        super().__init__()
+        self.largest = self.peak = 0
+        self._alive = []
+
+    def __torch_dispatch__(self, function, types, arguments=(), named=None):
+        made = function(*arguments, **(named or {}))
+        for tensor in made if isinstance(made, (tuple, list)) else [made]:
+            if isinstance(tensor, torch.Tensor):
+                self._alive.append(weakref.ref(tensor))
+                if not tensor._is_view():
+                    self.largest = max(self.largest, tensor.untyped_storage().nbytes() // tensor.element_size())
+        self._alive = [reference for reference in self._alive if reference() is not None]
+        storages = [reference().untyped_storage() for reference in self._alive]
+        self.peak = max(self.peak, sum({s.data_ptr(): s.nbytes() for s in storages}.values()))
+        return made
+
+
+def test_nothing_as_large_as_all_scores_is_ever_held():
+    length, generator = 8192, torch.Generator().manual_seed(0)
+    q, k = torch.randn(2, 1, 1, length, 16, generator=generator).unbind()
+    selected = torch.arange(length)[None, None, :, None].clone()
+    with _Allocations() as watch:
+        row_statistics(q, k, 0.25, selected=selected, top=8)
+    assert 2**20 <= watch.largest <= length**2 // 32
+    assert watch.peak <= 4 * length**2 // 5  # a fifth of all scores, in bytes

@@ -1,0 +1,61 @@
+"""docs/theory.md and the code point at each other: no dead anchor, no function unnamed or gone."""
+
+import importlib
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+DOCUMENT = (ROOT / "docs" / "theory.md").read_text(encoding="utf-8")
+ANCHORS = set(re.findall(r'<a id="([\w-]+)"></a>', DOCUMENT))
+SOURCES = sorted((ROOT / "diagnostics" / "semdiag" / "mathematics").glob("*.py"))
+WITH_FORMULAS = (
+    "softmax_stability",
+    "paper_stability",
+    "softmax_secants",
+    "heavy_hitter_pairs",
+    "spectral_norms",
+    "layer_constants",
+    "attention_rows",
+    "attention_bounds",
+    "paper_attention_bounds",
+    "block_bounds",
+    "network_bounds",
+    "corollary",
+    "learning",
+)
+
+
+def public_functions(module_name: str) -> dict:
+    module = importlib.import_module(f"semdiag.mathematics.{module_name}")
+    return {
+        name: member
+        for name, member in inspect.getmembers(module, inspect.isfunction)
+        if member.__module__ == module.__name__ and not name.startswith("_")
+    }
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.stem)
+def test_every_anchor_in_the_code_exists(source):
+    named = set(re.findall(r"docs/theory\.md#([\w-]+)", source.read_text(encoding="utf-8")))
+    assert named <= ANCHORS
+
+
+@pytest.mark.parametrize("module_name", WITH_FORMULAS)
+def test_functions_and_formulas_name_each_other(module_name):
+    for name, function in public_functions(module_name).items():
+        assert "docs/theory.md#" in function.__doc__, f"{name} names no formula"
+        assert re.search(r"Source: .*Deviation: ", function.__doc__, re.DOTALL), name
+        assert f"`{name}`" in DOCUMENT, f"docs/theory.md does not name {name}"
+
+
+def test_the_document_names_nothing_that_is_gone():
+    known = {name for module in WITH_FORMULAS for name in public_functions(module)}
+    named = set(re.findall(r"`([a-z]+(?:_[a-z]+)+)`", DOCUMENT))
+    assert named <= known
+
+
+def test_links_inside_the_document_lead_somewhere():
+    assert set(re.findall(r"\]\(#([\w-]+)\)", DOCUMENT)) <= ANCHORS
