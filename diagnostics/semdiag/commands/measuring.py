@@ -76,7 +76,12 @@ def measured(models: Sequence[Path] | None, conditions: "Conditions", quiet: boo
     from semdiag.measurement.survey import survey
 
     paths = find_checkpoints(list(models) if models else None)
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+    )
     console = Console(stderr=True)
     hidden = quiet or not console.is_terminal  # elsewhere even a hidden bar leaves an empty line
     with Progress(*columns, console=console, disable=hidden, transient=True) as bar:
@@ -115,7 +120,9 @@ def check_per_query(path: Path | None) -> None:
 
 
 def write_per_query(path: Path, measurements: "Measurements") -> None:
-    """Write the queries to ``path`` and the key loads to ``<name>.load.parquet`` beside it, or neither.
+    """Write the queries to ``path`` and the key loads to ``<name>.load.parquet`` beside it.
+
+    Both are whole before either takes its place.
 
     Args:
         path: checked by :func:`check_per_query`.

@@ -11,6 +11,15 @@ import pandas as pd
 from semdiag_models import InputError
 
 TABLES = ("models", "queries", "loads", "history", "non_finite")
+# Columns without which nothing can be drawn.
+_NEEDED = {
+    "models": "model sha256 source snapshot task attention k seed epoch blocks heads width length parameters "
+    "samples inputs accuracy attention_found attention_captured residual",
+    "queries": "model sample layer head query keys kept dispersion separation",
+    "loads": "model sample layer head key load",
+    "history": "model epoch",
+    "non_finite": "model sample layer head scores",
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,6 +103,13 @@ class Measurements:
                 f"{folder} does not hold saved measurements ({str(error).splitlines()[0]}). "
                 "Make them with: semdiag report --keep-queries."
             ) from None
+        for name, needed in _NEEDED.items():
+            missing = [column for column in needed.split() if column not in tables[name]]
+            if missing:
+                raise InputError(
+                    f"{folder} does not hold saved measurements ({name}.parquet lacks {', '.join(missing)}). "
+                    "Make them with: semdiag report --keep-queries."
+                )
         return cls(**tables, provenance=provenance)
 
     def of(self, model: str) -> Self:
@@ -102,8 +118,9 @@ class Measurements:
         Args:
             model: a value of the column ``model``.
         """
-        tables = {name: getattr(self, name).query("model == @model") for name in TABLES}
-        return type(self)(**tables, provenance=self.provenance)
+        tables = {name: getattr(self, name) for name in TABLES}
+        own = {name: table[table["model"] == model] for name, table in tables.items()}
+        return type(self)(**own, provenance=self.provenance)
 
     def _repr_html_(self) -> str:
         from semdiag.measurement.percentiles import layer_table

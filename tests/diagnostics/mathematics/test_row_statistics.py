@@ -12,7 +12,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from semdiag.mathematics import row_statistics as module
 from semdiag.mathematics.row_statistics import row_statistics
 
-PER_QUERY = ("keys", "kept", "maximum", "minimum", "log_sum_exp", "kept_maximum", "kept_minimum", "dropped_maximum")
+PER_QUERY = (
+    "keys",
+    "kept",
+    "maximum",
+    "minimum",
+    "log_sum_exp",
+    "kept_maximum",
+    "kept_minimum",
+    "dropped_maximum",
+)
 TOP = 4
 
 
@@ -50,7 +59,11 @@ def naive(q, k, scale, allowed=None, selected=None, queries=None, top=0):
                     gap = low - max(outside) if outside else math.inf
                     found["separation", kept][at] = gap if inside else math.nan
                     if kept is None:
-                        found["kept"][at], found["kept_maximum"][at], found["kept_minimum"][at] = len(own), high, low
+                        found["kept"][at], found["kept_maximum"][at], found["kept_minimum"][at] = (
+                            len(own),
+                            high,
+                            low,
+                        )
                         found["dropped_maximum"][at] = max(outside, default=-math.inf)
                     if queries is None or queries[b, i]:
                         for j in inside:
@@ -200,11 +213,26 @@ def test_equal_scores_go_to_the_lower_position(strip, monkeypatch):
         assert (found.separation(k) == (0 if k < LENGTH else math.inf)).all()
 
 
+def test_ties_in_long_rows_go_to_the_lower_position():
+    scores = torch.randint(2, (3, 1000), generator=torch.Generator().manual_seed(0)).double()
+    found = of_scores(scores, top=700)
+    order = [sorted(range(1000), key=lambda j, row=row: (-row[j], j)) for row in scores.tolist()]
+    for k in (1, 17, 400, 700):
+        loads = torch.zeros(1000, dtype=torch.int64)
+        for best in order:
+            loads[best[:k]] += 1
+        assert torch.equal(found.key_load(k)[0, 0], loads)
+
+
 def test_of_equal_scores_the_allowed_come_before_the_masked():
     zeros = torch.zeros(1, 1, 2, 1)
     keys = torch.zeros(1, 1, 4, 1)
     found = row_statistics(zeros, keys, 1.0, allowed=torch.tensor([False, True, False, True]), top=3)
-    assert [found.key_load(k).tolist() for k in (1, 2, 3)] == [[[[0, 2, 0, 0]]], [[[0, 2, 0, 2]]], [[[0, 2, 0, 2]]]]
+    assert [found.key_load(k).tolist() for k in (1, 2, 3)] == [
+        [[[0, 2, 0, 0]]],
+        [[[0, 2, 0, 2]]],
+        [[[0, 2, 0, 2]]],
+    ]
 
 
 def test_a_case_by_hand():
@@ -270,7 +298,9 @@ def test_arguments_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match=r"^top must not be negative. Got top=-1\.$"):
         row_statistics(normal(*SHAPE), normal(*SHAPE), 1.0, top=-1)
     for other in ((BATCH, HEADS, LENGTH, 5), (BATCH, 1, LENGTH, WIDTH), (1, HEADS, LENGTH, WIDTH)):
-        with pytest.raises(ValueError, match=r"q and k must agree in batch, heads and width. Got \(3, 2, 6, 4\), "):
+        with pytest.raises(
+            ValueError, match=r"q and k must agree in batch, heads and width. Got \(3, 2, 6, 4\), "
+        ):
             row_statistics(normal(*SHAPE), normal(*other), 1.0)
 
 
