@@ -94,7 +94,7 @@ def measured(models: Sequence[Path] | None, conditions: "Conditions", quiet: boo
             bar.reset(current, total=samples, description=model[-50:])
 
         found = survey(paths, conditions, announce, lambda samples: bar.advance(current, samples))
-    found.provenance["command"] = command_line()
+    found.provenance["command"] = ["semdiag", *sys.argv[1:]]
     return found
 
 

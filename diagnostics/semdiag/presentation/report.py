@@ -156,11 +156,13 @@ def _picture(
     formats: Sequence[str],
 ) -> Picture:
     """Draw and save a figure; say what the page needs to know of it, or why there is nothing to show."""
+    if not formats:
+        return {"files": {}, "width": 0, "height": 0, "missing": "figures were not asked for."}
     try:
         figure = draw(measurements)
     except NothingToDrawError as reason:
         return {"files": {}, "width": 0, "height": 0, "missing": str(reason)}
-    saved = save_figure(figure, folder / "figures" / name, formats) if formats else []
+    saved = save_figure(figure, folder / "figures" / name, formats)
     paths = {path.suffix[1:]: path.relative_to(folder).as_posix() for path in saved}
     width, height = (round(inches * _PIXELS_PER_INCH) for inches in figure.get_size_inches())
     return {"files": paths, "width": width, "height": height, "missing": None}

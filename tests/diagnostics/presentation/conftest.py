@@ -1,10 +1,14 @@
 """Measurements built by hand, with numbers that the tests know."""
 
+import sys
+
 import numpy as np
 import pandas as pd
 import pytest
 
 from semdiag.measurement.measurements import Measurements
+from semdiag.measurement.resampling import ratio_interval
+from semdiag.presentation import report  # noqa: F401  # so that the modules below are loaded
 
 SAMPLES, LENGTH, LAYERS = 6, 8, 2
 # Factor on the dispersions, keys kept, separation of each query.
@@ -49,6 +53,18 @@ def one_model(attention="full", task="even-pairs", seed=7, snapshot="last", path
         non_finite=pd.DataFrame({name: [] for name in columns}).astype({"model": "str", "scores": "int64"}),
         provenance={"semdiag": "0.1.0", "device": "cpu"},
     )
+
+
+def quick_interval(*rows, **options):
+    """Three draws: how good intervals are is tested beside the resampling itself."""
+    return ratio_interval(*rows, **{**options, "resamples": 3})
+
+
+@pytest.fixture(autouse=True)
+def few_resamples(monkeypatch):
+    # Not by attribute: in the package, the figure's function hides the module of the same name.
+    for name in ("semdiag.presentation.figures.dispersion_ratio", "semdiag.presentation.verdict"):
+        monkeypatch.setattr(sys.modules[name], "ratio_interval", quick_interval)
 
 
 @pytest.fixture

@@ -122,9 +122,8 @@ def test_ratio_is_known_and_never_crosses_snapshots(four, many):
     assert any(np.allclose(line.get_ydata(), 1.0) for line in shown(figure)[0].lines)
     assert "95 % intervals" in words(figure)
     across = layer_ratios(many, resamples=2)
-    assert all(
-        ("initialisation" in a) == ("initialisation" in b) for a, b in zip(across.model, across.full, strict=True)
-    )
+    compared = zip(across["model"], across["full"], strict=True)
+    assert all(("initialisation" in sparse) == ("initialisation" in full) for sparse, full in compared)
 
 
 def test_separation_says_what_is_not_positive_and_what_is_undefined(four):
