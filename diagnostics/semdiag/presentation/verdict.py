@@ -47,7 +47,8 @@ class PairVerdict:
             f"median δₕ {topk['p50']:.3g} against δₛ {full['p50']:.3g} nats, "
             f"ratio {ratio.estimate:.2f}, 95 % interval {ratio.low:.2f} to {ratio.high:.2f}"
         )
-        start = _WHEN.get(self.snapshot, f"Snapshot {self.snapshot}: ") + self.gate.pair.label
+        start = _WHEN.get(self.snapshot, f"Snapshot {self.snapshot}: ")
+        start += self.gate.pair.label.removesuffix(f", {self.snapshot}")
         if self.gate.passed:
             where = "at the 50th, 75th, 90th and 95th percentile"
             return f"{start}: the top-k model has the smaller dispersion {where} ({medians})."
