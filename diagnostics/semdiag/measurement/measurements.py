@@ -47,7 +47,7 @@ def empty_table(name: str) -> pd.DataFrame:
         name: a key of :data:`OPTIONAL_TABLES`.
     """
     columns = OPTIONAL_TABLES[name]
-    return pd.DataFrame(dict.fromkeys(columns, [])).astype(columns)
+    return pd.DataFrame({column: [] for column in columns}).astype(columns)
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,8 +61,8 @@ class Measurements:
         models: one row per model: path, sha256, source, snapshot, task, attention, k, seed, epoch, blocks,
             heads, length, parameters, samples, inputs, accuracy, found and captured attention layers, residual.
         queries: one row per query: sample, layer, head, query, keys (n_i), kept (k_i), dispersion,
-            separation (+inf where nothing is dropped), largest_weight (of the attention weights), and dispersion_kK, separation_kK for each
-            counterfactual K.
+            separation (+inf where nothing is dropped), largest_weight (of its attention weights), and
+            dispersion_kK, separation_kK for each counterfactual K.
         loads: one row per key: sample, layer, head, key, load, and load_kK.
         history: one row per epoch of each training run.
         non_finite: one row per sample, layer and head with scores that are NaN or infinite, and how many.

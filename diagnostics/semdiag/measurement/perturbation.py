@@ -138,13 +138,12 @@ def _pass(encoder: Encoder, tokens: Tensor, noise: Tensor) -> list[dict[str, np.
 
 def _changes(clean: ScoredRows, noisy: ScoredRows) -> dict[str, Tensor]:
     # Rows that do not count have no softmax: they get a key, and are dropped afterwards.
-    sets = [rows.selected | ~rows.counted[..., None] for rows in (clean, noisy)]
-    scores = clean.scores, noisy.scores
+    ours, theirs = (rows.selected | ~rows.counted[..., None] for rows in (clean, noisy))
     return {
         "kept": clean.kept,
-        "weight_change": weight_change(*scores, *sets),
-        "score_change": score_change(*scores, *sets),
-        "score_change_max": score_change(*scores, *sets, order=float("inf")),
+        "weight_change": weight_change(clean.scores, noisy.scores, ours, theirs),
+        "score_change": score_change(clean.scores, noisy.scores, ours, theirs),
+        "score_change_max": score_change(clean.scores, noisy.scores, ours, theirs, order=float("inf")),
         "same_set": (clean.selected == noisy.selected).all(-1),
         "dispersion": torch.maximum(clean.dispersion, noisy.dispersion),
         "separation": torch.minimum(clean.separation, noisy.separation),

@@ -54,7 +54,11 @@ def naive(q, k, scale, allowed=None, selected=None, queries=None, top=0):
                     gap = low - max(outside) if outside else math.inf
                     found["separation", kept][at] = gap if inside else math.nan
                     if kept is None:
-                        found["kept"][at], found["kept_maximum"][at], found["kept_minimum"][at] = len(own), high, low
+                        found["kept"][at], found["kept_maximum"][at], found["kept_minimum"][at] = (
+                            len(own),
+                            high,
+                            low,
+                        )
                         found["dropped_maximum"][at] = max(outside, default=-math.inf)
                         mass = sum(math.exp(score - high) for score in scores)
                         found["kept_log_sum_exp"][at] = high + math.log(mass) if inside else -math.inf
@@ -212,7 +216,11 @@ def test_of_equal_scores_the_allowed_come_before_the_masked():
     zeros = torch.zeros(1, 1, 2, 1)
     keys = torch.zeros(1, 1, 4, 1)
     found = row_statistics(zeros, keys, 1.0, allowed=torch.tensor([False, True, False, True]), top=3)
-    assert [found.key_load(k).tolist() for k in (1, 2, 3)] == [[[[0, 2, 0, 0]]], [[[0, 2, 0, 2]]], [[[0, 2, 0, 2]]]]
+    assert [found.key_load(k).tolist() for k in (1, 2, 3)] == [
+        [[[0, 2, 0, 0]]],
+        [[[0, 2, 0, 2]]],
+        [[[0, 2, 0, 2]]],
+    ]
 
 
 def test_a_case_by_hand():
@@ -278,7 +286,9 @@ def test_arguments_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match=r"^top must not be negative. Got top=-1\.$"):
         row_statistics(normal(*SHAPE), normal(*SHAPE), 1.0, top=-1)
     for other in ((BATCH, HEADS, LENGTH, 5), (BATCH, 1, LENGTH, WIDTH), (1, HEADS, LENGTH, WIDTH)):
-        with pytest.raises(ValueError, match=r"q and k must agree in batch, heads and width. Got \(3, 2, 6, 4\), "):
+        with pytest.raises(
+            ValueError, match=r"q and k must agree in batch, heads and width. Got \(3, 2, 6, 4\), "
+        ):
             row_statistics(normal(*SHAPE), normal(*other), 1.0)
 
 
