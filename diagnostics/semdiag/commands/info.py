@@ -44,7 +44,7 @@ def info(
     if as_json:
         typer.echo(json.dumps(json_ready({"schema": "semdiag.info/1", **sections}), allow_nan=False))
         return
-    console = Console()
+    console = Console(markup=False)  # what a file says is shown as it is
     for title, entries in sections.items():
         table = Table("", "", title=title, title_justify="left", show_header=False)
         for name, value in entries.items():

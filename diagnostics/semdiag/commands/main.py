@@ -51,13 +51,17 @@ def main() -> None:
     try:
         code = app(standalone_mode=False)
     except _UsageError as error:
-        _refuse(f"{error.format_message()} See: semdiag --help".replace("\n", " "))
+        if not error.format_message():  # nothing was asked for, and the help has been shown
+            sys.exit(2)
+        _refuse(f"{error.format_message()} See: semdiag --help")
     except (typer.Abort, KeyboardInterrupt):
         typer.echo("semdiag: interrupted", err=True)
         sys.exit(130)
     except BrokenPipeError:  # the reader of our output has seen enough
         sys.stderr.close()
         sys.exit(0)
+    except OSError as error:  # a full disk, a name that is too long, a folder without permission
+        _refuse(f"{error.filename or 'A file'} cannot be read or written: {error.strerror or error}.")
     except Exception as error:
         # Looked up, not imported: importing the package would import torch, and make --help slow.
         errors = sys.modules.get("semdiag_models.errors")
@@ -69,7 +73,7 @@ def main() -> None:
 
 
 def _refuse(message: str) -> None:
-    typer.echo(f"semdiag: {message}", err=True)
+    typer.echo(f"semdiag: {message}".replace("\n", " "), err=True)
     sys.exit(2)
 
 

@@ -76,8 +76,10 @@ def measured(models: Sequence[Path] | None, conditions: "Conditions", quiet: boo
     from semdiag.measurement.survey import survey
 
     paths = find_checkpoints(list(models) if models else None)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), disable=quiet, transient=True) as bar:
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    console = Console(stderr=True)
+    hidden = quiet or not console.is_terminal  # elsewhere even a hidden bar leaves an empty line
+    with Progress(*columns, console=console, disable=hidden, transient=True) as bar:
         whole = bar.add_task("models", total=len(paths))
         current = bar.add_task("samples")
 
@@ -98,23 +100,41 @@ def report_name(command: str, measurements: "Measurements") -> Path:
     return Path("reports") / f"{command}-{first if len(models) == 1 else f'{len(models)}-models'}"
 
 
-def write_per_query(path: Path, measurements: "Measurements") -> None:
-    """Write the queries to ``path`` and the key loads to ``<name>.load.parquet`` beside it.
+def check_per_query(path: Path | None) -> None:
+    """Refuse a name for :func:`write_per_query` before anything is measured.
 
     Raises:
-        InputError: if the name does not end in .parquet or the place cannot be written to.
+        InputError: if the name does not end in .parquet or its folder does not exist.
     """
     from semdiag_models import InputError
 
-    if path.suffix != ".parquet":
+    if path is not None and path.suffix != ".parquet":
         raise InputError(f"--per-query takes a file name that ends in .parquet. Got {path}.")
+    if path is not None and not path.parent.is_dir():
+        raise InputError(f"{path} cannot be written: there is no folder {path.parent}.")
+
+
+def write_per_query(path: Path, measurements: "Measurements") -> None:
+    """Write the queries to ``path`` and the key loads to ``<name>.load.parquet`` beside it, or neither.
+
+    Args:
+        path: checked by :func:`check_per_query`.
+        measurements: what to write.
+
+    Raises:
+        InputError: if the place cannot be written to.
+    """
+    from semdiag_models import InputError
+
+    tables = {path: measurements.queries, path.with_suffix(".load.parquet"): measurements.loads}
+    temporary = {target: target.with_name(f".{target.name}.tmp") for target in tables}
     try:
-        for table, target in (
-            (measurements.queries, path),
-            (measurements.loads, path.with_suffix(".load.parquet")),
-        ):
-            temporary = target.with_name(f".{target.name}.tmp")
-            table.to_parquet(temporary, index=False)
-            temporary.replace(target)
+        for target, table in tables.items():
+            table.to_parquet(temporary[target], index=False)
+        for target in tables:
+            temporary[target].replace(target)
     except OSError as error:
         raise InputError(f"{path} cannot be written: {error.strerror or error}.") from None
+    finally:
+        for file in temporary.values():
+            file.unlink(missing_ok=True)

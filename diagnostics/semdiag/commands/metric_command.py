@@ -57,6 +57,7 @@ def metric_command(metric: str, description: str) -> Callable[..., None]:
             config=measuring.read_config(config),
         )
         formats = measuring.figure_formats(figures)
+        measuring.check_per_query(per_query)
         found = measuring.measured(models, conditions, quiet)
         summary = SUMMARIES[metric](found)
         folder = out if out is not None else measuring.report_name(metric, found)
@@ -77,7 +78,7 @@ def _print(metric: str, summary: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    console = Console(stderr=True)
+    console = Console(stderr=True, markup=False)
     for result in summary["results"]:
         title = f"{result['model']}  {result['task']} {result['attention']}"
         for part in ("separation", "load") if metric == "separation" else ("dispersion",):

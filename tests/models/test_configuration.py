@@ -1,0 +1,171 @@
+import math
+from dataclasses import FrozenInstanceError
+
+import pytest
+import torch
+
+from semdiag_models.configuration import ACTIVATIONS, ATTENTIONS, ModelConfig, TrainingConfig
+from semdiag_models.errors import InputError
+
+MODEL = {"vocabulary_size": 3, "classes": 2, "length": 40}
+TRAINING = {"task": "parity", "length": 40, "epochs": 10}
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"attention": "topk5", "k": 5}, "Unknown attention 'topk5'. Did you mean 'topk'? Known: full, banded"),
+        ({"activation": "rely"}, "Unknown activation 'rely'. Did you mean 'relu'? Known: relu, gelu, mish"),
+        *(
+            ({name: 0}, f"{name} must be at least 1. Got {name}=0.")
+            for name in (
+                "vocabulary_size",
+                "classes",
+                "length",
+                "blocks",
+                "width",
+                "mlp_width",
+                "heads",
+                "head_width",
+            )
+        ),
+        ({"width": 10**9}, "width must be at most 100000. Got width=1000000000."),
+        ({"length": 100_001}, "length must be at most 100000. Got length=100001."),
+        ({"width": 7}, "width must be even (sine and cosine positions). Got width=7."),
+        ({"dropout": 1.0}, "dropout must be 0 or lie in [1e-09, 1). Got dropout=1.0."),
+        ({"dropout": -0.1}, "dropout must be 0 or lie in [1e-09, 1). Got dropout=-0.1."),
+        ({"dropout": math.nan}, "dropout must be 0 or lie in [1e-09, 1). Got dropout=nan."),
+        ({"dropout": 1e-18}, "dropout must be 0 or lie in [1e-09, 1). Got dropout=1e-18."),
+        ({"inverse_temperature": math.nan}, "inverse_temperature must be finite. Got nan."),
+        ({"inverse_temperature": math.inf}, "inverse_temperature must be finite. Got inf."),
+        ({"first_norm_eps": -1.0}, "first_norm_eps must be finite and not negative. Got -1.0."),
+        ({"first_norm_eps": math.nan}, "first_norm_eps must be finite and not negative. Got nan."),
+        ({"k": 5}, "Full attention keeps every key and takes no k. Got k=5."),
+        ({"attention": "topk"}, "topk attention needs k, the number of keys kept per query."),
+        ({"attention": "banded", "k": 0}, "k must be at least 1. Got k=0."),
+        ({"attention": "block", "k": -3}, "k must be at least 1. Got k=-3."),
+        ({"attention": "topk", "k": 41}, "k must be at most the sequence length. Got k=41, length=40."),
+    ],
+)
+def test_an_illegal_model_is_refused_with_what_would_work(fields, message):
+    with pytest.raises(InputError) as refused:
+        ModelConfig(**{**MODEL, **fields})
+    assert str(refused.value).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        *(
+            ({name: 0}, f"{name} must be at least 1. Got {name}=0.")
+            for name in ("length", "epochs", "train_samples", "holdout_samples", "batch_size")
+        ),
+        *(
+            ({name: value}, f"{name} must be positive. Got {name}={value}.")
+            for name in ("learning_rate", "learning_rate_decay", "gradient_clip")
+            for value in (0.0, -0.1, math.nan)
+        ),
+        ({"train_samples": 10**12}, "The samples must be at most 1000000000 tokens in all. Got 40000000080000."),
+        ({"seed": -1}, "seed must lie in 0 … 2^63 - 1. Got seed=-1."),
+        ({"seed": 2**63}, f"seed must lie in 0 … 2^63 - 1. Got seed={2**63}."),
+        ({"snapshots": (3, 11)}, "Snapshots must lie in 0 … 10 (epochs). Got 11."),
+        ({"snapshots": (-1,)}, "Snapshots must lie in 0 … 10 (epochs). Got -1."),
+    ],
+)
+def test_an_illegal_training_is_refused_with_what_would_work(fields, message):
+    with pytest.raises(InputError) as refused:
+        TrainingConfig(**{**TRAINING, **fields})
+    assert str(refused.value) == message
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"attention": "topk", "k": 1},
+        {"attention": "topk", "k": 40},
+        {"dropout": 0},
+        {"dropout": 0.999},
+        {"first_norm_eps": 0},
+        {"inverse_temperature": -1.5},
+    ],
+)
+def test_values_at_the_edge_of_the_legal_are_accepted(fields):
+    config = ModelConfig(**MODEL, **fields)
+    assert {name: getattr(config, name) for name in fields} == fields
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        ModelConfig(**MODEL),
+        ModelConfig(**MODEL, attention="banded", k=9, activation="mish", pad_as_token=True, dropout=0),
+        TrainingConfig(**TRAINING),
+        TrainingConfig(**TRAINING, seed=2**63 - 1, snapshots=(0, 3, 10), learning_rate=1),
+    ],
+)
+def test_a_record_survives_the_round_trip_through_plain_values(config):
+    values = config.to_dict()
+    assert all(type(value) in (int, float, str, bool, list, type(None)) for value in values.values())
+    assert type(config).from_dict(values) == config
+
+
+def test_fields_with_a_default_may_be_missing():
+    assert ModelConfig.from_dict(MODEL) == ModelConfig(**MODEL)
+    assert TrainingConfig.from_dict(TRAINING).snapshots == ()
+
+
+def test_a_missing_field_is_named():
+    with pytest.raises(InputError, match=r"^ModelConfig is incomplete: .*'classes'"):
+        ModelConfig.from_dict({"vocabulary_size": 3, "length": 40})
+
+
+def test_an_unknown_field_is_named_with_the_nearest():
+    with pytest.raises(InputError, match=r"^Unknown ModelConfig field 'lenght'\. Did you mean 'length'"):
+        ModelConfig.from_dict({**MODEL, "lenght": 40})
+
+
+@pytest.mark.parametrize(
+    ("record", "field", "value", "message"),
+    [
+        (ModelConfig, "length", "40", "ModelConfig.length must be int. Got '40'."),
+        (ModelConfig, "length", True, "ModelConfig.length must be int. Got True."),
+        (ModelConfig, "length", 40.0, "ModelConfig.length must be int. Got 40.0."),
+        (ModelConfig, "length", None, "ModelConfig.length must be int. Got None."),
+        (ModelConfig, "k", "x", "ModelConfig.k must be int | None. Got 'x'."),
+        (ModelConfig, "dropout", "x", "ModelConfig.dropout must be float. Got 'x'."),
+        (ModelConfig, "attention", 7, "ModelConfig.attention must be str. Got 7."),
+        (ModelConfig, "pad_as_token", 1, "ModelConfig.pad_as_token must be bool. Got 1."),
+        (TrainingConfig, "snapshots", 5, "TrainingConfig.snapshots must be tuple[int, ...]. Got 5."),
+        (TrainingConfig, "snapshots", ["a"], "TrainingConfig.snapshots must be tuple[int, ...]. Got ['a']."),
+        (TrainingConfig, "snapshots", [True], "TrainingConfig.snapshots must be tuple[int, ...]. Got [True]."),
+    ],
+)
+def test_a_value_of_the_wrong_type_is_refused(record, field, value, message):
+    with pytest.raises(InputError) as refused:
+        record.from_dict({**(MODEL if record is ModelConfig else TRAINING), field: value})
+    assert str(refused.value) == message
+
+
+def test_a_huge_value_of_the_wrong_type_is_shown_on_one_short_line():
+    with pytest.raises(InputError) as refused:
+        ModelConfig.from_dict({**MODEL, "k": torch.zeros(50, 50)})
+    assert "\n" not in str(refused.value)
+    assert len(str(refused.value)) < 100
+
+
+def test_records_cannot_be_changed():
+    with pytest.raises(FrozenInstanceError):
+        ModelConfig(**MODEL).length = 5
+
+
+def test_the_label_names_attention_and_k():
+    labels = [ModelConfig(**MODEL, attention=a, k=None if a == "full" else 5).attention_label for a in ATTENTIONS]
+    assert labels == ["full", "banded-5", "block-5", "topk-5"]
+
+
+def test_pad_is_the_last_token_id():
+    assert ModelConfig(**MODEL).pad_id == 2
+
+
+def test_every_named_activation_is_legal():
+    assert [ModelConfig(**MODEL, activation=name).activation for name in ACTIVATIONS] == ["relu", "gelu", "mish"]

@@ -1,0 +1,41 @@
+import pytest
+import torch
+
+from semdiag_models.device import find_device
+from semdiag_models.errors import InputError
+
+
+@pytest.fixture
+def present(monkeypatch):
+    """Call with which accelerators there are."""
+
+    def pretend(cuda, mps):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
+        monkeypatch.setattr(torch.backends.mps, "is_available", lambda: mps)
+
+    return pretend
+
+
+@pytest.mark.parametrize(
+    ("cuda", "mps", "best"), [(True, True, "cuda"), (False, True, "mps"), (False, False, "cpu")]
+)
+def test_auto_is_the_fastest_device_present(present, cuda, mps, best):
+    present(cuda, mps)
+    assert find_device("auto").type == best
+
+
+def test_a_device_is_found_by_name(present):
+    present(True, True)
+    assert [find_device(name).type for name in ("cpu", "cuda", "mps")] == ["cpu", "cuda", "mps"]
+
+
+@pytest.mark.parametrize("name", ["cuda", "mps"])
+def test_an_absent_device_is_refused_with_a_way_out(present, name):
+    present(False, False)
+    with pytest.raises(InputError, match=rf"^No {name} device here\. Use --device auto or --device cpu\.$"):
+        find_device(name)
+
+
+def test_an_unknown_device_is_refused_with_the_nearest():
+    with pytest.raises(InputError, match=r"Unknown device 'cuda0'\. Did you mean 'cuda'"):
+        find_device("cuda0")

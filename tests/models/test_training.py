@@ -1,0 +1,213 @@
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from semdiag_models.encoder import Encoder
+from semdiag_models.errors import InputError
+from semdiag_models.training import HISTORY_COLUMNS, DivergedError, Trainer, draw_data
+
+CPU = torch.device("cpu")
+KINDS = [("full", None), ("banded", 3), ("block", 3), ("topk", 3)]
+
+
+def ignore(progress):
+    """Take no notice of an epoch."""
+
+
+def trained(model, training, after_epoch=ignore, after_batch=lambda: None):
+    trainer = Trainer(model, training, CPU)
+    trainer.run(after_epoch, after_batch)
+    return trainer
+
+
+def same_weights(one, other):
+    states = one.encoder.state_dict(), other.encoder.state_dict()
+    return all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+
+@pytest.mark.parametrize(("kind", "k"), KINDS)
+def test_the_loss_falls_on_a_task_that_can_be_learned(tiny_model, tiny_training, kind, k):
+    sizes = {"vocabulary_size": 6, "classes": 3, "length": 3, "width": 16, "mlp_width": 16, "head_width": 16}
+    model = tiny_model(attention=kind, k=k and 2, **sizes)
+    data = {"task": "stack-manipulation", "length": 3, "train_samples": 200}
+    training = tiny_training(**data, epochs=15, learning_rate=0.3)
+    history = trained(model, training).history
+    assert history["train_loss"][0] > 0.5
+    assert history["train_loss"][-1] < 0.15
+    assert history["train_accuracy"][-1] > 0.95
+    assert history["holdout_accuracy"][-1] > 0.95
+
+
+@pytest.mark.parametrize("pad_as_token", [False, True])
+def test_an_epoch_is_plain_clipped_sgd_with_a_decaying_learning_rate(tiny_model, tiny_training, pad_as_token):
+    model = tiny_model(attention="topk", k=3, dropout=0, length=9, pad_as_token=pad_as_token)
+    training = tiny_training(learning_rate=0.5, learning_rate_decay=0.9, gradient_clip=0.15)
+    trainer = trained(model, training)
+
+    train, holdout = draw_data(training, 9, 2)
+    torch.manual_seed(training.seed)
+    naive = Encoder(model)
+    clipped = 0
+    for epoch in range(3):
+        naive.train()
+        order = torch.randperm(40)
+        for start in range(0, 40, 12):
+            batch = order[start : start + 12]
+            naive.zero_grad()
+            F.cross_entropy(naive(train.tokens[batch]), train.labels[batch]).backward()
+            norm = math.sqrt(sum(float(p.grad.square().sum()) for p in naive.parameters()))
+            clipped += norm > 0.15
+            for p in naive.parameters():
+                p.data -= 0.5 * 0.9**epoch * min(1, 0.15 / norm) * p.grad
+        naive.eval()
+        for name, split in (("train", train), ("holdout", holdout)):
+            logits = naive(split.tokens).detach()
+            loss, hits = F.cross_entropy(logits, split.labels), (logits.argmax(1) == split.labels).float().mean()
+            assert trainer.history[f"{name}_loss"][epoch] == pytest.approx(float(loss), abs=1e-5)
+            assert trainer.history[f"{name}_accuracy"][epoch] == pytest.approx(float(hits), abs=1e-6)
+    assert 0 < clipped < 12
+    for name, parameter in naive.state_dict().items():
+        torch.testing.assert_close(trainer.encoder.state_dict()[name], parameter, rtol=0, atol=1e-5)
+    assert trainer.history["learning_rate"] == pytest.approx([0.5, 0.45, 0.405])
+
+
+def test_no_step_is_longer_than_the_clipped_gradient_allows(tiny_model, tiny_training):
+    trainer = Trainer(tiny_model(), tiny_training(epochs=1, gradient_clip=1e-3, learning_rate=2.0), CPU)
+
+    def flat():
+        return torch.cat([p.detach().double().flatten() for p in trainer.encoder.parameters()])
+
+    places = [flat()]
+    trainer.run(ignore, lambda: places.append(flat()))
+    steps = [float((b - a).norm()) for a, b in pairwise(places)]
+    assert len(steps) == 4
+    assert all(0.9 * 2e-3 < step < 1.01 * 2e-3 for step in steps)
+
+
+@pytest.mark.parametrize(("kind", "k"), KINDS)
+def test_the_same_seed_gives_the_same_weights_bit_for_bit(tiny_model, tiny_training, kind, k):
+    model = tiny_model(attention=kind, k=k, dropout=0.1)
+    first = trained(model, tiny_training())
+    torch.rand(7)
+    assert same_weights(first, trained(model, tiny_training()))
+    assert not same_weights(first, trained(model, tiny_training(seed=6)))
+
+
+@pytest.mark.parametrize("seed", [5, 6])
+def test_the_data_of_a_seed_are_those_of_every_attention(tiny_model, tiny_training, seed):
+    trainers = [Trainer(tiny_model(attention=kind, k=k), tiny_training(seed=seed), CPU) for kind, k in KINDS]
+    for trainer in trainers[1:]:
+        for name in ("train_split", "holdout_split"):
+            tokens, labels = getattr(trainer, name)
+            assert torch.equal(tokens, getattr(trainers[0], name).tokens)
+            assert torch.equal(labels, getattr(trainers[0], name).labels)
+
+
+def test_data_come_from_the_seed_alone_padded_on_the_right(tiny_training):
+    before = torch.get_rng_state()
+    train, holdout = draw_data(tiny_training(), 8, 2)
+    assert torch.equal(before, torch.get_rng_state())
+    padded, _ = draw_data(tiny_training(), 11, 2)
+    assert torch.equal(padded.tokens[:, :8], train.tokens)
+    assert (padded.tokens[:, 8:] == 2).all()
+    assert torch.equal(padded.labels, train.labels)
+    assert torch.equal(train.labels, train.tokens[:, 0] ^ train.tokens[:, -1])
+    assert (train.tokens.shape, holdout.tokens.shape) == ((40, 8), (30, 8))
+    assert not torch.equal(train.tokens[:30], holdout.tokens)
+    assert not torch.equal(train.tokens, draw_data(tiny_training(seed=6), 8, 2)[0].tokens)
+
+
+@pytest.mark.parametrize(
+    ("length", "pad_as_token", "padded"), [(8, False, False), (9, False, True), (9, True, False)]
+)
+def test_the_trainer_knows_whether_pads_need_care(tiny_model, tiny_training, length, pad_as_token, padded):
+    assert Trainer(tiny_model(length=length, pad_as_token=pad_as_token), tiny_training(), CPU).padded is padded
+
+
+def test_the_history_grows_by_one_row_per_epoch_and_is_reported(tiny_model, tiny_training):
+    reports = []
+    trainer = trained(tiny_model(), tiny_training(epochs=4), reports.append)
+    assert tuple(trainer.history) == HISTORY_COLUMNS
+    assert trainer.history["epoch"] == [1, 2, 3, 4]
+    assert [report.row for report in reports] == [
+        dict(zip(HISTORY_COLUMNS, row, strict=True)) for row in zip(*trainer.history.values(), strict=True)
+    ]
+    accuracy = trainer.history["holdout_accuracy"]
+    assert [report.best for report in reports] == [
+        a > max(accuracy[:i], default=-1) for i, a in enumerate(accuracy)
+    ]
+
+
+def test_after_an_epoch_the_model_is_in_evaluation_mode_and_counted(tiny_model, tiny_training):
+    seen = []
+    trainer = Trainer(tiny_model(), tiny_training(), CPU)
+    trainer.run(lambda _: seen.append((trainer.epoch, trainer.encoder.training)))
+    assert seen == [(1, False), (2, False), (3, False)]
+
+
+def test_after_batch_is_called_once_a_step_with_the_short_last_batch(tiny_model, tiny_training):
+    steps = []
+    trained(tiny_model(), tiny_training(epochs=2), after_batch=lambda: steps.append(1))
+    assert len(steps) == 2 * 4  # 40 samples in batches of 12
+
+
+def test_evaluation_sees_every_sample_in_pieces(monkeypatch, tiny_model, tiny_training):
+    training = tiny_training(holdout_samples=3000)
+    trainer = Trainer(tiny_model(), training, CPU)
+    sizes = []
+    trainer.encoder.register_forward_pre_hook(lambda _, inputs: sizes.append(len(inputs[0])))
+    loss, accuracy = trainer.evaluate(trainer.holdout_split)
+    assert sizes == [1250, 1250, 500]
+    with torch.no_grad():
+        logits = trainer.encoder(trainer.holdout_split.tokens)
+    assert loss == pytest.approx(float(F.cross_entropy(logits, trainer.holdout_split.labels)), rel=1e-5)
+    assert accuracy == float((logits.argmax(1) == trainer.holdout_split.labels).double().mean())
+
+
+def test_a_hopeless_learning_rate_is_reported_as_divergence(tiny_model, tiny_training):
+    trainer = Trainer(tiny_model(), tiny_training(learning_rate=1e38), CPU)
+    with pytest.raises(
+        DivergedError, match=r"loss became (nan|inf) in epoch 1 at learning rate 1e\+38\. Try a smaller"
+    ):
+        trainer.run(ignore)
+    assert trainer.epoch == 0
+    assert not trainer.history["epoch"]
+
+
+def test_a_divergence_later_on_leaves_the_good_epochs_in_the_history(tiny_model, tiny_training):
+    trainer = Trainer(tiny_model(), tiny_training(), CPU)
+
+    def spoil(progress):
+        if progress.row["epoch"] == 2:
+            trainer.encoder.head.bias.data.fill_(math.nan)
+
+    with pytest.raises(DivergedError, match="became nan in epoch 3"):
+        trainer.run(spoil)
+    assert trainer.epoch == 2
+    assert trainer.history["epoch"] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("model", "training", "message"),
+    [
+        ({"vocabulary_size": 4}, {}, "even-pairs has 3 token ids and 2 classes; the model has 4 and 2."),
+        ({"classes": 3}, {}, "even-pairs has 3 token ids and 2 classes; the model has 3 and 3."),
+        ({"length": 7}, {}, "The model has 7 positions, too few for length 8."),
+        ({}, {"task": "evenpairs"}, "Unknown task 'evenpairs'. Did you mean 'even-pairs'?"),
+    ],
+)
+def test_a_model_that_does_not_fit_its_task_is_refused(tiny_model, tiny_training, model, training, message):
+    with pytest.raises(InputError) as refused:
+        Trainer(tiny_model(**model), tiny_training(**training), CPU)
+    assert str(refused.value).startswith(message)
+
+
+def test_a_fork_keeps_the_callers_random_state(tiny_model, tiny_training):
+    before = torch.get_rng_state()
+    with torch.random.fork_rng(devices=[]):
+        trained(tiny_model(), tiny_training(epochs=1))
+        assert not torch.equal(before, torch.get_rng_state())  # the trainer seeds and uses the global generator
+    assert torch.equal(before, torch.get_rng_state())

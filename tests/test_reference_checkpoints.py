@@ -1,0 +1,78 @@
+"""The shipped checkpoints are what their manifest says, and were made by the command it names."""
+
+import csv
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+
+from semdiag_models import ModelConfig, Trainer, TrainingConfig, read_checkpoint, sha256
+
+CHECKPOINTS = Path(__file__).parents[1] / "checkpoints"
+MANIFEST = json.loads((CHECKPOINTS / "manifest.json").read_text(encoding="utf-8"))
+RUNS = [pytest.param(entry, id=entry["run"]) for entry in MANIFEST]
+
+
+def test_the_four_even_pairs_runs_are_there() -> None:
+    kinds = {(e["attention"], e["k"]) for e in MANIFEST if (e["task"], e["seed"]) == ("even-pairs", 153476998)}
+    assert kinds == {("full", None), ("topk", 5), ("banded", 5), ("block", 5)}
+
+
+@pytest.mark.parametrize("entry", RUNS)
+def test_the_hashes_are_those_of_the_files(entry: dict) -> None:
+    for name, digest in entry["sha256"].items():
+        assert sha256(CHECKPOINTS / entry["run"] / name) == digest
+
+
+@pytest.mark.parametrize("entry", RUNS)
+def test_the_entry_tells_what_the_checkpoint_holds(entry: dict) -> None:
+    last = read_checkpoint(CHECKPOINTS / entry["run"] / "last.pt")
+    accuracies = last.history["train_accuracy"]
+    arrived = [epoch for epoch, accuracy in enumerate(accuracies, start=1) if accuracy >= 0.95]
+    assert (last.training.task, last.model.attention, last.model.k) == (entry["task"], entry["attention"], entry["k"])
+    assert last.epoch == last.training.epochs == entry["epochs"] == len(accuracies)
+    assert entry["epochs_to_95_percent_train_accuracy"] == (arrived[0] if arrived else None)
+    assert entry["train_accuracy"] == accuracies[-1]
+    assert entry["holdout_accuracy"] == last.history["holdout_accuracy"][-1]
+    assert last.provenance["command"] == entry["command"]
+
+
+@pytest.mark.parametrize("entry", RUNS)
+def test_the_command_is_the_recipe_with_nothing_but_attention_and_seed_chosen(entry: dict) -> None:
+    words = shlex.split(entry["command"])
+    chosen = {word for word in words if word.startswith("--")}
+    assert words[:3] == ["semdiag", "train", entry["task"]]
+    assert chosen <= {"--attention", "--k", "--seed", "--threads", "--quiet"}
+    assert str(entry["seed"]) in words
+
+
+@pytest.mark.parametrize("entry", RUNS)
+def test_the_history_file_is_the_history_in_the_checkpoint(entry: dict) -> None:
+    last = read_checkpoint(CHECKPOINTS / entry["run"] / "last.pt")
+    with (CHECKPOINTS / entry["history"]).open(encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    assert {name: [float(row[name]) for row in rows] for name in rows[0]} == last.history
+
+
+@pytest.mark.parametrize("entry", RUNS)
+def test_the_last_weights_reach_the_accuracy_the_history_ends_with(entry: dict) -> None:
+    last = read_checkpoint(CHECKPOINTS / entry["run"] / "last.pt")
+    with torch.random.fork_rng():
+        trainer = Trainer(last.model, last.training, torch.device("cpu"))
+    trainer.encoder.load_state_dict(last.state)
+    assert trainer.evaluate(trainer.holdout_split)[1] == pytest.approx(entry["holdout_accuracy"], abs=0.002)
+
+
+def test_training_again_starts_at_the_shipped_initialisation_and_follows_the_shipped_history() -> None:
+    """One epoch of the top-k run; rounding differs between processors, hence the tolerance on the loss."""
+    run = CHECKPOINTS / "even-pairs-topk-5-seed-153476998"
+    first, last = read_checkpoint(run / "epoch-0.pt"), read_checkpoint(run / "last.pt")
+    model = ModelConfig.from_dict(last.model.to_dict())
+    training = TrainingConfig.from_dict({**last.training.to_dict(), "epochs": 1})
+    with torch.random.fork_rng():
+        trainer = Trainer(model, training, torch.device("cpu"))
+        assert all(torch.equal(t, first.state[name]) for name, t in trainer.encoder.state_dict().items())
+        trainer.run(lambda progress: None)
+    assert trainer.history["train_loss"][0] == pytest.approx(last.history["train_loss"][0], rel=1e-3)
