@@ -67,6 +67,10 @@ def measure_constants(
     device = torch.device("cpu") if torch.device(device).type == "mps" else torch.device(device)
     runner = copy.deepcopy(encoder).to(device=device, dtype=torch.float64).eval().requires_grad_(True)
     tokens = tokens[:samples].to(device, torch.int64)
+    valid = runner.valid(tokens)
+    if valid is not None:  # a sample of nothing but PAD has no loss
+        labels = None if labels is None else labels[:samples][valid.any(-1).cpu()]
+        tokens = tokens[valid.any(-1)]
     broken = not_finite(runner)
     if broken:
         return _unknown(model, runner, broken)
@@ -122,7 +126,7 @@ def _rows(
             "form": form,
             "ln_value": value,
             "holds": all(a.holds for a in assumptions),
-            "assumptions": "; ".join(str(a) for a in assumptions if not a.holds),
+            "assumptions": "; ".join(dict.fromkeys(str(a) for a in assumptions if not a.holds)),
         }
 
 

@@ -150,8 +150,9 @@ class Measurements:
         Args:
             model: a value of the column ``model``.
         """
-        tables = {name: getattr(self, name).query("model == @model") for name in (*TABLES, *OPTIONAL_TABLES)}
-        return type(self)(**tables, provenance=self.provenance)
+        tables = {name: getattr(self, name) for name in (*TABLES, *OPTIONAL_TABLES)}
+        own = {name: table[table["model"] == model] for name, table in tables.items()}
+        return type(self)(**own, provenance=self.provenance)
 
     def _repr_html_(self) -> str:
         from semdiag.measurement.percentiles import layer_table

@@ -64,9 +64,7 @@ def measure_secants(
         >>> len(rows), bool((rows["weight_change"] <= 0.5 * rows["score_change"]).all())
         (4, True)
     """
-    wrong = [level for level in levels if not 0 < level < float("inf")]
-    if wrong:
-        raise InputError(f"A noise level must be a positive number, like {NOISE}. Got {wrong[0]}.")
+    check_levels(levels)
     device = torch.device("cpu") if torch.device(device).type == "mps" else torch.device(device)
     runner = copy.deepcopy(encoder).to(device=device, dtype=torch.float64).eval()
     tokens = tokens[:samples].to(device, torch.int64)
@@ -87,6 +85,20 @@ def measure_secants(
     table = pd.concat([pd.DataFrame({"model": model, **columns}) for columns in parts], ignore_index=True)
     template = empty_table("secants")
     return table[list(template)].astype(template.dtypes)
+
+
+def check_levels(levels: Sequence[float]) -> None:
+    """Refuse noise levels that no noise has.
+
+    Args:
+        levels: relative sizes of the noise.
+
+    Raises:
+        InputError: if a level is not positive and finite.
+    """
+    wrong = [level for level in levels if not 0 < level < float("inf")]
+    if wrong:
+        raise InputError(f"A noise level must be a positive number, like {NOISE}. Got {wrong[0]}.")
 
 
 @contextmanager

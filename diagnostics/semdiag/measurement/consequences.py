@@ -1,0 +1,96 @@
+"""What the constants would mean for learning, beside what was observed."""
+
+import math
+
+import pandas as pd
+
+from semdiag.mathematics.learning import gap_ratio
+from semdiag.measurement.finding import Finding, Verdict
+from semdiag.measurement.measurements import Measurements
+from semdiag.measurement.pairing import Pair, differences
+
+SMOOTHNESS = (0.0, 1.0, 9.0)  # stated γc; 0 gives the convex case's power 2
+TARGET = 0.95
+
+
+def consequence_findings(measurements: Measurements, pairs: list[Pair]) -> list[Finding]:
+    """Ratios of Lipschitz constants, and of the generalisation bounds that would follow, beside the observed.
+
+    Always marked "assumption not met": training breaks the step sizes of Hardt, Recht and Singer, and the
+    smoothness γ is not measured.
+
+    Source: docs/theory.md#learning. Deviation: none.
+
+    Args:
+        measurements: with the table constants; histories where they are known.
+        pairs: full model and counterpart.
+
+    Returns:
+        One finding per pair and form; fewer where a constant is not known.
+    """
+    rows = measurements.constants
+    network = rows[rows["quantity"] == "network"].set_index(["model", "form"])["ln_value"]
+    found = []
+    for pair in pairs:
+        observed = _observed(measurements, pair)
+        for form in ("sound", "paper"):
+            keys = [(pair.other, form), (pair.full, form)]
+            if not all(key in network.index for key in keys):
+                continue
+            other, full = (float(network[key]) for key in keys)
+            numbers = {"ln λ_L mask over full": other - full if math.isfinite(full) else math.nan}
+            for gamma in SMOOTHNESS if math.isfinite(other - full) else ():
+                numbers[f"ln gap ratio, γc = {gamma:g}"] = gap_ratio(other, full, gamma).log_value.item()
+            note = "; ".join([_leaning(numbers, observed), *differences(measurements.models, pair)])
+            claim = "the smaller Lipschitz constant learns faster and generalises better"
+            found.append(Finding(pair.label, claim, form, "all", Verdict.NOT_MET, numbers | observed, note))
+    return found
+
+
+def _leaning(numbers: dict[str, float], observed: dict[str, float]) -> str:
+    """Say in words which way bound and observation point."""
+    ratio, speed = numbers["ln λ_L mask over full"], observed["speed-up of the mask"]
+    bound = "mask" if ratio < 0 else "full attention" if ratio > 0 else "neither"
+    if math.isnan(ratio):
+        bound = "neither (a constant is infinite)"
+    seen = "mask" if speed > 1 else "full attention" if speed < 1 else "neither"
+    only = [name for name in ("mask", "full") if not math.isnan(observed[f"epochs to 95 %, {name}"])]
+    if math.isnan(speed) and len(only) == 1:
+        seen = "mask" if only == ["mask"] else "full attention"
+    return f"the constants favour {bound}; the training runs, {seen}; steps and smoothness are not as assumed"
+
+
+def _observed(measurements: Measurements, pair: Pair) -> dict[str, float]:
+    """Epochs to 95 % training accuracy and train − holdout gaps of both runs; NaN where unknown."""
+    epochs, seen = {}, {}
+    for name, model in (("mask", pair.other), ("full", pair.full)):
+        history = measurements.history[measurements.history["model"] == model].sort_values("epoch")
+        epochs[name] = epochs_to(history)
+        seen[f"epochs to 95 %, {name}"] = epochs[name]
+        seen[f"train − holdout accuracy, {name}"] = _gap(history, "train_accuracy", "holdout_accuracy")
+        seen[f"holdout − train loss, {name}"] = _gap(history, "holdout_loss", "train_loss")
+    return seen | {"speed-up of the mask": epochs["full"] / epochs["mask"]}
+
+
+def epochs_to(history: pd.DataFrame, target: float = TARGET) -> float:
+    """First epoch whose training accuracy reaches the target; NaN if none does or nothing is known.
+
+    Args:
+        history: one run, in order of epochs.
+        target: accuracy in 0 … 1.
+
+    Example:
+        >>> epochs_to(pd.DataFrame({"epoch": [1, 2, 3], "train_accuracy": [0.5, 0.96, 0.94]}))
+        2.0
+    """
+    if "train_accuracy" not in history:
+        return math.nan
+    there = history[history["train_accuracy"] >= target]
+    return math.nan if there.empty else float(there["epoch"].iloc[0])
+
+
+def _gap(history: pd.DataFrame, above: str, below: str) -> float:
+    """Difference of two columns in the last epoch."""
+    if history.empty or not {above, below} <= set(history):
+        return math.nan
+    return float(history[above].iloc[-1] - history[below].iloc[-1])
