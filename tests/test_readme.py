@@ -15,7 +15,9 @@ EXAMPLES = re.findall(r"```console\n\$ (semdiag [^\n]*)\n(.*?)```", README, re.S
 
 def program(*words: str) -> subprocess.CompletedProcess[str]:
     code = "import sys; from semdiag.commands.main import main; sys.argv[0] = 'semdiag'; main()"
-    return subprocess.run([sys.executable, "-c", code, *words], cwd=ROOT, capture_output=True, text=True, check=False)
+    return subprocess.run(
+        [sys.executable, "-c", code, *words], cwd=ROOT, capture_output=True, text=True, check=False
+    )
 
 
 def commands() -> list[str]:
