@@ -12,24 +12,25 @@ def list_names(
 
     [bold]semdiag list tasks[/]
     """
+    from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
 
     from semdiag_models import ATTENTIONS, TASKS
     from semdiag_models.errors import unknown_name
 
-    tasks = Table("task", "question", "classes", "chance", "majority", "shortcut", "length", title="Tasks")
+    tasks = Table("task", "question", "classes", "chance", "majority", "shortcut", title="Tasks", box=SIMPLE_HEAD)
     tasks.columns[0].no_wrap = True
     tasks.caption = (
         "Accuracy of a uniform guess, of the commonest label, and of the best rule that looks at one token."
     )
     for task in TASKS.values():
         numbers = (f"{task.chance:.0%}", f"{task.majority:.0%}", f"{task.shortcut[0]:.0%}")
-        tasks.add_row(task.name, task.summary, str(task.classes), *numbers, str(task.recipe.length))
-    attentions = Table("attention", "what a query attends to", title="Attentions")
+        tasks.add_row(task.name, task.summary, str(task.classes), *numbers)
+    attentions = Table("attention", "what a query attends to", title="Attentions", box=SIMPLE_HEAD)
     for name, meaning in ATTENTIONS.items():
         attentions.add_row(name, meaning)
-    metrics = Table("metric", "definition", "command", title="Metrics")
+    metrics = Table("metric", "definition", "command", title="Metrics", box=SIMPLE_HEAD)
     for row in _METRICS:
         metrics.add_row(*row)
     tables = {"tasks": tasks, "attentions": attentions, "metrics": metrics}

@@ -41,13 +41,19 @@ for name, command in (
     app.command(name)(command)
 
 
-@app.callback()
-def _options(
-    show_version: Annotated[bool, typer.Option("--version", help="Print the version and leave.")] = False,
-) -> None:
-    if show_version:
+def _show_version(wanted: bool) -> None:
+    if wanted:
         typer.echo(version("semdiag"))
         raise typer.Exit
+
+
+@app.callback()
+def _options(
+    show_version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and leave.")
+    ] = False,
+) -> None:
+    pass
 
 
 def main() -> None:

@@ -111,7 +111,7 @@ def measured(models: Sequence[Path] | None, conditions: "Conditions", quiet: boo
             bar.reset(current, total=samples, description=model[-50:])
 
         found = survey(paths, conditions, announce, lambda samples: bar.advance(current, samples))
-    found.provenance["command"] = command_line()
+    found.provenance["command"] = ["semdiag", *sys.argv[1:]]
     return found
 
 
@@ -137,7 +137,9 @@ def check_per_query(path: Path | None) -> None:
 
 
 def write_per_query(path: Path, measurements: "Measurements") -> None:
-    """Write the queries to ``path`` and the key loads to ``<name>.load.parquet`` beside it, or neither.
+    """Write the queries to ``path`` and the key loads to ``<name>.load.parquet`` beside it.
+
+    Both are whole before either takes its place.
 
     Args:
         path: checked by :func:`check_per_query`.

@@ -75,14 +75,19 @@ def metric_command(metric: str, description: str) -> Callable[..., None]:
 
 
 def _print(metric: str, summary: dict[str, Any]) -> None:
+    from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
 
     console = Console(stderr=True, markup=False)
+    if not console.is_terminal:
+        console.width = max(console.width, 120)  # a log has room; a number cut short would be a wrong one
     for result in summary["results"]:
         title = f"{result['model']}  {result['task']} {result['attention']}"
         for part in ("separation", "load") if metric == "separation" else ("dispersion",):
-            table = Table(title=f"{title}: {_TITLES[part]}", title_justify="left")
+            table = Table(
+                title=f"{title}: {_TITLES[part]}", title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0)
+            )
             _fill(table, result, part)
             for within in result.get("within_model", []):
                 _fill(table, within, part, f" k={within['k']}")

@@ -50,8 +50,8 @@ def measure(
         Measurements of this one model.
 
     Raises:
-        InputError: if there is no sample, a token id or a length does not fit the model, a k is not in
-            1 … length, or there would be more than 20 million queries.
+        InputError: if there is no sample or nothing but PAD, a token id or a length does not fit the model, a k
+            is not in 1 … length, or there would be more than 20 million queries.
 
     Example:
         >>> from semdiag_models import ModelConfig
@@ -206,6 +206,8 @@ def _check(encoder: Encoder, batches: list[Tensor], k: Sequence[int]) -> None:
             raise InputError(
                 f"Token id {wrong} is out of range: the model knows 0 to {config.vocabulary_size - 1}."
             )
+    if not config.pad_as_token and all(bool((batch == config.pad_id).all()) for batch in batches):
+        raise InputError("There is no query to measure: every token of the inputs is PAD.")
     longest = max(batch.shape[1] for batch in batches)
     wrong_k = [value for value in k if not 1 <= value <= longest]
     if wrong_k:

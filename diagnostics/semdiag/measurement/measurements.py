@@ -11,6 +11,15 @@ import pandas as pd
 from semdiag_models import InputError
 
 TABLES = ("models", "queries", "loads", "history", "non_finite")
+# Columns without which nothing can be drawn.
+_NEEDED = {
+    "models": "model sha256 source snapshot task attention k seed epoch blocks heads width length parameters "
+    "samples inputs accuracy attention_found attention_captured residual",
+    "queries": "model sample layer head query keys kept dispersion separation",
+    "loads": "model sample layer head key load",
+    "history": "model epoch",
+    "non_finite": "model sample layer head scores",
+}
 # Tables that only some commands measure: empty where they were not, absent from older folders.
 OPTIONAL_TABLES = {
     "secants": {
@@ -142,6 +151,14 @@ class Measurements:
                 f"{folder} does not hold saved measurements ({str(error).splitlines()[0]}). "
                 "Make them with: semdiag report --keep-queries."
             ) from None
+        optional = {name: " ".join(columns) for name, columns in OPTIONAL_TABLES.items()}
+        for name, needed in (_NEEDED | optional).items():
+            missing = [column for column in needed.split() if column not in tables[name]]
+            if missing:
+                raise InputError(
+                    f"{folder} does not hold saved measurements ({name}.parquet lacks {', '.join(missing)}). "
+                    "Make them with: semdiag report --keep-queries."
+                )
         return cls(**tables, provenance=provenance)
 
     def of(self, model: str) -> Self:

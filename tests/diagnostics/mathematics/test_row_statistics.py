@@ -212,6 +212,17 @@ def test_equal_scores_go_to_the_lower_position(strip, monkeypatch):
         assert (found.separation(k) == (0 if k < LENGTH else math.inf)).all()
 
 
+def test_ties_in_long_rows_go_to_the_lower_position():
+    scores = torch.randint(2, (3, 1000), generator=torch.Generator().manual_seed(0)).double()
+    found = of_scores(scores, top=700)
+    order = [sorted(range(1000), key=lambda j, row=row: (-row[j], j)) for row in scores.tolist()]
+    for k in (1, 17, 400, 700):
+        loads = torch.zeros(1000, dtype=torch.int64)
+        for best in order:
+            loads[best[:k]] += 1
+        assert torch.equal(found.key_load(k)[0, 0], loads)
+
+
 def test_of_equal_scores_the_allowed_come_before_the_masked():
     zeros = torch.zeros(1, 1, 2, 1)
     keys = torch.zeros(1, 1, 4, 1)

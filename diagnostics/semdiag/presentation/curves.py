@@ -1,0 +1,56 @@
+"""Distribution curves of few points: a figure must not grow with the number of queries."""
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+POINTS = 500
+
+
+def cumulative_curve(values: ArrayLike, points: int = POINTS) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Points of the cumulative distribution of the finite values above 0, exact at evenly spaced shares.
+
+    Values at or below 0 count in the shares but have no point: they lie left of a logarithmic axis.
+
+    Args:
+        values: any shape.
+        points: at most this many.
+
+    Returns:
+        Abscissae (a quantile each) and the shares of values at most as large; empty if there are none.
+
+    Example:
+        >>> cumulative_curve([1.0, 2.0, 3.0, float("inf")], points=3)
+        (array([1., 2., 3.]), array([0. , 0.5, 1. ]))
+    """
+    array = np.asarray(values, dtype=np.float64).ravel()
+    array = array[np.isfinite(array)]
+    if not array.size:
+        return np.zeros(0), np.zeros(0)
+    shares = np.linspace(0.0, 1.0, min(points, max(array.size, 2)))
+    cuts = np.quantile(array, shares)
+    return cuts[cuts > 0], shares[cuts > 0]
+
+
+def exceedance_curve(counts: ArrayLike, points: int = POINTS) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Share of counts that are at least x, for every x that occurs.
+
+    Args:
+        counts: whole numbers, any shape; entries that are not finite are left out.
+        points: at most this many different x; the smallest and largest always stay.
+
+    Returns:
+        The counts in ascending order, and the shares in (0, 1].
+
+    Example:
+        >>> exceedance_curve([1, 1, 2, 5])
+        (array([1., 2., 5.]), array([1.  , 0.5 , 0.25]))
+    """
+    array = np.asarray(counts, dtype=np.float64).ravel()
+    found, how_often = np.unique(array[np.isfinite(array)], return_counts=True)
+    if not found.size:
+        return np.zeros(0), np.zeros(0)
+    at_least = how_often[::-1].cumsum()[::-1] / how_often.sum()
+    if found.size > points:
+        chosen = np.unique(np.linspace(0, found.size - 1, points).round().astype(int))
+        found, at_least = found[chosen], at_least[chosen]
+    return found, at_least

@@ -1,0 +1,32 @@
+"""The figures: one a file, each a function from measurements to a matplotlib figure."""
+
+from collections.abc import Callable
+
+from matplotlib.figure import Figure
+
+from semdiag.measurement.measurements import Measurements
+from semdiag.presentation.figures.dispersion_by_layer import dispersion_by_layer
+from semdiag.presentation.figures.dispersion_counterfactual import dispersion_counterfactual
+from semdiag.presentation.figures.dispersion_ecdf import dispersion_ecdf
+from semdiag.presentation.figures.dispersion_ratio import dispersion_ratio
+from semdiag.presentation.figures.key_load import key_load
+from semdiag.presentation.figures.separation_by_layer import separation_by_layer
+from semdiag.presentation.figures.training_curves import training_curves
+
+FIGURES: dict[str, Callable[[Measurements], Figure]] = {
+    "dispersion_by_layer": dispersion_by_layer,
+    "dispersion_ecdf": dispersion_ecdf,
+    "dispersion_ratio": dispersion_ratio,
+    "dispersion_counterfactual": dispersion_counterfactual,
+    "separation_by_layer": separation_by_layer,
+    "key_load": key_load,
+    "training_curves": training_curves,
+}
+
+__all__ = [
+    # registry
+    "FIGURES",
+    # figures
+    "dispersion_by_layer", "dispersion_counterfactual", "dispersion_ecdf", "dispersion_ratio", "key_load",
+    "separation_by_layer", "training_curves",
+]  # fmt: skip

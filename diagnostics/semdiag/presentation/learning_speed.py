@@ -1,0 +1,77 @@
+"""Runs behind the measured models, and the epoch at which each had learned its training data."""
+
+from dataclasses import dataclass
+
+import pandas as pd
+
+from semdiag.measurement.measurements import Measurements
+from semdiag.presentation.panels import RUN, Panel, Series, panels_of
+
+TARGET = 0.95
+
+
+@dataclass(frozen=True)
+class Run:
+    """The history of one training run.
+
+    Attributes:
+        series: the model it led to.
+        history: one row per epoch.
+        arrival: first epoch with at least 95 % training accuracy; None if there was none.
+    """
+
+    series: Series
+    history: pd.DataFrame
+    arrival: int | None
+
+    @property
+    def epochs(self) -> int:
+        """Epochs trained so far."""
+        return int(self.history["epoch"].max())
+
+
+def training_runs(measurements: Measurements) -> list[tuple[Panel, list[Run]]]:
+    """Group the training histories by task, seed and size; snapshots of one run count once.
+
+    Args:
+        measurements: of any number of models; those without a history are left out.
+
+    Returns:
+        Panels with their runs, full attention first.
+    """
+    if "epoch" not in measurements.history:
+        return []
+    histories = {
+        str(model): rows.sort_values("epoch")
+        for model, rows in measurements.history.dropna(subset=["epoch"]).groupby("model", sort=False)
+    }
+    models = measurements.models[measurements.models["model"].isin(list(histories))]
+    length = models["model"].map(lambda model: len(histories[model]))
+    once = models.assign(_length=length).sort_values("_length", ascending=False, kind="stable")
+    once = once.drop_duplicates([*RUN, "attention", "k"]).sort_index()
+    if once.empty:
+        return []
+    return [
+        (panel, [Run(s, histories[s.model], epochs_to(histories[s.model])) for s in panel.series])
+        for panel in panels_of(once, RUN)
+    ]
+
+
+def epochs_to(history: pd.DataFrame, target: float = TARGET) -> int | None:
+    """First epoch whose training accuracy reaches the target.
+
+    Args:
+        history: with the columns epoch and train_accuracy, in order of epochs.
+        target: accuracy in 0 … 1.
+
+    Returns:
+        The epoch; None if the run never got there.
+
+    Example:
+        >>> epochs_to(pd.DataFrame({"epoch": [1, 2, 3], "train_accuracy": [0.5, 0.96, 0.94]}))
+        2
+    """
+    if "train_accuracy" not in history:
+        return None
+    there = history[history["train_accuracy"] >= target]
+    return None if there.empty else int(there["epoch"].iloc[0])

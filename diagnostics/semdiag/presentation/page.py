@@ -1,0 +1,63 @@
+"""The page of a report: the template filled with numbers and words."""
+
+from collections.abc import Sequence
+from importlib.resources import files
+from typing import Any, TypedDict
+
+import pandas as pd
+from jinja2 import Environment, StrictUndefined
+
+from semdiag.presentation.questions import Question
+
+
+class Picture(TypedDict):
+    """What the page must know of a figure: files by format, size in CSS pixels, or why it is missing."""
+
+    files: dict[str, str]
+    width: int
+    height: int
+    missing: str | None
+
+
+def render_page(
+    whole: dict[str, Any],
+    questions: Sequence[Question],
+    pictures: dict[str, Picture],
+    non_finite: pd.DataFrame,
+    keep_queries: bool,
+) -> str:
+    """Fill the template; every value is escaped.
+
+    Args:
+        whole: the report's summary.
+        questions: the sections, in order.
+        pictures: by figure.
+        non_finite: the table of measurements with this name.
+        keep_queries: whether the measurements themselves are beside the page.
+
+    Returns:
+        The page.
+    """
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment.filters["number"] = _number
+    environment.filters["percent"] = _percent
+    source = files("semdiag.presentation").joinpath("templates/report.html.j2").read_text(encoding="utf-8")
+    named = sorted({f"{row['attention_label']} ({row['task'] or 'task unknown'})" for row in whole["results"]})
+    return environment.from_string(source).render(
+        report=whole,
+        questions=questions,
+        pictures=pictures,
+        models=", ".join(named),
+        sections={question.section for question in questions},
+        non_finite=non_finite.to_dict("records"),
+        keep_queries=keep_queries,
+    )
+
+
+def _number(value: float | None) -> str:
+    """Three digits, an en dash where there is no number."""
+    return "–" if value is None else f"{value:.3g}"
+
+
+def _percent(value: float | None) -> str:
+    return "–" if value is None else f"{100 * value:.1f} %"

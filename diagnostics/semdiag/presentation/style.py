@@ -1,0 +1,199 @@
+"""One look for all figures: colours, markers and line styles per attention kind, fonts, grids of panels."""
+
+import math
+import textwrap
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
+
+import matplotlib
+import seaborn as sns
+from matplotlib.axes import Axes
+from matplotlib.axis import Axis
+from matplotlib.colors import to_rgb
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, NullFormatter
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_BLUE, _ORANGE, _GREEN, _RED, _PINK, _BROWN, _, _GREY, *_ = sns.color_palette("colorblind").as_hex()
+INK, FAINT = "#222222", "#6b6b6b"
+_SMALL = 8.0
+_LETTERS_PER_INCH = 17.5  # of 7-point text
+
+PAPER: dict[Any, Any] = {
+    "font.family": "DejaVu Sans",  # comes with matplotlib: the same glyphs on every machine
+    "font.size": 9.0,
+    "axes.titlesize": 9.0,
+    "axes.titlelocation": "left",
+    "axes.labelsize": 9.0,
+    "legend.fontsize": _SMALL,
+    "xtick.labelsize": _SMALL,
+    "ytick.labelsize": _SMALL,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.linewidth": 0.7,
+    "axes.edgecolor": INK,
+    "axes.labelcolor": INK,
+    "text.color": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "axes.axisbelow": True,
+    "grid.color": "#e4e4e4",
+    "grid.linewidth": 0.6,
+    "lines.linewidth": 1.6,
+    "legend.frameon": False,
+    "figure.facecolor": "white",
+    "savefig.facecolor": "white",
+    "svg.hashsalt": "semdiag",  # otherwise the identifiers inside an SVG are random
+    "pdf.fonttype": 42,  # text stays text, as journals ask
+}
+
+
+@dataclass(frozen=True)
+class AttentionStyle:
+    """How one kind of attention looks in every figure; tellable apart in grey by marker and line.
+
+    Attributes:
+        name: in words.
+        color: from seaborn's colour-blind palette.
+        marker: of points.
+        line: line style.
+        width: of lines in points; input-agnostic controls are thinner.
+    """
+
+    name: str
+    color: str
+    marker: str
+    line: str | tuple[int, tuple[int, ...]]
+    width: float
+
+
+ATTENTION_STYLES = {
+    "full": AttentionStyle("full", _BLUE, "o", "-", 1.9),
+    "topk": AttentionStyle("top-k", _ORANGE, "s", (0, (6, 1)), 1.9),
+    "banded": AttentionStyle("banded", _GREEN, "^", (0, (3, 1, 1, 1)), 1.1),
+    "block": AttentionStyle("block-local", _PINK, "D", (0, (1, 1)), 1.1),
+    "bottomk": AttentionStyle("bottom-k", _BROWN, "v", (0, (4, 2)), 1.1),
+    "randomk": AttentionStyle("random-k", _RED, "P", (0, (2, 2)), 1.1),
+}
+
+
+def attention_style(kind: str) -> AttentionStyle:
+    """Return the fixed style of an attention kind; a grey one for a kind without.
+
+    Args:
+        kind: as in the measurements, like ``topk``.
+    """
+    return ATTENTION_STYLES.get(kind, AttentionStyle(kind, _GREY, "X", (0, (5, 2)), 1.1))
+
+
+def lightened(color: str, share: float) -> tuple[float, float, float]:
+    """Mix a colour with white.
+
+    Args:
+        color: any matplotlib colour.
+        share: of white, 0 … 1.
+    """
+    red, green, blue = (value + (1 - value) * share for value in to_rgb(color))
+    return red, green, blue
+
+
+def paper_style(draw: Callable[P, R]) -> Callable[P, R]:
+    """Let a function run with the settings of :data:`PAPER`, and restore the user's own after it.
+
+    Args:
+        draw: a function that makes or saves a figure.
+    """
+
+    @wraps(draw)
+    def styled(*args: P.args, **kwargs: P.kwargs) -> R:
+        with matplotlib.rc_context(PAPER):
+            return draw(*args, **kwargs)
+
+    return styled
+
+
+def panel_grid(
+    panels: int, height: float = 2.7, *, sharex: bool = False, sharey: bool = True, columns: int | None = None
+) -> tuple[Figure, list[Axes]]:
+    """Make a figure with a given number of panels, outside pyplot's global state.
+
+    Args:
+        panels: how many.
+        height: of a panel, in inches.
+        sharex: one scale of abscissae for all panels.
+        sharey: one scale of ordinates for all panels.
+        columns: panels side by side; by default one to three, as their number asks.
+
+    Returns:
+        The figure, at most 10 inches wide, and its axes, row by row.
+    """
+    columns = columns or (panels if panels <= 3 else 2 if panels == 4 else 3)
+    rows = math.ceil(panels / columns)
+    width = {1: 6.4, 2: 7.4}.get(columns, 10.0)
+    figure = Figure(figsize=(width, rows * height + 0.8), layout="constrained")
+    grid = figure.subplots(rows, columns, squeeze=False, sharex=sharex, sharey=sharey)
+    axes = list(grid.ravel())
+    for spare in axes[panels:]:
+        spare.set_visible(False)
+    for above in axes[panels - columns : panels] if sharex else []:
+        above.tick_params(labelbottom=True)
+    for ax in axes[:panels]:
+        ax.grid(axis="y")
+        ax.tick_params(labelsize=_SMALL, color=INK)
+    return figure, axes[:panels]
+
+
+def legend_on_top(figure: Figure, axes: list[Axes]) -> None:
+    """Put one legend for all panels above them, each label once.
+
+    Args:
+        figure: with its panels drawn.
+        axes: the panels.
+    """
+    entries = {label: handle for ax in axes for handle, label in zip(*ax.get_legend_handles_labels(), strict=True)}
+    if entries:
+        inches = 0.55 + max(len(label) for label in entries) / 20
+        rows = math.ceil(len(entries) / max(1, int(figure.get_figwidth() / inches)))
+        columns = math.ceil(len(entries) / rows)
+        figure.legend(
+            entries.values(), entries.keys(), loc="outside upper center", ncols=columns, handlelength=2.4,
+            columnspacing=1.4, handletextpad=0.5,
+        )  # fmt: skip
+
+
+def note_below(figure: Figure, text: str) -> None:
+    """Say below the panels how to read the marks.
+
+    Args:
+        figure: with its panels drawn.
+        text: one or two lines.
+    """
+    letters = int(_LETTERS_PER_INCH * figure.get_figwidth())
+    lines = [piece for line in text.splitlines() for piece in textwrap.wrap(line, letters)]
+    figure.supxlabel("\n".join(lines), fontsize=7.0, color=FAINT)
+
+
+def title_with_facts(ax: Axes, title: str, facts: Sequence[str]) -> None:
+    """Title a panel, with statements in small print between title and axes.
+
+    Args:
+        ax: the panel.
+        title: of the panel.
+        facts: one line each.
+    """
+    ax.set_title(title, pad=9.2 * len(facts) + 6)
+    ax.text(0.0, 1.01, "\n".join(facts), transform=ax.transAxes, fontsize=7, linespacing=1.2, va="bottom")
+
+
+def plain_numbers(axis: Axis) -> None:
+    """Label a logarithmic axis 0.1, 1, 10 instead of with powers of ten.
+
+    Args:
+        axis: of a panel.
+    """
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_formatter(NullFormatter())

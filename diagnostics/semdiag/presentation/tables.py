@@ -1,0 +1,115 @@
+"""The tables of a report: percentiles as CSV, one row per model, and the summary as plain JSON."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from semdiag.measurement.measurements import Measurements
+from semdiag.measurement.percentiles import layer_table, percentiles
+from semdiag.measurement.summaries import dispersion_summary, json_ready, separation_summary
+from semdiag.presentation.learning_speed import epochs_to
+from semdiag.presentation.panels import attention_label
+from semdiag.presentation.verdict import PairVerdict
+
+SCHEMA = "semdiag.report/1"
+_FACTS = ["model", "task", "attention", "k", "seed", "snapshot", "epoch"]
+
+
+def percentile_table(measurements: Measurements, quantity: str) -> pd.DataFrame:
+    """Percentiles of a quantity per layer and head, and pooled, of every model.
+
+    Args:
+        measurements: of any number of models.
+        quantity: dispersion, separation or load.
+
+    Returns:
+        The model's facts, layer and head (``all`` where pooled), then the columns of
+        :func:`~semdiag.measurement.percentiles.percentiles`.
+    """
+    rows = measurements.loads if quantity == "load" else measurements.queries
+    table: list[dict[Any, Any]] = []
+    for model in measurements.models[_FACTS].to_dict("records"):
+        own = rows[rows["model"] == model["model"]]
+        table += [{**model, **row} for row in layer_table(own, quantity).to_dict("records")]
+        table.append({**model, "layer": "all", "head": "all", **percentiles(own[quantity])})
+    return pd.DataFrame(table)
+
+
+def write_tables(tables: dict[str, pd.DataFrame], folder: Path) -> None:
+    """Write tables as CSV files.
+
+    Args:
+        tables: by file name without suffix.
+        folder: made if absent.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, table in tables.items():
+        table.to_csv(folder / f"{name}.csv", index=False, lineterminator="\n")
+
+
+def model_rows(measurements: Measurements, verdicts: Sequence[PairVerdict], sections: Sequence[str]) -> Any:
+    """One row per model: what is known of it and what was measured.
+
+    Args:
+        measurements: of any number of models.
+        verdicts: from :func:`~semdiag.presentation.verdict.pair_verdicts`.
+        sections: of the report; the dispersion stands in every report.
+
+    Returns:
+        JSON-ready dictionaries: the model's facts, ``epochs_to_95`` % training accuracy, ``smaller`` (whether
+        δ_h < δ_s, where it is the top-k half of a pair), ``dispersion`` and ``separation`` as in the
+        summaries of the commands with these names.
+    """
+    answers = {verdict.gate.pair.other: verdict.answer for verdict in verdicts}
+    parts = {"dispersion": dispersion_summary(measurements)["results"]}
+    if "separation" in sections:
+        parts["separation"] = separation_summary(measurements)["results"]
+    rows = []
+    for place, model in enumerate(measurements.models.to_dict("records")):
+        history = measurements.history[measurements.history["model"] == model["model"]]
+        k = None if pd.isna(model["k"]) else int(model["k"])
+        row = {
+            **model,
+            "attention_label": attention_label(model["attention"], k),
+            "epochs_to_95": epochs_to(history.sort_values("epoch")),
+            "smaller": answers.get(model["model"]),
+        }
+        for name, results in parts.items():
+            row[name] = {key: results[place][key] for key in results[place] if key not in model}
+        rows.append(row)
+    return json_ready(rows)
+
+
+def summary(
+    measurements: Measurements,
+    command: str,
+    said: list[str],
+    verdicts: Sequence[PairVerdict],
+    sections: Sequence[str],
+    figures: dict[str, list[str]],
+) -> dict[str, Any]:
+    """The report as plain values.
+
+    Args:
+        measurements: of any number of models.
+        command: that made the report.
+        said: the verdict in words.
+        verdicts: of :func:`~semdiag.presentation.verdict.pair_verdicts`.
+        sections: of the report.
+        figures: files by figure, relative to the report.
+
+    Returns:
+        A dictionary for JSON: no NaN or infinity, null instead.
+    """
+    whole: dict[str, Any] = {
+        "schema": SCHEMA,
+        "command": command,
+        "provenance": json_ready(measurements.provenance),
+        "verdict": said,
+        "pairs": json_ready([verdict.to_dict() for verdict in verdicts]),
+        "results": model_rows(measurements, verdicts, sections),
+        "figures": figures,
+    }
+    return whole

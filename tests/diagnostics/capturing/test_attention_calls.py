@@ -1,0 +1,144 @@
+"""Watching attention: everything is seen, nothing is changed, nothing is left behind."""
+
+import pytest
+import torch
+from torch import nn
+
+from semdiag.capturing.attention_calls import watch_attention
+from semdiag_models import Encoder, InputError
+
+TOKENS = torch.tensor([[0, 1, 1, 0, 1, 1], [1, 0, 0, 2, 2, 2]])
+
+
+def hooks(model):
+    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+
+
+@pytest.fixture(params=[("full", None), ("topk", 3), ("banded", 3), ("block", 3)], ids=lambda kind: kind[0])
+def encoder(request, tiny_config):
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return Encoder(tiny_config(*request.param)).eval()
+
+
+def test_outputs_are_the_same_to_the_last_bit(encoder):
+    calls = []
+    before = encoder(TOKENS)
+    with watch_attention(encoder, calls.append):
+        during = encoder(TOKENS)
+    assert len(calls) == 2
+    assert torch.equal(before, during)
+    assert torch.equal(before, encoder(TOKENS))
+
+
+def test_training_goes_on_bit_by_bit_under_watch(encoder):
+    encoder.train()
+    gradients = []
+    for watch in (False, True):
+        encoder.zero_grad()
+        with torch.random.fork_rng():
+            torch.manual_seed(1)
+            if watch:
+                with watch_attention(encoder, lambda call: None):
+                    encoder(TOKENS).sum().backward()
+            else:
+                encoder(TOKENS).sum().backward()
+        gradients.append([p.grad.clone() for p in encoder.parameters()])
+    assert all(map(torch.equal, *gradients))
+    assert encoder.training
+
+
+def test_calls_come_in_the_order_of_the_layers_and_name_their_modules(encoder):
+    calls = []
+    with watch_attention(encoder, calls.append) as names:
+        encoder(TOKENS)
+        encoder(TOKENS)
+    assert names == ["blocks.0.attention.core", "blocks.1.attention.core"]
+    assert [call.layer for call in calls] == [0, 1, 0, 1]
+    assert [call.module for call in calls] == names * 2
+    assert all(dict(encoder.named_modules())[call.module] is not None for call in calls)
+
+
+def test_a_call_holds_everything_attention_is_made_of(encoder):
+    calls = []
+    with watch_attention(encoder, calls.append), torch.no_grad():
+        encoder(TOKENS)
+    for call in calls:
+        scores = (call.scale * call.q) @ call.k.transpose(2, 3)
+        keep = call.allowed.expand(scores.shape).clone()
+        if call.selected is not None:
+            chosen = torch.zeros(*scores.shape[:3], 7, dtype=torch.bool)
+            keep &= chosen.scatter(-1, call.selected.where(call.selected >= 0, 6), True)[..., :6]
+        mixed = scores.masked_fill(~keep, -1e30).softmax(-1).mul(keep) @ call.v
+        valid = call.queries[:, None, :, None]
+        torch.testing.assert_close(call.mixed * valid, mixed * valid, rtol=1e-5, atol=1e-6)
+        assert call.queries.tolist() == [[True] * 6, [True] * 3 + [False] * 3]
+        assert call.allowed.shape == (2, 1, 1, 6)
+
+
+def test_without_pad_every_key_is_allowed_and_every_query_counts(encoder):
+    calls = []
+    with watch_attention(encoder, calls.append):
+        encoder(TOKENS[:1])
+    assert [(call.allowed, call.queries) for call in calls] == [(None, None)] * 2
+
+
+def test_nothing_is_left_behind(encoder):
+    with watch_attention(encoder, lambda call: None):
+        assert hooks(encoder) == 2
+    assert hooks(encoder) == 0
+
+
+def test_nothing_is_left_behind_after_an_exception_in_the_body(encoder):
+    with pytest.raises(KeyError), watch_attention(encoder, lambda call: None):
+        raise KeyError
+    assert hooks(encoder) == 0
+
+
+def test_nothing_is_left_behind_after_an_exception_while_consuming(encoder):
+    def consume(call):
+        raise KeyError(call.layer)
+
+    with pytest.raises(KeyError, match="0"), watch_attention(encoder, consume):
+        encoder(TOKENS)
+    assert hooks(encoder) == 0
+
+
+def test_nothing_is_left_behind_when_a_hook_cannot_be_attached(encoder, monkeypatch):
+    def refuse(hook):
+        raise RuntimeError("no hooks here")
+
+    monkeypatch.setattr(encoder.blocks[1].attention.core, "register_forward_hook", refuse)
+    with pytest.raises(RuntimeError, match="no hooks here"), watch_attention(encoder, lambda call: None):
+        pytest.fail("the context was entered")
+    assert hooks(encoder) == 0
+
+
+def test_watches_may_be_nested_and_each_sees_every_call(encoder):
+    outer, inner = [], []
+    with watch_attention(encoder, outer.append):
+        encoder(TOKENS)
+        with watch_attention(encoder, inner.append):
+            encoder(TOKENS)
+        encoder(TOKENS)
+        assert hooks(encoder) == 2
+    assert (len(outer), len(inner)) == (6, 2)
+    assert hooks(encoder) == 0
+
+
+def test_hooks_of_others_stay(encoder):
+    seen = []
+    handle = encoder.blocks[0].attention.core.register_forward_hook(lambda *call: seen.append(1))
+    with watch_attention(encoder, lambda call: None):
+        encoder(TOKENS)
+    encoder(TOKENS)
+    assert seen == [1, 1]
+    handle.remove()
+
+
+def test_a_model_without_attention_is_refused():
+    with (
+        pytest.raises(InputError, match=r"^No attention layer found in Linear\. Supported are the encoders"),
+        watch_attention(nn.Linear(2, 2), lambda call: None),
+    ):
+        pytest.fail("the context was entered")

@@ -1,0 +1,73 @@
+"""Which checkpoints a command is about."""
+
+import pytest
+
+from semdiag.capturing.discovery import find_checkpoints
+from semdiag_models import InputError
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """An empty working folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("SEMDIAG_CHECKPOINTS", raising=False)
+    return tmp_path
+
+
+def touch(folder, *names):
+    for name in names:
+        file = folder / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()
+
+
+def names(found, folder):
+    return [path.relative_to(folder).as_posix() for path in found]
+
+
+@pytest.mark.parametrize("models", [None, []])
+def test_nothing_named_means_the_last_snapshot_of_every_run_here(here, models):
+    touch(
+        here, "checkpoints/b/last.pt", "checkpoints/b/best.pt", "checkpoints/b/epoch-0.pt", "checkpoints/a/last.pt"
+    )
+    touch(here, "checkpoints/papers/missdup_best.pt", "checkpoints/a/history.csv", "elsewhere/last.pt")
+    found = find_checkpoints(models)
+    assert names(found, ".") == [
+        "checkpoints/a/last.pt",
+        "checkpoints/b/last.pt",
+        "checkpoints/papers/missdup_best.pt",
+    ]
+
+
+def test_the_environment_may_name_another_folder(here, monkeypatch):
+    touch(here, "checkpoints/a/last.pt", "elsewhere/c/last.pt")
+    monkeypatch.setenv("SEMDIAG_CHECKPOINTS", str(here / "elsewhere"))
+    assert names(find_checkpoints(None), here) == ["elsewhere/c/last.pt"]
+
+
+@pytest.mark.parametrize("make", [False, True])
+def test_when_there_is_none_the_message_says_how_to_make_one(here, make):
+    if make:
+        (here / "checkpoints").mkdir()
+    with pytest.raises(
+        InputError, match=r"^No checkpoint in checkpoints\. .* semdiag train even-pairs --attention topk"
+    ):
+        find_checkpoints(None)
+
+
+def test_named_files_are_taken_as_they_are_and_in_their_order(here):
+    touch(here, "run/last.pt", "run/best.pt", "run/epoch-0.pt")
+    models = [here / "run/epoch-0.pt", here / "nowhere.pt", here / "run/best.pt"]
+    assert find_checkpoints(models) == models
+
+
+def test_a_named_folder_stands_for_the_runs_in_it(here):
+    touch(here, "runs/a/last.pt", "runs/a/best.pt", "runs/b/c/last.pt", "runs/only_best/best.pt", "run/last.pt")
+    found = find_checkpoints([here / "run", here / "runs"])
+    assert names(found, here) == ["run/last.pt", "runs/a/last.pt", "runs/b/c/last.pt", "runs/only_best/best.pt"]
+
+
+def test_a_named_folder_without_checkpoints_is_refused(here):
+    (here / "empty").mkdir()
+    with pytest.raises(InputError, match=r"^The folder .*empty holds no checkpoint \(\.pt\)\.$"):
+        find_checkpoints([here / "empty"])

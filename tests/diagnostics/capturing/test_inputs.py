@@ -1,0 +1,162 @@
+"""Token ids from files: what is read, and what is refused and why."""
+
+import os
+import pickle
+import zipfile
+
+import numpy as np
+import pytest
+import torch
+
+from semdiag.capturing.inputs import read_inputs
+from semdiag_models import InputError
+
+TOKENS = [[0, 1, 1], [1, 0, 2]]
+
+
+@pytest.mark.parametrize("dtype", [np.int64, np.int32, np.uint8, np.uint16])
+def test_an_array_is_read(tmp_path, dtype):
+    np.save(tmp_path / "tokens.npy", np.array(TOKENS, dtype))
+    found = read_inputs(tmp_path / "tokens.npy")
+    assert (found.tolist(), found.dtype) == (TOKENS, torch.int64)
+
+
+@pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
+def test_of_an_archive_the_array_tokens_or_the_only_one_is_read(tmp_path, save):
+    save(tmp_path / "named.npz", labels=[0, 1], tokens=TOKENS)
+    save(tmp_path / "only.npz", anything=TOKENS)
+    assert read_inputs(tmp_path / "named.npz").tolist() == read_inputs(tmp_path / "only.npz").tolist() == TOKENS
+
+
+@pytest.mark.parametrize("content", [torch.tensor(TOKENS), {"tokens": torch.tensor(TOKENS), "labels": [0, 1]}])
+def test_a_tensor_or_a_dictionary_with_tokens_is_read(tmp_path, content):
+    torch.save(content, tmp_path / "tokens.pt")
+    assert read_inputs(tmp_path / "tokens.pt").tolist() == TOKENS
+
+
+def test_a_file_that_does_not_exist_is_named(tmp_path):
+    with pytest.raises(InputError, match=r"^The inputs .*nowhere\.npy do not exist\.$"):
+        read_inputs(tmp_path / "nowhere.npy")
+    (tmp_path / "folder.npy").mkdir()
+    with pytest.raises(InputError, match=r"folder\.npy do not exist\.$"):
+        read_inputs(tmp_path / "folder.npy")
+
+
+def test_another_kind_of_file_is_refused(tmp_path):
+    (tmp_path / "tokens.csv").write_text("0,1\n")
+    with pytest.raises(InputError, match=r"^Inputs come as \.npy, \.npz or \.pt .* Got tokens\.csv\.$"):
+        read_inputs(tmp_path / "tokens.csv")
+
+
+@pytest.mark.parametrize(
+    ("content", "got"),
+    [
+        (np.array(TOKENS, float), "torch.float64 (2, 3)"),
+        (np.array(TOKENS, complex), "torch.complex128 (2, 3)"),
+        (np.array(TOKENS, bool), "torch.bool (2, 3)"),
+        (np.array(TOKENS[0]), "torch.int64 (3,)"),
+        (np.array(3), "torch.int64 ()"),
+        (np.zeros((0, 3), int), "torch.int64 (0, 3)"),
+        (np.zeros((3, 0), int), "torch.int64 (3, 0)"),
+        (np.zeros((2, 3, 4), int), "torch.int64 (2, 3, 4)"),
+    ],
+)
+@pytest.mark.parametrize("suffix", ["npy", "npz", "pt"])
+def test_what_is_not_whole_numbers_in_two_axes_is_refused(tmp_path, content, got, suffix):
+    path = tmp_path / f"odd.{suffix}"
+    {"npy": np.save, "npz": np.savez, "pt": lambda p, a: torch.save(torch.from_numpy(a), p)}[suffix](path, content)
+    with pytest.raises(InputError) as refused:
+        read_inputs(path)
+    assert str(refused.value) == f"{path} must hold whole token ids of shape (N, L), at least one. Got {got}."
+
+
+@pytest.mark.parametrize(
+    ("content", "got"),
+    [
+        ({"labels": torch.zeros(2)}, "NoneType"),
+        (TOKENS, "list"),
+        (torch.tensor(TOKENS).to_sparse(), "torch.int64 (2, 3)"),
+        (torch.zeros(2, 3, dtype=torch.int64, device="meta"), "torch.int64 (2, 3)"),
+    ],
+)
+def test_other_content_of_a_pt_file_is_refused(tmp_path, content, got):
+    torch.save(content, tmp_path / "odd.pt")
+    with pytest.raises(InputError) as refused:
+        read_inputs(tmp_path / "odd.pt")
+    assert str(refused.value).endswith(f"Got {got}.")
+
+
+def test_an_archive_with_several_arrays_must_name_one_of_them_tokens(tmp_path):
+    np.savez(tmp_path / "two.npz", first=TOKENS, second=TOKENS)
+    with pytest.raises(InputError, match=r"two\.npz holds first, second: name one of them tokens\.$"):
+        read_inputs(tmp_path / "two.npz")
+
+
+class Malicious:
+    """Unpickling it would make a folder."""
+
+    def __init__(self, folder):
+        self.folder = str(folder)
+
+    def __reduce__(self):
+        return os.mkdir, (self.folder,)
+
+
+@pytest.mark.parametrize("suffix", ["npy", "npz", "pt"])
+def test_code_is_refused_and_not_run(tmp_path, suffix):
+    path, code = tmp_path / f"code.{suffix}", Malicious(tmp_path / "made")
+    objects = np.array([[code]], dtype=object)
+    {"npy": np.save, "npz": np.savez, "pt": lambda p, a: torch.save(code, p)}[suffix](path, objects)
+    with pytest.raises(InputError, match=r"code\.(npy|npz) cannot be read|code\.pt refused: .* (posix|nt)\.mkdir"):
+        read_inputs(path)
+    assert not (tmp_path / "made").exists()
+
+
+@pytest.mark.parametrize("suffix", ["npy", "npz"])
+def test_a_bare_pickle_is_refused_and_not_run(tmp_path, suffix):
+    path = tmp_path / f"code.{suffix}"
+    path.write_bytes(pickle.dumps(Malicious(tmp_path / "made")))
+    with pytest.raises(InputError, match="cannot be read as an array of numbers"):
+        read_inputs(path)
+    assert not (tmp_path / "made").exists()
+
+
+def test_text_is_no_array_of_numbers(tmp_path):
+    np.save(tmp_path / "text.npy", np.array([["a", "b"]]))
+    with pytest.raises(InputError, match=r"text\.npy cannot be read as an array of numbers \("):
+        read_inputs(tmp_path / "text.npy")
+
+
+@pytest.mark.parametrize("save", [np.save, np.savez, np.savez_compressed])
+def test_a_truncated_file_is_refused_at_any_length(tmp_path, save):
+    path = tmp_path / ("whole.npy" if save is np.save else "whole.npz")
+    save(path, np.random.default_rng(0).integers(0, 9, (50, 20)))
+    content = path.read_bytes()
+    for share in (0, 0.01, 0.1, 0.5, 0.99):
+        path.write_bytes(content[: int(share * len(content))])
+        with pytest.raises(InputError, match=r"cannot be read as an array of numbers \(.+\)\.$") as refused:
+            read_inputs(path)
+        assert "\n" not in str(refused.value)
+
+
+def test_a_header_that_promises_too_much_is_refused(tmp_path):
+    np.save(tmp_path / "huge.npy", np.zeros((10, 10), int))
+    content = (tmp_path / "huge.npy").read_bytes()
+    (tmp_path / "huge.npy").write_bytes(content.replace(b"(10, 10), }      ", b"(10**9, 10**9), }"))
+    with pytest.raises(InputError, match="cannot be read"):
+        read_inputs(tmp_path / "huge.npy")
+    (tmp_path / "huge.npy").write_bytes(content.replace(b"(10, 10), }            ", b"(99999999, 99999999), }"))
+    with pytest.raises(InputError, match="cannot be read"):
+        read_inputs(tmp_path / "huge.npy")
+
+
+def test_a_damaged_member_of_an_archive_is_refused(tmp_path):
+    path = tmp_path / "damaged.npz"
+    np.savez_compressed(path, tokens=np.random.default_rng(0).integers(0, 9, (50, 20)))
+    with zipfile.ZipFile(path) as archive:
+        start = archive.infolist()[0].header_offset + 80
+    content = bytearray(path.read_bytes())
+    content[start : start + 40] = b"\xff" * 40
+    path.write_bytes(bytes(content))
+    with pytest.raises(InputError, match=r"damaged\.npz cannot be read as an array of numbers"):
+        read_inputs(path)

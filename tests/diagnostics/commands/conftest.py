@@ -1,0 +1,55 @@
+"""The program in this process, and what it says."""
+
+import sys
+from dataclasses import dataclass
+
+import pytest
+
+from semdiag.commands.main import main
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Exit code and what was written to the two streams."""
+
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def run_semdiag(monkeypatch, capsys):
+    """Call with the words after ``semdiag``: runs the program through its error border."""
+
+    def run(*words):
+        monkeypatch.setattr(sys, "argv", ["semdiag", *map(str, words)])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as left:
+            main()
+        return Outcome(left.value.code, *capsys.readouterr())
+
+    return run
+
+
+@pytest.fixture
+def refusal(run_semdiag):
+    """Call like run_semdiag, with input that is wrong: the one line it is refused with."""
+
+    def run(*words):
+        outcome = run_semdiag(*words)
+        assert outcome.code == 2, outcome
+        assert outcome.out == ""
+        assert outcome.err.startswith("semdiag: ")
+        assert outcome.err.endswith("\n")
+        assert outcome.err.count("\n") == 1, outcome.err
+        return outcome.err.removeprefix("semdiag: ").removesuffix("\n")
+
+    return run
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """An empty working folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("SEMDIAG_CHECKPOINTS", raising=False)
+    return tmp_path

@@ -1,0 +1,200 @@
+"""Everything a user can get wrong: exit code 2, one line on stderr, nothing on stdout, nothing half-written."""
+
+import os
+import pickle
+
+import numpy as np
+import pytest
+import torch
+
+MEASURING = ("dispersion", "separation", "report", "check")
+
+
+@pytest.fixture
+def untouched(here):
+    """Checks in the end that the working folder is as it was after ``keep``."""
+    known = set()
+
+    def keep():
+        known.update(here.rglob("*"))
+
+    yield keep
+    assert known
+    assert set(here.rglob("*")) == known
+
+
+class Malicious:
+    """Unpickling it would make a folder."""
+
+    def __reduce__(self):
+        return os.mkdir, ("made",)
+
+
+def not_a_checkpoint(path, last):
+    path.write_text("No tensors in here.")
+
+
+def truncated(path, last):
+    path.write_bytes(last[: len(last) // 2])
+
+
+def empty(path, last):
+    path.write_bytes(b"")
+
+
+def code(path, last):
+    torch.save({"format": "semdiag/1", "config": Malicious()}, path)
+
+
+def bare_pickle(path, last):
+    path.write_bytes(pickle.dumps(Malicious()))
+
+
+def misshapen(path, last):
+    path.write_bytes(last)
+    content = torch.load(path, weights_only=True)
+    content["model_state"]["blocks.0.expand.weight"] = torch.zeros(3, 3)
+    torch.save(content, path)
+
+
+def k_zero(path, last):
+    path.write_bytes(last)
+    content = torch.load(path, weights_only=True)
+    content["config"]["model"] |= {"attention": "topk", "k": 0}
+    torch.save(content, path)
+
+
+def foreign(path, last):
+    torch.save(torch.nn.Linear(2, 2).state_dict(), path)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (not_a_checkpoint, "odd.pt is not a checkpoint"),
+        (truncated, "odd.pt is not a checkpoint, or it is truncated"),
+        (empty, "odd.pt is not a checkpoint"),
+        (code, "odd.pt refused: it holds the code object posix.mkdir"),
+        (bare_pickle, "odd.pt refused: it holds the code object posix.mkdir"),
+        (misshapen, "parameter 'blocks.0.expand.weight' has shape (3, 3); its configuration says (16, 16)."),
+        (k_zero, "k must be at least 1. Got k=0."),
+        (foreign, "odd.pt is a bare state dict of an unknown model."),
+    ],
+)
+@pytest.mark.parametrize("command", ["info", "dispersion", "check", "report"])
+def test_files_that_are_no_checkpoints(refusal, here, untouched, tiny_runs, command, make, message):
+    make(here / "odd.pt", (tiny_runs.full / "last.pt").read_bytes())
+    untouched()
+    assert message in refusal(command, "odd.pt")
+
+
+def inputs(tokens):
+    return lambda path: np.save(path, np.array(tokens))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (inputs([[0, 1, 3]]), "Token id 3 is out of range: the model knows 0 to 2."),
+        (inputs([[0, -1]]), "Token id -1 is out of range: the model knows 0 to 2."),
+        (inputs([[0] * 13]), "The model takes inputs of length 1 to 12. Got length 13."),
+        (inputs([[2] * 12]), "There is no query to measure: every token of the inputs is PAD."),
+        (
+            inputs([[0.5, 1.0]]),
+            "must hold whole token ids of shape (N, L), at least one. Got torch.float64 (1, 2).",
+        ),
+        (inputs([0, 1]), "must hold whole token ids of shape (N, L), at least one. Got torch.int64 (2,)."),
+        (inputs(np.zeros((0, 12), int)), "at least one. Got torch.int64 (0, 12)."),
+        (lambda path: path.write_bytes(b"\x93NUMPY"), "tokens.npy cannot be read as an array of numbers"),
+        (
+            lambda path: np.save(path, np.array([[Malicious()]])),
+            "tokens.npy cannot be read as an array of numbers",
+        ),
+    ],
+)
+@pytest.mark.parametrize("command", ["dispersion", "check"])
+def test_inputs_that_do_not_fit(refusal, here, untouched, tiny_runs, command, make, message):
+    make(here / "tokens.npy")
+    untouched()
+    assert message in refusal(command, tiny_runs.full, "--inputs", "tokens.npy")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--samples", "0"], "samples must be at least 1. Got 0."),
+        (["--samples", "41"], "has 40 held-out samples. Got --samples 41."),
+        (["--batch-size", "-1"], "batch_size must be at least 1. Got -1."),
+        (["--dtype", "float16"], "dtype must be float32 or float64. Got 'float16'."),
+        (["--device", "abacus"], "Unknown device 'abacus'. Known: auto, cuda, mps, cpu."),
+        (["--inputs", "nowhere.npy"], "The inputs nowhere.npy do not exist."),
+        (["--inputs", "kept.txt"], "Inputs come as .npy, .npz or .pt token ids of shape (N, L). Got kept.txt."),
+        (["nowhere.pt"], "nowhere.pt does not exist."),
+    ],
+)
+@pytest.mark.parametrize("command", MEASURING)
+def test_options_of_every_measuring_command(refusal, here, untouched, tiny_runs, command, words, message):
+    (here / "kept.txt").write_text("0 1")
+    untouched()
+    assert message in refusal(command, tiny_runs.full, *words)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+@pytest.mark.parametrize("command", MEASURING)
+def test_cuda_where_there_is_none(refusal, here, tiny_runs, command):
+    line = refusal(command, tiny_runs.full, "--device", "cuda")
+    assert line == "No cuda device here. Use --device auto or --device cpu."
+    assert not list(here.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--k", "0"], "k must lie in 1 … 12, the length of the inputs. Got k=0."),
+        (["--k", "13"], "k must lie in 1 … 12, the length of the inputs. Got k=13."),
+        (["--k", "5,many"], "--k takes whole numbers separated by commas, like 4,8,16. Got '5,many'."),
+        (["--min-keys", "0"], "min_keys must be at least 1. Got 0."),
+        (["--min-keys", "13"], "has 13 keys. Use a smaller --min-keys."),
+        (["--figures", "pgn"], "Unknown figure format 'pgn'. Did you mean 'png'? Known: png, svg, pdf, none."),
+        (["--config", "nowhere.json"], "--config nowhere.json cannot be read as JSON"),
+        (["--config", "broken.json"], "--config broken.json cannot be read as JSON"),
+        (["--config", "list.json"], "--config list.json must hold a JSON object. Got list."),
+        (["--out", "broken.json"], "broken.json"),
+        (["--out", "broken.json/below"], "broken.json"),
+    ],
+)
+@pytest.mark.parametrize("command", ["dispersion", "separation", "report"])
+def test_options_of_commands_that_write(refusal, here, untouched, tiny_runs, command, words, message):
+    (here / "broken.json").write_text("{")
+    (here / "list.json").write_text("[1]")
+    untouched()
+    assert message in refusal(command, tiny_runs.full, "--samples", 4, *words)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("queries.csv", "--per-query takes a file name that ends in .parquet. Got queries.csv."),
+        ("nowhere/queries.parquet", "there is no folder nowhere."),
+        ("taken/queries.parquet", "there is no folder taken."),
+    ],
+)
+def test_per_query_files_that_cannot_be_written(refusal, here, untouched, tiny_runs, name, message):
+    (here / "taken").write_text("a file, not a folder")
+    untouched()
+    assert message in refusal("dispersion", tiny_runs.full, "--samples", 4, "--per-query", name)
+
+
+def test_saved_measurements_that_are_none(refusal, here, untouched, tiny_runs):
+    (here / "empty").mkdir()
+    untouched()
+    assert "empty does not hold saved measurements" in refusal("report", "--from", "empty")
+    assert (
+        refusal("report", tiny_runs.full, "--from", "empty")
+        == "--from draws saved measurements: name no models with it."
+    )
+
+
+def test_the_same_model_twice(refusal, here, tiny_runs):
+    assert refusal("dispersion", tiny_runs.full, tiny_runs.full, "--samples", 4).endswith("is named twice.")
+    assert not list(here.iterdir())

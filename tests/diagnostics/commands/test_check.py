@@ -1,0 +1,115 @@
+"""``semdiag check``: the gate that a build can stand on."""
+
+import json
+import shutil
+import sys
+
+import pytest
+import torch
+
+GATED = ["p50", "p75", "p90", "p95"]
+
+
+@pytest.fixture
+def pair(tiny_runs, tmp_path):
+    """Copies of both runs, free to be doctored."""
+    for attention in ("full", "topk"):
+        shutil.copytree(getattr(tiny_runs, attention), tmp_path / "runs" / attention)
+    return tmp_path / "runs"
+
+
+def doctor(folder, factor):
+    """Scale the queries of a run's last snapshot, and with them its scores."""
+    content = torch.load(folder / "last.pt", weights_only=True)
+    for name, tensor in content["model_state"].items():
+        if ".attention.qkv." in name:
+            tensor[: len(tensor) // 3] *= factor
+    torch.save(content, folder / "last.pt")
+
+
+def test_a_pair_with_smaller_dispersion_under_topk_passes(run_semdiag, pair):
+    outcome = run_semdiag("check", pair, "--samples", 20)
+    assert (outcome.code, outcome.out) == (0, "")
+    assert "even-pairs, topk-3, seed 7" in outcome.err
+    assert "1 of 1 pairs pass." in outcome.err
+    assert "FAILS" not in outcome.err
+
+
+def test_a_doctored_pair_fails(run_semdiag, pair):
+    doctor(pair / "topk", 100)
+    outcome = run_semdiag("check", pair, "--samples", 20)
+    assert outcome.code == 1
+    assert "semdiag: even-pairs, topk-3, seed 7: δ_h < δ_s fails at p50, p75, p90, p95.\n" in outcome.err
+    assert "0 of 1 pairs pass." in outcome.err
+
+
+def test_a_failure_is_said_even_when_quiet_and_a_pass_is_not(run_semdiag, pair):
+    assert run_semdiag("check", pair, "--samples", 20, "--quiet").err == ""
+    doctor(pair / "full", 0.01)
+    outcome = run_semdiag("check", pair, "--samples", 20, "--quiet")
+    assert outcome.code == 1
+    assert outcome.err == "semdiag: even-pairs, topk-3, seed 7: δ_h < δ_s fails at p50, p75, p90, p95.\n"
+
+
+@pytest.mark.parametrize(("factor", "code"), [(1, 0), (100, 1)])
+def test_json_holds_every_pair_of_numbers(run_semdiag, pair, factor, code):
+    doctor(pair / "topk", factor)
+    outcome = run_semdiag("check", pair, "--samples", 20, "--json")
+    assert outcome.code == code
+    assert outcome.out.count("\n") == 1
+    found = json.loads(outcome.out)
+    assert (found["schema"], found["gated"], len(found["results"])) == ("semdiag.check/1", GATED, 1)
+    result = found["results"][0]
+    assert result["full"] == str(pair / "full" / "last.pt")
+    assert result["topk"] == str(pair / "topk" / "last.pt")
+    assert list(result["delta_s"]) == list(result["delta_h"]) == [*GATED, "p100"]
+    assert result["passed"] == (code == 0)
+    assert all((result["delta_h"][p] < result["delta_s"][p]) == (code == 0) for p in GATED)
+    assert found["provenance"]["samples"] == 20
+
+
+def test_a_missing_partner_is_no_pass(refusal, pair):
+    shutil.rmtree(pair / "topk")
+    assert "full/last.pt has no partner: a full and a top-k checkpoint" in refusal("check", pair, "--samples", 5)
+
+
+def test_a_partner_of_another_seed_is_none(refusal, pair):
+    content = torch.load(pair / "topk" / "last.pt", weights_only=True)
+    content["config"]["training"]["seed"] = 8
+    torch.save(content, pair / "topk" / "last.pt")
+    assert "has no partner" in refusal("check", pair, "--samples", 5)
+
+
+def test_other_attentions_are_not_gated(refusal, run_semdiag, pair):
+    for name in ("topk", "banded"):
+        content = torch.load(pair / "topk" / "last.pt", weights_only=True)
+        content["config"]["model"]["attention"] = "banded"
+        (pair / name).mkdir(exist_ok=True)
+        torch.save(content, pair / name / "last.pt")
+    shutil.rmtree(pair / "full")
+    assert "There is no full or top-k checkpoint to pair." in refusal("check", pair, "--samples", 5)
+
+
+def test_nothing_there_says_how_to_make_one(refusal, here):
+    assert refusal("check") == (
+        "No checkpoint in checkpoints. Make one in a minute with: "
+        "semdiag train even-pairs --attention topk --k 5 --epochs 5"
+    )
+
+
+def test_without_models_the_folder_of_the_environment_is_checked(run_semdiag, here, pair, monkeypatch):
+    monkeypatch.setenv("SEMDIAG_CHECKPOINTS", str(pair))
+    assert run_semdiag("check", "--samples", 5, "--quiet").code == 0
+    assert list(here.iterdir()) == [pair]
+
+
+def test_a_bar_is_drawn_for_people_only(run_semdiag, pair, monkeypatch):
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    shown = run_semdiag("check", pair, "--samples", 20)
+    assert shown.code == 0
+    assert "samples" in shown.err
+    assert "\x1b[" in shown.err
+    monkeypatch.setenv("TTY_COMPATIBLE", "0")
+    assert "\x1b[" not in run_semdiag("check", pair, "--samples", 20).err
+    assert sys.stderr is not None

@@ -1,0 +1,69 @@
+"""``semdiag info``."""
+
+import json
+
+import torch
+
+from semdiag_models import sha256
+
+
+def strict(text):
+    """One JSON object on one line, without NaN and infinities."""
+
+    def refuse(name):
+        raise AssertionError(f"{name} is not JSON")
+
+    assert text.count("\n") == 1
+    return json.loads(text, parse_constant=refuse)
+
+
+def test_a_table_shows_what_is_in_a_checkpoint(run_semdiag, tiny_runs):
+    outcome = run_semdiag("info", tiny_runs.topk)
+    assert (outcome.code, outcome.err) == (0, "")
+    for words in (
+        "sha256",
+        "even-pairs",
+        "topk",
+        "learning_rate",
+        "holdout_accuracy",
+        "made by the tests",
+        "last epoch",
+    ):
+        assert words in outcome.out
+
+
+def test_json_holds_everything(run_semdiag, tiny_runs, tiny_models):
+    outcome = run_semdiag("info", tiny_runs.topk / "best.pt", "--json")
+    assert (outcome.code, outcome.err) == (0, "")
+    found = strict(outcome.out)
+    assert list(found) == ["schema", "checkpoint", "model", "training", "last epoch", "provenance"]
+    assert found["schema"] == "semdiag.info/1"
+    assert found["checkpoint"]["sha256"] == sha256(tiny_runs.topk / "best.pt")
+    assert (found["checkpoint"]["snapshot"], found["checkpoint"]["task"]) == ("best", "even-pairs")
+    assert (found["model"]["attention"], found["model"]["k"], found["model"]["heads"]) == ("topk", 3, 2)
+    assert found["model"]["parameters"] == sum(p.numel() for p in tiny_models[1].module.parameters())
+    assert (found["training"]["seed"], found["training"]["epochs"]) == (7, tiny_runs.epochs)
+    assert 0 <= found["last epoch"]["holdout_accuracy"] <= 1
+    assert found["provenance"]["command"] == "made by the tests"
+
+
+def test_an_initialisation_has_no_last_epoch(run_semdiag, tiny_runs):
+    assert strict(run_semdiag("info", tiny_runs.full / "epoch-0.pt", "--json").out)["last epoch"] == {}
+    assert "last epoch: not in this file" in run_semdiag("info", tiny_runs.full / "epoch-0.pt").out
+
+
+def test_a_checkpoint_of_the_papers_code_takes_a_configuration(run_semdiag, paper_code):
+    outcome = run_semdiag("info", paper_code.checkpoint, "--config", paper_code.config_file, "--json")
+    found = strict(outcome.out)
+    assert (found["checkpoint"]["source"], found["model"]["attention"]) == ("paper code", "banded")
+    assert (found["training"], found["last epoch"]) == ({}, {})
+
+
+def test_what_a_file_says_is_shown_as_it_is(run_semdiag, tiny_runs, tmp_path):
+    content = torch.load(tiny_runs.full / "last.pt", weights_only=True)
+    content["provenance"] = {"command": "[bold]not bold[/bold] [/] [/red]", "loss": float("nan")}
+    torch.save(content, tmp_path / "odd.pt")
+    outcome = run_semdiag("info", tmp_path / "odd.pt")
+    assert outcome.code == 0
+    assert "[bold]not bold[/bold] [/] [/red]" in outcome.out
+    assert strict(run_semdiag("info", tmp_path / "odd.pt", "--json").out)["provenance"]["loss"] is None

@@ -1,0 +1,162 @@
+"""The program as a whole: quick help, and a border where errors become one line."""
+
+import io
+import os
+import subprocess
+import sys
+from importlib.metadata import version
+
+import pytest
+import typer
+
+from semdiag.commands import main as module
+from semdiag_models import InputError
+
+COMMANDS = ["list", "train", "info", "dispersion", "separation", "report", "check"]
+_SPY = """
+import sys
+from semdiag.commands.main import main
+try:
+    main()
+finally:
+    slow = {"torch", "pandas", "seaborn", "matplotlib", "numpy", "semdiag_models"} & set(sys.modules)
+    print(f"slow: {sorted(slow)}", file=sys.stderr)
+"""
+
+
+def spied(*words, **environment):
+    environment = {**os.environ, "COLUMNS": "120", **environment}
+    command = [sys.executable, "-c", _SPY, *words]
+    return subprocess.run(command, capture_output=True, encoding="utf-8", env=environment, timeout=60, check=False)
+
+
+@pytest.mark.parametrize("words", [["--help"], ["-h"], ["--version"], *([name, "--help"] for name in COMMANDS)])
+def test_help_and_version_import_nothing_slow(words):
+    done = spied(*words)
+    assert done.returncode == 0
+    assert done.stdout.strip()
+    assert done.stderr == "slow: []\n"
+
+
+def test_completion_imports_nothing_slow():
+    done = spied(_SEMDIAG_COMPLETE="complete_bash", COMP_WORDS="semdiag disp", COMP_CWORD="1")
+    code = spied(**{"_-C_COMPLETE": "complete_bash", "COMP_WORDS": "-c disp", "COMP_CWORD": "1"})
+    assert done.stderr.endswith("slow: []\n")
+    assert code.stderr.endswith("slow: []\n")
+
+
+def test_the_version_is_that_of_the_package(run_semdiag):
+    outcome = run_semdiag("--version")
+    assert (outcome.code, outcome.out, outcome.err) == (0, version("semdiag") + "\n", "")
+
+
+def test_every_command_stands_in_the_help(run_semdiag):
+    outcome = run_semdiag("--help")
+    assert outcome.code == 0
+    assert all(f" {name} " in outcome.out for name in COMMANDS)
+
+
+def test_without_a_command_the_help_is_shown(run_semdiag):
+    outcome = run_semdiag()
+    assert (outcome.code, outcome.err) == (2, "")
+    assert "Usage:" in outcome.out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["dispersoin"], "No such command 'dispersoin'. Did you mean 'dispersion'?"),
+        (["info"], "Missing argument"),
+        (["list", "--colour"], "No such option: --colour"),
+        (["check", "--samples", "many"], "Invalid value for '--samples'"),
+    ],
+)
+def test_words_that_make_no_sense_are_refused_in_one_line(refusal, words, message):
+    line = refusal(*words)
+    assert message in line
+    assert line.endswith("See: semdiag --help")
+
+
+@pytest.fixture
+def program(run_semdiag, monkeypatch):
+    """Call with an exception: the program, which raises it."""
+
+    def run(error):
+        def fail(standalone_mode):
+            raise error
+
+        monkeypatch.setattr(module, "app", fail)
+        return run_semdiag()
+
+    return run
+
+
+def test_an_error_of_the_users_input_is_one_line_and_code_2(program):
+    outcome = program(InputError("what was wrong,\nand what would work."))
+    assert (outcome.code, outcome.out) == (2, "")
+    assert outcome.err == "semdiag: what was wrong, and what would work.\n"
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), typer.Abort()])
+def test_an_interruption_is_code_130(program, error):
+    outcome = program(error)
+    assert (outcome.code, outcome.err) == (130, "semdiag: interrupted\n")
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (
+            PermissionError(13, "Permission denied", "kept.npy"),
+            "kept.npy cannot be read or written: Permission denied.",
+        ),
+        (OSError(28, "No space left on device"), "A file cannot be read or written: No space left on device."),
+        (OSError("odd"), "A file cannot be read or written: odd."),
+    ],
+)
+def test_what_the_system_refuses_is_one_line_and_code_2(program, error, message):
+    outcome = program(error)
+    assert (outcome.code, outcome.out, outcome.err) == (2, "", f"semdiag: {message}\n")
+
+
+def test_a_reader_who_has_seen_enough_is_no_error(monkeypatch):
+    def fail(standalone_mode):
+        raise BrokenPipeError
+
+    monkeypatch.setattr(module, "app", fail)
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    with pytest.raises(SystemExit) as left:
+        module.main()
+    assert left.value.code == 0
+    assert sys.stderr.closed
+
+
+@pytest.mark.parametrize("error", [ValueError("a fault of ours"), ZeroDivisionError()])
+def test_our_own_faults_are_not_hidden(program, error):
+    with pytest.raises(type(error)):
+        program(error)
+
+
+def test_our_own_faults_are_not_hidden_before_anything_is_imported(program, monkeypatch):
+    monkeypatch.delitem(sys.modules, "semdiag_models.errors")
+    with pytest.raises(ValueError, match="a fault of ours"):
+        program(ValueError("a fault of ours"))
+
+
+@pytest.mark.skipif(os.name == "nt", reason="pipes break otherwise there")
+def test_a_broken_pipe_leaves_no_traceback():
+    shown = subprocess.Popen(
+        [sys.executable, "-m", "semdiag.commands.main", "--version"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    shown.stdout.close()
+    assert shown.stderr.read() == b""
+    shown.stderr.close()
+    shown.wait()
+
+
+def test_the_program_can_be_run_as_a_module():
+    command = [sys.executable, "-m", "semdiag.commands.main", "info", "nowhere.pt"]
+    done = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", "semdiag: nowhere.pt does not exist.\n")

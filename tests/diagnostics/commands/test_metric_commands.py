@@ -1,0 +1,136 @@
+"""``semdiag dispersion`` and ``semdiag separation``."""
+
+import json
+import shutil
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from semdiag.measurement.summaries import SUMMARIES
+from semdiag.measurement.survey import Conditions, survey
+
+
+def strict(text):
+    """One JSON object on one line, without NaN and infinities."""
+
+    def refuse(name):
+        raise AssertionError(f"{name} is not JSON")
+
+    assert text.count("\n") == 1
+    return json.loads(text, parse_constant=refuse)
+
+
+FEW = ("--samples", 8, "--figures", "none")
+
+
+@pytest.mark.parametrize("command", ["dispersion", "separation"])
+def test_json_is_the_summary_of_the_same_survey(run_semdiag, here, tiny_runs, command):
+    outcome = run_semdiag(command, tiny_runs.full, tiny_runs.topk, "--k", "2,5", *FEW, "--json", "--quiet")
+    assert (outcome.code, outcome.err) == (0, "")
+    found = strict(outcome.out)
+    files = [tiny_runs.full / "last.pt", tiny_runs.topk / "last.pt"]
+    expected = SUMMARIES[command](survey(files, Conditions(samples=8, k=(2, 5))))
+    assert found["schema"] == f"semdiag.{command}/1"
+    assert found["results"] == json.loads(json.dumps(expected["results"]))
+    assert [within["k"] for within in found["results"][0]["within_model"]] == [2, 5]
+    assert f"{command} {tiny_runs.full}" in str(found["provenance"]["command"]).replace("', '", " ")
+
+
+@pytest.mark.parametrize(
+    ("command", "shown"),
+    [
+        ("dispersion", ["dispersion δ (nats)"]),
+        ("separation", ["separation Δ (nats)", "key load (queries)", "≤ 0"]),
+    ],
+)
+def test_tables_go_to_stderr_and_nothing_to_stdout(run_semdiag, here, tiny_runs, command, shown):
+    outcome = run_semdiag(command, tiny_runs.full, "--k", "2", *FEW)
+    assert (outcome.code, outcome.out) == (0, "")
+    said = " ".join(outcome.err.split())  # a long title is folded
+    assert all(words in said for words in (*shown, "p50", "p100", "0 k=2", "all k=2"))
+    assert "Figures and tables: " in outcome.err
+    assert "…" not in outcome.err  # no number is cut short
+
+
+def test_with_json_tables_still_go_to_stderr(run_semdiag, here, tiny_runs):
+    outcome = run_semdiag("dispersion", tiny_runs.topk, *FEW, "--json")
+    assert strict(outcome.out)["results"]
+    assert "dispersion δ (nats)" in outcome.err
+
+
+def test_numbers_in_the_table_are_those_of_the_summary(run_semdiag, here, tiny_runs):
+    outcome = run_semdiag("dispersion", tiny_runs.topk, *FEW, "--json")
+    pooled = strict(outcome.out)["results"][0]["all"]
+    row = next(line for line in outcome.err.splitlines() if line.split()[:1] == ["all"])
+    assert row.split()[1:] == [
+        f"{pooled[name]:.3g}" for name in ("mean", "p5", "p50", "p75", "p90", "p95", "p100")
+    ]
+
+
+def test_paths_that_look_like_markup_are_shown_as_they_are(run_semdiag, here, tiny_runs):
+    shutil.copytree(tiny_runs.topk, here / "[bold]run[" / "red]")
+    outcome = run_semdiag("dispersion", "[bold]run[/red]", *FEW)
+    assert outcome.code == 0
+    assert "[bold]run[/red]" in outcome.err.replace("\n", "")
+
+
+def test_figures_and_tables_go_to_reports_by_default_and_to_out_on_request(run_semdiag, here, tiny_runs):
+    assert run_semdiag("dispersion", tiny_runs.topk, *FEW, "--quiet").code == 0
+    assert (here / "reports" / "dispersion-topk" / "index.html").is_file()
+    assert run_semdiag("dispersion", tiny_runs.topk, *FEW, "--quiet", "--out", "my own/place").code == 0
+    assert (here / "my own" / "place" / "index.html").is_file()
+    assert sorted(path.name for path in here.iterdir()) == ["my own", "reports"]
+
+
+def test_figures_come_in_the_formats_asked_for(run_semdiag, here, tiny_runs):
+    assert run_semdiag("dispersion", tiny_runs.topk, "--samples", 8, "--figures", "svg", "--out", "out").code == 0
+    assert {path.suffix for path in (here / "out" / "figures").iterdir()} == {".svg"}
+
+
+def test_every_query_is_written_on_request(run_semdiag, here, tiny_runs):
+    words = (
+        "separation",
+        tiny_runs.full,
+        tiny_runs.topk,
+        *FEW,
+        "--dtype",
+        "float64",
+        "--per-query",
+        "all.parquet",
+    )
+    assert run_semdiag(*words, "--quiet").code == 0
+    queries, loads = pd.read_parquet("all.parquet"), pd.read_parquet("all.load.parquet")
+    contract = ["sample", "layer", "head", "query", "keys", "dispersion", "separation"]
+    assert [name for name in queries if name in contract] == contract
+    assert [name for name in loads if name in ("sample", "layer", "head", "key", "load")] == list(
+        loads.columns[1:]
+    )
+    assert queries.columns[0] == loads.columns[0] == "model"
+    assert queries["separation"].dtype == queries["dispersion"].dtype == "float64"
+    full = queries[queries["model"] == str(tiny_runs.full / "last.pt")]
+    topk = queries[queries["model"] == str(tiny_runs.topk / "last.pt")]
+    assert np.isposinf(full["separation"]).all()
+    assert np.isfinite(topk["separation"]).all()
+    assert len(queries) == 2 * 8 * 12 * 2 * 2
+    assert queries[["sample", "layer", "head", "query"]].min().tolist() == [0, 0, 0, 0]
+
+
+def test_a_checkpoint_of_the_papers_code_is_measured(run_semdiag, here, paper_code):
+    np.save(here / "tokens.npy", paper_code.true["tokens"].numpy())
+    words = (
+        "--config",
+        paper_code.config_file,
+        "--inputs",
+        "tokens.npy",
+        "--dtype",
+        "float64",
+        "--figures",
+        "none",
+    )
+    outcome = run_semdiag("dispersion", paper_code.checkpoint, *words, "--json", "--quiet")
+    assert outcome.code == 0
+    pooled = strict(outcome.out)["results"][0]["all"]
+    true = paper_code.true["dispersion"].numpy()
+    assert pooled["p50"] == pytest.approx(np.median(true), abs=1e-9)
+    assert pooled["p100"] == pytest.approx(true.max(), abs=1e-9)

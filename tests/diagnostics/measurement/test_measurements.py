@@ -1,0 +1,142 @@
+"""The tables: saved, loaded, joined, taken apart and shown."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from semdiag.measurement.measurements import TABLES, Measurements
+from semdiag.measurement.survey import Conditions, survey
+from semdiag_models import InputError
+
+
+@pytest.fixture(scope="module")
+def measured(tiny_runs):
+    """Both tiny runs, with counterfactuals (so that there are missing values) and infinite separations."""
+    return survey([tiny_runs.full, tiny_runs.topk], Conditions(samples=5, k=(2,)))
+
+
+def test_a_round_trip_changes_nothing(measured, tmp_path):
+    measured.save(tmp_path / "a" / "b")
+    loaded = Measurements.load(tmp_path / "a" / "b")
+    for name in TABLES:
+        pd.testing.assert_frame_equal(getattr(loaded, name), getattr(measured, name), check_exact=True)
+    assert loaded.provenance == measured.provenance
+    assert np.isposinf(loaded.queries["separation"]).any()
+    assert loaded.queries["dispersion_k2"].isna().any()
+
+
+def test_a_round_trip_keeps_what_is_unknown_and_what_is_empty(made_up, tmp_path):
+    measured = made_up(("x.pt", [0.1, 0.2, np.nan, np.inf], {"task": None, "seed": None, "accuracy": None}))
+    measured.save(tmp_path)
+    loaded = Measurements.load(str(tmp_path))
+    for name in TABLES:
+        pd.testing.assert_frame_equal(getattr(loaded, name), getattr(measured, name), check_exact=True)
+    assert loaded.models[["task", "seed"]].isna().all(axis=None)
+
+
+def test_saving_twice_keeps_the_later(measured, made_up, tmp_path):
+    measured.save(tmp_path)
+    made_up(("x.pt", [1, 2, 3, 4], {})).save(tmp_path)
+    assert Measurements.load(tmp_path).models["model"].tolist() == ["x.pt"]
+
+
+@pytest.mark.parametrize("table", TABLES)
+@pytest.mark.parametrize("damage", [b"", b"not a table at all", None])
+def test_a_damaged_table_is_refused(measured, tmp_path, table, damage):
+    measured.save(tmp_path)
+    file = tmp_path / f"{table}.parquet"
+    file.write_bytes(file.read_bytes()[:-30] if damage is None else damage)
+    with pytest.raises(
+        InputError, match=r"does not hold saved measurements \(.*semdiag report --keep-queries"
+    ) as refused:
+        Measurements.load(tmp_path)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("content", ["", "{", "\xff"])
+def test_damaged_provenance_is_refused(measured, tmp_path, content):
+    measured.save(tmp_path)
+    (tmp_path / "provenance.json").write_bytes(content.encode("latin1"))
+    with pytest.raises(InputError, match="does not hold saved measurements"):
+        Measurements.load(tmp_path)
+
+
+@pytest.mark.parametrize("name", [*(f"{table}.parquet" for table in TABLES), "provenance.json"])
+def test_a_missing_file_is_refused(measured, tmp_path, name):
+    measured.save(tmp_path)
+    (tmp_path / name).unlink()
+    with pytest.raises(InputError, match=f"does not hold saved measurements .*{name}"):
+        Measurements.load(tmp_path)
+
+
+@pytest.mark.parametrize("table", TABLES)
+def test_a_table_without_its_columns_is_refused(measured, tmp_path, table):
+    measured.save(tmp_path)
+    pd.DataFrame({"a": [1]}).to_parquet(tmp_path / f"{table}.parquet")
+    with pytest.raises(InputError, match=f"does not hold saved measurements .*{table}"):
+        Measurements.load(tmp_path)
+
+
+def test_a_folder_that_does_not_exist_is_refused(tmp_path):
+    with pytest.raises(InputError, match="nowhere does not hold saved measurements"):
+        Measurements.load(tmp_path / "nowhere")
+
+
+def test_joining_puts_tables_below_each_other(made_up):
+    a, b = made_up(("a.pt", [1, 2, 3, 4], {})), made_up(("b.pt", [5, 6, 7, 8], {"attention": "topk", "k": 2}))
+    joined = Measurements.concat([a, b])
+    assert joined.models["model"].tolist() == ["a.pt", "b.pt"]
+    assert joined.queries["dispersion"].tolist() == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert joined.queries.index.is_unique
+    assert joined.models["k"].tolist() == [pd.NA, 2]
+    assert joined.provenance == a.provenance
+    assert joined.non_finite.empty
+
+
+def test_joining_keeps_the_kinds_of_columns_whichever_table_is_empty(made_up):
+    a, b = made_up(("a.pt", [1, 2, 3, 4], {})), made_up(("b.pt", [5, 6, 7, 8], {}))
+    empty = dataclasses.replace(b, history=b.history[:0].astype({"epoch": "float64"}))
+    for parts in ([a, empty], [empty, a]):
+        pd.testing.assert_frame_equal(Measurements.concat(parts).history, a.history)
+
+
+def test_a_model_cannot_be_joined_with_itself(made_up):
+    a, b = made_up(("a.pt", [1, 2, 3, 4], {})), made_up(("b.pt", [5, 6, 7, 8], {}))
+    with pytest.raises(InputError, match=r"^b\.pt is named twice\.$"):
+        Measurements.concat([b, a, b])
+
+
+def test_of_one_model_every_table_holds_its_rows_only(measured, tiny_runs):
+    own = measured.of(str(tiny_runs.topk))
+    assert len(own.models) == 1
+    assert len(own.queries) == 5 * 12 * 2 * 2
+    for name in ("queries", "loads", "history"):
+        assert set(getattr(own, name)["model"]) == {str(tiny_runs.topk)}
+    assert own.provenance == measured.provenance
+
+
+def test_the_page_in_a_notebook_shows_percentiles_per_layer(measured, tiny_runs):
+    page = measured._repr_html_()
+    assert page.count("<table") == 2
+    assert str(tiny_runs.full) in page
+    assert all(f"<th>{name}</th>" in page for name in ("layer", "head", "queries", "p50", "p95", "p100"))
+    median = measured.of(str(tiny_runs.full)).queries.query("layer == 1 and head == 0")["dispersion"].median()
+    assert f"<td>{median:.3g}</td>" in page
+
+
+def test_the_page_in_a_notebook_escapes_what_comes_from_files(made_up):
+    hostile = "<script>alert('1')</script>&.pt"
+    page = made_up((hostile, [1, 2, 3, 4], {"task": "<b>bold</b>", "attention": "<i>"}))._repr_html_()
+    assert "<script" not in page
+    assert "<b>" not in page
+    assert "<i>" not in page
+    assert "&lt;script&gt;alert(&#x27;1&#x27;)&lt;/script&gt;&amp;.pt" in page
+
+
+def test_provenance_is_plain_json(measured, tmp_path):
+    measured.save(tmp_path)
+    provenance = json.loads((tmp_path / "provenance.json").read_text(encoding="utf-8"))
+    assert {"semdiag", "torch", "device", "dtype", "seed", "samples"} <= set(provenance)

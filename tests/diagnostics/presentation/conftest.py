@@ -1,0 +1,96 @@
+"""Measurements built by hand, with numbers that the tests know."""
+
+import sys
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from semdiag.measurement.measurements import Measurements
+from semdiag.measurement.resampling import ratio_interval
+from semdiag.presentation import report  # noqa: F401  # so that the modules below are loaded
+
+SAMPLES, LENGTH, LAYERS = 6, 8, 2
+# Factor on the dispersions, keys kept, separation of each query.
+KINDS = {"full": (4.0, LENGTH, np.inf), "topk": (1.0, 3, 0.01), "banded": (2.0, 3, -0.5), "block": (2.5, 3, -0.4)}
+
+
+def one_model(attention="full", task="even-pairs", seed=7, snapshot="last", path=None, epochs=4, within=()):
+    """Dispersion of query q in layer l: factor · (l + 1) · (q + 1) / LENGTH; accuracy 0.25, 0.5, … by epoch."""
+    factor, kept, separation = KINDS.get(attention, (3.0, 3, 0.2))
+    path = path or f"{task}-{attention}-{seed}/{snapshot}.pt"
+    rows = pd.MultiIndex.from_product(
+        [range(SAMPLES), range(LAYERS), [0], range(LENGTH)], names=["sample", "layer", "head", "query"]
+    ).to_frame(index=False)
+    queries = rows.assign(keys=LENGTH, kept=kept, separation=separation)
+    queries["dispersion"] = factor * (queries["layer"] + 1) * (queries["query"] + 1) / LENGTH
+    for k in within:
+        queries[f"dispersion_k{k}"] = queries["dispersion"] * k / LENGTH
+        queries[f"separation_k{k}"] = 0.02
+    loads = rows.rename(columns={"query": "key"}).assign(load=LENGTH)
+    if attention != "full":
+        loads["load"] = np.tile([6, 6, 6, 6, 0, 0, 0, 0], SAMPLES * LAYERS)
+    for k in within:
+        loads[f"load_k{k}"] = k
+    epoch = np.arange(1, epochs + 1)
+    accuracy = np.minimum(epoch / (4 if attention == "full" else 2), 1.0)
+    history = {"epoch": epoch, "train_loss": 1 / epoch, "train_accuracy": accuracy}
+    history |= {"holdout_loss": 2 / epoch, "holdout_accuracy": accuracy / 2}
+    row = {
+        "model": path, "sha256": "ab" * 32, "source": "semdiag", "snapshot": snapshot, "task": task,
+        "attention": attention, "k": None if attention == "full" else kept, "seed": seed, "epoch": epochs,
+        "blocks": LAYERS, "heads": 1, "width": 16, "length": LENGTH, "parameters": 1234, "samples": SAMPLES,
+        "inputs": "made by hand", "accuracy": 0.75, "attention_found": LAYERS, "attention_captured": LAYERS,
+        "residual": 1e-7,
+    }  # fmt: skip
+    types = {"k": "Int64", "seed": "Int64", "epoch": "Int64", "task": "str", "accuracy": "float64"}
+    columns = ["model", "sample", "layer", "head", "scores"]
+    return Measurements(
+        models=pd.DataFrame([row]).astype(types),
+        queries=queries.assign(model=path),
+        loads=loads.assign(model=path),
+        history=pd.DataFrame(history).assign(model=path),
+        non_finite=pd.DataFrame({name: [] for name in columns}).astype({"model": "str", "scores": "int64"}),
+        provenance={"semdiag": "0.1.0", "device": "cpu"},
+    )
+
+
+def quick_interval(*rows, **options):
+    """Three draws: how good intervals are is tested beside the resampling itself."""
+    return ratio_interval(*rows, **{**options, "resamples": 3})
+
+
+@pytest.fixture(autouse=True)
+def few_resamples(monkeypatch):
+    # Not by attribute: in the package, the figure's function hides the module of the same name.
+    for name in ("semdiag.presentation.figures.dispersion_ratio", "semdiag.presentation.verdict"):
+        monkeypatch.setattr(sys.modules[name], "ratio_interval", quick_interval)
+
+
+@pytest.fixture
+def model():
+    """Call with an attention, task, seed, snapshot, path, epochs, within: measurements of one model."""
+    return one_model
+
+
+@pytest.fixture
+def four():
+    """One model of each attention, the full one with a counterfactual k = 3."""
+    return Measurements.concat([one_model(kind, within=(3,) if kind == "full" else ()) for kind in KINDS])
+
+
+@pytest.fixture
+def many():
+    """Two tasks, two seeds, last and initialisation, and a pair of models of unknown task."""
+    parts = [
+        one_model(kind, task, seed, snapshot, epochs=0 if snapshot == "initialisation" else 4)
+        for task in ("even-pairs", "parity")
+        for seed in (1, 2)
+        for snapshot in ("last", "initialisation")
+        for kind in ("full", "topk")
+    ]
+    parts += [
+        one_model("full", None, None, path="unknown/full.pt"),
+        one_model("odd", None, None, path="unknown/x.pt"),
+    ]
+    return Measurements.concat(parts)
