@@ -62,7 +62,7 @@ def print_bounds(summary: Summary) -> None:
         console.print(_slopes(result["parameters"]))
         _verdicts(console, (v for v in result["verdicts"] if v["where"] == "all"))
     for pair in summary["pairs"]:
-        console.print(f"\n{pair['label']}: {pair['full']} and {pair['other']}")
+        console.print(f"\n{pair['label']}: {pair['reference']} and {pair['other']}")
         table = _table(_PAIR_COLUMNS)
         for verdict in pair["verdicts"]:
             sides = [

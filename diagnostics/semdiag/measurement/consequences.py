@@ -38,38 +38,48 @@ def consequence_findings(measurements: Measurements, pairs: list[Pair]) -> list[
             if not all(key in network.index for key in keys):
                 continue
             other, full = (float(network[key]) for key in keys)
-            numbers = {"ln λ_L mask over full": other - full if math.isfinite(full) else math.nan}
+            numbers = {"ln λ_L other over reference": other - full if math.isfinite(full) else math.nan}
             for gamma in SMOOTHNESS if math.isfinite(other - full) else ():
                 numbers[f"ln gap ratio, γc = {gamma:g}"] = gap_ratio(other, full, gamma).log_value.item()
-            note = "; ".join([_leaning(numbers, observed), *differences(measurements.models, pair)])
+            note = "; ".join([_leaning(numbers, observed, _names(measurements, pair)), *differences(measurements.models, pair)])
             claim = "the smaller Lipschitz constant learns faster and generalises better"
             found.append(Finding(pair.label, claim, form, "all", Verdict.NOT_MET, numbers | observed, note))
     return found
 
 
-def _leaning(numbers: dict[str, float], observed: dict[str, float]) -> str:
+def _leaning(numbers: dict[str, float], observed: dict[str, float], names: tuple[str, str]) -> str:
     """Say in words which way bound and observation point."""
-    ratio, speed = numbers["ln λ_L mask over full"], observed["speed-up of the mask"]
-    bound = "mask" if ratio < 0 else "full attention" if ratio > 0 else "neither"
+    ratio, speed = numbers["ln λ_L other over reference"], observed["speed-up of the other"]
+    reference, other = names
+    bound = other if ratio < 0 else reference if ratio > 0 else "neither"
     if math.isnan(ratio):
         bound = "neither (a constant is infinite)"
-    seen = "mask" if speed > 1 else "full attention" if speed < 1 else "neither"
-    only = [name for name in ("mask", "full") if not math.isnan(observed[f"epochs to 95 %, {name}"])]
-    if math.isnan(speed) and len(only) == 1:
-        seen = "mask" if only == ["mask"] else "full attention"
-    return f"the constants favour {bound}; the training runs, {seen}; steps and smoothness are not as assumed"
+    arrived = [not math.isnan(observed[f"epochs to 95 %, {name}"]) for name in ("reference", "other")]
+    seen = other if speed > 1 else reference if speed < 1 else "neither"
+    if arrived[0] != arrived[1]:
+        seen = reference if arrived[0] else other
+    said = f"other: {other}, reference: {reference}; the constants favour {bound}, the training runs {seen}"
+    return f"{said}; steps and smoothness are not as assumed"
+
+
+def _names(measurements: Measurements, pair: Pair) -> tuple[str, str]:
+    """Attention of the reference and of the other model: ``full``, ``topk-5``."""
+    rows = {row["model"]: row for row in measurements.models.to_dict("records")}
+    kinds = [(rows[path]["attention"], rows[path]["k"]) for path in (pair.full, pair.other)]
+    reference, other = (str(kind) if pd.isna(k) else f"{kind}-{k}" for kind, k in kinds)
+    return (reference, other) if reference != other else ("the reference", "the other")
 
 
 def _observed(measurements: Measurements, pair: Pair) -> dict[str, float]:
     """Epochs to 95 % training accuracy and train − holdout gaps of both runs; NaN where unknown."""
     epochs, seen = {}, {}
-    for name, model in (("mask", pair.other), ("full", pair.full)):
+    for name, model in (("other", pair.other), ("reference", pair.full)):
         history = measurements.history[measurements.history["model"] == model].sort_values("epoch")
         epochs[name] = epochs_to(history)
         seen[f"epochs to 95 %, {name}"] = epochs[name]
         seen[f"train − holdout accuracy, {name}"] = _gap(history, "train_accuracy", "holdout_accuracy")
         seen[f"holdout − train loss, {name}"] = _gap(history, "holdout_loss", "train_loss")
-    return seen | {"speed-up of the mask": epochs["full"] / epochs["mask"]}
+    return seen | {"speed-up of the other": epochs["reference"] / epochs["other"]}
 
 
 def epochs_to(history: pd.DataFrame, target: float = TARGET) -> float:

@@ -20,7 +20,6 @@ _NEEDED = {
     "history": "model epoch",
     "non_finite": "model sample layer head scores",
 }
-
 # Tables that only some commands measure: empty where they were not, absent from older folders.
 OPTIONAL_TABLES = {
     "secants": {
@@ -152,7 +151,8 @@ class Measurements:
                 f"{folder} does not hold saved measurements ({str(error).splitlines()[0]}). "
                 "Make them with: semdiag report --keep-queries."
             ) from None
-        for name, needed in _NEEDED.items():
+        optional = {name: " ".join(columns) for name, columns in OPTIONAL_TABLES.items()}
+        for name, needed in (_NEEDED | optional).items():
             missing = [column for column in needed.split() if column not in tables[name]]
             if missing:
                 raise InputError(

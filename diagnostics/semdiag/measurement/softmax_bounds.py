@@ -73,10 +73,12 @@ def local_stability(queries: pd.DataFrame) -> "pd.Series[float]":
     Source: docs/theory.md#local-stability. Deviation: where the largest weight has rounded to 1, it is 0.
 
     Args:
-        queries: rows with the column largest_weight.
+        queries: rows with the column largest_weight; older measurements do not have it.
 
     Returns:
-        2p(1 − p), in [0, ½].
+        2p(1 − p), in [0, ½]; NaN where the largest weight is not known.
     """
+    if "largest_weight" not in queries:
+        return pd.Series(np.nan, index=queries.index)
     p = queries["largest_weight"].astype(float)
     return 2 * p * (1 - p)

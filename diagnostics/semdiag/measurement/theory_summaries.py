@@ -72,7 +72,7 @@ def bounds_summary(measurements: Measurements) -> Summary:
     compared = [
         {
             "label": pair.label,
-            "full": pair.full,
+            "reference": pair.full,
             "other": pair.other,
             "differences": differences(measurements.models, pair),
             "verdicts": _verdicts(of_pairs, pair.label),
