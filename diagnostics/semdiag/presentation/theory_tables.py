@@ -127,7 +127,8 @@ def corollary_table(findings: Sequence[Finding]) -> pd.DataFrame:
         }
         row |= {column: float(finding.numbers[key]) for column, key in _PAIRED.items()}
         rows.append({**row, "note": finding.note})
-    return pd.DataFrame(rows, columns=COROLLARY_COLUMNS)
+    numbers = dict.fromkeys(["value", "threshold", *_PAIRED], "float64")
+    return pd.DataFrame(rows, columns=COROLLARY_COLUMNS).astype(numbers)
 
 
 def findings_table(findings: Sequence[Finding]) -> pd.DataFrame:

@@ -30,10 +30,13 @@ def attention_response(measurements: Measurements) -> Figure:
     if secants.empty:
         raise NothingToDrawError("No input was perturbed: no response was measured.")
     tables = {
-        (level, str(model)): pooled_table(rows, "weight_change", by="layer").sort_values("layer")
+        (float(str(level)), str(model)): pooled_table(rows, "weight_change", by="layer").sort_values("layer")
         for (level, model), rows in secants.groupby(["level", "model"], sort=True)
     }
-    means = {key: percentiles(rows)["mean"] for key, rows in secants.groupby(["level", "model"])["weight_change"]}
+    means = {
+        (float(str(level)), str(model)): percentiles(rows)["mean"]
+        for (level, model), rows in secants.groupby(["level", "model"])["weight_change"]
+    }
     low, high = positive_range(pd.concat(tables.values()), "p1", "p99")
     levels = sorted({level for level, _ in tables})
     measured = set(secants["model"])

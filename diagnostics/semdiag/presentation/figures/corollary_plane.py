@@ -62,7 +62,7 @@ def corollary_plane(measurements: Measurements) -> Figure:
         ax.set(yscale="log", ylim=(low, high), xlim=(0, max(1.1, 1.05 * everything["x"].max())))
         ax.set_xlabel("δₕ / δₛ")
         equation = "eq. 304" if parameter == "W" else "eq. 305, 2ΓΞ² = δₛ"
-        title_with_facts(ax, f"Condition in {parameter} ({equation})", [_fact(table, points, parameter)])
+        title_with_facts(ax, f"Condition in {parameter} ({equation})", _facts(table, points, parameter))
     axes[0].set_ylabel("Δₕ / δₛ")
     legend_on_top(figure, axes)
     note_below(
@@ -81,12 +81,13 @@ def _points(measurements: Measurements) -> pd.DataFrame:
     table = corollary_table(corollary_findings(measurements, pairs))
     table = table[(table["form"] == "paper") & (table["full_dispersion"] > 0) & np.isfinite(table["dispersion"])]
     table = table[np.isfinite(table["full_dispersion"])]
-    return table.assign(
+    placed: pd.DataFrame = table.assign(
         name=table["pair"],
         x=table["dispersion"] / table["full_dispersion"],
         y=table["separation"] / table["full_dispersion"],
         met=table["verdict"] == Verdict.HOLDS.value,
     )
+    return placed
 
 
 def _published() -> pd.DataFrame:
@@ -128,11 +129,6 @@ def _draw_pairs(ax: Axes, points: pd.DataFrame, *, measured: bool) -> None:
                 row["x"], row["y"], marker=marker, markersize=size, color=color, linestyle="none",
                 markerfacecolor=color if row["met"] else "white", zorder=3,
             )  # fmt: skip
-            if measured and points["name"].nunique() == 1:
-                ax.annotate(
-                    f"p{row['percentile']}, δₛ = {row['full_dispersion']:.3g}", (row["x"], row["y"]),
-                    xytext=(8, 2), textcoords="offset points", fontsize=6.5, color=color,
-                )  # fmt: skip
             if row["percentile"] == 100:
                 ring: dict[str, Any] = {"marker": "o", "markersize": 11, "fillstyle": "none"}
                 ax.plot(row["x"], row["y"], color=FAINT, linestyle="none", markeredgewidth=0.6, **ring)
@@ -140,9 +136,13 @@ def _draw_pairs(ax: Axes, points: pd.DataFrame, *, measured: bool) -> None:
         ax.plot([], [], color=color, marker=marker, markersize=5, linewidth=1, label=label)
 
 
-def _fact(table: pd.DataFrame, points: pd.DataFrame, parameter: str) -> str:
-    """At how many of the shown percentiles of measured pairs the condition holds."""
+def _facts(table: pd.DataFrame, points: pd.DataFrame, parameter: str) -> list[str]:
+    """At how many percentiles of measured pairs the condition holds, and their δ_s."""
     own = points[points["parameter"] == parameter]
     hidden = int((table["parameter"] == parameter).sum()) - len(own)
     said = f"measured: holds at {int(own['met'].sum())} of {len(own)} percentiles shown"
-    return said + (f"; {hidden} with Δₕ ≤ 0 or within rounding of it not shown" if hidden else "")
+    said += f"; {hidden} with Δₕ ≤ 0 or a tie not shown" if hidden else ""
+    if own["name"].nunique() > 1:
+        return [said]
+    dispersions = (f"{row['full_dispersion']:.3g} (p{row['percentile']})" for row in own.to_dict("records"))
+    return [said, f"measured δₛ: {', '.join(dispersions)}"]

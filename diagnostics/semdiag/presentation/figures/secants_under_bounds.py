@@ -55,7 +55,7 @@ def secants_under_bounds(measurements: Measurements) -> Figure:
     for ax, (panel, series) in zip(axes, shown, strict=True):
         own = known[known["model"] == series.model]
         _draw(ax, own, attention_style(series.attention).color)
-        facts = [_fact(findings[series.model, form]) for form in ("sound", "paper")]
+        facts = [line for form in ("sound", "paper") for line in _facts(findings[series.model, form])]
         title_with_facts(ax, f"{panel.title}, {series.label}", facts)
         ax.set_xlabel("block")
     axes[0].set_ylabel("log10 of slope or constant")
@@ -71,14 +71,14 @@ def secants_under_bounds(measurements: Measurements) -> Figure:
     return figure
 
 
-def _fact(finding: Finding) -> str:
-    """What became of the constants of one form, in a line."""
+def _facts(finding: Finding) -> list[str]:
+    """What became of the constants of one form, in lines."""
     numbers = finding.numbers
     if "smallest log10 gap" not in numbers:
-        return f"{finding.form}: {finding.verdict}"
+        return [f"{finding.form}: {finding.verdict}"]
     gaps = f"10^{numbers['smallest log10 gap']:.1f} to 10^{numbers['largest log10 gap']:.1f}"
-    unmet = "; its assumptions are not all met" if finding.note else ""
-    return f"{finding.form}: {finding.verdict}, constants {gaps} times the slope{unmet}"
+    unmet = [f"{finding.form}: assumptions not all met, see the verdict"] if finding.note else []
+    return [f"{finding.form}: {finding.verdict}, constants {gaps} times the slope", *unmet]
 
 
 def _draw(ax: Axes, rows: pd.DataFrame, color: str) -> None:
@@ -86,7 +86,7 @@ def _draw(ax: Axes, rows: pd.DataFrame, color: str) -> None:
     last = int(tops["layer"].max())
     groups = zip(tops["layer"], tops["group"], strict=True)
     x = np.array([_place(int(layer), str(group), last) for layer, group in groups])
-    y = {name: np.where(np.isfinite(tops[name]), log10(tops[name].to_numpy(float)), np.nan) for name in _COLUMNS}
+    y = {name: tops[name].where(np.isfinite(tops[name])).map(log10).to_numpy(float) for name in _COLUMNS}
     measured = np.fmax(y["ln_gradient"], y["ln_secant"])
     ax.vlines(x, measured, y["ln_sound"], color="#cfcfcf", linewidth=0.9, zorder=1)
     dash: dict[str, Any] = {"marker": "_", "markersize": 8, "linestyle": "none"}

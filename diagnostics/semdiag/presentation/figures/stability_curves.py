@@ -71,13 +71,15 @@ def _full_rows(measurements: Measurements) -> pd.DataFrame:
     """Secants of all full models beside ξ, those with a change to show."""
     full = measurements.models[measurements.models["attention"] == "full"]["model"]
     rows = with_bounds(measurements.secants[measurements.secants["model"].isin(list(full))], "full")
-    return rows[(rows["secant"] > 0) & (rows["dispersion"] > 0) & np.isfinite(rows["ln_sound"])]
+    moved = (rows["secant"] > 0) & (rows["dispersion"] > 0) & np.isfinite(rows["ln_sound"])
+    shown: pd.DataFrame = rows[moved]
+    return shown
 
 
 def _draw_curves(ax: Axes, keys: int) -> None:
     delta = np.geomspace(*_RANGE, 400)
-    sound = fixed_mask_stability(delta, keys).log_value.numpy()
-    paper = paper_fixed_mask_stability(delta, keys).log_value.numpy()
+    sound = fixed_mask_stability(torch.tensor(delta), keys).log_value.numpy()
+    paper = paper_fixed_mask_stability(torch.tensor(delta), keys).log_value.numpy()
     shown = np.exp(np.minimum(paper, math.log(10 * _TOP)))
     ax.fill_between(delta, shown, np.exp(sound), where=paper < sound, color=_SHADE, linewidth=0,
                     label="paper form below the sound one")  # fmt: skip
