@@ -33,7 +33,7 @@ def corollary_conditions(measurements: Measurements) -> Figure:
         NothingToDrawError: if no pair can be compared.
     """
     table = corollary_table(corollary_findings(measurements, compared_pairs(measurements)))
-    finite = table[np.isfinite(table["value"])]
+    finite = table[np.isfinite(table[["value", "full_dispersion", "dispersion"]]).all(axis=1)]
     pairs = [name for name in dict.fromkeys(table["pair"]) if name in set(finite["pair"])]
     if not pairs:
         raise NothingToDrawError("No masked model is compared with a full one, or no condition can be stated.")
@@ -48,8 +48,8 @@ def corollary_conditions(measurements: Measurements) -> Figure:
     note_below(
         figure,
         "Bars down from the line at 1 or 0: the mask has the better guarantee; up: full attention has. "
-        f"Separation at the mirrored percentiles (25, 10, 5, 0). {HEURISTIC[0].upper()}{HEURISTIC[1:]}.\nSound margin: W with norms "
-        "taken as equal, X with each model's own largest norms.",
+        f"Separation at the mirrored percentiles (25, 10, 5, 0). {HEURISTIC[0].upper()}{HEURISTIC[1:]}."
+        "\nSound margin: W with norms taken as equal, X with each model's own largest norms.",
     )
     return figure
 

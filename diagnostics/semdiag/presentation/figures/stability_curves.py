@@ -105,7 +105,7 @@ def _draw_points(ax: Axes, keys: int, rows: pd.DataFrame) -> None:
     others = rows.drop(index=closest)
     chosen = others.sample(min(POINTS - len(closest), len(others)), random_state=0).index.union(closest)
     points = rows.loc[chosen]
-    ax.scatter(
-        points["dispersion"], points["secant"].clip(lower=_FLOOR), s=5, color=[lightened(style.color, 0.2)],
-        alpha=0.6, linewidth=0, zorder=3,
+    ax.plot(
+        points["dispersion"], points["secant"].clip(lower=_FLOOR), marker="o", markersize=2, markeredgewidth=0,
+        color=lightened(style.color, 0.2), linestyle="none", zorder=3,
     )  # fmt: skip
