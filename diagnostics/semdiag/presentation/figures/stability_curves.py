@@ -77,7 +77,7 @@ def _full_rows(measurements: Measurements) -> pd.DataFrame:
 
 
 def _draw_curves(ax: Axes, keys: int) -> None:
-    delta = np.geomspace(*_RANGE, 400)
+    delta = np.geomspace(*_RANGE, 181)
     sound = fixed_mask_stability(torch.tensor(delta), keys).log_value.numpy()
     paper = paper_fixed_mask_stability(torch.tensor(delta), keys).log_value.numpy()
     shown = np.exp(np.minimum(paper, math.log(10 * _TOP)))
