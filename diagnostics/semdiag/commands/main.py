@@ -6,12 +6,14 @@ from typing import Annotated, Any
 
 import typer
 
+from semdiag.commands.bounds import bounds
 from semdiag.commands.check import check
 from semdiag.commands.dispersion import dispersion
 from semdiag.commands.info import info
 from semdiag.commands.listing import list_names
 from semdiag.commands.report import report
 from semdiag.commands.separation import separation
+from semdiag.commands.stability import stability
 from semdiag.commands.train import train
 
 # Typer carries click under a name that has changed between its versions; its own exports lead there.
@@ -31,6 +33,8 @@ for name, command in (
     ("info", info),
     ("dispersion", dispersion),
     ("separation", separation),
+    ("stability", stability),
+    ("bounds", bounds),
     ("report", report),
     ("check", check),
 ):

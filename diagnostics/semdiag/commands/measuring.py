@@ -33,6 +33,23 @@ def whole_numbers(text: str, option: str) -> tuple[int, ...]:
         raise InputError(f"{option} takes whole numbers separated by commas, like 4,8,16. Got {text!r}.") from None
 
 
+def positive_numbers(text: str, option: str) -> tuple[float, ...]:
+    """Read ``"0.001,0.01"``.
+
+    Raises:
+        InputError: if a part is not a positive number, or there is none.
+    """
+    from semdiag_models import InputError
+
+    try:
+        numbers = tuple(sorted({float(part) for part in text.split(",") if part.strip()}))
+    except ValueError:
+        numbers = ()
+    if not numbers or not all(0 < number < float("inf") for number in numbers):
+        raise InputError(f"{option} takes positive numbers separated by commas, like 0.01,0.1. Got {text!r}.")
+    return numbers
+
+
 def figure_formats(text: str) -> tuple[str, ...]:
     """Read ``"png,svg"``; ``"none"`` gives none.
 

@@ -49,6 +49,14 @@ Config = Annotated[
         rich_help_panel=_MEASURE,
     ),
 ]
+Noise = Annotated[
+    str,
+    typer.Option(
+        help="Gaussian noise on the embedded tokens, relative to each token's root mean square. One level or "
+        "several, like 0.01 or 0.001,0.01,0.1.",
+        rich_help_panel=_MEASURE,
+    ),
+]
 Out = Annotated[
     Path | None,
     typer.Option(help="Folder for figures and tables. Default: reports/COMMAND-MODEL.", rich_help_panel=_OUTPUT),

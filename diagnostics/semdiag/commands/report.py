@@ -19,6 +19,7 @@ def report(
     dtype: options.Dtype = "float32",
     seed: options.Seed = 0,
     min_keys: options.MinKeys = 1,
+    noise: options.Noise = "0.01",
     config: options.Config = None,
     redraw: Annotated[
         Path | None,
@@ -60,6 +61,8 @@ def report(
             min_keys=min_keys,
             k=measuring.whole_numbers(k, "--k"),
             config=measuring.read_config(config),
+            noise=measuring.positive_numbers(noise, "--noise"),
+            bounds=True,
         )
         found = measuring.measured(models, conditions, quiet)
     folder = out if out is not None else measuring.report_name("report", found)

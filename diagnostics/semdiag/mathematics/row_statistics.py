@@ -23,6 +23,7 @@ class RowStatistics:
         log_sum_exp: ln Σ exp(z) over A_i.
         kept_maximum: largest score over S_i.
         kept_minimum: smallest score over S_i.
+        kept_log_sum_exp: ln Σ exp(z) over S_i; -inf if S_i is empty.
         dropped_maximum: largest score over A_i \ S_i; -inf if S_i = A_i.
         load: (B, H, Lk) int64, number of queries that attend to the key.
         top: (B, H, Lq, K+1), the largest scores over A_i in falling order, -inf where there are fewer.
@@ -37,6 +38,7 @@ class RowStatistics:
     log_sum_exp: Tensor
     kept_maximum: Tensor
     kept_minimum: Tensor
+    kept_log_sum_exp: Tensor
     dropped_maximum: Tensor
     load: Tensor
     top: Tensor
@@ -86,6 +88,16 @@ class RowStatistics:
         self._check(k)
         gap = torch.where(self.keys > k, self.top[..., k - 1] - self.top[..., k], torch.inf)
         return _nan_where(self.keys == 0, gap)
+
+    def largest_weight(self) -> Tensor:
+        """Largest attention weight of each query, max_j p_j over S_i.
+
+        Source: docs/theory.md#local-stability. Deviation: none.
+
+        Returns:
+            (B, H, Lq), in [1/k_i, 1]; NaN for a row without keys.
+        """
+        return _nan_where(self.kept == 0, (self.kept_maximum - self.kept_log_sum_exp).exp())
 
     def key_load(self, k: int | None = None) -> Tensor:
         """Key load l_j = #{i : j ∈ S_i}, a raw count; with k, under top-k.
@@ -227,6 +239,7 @@ def _kept(
             "kept": found["keys"],
             "kept_maximum": found["maximum"],
             "kept_minimum": found["minimum"],
+            "kept_log_sum_exp": found["log_sum_exp"],
             "dropped_maximum": nothing,
         }
     present = selected >= 0
@@ -235,10 +248,12 @@ def _kept(
     index = torch.where(present, selected, selected.amax(-1, keepdim=True).clamp(min=0))
     some = present.any(-1)
     dropped = high.scatter(-1, index, -torch.inf).amax(-1)
+    chosen = high.gather(-1, index)
     return {
         "kept": present.sum(-1),
-        "kept_maximum": torch.where(some, high.gather(-1, index).amax(-1), -torch.inf),
+        "kept_maximum": torch.where(some, chosen.amax(-1), -torch.inf),
         "kept_minimum": torch.where(some, low.gather(-1, index).amin(-1), torch.inf),
+        "kept_log_sum_exp": chosen.masked_fill(~present, -torch.inf).logsumexp(-1),
         "dropped_maximum": torch.where(some, dropped, found["maximum"]),
     }
 

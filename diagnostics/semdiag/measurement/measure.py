@@ -127,6 +127,7 @@ class _Collector:
             "kept": _flat(statistics.kept, np.int32),
             "dispersion": _flat(statistics.dispersion()),
             "separation": _flat(statistics.separation()),
+            "largest_weight": _flat(statistics.largest_weight()),
         }
         for k in self.k:
             columns[f"dispersion_k{k}"] = _flat(statistics.dispersion(k))

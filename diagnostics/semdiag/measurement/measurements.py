@@ -20,6 +20,43 @@ _NEEDED = {
     "history": "model epoch",
     "non_finite": "model sample layer head scores",
 }
+# Tables that only some commands measure: empty where they were not, absent from older folders.
+OPTIONAL_TABLES = {
+    "secants": {
+        "model": "str",
+        **dict.fromkeys(("sample", "layer", "head", "query"), "int32"),
+        "level": "float64",
+        "kept": "int32",
+        **dict.fromkeys(("weight_change", "score_change", "score_change_max"), "float64"),
+        "same_set": "bool",
+        **dict.fromkeys(("dispersion", "separation"), "float64"),
+    },
+    "constants": {
+        "model": "str",
+        **dict.fromkeys(("layer", "head"), "int64"),
+        **dict.fromkeys(("quantity", "form"), "str"),
+        "ln_value": "float64",
+        "holds": "bool",
+        "assumptions": "str",
+    },
+    "parameters": {
+        **dict.fromkeys(("model", "tensor"), "str"),
+        "layer": "int64",
+        "group": "str",
+        **dict.fromkeys(("ln_sound", "ln_paper", "ln_gradient", "ln_secant"), "float64"),
+        "holds": "bool",
+    },
+}
+
+
+def empty_table(name: str) -> pd.DataFrame:
+    """Return an optional table without rows, with its columns and their types.
+
+    Args:
+        name: a key of :data:`OPTIONAL_TABLES`.
+    """
+    columns = OPTIONAL_TABLES[name]
+    return pd.DataFrame({column: [] for column in columns}).astype(columns)
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,12 +70,17 @@ class Measurements:
         models: one row per model: path, sha256, source, snapshot, task, attention, k, seed, epoch, blocks,
             heads, length, parameters, samples, inputs, accuracy, found and captured attention layers, residual.
         queries: one row per query: sample, layer, head, query, keys (n_i), kept (k_i), dispersion,
-            separation (+inf where nothing is dropped), and dispersion_kK, separation_kK for each
-            counterfactual K.
+            separation (+inf where nothing is dropped), largest_weight (of its attention weights), and
+            dispersion_kK, separation_kK for each counterfactual K.
         loads: one row per key: sample, layer, head, key, load, and load_kK.
         history: one row per epoch of each training run.
         non_finite: one row per sample, layer and head with scores that are NaN or infinite, and how many.
         provenance: versions, device, dtype, seed, command.
+        secants: one row per query, noise level and clean-noisy pair; see
+            :func:`~semdiag.measurement.perturbation.measure_secants`. Empty if not measured.
+        constants: one row per constant of the theory and form; see
+            :func:`~semdiag.measurement.constants.measure_constants`. Empty if not measured.
+        parameters: one row per parameter tensor, bounds beside measured slopes; same function.
     """
 
     models: pd.DataFrame
@@ -47,6 +89,9 @@ class Measurements:
     history: pd.DataFrame
     non_finite: pd.DataFrame
     provenance: dict[str, Any] = field(default_factory=dict)
+    secants: pd.DataFrame = field(default_factory=lambda: empty_table("secants"))
+    constants: pd.DataFrame = field(default_factory=lambda: empty_table("constants"))
+    parameters: pd.DataFrame = field(default_factory=lambda: empty_table("parameters"))
 
     @classmethod
     def concat(cls, parts: Iterable[Self]) -> Self:
@@ -66,7 +111,7 @@ class Measurements:
         twice = sorted({path for path in paths if paths.count(path) > 1})
         if twice:
             raise InputError(f"{twice[0]} is named twice.")
-        tables = {name: _joined([getattr(part, name) for part in parts]) for name in TABLES}
+        tables = {name: _joined([getattr(part, name) for part in parts]) for name in (*TABLES, *OPTIONAL_TABLES)}
         return cls(**tables, provenance=parts[0].provenance)
 
     def save(self, folder: Path | str) -> None:
@@ -77,7 +122,7 @@ class Measurements:
         """
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        for name in TABLES:
+        for name in (*TABLES, *OPTIONAL_TABLES):
             getattr(self, name).to_parquet(folder / f"{name}.parquet", index=False)
         (folder / "provenance.json").write_text(json.dumps(self.provenance, indent=1) + "\n", encoding="utf-8")
 
@@ -97,13 +142,17 @@ class Measurements:
         folder = Path(folder)
         try:
             tables = {name: pd.read_parquet(folder / f"{name}.parquet") for name in TABLES}
+            for name in OPTIONAL_TABLES:
+                file = folder / f"{name}.parquet"
+                tables[name] = pd.read_parquet(file) if file.exists() else empty_table(name)
             provenance = json.loads((folder / "provenance.json").read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise InputError(
                 f"{folder} does not hold saved measurements ({str(error).splitlines()[0]}). "
                 "Make them with: semdiag report --keep-queries."
             ) from None
-        for name, needed in _NEEDED.items():
+        optional = {name: " ".join(columns) for name, columns in OPTIONAL_TABLES.items()}
+        for name, needed in (_NEEDED | optional).items():
             missing = [column for column in needed.split() if column not in tables[name]]
             if missing:
                 raise InputError(
@@ -118,7 +167,7 @@ class Measurements:
         Args:
             model: a value of the column ``model``.
         """
-        tables = {name: getattr(self, name) for name in TABLES}
+        tables = {name: getattr(self, name) for name in (*TABLES, *OPTIONAL_TABLES)}
         own = {name: table[table["model"] == model] for name, table in tables.items()}
         return type(self)(**own, provenance=self.provenance)
 

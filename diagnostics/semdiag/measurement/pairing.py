@@ -1,8 +1,11 @@
 """Which trained models may be compared with each other: same task, seed, size and snapshot."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import pandas as pd
+
+from semdiag.measurement.measurements import Measurements
 
 _SAME = ["task", "seed", "blocks", "heads", "width", "length", "snapshot"]
 
@@ -46,3 +49,65 @@ def find_pairs(models: pd.DataFrame, attention: str | None = "topk") -> tuple[li
                 label += f", {row['snapshot']}"
             pairs.append(Pair(label, full[0], row["model"]))
     return pairs, alone
+
+
+def compared_pairs(measurements: Measurements) -> list[Pair]:
+    """Find what a report compares: with the model named by --against, or full models with their counterparts.
+
+    Args:
+        measurements: of any number of models; the reference's path stands in ``provenance["against"]``.
+
+    Returns:
+        The pairs, of every kind of attention.
+    """
+    against = measurements.provenance.get("against")
+    if against is not None and against in set(measurements.models["model"]):
+        return pairs_against(measurements.models, against)
+    return find_pairs(measurements.models, attention=None)[0]
+
+
+def pairs_against(models: pd.DataFrame, against: str) -> list[Pair]:
+    """Pair every model with one reference, whether or not they are alike.
+
+    Args:
+        models: the table of :class:`Measurements`.
+        against: the reference's path.
+
+    Returns:
+        One pair per other model; where only one of the two has full attention, that one is ``full``,
+        else the reference is.
+    """
+    reference = models[models["model"] == against].iloc[0]
+    pairs = []
+    for _, row in models[models["model"] != against].iterrows():
+        label = f"{_short(row)} against {_short(reference)}"
+        swap = row["attention"] == "full" and reference["attention"] != "full"
+        ends = (row["model"], against) if swap else (against, row["model"])
+        pairs.append(Pair(label, *ends))
+    return pairs
+
+
+def differences(models: pd.DataFrame, pair: Pair) -> list[str]:
+    """In what, besides attention, the two models of a pair differ.
+
+    Args:
+        models: the table of :class:`Measurements`.
+        pair: two of its models.
+
+    Returns:
+        Sentences like ``seed 1 and 2``; empty for a pair that :func:`find_pairs` makes.
+    """
+    full, other = (models[models["model"] == path].iloc[0] for path in (pair.full, pair.other))
+    names = [*_SAME, "k"] if full["attention"] != "full" and other["attention"] != "full" else _SAME
+    return [f"{name} {full[name]} and {other[name]}" for name in names if not _equal(full[name], other[name])]
+
+
+def _equal(one: Any, two: Any) -> bool:
+    if pd.isna(one) or pd.isna(two):
+        return bool(pd.isna(one) and pd.isna(two))
+    return bool(one == two)
+
+
+def _short(row: Any) -> str:
+    kind = str(row["attention"]) if pd.isna(row["k"]) else f"{row['attention']}-{row['k']}"
+    return f"{row['task']}, {kind}, seed {row['seed']}, {row['snapshot']}"

@@ -1,6 +1,5 @@
 """The machine-readable findings of each command."""
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -8,6 +7,8 @@ import pandas as pd
 
 from semdiag.measurement.measurements import Measurements
 from semdiag.measurement.percentiles import percentiles
+from semdiag.measurement.strict_json import json_ready as json_ready
+from semdiag.measurement.theory_summaries import bounds_summary, stability_summary
 
 Summary = dict[str, Any]
 
@@ -53,17 +54,6 @@ def counterfactual_ks(queries: pd.DataFrame) -> list[int]:
     return [int(name.removeprefix(prefix)) for name in named if queries[name].notna().any()]
 
 
-def json_ready(value: Any) -> Any:
-    """Replace what JSON has no number for — NaN and infinities — by None, at any depth."""
-    if isinstance(value, dict):
-        return {str(key): json_ready(entry) for key, entry in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [json_ready(entry) for entry in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return None if value is pd.NA else value
-
-
 def _summary(
     command: str, measurements: Measurements, describe: Callable[[pd.DataFrame, pd.DataFrame, str], Summary]
 ) -> Summary:
@@ -97,4 +87,6 @@ def _without(table: Summary, *names: str) -> Summary:
 SUMMARIES: dict[str, Callable[[Measurements], Summary]] = {
     "dispersion": dispersion_summary,
     "separation": separation_summary,
+    "stability": stability_summary,
+    "bounds": bounds_summary,
 }

@@ -1,7 +1,7 @@
 """Measuring several checkpoints under the same conditions."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from semdiag.capturing.inputs import read_inputs
 from semdiag.capturing.loading import LoadedModel, load
+from semdiag.measurement import constants, perturbation
 from semdiag.measurement.measure import measure
 from semdiag.measurement.measurements import Measurements
 from semdiag_models import InputError
@@ -35,6 +36,8 @@ class Conditions:
     min_keys: int = 1  # queries with fewer keys are left out
     k: tuple[int, ...] = ()  # counterfactual heavy hitters, on full models
     config: dict[str, Any] | None = None  # of checkpoints of the paper's code
+    noise: tuple[float, ...] = ()  # relative input noise of secants; none: they are not measured
+    bounds: bool = False  # whether the constants of Theorem 2 are measured
 
     def __post_init__(self) -> None:
         for name in ("samples", "batch_size", "min_keys"):
@@ -42,6 +45,7 @@ class Conditions:
                 raise InputError(f"{name} must be at least 1. Got {getattr(self, name)}.")
         if self.dtype not in DTYPES:
             raise InputError(f"dtype must be float32 or float64. Got {self.dtype!r}.")
+        perturbation.check_levels(self.noise)
 
 
 def survey(
@@ -65,6 +69,8 @@ def survey(
         InputError: if a model or the inputs cannot be used, or no query has enough keys.
     """
     device = find_device(conditions.device)
+    if device.type == "mps" and conditions.dtype == "float64":  # which it does not know
+        device = torch.device("cpu")
     given = read_inputs(conditions.inputs) if conditions.inputs is not None else None
     # All are loaded before the first is measured: a wrong path should not cost minutes.
     loaded = [m if isinstance(m, LoadedModel) else load(m, conditions.config) for m in models]
@@ -72,22 +78,41 @@ def survey(
     for model in loaded:
         tokens, labels, source = _inputs(model, given, conditions)
         announce(model.path, len(tokens))
-        parts.append(
-            measure(
-                model,
-                tokens,
-                labels=labels,
-                inputs=source,
-                k=conditions.k if model.module.config.attention == "full" else (),
-                batch_size=conditions.batch_size,
-                device=device,
-                dtype=DTYPES[conditions.dtype],
-                after_batch=after_batch,
-            )
+        part = measure(
+            model,
+            tokens,
+            labels=labels,
+            inputs=source,
+            k=conditions.k if model.module.config.attention == "full" else (),
+            batch_size=conditions.batch_size,
+            device=device,
+            dtype=DTYPES[conditions.dtype],
+            after_batch=after_batch,
         )
+        parts.append(replace(part, **_theory(model, tokens, labels, conditions, device)))
     joined = Measurements.concat(parts)
-    joined.provenance.update(seed=conditions.seed, samples=int(joined.models["samples"].max()))
+    largest = int(joined.models["samples"].max())
+    joined.provenance.update(seed=conditions.seed, samples=largest)
+    if conditions.noise:
+        joined.provenance.update(noise=list(conditions.noise), noise_samples=min(perturbation.SAMPLES, largest))
+    if conditions.bounds:
+        joined.provenance.update(bound_samples=min(constants.SAMPLES, largest))
     return _with_keys(joined, conditions.min_keys)
+
+
+def _theory(
+    model: LoadedModel, tokens: Tensor, labels: Tensor | None, conditions: Conditions, device: torch.device
+) -> dict[str, Any]:
+    """The optional tables, as far as the conditions ask for them."""
+    encoder = model.module
+    tables: dict[str, Any] = {}
+    common: dict[str, Any] = {"model": model.path, "seed": conditions.seed, "device": device}
+    if conditions.noise:
+        tables["secants"] = perturbation.measure_secants(encoder, tokens, levels=conditions.noise, **common)
+    if conditions.bounds:
+        found = constants.measure_constants(encoder, tokens, labels, **common)
+        tables["constants"], tables["parameters"] = found
+    return tables
 
 
 def _inputs(model: LoadedModel, given: Tensor | None, conditions: Conditions) -> tuple[Tensor, Tensor | None, str]:
@@ -103,5 +128,7 @@ def _with_keys(measurements: Measurements, least: int) -> Measurements:
     missing = set(measurements.models["model"]) - set(queries["model"])
     if missing:
         raise InputError(f"No query of {min(missing)} has {least} keys. Use a smaller --min-keys.")
-    tables = {name: getattr(measurements, name) for name in ("models", "loads", "history", "non_finite")}
-    return Measurements(**tables, queries=queries, provenance={**measurements.provenance, "min_keys": least})
+    place = ["model", "sample", "layer", "head", "query"]
+    secants = measurements.secants.merge(queries[place], on=place)
+    provenance = {**measurements.provenance, "min_keys": least}
+    return replace(measurements, queries=queries, secants=secants, provenance=provenance)

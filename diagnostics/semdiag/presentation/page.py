@@ -7,7 +7,7 @@ from typing import Any, TypedDict
 import pandas as pd
 from jinja2 import Environment, StrictUndefined
 
-from semdiag.presentation.questions import Question
+from semdiag.presentation.question import Question
 
 
 class Picture(TypedDict):
@@ -25,6 +25,7 @@ def render_page(
     pictures: dict[str, Picture],
     non_finite: pd.DataFrame,
     keep_queries: bool,
+    theory: Sequence[str] = (),
 ) -> str:
     """Fill the template; every value is escaped.
 
@@ -34,6 +35,7 @@ def render_page(
         pictures: by figure.
         non_finite: the table of measurements with this name.
         keep_queries: whether the measurements themselves are beside the page.
+        theory: names of the tables of the theory beside the page.
 
     Returns:
         The page.
@@ -51,6 +53,7 @@ def render_page(
         sections={question.section for question in questions},
         non_finite=non_finite.to_dict("records"),
         keep_queries=keep_queries,
+        theory=theory,
     )
 
 

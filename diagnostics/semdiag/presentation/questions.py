@@ -1,6 +1,7 @@
 """The sections of a report: a question, its figures, how to read them, and what they do not show."""
 
-from dataclasses import dataclass
+from semdiag.presentation.question import Question, Shown
+from semdiag.presentation.theory_questions import THEORY_QUESTIONS
 
 _PAIRED = (
     "This is a comparison across models: two models, each trained with its own attention on the same data "
@@ -13,41 +14,7 @@ _POOLED = (
 )
 
 
-@dataclass(frozen=True)
-class Shown:
-    """A figure in a section.
-
-    Attributes:
-        figure: key of ``FIGURES``.
-        alt: what it shows, for readers who do not see it; ``{models}`` is filled in.
-        reading: two sentences: what to look at, what it means.
-    """
-
-    figure: str
-    alt: str
-    reading: str
-
-
-@dataclass(frozen=True)
-class Question:
-    """A section.
-
-    Attributes:
-        anchor: its identifier in the page.
-        section: the part of a report it belongs to: one of :data:`SECTIONS`.
-        title: the question.
-        figures: that answer it.
-        caveats: what the answer does not cover.
-    """
-
-    anchor: str
-    section: str
-    title: str
-    figures: tuple[Shown, ...]
-    caveats: tuple[str, ...]
-
-
-SECTIONS = ("dispersion", "separation", "learning")
+SECTIONS = ("dispersion", "separation", "learning", "stability", "bounds")
 
 QUESTIONS = (
     Question(
@@ -174,4 +141,5 @@ QUESTIONS = (
             "Epochs are counted, not seconds: an epoch does not cost the same for every attention.",
         ),
     ),
+    *THEORY_QUESTIONS,
 )

@@ -18,6 +18,7 @@ from semdiag.presentation.panels import NothingToDrawError
 from semdiag.presentation.questions import QUESTIONS, SECTIONS
 from semdiag.presentation.save import save_figure
 from semdiag.presentation.tables import SCHEMA, percentile_table, summary, write_tables
+from semdiag.presentation.theory_tables import theory_findings, theory_tables
 from semdiag.presentation.verdict import pair_verdicts, sentences
 from semdiag_models import InputError
 
@@ -30,7 +31,7 @@ def write_report(
     command: str,
     formats: Sequence[str] = ("png", "svg"),
     keep_queries: bool = False,
-    sections: Sequence[str] = SECTIONS,
+    sections: Sequence[str] | None = None,
 ) -> Path:
     """Write the report into a folder; an older report there is replaced only when the new one is complete.
 
@@ -40,7 +41,8 @@ def write_report(
         command: that was typed, to be shown.
         formats: of the figures: png, svg, pdf; none for a report without figures.
         keep_queries: whether to add the measurements themselves, so that everything can be redrawn.
-        sections: which parts: dispersion, separation, learning.
+        sections: which parts, of :data:`~semdiag.presentation.questions.SECTIONS`; by default all for which
+            something was measured.
 
     Returns:
         The page ``folder/index.html``.
@@ -52,6 +54,7 @@ def write_report(
     """
     if measurements.models.empty:
         raise InputError("There is nothing to report: no model was measured.")
+    sections = measured_sections(measurements) if sections is None else sections
     unknown = [name for name in sections if name not in SECTIONS]
     if unknown:
         raise ValueError(f"Sections of a report are {', '.join(SECTIONS)}. Got {unknown[0]!r}.")
@@ -68,6 +71,24 @@ def write_report(
     except OSError as error:
         raise InputError(f"The report cannot be written to {folder}: {error.strerror or error}.") from None
     return given / "index.html"
+
+
+def measured_sections(measurements: Measurements) -> list[str]:
+    """The parts of a report for which something was measured.
+
+    Args:
+        measurements: of one or several models.
+
+    Returns:
+        All of :data:`~semdiag.presentation.questions.SECTIONS` but ``stability`` without secants, and
+        ``bounds`` without constants and slopes.
+    """
+    missing = set()
+    if measurements.secants.empty:
+        missing.add("stability")
+    if measurements.constants.empty and measurements.parameters.empty:
+        missing.add("bounds")
+    return [name for name in SECTIONS if name not in missing]
 
 
 def _check_replaceable(folder: Path, keep_queries: bool) -> None:
@@ -114,7 +135,9 @@ def _write(
     sections: Sequence[str],
 ) -> None:
     ratios = layer_ratios(measurements) if "dispersion" in sections else None
-    write_tables(_tables(measurements, sections, ratios), folder / "data")
+    findings = theory_findings(measurements, sections)
+    theory = theory_tables(measurements, findings)
+    write_tables(_tables(measurements, sections, ratios) | theory, folder / "data")
     if keep_queries:
         measurements.save(folder / "data")
     verdicts = pair_verdicts(measurements)
@@ -129,11 +152,11 @@ def _write(
         for shown in question.figures
     }
     paths = {name: list(picture["files"].values()) for name, picture in pictures.items()}
-    said = sentences(measurements, verdicts, sections)
-    whole = summary(measurements, command, said, verdicts, sections, paths)
+    said = sentences(measurements, verdicts, sections, findings)
+    whole = summary(measurements, command, said, verdicts, sections, paths, findings)
     text = json.dumps(whole, indent=1, ensure_ascii=False, allow_nan=False)
     (folder / "summary.json").write_text(text + "\n", encoding="utf-8")
-    page = render_page(whole, questions, pictures, measurements.non_finite, keep_queries)
+    page = render_page(whole, questions, pictures, measurements.non_finite, keep_queries, sorted(theory))
     (folder / "index.html").write_text(page, encoding="utf-8")
 
 

@@ -1,16 +1,19 @@
 """The tables of a report: percentiles as CSV, one row per model, and the summary as plain JSON."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pandas as pd
 
+from semdiag.measurement.finding import Finding
 from semdiag.measurement.measurements import Measurements
 from semdiag.measurement.percentiles import layer_table, percentiles
 from semdiag.measurement.summaries import dispersion_summary, json_ready, separation_summary
 from semdiag.presentation.learning_speed import epochs_to
 from semdiag.presentation.panels import attention_label
+from semdiag.presentation.theory_tables import findings_table
 from semdiag.presentation.verdict import PairVerdict
 
 SCHEMA = "semdiag.report/1"
@@ -89,6 +92,7 @@ def summary(
     verdicts: Sequence[PairVerdict],
     sections: Sequence[str],
     figures: dict[str, list[str]],
+    findings: Mapping[str, Sequence[Finding]] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """The report as plain values.
 
@@ -99,6 +103,7 @@ def summary(
         verdicts: of :func:`~semdiag.presentation.verdict.pair_verdicts`.
         sections: of the report.
         figures: files by figure, relative to the report.
+        findings: of the theory, by section; the key ``findings`` is there only if some are given.
 
     Returns:
         A dictionary for JSON: no NaN or infinity, null instead.
@@ -112,4 +117,7 @@ def summary(
         "results": model_rows(measurements, verdicts, sections),
         "figures": figures,
     }
+    if findings:
+        listed = {name: findings_table(own).to_dict("records") for name, own in findings.items()}
+        whole["findings"] = json_ready(listed)
     return whole

@@ -1,9 +1,11 @@
 """What the measurements say, in sentences; the numbers come from the measurement layer."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
+from semdiag.measurement.finding import Finding
 from semdiag.measurement.gate import GateResult, dispersion_gate
 from semdiag.measurement.measurements import Measurements
 from semdiag.measurement.pairing import find_pairs
@@ -11,6 +13,7 @@ from semdiag.measurement.percentiles import percentiles
 from semdiag.measurement.resampling import Interval, ratio_interval
 from semdiag.presentation.learning_speed import training_runs
 from semdiag.presentation.panels import panels_of
+from semdiag.presentation.theory_verdict import bounds_sentences, stability_sentences
 
 _RESAMPLES = 300
 _NO_PAIR = (
@@ -94,13 +97,19 @@ def pair_verdicts(measurements: Measurements) -> list[PairVerdict]:
     return sorted(found, key=lambda verdict: verdict.snapshot != "last")
 
 
-def sentences(measurements: Measurements, verdicts: list[PairVerdict], sections: Sequence[str]) -> list[str]:
+def sentences(
+    measurements: Measurements,
+    verdicts: list[PairVerdict],
+    sections: Sequence[str],
+    findings: Mapping[str, Sequence[Finding]] = MappingProxyType({}),
+) -> list[str]:
     """Say in words what was found.
 
     Args:
         measurements: of any number of models.
         verdicts: from :func:`pair_verdicts`.
         sections: of the report.
+        findings: of the theory, by section.
 
     Returns:
         At least one sentence per section, then warnings.
@@ -113,6 +122,10 @@ def sentences(measurements: Measurements, verdicts: list[PairVerdict], sections:
         said += _learning(measurements)
     if "separation" in sections:
         said += _separation(measurements)
+    if "stability" in sections:
+        said += stability_sentences(measurements, findings.get("stability", ()))
+    if "bounds" in sections:
+        said += bounds_sentences(measurements, findings.get("bounds", ()))
     return said + _warnings(measurements)
 
 

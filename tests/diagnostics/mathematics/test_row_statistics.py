@@ -13,14 +13,8 @@ from semdiag.mathematics import row_statistics as module
 from semdiag.mathematics.row_statistics import row_statistics
 
 PER_QUERY = (
-    "keys",
-    "kept",
-    "maximum",
-    "minimum",
-    "log_sum_exp",
-    "kept_maximum",
-    "kept_minimum",
-    "dropped_maximum",
+    *("keys", "kept", "maximum", "minimum", "log_sum_exp"),
+    *("kept_maximum", "kept_minimum", "kept_log_sum_exp", "dropped_maximum"),
 )
 TOP = 4
 
@@ -36,6 +30,7 @@ def naive(q, k, scale, allowed=None, selected=None, queries=None, top=0):
     for quantity in ("dispersion", "separation"):
         for kept in (None, *range(1, top + 1)):
             found[quantity, kept] = torch.zeros(shape, dtype=torch.float64)
+    found["largest_weight"] = torch.zeros(shape, dtype=torch.float64)
     for kept in (None, *range(1, top + 1)):
         found["load", kept] = torch.zeros(batch, heads, k_length, dtype=torch.int64)
     found["top"] = torch.full((*shape, top + 1), -torch.inf, dtype=torch.float64)
@@ -65,6 +60,9 @@ def naive(q, k, scale, allowed=None, selected=None, queries=None, top=0):
                             low,
                         )
                         found["dropped_maximum"][at] = max(outside, default=-math.inf)
+                        mass = sum(math.exp(score - high) for score in scores)
+                        found["kept_log_sum_exp"][at] = high + math.log(mass) if inside else -math.inf
+                        found["largest_weight"][at] = 1 / mass if inside else math.nan
                     if queries is None or queries[b, i]:
                         for j in inside:
                             found["load", kept][b, h, j] += 1
@@ -85,6 +83,7 @@ def assert_as_defined(top=TOP, **arguments):
     close = {"rtol": 1e-12, "atol": 1e-12, "equal_nan": True}
     for name in (*PER_QUERY, "top"):
         torch.testing.assert_close(getattr(found, name).double(), expected[name], **close, msg=name)
+    torch.testing.assert_close(found.largest_weight().double(), expected["largest_weight"], **close)
     for kept in (None, *range(1, top + 1)):
         torch.testing.assert_close(found.dispersion(kept), expected["dispersion", kept], **close)
         torch.testing.assert_close(found.separation(kept), expected["separation", kept], **close)

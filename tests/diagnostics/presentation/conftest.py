@@ -1,12 +1,13 @@
 """Measurements built by hand, with numbers that the tests know."""
 
+import dataclasses
 import sys
 
 import numpy as np
 import pandas as pd
 import pytest
 
-from semdiag.measurement.measurements import Measurements
+from semdiag.measurement.measurements import Measurements, empty_table
 from semdiag.measurement.resampling import ratio_interval
 from semdiag.presentation import report  # noqa: F401  # so that the modules below are loaded
 
@@ -55,6 +56,54 @@ def one_model(attention="full", task="even-pairs", seed=7, snapshot="last", path
     )
 
 
+def with_theory(measurements, noise=0.01):
+    """Add secants, constants and slopes: secant 0.02 everywhere, bounds 10^6 (paper 10^8), slopes 10^-2, 10^-3."""
+    parts = [
+        _theory(row, measurements.of(row["model"]).queries, noise)
+        for row in measurements.models.to_dict("records")
+    ]
+    tables = {
+        name: pd.concat([part[name] for part in parts], ignore_index=True).astype(empty_table(name).dtypes)
+        for name in ("secants", "constants", "parameters")
+    }
+    known = {"seed": 0, "dtype": "float64", "noise": [noise], "noise_samples": SAMPLES, "bound_samples": 5}
+    return dataclasses.replace(measurements, **tables, provenance={**measurements.provenance, **known})
+
+
+def _theory(row, queries, noise):
+    ten = np.log(10)
+    secants = queries[["model", "sample", "layer", "head", "query", "kept", "dispersion", "separation"]].assign(
+        level=noise, weight_change=0.01 * (1 + queries["layer"]), score_change=0.5 * (1 + queries["layer"]),
+        score_change_max=0.25 * (1 + queries["layer"]), same_set=True,
+    )  # fmt: skip
+    if row["attention"] == "topk":
+        secants["weight_change"] *= 3
+        secants["score_change"] *= 3
+    measured = {"gamma": 0.0, "upsilon": 0.0, "token_norm": 1.0, "query_norm": 1.1}
+    constants = [(layer, 0, name, "measured", ln, "") for layer in range(LAYERS) for name, ln in measured.items()]
+    constants += [(layer, 0, "attention_map", "sound", 3.0, "") for layer in range(LAYERS)]
+    constants += [(-1, -1, "network", "sound", 7 * ten, ""), (-1, -1, "network", "paper", 9 * ten, "not met: x")]
+    columns = ["layer", "head", "quantity", "form", "ln_value", "assumptions"]
+    tensors = [("embedding", -1, "embedding"), ("head", -1, "head")]
+    tensors += [
+        (f"{layer}.{g}", layer, g) for layer in range(LAYERS) for g in ("qk", "value-output", "mlp-in", "mlp-out")
+    ]
+    return {
+        "secants": secants[list(empty_table("secants"))],
+        "constants": pd.DataFrame(constants, columns=columns).assign(model=row["model"], holds=True)[
+            list(empty_table("constants"))
+        ],
+        "parameters": pd.DataFrame(tensors, columns=["tensor", "layer", "group"]).assign(
+            model=row["model"],
+            ln_sound=6 * ten,
+            ln_paper=8 * ten,
+            ln_gradient=-2 * ten,
+            ln_secant=-3 * ten,
+            holds=True,
+        )[list(empty_table("parameters"))],
+    }
+
+
 def quick_interval(*rows, **options):
     """Three draws: how good intervals are is tested beside the resampling itself."""
     return ratio_interval(*rows, **{**options, "resamples": 3})
@@ -63,7 +112,11 @@ def quick_interval(*rows, **options):
 @pytest.fixture(autouse=True)
 def few_resamples(monkeypatch):
     # Not by attribute: in the package, the figure's function hides the module of the same name.
-    for name in ("semdiag.presentation.figures.dispersion_ratio", "semdiag.presentation.verdict"):
+    for name in (
+        "semdiag.presentation.figures.dispersion_ratio",
+        "semdiag.presentation.verdict",
+        "semdiag.presentation.theory_verdict",
+    ):
         monkeypatch.setattr(sys.modules[name], "ratio_interval", quick_interval)
 
 
@@ -77,6 +130,12 @@ def model():
 def four():
     """One model of each attention, the full one with a counterfactual k = 3."""
     return Measurements.concat([one_model(kind, within=(3,) if kind == "full" else ()) for kind in KINDS])
+
+
+@pytest.fixture
+def theory():
+    """Call with measurements: the same with the tables of the theory."""
+    return with_theory
 
 
 @pytest.fixture

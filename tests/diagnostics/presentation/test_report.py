@@ -51,9 +51,9 @@ def hostile(model):
     return Measurements.concat([dataclasses.replace(full, non_finite=bad), topk])
 
 
-def test_the_page_is_whole_and_needs_nothing_from_outside(four, tmp_path):
+def test_the_page_is_whole_and_needs_nothing_from_outside(four, theory, tmp_path):
     folder = tmp_path / "deep" / "report"
-    page = Page(write_report(four, folder, "semdiag report"))
+    page = Page(write_report(theory(four), folder, "semdiag report"))
     images = page.all("img")
     assert len(images) == len(FIGURES)
     for image in images:
@@ -165,7 +165,7 @@ def test_kept_queries_redraw_the_same_report(four, tmp_path):
     write_report(four, tmp_path / "a", "x", ["svg"], keep_queries=True)
     write_report(Measurements.load(tmp_path / "a" / "data"), tmp_path / "b", "x", ["svg"], keep_queries=True)
     files = sorted(path.relative_to(tmp_path / "a") for path in (tmp_path / "a").rglob("*.*") if path.is_file())
-    assert len(files) == 19
+    assert len(files) == 22
     for file in files:
         if file.suffix != ".parquet":
             assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes(), file

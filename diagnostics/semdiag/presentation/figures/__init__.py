@@ -5,12 +5,17 @@ from collections.abc import Callable
 from matplotlib.figure import Figure
 
 from semdiag.measurement.measurements import Measurements
+from semdiag.presentation.figures.attention_response import attention_response
+from semdiag.presentation.figures.corollary_conditions import corollary_conditions
+from semdiag.presentation.figures.corollary_plane import corollary_plane
 from semdiag.presentation.figures.dispersion_by_layer import dispersion_by_layer
 from semdiag.presentation.figures.dispersion_counterfactual import dispersion_counterfactual
 from semdiag.presentation.figures.dispersion_ecdf import dispersion_ecdf
 from semdiag.presentation.figures.dispersion_ratio import dispersion_ratio
 from semdiag.presentation.figures.key_load import key_load
+from semdiag.presentation.figures.secants_under_bounds import secants_under_bounds
 from semdiag.presentation.figures.separation_by_layer import separation_by_layer
+from semdiag.presentation.figures.stability_curves import stability_curves
 from semdiag.presentation.figures.training_curves import training_curves
 
 FIGURES: dict[str, Callable[[Measurements], Figure]] = {
@@ -21,12 +26,18 @@ FIGURES: dict[str, Callable[[Measurements], Figure]] = {
     "separation_by_layer": separation_by_layer,
     "key_load": key_load,
     "training_curves": training_curves,
+    "stability_curves": stability_curves,
+    "attention_response": attention_response,
+    "secants_under_bounds": secants_under_bounds,
+    "corollary_conditions": corollary_conditions,
+    "corollary_plane": corollary_plane,
 }
 
 __all__ = [
     # registry
     "FIGURES",
     # figures
-    "dispersion_by_layer", "dispersion_counterfactual", "dispersion_ecdf", "dispersion_ratio", "key_load",
-    "separation_by_layer", "training_curves",
+    "attention_response", "corollary_conditions", "corollary_plane", "dispersion_by_layer",
+    "dispersion_counterfactual", "dispersion_ecdf", "dispersion_ratio", "key_load", "secants_under_bounds",
+    "separation_by_layer", "stability_curves", "training_curves",
 ]  # fmt: skip

@@ -1,0 +1,94 @@
+"""``semdiag bounds``."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from semdiag.commands import options
+
+
+def bounds(
+    models: options.Models = None,
+    against: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="MODEL",
+            help="Compare every model with this one. Default: full models with their counterparts of the "
+            "same task, seed, size and snapshot.",
+            rich_help_panel="What is measured",
+        ),
+    ] = None,
+    inputs: options.Inputs = None,
+    samples: options.Samples = 500,
+    batch_size: options.BatchSize = 100,
+    device: options.Device = "auto",
+    dtype: options.Dtype = "float64",
+    seed: options.Seed = 0,
+    min_keys: options.MinKeys = 1,
+    config: options.Config = None,
+    out: options.Out = None,
+    as_json: options.Json = False,
+    figures: options.Figures = "png,svg",
+    quiet: options.Quiet = False,
+) -> None:
+    """Compute the Lipschitz bounds of Theorems 2, 4 and 5 and the conditions of Corollary 1, in both forms.
+
+    Norms, every block's and every parameter tensor's constant (paper and sound), measured slopes of the
+    loss beside them, and for every pair whether the mask has the better guarantee. The bounds speak about the
+    evaluated inputs (100 of them) and this checkpoint.
+
+    [bold]semdiag bounds checkpoints/even-pairs-topk-5-seed-153476998 --against
+    checkpoints/even-pairs-full-seed-153476998[/]
+    """
+    from semdiag.commands import measuring, theory_printing
+    from semdiag.measurement.survey import Conditions
+    from semdiag.measurement.theory_summaries import bounds_summary
+    from semdiag.presentation.report import write_report
+
+    conditions = Conditions(
+        inputs=inputs,
+        samples=samples,
+        batch_size=batch_size,
+        device=device,
+        dtype=dtype,
+        seed=seed,
+        min_keys=min_keys,
+        config=measuring.read_config(config),
+        bounds=True,
+    )
+    formats = measuring.figure_formats(figures)
+    if against is None:
+        found = measuring.measured(models, conditions, quiet)
+    else:
+        paths = _with_reference(models, against)
+        found = measuring.measured(paths, conditions, quiet)
+        found.provenance["against"] = str(paths[-1])
+    summary = bounds_summary(found)
+    if not quiet:
+        theory_printing.print_bounds(summary)
+    folder = out if out is not None else measuring.report_name("bounds", found)
+    page = write_report(found, folder, measuring.command_line(), formats, sections=("bounds",))
+    if as_json:
+        typer.echo(json.dumps(summary, allow_nan=False))
+    if not quiet:
+        typer.echo(f"Figures and tables: {page}", err=True)
+
+
+def _with_reference(models: list[Path] | None, against: Path) -> list[Path]:
+    """The checkpoints to measure, the reference last.
+
+    Raises:
+        InputError: if the reference is not one checkpoint, or there is nothing to compare with it.
+    """
+    from semdiag.capturing.discovery import find_checkpoints
+    from semdiag_models import InputError
+
+    reference = find_checkpoints([against])
+    if len(reference) != 1:
+        raise InputError(f"--against takes one checkpoint. {against} holds {len(reference)}.")
+    paths = [path for path in find_checkpoints(models) if path.resolve() != reference[0].resolve()]
+    if not paths:
+        raise InputError(f"There is nothing to compare: name a model besides --against {against}.")
+    return [*paths, *reference]

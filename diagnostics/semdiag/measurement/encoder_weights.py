@@ -1,0 +1,185 @@
+"""The weights of an encoder as the theory names them: per block, per head, query, key and value apart."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from semdiag.mathematics.layer_constants import split_columns, split_rows
+from semdiag.mathematics.spectral_norms import (
+    bilinear_form_norm,
+    paper_code_bilinear_norm,
+    paper_code_layer_norm,
+    score_scale,
+    spectral_norm,
+    value_output_norm,
+)
+from semdiag_models import Encoder
+
+# A tensor's name below "blocks.T." -> the name that the bounds have for it, and its group.
+BLOCK_TENSORS = {
+    "attention.q.weight": ("W_q", "qk"),
+    "attention.q.bias": ("W_q", "qk"),  # the constant speaks about [W_q b_q]
+    "attention.k.weight": ("W_k", "qk"),
+    "attention.k.bias": ("b_k", "qk"),
+    "attention.v.weight": ("W_v", "value-output"),
+    "attention.v.bias": ("b_v", "value-output"),
+    "attention.out.weight": ("W_o", "value-output"),
+    "attention.out.bias": ("b_o", "value-output"),
+    "expand.weight": ("W_P", "mlp-in"),
+    "expand.bias": ("b_P", "mlp-in"),
+    "contract.weight": ("W_R", "mlp-out"),
+    "contract.bias": ("b_R", "mlp-out"),
+}
+OTHER_TENSORS = {
+    "embedding.weight": ("embedding", "embedding"),
+    "head.weight": ("head weight", "head"),
+    "head.bias": ("head bias", "head"),
+}
+
+
+@dataclass(frozen=True)
+class NamedTensor:
+    """A parameter tensor, query, key and value apart.
+
+    Attributes:
+        name: as in the encoder's state dict, with ``qkv`` split: ``blocks.0.attention.q.weight``.
+        layer: of its block; -1 for the embedding and the head.
+        group: ``qk``, ``value-output``, ``mlp-in``, ``mlp-out``, ``embedding`` or ``head``.
+        bound: its name among the constants of Theorem 2.
+        values: a view of the parameter: writing to it moves the encoder.
+        gradient: a view of the parameter's gradient; None before a backward pass.
+    """
+
+    name: str
+    layer: int
+    group: str
+    bound: str
+    values: Tensor
+    gradient: Tensor | None
+
+
+def named_tensors(encoder: Encoder) -> list[NamedTensor]:
+    """Every parameter tensor of an encoder, in the order of its layers, embedding first and head last.
+
+    Args:
+        encoder: the model.
+
+    Returns:
+        Views, sharing the parameters' memory.
+
+    Example:
+        >>> from semdiag_models import ModelConfig
+        >>> encoder = Encoder(ModelConfig(vocabulary_size=3, classes=2, length=4, blocks=1))
+        >>> [tensor.name for tensor in named_tensors(encoder)][:3]
+        ['embedding.weight', 'blocks.0.attention.q.weight', 'blocks.0.attention.q.bias']
+    """
+    found = [_whole(encoder, "embedding.weight")]
+    for layer in range(len(encoder.blocks)):
+        for name, (bound, group) in BLOCK_TENSORS.items():
+            full = f"blocks.{layer}.{name}"
+            values, gradient = _block_tensor(encoder, full)
+            found.append(NamedTensor(full, layer, group, f"block {layer} {bound}", values, gradient))
+    return [*found, _whole(encoder, "head.weight"), _whole(encoder, "head.bias")]
+
+
+def _whole(encoder: Encoder, name: str) -> NamedTensor:
+    parameter = encoder.get_parameter(name)
+    bound, group = OTHER_TENSORS[name]
+    return NamedTensor(name, -1, group, bound, parameter.detach(), parameter.grad)
+
+
+def _block_tensor(encoder: Encoder, name: str) -> tuple[Tensor, Tensor | None]:
+    """A block's tensor and its gradient; q, k and v are thirds of what the model stores as one."""
+    prefix, part, kind = name.rsplit(".", 2)
+    if part not in ("q", "k", "v"):
+        parameter = encoder.get_parameter(name)
+        return parameter.detach(), parameter.grad
+    parameter = encoder.get_parameter(f"{prefix}.qkv.{kind}")
+    third = "qkv".index(part)
+    gradient = None if parameter.grad is None else parameter.grad.chunk(3)[third]
+    return parameter.detach().chunk(3)[third], gradient
+
+
+@dataclass(frozen=True, eq=False)
+class BlockWeights:
+    """One block's weights and biases; float64, heads leading where a matrix belongs to a head."""
+
+    query: Tensor  # (H, d_head, d)
+    query_bias: Tensor  # (H, d_head)
+    key: Tensor
+    key_bias: Tensor
+    value: Tensor
+    value_bias: Tensor
+    output: Tensor  # (H, d, d_head)
+    mlp_in: Tensor
+    mlp_in_bias: Tensor
+    mlp_out: Tensor
+    mlp_out_bias: Tensor
+    scale: float  # τ / sqrt(d_head)
+
+    @property
+    def gamma(self) -> Tensor:
+        """Γ per head."""
+        return bilinear_form_norm(self.query, self.key, self.query_bias, self.scale)
+
+    @property
+    def upsilon(self) -> Tensor:
+        """Υ per head."""
+        return value_output_norm(self.output, self.value)
+
+    @property
+    def whole_output(self) -> Tensor:
+        """‖W_o‖₂ of the whole matrix."""
+        return spectral_norm(torch.cat(list(self.output), dim=-1))
+
+    def paper_code_norms(self) -> dict[str, Tensor]:
+        """Γ and Υ per head, B_P and B_R, as the paper's released code takes them."""
+        query, key = (self.query, self.query_bias), (self.key, self.key_bias)
+        return {
+            "gamma": paper_code_bilinear_norm(*query, *key, self.scale),
+            "upsilon": paper_code_layer_norm(self.value, self.value_bias),
+            "mlp_in": paper_code_layer_norm(self.mlp_in, self.mlp_in_bias)[None],
+            "mlp_out": paper_code_layer_norm(self.mlp_out, self.mlp_out_bias)[None],
+        }
+
+
+def block_weights(encoder: Encoder, layer: int) -> BlockWeights:
+    """One block's weights, split into heads.
+
+    Args:
+        encoder: the model.
+        layer: which block.
+
+    Returns:
+        float64 weights on the encoder's device.
+    """
+    heads, config = encoder.config.heads, encoder.config
+    named = {t.name.split(".", 2)[2]: t.values.double() for t in named_tensors(encoder) if t.layer == layer}
+    per_head = ("attention.q", "attention.k", "attention.v")
+    rows = {name: split_rows(tensor, heads) for name, tensor in named.items() if name.startswith(per_head)}
+    return BlockWeights(
+        query=rows["attention.q.weight"],
+        query_bias=rows["attention.q.bias"],
+        key=rows["attention.k.weight"],
+        key_bias=rows["attention.k.bias"],
+        value=rows["attention.v.weight"],
+        value_bias=rows["attention.v.bias"],
+        output=split_columns(named["attention.out.weight"], heads),
+        mlp_in=named["expand.weight"],
+        mlp_in_bias=named["expand.bias"],
+        mlp_out=named["contract.weight"],
+        mlp_out_bias=named["contract.bias"],
+        scale=score_scale(config.head_width, config.inverse_temperature),
+    )
+
+
+def not_finite(encoder: Encoder) -> list[str]:
+    """Names of the parameter tensors that hold a NaN or an infinity."""
+    return [t.name for t in named_tensors(encoder) if not bool(t.values.isfinite().all())]
+
+
+def embedding_scale(encoder: Encoder) -> float:
+    """Factor on the embedding, sqrt(d)."""
+    return math.sqrt(encoder.config.width)

@@ -1,0 +1,162 @@
+"""What input noise does to the softmax rows of a model: secants, response, changed sets."""
+
+import copy
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+import torch
+from torch import Tensor, nn
+
+from semdiag.capturing.attention_calls import AttentionCall, watch_attention
+from semdiag.mathematics.softmax_secants import score_change, weight_change
+from semdiag.measurement.measurements import empty_table
+from semdiag.measurement.scored_rows import ScoredRows, scored_rows
+from semdiag_models import Encoder, InputError
+
+SAMPLES = 50
+NOISE = 0.01  # of each embedded token's root mean square
+_SCORES = 2**22  # scores of one forward pass, at most (or one sample's)
+
+
+def measure_secants(
+    encoder: Encoder,
+    tokens: Tensor,
+    *,
+    model: str = "model",
+    levels: Sequence[float] = (NOISE,),
+    samples: int = SAMPLES,
+    seed: int = 0,
+    device: torch.device | str = "cpu",
+) -> pd.DataFrame:
+    """Compare every softmax row of clean inputs with that of noisy copies of the same inputs.
+
+    Gaussian noise is added to the embedded tokens, with a standard deviation of ``level`` times the
+    token's root mean square; everything downstream follows. Clean and noisy inputs share one forward pass in
+    float64, and the noise is the same at every level but for its size.
+
+    Source: docs/theory.md#secants. Deviation: not in the paper.
+
+    Args:
+        encoder: the model; a copy is run, in evaluation mode.
+        tokens: (N, L) int64; the first ``samples`` are used.
+        model: written into the column ``model``.
+        levels: relative sizes of the noise, each positive.
+        samples: inputs to perturb.
+        seed: of the noise.
+        device: where to run; float64 is needed, so ``mps`` is replaced by the CPU.
+
+    Returns:
+        One row per level, sample, layer, head and query that is not padding: kept (k_i of the clean row),
+        weight_change ‖p − p'‖₁, score_change ‖z − z'‖₁ and score_change_max ‖z − z'‖_∞ over S ∪ S', same_set
+        (S = S'), dispersion (the larger of both rows), separation (the smaller; +inf where nothing is
+        dropped, 0 at a tie).
+
+    Raises:
+        InputError: if a level is not positive and finite.
+
+    Example:
+        >>> from semdiag_models import ModelConfig
+        >>> encoder = Encoder(ModelConfig(vocabulary_size=3, classes=2, length=4, blocks=1))
+        >>> rows = measure_secants(encoder, torch.tensor([[0, 1, 1, 0]]))
+        >>> len(rows), bool((rows["weight_change"] <= 0.5 * rows["score_change"]).all())
+        (4, True)
+    """
+    check_levels(levels)
+    device = torch.device("cpu") if torch.device(device).type == "mps" else torch.device(device)
+    runner = copy.deepcopy(encoder).to(device=device, dtype=torch.float64).eval()
+    tokens = tokens[:samples].to(device, torch.int64)
+    generator = torch.Generator().manual_seed(seed)
+    shape = (*tokens.shape, encoder.config.width)
+    noise = torch.randn(shape, generator=generator, dtype=torch.float64).to(device)
+    per_pass = max(1, _SCORES // (2 * encoder.config.heads * tokens.shape[1] ** 2))
+    parts = []
+    for level in levels:
+        for start in range(0, len(tokens), per_pass):
+            part = slice(start, start + per_pass)
+            parts += [
+                {"sample": columns.pop("sample") + start, "level": level, **columns}
+                for columns in _pass(runner, tokens[part], level * noise[part])
+            ]
+    if not parts:
+        return empty_table("secants")
+    table = pd.concat([pd.DataFrame({"model": model, **columns}) for columns in parts], ignore_index=True)
+    template = empty_table("secants")
+    return table[list(template)].astype(template.dtypes)
+
+
+def check_levels(levels: Sequence[float]) -> None:
+    """Refuse noise levels that no noise has.
+
+    Args:
+        levels: relative sizes of the noise.
+
+    Raises:
+        InputError: if a level is not positive and finite.
+    """
+    wrong = [level for level in levels if not 0 < level < float("inf")]
+    if wrong:
+        raise InputError(f"A noise level must be a positive number, like {NOISE}. Got {wrong[0]}.")
+
+
+@contextmanager
+def noisy_second_half(encoder: Encoder, noise: Tensor) -> Iterator[None]:
+    """Add noise to the embedded tokens of the second half of each batch, inside the context.
+
+    Args:
+        encoder: gets a hook on its first block, removed when the context is left by whatever way.
+        noise: (B, L, d) in units of each token's root mean square, for batches of 2B.
+
+    Yields:
+        Nothing.
+    """
+
+    def perturb(block: nn.Module, inputs: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor | None]:
+        x, valid = inputs
+        clean, copies = x.chunk(2)
+        size = copies.square().mean(-1, keepdim=True).sqrt()
+        return torch.cat([clean, copies + size * noise]), valid
+
+    handle = encoder.blocks[0].register_forward_pre_hook(perturb)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@dataclass
+class _Collector:
+    """Reduces each attention call over [clean; noisy] to columns of numbers."""
+
+    parts: list[dict[str, np.ndarray]]
+
+    def add(self, call: AttentionCall) -> None:
+        clean, noisy = scored_rows(call).halves()
+        counted = clean.counted
+        sample, head, query = (where.to(torch.int32) for where in counted.nonzero(as_tuple=True))
+        columns = {"sample": sample, "layer": torch.full_like(sample, call.layer), "head": head, "query": query}
+        columns |= {name: values[counted] for name, values in _changes(clean, noisy).items()}
+        self.parts.append({name: column.cpu().numpy() for name, column in columns.items()})
+
+
+def _pass(encoder: Encoder, tokens: Tensor, noise: Tensor) -> list[dict[str, np.ndarray]]:
+    collected = _Collector([])
+    with torch.inference_mode(), noisy_second_half(encoder, noise), watch_attention(encoder, collected.add):
+        encoder(torch.cat([tokens, tokens]))
+    return collected.parts
+
+
+def _changes(clean: ScoredRows, noisy: ScoredRows) -> dict[str, Tensor]:
+    # Rows that do not count have no softmax: they get a key, and are dropped afterwards.
+    ours, theirs = (rows.selected | ~rows.counted[..., None] for rows in (clean, noisy))
+    return {
+        "kept": clean.kept,
+        "weight_change": weight_change(clean.scores, noisy.scores, ours, theirs),
+        "score_change": score_change(clean.scores, noisy.scores, ours, theirs),
+        "score_change_max": score_change(clean.scores, noisy.scores, ours, theirs, order=float("inf")),
+        "same_set": (clean.selected == noisy.selected).all(-1),
+        "dispersion": torch.maximum(clean.dispersion, noisy.dispersion),
+        "separation": torch.minimum(clean.separation, noisy.separation),
+    }

@@ -1,0 +1,80 @@
+"""The score rows of an attention call in float64, with their sets as masks and ties at rounding level seen."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from semdiag.capturing.attention_calls import AttentionCall
+
+_TIE = 8 * torch.finfo(torch.float64).eps  # of |scale|·‖q‖·‖k‖: the rounding of a dot product, with a margin
+
+
+@dataclass(frozen=True, eq=False)
+class ScoredRows:
+    """Rows of scores and what their sets say; shapes (B, H, L) unless said otherwise.
+
+    Attributes:
+        scores: (B, H, L, L) float64, nats; -inf where a key is not allowed.
+        selected: (B, H, L, L) bool, S_i; empty for padded queries.
+        counted: bool, false for padded queries and for rows without keys.
+        kept: int64, k_i.
+        dispersion: δ_i in nats; 0 where a row does not count.
+        separation: Δ_i in nats, +inf where nothing is dropped; 0 where it is a tie within rounding, below 0
+            where the set is not that of the largest scores.
+    """
+
+    scores: Tensor
+    selected: Tensor
+    counted: Tensor
+    kept: Tensor
+    dispersion: Tensor
+    separation: Tensor
+
+    def halves(self) -> tuple["ScoredRows", "ScoredRows"]:
+        """Return the rows of the first and of the second half of the batch."""
+        first, second = zip(*(getattr(self, name).chunk(2) for name in self.__dataclass_fields__), strict=True)
+        return ScoredRows(*first), ScoredRows(*second)
+
+
+def scored_rows(call: AttentionCall) -> ScoredRows:
+    """Score an attention call and read off δ, Δ and the sets.
+
+    Memory is that of a few L × L matrices per sample and head: cut the batch before, not here.
+
+    Source: docs/theory.md#attention-call. Deviation: a separation within the rounding of the dot products
+    is a tie, Δ = 0.
+
+    Args:
+        call: one attention call.
+
+    Returns:
+        Its rows.
+    """
+    q, k = call.q.double(), call.k.double()
+    scores = (q * call.scale) @ k.transpose(2, 3)
+    allowed = torch.ones_like(scores, dtype=torch.bool) if call.allowed is None else call.allowed
+    allowed = allowed.expand(scores.shape)
+    if call.queries is not None:
+        allowed = allowed & call.queries[:, None, :, None]
+    selected = allowed if call.selected is None else allowed & _as_mask(call.selected, scores.shape[-1])
+    lowest = scores.masked_fill(~selected, torch.inf).amin(-1)
+    highest = scores.masked_fill(~selected, -torch.inf).amax(-1)
+    passed_over = scores.masked_fill(~(allowed & ~selected), -torch.inf).amax(-1)
+    counted = selected.any(-1)
+    gap = torch.where(counted, lowest - passed_over, torch.inf)
+    rounding = _TIE * abs(call.scale) * q.norm(dim=-1) * k.norm(dim=-1).amax(-1, keepdim=True)
+    return ScoredRows(
+        scores=scores.masked_fill(~allowed, -torch.inf),
+        selected=selected,
+        counted=counted,
+        kept=selected.sum(-1),
+        dispersion=torch.where(counted, highest - lowest, 0.0),
+        separation=torch.where(gap.abs() <= rounding, 0.0, gap),
+    )
+
+
+def _as_mask(selected: Tensor, length: int) -> Tensor:
+    """Key positions (B, H, L, K), -1 for none, as a mask (B, H, L, length)."""
+    mask = torch.zeros(*selected.shape[:3], length + 1, dtype=torch.bool, device=selected.device)
+    return mask.scatter(-1, selected.where(selected >= 0, length), True)[..., :-1]

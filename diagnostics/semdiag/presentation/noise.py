@@ -1,0 +1,31 @@
+"""The perturbation behind measured secants, in words for a figure."""
+
+import pandas as pd
+
+from semdiag.measurement.measurements import Measurements
+
+
+def percent(level: float) -> str:
+    """A relative size of noise: ``1 %``.
+
+    Args:
+        level: relative to each token's root mean square.
+    """
+    return f"{100 * level:g} %"
+
+
+def noise_facts(measurements: Measurements, secants: pd.DataFrame) -> str:
+    """Noise level, samples and draws behind some secants.
+
+    Args:
+        measurements: for the seed.
+        secants: the rows that are shown.
+
+    Returns:
+        For instance ``input noise 1 % of each token's RMS, 50 samples, one draw each (seed 0)``.
+    """
+    levels = ", ".join(percent(float(level)) for level in sorted(secants["level"].unique()))
+    samples = int(secants.groupby("model")["sample"].nunique().max())
+    seed = measurements.provenance.get("seed")
+    said = "" if seed is None else f" (seed {seed})"
+    return f"input noise {levels} of each embedded token's RMS, {samples} samples per model, one draw each{said}"
