@@ -69,7 +69,7 @@ def kind(request):
 
 @pytest.fixture
 def wild_encoder(tiny_config):
-    """Call with a kind of attention: a random float64 encoder with large weights and biases, in evaluation mode."""
+    """Call with a kind of attention: a random float64 encoder with large weights, in evaluation mode."""
 
     def make(kind, size=1.5, seed=3, **others):
         encoder = Encoder(tiny_config(kind, KINDS[kind], **others)).double().eval()
