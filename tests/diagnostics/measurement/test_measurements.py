@@ -159,14 +159,14 @@ def test_optional_tables_survive_a_round_trip_and_a_choice(with_theory, tmp_path
         assert {column: str(t) for column, t in whole.dtypes.items()} == OPTIONAL_TABLES[name]
 
 
-def test_folders_of_older_versions_have_empty_ones(measured, tmp_path):
-    measured.save(tmp_path)
-    for name in OPTIONAL_TABLES:
-        (tmp_path / f"{name}.parquet").unlink()
+def test_what_was_not_measured_is_empty(measured, with_theory, tmp_path):
+    with_theory.save(tmp_path)
+    measured.save(tmp_path)  # leaves nothing of the earlier ones
     loaded = Measurements.load(tmp_path)
     for name in OPTIONAL_TABLES:
         pd.testing.assert_frame_equal(getattr(loaded, name), empty_table(name))
         pd.testing.assert_frame_equal(getattr(measured, name), empty_table(name))
+        assert not (tmp_path / f"{name}.parquet").exists()
 
 
 def test_a_damaged_optional_table_is_refused(with_theory, tmp_path):
