@@ -15,7 +15,9 @@ EXAMPLES = re.findall(r"```console\n\$ (semdiag [^\n]*)\n(.*?)```", README, re.S
 
 def program(*words: str) -> subprocess.CompletedProcess[str]:
     code = "import sys; from semdiag.commands.main import main; sys.argv[0] = 'semdiag'; main()"
-    return subprocess.run([sys.executable, "-c", code, *words], cwd=ROOT, capture_output=True, text=True, check=False)
+    return subprocess.run(
+        [sys.executable, "-c", code, *words], cwd=ROOT, capture_output=True, text=True, check=False
+    )
 
 
 def commands() -> list[str]:
@@ -76,6 +78,12 @@ def test_the_commands_for_a_fresh_machine_install_and_run_or_test() -> None:
     assert first.endswith(".venv/bin/semdiag report")
     assert second.endswith(".venv/bin/pytest")
     assert all(b.startswith("python3 -m venv .venv && .venv/bin/pip install ") for b in (first, second))
+
+
+def test_the_python_example_runs() -> None:
+    (example,) = re.findall(r"```python\n(.*?)```", README, re.S)
+    done = subprocess.run([sys.executable, "-c", example], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_links_lead_somewhere() -> None:

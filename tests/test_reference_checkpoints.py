@@ -31,7 +31,11 @@ def test_the_entry_tells_what_the_checkpoint_holds(entry: dict) -> None:
     last = read_checkpoint(CHECKPOINTS / entry["run"] / "last.pt")
     accuracies = last.history["train_accuracy"]
     arrived = [epoch for epoch, accuracy in enumerate(accuracies, start=1) if accuracy >= 0.95]
-    assert (last.training.task, last.model.attention, last.model.k) == (entry["task"], entry["attention"], entry["k"])
+    assert (last.training.task, last.model.attention, last.model.k) == (
+        entry["task"],
+        entry["attention"],
+        entry["k"],
+    )
     assert last.epoch == last.training.epochs == entry["epochs"] == len(accuracies)
     assert entry["epochs_to_95_percent_train_accuracy"] == (arrived[0] if arrived else None)
     assert entry["train_accuracy"] == accuracies[-1]

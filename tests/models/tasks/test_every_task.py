@@ -14,10 +14,7 @@ GOLDEN = json.loads((Path(__file__).parent / "golden_tasks.json").read_text())
 SHORTEST = {"missing-duplicate": 2, "solve-equation": 3, "listops": 599}
 LENGTHS = [("listops", 599), ("listops", 640)]
 LENGTHS += [
-    (n, length)
-    for n in TASKS
-    if n != "listops"
-    for length in (SHORTEST.get(n, 1), *range(4, 15), 39, 40, 100)
+    (n, length) for n in TASKS if n != "listops" for length in (SHORTEST.get(n, 1), *range(4, 15), 39, 40, 100)
 ]
 
 

@@ -61,9 +61,7 @@ def shape(tree):
 def root_arity_and_operator(tree):
     depth = np.cumsum([(t >= FIRST_OPENER) - 2 * (t == CLOSER) for t in tree])
     # An argument of the root begins with a digit at depth 1 or with an opener that leads to depth 2.
-    starts = [
-        d == 1 if t < FIRST_OPENER else d == 2 and t != CLOSER for t, d in zip(tree, depth, strict=True)
-    ]
+    starts = [d == 1 if t < FIRST_OPENER else d == 2 and t != CLOSER for t, d in zip(tree, depth, strict=True)]
     return sum(starts), tree[0]
 
 
