@@ -80,6 +80,12 @@ def test_the_commands_for_a_fresh_machine_install_and_run_or_test() -> None:
     assert all(b.startswith("python3 -m venv .venv && .venv/bin/pip install ") for b in (first, second))
 
 
+def test_the_python_example_runs() -> None:
+    (example,) = re.findall(r"```python\n(.*?)```", README, re.S)
+    done = subprocess.run([sys.executable, "-c", example], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 def test_links_lead_somewhere() -> None:
     for target in re.findall(r"\]\(([^)#]+)\)|(?:src|srcset)=\"([^\"]+)\"", README):
         name = target[0] or target[1]

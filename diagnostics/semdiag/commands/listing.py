@@ -46,4 +46,7 @@ _METRICS = (
     ("semantic dispersion δ", "range of the scores a query attends to, nats", "semdiag dispersion"),
     ("semantic separation Δ", "smallest kept score minus largest dropped one, nats", "semdiag separation"),
     ("key load", "number of queries that attend to a key", "semdiag separation"),
+    ("softmax stability ξ", "change of attention weights per change of scores, ℓ1", "semdiag stability"),
+    ("response", "mean change of attention weights under input noise", "semdiag stability"),
+    ("Lipschitz bounds λ", "of attention, block, tensor and loss; Corollary 1", "semdiag bounds"),
 )

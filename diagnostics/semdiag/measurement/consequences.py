@@ -41,7 +41,8 @@ def consequence_findings(measurements: Measurements, pairs: list[Pair]) -> list[
             numbers = {"ln λ_L other over reference": other - full if math.isfinite(full) else math.nan}
             for gamma in SMOOTHNESS if math.isfinite(other - full) else ():
                 numbers[f"ln gap ratio, γc = {gamma:g}"] = gap_ratio(other, full, gamma).log_value.item()
-            note = "; ".join([_leaning(numbers, observed, _names(measurements, pair)), *differences(measurements.models, pair)])
+            said = _leaning(numbers, observed, _names(measurements, pair))
+            note = "; ".join([said, *differences(measurements.models, pair)])
             claim = "the smaller Lipschitz constant learns faster and generalises better"
             found.append(Finding(pair.label, claim, form, "all", Verdict.NOT_MET, numbers | observed, note))
     return found

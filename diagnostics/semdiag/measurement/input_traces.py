@@ -36,6 +36,7 @@ class LayerTrace:
         dispersion: (N, H) largest δ of a query.
         separation: (N, H) smallest Δ of a query.
         not_positive: (N, H) int64, queries with Δ ≤ 0.
+        not_finite: (N, H) int64, queries with a score that is NaN or infinite; their sample has no constant.
         load: (N, H) int64, largest key load.
     """
 
@@ -49,6 +50,7 @@ class LayerTrace:
     dispersion: Tensor
     separation: Tensor
     not_positive: Tensor
+    not_finite: Tensor
     load: Tensor
 
 
@@ -153,20 +155,26 @@ class _Tracer:
         return values.masked_fill(~self.valid, -math.inf).amax(-1)
 
     def _attention(self, layer: int, rows: ScoredRows, token_norm: Tensor) -> dict[str, Tensor]:
+        finite = rows.dispersion.isfinite()
         found = {
             "dispersion": rows.dispersion.amax(-1),
             "separation": rows.separation.amin(-1),
             "not_positive": (rows.separation <= 0).sum(-1),
+            "not_finite": (~finite).sum(-1),
             "load": rows.selected.sum(-2).amax(-1),
         }
-        constants = rows_of(self.kind, rows.dispersion, rows.separation, rows.kept)
+        delta, gap = rows.dispersion.where(finite, 0.0), rows.separation.where(finite, math.inf)
+        constants = rows_of(self.kind, delta, gap, rows.kept.where(finite, 0))
         if constants is None:
             nothing = torch.full_like(found["dispersion"], math.inf)
             return found | {"log_map": nothing, "log_form": nothing}
         xi = token_norm[:, None]
         norms = HeadNorms(self.gammas[layer], self.upsilons[layer], xi, query_norm(xi, query_bias=True))
-        log_map = attention_map_bound(self._united(constants), rows.selected, norms).log_value
-        return found | {"log_map": log_map, "log_form": bilinear_form_bound(constants, norms).log_value}
+        bounds = {
+            "log_map": attention_map_bound(self._united(constants), rows.selected, norms),
+            "log_form": bilinear_form_bound(constants, norms),
+        }
+        return found | {name: bound.log_value.where(finite.all(-1), math.inf) for name, bound in bounds.items()}
 
     def _united(self, rows: AttentionRows) -> AttentionRows:
         """For heavy hitters, double the sums over a token's queries: the union of two masks."""

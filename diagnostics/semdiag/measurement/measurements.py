@@ -115,7 +115,7 @@ class Measurements:
         return cls(**tables, provenance=parts[0].provenance)
 
     def save(self, folder: Path | str) -> None:
-        """Write one parquet file per table and ``provenance.json``.
+        """Write one parquet file per table and ``provenance.json``; no file for what was not measured.
 
         Args:
             folder: made if absent.
@@ -123,7 +123,11 @@ class Measurements:
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         for name in (*TABLES, *OPTIONAL_TABLES):
-            getattr(self, name).to_parquet(folder / f"{name}.parquet", index=False)
+            file, table = folder / f"{name}.parquet", getattr(self, name)
+            if name in OPTIONAL_TABLES and table.empty:
+                file.unlink(missing_ok=True)
+            else:
+                table.to_parquet(file, index=False)
         (folder / "provenance.json").write_text(json.dumps(self.provenance, indent=1) + "\n", encoding="utf-8")
 
     @classmethod

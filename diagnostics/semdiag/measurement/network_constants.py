@@ -182,7 +182,9 @@ def _covered(encoder: Encoder) -> bool:
 def _assumptions(encoder: Encoder, trace: LayerTrace) -> tuple[Assumption, ...]:
     """What the block's constants rest on; what a later Assumption repeats is left to it."""
     kind, activation = encoder.config.attention, encoder.config.activation
+    bad = int(trace.not_finite.sum())
     checks = [
+        Assumption("every score is finite", {"rows that are not": bad}, holds=bad == 0),
         Assumption(f"a bound is known for {kind} attention", {}, holds=_covered(encoder)),
         Assumption(f"the slope of {activation} is known", {}, holds=activation in ACTIVATION_LIPSCHITZ),
         Assumption(

@@ -45,38 +45,47 @@ def ratio_interval(
     Raises:
         ValueError: if a side has no samples.
     """
-    above, below = _by_sample(numerator, quantity), _by_sample(denominator, quantity)
-    paired = len(above) == len(below)
+    above, below = _Sequences(numerator, quantity), _Sequences(denominator, quantity)
+    paired = above.count == below.count
     rng = np.random.default_rng(seed)
+
+    def draw(sequences: _Sequences) -> NDArray[np.int64]:
+        return np.bincount(rng.integers(sequences.count, size=sequences.count), minlength=sequences.count)
+
     ratios = np.empty(resamples)
     for i in range(resamples):
-        draw = rng.integers(len(above), size=len(above))
-        other = draw if paired else rng.integers(len(below), size=len(below))
-        ratios[i] = _ratio(above[draw], below[other], percentile)
+        times = draw(above)
+        ratios[i] = _ratio(above, times, below, times if paired else draw(below), percentile)
+    once = np.ones(above.count, np.int64), np.ones(below.count, np.int64)
     tail = 100 * (1 - confidence) / 2
-    estimate = _ratio(above, below, percentile)
     low, high = np.percentile(ratios, [tail, 100 - tail])
-    return Interval(estimate, float(low), float(high))
+    return Interval(_ratio(above, once[0], below, once[1], percentile), float(low), float(high))
 
 
-def _by_sample(rows: pd.DataFrame, quantity: str) -> NDArray[np.float64]:
-    """Table (samples, queries per sample), padded with NaN where samples differ in length."""
-    if rows.empty:
-        raise ValueError("There are no queries to resample.")
-    place = rows.groupby("sample").cumcount()
-    samples, row = np.unique(rows["sample"], return_inverse=True)
-    table = np.full((len(samples), int(place.max()) + 1), np.nan)
-    table[row, place] = rows[quantity]
-    table[~np.isfinite(table)] = np.nan
-    return table
+class _Sequences:
+    """The finite values of a quantity, sorted once, and the sequence each belongs to."""
+
+    def __init__(self, rows: pd.DataFrame, quantity: str) -> None:
+        if rows.empty:
+            raise ValueError("There are no queries to resample.")
+        samples, owner = np.unique(rows["sample"], return_inverse=True)
+        values = rows[quantity].to_numpy(np.float64)
+        order = np.argsort(values, kind="stable")
+        order = order[np.isfinite(values[order])]
+        self.count, self.values, self.owner = len(samples), values[order], owner[order]
+
+    def percentile(self, times: NDArray[np.int64], percentile: float) -> float:
+        """Percentile of the values when sequence s is taken ``times[s]`` times, linear interpolation."""
+        ends = np.cumsum(times[self.owner])  # where each value's copies end among all values
+        if not ends.size or not ends[-1]:
+            return float("nan")
+        place = (ends[-1] - 1) * percentile / 100
+        below, above = self.values[np.searchsorted(ends, [np.floor(place), np.ceil(place)], side="right")]
+        return float(below + (above - below) * (place % 1))
 
 
-def _ratio(above: NDArray[np.float64], below: NDArray[np.float64], percentile: float) -> float:
-    denominator = _percentile(below, percentile)
-    return _percentile(above, percentile) / denominator if denominator else float("nan")
-
-
-def _percentile(table: NDArray[np.float64], percentile: float) -> float:
-    values = table.ravel()
-    values = values[~np.isnan(values)]
-    return float(np.percentile(values, percentile)) if values.size else float("nan")
+def _ratio(
+    above: _Sequences, times: NDArray[np.int64], below: _Sequences, other: NDArray[np.int64], percentile: float
+) -> float:
+    denominator = below.percentile(other, percentile)
+    return above.percentile(times, percentile) / denominator if denominator else float("nan")

@@ -21,6 +21,8 @@ _ROUNDING = 64 * torch.finfo(torch.float64).eps
 class Slope:
     """The loss in one tensor, as natural logarithms; −inf for a slope that rounding hides.
 
+    A loss that is not finite has slopes NaN.
+
     Attributes:
         log_gradient: ln ‖gradient‖ (Frobenius) of the mean loss.
         log_secant: ln of the largest |loss(θ + ρ) − loss(θ)| / ‖ρ‖, moving that tensor alone.
@@ -62,7 +64,7 @@ def parameter_slopes(encoder: Encoder, tokens: Tensor, labels: Tensor, seed: int
         gradient = tensor.values * 0 if tensor.gradient is None else tensor.gradient
         size = float(gradient.norm())
         slopes[tensor.name] = Slope(
-            log_gradient=math.log(size) if size > _ROUNDING * total else -math.inf,
+            log_gradient=_log(size, _ROUNDING * total),
             log_secant=_largest_secant(tensor, gradient, loss, start, generator),
         )
     encoder.zero_grad(set_to_none=True)
@@ -84,16 +86,23 @@ def _largest_secant(
     values, before = tensor.values, tensor.values.clone()
     radius = RADIUS * (float(before.norm()) or 1.0)
     directions = [torch.randn(before.shape, generator=generator, dtype=torch.float64) for _ in range(DIRECTIONS)]
-    steepest = 0.0
+    changes: list[float] = []
     try:
         for direction in (gradient, *(d.to(before.device) for d in directions)):
             length = float(direction.norm())
             if length == 0:
                 continue
             values.copy_(before + radius / length * direction)
-            change = abs(loss() - start)
-            if change > _ROUNDING * (1 + abs(start)):
-                steepest = max(steepest, change / radius)
+            changes.append(abs(loss() - start))
     finally:
         values.copy_(before)
-    return math.log(steepest) if steepest > 0 else -math.inf
+    if not math.isfinite(start + sum(changes)):
+        return math.nan
+    return _log(max(changes, default=0.0), _ROUNDING * (1 + abs(start))) - math.log(radius)
+
+
+def _log(size: float, rounding: float) -> float:
+    """Natural logarithm of a size; −inf if rounding hides it, NaN if it is not finite."""
+    if not math.isfinite(size):
+        return math.nan
+    return math.log(size) if size > rounding else -math.inf

@@ -59,7 +59,6 @@ def bounds_summary(measurements: Measurements) -> Summary:
     """
     pairs = compared_pairs(measurements)
     of_models = parameter_findings(measurements)
-    of_pairs = corollary_findings(measurements, pairs) + consequence_findings(measurements, pairs)
     results = []
     for row in measurements.models.to_dict("records"):
         own = measurements.of(row["model"])
@@ -75,7 +74,9 @@ def bounds_summary(measurements: Measurements) -> Summary:
             "reference": pair.full,
             "other": pair.other,
             "differences": differences(measurements.models, pair),
-            "verdicts": _verdicts(of_pairs, pair.label),
+            "verdicts": _verdicts(
+                corollary_findings(measurements, [pair]) + consequence_findings(measurements, [pair]), pair.label
+            ),
         }
         for pair in pairs
     ]

@@ -1,13 +1,10 @@
 """Saving figures: the same measurements give the same bytes."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from semdiag.measurement.measurements import Measurements
-from semdiag.presentation.figures import FIGURES
-from semdiag.presentation.panels import NothingToDrawError
 from semdiag.presentation.style import paper_style
 from semdiag_models import InputError
 
@@ -45,28 +42,4 @@ def save_figure(figure: Figure, path: Path, formats: Sequence[str] = ("png", "sv
         file = path.parent / f"{path.name}.{name}"
         figure.savefig(file, format=name, dpi=_PNG_DPI, metadata=_METADATA[name])
         files.append(file)
-    return files
-
-
-def save_figures(
-    measurements: Measurements, names: Iterable[str], folder: Path, formats: Sequence[str] = ("png", "svg")
-) -> list[Path]:
-    """Draw and write the named figures; one that has nothing to show is left out.
-
-    Args:
-        measurements: to be drawn.
-        names: keys of ``FIGURES``.
-        folder: made if absent.
-        formats: of png, svg and pdf.
-
-    Returns:
-        The files written.
-    """
-    files = []
-    for name in names:
-        try:
-            figure = FIGURES[name](measurements)
-        except NothingToDrawError:
-            continue
-        files += save_figure(figure, folder / name, formats)
     return files

@@ -3,8 +3,10 @@
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 
 from semdiag.measurement.measurements import Measurements
+from semdiag_models import Encoder
 
 _MODEL = {
     "sha256": "0" * 64,
@@ -54,3 +56,59 @@ def made_up():
         )
 
     return make
+
+
+KINDS = {"full": None, "banded": 5, "block": 5, "topk": 3}
+
+
+@pytest.fixture(params=KINDS)
+def kind(request):
+    """Each kind of attention in turn."""
+    return request.param
+
+
+@pytest.fixture
+def wild_encoder(tiny_config):
+    """Call with a kind of attention: a random float64 encoder with large weights, in evaluation mode."""
+
+    def make(kind, size=1.5, seed=3, **others):
+        encoder = Encoder(tiny_config(kind, KINDS[kind], **others)).double().eval()
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for parameter in encoder.parameters():
+                noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+                parameter.copy_(size * noise / parameter.shape[-1] ** 0.5)
+        return encoder
+
+    return make
+
+
+@pytest.fixture
+def padded_tokens():
+    """Seven samples of length 12; PAD in four of them, one with a single token; and their labels."""
+    generator = torch.Generator().manual_seed(2)
+    found = torch.randint(2, (7, 12), generator=generator)
+    for sample, length in ((0, 9), (2, 4), (3, 1), (6, 11)):
+        found[sample, length:] = 2
+    return found, torch.randint(2, (7,), generator=generator)
+
+
+@pytest.fixture
+def untouched():
+    """Call with an encoder, get a check that it has not changed: parameters, mode, hooks, random state."""
+
+    def remember(encoder):
+        state = {name: value.clone() for name, value in encoder.state_dict().items()}
+        modes = [module.training for module in encoder.modules()]
+        random = torch.get_rng_state()
+
+        def check():
+            assert all(torch.equal(value, state[name]) for name, value in encoder.state_dict().items())
+            assert [module.training for module in encoder.modules()] == modes
+            assert not any(m._forward_hooks or m._forward_pre_hooks for m in encoder.modules())
+            assert all(p.grad is None and p.requires_grad for p in encoder.parameters())
+            assert torch.equal(torch.get_rng_state(), random)
+
+        return check
+
+    return remember

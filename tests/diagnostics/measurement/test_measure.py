@@ -90,6 +90,9 @@ def naive(encoder, tokens, ks=()):
                     columns = {"keys": len(z), "kept": len(inside[""])}
                     for suffix, chosen in inside.items():
                         columns[f"dispersion{suffix}"], columns[f"separation{suffix}"] = range_and_gap(z, chosen)
+                        if not suffix:
+                            mass = sum(math.exp(z[j] - z[max(chosen, key=z.get)]) for j in chosen)
+                            columns["largest_weight"] = 1 / mass
                         for j in chosen:
                             loads[sample, layer, h, j][f"load{suffix}"] += 1
                     queries[sample, layer, h, i] = columns

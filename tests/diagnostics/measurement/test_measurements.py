@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from semdiag.measurement.measurements import TABLES, Measurements
+from semdiag.measurement.measurements import OPTIONAL_TABLES, TABLES, Measurements, empty_table
 from semdiag.measurement.survey import Conditions, survey
 from semdiag_models import InputError
 
@@ -140,3 +140,43 @@ def test_provenance_is_plain_json(measured, tmp_path):
     measured.save(tmp_path)
     provenance = json.loads((tmp_path / "provenance.json").read_text(encoding="utf-8"))
     assert {"semdiag", "torch", "device", "dtype", "seed", "samples"} <= set(provenance)
+
+
+@pytest.fixture(scope="module")
+def with_theory(tiny_runs):
+    return survey([tiny_runs.full, tiny_runs.topk], Conditions(samples=5, noise=(0.01,), bounds=True))
+
+
+def test_optional_tables_survive_a_round_trip_and_a_choice(with_theory, tmp_path):
+    with_theory.save(tmp_path)
+    loaded = Measurements.load(tmp_path)
+    first = with_theory.models["model"].iloc[0]
+    for name in OPTIONAL_TABLES:
+        whole = getattr(with_theory, name)
+        pd.testing.assert_frame_equal(getattr(loaded, name), whole, check_exact=True)
+        assert set(getattr(with_theory.of(first), name)["model"]) == {first}
+        assert whole["model"].nunique() == 2
+        assert {column: str(t) for column, t in whole.dtypes.items()} == OPTIONAL_TABLES[name]
+
+
+def test_what_was_not_measured_is_empty(measured, with_theory, tmp_path):
+    with_theory.save(tmp_path)
+    measured.save(tmp_path)  # leaves nothing of the earlier ones
+    loaded = Measurements.load(tmp_path)
+    for name in OPTIONAL_TABLES:
+        pd.testing.assert_frame_equal(getattr(loaded, name), empty_table(name))
+        pd.testing.assert_frame_equal(getattr(measured, name), empty_table(name))
+        assert not (tmp_path / f"{name}.parquet").exists()
+
+
+def test_a_damaged_optional_table_is_refused(with_theory, tmp_path):
+    with_theory.save(tmp_path)
+    pd.DataFrame({"a": [1]}).to_parquet(tmp_path / "secants.parquet")
+    with pytest.raises(InputError, match=r"secants\.parquet lacks model, sample"):
+        Measurements.load(tmp_path)
+
+
+def test_measured_and_unmeasured_models_join(with_theory, made_up):
+    joined = Measurements.concat([made_up(("x.pt", [1, 2, 3, 4], {})), with_theory])
+    assert len(joined.secants) == len(with_theory.secants)
+    assert joined.of("x.pt").constants.empty

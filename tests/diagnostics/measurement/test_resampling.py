@@ -6,6 +6,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from semdiag.measurement import resampling
 from semdiag.measurement.resampling import ratio_interval
 
 
@@ -93,3 +94,18 @@ def test_a_ratio_that_does_not_exist_is_not_a_number(values):
 def test_without_samples_there_is_no_interval():
     with pytest.raises(ValueError, match=r"^There are no queries to resample\.$"):
         ratio_interval(queries(np.ones((2, 2))), queries(np.ones((0, 2))))
+
+
+@pytest.mark.parametrize("percentile", [0, 5, 50, 95, 99.9, 100])
+def test_percentiles_of_a_draw_are_those_of_the_sequences_written_out(percentile):
+    rng = np.random.default_rng(3)
+    values = rng.normal(size=(30, 7)).round(1)
+    values[rng.random(values.shape) < 0.1] = np.inf
+    rows = pd.DataFrame({"sample": np.repeat(np.arange(30), 7), "dispersion": values.ravel()})
+    draw = rng.integers(30, size=30)
+    written_out = values[draw].ravel()
+    expected = np.percentile(written_out[np.isfinite(written_out)], percentile)
+    times = np.bincount(draw, minlength=30)
+    assert resampling._Sequences(rows, "dispersion").percentile(times, percentile) == pytest.approx(
+        expected, abs=1e-12
+    )

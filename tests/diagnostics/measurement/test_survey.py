@@ -165,3 +165,24 @@ def test_a_run_moved_elsewhere_gives_the_same_numbers(tiny_runs, tmp_path):
     found, expected = (survey([path], Conditions(samples=4)) for path in (moved, tiny_runs.full))
     assert found.queries.drop(columns="model").equals(expected.queries.drop(columns="model"))
     assert load(moved).sha256 == expected.models["sha256"].item()
+
+
+def test_theory_is_measured_only_when_asked_for(tiny_runs):
+    plain = survey([tiny_runs.topk], Conditions(samples=4))
+    assert plain.secants.empty
+    assert plain.constants.empty
+    assert "noise" not in plain.provenance
+    noisy = survey([tiny_runs.topk], Conditions(samples=4, noise=(0.1,)))
+    assert (len(noisy.secants), len(noisy.parameters)) == (len(noisy.queries), 0)
+    assert noisy.provenance["noise_samples"] == 4
+
+
+def test_too_few_keys_leave_out_secants_too(tiny_runs, tmp_path):
+    tokens = torch.randint(2, (4, 12), generator=torch.Generator().manual_seed(0))
+    tokens[0, 5:] = 2
+    torch.save(tokens, tmp_path / "tokens.pt")
+    common = {"inputs": tmp_path / "tokens.pt", "noise": (0.1,)}
+    found = survey([tiny_runs.topk], Conditions(**common, min_keys=6))
+    assert set(found.secants["sample"]) == set(found.queries["sample"]) == {1, 2, 3}
+    with pytest.raises(InputError, match="noise level must be a positive number"):
+        Conditions(noise=(0.0,))
