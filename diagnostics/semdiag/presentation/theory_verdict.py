@@ -56,7 +56,11 @@ def _softmax(finding: Finding) -> str:
     unmet = f", {int(n['not_met']):,} more do not meet its assumptions" if n["not_met"] else ""
     highest = f"largest measured/bound {n['largest measured over bound']:.4g}"
     if finding.verdict is Verdict.VIOLATED:
-        fault = "which contradicts the paper" if finding.form == "paper" else "which is an error of semdiag"
+        fault = (
+            "which contradicts the paper (read as an ℓ1 constant)"
+            if finding.form == "paper"
+            else "which is an error of semdiag"
+        )
         start = f"{name} is exceeded by {int(n['violated']):,} of {rows:,} measured pairs of rows"
         return f"{start[0].upper()}{start[1:]} ({highest}{unmet}), {fault}."
     if not rows:

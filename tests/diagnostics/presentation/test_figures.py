@@ -231,7 +231,7 @@ def test_many_queries_do_not_make_a_large_file(model, theory, tmp_path):
     many = dataclasses.replace(one, queries=queries, secants=secants)
     for name in ("dispersion_by_layer", "key_load", "training_curves", "stability_curves", "attention_response"):
         for file in save_figure(FIGURES[name](many), tmp_path / name):
-            assert file.stat().st_size < 250_000
+            assert file.stat().st_size < 200_000
 
 
 def test_an_unknown_format_is_refused(tmp_path):

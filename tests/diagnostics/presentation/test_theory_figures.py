@@ -93,7 +93,7 @@ def test_stability_curves_draw_few_points_and_the_closest_one(known):
     secants.loc[closest, "weight_change"] = 0.05 * secants.loc[closest, "score_change"]
     (ax, *_) = shown(FIGURES["stability_curves"](dataclasses.replace(known, secants=secants)))
     points = ax.lines[-1].get_xydata()
-    assert len(points) == 500
+    assert len(points) == 300
     assert points[:, 1].max() == pytest.approx(0.05)
 
 

@@ -28,7 +28,7 @@ from semdiag.presentation.style import (
 )
 
 KEYS = (40, 600)  # of the paper's short tasks and of ListOps
-POINTS = 500
+POINTS = 300
 _RANGE = (0.1, 100.0)
 _TOP, _FLOOR = 10.0, 1e-5
 _SHADE = "#f6dcc3"
