@@ -165,7 +165,7 @@ def test_kept_queries_redraw_the_same_report(four, tmp_path):
     write_report(four, tmp_path / "a", "x", ["svg"], keep_queries=True)
     write_report(Measurements.load(tmp_path / "a" / "data"), tmp_path / "b", "x", ["svg"], keep_queries=True)
     files = sorted(path.relative_to(tmp_path / "a") for path in (tmp_path / "a").rglob("*.*") if path.is_file())
-    assert len(files) == 22
+    assert len(files) == 19
     for file in files:
         if file.suffix != ".parquet":
             assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes(), file
