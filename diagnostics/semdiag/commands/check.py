@@ -30,7 +30,7 @@ def check(
 
     from semdiag.commands.measuring import measured
     from semdiag.measurement.gate import GATED, SHOWN, dispersion_gate
-    from semdiag.measurement.summaries import json_ready
+    from semdiag.measurement.strict_json import json_ready
     from semdiag.measurement.survey import Conditions
 
     conditions = Conditions(inputs=inputs, samples=samples, batch_size=batch_size, device=device, dtype=dtype)

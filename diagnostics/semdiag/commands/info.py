@@ -24,7 +24,7 @@ def info(
 
     from semdiag.capturing.loading import load
     from semdiag.commands.measuring import read_config
-    from semdiag.measurement.summaries import json_ready
+    from semdiag.measurement.strict_json import json_ready
 
     loaded = load(model, read_config(config))
     last = {name: column[-1] for name, column in loaded.history.items() if column}

@@ -7,7 +7,7 @@ import pandas as pd
 
 from semdiag.measurement.measurements import Measurements
 from semdiag.measurement.percentiles import percentiles
-from semdiag.measurement.strict_json import json_ready as json_ready
+from semdiag.measurement.strict_json import json_ready
 from semdiag.measurement.theory_summaries import bounds_summary, stability_summary
 
 Summary = dict[str, Any]
