@@ -7,11 +7,11 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from semdiag.measurement.strict_json import json_ready
 from semdiag.measurement.summaries import (
     SUMMARIES,
     counterfactual_ks,
     dispersion_summary,
-    json_ready,
     separation_summary,
 )
 from semdiag.measurement.survey import Conditions, survey
