@@ -46,8 +46,8 @@ def published_table() -> pd.DataFrame:
 
     Example:
         >>> table = published_table()
-        >>> print(table.loc[0, ["task", "percentile"]].to_list(), round(table.loc[0, "weight_left_side"], 3))
-        ['ListOps', 75] 0.97
+        >>> print(f"{table.task[0]}, p{table.percentile[0]}: {table.weight_left_side[0]:.3f}")
+        ListOps, p75: 0.970
     """
     parts = []
     for task, columns in _PUBLISHED.items():

@@ -19,7 +19,7 @@ from semdiag.presentation.questions import QUESTIONS, SECTIONS
 from semdiag.presentation.save import save_figure
 from semdiag.presentation.tables import SCHEMA, percentile_table, summary, write_tables
 from semdiag.presentation.theory_tables import theory_findings, theory_tables
-from semdiag.presentation.verdict import pair_verdicts, sentences
+from semdiag.presentation.verdict import details, pair_verdicts, sentences
 from semdiag_models import InputError
 
 _PIXELS_PER_INCH = 96  # of CSS
@@ -154,6 +154,7 @@ def _write(
     paths = {name: list(picture["files"].values()) for name, picture in pictures.items()}
     said = sentences(measurements, verdicts, sections, findings)
     whole = summary(measurements, command, said, verdicts, sections, paths, findings)
+    whole["details"] = details(measurements, sections, findings)
     text = json.dumps(whole, indent=1, ensure_ascii=False, allow_nan=False)
     (folder / "summary.json").write_text(text + "\n", encoding="utf-8")
     page = render_page(whole, questions, pictures, measurements.non_finite, keep_queries, sorted(theory))

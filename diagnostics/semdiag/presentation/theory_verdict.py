@@ -1,6 +1,6 @@
 """What the theory's claims became, in sentences; the verdicts come from the measurement layer."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import pandas as pd
 
@@ -16,6 +16,41 @@ from semdiag.presentation.panels import panels_of
 _RESAMPLES = 300
 _PAPERS = {"W": "eq. 304", "X": "eq. 305"}
 _GUARANTEE = {"W": "in the parameters (W)", "X": "in the inputs (X)"}
+
+
+def in_short(findings: Mapping[str, Sequence[Finding]]) -> list[str]:
+    """The theory's verdicts on all models together, for the first screen.
+
+    Args:
+        findings: of the sections stability and bounds, as far as they were measured.
+
+    Returns:
+        At most one sentence per section.
+    """
+    said = []
+    pairs = [f for f in findings.get("stability", ()) if "ξ ‖z" in f.claim and f.numbers]
+    if pairs:
+        exceeded = {
+            form: int(sum(f.numbers["violated"] for f in pairs if f.form == form)) for form in ("sound", "paper")
+        }
+        said.append(
+            f"Softmax stability, all measured pairs of rows: the sound ξ is exceeded by {exceeded['sound']:,}, "
+            f"the paper's by {exceeded['paper']:,}."
+        )
+    cases = [
+        f for f in findings.get("bounds", ()) if f.claim in map(CLAIM.format, "WX") and f.where.startswith("p")
+    ]
+    parts = []
+    for form in ("paper", "sound"):
+        own = [f for f in cases if f.form == form and f.verdict is not Verdict.NOT_MET]
+        met = sum(f.verdict is Verdict.HOLDS for f in own)
+        parts += [f"in {met} of {len(own)} cases in the {form} form"] if own else []
+    if parts:
+        said.append(
+            f"Corollary 1, over pairs, percentiles and both conditions: the mask has the better guarantee "
+            f"{', '.join(parts)}; which ones, and whether those masks learn faster, stands under the bounds."
+        )
+    return said
 
 
 def stability_sentences(measurements: Measurements, findings: Sequence[Finding]) -> list[str]:

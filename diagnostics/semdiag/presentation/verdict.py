@@ -13,7 +13,7 @@ from semdiag.measurement.percentiles import percentiles
 from semdiag.measurement.resampling import Interval, ratio_interval
 from semdiag.presentation.learning_speed import training_runs
 from semdiag.presentation.panels import panels_of
-from semdiag.presentation.theory_verdict import bounds_sentences, stability_sentences
+from semdiag.presentation.theory_verdict import bounds_sentences, in_short, stability_sentences
 
 _RESAMPLES = 300
 _NO_PAIR = (
@@ -112,7 +112,7 @@ def sentences(
         findings: of the theory, by section.
 
     Returns:
-        At least one sentence per section, then warnings.
+        What was found on dispersion, learning and separation, the theory in short, then warnings.
     """
     said: list[str] = []
     if "dispersion" in sections:
@@ -122,11 +122,25 @@ def sentences(
         said += _learning(measurements)
     if "separation" in sections:
         said += _separation(measurements)
-    if "stability" in sections:
-        said += stability_sentences(measurements, findings.get("stability", ()))
-    if "bounds" in sections:
-        said += bounds_sentences(measurements, findings.get("bounds", ()))
-    return said + _warnings(measurements)
+    said += in_short(findings)
+    return (said or ["What was found stands below, model by model."]) + _warnings(measurements)
+
+
+def details(
+    measurements: Measurements, sections: Sequence[str], findings: Mapping[str, Sequence[Finding]]
+) -> dict[str, list[str]]:
+    """Say model by model and pair by pair what became of the theory's claims.
+
+    Args:
+        measurements: of any number of models.
+        sections: of the report.
+        findings: of the theory, by section.
+
+    Returns:
+        Sentences by section, for stability and bounds.
+    """
+    say = {"stability": stability_sentences, "bounds": bounds_sentences}
+    return {name: say[name](measurements, findings.get(name, ())) for name in say if name in sections}
 
 
 def _controls(measurements: Measurements) -> list[str]:

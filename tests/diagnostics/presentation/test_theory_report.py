@@ -73,7 +73,7 @@ def test_csv_hold_the_measured_numbers(known, tmp_path):
 
 def test_sentences_say_form_percentile_and_contradiction(known, tmp_path):
     _, summary, _ = report(known, tmp_path / "r", sections=("stability", "bounds"))
-    said = "\n".join(summary["verdict"])
+    said = "\n".join(s for part in summary["details"].values() for s in part)
     assert "1 % input noise moves this model's attention more than its counterpart's" in said
     assert "mean ‖p − p′‖₁ 0.045 against 0.015" in said
     assert "In 10 tensors the loss is no steeper than the sound constants of Theorem 2" in said
@@ -82,6 +82,10 @@ def test_sentences_say_form_percentile_and_contradiction(known, tmp_path):
         r"parameters \(W\), paper form \(eq\. 304, left side below 1\), (holds|does not hold) at p75", said
     )
     assert "a heuristic" in said
+    assert "Corollary 1" in summary["verdict"][1]
+    assert re.search(
+        r"better guarantee in \d+ of \d+ cases in the paper form, in \d+ of \d+ cases", summary["verdict"][1]
+    )
 
 
 def test_what_contradicts_the_paper_is_said_plainly(known, tmp_path):
@@ -90,19 +94,20 @@ def test_what_contradicts_the_paper_is_said_plainly(known, tmp_path):
     first = secants["model"].str.contains("full") & (secants["query"] == 0) & (secants["layer"] == 0)
     secants.loc[first, "weight_change"] = 0.25 * secants.loc[first, "score_change"]
     _, summary, _ = report(dataclasses.replace(known, secants=secants), tmp_path / "r", sections=("stability",))
-    full = next(s for s in summary["verdict"] if s.startswith("even-pairs, full"))
+    full = next(s for s in summary["details"]["stability"] if s.startswith("even-pairs, full"))
     assert "The paper's ξ is exceeded by 6 of 96 measured pairs of rows" in full
     assert "which contradicts the paper" in full
     assert "The sound ξ is not exceeded" in full
+    assert "the sound ξ is exceeded by 0, the paper's by 6." in summary["verdict"][0]
 
 
 def test_slopes_above_a_sound_bound_are_called_an_error(known, tmp_path):
     steep = known.parameters.assign(ln_secant=100.0)
     _, summary, _ = report(dataclasses.replace(known, parameters=steep), tmp_path / "r", sections=("bounds",))
-    assert "In 10 tensors the loss is steeper than the sound constants" in "\n".join(summary["verdict"])
-    assert "an error of semdiag" in "\n".join(summary["verdict"])
+    assert "In 10 tensors the loss is steeper than the sound constants" in "\n".join(summary["details"]["bounds"])
+    assert "an error of semdiag" in "\n".join(summary["details"]["bounds"])
 
 
 def test_an_attention_without_bound_is_said_not_judged(model, theory, tmp_path):
     _, summary, _ = report(theory(model("randomk")), tmp_path / "r", sections=("stability", "bounds"))
-    assert "No ξ is known for randomk attention" in "\n".join(summary["verdict"])
+    assert "No ξ is known for randomk attention" in "\n".join(summary["details"]["stability"])
