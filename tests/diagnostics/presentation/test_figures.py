@@ -129,7 +129,7 @@ def test_ratio_is_known_and_never_crosses_snapshots(four, many):
         "even-pairs-block-7/last.pt": [0.625],
     }
     figure = FIGURES["dispersion_ratio"](four)
-    assert [title(ax) for ax in shown(figure)] == ["even-pairs: median", "even-pairs: 95th percentile"]
+    assert [title(ax) for ax in shown(figure)] == ["even-pairs: median", "even-pairs: p95"]
     assert shown(figure)[0].get_ylabel() == "δ of sparse / δ of full attention"
     assert any(np.allclose(line.get_ydata(), 1.0) for line in shown(figure)[0].lines)
     assert "95 % intervals" in words(figure)

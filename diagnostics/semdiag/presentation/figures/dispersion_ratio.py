@@ -49,7 +49,7 @@ def dispersion_ratio(measurements: Measurements, ratios: pd.DataFrame | None = N
     for ax, (panel, percentile) in zip(axes, places, strict=True):
         _scale(ax, min(low, 0.5), max(high, 2.0))
         _draw(ax, panel, ratios[ratios["percentile"] == percentile])
-        which = "median" if percentile == 50 else f"{percentile}th percentile"
+        which = "median" if percentile == 50 else f"p{percentile}"
         ax.set_title(f"{panel.title}: {which}")
         if percentile == SHOWN[0]:
             ax.set_ylabel("δ of sparse / δ of full attention")
