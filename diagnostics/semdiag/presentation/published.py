@@ -7,7 +7,8 @@ from semdiag.mathematics.corollary import paper_input_condition, paper_weight_co
 from semdiag.measurement.percentiles import PAPER_PERCENTILES
 
 PUBLISHED_K = 5
-# Source: the table of dispersions, separations and loads in arXiv 2506.14095. Top-k with k = 5; percentiles 75, 90, 95, 100 of dispersions and loads, 25, 10, 5, 0 of separations.
+# Source: the table of dispersions, separations and loads in arXiv 2506.14095. Top-k with k = 5; percentiles
+# 75, 90, 95, 100 of dispersions and loads, 25, 10, 5, 0 of separations.
 _PUBLISHED = {
     "ListOps": {
         "full_dispersion": (8.61, 18.5, 29.4, 87.8),
