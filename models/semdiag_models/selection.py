@@ -80,9 +80,8 @@ def _heavy_hitters(q: Tensor, keys: Tensor, scale: float, valid: Tensor | None, 
 def _most_wanted(priorities: Tensor, valid: Tensor | None, batch: int, k: int) -> Tensor:
     if valid is None:
         return priorities.topk(k, -1).indices.expand(batch, -1, -1, -1)
-    per_strip = max(1, _STRIP // priorities.numel())
     parts = []
-    for allowed in valid.split(per_strip):
+    for allowed in torch.split(valid, max(1, _STRIP // priorities.numel())):
         best = priorities.masked_fill(~allowed[:, None, None, :], -1).topk(k, -1)
         parts.append(best.indices.masked_fill(best.values < 0, -1))
     return torch.cat(parts)
@@ -112,7 +111,7 @@ def random_priorities(seed: int, blocks: int, heads: int, length: int, device: t
     generator = torch.Generator().manual_seed(seed)
     size = (heads, length, length)
     drawn = [torch.rand(size, generator=generator, dtype=torch.float64, device="cpu") for _ in range(blocks)]
-    return torch.stack([block.argsort(-1, stable=True).to(device, torch.int32) for block in drawn])
+    return torch.stack([block.argsort(dim=-1, stable=True).to(device, torch.int32) for block in drawn])
 
 
 @lru_cache(maxsize=32)
