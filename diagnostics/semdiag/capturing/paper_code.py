@@ -130,9 +130,9 @@ def _config(path: Path, state: dict[str, Any], known: dict[str, Any]) -> ModelCo
         raise InputError(f"{path} has a CLS token. Supported are models that read the mean over all tokens.")
     if not isinstance(heads, int) or heads < 1:
         raise InputError(f"{path}: n_heads must be a positive whole number. Got {heads!r}.")
-    extra = known.get("ngtk", 0)
-    if not isinstance(extra, int) or extra < 0:
-        raise InputError(f"{path}: ngtk must be a number of global tokens. Got {extra!r}.")
+    extra, ids = known.get("ngtk", 0), min(state["embedding.weight"].shape[0], state[_POSITIONS].shape[1])
+    if not isinstance(extra, int) or not 0 <= extra < ids:
+        raise InputError(f"{path}: ngtk must be a number of global tokens, less than {ids}. Got {extra!r}.")
     embedding, expand = state["embedding.weight"], state[_BLOCK.format(0) + "ffn.0.weight"]
     numbers = (re.match(r"encoder\.transformer\.(\d+)\.", str(name)) for name in state)
     values = {

@@ -143,14 +143,13 @@ def test_ties_leave_no_guarantee_and_are_said(wild_encoder, padded_tokens):
 
 
 def test_an_attention_that_no_bound_covers_still_has_its_norms(wild_encoder, padded_tokens):
-    encoder = wild_encoder("topk")
-    object.__setattr__(encoder.config, "attention", "random")
+    encoder = wild_encoder("bottomk")
     constants, parameters = measure_constants(encoder, *padded_tokens)
     assert np.isfinite(value(constants, "gamma", "measured", 0, 0))
     for form in ("sound", "paper"):
         assert value(constants, "network", form) == math.inf
         network = constants[(constants["quantity"] == "network") & (constants["form"] == form)]
-        assert "a bound is known for random attention" in network["assumptions"].item()
+        assert "a bound is known for bottomk attention" in network["assumptions"].item()
     assert np.isfinite(parameters["ln_gradient"].drop(4)).any()
 
 

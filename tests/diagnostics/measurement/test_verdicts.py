@@ -101,8 +101,8 @@ def test_heavy_hitters_are_never_vacuous(made_up):
 
 
 def test_a_kind_without_a_bound_is_said(made_up):
-    found = stability_of(made_up, {"attention": "random", "k": 2}, [(2, 0.1, 1.0, 1.0, 1.0, -1.0)])
-    assert "no ξ is known for random attention" in one(found, verdict=Verdict.NOT_MET).note
+    found = stability_of(made_up, {"attention": "bottomk", "k": 2}, [(2, 0.1, 1.0, 1.0, 1.0, -1.0)])
+    assert "no ξ is known for bottomk attention" in one(found, verdict=Verdict.NOT_MET).note
 
 
 def test_local_constants(made_up):
