@@ -53,7 +53,7 @@ def _leaning(numbers: dict[str, float], observed: dict[str, float], names: tuple
     ratio, speed = numbers["ln λ_L other over reference"], observed["speed-up of the other"]
     reference, other = names
     bound = other if ratio < 0 else reference if ratio > 0 else "neither"
-    if math.isnan(ratio):
+    if not math.isfinite(ratio):  # no guarantee is no claim to be slow
         bound = "neither (a constant is infinite)"
     arrived = [not math.isnan(observed[f"epochs to 95 %, {name}"]) for name in ("reference", "other")]
     seen = other if speed > 1 else reference if speed < 1 else "neither"
