@@ -94,16 +94,15 @@ class Attention(nn.Module):
     def _priorities(self, length: int, device: torch.device) -> Tensor | None:
         if self.kind != "random":
             return None
-        c = self.config
-        whole = random_priorities(c.selection_seed, c.blocks, c.heads, c.length + c.extra_tokens, device)
-        return whole[self.layer, :, :length, :length]
+        c, longest = self.config, self.config.length + self.config.extra_tokens
+        orders = random_priorities(c.selection_seed, c.blocks, c.heads, longest, device)
+        return orders[self.layer, :, :length, :length]
 
 
 class Block(nn.Module):
-    """Attention and MLP around a residual stream; the norms have no parameters.
+    """Pre-norm: x + drop(attention(norm(x))), then x + drop(mlp(norm(x))).
 
-    Pre-norm: x + drop(attention(norm(x))), then x + drop(mlp(norm(x))).
-    Post-norm: norm(x + drop(attention(x))), then norm(x + drop(mlp(x))).
+    Post-norm: norm(x + drop(attention(x))), then norm(x + drop(mlp(x))). The norms have no parameters.
 
     Args:
         config: the architecture.
@@ -143,10 +142,9 @@ class Encoder(nn.Module):
     like the others (``first_norm_eps``), dropout is off in evaluation, PAD is left out (``pad_as_token``).
     With ``norm="post"`` the blocks are those of the paper's equations.
 
-    CLS stands in front of the input and the global tokens behind it, at positions of their own after the
-    longest input, so that padding an input does not move them; mean pooling counts the global tokens, as the
-    released code does. In banded and block-local attention CLS attends to all and all attend to it, like a
-    global token; elsewhere it is a token like any other.
+    CLS stands in front of the input; the global tokens stand behind it, at the positions after the longest
+    input, so that padding does not move them, and count in mean pooling, as in the released code. In banded and
+    block-local attention CLS is a global token, too; elsewhere it is a token like any other.
 
     Args:
         config: the architecture.
@@ -165,8 +163,8 @@ class Encoder(nn.Module):
         self.embedding = nn.Embedding(config.vocabulary_size + config.extra_tokens, config.width)
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.blocks))
         self.head = nn.Linear(config.width, config.classes)
-        sinusoids = _sinusoids(config.length + config.extra_tokens, config.width)
-        self.register_buffer("positions", sinusoids, persistent=False)
+        longest = config.length + config.extra_tokens
+        self.register_buffer("positions", _sinusoids(longest, config.width), persistent=False)
         nn.init.uniform_(self.embedding.weight, -0.1, 0.1)
         nn.init.uniform_(self.head.weight, -0.1, 0.1)
         nn.init.zeros_(self.head.bias)
@@ -205,8 +203,7 @@ class Encoder(nn.Module):
         c = self.config
         if not c.extra_tokens:
             return tokens
-        added = torch.arange(c.pad_id + 1, c.pad_id + 1 + c.extra_tokens, device=tokens.device)
-        added = added.expand(len(tokens), -1)
+        added = torch.arange(c.extra_tokens, device=tokens.device).add(c.pad_id + 1).expand(len(tokens), -1)
         return torch.cat([added[:, c.global_tokens :], tokens, added[:, : c.global_tokens]], 1)
 
     def embed(self, tokens: Tensor) -> Tensor:
