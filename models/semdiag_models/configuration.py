@@ -41,6 +41,7 @@ class _Record:
         """
         declared = {f.name: f.type for f in fields(cls)}  # type: ignore[arg-type]  # subclasses are dataclasses
         types = {name: t.__name__ if isinstance(t, type) else str(t) for name, t in declared.items()}
+        types = {name: t.replace(f"{__name__}.", "") for name, t in types.items()}
         for key, value in values.items():
             if key not in types:
                 raise unknown_name(f"{cls.__name__} field", str(key), types)

@@ -50,18 +50,19 @@ class LoadedModel:
         unknown, fresh samples of its task.
 
         Args:
-            samples: how many.
+            samples: how many; of a text with fewer windows, all.
             seed: of fresh samples.
 
         Returns:
             Tokens (N, L), labels (N,), and a description of where they come from.
 
         Raises:
-            InputError: if there are fewer samples, or the task is unknown.
+            InputError: if there are fewer samples, the task is unknown, or the run's text is not there any more.
         """
         config = self.module.config
         if self.training is not None:
-            if samples > self.training.holdout_samples:
+            # How many windows a text has is nobody's choice: of a small one, all are taken.
+            if samples > self.training.holdout_samples and self.training.text is None:
                 raise InputError(
                     f"{self.path} has {self.training.holdout_samples} held-out samples. Got --samples {samples}."
                 )

@@ -22,7 +22,7 @@ def info(
     import json
 
     from rich.console import Console
-    from rich.table import Table
+    from rich.table import Column, Table
 
     from semdiag.capturing.loading import load
     from semdiag.commands.measuring import read_config
@@ -55,7 +55,7 @@ def info(
         return
     console = Console(markup=False)  # what a file says is shown as it is
     for title, entries in sections.items():
-        table = Table("", "", title=title, title_justify="left", show_header=False)
+        table = Table("", Column(overflow="fold"), title=title, title_justify="left", show_header=False)
         for name, value in entries.items():
             table.add_row(name, f"{value:.6g}" if isinstance(value, float) else str(value))
         console.print(table if entries else f"{title}: not in this file")

@@ -182,6 +182,11 @@ def train(
         torch.set_num_threads(threads)
     folder = out if out is not None else Path("checkpoints") / run_name(model, training)
     trainer = open_run(folder, model, training, where, resume=resume, overwrite=overwrite)
+    if training.text is not None and not quiet:
+        _say(
+            f"{training.text.file}: windows of {tokens} pieces, {training.train_samples:,} to train on, "
+            f"{training.holdout_samples:,} of {holdout_text or 'the last tenth of the lines'} held out."
+        )
     with _Bar(trainer, quiet) as bar:
         try:
             train_run(folder, trainer, {"command": shlex.join(["semdiag", *sys.argv[1:]])}, bar.epoch, bar.batch)
@@ -200,12 +205,7 @@ def _text(file: Path | None, holdout: Path | None, tokenizer: str, vocabulary: i
         raise InputError("The task text needs a file to learn: semdiag train text --text FILE.")
     if window is not None and window < 1:
         raise InputError(f"--window must be at least 1. Got {window}.")
-    task = Text(open_text(file, holdout, tokenizer, vocabulary), window)
-    _say(
-        f"{file}: windows of {task.recipe.length} pieces, {task.recipe.train_samples:,} to train on, "
-        f"{task.recipe.holdout_samples:,} of {holdout or 'the last tenth of the lines'} held out."
-    )
-    return task
+    return Text(open_text(file, holdout, tokenizer, vocabulary), window)
 
 
 def _epochs(text: str) -> tuple[int, ...]:

@@ -140,7 +140,7 @@ class Text:
         if not total:
             raise InputError(
                 f"No line of {name} has more than {window} pieces: there is no window with a next piece. "
-                "Use a smaller --window, or a text with longer lines."
+                "Longer lines, or training with a smaller --window, would give some."
             )
         return total
 
