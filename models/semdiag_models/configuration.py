@@ -40,8 +40,7 @@ class _Record:
             InputError: if a key is unknown, a field is missing or has the wrong type, or a value is illegal.
         """
         declared = {f.name: f.type for f in fields(cls)}  # type: ignore[arg-type]  # subclasses are dataclasses
-        types = {name: t.__name__ if isinstance(t, type) else str(t) for name, t in declared.items()}
-        types = {name: t.replace(f"{__name__}.", "") for name, t in types.items()}
+        types = {name: _type_name(t) for name, t in declared.items()}
         for key, value in values.items():
             if key not in types:
                 raise unknown_name(f"{cls.__name__} field", str(key), types)
@@ -57,6 +56,11 @@ class _Record:
         """Return the record as plain values, tuples as lists."""
         values = asdict(self)  # type: ignore[call-overload]  # subclasses are dataclasses
         return {key: list(v) if isinstance(v, tuple) else v for key, v in values.items()}
+
+
+def _type_name(annotation: object) -> str:
+    name = annotation.__name__ if isinstance(annotation, type) else str(annotation)
+    return name.removeprefix(f"{__name__}.")
 
 
 def _fits(value: object, annotation: str) -> bool:

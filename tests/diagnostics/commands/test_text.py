@@ -171,7 +171,7 @@ def test_another_text_can_be_measured_on_without_the_first(run_semdiag, refusal,
 
 
 def test_a_report_on_text_is_drawn(run_semdiag, here, trained):
-    done = run_semdiag("report", *trained, "--samples", 20, "--out", "page", "--quiet")
+    done = run_semdiag("report", *trained, "--samples", 20, "--out", "page", "--figures", "png", "--quiet")
     assert done.code == 0, done.err
     page = (here / "page" / "index.html").read_text(encoding="utf-8")
     assert "text-corpus-" in page
