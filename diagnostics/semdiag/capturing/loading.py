@@ -69,7 +69,7 @@ class LoadedModel:
             holdout = draw_data(self.training, config.length, config.pad_id)[1]
             source = "the run's own held-out samples"
             if self.training.text is not None:
-                source += f" (windows of {self.training.text.holdout_file or self.training.text.file})"
+                source += f" (overlapping windows of {self.training.text.holdout_file or self.training.text.file})"
             return holdout.tokens[:samples], holdout.labels[:samples], source
         if self.task is None:
             raise InputError(f"The task of {self.path} is unknown: name its inputs with --inputs FILE.")

@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from semdiag.commands.text_training import introduction, perplexities, text_summary, text_task
+
 if TYPE_CHECKING:
-    from semdiag_models.tasks import Classification, Text
+    from semdiag_models.tasks import Classification
     from semdiag_models.training import Progress, Trainer
 
 _MODEL, _DATA, _TEXT, _OPTIMISATION, _RUN = "Model", "Data", "Text", "Optimisation", "Run"
@@ -135,9 +137,7 @@ def train(
         raise InputError("--resume and --overwrite exclude each other.")
     found: Classification
     if task == Text.name:
-        found = _text(
-            text, holdout_text, tokenizer or "unigram", 4096 if vocabulary is None else vocabulary, length
-        )
+        found = text_task(text, holdout_text, tokenizer, vocabulary, length)
     elif (text, holdout_text, tokenizer, vocabulary) == (None,) * 4:
         found = find_task(task)
     else:
@@ -182,11 +182,8 @@ def train(
         torch.set_num_threads(threads)
     folder = out if out is not None else Path("checkpoints") / run_name(model, training)
     trainer = open_run(folder, model, training, where, resume=resume, overwrite=overwrite)
-    if training.text is not None and not quiet:
-        _say(
-            f"{training.text.file}: windows of {tokens} pieces, {training.train_samples:,} to train on, "
-            f"{training.holdout_samples:,} of {holdout_text or 'the last tenth of the lines'} held out."
-        )
+    if not quiet and (line := introduction(training)):
+        _say(line)
     with _Bar(trainer, quiet) as bar:
         try:
             train_run(folder, trainer, {"command": shlex.join(["semdiag", *sys.argv[1:]])}, bar.epoch, bar.batch)
@@ -196,16 +193,6 @@ def train(
         except DivergedError as error:
             raise InputError(f"{error} {folder / 'last.pt'} holds epoch {trainer.epoch}.") from None
     _summarise(folder, found, trainer)
-
-
-def _text(file: Path | None, holdout: Path | None, tokenizer: str, vocabulary: int, window: int | None) -> "Text":
-    from semdiag_models import InputError, Text, open_text
-
-    if file is None:
-        raise InputError("The task text needs a file to learn: semdiag train text --text FILE.")
-    if window is not None and window < 1:
-        raise InputError(f"--window must be at least 1. Got {window}.")
-    return Text(open_text(file, holdout, tokenizer, vocabulary), window)
 
 
 def _epochs(text: str) -> tuple[int, ...]:
@@ -218,29 +205,16 @@ def _epochs(text: str) -> tuple[int, ...]:
 
 
 def _summarise(folder: Path, task: "Classification", trainer: "Trainer") -> None:
-    from semdiag_models.tasks.text import unigram_perplexity
-
-    row = {name: column[-1] for name, column in trainer.history.items()}
-    label = f"{trainer.training.task_label}, {trainer.config.attention_label}"
+    history = trainer.history
     if trainer.training.text is not None:
-        labels = trainer.train_split.labels, trainer.holdout_split.labels
-        alone = unigram_perplexity(*labels, task.classes)
-        _say(
-            f"{label}: {_perplexities(row)} after {trainer.epoch} epochs (pieces' frequencies alone {alone:.1f}), "
-            f"held-out accuracy {row['holdout_accuracy']:.1%}."
-        )
+        _say(text_summary(trainer))
     else:
         _say(
-            f"{label}: training accuracy {row['train_accuracy']:.1%}, held-out {row['holdout_accuracy']:.1%} "
-            f"after {trainer.epoch} epochs (chance {1 / task.classes:.0%})."
+            f"{task.name}, {trainer.config.attention_label}: training accuracy "
+            f"{history['train_accuracy'][-1]:.1%}, held-out {history['holdout_accuracy'][-1]:.1%} after "
+            f"{trainer.epoch} epochs (chance {1 / task.classes:.0%})."
         )
     _say(f"Next: semdiag dispersion {folder / 'last.pt'}")
-
-
-def _perplexities(row: "dict[str, float]") -> str:
-    from semdiag_models.tasks import perplexity
-
-    return f"perplexity train {perplexity(row['train_loss']):.1f} held-out {perplexity(row['holdout_loss']):.1f}"
 
 
 def _say(line: str) -> None:
@@ -289,5 +263,6 @@ class _Bar:
     def epoch(self, progress: "Progress") -> None:
         row = progress.row
         accuracy = f"accuracy train {row['train_accuracy']:.1%} held-out {row['holdout_accuracy']:.1%}"
-        shown = _perplexities(row) if self._of_text else accuracy
-        self._bar.update(self._task, epoch=int(row["epoch"]), accuracy=shown)
+        if self._of_text:
+            accuracy = perplexities(row)
+        self._bar.update(self._task, epoch=int(row["epoch"]), accuracy=accuracy)

@@ -3,7 +3,7 @@
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import PercentFormatter
+from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from semdiag.measurement.measurements import Measurements
 from semdiag.presentation.curves import POINTS
@@ -40,6 +40,7 @@ def training_curves(measurements: Measurements) -> Figure:
             title_with_facts(ax, panel.title, [_fact(run) for run in runs] if ax is accuracy else [])
             ax.set_ylabel(what)
             ax.set_xlabel("epoch")
+            ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     legend_on_top(figure, axes)
     note_below(
         figure, "thick: training; thin: held-out; marker on the 95 % line: first epoch with that training accuracy"
