@@ -9,20 +9,32 @@ if TYPE_CHECKING:
 
 
 def text_task(
-    file: Path | None, holdout: Path | None, tokenizer: str | None, vocabulary: int | None, window: int | None
+    file: Path | None,
+    holdout: Path | None,
+    tokenizer: str | None,
+    vocabulary: int | None,
+    window: int | None,
+    quiet: bool,
 ) -> "Text":
-    """Read the text and learn its pieces.
+    """Read the text and learn its pieces, which takes about a second per megabyte.
 
     Raises:
         InputError: if there is no file, it is no text, or it supports no such vocabulary.
     """
+    from contextlib import nullcontext
+
+    from rich.console import Console
+
     from semdiag_models import InputError, Text, open_text
 
     if file is None:
         raise InputError("The task text needs a file to learn: semdiag train text --text FILE.")
     if window is not None and window < 1:
         raise InputError(f"--window must be at least 1. Got {window}.")
-    source = open_text(file, holdout, tokenizer or "unigram", 4096 if vocabulary is None else vocabulary)
+    console = Console(stderr=True)
+    shown = console.is_terminal and not quiet
+    with console.status("Learning the pieces of the text") if shown else nullcontext():
+        source = open_text(file, holdout, tokenizer or "unigram", 4096 if vocabulary is None else vocabulary)
     return Text(source, window)
 
 

@@ -137,7 +137,7 @@ def train(
         raise InputError("--resume and --overwrite exclude each other.")
     found: Classification
     if task == Text.name:
-        found = text_task(text, holdout_text, tokenizer, vocabulary, length)
+        found = text_task(text, holdout_text, tokenizer, vocabulary, length, quiet)
     elif (text, holdout_text, tokenizer, vocabulary) == (None,) * 4:
         found = find_task(task)
     else:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from semdiag_models.checkpoint import read_checkpoint, write_checkpoint
 from semdiag_models.configuration import ModelConfig, TextSource, TrainingConfig
+from semdiag_models.encoder import Encoder
 from semdiag_models.errors import InputError
 from semdiag_models.run_folder import open_run, run_name, train_run
 from semdiag_models.tasks import find_task, task_of
@@ -111,6 +112,18 @@ def test_the_recipe_is_the_papers_small_model(source):
         1,
         0.99,
     )
+
+
+@pytest.mark.parametrize(("blocks", "parameters"), [(8, 366_848), (16, 467_456), (32, 668_672), (64, 1_071_104)])
+def test_the_model_is_the_papers_but_for_the_embedding_of_pad(source, blocks, parameters):
+    text = Text(replace(source, vocabulary=4096))
+    recipe = Text(source).recipe
+    config = ModelConfig(
+        text.vocabulary_size, text.classes, 31, blocks=blocks, width=recipe.width, mlp_width=recipe.mlp_width,
+        head_width=recipe.head_width,
+    )  # fmt: skip
+    with torch.device("meta"):
+        assert sum(p.numel() for p in Encoder(config).parameters()) == parameters + recipe.width
 
 
 def test_fewer_windows_are_a_random_part_of_all(source):
