@@ -65,16 +65,16 @@ def measure(
     _check(loaded.module, batches, k)
     encoder = copy.deepcopy(loaded.module).to(device=device, dtype=dtype).eval()
     collected = _Collector(loaded.path, k)
-    answers = []  # not the logits: of a large vocabulary, they would fill the memory
+    logits = []
     with torch.inference_mode(), watch_attention(encoder, collected.add) as found:
         for batch in batches:
-            answers.append(encoder(batch.to(device, torch.int64)).argmax(1))
+            logits.append(encoder(batch.to(device, torch.int64)))
             collected.samples += len(batch)
             after_batch(len(batch))
     facts = {
         "samples": collected.samples,
         "inputs": inputs,
-        "accuracy": None if labels is None else _accuracy(torch.cat(answers), labels),
+        "accuracy": None if labels is None else _accuracy(torch.cat(logits), labels),
         "attention_found": len(found),
         "attention_captured": len(collected.layers),
         "residual": collected.residual,
@@ -220,8 +220,8 @@ def _check(encoder: Encoder, batches: list[Tensor], k: Sequence[int]) -> None:
         )
 
 
-def _accuracy(answers: Tensor, labels: Tensor) -> float:
-    return float((answers.cpu() == labels.cpu()).double().mean())
+def _accuracy(logits: Tensor, labels: Tensor) -> float:
+    return float((logits.argmax(1).cpu() == labels.cpu()).double().mean())
 
 
 def _model_row(loaded: LoadedModel, facts: dict[str, object]) -> pd.DataFrame:
