@@ -1,9 +1,12 @@
 """What a model is and how it was trained: two frozen records, stored in every checkpoint."""
 
+import hashlib
 import math
+import re
 import reprlib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import PurePath
 from typing import Any, Self
 
 from semdiag_models.errors import InputError, unknown_name
@@ -48,7 +51,7 @@ class _Record:
             InputError: if a key is unknown, a field is missing or has the wrong type, or a value is illegal.
         """
         declared = {f.name: f.type for f in fields(cls)}  # type: ignore[arg-type]  # subclasses are dataclasses
-        types = {name: t.__name__ if isinstance(t, type) else str(t) for name, t in declared.items()}
+        types = {name: _type_name(t) for name, t in declared.items()}
         for key, value in values.items():
             if key not in types:
                 raise unknown_name(f"{cls.__name__} field", str(key), types)
@@ -66,13 +69,18 @@ class _Record:
         return {key: list(v) if isinstance(v, tuple) else v for key, v in values.items()}
 
 
+def _type_name(annotation: object) -> str:
+    name = annotation.__name__ if isinstance(annotation, type) else str(annotation)
+    return name.removeprefix(f"{__name__}.")
+
+
 def _fits(value: object, annotation: str) -> bool:
     """Whether a plain value may stand in a field annotated like this."""
     if "tuple" in annotation:
         return isinstance(value, list | tuple) and all(type(item) is int for item in value)
     if isinstance(value, bool):
         return "bool" in annotation
-    names = {"int": int, "float": (int, float), "str": str, "None": type(None)}
+    names = {"int": int, "float": (int, float), "str": str, "None": type(None), "TextSource": TextSource}
     return any(name in annotation and isinstance(value, kind) for name, kind in names.items())  # type: ignore[arg-type]
 
 
@@ -198,6 +206,34 @@ class ModelConfig(_Record):
 
 
 @dataclass(frozen=True)
+class TextSource(_Record):
+    """The text of a language-modelling run, and how it is cut into pieces.
+
+    Raises:
+        InputError: if a value is illegal.
+    """
+
+    file: str  # as the user named it
+    sha256: str  # of the file
+    tokenizer: str  # unigram or bpe
+    vocabulary: int  # pieces
+    model: str = field(repr=False)  # SentencePiece's own, in base64
+    holdout_file: str | None = None  # None: the last tenth of the lines of the first file is held out
+    holdout_sha256: str | None = None
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.vocabulary < _LARGEST_SIZE:
+            raise InputError(f"vocabulary must lie in 1 … {_LARGEST_SIZE - 1}. Got {self.vocabulary}.")
+
+    @property
+    def label(self) -> str:
+        """The file's name and six digits that tell texts, tokenizers and vocabularies apart."""
+        known = f"{self.sha256} {self.holdout_sha256} {self.model}"
+        name = re.sub(r"[^\w.-]+", "-", PurePath(self.file).stem)[:40]
+        return f"{name}-{hashlib.sha256(known.encode()).hexdigest()[:6]}"
+
+
+@dataclass(frozen=True)
 class TrainingConfig(_Record):
     """Data and optimisation of one run.
 
@@ -216,8 +252,26 @@ class TrainingConfig(_Record):
     learning_rate_decay: float = 0.9995  # factor per epoch
     gradient_clip: float = 0.5  # largest 2-norm of the whole gradient
     snapshots: tuple[int, ...] = ()  # epochs kept as files of their own, besides 0, best and last
+    text: TextSource | None = None  # of the task text, and of no other
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """Build the record from plain values, with those of its text in a dictionary of their own."""
+        text = values.get("text")
+        if isinstance(text, Mapping):
+            values = {**values, "text": TextSource.from_dict(text)}
+        return super().from_dict(values)
+
+    @property
+    def task_label(self) -> str:
+        """What is learned, in one word: ``even-pairs``, ``text-war-and-peace-1f03ac``."""
+        return self.task if self.text is None else f"{self.task}-{self.text.label}"
 
     def __post_init__(self) -> None:
+        if (self.task == "text") != (self.text is not None):
+            raise InputError(
+                f"The task text and nothing else has a text. Got task={self.task!r}, text={self.text}."
+            )
         object.__setattr__(self, "snapshots", tuple(self.snapshots))
         for name in ("length", "epochs", "train_samples", "holdout_samples", "batch_size"):
             if getattr(self, name) < 1:

@@ -1,6 +1,7 @@
 """A run's folder: snapshots, history, and picking up where a run stopped."""
 
 import csv
+import hashlib
 import io
 import os
 from collections.abc import Callable
@@ -25,7 +26,7 @@ def run_name(model: ModelConfig, training: TrainingConfig) -> str:
         >>> run_name(model, TrainingConfig(task="even-pairs", length=40, epochs=100, seed=7))
         'even-pairs-topk-5-seed-7'
     """
-    return f"{training.task}-{model.attention_label}-seed-{training.seed}"
+    return f"{training.task_label}-{model.attention_label}-seed-{training.seed}"
 
 
 def open_run(
@@ -157,8 +158,17 @@ def _fields(
     before: ModelConfig | TrainingConfig, now: ModelConfig | TrainingConfig
 ) -> list[tuple[str, object, object]]:
     """Return (name, value before, value now) for every field of two records of one kind."""
-    old, new = before.to_dict(), now.to_dict()
-    return [(name, old[name], new[name]) for name in old]
+    old, new = _flat(before), _flat(now)
+    return [(name, old.get(name), new.get(name)) for name in [*old, *new]]
+
+
+def _flat(record: ModelConfig | TrainingConfig) -> dict[str, object]:
+    """Return the fields of a record and of its text, the tokenizer as a few digits that tell it apart."""
+    values = record.to_dict()
+    text = values.pop("text", None)
+    if text is not None:
+        values.update(text, model=hashlib.sha256(text["model"].encode()).hexdigest()[:8])
+    return values
 
 
 def _rng(device: torch.device) -> dict[str, torch.Tensor]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from semdiag_models.configuration import ModelConfig, TrainingConfig
 from semdiag_models.encoder import Encoder
 from semdiag_models.errors import InputError
-from semdiag_models.tasks import find_task
+from semdiag_models.tasks import task_of
 
 HISTORY_COLUMNS = (
     "epoch",
@@ -51,16 +51,15 @@ def draw_data(config: TrainingConfig, padded_length: int, pad_id: int) -> tuple[
         Training and held-out split, on the CPU.
 
     Raises:
-        InputError: if the task is unknown or has no string of that length.
+        InputError: if the task is unknown or has no string of that length, or the text is not what it was.
     """
-    task = find_task(config.task)
     generator = torch.Generator().manual_seed(config.seed)
+    drawn = task_of(config).draw(config.train_samples, config.holdout_samples, config.length, generator)
 
-    def draw(n: int) -> Split:
-        tokens, labels = task.sample(n, config.length, generator)
+    def padded(tokens: Tensor, labels: Tensor) -> Split:
         return Split(F.pad(tokens, (0, padded_length - tokens.shape[1]), value=pad_id), labels)
 
-    return draw(config.train_samples), draw(config.holdout_samples)
+    return padded(*drawn[0]), padded(*drawn[1])
 
 
 @dataclass(frozen=True)
@@ -91,7 +90,7 @@ class Trainer:
 
     def __init__(self, model: ModelConfig, training: TrainingConfig, device: torch.device) -> None:
         self.config, self.training, self.device = model, training, device
-        task = find_task(training.task)
+        task = task_of(training)
         if (model.vocabulary_size, model.classes) != (task.vocabulary_size, task.classes):
             raise InputError(
                 f"{task.name} has {task.vocabulary_size} token ids and {task.classes} classes; "
@@ -177,7 +176,8 @@ class Trainer:
         """
         self.encoder.eval()
         loss, correct = torch.zeros((), device=self.device), torch.zeros((), device=self.device)
-        per_batch = max(1, 10_000 // split.tokens.shape[1])  # about 10,000 tokens fit a core's cache
+        # About 10,000 tokens fit a core's cache; logits of a large vocabulary, 16 million, memory.
+        per_batch = max(1, min(10_000 // split.tokens.shape[1], 2**24 // self.config.classes))
         parts = torch.split(split.tokens, per_batch), torch.split(split.labels, per_batch)
         for tokens, labels in zip(*parts, strict=True):
             logits = self.encoder(tokens, self.padded)

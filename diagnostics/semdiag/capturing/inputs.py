@@ -32,7 +32,9 @@ def read_inputs(path: Path) -> Tensor:
     elif path.suffix in (".npy", ".npz"):
         tokens = _read_numpy(path)
     else:
-        raise InputError(f"Inputs come as .npy, .npz or .pt token ids of shape (N, L). Got {path.name}.")
+        raise InputError(
+            f"Inputs come as .npy, .npz or .pt token ids of shape (N, L), or as .txt. Got {path.name}."
+        )
     if not isinstance(tokens, Tensor) or tokens.ndim != 2 or not tokens.numel() or not _whole(tokens):
         what = f"{tokens.dtype} {tuple(tokens.shape)}" if isinstance(tokens, Tensor) else type(tokens).__name__
         raise InputError(f"{path} must hold whole token ids of shape (N, L), at least one. Got {what}.")

@@ -16,7 +16,7 @@ def list_names(
     from rich.console import Console
     from rich.table import Table
 
-    from semdiag_models import ATTENTIONS, TASKS
+    from semdiag_models import ATTENTIONS, TASKS, Text
     from semdiag_models.errors import unknown_name
 
     tasks = Table("task", "question", "classes", "chance", "majority", "shortcut", title="Tasks", box=SIMPLE_HEAD)
@@ -27,6 +27,7 @@ def list_names(
     for task in TASKS.values():
         numbers = (f"{task.chance:.0%}", f"{task.majority:.0%}", f"{task.shortcut[0]:.0%}")
         tasks.add_row(task.name, task.summary, str(task.classes), *numbers)
+    tasks.add_row(Text.name, f"{Text.summary} (--text FILE)", "pieces", "–", "–", "–")
     attentions = Table("attention", "what a query attends to", title="Attentions", box=SIMPLE_HEAD)
     for name, meaning in ATTENTIONS.items():
         attentions.add_row(name, meaning)

@@ -19,8 +19,9 @@ Models = Annotated[
 Inputs = Annotated[
     Path | None,
     typer.Option(
-        help="Token ids (N, L) as .npy, .npz or .pt. Default: the run's own held-out samples, regenerated "
-        "from its seed; for the paper's code fresh samples of the task.",
+        help="Token ids (N, L) as .npy, .npz or .pt; for models of text also a .txt, of which --samples windows "
+        "are drawn. Default: the run's own held-out samples, regenerated from its seed; for the paper's code "
+        "fresh samples of the task.",
         rich_help_panel=_MEASURE,
     ),
 ]

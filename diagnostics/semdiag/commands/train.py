@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from semdiag.commands.text_training import introduction, perplexities, text_summary, text_task
+
 if TYPE_CHECKING:
-    from semdiag_models import Task
+    from semdiag_models.tasks import Classification
     from semdiag_models.training import Progress, Trainer
 
-_MODEL, _DATA, _OPTIMISATION, _RUN = "Model", "Data", "Optimisation", "Run"
+_MODEL, _DATA, _TEXT, _OPTIMISATION, _RUN = "Model", "Data", "Text", "Optimisation", "Run"
 
 
 def train(
@@ -30,13 +32,18 @@ def train(
         ),
     ] = 0,
     blocks: Annotated[int | None, typer.Option(help="Default: the task's recipe.", rich_help_panel=_MODEL)] = None,
-    width: Annotated[int, typer.Option(help="Of the residual stream.", rich_help_panel=_MODEL)] = 64,
-    mlp_width: Annotated[int, typer.Option(rich_help_panel=_MODEL)] = 64,
+    width: Annotated[
+        int | None, typer.Option(help="Of the residual stream. Default: recipe.", rich_help_panel=_MODEL)
+    ] = None,
+    mlp_width: Annotated[int | None, typer.Option(help="Default: recipe.", rich_help_panel=_MODEL)] = None,
     heads: Annotated[int, typer.Option(rich_help_panel=_MODEL)] = 1,
     head_width: Annotated[
-        int,
-        typer.Option(help="Of each head: the width (as in the paper), or width / heads.", rich_help_panel=_MODEL),
-    ] = 64,
+        int | None,
+        typer.Option(
+            help="Of each head: the width (as in the paper), or width / heads. Default: recipe.",
+            rich_help_panel=_MODEL,
+        ),
+    ] = None,
     norm: Annotated[
         str,
         typer.Option(help="pre (the paper's code) or post (the paper's equations).", rich_help_panel=_MODEL),
@@ -61,15 +68,39 @@ def train(
         ),
     ] = False,
     length: Annotated[
-        int | None, typer.Option(help="Tokens per sample. Default: recipe.", rich_help_panel=_DATA)
+        int | None,
+        typer.Option(
+            "--length",
+            "--window",
+            help="Tokens per sample. Default: recipe; of a text, the mean pieces per line.",
+            rich_help_panel=_DATA,
+        ),
     ] = None,
-    train_samples: Annotated[int, typer.Option(rich_help_panel=_DATA)] = 5000,
-    holdout_samples: Annotated[int, typer.Option(rich_help_panel=_DATA)] = 2000,
+    train_samples: Annotated[
+        int | None, typer.Option(help="Default: 5000; of a text, all windows.", rich_help_panel=_DATA)
+    ] = None,
+    holdout_samples: Annotated[
+        int | None, typer.Option(help="Default: 2000; of a text, all windows.", rich_help_panel=_DATA)
+    ] = None,
     seed: Annotated[
         int, typer.Option(help="Of data, initialisation, dropout and batch order.", rich_help_panel=_DATA)
     ] = 153476998,
+    text: Annotated[
+        Path | None, typer.Option(help="UTF-8 file to learn; for the task text.", rich_help_panel=_TEXT)
+    ] = None,
+    holdout_text: Annotated[
+        Path | None,
+        typer.Option(help="Second file to hold out. Default: the last tenth of the lines.", rich_help_panel=_TEXT),
+    ] = None,
+    tokenizer: Annotated[
+        str | None,
+        typer.Option(help="unigram or bpe, by SentencePiece.", show_default="unigram", rich_help_panel=_TEXT),
+    ] = None,
+    vocabulary: Annotated[
+        int | None, typer.Option(help="Pieces.", show_default="4096", rich_help_panel=_TEXT)
+    ] = None,
     epochs: Annotated[int | None, typer.Option(help="Default: recipe.", rich_help_panel=_OPTIMISATION)] = None,
-    batch_size: Annotated[int, typer.Option(rich_help_panel=_OPTIMISATION)] = 25,
+    batch_size: Annotated[int | None, typer.Option(help="Default: recipe.", rich_help_panel=_OPTIMISATION)] = None,
     learning_rate: Annotated[
         float | None, typer.Option(help="Of plain SGD. Default: recipe.", rich_help_panel=_OPTIMISATION)
     ] = None,
@@ -105,12 +136,17 @@ def train(
     unfinished one, and the same command with --resume goes on to the same weights.
 
     [bold]semdiag train even-pairs --attention topk --k 5[/]
+
+    Language modelling, on any text: which piece follows a window of pieces?
+
+    [bold]semdiag train text --text FILE --attention topk --k 5[/]
     """
     import torch
 
     from semdiag_models import (
         InputError,
         ModelConfig,
+        Text,
         TrainingConfig,
         find_task,
         open_run,
@@ -122,7 +158,13 @@ def train(
 
     if resume and overwrite:
         raise InputError("--resume and --overwrite exclude each other.")
-    found = find_task(task)
+    found: Classification
+    if task == Text.name:
+        found = text_task(text, holdout_text, tokenizer, vocabulary, length, quiet)
+    elif (text, holdout_text, tokenizer, vocabulary) == (None,) * 4:
+        found = find_task(task)
+    else:
+        raise InputError("--text and its options belong to one task: semdiag train text --text FILE.")
     recipe = found.recipe
     tokens = length if length is not None else recipe.length
     positions = -(-tokens // k) * k if pad_as_token and k is not None and k > 0 else tokens
@@ -133,10 +175,10 @@ def train(
         attention=attention,
         k=k,
         blocks=blocks if blocks is not None else recipe.blocks,
-        width=width,
-        mlp_width=mlp_width,
+        width=width if width is not None else recipe.width,
+        mlp_width=mlp_width if mlp_width is not None else recipe.mlp_width,
         heads=heads,
-        head_width=head_width,
+        head_width=head_width if head_width is not None else recipe.head_width,
         activation=activation,
         dropout=dropout,
         inverse_temperature=inverse_temperature,
@@ -151,13 +193,14 @@ def train(
         length=tokens,
         epochs=epochs if epochs is not None else recipe.epochs,
         seed=seed,
-        train_samples=train_samples,
-        holdout_samples=holdout_samples,
-        batch_size=batch_size,
+        train_samples=train_samples if train_samples is not None else recipe.train_samples,
+        holdout_samples=holdout_samples if holdout_samples is not None else recipe.holdout_samples,
+        batch_size=batch_size if batch_size is not None else recipe.batch_size,
         learning_rate=learning_rate if learning_rate is not None else recipe.learning_rate,
         learning_rate_decay=learning_rate_decay if learning_rate_decay is not None else recipe.learning_rate_decay,
         gradient_clip=gradient_clip,
         snapshots=_epochs(snapshots),
+        text=found.source if isinstance(found, Text) else None,
     )
     where = find_device(device)
     if threads is not None:
@@ -166,6 +209,8 @@ def train(
         torch.set_num_threads(threads)
     folder = out if out is not None else Path("checkpoints") / run_name(model, training)
     trainer = open_run(folder, model, training, where, resume=resume, overwrite=overwrite)
+    if not quiet and (line := introduction(training)):
+        _say(line)
     with _Bar(trainer, quiet) as bar:
         try:
             train_run(folder, trainer, {"command": shlex.join(["semdiag", *sys.argv[1:]])}, bar.epoch, bar.batch)
@@ -186,12 +231,16 @@ def _epochs(text: str) -> tuple[int, ...]:
         raise InputError(f"--snapshots takes epochs separated by commas, like 1,5,20. Got {text!r}.") from None
 
 
-def _summarise(folder: Path, task: "Task", trainer: "Trainer") -> None:
+def _summarise(folder: Path, task: "Classification", trainer: "Trainer") -> None:
     history = trainer.history
-    _say(
-        f"{task.name}, {trainer.config.attention_label}: training accuracy {history['train_accuracy'][-1]:.1%}, "
-        f"held-out {history['holdout_accuracy'][-1]:.1%} after {trainer.epoch} epochs (chance {task.chance:.0%})."
-    )
+    if trainer.training.text is not None:
+        _say(text_summary(trainer))
+    else:
+        _say(
+            f"{task.name}, {trainer.config.attention_label}: training accuracy "
+            f"{history['train_accuracy'][-1]:.1%}, held-out {history['holdout_accuracy'][-1]:.1%} after "
+            f"{trainer.epoch} epochs (chance {1 / task.classes:.0%})."
+        )
     _say(f"Next: semdiag dispersion {folder / 'last.pt'}")
 
 
@@ -207,6 +256,7 @@ class _Bar:
         from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
         steps = -(-trainer.training.train_samples // trainer.training.batch_size)
+        self._of_text = trainer.training.text is not None
         self._bar = Progress(
             TextColumn("epoch {task.fields[epoch]}/{task.fields[epochs]}"),
             BarColumn(),
@@ -240,4 +290,6 @@ class _Bar:
     def epoch(self, progress: "Progress") -> None:
         row = progress.row
         accuracy = f"accuracy train {row['train_accuracy']:.1%} held-out {row['holdout_accuracy']:.1%}"
+        if self._of_text:
+            accuracy = perplexities(row)
         self._bar.update(self._task, epoch=int(row["epoch"]), accuracy=accuracy)

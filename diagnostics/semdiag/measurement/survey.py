@@ -27,8 +27,8 @@ class Conditions:
         InputError: if a value is illegal.
     """
 
-    inputs: Path | None = None  # token ids; None: each checkpoint's own held-out samples
-    samples: int = 500  # of the default inputs
+    inputs: Path | None = None  # token ids, or text (.txt); None: each checkpoint's own held-out samples
+    samples: int = 500  # of the default inputs, and windows of a text
     batch_size: int = 100
     device: str = "auto"
     dtype: str = "float32"
@@ -71,7 +71,7 @@ def survey(
     device = find_device(conditions.device)
     if device.type == "mps" and conditions.dtype == "float64":  # which it does not know
         device = torch.device("cpu")
-    given = read_inputs(conditions.inputs) if conditions.inputs is not None else None
+    given = None if conditions.inputs is None or _is_text(conditions.inputs) else read_inputs(conditions.inputs)
     # All are loaded before the first is measured: a wrong path should not cost minutes.
     loaded = [m if isinstance(m, LoadedModel) else load(m, conditions.config) for m in models]
     parts = []
@@ -116,9 +116,15 @@ def _theory(
 
 
 def _inputs(model: LoadedModel, given: Tensor | None, conditions: Conditions) -> tuple[Tensor, Tensor | None, str]:
+    if conditions.inputs is not None and _is_text(conditions.inputs):
+        return model.text_inputs(conditions.inputs, conditions.samples, conditions.seed)
     if given is None:
         return model.default_inputs(conditions.samples, conditions.seed)
     return given, None, f"{conditions.inputs} (given)"
+
+
+def _is_text(path: Path) -> bool:
+    return path.suffix == ".txt"
 
 
 def _with_keys(measurements: Measurements, least: int) -> Measurements:

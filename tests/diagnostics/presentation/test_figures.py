@@ -170,6 +170,22 @@ def test_training_curves_mark_the_arrival_or_say_there_was_none(model):
     assert any(line.get_xydata().tolist() == [[2, 0.95]] for line in accuracy.lines)
 
 
+def test_losses_that_span_decades_are_drawn_on_a_logarithmic_axis(model):
+    for factors, scale in (((1.0, 0.9, 0.8), "linear"), ((1.0, 0.1, 0.01), "log")):
+        run = model("full", epochs=3)
+        for column in ("train_loss", "holdout_loss"):
+            run.history[column] = np.array(factors)
+        _, loss = shown(FIGURES["training_curves"](run))
+        assert loss.get_yscale() == scale
+
+
+def test_a_single_epoch_can_be_seen(model):
+    for ax in shown(FIGURES["training_curves"](model("full", epochs=1))):
+        points = [line.get_marker() for line in ax.lines if len(line.get_xdata()) == 1]
+        assert len(points) >= 2  # training, held-out
+        assert not {"", "None"} & set(points)
+
+
 def test_snapshots_of_one_run_are_one_curve(model):
     parts = [
         model("full"),
