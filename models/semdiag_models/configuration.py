@@ -15,6 +15,16 @@ ATTENTIONS = {
     "topk": "the k keys with the largest scores (input-dependent: the heavy hitters)",
 }
 ACTIVATIONS = ("relu", "gelu", "mish")
+OPTIMIZERS = {
+    "sgd": "plain, without momentum, as the paper ran it",
+    "adam": "betas 0.9 and 0.999",
+    "adamw": "Adam with decoupled weight decay",
+}
+PRECISIONS = {
+    "float32": "everything in 32 bits",
+    "tf32": "matrix products rounded to 19 bits; CUDA only",
+    "bf16": "linear layers in 16 bits; parameters, attention, norms, loss and optimiser in float32",
+}
 _LARGEST_SIZE = 100_000  # of anything in a model: what a checkpoint says is believed before it is built
 _LARGEST_DATA = 10**9  # tokens of a run's samples, 8 GB
 _LEAST_DROPOUT = 1e-9  # gaps between drops are counted in 64 bits
@@ -165,9 +175,22 @@ class TrainingConfig(_Record):
     learning_rate_decay: float = 0.9995  # factor per epoch
     gradient_clip: float = 0.5  # largest 2-norm of the whole gradient
     snapshots: tuple[int, ...] = ()  # epochs kept as files of their own, besides 0, best and last
+    optimizer: str = "sgd"  # a key of OPTIMIZERS
+    weight_decay: float | None = None  # None: torch's default, 0.01 for adamw and 0 for the others
+    until: float | None = None  # training accuracy in (0, 1] after which no further epoch is begun
+    precision: str = "float32"  # of the training steps, a key of PRECISIONS; evaluation is in float32
+    compiled: bool = False  # the steps go through torch.compile
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "snapshots", tuple(self.snapshots))
+        if self.optimizer not in OPTIMIZERS:
+            raise unknown_name("optimizer", self.optimizer, OPTIMIZERS)
+        if self.precision not in PRECISIONS:
+            raise unknown_name("precision", self.precision, PRECISIONS)
+        if self.weight_decay is not None and not 0 <= self.weight_decay < math.inf:
+            raise InputError(f"weight_decay must be finite and not negative. Got {self.weight_decay}.")
+        if self.until is not None and not 0 < self.until <= 1:
+            raise InputError(f"until is a training accuracy in (0, 1], like 0.999. Got until={self.until}.")
         for name in ("length", "epochs", "train_samples", "holdout_samples", "batch_size"):
             if getattr(self, name) < 1:
                 raise InputError(f"{name} must be at least 1. Got {name}={getattr(self, name)}.")

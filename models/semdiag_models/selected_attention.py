@@ -131,7 +131,7 @@ def _scatter_sum(weights: Tensor, rows: Tensor, index: Tensor) -> Tensor:
     """
     flat_index = index.view(-1)
     order = flat_index.argsort(stable=True)
-    counts = torch.bincount(flat_index, minlength=len(rows))
+    counts = _counts(flat_index, len(rows))
     return F.embedding_bag(
         order // index.shape[1],
         rows,
@@ -139,3 +139,11 @@ def _scatter_sum(weights: Tensor, rows: Tensor, index: Tensor) -> Tensor:
         per_sample_weights=weights.reshape(-1)[order],
         mode="sum",
     )
+
+
+def _counts(index: Tensor, n: int) -> Tensor:
+    """How often each of 0 … n - 1 occurs: (M,) -> (n,)."""
+    if index.device.type == "cpu":
+        return torch.bincount(index, minlength=n)
+    # bincount looks for the largest entry first, and waits for the device to find it.
+    return torch.zeros(n, dtype=torch.int64, device=index.device).scatter_add_(0, index, torch.ones_like(index))

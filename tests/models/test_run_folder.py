@@ -281,21 +281,6 @@ def test_a_model_that_does_not_fit_leaves_no_folder(run, folder):
     assert not folder.parent.exists()
 
 
-def test_the_states_of_an_accelerator_are_saved_and_restored(monkeypatch):
-    states = {}
-    for name in ("cuda", "mps"):
-        backend = getattr(torch, name)
-        monkeypatch.setattr(backend, "get_rng_state", lambda *_, name=name: torch.tensor([len(name)]))
-        monkeypatch.setattr(backend, "set_rng_state", lambda state, name=name: states.update({name: state}))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
-    for name in ("cuda", "mps"):
-        saved = module._rng(torch.device(name))
-        assert set(saved) == {"cpu", name}
-        module._restore_rng(saved)
-        assert torch.equal(states[name], saved[name])
-
-
 def test_the_name_of_a_run_says_task_attention_and_seed(tiny_model, tiny_training):
     assert run_name(tiny_model(attention="banded", k=5), tiny_training()) == "even-pairs-banded-5-seed-5"
     assert run_name(tiny_model(), tiny_training(seed=7)) == "even-pairs-full-seed-7"
