@@ -143,7 +143,7 @@ def _scatter_sum(weights: Tensor, rows: Tensor, index: Tensor) -> Tensor:
 
 def _counts(index: Tensor, n: int) -> Tensor:
     """How often each of 0 … n - 1 occurs: (M,) -> (n,)."""
-    if index.device.type == "cpu":
+    if index.device.type == "cpu" and not torch.compiler.is_compiling():
         return torch.bincount(index, minlength=n)
-    # bincount looks for the largest entry first, and waits for the device to find it.
+    # bincount looks for the largest entry first, and waits for the device to find it; it cannot be compiled.
     return torch.zeros(n, dtype=torch.int64, device=index.device).scatter_add_(0, index, torch.ones_like(index))
