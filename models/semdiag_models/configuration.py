@@ -29,6 +29,16 @@ POOLINGS = {
     "mean": "the mean over all tokens that are not PAD",
     "cls": "the output of a learnt token in front of the input",
 }
+OPTIMIZERS = {
+    "sgd": "plain, without momentum, as the paper ran it",
+    "adam": "betas 0.9 and 0.999",
+    "adamw": "Adam with decoupled weight decay",
+}
+PRECISIONS = {
+    "float32": "everything in 32 bits",
+    "tf32": "matrix products rounded to 19 bits; CUDA only",
+    "bf16": "linear layers in 16 bits; parameters, attention, norms, loss and optimiser in float32",
+}
 _LARGEST_SIZE = 100_000  # of anything in a model: what a checkpoint says is believed before it is built
 _LARGEST_DATA = 10**9  # tokens of a run's samples, 8 GB
 _LEAST_DROPOUT = 1e-9  # gaps between drops are counted in 64 bits
@@ -267,12 +277,26 @@ class TrainingConfig(_Record):
         """What is learned, in one word: ``even-pairs``, ``text-war-and-peace-1f03ac``."""
         return self.task if self.text is None else f"{self.task}-{self.text.label}"
 
+    optimizer: str = "sgd"  # a key of OPTIMIZERS
+    weight_decay: float | None = None  # None: torch's default, 0.01 for adamw and 0 for the others
+    until: float | None = None  # training accuracy in (0, 1] after which no further epoch is begun
+    precision: str = "float32"  # of the training steps, a key of PRECISIONS; evaluation is in float32
+    compiled: bool = False  # the steps go through torch.compile
+
     def __post_init__(self) -> None:
         if (self.task == "text") != (self.text is not None):
             raise InputError(
                 f"The task text and nothing else has a text. Got task={self.task!r}, text={self.text}."
             )
         object.__setattr__(self, "snapshots", tuple(self.snapshots))
+        if self.optimizer not in OPTIMIZERS:
+            raise unknown_name("optimizer", self.optimizer, OPTIMIZERS)
+        if self.precision not in PRECISIONS:
+            raise unknown_name("precision", self.precision, PRECISIONS)
+        if self.weight_decay is not None and not 0 <= self.weight_decay < math.inf:
+            raise InputError(f"weight_decay must be finite and not negative. Got {self.weight_decay}.")
+        if self.until is not None and not 0 < self.until <= 1:
+            raise InputError(f"until is a training accuracy in (0, 1], like 0.999. Got until={self.until}.")
         for name in ("length", "epochs", "train_samples", "holdout_samples", "batch_size"):
             if getattr(self, name) < 1:
                 raise InputError(f"{name} must be at least 1. Got {name}={getattr(self, name)}.")

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from semdiag_models.dropout import dropped_positions
+from semdiag_models.random_state import on_each_stream
 
 _STRIP = 2**20  # scores held at a time: 4 MB in float32, about one core's share of the cache
 
@@ -29,10 +30,19 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, valid: Tensor
     Returns:
         Mixed values (B, H, Lq, D).
     """
-    if dropout == 0 or q.device.type != "cpu":
-        mask = None if valid is None else valid[:, None, None, :]
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, scale=scale)
-    mixed: Tensor = _Strips.apply(q, k, v, scale, valid, dropout)  # type: ignore[no-untyped-call]
+    if dropout == 0:
+        return _torch_attention(q, k, v, scale, valid, 0.0)
+    attend = _strip_attention if q.device.type == "cpu" else _torch_attention
+    return on_each_stream(lambda q, k, v, valid: attend(q, k, v, scale, valid, dropout), q, k, v, valid)
+
+
+def _torch_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, valid: Tensor | None, p: float) -> Tensor:
+    mask = None if valid is None else valid[:, None, None, :]
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=p, scale=scale)
+
+
+def _strip_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, valid: Tensor | None, p: float) -> Tensor:
+    mixed: Tensor = _Strips.apply(q, k, v, scale, valid, p)  # type: ignore[no-untyped-call]
     return mixed
 
 

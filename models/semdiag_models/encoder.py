@@ -82,14 +82,23 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, valid: Tensor | None) -> Tensor:
         """Attend: (B, L, d), (B, L) or None -> (B, L, d)."""
-        batch, length, _ = x.shape
-        qkv = self.qkv(x).view(batch, length, 3, self.heads, self.head_width)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each (B, H, L, D)
-        everywhere, priorities = self.core.everywhere, self._priorities(length, x.device)
-        selected = select_keys(self.kind, self.k, q, k, self.scale, valid, everywhere, priorities)
-        mixed = self.core(q, k, v, self.scale, valid, selected)
-        attended: Tensor = self.out(mixed.transpose(1, 2).reshape(batch, length, -1))
+        qkv: Tensor = self.qkv(x)
+        if qkv.dtype == x.dtype:
+            mixed = self._mix(qkv, valid)
+        else:  # under autocast; scores of 8 bits would be full of ties, so attention is as precise as its input
+            with torch.autocast(x.device.type, enabled=False):
+                mixed = self._mix(qkv.to(x.dtype), valid)
+        attended: Tensor = self.out(mixed.transpose(1, 2).reshape(*x.shape[:2], -1))
         return attended
+
+    def _mix(self, qkv: Tensor, valid: Tensor | None) -> Tensor:
+        """Select keys and mix values: (B, L, 3·H·D) -> (B, H, L, D)."""
+        split = qkv.view(*qkv.shape[:2], 3, self.heads, self.head_width)
+        q, k, v = split.permute(2, 0, 3, 1, 4)  # each (B, H, L, D)
+        everywhere, priorities = self.core.everywhere, self._priorities(qkv.shape[1], qkv.device)
+        selected = select_keys(self.kind, self.k, q, k, self.scale, valid, everywhere, priorities)
+        mixed: Tensor = self.core(q, k, v, self.scale, valid, selected)
+        return mixed
 
     def _priorities(self, length: int, device: torch.device) -> Tensor | None:
         if self.kind != "random":

@@ -1,11 +1,10 @@
 """What ``semdiag train`` does differently for a text."""
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from semdiag_models import Text, Trainer, TrainingConfig
+    from semdiag_models import Text, TrainingConfig
 
 
 def text_task(
@@ -48,25 +47,4 @@ def introduction(training: "TrainingConfig") -> str:
             f"{text.file}: windows of {training.length} pieces, {training.train_samples:,} to train on, "
             f"{training.holdout_samples:,} of {text.holdout_file or 'the last tenth of the lines'} held out."
         )
-    )
-
-
-def perplexities(row: Mapping[str, float]) -> str:
-    """Training and held-out perplexity of an epoch."""
-    from semdiag_models.tasks import perplexity
-
-    return f"perplexity train {perplexity(row['train_loss']):.1f} held-out {perplexity(row['holdout_loss']):.1f}"
-
-
-def text_summary(trainer: "Trainer") -> str:
-    """How the run on a text ended, beside what the pieces' frequencies alone would reach."""
-    from semdiag_models.tasks.text import unigram_perplexity
-
-    row = {name: column[-1] for name, column in trainer.history.items()}
-    labels = trainer.train_split.labels, trainer.holdout_split.labels
-    alone = unigram_perplexity(*labels, trainer.config.classes)
-    run = f"{trainer.training.task_label}, {trainer.config.attention_label}"
-    return (
-        f"{run}: {perplexities(row)} after {trainer.epoch} epochs (pieces' frequencies alone {alone:.1f}), "
-        f"held-out accuracy {row['holdout_accuracy']:.1%}."
     )

@@ -3,15 +3,17 @@
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from semdiag.commands.text_training import introduction, perplexities, text_summary, text_task
+from semdiag.commands.text_training import introduction, text_task
+from semdiag.commands.training_progress import TrainingProgress, summarise, tell
 
 if TYPE_CHECKING:
+    from semdiag_models import Trainer
+    from semdiag_models.seed_runs import SeedRun
     from semdiag_models.tasks import Classification
-    from semdiag_models.training import Progress, Trainer
 
 _MODEL, _DATA, _TEXT, _OPTIMISATION, _RUN = "Model", "Data", "Text", "Optimisation", "Run"
 
@@ -85,6 +87,13 @@ def train(
     seed: Annotated[
         int, typer.Option(help="Of data, initialisation, dropout and batch order.", rich_help_panel=_DATA)
     ] = 153476998,
+    seeds: Annotated[
+        str,
+        typer.Option(
+            help="Several seeds at once, like 1,2,3, in one stacked step: a folder each, as if trained alone.",
+            rich_help_panel=_DATA,
+        ),
+    ] = "",
     text: Annotated[
         Path | None, typer.Option(help="UTF-8 file to learn; for the task text.", rich_help_panel=_TEXT)
     ] = None,
@@ -100,9 +109,22 @@ def train(
         int | None, typer.Option(help="Pieces.", show_default="4096", rich_help_panel=_TEXT)
     ] = None,
     epochs: Annotated[int | None, typer.Option(help="Default: recipe.", rich_help_panel=_OPTIMISATION)] = None,
+    until: Annotated[
+        float | None,
+        typer.Option(
+            help="Stop after an epoch with at least this training accuracy, like 0.999.",
+            rich_help_panel=_OPTIMISATION,
+        ),
+    ] = None,
     batch_size: Annotated[int | None, typer.Option(help="Default: recipe.", rich_help_panel=_OPTIMISATION)] = None,
+    optimizer: Annotated[str, typer.Option(help="sgd, adam or adamw.", rich_help_panel=_OPTIMISATION)] = "sgd",
     learning_rate: Annotated[
-        float | None, typer.Option(help="Of plain SGD. Default: recipe.", rich_help_panel=_OPTIMISATION)
+        float | None,
+        typer.Option(help="Default: recipe; 0.001 for adam and adamw.", rich_help_panel=_OPTIMISATION),
+    ] = None,
+    weight_decay: Annotated[
+        float | None,
+        typer.Option(help="Default: torch's, 0.01 for adamw and 0 for the others.", rich_help_panel=_OPTIMISATION),
     ] = None,
     learning_rate_decay: Annotated[
         float | None, typer.Option(help="Factor per epoch. Default: recipe.", rich_help_panel=_OPTIMISATION)
@@ -110,12 +132,26 @@ def train(
     gradient_clip: Annotated[
         float, typer.Option(help="Largest 2-norm of the gradient.", rich_help_panel=_OPTIMISATION)
     ] = 0.5,
+    precision: Annotated[
+        str,
+        typer.Option(
+            help="Of the steps: float32, tf32 (CUDA) or bf16 (linear layers; attention stays float32).",
+            rich_help_panel=_OPTIMISATION,
+        ),
+    ] = "float32",
+    compiled: Annotated[
+        bool,
+        typer.Option("--compile", help="Steps through torch.compile. COMPILENOTE", rich_help_panel=_OPTIMISATION),
+    ] = False,
     snapshots: Annotated[
         str, typer.Option(help="Epochs to keep as files, like 1,5,20.", rich_help_panel=_RUN)
     ] = "",
     out: Annotated[
         Path | None,
-        typer.Option(help="Folder. Default: checkpoints/TASK-ATTENTION-seed-SEED.", rich_help_panel=_RUN),
+        typer.Option(
+            help="Folder. Default: checkpoints/TASK-ATTENTION-seed-SEED. With --seeds: what holds such folders.",
+            rich_help_panel=_RUN,
+        ),
     ] = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on after the last saved epoch.", rich_help_panel=_RUN)
@@ -150,11 +186,10 @@ def train(
         TrainingConfig,
         find_task,
         open_run,
+        open_seed_runs,
         run_name,
-        train_run,
     )
     from semdiag_models.device import find_device
-    from semdiag_models.training import DivergedError
 
     if resume and overwrite:
         raise InputError("--resume and --overwrite exclude each other.")
@@ -188,6 +223,7 @@ def train(
         pooling=pooling,
         selection_seed=seed if attention == "random" else 0,
     )
+    usual_rate = recipe.learning_rate if optimizer == "sgd" else 0.001  # the recipes were made for plain SGD
     training = TrainingConfig(
         task=found.name,
         length=tokens,
@@ -196,10 +232,15 @@ def train(
         train_samples=train_samples if train_samples is not None else recipe.train_samples,
         holdout_samples=holdout_samples if holdout_samples is not None else recipe.holdout_samples,
         batch_size=batch_size if batch_size is not None else recipe.batch_size,
-        learning_rate=learning_rate if learning_rate is not None else recipe.learning_rate,
+        learning_rate=learning_rate if learning_rate is not None else usual_rate,
         learning_rate_decay=learning_rate_decay if learning_rate_decay is not None else recipe.learning_rate_decay,
         gradient_clip=gradient_clip,
-        snapshots=_epochs(snapshots),
+        snapshots=_whole_numbers(snapshots, "--snapshots takes epochs"),
+        optimizer=optimizer,
+        weight_decay=weight_decay,
+        until=until,
+        precision=precision,
+        compiled=compiled,
         text=found.source if isinstance(found, Text) else None,
     )
     where = find_device(device)
@@ -207,89 +248,57 @@ def train(
         if threads < 1:
             raise InputError(f"--threads must be at least 1. Got {threads}.")
         torch.set_num_threads(threads)
+    provenance = {"command": shlex.join(["semdiag", *sys.argv[1:]])}
+    choices = {"resume": resume, "overwrite": overwrite}
+    if seeds:
+        parent = out if out is not None else Path("checkpoints")
+        numbers = _whole_numbers(seeds, "--seeds takes whole numbers")
+        runs = open_seed_runs(parent, model, training, numbers, where, **choices)
+        _train({run.trainer: run.folder for run in runs}, runs, provenance, quiet)
+        return
     folder = out if out is not None else Path("checkpoints") / run_name(model, training)
-    trainer = open_run(folder, model, training, where, resume=resume, overwrite=overwrite)
-    if not quiet and (line := introduction(training)):
-        _say(line)
-    with _Bar(trainer, quiet) as bar:
+    trainer = open_run(folder, model, training, where, **choices)
+    _train({trainer: folder}, None, provenance, quiet)
+
+
+def _train(
+    folders: "dict[Trainer, Path]", seeds: "list[SeedRun] | None", provenance: dict[str, Any], quiet: bool
+) -> None:
+    from semdiag_models import DivergedError, InputError, train_run, train_seed_runs
+
+    first, *_ = folders
+    if not quiet and (line := introduction(first.training)):
+        tell(line)
+    with TrainingProgress(list(folders), quiet) as bar:
         try:
-            train_run(folder, trainer, {"command": shlex.join(["semdiag", *sys.argv[1:]])}, bar.epoch, bar.batch)
+            if seeds is not None:
+                train_seed_runs(seeds, provenance, bar.epoch, bar.batch)
+            else:
+                train_run(
+                    folders[first],
+                    first,
+                    provenance,
+                    lambda progress: bar.epoch(first, progress),
+                    lambda: bar.batch(first),
+                )
         except KeyboardInterrupt:
-            _say(f"Stopped; {folder / 'last.pt'} holds epoch {trainer.epoch}. To go on, add --resume.")
+            tell(f"Stopped; {_saved(folders)}. To go on, add --resume.")
             raise typer.Exit(130) from None
         except DivergedError as error:
-            raise InputError(f"{error} {folder / 'last.pt'} holds epoch {trainer.epoch}.") from None
-    _summarise(folder, found, trainer)
+            raise InputError(f"{error} {_saved(folders)}.") from None
+    for trainer in folders:
+        summarise(trainer, several=seeds is not None)
+    tell(f"Next: semdiag dispersion {' '.join(str(folder / 'last.pt') for folder in folders.values())}")
 
 
-def _epochs(text: str) -> tuple[int, ...]:
+def _saved(folders: "dict[Trainer, Path]") -> str:
+    return ", ".join(f"{folder / 'last.pt'} holds epoch {trainer.epoch}" for trainer, folder in folders.items())
+
+
+def _whole_numbers(text: str, what: str) -> tuple[int, ...]:
     from semdiag_models import InputError
 
     try:
         return tuple(int(part) for part in text.split(",") if part.strip())
     except ValueError:
-        raise InputError(f"--snapshots takes epochs separated by commas, like 1,5,20. Got {text!r}.") from None
-
-
-def _summarise(folder: Path, task: "Classification", trainer: "Trainer") -> None:
-    history = trainer.history
-    if trainer.training.text is not None:
-        _say(text_summary(trainer))
-    else:
-        _say(
-            f"{task.name}, {trainer.config.attention_label}: training accuracy "
-            f"{history['train_accuracy'][-1]:.1%}, held-out {history['holdout_accuracy'][-1]:.1%} after "
-            f"{trainer.epoch} epochs (chance {1 / task.classes:.0%})."
-        )
-    _say(f"Next: semdiag dispersion {folder / 'last.pt'}")
-
-
-def _say(line: str) -> None:
-    typer.echo(line, err=True)
-
-
-class _Bar:
-    """Progress on stderr: steps within the run, time left, latest accuracies."""
-
-    def __init__(self, trainer: "Trainer", quiet: bool) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-
-        steps = -(-trainer.training.train_samples // trainer.training.batch_size)
-        self._of_text = trainer.training.text is not None
-        self._bar = Progress(
-            TextColumn("epoch {task.fields[epoch]}/{task.fields[epochs]}"),
-            BarColumn(),
-            TextColumn("{task.percentage:>3.0f}%"),
-            TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(),
-            TextColumn("{task.fields[accuracy]}"),
-            console=Console(stderr=True),
-            disable=quiet,
-        )
-        self._task = self._bar.add_task(
-            "",
-            total=trainer.training.epochs * steps,
-            completed=trainer.epoch * steps,
-            epoch=trainer.epoch,
-            epochs=trainer.training.epochs,
-            accuracy="",
-        )
-
-    def __enter__(self) -> "_Bar":
-        self._bar.start()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._bar.stop()
-
-    def batch(self) -> None:
-        self._bar.advance(self._task)
-
-    def epoch(self, progress: "Progress") -> None:
-        row = progress.row
-        accuracy = f"accuracy train {row['train_accuracy']:.1%} held-out {row['holdout_accuracy']:.1%}"
-        if self._of_text:
-            accuracy = perplexities(row)
-        self._bar.update(self._task, epoch=int(row["epoch"]), accuracy=accuracy)
+        raise InputError(f"{what} separated by commas, like 1,5,20. Got {text!r}.") from None
