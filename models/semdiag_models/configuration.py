@@ -16,8 +16,19 @@ ATTENTIONS = {
     "banded": "k neighbouring keys around the query, shifted inward at the ends (input-agnostic)",
     "block": "the k keys of the query's own block (input-agnostic)",
     "topk": "the k keys with the largest scores (input-dependent: the heavy hitters)",
+    "bottomk": "the k keys with the smallest scores (input-dependent: a control)",
+    "random": "k keys drawn once for each block, head and query (input-agnostic: a control)",
 }
+LOCAL = ("banded", "block")  # the kinds that take global tokens
 ACTIVATIONS = ("relu", "gelu", "mish")
+NORMS = {
+    "pre": "x + attention(norm(x)), then x + mlp(norm(x)): the paper's code",
+    "post": "norm(x + attention(x)), then norm(x + mlp(x)): the paper's equations",
+}
+POOLINGS = {
+    "mean": "the mean over all tokens that are not PAD",
+    "cls": "the output of a learnt token in front of the input",
+}
 _LARGEST_SIZE = 100_000  # of anything in a model: what a checkpoint says is believed before it is built
 _LARGEST_DATA = 10**9  # tokens of a run's samples, 8 GB
 _LEAST_DROPOUT = 1e-9  # gaps between drops are counted in 64 bits
@@ -85,9 +96,9 @@ class ModelConfig(_Record):
         5
     """
 
-    vocabulary_size: int  # token ids, PAD (the last one) included
+    vocabulary_size: int  # token ids of inputs, PAD (the last one) included
     classes: int
-    length: int  # positions the model has; inputs may be shorter
+    length: int  # tokens of the longest input
     attention: str = "full"  # a key of ATTENTIONS
     k: int | None = None  # keys kept per query; None for full attention
     blocks: int = 5
@@ -100,12 +111,17 @@ class ModelConfig(_Record):
     inverse_temperature: float = 1.0  # factor on the scores
     first_norm_eps: float = 1e-5  # of the first attention norm; the paper's released code has 0 there
     pad_as_token: bool = False  # PAD is attended to and pooled, as in the paper's runs
+    global_tokens: int = 0  # g learnt tokens behind the input: they attend to all and all attend to them
+    norm: str = "pre"  # a key of NORMS
+    pooling: str = "mean"  # a key of POOLINGS
+    selection_seed: int = 0  # of the keys that random attention keeps
 
     def __post_init__(self) -> None:
         if self.attention not in ATTENTIONS:
             raise unknown_name("attention", self.attention, ATTENTIONS)
-        if self.activation not in ACTIVATIONS:
-            raise unknown_name("activation", self.activation, ACTIVATIONS)
+        for name, known in (("activation", ACTIVATIONS), ("norm", NORMS), ("pooling", POOLINGS)):
+            if getattr(self, name) not in known:
+                raise unknown_name(name, getattr(self, name), known)
         sizes = (
             "vocabulary_size",
             "classes",
@@ -131,6 +147,7 @@ class ModelConfig(_Record):
         if not 0 <= self.first_norm_eps < math.inf:
             raise InputError(f"first_norm_eps must be finite and not negative. Got {self.first_norm_eps}.")
         self._check_k()
+        self._check_extras()
 
     def _check_k(self) -> None:
         if self.attention == "full":
@@ -143,15 +160,49 @@ class ModelConfig(_Record):
         elif self.k > self.length:
             raise InputError(f"k must be at most the sequence length. Got k={self.k}, length={self.length}.")
 
+    def _check_extras(self) -> None:
+        if not 0 <= self.global_tokens <= _LARGEST_SIZE:
+            raise InputError(f"global_tokens must lie in 0 … {_LARGEST_SIZE}. Got {self.global_tokens}.")
+        if self.global_tokens and self.attention not in LOCAL:
+            raise InputError(
+                f"Global tokens go with {' and '.join(LOCAL)} attention only. Got {self.global_tokens} with "
+                f"{self.attention} attention."
+            )
+        if not 0 <= self.selection_seed < 2**63:
+            raise InputError(f"selection_seed must lie in 0 … 2^63 - 1. Got {self.selection_seed}.")
+        if self.selection_seed and self.attention != "random":
+            raise InputError(f"Only random attention takes a selection_seed. Got one with {self.attention}.")
+
     @property
     def pad_id(self) -> int:
-        """Token id of PAD."""
+        """Token id of PAD; the global tokens have the ids after it, CLS the one after those."""
         return self.vocabulary_size - 1
 
     @property
+    def cls_tokens(self) -> int:
+        """Learnt tokens in front of the input: 1 with CLS pooling, else 0."""
+        return int(self.pooling == "cls")
+
+    @property
+    def extra_tokens(self) -> int:
+        """Tokens that the encoder adds to every input: CLS and the global ones."""
+        return self.cls_tokens + self.global_tokens
+
+    @property
+    def keys_kept(self) -> int | None:
+        """Keys that an ordinary query keeps: k, and in local attention CLS and the global tokens.
+
+        Example:
+            >>> ModelConfig(3, 2, 40, "banded", k=5, global_tokens=1).keys_kept
+            6
+        """
+        return None if self.k is None else self.k + self.extra_tokens * (self.attention in LOCAL)
+
+    @property
     def attention_label(self) -> str:
-        """Attention and k in one word: ``full``, ``topk-5``."""
-        return self.attention if self.k is None else f"{self.attention}-{self.k}"
+        """Attention, k and global tokens in one word: ``full``, ``topk-5``, ``banded-5-global-1``."""
+        label = self.attention if self.k is None else f"{self.attention}-{self.k}"
+        return f"{label}-global-{self.global_tokens}" if self.global_tokens else label
 
 
 @dataclass(frozen=True)

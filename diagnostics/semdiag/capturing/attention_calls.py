@@ -4,6 +4,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from semdiag_models import AttentionCore, InputError
@@ -85,9 +87,23 @@ def _hook(
             scale=scale,  # type: ignore[arg-type]
             allowed=valid[:, None, None, :] if isinstance(valid, Tensor) else None,
             queries=valid if isinstance(valid, Tensor) else None,
-            selected=selected if isinstance(selected, Tensor) else None,
+            selected=_ragged(module, selected, valid) if isinstance(selected, Tensor) else None,
             mixed=mixed,
         )
         consume(call)
 
     return hook
+
+
+def _ragged(core: nn.Module, selected: Tensor, valid: object) -> Tensor:
+    """Fill the rows of queries that attend to all valid keys, if there are any: (B, H, L, K) -> (B, H, L, L)."""
+    first, last = core.everywhere  # type: ignore[misc]  # of an AttentionCore
+    if first + last == 0:
+        return selected
+    length = selected.shape[2]
+    keys = torch.arange(length, device=selected.device).expand(len(selected), -1)
+    keys = keys if not isinstance(valid, Tensor) else keys.where(valid, -1)
+    whole = F.pad(selected, (0, max(0, length - selected.shape[3])), value=-1)
+    for rows in (slice(first), slice(length - last, length)):
+        whole[:, :, rows, :length] = keys[:, None, None, :]
+    return whole

@@ -18,10 +18,19 @@ _MODEL, _DATA, _TEXT, _OPTIMISATION, _RUN = "Model", "Data", "Text", "Optimisati
 
 def train(
     task: Annotated[str, typer.Argument(help="What to learn; see [bold]semdiag list tasks[/].")],
-    attention: Annotated[str, typer.Option(help="full, banded, block or topk.", rich_help_panel=_MODEL)] = "full",
+    attention: Annotated[
+        str, typer.Option(help="See [bold]semdiag list attentions[/].", rich_help_panel=_MODEL)
+    ] = "full",
     k: Annotated[
         int | None, typer.Option(help="Keys kept per query; not for full.", rich_help_panel=_MODEL)
     ] = None,
+    global_tokens: Annotated[
+        int,
+        typer.Option(
+            help="Learnt tokens that attend to all and that all attend to; for banded and block.",
+            rich_help_panel=_MODEL,
+        ),
+    ] = 0,
     blocks: Annotated[int | None, typer.Option(help="Default: the task's recipe.", rich_help_panel=_MODEL)] = None,
     width: Annotated[
         int | None, typer.Option(help="Of the residual stream. Default: recipe.", rich_help_panel=_MODEL)
@@ -29,8 +38,22 @@ def train(
     mlp_width: Annotated[int | None, typer.Option(help="Default: recipe.", rich_help_panel=_MODEL)] = None,
     heads: Annotated[int, typer.Option(rich_help_panel=_MODEL)] = 1,
     head_width: Annotated[
-        int | None, typer.Option(help="Of each head. Default: recipe.", rich_help_panel=_MODEL)
+        int | None,
+        typer.Option(
+            help="Of each head: the width (as in the paper), or width / heads. Default: recipe.",
+            rich_help_panel=_MODEL,
+        ),
     ] = None,
+    norm: Annotated[
+        str,
+        typer.Option(help="pre (the paper's code) or post (the paper's equations).", rich_help_panel=_MODEL),
+    ] = "pre",
+    pooling: Annotated[
+        str,
+        typer.Option(
+            help="mean over the tokens, or cls: a learnt token put in front of them.", rich_help_panel=_MODEL
+        ),
+    ] = "mean",
     activation: Annotated[str, typer.Option(help="relu, gelu or mish.", rich_help_panel=_MODEL)] = "relu",
     dropout: Annotated[float, typer.Option(rich_help_panel=_MODEL)] = 0.01,
     inverse_temperature: Annotated[
@@ -160,6 +183,10 @@ def train(
         dropout=dropout,
         inverse_temperature=inverse_temperature,
         pad_as_token=pad_as_token,
+        global_tokens=global_tokens,
+        norm=norm,
+        pooling=pooling,
+        selection_seed=seed if attention == "random" else 0,
     )
     training = TrainingConfig(
         task=found.name,

@@ -206,15 +206,18 @@ def _check(encoder: Encoder, batches: list[Tensor], k: Sequence[int]) -> None:
             raise InputError(
                 f"Token id {wrong} is out of range: the model knows 0 to {config.vocabulary_size - 1}."
             )
-    if not config.pad_as_token and all(bool((batch == config.pad_id).all()) for batch in batches):
+    if not (config.pad_as_token or config.extra_tokens) and all(
+        bool((batch == config.pad_id).all()) for batch in batches
+    ):
         raise InputError("There is no query to measure: every token of the inputs is PAD.")
     longest = max(batch.shape[1] for batch in batches)
     wrong_k = [value for value in k if not 1 <= value <= longest]
     if wrong_k:
         raise InputError(f"k must lie in 1 … {longest}, the length of the inputs. Got k={wrong_k[0]}.")
-    queries = sum(batch.numel() for batch in batches) * config.blocks * config.heads
+    tokens = sum(len(batch) * (batch.shape[1] + config.extra_tokens) for batch in batches)
+    queries = tokens * config.blocks * config.heads
     if queries > MAX_QUERIES:
-        most = max(1, MAX_QUERIES // (longest * config.blocks * config.heads))
+        most = max(1, MAX_QUERIES // ((longest + config.extra_tokens) * config.blocks * config.heads))
         raise InputError(
             f"{queries:,} queries are more than the {MAX_QUERIES:,} kept. Use --samples {most} or fewer."
         )
@@ -234,6 +237,9 @@ def _model_row(loaded: LoadedModel, facts: dict[str, object]) -> pd.DataFrame:
         "task": loaded.task,
         "attention": config.attention,
         "k": config.k,
+        "global_tokens": config.global_tokens,
+        "norm": config.norm,
+        "pooling": config.pooling,
         "seed": loaded.seed,
         "epoch": loaded.epoch,
         "blocks": config.blocks,

@@ -20,6 +20,8 @@ _NEEDED = {
     "history": "model epoch",
     "non_finite": "model sample layer head scores",
 }
+# Columns of the models that older folders and models of other kinds lack, and what that means.
+_UNLESS_SAID: dict[str, Any] = {"global_tokens": 0, "norm": "pre", "pooling": "mean"}
 # Tables that only some commands measure: empty where they were not, absent from older folders.
 OPTIONAL_TABLES = {
     "secants": {
@@ -67,8 +69,9 @@ class Measurements:
     from 0; scores are in nats.
 
     Attributes:
-        models: one row per model: path, sha256, source, snapshot, task, attention, k, seed, epoch, blocks,
-            heads, length, parameters, samples, inputs, accuracy, found and captured attention layers, residual.
+        models: one row per model: path, sha256, source, snapshot, task, attention, k, global_tokens, norm,
+            pooling, seed, epoch, blocks, heads, length, parameters, samples, inputs, accuracy, found and
+            captured attention layers, residual.
         queries: one row per query: sample, layer, head, query, keys (n_i), kept (k_i), dispersion,
             separation (+inf where nothing is dropped), largest_weight (of its attention weights), and
             dispersion_kK, separation_kK for each counterfactual K.
@@ -92,6 +95,11 @@ class Measurements:
     secants: pd.DataFrame = field(default_factory=lambda: empty_table("secants"))
     constants: pd.DataFrame = field(default_factory=lambda: empty_table("constants"))
     parameters: pd.DataFrame = field(default_factory=lambda: empty_table("parameters"))
+
+    def __post_init__(self) -> None:
+        missing = {name: value for name, value in _UNLESS_SAID.items() if name not in self.models}
+        if missing:
+            object.__setattr__(self, "models", self.models.assign(**missing))
 
     @classmethod
     def concat(cls, parts: Iterable[Self]) -> Self:

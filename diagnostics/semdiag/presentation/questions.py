@@ -95,8 +95,8 @@ QUESTIONS = (
         ),
         (
             "Full attention drops no key, so Δ is undefined there. Masks that ignore the input (banded, "
-            "block-local) drop larger scores than they keep for most queries: Δ ≤ 0, which lies below a "
-            "logarithmic axis.",
+            "block-local, random) drop larger scores than they keep for most queries, and bottom-k does for all: "
+            "Δ ≤ 0, which lies below a logarithmic axis.",
             "A tie between the last kept and the first dropped key has Δ = 0 and counts as not positive.",
         ),
     ),

@@ -7,6 +7,7 @@ from typing import Any
 
 from semdiag.measurement.finding import Finding
 from semdiag.measurement.gate import GateResult, dispersion_gate
+from semdiag.measurement.input_traces import FIXED_MASKS
 from semdiag.measurement.measurements import Measurements
 from semdiag.measurement.pairing import find_pairs
 from semdiag.measurement.percentiles import percentiles
@@ -146,7 +147,7 @@ def details(
 def _controls(measurements: Measurements) -> list[str]:
     """What masks that ignore the input do to the pooled median, last snapshots only."""
     models = measurements.models[measurements.models["snapshot"] == "last"]
-    pairs, _ = find_pairs(models[models["attention"] != "topk"], attention=None)
+    pairs, _ = find_pairs(models[models["attention"].isin(FIXED_MASKS)], attention=None)
     medians = {str(m): percentiles(d)["p50"] for m, d in measurements.queries.groupby("model")["dispersion"]}
     parts = [
         f"{pair.label} {medians[pair.other] / medians[pair.full]:.2g} times"

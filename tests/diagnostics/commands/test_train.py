@@ -271,3 +271,28 @@ def test_help_names_the_options(monkeypatch, capfd):
     shown = capfd.readouterr().out
     for option in ("--attention", "--k", "--pad-as-token", "--snapshots", "--resume", "--overwrite", "--device"):
         assert option in shown
+
+
+@pytest.mark.parametrize(
+    ("options", "folder"),
+    [
+        ("--attention banded --k 3 --global-tokens 2 --pooling cls", "even-pairs-banded-3-global-2-seed-5"),
+        ("--attention random --k 3 --norm post", "even-pairs-random-3-seed-5"),
+        ("--attention bottomk --k 3 --heads 2 --head-width 4", "even-pairs-bottomk-3-seed-5"),
+    ],
+)
+def test_every_architecture_is_trained_and_resumed(semdiag, tmp_path, options, folder):
+    words = ["train", "even-pairs", *options.split(), *TINY, "--width", 8]
+    if "--head-width" in options:  # TINY has one, too: the last one counts
+        words += ["--head-width", 4]
+    assert semdiag(*words)[0] == 0
+    whole = read_checkpoint(tmp_path / "checkpoints" / folder / "last.pt")
+    assert whole.model.selection_seed == (5 if whole.model.attention == "random" else 0)
+    assert semdiag(*words, "--epochs", 1, "--out", "parts")[0] == 0
+    assert semdiag(*words, "--out", "parts", "--resume")[0] == 0
+    assert same(whole.state, weights(tmp_path / "parts" / "last.pt"))
+
+
+def test_global_tokens_without_local_attention_are_refused(refused):
+    line = refused("train", "even-pairs", "--attention", "topk", "--k", 3, "--global-tokens", 1, *TINY)
+    assert line.startswith("semdiag: Global tokens go with banded and block attention only. Got 1 with topk")
