@@ -141,7 +141,11 @@ def train(
     ] = "float32",
     compiled: Annotated[
         bool,
-        typer.Option("--compile", help="Steps through torch.compile. COMPILENOTE", rich_help_panel=_OPTIMISATION),
+        typer.Option(
+            "--compile",
+            help="Steps through torch.compile. On a CPU 1.4 to 7 times slower; CUDA untried.",
+            rich_help_panel=_OPTIMISATION,
+        ),
     ] = False,
     snapshots: Annotated[
         str, typer.Option(help="Epochs to keep as files, like 1,5,20.", rich_help_panel=_RUN)

@@ -233,11 +233,11 @@ def test_a_second_process_on_the_folder_is_told_and_changes_nothing(refused, tmp
 
 
 def test_killed_at_random_moments_and_resumed_a_run_is_the_uninterrupted_one(semdiag, tmp_path):
-    epochs = ["--dropout", "0.1", "--threads", "1", "--epochs", "120"]
+    epochs = ["--dropout", "0.1", "--threads", "1", "--epochs", "150"]
     assert semdiag("train", "even-pairs", *TINY, *epochs, "--out", "whole")[0] == 0
     pause, reached = random.Random(0), []
     for attempt in range(4):
-        process = started(tmp_path, "--epochs", "120", *(["--resume"] if attempt else []))
+        process = started(tmp_path, "--epochs", "150", *(["--resume"] if attempt else []))
         last = tmp_path / "run" / "last.pt"
         wait_for(process, last)
         before = last.stat().st_mtime_ns
@@ -247,8 +247,8 @@ def test_killed_at_random_moments_and_resumed_a_run_is_the_uninterrupted_one(sem
         process.kill()
         process.communicate()
         reached.append(read_checkpoint(last).epoch)  # whole, whenever the process died
-    assert 0 <= reached[0] < 120
     assert reached == sorted(reached)
+    assert 0 < reached[-1] < 150  # all four were killed on the way
     assert semdiag("train", "even-pairs", *TINY, *epochs, "--out", "run", "--resume")[0] == 0
     assert same(weights(tmp_path / "run" / "last.pt"), weights(tmp_path / "whole" / "last.pt"))
     assert {p.name for p in (tmp_path / "run").iterdir()} == {p.name for p in (tmp_path / "whole").iterdir()}
