@@ -1,9 +1,10 @@
 """What input noise does to the softmax rows of a model: secants, response, changed sets."""
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -113,17 +114,40 @@ def noisy_second_half(encoder: Encoder, noise: Tensor) -> Iterator[None]:
         Nothing.
     """
 
-    def perturb(block: nn.Module, inputs: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor | None]:
-        x, valid = inputs
-        clean, copies = x.chunk(2)
-        size = copies.square().mean(-1, keepdim=True).sqrt()
-        return torch.cat([clean, copies + size * noise]), valid
+    with noisy_copies(encoder.blocks[0], len(noise), lambda clean: token_size(clean) * noise):
+        yield
 
-    handle = encoder.blocks[0].register_forward_pre_hook(perturb)
+
+@contextmanager
+def noisy_copies(place: nn.Module, samples: int, draw: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Add noise to the copies in each batch of [clean samples; copies of them], where it enters a module.
+
+    Args:
+        place: module at whose input the noise enters, like an encoder's first block for the embedded tokens;
+            its first argument is a tensor of activations. It gets a hook, removed when the context is left
+            by whatever way.
+        samples: b, clean samples at the head of each batch.
+        draw: called with the clean input (b, …); gives the noise of the copies, (…, b, …).
+
+    Yields:
+        Nothing.
+    """
+
+    def perturb(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        clean = inputs[0][:samples]
+        noisy = (clean + draw(clean)).view(-1, *clean.shape[1:])
+        return torch.cat([clean, noisy]), *inputs[1:]
+
+    handle = place.register_forward_pre_hook(perturb)
     try:
         yield
     finally:
         handle.remove()
+
+
+def token_size(tokens: Tensor) -> Tensor:
+    """Root mean square of each token's vector: (..., d) -> (..., 1)."""
+    return tokens.square().mean(-1, keepdim=True).sqrt()
 
 
 @dataclass
