@@ -11,6 +11,7 @@ from semdiag.commands.check import check
 from semdiag.commands.dispersion import dispersion
 from semdiag.commands.info import info
 from semdiag.commands.listing import list_names
+from semdiag.commands.mask_stability import mask_stability
 from semdiag.commands.report import report
 from semdiag.commands.separation import separation
 from semdiag.commands.stability import stability
@@ -34,6 +35,7 @@ for name, command in (
     ("dispersion", dispersion),
     ("separation", separation),
     ("stability", stability),
+    ("mask-stability", mask_stability),
     ("bounds", bounds),
     ("report", report),
     ("check", check),

@@ -136,7 +136,7 @@ def predicted_agreement(separation: Tensor, spread: Tensor) -> Tensor:
     return torch.special.ndtr(torch.where(separation == 0, torch.zeros_like(ratio), ratio))
 
 
-def kept_in_common(scores: Tensor, before: TopSet) -> Tensor:
+def kept_in_common(scores: Tensor, before: TopSet, out: Tensor | None = None) -> Tensor:
     """|S ∩ S'|: how many keys of S are still among the k largest scores after a change.
 
     The m largest scores in S and the k − m largest outside make up S' for the largest m with
@@ -148,6 +148,7 @@ def kept_in_common(scores: Tensor, before: TopSet) -> Tensor:
     Args:
         scores: z' in nats, shape (C, ..., L): any number of changes of the same rows.
         before: the sets before the change, of rows (..., L) with more than k allowed keys.
+        out: memory of the shape of ``scores`` to work in; None for fresh memory.
 
     Returns:
         (C, ...) int64, in 0 … k.
@@ -159,7 +160,7 @@ def kept_in_common(scores: Tensor, before: TopSet) -> Tensor:
     """
     k = before.positions.shape[-1]
     inside = scores.gather(-1, before.positions.expand(*scores.shape[:-1], k))
-    beyond = scores + before.outside
+    beyond = torch.add(scores, before.outside, out=out)
     common = torch.full(scores.shape[:-1], k, device=scores.device)
     rows = (inside.amin(-1) < beyond.amax(-1)).flatten().nonzero().squeeze(-1)
     inside, beyond = inside.flatten(0, -2)[rows].sort(-1).values, beyond.flatten(0, -2)[rows]

@@ -1,5 +1,7 @@
 """One attention call over [clean; noisy copies], reduced to what became of each query's mask."""
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -80,7 +82,23 @@ class RowChanges:
     kept: int
 
 
-def row_changes(call: AttentionCall, samples: int, levels: int, k: int, selection: Selection) -> RowChanges:
+class Workspace:
+    """Two blocks of memory, used again for every strip: fresh pages would cost more than what is done in them."""
+
+    def __init__(self) -> None:
+        self._blocks: dict[str, Tensor] = {}
+
+    def like(self, name: str, shape: Sequence[int], of: Tensor) -> Tensor:
+        """Memory for a tensor of this shape, with the type and device of another; its content is undefined."""
+        block = self._blocks.get(name)
+        if block is None or block.numel() < math.prod(shape) or (block.dtype, block.device) != (of.dtype, of.device):
+            block = self._blocks[name] = of.new_empty(math.prod(shape))
+        return block[: math.prod(shape)].view(*shape)
+
+
+def row_changes(
+    call: AttentionCall, samples: int, levels: int, k: int, selection: Selection, workspace: Workspace
+) -> RowChanges:
     """Compare the mask of every clean row with those of its noisy copies.
 
     In strips of queries: nothing of size L × L is kept, but for one strip.
@@ -93,6 +111,7 @@ def row_changes(call: AttentionCall, samples: int, levels: int, k: int, selectio
         levels: N, noise levels.
         k: size of the set that a model without a selection of its own would choose.
         selection: how the masks come about.
+        workspace: memory to work in.
 
     Returns:
         What became of the rows.
@@ -108,14 +127,23 @@ def row_changes(call: AttentionCall, samples: int, levels: int, k: int, selectio
     parts = []
     for start in range(0, q.shape[2], rows):
         part = slice(start, start + rows)
-        scores = (q[:, :, part] * (selection.sign * call.scale)) @ keys.transpose(2, 3)
+        scores = _scores(q[:, :, part], keys, selection.sign * call.scale, workspace)
         allowed = _allowed(call, samples, part)
         chosen = call.selected[:, :, part] if selection.own and call.selected is not None else None
-        parts.append(_strip(scores, allowed, chosen, rounding[..., part], samples, kept, selection.sign))
+        parts.append(_strip(scores, allowed, chosen, rounding[..., part], samples, kept, selection.sign, workspace))
     joined = {name: torch.cat([part[name] for part in parts], -1) for name in parts[0]}
     if call.queries is not None:
         joined["counted"] &= call.queries[:samples, None, :]
     return RowChanges(**joined, kept=kept)
+
+
+def _scores(q: Tensor, keys: Tensor, scale: float, workspace: Workspace) -> Tensor:
+    """scale · q kᵀ: (B, H, r, D), (B, H, L, D) -> (B, H, r, L), in the workspace."""
+    shape = (*q.shape[:3], keys.shape[2])
+    out = workspace.like("scores", (shape[0] * shape[1], *shape[2:]), q)
+    nothing = q.new_empty(())
+    torch.baddbmm(nothing, q.flatten(0, 1), keys.flatten(0, 1).transpose(1, 2), beta=0, alpha=scale, out=out)
+    return out.view(shape)
 
 
 def _copies(values: Tensor, samples: int, levels: int) -> Tensor:
@@ -139,10 +167,11 @@ def _strip(
     samples: int,
     kept: int,
     sign: int,
+    workspace: Workspace,
 ) -> dict[str, Tensor]:
     levels = rounding.shape[1]
     clean, noisy = scores[:samples], _copies(scores, samples, levels)
-    change = noisy - clean
+    change = torch.sub(noisy, clean, out=workspace.like("change", noisy.shape, noisy))
     if allowed is not None:
         clean = clean.masked_fill(~allowed, -torch.inf)
         allowed = allowed.expand(clean.shape)
@@ -152,8 +181,10 @@ def _strip(
         counted = allowed.sum(-1) > kept
         # A key that is not allowed must not widen the range: it gets the change of one that is.
         change = torch.where(allowed, change, _at(change, before.boundary[..., :1]))
+    width = change.amax(-1) - change.amin(-1)
+    swing = _at(change, before.boundary).diff(dim=-1).squeeze(-1).neg()
     if chosen is None:
-        common = kept_in_common(noisy, before)
+        common = kept_in_common(noisy, before, out=change)  # whose content is read
     else:
         inside = torch.zeros_like(clean, dtype=torch.bool).scatter_(-1, before.positions, True)
         later = _copies(chosen, samples, levels).clamp(min=0)
@@ -165,8 +196,8 @@ def _strip(
         "counted": counted,
         "separation": before.separation,
         "common": common,
-        "certified": certified(change.amax(-1) - change.amin(-1), before.separation, rounding),
-        "swing": _at(change, before.boundary).diff(dim=-1).squeeze(-1).neg(),
+        "certified": certified(width, before.separation, rounding),
+        "swing": swing,
         "response": moved,
     }
 

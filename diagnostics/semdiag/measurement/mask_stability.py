@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from semdiag.capturing.attention_calls import AttentionCall, watch_attention
 from semdiag.capturing.loading import LoadedModel
 from semdiag.mathematics.mask_stability import predicted_agreement
-from semdiag.measurement.mask_rows import RowChanges, Selection, row_changes, selection_of
+from semdiag.measurement.mask_rows import RowChanges, Selection, Workspace, row_changes, selection_of
 from semdiag.measurement.measurements import empty_table
 from semdiag.measurement.perturbation import NOISE, check_levels, noisy_copies, token_size
 from semdiag_models import Encoder, InputError
@@ -125,6 +125,7 @@ class _Probe:
     swings: dict[int, Tensor] = field(default_factory=dict)  # by layer: (3, levels, heads) count, Σ, Σ²
     outputs: list[dict[str, Tensor]] = field(default_factory=list)
     kept: int = 0
+    workspace: Workspace = field(default_factory=Workspace)
 
     def __post_init__(self) -> None:
         seeds = torch.randint(2**62, (self.plan.draws,), generator=torch.Generator().manual_seed(self.plan.seed))
@@ -136,25 +137,27 @@ class _Probe:
         copies = self.plan.draws * len(self.plan.levels)
         with (
             torch.inference_mode(),
-            noisy_copies(self.place, self.samples, self.noise),
+            noisy_copies(self.place, self.samples, self.add_noise),
             watch_attention(self.model, self.add),
         ):
             output = self.model(tokens.repeat(1 + copies, 1))
             self.outputs.append(self.compare(output))
 
-    def noise(self, clean: Tensor) -> Tensor:
-        """Noise of every draw and level: (b, L, d) -> (D, N, b, L, d), the same at every level but for its size."""
-        drawn = [torch.randn(clean.shape, generator=g, dtype=clean.dtype) for g in self.generators]
-        base = torch.stack(drawn).to(clean.device)
-        base = base if self.plan.absolute else base.mul_(token_size(clean))
-        levels = torch.tensor(self.plan.levels, dtype=clean.dtype, device=clean.device)
-        return base[:, None] * levels.view(-1, *[1] * clean.ndim)
+    def add_noise(self, copies: Tensor) -> None:
+        """Add noise to copies (D·N·b, L, d) of b inputs: the same at every level but for its size."""
+        copies = copies.view(self.plan.draws, -1, self.samples, *copies.shape[1:])
+        size = 1.0 if self.plan.absolute else token_size(copies[0, 0])
+        for draw, generator in enumerate(self.generators):
+            drawn = torch.randn(copies.shape[2:], generator=generator, dtype=copies.dtype).to(copies.device) * size
+            for at, level in enumerate(self.plan.levels):
+                copies[draw, at].add_(drawn, alpha=level)
 
     def add(self, call: AttentionCall) -> None:
         """Reduce one attention call to sums over the draws."""
         if self.selection is None:
             return
-        found = row_changes(call, self.samples, len(self.plan.levels), self.plan.k, self.selection)
+        levels = len(self.plan.levels)
+        found = row_changes(call, self.samples, levels, self.plan.k, self.selection, self.workspace)
         self.kept = found.kept
         lost = found.common < found.kept
         self.rows.setdefault(call.layer, []).append(

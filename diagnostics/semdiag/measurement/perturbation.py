@@ -114,29 +114,32 @@ def noisy_second_half(encoder: Encoder, noise: Tensor) -> Iterator[None]:
         Nothing.
     """
 
-    with noisy_copies(encoder.blocks[0], len(noise), lambda clean: token_size(clean) * noise):
+    def add_noise(copies: Tensor) -> None:
+        copies += token_size(copies) * noise
+
+    with noisy_copies(encoder.blocks[0], len(noise), add_noise):
         yield
 
 
 @contextmanager
-def noisy_copies(place: nn.Module, samples: int, draw: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Add noise to the copies in each batch of [clean samples; copies of them], where it enters a module.
+def noisy_copies(place: nn.Module, samples: int, add_noise: Callable[[Tensor], None]) -> Iterator[None]:
+    """Make the copies in each batch of [clean samples; copies of them] noisy, where they enter a module.
 
     Args:
         place: module at whose input the noise enters, like an encoder's first block for the embedded tokens;
             its first argument is a tensor of activations. It gets a hook, removed when the context is left
             by whatever way.
-        samples: b, clean samples at the head of each batch.
-        draw: called with the clean input (b, …); gives the noise of the copies, (…, b, …).
+        samples: clean samples at the head of each batch.
+        add_noise: called with the copies, which it changes.
 
     Yields:
         Nothing.
     """
 
     def perturb(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        clean = inputs[0][:samples]
-        noisy = (clean + draw(clean)).view(-1, *clean.shape[1:])
-        return torch.cat([clean, noisy]), *inputs[1:]
+        noisy = inputs[0].clone()  # what came in may be needed elsewhere, as it was
+        add_noise(noisy[samples:])
+        return noisy, *inputs[1:]
 
     handle = place.register_forward_pre_hook(perturb)
     try:

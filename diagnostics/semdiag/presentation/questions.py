@@ -14,7 +14,7 @@ _POOLED = (
 )
 
 
-SECTIONS = ("dispersion", "separation", "learning", "stability", "bounds")
+SECTIONS = ("dispersion", "separation", "learning", "stability", "mask-stability", "bounds")
 
 QUESTIONS = (
     Question(
