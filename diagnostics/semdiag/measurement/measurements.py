@@ -61,6 +61,15 @@ OPTIONAL_TABLES = {
         "sample": "int32",
         **dict.fromkeys(("logit_change", "flipped", "correct_before", "correct_after"), "float64"),
     },
+    "sweep": {
+        "model": "str",
+        **dict.fromkeys(("layer", "head", "k"), "int64"),
+        "quantity": "str",
+        "queries": "int64",
+        "mean": "float64",
+        **{f"p{p}": "float64" for p in (0, 1, 5, 10, 25, 50, 75, 90, 95, 99, 100)},
+        **dict.fromkeys(("undefined", "not_positive"), "int64"),
+    },
 }
 
 
@@ -99,6 +108,8 @@ class Measurements:
         masks: one row per noise level and query that drops a key; see
             :func:`~semdiag.measurement.mask_stability.mask_stability`. Empty if not measured.
         noise_effects: one row per noise level and sample, what the noise does to the output; same function.
+        sweep: one row per k, layer, head and quantity, percentiles within a model; see
+            :func:`~semdiag.measurement.k_sweep.k_sweep`. Empty if not measured.
     """
 
     models: pd.DataFrame
@@ -112,6 +123,7 @@ class Measurements:
     parameters: pd.DataFrame = field(default_factory=lambda: empty_table("parameters"))
     masks: pd.DataFrame = field(default_factory=lambda: empty_table("masks"))
     noise_effects: pd.DataFrame = field(default_factory=lambda: empty_table("noise_effects"))
+    sweep: pd.DataFrame = field(default_factory=lambda: empty_table("sweep"))
 
     @classmethod
     def concat(cls, parts: Iterable[Self]) -> Self:
