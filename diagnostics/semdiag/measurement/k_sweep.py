@@ -20,7 +20,7 @@ from semdiag.measurement.measurements import empty_table
 from semdiag.measurement.percentiles import percentiles
 from semdiag_models import Encoder, InputError
 
-LARGEST_K = 32
+LARGEST_K = 48
 SCORED = ("full", "topk")  # attention whose scores rank all allowed keys, so that every k can be asked
 _MOST_NUMBERS = 200_000_000  # top scores held at once: 800 MB
 
@@ -33,7 +33,7 @@ class SweepPlan:
         InputError: if a value is illegal.
     """
 
-    max_k: int | None = None  # None: 32, or one less than the inputs' length
+    max_k: int | None = None  # None: 48, or one less than the inputs' length
     rerun: bool = False  # whether the model is run with top-k attention for every k
 
     def __post_init__(self) -> None:
@@ -114,7 +114,9 @@ def _largest_k(plan: SweepPlan, tokens: Tensor, encoder: Encoder) -> int:
     numbers = tokens.numel() * encoder.config.blocks * encoder.config.heads * (largest + 1)
     if numbers > _MOST_NUMBERS:
         most = max(1, len(tokens) * _MOST_NUMBERS // numbers)
-        raise InputError(f"{numbers:,} top scores are too many to hold. Use --samples {most} or a smaller --max-k.")
+        raise InputError(
+            f"{numbers:,} top scores are too many to hold. Use --samples {most} or a smaller --max-k."
+        )
     return largest
 
 
@@ -126,9 +128,7 @@ class _Collector:
     parts: dict[tuple[int, int], list[dict[str, NDArray[Any]]]]
 
     def add(self, call: AttentionCall) -> None:
-        found = row_statistics(
-            call.q, call.k, call.scale, call.allowed, None, call.queries, top=self.largest
-        )
+        found = row_statistics(call.q, call.k, call.scale, call.allowed, None, call.queries, top=self.largest)
         counted = found.keys > 0
         if call.queries is not None:
             counted = counted & call.queries[:, None, :]
@@ -152,7 +152,9 @@ class _Collector:
             place: {name: np.concatenate([part[name] for part in parts], -1) for name in parts[0]}
             for place, parts in sorted(self.parts.items())
         }
-        together = {name: np.concatenate([p[name] for p in places.values()], -1) for name in next(iter(places.values()))}
+        together = {
+            name: np.concatenate([p[name] for p in places.values()], -1) for name in next(iter(places.values()))
+        }
         places[-1, -1] = together
         for (layer, head), place in places.items():
             for k, quantity, values in _quantities(place, self.largest):

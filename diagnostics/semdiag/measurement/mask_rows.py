@@ -91,7 +91,11 @@ class Workspace:
     def like(self, name: str, shape: Sequence[int], of: Tensor) -> Tensor:
         """Memory for a tensor of this shape, with the type and device of another; its content is undefined."""
         block = self._blocks.get(name)
-        if block is None or block.numel() < math.prod(shape) or (block.dtype, block.device) != (of.dtype, of.device):
+        if (
+            block is None
+            or block.numel() < math.prod(shape)
+            or (block.dtype, block.device) != (of.dtype, of.device)
+        ):
             block = self._blocks[name] = of.new_empty(math.prod(shape))
         return block[: math.prod(shape)].view(*shape)
 
@@ -130,7 +134,9 @@ def row_changes(
         scores = _scores(q[:, :, part], keys, selection.sign * call.scale, workspace)
         allowed = _allowed(call, samples, part)
         chosen = call.selected[:, :, part] if selection.own and call.selected is not None else None
-        parts.append(_strip(scores, allowed, chosen, rounding[..., part], samples, kept, selection.sign, workspace))
+        parts.append(
+            _strip(scores, allowed, chosen, rounding[..., part], samples, kept, selection.sign, workspace)
+        )
     joined = {name: torch.cat([part[name] for part in parts], -1) for name in parts[0]}
     if call.queries is not None:
         joined["counted"] &= call.queries[:samples, None, :]

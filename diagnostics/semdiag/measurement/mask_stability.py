@@ -96,9 +96,7 @@ def mask_stability(
     loaded = model if isinstance(model, LoadedModel) else LoadedModel("model", "", model, "python", "unknown")
     config = loaded.module.config
     if plan.block >= config.blocks:
-        raise InputError(
-            f"Noise can enter at blocks 0 to {config.blocks - 1} of {loaded.path}. Got {plan.block}."
-        )
+        raise InputError(f"Noise can enter at blocks 0 to {config.blocks - 1} of {loaded.path}. Got {plan.block}.")
     runner = copy.deepcopy(loaded.module).to(device=device, dtype=dtype).eval()
     probe = _Probe(plan, selection_of(config.attention), runner, runner.blocks[plan.block])
     copies = len(plan.levels) * plan.draws

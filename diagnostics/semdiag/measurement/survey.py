@@ -11,6 +11,7 @@ from torch import Tensor
 from semdiag.capturing.inputs import read_inputs
 from semdiag.capturing.loading import LoadedModel, load
 from semdiag.measurement import constants, perturbation
+from semdiag.measurement.k_sweep import SweepPlan, k_sweep
 from semdiag.measurement.mask_stability import NoisePlan, mask_stability
 from semdiag.measurement.measure import measure
 from semdiag.measurement.measurements import Measurements
@@ -40,7 +41,8 @@ class Conditions:
     noise: tuple[float, ...] = ()  # relative input noise of secants; none: they are not measured
     bounds: bool = False  # whether the constants of Theorem 2 are measured
     masks: NoisePlan | None = None  # noise under which masks are compared; None: they are not
-    mask_samples: int | None = None  # inputs of that comparison; None: all
+    sweep: SweepPlan | None = None  # which k are asked of a model's scores; None: none
+    probe_samples: int | None = None  # inputs of masks and sweep; None: all
 
     def __post_init__(self) -> None:
         for name in ("samples", "batch_size", "min_keys"):
@@ -101,8 +103,9 @@ def survey(
     if conditions.bounds:
         joined.provenance.update(bound_samples=min(constants.SAMPLES, largest))
     if conditions.masks is not None:
-        plan = {key: value for key, value in asdict(conditions.masks).items() if key != "seed"}
-        joined.provenance.update(mask_noise=plan, mask_samples=min(conditions.mask_samples or largest, largest))
+        joined.provenance.update(mask_noise=asdict(conditions.masks))
+    if conditions.masks is not None or conditions.sweep is not None:
+        joined.provenance.update(probe_samples=min(conditions.probe_samples or largest, largest))
     return _with_keys(joined, conditions.min_keys)
 
 
@@ -118,17 +121,17 @@ def _theory(
     if conditions.bounds:
         found = constants.measure_constants(encoder, tokens, labels, **common)
         tables["constants"], tables["parameters"] = found
+    chosen = slice(conditions.probe_samples)
+    inputs = model, tokens[chosen], None if labels is None else labels[chosen]
+    how: dict[str, Any] = {
+        "batch_size": conditions.batch_size,
+        "device": device,
+        "dtype": DTYPES[conditions.dtype],
+    }
     if conditions.masks is not None:
-        chosen = slice(conditions.mask_samples)
-        tables["masks"], tables["noise_effects"] = mask_stability(
-            model,
-            tokens[chosen],
-            None if labels is None else labels[chosen],
-            conditions.masks,
-            batch_size=conditions.batch_size,
-            device=device,
-            dtype=DTYPES[conditions.dtype],
-        )
+        tables["masks"], tables["noise_effects"] = mask_stability(*inputs, conditions.masks, **how)
+    if conditions.sweep is not None:
+        tables["sweep"] = k_sweep(*inputs, conditions.sweep, **how)
     return tables
 
 

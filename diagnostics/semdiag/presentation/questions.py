@@ -14,7 +14,7 @@ _POOLED = (
 )
 
 
-SECTIONS = ("dispersion", "separation", "learning", "stability", "mask-stability", "bounds")
+SECTIONS = ("dispersion", "separation", "learning", "stability", "mask-stability", "bounds", "k-sweep")
 
 QUESTIONS = (
     Question(
