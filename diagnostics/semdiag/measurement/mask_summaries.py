@@ -1,6 +1,7 @@
 """The findings of ``semdiag mask-stability``: by noise level, layer and head, and what is not applicable."""
 
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -64,6 +65,7 @@ def mask_words(measurements: Measurements, model: str) -> str:
     return SUPPOSED.format(k=own.iloc[0]) if kind == "full" else f"the model's own mask, k = {own.iloc[0]}"
 
 
+@lru_cache(maxsize=1)  # resampling takes a second, and page, figures and tables all ask
 def mask_table(measurements: Measurements) -> pd.DataFrame:
     """What became of the masks, per model, noise level, layer and head, and pooled.
 
