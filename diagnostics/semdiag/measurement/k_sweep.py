@@ -1,7 +1,7 @@
 """Within one model, for every k at once: what its scores would be if each query kept its k largest ones."""
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -108,7 +108,8 @@ def _largest_k(plan: SweepPlan, tokens: Tensor, encoder: Encoder) -> int:
     length = tokens.shape[1]
     if plan.max_k is not None and plan.max_k >= max(length, 2):
         raise InputError(
-            f"The largest k must be below the length of the inputs, {length}: then nothing is dropped. Got {plan.max_k}."
+            f"The largest k must be below the length of the inputs, {length}: then nothing is dropped. Got "
+            f"{plan.max_k}."
         )
     largest = plan.max_k or max(1, min(LARGEST_K, length - 1))
     numbers = tokens.numel() * encoder.config.blocks * encoder.config.heads * (largest + 1)

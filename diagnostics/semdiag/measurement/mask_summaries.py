@@ -105,7 +105,8 @@ def effect_table(measurements: Measurements) -> pd.DataFrame:
             {
                 "model": model, "level": level, "samples": len(own), "logit_change": own["logit_change"].mean(),
                 "flipped": own["flipped"].mean(), "accuracy_before": own["correct_before"].mean(),
-                "accuracy_after": after.estimate, "accuracy_after_low": after.low, "accuracy_after_high": after.high,
+                "accuracy_after": after.estimate,
+                "accuracy_after_low": after.low, "accuracy_after_high": after.high,
             }
         )  # fmt: skip
     return pd.DataFrame(rows, columns=["model", "level"] if not rows else None)
@@ -130,7 +131,7 @@ def _described(part: pd.DataFrame) -> Summary:
         "separation_p50": float(part["separation"].median()),
         **means,
         "swing_sd": float(np.sqrt((swing**2).mean())),
-        "certified_rows": int(round(float((part["certified"].astype(np.float64) * part["draws"]).sum()))),
+        "certified_rows": round(float((part["certified"].astype(np.float64) * part["draws"]).sum())),
         "certified_changed": int(part["certified_changed"].sum()),
     }
 

@@ -21,6 +21,7 @@ from semdiag.presentation.style import (
 )
 
 _COLUMNS = 4
+_HIGHEST = 5.0  # of the axis of left sides: far above 1 it does not matter how far
 _LINES = {"W": "-", "X": (0, (4, 2))}
 
 
@@ -68,9 +69,9 @@ def k_sweep(measurements: Measurements) -> Figure:
     note_below(
         figure,
         "Within each model: its own scores, layers, heads and queries pooled"
-        f"{'' if samples is None else f', {samples} samples per model'}. Curve: median; band: 25th to 75th percentile; "
-        "dotted: 5th (mass, Δ) or 95th (ratio). Conditions at matching percentiles of δ, Δ and load/k, met below 1; a "
-        "vertical line marks a k that qualifies.",
+        f"{'' if samples is None else f', {samples} samples per model'}. Curve: median; band: 25th to 75th "
+        "percentile; dotted: 5th (mass, Δ) or 95th (ratio). Conditions at matching percentiles of δ, Δ and "
+        "load/k, met below 1; a vertical line marks a k that qualifies.",
     )
     return figure
 
@@ -117,6 +118,5 @@ def _conditions(ax: Axes, rows: pd.DataFrame) -> None:
                 own["k"], sides, color=color, linestyle=line, linewidth=1.2, label=f"{parameter}, p{percentile}"
             )
     ax.axhline(1, color=INK, linestyle="--", linewidth=0.9)
-    ax.set_yscale("log")
+    ax.set_ylim(0, min(_HIGHEST, 1.05 * max(1.2, rows["left_side"].where(np.isfinite(rows["left_side"])).max())))
     ax.set_ylabel("left side, paper")
-    plain_numbers(ax.yaxis)

@@ -40,8 +40,8 @@ def mask_agreement(measurements: Measurements) -> Figure:
     legend_on_top(figure, axes)
     note_below(
         figure,
-        f"{mask_facts(measurements)}.\nBands and bars: 95 % intervals from resampled sequences; heads pooled by mean; "
-        "dotted: certified to be unchanged (all layers).",
+        f"{mask_facts(measurements)}.\nBands and bars: 95 % intervals from resampled sequences; heads pooled by "
+        "mean; dotted: certified to be unchanged (all layers).",
     )
     return figure
 

@@ -33,7 +33,9 @@ def mask_heat_map(measurements: Measurements) -> Figure:
         image = ax.imshow(cells.to_numpy(float), vmin=0, vmax=1, cmap="cividis", aspect="auto", origin="lower")
         for (row, column), share in np.ndenumerate(cells.to_numpy(float)):
             ax.text(column, row, f"{share:.0%}", ha="center", va="center", fontsize=7, color=_ink(share))
-        ax.set_xticks(range(len(cells.columns)), [noise_words(measurements, level) for level in cells.columns])
+        ax.set_xticks(
+            range(len(cells.columns)), [noise_words(measurements, float(level)) for level in cells.columns]
+        )
         ax.set_yticks(range(len(cells.index)), [str(layer) for layer in cells.index])
         ax.set_xlabel("noise (standard deviation)")
         ax.set_title(title, fontsize=8)

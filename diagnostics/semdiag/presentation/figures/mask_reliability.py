@@ -29,7 +29,7 @@ def mask_reliability(measurements: Measurements) -> Figure:
         NothingToDrawError: if no mask was judged.
     """
     models = judged_models(measurements)
-    groups = {key: rows for key, rows in measurements.masks.groupby(["model", "level"], sort=True)}
+    groups = dict(iter(measurements.masks.groupby(["model", "level"], sort=True)))
     levels = sorted({float(str(level)) for _, level in groups})
     binned = {key: _binned(rows) for key, rows in groups.items()}
     lowest = min(0.5, *(float(table["low"].min()) for table in binned.values()))
@@ -49,8 +49,8 @@ def mask_reliability(measurements: Measurements) -> Figure:
     legend_on_top(figure, axes)
     note_below(
         figure,
-        f"{mask_facts(measurements)}.\nTen bins of equal counts of Δ/sd, sd of dz₍ₖ₎ − dz₍ₖ₊₁₎ per layer and head; bars: "
-        "95 % intervals from resampled sequences. The prediction is about the boundary pair only.",
+        f"{mask_facts(measurements)}.\nTen bins of equal counts of Δ/sd, sd of dz₍ₖ₎ − dz₍ₖ₊₁₎ per layer and "
+        "head; bars: 95 % intervals from resampled sequences. The prediction is about the boundary pair only.",
     )
     return figure
 
