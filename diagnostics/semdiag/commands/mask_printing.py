@@ -5,8 +5,10 @@ from typing import Any
 from semdiag.commands.theory_printing import number, number_table, wide_console
 
 Summary = dict[str, Any]
-_MASKS = ("noise", "layer", "head", "Δ p50", "certified", "predicted", "observed", "95 %", "agreement", "response")
-_MASKS += ("Spearman Δ", "95 %")
+_MASKS = (
+    "noise", "layer", "head", "Δ p50", "certified", "predicted", "observed", "95 %", "agreement", "response",
+    "Spearman Δ", "95 %",
+)  # fmt: skip
 
 
 def print_masks(summary: Summary) -> None:

@@ -166,7 +166,7 @@ def _quantities(place: dict[str, NDArray[Any]], largest: int) -> Iterator[tuple[
     """Every quantity of every k, over the queries (or keys) of one layer and head."""
     top, whole, keys = place["top"].astype(np.float64), place["range"].astype(np.float64), place["keys"]
     kept_mass = np.logaddexp.accumulate(top[:largest], axis=0) - place["log_sum_exp"]
-    full = fixed_mask_stability(whole, keys).log_value.numpy()
+    full = fixed_mask_stability(_tensor(whole), _tensor(keys)).log_value.numpy()
     yield 0, "dispersion", whole
     yield 0, "ln_sound", full
     for k in range(1, largest + 1):
@@ -176,7 +176,8 @@ def _quantities(place: dict[str, NDArray[Any]], largest: int) -> Iterator[tuple[
         following = np.where(drops, top[k], -np.inf)
         separation = np.where(drops, lowest - following, np.inf)
         kept = np.minimum(keys, k)
-        sound = heavy_hitter_stability(dispersion, separation, kept).log_value.numpy()
+        row = _tensor(dispersion), _tensor(separation), _tensor(kept)
+        sound = heavy_hitter_stability(*row).log_value.numpy()
         yield k, "dispersion", dispersion
         with np.errstate(invalid="ignore", divide="ignore"):
             yield k, "ratio", dispersion / whole
@@ -184,8 +185,12 @@ def _quantities(place: dict[str, NDArray[Any]], largest: int) -> Iterator[tuple[
         yield k, "mass", np.where(drops, np.minimum(np.exp(kept_mass[k - 1]), 1.0), 1.0)
         yield k, "load", place["load"][k - 1]
         yield k, "ln_sound", sound
-        yield k, "ln_paper", paper_heavy_hitter_stability(dispersion, separation, kept).log_value.numpy()
+        yield k, "ln_paper", paper_heavy_hitter_stability(*row).log_value.numpy()
         yield k, "sound_better", (sound < full).astype(np.float64)
+
+
+def _tensor(values: NDArray[Any]) -> Tensor:
+    return torch.from_numpy(values.astype(np.float64))
 
 
 def with_heavy_hitters(encoder: Encoder, k: int) -> Encoder:

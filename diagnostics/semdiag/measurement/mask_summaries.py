@@ -113,8 +113,9 @@ def effect_table(measurements: Measurements) -> pd.DataFrame:
 
 
 def _places(own: pd.DataFrame) -> Iterator[tuple[int | str, int | str, pd.DataFrame]]:
-    for (layer, head), part in own.groupby(["layer", "head"], sort=True):
-        yield int(layer), int(head), part
+    for layer, rows in own.groupby("layer", sort=True):
+        for head, part in rows.groupby("head", sort=True):
+            yield int(str(layer)), int(str(head)), part
     yield "all", "all", own
 
 

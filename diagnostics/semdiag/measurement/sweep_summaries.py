@@ -62,7 +62,7 @@ def condition_table(measurements: Measurements) -> pd.DataFrame:
 
 def _cuts(pooled: pd.DataFrame, quantity: str, k: int, mirrored: bool = False) -> torch.Tensor:
     names = [f"p{100 - p if mirrored else p}" for p in PAPER_PERCENTILES]
-    return torch.from_numpy(pooled.loc[[(quantity, k)], names].to_numpy(np.float64)[0].copy())
+    return torch.from_numpy(pooled.loc[[(quantity, k)]][names].to_numpy(np.float64)[0].copy())
 
 
 @dataclass(frozen=True)
