@@ -74,7 +74,7 @@ def test_the_table_is_as_defined(kind, wild_encoder, padded_tokens, batch_size):
     table = k_sweep(encoder, tokens, None, SweepPlan(LARGEST), batch_size=batch_size, dtype=torch.float64)
     assert {name: str(t) for name, t in table.dtypes.items()} == OPTIONAL_TABLES["sweep"]
     expected = naive(encoder, tokens)
-    for (layer, head, k, quantity), values in list(expected.items()):
+    for (_, _, k, quantity), values in list(expected.items()):
         expected.setdefault((-1, -1, k, quantity), []).extend(values)
     found = table.set_index(["layer", "head", "k", "quantity"])
     assert sorted(found.index) == sorted(expected)

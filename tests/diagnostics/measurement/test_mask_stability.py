@@ -245,5 +245,5 @@ def test_a_plan_that_cannot_be_carried_out_is_refused(values, message):
 
 
 def test_a_block_that_is_not_there_is_refused(wild_encoder, padded_tokens):
-    with pytest.raises(InputError, match="blocks 0 to 1 of model. Got 2"):
+    with pytest.raises(InputError, match=r"blocks 0 to 1 of model\. Got 2"):
         mask_stability(wild_encoder("topk"), padded_tokens[0], None, NoisePlan(block=2))
