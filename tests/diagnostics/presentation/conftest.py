@@ -94,7 +94,8 @@ def with_masks(measurements, levels=(0.01, 0.1), draws=5):
             del parts[-len(levels) :]
     tables = {"masks": [empty_table("masks"), *parts], "noise_effects": effects}
     tables = {
-        name: pd.concat(t, ignore_index=True).astype(empty_table(name).dtypes)[list(empty_table(name))] for name, t in tables.items()
+        name: pd.concat(t, ignore_index=True).astype(empty_table(name).dtypes)[list(empty_table(name))]
+        for name, t in tables.items()
     }
     plan = {"levels": list(levels), "draws": draws, "absolute": False, "block": 0, "k": 3, "seed": 0}
     known = {"mask_noise": plan, "probe_samples": SAMPLES}

@@ -56,8 +56,8 @@ def test_reliability_sets_observed_against_predicted(pair, probed):
     for container, level in ((low, LEVELS[0]), (high, LEVELS[1])):
         points = container.lines[0]
         assert len(points.get_xdata()) == 10
-        np.testing.assert_allclose(points.get_xdata(), 1 - level, rtol=1e-6)
-        assert np.mean(points.get_ydata()) == pytest.approx(1 - 1.5 * level, abs=0.1 * level)
+        np.testing.assert_allclose(np.asarray(points.get_xdata(), float), 1 - level, rtol=1e-6)
+        assert np.mean(np.asarray(points.get_ydata(), float)) == pytest.approx(1 - 1.5 * level, abs=0.1 * level)
     assert "boundary pair" in words(figure)
 
 
