@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from semdiag.capturing.attention_calls import AttentionCall, watch_attention
     from semdiag.capturing.loading import LoadedModel, load
     from semdiag.mathematics.row_statistics import RowStatistics, row_statistics
+    from semdiag.measurement.k_sweep import SweepPlan, k_sweep
+    from semdiag.measurement.mask_stability import NoisePlan, mask_stability
     from semdiag.measurement.measure import measure
     from semdiag.measurement.measurements import Measurements
     from semdiag_models import InputError
@@ -25,6 +27,10 @@ _HOME = {
     "load": "semdiag.capturing.loading",
     "RowStatistics": "semdiag.mathematics.row_statistics",
     "row_statistics": "semdiag.mathematics.row_statistics",
+    "SweepPlan": "semdiag.measurement.k_sweep",
+    "k_sweep": "semdiag.measurement.k_sweep",
+    "NoisePlan": "semdiag.measurement.mask_stability",
+    "mask_stability": "semdiag.measurement.mask_stability",
     "measure": "semdiag.measurement.measure",
     "Measurements": "semdiag.measurement.measurements",
     "InputError": "semdiag_models",
@@ -37,6 +43,8 @@ __all__ = [
     "RowStatistics", "row_statistics",
     # measurement
     "Measurements", "measure",
+    # probes
+    "NoisePlan", "SweepPlan", "k_sweep", "mask_stability",
     # errors
     "InputError",
 ]  # fmt: skip

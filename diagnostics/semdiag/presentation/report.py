@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 from semdiag.measurement.measurements import Measurements
 from semdiag.presentation.figures import FIGURES
 from semdiag.presentation.figures.dispersion_ratio import dispersion_ratio, layer_ratios
+from semdiag.presentation.mask_tables import mask_tables
 from semdiag.presentation.page import Picture, render_page
 from semdiag.presentation.panels import NothingToDrawError
 from semdiag.presentation.questions import QUESTIONS, SECTIONS
@@ -80,14 +81,18 @@ def measured_sections(measurements: Measurements) -> list[str]:
         measurements: of one or several models.
 
     Returns:
-        All of :data:`~semdiag.presentation.questions.SECTIONS` but ``stability`` without secants, and
-        ``bounds`` without constants and slopes.
+        All of :data:`~semdiag.presentation.questions.SECTIONS` but ``stability`` without secants, ``bounds``
+        without constants and slopes, ``mask-stability`` without noise, and ``k-sweep`` without a sweep.
     """
     missing = set()
     if measurements.secants.empty:
         missing.add("stability")
     if measurements.constants.empty and measurements.parameters.empty:
         missing.add("bounds")
+    if measurements.noise_effects.empty:
+        missing.add("mask-stability")
+    if measurements.sweep.empty:
+        missing.add("k-sweep")
     return [name for name in SECTIONS if name not in missing]
 
 
@@ -136,7 +141,7 @@ def _write(
 ) -> None:
     ratios = layer_ratios(measurements) if "dispersion" in sections else None
     findings = theory_findings(measurements, sections)
-    theory = theory_tables(measurements, findings)
+    theory = theory_tables(measurements, findings) | mask_tables(measurements, sections)
     write_tables(_tables(measurements, sections, ratios) | theory, folder / "data")
     if keep_queries:
         measurements.save(folder / "data")
