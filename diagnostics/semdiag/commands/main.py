@@ -10,6 +10,7 @@ from semdiag.commands.bounds import bounds
 from semdiag.commands.check import check
 from semdiag.commands.dispersion import dispersion
 from semdiag.commands.info import info
+from semdiag.commands.landscape import landscape
 from semdiag.commands.listing import list_names
 from semdiag.commands.report import report
 from semdiag.commands.separation import separation
@@ -34,6 +35,7 @@ for name, command in (
     ("dispersion", dispersion),
     ("separation", separation),
     ("stability", stability),
+    ("landscape", landscape),
     ("bounds", bounds),
     ("report", report),
     ("check", check),

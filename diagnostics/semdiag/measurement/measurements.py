@@ -46,6 +46,17 @@ OPTIONAL_TABLES = {
         **dict.fromkeys(("ln_sound", "ln_paper", "ln_gradient", "ln_secant"), "float64"),
         "holds": "bool",
     },
+    "landscape": {
+        "model": "str",
+        "plane": "int64",
+        "kind": "str",
+        **dict.fromkeys(("x", "y", "distance"), "float64"),
+        "place": "str",
+        "samples": "int64",
+        **dict.fromkeys(("loss", "accuracy"), "float64"),
+        **dict.fromkeys(("dispersion_p50", "dispersion_p95", "separation_p50", "separation_p5"), "float64"),
+        "load_max": "float64",
+    },
 }
 
 
@@ -81,6 +92,8 @@ class Measurements:
         constants: one row per constant of the theory and form; see
             :func:`~semdiag.measurement.constants.measure_constants`. Empty if not measured.
         parameters: one row per parameter tensor, bounds beside measured slopes; same function.
+        landscape: one row per evaluated point of a plane in parameter space; see
+            :func:`~semdiag.measurement.landscape.landscape`. Empty if not measured.
     """
 
     models: pd.DataFrame
@@ -92,6 +105,7 @@ class Measurements:
     secants: pd.DataFrame = field(default_factory=lambda: empty_table("secants"))
     constants: pd.DataFrame = field(default_factory=lambda: empty_table("constants"))
     parameters: pd.DataFrame = field(default_factory=lambda: empty_table("parameters"))
+    landscape: pd.DataFrame = field(default_factory=lambda: empty_table("landscape"))
 
     @classmethod
     def concat(cls, parts: Iterable[Self]) -> Self:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -11,9 +11,10 @@ from torch import Tensor
 from semdiag.capturing.inputs import read_inputs
 from semdiag.capturing.loading import LoadedModel, load
 from semdiag.measurement import constants, perturbation
+from semdiag.measurement.landscape import LandscapeOptions, landscape
 from semdiag.measurement.measure import measure
 from semdiag.measurement.measurements import Measurements
-from semdiag_models import InputError
+from semdiag_models import Encoder, InputError
 from semdiag_models.device import find_device
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
@@ -38,6 +39,7 @@ class Conditions:
     config: dict[str, Any] | None = None  # of checkpoints of the paper's code
     noise: tuple[float, ...] = ()  # relative input noise of secants; none: they are not measured
     bounds: bool = False  # whether the constants of Theorem 2 are measured
+    landscape: LandscapeOptions | None = None  # planes on which the loss is evaluated; None: it is not
 
     def __post_init__(self) -> None:
         for name in ("samples", "batch_size", "min_keys"):
@@ -59,8 +61,9 @@ def survey(
     Args:
         models: checkpoints, or models already loaded.
         conditions: inputs, precision, counterfactuals.
-        announce: called with a model's path and its number of samples before it is measured.
-        after_batch: called with the number of samples of each finished batch.
+        announce: called with a model's path and its number of steps (samples, then points of planes) before it is
+            measured.
+        after_batch: called with the number of finished steps.
 
     Returns:
         Measurements of all models.
@@ -74,10 +77,11 @@ def survey(
     given = read_inputs(conditions.inputs) if conditions.inputs is not None else None
     # All are loaded before the first is measured: a wrong path should not cost minutes.
     loaded = [m if isinstance(m, LoadedModel) else load(m, conditions.config) for m in models]
+    probe = _Probe.of(conditions)
     parts = []
     for model in loaded:
         tokens, labels, source = _inputs(model, given, conditions)
-        announce(model.path, len(tokens))
+        announce(model.path, len(tokens) + probe.steps)
         part = measure(
             model,
             tokens,
@@ -89,7 +93,9 @@ def survey(
             dtype=DTYPES[conditions.dtype],
             after_batch=after_batch,
         )
-        parts.append(replace(part, **_theory(model, tokens, labels, conditions, device)))
+        tables = _theory(model, tokens, labels, conditions, device)
+        tables |= probe.tables(model, tokens, labels, device, after_batch)
+        parts.append(replace(part, **tables))
     joined = Measurements.concat(parts)
     largest = int(joined.models["samples"].max())
     joined.provenance.update(seed=conditions.seed, samples=largest)
@@ -113,6 +119,54 @@ def _theory(
         found = constants.measure_constants(encoder, tokens, labels, **common)
         tables["constants"], tables["parameters"] = found
     return tables
+
+
+@dataclass(frozen=True)
+class _Probe:
+    """What moves the parameters: the landscape."""
+
+    conditions: Conditions
+    snapshots: dict[str, Encoder]
+
+    @classmethod
+    def of(cls, conditions: Conditions) -> Self:
+        """Load the snapshots before anything is measured."""
+        paths = conditions.landscape.through if conditions.landscape is not None else ()
+        found = {_snapshot_name(path, paths): load(path, conditions.config).module for path in paths}
+        return cls(conditions, found)
+
+    @property
+    def steps(self) -> int:
+        return 0 if self.conditions.landscape is None else self.conditions.landscape.points
+
+    def tables(
+        self,
+        model: LoadedModel,
+        tokens: Tensor,
+        labels: Tensor | None,
+        device: torch.device,
+        after_point: Callable[[int], None],
+    ) -> dict[str, Any]:
+        conditions, found = self.conditions, {}
+        if conditions.landscape is not None:
+            found["landscape"] = landscape(
+                model,
+                tokens,
+                labels,
+                options=conditions.landscape,
+                snapshots=self.snapshots,
+                seed=conditions.seed,
+                device=device,
+                dtype=DTYPES[conditions.dtype],
+                after_point=after_point,
+            )
+        return found
+
+
+def _snapshot_name(path: Path, paths: Sequence[Path]) -> str:
+    """The file's name without suffix; its folder's as well where the snapshots come from several runs."""
+    same = len({other.parent for other in paths}) == 1
+    return path.stem if same else f"{path.parent.name}/{path.stem}"
 
 
 def _inputs(model: LoadedModel, given: Tensor | None, conditions: Conditions) -> tuple[Tensor, Tensor | None, str]:

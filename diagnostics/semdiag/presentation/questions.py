@@ -1,5 +1,6 @@
 """The sections of a report: a question, its figures, how to read them, and what they do not show."""
 
+from semdiag.presentation.probe_questions import PROBE_QUESTIONS
 from semdiag.presentation.question import Question, Shown
 from semdiag.presentation.theory_questions import THEORY_QUESTIONS
 
@@ -14,7 +15,7 @@ _POOLED = (
 )
 
 
-SECTIONS = ("dispersion", "separation", "learning", "stability", "bounds")
+SECTIONS = ("dispersion", "separation", "learning", "stability", "bounds", "landscape")
 
 QUESTIONS = (
     Question(
@@ -142,4 +143,5 @@ QUESTIONS = (
         ),
     ),
     *THEORY_QUESTIONS,
+    *PROBE_QUESTIONS,
 )

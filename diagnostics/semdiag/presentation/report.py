@@ -15,6 +15,7 @@ from semdiag.presentation.figures import FIGURES
 from semdiag.presentation.figures.dispersion_ratio import dispersion_ratio, layer_ratios
 from semdiag.presentation.page import Picture, render_page
 from semdiag.presentation.panels import NothingToDrawError
+from semdiag.presentation.probe_tables import probe_tables
 from semdiag.presentation.questions import QUESTIONS, SECTIONS
 from semdiag.presentation.save import save_figure
 from semdiag.presentation.tables import SCHEMA, percentile_table, summary, write_tables
@@ -80,14 +81,16 @@ def measured_sections(measurements: Measurements) -> list[str]:
         measurements: of one or several models.
 
     Returns:
-        All of :data:`~semdiag.presentation.questions.SECTIONS` but ``stability`` without secants, and
-        ``bounds`` without constants and slopes.
+        All of :data:`~semdiag.presentation.questions.SECTIONS` but ``stability`` without secants, ``bounds``
+        without constants and slopes, and ``landscape`` without planes.
     """
     missing = set()
     if measurements.secants.empty:
         missing.add("stability")
     if measurements.constants.empty and measurements.parameters.empty:
         missing.add("bounds")
+    if measurements.landscape.empty:
+        missing.add("landscape")
     return [name for name in SECTIONS if name not in missing]
 
 
@@ -136,7 +139,7 @@ def _write(
 ) -> None:
     ratios = layer_ratios(measurements) if "dispersion" in sections else None
     findings = theory_findings(measurements, sections)
-    theory = theory_tables(measurements, findings)
+    theory = theory_tables(measurements, findings) | probe_tables(measurements, sections)
     write_tables(_tables(measurements, sections, ratios) | theory, folder / "data")
     if keep_queries:
         measurements.save(folder / "data")

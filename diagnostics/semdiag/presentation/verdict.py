@@ -13,6 +13,7 @@ from semdiag.measurement.percentiles import percentiles
 from semdiag.measurement.resampling import Interval, ratio_interval
 from semdiag.presentation.learning_speed import training_runs
 from semdiag.presentation.panels import panels_of
+from semdiag.presentation.probe_verdict import landscape_sentences
 from semdiag.presentation.theory_verdict import bounds_sentences, in_short, stability_sentences
 
 _RESAMPLES = 300
@@ -137,10 +138,13 @@ def details(
         findings: of the theory, by section.
 
     Returns:
-        Sentences by section, for stability and bounds.
+        Sentences by section, for stability, bounds and what moves the parameters.
     """
     say = {"stability": stability_sentences, "bounds": bounds_sentences}
-    return {name: say[name](measurements, findings.get(name, ())) for name in say if name in sections}
+    said = {name: say[name](measurements, findings.get(name, ())) for name in say if name in sections}
+    if "landscape" in sections:
+        said["landscape"] = landscape_sentences(measurements)
+    return said
 
 
 def _controls(measurements: Measurements) -> list[str]:

@@ -13,6 +13,10 @@ from semdiag.presentation.figures.dispersion_counterfactual import dispersion_co
 from semdiag.presentation.figures.dispersion_ecdf import dispersion_ecdf
 from semdiag.presentation.figures.dispersion_ratio import dispersion_ratio
 from semdiag.presentation.figures.key_load import key_load
+from semdiag.presentation.figures.landscape_attention import landscape_attention
+from semdiag.presentation.figures.landscape_contour import landscape_contour
+from semdiag.presentation.figures.landscape_cuts import landscape_cuts
+from semdiag.presentation.figures.landscape_surface import landscape_surface
 from semdiag.presentation.figures.secants_under_bounds import secants_under_bounds
 from semdiag.presentation.figures.separation_by_layer import separation_by_layer
 from semdiag.presentation.figures.stability_curves import stability_curves
@@ -31,6 +35,10 @@ FIGURES: dict[str, Callable[[Measurements], Figure]] = {
     "secants_under_bounds": secants_under_bounds,
     "corollary_conditions": corollary_conditions,
     "corollary_plane": corollary_plane,
+    "landscape_contour": landscape_contour,
+    "landscape_surface": landscape_surface,
+    "landscape_cuts": landscape_cuts,
+    "landscape_attention": landscape_attention,
 }
 
 __all__ = [
@@ -38,6 +46,7 @@ __all__ = [
     "FIGURES",
     # figures
     "attention_response", "corollary_conditions", "corollary_plane", "dispersion_by_layer",
-    "dispersion_counterfactual", "dispersion_ecdf", "dispersion_ratio", "key_load", "secants_under_bounds",
-    "separation_by_layer", "stability_curves", "training_curves",
+    "dispersion_counterfactual", "dispersion_ecdf", "dispersion_ratio", "key_load", "landscape_attention",
+    "landscape_contour", "landscape_cuts", "landscape_surface", "secants_under_bounds", "separation_by_layer",
+    "stability_curves", "training_curves",
 ]  # fmt: skip
