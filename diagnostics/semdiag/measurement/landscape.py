@@ -179,7 +179,7 @@ def _axis(marks: Sequence[float], cells: int) -> NDArray[np.float64]:
     span = max(marks) - min(marks)
     step = span * (1 + 2 * _MARGIN) / (cells - 1)
     first = round((min(marks) - _MARGIN * span) / step)
-    return step * np.arange(first, first + cells)
+    return step * np.arange(first, first + cells, dtype=np.float64)
 
 
 def _attention_statistics(encoder: Encoder, tokens: Tensor) -> Row:
@@ -195,7 +195,7 @@ def _attention_statistics(encoder: Encoder, tokens: Tensor) -> Row:
     with torch.inference_mode(), watch_attention(encoder, add):
         encoder(tokens)
     joined = {name: torch.cat(parts).double().cpu().numpy() for name, parts in found.items()}
-    row = {}
+    row: Row = {}
     for name, wanted in (("dispersion", (50, 95)), ("separation", (50, 5))):
         finite = joined[name][np.isfinite(joined[name])]
         values = np.percentile(finite, wanted) if finite.size else (math.nan, math.nan)

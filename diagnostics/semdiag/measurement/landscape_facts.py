@@ -52,7 +52,7 @@ def working_distance(cells: pd.DataFrame) -> float:
         The distance of the farthest cell that no failing cell is nearer than; in units of the checkpoint's
         length. NaN if the nearest cell fails.
     """
-    away = np.hypot(cells["x"], cells["y"]).to_numpy()
+    away = np.hypot(cells["x"].to_numpy(float), cells["y"].to_numpy(float))
     fails = away[~(cells["accuracy"].to_numpy() >= WORKING)]
     within = away[away < fails.min()] if fails.size else away
     return float(within.max()) if within.size else float("nan")

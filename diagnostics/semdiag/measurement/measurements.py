@@ -57,6 +57,31 @@ OPTIONAL_TABLES = {
         **dict.fromkeys(("dispersion_p50", "dispersion_p95", "separation_p50", "separation_p5"), "float64"),
         "load_max": "float64",
     },
+    "loss_secants": {
+        **dict.fromkeys(("model", "group"), "str"),
+        "draw": "int64",
+        **dict.fromkeys(("radius", "distance", "slope"), "float64"),
+    },
+    "loss_gradients": {
+        **dict.fromkeys(("model", "group"), "str"),
+        "draw": "int64",
+        **dict.fromkeys(("radius", "distance", "slope", "ln_sound"), "float64"),
+        "holds": "bool",
+    },
+    "end_points": {
+        **dict.fromkeys(("model", "group"), "str"),
+        **dict.fromkeys(("estimate", "low", "high", "p_value"), "float64"),
+        "accepted": "bool",
+        "reason": "str",
+        "blocks": "int64",
+    },
+    "jacobians": {
+        "model": "str",
+        **dict.fromkeys(("layer", "sample"), "int64"),
+        "norm": "float64",
+        "settled": "bool",
+        "ln_sound": "float64",
+    },
 }
 
 
@@ -94,6 +119,11 @@ class Measurements:
         parameters: one row per parameter tensor, bounds beside measured slopes; same function.
         landscape: one row per evaluated point of a plane in parameter space; see
             :func:`~semdiag.measurement.landscape.landscape`. Empty if not measured.
+        loss_secants: one row per pair of parameter settings; this and the next three: see
+            :func:`~semdiag.measurement.lipschitz.lipschitz`. Empty if not measured.
+        loss_gradients: one row per random parameter setting and group of tensors.
+        end_points: one row per group of tensors.
+        jacobians: one row per block and sample.
     """
 
     models: pd.DataFrame
@@ -106,6 +136,10 @@ class Measurements:
     constants: pd.DataFrame = field(default_factory=lambda: empty_table("constants"))
     parameters: pd.DataFrame = field(default_factory=lambda: empty_table("parameters"))
     landscape: pd.DataFrame = field(default_factory=lambda: empty_table("landscape"))
+    loss_secants: pd.DataFrame = field(default_factory=lambda: empty_table("loss_secants"))
+    loss_gradients: pd.DataFrame = field(default_factory=lambda: empty_table("loss_gradients"))
+    end_points: pd.DataFrame = field(default_factory=lambda: empty_table("end_points"))
+    jacobians: pd.DataFrame = field(default_factory=lambda: empty_table("jacobians"))
 
     @classmethod
     def concat(cls, parts: Iterable[Self]) -> Self:

@@ -138,7 +138,7 @@ def plane_facts(measurements: Measurements, cells: list[PlaneCells]) -> str:
     grid = f"{len(first.x)} × {len(first.y)} cells"
     samples = f"{min(c.samples for c in cells)} samples"
     if first.kind == "through":
-        how = "plane through the checkpoint and two snapshots"
+        how = "plane through the checkpoint and two snapshots, all run with the checkpoint's own attention"
     else:
         planes = len({c.plane for c in cells})
         how = f"{planes} random plane{'s' * (planes > 1)}, each tensor's direction as long as the tensor"

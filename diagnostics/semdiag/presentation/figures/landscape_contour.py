@@ -75,7 +75,7 @@ def draw_planes(cells: list[PlaneCells], quantities: dict[str, tuple[str, str]],
 
 def _cells(ax: Axes, plane: PlaneCells, name: str, scale: Normalize, colors: str, *, contours: bool) -> Any:
     values = plane.values(name)
-    shown = np.where(values > 0, values, scale.vmin) if isinstance(scale, LogNorm) else values
+    shown = np.where(values > 0, values, scale.vmin or 1.0) if isinstance(scale, LogNorm) else values
     shown = np.where(np.isnan(values), np.nan, shown)
     colormap = matplotlib.colormaps[colors].with_extremes(bad="#cc4444")
     image = ax.pcolormesh(plane.x, plane.y, shown, norm=scale, cmap=colormap, shading="nearest", rasterized=True)

@@ -50,7 +50,8 @@ def _heights(plane: PlaneCells, *, logarithmic: bool) -> np.ndarray:
     if not logarithmic:
         return values
     smallest = np.nanmin(np.where(values > 0, values, np.nan))
-    return np.log10(np.maximum(values, smallest))
+    heights: np.ndarray = np.log10(np.maximum(values, smallest))
+    return heights
 
 
 def _draw(ax: Any, plane: PlaneCells, height: np.ndarray, limits: tuple[float, float]) -> None:
