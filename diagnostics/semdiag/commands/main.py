@@ -11,6 +11,7 @@ from semdiag.commands.check import check
 from semdiag.commands.dispersion import dispersion
 from semdiag.commands.info import info
 from semdiag.commands.landscape import landscape
+from semdiag.commands.lipschitz import lipschitz
 from semdiag.commands.listing import list_names
 from semdiag.commands.report import report
 from semdiag.commands.separation import separation
@@ -35,6 +36,7 @@ for name, command in (
     ("dispersion", dispersion),
     ("separation", separation),
     ("stability", stability),
+    ("lipschitz", lipschitz),
     ("landscape", landscape),
     ("bounds", bounds),
     ("report", report),

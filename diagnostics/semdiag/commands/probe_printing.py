@@ -34,6 +34,45 @@ def print_landscape(summary: Summary) -> None:
             console.print(f"plane {plane['plane']}: " + "; ".join(said).translate(_PLAIN))
 
 
+def print_lipschitz(summary: Summary) -> None:
+    """Print estimates and bounds of every model by group, and the ratios of every pair by radius.
+
+    Args:
+        summary: schema ``semdiag.lipschitz/1``.
+    """
+    console = _console()
+    for result in summary["results"]:
+        console.print(
+            f"\n{result['model']}  {result['task']} {result['attention']}: Lipschitz estimates of the loss"
+        )
+        table = _table(
+            ["tensors", "gradient here", "p50", "largest", "largest secant", "end point", "p", "ln bound"]
+        )
+        for row in result["groups"]:
+            gradient, end = row["gradient"], row["end_point"]
+            numbers = (row["at_checkpoint"], gradient["p50"], gradient["p100"], row["largest_secant"])
+            shown = _number(end["estimate"]) if end["accepted"] else "refused"
+            table.add_row(
+                row["group"], *map(_number, numbers), shown, _number(end["p_value"]), _number(row["ln_sound"])
+            )
+        console.print(table)
+        for verdict in result["verdicts"]:
+            loud = "ERROR OF SEMDIAG, " if verdict["verdict"] == "violated" else ""
+            numbers = ", ".join(f"{name} = {_number(value)}" for name, value in verdict["numbers"].items())
+            console.print(
+                f"{loud}{verdict['verdict']}: {verdict['claim']} ({numbers})", style="red" if loud else None
+            )
+    for pair in summary["pairs"]:
+        console.print(f"\n{pair['label']}: secants of {pair['other']} over those of {pair['reference']}")
+        table = _table(["radius (‖θ‖)", *(f"p{p}" for p in sorted({row["percentile"] for row in pair["ratios"]}))])
+        for radius in sorted({row["radius"] for row in pair["ratios"]}):
+            rows = [row for row in pair["ratios"] if row["radius"] == radius]
+            cells = [f"{_number(r['estimate'])} ({_number(r['low'])}–{_number(r['high'])})" for r in rows]
+            table.add_row(_number(radius), *cells)
+        console.print(table)
+    console.print(summary["scope"])
+
+
 _NAMED = ("dispersion_p50", "dispersion_p95", "separation_p50", "load_max")
 _PLAIN = str.maketrans({"_": " "})
 

@@ -84,7 +84,9 @@ def fit_reverse_weibull(maxima: ArrayLike) -> ReverseWeibull:
     def at(log_gap: float) -> tuple[float, ReverseWeibull]:
         end = largest + spread * math.exp(log_gap)
         shape, scale = _weibull(end - values)
-        return float(-weibull_max.logpdf(values, shape, loc=end, scale=scale).sum()), ReverseWeibull(end, shape, scale)
+        return float(-weibull_max.logpdf(values, shape, loc=end, scale=scale).sum()), ReverseWeibull(
+            end, shape, scale
+        )
 
     grid = np.linspace(math.log(1e-4), math.log(_WIDEST), 15)
     costs = [at(g)[0] for g in grid]

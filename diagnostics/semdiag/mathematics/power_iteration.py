@@ -69,6 +69,7 @@ def token_jacobian_norm(
         rows = torch.arange(len(x), device=x.device)
         moving = reach[rows, token] > 0
         x = torch.zeros_like(x).index_put(
-            (rows[moving], token[moving]), back[rows[moving], token[moving]] / reach[rows[moving], token[moving], None]
+            (rows[moving], token[moving]),
+            back[rows[moving], token[moving]] / reach[rows[moving], token[moving], None],
         )
     return JacobianNorm(best, settled)

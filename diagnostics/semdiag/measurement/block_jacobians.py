@@ -62,7 +62,11 @@ def block_jacobians(encoder: Encoder, tokens: Tensor, seed: int = 0) -> Iterator
             found = _stretch(block, x, valid, start)
         bounds = log_input_constant(forms.blocks[layer].sound).expand(len(x))
         for sample, values in enumerate(zip(*found, bounds.tolist(), strict=True)):
-            yield {"layer": layer, "sample": sample, **dict(zip(("norm", "settled", "ln_sound"), values, strict=True))}
+            yield {
+                "layer": layer,
+                "sample": sample,
+                **dict(zip(("norm", "settled", "ln_sound"), values, strict=True)),
+            }
 
 
 @contextmanager
@@ -105,7 +109,7 @@ def _block_inputs(encoder: Encoder, tokens: Tensor) -> list[tuple[nn.Module, Ten
 def _stretch(block: nn.Module, x: Tensor, valid: Tensor | None, start: Tensor) -> tuple[list[float], list[bool]]:
     """Power iteration on the block's Jacobian; padded tokens neither move nor count."""
     counted = torch.ones_like(x[..., :1]) if valid is None else valid[..., None].to(x)
-    leaf = x.clone().requires_grad_(True)  # noqa: FBT003
+    leaf = x.clone().requires_grad_(True)
     with torch.enable_grad():
         out = block(leaf, valid)
 

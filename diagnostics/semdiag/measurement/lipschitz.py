@@ -151,5 +151,3 @@ def _counting(rows: Iterable[Row], after_point: Callable[[int], None]) -> Iterat
 def _table(name: str, model: str, rows: list[Row]) -> pd.DataFrame:
     template = empty_table(name)
     return pd.DataFrame([{"model": model, **row} for row in rows])[list(template)].astype(template.dtypes)
-
-

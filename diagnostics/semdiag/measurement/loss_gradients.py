@@ -77,9 +77,7 @@ def gradient_norms(moved: MovableEncoder, tokens: Tensor, labels: Tensor) -> dic
     gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in moved.encoder.parameters()]
     whole = torch.cat([gradient.flatten() for gradient in gradients])
     moved.encoder.zero_grad(set_to_none=True)
-    squares = {
-        group: sum(float(whole[part].square().sum()) for part in moved.slices(group)) for group in GROUPS
-    }
+    squares = {group: sum(float(whole[part].square().sum()) for part in moved.slices(group)) for group in GROUPS}
     return {"all": float(whole.norm()), **{group: math.sqrt(square) for group, square in squares.items()}}
 
 

@@ -36,8 +36,8 @@ def plane_secants(
 ) -> Iterator[Row]:
     """Secants between all pairs of the checkpoint and evenly spaced points on circles around it.
 
-    Source: docs/theory.md#empirical, the paper's Fig. 10. Deviation: the pairs are those on circles of stated radii, and
-    every difference is divided by the true distance of the two parameter settings.
+    Source: docs/theory.md#empirical, the paper's Fig. 10. Deviation: the pairs are those on circles of stated
+    radii, and every difference is divided by the true distance of the two parameter settings.
 
     Args:
         moved: the model.

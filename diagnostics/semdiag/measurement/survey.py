@@ -12,6 +12,7 @@ from semdiag.capturing.inputs import read_inputs
 from semdiag.capturing.loading import LoadedModel, load
 from semdiag.measurement import constants, perturbation
 from semdiag.measurement.landscape import LandscapeOptions, landscape
+from semdiag.measurement.lipschitz import LipschitzOptions, lipschitz
 from semdiag.measurement.measure import measure
 from semdiag.measurement.measurements import Measurements
 from semdiag_models import Encoder, InputError
@@ -40,6 +41,7 @@ class Conditions:
     noise: tuple[float, ...] = ()  # relative input noise of secants; none: they are not measured
     bounds: bool = False  # whether the constants of Theorem 2 are measured
     landscape: LandscapeOptions | None = None  # planes on which the loss is evaluated; None: it is not
+    lipschitz: LipschitzOptions | None = None  # what the Lipschitz estimates draw; None: there are none
 
     def __post_init__(self) -> None:
         for name in ("samples", "batch_size", "min_keys"):
@@ -103,6 +105,8 @@ def survey(
         joined.provenance.update(noise=list(conditions.noise), noise_samples=min(perturbation.SAMPLES, largest))
     if conditions.bounds:
         joined.provenance.update(bound_samples=min(constants.SAMPLES, largest))
+    if conditions.lipschitz is not None:
+        joined.provenance.update(lipschitz_samples=min(conditions.lipschitz.samples, largest))
     return _with_keys(joined, conditions.min_keys)
 
 
@@ -123,7 +127,7 @@ def _theory(
 
 @dataclass(frozen=True)
 class _Probe:
-    """What moves the parameters: the landscape."""
+    """What moves the parameters: landscape and Lipschitz estimates."""
 
     conditions: Conditions
     snapshots: dict[str, Encoder]
@@ -137,7 +141,8 @@ class _Probe:
 
     @property
     def steps(self) -> int:
-        return 0 if self.conditions.landscape is None else self.conditions.landscape.points
+        asked = (self.conditions.landscape, self.conditions.lipschitz)
+        return sum(options.points for options in asked if options is not None)
 
     def tables(
         self,
@@ -147,7 +152,8 @@ class _Probe:
         device: torch.device,
         after_point: Callable[[int], None],
     ) -> dict[str, Any]:
-        conditions, found = self.conditions, {}
+        conditions = self.conditions
+        found: dict[str, Any] = {}
         if conditions.landscape is not None:
             found["landscape"] = landscape(
                 model,
@@ -158,6 +164,16 @@ class _Probe:
                 seed=conditions.seed,
                 device=device,
                 dtype=DTYPES[conditions.dtype],
+                after_point=after_point,
+            )
+        if conditions.lipschitz is not None:
+            found |= lipschitz(
+                model,
+                tokens,
+                labels,
+                options=conditions.lipschitz,
+                seed=conditions.seed,
+                device=device,
                 after_point=after_point,
             )
         return found

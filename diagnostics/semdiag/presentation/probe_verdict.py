@@ -1,9 +1,13 @@
 """What moving the parameters showed, in sentences; the numbers come from the measurement layer."""
 
 import math
+from collections.abc import Sequence
 
+from semdiag.measurement.finding import Finding, Verdict
 from semdiag.measurement.landscape_facts import landscape_facts
+from semdiag.measurement.lipschitz_verdicts import ORDERING
 from semdiag.measurement.measurements import Measurements
+from semdiag.measurement.pairing import compared_pairs
 from semdiag.presentation.panels import panels_of
 
 
@@ -14,6 +18,54 @@ def model_labels(measurements: Measurements) -> dict[str, str]:
         measurements: of any number of models.
     """
     return {s.model: f"{panel.title}, {s.label}" for panel in panels_of(measurements.models) for s in panel.series}
+
+
+def lipschitz_sentences(measurements: Measurements, findings: Sequence[Finding]) -> list[str]:
+    """Say whether every estimate stays below its bound, and whether top-k has the smaller ones.
+
+    Args:
+        measurements: with the tables of lipschitz.
+        findings: of the section lipschitz.
+
+    Returns:
+        One sentence per pair, then per model.
+    """
+    said = []
+    for pair in compared_pairs(measurements):
+        own = [f for f in findings if f.subject == pair.label and f.claim == ORDERING]
+        said += [f"{pair.label}: {_ordering(own)}"] if own else []
+    for model, label in model_labels(measurements).items():
+        own = [f for f in findings if f.subject == model]
+        said += [f"{label}: {_below_bounds(own)}"] if own else []
+    return said or ["Nothing is known of the steepness of these models' loss."]
+
+
+def _ordering(own: Sequence[Finding]) -> str:
+    """Where the loss around the counterpart is less steep, percentile by percentile."""
+    answers = {Verdict.HOLDS: "is there", Verdict.VIOLATED: "is reversed"}
+    start = "the paper's ordering (secants smaller than around full attention)"
+    words = {f.verdict for f in own}
+    verdict = answers.get(own[0].verdict, "is mixed") if len(words) == 1 else "is mixed"
+    parts = [
+        f"{f.where} smaller at {f.numbers['lower']:.0f}, larger at {f.numbers['higher']:.0f} of "
+        f"{f.numbers['radii']:.0f} radii (ratio {f.numbers['smallest ratio']:.2g} to {f.numbers['largest ratio']:.2g})"
+        for f in own
+    ]
+    planes = f"{own[0].numbers['planes']:.0f} random planes, by 95 % intervals"
+    return f"{start} {verdict}: {'; '.join(parts)}; {planes}, one training run each."
+
+
+def _below_bounds(own: Sequence[Finding]) -> str:
+    violated = [f for f in own if f.verdict is Verdict.VIOLATED]
+    if violated:
+        faults = "; ".join(f"{f.claim}: {f.numbers['violated']:.0f} are not" for f in violated)
+        return f"ERROR OF SEMDIAG, a sound bound is exceeded: {faults}. Please report it."
+    gaps = [f.numbers["smallest log10 gap"] for f in own if "smallest log10 gap" in f.numbers]
+    checked = sum(int(f.numbers["holds"]) for f in own)
+    unmet = sum(int(f.numbers["not_met"]) for f in own)
+    tail = f"; {unmet:,} have no bound" if unmet else ""
+    nearest = f", the nearest by a factor of 10^{min(gaps):.1f}" if gaps else ""
+    return f"all {checked:,} estimates stay below the sound bounds{nearest}{tail}."
 
 
 def landscape_sentences(measurements: Measurements) -> list[str]:

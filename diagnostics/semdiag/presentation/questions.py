@@ -15,7 +15,7 @@ _POOLED = (
 )
 
 
-SECTIONS = ("dispersion", "separation", "learning", "stability", "bounds", "landscape")
+SECTIONS = ("dispersion", "separation", "learning", "stability", "bounds", "lipschitz", "landscape")
 
 QUESTIONS = (
     Question(

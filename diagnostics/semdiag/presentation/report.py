@@ -82,13 +82,15 @@ def measured_sections(measurements: Measurements) -> list[str]:
 
     Returns:
         All of :data:`~semdiag.presentation.questions.SECTIONS` but ``stability`` without secants, ``bounds``
-        without constants and slopes, and ``landscape`` without planes.
+        without constants and slopes, ``lipschitz`` without gradients, and ``landscape`` without planes.
     """
     missing = set()
     if measurements.secants.empty:
         missing.add("stability")
     if measurements.constants.empty and measurements.parameters.empty:
         missing.add("bounds")
+    if measurements.loss_gradients.empty:
+        missing.add("lipschitz")
     if measurements.landscape.empty:
         missing.add("landscape")
     return [name for name in SECTIONS if name not in missing]

@@ -13,7 +13,7 @@ from semdiag.measurement.percentiles import percentiles
 from semdiag.measurement.resampling import Interval, ratio_interval
 from semdiag.presentation.learning_speed import training_runs
 from semdiag.presentation.panels import panels_of
-from semdiag.presentation.probe_verdict import landscape_sentences
+from semdiag.presentation.probe_verdict import landscape_sentences, lipschitz_sentences
 from semdiag.presentation.theory_verdict import bounds_sentences, in_short, stability_sentences
 
 _RESAMPLES = 300
@@ -142,6 +142,8 @@ def details(
     """
     say = {"stability": stability_sentences, "bounds": bounds_sentences}
     said = {name: say[name](measurements, findings.get(name, ())) for name in say if name in sections}
+    if "lipschitz" in sections:
+        said["lipschitz"] = lipschitz_sentences(measurements, findings.get("lipschitz", ()))
     if "landscape" in sections:
         said["landscape"] = landscape_sentences(measurements)
     return said

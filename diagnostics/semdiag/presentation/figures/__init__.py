@@ -6,6 +6,7 @@ from matplotlib.figure import Figure
 
 from semdiag.measurement.measurements import Measurements
 from semdiag.presentation.figures.attention_response import attention_response
+from semdiag.presentation.figures.block_stretch import block_stretch
 from semdiag.presentation.figures.corollary_conditions import corollary_conditions
 from semdiag.presentation.figures.corollary_plane import corollary_plane
 from semdiag.presentation.figures.dispersion_by_layer import dispersion_by_layer
@@ -17,6 +18,8 @@ from semdiag.presentation.figures.landscape_attention import landscape_attention
 from semdiag.presentation.figures.landscape_contour import landscape_contour
 from semdiag.presentation.figures.landscape_cuts import landscape_cuts
 from semdiag.presentation.figures.landscape_surface import landscape_surface
+from semdiag.presentation.figures.lipschitz_percentiles import lipschitz_percentiles
+from semdiag.presentation.figures.lipschitz_rungs import lipschitz_rungs
 from semdiag.presentation.figures.secants_under_bounds import secants_under_bounds
 from semdiag.presentation.figures.separation_by_layer import separation_by_layer
 from semdiag.presentation.figures.stability_curves import stability_curves
@@ -35,6 +38,9 @@ FIGURES: dict[str, Callable[[Measurements], Figure]] = {
     "secants_under_bounds": secants_under_bounds,
     "corollary_conditions": corollary_conditions,
     "corollary_plane": corollary_plane,
+    "lipschitz_percentiles": lipschitz_percentiles,
+    "lipschitz_rungs": lipschitz_rungs,
+    "block_stretch": block_stretch,
     "landscape_contour": landscape_contour,
     "landscape_surface": landscape_surface,
     "landscape_cuts": landscape_cuts,
@@ -45,8 +51,9 @@ __all__ = [
     # registry
     "FIGURES",
     # figures
-    "attention_response", "corollary_conditions", "corollary_plane", "dispersion_by_layer",
+    "attention_response", "block_stretch", "corollary_conditions", "corollary_plane", "dispersion_by_layer",
     "dispersion_counterfactual", "dispersion_ecdf", "dispersion_ratio", "key_load", "landscape_attention",
-    "landscape_contour", "landscape_cuts", "landscape_surface", "secants_under_bounds", "separation_by_layer",
+    "landscape_contour", "landscape_cuts", "landscape_surface", "lipschitz_percentiles",
+    "lipschitz_rungs", "secants_under_bounds", "separation_by_layer",
     "stability_curves", "training_curves",
 ]  # fmt: skip
