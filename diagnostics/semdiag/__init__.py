@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from semdiag.capturing.attention_calls import AttentionCall, watch_attention
     from semdiag.capturing.loading import LoadedModel, load
     from semdiag.mathematics.row_statistics import RowStatistics, row_statistics
+    from semdiag.measurement.landscape import LandscapeOptions, landscape
+    from semdiag.measurement.lipschitz import LipschitzOptions, lipschitz
     from semdiag.measurement.measure import measure
     from semdiag.measurement.measurements import Measurements
     from semdiag_models import InputError
@@ -25,6 +27,10 @@ _HOME = {
     "load": "semdiag.capturing.loading",
     "RowStatistics": "semdiag.mathematics.row_statistics",
     "row_statistics": "semdiag.mathematics.row_statistics",
+    "LandscapeOptions": "semdiag.measurement.landscape",
+    "landscape": "semdiag.measurement.landscape",
+    "LipschitzOptions": "semdiag.measurement.lipschitz",
+    "lipschitz": "semdiag.measurement.lipschitz",
     "measure": "semdiag.measurement.measure",
     "Measurements": "semdiag.measurement.measurements",
     "InputError": "semdiag_models",
@@ -36,7 +42,7 @@ __all__ = [
     # mathematics
     "RowStatistics", "row_statistics",
     # measurement
-    "Measurements", "measure",
+    "LandscapeOptions", "LipschitzOptions", "Measurements", "landscape", "lipschitz", "measure",
     # errors
     "InputError",
 ]  # fmt: skip

@@ -31,6 +31,14 @@ def report(
     keep_queries: Annotated[
         bool, typer.Option("--keep-queries", help="Keep every query in data/, to redraw the report from.")
     ] = False,
+    thorough: Annotated[
+        bool,
+        typer.Option(
+            "--thorough",
+            help="Also the loss surface and the empirical Lipschitz estimates; minutes per model.",
+            rich_help_panel="What is measured",
+        ),
+    ] = False,
     as_json: options.Json = False,
     figures: options.Figures = "png,svg",
     quiet: options.Quiet = False,
@@ -40,6 +48,8 @@ def report(
     Opens from disk in any browser. [bold]semdiag report[/] alone reports on every run in ./checkpoints.
     """
     from semdiag.commands import measuring
+    from semdiag.measurement.landscape import LandscapeOptions
+    from semdiag.measurement.lipschitz import LipschitzOptions
     from semdiag.measurement.measurements import Measurements
     from semdiag.measurement.survey import Conditions
     from semdiag.presentation.report import write_report
@@ -49,6 +59,8 @@ def report(
     if redraw is not None:
         if models:
             raise InputError("--from draws saved measurements: name no models with it.")
+        if thorough:
+            raise InputError("--from draws saved measurements as they are: leave --thorough away.")
         found = Measurements.load(redraw)
     else:
         conditions = Conditions(
@@ -63,6 +75,8 @@ def report(
             config=measuring.read_config(config),
             noise=measuring.positive_numbers(noise, "--noise"),
             bounds=True,
+            landscape=LandscapeOptions(metrics=("loss", "dispersion")) if thorough else None,
+            lipschitz=LipschitzOptions() if thorough else None,
         )
         found = measuring.measured(models, conditions, quiet)
     folder = out if out is not None else measuring.report_name("report", found)

@@ -16,31 +16,32 @@ PROBE_QUESTIONS = (
             Shown(
                 "lipschitz_percentiles",
                 "Percentiles 50, 75, 95 and 99 of the secants of the loss between parameters on circles in random "
-                "planes against the radius, logarithmic axes, with 95 % bands, attention kinds together: {models}.",
-                "The lower curve belongs to the model whose loss changes less per distance, as the paper says of top-k. "
-                "Where the bands overlap, these planes do not settle it.",
+                "planes against the radius, logarithmic axes, with 95 % bands, attention kinds together: "
+                "{models}.",
+                "The lower curve belongs to the model whose loss changes less per distance, as the paper says of "
+                "top-k. Where the bands overlap, these planes do not settle it.",
             ),
             Shown(
                 "lipschitz_rungs",
-                "Decimal logarithm of the largest secant, the largest gradient norm, the extreme-value end point and "
-                "the sound bound for each group of parameters: {models}.",
-                "Secants, gradients and end points are three estimates from below, in no order among themselves. The "
-                "grey lines are what the bound leaves open, in powers of ten.",
+                "Decimal logarithm of the largest secant, the largest gradient norm, the extreme-value end point "
+                "and the sound bound for each group of parameters: {models}.",
+                "Secants, gradients and end points are three estimates from below, in no order among themselves. "
+                "The grey lines are what the bound leaves open, in powers of ten.",
             ),
             Shown(
                 "block_stretch",
                 "How much each block stretches a small change of its input at most, sample by sample, below bars "
                 "for the bound λ_X, logarithmic axis: {models}.",
-                "Compare the points of both models at the same block: the higher ones pass a change of the input on "
-                "more strongly. The bars above them are what the theory promises.",
+                "Compare the points of both models at the same block: the higher ones pass a change of the input "
+                "on more strongly. The bars above them are what the theory promises.",
             ),
         ),
         (
             "A trained model whose loss is near 0 is flat nearby whatever its attention: gradients and secants "
-            "there shrink with the loss. Compare initialisations, too: semdiag lipschitz checkpoints/*/epoch-0.pt.",
-            "Random directions miss the steep ones, and the end point is that of the sampling law: none of these "
-            "numbers is the supremum over the ball.",
-            "With a top-k mask the loss jumps where a key is swapped: a gradient does not see the jump, a secant does.",
+            "shrink with the loss. Compare initialisations, too: semdiag lipschitz checkpoints/*/epoch-0.pt.",
+            "Random directions are nearly orthogonal to the gradient, so secants lie far below gradient norms; and "
+            "the end point is that of the sampling law: none of these numbers is the supremum over the ball.",
+            "With a top-k mask the loss jumps where a key is swapped: a gradient does not see it, a secant does.",
             "The intervals speak about other random planes around these two models, not about other training runs.",
         ),
     ),

@@ -48,7 +48,8 @@ def _ordering(own: Sequence[Finding]) -> str:
     verdict = answers.get(own[0].verdict, "is mixed") if len(words) == 1 else "is mixed"
     parts = [
         f"{f.where} smaller at {f.numbers['lower']:.0f}, larger at {f.numbers['higher']:.0f} of "
-        f"{f.numbers['radii']:.0f} radii (ratio {f.numbers['smallest ratio']:.2g} to {f.numbers['largest ratio']:.2g})"
+        f"{f.numbers['radii']:.0f} radii (ratio {f.numbers['smallest ratio']:.2g} to "
+        f"{f.numbers['largest ratio']:.2g})"
         for f in own
     ]
     planes = f"{own[0].numbers['planes']:.0f} random planes, by 95 % intervals"

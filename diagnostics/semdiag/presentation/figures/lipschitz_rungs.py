@@ -23,7 +23,8 @@ from semdiag.presentation.style import (
 )
 
 _NAMES = {
-    "all": "all", "qk": "W_qk", "value-output": "V", "mlp-in": "P", "mlp-out": "R", "embedding": "emb.", "head": "head",
+    "all": "all", "qk": "W_qk", "value-output": "V", "mlp-in": "P", "mlp-out": "R", "embedding": "emb.",
+    "head": "head",
 }  # fmt: skip
 
 
@@ -99,8 +100,9 @@ def _note(measurements: Measurements) -> str:
     samples, seed = (measurements.provenance.get(name) for name in ("lipschitz_samples", "seed"))
     radius = float(measurements.loss_gradients["radius"].max())
     return (
-        f"Gradients at the checkpoint and {draws} random parameters up to {radius:.2g} of each tensor's norm away (seed "
-        f"{seed}), {samples} samples; secants in planes (all) and on lines. End point: reverse Weibull on maxima of 5 "
-        "gradients, of the sampling law and not of the ball.\nBound: the largest at the drawn parameters; it speaks "
-        "about them and these samples. W_qk queries and keys, V values and outputs, P and R the MLP's matrices."
+        f"Gradients at the checkpoint and {draws} random parameters up to {radius:.2g} of each tensor's norm away "
+        f"(seed {seed}), {samples} samples; secants in planes (all) and on lines. End point: reverse Weibull on "
+        "maxima of 5 gradients, of the sampling law and not of the ball.\nBound: the largest at the drawn "
+        "parameters; it speaks about them and these samples. W_qk: queries and keys, V: values and outputs, P and "
+        "R: the MLP's matrices."
     )
