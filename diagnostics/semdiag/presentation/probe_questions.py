@@ -38,11 +38,11 @@ PROBE_QUESTIONS = (
         ),
         (
             "A trained model whose loss is near 0 is flat nearby whatever its attention: gradients and secants "
-            "shrink with the loss. Compare initialisations, too: semdiag lipschitz checkpoints/*/epoch-0.pt.",
+            "shrink with the loss. Compare initialisations, too (the runs' epoch-0.pt).",
             "Random directions are nearly orthogonal to the gradient, so secants lie far below gradient norms; and "
             "the end point is that of the sampling law: none of these numbers is the supremum over the ball.",
             "With a top-k mask the loss jumps where a key is swapped: a gradient does not see it, a secant does.",
-            "The intervals speak about other random planes around these two models, not about other training runs.",
+            "The intervals speak about other random planes around these models, not about other training runs.",
         ),
     ),
     Question(

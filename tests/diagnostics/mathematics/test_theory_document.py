@@ -25,6 +25,9 @@ WITH_FORMULAS = (
     "network_bounds",
     "corollary",
     "learning",
+    "planes",
+    "extreme_values",
+    "power_iteration",
 )
 
 
