@@ -97,4 +97,7 @@ def _table(heads: list[str]) -> Table:
 
 
 def _number(value: float | None) -> str:
-    return "–" if value is None else f"{value:.3g}"
+    """A number to three digits; whole numbers, which are mostly counts, with all of theirs."""
+    if value is None:
+        return "–"
+    return f"{value:.0f}" if float(value).is_integer() and abs(value) < 1e9 else f"{value:.3g}"

@@ -1,5 +1,6 @@
 """How much each block stretches its input: Jacobian norms from below, beside the bound λ_X."""
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -114,7 +115,9 @@ def _stretch(block: nn.Module, x: Tensor, valid: Tensor | None, start: Tensor) -
         out = block(leaf, valid)
 
     def jvp(tangent: Tensor) -> Tensor:
-        with torch.no_grad(), forward_ad.dual_level():
+        with torch.no_grad(), warnings.catch_warnings(), forward_ad.dual_level():
+            # torch's own forward derivatives call what torch deprecates
+            warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated", DeprecationWarning)
             moved = forward_ad.unpack_dual(block(forward_ad.make_dual(x, tangent), valid)).tangent
         assert moved is not None
         return moved * counted
