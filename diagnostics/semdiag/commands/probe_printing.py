@@ -58,9 +58,9 @@ def print_lipschitz(summary: Summary) -> None:
         console.print(table)
         for verdict in result["verdicts"]:
             loud = "ERROR OF SEMDIAG, " if verdict["verdict"] == "violated" else ""
-            numbers = ", ".join(f"{name} = {_number(value)}" for name, value in verdict["numbers"].items())
+            said = ", ".join(f"{name} = {_number(value)}" for name, value in verdict["numbers"].items())
             console.print(
-                f"{loud}{verdict['verdict']}: {verdict['claim']} ({numbers})", style="red" if loud else None
+                f"{loud}{verdict['verdict']}: {verdict['claim']} ({said})", style="red" if loud else None
             )
     for pair in summary["pairs"]:
         console.print(f"\n{pair['label']}: secants of {pair['other']} over those of {pair['reference']}")

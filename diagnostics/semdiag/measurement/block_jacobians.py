@@ -118,8 +118,8 @@ def _stretch(block: nn.Module, x: Tensor, valid: Tensor | None, start: Tensor) -
         with torch.no_grad(), warnings.catch_warnings(), forward_ad.dual_level():
             # torch's own forward derivatives call what torch deprecates
             warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated", DeprecationWarning)
-            moved = forward_ad.unpack_dual(block(forward_ad.make_dual(x, tangent), valid)).tangent
-        assert moved is not None
+            dual = forward_ad.make_dual(x, tangent)  # type: ignore[no-untyped-call]
+            moved: Tensor = forward_ad.unpack_dual(block(dual, valid)).tangent  # type: ignore[no-untyped-call]
         return moved * counted
 
     def vjp(cotangent: Tensor) -> Tensor:

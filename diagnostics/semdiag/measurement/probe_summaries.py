@@ -95,8 +95,8 @@ def lipschitz_summary(measurements: Measurements) -> Summary:
 
 
 def _of(table: pd.DataFrame, model: str) -> list[Summary]:
-    rows: list[Summary] = table[table["model"] == model].drop(columns="model").to_dict("records")
-    return rows
+    rows = table[table["model"] == model].drop(columns="model").to_dict("records")
+    return [{str(name): value for name, value in row.items()} for row in rows]
 
 
 def _matrices(cells: pd.DataFrame) -> Summary:

@@ -84,11 +84,19 @@ def landscape_sentences(measurements: Measurements) -> list[str]:
         lowest, highest = planes["lowest_loss"].min(), planes["highest_loss"].max()
         kind = "the plane through two snapshots" if first["kind"] == "through" else f"{len(planes)} random planes"
         kind = kind.replace("1 random planes", "one random plane")
-        ways = [f"{way:.2g}" for way in planes["working_distance"] if not math.isnan(way)]
-        works = f"every cell up to {', '.join(ways)} ‖θ‖ away keeps 95 % accuracy" if ways else ""
+        works = _working([float(way) for way in planes["working_distance"]])
         said.append(
             f"{labels[str(model)]}, {kind} ({first['cells']} cells, {first['samples']} samples): the loss is "
             f"{first['checkpoint_loss']:.2g} at the checkpoint and {lowest:.2g} to {highest:.2g} on the cells; "
-            f"{works or 'the checkpoint itself has less than 95 % accuracy'}."
+            f"{works}."
         )
     return said or ["The loss was evaluated on no plane."]
+
+
+def _working(ways: Sequence[float]) -> str:
+    """How far from the checkpoint the model still works, plane by plane."""
+    if all(math.isnan(way) for way in ways):
+        return "the checkpoint itself has less than 95 % accuracy"
+    if max(ways) == 0:
+        return "no other cell near the checkpoint keeps 95 % accuracy"
+    return f"every cell up to {', '.join(f'{way:.2g}' for way in ways)} ‖θ‖ away keeps 95 % accuracy"

@@ -69,7 +69,7 @@ def test_lipschitz_compares_the_pair(run_semdiag, sections, tiny_runs):
     assert pair["label"] == "even-pairs, topk-3, seed 7"
     assert len(pair["ratios"]) == 7 * 4
     for result in found["results"]:
-        assert [g["group"] for g in result["groups"]][0] == "all"
+        assert result["groups"][0]["group"] == "all"
         assert all(g["gradient"]["p100"] > 0 for g in result["groups"])
         assert not any(g["end_point"]["accepted"] for g in result["groups"])  # one block
         assert len(result["blocks"]) == tiny_runs.blocks

@@ -137,7 +137,7 @@ def test_a_report_with_probes_says_what_was_found(pair, tmp_path):
     assert "p95 smaller at 2, larger at 0 of 2 radii (ratio 0.5 to 0.5)" in said
     assert "2 random planes" in said
     assert "estimates stay below the sound bounds" in said
-    assert "every cell up to" not in " ".join(summary["details"]["landscape"])
+    assert "no other cell near the checkpoint keeps 95 %" in " ".join(summary["details"]["landscape"])
     assert "the loss is 0.001 at the checkpoint and 0.001 to 1.4 on the cells" in " ".join(
         summary["details"]["landscape"]
     )

@@ -79,8 +79,8 @@ def _draw(ax: Axes, series: Series, own: Measurements) -> list[str]:
     ax.plot([], [], marker="D", markersize=4, color=FAINT, linestyle="-", label="end point, 95 % interval")
     for place, group in enumerate(groups):
         if group in points.index:
-            row = points.loc[group]
-            low, middle, top = (math.log10(max(float(row[n]), 1e-300)) for n in ("low", "estimate", "high"))
+            row = points[["low", "estimate", "high"]].loc[group].to_numpy(float)
+            low, middle, top = np.log10(np.maximum(row, 1e-300))
             ax.vlines(place + 0.18, low, top, color=series.style.color, linewidth=1.2)
             ax.plot(place + 0.18, middle, marker="D", markersize=4, color=series.style.color, linestyle="none")
     ax.set_xticks(x, [_NAMES[g] for g in groups])
