@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from semdiag.capturing.loading import LoadedModel, load
     from semdiag.mathematics.row_statistics import RowStatistics, row_statistics
     from semdiag.measurement.k_sweep import SweepPlan, k_sweep
+    from semdiag.measurement.landscape import LandscapeOptions, landscape
+    from semdiag.measurement.lipschitz import LipschitzOptions, lipschitz
     from semdiag.measurement.mask_stability import NoisePlan, mask_stability
     from semdiag.measurement.measure import measure
     from semdiag.measurement.measurements import Measurements
@@ -31,6 +33,10 @@ _HOME = {
     "k_sweep": "semdiag.measurement.k_sweep",
     "NoisePlan": "semdiag.measurement.mask_stability",
     "mask_stability": "semdiag.measurement.mask_stability",
+    "LandscapeOptions": "semdiag.measurement.landscape",
+    "landscape": "semdiag.measurement.landscape",
+    "LipschitzOptions": "semdiag.measurement.lipschitz",
+    "lipschitz": "semdiag.measurement.lipschitz",
     "measure": "semdiag.measurement.measure",
     "Measurements": "semdiag.measurement.measurements",
     "InputError": "semdiag_models",
@@ -44,7 +50,8 @@ __all__ = [
     # measurement
     "Measurements", "measure",
     # probes
-    "NoisePlan", "SweepPlan", "k_sweep", "mask_stability",
+    "LandscapeOptions", "LipschitzOptions", "NoisePlan", "SweepPlan", "k_sweep", "landscape", "lipschitz",
+    "mask_stability",
     # errors
     "InputError",
 ]  # fmt: skip

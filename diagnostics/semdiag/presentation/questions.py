@@ -1,6 +1,7 @@
 """The sections of a report: a question, its figures, how to read them, and what they do not show."""
 
 from semdiag.presentation.mask_questions import MASK_QUESTIONS
+from semdiag.presentation.probe_questions import PROBE_QUESTIONS
 from semdiag.presentation.question import Question, Shown
 from semdiag.presentation.theory_questions import THEORY_QUESTIONS
 
@@ -15,7 +16,17 @@ _POOLED = (
 )
 
 
-SECTIONS = ("dispersion", "separation", "learning", "stability", "bounds", "mask-stability", "k-sweep")
+SECTIONS = (
+    "dispersion",
+    "separation",
+    "learning",
+    "stability",
+    "bounds",
+    "mask-stability",
+    "k-sweep",
+    "lipschitz",
+    "landscape",
+)
 
 QUESTIONS = (
     Question(
@@ -144,4 +155,5 @@ QUESTIONS = (
     ),
     *THEORY_QUESTIONS,
     *MASK_QUESTIONS,
+    *PROBE_QUESTIONS,
 )

@@ -16,6 +16,7 @@ from semdiag.presentation.figures.dispersion_ratio import dispersion_ratio, laye
 from semdiag.presentation.mask_tables import mask_tables
 from semdiag.presentation.page import Picture, render_page
 from semdiag.presentation.panels import NothingToDrawError
+from semdiag.presentation.probe_tables import probe_tables
 from semdiag.presentation.questions import QUESTIONS, SECTIONS
 from semdiag.presentation.save import save_figure
 from semdiag.presentation.tables import SCHEMA, percentile_table, summary, write_tables
@@ -82,7 +83,8 @@ def measured_sections(measurements: Measurements) -> list[str]:
 
     Returns:
         All of :data:`~semdiag.presentation.questions.SECTIONS` but ``stability`` without secants, ``bounds``
-        without constants and slopes, ``mask-stability`` without noise, and ``k-sweep`` without a sweep.
+        without constants and slopes, ``mask-stability`` without noise, ``k-sweep`` without a sweep, ``lipschitz``
+        without gradients, and ``landscape`` without planes.
     """
     missing = set()
     if measurements.secants.empty:
@@ -93,6 +95,10 @@ def measured_sections(measurements: Measurements) -> list[str]:
         missing.add("mask-stability")
     if measurements.sweep.empty:
         missing.add("k-sweep")
+    if measurements.loss_gradients.empty:
+        missing.add("lipschitz")
+    if measurements.landscape.empty:
+        missing.add("landscape")
     return [name for name in SECTIONS if name not in missing]
 
 
@@ -142,6 +148,7 @@ def _write(
     ratios = layer_ratios(measurements) if "dispersion" in sections else None
     findings = theory_findings(measurements, sections)
     theory = theory_tables(measurements, findings) | mask_tables(measurements, sections)
+    theory |= probe_tables(measurements, sections)
     write_tables(_tables(measurements, sections, ratios) | theory, folder / "data")
     if keep_queries:
         measurements.save(folder / "data")

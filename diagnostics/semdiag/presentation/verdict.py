@@ -15,6 +15,7 @@ from semdiag.measurement.resampling import Interval, ratio_interval
 from semdiag.presentation.learning_speed import training_runs
 from semdiag.presentation.mask_verdict import mask_sentences, masks_in_short, sweep_sentences
 from semdiag.presentation.panels import panels_of
+from semdiag.presentation.probe_verdict import landscape_sentences, lipschitz_sentences
 from semdiag.presentation.theory_verdict import bounds_sentences, in_short, stability_sentences
 
 _RESAMPLES = 300
@@ -141,7 +142,7 @@ def details(
         findings: of the theory, by section.
 
     Returns:
-        Sentences by section, for stability, bounds, masks under noise and other k.
+        Sentences by section, for all but the measurements that the short verdict covers.
     """
     say = {"stability": stability_sentences, "bounds": bounds_sentences}
     said = {name: say[name](measurements, findings.get(name, ())) for name in say if name in sections}
@@ -149,6 +150,10 @@ def details(
         said["mask-stability"] = mask_sentences(measurements)
     if "k-sweep" in sections:
         said["k-sweep"] = sweep_sentences(measurements)
+    if "lipschitz" in sections:
+        said["lipschitz"] = lipschitz_sentences(measurements, findings.get("lipschitz", ()))
+    if "landscape" in sections:
+        said["landscape"] = landscape_sentences(measurements)
     return said
 
 
