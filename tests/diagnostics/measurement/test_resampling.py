@@ -5,9 +5,10 @@ import math
 import numpy as np
 import pandas as pd
 import pytest
+from scipy.stats import spearmanr
 
 from semdiag.measurement import resampling
-from semdiag.measurement.resampling import ratio_interval
+from semdiag.measurement.resampling import mean_interval, rank_correlation_interval, ratio_interval
 
 
 def queries(table):
@@ -134,7 +135,9 @@ def test_mean_interval_is_that_of_explicit_resampling():
     drawn = np.random.default_rng(6).multinomial(len(samples), np.full(len(samples), 1 / len(samples)), size=40)
     explicit = []
     for times in drawn:
-        picked = [rows.loc[rows["sample"] == s, "x"] for s, n in zip(samples, times, strict=True) for _ in range(n)]
+        picked = [
+            rows.loc[rows["sample"] == s, "x"] for s, n in zip(samples, times, strict=True) for _ in range(n)
+        ]
         explicit.append(pd.concat(picked).mean())
     assert (found.low, found.high) == pytest.approx(tuple(np.percentile(explicit, [2.5, 97.5])))
 
