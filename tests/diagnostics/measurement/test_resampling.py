@@ -5,9 +5,10 @@ import math
 import numpy as np
 import pandas as pd
 import pytest
+from scipy.stats import spearmanr
 
 from semdiag.measurement import resampling
-from semdiag.measurement.resampling import ratio_interval
+from semdiag.measurement.resampling import mean_interval, rank_correlation_interval, ratio_interval
 
 
 def queries(table):
