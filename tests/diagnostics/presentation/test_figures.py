@@ -84,13 +84,7 @@ def test_one_model_is_drawn_or_the_reason_is_said(name, attention, model, theory
     assert reason.endswith(".") if figure is None else shown(figure)
 
 
-<<<<<<< HEAD
 @pytest.mark.parametrize("name", [name for name in FIGURES if name not in MASK_PROBES])  # not drawn from queries
-=======
-@pytest.mark.parametrize(
-    "name", [name for name in FIGURES if name not in PROBES]
-)  # those are not drawn from queries
->>>>>>> probes
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_values_that_are_not_finite_do_not_stop_a_figure(name, value, four, theory, probes):
     four = probes(theory(four)) if name in PROBES else theory(four)
