@@ -21,20 +21,18 @@ SAMPLES = 20
 Row = dict[str, Any]
 
 
-class _PlainCore(nn.Module):
+class _PlainCore(AttentionCore):
     """Attention in operations that have forward derivatives; the same function as the core it stands for."""
 
     def __init__(self, core: AttentionCore) -> None:
-        super().__init__()
-        self.core = core
+        super().__init__(core.p, core.everywhere)
+        self.train(core.training)
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, scale: float, valid: Tensor | None, selected: Tensor | None
-    ) -> Tensor:
-        if selected is None:
-            with sdpa_kernel(SDPBackend.MATH):
-                mixed: Tensor = self.core(q, k, v, scale, valid, None)
-            return mixed
+    def forward(self, *inputs: Any) -> Tensor:
+        with sdpa_kernel(SDPBackend.MATH):
+            return super().forward(*inputs)
+
+    def attend_selected(self, q: Tensor, k: Tensor, v: Tensor, scale: float, selected: Tensor, p: float) -> Tensor:
         return plain_selected_attention(q, k, v, scale, selected)
 
 
