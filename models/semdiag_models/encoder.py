@@ -60,7 +60,7 @@ class AttentionCore(nn.Module):
         return torch.cat([dense[:, :, :first], mixed[:, :, first:end], dense[:, :, first:]], 2)
 
     def attend_selected(self, q: Tensor, k: Tensor, v: Tensor, scale: float, selected: Tensor, p: float) -> Tensor:
-        """Mix the values of the selected keys; see :func:`~semdiag_models.selected_attention.selected_attention`."""
+        """Mix the values of the selected keys: (B, H, L, D), … -> (B, H, L, D)."""
         return selected_attention(q, k, v, scale, selected, p)
 
 
