@@ -66,7 +66,7 @@ def measure(
     encoder = copy.deepcopy(loaded.module).to(device=device, dtype=dtype).eval()
     collected = _Collector(loaded.path, k)
     logits = []
-    with torch.inference_mode(), watch_attention(encoder, collected.add) as found:
+    with torch.inference_mode(), watch_attention(encoder, collected.add) as audit:
         for batch in batches:
             logits.append(encoder(batch.to(device, torch.int64)))
             collected.samples += len(batch)
@@ -75,7 +75,7 @@ def measure(
         "samples": collected.samples,
         "inputs": inputs,
         "accuracy": None if labels is None else _accuracy(torch.cat(logits), labels),
-        "attention_found": len(found),
+        "attention_found": len(audit.modules),
         "attention_captured": len(collected.layers),
         "residual": collected.residual,
     }
