@@ -28,13 +28,14 @@ class AttentionCall:
         k: keys (B, Hk, Lk, D); Hk divides H, and query head h uses key head h // (H / Hk).
         v: values (B, Hk, Lk, Dv).
         scale: factor on q kᵀ, temperature included.
-        allowed: bool, four axes, broadcastable to (B, H, Lq, Lk), keys that may be attended to; None means all. The
-            causal rule is not repeated in it where ``causal`` says it.
+        allowed: bool, four axes, broadcastable to (B, H, Lq, Lk), keys that may be attended to; None means all.
+            The causal rule is not repeated in it where ``causal`` says it.
         queries: (B, Lq) bool, false for padded queries; None means all count.
         selected: (B, H, Lq, S) int64 positions of the keys the model selects, -1 for none; None means all allowed.
         mixed: what the layer returned (B, H, Lq, Dv).
-        bias: float, four axes, broadcastable to (B, H, Lq, Lk), finite, added to the scores after scale and soft-cap; None
-            means none. Entries that forbid a key (-inf, the dtype's lowest number) are in ``allowed`` instead.
+        bias: float, four axes, broadcastable to (B, H, Lq, Lk), finite, added to the scores after scale and
+            soft-cap; None means none. Entries that forbid a key (-inf, the dtype's lowest number) are in
+            ``allowed`` instead.
         softcap: scores are bent into (-softcap, softcap); None means they are not.
         sinks: (H,) one more logit per head in the softmax's denominator, without a value; None means none.
         causal: whether keys after the query's own position are forbidden, beyond what ``allowed`` says.
