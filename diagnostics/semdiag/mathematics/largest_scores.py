@@ -5,6 +5,8 @@ import math
 import torch
 from torch import Tensor
 
+_LONG = 256  # scores of a row from which on groups pay
+
 
 def largest_scores(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Return the ``count`` largest scores of each row and where they stand.
@@ -30,7 +32,7 @@ def largest_scores(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
     length = scores.shape[-1]
     found = min(count, length)
     size = math.isqrt(length // found)  # of a group: as many groups as members of the chosen ones
-    values, positions = _grouped(scores, found, size) if size > 1 else scores.topk(found, -1)
+    values, positions = _grouped(scores, found, size) if length >= _LONG and size > 1 else scores.topk(found, -1)
     tied = ((values[..., 1:] == values[..., :-1]) & (values[..., 1:] > -torch.inf)).any(-1)
     if bool(tied.any()):
         positions[tied] = scores[tied].sort(dim=-1, descending=True, stable=True).indices[:, :found]

@@ -207,7 +207,7 @@ def row_statistics(
         [[[1, 0, 1]]]
     """
     _check_shapes(q, k, top)
-    (batch, heads, q_length, _), k_length = q.shape, k.shape[2]
+    (batch, heads), k_length = q.shape[:2], k.shape[2]
     load = torch.zeros(batch, heads, k_length, dtype=torch.int64, device=q.device)
     ranks = torch.zeros(batch, heads, top, k_length, dtype=torch.int64, device=q.device)
     per_query: dict[int, dict[str, list[Tensor]]] = {}
