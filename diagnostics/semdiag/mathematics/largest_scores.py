@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 _LONG = 256  # scores of a row from which on groups pay
-_LOW = 2**32 - 1
+_LAST = 2**31 - 1  # no position is beyond it
 
 
 def largest_scores(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -35,9 +35,16 @@ def largest_scores(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
     length = scores.shape[-1]
     found = min(count + 1, length)
     size = math.isqrt(length // found)  # of a group: as many groups as members of the chosen ones
-    grouped = length >= _LONG and size > 1
-    values, positions = _grouped(scores, found, size) if grouped else _largest(scores, found)
-    tied = ((values[..., 1:] == values[..., :-1]) & (values[..., 1:] > -torch.inf)).any(-1)
+    packed = scores.device.type == "cpu" and scores.dtype == torch.float32
+    if length >= _LONG and size > 1:
+        positions = _grouped(scores, found, size, packed)
+    else:
+        positions = _largest(scores, None, found, packed)
+    values = scores.gather(-1, positions)
+    tied = (values[..., 1:] == values[..., :-1]) & (values[..., 1:] > -torch.inf)
+    if packed:  # which orders equals by position: only one that is as large as the first left out can be hidden
+        tied = tied[..., count - 1 :]
+    tied = tied.any(-1)
     if bool(tied.any()):
         positions[tied] = scores[tied].sort(dim=-1, descending=True, stable=True).indices[:, :found]
     if found <= count:
@@ -58,32 +65,31 @@ def add_ranks_(ranks: Tensor, positions: Tensor, present: Tensor) -> None:
     ranks.scatter_add_(-1, positions.transpose(2, 3), ones)
 
 
-def _grouped(scores: Tensor, count: int, size: int) -> tuple[Tensor, Tensor]:
-    """The largest scores through the maxima of groups of ``size``; what fills no group is searched too."""
+def _grouped(scores: Tensor, count: int, size: int, packed: bool) -> Tensor:
+    """Positions of the largest scores through the maxima of groups; what fills no group is searched, too."""
     length = scores.shape[-1]
     groups = length // size
     maxima = scores[..., : size * groups].unflatten(-1, (size, groups)).amax(-2)
-    _, chosen = _largest(maxima, count)
+    chosen = _largest(maxima, None, count, packed)
     members = chosen[..., None] + groups * torch.arange(size, device=scores.device)
     rest = torch.arange(size * groups, length, device=scores.device).expand(*scores.shape[:-1], -1)
     candidates = torch.cat([members.flatten(-2), rest], -1)
-    values, places = _largest(scores.gather(-1, candidates), count)
-    return values, candidates.gather(-1, places)
+    return _largest(scores.gather(-1, candidates), candidates, count, packed)
 
 
-def _largest(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The largest scores and their positions, in any order among equals."""
-    if scores.device.type != "cpu" or scores.dtype != torch.float32:
-        best = scores.topk(count, -1)
-        return best.values, best.indices
+def _largest(scores: Tensor, positions: Tensor | None, count: int, packed: bool) -> Tensor:
+    """Positions of the largest scores, the largest first; packed: of equals the lower position first."""
+    if not packed:
+        best = scores.topk(count, -1).indices
+        return best if positions is None else positions.gather(-1, best)
+    if positions is None:
+        positions = torch.arange(scores.shape[-1])
     # NumPy sorts whole numbers with vector instructions, several times faster than topk: number = (score as an
-    # ordered whole number, 32 bits; position, 32 bits). Negative floats are ordered the wrong way round.
-    bits = scores.view(torch.int32).to(torch.int64)
-    bits ^= (bits >> 31) & (2**31 - 1)
-    bits = bits.mul_(2**32).add_(torch.arange(scores.shape[-1]))
-    first = scores.shape[-1] - count
-    numbers = bits.numpy()
+    # ordered whole number, 32 bits; position from the end, 32 bits). Adding 0 turns -0 into 0.
+    bits = scores.add(0.0).view(torch.int32)
+    bits ^= (bits >> 31) & _LAST  # negative floats are ordered the wrong way round
+    numbers = bits.to(torch.int64).mul_(2**32).sub_(positions).add_(_LAST).numpy()
+    first = numbers.shape[-1] - count
     numbers.partition(first, -1)
-    best_numbers = np.sort(numbers[..., first:], -1)[..., ::-1] & _LOW
-    positions = torch.from_numpy(best_numbers)
-    return scores.gather(-1, positions), positions
+    best_numbers = np.sort(numbers[..., first:], -1)[..., ::-1]
+    return torch.from_numpy(_LAST - (best_numbers & (2**32 - 1)))
