@@ -34,7 +34,8 @@ def largest_scores(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """
     length = scores.shape[-1]
     found = min(count + 1, length)
-    size = math.isqrt(length // found)  # of a group: as many groups as members of the chosen ones
+    # As many groups as members of the chosen ones, nearly: powers of two divide most lengths.
+    size = 2 ** round(math.log2(length / found) / 2)
     packed = scores.device.type == "cpu" and scores.dtype == torch.float32
     if length >= _LONG and size > 1:
         positions = _grouped(scores, found, size, packed)
