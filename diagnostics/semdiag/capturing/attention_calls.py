@@ -1,5 +1,6 @@
 """Watching a model's attention while it runs."""
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
