@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from semdiag.mathematics.row_statistics import RowStatistics, row_statistics
     from semdiag.measurement.measure import measure
     from semdiag.measurement.measurements import Measurements
+    from semdiag.measurement.monitor import Monitor
     from semdiag_models import InputError
 
 # Imported on first use: `semdiag --help` must not wait for torch and pandas.
@@ -27,6 +28,7 @@ _HOME = {
     "row_statistics": "semdiag.mathematics.row_statistics",
     "measure": "semdiag.measurement.measure",
     "Measurements": "semdiag.measurement.measurements",
+    "Monitor": "semdiag.measurement.monitor",
     "InputError": "semdiag_models",
 }
 
@@ -36,7 +38,7 @@ __all__ = [
     # mathematics
     "RowStatistics", "row_statistics",
     # measurement
-    "Measurements", "measure",
+    "Measurements", "Monitor", "measure",
     # errors
     "InputError",
 ]  # fmt: skip
