@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from semdiag.measurement.mask_stability import NoisePlan, mask_stability
     from semdiag.measurement.measure import measure
     from semdiag.measurement.measurements import Measurements
+    from semdiag.measurement.monitor import Monitor
     from semdiag_models import InputError
 
 # Imported on first use: `semdiag --help` must not wait for torch and pandas.
@@ -39,6 +40,7 @@ _HOME = {
     "lipschitz": "semdiag.measurement.lipschitz",
     "measure": "semdiag.measurement.measure",
     "Measurements": "semdiag.measurement.measurements",
+    "Monitor": "semdiag.measurement.monitor",
     "InputError": "semdiag_models",
 }
 
@@ -48,7 +50,7 @@ __all__ = [
     # mathematics
     "RowStatistics", "row_statistics",
     # measurement
-    "Measurements", "measure",
+    "Measurements", "Monitor", "measure",
     # probes
     "LandscapeOptions", "LipschitzOptions", "NoisePlan", "SweepPlan", "k_sweep", "landscape", "lipschitz",
     "mask_stability",

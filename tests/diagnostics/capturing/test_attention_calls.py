@@ -53,12 +53,14 @@ def test_training_goes_on_bit_by_bit_under_watch(encoder):
 
 def test_calls_come_in_the_order_of_the_layers_and_name_their_modules(encoder):
     calls = []
-    with watch_attention(encoder, calls.append) as names:
+    with watch_attention(encoder, calls.append) as audit:
         encoder(TOKENS)
         encoder(TOKENS)
-    assert names == ["blocks.0.attention.core", "blocks.1.attention.core"]
+    assert audit.modules == ["blocks.0.attention.core", "blocks.1.attention.core"]
     assert [call.layer for call in calls] == [0, 1, 0, 1]
-    assert [call.module for call in calls] == names * 2
+    assert [call.module for call in calls] == audit.modules * 2
+    assert audit.captured == {(name, "hook"): 2 for name in audit.modules}
+    assert not audit.skipped
     assert all(dict(encoder.named_modules())[call.module] is not None for call in calls)
 
 
