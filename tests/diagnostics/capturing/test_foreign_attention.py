@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from semdiag.capturing.attention_calls import watch_attention
 from semdiag.measurement.residual import recomputation_residual
+from semdiag_models import Encoder
 
 HEADS, HEAD_WIDTH, LENGTH = 2, 8, 7
 WIDTH = HEADS * HEAD_WIDTH
@@ -356,23 +357,28 @@ def test_gradients_in_training_mode_are_the_same_to_the_bit():
     assert dropouts == [0.3, 0.3]
 
 
-def test_attention_recomputed_in_the_backward_pass_is_listed_not_counted_twice():
-    attention, calls = Attention(ATTENTIONS["plain"]), []
+class Checkpointed(nn.Module):
+    def __init__(self, inside):
+        super().__init__()
+        self.inside = inside
 
-    class Checkpointed(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.attention = attention
+    def forward(self, x):
+        return checkpoint(lambda x: self.inside(x).sin().exp(), x, use_reentrant=False)
 
-        def forward(self, x):
-            return checkpoint(lambda x: self.attention(x).sin().exp(), x, use_reentrant=False)
 
-    model = Checkpointed()
-    with watch_attention(model, calls.append) as audit:
-        torch.autograd.backward(model(draw(2, LENGTH, WIDTH)).sum())
-        model(draw(2, LENGTH, WIDTH)).sum().backward()  # a torch function itself, inside which nothing is seen
-    assert len(calls) == 2
-    assert [s.reason[:31] for s in audit.skipped] == ["recomputed in the backward pass"]
+def test_attention_recomputed_in_the_backward_pass_is_not_counted_twice(tiny_config):
+    """Function modes are off in backward; hooks on modules are not."""
+    inputs = (draw(2, LENGTH, WIDTH), torch.tensor([[0, 1, 1, 0]]))
+    listed = []
+    for inside, x in zip((Attention(ATTENTIONS["plain"]), Encoder(tiny_config())), inputs, strict=True):
+        model, calls = Checkpointed(inside), []
+        with watch_attention(model, calls.append) as audit:
+            output = model(x)
+            forward = len(calls)
+            output.sum().backward()
+        assert len(calls) == forward > 0
+        listed.append([(s.reason[:31], count) for s, count in audit.skipped.items()])
+    assert listed == [[], [("recomputed in the backward pass", 1)] * 2]
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")

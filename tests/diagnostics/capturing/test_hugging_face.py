@@ -58,17 +58,15 @@ def test_generation_with_a_cache_attributes_queries_to_their_positions(implement
     assert [c.first_query for c in calls] == [p for p in (0, *range(PROMPT, PROMPT + NEW - 1)) for _ in (0, 1)]
     assert all(c.k.shape[1] == 2 for c in calls)
     for call in calls:
-        seen = torch.zeros(1, 1, call.q.shape[2], call.k.shape[2], dtype=torch.bool)
+        seen = torch.zeros(2, 1, call.q.shape[2], call.k.shape[2], dtype=torch.bool)
         for i in range(call.q.shape[2]):
             seen[..., i, : call.first_query + i + 1] = True
         allowed = call.allowed_keys(0, call.q.shape[2])
         if padded:
-            seen = seen.expand(2, -1, -1, -1).clone()
             seen[1, ..., :2] = False
-            rows = seen.any(-1, keepdim=True)
-            assert torch.equal(allowed & rows, seen)
-        else:
-            assert torch.equal(torch.ones_like(seen) if allowed is None else seen & allowed, seen)
+        some = seen.any(-1, keepdim=True)  # a padded query may be allowed whatever the model likes
+        assert torch.equal(seen, seen if allowed is None else allowed & some)
+        assert allowed is not None or bool(seen.all())
         assert recomputation_residual(call) < 1e-5
     assert not audit.skipped
 
@@ -87,8 +85,9 @@ def test_the_interface_is_as_it_was_afterwards_also_after_an_exception():
     def fail(call):
         raise KeyError
 
-    with pytest.raises(KeyError), watch_attention(model, fail):
+    with watch_attention(model, fail):
         assert interface.get_interface is not before
+    with pytest.raises(KeyError), watch_attention(model, fail):
         model(prompt())
     assert interface.get_interface is before
 
