@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from semdiag.capturing.inputs import read_inputs
+from semdiag.capturing.batches import Batch, samples_of, split
+from semdiag.capturing.inputs import read_batches, read_inputs
 from semdiag.capturing.loading import LoadedModel, load
 from semdiag.measurement import constants, perturbation
 from semdiag.measurement.measure import measure
@@ -71,25 +72,28 @@ def survey(
     device = find_device(conditions.device)
     if device.type == "mps" and conditions.dtype == "float64":  # which it does not know
         device = torch.device("cpu")
-    given = read_inputs(conditions.inputs) if conditions.inputs is not None else None
     # All are loaded before the first is measured: a wrong path should not cost minutes.
     loaded = [m if isinstance(m, LoadedModel) else load(m, conditions.config) for m in models]
+    inputs = [_inputs(model, conditions) for model in loaded]
     parts = []
-    for model in loaded:
-        tokens, labels, source = _inputs(model, given, conditions)
-        announce(model.path, len(tokens))
+    for model, (batches, labels, source) in zip(loaded, inputs, strict=True):
+        announce(model.path, sum(map(samples_of, batches)))
+        if model.foreign and not isinstance(models[len(parts)], LoadedModel):
+            model.module.to(device, DTYPES[conditions.dtype])  # ours alone: no copy, however large it is
         part = measure(
             model,
-            tokens,
+            batches,
             labels=labels,
             inputs=source,
-            k=conditions.k if model.module.config.attention == "full" else (),
-            batch_size=conditions.batch_size,
+            k=conditions.k if model.foreign or model.encoder.config.attention == "full" else (),
             device=device,
             dtype=DTYPES[conditions.dtype],
             after_batch=after_batch,
         )
-        parts.append(replace(part, **_theory(model, tokens, labels, conditions, device)))
+        if not model.foreign:
+            tokens = torch.cat([batch for batch in batches if isinstance(batch, Tensor)])
+            part = replace(part, **_theory(model, tokens, labels, conditions, device))
+        parts.append(part)
     joined = Measurements.concat(parts)
     largest = int(joined.models["samples"].max())
     joined.provenance.update(seed=conditions.seed, samples=largest)
@@ -104,7 +108,7 @@ def _theory(
     model: LoadedModel, tokens: Tensor, labels: Tensor | None, conditions: Conditions, device: torch.device
 ) -> dict[str, Any]:
     """The optional tables, as far as the conditions ask for them."""
-    encoder = model.module
+    encoder = model.encoder
     tables: dict[str, Any] = {}
     common: dict[str, Any] = {"model": model.path, "seed": conditions.seed, "device": device}
     if conditions.noise:
@@ -115,10 +119,25 @@ def _theory(
     return tables
 
 
-def _inputs(model: LoadedModel, given: Tensor | None, conditions: Conditions) -> tuple[Tensor, Tensor | None, str]:
-    if given is None:
-        return model.default_inputs(conditions.samples, conditions.seed)
-    return given, None, f"{conditions.inputs} (given)"
+def _inputs(model: LoadedModel, conditions: Conditions) -> tuple[list[Batch], Tensor | None, str]:
+    """Batches, labels, and where they come from."""
+    given, size = conditions.inputs, conditions.batch_size
+    if given is not None and model.foreign:
+        return read_batches(given, model, size), None, f"{given} (given)"
+    if given is not None:
+        return split(read_inputs(given), size), None, f"{given} (given)"
+    if model.batches is not None:
+        return split(model.batches, size), None, "came with the model"
+    if model.foreign:
+        raise InputError(
+            f"Name inputs for {model.path} with --inputs FILE: {_TEXTS if model.source == 'hugging face' else ''}"
+            "token ids (.npy, .npz, .pt), or a .pt with a dictionary of the model's arguments."
+        )
+    tokens, labels, source = model.default_inputs(conditions.samples, conditions.seed)
+    return split(tokens, size), labels, source
+
+
+_TEXTS = "texts, one a line (.txt), "
 
 
 def _with_keys(measurements: Measurements, least: int) -> Measurements:

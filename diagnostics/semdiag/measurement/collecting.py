@@ -1,0 +1,242 @@
+"""Reducing attention calls to columns of numbers as they come; nothing of a call is kept."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import pandas as pd
+import torch
+from torch import Tensor
+
+from semdiag.capturing.attention_calls import AttentionCall
+from semdiag.capturing.audit import Audit
+from semdiag.capturing.batches import real_queries
+from semdiag.mathematics.row_statistics import RowStatistics, row_statistics
+from semdiag.measurement.attention_kinds import joint_kind, mask_kind
+from semdiag.measurement.measurements import typed
+from semdiag.measurement.residual import recomputation_residual
+from semdiag_models import InputError
+
+MAX_QUERIES = 20_000_000  # rows held in memory at once: about 1 GB
+
+
+def statistics_of(call: AttentionCall, top: int = 0) -> RowStatistics:
+    """Row statistics of an attention call.
+
+    Args:
+        call: its scores, masks and selections.
+        top: K, the number of heavy hitters for which counterfactuals can be asked.
+    """
+    return row_statistics(call.q, call.k, call.scale, call.allowed, call.selected, call.queries, top=top)
+
+
+@dataclass
+class Layer:
+    """What is known of one place where attention happens: a module, and which of its calls in a forward.
+
+    Attributes:
+        number: position among the places, in the order of their first calls.
+        mechanism: which adapter saw it.
+        kinds: of its masks so far.
+        heads: of its queries.
+        key_heads: of its keys.
+        width: of a head.
+        longest: largest number of keys.
+        calls: so far.
+        residual: the largest so far; NaN if one was.
+    """
+
+    number: int
+    mechanism: str
+    kinds: set[str] = field(default_factory=set)
+    heads: int = 0
+    key_heads: int = 0
+    width: int = 0
+    longest: int = 0
+    calls: int = 0
+    residual: float = 0.0
+
+    def add(self, call: AttentionCall, kind: str) -> None:
+        """Count a call."""
+        self.kinds.add(kind)
+        self.heads, self.key_heads, self.width = call.q.shape[1], call.k.shape[1], call.q.shape[3]
+        self.longest = max(self.longest, call.k.shape[2])
+        self.calls += 1
+        self.residual = float(np.maximum(self.residual, recomputation_residual(call)))  # keeps a NaN
+
+
+class Collector:
+    """Consumes calls; hands out the tables of one model's measurements.
+
+    Args:
+        model: written into the column ``model``.
+        k: counterfactual numbers of heavy hitters.
+    """
+
+    def __init__(self, model: str, k: Sequence[int]) -> None:
+        self.model, self.k, self.samples, self.rows = model, k, 0, 0
+        self.batch = 0  # samples of the running batch
+        self.real: Mapping[str, Tensor] = {}  # its real tokens, by argument
+        self.layers: dict[tuple[str, int], Layer] = {}
+        self.counted: Counter[int] = Counter()  # queries of each layer that are no padding
+        self.failure: BaseException | None = None
+        self._queries: list[dict[str, np.ndarray]] = []
+        self._loads: list[dict[str, np.ndarray]] = []
+        self._non_finite: list[dict[str, np.ndarray]] = []
+
+    def start(self, samples: int, real: Mapping[str, Tensor]) -> None:
+        """Begin a batch.
+
+        Args:
+            samples: how many it has.
+            real: its real tokens, see :func:`~semdiag.capturing.batches.real_tokens`.
+        """
+        self.samples += self.batch
+        self.batch, self.real = samples, real
+
+    def add(self, call: AttentionCall) -> None:
+        """Reduce a call.
+
+        Raises:
+            InputError: if there are more queries than can be kept.
+        """
+        try:
+            self._add(call)
+        except BaseException as error:
+            self.failure = error  # ours, not the model's
+            raise
+
+    def _add(self, call: AttentionCall) -> None:
+        if call.queries is None and self.real:
+            shape = (call.q.shape[0], call.q.shape[2])
+            call = replace(call, queries=real_queries(self.real, call.module, shape, call.first_query))
+        self.rows += call.q[..., 0].numel()
+        if self.rows > MAX_QUERIES:
+            done = self.samples + self.batch
+            raise InputError(
+                f"More than the {MAX_QUERIES:,} queries that are kept, after {done} samples. Measure on fewer."
+            )
+        statistics = statistics_of(call, max(self.k, default=0))
+        new = Layer(len(self.layers), call.mechanism)
+        layer = self.layers.setdefault((call.module, call.occurrence), new)
+        layer.add(call, mask_kind(statistics.keys, call.queries))
+        self._add_rows(call, layer.number, statistics)
+        self._add_loads(call, layer.number, statistics)
+
+    def _places(self, values: Tensor, layer: int, position: str) -> dict[str, np.ndarray]:
+        """Sample, layer, head and position of each entry of (B, H, L), flattened."""
+        index, head, where = (axis.ravel() for axis in np.indices(values.shape, dtype=np.int32))
+        if self.batch and values.shape[0] % self.batch == 0:  # windows of an image are parts of one sample
+            index = index // (values.shape[0] // self.batch)
+        sample = index + np.int32(self.samples)
+        return {"sample": sample, "layer": np.full_like(sample, layer), "head": head, position: where}
+
+    def _add_rows(self, call: AttentionCall, layer: int, statistics: RowStatistics) -> None:
+        columns = self._places(statistics.keys, layer, "query") | {
+            "keys": _flat(statistics.keys, np.int32),
+            "kept": _flat(statistics.kept, np.int32),
+            "dispersion": _flat(statistics.dispersion()),
+            "separation": _flat(statistics.separation()),
+            "largest_weight": _flat(statistics.largest_weight()),
+        }
+        for k in self.k:
+            columns[f"dispersion_k{k}"] = _flat(statistics.dispersion(k))
+            columns[f"separation_k{k}"] = _flat(statistics.separation(k))
+            columns[f"mass_k{k}"] = _flat(_mass(statistics, k))
+        rows = _only(columns, call.queries, statistics.keys)
+        self.counted[layer] += len(rows["sample"])
+        self._queries.append(rows)
+        counted = 1 if call.queries is None else call.queries[:, None]
+        bad = (statistics.non_finite * counted).sum(2)
+        if bool(bad.any()):
+            columns = self._places(bad[..., None], layer, "query") | {"scores": _flat(bad)}
+            some = columns["scores"] > 0
+            del columns["query"]
+            self._non_finite.append(_where(columns, some))
+
+    def _add_loads(self, call: AttentionCall, layer: int, statistics: RowStatistics) -> None:
+        columns = self._places(statistics.load, layer, "key") | {"load": _flat(statistics.load, np.int32)}
+        for k in self.k:
+            columns[f"load_k{k}"] = _flat(statistics.key_load(k), np.int32)
+        if call.selected is not None:
+            self._loads.append(_only(columns, call.queries, statistics.load))
+        else:  # where every allowed key is kept, a key that nobody keeps is padding
+            self._loads.append(_where(columns, columns["load"] > 0))
+
+    def queries(self) -> pd.DataFrame:
+        """The table ``queries``."""
+        return self._table(self._queries, ())
+
+    def loads(self) -> pd.DataFrame:
+        """The table ``loads``."""
+        return self._table(self._loads, ())
+
+    def non_finite(self) -> pd.DataFrame:
+        """The table ``non_finite``."""
+        return self._table(self._non_finite, ("sample", "layer", "head", "scores"))
+
+    def calls(self) -> pd.DataFrame:
+        """The table ``calls``: one row per place where attention happens."""
+        rows = [
+            {
+                "model": self.model,
+                "layer": layer.number,
+                "module": module,
+                "occurrence": occurrence,
+                "mechanism": layer.mechanism,
+                "mask": joint_kind(layer.kinds),
+                "heads": layer.heads,
+                "key_heads": layer.key_heads,
+                "width": layer.width,
+                "calls": layer.calls,
+                "residual": layer.residual,
+            }
+            for (module, occurrence), layer in self.layers.items()
+        ]
+        return typed("calls", rows)
+
+    def skipped(self, audit: Audit) -> pd.DataFrame:
+        """The table ``skipped``: what looks like attention and was not captured, and modules never called.
+
+        Args:
+            audit: of the capture.
+        """
+        rows = [{"model": self.model, **seen._asdict(), "times": times} for seen, times in audit.skipped.items()]
+        reached = {module for module, _ in self.layers} | {seen.module for seen in audit.skipped}
+        rows += [
+            {"model": self.model, "module": name, "operation": "", "reason": "never called", "times": 0}
+            for name in audit.modules
+            if name not in reached
+        ]
+        return typed("skipped", rows)
+
+    def _table(self, parts: list[dict[str, np.ndarray]], empty: Sequence[str]) -> pd.DataFrame:
+        names = list(parts[0]) if parts else list(empty)
+        columns = {
+            name: np.concatenate([part[name] for part in parts]) if parts else np.zeros(0, np.int64)
+            for name in names
+        }
+        rows = len(columns["sample"])
+        return pd.DataFrame({"model": pd.Series([self.model] * rows, dtype="str"), **columns})
+
+
+def _mass(statistics: RowStatistics, k: int) -> Tensor:
+    """Share of the attention weight on the k largest scores."""
+    return (statistics.top[..., :k].logsumexp(-1) - statistics.log_sum_exp).exp()
+
+
+def _flat(values: Tensor, dtype: type[np.generic] | None = None) -> np.ndarray:
+    array = values.to(torch.float32 if values.dtype == torch.bfloat16 else values.dtype).cpu().numpy().ravel()
+    return array if dtype is None else array.astype(dtype)
+
+
+def _only(columns: dict[str, np.ndarray], valid: Tensor | None, like: Tensor) -> dict[str, np.ndarray]:
+    """Drop the rows of padded positions."""
+    if valid is None:
+        return columns
+    return _where(columns, valid[:, None, :].expand(like.shape).cpu().numpy().ravel())
+
+
+def _where(columns: dict[str, np.ndarray], keep: np.ndarray) -> dict[str, np.ndarray]:
+    return {name: column[keep] for name, column in columns.items()}
