@@ -47,7 +47,7 @@ def find_folder(spec: str) -> Path:
     return folder
 
 
-def build(spec: str) -> tuple[nn.Module, str]:
+def build(spec: str) -> tuple[nn.Module, str, dict[str, str]]:
     """Build the model that a folder describes, with its weights, offline.
 
     Weights are read from safetensors only, and code that comes with a model is never run.
@@ -56,7 +56,8 @@ def build(spec: str) -> tuple[nn.Module, str]:
         spec: ``hf:DIRECTORY``.
 
     Returns:
-        The model in evaluation mode, as ``AutoModel`` builds it, and the SHA-256 of its weight files.
+        The model in evaluation mode, as ``AutoModel`` builds it, the SHA-256 of its weight files, and the versions
+        of what read it.
 
     Raises:
         InputError: if transformers is absent, the folder is no such model, its kind needs code of its own, its
@@ -82,7 +83,7 @@ def build(spec: str) -> tuple[nn.Module, str]:
         except Exception as error:  # the library raises what its readers stumble over
             raise InputError(f"{spec} cannot be loaded ({_first_line(error)}).") from error
     _check_complete(spec, report)
-    return model.eval(), _sha256(weights)
+    return model.eval(), _sha256(weights), {"transformers": str(transformers.__version__)}
 
 
 def tokeniser(spec: str, model: nn.Module) -> Tokenise:

@@ -120,13 +120,34 @@ def load(path: str | Path, config: Mapping[str, Any] | None = None) -> LoadedMod
     """
     spec = str(path)
     if spec.startswith(hugging_face.PREFIX):
-        model, digest = hugging_face.build(spec)
-        return LoadedModel(spec, digest, model, source="hugging face", snapshot="unknown")
+        model, digest, versions = hugging_face.build(spec)
+        return LoadedModel(spec, digest, model, "hugging face", "unknown", provenance=versions)
     if factories.recognised(spec):
         model, batches = factories.build(spec)
         source = "python" if isinstance(model, Encoder) else "factory"
         return LoadedModel(spec, "", model.eval(), source, snapshot="unknown", batches=batches)
     return _load_checkpoint(path, config)
+
+
+def describe(model: LoadedModel) -> dict[str, Any]:
+    """What is known of a model's architecture.
+
+    Args:
+        model: any.
+
+    Returns:
+        Of semdiag's encoders their configuration; of others class and dtype, and of the configuration that
+        Hugging Face models carry the plain numbers and words. The number of parameters in any case.
+    """
+    parameters = sum(p.numel() for p in model.module.parameters())
+    if not model.foreign:
+        return {**model.encoder.config.to_dict(), "parameters": parameters}
+    kinds = sorted({str(p.dtype).removeprefix("torch.") for p in model.module.parameters()})
+    found: dict[str, Any] = {"class": type(model.module).__name__, "dtype": ", ".join(kinds)}
+    if model.source == "hugging face":
+        written: dict[str, Any] = model.module.config.to_diff_dict()  # type: ignore[union-attr, operator]
+        found |= {name: value for name, value in written.items() if isinstance(value, int | float | str)}
+    return found | {"parameters": parameters}
 
 
 def _load_checkpoint(path: str | Path, config: Mapping[str, Any] | None) -> LoadedModel:

@@ -9,7 +9,10 @@ from semdiag.commands import options
 
 
 def info(
-    model: Annotated[Path, typer.Argument(help="A checkpoint or a run's folder.")],
+    model: Annotated[
+        Path,
+        typer.Argument(help="A checkpoint, a run's folder, hf:DIRECTORY, or package.module:function."),
+    ],
     config: options.Config = None,
     as_json: options.Json = False,
 ) -> None:
@@ -22,7 +25,7 @@ def info(
     from rich.console import Console
     from rich.table import Table
 
-    from semdiag.capturing.loading import load
+    from semdiag.capturing.loading import describe, load
     from semdiag.commands.measuring import read_config
     from semdiag.measurement.strict_json import json_ready
 
@@ -33,10 +36,7 @@ def info(
             name: getattr(loaded, name)
             for name in ("path", "sha256", "source", "snapshot", "task", "seed", "epoch")
         },
-        "model": {
-            **loaded.module.config.to_dict(),
-            "parameters": sum(p.numel() for p in loaded.module.parameters()),
-        },
+        "model": describe(loaded),
         "training": loaded.training.to_dict() if loaded.training is not None else {},
         "last epoch": last,
         "provenance": loaded.provenance,

@@ -69,7 +69,7 @@ def measure(
         [[0, 0, 4], [0, 1, 4], [0, 2, 4], [0, 3, 4]]
     """
     loaded = model if isinstance(model, LoadedModel) else _unnamed(model)
-    cut = batching.split(batches, batch_size)
+    cut: Sequence[Batch] = batching.split(batches, batch_size)
     if not cut:
         raise InputError("There are no inputs to measure on: the number of samples is 0.")
     if isinstance(loaded.module, Encoder):

@@ -38,7 +38,8 @@ class Conditions:
     k: tuple[int, ...] = ()  # counterfactual heavy hitters, on full models
     config: dict[str, Any] | None = None  # of checkpoints of the paper's code
     noise: tuple[float, ...] = ()  # relative input noise of secants; none: they are not measured
-    bounds: bool = False  # whether the constants of Theorem 2 are measured
+    bounds: bool = False  # whether the constants of Theorem 2 are measured, where every part is known
+    encoders_only: bool = False  # whether models of which the attention alone is known are refused
 
     def __post_init__(self) -> None:
         for name in ("samples", "batch_size", "min_keys"):
@@ -74,8 +75,10 @@ def survey(
         device = torch.device("cpu")
     # All are loaded before the first is measured: a wrong path should not cost minutes.
     loaded = [m if isinstance(m, LoadedModel) else load(m, conditions.config) for m in models]
+    for model in loaded if conditions.encoders_only else ():
+        _ = model.encoder  # which refuses any other
     inputs = [_inputs(model, conditions) for model in loaded]
-    parts = []
+    parts: list[Measurements] = []
     for model, (batches, labels, source) in zip(loaded, inputs, strict=True):
         announce(model.path, sum(map(samples_of, batches)))
         if model.foreign and not isinstance(models[len(parts)], LoadedModel):
