@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from semdiag.capturing.attention_calls import AttentionCall, watch_attention
     from semdiag.capturing.loading import LoadedModel, load
     from semdiag.mathematics.row_statistics import RowStatistics, row_statistics
+    from semdiag.measurement.capture import Calls, capture
     from semdiag.measurement.measure import measure
     from semdiag.measurement.measurements import Measurements
     from semdiag_models import InputError
@@ -25,6 +26,8 @@ _HOME = {
     "load": "semdiag.capturing.loading",
     "RowStatistics": "semdiag.mathematics.row_statistics",
     "row_statistics": "semdiag.mathematics.row_statistics",
+    "Calls": "semdiag.measurement.capture",
+    "capture": "semdiag.measurement.capture",
     "measure": "semdiag.measurement.measure",
     "Measurements": "semdiag.measurement.measurements",
     "InputError": "semdiag_models",
@@ -36,7 +39,7 @@ __all__ = [
     # mathematics
     "RowStatistics", "row_statistics",
     # measurement
-    "Measurements", "measure",
+    "Calls", "Measurements", "capture", "measure",
     # errors
     "InputError",
 ]  # fmt: skip

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
@@ -10,12 +10,9 @@ import torch
 from torch import Tensor
 
 from semdiag.capturing.attention_calls import AttentionCall
-from semdiag.capturing.audit import Audit
 from semdiag.capturing.batches import real_queries
 from semdiag.mathematics.row_statistics import RowStatistics, row_statistics
-from semdiag.measurement.attention_kinds import joint_kind, mask_kind
-from semdiag.measurement.measurements import typed
-from semdiag.measurement.residual import recomputation_residual
+from semdiag.measurement.layers import Layers
 from semdiag_models import InputError
 
 MAX_QUERIES = 20_000_000  # rows held in memory at once: about 1 GB
@@ -31,41 +28,6 @@ def statistics_of(call: AttentionCall, top: int = 0) -> RowStatistics:
     return row_statistics(call.q, call.k, call.scale, call.allowed, call.selected, call.queries, top=top)
 
 
-@dataclass
-class Layer:
-    """What is known of one place where attention happens: a module, and which of its calls in a forward.
-
-    Attributes:
-        number: position among the places, in the order of their first calls.
-        mechanism: which adapter saw it.
-        kinds: of its masks so far.
-        heads: of its queries.
-        key_heads: of its keys.
-        width: of a head.
-        longest: largest number of keys.
-        calls: so far.
-        residual: the largest so far; NaN if one was.
-    """
-
-    number: int
-    mechanism: str
-    kinds: set[str] = field(default_factory=set)
-    heads: int = 0
-    key_heads: int = 0
-    width: int = 0
-    longest: int = 0
-    calls: int = 0
-    residual: float = 0.0
-
-    def add(self, call: AttentionCall, kind: str) -> None:
-        """Count a call."""
-        self.kinds.add(kind)
-        self.heads, self.key_heads, self.width = call.q.shape[1], call.k.shape[1], call.q.shape[3]
-        self.longest = max(self.longest, call.k.shape[2])
-        self.calls += 1
-        self.residual = float(np.maximum(self.residual, recomputation_residual(call)))  # keeps a NaN
-
-
 class Collector:
     """Consumes calls; hands out the tables of one model's measurements.
 
@@ -78,7 +40,7 @@ class Collector:
         self.model, self.k, self.samples, self.rows = model, k, 0, 0
         self.batch = 0  # samples of the running batch
         self.real: Mapping[str, Tensor] = {}  # its real tokens, by argument
-        self.layers: dict[tuple[str, int], Layer] = {}
+        self.layers = Layers()
         self.counted: Counter[int] = Counter()  # queries of each layer that are no padding
         self.failure: BaseException | None = None
         self._queries: list[dict[str, np.ndarray]] = []
@@ -118,11 +80,9 @@ class Collector:
                 f"More than the {MAX_QUERIES:,} queries that are kept, after {done} samples. Measure on fewer."
             )
         statistics = statistics_of(call, max(self.k, default=0))
-        new = Layer(len(self.layers), call.mechanism)
-        layer = self.layers.setdefault((call.module, call.occurrence), new)
-        layer.add(call, mask_kind(statistics.keys, call.queries))
-        self._add_rows(call, layer.number, statistics)
-        self._add_loads(call, layer.number, statistics)
+        layer = self.layers.add(call, statistics.keys)
+        self._add_rows(call, layer, statistics)
+        self._add_loads(call, layer, statistics)
 
     def _places(self, values: Tensor, layer: int, position: str) -> dict[str, np.ndarray]:
         """Sample, layer, head and position of each entry of (B, H, L), flattened."""
@@ -178,38 +138,7 @@ class Collector:
 
     def calls(self) -> pd.DataFrame:
         """The table ``calls``: one row per place where attention happens."""
-        rows = [
-            {
-                "model": self.model,
-                "layer": layer.number,
-                "module": module,
-                "occurrence": occurrence,
-                "mechanism": layer.mechanism,
-                "mask": joint_kind(layer.kinds),
-                "heads": layer.heads,
-                "key_heads": layer.key_heads,
-                "width": layer.width,
-                "calls": layer.calls,
-                "residual": layer.residual,
-            }
-            for (module, occurrence), layer in self.layers.items()
-        ]
-        return typed("calls", rows)
-
-    def skipped(self, audit: Audit) -> pd.DataFrame:
-        """The table ``skipped``: what looks like attention and was not captured, and modules never called.
-
-        Args:
-            audit: of the capture.
-        """
-        rows = [{"model": self.model, **seen._asdict(), "times": times} for seen, times in audit.skipped.items()]
-        reached = {module for module, _ in self.layers} | {seen.module for seen in audit.skipped}
-        rows += [
-            {"model": self.model, "module": name, "operation": "", "reason": "never called", "times": 0}
-            for name in audit.modules
-            if name not in reached
-        ]
-        return typed("skipped", rows)
+        return self.layers.table(self.model)
 
     def _table(self, parts: list[dict[str, np.ndarray]], empty: Sequence[str]) -> pd.DataFrame:
         names = list(parts[0]) if parts else list(empty)

@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
 
-import numpy as np
 import pandas as pd
 import torch
 from torch import Tensor, nn
@@ -15,9 +14,9 @@ from semdiag.capturing.attention_calls import watch_attention
 from semdiag.capturing.audit import Audit
 from semdiag.capturing.batches import Batch
 from semdiag.capturing.loading import LoadedModel
-from semdiag.measurement.attention_kinds import joint_kind
 from semdiag.measurement.collecting import Collector
 from semdiag.measurement.encoder_inputs import checked_tokens
+from semdiag.measurement.layers import skipped_table
 from semdiag.measurement.measurements import Measurements
 from semdiag_models import Encoder, InputError
 
@@ -94,7 +93,7 @@ def measure(
         history=pd.DataFrame({"model": loaded.path, "epoch": [], **loaded.history}),
         non_finite=collected.non_finite(),
         calls=collected.calls(),
-        skipped=collected.skipped(audit),
+        skipped=skipped_table(loaded.path, audit, collected.layers.modules),
         provenance={
             "semdiag": version("semdiag"),
             "torch": str(torch.__version__),
@@ -157,14 +156,14 @@ def _run(loaded: LoadedModel, module: nn.Module, batch: Batch, collected: Collec
 
 
 def _check_found(loaded: LoadedModel, collected: Collector, audit: Audit, k: Sequence[int]) -> None:
-    if not collected.layers:
+    if not len(collected.layers):
         reasons = "; ".join(sorted({f"{seen.operation}: {seen.reason}" for seen in audit.skipped}))
         raise InputError(
             f"No softmax attention was seen while {loaded.path} ran. {reasons or 'See docs/your-own-model.md'}."
         )
     if not sum(collected.counted.values()):
         raise InputError("There is no query to measure: every token of the inputs is padding.")
-    longest = max(layer.longest for layer in collected.layers.values())
+    longest = int(collected.layers.largest("longest"))
     wrong = [value for value in k if not 1 <= value <= longest]
     if wrong:
         raise InputError(f"k must lie in 1 … {longest}, the largest number of keys. Got k={wrong[0]}.")
@@ -176,26 +175,26 @@ def _accuracy(logits: list[Tensor | None], labels: Tensor) -> float:
 
 
 def _model_row(loaded: LoadedModel, collected: Collector, audit: Audit, facts: dict[str, object]) -> pd.DataFrame:
-    places = list(collected.layers.values())
+    layers = collected.layers
     row: dict[str, object] = {
         "model": loaded.path,
         "sha256": loaded.sha256,
         "source": loaded.source,
         "snapshot": loaded.snapshot,
         "task": loaded.task,
-        "attention": joint_kind({kind for place in places for kind in place.kinds}),
+        "attention": layers.kind,
         "k": None,
         "seed": loaded.seed,
         "epoch": loaded.epoch,
-        "blocks": len(places),
-        "heads": max(place.heads for place in places),
+        "blocks": len(layers),
+        "heads": int(layers.largest("heads")),
         "width": None,
-        "length": max(place.longest for place in places),
+        "length": int(layers.largest("longest")),
         "parameters": sum(p.numel() for p in loaded.module.parameters()),
         "samples": collected.samples + collected.batch,
         "attention_found": len(audit.modules),
-        "attention_captured": len({module for module, _ in collected.layers}),
-        "residual": float(np.max([place.residual for place in places])),  # keeps a NaN
+        "attention_captured": len(layers.modules),
+        "residual": layers.largest("residual"),
         **facts,
     }
     if isinstance(loaded.module, Encoder):
