@@ -73,6 +73,8 @@ class AttentionStyle:
 
 ATTENTION_STYLES = {
     "full": AttentionStyle("full", _BLUE, "o", "-", 1.9),
+    "causal": AttentionStyle("causal", _BLUE, "<", "-", 1.9),
+    "masked": AttentionStyle("masked", _BLUE, "H", "-", 1.9),
     "topk": AttentionStyle("top-k", _ORANGE, "s", (0, (6, 1)), 1.9),
     "banded": AttentionStyle("banded", _GREEN, "^", (0, (3, 1, 1, 1)), 1.1),
     "block": AttentionStyle("block-local", _PINK, "D", (0, (1, 1)), 1.1),

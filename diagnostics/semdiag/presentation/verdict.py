@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
+from semdiag.measurement.attention_kinds import DENSE
 from semdiag.measurement.finding import Finding
 from semdiag.measurement.gate import GateResult, dispersion_gate
 from semdiag.measurement.measurements import Measurements
@@ -176,7 +177,7 @@ def _learning(measurements: Measurements) -> list[str]:
 
 def _separation(measurements: Measurements) -> list[str]:
     """Median and lower end of Δ of the top-k models; of all sparse ones if there is none."""
-    models = measurements.models[measurements.models["attention"] != "full"]
+    models = measurements.models[~measurements.models["attention"].isin(DENSE)]
     models = models[models["snapshot"] == "last"] if (models["snapshot"] == "last").any() else models
     models = models[models["attention"] == "topk"] if (models["attention"] == "topk").any() else models
     said = []
