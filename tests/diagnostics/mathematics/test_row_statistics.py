@@ -296,11 +296,15 @@ def test_a_k_that_was_not_asked_for_is_refused(quantity, k):
 def test_arguments_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match=r"^top must not be negative. Got top=-1\.$"):
         row_statistics(normal(*SHAPE), normal(*SHAPE), 1.0, top=-1)
-    for other in ((BATCH, HEADS, LENGTH, 5), (BATCH, 1, LENGTH, WIDTH), (1, HEADS, LENGTH, WIDTH)):
+    for other in ((BATCH, HEADS, LENGTH, 5), (BATCH, 3, LENGTH, WIDTH), (1, HEADS, LENGTH, WIDTH)):
         with pytest.raises(
-            ValueError, match=r"q and k must agree in batch, heads and width. Got \(3, 2, 6, 4\), "
+            ValueError,
+            match=r"q and k must agree in batch, heads \(or a divisor of them\) and width. Got \(3, 2, 6, ",
         ):
             row_statistics(normal(*SHAPE), normal(*other), 1.0)
+    for q_length, k_length in ((0, 3), (3, 0)):
+        with pytest.raises(ValueError, match=r"^There must be a query and a key. Got \(1, 1, "):
+            row_statistics(normal(1, 1, q_length, 2), normal(1, 1, k_length, 2), 1.0)
 
 
 def of_scores(scores, scale=1.0, **arguments):
