@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from semdiag.capturing import batches, hugging_face
+from semdiag.capturing import batches, pretrained
 from semdiag.capturing.batches import Batch
 from semdiag.capturing.loading import LoadedModel
 from semdiag_models import InputError
@@ -57,7 +57,7 @@ def read_batches(path: Path, model: LoadedModel, size: int) -> list[Batch]:
         texts = _texts(path)
         if model.source != "hugging face":
             raise InputError(f"{path}: texts need a tokenizer, which {model.path} has not. Give token ids.")
-        tokenise = hugging_face.tokeniser(model.path, model.module)
+        tokenise = pretrained.tokeniser(model.path, model.module)
         return [tokenise(texts[i : i + size]) for i in range(0, len(texts), size)]
     content = _read(path)
     if isinstance(content, Mapping) and set(content) == {"tokens"}:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from semdiag.capturing import factories, hugging_face, paper_code
+from semdiag.capturing import factories, pretrained, paper_code
 from semdiag_models import Encoder, InputError, TrainingConfig, draw_data, find_task, read_checkpoint, sha256
 from semdiag_models.checkpoint import FORMAT, read_plain
 
@@ -119,8 +119,8 @@ def load(path: str | Path, config: Mapping[str, Any] | None = None) -> LoadedMod
             configuration.
     """
     spec = str(path)
-    if spec.startswith(hugging_face.PREFIX):
-        model, digest, versions = hugging_face.build(spec)
+    if spec.startswith(pretrained.PREFIX):
+        model, digest, versions = pretrained.build(spec)
         return LoadedModel(spec, digest, model, "hugging face", "unknown", provenance=versions)
     if factories.recognised(spec):
         model, batches = factories.build(spec)

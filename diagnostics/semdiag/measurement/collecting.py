@@ -25,7 +25,20 @@ def statistics_of(call: AttentionCall, top: int = 0) -> RowStatistics:
         call: its scores, masks and selections.
         top: K, the number of heavy hitters for which counterfactuals can be asked.
     """
-    return row_statistics(call.q, call.k, call.scale, call.allowed, call.selected, call.queries, top=top)
+    return row_statistics(
+        call.q,
+        call.k,
+        call.scale,
+        call.allowed,
+        call.selected,
+        call.queries,
+        top,
+        bias=call.bias,
+        softcap=call.softcap,
+        sinks=call.sinks,
+        causal=call.causal,
+        first_query=call.first_query,
+    )
 
 
 class Collector:
@@ -103,7 +116,7 @@ class Collector:
         for k in self.k:
             columns[f"dispersion_k{k}"] = _flat(statistics.dispersion(k))
             columns[f"separation_k{k}"] = _flat(statistics.separation(k))
-            columns[f"mass_k{k}"] = _flat(_mass(statistics, k))
+            columns[f"mass_k{k}"] = _flat(statistics.mass_kept(k))
         rows = _only(columns, call.queries, statistics.keys)
         self.counted[layer] += len(rows["sample"])
         self._queries.append(rows)
@@ -148,11 +161,6 @@ class Collector:
         }
         rows = len(columns["sample"])
         return pd.DataFrame({"model": pd.Series([self.model] * rows, dtype="str"), **columns})
-
-
-def _mass(statistics: RowStatistics, k: int) -> Tensor:
-    """Share of the attention weight on the k largest scores."""
-    return (statistics.top[..., :k].logsumexp(-1) - statistics.log_sum_exp).exp()
 
 
 def _flat(values: Tensor, dtype: type[np.generic] | None = None) -> np.ndarray:

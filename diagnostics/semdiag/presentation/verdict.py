@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
-from semdiag.measurement.attention_kinds import DENSE
+from semdiag.measurement.attention_kinds import DENSE, foreign
 from semdiag.measurement.finding import Finding
 from semdiag.measurement.gate import GateResult, dispersion_gate
 from semdiag.measurement.measurements import Measurements
@@ -15,6 +15,7 @@ from semdiag.measurement.resampling import Interval, ratio_interval
 from semdiag.presentation.learning_speed import training_runs
 from semdiag.presentation.panels import panels_of
 from semdiag.presentation.theory_verdict import bounds_sentences, in_short, stability_sentences
+from semdiag.presentation.within_verdict import capture_sentences, within_sentences
 
 _RESAMPLES = 300
 _NO_PAIR = (
@@ -113,9 +114,13 @@ def sentences(
         findings: of the theory, by section.
 
     Returns:
-        What was found on dispersion, learning and separation, the theory in short, then warnings.
+        What was found on dispersion, learning and separation, the theory in short, how much of the attention was
+        captured, then warnings. Of models of others: what a sparse mask would leave of their attention.
     """
-    said: list[str] = []
+    if foreign(measurements.models).all():
+        said = within_sentences(measurements)
+        return [*said, *in_short(findings), *capture_sentences(measurements), *_warnings(measurements)]
+    said = []
     if "dispersion" in sections:
         said += [verdict.sentence for verdict in verdicts] or [_NO_PAIR]
         said += _controls(measurements)
@@ -124,7 +129,8 @@ def sentences(
     if "separation" in sections:
         said += _separation(measurements)
     said += in_short(findings)
-    return (said or ["What was found stands below, model by model."]) + _warnings(measurements)
+    said = said or ["What was found stands below, model by model."]
+    return [*said, *capture_sentences(measurements), *_warnings(measurements)]
 
 
 def details(
@@ -199,7 +205,4 @@ def _warnings(measurements: Measurements) -> list[str]:
     if len(measurements.non_finite):
         count = int(measurements.non_finite["scores"].sum())
         said.append(f"Warning: {count:,} attention scores were NaN or infinite; see the last section.")
-    models = measurements.models
-    if (models["attention_captured"] < models["attention_found"]).any():
-        said.append("Warning: not every attention layer was captured; see the last section.")
     return said

@@ -16,20 +16,22 @@ _MARKERS = "sPXv<>*h"
 Tables = dict[tuple[str, str], pd.DataFrame]  # percentiles per layer, by model and column
 
 
-def dense_panels(measurements: Measurements) -> tuple[list[Panel], list[int]]:
+def dense_panels(measurements: Measurements, quantity: str = "dispersion") -> tuple[list[Panel], list[int]]:
     """Panels of the models that select no keys, and the k they were measured with.
 
     Args:
         measurements: of any number of models.
+        quantity: dispersion, separation or mass; older measurements have no mass.
 
     Returns:
-        The panels and the numbers of heavy hitters, smallest first.
+        The panels and the numbers of heavy hitters, smallest first, for which the quantity is known.
 
     Raises:
         NothingToDrawError: if no such model was measured with a k.
     """
     dense = measurements.models[measurements.models["attention"].isin(DENSE)]
     ks = sorted(counterfactual_ks(measurements.queries[measurements.queries["model"].isin(dense["model"])]))
+    ks = [k for k in ks if f"{quantity}_k{k}" in measurements.queries]
     if not ks:
         raise NothingToDrawError("No full-attention model was measured with a counterfactual k.")
     return panels_of(dense), ks

@@ -21,7 +21,7 @@ def mass_kept(measurements: Measurements) -> Figure:
     Raises:
         NothingToDrawError: if no full model was measured with counterfactual k.
     """
-    panels, ks = dense_panels(measurements)
+    panels, ks = dense_panels(measurements, "mass")
     columns = {f"mass_k{k}": (f"the {k} largest", k_style(ks, k)) for k in ks}
     tables = layer_tables(measurements, panels, list(columns))
     figure, axes = panel_grid(len(panels))
