@@ -14,6 +14,7 @@ from semdiag_models import InputError
 
 PREFIX = "hf:"
 _INSTALL = "pip install 'semdiag[hf]'"
+_VOCABULARIES = ("tokenizer.json", "vocab*", "*.model", "*.bpe", "*.tiktoken")
 Tokenise = Callable[[Sequence[str]], dict[str, Tensor]]
 
 
@@ -99,17 +100,18 @@ def tokeniser(spec: str, model: nn.Module) -> Tokenise:
     Raises:
         InputError: if the folder holds no tokenizer.
     """
-    transformers = _transformers(spec)
+    transformers, folder = _transformers(spec), find_folder(spec)
+    instead = "Give token ids with --inputs FILE.pt."
+    if not any(file for pattern in _VOCABULARIES for file in folder.glob(pattern)):
+        # The library would make up a tokenizer to which every word is unknown.
+        raise InputError(f"{spec} holds no tokenizer: none of {', '.join(_VOCABULARIES)}. {instead}")
     with _silent(transformers):
         try:
             tokenizer = transformers.AutoTokenizer.from_pretrained(
-                find_folder(spec), local_files_only=True, trust_remote_code=False
+                folder, local_files_only=True, trust_remote_code=False
             )
         except Exception as error:
-            raise InputError(
-                f"{spec} holds no tokenizer that can be used ({_first_line(error)}). Give token ids with "
-                "--inputs FILE.pt."
-            ) from error
+            raise InputError(f"{spec}: its tokenizer cannot be used ({_first_line(error)}). {instead}") from error
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
     longest = _longest(tokenizer, model.config)
