@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from semdiag.capturing import factories, pretrained, paper_code
+from semdiag.capturing import factories, paper_code, pretrained
 from semdiag_models import Encoder, InputError, TrainingConfig, draw_data, find_task, read_checkpoint, sha256
 from semdiag_models.checkpoint import FORMAT, read_plain
 

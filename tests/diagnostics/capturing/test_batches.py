@@ -39,7 +39,7 @@ def test_what_is_cut_already_stays_as_it_is_but_for_empty_batches():
 
 @pytest.mark.parametrize("wrong", [None, 3, "text", [torch.zeros(2, 2), "text"]])
 def test_other_inputs_are_refused(wrong):
-    with pytest.raises(InputError, match="^Inputs are a tensor, a dictionary of tensors"):
+    with pytest.raises(InputError, match=r"^Inputs are a tensor, a dictionary of tensors"):
         split(wrong, 2)
 
 

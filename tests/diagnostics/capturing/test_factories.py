@@ -72,12 +72,12 @@ def test_an_encoder_of_ours_is_no_foreign_model():
         ("ownmodels.made:broken", r"^ownmodels\.made:broken failed \(RuntimeError: no weights here\)\."),
         (
             "ownmodels.made:needs",
-            r"^ownmodels\.made:needs failed \(TypeError: .*\)\. It is called without arguments\.$",
+            r"^ownmodels\.made:needs failed \(TypeError: .*It is called without arguments",
         ),
         ("ownmodels.made:refuses", r"^Set WEIGHTS first\.$"),
         (
             "ownmodels.none:build",
-            r"^ownmodels\.none cannot be imported .* It is looked for in .*the current folder",
+            r"^ownmodels\.none cannot be imported .* It is looked for in ",
         ),
         ("ownmodels.wrong:build", r"^ownmodels\.wrong cannot be imported \(ModuleNotFoundError: .*\)\.$"),
     ],
@@ -95,7 +95,5 @@ def test_a_file_of_that_name_is_a_file(tmp_path):
 
 
 def test_commands_that_need_our_encoder_refuse_others_and_say_what_works():
-    with pytest.raises(
-        InputError, match=r"^ownmodels\.made:build is a Linear: .* On any model work: semdiag info"
-    ):
+    with pytest.raises(InputError, match=r"^ownmodels\.made:build is a Linear: .* On any model work: "):
         _ = load("ownmodels.made:build").encoder
