@@ -59,6 +59,30 @@ OPTIONAL_TABLES = {
         **dict.fromkeys(("ln_sound", "ln_paper", "ln_gradient", "ln_secant"), "float64"),
         "holds": "bool",
     },
+    "masks": {
+        "model": "str",
+        "level": "float64",
+        **dict.fromkeys(("sample", "layer", "head", "query", "kept", "draws"), "int32"),
+        "separation": "float64",
+        **dict.fromkeys(("agreement", "exact", "certified"), "float32"),
+        "certified_changed": "int32",
+        **dict.fromkeys(("predicted", "swing_sd", "response"), "float32"),
+    },
+    "noise_effects": {
+        "model": "str",
+        "level": "float64",
+        "sample": "int32",
+        **dict.fromkeys(("logit_change", "flipped", "correct_before", "correct_after"), "float64"),
+    },
+    "sweep": {
+        "model": "str",
+        **dict.fromkeys(("layer", "head", "k"), "int64"),
+        "quantity": "str",
+        "queries": "int64",
+        "mean": "float64",
+        **{f"p{p}": "float64" for p in (0, 1, 5, 10, 25, 50, 75, 90, 95, 99, 100)},
+        **dict.fromkeys(("undefined", "not_positive"), "int64"),
+    },
 }
 
 _EVERY = (*TABLES, *AUDIT_TABLES, *OPTIONAL_TABLES)
@@ -111,6 +135,11 @@ class Measurements:
         constants: one row per constant of the theory and form; see
             :func:`~semdiag.measurement.constants.measure_constants`. Empty if not measured.
         parameters: one row per parameter tensor, bounds beside measured slopes; same function.
+        masks: one row per noise level and query that drops a key; see
+            :func:`~semdiag.measurement.mask_stability.mask_stability`. Empty if not measured.
+        noise_effects: one row per noise level and sample, what the noise does to the output; same function.
+        sweep: one row per k, layer, head and quantity, percentiles within a model; see
+            :func:`~semdiag.measurement.k_sweep.k_sweep`. Empty if not measured.
     """
 
     models: pd.DataFrame
@@ -124,6 +153,9 @@ class Measurements:
     secants: pd.DataFrame = field(default_factory=lambda: empty_table("secants"))
     constants: pd.DataFrame = field(default_factory=lambda: empty_table("constants"))
     parameters: pd.DataFrame = field(default_factory=lambda: empty_table("parameters"))
+    masks: pd.DataFrame = field(default_factory=lambda: empty_table("masks"))
+    noise_effects: pd.DataFrame = field(default_factory=lambda: empty_table("noise_effects"))
+    sweep: pd.DataFrame = field(default_factory=lambda: empty_table("sweep"))
 
     @classmethod
     def concat(cls, parts: Iterable[Self]) -> Self:

@@ -1,7 +1,7 @@
 """Measuring several checkpoints under the same conditions."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,8 @@ from semdiag.capturing.batches import Batch, samples_of, split
 from semdiag.capturing.inputs import read_batches, read_inputs
 from semdiag.capturing.loading import LoadedModel, load
 from semdiag.measurement import constants, perturbation
+from semdiag.measurement.k_sweep import SweepPlan, k_sweep
+from semdiag.measurement.mask_stability import NoisePlan, mask_stability
 from semdiag.measurement.measure import measure
 from semdiag.measurement.measurements import Measurements
 from semdiag_models import InputError
@@ -40,6 +42,9 @@ class Conditions:
     noise: tuple[float, ...] = ()  # relative input noise of secants; none: they are not measured
     bounds: bool = False  # whether the constants of Theorem 2 are measured, where every part is known
     encoders_only: bool = False  # whether models of which the attention alone is known are refused
+    masks: NoisePlan | None = None  # noise under which masks are compared; None: they are not
+    sweep: SweepPlan | None = None  # which k are asked of a model's scores; None: none
+    probe_samples: int | None = None  # inputs of masks and sweep; None: all
 
     def __post_init__(self) -> None:
         for name in ("samples", "batch_size", "min_keys"):
@@ -104,6 +109,10 @@ def survey(
         joined.provenance.update(noise=list(conditions.noise), noise_samples=min(perturbation.SAMPLES, largest))
     if conditions.bounds:
         joined.provenance.update(bound_samples=min(constants.SAMPLES, largest))
+    if conditions.masks is not None:
+        joined.provenance.update(mask_noise=asdict(conditions.masks))
+    if conditions.masks is not None or conditions.sweep is not None:
+        joined.provenance.update(probe_samples=min(conditions.probe_samples or largest, largest))
     return _with_keys(joined, conditions.min_keys)
 
 
@@ -119,6 +128,17 @@ def _theory(
     if conditions.bounds:
         found = constants.measure_constants(encoder, tokens, labels, **common)
         tables["constants"], tables["parameters"] = found
+    chosen = slice(conditions.probe_samples)
+    inputs = model, tokens[chosen], None if labels is None else labels[chosen]
+    how: dict[str, Any] = {
+        "batch_size": conditions.batch_size,
+        "device": device,
+        "dtype": DTYPES[conditions.dtype],
+    }
+    if conditions.masks is not None:
+        tables["masks"], tables["noise_effects"] = mask_stability(*inputs, conditions.masks, **how)
+    if conditions.sweep is not None:
+        tables["sweep"] = k_sweep(*inputs, conditions.sweep, **how)
     return tables
 
 
@@ -151,6 +171,6 @@ def _with_keys(measurements: Measurements, least: int) -> Measurements:
     if missing:
         raise InputError(f"No query of {min(missing)} has {least} keys. Use a smaller --min-keys.")
     place = ["model", "sample", "layer", "head", "query"]
-    secants = measurements.secants.merge(queries[place], on=place)
+    kept = {name: getattr(measurements, name).merge(queries[place], on=place) for name in ("secants", "masks")}
     provenance = {**measurements.provenance, "min_keys": least}
-    return replace(measurements, queries=queries, secants=secants, provenance=provenance)
+    return replace(measurements, queries=queries, **kept, provenance=provenance)

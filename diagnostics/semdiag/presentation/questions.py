@@ -15,7 +15,9 @@ _POOLED = (
 )
 
 
-SECTIONS = ("dispersion", "within", "separation", "learning", "stability", "bounds")
+SECTIONS = (
+    "dispersion", "within", "separation", "learning", "stability", "mask-stability", "bounds", "k-sweep",
+)  # fmt: skip
 
 QUESTIONS = (
     Question(
