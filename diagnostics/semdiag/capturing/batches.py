@@ -43,6 +43,15 @@ def samples_of(batch: Batch) -> int:
     return next((len(t) for t in _tensors(batch) if t.ndim), 0)
 
 
+def longest(batch: Batch) -> int:
+    """Length of a batch: the second axis of its first tensor that has one, as of token ids (N, L); else 1.
+
+    Args:
+        batch: a tensor, a dictionary or a tuple.
+    """
+    return next((t.shape[1] for t in _tensors(batch) if t.ndim > 1), 1)
+
+
 def split(batches: Batch | Iterable[Batch], size: int) -> list[Batch]:
     """Cut what a user gives into batches of at most ``size`` samples; what is cut already stays as it is.
 

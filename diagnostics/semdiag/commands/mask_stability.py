@@ -59,7 +59,7 @@ def mask_stability(
 
     [bold]semdiag mask-stability checkpoints/even-pairs-topk-5-seed-153476998 --noise 0.01[/]
     """
-    from semdiag.commands import measuring, mask_printing
+    from semdiag.commands import mask_printing, measuring
     from semdiag.measurement.mask_stability import NoisePlan
     from semdiag.measurement.mask_summaries import mask_summary
     from semdiag.measurement.survey import Conditions

@@ -1,8 +1,7 @@
 """Reducing attention calls to columns of numbers as they come; nothing of a call is kept."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 
 import numpy as np
 import pandas as pd
@@ -10,7 +9,6 @@ import torch
 from torch import Tensor
 
 from semdiag.capturing.attention_calls import AttentionCall
-from semdiag.capturing.batches import real_queries
 from semdiag.mathematics.row_statistics import RowStatistics, row_statistics
 from semdiag.measurement.layers import Layers
 from semdiag_models import InputError
@@ -52,40 +50,27 @@ class Collector:
     def __init__(self, model: str, k: Sequence[int]) -> None:
         self.model, self.k, self.samples, self.rows = model, k, 0, 0
         self.batch = 0  # samples of the running batch
-        self.real: Mapping[str, Tensor] = {}  # its real tokens, by argument
         self.layers = Layers()
         self.counted: Counter[int] = Counter()  # queries of each layer that are no padding
-        self.failure: BaseException | None = None
         self._queries: list[dict[str, np.ndarray]] = []
         self._loads: list[dict[str, np.ndarray]] = []
         self._non_finite: list[dict[str, np.ndarray]] = []
 
-    def start(self, samples: int, real: Mapping[str, Tensor]) -> None:
+    def start(self, samples: int) -> None:
         """Begin a batch.
 
         Args:
             samples: how many it has.
-            real: its real tokens, see :func:`~semdiag.capturing.batches.real_tokens`.
         """
         self.samples += self.batch
-        self.batch, self.real = samples, real
+        self.batch = samples
 
     def add(self, call: AttentionCall) -> None:
-        """Reduce a call.
+        """Reduce a call, its padded queries marked.
 
         Raises:
             InputError: if there are more queries than can be kept.
         """
-        try:
-            self._add(call)
-        except BaseException as error:
-            self.failure = error  # ours, not the model's
-            raise
-
-    def _add(self, call: AttentionCall) -> None:
-        if call.queries is None and self.real:
-            shape = (call.q.shape[0], call.q.shape[2])
-            call = replace(call, queries=real_queries(self.real, call.module, shape, call.first_query))
         self.rows += call.q[..., 0].numel()
         if self.rows > MAX_QUERIES:
             done = self.samples + self.batch

@@ -1,16 +1,14 @@
 """Running a model over inputs and reducing its attention to measurements."""
 
-import copy
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from importlib.metadata import version
+from typing import Any
 
 import pandas as pd
 import torch
 from torch import Tensor, nn
 
 from semdiag.capturing import batches as batching
-from semdiag.capturing.attention_calls import watch_attention
 from semdiag.capturing.audit import Audit
 from semdiag.capturing.batches import Batch
 from semdiag.capturing.loading import LoadedModel
@@ -18,6 +16,7 @@ from semdiag.measurement.collecting import Collector
 from semdiag.measurement.encoder_inputs import checked_tokens
 from semdiag.measurement.layers import skipped_table
 from semdiag.measurement.measurements import Measurements
+from semdiag.measurement.running import running, unnamed
 from semdiag_models import Encoder, InputError
 
 
@@ -67,92 +66,36 @@ def measure(
         >>> measure(encoder, torch.tensor([[0, 1, 1, 0]])).queries[["layer", "query", "keys"]].values.tolist()
         [[0, 0, 4], [0, 1, 4], [0, 2, 4], [0, 3, 4]]
     """
-    loaded = model if isinstance(model, LoadedModel) else _unnamed(model)
+    loaded = model if isinstance(model, LoadedModel) else unnamed(model)
     cut: Sequence[Batch] = batching.split(batches, batch_size)
     if not cut:
         raise InputError("There are no inputs to measure on: the number of samples is 0.")
     if isinstance(loaded.module, Encoder):
         cut = checked_tokens(loaded.module, cut, k)
-    collected, logits = Collector(loaded.path, k), []
-    with (
-        _evaluating(loaded.module, device, dtype) as (module, place, kind),
-        torch.no_grad(),
-        watch_attention(module, collected.add) as audit,
-    ):
-        for given in cut:
-            size, batch = batching.samples_of(given), batching.moved(given, place, kind)
-            collected.start(size, _real(module, batch, queries, collected.samples + collected.batch))
-            logits.append(_run(loaded, module, batch, collected))
-            after_batch(size)
-    _check_found(loaded, collected, audit, k)
+    collected = Collector(loaded.path, k)
+    with running(loaded, collected.add, device, dtype, queries) as run:
+        logits = []
+        for batch in cut:
+            collected.start(batching.samples_of(batch))
+            logits.append(run(batch))
+            after_batch(batching.samples_of(batch))
+    _check_found(loaded, collected, run.audit, k)
     accuracy = None if labels is None or loaded.foreign else _accuracy(logits, labels)
     return Measurements(
-        models=_model_row(loaded, collected, audit, {"inputs": inputs, "accuracy": accuracy}),
+        models=_model_row(loaded, collected, run.audit, {"inputs": inputs, "accuracy": accuracy}),
         queries=collected.queries(),
         loads=collected.loads(),
         history=pd.DataFrame({"model": loaded.path, "epoch": [], **loaded.history}),
         non_finite=collected.non_finite(),
         calls=collected.calls(),
-        skipped=skipped_table(loaded.path, audit, collected.layers.modules),
+        skipped=skipped_table(loaded.path, run.audit, collected.layers.modules),
         provenance={
             "semdiag": version("semdiag"),
             "torch": str(torch.__version__),
-            "device": place.type,
-            "dtype": str(kind).removeprefix("torch."),
+            "device": run.device.type,
+            "dtype": str(run.dtype).removeprefix("torch."),
         },
     )
-
-
-def _unnamed(module: nn.Module) -> LoadedModel:
-    source = "python" if isinstance(module, Encoder) else "module"
-    return LoadedModel("model", "", module, source, "unknown")
-
-
-@contextmanager
-def _evaluating(
-    module: nn.Module, device: torch.device | str | None, dtype: torch.dtype | None
-) -> Iterator[tuple[nn.Module, torch.device, torch.dtype]]:
-    """The module in evaluation mode, on a device and in a dtype; a copy only if it is not there already."""
-    parameters = [t for t in (*module.parameters(), *module.buffers()) if t.is_floating_point()]
-    first = parameters[0] if parameters else torch.zeros(())
-    place = first.device if device is None else torch.device(device)
-    kind = first.dtype if dtype is None else dtype
-    if any(t.device.type != place.type or t.dtype != kind for t in parameters) and (device or dtype):
-        module = copy.deepcopy(module).to(device=place, dtype=kind)
-    modes = [(part, part.training) for part in module.modules()]
-    try:
-        yield module.eval(), place, kind
-    finally:
-        for part, mode in modes:
-            part.training = mode
-
-
-def _real(module: nn.Module, batch: Batch, queries: Tensor | None, start: int) -> dict[str, Tensor]:
-    """Real tokens of a batch: those given, or what its arguments say."""
-    if queries is None:
-        return batching.real_tokens(module, batch)
-    return {"queries": queries[start : start + batching.samples_of(batch)].bool()}
-
-
-def _run(loaded: LoadedModel, module: nn.Module, batch: Batch, collected: Collector) -> Tensor | None:
-    """Run the model on a batch; return its logits, if it is one of ours.
-
-    Raises:
-        InputError: if somebody else's model fails.
-    """
-    if not loaded.foreign:
-        return module(batch)  # type: ignore[no-any-return]
-    try:
-        batching.call(module, batch)
-    except Exception as error:  # whatever the model raises
-        if error is collected.failure:
-            raise
-        said = " ".join(str(error).split())[:200]
-        raise InputError(
-            f"{loaded.path} cannot be run on these inputs ({type(error).__name__}: {said}). It is called with a "
-            "batch's tensor, the entries of its dictionary by name, or those of its tuple in order."
-        ) from error
-    return None
 
 
 def _check_found(loaded: LoadedModel, collected: Collector, audit: Audit, k: Sequence[int]) -> None:
@@ -169,8 +112,8 @@ def _check_found(loaded: LoadedModel, collected: Collector, audit: Audit, k: Seq
         raise InputError(f"k must lie in 1 … {longest}, the largest number of keys. Got k={wrong[0]}.")
 
 
-def _accuracy(logits: list[Tensor | None], labels: Tensor) -> float:
-    found = torch.cat([part for part in logits if part is not None])
+def _accuracy(logits: list[Any], labels: Tensor) -> float:
+    found = torch.cat(logits)
     return float((found.argmax(1).cpu() == labels.cpu()).double().mean())
 
 
