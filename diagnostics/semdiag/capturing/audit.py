@@ -31,20 +31,34 @@ class Skipped(NamedTuple):
     reason: str
 
 
+class Remark(NamedTuple):
+    """Something about a captured attention that the reader of its statistics should know.
+
+    Attributes:
+        module: dotted name in the model.
+        text: what it is.
+    """
+
+    module: str
+    text: str
+
+
 @dataclass(frozen=True)
 class Audit:
     """Filled while the model runs.
 
     Attributes:
-        modules: names of the modules with attention, captured or not; a captured call's ``layer`` is its
-            module's position here.
+        modules: names of the modules with attention that is or will be captured; a captured call's ``layer`` is
+            its module's position here.
         captured: number of calls of each.
         skipped: number of times each was seen.
+        remarks: number of times each was noted.
     """
 
     modules: list[str] = field(default_factory=list)
     captured: Counter[Captured] = field(default_factory=Counter)
     skipped: Counter[Skipped] = field(default_factory=Counter)
+    remarks: Counter[Remark] = field(default_factory=Counter)
 
     def layer(self, module: str) -> int:
         """Return the position of a module among the attention modules; a new one comes last."""

@@ -1,7 +1,7 @@
 """Within one model, for every k at once: what its scores would be if each query kept its k largest ones."""
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,13 +11,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from semdiag.capturing.attention_calls import AttentionCall
+from semdiag.capturing.attention_call import AttentionCall
+from semdiag.capturing.batches import Batch, longest, split
 from semdiag.capturing.loading import LoadedModel
 from semdiag.mathematics.paper_stability import paper_heavy_hitter_stability
 from semdiag.mathematics.softmax_stability import fixed_mask_stability, heavy_hitter_stability
 from semdiag.measurement.attention_kinds import DENSE
+from semdiag.measurement.collecting import statistics_of
 from semdiag.measurement.measurements import empty_table
 from semdiag.measurement.percentiles import percentiles
+from semdiag.measurement.running import running, unnamed
 from semdiag_models import Encoder, InputError
 
 LARGEST_K = 48

@@ -119,3 +119,14 @@ def skipped_table(model: str, audit: Audit, captured: set[str]) -> pd.DataFrame:
     idle = [name for name in audit.modules if name not in reached]
     rows += [{"model": model, "module": n, "operation": "", "reason": "never called", "times": 0} for n in idle]
     return typed("skipped", rows)
+
+
+def remarks_table(model: str, audit: Audit) -> pd.DataFrame:
+    """The table ``remarks``: what a reader should know about the attention that was captured.
+
+    Args:
+        model: written into the column ``model``.
+        audit: of the capture.
+    """
+    rows = [{"model": model, **remark._asdict(), "times": times} for remark, times in audit.remarks.items()]
+    return typed("remarks", rows)

@@ -14,7 +14,7 @@ from semdiag.capturing.batches import Batch
 from semdiag.capturing.loading import LoadedModel
 from semdiag.measurement.collecting import Collector
 from semdiag.measurement.encoder_inputs import checked_tokens
-from semdiag.measurement.layers import skipped_table
+from semdiag.measurement.layers import remarks_table, skipped_table
 from semdiag.measurement.measurements import Measurements
 from semdiag.measurement.running import running, unnamed
 from semdiag_models import Encoder, InputError
@@ -88,6 +88,7 @@ def measure(
         history=pd.DataFrame({"model": loaded.path, "epoch": [], **loaded.history}),
         non_finite=collected.non_finite(),
         calls=collected.calls(),
+        remarks=remarks_table(loaded.path, run.audit),
         skipped=skipped_table(loaded.path, run.audit, collected.layers.modules),
         provenance={
             "semdiag": version("semdiag"),

@@ -31,6 +31,7 @@ AUDIT_TABLES = {
         **dict.fromkeys(("heads", "key_heads", "width", "calls"), "int64"),
         "residual": "float64",
     },
+    "remarks": {**dict.fromkeys(("model", "module", "text"), "str"), "times": "int64"},
     "skipped": {**dict.fromkeys(("model", "module", "operation", "reason"), "str"), "times": "int64"},
 }
 # Tables that only some commands measure: empty where they were not, absent from older folders.
@@ -129,6 +130,7 @@ class Measurements:
         provenance: versions, device, dtype, seed, command.
         calls: one row per place where attention happens (a module, and which of its calls in a forward): how it
             was captured, its mask, heads, number of calls and largest residual.
+        remarks: one row per thing to know about a captured attention, as a mask that adds -10,000.
         skipped: one row per operation that looks like attention and was not captured, with the reason.
         secants: one row per query, noise level and clean-noisy pair; see
             :func:`~semdiag.measurement.perturbation.measure_secants`. Empty if not measured.
@@ -149,6 +151,7 @@ class Measurements:
     non_finite: pd.DataFrame
     provenance: dict[str, Any] = field(default_factory=dict)
     calls: pd.DataFrame = field(default_factory=lambda: empty_table("calls"))
+    remarks: pd.DataFrame = field(default_factory=lambda: empty_table("remarks"))
     skipped: pd.DataFrame = field(default_factory=lambda: empty_table("skipped"))
     secants: pd.DataFrame = field(default_factory=lambda: empty_table("secants"))
     constants: pd.DataFrame = field(default_factory=lambda: empty_table("constants"))

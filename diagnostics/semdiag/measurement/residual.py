@@ -1,73 +1,76 @@
-"""Is a captured call all that the layer's attention is made of? Recompute its output and compare."""
+"""Whether a captured call is all that the layer's attention is made of."""
 
 import torch
 from torch import Tensor
 
-from semdiag.capturing.attention_calls import AttentionCall
+from semdiag.capturing.attention_call import AttentionCall
 
-_CHECKED_ROWS = 8  # queries of each call's first sample: the first, the last, and some between
+_CHECKED_ROWS = 4  # queries at each end of the first sample on which the output is recomputed
 
 
 def recomputation_residual(call: AttentionCall) -> float:
-    """Largest deviation of the attention recomputed on a few queries from what the layer returned.
+    """Largest deviation of the attention's formula, recomputed on a few queries, from what the layer returned.
 
-    It tells whether the captured tensors are all that the layer's attention is made of: about 1e-7 in
-    float32 if they are; a missed bias, mask, soft-cap or sink shows as 1e-3 or more.
-
-    Args:
-        call: one attention call, without dropout.
-
-    Returns:
-        The deviation, relative to the largest output; NaN if an output is not finite.
-    """
-    length = call.q.shape[2]
-    rows = torch.linspace(0, length - 1, min(length, _CHECKED_ROWS), device=call.q.device).long()
-    weights = attention_weights(call, rows)
-    groups = call.q.shape[1] // call.v.shape[1]
-    expected = weights @ _wide(call.v[:1]).repeat_interleave(groups, 1)
-    returned = _wide(call.mixed[:1, :, rows])
-    largest = returned.abs().max().clamp(min=torch.finfo(returned.dtype).tiny)  # an output of zeros is no fault
-    return float((expected - returned).abs().max() / largest)
-
-
-def attention_weights(call: AttentionCall, rows: Tensor) -> Tensor:
-    """Attention weights of some queries of a call's first sample, by the formula of :class:`AttentionCall`.
+    The formula is that of :class:`AttentionCall`, with soft-cap, bias, sinks, grouped heads and selection. It
+    tells whether the captured tensors are all that the layer's attention is made of: about 1e-7 in
+    float32 if they are; a missed bias, soft-cap or mask shows as 1e-4 or more. Rows without an allowed key
+    are left out: what a layer returns for them is its own choice.
 
     Args:
         call: one attention call.
-        rows: (R,) int64 positions of the queries.
 
     Returns:
-        (1, H, R, Lk), float32 or float64; rows of zeros for queries without keys.
+        The deviation, relative to the largest output; NaN if an output is not finite, or if weights were
+        dropped at random (training mode with dropout).
+
+    Example:
+        >>> one, two = torch.ones(1, 1, 1, 1), torch.tensor([[[[1.0], [3.0]]]])
+        >>> call = AttentionCall("attention", 0, one, two, two, 0.0, None, None, None, 2 * one)
+        >>> recomputation_residual(call)
+        0.0
     """
-    q, k = _wide(call.q[:1, :, rows]), _wide(call.k[:1])
-    heads, keys = q.shape[1], k.shape[2]
-    scores = (call.scale * q) @ k.repeat_interleave(heads // k.shape[1], 1).transpose(2, 3)
+    if call.dropout:
+        return float("nan")
+    length = call.q.shape[2]
+    ends = [(0, min(_CHECKED_ROWS, length)), (max(_CHECKED_ROWS, length - _CHECKED_ROWS), length)]
+    deviations, largest = [], []
+    for start, stop in ends:
+        if start < stop:
+            mixed = call.mixed[:1, :, start:stop].to(_dtype(call.q))
+            again, some = _attend(call, start, stop)
+            deviations.append(((again - mixed) * some).abs().max())
+            largest.append((mixed * some).abs().max())
+    scale = torch.stack(largest).max()
+    return float(torch.stack(deviations).max() / scale.clamp(min=torch.finfo(scale.dtype).tiny))  # zeros: no fault
+
+
+def _attend(call: AttentionCall, start: int, stop: int) -> tuple[Tensor, Tensor]:
+    """Mixed values of some queries of the first sample, and (1, H, rows, 1) which of them have a key."""
+    dtype, groups = _dtype(call.q), call.q.shape[1] // call.k.shape[1]
+    k, v = (x[:1].to(dtype).repeat_interleave(groups, 1) for x in (call.k, call.v))
+    scores = (call.scale * call.q[:1, :, start:stop].to(dtype)) @ k.transpose(2, 3)
     if call.softcap is not None:
         scores = call.softcap * torch.tanh(scores / call.softcap)
     if call.bias is not None:
-        scores = scores + _rows_of(call.bias, rows)
+        bias = call.bias[:1]
+        scores = scores + (bias[:, :, start:stop] if bias.shape[2] > 1 else bias)
     keep = torch.ones_like(scores, dtype=torch.bool)
+    allowed = call.allowed_keys(start, stop)
+    if allowed is not None:
+        keep = keep & (allowed[:1] if allowed.ndim == 4 else allowed)
+    some = keep.any(-1, keepdim=True)
     if call.selected is not None:
-        chosen = call.selected[:1, :, rows]
-        padded = scores.new_zeros(*scores.shape[:3], keys + 1, dtype=torch.bool)
-        keep = padded.scatter(-1, chosen.where(chosen >= 0, keys), True)[..., :-1]
-    if call.allowed is not None:
-        keep = keep & _rows_of(call.allowed, rows)
-    if call.causal:
-        keep = keep & (torch.arange(keys, device=k.device) <= (call.first_query + rows)[:, None])
-    scores = scores.masked_fill(~keep, torch.finfo(scores.dtype).min)
+        chosen = call.selected[:1, :, start:stop]
+        padded = keep.new_zeros(*keep.shape[:3], keep.shape[3] + 1)
+        keep = keep & padded.scatter(-1, chosen.where(chosen >= 0, keep.shape[3]), True)[..., :-1]
+    scores = scores.masked_fill(~keep, torch.finfo(dtype).min)
     if call.sinks is not None:
-        sink = call.sinks.to(scores.dtype)[None, :, None, None].expand(*scores.shape[:3], 1)
-        return torch.cat([scores, sink], -1).softmax(-1)[..., :-1] * keep
-    return scores.softmax(-1) * keep
+        sinks = call.sinks.to(dtype)[None, :, None, None].expand(*scores.shape[:3], 1)
+        weights = torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
+    else:
+        weights = scores.softmax(-1)
+    return (weights * keep) @ v, some
 
 
-def _rows_of(mask: Tensor, rows: Tensor) -> Tensor:
-    """The given queries of the first sample of a tensor (B or 1, H or 1, Lq or 1, Lk or 1)."""
-    first = mask[:1]
-    return first[:, :, rows] if first.shape[2] > 1 else first
-
-
-def _wide(values: Tensor) -> Tensor:
-    return values.float() if values.dtype in (torch.float16, torch.bfloat16) else values
+def _dtype(q: Tensor) -> torch.dtype:
+    return torch.float32 if q.dtype in (torch.float16, torch.bfloat16) else q.dtype

@@ -58,8 +58,8 @@ def capture_summary(own: Measurements) -> Summary:
     """
     row = own.models.iloc[0]
     found, captured = int(row["attention_found"]), int(row["attention_captured"])
-    skipped = own.skipped.drop(columns="model").to_dict("records")
-    return {"found": found, "captured": captured, "residual": float(row["residual"]), "skipped": skipped}
+    listed = {name: getattr(own, name).drop(columns="model").to_dict("records") for name in ("skipped", "remarks")}
+    return {"found": found, "captured": captured, "residual": float(row["residual"]), **listed}
 
 
 def counterfactual_ks(queries: pd.DataFrame) -> list[int]:
