@@ -88,6 +88,50 @@ def split(batches: Batch | Iterable[Batch], size: int) -> list[Batch]:
     return [batch for batch in cut if samples_of(batch)]
 
 
+def first_samples(batches: Iterable[Batch], count: int) -> list[Batch]:
+    """The first samples of batches.
+
+    Args:
+        batches: from :func:`split`.
+        count: of samples; batches that are tuples of arguments are not cut, and stay whole.
+
+    Returns:
+        Batches with ``count`` samples together, or all there are.
+    """
+    found: list[Batch] = []
+    for batch in batches:
+        missing = count - sum(map(samples_of, found))
+        if missing <= 0:
+            break
+        found.append(batch if isinstance(batch, tuple | list) else split(batch, missing)[0])
+    return found
+
+
+def doubled(batch: Batch) -> Batch:
+    """Every sample of a batch twice: all of them, then all of them again.
+
+    Args:
+        batch: a tensor, a dictionary or a tuple.
+
+    Example:
+        >>> doubled(torch.tensor([[1], [2]])).tolist()
+        [[1], [2], [1], [2]]
+    """
+    size = samples_of(batch)
+
+    def twice(value: Any) -> Any:
+        own = isinstance(value, Tensor) and value.ndim and len(value) == size
+        return torch.cat([value, value]) if own else value
+
+    if isinstance(batch, Tensor):
+        found: Batch = twice(batch)
+    elif isinstance(batch, Mapping):
+        found = {name: twice(value) for name, value in batch.items()}
+    else:
+        found = tuple(twice(value) for value in batch)
+    return found
+
+
 def _part(batch: Mapping[str, Any], rows: slice, whole: int) -> dict[str, Any]:
     """The rows of every tensor that has one entry per sample; everything else as it is."""
     return {

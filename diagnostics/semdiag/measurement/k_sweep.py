@@ -1,6 +1,5 @@
 """Within one model, for every k at once: what its scores would be if each query kept its k largest ones."""
 
-import copy
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -131,7 +130,8 @@ class _Collector:
         self.numbers += call.q[..., 0].numel() * (self.largest + 1)
         if self.numbers > _MOST_NUMBERS:
             raise InputError(
-                f"More than {_MOST_NUMBERS:,} top scores are too many to hold. Use fewer samples or a smaller --max-k."
+                f"More than {_MOST_NUMBERS:,} top scores are too many to hold. Use fewer samples or a smaller "
+                "--max-k."
             )
         found = statistics_of(replace(call, selected=None), self.largest)
         counted = found.keys > 0

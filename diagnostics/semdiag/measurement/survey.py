@@ -5,17 +5,19 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import torch
 from torch import Tensor
 
-from semdiag.capturing.batches import Batch, samples_of, split
+from semdiag.capturing.batches import Batch, first_samples, samples_of, split
 from semdiag.capturing.inputs import read_batches, read_inputs
 from semdiag.capturing.loading import LoadedModel, load
 from semdiag.measurement import constants, perturbation
 from semdiag.measurement.k_sweep import SweepPlan, k_sweep
 from semdiag.measurement.mask_stability import NoisePlan, mask_stability
 from semdiag.measurement.measure import measure
-from semdiag.measurement.measurements import Measurements
+from semdiag.measurement.measurements import Measurements, typed
+from semdiag.measurement.scored_rows import NotAvailableError
 from semdiag_models import InputError
 from semdiag_models.device import find_device
 
@@ -98,16 +100,18 @@ def survey(
             dtype=DTYPES[conditions.dtype],
             after_batch=after_batch,
         )
-        if not model.foreign:
+        if model.foreign:
+            part = _probed(part, model, batches, conditions, device)
+        else:
             tokens = torch.cat([batch for batch in batches if isinstance(batch, Tensor)])
             part = replace(part, **_theory(model, tokens, labels, conditions, device))
         parts.append(part)
     joined = Measurements.concat(parts)
     largest = int(joined.models["samples"].max())
     joined.provenance.update(seed=conditions.seed, samples=largest)
-    if conditions.noise:
+    if len(joined.secants):
         joined.provenance.update(noise=list(conditions.noise), noise_samples=min(perturbation.SAMPLES, largest))
-    if conditions.bounds:
+    if len(joined.constants):
         joined.provenance.update(bound_samples=min(constants.SAMPLES, largest))
     if conditions.masks is not None:
         joined.provenance.update(mask_noise=asdict(conditions.masks))
@@ -140,6 +144,36 @@ def _theory(
     if conditions.sweep is not None:
         tables["sweep"] = k_sweep(*inputs, conditions.sweep, **how)
     return tables
+
+
+def _probed(
+    part: Measurements, model: LoadedModel, batches: list[Batch], conditions: Conditions, device: torch.device
+) -> Measurements:
+    """The optional tables of a model whose attention alone is known; what cannot be measured is said."""
+    tables: dict[str, Any] = {}
+    missing: dict[str, str] = {}
+    if conditions.noise:
+        try:
+            tables["secants"] = perturbation.foreign_secants(
+                model, batches, levels=conditions.noise, seed=conditions.seed, device=device
+            )
+        except NotAvailableError as reason:
+            missing["secants"] = str(reason)
+    chosen = first_samples(batches, conditions.probe_samples) if conditions.probe_samples else batches
+    if conditions.sweep is not None:
+        tables["sweep"] = k_sweep(
+            model, chosen, plan=conditions.sweep, device=device, dtype=DTYPES[conditions.dtype]
+        )
+    if conditions.bounds:
+        missing["bounds"] = (
+            "its projections, normalisations and loss are not known, as those of semdiag's encoders are"
+        )
+    rows = [
+        {"model": model.path, "module": "", "text": f"{name} not available, because {why}", "times": 1}
+        for name, why in missing.items()
+    ]
+    remarks = pd.concat([part.remarks, typed("remarks", rows)], ignore_index=True) if rows else part.remarks
+    return replace(part, remarks=remarks, **tables)
 
 
 def _inputs(model: LoadedModel, conditions: Conditions) -> tuple[list[Batch], Tensor | None, str]:
