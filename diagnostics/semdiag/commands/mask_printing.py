@@ -3,6 +3,7 @@
 from typing import Any
 
 from semdiag.commands.theory_printing import number, number_table, wide_console
+from semdiag.commands.titles import title
 
 Summary = dict[str, Any]
 _MASKS = ("noise", "layer", "head", "Δ p50", "certified", "predicted", "observed", "95 %", "agreement", "response")
@@ -17,7 +18,7 @@ def print_masks(summary: Summary) -> None:
     """
     screen = wide_console()
     for result in summary["results"]:
-        screen.print(f"\n{result['model']}  {result['task']} {result['attention']}: {result['mask']}")
+        screen.print(f"\n{title(result)}: {result['mask']}")
         if not result["applicable"]:
             continue
         rows = number_table(_MASKS)

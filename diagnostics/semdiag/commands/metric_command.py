@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from semdiag.commands import options
+from semdiag.commands.titles import title
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -85,10 +86,12 @@ def _print(metric: str, summary: dict[str, Any]) -> None:
     if not console.is_terminal:
         console.width = max(console.width, 120)  # a log has room; a number cut short would be a wrong one
     for result in summary["results"]:
-        title = f"{result['model']}  {result['task'] or ''} {result['attention']}".replace("   ", "  ")
         for part in ("separation", "load") if metric == "separation" else ("dispersion",):
             table = Table(
-                title=f"{title}: {_TITLES[part]}", title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0)
+                title=f"{title(result)}: {_TITLES[part]}",
+                title_justify="left",
+                box=SIMPLE_HEAD,
+                padding=(0, 1, 0, 0),
             )
             _fill(table, result, part)
             for within in result.get("within_model", []):

@@ -178,7 +178,8 @@ def _quantities(place: dict[str, NDArray[Any]], largest: int) -> Iterator[tuple[
         lowest = np.where(keys >= k, top[k - 1], -np.inf)
         dispersion = np.where(drops, top[0] - lowest, whole)
         following = np.where(drops, top[k], -np.inf)
-        separation = np.where(drops, lowest - following, np.inf)
+        with np.errstate(invalid="ignore"):  # of rows with fewer keys
+            separation = np.where(drops, lowest - following, np.inf)
         kept = np.minimum(keys, k)
         sound = heavy_hitter_stability(dispersion, separation, kept).log_value.numpy()
         yield k, "dispersion", dispersion
