@@ -59,11 +59,6 @@ def statistics_of(q: Tensor, k: Tensor) -> object:
     return row_statistics(q, k, WIDTH**-0.5, top=K, causal=True)
 
 
-def look(model: nn.Sequential, function: Callable[[Tensor, Tensor], object] | None) -> None:
-    for block in model:
-        block.look = function
-
-
 def one_head() -> tuple[Tensor, Tensor]:
     return tuple(torch.randn(2, 1, 1, LONG, WIDTH, generator=torch.Generator().manual_seed(0)))
 
@@ -108,7 +103,8 @@ def alone(length: int) -> None:
         model(x)
         without = peak()
         ctypes.CDLL(None).malloc_trim(0)
-        look(model, statistics_of)
+        for block in model:
+            block.look = statistics_of
         model(x)
     print(peak() - without)
 
@@ -116,6 +112,18 @@ def alone(length: int) -> None:
 def extra_memory(length: int, threads: int) -> float:
     command = [sys.executable, __file__, "--alone", str(length), "--threads", str(threads)]
     return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+
+
+def forward_times(length: int, repeats: int) -> list[float]:
+    """CPU seconds of the forward alone and with the statistics of every layer."""
+    model, x = stack(length)
+
+    def run(function: Callable[[Tensor, Tensor], object] | None) -> None:
+        for block in model:
+            block.look = function
+        model(x)
+
+    return least([lambda: run(None), lambda: run(statistics_of)], repeats)
 
 
 @torch.inference_mode()
@@ -126,17 +134,7 @@ def report(threads: int, repeats: int) -> None:
     print("| | forward s | with statistics s | ratio | extra MB |")
     print("|---|---|---|---|---|")
     for length in LENGTHS:
-        model, x = stack(length)
-
-        def plain() -> None:
-            look(model, None)
-            model(x)
-
-        def watched() -> None:
-            look(model, statistics_of)
-            model(x)
-
-        forward, both = least([plain, watched], repeats)
+        forward, both = forward_times(length, repeats)
         memory = extra_memory(length, threads)
         print(
             f"| 12 × 12 × 64, L = {length} | {forward:.2f} | {both:.2f} | {both / forward:.2f} | {memory:.0f} |",

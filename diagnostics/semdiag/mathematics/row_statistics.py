@@ -207,7 +207,7 @@ def row_statistics(
         [[[1, 0, 1]]]
     """
     _check_shapes(q, k, top)
-    (batch, heads, q_length, _), k_length = q.shape, k.shape[2]
+    (batch, heads), k_length = q.shape[:2], k.shape[2]
     load = torch.zeros(batch, heads, k_length, dtype=torch.int64, device=q.device)
     ranks = torch.zeros(batch, heads, top, k_length, dtype=torch.int64, device=q.device)
     per_query: dict[int, dict[str, list[Tensor]]] = {}
@@ -226,8 +226,9 @@ def row_statistics(
                 parts.setdefault(name, []).append(value)
         names = next(iter(per_query.values()))
         joined = {name: torch.cat([torch.cat(parts[name], 2) for parts in per_query.values()]) for name in names}
-    # In place: the ranks are the largest thing here, K × Lk.
-    return RowStatistics(**joined, load=load, top_load=torch.cumsum(ranks, 2, out=ranks).movedim(2, 0))
+    for rank in range(1, top):  # in place: the ranks are the largest thing here, K × Lk
+        ranks[:, :, rank] += ranks[:, :, rank - 1]
+    return RowStatistics(**joined, load=load, top_load=ranks.movedim(2, 0))
 
 
 def _strip(strip: ScoreStrip, selected: Tensor | None, top: int, load: Tensor, ranks: Tensor) -> dict[str, Tensor]:
@@ -236,9 +237,9 @@ def _strip(strip: ScoreStrip, selected: Tensor | None, top: int, load: Tensor, r
     strip.forbid_(-torch.inf)
     maximum = scores.amax(-1)
     if top:
-        best, order = largest_scores(scores, top + 1)
+        best, order = largest_scores(scores, top)
         present = best[..., :top] > -torch.inf
-        add_ranks_(ranks, order[..., :top], present if strip.counted is None else present & strip.counted)
+        add_ranks_(ranks, order, present if strip.counted is None else present & strip.counted)
     else:
         best = maximum[..., None]
     weights = torch.softmax(scores, -1, out=strip.spare)
@@ -266,7 +267,7 @@ def _strip(strip: ScoreStrip, selected: Tensor | None, top: int, load: Tensor, r
         "kept_minimum": minimum,
         "kept_log_sum_exp": log_sum_exp,
         "dropped_maximum": torch.full_like(maximum, -torch.inf),
-        "entropy": _nan_where(keys == 0, (log_sum_exp - torch.linalg.vecdot(weights, scores)).clamp(min=0)),
+        "entropy": _nan_where(keys == 0, (log_sum_exp - weights.mul_(scores).sum(-1)).clamp(min=0)),
     }
 
 

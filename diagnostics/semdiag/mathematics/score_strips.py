@@ -45,7 +45,12 @@ class ScoreStrip:
         if self.allowed is not None:
             return (self.allowed.sum(-1) * (length // self.allowed.shape[3])).expand(shape)
         if self.future is not None:
-            return (length - self.future.sum(-1)).expand(shape)
+            hidden = self.future.shape[1]  # of the first query; one less of each later one
+            return (
+                torch.arange(length - hidden, length - hidden + shape[2], device=self.scores.device)
+                .clamp(max=length)
+                .expand(shape)
+            )
         return torch.full(shape, length, device=self.scores.device)
 
     def load(self) -> Tensor:
