@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from semdiag.capturing.loading import LoadedModel, load
     from semdiag.mathematics.row_statistics import RowStatistics, row_statistics
     from semdiag.measurement.capture import Calls, capture
+    from semdiag.measurement.k_sweep import SweepPlan, k_sweep
+    from semdiag.measurement.mask_stability import NoisePlan, mask_stability
     from semdiag.measurement.measure import measure
     from semdiag.measurement.measurements import Measurements
     from semdiag_models import InputError
@@ -28,6 +30,10 @@ _HOME = {
     "row_statistics": "semdiag.mathematics.row_statistics",
     "Calls": "semdiag.measurement.capture",
     "capture": "semdiag.measurement.capture",
+    "SweepPlan": "semdiag.measurement.k_sweep",
+    "k_sweep": "semdiag.measurement.k_sweep",
+    "NoisePlan": "semdiag.measurement.mask_stability",
+    "mask_stability": "semdiag.measurement.mask_stability",
     "measure": "semdiag.measurement.measure",
     "Measurements": "semdiag.measurement.measurements",
     "InputError": "semdiag_models",
@@ -40,6 +46,8 @@ __all__ = [
     "RowStatistics", "row_statistics",
     # measurement
     "Calls", "Measurements", "capture", "measure",
+    # probes
+    "NoisePlan", "SweepPlan", "k_sweep", "mask_stability",
     # errors
     "InputError",
 ]  # fmt: skip

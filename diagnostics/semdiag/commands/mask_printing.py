@@ -6,8 +6,10 @@ from semdiag.commands.theory_printing import number, number_table, wide_console
 from semdiag.commands.titles import title
 
 Summary = dict[str, Any]
-_MASKS = ("noise", "layer", "head", "Δ p50", "certified", "predicted", "observed", "95 %", "agreement", "response")
-_MASKS += ("Spearman Δ", "95 %")
+_MASKS = (
+    "noise", "layer", "head", "Δ p50", "certified", "predicted", "observed", "95 %", "agreement", "response",
+    "Spearman Δ", "95 %",
+)  # fmt: skip
 
 
 def print_masks(summary: Summary) -> None:

@@ -8,6 +8,8 @@ import typer
 
 from semdiag.commands import options
 
+_DRAWS, _PROBE_SAMPLES = 3, 100  # of the sections with a command of their own: enough for a first look
+
 
 def report(
     models: options.Models = None,
@@ -40,6 +42,8 @@ def report(
     Opens from disk in any browser. [bold]semdiag report[/] alone reports on every run in ./checkpoints.
     """
     from semdiag.commands import measuring
+    from semdiag.measurement.k_sweep import SweepPlan
+    from semdiag.measurement.mask_stability import NoisePlan
     from semdiag.measurement.measurements import Measurements
     from semdiag.measurement.survey import Conditions
     from semdiag.presentation.report import write_report
@@ -63,6 +67,9 @@ def report(
             config=measuring.read_config(config),
             noise=measuring.positive_numbers(noise, "--noise"),
             bounds=True,
+            masks=NoisePlan(measuring.positive_numbers(noise, "--noise"), draws=_DRAWS, seed=seed),
+            sweep=SweepPlan(),
+            probe_samples=_PROBE_SAMPLES,
         )
         found = measuring.measured(models, conditions, quiet)
     folder = out if out is not None else measuring.report_name("report", found)

@@ -7,8 +7,10 @@ from semdiag.commands.titles import title
 
 Summary = dict[str, Any]
 _FIRST, _STEP = 8, 4  # every k is shown up to the first, then every fourth; all stand in the CSV file
-_COLUMNS = ("k", "δ(k)/δ_s p50", "p95", "Δ(k) p50", "p5", "mass p50", "p5", "load p95", "p100")
-_COLUMNS += ("ln ξ p50", "paper p50", "W met", "X met")
+_COLUMNS = (
+    "k", "δ(k)/δ_s p50", "p95", "Δ(k) p50", "p5", "mass p50", "p5", "load p95", "p100",
+    "ln ξ p50", "paper p50", "W met", "X met",
+)  # fmt: skip
 
 
 def print_sweep(summary: Summary) -> None:

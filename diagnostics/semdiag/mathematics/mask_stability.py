@@ -32,7 +32,7 @@ def top_set(scores: Tensor, k: int, selected: Tensor | None = None) -> TopSet:
 
     Δ = min_S z − max_{A\S} z.
 
-    Source: paper, Def. 3. Deviation: none.
+    Source: paper, Def. 3 (docs/theory.md#semantic-separation). Deviation: none.
 
     Args:
         scores: z in nats, shape (..., L); -inf where a key is not allowed.
@@ -66,8 +66,8 @@ def score_rounding(q: Tensor, k: Tensor, scale: float, eps: float) -> Tensor:
 
     ((D + 4)/2) · eps · |scale| · ‖q_i‖ · max_j ‖k_j‖, D the width of a head.
 
-    Source: the standard bound γ_D of a dot product (Higham, Accuracy and Stability of Numerical Algorithms,
-    ch. 3). Deviation: four more roundings, for the scale and the differences that are taken.
+    Source: docs/theory.md#mask-stability; γ_D of a dot product (Higham, Accuracy and Stability of Numerical
+    Algorithms, ch. 3). Deviation: four more roundings, for the scale and the differences that are taken.
 
     Args:
         q: queries (..., Lq, D).
@@ -84,9 +84,9 @@ def score_rounding(q: Tensor, k: Tensor, scale: float, eps: float) -> Tensor:
         tensor([3.2425e-05])
     """
     factor = (q.shape[-1] + 4) / 2 * eps * abs(scale)
-    return torch.linalg.vector_norm(q, dim=-1) * (
-        factor * torch.linalg.vector_norm(k, dim=-1).amax(-1, keepdim=True)
-    )
+    queries: Tensor = torch.linalg.vector_norm(q, dim=-1)
+    keys: Tensor = torch.linalg.vector_norm(k, dim=-1)
+    return queries * (factor * keys.amax(-1, keepdim=True))
 
 
 def certified(change: Tensor, separation: Tensor, rounding: Tensor | float = 0.0) -> Tensor:
@@ -133,7 +133,8 @@ def predicted_agreement(separation: Tensor, spread: Tensor) -> Tensor:
         tensor([0.5000, 0.8413])
     """
     ratio = torch.where(spread > 0, separation / spread, torch.inf)
-    return torch.special.ndtr(torch.where(separation == 0, torch.zeros_like(ratio), ratio))
+    chance: Tensor = torch.special.ndtr(torch.where(separation == 0, torch.zeros_like(ratio), ratio))
+    return chance
 
 
 def kept_in_common(scores: Tensor, before: TopSet, out: Tensor | None = None) -> Tensor:

@@ -170,27 +170,29 @@ def _quantities(place: dict[str, NDArray[Any]], largest: int) -> Iterator[tuple[
     """Every quantity of every k, over the queries (or keys) of one layer and head."""
     top, whole, keys = place["top"].astype(np.float64), place["range"].astype(np.float64), place["keys"]
     kept_mass = np.logaddexp.accumulate(top[:largest], axis=0) - place["log_sum_exp"]
-    full = fixed_mask_stability(whole, keys).log_value.numpy()
+    full = fixed_mask_stability(_tensor(whole), _tensor(keys)).log_value.numpy()
     yield 0, "dispersion", whole
     yield 0, "ln_sound", full
     for k in range(1, largest + 1):
-        drops = keys > k
-        lowest = np.where(keys >= k, top[k - 1], -np.inf)
+        drops = keys > k  # elsewhere the entries of ``top`` may be -inf
+        lowest, following = (np.where(drops, top[at], 0.0) for at in (k - 1, k))
         dispersion = np.where(drops, top[0] - lowest, whole)
-        following = np.where(drops, top[k], -np.inf)
-        with np.errstate(invalid="ignore"):  # of rows with fewer keys
-            separation = np.where(drops, lowest - following, np.inf)
+        separation = np.where(drops, lowest - following, np.inf)
         kept = np.minimum(keys, k)
-        sound = heavy_hitter_stability(dispersion, separation, kept).log_value.numpy()
+        row = _tensor(dispersion), _tensor(separation), _tensor(kept)
+        sound = heavy_hitter_stability(*row).log_value.numpy()
         yield k, "dispersion", dispersion
-        with np.errstate(invalid="ignore", divide="ignore"):
-            yield k, "ratio", dispersion / whole
+        yield k, "ratio", np.divide(dispersion, whole, out=np.full_like(whole, np.nan), where=whole > 0)
         yield k, "separation", separation
         yield k, "mass", np.where(drops, np.minimum(np.exp(kept_mass[k - 1]), 1.0), 1.0)
         yield k, "load", place["load"][k - 1]
         yield k, "ln_sound", sound
-        yield k, "ln_paper", paper_heavy_hitter_stability(dispersion, separation, kept).log_value.numpy()
+        yield k, "ln_paper", paper_heavy_hitter_stability(*row).log_value.numpy()
         yield k, "sound_better", (sound < full).astype(np.float64)
+
+
+def _tensor(values: NDArray[Any]) -> Tensor:
+    return torch.from_numpy(values.astype(np.float64))
 
 
 def with_heavy_hitters(encoder: Encoder, k: int) -> Encoder:
@@ -203,10 +205,12 @@ def with_heavy_hitters(encoder: Encoder, k: int) -> Encoder:
     Returns:
         In evaluation mode, with the type and device of the first.
     """
-    swapped = Encoder(replace(encoder.config, attention="topk", k=k))
-    swapped.load_state_dict(encoder.state_dict())
+    with torch.random.fork_rng(devices=[]):  # a new encoder draws its initial weights
+        swapped = Encoder(replace(encoder.config, attention="topk", k=k))
     like = next(encoder.parameters())
-    return swapped.to(device=like.device, dtype=like.dtype).eval()
+    swapped = swapped.to(device=like.device, dtype=like.dtype)  # before, so that no weight is rounded
+    swapped.load_state_dict(encoder.state_dict())
+    return swapped.eval()
 
 
 def _reruns(

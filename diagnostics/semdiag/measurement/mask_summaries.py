@@ -1,6 +1,7 @@
 """The findings of ``semdiag mask-stability``: by noise level, layer and head, and what is not applicable."""
 
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -64,6 +65,7 @@ def mask_words(measurements: Measurements, model: str) -> str:
     return SUPPOSED.format(k=own.iloc[0]) if kind == "full" else f"the model's own mask, k = {own.iloc[0]}"
 
 
+@lru_cache(maxsize=1)  # resampling takes a second, and page, figures and tables all ask
 def mask_table(measurements: Measurements) -> pd.DataFrame:
     """What became of the masks, per model, noise level, layer and head, and pooled.
 
@@ -103,15 +105,17 @@ def effect_table(measurements: Measurements) -> pd.DataFrame:
             {
                 "model": model, "level": level, "samples": len(own), "logit_change": own["logit_change"].mean(),
                 "flipped": own["flipped"].mean(), "accuracy_before": own["correct_before"].mean(),
-                "accuracy_after": after.estimate, "accuracy_after_low": after.low, "accuracy_after_high": after.high,
+                "accuracy_after": after.estimate,
+                "accuracy_after_low": after.low, "accuracy_after_high": after.high,
             }
         )  # fmt: skip
     return pd.DataFrame(rows, columns=["model", "level"] if not rows else None)
 
 
 def _places(own: pd.DataFrame) -> Iterator[tuple[int | str, int | str, pd.DataFrame]]:
-    for (layer, head), part in own.groupby(["layer", "head"], sort=True):
-        yield int(layer), int(head), part
+    for layer, rows in own.groupby("layer", sort=True):
+        for head, part in rows.groupby("head", sort=True):
+            yield int(str(layer)), int(str(head)), part
     yield "all", "all", own
 
 
@@ -128,7 +132,7 @@ def _described(part: pd.DataFrame) -> Summary:
         "separation_p50": float(part["separation"].median()),
         **means,
         "swing_sd": float(np.sqrt((swing**2).mean())),
-        "certified_rows": int(round(float((part["certified"].astype(np.float64) * part["draws"]).sum()))),
+        "certified_rows": round(float((part["certified"].astype(np.float64) * part["draws"]).sum())),
         "certified_changed": int(part["certified_changed"].sum()),
     }
 

@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import torch
 
@@ -60,10 +61,8 @@ def condition_table(measurements: Measurements) -> pd.DataFrame:
 
 
 def _cuts(pooled: pd.DataFrame, quantity: str, k: int, mirrored: bool = False) -> torch.Tensor:
-    row = pooled.loc[(quantity, k)]
-    return torch.tensor(
-        [float(row[f"p{100 - p if mirrored else p}"]) for p in PAPER_PERCENTILES], dtype=torch.float64
-    )
+    names = [f"p{100 - p if mirrored else p}" for p in PAPER_PERCENTILES]
+    return torch.from_numpy(pooled.loc[[(quantity, k)]][names].to_numpy(np.float64)[0].copy())
 
 
 @dataclass(frozen=True)
@@ -101,34 +100,35 @@ def recommendation(measurements: Measurements, model: str) -> Recommendation:
         known = row["attention"] in SCORED
         reason = "it was not measured" if known else f"the mask of {row['attention']} attention ranks no scores"
         return Recommendation("not applicable", None, None, None, f"Not applicable: {reason}.")
-    mass = own[own["quantity"] == "mass"].set_index("k")["p50"]
-    largest = int(mass.index.max())
-    enough = [int(k) for k, kept in mass.items() if kept >= MASS]
+    mass = _by_k(own, "mass", "p50")
+    largest = max(mass)
+    enough = [k for k, kept in mass.items() if kept >= MASS]
     conditions = condition_table(measurements)
     conditions = conditions[conditions["model"] == model]
-    met = conditions.groupby("k")["met"].sum()
+    counts = conditions.groupby("k")["met"].sum()
+    met = dict(zip(counts.index.to_list(), counts.to_list(), strict=True))
     every = 2 * len(PAPER_PERCENTILES)
-    good = [int(k) for k, count in met.items() if count == every]
-    best = int(met.idxmax())
+    good = [k for k, count in met.items() if count == every]
+    best = max(met, key=lambda k: met[k])
     both = sorted(set(enough) & set(good))
     first, condition = (min(found, default=None) for found in (enough, good))
     if both:
         verdict, k = f"k = {both[0]}", both[0]
         words = (
-            f"k = {k} is the smallest that keeps 95 % of the attention mass for half of the queries and meets both "
-            f"of the paper's conditions at all four percentiles."
+            f"k = {k} is the smallest that keeps 95 % of the attention mass for half of the queries and meets "
+            f"both of the paper's conditions at all four percentiles."
         )
     elif first is None:
         verdict, k = "nothing conclusive", None
         words = (
-            f"Nothing conclusive: no k up to {largest} keeps 95 % of the mass for half of the queries (k = {largest} "
-            f"keeps {mass[largest]:.0%}){_conditions_words(condition, best, int(met[best]), every)}."
+            f"Nothing conclusive: no k up to {largest} keeps 95 % of the mass for half of the queries (k = "
+            f"{largest} keeps {mass[largest]:.0%}){_conditions_words(condition, best, int(met[best]), every)}."
         )
     else:
         verdict, k = "none", None
         words = (
-            f"None does: k = {first} is the smallest that keeps 95 % of the mass for half of the queries, but it meets "
-            f"the paper's conditions in {int(met[first])} of {every} cases"
+            f"None does: k = {first} is the smallest that keeps 95 % of the mass for half of the queries, but it "
+            f"meets the paper's conditions in {int(met[first])} of {every} cases"
             f"{_conditions_words(condition, best, int(met[best]), every)}."
         )
     if row["attention"] != "full":
@@ -146,16 +146,22 @@ def _conditions_words(condition: int | None, best: int, count: int, every: int) 
 
 def _rerun_words(own: pd.DataFrame, k: int | None) -> str:
     """What became of the accuracy when the model was run with its k largest scores only."""
-    accuracy = own[own["quantity"] == "accuracy"].set_index("k")
-    if accuracy.empty:
+    accuracy = _by_k(own, "accuracy", "mean")
+    if not accuracy:
         return ""
-    before, samples = float(accuracy.loc[0, "mean"]), int(accuracy.loc[0, "queries"])
+    before, samples = accuracy[0], int(_by_k(own, "accuracy", "queries")[0])
     margin = 1.96 * math.sqrt(2 * max(before * (1 - before), 1 / samples) / samples)
-    enough = [int(k) for k, mean in accuracy["mean"].items() if int(k) and mean >= before - margin]
+    enough = [k for k, mean in accuracy.items() if k and mean >= before - margin]
     said = f" Run again on {samples} samples (accuracy as it is {before:.1%}):"
     if k is not None:
-        said += f" {float(accuracy.loc[k, 'mean']):.1%} with k = {k};"
+        said += f" {accuracy[k]:.1%} with k = {k};"
     return f"{said} as accurate, within the error of these samples, at {_ranges(enough)}."
+
+
+def _by_k(own: pd.DataFrame, quantity: str, column: str) -> dict[int, float]:
+    """One number of a quantity for every k."""
+    rows = own[own["quantity"] == quantity]
+    return dict(zip(rows["k"].to_list(), rows[column].to_list(), strict=True))
 
 
 def _ranges(numbers: list[int]) -> str:

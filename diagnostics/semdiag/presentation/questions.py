@@ -1,5 +1,6 @@
 """The sections of a report: a question, its figures, how to read them, and what they do not show."""
 
+from semdiag.presentation.mask_questions import MASK_QUESTIONS
 from semdiag.presentation.question import Question, Shown
 from semdiag.presentation.theory_questions import THEORY_QUESTIONS
 from semdiag.presentation.within_questions import BY_KEYS, WITHIN
@@ -16,7 +17,7 @@ _POOLED = (
 
 
 SECTIONS = (
-    "dispersion", "within", "separation", "learning", "stability", "mask-stability", "bounds", "k-sweep",
+    "dispersion", "within", "separation", "learning", "stability", "bounds", "mask-stability", "k-sweep",
 )  # fmt: skip
 
 QUESTIONS = (
@@ -139,4 +140,5 @@ QUESTIONS = (
         ),
     ),
     *THEORY_QUESTIONS,
+    *MASK_QUESTIONS,
 )

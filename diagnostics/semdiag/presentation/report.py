@@ -15,6 +15,7 @@ from semdiag.measurement.measurements import Measurements
 from semdiag.measurement.summaries import counterfactual_ks
 from semdiag.presentation.figures import FIGURES
 from semdiag.presentation.figures.dispersion_ratio import dispersion_ratio, layer_ratios
+from semdiag.presentation.mask_tables import mask_tables
 from semdiag.presentation.page import Picture, render_page
 from semdiag.presentation.panels import NothingToDrawError
 from semdiag.presentation.questions import QUESTIONS, SECTIONS
@@ -84,8 +85,8 @@ def measured_sections(measurements: Measurements) -> list[str]:
 
     Returns:
         All of :data:`~semdiag.presentation.questions.SECTIONS` but ``within`` without counterfactual k,
-        ``stability`` without secants, and ``bounds`` without constants and slopes; of models of others alone
-        neither ``separation`` nor ``learning``.
+        ``stability`` without secants, ``bounds`` without constants and slopes, ``mask-stability`` without noise,
+        and ``k-sweep`` without a sweep; of models of others alone neither ``separation`` nor ``learning``.
     """
     missing = set()
     if not counterfactual_ks(measurements.queries):
@@ -96,6 +97,10 @@ def measured_sections(measurements: Measurements) -> list[str]:
         missing.add("stability")
     if measurements.constants.empty and measurements.parameters.empty:
         missing.add("bounds")
+    if measurements.noise_effects.empty:
+        missing.add("mask-stability")
+    if measurements.sweep.empty:
+        missing.add("k-sweep")
     return [name for name in SECTIONS if name not in missing]
 
 
@@ -145,7 +150,7 @@ def _write(
     compared = "dispersion" in sections and not foreign(measurements.models).all()
     ratios = layer_ratios(measurements) if compared else None
     findings = theory_findings(measurements, sections)
-    theory = theory_tables(measurements, findings)
+    theory = theory_tables(measurements, findings) | mask_tables(measurements, sections)
     write_tables(_tables(measurements, sections, ratios) | theory, folder / "data")
     if keep_queries:
         measurements.save(folder / "data")

@@ -13,6 +13,7 @@ from semdiag.measurement.pairing import find_pairs
 from semdiag.measurement.percentiles import percentiles
 from semdiag.measurement.resampling import Interval, ratio_interval
 from semdiag.presentation.learning_speed import training_runs
+from semdiag.presentation.mask_verdict import mask_sentences, masks_in_short, sweep_sentences
 from semdiag.presentation.panels import panels_of
 from semdiag.presentation.theory_verdict import bounds_sentences, in_short, stability_sentences
 from semdiag.presentation.within_verdict import capture_sentences, within_sentences
@@ -129,6 +130,8 @@ def sentences(
     if "separation" in sections:
         said += _separation(measurements)
     said += in_short(findings)
+    if "mask-stability" in sections:
+        said += masks_in_short(measurements)
     said = said or ["What was found stands below, model by model."]
     return [*said, *capture_sentences(measurements), *_warnings(measurements)]
 
@@ -144,10 +147,15 @@ def details(
         findings: of the theory, by section.
 
     Returns:
-        Sentences by section, for stability and bounds.
+        Sentences by section, for stability, bounds, masks under noise and other k.
     """
     say = {"stability": stability_sentences, "bounds": bounds_sentences}
-    return {name: say[name](measurements, findings.get(name, ())) for name in say if name in sections}
+    said = {name: say[name](measurements, findings.get(name, ())) for name in say if name in sections}
+    if "mask-stability" in sections:
+        said["mask-stability"] = mask_sentences(measurements)
+    if "k-sweep" in sections:
+        said["k-sweep"] = sweep_sentences(measurements)
+    return said
 
 
 def _controls(measurements: Measurements) -> list[str]:

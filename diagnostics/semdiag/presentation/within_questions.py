@@ -1,5 +1,6 @@
 """The sections of a report about one dense model by itself, and the whole of it for models of others."""
 
+from semdiag.presentation.mask_questions import MASK_QUESTIONS
 from semdiag.presentation.question import Question, Shown
 from semdiag.presentation.theory_questions import THEORY_QUESTIONS
 
@@ -79,4 +80,4 @@ _SPREAD = Question(
 )
 
 # Of models whose attention alone is known.
-FOREIGN_QUESTIONS = (_SPREAD, WITHIN, *(q for q in THEORY_QUESTIONS if q.section == "stability"))
+FOREIGN_QUESTIONS = (_SPREAD, WITHIN, *(q for q in THEORY_QUESTIONS if q.section == "stability"), *MASK_QUESTIONS)

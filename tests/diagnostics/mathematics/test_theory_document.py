@@ -25,6 +25,7 @@ WITH_FORMULAS = (
     "network_bounds",
     "corollary",
     "learning",
+    "mask_stability",
 )
 
 

@@ -13,8 +13,12 @@ from semdiag.presentation.figures.dispersion_by_layer import dispersion_by_layer
 from semdiag.presentation.figures.dispersion_counterfactual import dispersion_counterfactual
 from semdiag.presentation.figures.dispersion_ecdf import dispersion_ecdf
 from semdiag.presentation.figures.dispersion_ratio import dispersion_ratio
+from semdiag.presentation.figures.k_sweep import k_sweep
 from semdiag.presentation.figures.key_load import key_load
 from semdiag.presentation.figures.key_load_counterfactual import key_load_counterfactual
+from semdiag.presentation.figures.mask_agreement import mask_agreement
+from semdiag.presentation.figures.mask_heat_map import mask_heat_map
+from semdiag.presentation.figures.mask_reliability import mask_reliability
 from semdiag.presentation.figures.mass_kept import mass_kept
 from semdiag.presentation.figures.secants_under_bounds import secants_under_bounds
 from semdiag.presentation.figures.separation_by_layer import separation_by_layer
@@ -39,6 +43,10 @@ FIGURES: dict[str, Callable[[Measurements], Figure]] = {
     "secants_under_bounds": secants_under_bounds,
     "corollary_conditions": corollary_conditions,
     "corollary_plane": corollary_plane,
+    "mask_agreement": mask_agreement,
+    "mask_reliability": mask_reliability,
+    "mask_heat_map": mask_heat_map,
+    "k_sweep": k_sweep,
 }
 
 __all__ = [
@@ -46,7 +54,7 @@ __all__ = [
     "FIGURES",
     # figures
     "attention_response", "corollary_conditions", "corollary_plane", "dispersion_by_keys", "dispersion_by_layer",
-    "dispersion_counterfactual", "dispersion_ecdf", "dispersion_ratio", "key_load", "key_load_counterfactual",
-    "mass_kept", "secants_under_bounds", "separation_by_layer", "separation_counterfactual", "stability_curves",
-    "training_curves",
+    "dispersion_counterfactual", "dispersion_ecdf", "dispersion_ratio", "k_sweep", "key_load",
+    "key_load_counterfactual", "mask_agreement", "mask_heat_map", "mask_reliability", "mass_kept",
+    "secants_under_bounds", "separation_by_layer", "separation_counterfactual", "stability_curves", "training_curves",
 ]  # fmt: skip
