@@ -72,7 +72,7 @@ class Run:
             said = " ".join(str(error).split())[:200]
             raise InputError(
                 f"{self._loaded.path} cannot be run on these inputs ({type(error).__name__}: {said}). It is "
-                "called with a batch's tensor, the entries of its dictionary by name, or those of its tuple in order."
+                "called with a batch's tensor, the entries of its dictionary by name, or those of its tuple."
             ) from error
         return None
 

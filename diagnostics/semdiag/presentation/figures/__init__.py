@@ -56,5 +56,6 @@ __all__ = [
     "attention_response", "corollary_conditions", "corollary_plane", "dispersion_by_keys", "dispersion_by_layer",
     "dispersion_counterfactual", "dispersion_ecdf", "dispersion_ratio", "k_sweep", "key_load",
     "key_load_counterfactual", "mask_agreement", "mask_heat_map", "mask_reliability", "mass_kept",
-    "secants_under_bounds", "separation_by_layer", "separation_counterfactual", "stability_curves", "training_curves",
+    "secants_under_bounds", "separation_by_layer", "separation_counterfactual", "stability_curves",
+    "training_curves",
 ]  # fmt: skip
