@@ -1,6 +1,7 @@
 """Watching a model's attention while it runs."""
 
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
@@ -51,10 +52,12 @@ def watch_attention(
     recorder = Recorder(model, consume)
 
     def before(module: nn.Module, inputs: tuple[object, ...]) -> None:
-        if isinstance(module, torch.jit.ScriptModule) and id(module) in recorder.names:
-            recorder.skip("jit graph", "operations of a scripted or traced module cannot be seen")
-        if recorder.enter(module) and isinstance(module, AttentionCore):
+        if not recorder.enter(module):
+            return
+        if isinstance(module, AttentionCore):
             recorder.covered += 1
+        elif isinstance(module, torch.jit.ScriptModule):
+            recorder.skip("jit graph", "operations of a scripted or traced module cannot be seen")
 
     def after(module: nn.Module, inputs: tuple[object, ...], output: object) -> None:
         name = recorder.module
@@ -81,5 +84,6 @@ def _uncompiled() -> Iterator[None]:
     if not any(name in sys.modules for name in _COMPILERS):  # nothing is compiled, and importing it takes a second
         yield
         return
-    with torch.compiler.set_stance("force_eager"):
+    with torch.compiler.set_stance("force_eager"), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*when there are global hooks on modules")  # ours, and they may
         yield

@@ -26,7 +26,11 @@ class _OperationWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         recorder = self._recorder
         if recorder.listening and not recorder.in_function and (name in _ATTENTIVE or name.startswith(_PREFIXES)):
             recorder.skip(name, "runs below Python: in a compiled, traced or exported graph, or in C++")
-        return func(*args, **(kwargs or {}))
+        before, recorder.in_function = recorder.in_function, True  # the operator is a Python function, too
+        try:
+            return func(*args, **(kwargs or {}))
+        finally:
+            recorder.in_function = before
 
 
 @contextlib.contextmanager

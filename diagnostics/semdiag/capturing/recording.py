@@ -29,7 +29,7 @@ class Recorder:
     """
 
     def __init__(self, model: nn.Module, consume: Callable[[AttentionCall], None]) -> None:
-        named = list(model.named_modules())
+        named = [(name.replace("_orig_mod", "").strip("."), module) for name, module in model.named_modules()]
         cores = [name for name, module in named if isinstance(module, AttentionCore)]
         self.audit = Audit(modules=cores)
         self.names = {id(module): name for name, module in named}

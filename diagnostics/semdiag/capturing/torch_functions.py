@@ -44,7 +44,7 @@ class FunctionWatch(TorchFunctionMode):
         """Run the function, and record it if it attends."""
         kwargs = kwargs or {}
         name: str = getattr(func, "__name__", "")
-        if not self._recorder.listening or name == "__get__":
+        if not self._recorder.listening or self._recorder.in_function or name == "__get__":
             return func(*args, **kwargs)
         name = name.partition(".")[0]  # operators of exported graphs are called name.overload
         special = self._special.get(name)

@@ -3,15 +3,24 @@
 import pytest
 import torch
 from torch import nn
+from torch.nn.modules import module as everywhere
+from torch.overrides import _get_current_function_mode_stack
 
+from semdiag.capturing import attention_calls
 from semdiag.capturing.attention_calls import watch_attention
-from semdiag_models import Encoder, InputError
+from semdiag_models import Encoder
 
 TOKENS = torch.tensor([[0, 1, 1, 0, 1, 1], [1, 0, 0, 2, 2, 2]])
 
 
-def hooks(model):
-    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+def left_behind(model):
+    """Hooks on the model, hooks on all modules, function modes."""
+    on_model = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+    on_all = len(everywhere._global_forward_hooks) + len(everywhere._global_forward_pre_hooks)
+    return on_model, on_all, len(_get_current_function_mode_stack())
+
+
+NOTHING = (0, 0, 0)
 
 
 @pytest.fixture(params=[("full", None), ("topk", 3), ("banded", 3), ("block", 3)], ids=lambda kind: kind[0])
@@ -85,35 +94,52 @@ def test_without_pad_every_key_is_allowed_and_every_query_counts(encoder):
     assert [(call.allowed, call.queries) for call in calls] == [(None, None)] * 2
 
 
-def test_nothing_is_left_behind(encoder):
+def test_nothing_is_attached_to_the_model_and_nothing_is_left_behind(encoder):
     with watch_attention(encoder, lambda call: None):
-        assert hooks(encoder) == 2
-    assert hooks(encoder) == 0
+        assert left_behind(encoder) == (0, 2, 1)
+    assert left_behind(encoder) == NOTHING
 
 
-def test_nothing_is_left_behind_after_an_exception_in_the_body(encoder):
-    with pytest.raises(KeyError), watch_attention(encoder, lambda call: None):
-        raise KeyError
-    assert hooks(encoder) == 0
+@pytest.mark.parametrize("error", [KeyError, KeyboardInterrupt])
+def test_nothing_is_left_behind_after_an_exception_in_the_body(encoder, error):
+    with pytest.raises(error), watch_attention(encoder, lambda call: None):
+        raise error
+    assert left_behind(encoder) == NOTHING
 
 
-def test_nothing_is_left_behind_after_an_exception_while_consuming(encoder):
+@pytest.mark.parametrize("error", [KeyError, KeyboardInterrupt])
+def test_nothing_is_left_behind_after_an_exception_while_consuming(encoder, error):
     def consume(call):
-        raise KeyError(call.layer)
+        raise error(call.layer)
 
-    with pytest.raises(KeyError, match="0"), watch_attention(encoder, consume):
+    with pytest.raises(error, match="0"), watch_attention(encoder, consume):
         encoder(TOKENS)
-    assert hooks(encoder) == 0
+    assert left_behind(encoder) == NOTHING
+
+
+def test_a_watch_goes_on_after_a_forward_that_was_interrupted(encoder):
+    calls = []
+
+    def consume(call):
+        calls.append((call.layer, call.occurrence))
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+
+    with watch_attention(encoder, consume):
+        with pytest.raises(KeyboardInterrupt):
+            encoder(TOKENS)
+        encoder(TOKENS)
+    assert calls == [(0, 0), (1, 0)] * 2
 
 
 def test_nothing_is_left_behind_when_a_hook_cannot_be_attached(encoder, monkeypatch):
-    def refuse(hook):
+    def refuse(hook, *, always_call):
         raise RuntimeError("no hooks here")
 
-    monkeypatch.setattr(encoder.blocks[1].attention.core, "register_forward_hook", refuse)
+    monkeypatch.setattr(attention_calls, "register_module_forward_hook", refuse)
     with pytest.raises(RuntimeError, match="no hooks here"), watch_attention(encoder, lambda call: None):
         pytest.fail("the context was entered")
-    assert hooks(encoder) == 0
+    assert left_behind(encoder) == NOTHING
 
 
 def test_watches_may_be_nested_and_each_sees_every_call(encoder):
@@ -123,9 +149,9 @@ def test_watches_may_be_nested_and_each_sees_every_call(encoder):
         with watch_attention(encoder, inner.append):
             encoder(TOKENS)
         encoder(TOKENS)
-        assert hooks(encoder) == 2
+        assert left_behind(encoder) == (0, 2, 1)
     assert (len(outer), len(inner)) == (6, 2)
-    assert hooks(encoder) == 0
+    assert left_behind(encoder) == NOTHING
 
 
 def test_hooks_of_others_stay(encoder):
@@ -138,9 +164,8 @@ def test_hooks_of_others_stay(encoder):
     handle.remove()
 
 
-def test_a_model_without_attention_is_refused():
-    with (
-        pytest.raises(InputError, match=r"^No attention layer found in Linear\. Supported are the encoders"),
-        watch_attention(nn.Linear(2, 2), lambda call: None),
-    ):
-        pytest.fail("the context was entered")
+def test_a_model_without_attention_has_an_empty_audit():
+    calls, model = [], nn.Sequential(nn.Linear(2, 2), nn.Softmax(-1))
+    with watch_attention(model, calls.append) as audit:
+        model(torch.ones(1, 2))
+    assert (calls, audit.modules, audit.captured, audit.skipped) == ([], [], {}, {})
