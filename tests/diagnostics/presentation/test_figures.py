@@ -26,6 +26,7 @@ THEORY = (
     "corollary_plane",
     "corollary_conditions",
 )
+PROBES = ("mask_agreement", "mask_reliability", "mask_heat_map", "k_sweep")
 OF_QUERIES = ("corollary_plane", "corollary_conditions")
 
 
@@ -50,9 +51,10 @@ def boxes(ax):
 
 
 @pytest.mark.parametrize("name", FIGURES)
-def test_many_models_are_drawn_without_touching_pyplot_or_its_settings(name, many, four, theory):
+def test_many_models_are_drawn_without_touching_pyplot_or_its_settings(name, many, four, theory, probed):
     before = dict(matplotlib.rcParams)
     measurements = four if name == "dispersion_counterfactual" else theory(many) if name in THEORY else many
+    measurements = probed(many) if name in PROBES else measurements
     figure = FIGURES[name](measurements)
     figure.draw_without_rendering()
     assert isinstance(figure, Figure)

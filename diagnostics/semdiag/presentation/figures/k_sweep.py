@@ -58,7 +58,8 @@ def k_sweep(measurements: Measurements) -> Figure:
         row[1].set_ylim(0, 1.03)
         _separation(row[2], own)
         _conditions(row[3], conditions[conditions["model"] == model])
-        row[0].set_title(title)
+        for ax, name in zip(row, (title, "dispersion", "separation", "conditions"), strict=True):
+            ax.set_title(name)
         found = recommendation(measurements, model).k
         for ax in row:
             ax.set_xlabel("k")
