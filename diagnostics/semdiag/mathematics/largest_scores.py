@@ -70,7 +70,7 @@ def _grouped(scores: Tensor, count: int, size: int, packed: bool) -> Tensor:
     """Positions of the largest scores through the maxima of groups; what fills no group is searched, too."""
     length = scores.shape[-1]
     groups = length // size
-    maxima = scores[..., : size * groups].unflatten(-1, (size, groups)).amax(-2)
+    maxima = torch.unflatten(scores[..., : size * groups], -1, (size, groups)).amax(-2)
     chosen = _largest(maxima, None, count, packed)
     members = chosen[..., None] + groups * torch.arange(size, device=scores.device)
     rest = torch.arange(size * groups, length, device=scores.device).expand(*scores.shape[:-1], -1)

@@ -210,7 +210,7 @@ def row_statistics(
     (batch, heads), k_length = q.shape[:2], k.shape[2]
     load = torch.zeros(batch, heads, k_length, dtype=torch.int64, device=q.device)
     ranks = torch.zeros(batch, heads, top, k_length, dtype=torch.int64, device=q.device)
-    per_query: dict[int, dict[str, list[Tensor]]] = {}
+    rows: dict[str, Tensor] = {}
     with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
         if q.dtype in (torch.float16, torch.bfloat16):
             q, k = q.float(), k.float()
@@ -221,14 +221,14 @@ def row_statistics(
             b, seen = strip.samples, strip.scores.shape[3]
             own = None if selected is None else selected[b, :, strip.queries]
             found = _strip(strip, own, top, load[b, :, :seen], ranks[b, :, :, :seen])
-            parts = per_query.setdefault(b.start, {})
-            for name, value in (found if sinks is None else _with_sinks(found, sinks)).items():
-                parts.setdefault(name, []).append(value)
-        names = next(iter(per_query.values()))
-        joined = {name: torch.cat([torch.cat(parts[name], 2) for parts in per_query.values()]) for name in names}
+            for name, values in (found if sinks is None else _with_sinks(found, sinks)).items():
+                # Written into one tensor at once: thousands of small ones would leave holes in memory.
+                if name not in rows:
+                    rows[name] = values.new_empty(*q.shape[:3], *values.shape[3:])
+                rows[name][b, :, strip.queries] = values
     for rank in range(1, top):  # in place: the ranks are the largest thing here, K × Lk
         ranks[:, :, rank] += ranks[:, :, rank - 1]
-    return RowStatistics(**joined, load=load, top_load=ranks.movedim(2, 0))
+    return RowStatistics(**rows, load=load, top_load=ranks.movedim(2, 0))
 
 
 def _strip(strip: ScoreStrip, selected: Tensor | None, top: int, load: Tensor, ranks: Tensor) -> dict[str, Tensor]:
