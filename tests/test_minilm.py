@@ -1,4 +1,4 @@
-"""A sentence model with trained weights: what was captured of it is all of it, and the committed report is true."""
+"""A sentence model with trained weights: all of its attention is captured, and the committed report is true."""
 
 import importlib.util
 import json
@@ -88,7 +88,11 @@ def test_the_committed_report_is_what_its_command_makes(tmp_path):
     words[words.index("--out") + 1] = str(tmp_path / "report")
     code = "import sys; from semdiag.commands.main import main; sys.argv[0] = 'semdiag'; main()"
     done = subprocess.run(
-        [sys.executable, "-c", code, *words, "--figures", "none"], cwd=ROOT, capture_output=True, text=True, check=False
+        [sys.executable, "-c", code, *words, "--figures", "none"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     made = json.loads((tmp_path / "report" / "summary.json").read_text(encoding="utf-8"))

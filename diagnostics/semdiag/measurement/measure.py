@@ -70,6 +70,8 @@ def measure(
     cut: Sequence[Batch] = batching.split(batches, batch_size)
     if not cut:
         raise InputError("There are no inputs to measure on: the number of samples is 0.")
+    if loaded.foreign and any(value < 1 for value in k):
+        raise InputError(f"k must be at least 1. Got k={min(k)}.")
     if isinstance(loaded.module, Encoder):
         cut = checked_tokens(loaded.module, cut, k)
     collected = Collector(loaded.path, k)
