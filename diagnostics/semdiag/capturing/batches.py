@@ -107,28 +107,29 @@ def first_samples(batches: Iterable[Batch], count: int) -> list[Batch]:
     return found
 
 
-def doubled(batch: Batch) -> Batch:
-    """Every sample of a batch twice: all of them, then all of them again.
+def repeated(batch: Batch, times: int) -> Batch:
+    """Every sample of a batch several times: all of them, then all of them again.
 
     Args:
         batch: a tensor, a dictionary or a tuple.
+        times: how often.
 
     Example:
-        >>> doubled(torch.tensor([[1], [2]])).tolist()
+        >>> repeated(torch.tensor([[1], [2]]), 2).tolist()
         [[1], [2], [1], [2]]
     """
     size = samples_of(batch)
 
-    def twice(value: Any) -> Any:
+    def again(value: Any) -> Any:
         own = isinstance(value, Tensor) and value.ndim and len(value) == size
-        return torch.cat([value, value]) if own else value
+        return torch.cat([value] * times) if own else value
 
     if isinstance(batch, Tensor):
-        found: Batch = twice(batch)
+        found: Batch = again(batch)
     elif isinstance(batch, Mapping):
-        found = {name: twice(value) for name, value in batch.items()}
+        found = {name: again(value) for name, value in batch.items()}
     else:
-        found = tuple(twice(value) for value in batch)
+        found = tuple(again(value) for value in batch)
     return found
 
 

@@ -31,7 +31,8 @@ def print_masks(summary: Summary) -> None:
         changed, certified = result["certified_changed"], result["certified_rows"]
         screen.print(f"Certified rows that changed: {changed:,} of {certified:,}.")
         for level in result["levels"]:
-            screen.print(_output(level))
+            if level["output"]:  # nothing is known of the output of somebody else's model
+                screen.print(_output(level))
 
 
 def _mask_cells(row: Summary) -> list[str]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from semdiag.capturing.attention_calls import AttentionCall, watch_attention
-from semdiag.capturing.batches import Batch, doubled, first_samples, longest, samples_of, split
+from semdiag.capturing.batches import Batch, first_samples, longest, repeated, samples_of, split
 from semdiag.capturing.loading import LoadedModel
 from semdiag.mathematics.softmax_secants import score_change, weight_change
 from semdiag.measurement.embedding_noise import noisy_embeddings
@@ -134,7 +134,7 @@ def foreign_secants(
                 for part in _small(batch):
                     size = samples_of(part)
                     with noisy_embeddings(run.module, size, add_noise):
-                        run(doubled(part))
+                        run(repeated(part, 2))
                     for columns in collected.parts:
                         parts.append({"sample": columns.pop("sample") + done, "level": level, **columns})
                     collected.parts.clear()

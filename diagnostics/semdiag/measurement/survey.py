@@ -160,6 +160,14 @@ def _probed(
         except NotAvailableError as reason:
             missing["secants"] = str(reason)
     chosen = first_samples(batches, conditions.probe_samples) if conditions.probe_samples else batches
+    if conditions.masks is not None:
+        pieces = [piece for batch in chosen for piece in _pieces(batch, conditions)]
+        try:
+            tables["masks"], tables["noise_effects"] = mask_stability(
+                model, pieces, plan=conditions.masks, device=device, dtype=DTYPES[conditions.dtype]
+            )
+        except NotAvailableError as reason:
+            missing["mask stability"] = str(reason)
     if conditions.sweep is not None:
         tables["sweep"] = k_sweep(
             model, chosen, plan=conditions.sweep, device=device, dtype=DTYPES[conditions.dtype]
@@ -174,6 +182,15 @@ def _probed(
     ]
     remarks = pd.concat([part.remarks, typed("remarks", rows)], ignore_index=True) if rows else part.remarks
     return replace(part, remarks=remarks, **tables)
+
+
+def _pieces(batch: Batch, conditions: Conditions) -> list[Batch]:
+    """A batch in parts that with all their noisy copies are as large as one of the conditions' batches."""
+    assert conditions.masks is not None
+    copies = len(conditions.masks.levels) * conditions.masks.draws
+    return (
+        [batch] if isinstance(batch, tuple | list) else split(batch, max(1, conditions.batch_size // (1 + copies)))
+    )
 
 
 def _inputs(model: LoadedModel, conditions: Conditions) -> tuple[list[Batch], Tensor | None, str]:

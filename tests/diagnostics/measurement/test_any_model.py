@@ -275,6 +275,37 @@ def test_clean_rows_of_the_secants_are_those_of_the_measurement(decoder, batch):
     np.testing.assert_allclose(merged["dispersion_x"], merged["dispersion_y"], atol=1e-8)
 
 
+def test_a_sweep_asks_what_a_measurement_asks(decoder, batch):
+    sweep = semdiag.k_sweep(decoder, batch, batch_size=2)
+    found = semdiag.measure(decoder, batch, k=(3,)).queries
+    for layer in (-1, 0):
+        rows = found if layer == -1 else found[(found["layer"] == layer) & (found["head"] == 0)]
+        own = sweep[(sweep["layer"] == layer) & (sweep["head"] == min(layer, 0)) & (sweep["k"] == 3)]
+        own = own.set_index("quantity")["p50"]
+        assert own["dispersion"] == pytest.approx(rows["dispersion_k3"].median(), rel=1e-5)
+        assert own["mass"] == pytest.approx(rows["mass_k3"].median(), rel=1e-5)
+    with pytest.raises(InputError, match=r"^model is a Decoder: this needs one of semdiag's encoders"):
+        semdiag.k_sweep(decoder, batch, plan=semdiag.SweepPlan(rerun=True))
+
+
+def test_masks_of_padded_batches_survive_no_noise_and_certified_ones_any(decoder, batch):
+    batches = [{name: value[:2, :9] for name, value in batch.items()}, {n: v[4:, :7] for n, v in batch.items()}]
+    plan = semdiag.NoisePlan((1e-12, 0.02, 3.0), draws=4, k=2)
+    masks, effects = semdiag.mask_stability(decoder, batches, plan=plan, dtype=torch.float64)
+    by_level = masks.groupby("level")
+    dropping = sum(max(0, n - 2) for n in (9, 4, 7)) * BLOCKS * HEADS  # the first two queries see two keys at most
+    assert by_level.size().tolist() == [dropping] * 3
+    untied = masks[(masks["level"] == 1e-12) & (masks["separation"] > 1e-6)]  # equal tokens have equal keys
+    assert len(untied) > dropping / 2
+    assert (untied["exact"] == 1).all()
+    assert by_level["exact"].mean().iloc[2] < 0.9
+    assert by_level["certified"].mean().iloc[1] > 0.0
+    assert masks["certified_changed"].sum() == 0
+    assert effects.empty
+    again, _ = semdiag.mask_stability(decoder, batches, plan=plan, dtype=torch.float64)
+    pd.testing.assert_frame_equal(masks, again)
+
+
 def test_without_an_embedding_the_report_says_what_is_missing_and_why():
     layer = nn.TransformerEncoderLayer(8, 2, batch_first=True, dropout=0.0)
     model = semdiag.LoadedModel("own:model", "", layer, "factory", "unknown", batches=[torch.randn(2, 5, 8)])
