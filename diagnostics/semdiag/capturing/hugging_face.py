@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from semdiag.capturing.attention_call import AttentionCall
-from semdiag.capturing.recording import Recorder, four_axes, split_mask
+from semdiag.capturing.recording import Recorder, four_axes, is_plain, split_mask
 
 MECHANISM = "transformers attention interface"
 _UNDERSTOOD = ("eager", "sdpa")  # their mask is a tensor over queries and keys
@@ -60,6 +60,10 @@ def _recorded(recorder: Recorder, implementation: str, attend: Callable[..., Any
         if implementation not in _UNDERSTOOD:
             recorder.skip(
                 implementation, "load the model with attn_implementation='sdpa' or 'eager' to capture it", name
+            )
+        elif not is_plain(query):
+            recorder.skip(
+                implementation, f"tensors of type {type(query).__name__}: only plain ones are captured", name
             )
         elif mask is not None and not (isinstance(mask, Tensor) and mask.ndim == 4):
             recorder.skip(implementation, f"its mask is a {type(mask).__name__} of an unknown kind", name)

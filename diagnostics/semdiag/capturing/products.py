@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from semdiag.capturing.recording import is_plain
+
 
 @dataclass(frozen=True, eq=False)
 class Product:
@@ -70,7 +72,13 @@ def weighted_layout(product: Product, result: Tensor) -> tuple[Tensor, Tensor] |
 
 
 def _usable(x: object) -> bool:
-    return isinstance(x, Tensor) and x.ndim >= 2 and x.is_floating_point() and x.layout == torch.strided
+    return (
+        isinstance(x, Tensor)
+        and is_plain(x)
+        and x.ndim >= 2
+        and x.is_floating_point()
+        and x.layout == torch.strided
+    )
 
 
 def _is_parameter(x: Tensor, parameters: set[int]) -> bool:

@@ -33,7 +33,7 @@ class Recorder:
         cores = [name for name, module in named if isinstance(module, AttentionCore)]
         self.audit = Audit(modules=cores)
         self.names = {id(module): name for name, module in named}
-        self.parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
+        self.parameters = {p.untyped_storage().data_ptr() for p in model.parameters() if is_plain(p)}
         self.covered = 0
         self.heads: int | None = None
         self.in_function = False
@@ -127,6 +127,11 @@ def _unusable(call: AttentionCall) -> str | None:
     if torch._C._functorch.is_functorch_wrapped_tensor(call.q):
         return "runs under a torch.func transform (vmap, jvp): its tensors have no values of their own"
     return None
+
+
+def is_plain(tensor: object) -> bool:
+    """Whether it is a tensor with values of its own: no subclass (nested, fake, distributed), not lazy."""
+    return type(tensor) in (Tensor, nn.Parameter)
 
 
 def split_mask(mask: Tensor) -> tuple[Tensor | None, Tensor | None]:

@@ -16,9 +16,10 @@ MECHANISM = "softmax provenance"
 
 @dataclass(frozen=True, eq=False)
 class _Weights:
-    """What is known about a tensor of attention weights."""
+    """What is known about a tensor of attention weights; ``heads`` as the softmax saw them, if it did."""
 
     number: int
+    heads: int | None
     history: ScoreHistory
     allowed: Tensor | None
     module: str
@@ -100,13 +101,14 @@ class SoftmaxProvenance:
         with outside_all_modes(scores.device.type):
             allowed = None if history.floor is None else scores.detach() > history.floor
         self._softmaxes += 1
-        self._weights[result] = _Weights(self._softmaxes, history, allowed, self._recorder.module)
+        heads = self._recorder.heads or (scores.shape[1] if scores.ndim == 4 else None)
+        self._weights[result] = _Weights(self._softmaxes, heads, history, allowed, self._recorder.module)
         self._waiting[self._softmaxes] = self._recorder.module
 
     def _finish(self, weights: _Weights, v: Tensor, mixed: Tensor) -> None:
         self._waiting.pop(weights.number, None)
-        module, heads = self._recorder.module or weights.module, self._recorder.heads
-        call = weights.history.call(v.detach(), mixed.detach(), weights.allowed, heads)
+        module = self._recorder.module or weights.module
+        call = weights.history.call(v.detach(), mixed.detach(), weights.allowed, weights.heads)
         self._recorder.record(replace(call, module=module, mechanism=MECHANISM, dropout=weights.dropout))
 
     def _step(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:

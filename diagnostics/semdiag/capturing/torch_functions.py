@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from semdiag.capturing.attention_call import AttentionCall
-from semdiag.capturing.recording import Recorder, four_axes, mask_axes, split_mask
+from semdiag.capturing.recording import Recorder, four_axes, is_plain, mask_axes, split_mask
 from semdiag.capturing.softmax_provenance import SoftmaxProvenance
 
 MECHANISM = "scaled_dot_product_attention"
@@ -71,8 +71,10 @@ class FunctionWatch(TorchFunctionMode):
         with self._recorder.covering():
             mixed: Tensor = func(*args, **kwargs)
         given = dict(zip(_SDPA, args, strict=False)) | kwargs
-        if mixed.is_nested:
-            self._recorder.skip(MECHANISM, "nested tensors: pad them to capture it")
+        if not is_plain(mixed):
+            self._recorder.skip(
+                MECHANISM, f"tensors of type {type(mixed).__name__}: only plain tensors are captured"
+            )
         else:
             self._recorder.record(_sdpa_call(given, mixed, self._recorder.heads))
         return mixed

@@ -311,8 +311,8 @@ def found(name):
 
 
 def below(value):
-    """Round up to a power of ten from 1e-6 on: what holds on every machine."""
-    return next((f"< 1e-{n}" for n in range(6, 0, -1) if value < 10.0**-n), "≥ 0.1")
+    """Round up to a power of ten from 1e-5 on: what holds on every machine."""
+    return next((f"< 1e-{n}" for n in range(5, 0, -1) if value < 10.0**-n), "≥ 0.1")
 
 
 def line(name):
