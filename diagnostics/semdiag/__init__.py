@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from semdiag.measurement.mask_stability import NoisePlan, mask_stability
     from semdiag.measurement.measure import measure
     from semdiag.measurement.measurements import Measurements
+    from semdiag.measurement.monitor import Monitor
     from semdiag_models import InputError
 
 # Imported on first use: `semdiag --help` must not wait for torch and pandas.
@@ -36,6 +37,7 @@ _HOME = {
     "mask_stability": "semdiag.measurement.mask_stability",
     "measure": "semdiag.measurement.measure",
     "Measurements": "semdiag.measurement.measurements",
+    "Monitor": "semdiag.measurement.monitor",
     "InputError": "semdiag_models",
 }
 
@@ -45,7 +47,7 @@ __all__ = [
     # mathematics
     "RowStatistics", "row_statistics",
     # measurement
-    "Calls", "Measurements", "capture", "measure",
+    "Calls", "Measurements", "Monitor", "capture", "measure",
     # probes
     "NoisePlan", "SweepPlan", "k_sweep", "mask_stability",
     # errors

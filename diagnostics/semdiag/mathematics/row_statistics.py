@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from semdiag.mathematics.largest_scores import add_ranks_, largest_scores
-from semdiag.mathematics.score_strips import Scores, ScoreStrip
+from semdiag.mathematics.score_strips import Scores
+from semdiag.mathematics.strip_statistics import nan_where, strip_statistics, with_sinks
 
 _STRIP = 2**20  # scores held at a time
 
@@ -71,10 +71,10 @@ class RowStatistics:
             ValueError: if k is beyond the K that was asked for.
         """
         if k is None:
-            return _nan_where(self.kept == 0, self.kept_maximum - self.kept_minimum)
+            return nan_where(self.kept == 0, self.kept_maximum - self.kept_minimum)
         self._check(k)
         smallest = torch.where(self.keys >= k, self.top[..., k - 1], self.minimum)
-        return _nan_where(self.keys == 0, self.top[..., 0] - smallest)
+        return nan_where(self.keys == 0, self.top[..., 0] - smallest)
 
     def separation(self, k: int | None = None) -> Tensor:
         r"""Semantic separation Δ: the gap between the kept and the dropped scores.
@@ -94,10 +94,10 @@ class RowStatistics:
         """
         if k is None:
             gap = torch.where(self.kept < self.keys, self.kept_minimum - self.dropped_maximum, torch.inf)
-            return _nan_where(self.kept == 0, gap)
+            return nan_where(self.kept == 0, gap)
         self._check(k)
         gap = torch.where(self.keys > k, self.top[..., k - 1] - self.top[..., k], torch.inf)
-        return _nan_where(self.keys == 0, gap)
+        return nan_where(self.keys == 0, gap)
 
     def largest_weight(self) -> Tensor:
         """Largest attention weight of each query, max_j p_j over S_i.
@@ -107,7 +107,7 @@ class RowStatistics:
         Returns:
             (B, H, Lq), in [1/k_i, 1]; NaN for a row without keys.
         """
-        return _nan_where(self.kept == 0, (self.kept_maximum - self.kept_log_sum_exp).exp())
+        return nan_where(self.kept == 0, (self.kept_maximum - self.kept_log_sum_exp).exp())
 
     def mass_kept(self, k: int) -> Tensor:
         """Share of the softmax over all of A_i that the k largest scores have.
@@ -127,7 +127,7 @@ class RowStatistics:
         """
         self._check(k)
         share = (self.top[..., :k].logsumexp(-1) - self.log_sum_exp).exp()
-        return _nan_where(self.keys == 0, share.clamp(max=1.0))
+        return nan_where(self.keys == 0, share.clamp(max=1.0))
 
     def key_load(self, k: int | None = None) -> Tensor:
         """Key load l_j = #{i : j ∈ S_i}, a raw count; with k, under top-k.
@@ -220,8 +220,8 @@ def row_statistics(
         for strip in scores.strips(_STRIP):
             b, seen = strip.samples, strip.scores.shape[3]
             own = None if selected is None else selected[b, :, strip.queries]
-            found = _strip(strip, own, top, load[b, :, :seen], ranks[b, :, :, :seen])
-            for name, values in (found if sinks is None else _with_sinks(found, sinks)).items():
+            found = strip_statistics(strip, own, top, load[b, :, :seen], ranks[b, :, :, :seen])
+            for name, values in (found if sinks is None else with_sinks(found, sinks)).items():
                 # Written into one tensor at once: thousands of small ones would leave holes in memory.
                 if name not in rows:
                     rows[name] = values.new_empty(*q.shape[:3], *values.shape[3:])
@@ -229,89 +229,6 @@ def row_statistics(
     for rank in range(1, top):  # in place: the ranks are the largest thing here, K × Lk
         ranks[:, :, rank] += ranks[:, :, rank - 1]
     return RowStatistics(**rows, load=load, top_load=ranks.movedim(2, 0))
-
-
-def _strip(strip: ScoreStrip, selected: Tensor | None, top: int, load: Tensor, ranks: Tensor) -> dict[str, Tensor]:
-    """Statistics of one strip, whose scores are used up; adds to load (b, H, n) and ranks (b, H, K, n)."""
-    scores, keys = strip.scores, strip.keys()
-    strip.forbid_(-torch.inf)
-    maximum = scores.amax(-1)
-    if top:
-        best, order = largest_scores(scores, top)
-        present = best[..., :top] > -torch.inf
-        add_ranks_(ranks, order, present if strip.counted is None else present & strip.counted)
-    else:
-        best = maximum[..., None]
-    weights = torch.softmax(scores, -1, out=strip.spare)
-    # The largest weight is 1 / Σ exp(z - max). Rows without keys have no weights.
-    log_sum_exp = torch.where(maximum.isfinite(), maximum - weights.amax(-1).log(), maximum)
-    kept = None if selected is None else _selected(strip, selected, maximum, load)
-    # As large as can be instead of infinite: 0 · z must be 0 where a weight is 0.
-    largest = torch.finfo(scores.dtype).max
-    strip.forbid_(largest)
-    minimum = torch.where(keys == 0, torch.inf, scores.amin(-1))
-    found = {
-        "keys": keys,
-        "non_finite": _non_finite(scores, keys, maximum, minimum),
-        "maximum": maximum,
-        "minimum": minimum,
-        "log_sum_exp": log_sum_exp,
-        "top": best,
-    }
-    if kept is not None:
-        return found | kept
-    load += strip.load()
-    return found | {
-        "kept": keys,
-        "kept_maximum": maximum,
-        "kept_minimum": minimum,
-        "kept_log_sum_exp": log_sum_exp,
-        "dropped_maximum": torch.full_like(maximum, -torch.inf),
-        "entropy": _nan_where(keys == 0, (log_sum_exp - weights.mul_(scores).sum(-1)).clamp(min=0)),
-    }
-
-
-def _selected(strip: ScoreStrip, selected: Tensor, maximum: Tensor, load: Tensor) -> dict[str, Tensor]:
-    """What depends on S_i, where it is given (b, H, r, S); adds to load (b, H, n)."""
-    scores, present = strip.scores, selected >= 0
-    counted = present if strip.counted is None else present & strip.counted
-    places = selected.clamp(min=0).flatten(2)
-    load.scatter_add_(-1, places, counted.flatten(2).to(torch.int64))
-    # Absent entries repeat the row's last position: repeating a key changes no maximum and no minimum.
-    index = torch.where(present, selected, selected.amax(-1, keepdim=True).clamp(min=0))
-    some = present.any(-1)
-    dropped = scores.scatter(-1, index, -torch.inf).amax(-1)
-    chosen = scores.gather(-1, index)
-    each = chosen.masked_fill(~present, -torch.inf)
-    log_sum_exp = each.logsumexp(-1)
-    mean = torch.where(present, each.softmax(-1) * chosen, 0.0).sum(-1)
-    return {
-        "kept": present.sum(-1),
-        "kept_maximum": torch.where(some, chosen.amax(-1), -torch.inf),
-        "kept_minimum": torch.where(some, chosen.amin(-1), torch.inf),
-        "kept_log_sum_exp": log_sum_exp,
-        "dropped_maximum": torch.where(some, dropped, maximum),
-        "entropy": _nan_where(~some, (log_sum_exp - mean).clamp(min=0)),
-    }
-
-
-def _non_finite(scores: Tensor, keys: Tensor, maximum: Tensor, minimum: Tensor) -> Tensor:
-    """Scores of each row that are NaN or infinite; forbidden keys hold finite ones by now."""
-    if bool((maximum.isfinite() & minimum.isfinite() | (keys == 0)).all()):
-        return torch.zeros_like(keys)  # a NaN would be a maximum, too
-    return (~scores.isfinite()).sum(-1)
-
-
-def _with_sinks(found: dict[str, Tensor], sinks: Tensor) -> dict[str, Tensor]:
-    """Let a sink of score s_h take part in the softmax of every row that has keys."""
-    sink = sinks.to(found["maximum"].dtype)[:, None]
-    joint = {
-        name: torch.where(found[name] == -torch.inf, -torch.inf, torch.logaddexp(found[name], sink))
-        for name in ("log_sum_exp", "kept_log_sum_exp")
-    }
-    own, total = found["kept_log_sum_exp"], joint["kept_log_sum_exp"]
-    mean = (own - total).exp() * (own - found["entropy"]) + (sink - total).exp() * sink
-    return found | joint | {"entropy": _nan_where(found["kept"] == 0, (total - mean).clamp(min=0))}
 
 
 def _check_shapes(q: Tensor, k: Tensor, top: int) -> None:
@@ -325,7 +242,3 @@ def _check_shapes(q: Tensor, k: Tensor, top: int) -> None:
         )
     if not (q.numel() and k.numel()):
         raise ValueError(f"There must be a query and a key. Got {tuple(q.shape)}, {tuple(k.shape)}.")
-
-
-def _nan_where(condition: Tensor, values: Tensor) -> Tensor:
-    return values.masked_fill(condition, torch.nan)

@@ -1,5 +1,6 @@
 """Watching a model's attention while it is trained."""
 
+import math
 import time
 import warnings
 from collections.abc import Sequence
@@ -88,6 +89,7 @@ class Monitor:
         self._generator = torch.Generator().manual_seed(seed)
         self._handles: list[Any] = []
         self._look = ExitStack()
+        self._looked_at: int | None = None
         self._rows: list[dict[str, Any]] = []
 
     @property
@@ -137,15 +139,18 @@ class Monitor:
         if not model.training:
             return
         self._look.close()  # of a call that was interrupted
+        self._looked_at = None
         step, self.step = self.step, self.step + 1
         if step % self.every == 0:
             self._rows = []
             self._look.enter_context(watch_attention(model, lambda call: self._reduce(call, step)))
-            self._look.callback(self._finish, step)
+            self._looked_at = step
 
     def _after(self, model: nn.Module, inputs: object, output: object) -> None:
-        if model.training:
-            self._look.close()
+        self._look.close()
+        step, self._looked_at = self._looked_at, None
+        if step is not None and output is not None:  # None: the forward raised an exception
+            self._finish(step)
 
     def _reduce(self, call: AttentionCall, step: int) -> None:
         start = time.perf_counter()
@@ -167,7 +172,7 @@ class Monitor:
         for row in self._rows:
             again = f".{row['occurrence']}" if row["occurrence"] else ""
             for name in columns(self.k)[5:]:
-                if row[name] is not None:
+                if not math.isnan(row[name]):
                     self._writer.add_scalar(f"{name}/layer {row['layer']}{again}", row[name], step)
 
 
@@ -214,8 +219,8 @@ def sampled_rows(
     return statistics, counted[:, None]
 
 
-def describe(statistics: RowStatistics, counted: Tensor, k: Sequence[int]) -> dict[str, float | int | None]:
-    """Medians over the rows that count and have keys; None where no row has the quantity."""
+def describe(statistics: RowStatistics, counted: Tensor, k: Sequence[int]) -> dict[str, float | int]:
+    """Medians over the rows that count and have keys; NaN where no row has the quantity."""
     weight = statistics.largest_weight()
     values = {
         "keys": statistics.keys.to(weight.dtype),
@@ -230,10 +235,10 @@ def describe(statistics: RowStatistics, counted: Tensor, k: Sequence[int]) -> di
         values[f"separation_k{value}"] = statistics.separation(most)
         values[f"mass_k{value}"] = statistics.mass_kept(most)
     used = (counted & (statistics.keys > 0)).expand(weight.shape)
-    found: dict[str, float | int | None] = {"rows": int(used.sum())}
+    found: dict[str, float | int] = {"rows": int(used.sum())}
     for name, numbers in values.items():
         there = numbers[used & numbers.isfinite()]
-        found[name] = float(there.quantile(0.5)) if len(there) else None
+        found[name] = float(there.quantile(0.5)) if len(there) else math.nan
     return found
 
 

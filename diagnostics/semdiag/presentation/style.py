@@ -73,13 +73,17 @@ class AttentionStyle:
 
 ATTENTION_STYLES = {
     "full": AttentionStyle("full", _BLUE, "o", "-", 1.9),
-    "causal": AttentionStyle("causal", _BLUE, "<", "-", 1.9),
-    "masked": AttentionStyle("masked", _BLUE, "H", "-", 1.9),
     "topk": AttentionStyle("top-k", _ORANGE, "s", (0, (6, 1)), 1.9),
     "banded": AttentionStyle("banded", _GREEN, "^", (0, (3, 1, 1, 1)), 1.1),
     "block": AttentionStyle("block-local", _PINK, "D", (0, (1, 1)), 1.1),
     "bottomk": AttentionStyle("bottom-k", _BROWN, "v", (0, (4, 2)), 1.1),
     "randomk": AttentionStyle("random-k", _RED, "P", (0, (2, 2)), 1.1),
+}
+
+# Of models of others, which never share a panel: full attention in all but its mask.
+DENSE_STYLES = {
+    "causal": AttentionStyle("causal", _BLUE, "<", "-", 1.9),
+    "masked": AttentionStyle("masked", _BLUE, "H", "-", 1.9),
 }
 
 
@@ -89,7 +93,7 @@ def attention_style(kind: str) -> AttentionStyle:
     Args:
         kind: as in the measurements, like ``topk``.
     """
-    return ATTENTION_STYLES.get(kind, AttentionStyle(kind, _GREY, "X", (0, (5, 2)), 1.1))
+    return (ATTENTION_STYLES | DENSE_STYLES).get(kind, AttentionStyle(kind, _GREY, "X", (0, (5, 2)), 1.1))
 
 
 def lightened(color: str, share: float) -> tuple[float, float, float]:

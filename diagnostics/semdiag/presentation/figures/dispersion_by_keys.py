@@ -19,7 +19,7 @@ from semdiag.presentation.style import (
 )
 
 _BINS = 24
-_FEWEST = 20  # queries of a bin that is drawn
+_FEWEST = 10  # queries of a bin that is drawn
 
 
 @paper_style

@@ -1,9 +1,11 @@
 """Within one full-attention model: how much of the attention weight the k largest scores hold."""
 
+import numpy as np
 from matplotlib.figure import Figure
 
 from semdiag.measurement.measurements import Measurements
 from semdiag.presentation.letter_values import READING
+from semdiag.presentation.panels import NothingToDrawError
 from semdiag.presentation.style import legend_on_top, note_below, panel_grid, paper_style
 from semdiag.presentation.within import dense_panels, draw_boxes, k_style, layer_tables
 
@@ -24,6 +26,8 @@ def mass_kept(measurements: Measurements) -> Figure:
     panels, ks = dense_panels(measurements, "mass")
     columns = {f"mass_k{k}": (f"the {k} largest", k_style(ks, k)) for k in ks}
     tables = layer_tables(measurements, panels, list(columns))
+    if not any(np.isfinite(table["p50"]).any() for table in tables.values()):
+        raise NothingToDrawError("No query has a finite attention weight.")
     figure, axes = panel_grid(len(panels))
     for ax, panel in zip(axes, panels, strict=True):
         ax.set_ylim(0, 1.03)
