@@ -25,7 +25,8 @@ def mask_tables(measurements: Measurements, sections: Sequence[str]) -> dict[str
     facts, tables = measurements.models[_FACTS], {}
     if "mask-stability" in sections:
         tables["mask_stability"] = facts.merge(mask_table(measurements), on="model")
-        tables["noise_effects"] = facts.merge(effect_table(measurements), on="model")
+        if len(measurements.noise_effects):
+            tables["noise_effects"] = facts.merge(effect_table(measurements), on="model")
     if "k-sweep" in sections:
         named, sweep = {"k": "swept_k"}, measurements.sweep
         others = list(measurements.models["model"][foreign(measurements.models)])

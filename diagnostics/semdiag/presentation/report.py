@@ -97,7 +97,7 @@ def measured_sections(measurements: Measurements) -> list[str]:
         missing.add("stability")
     if measurements.constants.empty and measurements.parameters.empty:
         missing.add("bounds")
-    if measurements.noise_effects.empty:
+    if measurements.noise_effects.empty and measurements.masks.empty:
         missing.add("mask-stability")
     if measurements.sweep.empty:
         missing.add("k-sweep")

@@ -119,8 +119,9 @@ def sentences(
         captured, then warnings. Of models of others: what a sparse mask would leave of their attention.
     """
     if foreign(measurements.models).all():
+        masks = masks_in_short(measurements) if "mask-stability" in sections else []
         said = within_sentences(measurements)
-        return [*said, *in_short(findings), *capture_sentences(measurements), *_warnings(measurements)]
+        return [*said, *in_short(findings), *masks, *capture_sentences(measurements), *_warnings(measurements)]
     said = []
     if "dispersion" in sections:
         said += [verdict.sentence for verdict in verdicts] or [_NO_PAIR]

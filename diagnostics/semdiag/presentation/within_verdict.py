@@ -28,7 +28,9 @@ def within_sentences(measurements: Measurements) -> list[str]:
             f"{row['model']}: the scores of a query span {delta['p50']:.3g} nats at the median and "
             f"{delta['p95']:.3g} at the 95th percentile, over {own['keys'].median():g} keys at the median."
         )
-        said += [_one_k(own, k) for k in counterfactual_ks(own) if f"mass_k{k}" in own]
+        ks = [k for k in counterfactual_ks(own) if f"mass_k{k}" in own]
+        said += [_one_k(own, k) for k in ks]
+        said += ["This is a counterfactual within the model: nobody trained it with a mask."] if ks else []
     return said
 
 
@@ -72,7 +74,7 @@ def capture_sentences(measurements: Measurements) -> list[str]:
         reasons = [f"{s['module'] or 'the model'}: {s['reason']}" for s in skipped.to_dict("records")]
         if row["attention_captured"] < row["attention_found"] or reasons:
             listed = "; ".join(reasons[:3]) + ("; …" if len(reasons) > 3 else "")
-            said.append(f"Warning: not all attention of {row['model']} was captured. {listed}")
+            said.append(f"Warning: not every attention layer was captured of {row['model']}. {listed}".rstrip())
         if not row["residual"] < _MISSED:
             said.append(
                 f"Warning: the residual of {row['model']} is {row['residual']:.1g}. Something of its attention "

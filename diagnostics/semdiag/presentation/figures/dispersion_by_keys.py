@@ -64,7 +64,8 @@ def _binned(rows: pd.DataFrame) -> pd.DataFrame:
     groups = finite.assign(bin=bins).groupby("bin")
     table = groups["dispersion"].quantile([0.05, 0.25, 0.5, 0.75, 0.95]).unstack()
     table["keys"], table["queries"] = groups["keys"].mean(), groups.size()
-    return table[table["queries"] >= _FEWEST]
+    shown: pd.DataFrame = table[table["queries"] >= _FEWEST]
+    return shown
 
 
 def _draw(ax: Axes, panel: Panel, curves: dict[str, pd.DataFrame]) -> None:

@@ -33,7 +33,7 @@ def key_load_counterfactual(measurements: Measurements) -> Figure:
         NothingToDrawError: if no full model was measured with counterfactual k.
     """
     panels, ks = dense_panels(measurements)
-    loads = dict(iter(measurements.loads.groupby("model", sort=False)))
+    loads = {str(model): rows for model, rows in measurements.loads.groupby("model", sort=False)}
     figure, axes = panel_grid(len(panels))
     for ax, panel in zip(axes, panels, strict=True):
         ax.set_yscale("log")
@@ -49,7 +49,7 @@ def key_load_counterfactual(measurements: Measurements) -> Figure:
     return figure
 
 
-def _draw(ax: Axes, panel: Panel, loads: dict[object, pd.DataFrame], ks: list[int], k: int) -> str:
+def _draw(ax: Axes, panel: Panel, loads: dict[str, pd.DataFrame], ks: list[int], k: int) -> str:
     """Draw the curve of one k; return unused keys and largest load in words."""
     style, column = k_style(ks, k), f"load_k{k}"
     values = pd.concat([loads[series.model][column] for series in panel.series])
