@@ -31,6 +31,12 @@ AUDIT_TABLES = {
         **dict.fromkeys(("heads", "key_heads", "width", "calls"), "int64"),
         "residual": "float64",
     },
+    "projections": {
+        "model": "str",
+        **dict.fromkeys(("layer", "head"), "int64"),
+        **dict.fromkeys(("gamma", "upsilon"), "float64"),
+        "reason": "str",
+    },
     "remarks": {**dict.fromkeys(("model", "module", "text"), "str"), "times": "int64"},
     "skipped": {**dict.fromkeys(("model", "module", "operation", "reason"), "str"), "times": "int64"},
 }
@@ -130,6 +136,7 @@ class Measurements:
         provenance: versions, device, dtype, seed, command.
         calls: one row per place where attention happens (a module, and which of its calls in a forward): how it
             was captured, its mask, heads, number of calls and largest residual.
+        projections: one row per head of models of others: Γ and Υ, or why they are not available.
         remarks: one row per thing to know about a captured attention, as a mask that adds -10,000.
         skipped: one row per operation that looks like attention and was not captured, with the reason.
         secants: one row per query, noise level and clean-noisy pair; see
@@ -151,6 +158,7 @@ class Measurements:
     non_finite: pd.DataFrame
     provenance: dict[str, Any] = field(default_factory=dict)
     calls: pd.DataFrame = field(default_factory=lambda: empty_table("calls"))
+    projections: pd.DataFrame = field(default_factory=lambda: empty_table("projections"))
     remarks: pd.DataFrame = field(default_factory=lambda: empty_table("remarks"))
     skipped: pd.DataFrame = field(default_factory=lambda: empty_table("skipped"))
     secants: pd.DataFrame = field(default_factory=lambda: empty_table("secants"))

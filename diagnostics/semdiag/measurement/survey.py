@@ -17,6 +17,7 @@ from semdiag.measurement.k_sweep import SweepPlan, k_sweep
 from semdiag.measurement.mask_stability import NoisePlan, mask_stability
 from semdiag.measurement.measure import measure
 from semdiag.measurement.measurements import Measurements, typed
+from semdiag.measurement.projections import projection_norms
 from semdiag.measurement.scored_rows import NotAvailableError
 from semdiag_models import InputError
 from semdiag_models.device import find_device
@@ -173,9 +174,8 @@ def _probed(
             model, chosen, plan=conditions.sweep, device=device, dtype=DTYPES[conditions.dtype]
         )
     if conditions.bounds:
-        missing["bounds"] = (
-            "its projections, normalisations and loss are not known, as those of semdiag's encoders are"
-        )
+        tables["projections"] = projection_norms(model, batches)
+        missing["bounds"] = "its normalisations, MLPs and loss are not known, as those of semdiag's encoders are"
     rows = [
         {"model": model.path, "module": "", "text": f"{name} not available, because {why}", "times": 1}
         for name, why in missing.items()

@@ -184,6 +184,8 @@ def _tables(
         tables["dispersion_ratio"] = ratios
     if "separation" in sections:
         tables |= {name: percentile_table(measurements, name) for name in ("separation", "load")}
+    if len(measurements.projections):
+        tables["projections"] = measurements.projections
     if "within" in sections:
         tables["within"] = within_table(measurements)
     return tables

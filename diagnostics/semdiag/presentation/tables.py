@@ -104,6 +104,9 @@ def model_rows(measurements: Measurements, verdicts: Sequence[PairVerdict], sect
             "smaller": answers.get(model["model"]),
         }
         layers = measurements.calls[measurements.calls["model"] == model["model"]].drop(columns="model")
+        norms = measurements.projections[measurements.projections["model"] == model["model"]].groupby("layer")
+        largest = norms[["gamma", "upsilon"]].max().join(norms["reason"].first()).reset_index()
+        layers = layers.merge(largest, on="layer", how="left")
         row["capture"] = {**parts["dispersion"][place]["capture"], "layers": layers.to_dict("records")}
         for name, results in parts.items():
             known = (*model, "capture")

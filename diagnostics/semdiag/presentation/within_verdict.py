@@ -48,8 +48,7 @@ def _one_k(queries: pd.DataFrame, k: int) -> str:
         f"median query ({mass.quantile(0.05):.0%} at the 5th percentile; by layer, medians from "
         f"{layers.min():.0%} in layer {layers.idxmin()} to {layers.max():.0%} in layer {layers.idxmax()}), with "
         f"a median dispersion of {delta:.3g} instead of {whole:.3g} nats and a median separation of "
-        f"{gap['p50']:.2g} nats ({len(dropping) / len(queries):.0%} of the queries have more than {k} keys). A "
-        f"counterfactual within this model: nobody trained it with the mask."
+        f"{gap['p50']:.2g} nats ({len(dropping) / len(queries):.0%} of the queries have more than {k} keys)."
     )
 
 

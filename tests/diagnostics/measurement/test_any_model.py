@@ -312,7 +312,7 @@ def test_without_an_embedding_the_report_says_what_is_missing_and_why():
     found = survey([model], Conditions(noise=(0.01,), bounds=True, k=(2,)))
     said = found.remarks["text"].tolist()
     assert any(text.startswith("secants not available, because no embedding of tokens was found") for text in said)
-    assert any(text.startswith("bounds not available, because its projections") for text in said)
+    assert any(text.startswith("bounds not available, because its normalisations") for text in said)
     assert found.secants.empty
     assert found.constants.empty
 
