@@ -28,7 +28,8 @@ class ScoreHistory:
         scale: factor on the product; inside the bend, if there is one.
         softcap: factor outside of tanh, for bent scores.
         bias: broadcastable to the scores; None means none.
-        floor: entries at or below it were masked; None means none was.
+        allowed: bool, broadcastable to the scores: entries that no mask forbids; None means all.
+        floor: entries at or below it were overwritten, too; None means none was.
     """
 
     q: Tensor
@@ -37,6 +38,7 @@ class ScoreHistory:
     scale: float = 1.0
     softcap: float | None = None
     bias: Tensor | None = None
+    allowed: Tensor | None = None
     floor: float | None = None
 
     def times(self, factor: Any) -> "ScoreHistory":
@@ -75,13 +77,13 @@ class ScoreHistory:
         if term.shape[-1] == 1 != self.k.shape[-2]:
             return self
         allowed, bias = split_mask(term)
-        floor = self.floor if allowed is None else self._lower(torch.finfo(term.dtype).min / 2)
+        masked = self if allowed is None else self._masked(allowed)
         if bias is None or self.bias is None:
-            return replace(self, bias=self.bias if bias is None else bias, floor=floor)
-        return replace(self, bias=self.bias + bias, floor=floor)
+            return replace(masked, bias=self.bias if bias is None else bias)
+        return replace(masked, bias=self.bias + bias)
 
-    def filled(self, value: Any) -> "ScoreHistory":
-        """Replace some scores by a very low number.
+    def filled(self, value: Any, kept: Tensor | None = None) -> "ScoreHistory":
+        """Replace some scores by a very low number; ``kept`` says which are left, None that it is not known.
 
         Raises:
             UntraceableError: if the number is not very low.
@@ -89,6 +91,8 @@ class ScoreHistory:
         number = as_number(value)
         if number is None or number > _FORBIDDING:
             raise UntraceableError
+        if kept is not None:
+            return self._masked(kept)
         return replace(self, floor=self._lower(max(number, torch.finfo(torch.float32).min) / 2))
 
     def bent(self) -> "ScoreHistory":
@@ -97,7 +101,7 @@ class ScoreHistory:
         Raises:
             UntraceableError: if the scores are bent, biased or masked already.
         """
-        if self.softcap is not None or self.bias is not None or self.floor is not None:
+        if any(x is not None for x in (self.softcap, self.bias, self.allowed, self.floor)):
             raise UntraceableError
         return replace(self, softcap=1.0)
 
@@ -110,11 +114,11 @@ class ScoreHistory:
         ends, new = (self.q.shape[-2], self.k.shape[-2]), result.shape[:-2]
         if result.shape[-2:] != ends or math.prod(new) != math.prod(self.lead):
             raise UntraceableError
-        bias = None if self.bias is None else reshaped(self.bias, self.lead, new)
         if new == self.lead:
-            return replace(self, bias=bias)
+            return self
+        bias, allowed = (None if x is None else reshaped(x, self.lead, new) for x in (self.bias, self.allowed))
         q, k = (x if x.ndim == 2 else reshaped(x, self.lead, new) for x in (self.q, self.k))
-        return replace(self, q=q, k=k, bias=bias, lead=new)
+        return replace(self, q=q, k=k, bias=bias, allowed=allowed, lead=new)
 
     def call(self, v: Tensor, mixed: Tensor, allowed: Tensor | None, heads: int | None) -> AttentionCall:
         """Describe the attention; its module, layer and occurrence are not known here.
@@ -122,7 +126,7 @@ class ScoreHistory:
         Args:
             v: values (…, Lk, Dv).
             mixed: (…, Lq, Dv).
-            allowed: in the shape of the scores.
+            allowed: broadcastable to the scores.
             heads: number of heads, for scores with three axes.
         """
         q = self.q.expand(*self.lead, *self.q.shape[-2:])
@@ -154,6 +158,9 @@ class ScoreHistory:
             bias=mask(self.bias),
             softcap=self.softcap,
         )
+
+    def _masked(self, kept: Tensor) -> "ScoreHistory":
+        return replace(self, allowed=kept if self.allowed is None else self.allowed & kept)
 
     def _lower(self, floor: float) -> float:
         return floor if self.floor is None else max(self.floor, floor)

@@ -99,7 +99,10 @@ class SoftmaxProvenance:
                 self._recorder.skip("softmax", "not over the keys of a product of queries and keys")
             return
         with outside_all_modes(scores.device.type):
-            allowed = None if history.floor is None else scores.detach() > history.floor
+            allowed = history.allowed
+            if history.floor is not None:
+                left = scores.detach() > history.floor
+                allowed = left if allowed is None else left & allowed
         self._softmaxes += 1
         heads = self._recorder.heads or (scores.shape[1] if scores.ndim == 4 else None)
         self._weights[result] = _Weights(self._softmaxes, heads, history, allowed, self._recorder.module)
@@ -188,15 +191,24 @@ def _minus(h: ScoreHistory, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def _filled(h: ScoreHistory, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any], r: Tensor) -> ScoreHistory:
+    if args[0] is not x or r.shape != x.shape:
+        raise UntraceableError
+    value = args[2] if len(args) > 2 else kwargs["value"]
+    return h.filled(value, ~(args[1] if len(args) > 1 else kwargs["mask"]))
+
+
+def _assigned(
+    h: ScoreHistory, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any], r: Tensor
+) -> ScoreHistory:
     if args[0] is not x:
         raise UntraceableError
-    return h.filled(args[2] if len(args) > 2 else kwargs["value"])
+    return h.filled(args[2])
 
 
 def _chosen(h: ScoreHistory, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any], r: Tensor) -> ScoreHistory:
     if len(args) != 3 or args[0] is x or r.shape != x.shape:
         raise UntraceableError
-    return h.filled(args[2] if args[1] is x else args[1])
+    return h.filled(args[2], args[0]) if args[1] is x else h.filled(args[1], ~args[0])
 
 
 def _viewed(h: ScoreHistory, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any], r: Tensor) -> ScoreHistory:
@@ -226,7 +238,8 @@ _STEPS: dict[str, _Step] = {
     **dict.fromkeys(("div", "div_", "divide", "true_divide"), _divided),
     **dict.fromkeys(("add", "add_"), _plus),
     **dict.fromkeys(("sub", "sub_", "subtract"), _minus),
-    **dict.fromkeys(("masked_fill", "masked_fill_", "__setitem__"), _filled),
+    **dict.fromkeys(("masked_fill", "masked_fill_"), _filled),
+    "__setitem__": _assigned,
     **dict.fromkeys(_VIEWS, _viewed),
     "where": _chosen,
     "tanh": _bent,
