@@ -215,9 +215,9 @@ def _strip(
         inside = torch.zeros_like(clean, dtype=torch.bool).scatter_(-1, before.positions, True)
         later = _copies(chosen, samples, levels).clamp(min=0)
         common = inside.expand(*later.shape[:-1], -1).gather(-1, later).sum(-1)
-    weights = _weights(sign * clean, allowed, before.positions if chosen is not None else None)
+    weights = _weights(clean if sign > 0 else -clean, allowed, before.positions if chosen is not None else None)
     there = None if chosen is None else _copies(chosen, samples, levels)[0].clamp(min=0)
-    moved = _weights(sign * noisy[0], allowed, there).sub_(weights).abs_().sum(-1)
+    moved = _weights(noisy[0] if sign > 0 else -noisy[0], allowed, there).sub_(weights).abs_().sum(-1)
     return {
         "counted": counted,
         "separation": before.separation,

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ SCOPE = (
 _FACTS = ("model", "sha256", "task", "attention", "k", "epoch")
 
 
+@lru_cache(maxsize=1)  # every model's recommendation asks for it
 def condition_table(measurements: Measurements) -> pd.DataFrame:
     """Both conditions of Corollary 1 within each model, for every k, at matching percentiles.
 

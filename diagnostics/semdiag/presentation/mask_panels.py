@@ -16,7 +16,7 @@ def judged_models(measurements: Measurements) -> list[tuple[str, str]]:
         measurements: with masks.
 
     Returns:
-        Path and title of each, like ``even-pairs, top-k (k = 5)``.
+        Path and title of each, two lines like ``even-pairs``, ``top-k (k = 5)``.
 
     Raises:
         NothingToDrawError: if there is none.
@@ -28,7 +28,7 @@ def judged_models(measurements: Measurements) -> list[tuple[str, str]]:
         for series in panel.series:
             if series.model in judged:
                 supposed = f": top-{kept[series.model]} it would choose" if series.attention == "full" else ""
-                found.append((series.model, f"{panel.title}, {series.label}{supposed}"))
+                found.append((series.model, f"{panel.title}\n{series.label}{supposed}"))
     if not found:
         raise NothingToDrawError("No mask of these models depends on the input, so none can change.")
     return found

@@ -29,7 +29,7 @@ def test_agreement_is_drawn_against_noise_by_layer(pair, probed):
     figure = FIGURES["mask_agreement"](probed(pair))
     full, topk = figure.axes
     assert "top-3 it would choose" in full.get_title(loc="left")
-    assert topk.get_title(loc="left") == "even-pairs, top-k (k = 3)"
+    assert topk.get_title(loc="left") == "even-pairs\ntop-k (k = 3)"
     lines = {line.get_label(): line for line in topk.get_lines()}
     for layer in (0, 1):
         np.testing.assert_allclose(lines[f"layer {layer}"].get_xdata(), LEVELS)

@@ -41,7 +41,7 @@ def k_sweep(measurements: Measurements) -> Figure:
     """
     swept = set(measurements.sweep["model"])
     models = [
-        (series.model, f"{panel.title}, {series.label}")
+        (series.model, f"{panel.title}\n{series.label}")
         for panel in panels_of(measurements.models)
         for series in panel.series
         if series.model in swept
@@ -59,7 +59,7 @@ def k_sweep(measurements: Measurements) -> Figure:
         _separation(row[2], own)
         _conditions(row[3], conditions[conditions["model"] == model])
         for ax, name in zip(row, (title, "dispersion", "separation", "conditions"), strict=True):
-            ax.set_title(name)
+            ax.set_title(name, fontsize=8)
         found = recommendation(measurements, model).k
         for ax in row:
             ax.set_xlabel("k")
