@@ -80,8 +80,8 @@ def test_the_commands_for_a_fresh_machine_install_and_run_or_test() -> None:
     assert all(b.startswith("python3 -m venv .venv && .venv/bin/pip install ") for b in (first, second))
 
 
-def test_the_python_example_runs() -> None:
-    (example,) = re.findall(r"```python\n(.*?)```", README, re.S)
+@pytest.mark.parametrize("example", re.findall(r"```python\n(.*?)```", README, re.S))
+def test_the_python_examples_run(example: str) -> None:
     done = subprocess.run([sys.executable, "-c", example], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
