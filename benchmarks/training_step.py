@@ -5,7 +5,8 @@
 The textbook model is the same architecture with separate q, k, v projections, ``torch.nn.Dropout``, and
 ``scaled_dot_product_attention`` with a boolean mask (top-k: scores, ``topk``, scatter into the mask). Steps of
 both models alternate, so both see the same load of the machine. Memory is the peak of resident memory of a
-process of its own that does three steps.
+process of its own that does three steps. The last table says where the steps of this project's model spend their
+time; ``--where`` prints it alone.
 """
 
 import argparse
@@ -94,6 +95,55 @@ class Stepper:
         return time.perf_counter() - start
 
 
+# The operations of each part, by the names torch's profiler gives them; first match counts, the rest is "other".
+PARTS = {
+    "linear layers": ("addmm", "::mm", "linear"),
+    "scores, weighted sums": ("bmm", "_Strips"),
+    "choosing keys": ("topk",),
+    "dropout": ("Dropout", "geometric", "cumsum", "searchsorted", "index_fill", "index_copy"),
+    "gather, scatter": ("embedding", "index", "bincount", "gather", "sort", "_SelectedScores", "_WeightedSum"),
+    "loss": ("nll_loss", "log_softmax", "cross_entropy"),
+    "softmax": ("softmax",),
+    "norms": ("layer_norm",),
+    "clipping, optimiser": ("_foreach", "linalg_vector_norm", "Optimizer"),
+    "elementwise, copies": (
+        "::add",
+        "::mul",
+        "::div",
+        "::sum",
+        "copy_",
+        "::cat",
+        "clamp_min",
+        "threshold",
+        "fill_",
+    ),
+}
+
+
+def shares(stepper: Stepper, steps: int) -> dict[str, float]:
+    """Share of each part in the time that operations spend themselves, over some steps."""
+    stepper.step()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        for _ in range(steps):
+            stepper.step()
+    spent = dict.fromkeys([*PARTS, "other"], 0.0)
+    for event in profile.key_averages():
+        part = next((p for p, names in PARTS.items() if any(name in event.key for name in names)), "other")
+        spent[part] += event.self_cpu_time_total
+    whole = sum(spent.values())
+    return {part: time / whole for part, time in spent.items()}
+
+
+def print_where() -> None:
+    print("\n| batch × length, blocks | attention | " + " | ".join([*PARTS, "other"]) + " |")
+    print("|---" * (len(PARTS) + 3) + "|")
+    for length, blocks, steps in ((40, 5, 20), (600, 10, 2)):
+        for attention in ("full", "topk"):
+            found = shares(Stepper(Encoder(configuration(attention, length, blocks)), length), steps)
+            cells = " | ".join(f"{share:.0%}" for share in found.values())
+            print(f"| 25 × {length}, {blocks} | {attention} | {cells} |", flush=True)
+
+
 def configuration(attention: str, length: int, blocks: int) -> ModelConfig:
     k = None if attention == "full" else 5
     return ModelConfig(vocabulary_size=3, classes=2, length=length, attention=attention, k=k, blocks=blocks)
@@ -119,12 +169,16 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--alone", nargs=4)
+    parser.add_argument("--where", action="store_true", help="only say where the time goes")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     if arguments.alone:
         alone(*arguments.alone)
         return
     print(f"torch {torch.__version__}, {arguments.threads} threads, load {os.getloadavg()[0]:.1f}")
+    if arguments.where:
+        print_where()
+        return
     print("| batch × length, blocks | attention | semdiag ms | textbook ms | ratio | semdiag MB | textbook MB |")
     print("|---|---|---|---|---|---|---|")
     for length, blocks, steps in ((40, 5, 40), (600, 10, 5)):
@@ -140,6 +194,7 @@ def main() -> None:
                 f"| {memory[0]:.0f} | {memory[1]:.0f} |",
                 flush=True,
             )
+    print_where()
 
 
 if __name__ == "__main__":

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from semdiag.mathematics.row_statistics import RowStatistics, row_statistics
     from semdiag.measurement.capture import Calls, capture
     from semdiag.measurement.k_sweep import SweepPlan, k_sweep
+    from semdiag.measurement.landscape import LandscapeOptions, landscape
+    from semdiag.measurement.lipschitz import LipschitzOptions, lipschitz
     from semdiag.measurement.mask_stability import NoisePlan, mask_stability
     from semdiag.measurement.measure import measure
     from semdiag.measurement.measurements import Measurements
@@ -35,6 +37,10 @@ _HOME = {
     "k_sweep": "semdiag.measurement.k_sweep",
     "NoisePlan": "semdiag.measurement.mask_stability",
     "mask_stability": "semdiag.measurement.mask_stability",
+    "LandscapeOptions": "semdiag.measurement.landscape",
+    "landscape": "semdiag.measurement.landscape",
+    "LipschitzOptions": "semdiag.measurement.lipschitz",
+    "lipschitz": "semdiag.measurement.lipschitz",
     "measure": "semdiag.measurement.measure",
     "Measurements": "semdiag.measurement.measurements",
     "Monitor": "semdiag.measurement.monitor",
@@ -49,7 +55,8 @@ __all__ = [
     # measurement
     "Calls", "Measurements", "Monitor", "capture", "measure",
     # probes
-    "NoisePlan", "SweepPlan", "k_sweep", "mask_stability",
+    "LandscapeOptions", "LipschitzOptions", "NoisePlan", "SweepPlan", "k_sweep", "landscape", "lipschitz",
+    "mask_stability",
     # errors
     "InputError",
 ]  # fmt: skip

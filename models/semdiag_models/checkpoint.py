@@ -19,6 +19,7 @@ from torch import Tensor
 from semdiag_models.configuration import ModelConfig, TrainingConfig
 from semdiag_models.encoder import Encoder
 from semdiag_models.errors import InputError
+from semdiag_models.optimization import OptimizerState
 
 FORMAT = "semdiag/1"
 
@@ -35,6 +36,8 @@ class Checkpoint:
         history: one list per column (``epoch``, ``train_accuracy``, …), one entry per finished epoch.
         rng: states of the random generators after that epoch, by device; empty in snapshots not to resume from.
         provenance: versions, command, device, threads.
+        optimizer_state: what the optimiser remembers, by parameter and quantity; empty for plain SGD and in
+            snapshots not to resume from.
     """
 
     model: ModelConfig
@@ -44,6 +47,7 @@ class Checkpoint:
     history: dict[str, list[float]]
     rng: dict[str, Tensor] = field(default_factory=dict)
     provenance: dict[str, Any] = field(default_factory=dict)
+    optimizer_state: OptimizerState = field(default_factory=dict)
 
     def build(self) -> Encoder:
         """Return the encoder with these parameters, in evaluation mode."""
@@ -71,6 +75,11 @@ def write_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
         "rng": {name: t.cpu() for name, t in checkpoint.rng.items()},
         "provenance": checkpoint.provenance,
     }
+    if checkpoint.optimizer_state:
+        content["optimizer_state"] = {
+            name: {quantity: t.detach().cpu().contiguous() for quantity, t in values.items()}
+            for name, values in checkpoint.optimizer_state.items()
+        }
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(descriptor, "wb") as file:
@@ -206,8 +215,9 @@ def _foreign_global(path: Path) -> str | None:
 
 
 def _checkpoint(path: Path, content: dict[str, Any]) -> Checkpoint:
-    content = {"rng": {}, "provenance": {}, **content}
-    kinds = dict.fromkeys(("config", "model_state", "history", "rng", "provenance"), dict) | {"epoch": int}
+    content = {"rng": {}, "provenance": {}, "optimizer_state": {}, **content}
+    names = ("config", "model_state", "history", "rng", "provenance", "optimizer_state")
+    kinds = dict.fromkeys(names, dict) | {"epoch": int}
     for key, kind in kinds.items():
         if not isinstance(content.get(key), kind):
             raise InputError(f"{path} is damaged: its entry {key!r} is missing or not a {kind.__name__}.")
@@ -221,6 +231,9 @@ def _checkpoint(path: Path, content: dict[str, Any]) -> Checkpoint:
             raise InputError(f"{path} is damaged: its history {column!r} is not a list of numbers.")
         if len(values) != content["epoch"]:
             raise InputError(f"{path} is damaged: its history {column!r} does not end at its epoch.")
+    for name, values in content["optimizer_state"].items():
+        if not isinstance(values, dict) or not all(isinstance(t, Tensor) for t in values.values()):
+            raise InputError(f"{path} is damaged: its optimiser state of {name!r} is not tensors by name.")
     try:
         model = ModelConfig.from_dict(content["config"]["model"])
         training = TrainingConfig.from_dict(content["config"]["training"])
@@ -239,4 +252,5 @@ def _checkpoint(path: Path, content: dict[str, Any]) -> Checkpoint:
         history=content["history"],
         rng=content.get("rng", {}),
         provenance=content.get("provenance", {}),
+        optimizer_state=content["optimizer_state"],
     )

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from semdiag_models.dropout import dropped_positions
+from semdiag_models.random_state import on_each_stream
 
 _STRIP = 2**20  # scores held at a time: 4 MB in float32, about one core's share of the cache
 
@@ -19,7 +20,7 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, valid: Tensor
     cache; the backward pass recomputes the weights from the scores and the drawn drop positions.
 
     Args:
-        q: queries (B, H, L, D).
+        q: queries (B, H, Lq, D).
         k: keys (B, H, L, D).
         v: values (B, H, L, D).
         scale: factor on the scores.
@@ -27,23 +28,32 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, valid: Tensor
         dropout: probability with which a weight is dropped; 0 outside training.
 
     Returns:
-        Mixed values (B, H, L, D).
+        Mixed values (B, H, Lq, D).
     """
-    if dropout == 0 or q.device.type != "cpu":
-        mask = None if valid is None else valid[:, None, None, :]
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, scale=scale)
-    mixed: Tensor = _Strips.apply(q, k, v, scale, valid, dropout)  # type: ignore[no-untyped-call]
+    if dropout == 0:
+        return _torch_attention(q, k, v, scale, valid, 0.0)
+    attend = _strip_attention if q.device.type == "cpu" else _torch_attention
+    return on_each_stream(lambda q, k, v, valid: attend(q, k, v, scale, valid, dropout), q, k, v, valid)
+
+
+def _torch_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, valid: Tensor | None, p: float) -> Tensor:
+    mask = None if valid is None else valid[:, None, None, :]
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=p, scale=scale)
+
+
+def _strip_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, valid: Tensor | None, p: float) -> Tensor:
+    mixed: Tensor = _Strips.apply(q, k, v, scale, valid, p)  # type: ignore[no-untyped-call]
     return mixed
 
 
 class _Strips(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, valid: Tensor | None, p: float) -> Tensor:
-        heads, (length, width) = q.shape[1], q.shape[2:]
-        q, k, v = (t.reshape(-1, length, width) for t in (q, k, v))  # (B·H, L, D)
-        per_strip = max(1, _STRIP // length**2)
+        heads = q.shape[1]
+        q, k, v = (t.reshape(-1, *t.shape[2:]) for t in (q, k, v))  # (B·H, L, D)
+        per_strip = max(1, _STRIP // (q.shape[1] * k.shape[1]))
         drops: list[Tensor] = []
-        mixed = torch.empty_like(v)
+        mixed = torch.empty_like(q)
         for rows in range(0, len(q), per_strip):
             s = slice(rows, rows + per_strip)
             weights = _weights(q[s], k[s], scale, _strip_mask(valid, heads, s))
@@ -52,14 +62,13 @@ class _Strips(torch.autograd.Function):
             torch.bmm(weights, v[s], out=mixed[s])
         ctx.save_for_backward(q, k, v, *drops)
         ctx.plan = scale, valid, p, heads, per_strip
-        return mixed.div_(1 - p).view(-1, heads, length, width)
+        return mixed.div_(1 - p).view(-1, heads, *q.shape[1:])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, *drops = ctx.saved_tensors
         scale, valid, p, heads, per_strip = ctx.plan
-        length, width = q.shape[1:]
-        grad = grad.reshape(-1, length, width) / (1 - p)
+        grad = grad.reshape(q.shape) / (1 - p)
         dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         for rows, drop in zip(range(0, len(q), per_strip), drops, strict=True):
             s = slice(rows, rows + per_strip)
@@ -71,8 +80,8 @@ class _Strips(torch.autograd.Function):
             torch.bmm(d_scores.transpose(1, 2), q[s], out=dk[s])
             weights.view(-1).index_fill_(0, drop, 0)
             torch.bmm(weights.transpose(1, 2), grad[s], out=dv[s])
-        shape = (-1, heads, length, width)
-        return dq.mul_(scale).view(shape), dk.mul_(scale).view(shape), dv.view(shape), None, None, None
+        dq, dk, dv = (t.view(-1, heads, *t.shape[1:]) for t in (dq.mul_(scale), dk.mul_(scale), dv))
+        return dq, dk, dv, None, None, None
 
 
 def _weights(q: Tensor, k: Tensor, scale: float, mask: Tensor | None) -> Tensor:

@@ -1,4 +1,4 @@
-"""The compact encoder: embedding, pre-norm blocks, mean pooling, linear head."""
+"""The compact encoder: embedding, blocks, pooling, linear head."""
 
 import math
 from collections.abc import Callable
@@ -7,11 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from semdiag_models.configuration import ModelConfig
+from semdiag_models.configuration import LOCAL, ModelConfig
 from semdiag_models.dense_attention import dense_attention
 from semdiag_models.dropout import add_dropout, dropout
 from semdiag_models.selected_attention import selected_attention
-from semdiag_models.selection import select_keys
+from semdiag_models.selection import random_priorities, select_keys
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "gelu": F.gelu, "mish": F.mish}
 
@@ -19,12 +19,17 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "gelu": F
 class AttentionCore(nn.Module):
     """Softmax attention over selected keys. The one hook point: its inputs are all that attention does.
 
-    ``register_forward_hook`` on it sees (q, k, v, scale, valid, selected); scores are ``scale · q kᵀ``.
+    ``register_forward_hook`` on it sees (q, k, v, scale, valid, selected); scores are ``scale · q kᵀ``. Queries
+    within ``everywhere`` attend to all valid keys whatever is selected.
+
+    Args:
+        p: dropout probability of the attention weights.
+        everywhere: how many queries in front, and how many at the end, attend to all valid keys.
     """
 
-    def __init__(self, p: float) -> None:
+    def __init__(self, p: float, everywhere: tuple[int, int] = (0, 0)) -> None:
         super().__init__()
-        self.p = p
+        self.p, self.everywhere = p, everywhere
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, valid: Tensor | None, selected: Tensor | None
@@ -45,49 +50,101 @@ class AttentionCore(nn.Module):
         p = self.p if self.training else 0.0
         if selected is None:
             return dense_attention(q, k, v, scale, valid, p)
+        mixed = self.attend_selected(q, k, v, scale, selected, p)
+        first, last = self.everywhere
+        if first + last == 0:
+            return mixed
+        end = q.shape[2] - last
+        rows = torch.cat([q[:, :, :first], q[:, :, end:]], 2)
+        dense = dense_attention(rows, k, v, scale, valid, p)
+        return torch.cat([dense[:, :, :first], mixed[:, :, first:end], dense[:, :, first:]], 2)
+
+    def attend_selected(self, q: Tensor, k: Tensor, v: Tensor, scale: float, selected: Tensor, p: float) -> Tensor:
+        """Mix the values of the selected keys: (B, H, L, D), … -> (B, H, L, D)."""
         return selected_attention(q, k, v, scale, selected, p)
 
 
 class Attention(nn.Module):
-    """Multi-head attention with biases; every head is ``head_width`` wide."""
+    """Multi-head attention with biases; every head is ``head_width`` wide.
 
-    def __init__(self, config: ModelConfig) -> None:
+    Args:
+        config: the architecture.
+        layer: which block's; random attention keeps other keys in every block.
+    """
+
+    def __init__(self, config: ModelConfig, layer: int = 0) -> None:
         super().__init__()
+        self.config, self.layer = config, layer
         self.heads, self.head_width = config.heads, config.head_width
         self.kind, self.k = config.attention, config.k
+        everywhere = (config.cls_tokens, config.global_tokens) if config.attention in LOCAL else (0, 0)
         self.scale = config.inverse_temperature / math.sqrt(config.head_width)
         inner = config.heads * config.head_width
         self.qkv = nn.Linear(config.width, 3 * inner)
-        self.core = AttentionCore(config.dropout)
+        self.core = AttentionCore(config.dropout, everywhere)
         self.out = nn.Linear(inner, config.width)
 
     def forward(self, x: Tensor, valid: Tensor | None) -> Tensor:
         """Attend: (B, L, d), (B, L) or None -> (B, L, d)."""
-        batch, length, _ = x.shape
-        qkv = self.qkv(x).view(batch, length, 3, self.heads, self.head_width)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each (B, H, L, D)
-        selected = select_keys(self.kind, self.k, q, k, self.scale, valid)
-        mixed = self.core(q, k, v, self.scale, valid, selected)
-        attended: Tensor = self.out(mixed.transpose(1, 2).reshape(batch, length, -1))
+        qkv: Tensor = self.qkv(x)
+        if qkv.dtype == x.dtype:
+            mixed = self._mix(qkv, valid)
+        else:  # under autocast; scores of 8 bits would be full of ties, so attention is as precise as its input
+            with torch.autocast(x.device.type, enabled=False):
+                mixed = self._mix(qkv.to(x.dtype), valid)
+        attended: Tensor = self.out(mixed.transpose(1, 2).reshape(*x.shape[:2], -1))
         return attended
+
+    def _mix(self, qkv: Tensor, valid: Tensor | None) -> Tensor:
+        """Select keys and mix values: (B, L, 3·H·D) -> (B, H, L, D)."""
+        split = qkv.view(*qkv.shape[:2], 3, self.heads, self.head_width)
+        q, k, v = split.permute(2, 0, 3, 1, 4)  # each (B, H, L, D)
+        everywhere, priorities = self.core.everywhere, self._priorities(qkv.shape[1], qkv.device)
+        selected = select_keys(self.kind, self.k, q, k, self.scale, valid, everywhere, priorities)
+        mixed: Tensor = self.core(q, k, v, self.scale, valid, selected)
+        return mixed
+
+    def _priorities(self, length: int, device: torch.device) -> Tensor | None:
+        if self.kind != "random":
+            return None
+        c, longest = self.config, self.config.length + self.config.extra_tokens
+        orders = random_priorities(c.selection_seed, c.blocks, c.heads, longest, device)
+        return orders[self.layer, :, :length, :length]
 
 
 class Block(nn.Module):
-    """x + drop(attention(norm(x))), then x + drop(mlp(norm(x))); the norms have no parameters."""
+    """Pre-norm: x + drop(attention(norm(x))), then x + drop(mlp(norm(x))).
 
-    def __init__(self, config: ModelConfig, attention_norm_eps: float) -> None:
+    Post-norm: norm(x + drop(attention(x))), then norm(x + drop(mlp(x))). The norms have no parameters.
+
+    Args:
+        config: the architecture.
+        layer: position of the block, from 0.
+    """
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
-        self.width, self.p, self.attention_norm_eps = config.width, config.dropout, attention_norm_eps
+        self.width, self.p, self.pre_norm = config.width, config.dropout, config.norm == "pre"
+        self.attention_norm_eps = config.first_norm_eps if layer == 0 else 1e-5
         self.activation = _ACTIVATIONS[config.activation]
-        self.attention = Attention(config)
+        self.attention = Attention(config, layer)
         self.expand = nn.Linear(config.width, config.mlp_width)
         self.contract = nn.Linear(config.mlp_width, config.width)
 
     def forward(self, x: Tensor, valid: Tensor | None) -> Tensor:
         """Transform the residual stream: (B, L, d) -> (B, L, d)."""
-        normed = F.layer_norm(x, (self.width,), eps=self.attention_norm_eps)
-        x = add_dropout(x, self.attention(normed, valid), self.p, self.training)
-        hidden = dropout(self.expand(F.layer_norm(x, (self.width,))), self.p, self.training)
+        if self.pre_norm:
+            x = add_dropout(x, self.attention(self._first_norm(x), valid), self.p, self.training)
+            return self._with_mlp(x, F.layer_norm(x, (self.width,)))
+        x = self._first_norm(add_dropout(x, self.attention(x, valid), self.p, self.training))
+        return F.layer_norm(self._with_mlp(x, x), (self.width,))
+
+    def _first_norm(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, (self.width,), eps=self.attention_norm_eps)
+
+    def _with_mlp(self, x: Tensor, y: Tensor) -> Tensor:
+        """Return x + drop(mlp(y))."""
+        hidden = dropout(self.expand(y), self.p, self.training)
         return add_dropout(x, self.contract(self.activation(hidden)), self.p, self.training)
 
 
@@ -96,6 +153,11 @@ class Encoder(nn.Module):
 
     Source: paper, section on experiments, as its released code runs. Deviation: the first norm has eps 1e-5
     like the others (``first_norm_eps``), dropout is off in evaluation, PAD is left out (``pad_as_token``).
+    With ``norm="post"`` the blocks are those of the paper's equations.
+
+    CLS stands in front of the input; the global tokens stand behind it, at the positions after the longest
+    input, so that padding does not move them, and count in mean pooling, as in the released code. In banded and
+    block-local attention CLS is a global token, too; elsewhere it is a token like any other.
 
     Args:
         config: the architecture.
@@ -111,11 +173,11 @@ class Encoder(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
-        self.embedding = nn.Embedding(config.vocabulary_size, config.width)
-        eps = [config.first_norm_eps] + [1e-5] * (config.blocks - 1)
-        self.blocks = nn.ModuleList(Block(config, e) for e in eps)
+        self.embedding = nn.Embedding(config.vocabulary_size + config.extra_tokens, config.width)
+        self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.blocks))
         self.head = nn.Linear(config.width, config.classes)
-        self.register_buffer("positions", _sinusoids(config.length, config.width), persistent=False)
+        longest = config.length + config.extra_tokens
+        self.register_buffer("positions", _sinusoids(longest, config.width), persistent=False)
         nn.init.uniform_(self.embedding.weight, -0.1, 0.1)
         nn.init.uniform_(self.head.weight, -0.1, 0.1)
         nn.init.zeros_(self.head.bias)
@@ -134,20 +196,57 @@ class Encoder(nn.Module):
         x = self.embed(tokens)
         for block in self.blocks:
             x = block(x, valid)
-        logits: Tensor = self.head(_mean(x, valid))
+        logits: Tensor = self.head(x[:, 0] if self.config.cls_tokens else _mean(x, valid))
         return logits
 
+    def sequence(self, tokens: Tensor) -> Tensor:
+        """Ids of all tokens that attention sees: CLS, the input, the global tokens.
+
+        Args:
+            tokens: (B, L) int64 token ids.
+
+        Returns:
+            (B, L + extra tokens) int64; ``tokens`` itself if there are no extra ones.
+
+        Example:
+            >>> config = ModelConfig(3, 2, 8, "block", k=2, global_tokens=2, pooling="cls")
+            >>> Encoder(config).sequence(torch.tensor([[0, 1, 1, 2]]))
+            tensor([[5, 0, 1, 1, 2, 3, 4]])
+        """
+        c = self.config
+        if not c.extra_tokens:
+            return tokens
+        added = torch.arange(c.extra_tokens, device=tokens.device).add(c.pad_id + 1).expand(len(tokens), -1)
+        return torch.cat([added[:, c.global_tokens :], tokens, added[:, : c.global_tokens]], 1)
+
     def embed(self, tokens: Tensor) -> Tensor:
-        """Scaled embedding plus sinusoidal positions: (B, L) -> (B, L, d)."""
-        x = self.embedding(tokens) * math.sqrt(self.config.width) + self.positions[: tokens.shape[1]]
+        """Scaled embedding plus sinusoidal positions: (B, L) -> (B, L + extra tokens, d)."""
+        ids, positions = self.sequence(tokens), self.positions
+        missing = len(positions) - ids.shape[1]  # of an input shorter than the longest
+        if missing and self.config.global_tokens:
+            end = self.config.cls_tokens + tokens.shape[1]
+            positions = torch.cat([positions[:end], positions[end + missing :]])
+        x = self.embedding(ids) * math.sqrt(self.config.width) + positions[: ids.shape[1]]
         return dropout(x, self.config.dropout, self.training)
 
     def valid(self, tokens: Tensor, padded: bool | None = None) -> Tensor | None:
-        """(B, L) bool, false where a token is PAD and PAD does not count; None if there is no such token."""
-        if self.config.pad_as_token or padded is False:
+        """Which tokens of :meth:`sequence` count.
+
+        Args:
+            tokens: (B, L) int64 token ids.
+            padded: whether PAD may occur among them; None looks.
+
+        Returns:
+            (B, L + extra tokens) bool, false where a token is PAD and PAD does not count; None if there is no
+            such token.
+        """
+        c = self.config
+        if c.pad_as_token or padded is False:
             return None
-        valid = tokens != self.config.pad_id
-        return None if padded is None and bool(valid.all()) else valid
+        valid = tokens != c.pad_id
+        if padded is None and bool(valid.all()):
+            return None
+        return F.pad(valid, (c.cls_tokens, c.global_tokens), value=True) if c.extra_tokens else valid
 
 
 def _mean(x: Tensor, valid: Tensor | None) -> Tensor:

@@ -1,9 +1,11 @@
 """A run's folder: snapshots, history, and picking up where a run stopped."""
 
 import csv
+import hashlib
 import io
 import os
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -14,6 +16,9 @@ import torch
 from semdiag_models.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
 from semdiag_models.configuration import ModelConfig, TrainingConfig
 from semdiag_models.errors import InputError
+from semdiag_models.optimization import optimizer_state, restore_optimizer_state
+from semdiag_models.random_state import random_state, restore_random_state
+from semdiag_models.run_lock import RunLock
 from semdiag_models.training import HISTORY_COLUMNS, Progress, Trainer
 
 
@@ -25,7 +30,7 @@ def run_name(model: ModelConfig, training: TrainingConfig) -> str:
         >>> run_name(model, TrainingConfig(task="even-pairs", length=40, epochs=100, seed=7))
         'even-pairs-topk-5-seed-7'
     """
-    return f"{training.task}-{model.attention_label}-seed-{training.seed}"
+    return f"{training.task_label}-{model.attention_label}-seed-{training.seed}"
 
 
 def open_run(
@@ -44,40 +49,58 @@ def open_run(
         model: architecture.
         training: data and optimisation.
         device: where to train.
-        resume: go on from ``last.pt``; only ``epochs`` and ``snapshots`` may differ from what it holds.
+        resume: go on from ``last.pt``; only ``epochs``, ``until`` and ``snapshots`` may differ from what it holds.
         overwrite: start anew in a folder that already holds a run.
 
     Returns:
-        A trainer, at the initialisation or after the last saved epoch.
+        A trainer, at the initialisation or after the last saved epoch. It holds the folder's lock until
+        :func:`train_run` returns.
 
     Raises:
         InputError: if the folder holds a run and neither flag is given, or there is nothing to resume, or it
-            was another configuration, or the folder cannot be written to.
+            was another configuration, or the folder cannot be written to, or another process trains there.
     """
     last = folder / "last.pt"
-    if last.exists() and not (resume or overwrite):
-        raise InputError(
-            f"{folder} already holds a run. Add --resume to go on, --overwrite to start anew, or --out."
-        )
-    saved = _saved(last, model, training) if resume else None
-    trainer = Trainer(model, training, device)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"{folder} cannot be made: {error.strerror}.") from None
+    with ExitStack() as undo:
+        lock = _lock(folder, undo) if folder.is_dir() else None
+        if last.exists() and not (resume or overwrite):
+            raise InputError(
+                f"{folder} already holds a run. Add --resume to go on, --overwrite to start anew, or --out."
+            )
+        saved = _saved(last, model, training) if resume else None
+        trainer = Trainer(model, training, device)
+        if saved is not None:
+            _restore(trainer, saved, last)
+        if lock is None:
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise InputError(f"{folder} cannot be made: {error.strerror}.") from None
+            lock = _lock(folder, undo)
+        trainer.lock = lock
+        undo.pop_all()
+    return trainer
+
+
+def _lock(folder: Path, undo: ExitStack) -> RunLock:
     if not os.access(folder, os.W_OK):
         raise InputError(f"{folder} cannot be written to: permission denied. Choose another folder with --out.")
-    if saved is not None:
-        trainer.encoder.load_state_dict(saved.state)
-        trainer.epoch, trainer.history = saved.epoch, saved.history
-        try:
-            _restore_rng(saved.rng)
-        except (RuntimeError, TypeError) as error:
-            raise InputError(f"{last} cannot be resumed: its random state is damaged ({error}).") from None
-    elif overwrite:
-        for old in [*folder.glob("epoch-*.pt"), folder / "best.pt", last, folder / "history.csv"]:
-            old.unlink(missing_ok=True)
-    return trainer
+    lock = RunLock(folder)
+    undo.callback(lock.release)
+    return lock
+
+
+def _restore(trainer: Trainer, saved: Checkpoint, last: Path) -> None:
+    trainer.encoder.load_state_dict(saved.state)
+    trainer.epoch, trainer.history = saved.epoch, saved.history
+    try:
+        restore_optimizer_state(trainer.optimizer, trainer.encoder, saved.optimizer_state)
+    except InputError as error:
+        raise InputError(f"{last} cannot be resumed. {error}") from None
+    try:
+        restore_random_state(saved.rng)
+    except (RuntimeError, TypeError) as error:
+        raise InputError(f"{last} cannot be resumed: its random state is damaged ({error}).") from None
 
 
 def train_run(
@@ -101,6 +124,30 @@ def train_run(
     Raises:
         DivergedError: if the loss is no longer a number; ``last.pt`` is then the last good epoch.
     """
+    try:
+        finish_epoch = start_run(folder, trainer, provenance, after_epoch)
+        trainer.run(finish_epoch, after_batch)
+    finally:
+        trainer.release()
+
+
+def start_run(
+    folder: Path,
+    trainer: Trainer,
+    provenance: dict[str, Any],
+    after_epoch: Callable[[Progress], None],
+) -> Callable[[Progress], None]:
+    """Tidy the folder, save the initialisation, and return what saves an epoch; for :func:`train_run`.
+
+    Args:
+        folder: the run's folder, whose lock the trainer holds.
+        trainer: from :func:`open_run`.
+        provenance: stored in every snapshot.
+        after_epoch: called after the epoch has been saved.
+
+    Returns:
+        To be called after each epoch, with the global random generators in the state to resume from.
+    """
     provenance = {
         "semdiag": version("semdiag"),
         "torch": str(torch.__version__),
@@ -111,14 +158,16 @@ def train_run(
 
     def save(*names: str) -> None:
         for name in names:
+            resumable = name == "last"
             checkpoint = Checkpoint(
                 model=trainer.config,
                 training=trainer.training,
                 state=trainer.encoder.state_dict(),
                 epoch=trainer.epoch,
                 history=trainer.history,
-                rng=_rng(trainer.device) if name == "last" else {},
+                rng=random_state(trainer.device) if resumable else {},
                 provenance=provenance,
+                optimizer_state=optimizer_state(trainer.optimizer, trainer.encoder) if resumable else {},
             )
             write_checkpoint(folder / f"{name}.pt", checkpoint)
 
@@ -128,16 +177,23 @@ def train_run(
         _write_history(folder / "history.csv", trainer.history)
         after_epoch(progress)
 
+    for half_written in [*folder.glob(".*.pt.????????"), *folder.glob(".history.csv.tmp")]:
+        half_written.unlink()  # of a process that was killed
     if trainer.epoch == 0:
-        save("epoch-0", "last")
-    trainer.run(finish_epoch, after_batch)
+        save("last", "epoch-0")  # first, so that the folder can be resumed if the process dies here
+        later = (path for path in folder.glob("epoch-*.pt") if path.name != "epoch-0.pt")
+        for old in [*later, folder / "best.pt", folder / "history.csv"]:
+            old.unlink(missing_ok=True)  # of a run that is overwritten
+    else:
+        _write_history(folder / "history.csv", trainer.history)  # the process may have died just before it
+    return finish_epoch
 
 
 def _saved(last: Path, model: ModelConfig, training: TrainingConfig) -> Checkpoint:
     if not last.exists():
         raise InputError(f"Nothing to resume: {last} does not exist. Leave --resume out to start the run.")
     saved = read_checkpoint(last)
-    was = replace(saved.training, epochs=training.epochs, snapshots=training.snapshots)
+    was = replace(saved.training, epochs=training.epochs, until=training.until, snapshots=training.snapshots)
     if (saved.model, was) != (model, training):
         pairs = [*_fields(saved.model, model), *_fields(was, training)]
         name, before, now = next(pair for pair in pairs if pair[1] != pair[2])
@@ -157,25 +213,17 @@ def _fields(
     before: ModelConfig | TrainingConfig, now: ModelConfig | TrainingConfig
 ) -> list[tuple[str, object, object]]:
     """Return (name, value before, value now) for every field of two records of one kind."""
-    old, new = before.to_dict(), now.to_dict()
-    return [(name, old[name], new[name]) for name in old]
+    old, new = _flat(before), _flat(now)
+    return [(name, old.get(name), new.get(name)) for name in [*old, *new]]
 
 
-def _rng(device: torch.device) -> dict[str, torch.Tensor]:
-    states = {"cpu": torch.get_rng_state()}
-    if device.type == "cuda":
-        states["cuda"] = torch.cuda.get_rng_state(device)
-    if device.type == "mps":
-        states["mps"] = torch.mps.get_rng_state()
-    return states
-
-
-def _restore_rng(states: dict[str, torch.Tensor]) -> None:
-    torch.set_rng_state(states["cpu"])
-    if "cuda" in states and torch.cuda.is_available():
-        torch.cuda.set_rng_state(states["cuda"])
-    if "mps" in states and torch.backends.mps.is_available():
-        torch.mps.set_rng_state(states["mps"])
+def _flat(record: ModelConfig | TrainingConfig) -> dict[str, object]:
+    """Return the fields of a record and of its text, the tokenizer as a few digits that tell it apart."""
+    values = record.to_dict()
+    text = values.pop("text", None)
+    if text is not None:
+        values.update(text, model=hashlib.sha256(text["model"].encode()).hexdigest()[:8])
+    return values
 
 
 def _write_history(path: Path, history: dict[str, list[float]]) -> None:

@@ -36,6 +36,39 @@ def selected_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, selected: 
     return mixed.view(batch, heads, length, width)
 
 
+def plain_selected_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, selected: Tensor) -> Tensor:
+    """:func:`selected_attention` without dropout, in elementary operations.
+
+    It copies the selected keys, (B, H, L, K, D), and is slower; but it can be differentiated any number of
+    times, forward (``torch.func.jvp``) and backward, and runs under ``torch.func.vmap``.
+
+    Args:
+        q: queries (B, H, L, D).
+        k: keys (B, H, L, D).
+        v: values (B, H, L, D).
+        scale: factor on the scores.
+        selected: (B, H, L, K) int64 positions of the selected keys, distinct in a row; -1 stands for none.
+
+    Returns:
+        Mixed values (B, H, L, D); zero for a query without a selected key.
+
+    Example:
+        >>> q, k, v = torch.randn(3, 1, 1, 4, 2, dtype=torch.float64)
+        >>> selected = torch.tensor([[[[0], [2], [1], [-1]]]])  # one key a query: its value is taken as it is
+        >>> mixed = plain_selected_attention(q, k, v, 1.0, selected)
+        >>> torch.equal(mixed[0, 0, :3], v[0, 0, [0, 2, 1]]), bool(mixed[0, 0, 3].any())
+        (True, False)
+    """
+    missing = selected < 0
+    width = q.shape[-1]
+    rows = selected.clamp(min=0).flatten(-2)[..., None].expand(*selected.shape[:2], -1, width)  # (B, H, L·K, D)
+    keys, values = (t.gather(2, rows).view(*selected.shape, width) for t in (k, v))  # (B, H, L, K, D)
+    scores = (scale * q[..., None, :] * keys).sum(-1).masked_fill(missing, torch.finfo(q.dtype).min)
+    weights = scores.softmax(-1).masked_fill(missing, 0)
+    mixed: Tensor = (weights[..., None] * values).sum(-2)
+    return mixed
+
+
 def flat(x: Tensor) -> Tensor:
     """View (B, H, L, D) as rows (B·H·L, D), copying only if the memory is laid out otherwise."""
     return x.reshape(-1, x.shape[-1])
@@ -98,7 +131,7 @@ def _scatter_sum(weights: Tensor, rows: Tensor, index: Tensor) -> Tensor:
     """
     flat_index = index.view(-1)
     order = flat_index.argsort(stable=True)
-    counts = torch.bincount(flat_index, minlength=len(rows))
+    counts = _counts(flat_index, len(rows))
     return F.embedding_bag(
         order // index.shape[1],
         rows,
@@ -106,3 +139,11 @@ def _scatter_sum(weights: Tensor, rows: Tensor, index: Tensor) -> Tensor:
         per_sample_weights=weights.reshape(-1)[order],
         mode="sum",
     )
+
+
+def _counts(index: Tensor, n: int) -> Tensor:
+    """How often each of 0 … n - 1 occurs: (M,) -> (n,)."""
+    if index.device.type == "cpu" and not torch.compiler.is_compiling():
+        return torch.bincount(index, minlength=n)
+    # bincount looks for the largest entry first, and waits for the device to find it; it cannot be compiled.
+    return torch.zeros(n, dtype=torch.int64, device=index.device).scatter_add_(0, index, torch.ones_like(index))

@@ -3,15 +3,26 @@
 from functools import lru_cache
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 _STRIP = 2**20  # scores held at a time
 
 
 def select_keys(
-    attention: str, k: int | None, q: Tensor, keys: Tensor, scale: float, valid: Tensor | None
+    attention: str,
+    k: int | None,
+    q: Tensor,
+    keys: Tensor,
+    scale: float,
+    valid: Tensor | None,
+    everywhere: tuple[int, int] = (0, 0),
+    priorities: Tensor | None = None,
 ) -> Tensor | None:
     """Positions of the keys that each query attends to.
+
+    The queries that attend to all valid keys (``everywhere``) have an empty row: nothing of size L×L is made
+    for them.
 
     Args:
         attention: a key of ``ATTENTIONS``.
@@ -20,19 +31,30 @@ def select_keys(
         keys: keys (B, H, L, D).
         scale: factor on the scores.
         valid: (B, L) bool, keys that may be attended to; None means all.
+        everywhere: of banded and block-local attention, how many tokens in front and how many at the end attend
+            to all valid keys and are attended to by all; the bands or blocks are those of the tokens in between.
+        priorities: of random attention, (H, L, L): each query keeps the k valid keys with the largest.
 
     Returns:
-        None if every valid key is attended to; else (B, H, L, k) int64 positions, -1 where a query has fewer
-        than k valid candidates. Banded and block-local positions come in increasing order, top-k ones by
-        falling score.
+        None if every valid key is attended to; else (B, H, L, K) int64 positions, -1 where a query has fewer
+        than K valid candidates; K is k, and for local attention the tokens of ``everywhere`` besides. Banded
+        and block-local positions come in increasing order, top-k ones by falling, bottom-k ones by rising
+        score, random ones by falling priority.
+
+    Example:
+        >>> q = torch.zeros(1, 1, 5, 2)
+        >>> select_keys("block", 2, q, q, 1.0, None, everywhere=(0, 1))[0, 0].tolist()
+        [[0, 1, 4], [0, 1, 4], [2, 3, 4], [2, 3, 4], [-1, -1, -1]]
     """
     if k is None:
         return None
     batch, heads, length, _ = q.shape
-    if attention == "topk":
-        return _heavy_hitters(q, keys, scale, valid, min(k, length))
-    fixed = _banded(length, min(k, length)) if attention == "banded" else _block_local(length, k)
-    selected = fixed.to(q.device).expand(batch, heads, length, -1)
+    if attention in ("topk", "bottomk"):
+        signed = scale if attention == "topk" else -scale
+        return _heavy_hitters(q, keys, signed, valid, min(k, length))
+    if priorities is not None:
+        return _most_wanted(priorities, valid, batch, min(k, length))
+    selected = _local(attention, length, k, *everywhere, q.device).expand(batch, heads, length, -1)
     if valid is None:
         return selected
     allowed = valid[:, None, None, :].expand(batch, heads, length, length).gather(3, selected.clamp(min=0))
@@ -52,6 +74,56 @@ def _heavy_hitters(q: Tensor, keys: Tensor, scale: float, valid: Tensor | None, 
         best = scores.topk(k, -1)
         selected[s] = best.indices if valid is None else best.indices.masked_fill(best.values == float("-inf"), -1)
     return selected
+
+
+@torch.no_grad()
+def _most_wanted(priorities: Tensor, valid: Tensor | None, batch: int, k: int) -> Tensor:
+    if valid is None:
+        return priorities.topk(k, -1).indices.expand(batch, -1, -1, -1)
+    parts = []
+    for allowed in torch.split(valid, max(1, _STRIP // priorities.numel())):
+        best = priorities.masked_fill(~allowed[:, None, None, :], -1).topk(k, -1)
+        parts.append(best.indices.masked_fill(best.values < 0, -1))
+    return torch.cat(parts)
+
+
+@lru_cache(maxsize=4)
+def random_priorities(seed: int, blocks: int, heads: int, length: int, device: torch.device) -> Tensor:
+    """Draw what random attention keeps: for each block, head and query a random order of the keys.
+
+    The k keys highest in a random order are a uniformly random k-subset, and so are the k highest valid ones
+    of the valid keys. The order is drawn on the CPU and does not depend on the device.
+
+    Args:
+        seed: of the orders.
+        blocks: of the model.
+        heads: per block.
+        length: positions, those of CLS included.
+        device: where the result is wanted.
+
+    Returns:
+        (blocks, H, L, L) int32, each row a permutation of 0 … L - 1.
+
+    Example:
+        >>> random_priorities(7, 1, 1, 4, torch.device("cpu"))[0, 0].sort(-1).values[0].tolist()
+        [0, 1, 2, 3]
+    """
+    generator = torch.Generator().manual_seed(seed)
+    size = (heads, length, length)
+    drawn = [torch.rand(size, generator=generator, dtype=torch.float64, device="cpu") for _ in range(blocks)]
+    return torch.stack([block.argsort(dim=-1, stable=True).to(device, torch.int32) for block in drawn])
+
+
+@lru_cache(maxsize=32)
+def _local(attention: str, length: int, k: int, first: int, last: int, device: torch.device) -> Tensor:
+    """(L, k + first + last): own band or block, and the tokens that all attend to, whose own rows are empty."""
+    inner = length - first - last
+    own = _banded(inner, min(k, inner)) if attention == "banded" else _block_local(inner, k)
+    if first + last == 0:
+        return own.to(device)
+    own = torch.where(own < 0, own, own + first)
+    front, back = torch.arange(first).expand(inner, -1), torch.arange(length - last, length).expand(inner, -1)
+    return F.pad(torch.cat([front, own, back], 1), (0, 0, first, last), value=-1).to(device)
 
 
 @lru_cache(maxsize=32)

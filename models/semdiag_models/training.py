@@ -1,4 +1,4 @@
-"""The trainer: plain SGD on a finite data set, as the paper ran it."""
+"""The trainer: a finite data set, epoch by epoch, as the paper ran it."""
 
 import math
 import time
@@ -13,7 +13,16 @@ from torch import Tensor
 from semdiag_models.configuration import ModelConfig, TrainingConfig
 from semdiag_models.encoder import Encoder
 from semdiag_models.errors import InputError
-from semdiag_models.tasks import find_task
+from semdiag_models.optimization import (
+    check_precision,
+    compile_steps,
+    forward_precision,
+    make_optimizer,
+    product_precision,
+    set_learning_rate,
+)
+from semdiag_models.run_lock import RunLock
+from semdiag_models.tasks import task_of
 
 HISTORY_COLUMNS = (
     "epoch",
@@ -51,16 +60,15 @@ def draw_data(config: TrainingConfig, padded_length: int, pad_id: int) -> tuple[
         Training and held-out split, on the CPU.
 
     Raises:
-        InputError: if the task is unknown or has no string of that length.
+        InputError: if the task is unknown or has no string of that length, or the text is not what it was.
     """
-    task = find_task(config.task)
     generator = torch.Generator().manual_seed(config.seed)
+    drawn = task_of(config).draw(config.train_samples, config.holdout_samples, config.length, generator)
 
-    def draw(n: int) -> Split:
-        tokens, labels = task.sample(n, config.length, generator)
+    def padded(tokens: Tensor, labels: Tensor) -> Split:
         return Split(F.pad(tokens, (0, padded_length - tokens.shape[1]), value=pad_id), labels)
 
-    return draw(config.train_samples), draw(config.holdout_samples)
+    return padded(*drawn[0]), padded(*drawn[1])
 
 
 @dataclass(frozen=True)
@@ -75,7 +83,8 @@ class Trainer:
     """Trains one model, epoch by epoch; all state that a resumed run needs is in public attributes.
 
     Source: paper, experimental settings: SGD without momentum, cross-entropy, gradient 2-norm clipped,
-    learning rate multiplied by the decay after every epoch.
+    learning rate multiplied by the decay after every epoch. Deviation: none by default; other optimisers,
+    precisions, a compiled step and a stop on convergence are in :class:`TrainingConfig`.
 
     The global random generators of the device are seeded in ``__init__`` and used for initialisation,
     dropout and batch order; run a Trainer inside :func:`torch.random.fork_rng` to keep your own.
@@ -86,12 +95,12 @@ class Trainer:
         device: where everything lives.
 
     Raises:
-        InputError: if model and task do not fit each other.
+        InputError: if model and task do not fit each other, or the device lacks the precision.
     """
 
     def __init__(self, model: ModelConfig, training: TrainingConfig, device: torch.device) -> None:
         self.config, self.training, self.device = model, training, device
-        task = find_task(training.task)
+        task = task_of(training)
         if (model.vocabulary_size, model.classes) != (task.vocabulary_size, task.classes):
             raise InputError(
                 f"{task.name} has {task.vocabulary_size} token ids and {task.classes} classes; "
@@ -99,6 +108,7 @@ class Trainer:
             )
         if model.length < training.length:
             raise InputError(f"The model has {model.length} positions, too few for length {training.length}.")
+        check_precision(training.precision, device)
         train, holdout = draw_data(training, model.length, model.pad_id)
         self.train_split = Split(*(t.to(device) for t in train))
         self.holdout_split = Split(*(t.to(device) for t in holdout))
@@ -108,11 +118,35 @@ class Trainer:
         )
         torch.manual_seed(training.seed)
         self.encoder = Encoder(model).to(device)
+        self.optimizer = make_optimizer(self.encoder.parameters(), training)
+        self._forward = compile_steps(self.encoder, device) if training.compiled else self.encoder
+        self.lock: RunLock | None = None  # of the run's folder, if it has one
         self.epoch = 0
         self.history: dict[str, list[float]] = {name: [] for name in HISTORY_COLUMNS}
 
+    def release(self) -> None:
+        """Let go of the run's folder."""
+        if self.lock is not None:
+            self.lock.release()
+
+    @property
+    def learning_rate(self) -> float:
+        """Step size of the epoch to come."""
+        return self.training.learning_rate * self.training.learning_rate_decay**self.epoch
+
+    @property
+    def converged(self) -> bool:
+        """Whether the last epoch reached the training accuracy to stop at."""
+        until, reached = self.training.until, self.history["train_accuracy"][-1:]
+        return until is not None and bool(reached) and reached[0] >= until
+
+    @property
+    def finished(self) -> bool:
+        """Whether there is no further epoch to train."""
+        return self.epoch >= self.training.epochs or self.converged
+
     def run(self, after_epoch: Callable[[Progress], None], after_batch: Callable[[], None] = lambda: None) -> None:
-        """Train to the configured number of epochs.
+        """Train to the configured number of epochs, or to the training accuracy to stop at.
 
         Args:
             after_epoch: called with the epoch's row once it is in the history; the model is then in
@@ -122,48 +156,75 @@ class Trainer:
         Raises:
             DivergedError: if the loss becomes NaN or infinite; that epoch is not in the history.
         """
-        while self.epoch < self.training.epochs:
+        while not self.finished:
             start = time.perf_counter()
-            learning_rate = self.training.learning_rate * self.training.learning_rate_decay**self.epoch
-            self._train_epoch(learning_rate, after_batch)
-            train_loss, train_accuracy = self.evaluate(self.train_split)
-            holdout_loss, holdout_accuracy = self.evaluate(self.holdout_split)
-            best = holdout_accuracy > max(self.history["holdout_accuracy"], default=-math.inf)
-            self.epoch += 1
-            values = (
-                self.epoch,
-                learning_rate,
-                train_loss,
-                train_accuracy,
-                holdout_loss,
-                holdout_accuracy,
-                time.perf_counter() - start,
-            )
-            row = dict(zip(HISTORY_COLUMNS, values, strict=True))
-            for name, value in row.items():
-                self.history[name].append(value)
-            after_epoch(Progress(row, best))
+            self.check_loss(self._train_epoch(after_batch))
+            after_epoch(self.close_epoch(start))
 
-    def _train_epoch(self, learning_rate: float, after_batch: Callable[[], None]) -> None:
+    def close_epoch(self, start: float) -> Progress:
+        """Evaluate after an epoch of steps and write it into the history.
+
+        Args:
+            start: when the epoch began, of :func:`time.perf_counter`.
+
+        Returns:
+            The new row.
+        """
+        train_loss, train_accuracy = self.evaluate(self.train_split)
+        holdout_loss, holdout_accuracy = self.evaluate(self.holdout_split)
+        best = holdout_accuracy > max(self.history["holdout_accuracy"], default=-math.inf)
+        learning_rate = self.learning_rate
+        self.epoch += 1
+        values = (
+            self.epoch,
+            learning_rate,
+            train_loss,
+            train_accuracy,
+            holdout_loss,
+            holdout_accuracy,
+            time.perf_counter() - start,
+        )
+        row = dict(zip(HISTORY_COLUMNS, values, strict=True))
+        for name, value in row.items():
+            self.history[name].append(value)
+        return Progress(row, best)
+
+    def check_loss(self, total: float) -> None:
+        """Refuse to go on from a sum of losses that is not a number.
+
+        Args:
+            total: over the epoch's batches.
+
+        Raises:
+            DivergedError: if it is NaN or infinite.
+        """
+        if not math.isfinite(total):
+            raise DivergedError(
+                f"The training loss became {total} in epoch {self.epoch + 1} at learning rate "
+                f"{self.learning_rate:g}. Try a smaller --learning-rate."
+            )
+
+    def _train_epoch(self, after_batch: Callable[[], None]) -> float:
         self.encoder.train()
-        parameters = list(self.encoder.parameters())
-        optimizer = torch.optim.SGD(parameters, lr=learning_rate, foreach=True)
+        set_learning_rate(self.optimizer, self.learning_rate)
         order = torch.randperm(self.training.train_samples, device=self.device)
         total = torch.zeros((), device=self.device)
-        for batch in torch.split(order, self.training.batch_size):
-            logits = self.encoder(self.train_split.tokens[batch], self.padded)
+        with product_precision(self.training.precision):
+            for batch in torch.split(order, self.training.batch_size):
+                total += self._step(batch)
+                after_batch()
+        return float(total)  # the one moment in an epoch at which the device is waited for
+
+    def _step(self, batch: Tensor) -> Tensor:
+        parameters = list(self.encoder.parameters())
+        with forward_precision(self.training.precision, self.device):
+            logits = self._forward(self.train_split.tokens[batch], self.padded)
             loss = F.cross_entropy(logits, self.train_split.labels[batch])
-            optimizer.zero_grad()
-            loss.backward()  # type: ignore[no-untyped-call]
-            torch.nn.utils.clip_grad_norm_(parameters, self.training.gradient_clip, foreach=True)
-            optimizer.step()
-            total += loss.detach()
-            after_batch()
-        if not math.isfinite(float(total)):  # the one moment in an epoch at which the device is waited for
-            raise DivergedError(
-                f"The training loss became {float(total)} in epoch {self.epoch + 1} at learning rate "
-                f"{learning_rate:g}. Try a smaller --learning-rate."
-            )
+        self.optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(parameters, self.training.gradient_clip, foreach=True)
+        self.optimizer.step()
+        return loss.detach()
 
     @torch.inference_mode()
     def evaluate(self, split: Split) -> tuple[float, float]:
@@ -177,7 +238,8 @@ class Trainer:
         """
         self.encoder.eval()
         loss, correct = torch.zeros((), device=self.device), torch.zeros((), device=self.device)
-        per_batch = max(1, 10_000 // split.tokens.shape[1])  # about 10,000 tokens fit a core's cache
+        # About 10,000 tokens fit a core's cache; logits of a large vocabulary, 16 million, memory.
+        per_batch = max(1, min(10_000 // split.tokens.shape[1], 2**24 // self.config.classes))
         parts = torch.split(split.tokens, per_batch), torch.split(split.labels, per_batch)
         for tokens, labels in zip(*parts, strict=True):
             logits = self.encoder(tokens, self.padded)

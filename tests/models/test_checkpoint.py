@@ -270,7 +270,9 @@ def test_an_impossible_history_is_refused(doctor, path, change, message):
         ({"k": "three"}, ": ModelConfig.k must be int | None. Got 'three'."),
         ({"colour": "red"}, ": Unknown ModelConfig field 'colour'."),
         ({7: 7}, ": Unknown ModelConfig field '7'."),
-        ({"attention": "bottomk"}, ": Unknown attention 'bottomk'."),
+        ({"attention": "lsh"}, ": Unknown attention 'lsh'."),
+        ({"global_tokens": 3}, ": Global tokens go with banded and block attention only. Got 3 with topk"),
+        ({"norm": "both"}, ": Unknown norm 'both'."),
     ],
 )
 def test_a_hostile_configuration_is_refused_before_anything_is_built(doctor, path, fields, message):

@@ -45,6 +45,26 @@ TRAINING = {"task": "parity", "length": 40, "epochs": 10}
         ({"attention": "banded", "k": 0}, "k must be at least 1. Got k=0."),
         ({"attention": "block", "k": -3}, "k must be at least 1. Got k=-3."),
         ({"attention": "topk", "k": 41}, "k must be at most the sequence length. Got k=41, length=40."),
+        ({"attention": "bottomk"}, "bottomk attention needs k, the number of keys kept per query."),
+        (
+            {"attention": "random-k", "k": 5},
+            "Unknown attention 'random-k'. Did you mean 'random'? Known: full, banded",
+        ),
+        *(
+            (
+                {"attention": kind, "k": k, "global_tokens": 2},
+                f"Global tokens go with banded and block attention only. Got 2 with {kind} attention.",
+            )
+            for kind, k in (("full", None), ("topk", 5), ("bottomk", 5), ("random", 5))
+        ),
+        ({"global_tokens": -1}, "global_tokens must lie in 0 … 100000. Got -1."),
+        ({"norm": "after"}, "Unknown norm 'after'. Known: pre, post."),
+        ({"pooling": "max"}, "Unknown pooling 'max'. Known: mean, cls."),
+        ({"selection_seed": 3}, "Only random attention takes a selection_seed. Got one with full."),
+        (
+            {"attention": "random", "k": 5, "selection_seed": -1},
+            "selection_seed must lie in 0 … 2^63 - 1. Got -1.",
+        ),
     ],
 )
 def test_an_illegal_model_is_refused_with_what_would_work(fields, message):
@@ -99,6 +119,8 @@ def test_values_at_the_edge_of_the_legal_are_accepted(fields):
     [
         ModelConfig(**MODEL),
         ModelConfig(**MODEL, attention="banded", k=9, activation="mish", pad_as_token=True, dropout=0),
+        ModelConfig(**MODEL, attention="block", k=9, global_tokens=3, norm="post", pooling="cls"),
+        ModelConfig(**MODEL, attention="random", k=9, selection_seed=2**63 - 1),
         TrainingConfig(**TRAINING),
         TrainingConfig(**TRAINING, seed=2**63 - 1, snapshots=(0, 3, 10), learning_rate=1),
     ],
@@ -160,7 +182,21 @@ def test_records_cannot_be_changed():
 
 def test_the_label_names_attention_and_k():
     labels = [ModelConfig(**MODEL, attention=a, k=None if a == "full" else 5).attention_label for a in ATTENTIONS]
-    assert labels == ["full", "banded-5", "block-5", "topk-5"]
+    assert labels == ["full", "banded-5", "block-5", "topk-5", "bottomk-5", "random-5"]
+    assert ModelConfig(**MODEL, attention="block", k=5, global_tokens=3).attention_label == "block-5-global-3"
+
+
+@pytest.mark.parametrize(
+    ("fields", "kept"),
+    [
+        ({}, None),
+        ({"pooling": "cls"}, None),
+        ({"attention": "topk", "k": 5, "pooling": "cls"}, 5),
+        ({"attention": "banded", "k": 5, "pooling": "cls", "global_tokens": 2}, 8),
+    ],
+)
+def test_the_extra_tokens_are_kept_by_every_query_of_local_attention(fields, kept):
+    assert ModelConfig(**MODEL, **fields).keys_kept == kept
 
 
 def test_pad_is_the_last_token_id():

@@ -65,6 +65,27 @@ def test_without_dropout_it_is_the_naive_softmax(naive_attention, heads, padded)
     torch.testing.assert_close(*gradients, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("strip", [2**20, 2 * L, 1])
+@pytest.mark.parametrize("p", [0.0, 0.3])
+def test_a_few_queries_attend_to_all_keys(monkeypatch, naive_attention, padded, strip, p):
+    monkeypatch.setattr(module, "_STRIP", strip)
+    qkv, (q, k, v) = projected(2)
+    valid = validity(padded)
+    torch.manual_seed(4)
+    mixed = dense_attention(q[:, :, :2], k, v, SCALE, valid, p)
+    torch.manual_seed(4)
+    kept = torch.ones(B * 2, 2, L, dtype=torch.float64)
+    for rows in kept.split(max(1, strip // (2 * L))) if p else ():
+        rows.view(-1)[dropped_positions(rows.numel(), p)] = 0
+    allowed = None if valid is None else valid[:, None, None, :].expand(B, 2, 2, L)
+    naive = naive_attention(q[:, :, :2], k, v, SCALE, allowed, kept.view(B, 2, 2, L), p)
+    torch.testing.assert_close(mixed, naive, rtol=0, atol=1e-12)
+    cotangent = torch.randn_like(mixed)
+    gradients = [torch.autograd.grad(out, qkv, cotangent, retain_graph=True)[0] for out in (mixed, naive)]
+    torch.testing.assert_close(*gradients, rtol=0, atol=1e-12)
+
+
 def test_one_key_hands_its_value_through():
     q, k, v = torch.randn(3, 2, 2, 1, D, dtype=torch.float64)
     torch.testing.assert_close(dense_attention(q, k, v, SCALE, None, 0.0), v, rtol=0, atol=1e-15)

@@ -281,21 +281,110 @@ def test_a_model_that_does_not_fit_leaves_no_folder(run, folder):
     assert not folder.parent.exists()
 
 
-def test_the_states_of_an_accelerator_are_saved_and_restored(monkeypatch):
-    states = {}
-    for name in ("cuda", "mps"):
-        backend = getattr(torch, name)
-        monkeypatch.setattr(backend, "get_rng_state", lambda *_, name=name: torch.tensor([len(name)]))
-        monkeypatch.setattr(backend, "set_rng_state", lambda state, name=name: states.update({name: state}))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
-    for name in ("cuda", "mps"):
-        saved = module._rng(torch.device(name))
-        assert set(saved) == {"cpu", name}
-        module._restore_rng(saved)
-        assert torch.equal(states[name], saved[name])
-
-
 def test_the_name_of_a_run_says_task_attention_and_seed(tiny_model, tiny_training):
     assert run_name(tiny_model(attention="banded", k=5), tiny_training()) == "even-pairs-banded-5-seed-5"
     assert run_name(tiny_model(), tiny_training(seed=7)) == "even-pairs-full-seed-7"
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "adamw"])
+def test_what_the_optimiser_remembers_survives_an_interruption_bit_for_bit(run, folder, optimizer):
+    fields = {"epochs": 4, "optimizer": optimizer, "learning_rate": 0.01}
+    whole = run(**fields)
+    run(**{**fields, "epochs": 2}, overwrite=True)
+    saved = read_checkpoint(folder / "last.pt").optimizer_state
+    assert saved.keys() == whole.encoder.state_dict().keys()
+    assert all(values["exp_avg_sq"].any() and values["step"] == 8 for values in saved.values())
+    assert not read_checkpoint(folder / "best.pt").optimizer_state
+    assert same(whole.encoder.state_dict(), run(**fields, resume=True).encoder.state_dict())
+
+
+@pytest.mark.parametrize("damage", ["shape", "kind", "missing", "unknown", "no tensor"])
+def test_a_damaged_optimiser_state_is_refused(run, folder, damage):
+    run(epochs=1, optimizer="adam")
+    content = torch.load(folder / "last.pt", weights_only=True)
+    state = content["optimizer_state"]
+    match damage:
+        case "shape":
+            state["head.bias"]["exp_avg"] = torch.zeros(7)
+        case "kind":
+            state["head.bias"]["exp_avg"] = torch.zeros(2, dtype=torch.int64)
+        case "missing":
+            del state["head.bias"]
+        case "unknown":
+            state["head.bios"] = state.pop("head.bias")
+        case "no tensor":
+            state["head.bias"]["exp_avg"] = [0.0, 0.0]
+    torch.save(content, folder / "last.pt")
+    with pytest.raises(
+        InputError, match=r"last\.pt (cannot be resumed\. The optimiser|is damaged: its optimiser)"
+    ):
+        run(epochs=2, optimizer="adam", resume=True)
+
+
+def test_plain_sgd_adds_nothing_to_the_checkpoint(run, folder):
+    run(epochs=1)
+    assert "optimizer_state" not in torch.load(folder / "last.pt", weights_only=True)
+
+
+def test_what_to_stop_at_may_be_changed_on_resuming(run, folder):
+    accuracy = run(epochs=4).history["train_accuracy"]
+    run(epochs=4, until=min(accuracy[:2]), overwrite=True)
+    stopped = read_checkpoint(folder / "last.pt").epoch
+    assert stopped == 1 + next(i for i, a in enumerate(accuracy) if a >= min(accuracy[:2]))
+    assert len((folder / "history.csv").read_text().splitlines()) == 1 + stopped
+    before = (folder / "last.pt").read_bytes()
+    run(epochs=4, until=min(accuracy[:2]), resume=True, after_batch=lambda: pytest.fail("a step was made"))
+    assert (folder / "last.pt").read_bytes() == before
+    assert run(epochs=4, resume=True).history["train_accuracy"] == accuracy
+
+
+def test_what_a_killed_process_left_half_written_is_cleared_away(run, folder):
+    run(epochs=2)
+    history = (folder / "history.csv").read_bytes()
+    (folder / ".last.pt.ab12cd_9").write_bytes(b"half")
+    (folder / ".history.csv.tmp").write_text("epo")
+    (folder / ".lock").touch()
+    (folder / ".mine").write_text("mine")
+    (folder / "history.csv").write_text("one row short")
+    run(epochs=2, resume=True)
+    assert files(folder) == [".mine", "best.pt", "epoch-0.pt", "history.csv", "last.pt"]
+    assert (folder / "history.csv").read_bytes() == history
+
+
+def test_a_folder_is_free_again_after_a_run_and_after_a_refusal(run, folder):
+    run(epochs=1)
+    with pytest.raises(InputError, match="already holds a run"):
+        run(epochs=1)
+    with pytest.raises(InputError, match="was trained with"):
+        run(epochs=2, seed=6, resume=True)
+    assert run(epochs=2, resume=True).epoch == 2
+
+
+def test_two_trainers_in_one_folder_are_refused(run, folder, tiny_model, tiny_training):
+    model = tiny_model(attention="topk", k=3, dropout=0.1)
+    first = open_run(folder, model, tiny_training(), CPU, resume=False, overwrite=False)
+    with pytest.raises(InputError, match=r"one is in use: another process trains there\."):
+        run()
+    with pytest.raises(InputError, match="in use"):
+        run(overwrite=True)
+    train_run(folder, first, {"command": "x"})
+    assert read_checkpoint(folder / "last.pt").epoch == 3
+
+
+def test_a_run_killed_while_it_overwrites_another_is_resumed_as_the_new_one(monkeypatch, run, folder):
+    whole = run(seed=6)
+    run(snapshots=(2,), overwrite=True)
+    unlink = module.Path.unlink
+
+    def die(path, missing_ok=False):
+        if path.name == "best.pt":
+            raise StoppedError
+        unlink(path, missing_ok=missing_ok)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module.Path, "unlink", die)
+        with pytest.raises(StoppedError):
+            run(seed=6, overwrite=True)
+    assert same(whole.encoder.state_dict(), run(seed=6, resume=True).encoder.state_dict())
+    assert files(folder) == ["best.pt", "epoch-0.pt", "history.csv", "last.pt"]
+    assert read_checkpoint(folder / "best.pt").training.seed == 6

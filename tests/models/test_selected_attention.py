@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from semdiag_models.dropout import dropped_positions
-from semdiag_models.selected_attention import selected_attention
+from semdiag_models.selected_attention import plain_selected_attention, selected_attention
 from semdiag_models.selection import select_keys
 
 B, L, D, SCALE = 3, 10, 5, 0.7
@@ -124,3 +124,46 @@ def test_the_gathered_keys_and_values_are_never_stored():
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         selected_attention(q, keys, v, 1.0, selected, 0.01)
     assert 3 * length * width <= sum(kept) < length * k * width
+
+
+@pytest.mark.parametrize(("kind", "k"), [("banded", 3), ("block", 3), ("topk", 4)])
+@pytest.mark.parametrize("padded", [False, True])
+def test_the_plain_path_is_the_fast_one_and_so_are_its_gradients(kind, k, padded):
+    qkv, (q, keys, v) = projected(2)
+    selected = select_keys(kind, k, q, keys, SCALE, validity(padded))
+    mixed = selected_attention(q, keys, v, SCALE, selected, 0.0)
+    plain = plain_selected_attention(q, keys, v, SCALE, selected)
+    torch.testing.assert_close(plain, mixed, rtol=0, atol=1e-12)
+    cotangent = torch.randn_like(mixed)
+    gradients = [torch.autograd.grad(out, qkv, cotangent)[0] for out in (mixed, plain)]
+    torch.testing.assert_close(*gradients, rtol=0, atol=1e-12)
+
+
+@pytest.mark.filterwarnings(
+    "ignore:.torch.jit.script. is deprecated:DeprecationWarning"
+)  # torch's own jvp calls it
+def test_the_plain_path_has_forward_derivatives_alone_and_vectorised():
+    _, (q, keys, v) = projected(2)
+    inputs = tuple(t.detach() for t in (q, keys, v))
+    selected = select_keys("topk", 3, q, keys, SCALE, validity(True))
+
+    def mix(*inputs):
+        return plain_selected_attention(*inputs, SCALE, selected)
+
+    tangents = tuple(torch.randn(5, *t.shape, dtype=t.dtype) for t in inputs)
+    several = torch.func.vmap(lambda *t: torch.func.jvp(mix, inputs, t)[1])(*tangents)
+    for i in range(5):
+        tangent = tuple(t[i] for t in tangents)
+        step = 1e-6
+        there, back = (
+            mix(*(x + sign * step * t for x, t in zip(inputs, tangent, strict=True))) for sign in (1, -1)
+        )
+        torch.testing.assert_close(several[i], (there - back) / (2 * step), rtol=1e-6, atol=1e-8)
+    batched = torch.func.vmap(mix, randomness="error")(*(torch.stack([t, 2 * t]) for t in inputs))
+    torch.testing.assert_close(batched[1], mix(*(2 * t for t in inputs)), rtol=0, atol=1e-12)
+
+
+def test_the_plain_path_can_be_differentiated_twice():
+    inputs = [torch.randn(1, 2, 4, 3, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    selected = torch.tensor([[0, 2], [1, -1], [3, 2], [-1, -1]]).expand(1, 2, 4, 2)
+    assert torch.autograd.gradgradcheck(lambda *t: plain_selected_attention(*t, SCALE, selected), inputs)

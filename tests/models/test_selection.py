@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from semdiag_models import selection as module
-from semdiag_models.selection import select_keys
+from semdiag_models.selection import random_priorities, select_keys
 
 
 def vectors(batch=3, heads=2, length=10, width=4):
@@ -105,6 +105,75 @@ def test_heavy_hitters_are_those_of_a_stable_sort(monkeypatch, strip, k, padded,
     assert torch.equal(selected, naive_heavy_hitters(q, keys, k, scale, valid))
 
 
+@pytest.mark.parametrize("padded", [False, True])
+def test_bottom_k_keeps_the_smallest_scores_lowest_first(padded):
+    q, keys = vectors()
+    valid = torch.arange(10) < torch.tensor([[10], [6], [2]]) if padded else None
+    selected = select_keys("bottomk", 3, q, keys, 0.3, valid)
+    assert torch.equal(selected, naive_heavy_hitters(q, -keys, 3, 0.3, valid))
+
+
+def orders(seed=3, blocks=2, heads=2, length=10):
+    return random_priorities(seed, blocks, heads, length, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("strip", [2**20, 1])
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("k", [1, 3, 10])
+def test_random_attention_keeps_the_valid_keys_first_in_each_query_s_order(monkeypatch, strip, k, padded):
+    monkeypatch.setattr(module, "_STRIP", strip)
+    q, keys = vectors()
+    valid = torch.arange(10) < torch.tensor([[10], [6], [2]]) if padded else None
+    selected = select_keys("random", k, q, keys, 1.0, valid, priorities=orders()[0])
+    assert selected.shape == (3, 2, 10, k)
+    for b, h, i in torch.cartesian_prod(torch.arange(3), torch.arange(2), torch.arange(10)).tolist():
+        order = orders()[0, h, i].tolist()
+        expected = sorted((j for j in range(10) if valid is None or valid[b, j]), key=lambda j: -order[j])[:k]
+        assert selected[b, h, i].tolist() == expected + [-1] * (k - len(expected))
+    assert torch.equal(select_keys("random", k, 5 - q, keys, -2.0, valid, priorities=orders()[0]), selected)
+
+
+def test_random_orders_differ_by_block_head_query_and_seed_and_come_again():
+    drawn = orders()
+    assert (drawn.sort(-1).values == torch.arange(10)).all()
+    assert len(set(map(tuple, drawn.flatten(0, 2).tolist()))) == 2 * 2 * 10
+    assert not (orders(seed=4) == drawn).all(-1).any()
+    random_priorities.cache_clear()
+    before = torch.get_rng_state()
+    assert torch.equal(orders(), drawn)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_every_key_is_kept_equally_often_by_random_attention():
+    q = torch.zeros(1, 1, 400, 1)
+    selected = select_keys("random", 20, q, q, 1.0, None, priorities=orders(0, 1, 1, 400)[0])
+    load = torch.bincount(selected.flatten(), minlength=400).double()
+    assert abs(load.mean() - 20) < 1e-12
+    assert 0.7 < load.var() / (20 * 0.95) < 1.3  # binomial: 400 draws with probability 20/400
+
+
+@given(st.integers(1, 12), st.integers(0, 2), st.integers(0, 3), st.data())
+@settings(max_examples=80, deadline=None)
+def test_local_attention_keeps_its_own_and_the_tokens_everywhere(inner, first, last, data):
+    k = data.draw(st.integers(1, inner))
+    kind, padded = data.draw(st.sampled_from(["banded", "block"])), data.draw(st.booleans())
+    length = first + inner + last
+    valid = torch.ones(1, length, dtype=torch.bool)
+    valid[0, first + inner // 2 : first + inner] = not padded
+    q = torch.zeros(1, 1, length, 2)
+    rows = select_keys(kind, k, q, q, 1.0, valid if padded else None, (first, last))[0, 0].tolist()
+    own = (naive_band if kind == "banded" else naive_blocks)(inner, k)
+    for query, row in enumerate(rows):
+        if query < first or query >= first + inner:
+            assert set(row) == {-1}
+        else:
+            everywhere = {*range(first), *range(first + inner, length)}
+            expected = everywhere | {first + j for j in own[query - first] if j >= 0}
+            kept = [j for j in row if j >= 0]
+            assert len(row) == k + first + last
+            assert sorted(kept) == kept == sorted(j for j in expected if valid[0, j])
+
+
 def test_among_ties_every_choice_has_the_largest_scores_and_no_key_comes_twice():
     q = torch.ones(1, 1, 6, 1)
     keys = torch.tensor([1.0, 3.0, 2.0, 2.0, 2.0, 0.0]).view(1, 1, 6, 1)
@@ -122,6 +191,6 @@ def test_selecting_is_not_differentiated():
 def test_an_input_shorter_than_k_has_all_its_keys_selected():
     q, keys = vectors(length=4)
     everything = [0, 1, 2, 3]
-    for kind in ("banded", "topk", "block"):
+    for kind in ("banded", "topk", "bottomk", "block"):
         rows = select_keys(kind, 6, q, keys, 1.0, None).flatten(0, 2).tolist()
         assert all(sorted(key for key in row if key >= 0) == everything for row in rows)

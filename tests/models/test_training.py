@@ -211,3 +211,112 @@ def test_a_fork_keeps_the_callers_random_state(tiny_model, tiny_training):
         trained(tiny_model(), tiny_training(epochs=1))
         assert not torch.equal(before, torch.get_rng_state())  # the trainer seeds and uses the global generator
     assert torch.equal(before, torch.get_rng_state())
+
+
+def naive_steps(optimizer, weight_decay, steps):
+    """Parameters of the first step on, by the formulas of the papers, one parameter at a time."""
+    rate, (one, two), eps = 0.01, (0.9, 0.999), 1e-8
+    places, firsts, seconds = [p.clone() for p in steps[0]], [0.0] * len(steps[0]), [0.0] * len(steps[0])
+    for t, gradients in enumerate(steps[1], start=1):
+        for i, g in enumerate(gradients):
+            if optimizer == "adamw":
+                places[i] = places[i] * (1 - rate * weight_decay)
+            else:
+                g = g + weight_decay * places[i]
+            if optimizer == "sgd":
+                places[i] = places[i] - rate * g
+                continue
+            firsts[i] = one * firsts[i] + (1 - one) * g
+            seconds[i] = two * seconds[i] + (1 - two) * g * g
+            root = (seconds[i] / (1 - two**t)).sqrt()
+            places[i] = places[i] - rate * firsts[i] / (1 - one**t) / (root + eps)
+    return places
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam", "adamw"])
+@pytest.mark.parametrize("weight_decay", [None, 0.3])
+def test_the_optimisers_make_the_steps_of_their_papers(tiny_model, tiny_training, optimizer, weight_decay):
+    fields = {"optimizer": optimizer, "weight_decay": weight_decay, "learning_rate": 0.01, "gradient_clip": 1e9}
+    training = tiny_training(epochs=1, learning_rate_decay=0.9, **fields)
+    trainer = Trainer(tiny_model(dropout=0), training, CPU)
+    parameters = list(trainer.encoder.double().parameters())
+    start, gradients = [p.detach().clone() for p in parameters], []
+    trainer.run(ignore, lambda: gradients.append([p.grad.clone() for p in parameters]))
+    assert len(gradients) == 4
+    default = 0.01 if optimizer == "adamw" else 0.0
+    naive = naive_steps(optimizer, default if weight_decay is None else weight_decay, (start, gradients))
+    for parameter, expected in zip(parameters, naive, strict=True):
+        torch.testing.assert_close(parameter.detach(), expected, rtol=0, atol=1e-9)
+
+
+def test_the_learning_rate_of_adam_decays_too(tiny_model, tiny_training):
+    rates = []
+    trainer = Trainer(tiny_model(), tiny_training(optimizer="adam", learning_rate_decay=0.5), CPU)
+    trainer.run(lambda _: rates.append(trainer.optimizer.param_groups[0]["lr"]))
+    assert rates == pytest.approx([0.1, 0.05, 0.025])
+    assert trainer.history["learning_rate"] == pytest.approx(rates)
+
+
+def learnable(tiny_model, tiny_training, **fields):
+    """A task of one look: 3 symbols, learned within a few epochs."""
+    sizes = {"vocabulary_size": 6, "classes": 3, "length": 3, "width": 16, "mlp_width": 16, "head_width": 16}
+    data = {"task": "stack-manipulation", "length": 3, "train_samples": 200, "learning_rate": 0.3}
+    return tiny_model(attention="topk", k=2, **sizes), tiny_training(**data, **fields)
+
+
+def test_a_run_stops_after_the_first_epoch_that_is_good_enough(tiny_model, tiny_training):
+    whole = trained(*learnable(tiny_model, tiny_training, epochs=15)).history["train_accuracy"]
+    enough = next(epoch for epoch, accuracy in enumerate(whole, start=1) if accuracy >= 0.9)
+    assert 1 < enough < 15
+    model, training = learnable(tiny_model, tiny_training, epochs=15, until=0.9)
+    trainer = trained(model, training)
+    assert trainer.history["train_accuracy"] == whole[:enough]
+    assert (trainer.epoch, trainer.converged, trainer.finished) == (enough, True, True)
+    trainer.run(lambda _: pytest.fail("another epoch was begun"))
+
+
+def test_a_run_that_is_never_good_enough_makes_all_its_epochs(tiny_model, tiny_training):
+    trainer = trained(tiny_model(), tiny_training(until=1.0))
+    assert (trainer.epoch, trainer.converged, trainer.finished) == (3, False, True)
+
+
+def test_bf16_learns_repeats_itself_and_keeps_float32(tiny_model, tiny_training):
+    model, training = learnable(tiny_model, tiny_training, epochs=15, precision="bf16")
+    seen = []
+    first = Trainer(model, training, CPU)
+    core = first.encoder.blocks[0].attention.core
+    core.register_forward_hook(lambda _, inputs, mixed: seen.append({inputs[0].dtype, mixed.dtype}))
+    linear = first.encoder.blocks[0].expand
+    linear.register_forward_hook(lambda _, inputs, out: seen.append((first.encoder.training, out.dtype)))
+    first.run(ignore)
+    assert {torch.float32} in seen  # selection and softmax
+    assert {torch.bfloat16} not in seen
+    assert (True, torch.bfloat16) in seen
+    assert (False, torch.float32) in seen
+    assert (True, torch.float32) not in seen
+    assert first.history["train_accuracy"][-1] > 0.95
+    assert same_weights(first, trained(model, training))
+    assert {p.dtype for p in first.encoder.parameters()} == {torch.float32}
+    assert not same_weights(first, trained(*learnable(tiny_model, tiny_training, epochs=15)))
+
+
+def test_tf32_is_refused_where_it_does_not_exist(tiny_model, tiny_training):
+    with pytest.raises(InputError, match=r"^tf32 is a precision of CUDA devices, not of cpu\."):
+        Trainer(tiny_model(), tiny_training(precision="tf32"), CPU)
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's compiler uses what torch deprecates
+@pytest.mark.parametrize(("kind", "k"), [("full", None), ("topk", 3)])
+def test_without_dropout_a_compiled_step_is_one_graph_with_the_same_gradients(tiny_model, tiny_training, kind, k):
+    """Through the tracer and the backward graph; generating code takes a minute and was tried by hand."""
+    trainer = Trainer(tiny_model(attention=kind, k=k, dropout=0, length=9), tiny_training(), CPU)
+    compiled = torch.compile(trainer.encoder.train(), backend="aot_eager", fullgraph=True)
+    gradients = []
+    for forward in (trainer.encoder, compiled):
+        trainer.optimizer.zero_grad()
+        loss = F.cross_entropy(forward(trainer.train_split.tokens[:12], True), trainer.train_split.labels[:12])
+        loss.backward()
+        gradients.append([p.grad.clone() for p in trainer.encoder.parameters()])
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
+    torch.compiler.reset()

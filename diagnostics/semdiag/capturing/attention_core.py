@@ -2,6 +2,8 @@
 
 from typing import cast
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from semdiag.capturing.attention_call import AttentionCall
@@ -33,8 +35,22 @@ def core_call(name: str, core: AttentionCore, inputs: tuple[object, ...], mixed:
         scale=cast(float, scale),
         allowed=None if queries is None else queries[:, None, None, :],
         queries=queries,
-        selected=cast("Tensor | None", selected),
+        selected=_ragged(core, selected, queries) if isinstance(selected, Tensor) else None,
         mixed=mixed.detach(),
         mechanism=MECHANISM,
         dropout=core.p if core.training else 0.0,
     )
+
+
+def _ragged(core: AttentionCore, selected: Tensor, valid: Tensor | None) -> Tensor:
+    """Fill the rows of queries that attend to all valid keys, if there are any: (B, H, L, K) -> (B, H, L, L)."""
+    first, last = core.everywhere
+    if first + last == 0:
+        return selected
+    length = selected.shape[2]
+    keys = torch.arange(length, device=selected.device).expand(len(selected), -1)
+    keys = keys if valid is None else keys.where(valid, -1)
+    whole = F.pad(selected, (0, max(0, length - selected.shape[3])), value=-1)
+    for rows in (slice(first), slice(length - last, length)):
+        whole[:, :, rows, :length] = keys[:, None, None, :]
+    return whole

@@ -17,12 +17,14 @@ class BlockCall:
 
     Attributes:
         layer: position of the block, from 0.
-        stream: the residual stream at the block's input; the first normalisation sees it.
-        tokens: the attention's input, normalised.
+        stream: the residual stream at the block's input; in a pre-norm block the first normalisation sees it.
+        tokens: the attention's input.
         attention: the attention call.
-        middle: the residual stream after the attention; the second normalisation sees it.
-        mlp_tokens: the MLP's input, normalised.
+        middle: stream plus the attention's output; the second normalisation of a pre-norm block, the first of a
+            post-norm block sees it.
+        mlp_tokens: the MLP's input.
         hidden: (B, L, mlp width), input of the MLP's second matrix.
+        end: the MLP's output plus what it is added to; in a post-norm block the second normalisation sees it.
     """
 
     layer: int
@@ -32,6 +34,7 @@ class BlockCall:
     middle: Tensor
     mlp_tokens: Tensor
     hidden: Tensor
+    end: Tensor
 
 
 @contextmanager
@@ -59,6 +62,9 @@ def watch_blocks(encoder: Encoder, consume: Callable[[BlockCall], None]) -> Iter
     def attended(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
         seen["middle"] = seen["stream"] + output
 
+    def ended(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        seen["end"] = seen["middle" if encoder.config.norm == "pre" else "mlp_tokens"] + output
+
     def finish(layer: int) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
         def hook(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
             call = BlockCall(layer=layer, **seen)
@@ -77,6 +83,7 @@ def watch_blocks(encoder: Encoder, consume: Callable[[BlockCall], None]) -> Iter
                 attention.register_forward_hook(attended),
                 expand.register_forward_pre_hook(keep("mlp_tokens")),
                 contract.register_forward_pre_hook(keep("hidden")),
+                contract.register_forward_hook(ended),
                 block.register_forward_hook(finish(layer)),
             ):
                 hooks.callback(handle.remove)

@@ -88,9 +88,7 @@ def _read(path: Path) -> Any:
         return read_plain(path)
     if path.suffix in (".npy", ".npz"):
         return _read_numpy(path)
-    raise InputError(
-        f"Inputs come as .npy, .npz or .pt token ids of shape (N, L), or as .txt for hf: models. Got {path.name}."
-    )
+    raise InputError(f"Inputs come as .npy, .npz or .pt token ids of shape (N, L), or as .txt. Got {path.name}.")
 
 
 def _whole(tokens: Tensor) -> bool:

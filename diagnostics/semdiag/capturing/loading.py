@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from semdiag.capturing import factories, paper_code, pretrained
-from semdiag_models import Encoder, InputError, TrainingConfig, draw_data, find_task, read_checkpoint, sha256
+from semdiag_models import Encoder, InputError, Text, TrainingConfig, draw_data, find_task, read_checkpoint, sha256
 from semdiag_models.checkpoint import FORMAT, read_plain
 
 
@@ -71,24 +71,28 @@ class LoadedModel:
         unknown, fresh samples of its task.
 
         Args:
-            samples: how many.
+            samples: how many; of a text with fewer windows, all.
             seed: of fresh samples.
 
         Returns:
             Tokens (N, L), labels (N,), and a description of where they come from.
 
         Raises:
-            InputError: if there are fewer samples, the task is unknown, or the model is no encoder of
-                semdiag_models.
+            InputError: if there are fewer samples, the task is unknown, the run's text is not there any more, or
+                the model is no encoder of semdiag_models.
         """
         config = self.encoder.config
         if self.training is not None:
-            if samples > self.training.holdout_samples:
+            # How many windows a text has is nobody's choice: of a small one, all are taken.
+            if samples > self.training.holdout_samples and self.training.text is None:
                 raise InputError(
                     f"{self.path} has {self.training.holdout_samples} held-out samples. Got --samples {samples}."
                 )
             holdout = draw_data(self.training, config.length, config.pad_id)[1]
-            return holdout.tokens[:samples], holdout.labels[:samples], "the run's own held-out samples"
+            source = "the run's own held-out samples"
+            if self.training.text is not None:
+                source += f" (overlapping windows of {self.training.text.holdout_file or self.training.text.file})"
+            return holdout.tokens[:samples], holdout.labels[:samples], source
         if self.task is None:
             raise InputError(f"The task of {self.path} is unknown: name its inputs with --inputs FILE.")
         length = min(find_task(self.task).recipe.length, config.length)
@@ -99,6 +103,27 @@ class LoadedModel:
             labels,
             f"fresh samples of {self.task} (seed {seed}), not the model's own held-out data",
         )
+
+    def text_inputs(self, path: Path, samples: int, seed: int) -> tuple[Tensor, Tensor, str]:
+        """Windows of a text that the user names, for a model that was trained on one.
+
+        Args:
+            path: a UTF-8 text file; the model's own tokenizer cuts it into pieces.
+            samples: how many windows, drawn at random; all if there are fewer.
+            seed: of the draw.
+
+        Returns:
+            Tokens (N, L), labels (N,), and a description of where they come from.
+
+        Raises:
+            InputError: if the model reads no text, or the file is none, or its lines are too short.
+        """
+        if self.training is None or self.training.text is None:
+            raise InputError(f"{self.path} was not trained on text: --inputs takes token ids (.npy, .npz or .pt).")
+        generator = torch.Generator().manual_seed(seed)
+        text = Text(self.training.text)
+        tokens, labels = text.draw_from(path, samples, self.training.length, generator)
+        return tokens, labels, f"{len(tokens)} windows of {path} (given)"
 
 
 def load(path: str | Path, config: Mapping[str, Any] | None = None) -> LoadedModel:
@@ -177,7 +202,7 @@ def _load_checkpoint(path: str | Path, config: Mapping[str, Any] | None) -> Load
         module=checkpoint.build(),
         source="semdiag",
         snapshot=snapshot,
-        task=checkpoint.training.task,
+        task=checkpoint.training.task_label,
         seed=checkpoint.training.seed,
         epoch=checkpoint.epoch,
         training=checkpoint.training,

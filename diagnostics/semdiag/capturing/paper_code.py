@@ -22,7 +22,10 @@ _AXES = {
     _BLOCK.format(0) + "ffn.0.weight": 2,
     _MARK: 2,
 }
-_MASKS = {"none": "full", "windowed": "banded", "blklocal": "block", "topk": "topk"}
+_MASKS = {"none": "full", "windowed": "banded", "blklocal": "block", "topk": "topk", "botk": "bottomk"}
+_REFUSED = {  # mask -> why
+    "rnd": "draws its random mask anew in every forward pass, so that there is no one model to measure",
+}
 # What its file names call each entry of its configuration.
 _IN_NAME = {
     "nheads": "n_heads",
@@ -32,6 +35,7 @@ _IN_NAME = {
     "inv_temp": "inv_temp",
     "mlpa": "activation",
     "seed": "seed",
+    "nocls": "nocls",
 }
 
 
@@ -43,13 +47,14 @@ def recognised(content: object) -> bool:
 def build(path: Path, state: dict[str, Any], config: Mapping[str, Any] | None) -> tuple[Encoder, dict[str, Any]]:
     """Build our encoder with the parameters of a released-code checkpoint.
 
-    Its conventions are kept: the first attention norm has eps 0, PAD is an ordinary token.
+    Its conventions are kept: the first attention norm has eps 0, PAD is an ordinary token, global tokens come
+    after the padded input and have the last ids. Inputs are given without global tokens.
 
     Args:
         path: for messages, and for its name, which holds the configuration.
         state: the state dict.
-        config: entries that override those of the file name: mask_type, mask_size, n_heads, ngtk, inv_temp,
-            activation, task, seed.
+        config: entries that override those of the file name: mask_type, mask_size, n_heads, ngtk (global
+            tokens), inv_temp, activation, task, seed, nocls.
 
     Returns:
         The encoder in evaluation mode, and task, seed, epoch and snapshot as far as they are known.
@@ -118,17 +123,22 @@ def _number(text: str) -> int | float | str:
 def _config(path: Path, state: dict[str, Any], known: dict[str, Any]) -> ModelConfig:
     size, heads = known["mask_size"], known["n_heads"]
     mask = "none" if size == -1 else str(known["mask_type"])
-    if mask not in _MASKS or known.get("ngtk", 0):
-        what = f"mask {mask!r}" if mask not in _MASKS else f"{known['ngtk']} global tokens"
-        raise InputError(f"{path} uses {what}. Supported are the masks {', '.join(_MASKS)} without global tokens.")
+    if mask not in _MASKS:
+        why = _REFUSED.get(mask, f"uses mask {mask!r}")
+        raise InputError(f"{path} {why}. Supported are the masks {', '.join(_MASKS)}.")
+    if str(known.get("nocls", True)) != "True":
+        raise InputError(f"{path} has a CLS token. Supported are models that read the mean over all tokens.")
     if not isinstance(heads, int) or heads < 1:
         raise InputError(f"{path}: n_heads must be a positive whole number. Got {heads!r}.")
+    extra, ids = known.get("ngtk", 0), min(state["embedding.weight"].shape[0], state[_POSITIONS].shape[1])
+    if not isinstance(extra, int) or not 0 <= extra < ids:
+        raise InputError(f"{path}: ngtk must be a number of global tokens, less than {ids}. Got {extra!r}.")
     embedding, expand = state["embedding.weight"], state[_BLOCK.format(0) + "ffn.0.weight"]
     numbers = (re.match(r"encoder\.transformer\.(\d+)\.", str(name)) for name in state)
     values = {
-        "vocabulary_size": embedding.shape[0],
+        "vocabulary_size": embedding.shape[0] - extra,
         "classes": state["linear.weight"].shape[0],
-        "length": state[_POSITIONS].shape[1],
+        "length": state[_POSITIONS].shape[1] - extra,
         "attention": _MASKS[mask],
         "k": None if mask == "none" else size,
         "blocks": 1 + max(int(found[1]) for found in numbers if found),
@@ -140,6 +150,7 @@ def _config(path: Path, state: dict[str, Any], known: dict[str, Any]) -> ModelCo
         "inverse_temperature": known.get("inv_temp", 1.0),
         "first_norm_eps": 0.0,
         "pad_as_token": True,
+        "global_tokens": extra,
     }
     try:
         return ModelConfig.from_dict(values)  # which checks types, too: they come from a name or from JSON

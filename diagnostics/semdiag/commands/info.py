@@ -7,6 +7,8 @@ import typer
 
 from semdiag.commands import options
 
+_SPLITS = ("train", "holdout")
+
 
 def info(
     model: Annotated[
@@ -23,21 +25,28 @@ def info(
     import json
 
     from rich.console import Console
-    from rich.table import Table
+    from rich.table import Column, Table
 
     from semdiag.capturing.loading import describe, load
     from semdiag.commands.measuring import read_config
     from semdiag.measurement.strict_json import json_ready
+    from semdiag_models.tasks import perplexity
 
     loaded = load(model, read_config(config))
     last = {name: column[-1] for name, column in loaded.history.items() if column}
+    training = loaded.training.to_dict() if loaded.training is not None else {}
+    text = training.pop("text", None)
+    if text is not None:
+        text["model"] = f"SentencePiece, {len(text['model']) * 3 // 4:,} bytes"
+        last.update({f"{split}_perplexity": perplexity(last[f"{split}_loss"]) for split in _SPLITS if last})
     sections = {
         "checkpoint": {
             name: getattr(loaded, name)
             for name in ("path", "sha256", "source", "snapshot", "task", "seed", "epoch")
         },
         "model": describe(loaded),
-        "training": loaded.training.to_dict() if loaded.training is not None else {},
+        "training": training,
+        **({"text": text} if text is not None else {}),
         "last epoch": last,
         "provenance": loaded.provenance,
     }
@@ -46,7 +55,7 @@ def info(
         return
     console = Console(markup=False)  # what a file says is shown as it is
     for title, entries in sections.items():
-        table = Table("", "", title=title, title_justify="left", show_header=False)
+        table = Table("", Column(overflow="fold"), title=title, title_justify="left", show_header=False)
         for name, value in entries.items():
             table.add_row(name, f"{value:.6g}" if isinstance(value, float) else str(value))
         console.print(table if entries else f"{title}: not in this file")

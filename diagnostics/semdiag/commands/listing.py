@@ -16,7 +16,7 @@ def list_names(
     from rich.console import Console
     from rich.table import Table
 
-    from semdiag_models import ATTENTIONS, TASKS
+    from semdiag_models import ATTENTIONS, TASKS, Text
     from semdiag_models.errors import unknown_name
 
     tasks = Table("task", "question", "classes", "chance", "majority", "shortcut", title="Tasks", box=SIMPLE_HEAD)
@@ -27,6 +27,7 @@ def list_names(
     for task in TASKS.values():
         numbers = (f"{task.chance:.0%}", f"{task.majority:.0%}", f"{task.shortcut[0]:.0%}")
         tasks.add_row(task.name, task.summary, str(task.classes), *numbers)
+    tasks.add_row(Text.name, f"{Text.summary} (--text FILE)", "pieces", "–", "–", "–")
     attentions = Table("attention", "what a query attends to", title="Attentions", box=SIMPLE_HEAD)
     for name, meaning in ATTENTIONS.items():
         attentions.add_row(name, meaning)
@@ -49,6 +50,8 @@ _METRICS = (
     ("softmax stability ξ", "change of attention weights per change of scores, ℓ1", "semdiag stability"),
     ("response", "mean change of attention weights under input noise", "semdiag stability"),
     ("mask agreement", "share of kept keys, or of masks, unchanged by input noise", "semdiag mask-stability"),
+    ("Lipschitz estimates", "secants, gradients, end points, block Jacobians, from below", "semdiag lipschitz"),
+    ("loss surface", "loss and accuracy, or δ and Δ, on planes of parameters", "semdiag landscape"),
     ("Lipschitz bounds λ", "of attention, block, tensor and loss; Corollary 1", "semdiag bounds"),
     ("attention mass kept", "weight of a query's k largest scores, for every k", "semdiag k-sweep"),
 )

@@ -20,9 +20,10 @@ Models = Annotated[
 Inputs = Annotated[
     Path | None,
     typer.Option(
-        help="Token ids (N, L) as .npy, .npz or .pt; for hf: models also texts, one a line (.txt); for models "
-        "of your own also a .pt with a dictionary of arguments. Default: the run's own held-out samples, "
-        "regenerated from its seed; for the paper's code fresh samples of the task.",
+        help="Token ids (N, L) as .npy, .npz or .pt; for hf: models also texts, one a line (.txt); for models of "
+        "text a .txt of which --samples windows are drawn; for models of your own also a .pt with a dictionary of "
+        "arguments. Default: the run's own held-out samples, regenerated from its seed; for the paper's code "
+        "fresh samples of the task.",
         rich_help_panel=_MEASURE,
     ),
 ]

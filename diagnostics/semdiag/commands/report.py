@@ -33,6 +33,14 @@ def report(
     keep_queries: Annotated[
         bool, typer.Option("--keep-queries", help="Keep every query in data/, to redraw the report from.")
     ] = False,
+    thorough: Annotated[
+        bool,
+        typer.Option(
+            "--thorough",
+            help="Also the loss surface and the empirical Lipschitz estimates; minutes per model.",
+            rich_help_panel="What is measured",
+        ),
+    ] = False,
     as_json: options.Json = False,
     figures: options.Figures = "png,svg",
     quiet: options.Quiet = False,
@@ -43,6 +51,8 @@ def report(
     """
     from semdiag.commands import measuring
     from semdiag.measurement.k_sweep import SweepPlan
+    from semdiag.measurement.landscape import LandscapeOptions
+    from semdiag.measurement.lipschitz import LipschitzOptions
     from semdiag.measurement.mask_stability import NoisePlan
     from semdiag.measurement.measurements import Measurements
     from semdiag.measurement.survey import Conditions
@@ -53,6 +63,8 @@ def report(
     if redraw is not None:
         if models:
             raise InputError("--from draws saved measurements: name no models with it.")
+        if thorough:
+            raise InputError("--from draws saved measurements as they are: leave --thorough away.")
         found = Measurements.load(redraw)
     else:
         conditions = Conditions(
@@ -70,6 +82,8 @@ def report(
             masks=NoisePlan(measuring.positive_numbers(noise, "--noise"), draws=_DRAWS, seed=seed),
             sweep=SweepPlan(),
             probe_samples=_PROBE_SAMPLES,
+            landscape=LandscapeOptions(metrics=("loss", "dispersion")) if thorough else None,
+            lipschitz=LipschitzOptions() if thorough else None,
         )
         found = measuring.measured(models, conditions, quiet)
     folder = out if out is not None else measuring.report_name("report", found)

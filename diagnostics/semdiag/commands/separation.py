@@ -8,7 +8,7 @@ separation = metric_command(
 
     Δ is the smallest kept score minus the largest dropped one (paper, Def. 3): the larger, the more a query's
     input may change before its mask does. Undefined for full attention, which drops nothing; can be negative
-    for banded and block-local masks. The key load counts the queries that attend to a key.
+    for masks that ignore the scores and for bottom-k. The key load counts the queries that attend to a key.
 
     [bold]semdiag separation checkpoints/even-pairs-topk-5-seed-153476998[/]
     """,

@@ -3,28 +3,59 @@
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-if TYPE_CHECKING:
-    from semdiag_models import Task
-    from semdiag_models.training import Progress, Trainer
+from semdiag.commands.text_training import introduction, text_task
+from semdiag.commands.training_progress import TrainingProgress, summarise, tell
 
-_MODEL, _DATA, _OPTIMISATION, _RUN = "Model", "Data", "Optimisation", "Run"
+if TYPE_CHECKING:
+    from semdiag_models import Trainer
+    from semdiag_models.seed_runs import SeedRun
+    from semdiag_models.tasks import Classification
+
+_MODEL, _DATA, _TEXT, _OPTIMISATION, _RUN = "Model", "Data", "Text", "Optimisation", "Run"
 
 
 def train(
     task: Annotated[str, typer.Argument(help="What to learn; see [bold]semdiag list tasks[/].")],
-    attention: Annotated[str, typer.Option(help="full, banded, block or topk.", rich_help_panel=_MODEL)] = "full",
+    attention: Annotated[
+        str, typer.Option(help="See [bold]semdiag list attentions[/].", rich_help_panel=_MODEL)
+    ] = "full",
     k: Annotated[
         int | None, typer.Option(help="Keys kept per query; not for full.", rich_help_panel=_MODEL)
     ] = None,
+    global_tokens: Annotated[
+        int,
+        typer.Option(
+            help="Learnt tokens that attend to all and that all attend to; for banded and block.",
+            rich_help_panel=_MODEL,
+        ),
+    ] = 0,
     blocks: Annotated[int | None, typer.Option(help="Default: the task's recipe.", rich_help_panel=_MODEL)] = None,
-    width: Annotated[int, typer.Option(help="Of the residual stream.", rich_help_panel=_MODEL)] = 64,
-    mlp_width: Annotated[int, typer.Option(rich_help_panel=_MODEL)] = 64,
+    width: Annotated[
+        int | None, typer.Option(help="Of the residual stream. Default: recipe.", rich_help_panel=_MODEL)
+    ] = None,
+    mlp_width: Annotated[int | None, typer.Option(help="Default: recipe.", rich_help_panel=_MODEL)] = None,
     heads: Annotated[int, typer.Option(rich_help_panel=_MODEL)] = 1,
-    head_width: Annotated[int, typer.Option(help="Of each head.", rich_help_panel=_MODEL)] = 64,
+    head_width: Annotated[
+        int | None,
+        typer.Option(
+            help="Of each head: the width (as in the paper), or width / heads. Default: recipe.",
+            rich_help_panel=_MODEL,
+        ),
+    ] = None,
+    norm: Annotated[
+        str,
+        typer.Option(help="pre (the paper's code) or post (the paper's equations).", rich_help_panel=_MODEL),
+    ] = "pre",
+    pooling: Annotated[
+        str,
+        typer.Option(
+            help="mean over the tokens, or cls: a learnt token put in front of them.", rich_help_panel=_MODEL
+        ),
+    ] = "mean",
     activation: Annotated[str, typer.Option(help="relu, gelu or mish.", rich_help_panel=_MODEL)] = "relu",
     dropout: Annotated[float, typer.Option(rich_help_panel=_MODEL)] = 0.01,
     inverse_temperature: Annotated[
@@ -39,17 +70,61 @@ def train(
         ),
     ] = False,
     length: Annotated[
-        int | None, typer.Option(help="Tokens per sample. Default: recipe.", rich_help_panel=_DATA)
+        int | None,
+        typer.Option(
+            "--length",
+            "--window",
+            help="Tokens per sample. Default: recipe; of a text, the mean pieces per line.",
+            rich_help_panel=_DATA,
+        ),
     ] = None,
-    train_samples: Annotated[int, typer.Option(rich_help_panel=_DATA)] = 5000,
-    holdout_samples: Annotated[int, typer.Option(rich_help_panel=_DATA)] = 2000,
+    train_samples: Annotated[
+        int | None, typer.Option(help="Default: 5000; of a text, all windows.", rich_help_panel=_DATA)
+    ] = None,
+    holdout_samples: Annotated[
+        int | None, typer.Option(help="Default: 2000; of a text, all windows.", rich_help_panel=_DATA)
+    ] = None,
     seed: Annotated[
         int, typer.Option(help="Of data, initialisation, dropout and batch order.", rich_help_panel=_DATA)
     ] = 153476998,
+    seeds: Annotated[
+        str,
+        typer.Option(
+            help="Several seeds at once, like 1,2,3, in one stacked step: a folder each, as if trained alone.",
+            rich_help_panel=_DATA,
+        ),
+    ] = "",
+    text: Annotated[
+        Path | None, typer.Option(help="UTF-8 file to learn; for the task text.", rich_help_panel=_TEXT)
+    ] = None,
+    holdout_text: Annotated[
+        Path | None,
+        typer.Option(help="Second file to hold out. Default: the last tenth of the lines.", rich_help_panel=_TEXT),
+    ] = None,
+    tokenizer: Annotated[
+        str | None,
+        typer.Option(help="unigram or bpe, by SentencePiece.", show_default="unigram", rich_help_panel=_TEXT),
+    ] = None,
+    vocabulary: Annotated[
+        int | None, typer.Option(help="Pieces.", show_default="4096", rich_help_panel=_TEXT)
+    ] = None,
     epochs: Annotated[int | None, typer.Option(help="Default: recipe.", rich_help_panel=_OPTIMISATION)] = None,
-    batch_size: Annotated[int, typer.Option(rich_help_panel=_OPTIMISATION)] = 25,
+    until: Annotated[
+        float | None,
+        typer.Option(
+            help="Stop after an epoch with at least this training accuracy, like 0.999.",
+            rich_help_panel=_OPTIMISATION,
+        ),
+    ] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Default: recipe.", rich_help_panel=_OPTIMISATION)] = None,
+    optimizer: Annotated[str, typer.Option(help="sgd, adam or adamw.", rich_help_panel=_OPTIMISATION)] = "sgd",
     learning_rate: Annotated[
-        float | None, typer.Option(help="Of plain SGD. Default: recipe.", rich_help_panel=_OPTIMISATION)
+        float | None,
+        typer.Option(help="Default: recipe; 0.001 for adam and adamw.", rich_help_panel=_OPTIMISATION),
+    ] = None,
+    weight_decay: Annotated[
+        float | None,
+        typer.Option(help="Default: torch's, 0.01 for adamw and 0 for the others.", rich_help_panel=_OPTIMISATION),
     ] = None,
     learning_rate_decay: Annotated[
         float | None, typer.Option(help="Factor per epoch. Default: recipe.", rich_help_panel=_OPTIMISATION)
@@ -57,12 +132,30 @@ def train(
     gradient_clip: Annotated[
         float, typer.Option(help="Largest 2-norm of the gradient.", rich_help_panel=_OPTIMISATION)
     ] = 0.5,
+    precision: Annotated[
+        str,
+        typer.Option(
+            help="Of the steps: float32, tf32 (CUDA) or bf16 (linear layers; attention stays float32).",
+            rich_help_panel=_OPTIMISATION,
+        ),
+    ] = "float32",
+    compiled: Annotated[
+        bool,
+        typer.Option(
+            "--compile",
+            help="Steps through torch.compile. On a CPU 1.4 to 7 times slower; CUDA untried.",
+            rich_help_panel=_OPTIMISATION,
+        ),
+    ] = False,
     snapshots: Annotated[
         str, typer.Option(help="Epochs to keep as files, like 1,5,20.", rich_help_panel=_RUN)
     ] = "",
     out: Annotated[
         Path | None,
-        typer.Option(help="Folder. Default: checkpoints/TASK-ATTENTION-seed-SEED.", rich_help_panel=_RUN),
+        typer.Option(
+            help="Folder. Default: checkpoints/TASK-ATTENTION-seed-SEED. With --seeds: what holds such folders.",
+            rich_help_panel=_RUN,
+        ),
     ] = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on after the last saved epoch.", rich_help_panel=_RUN)
@@ -83,24 +176,34 @@ def train(
     unfinished one, and the same command with --resume goes on to the same weights.
 
     [bold]semdiag train even-pairs --attention topk --k 5[/]
+
+    Language modelling, on any text: which piece follows a window of pieces?
+
+    [bold]semdiag train text --text FILE --attention topk --k 5[/]
     """
     import torch
 
     from semdiag_models import (
         InputError,
         ModelConfig,
+        Text,
         TrainingConfig,
         find_task,
         open_run,
+        open_seed_runs,
         run_name,
-        train_run,
     )
     from semdiag_models.device import find_device
-    from semdiag_models.training import DivergedError
 
     if resume and overwrite:
         raise InputError("--resume and --overwrite exclude each other.")
-    found = find_task(task)
+    found: Classification
+    if task == Text.name:
+        found = text_task(text, holdout_text, tokenizer, vocabulary, length, quiet)
+    elif (text, holdout_text, tokenizer, vocabulary) == (None,) * 4:
+        found = find_task(task)
+    else:
+        raise InputError("--text and its options belong to one task: semdiag train text --text FILE.")
     recipe = found.recipe
     tokens = length if length is not None else recipe.length
     positions = -(-tokens // k) * k if pad_as_token and k is not None and k > 0 else tokens
@@ -111,107 +214,95 @@ def train(
         attention=attention,
         k=k,
         blocks=blocks if blocks is not None else recipe.blocks,
-        width=width,
-        mlp_width=mlp_width,
+        width=width if width is not None else recipe.width,
+        mlp_width=mlp_width if mlp_width is not None else recipe.mlp_width,
         heads=heads,
-        head_width=head_width,
+        head_width=head_width if head_width is not None else recipe.head_width,
         activation=activation,
         dropout=dropout,
         inverse_temperature=inverse_temperature,
         pad_as_token=pad_as_token,
+        global_tokens=global_tokens,
+        norm=norm,
+        pooling=pooling,
+        selection_seed=seed if attention == "random" else 0,
     )
+    usual_rate = recipe.learning_rate if optimizer == "sgd" else 0.001  # the recipes were made for plain SGD
     training = TrainingConfig(
         task=found.name,
         length=tokens,
         epochs=epochs if epochs is not None else recipe.epochs,
         seed=seed,
-        train_samples=train_samples,
-        holdout_samples=holdout_samples,
-        batch_size=batch_size,
-        learning_rate=learning_rate if learning_rate is not None else recipe.learning_rate,
+        train_samples=train_samples if train_samples is not None else recipe.train_samples,
+        holdout_samples=holdout_samples if holdout_samples is not None else recipe.holdout_samples,
+        batch_size=batch_size if batch_size is not None else recipe.batch_size,
+        learning_rate=learning_rate if learning_rate is not None else usual_rate,
         learning_rate_decay=learning_rate_decay if learning_rate_decay is not None else recipe.learning_rate_decay,
         gradient_clip=gradient_clip,
-        snapshots=_epochs(snapshots),
+        snapshots=_whole_numbers(snapshots, "--snapshots takes epochs"),
+        optimizer=optimizer,
+        weight_decay=weight_decay,
+        until=until,
+        precision=precision,
+        compiled=compiled,
+        text=found.source if isinstance(found, Text) else None,
     )
     where = find_device(device)
     if threads is not None:
         if threads < 1:
             raise InputError(f"--threads must be at least 1. Got {threads}.")
         torch.set_num_threads(threads)
+    provenance = {"command": shlex.join(["semdiag", *sys.argv[1:]])}
+    choices = {"resume": resume, "overwrite": overwrite}
+    if seeds:
+        parent = out if out is not None else Path("checkpoints")
+        numbers = _whole_numbers(seeds, "--seeds takes whole numbers")
+        runs = open_seed_runs(parent, model, training, numbers, where, **choices)
+        _train({run.trainer: run.folder for run in runs}, runs, provenance, quiet)
+        return
     folder = out if out is not None else Path("checkpoints") / run_name(model, training)
-    trainer = open_run(folder, model, training, where, resume=resume, overwrite=overwrite)
-    with _Bar(trainer, quiet) as bar:
+    trainer = open_run(folder, model, training, where, **choices)
+    _train({trainer: folder}, None, provenance, quiet)
+
+
+def _train(
+    folders: "dict[Trainer, Path]", seeds: "list[SeedRun] | None", provenance: dict[str, Any], quiet: bool
+) -> None:
+    from semdiag_models import DivergedError, InputError, train_run, train_seed_runs
+
+    first, *_ = folders
+    if not quiet and (line := introduction(first.training)):
+        tell(line)
+    with TrainingProgress(list(folders), quiet) as bar:
         try:
-            train_run(folder, trainer, {"command": shlex.join(["semdiag", *sys.argv[1:]])}, bar.epoch, bar.batch)
+            if seeds is not None:
+                train_seed_runs(seeds, provenance, bar.epoch, bar.batch)
+            else:
+                train_run(
+                    folders[first],
+                    first,
+                    provenance,
+                    lambda progress: bar.epoch(first, progress),
+                    lambda: bar.batch(first),
+                )
         except KeyboardInterrupt:
-            _say(f"Stopped; {folder / 'last.pt'} holds epoch {trainer.epoch}. To go on, add --resume.")
+            tell(f"Stopped; {_saved(folders)}. To go on, add --resume.")
             raise typer.Exit(130) from None
         except DivergedError as error:
-            raise InputError(f"{error} {folder / 'last.pt'} holds epoch {trainer.epoch}.") from None
-    _summarise(folder, found, trainer)
+            raise InputError(f"{error} {_saved(folders)}.") from None
+    for trainer in folders:
+        summarise(trainer, several=seeds is not None)
+    tell(f"Next: semdiag dispersion {' '.join(str(folder / 'last.pt') for folder in folders.values())}")
 
 
-def _epochs(text: str) -> tuple[int, ...]:
+def _saved(folders: "dict[Trainer, Path]") -> str:
+    return ", ".join(f"{folder / 'last.pt'} holds epoch {trainer.epoch}" for trainer, folder in folders.items())
+
+
+def _whole_numbers(text: str, what: str) -> tuple[int, ...]:
     from semdiag_models import InputError
 
     try:
         return tuple(int(part) for part in text.split(",") if part.strip())
     except ValueError:
-        raise InputError(f"--snapshots takes epochs separated by commas, like 1,5,20. Got {text!r}.") from None
-
-
-def _summarise(folder: Path, task: "Task", trainer: "Trainer") -> None:
-    history = trainer.history
-    _say(
-        f"{task.name}, {trainer.config.attention_label}: training accuracy {history['train_accuracy'][-1]:.1%}, "
-        f"held-out {history['holdout_accuracy'][-1]:.1%} after {trainer.epoch} epochs (chance {task.chance:.0%})."
-    )
-    _say(f"Next: semdiag dispersion {folder / 'last.pt'}")
-
-
-def _say(line: str) -> None:
-    typer.echo(line, err=True)
-
-
-class _Bar:
-    """Progress on stderr: steps within the run, time left, latest accuracies."""
-
-    def __init__(self, trainer: "Trainer", quiet: bool) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-
-        steps = -(-trainer.training.train_samples // trainer.training.batch_size)
-        self._bar = Progress(
-            TextColumn("epoch {task.fields[epoch]}/{task.fields[epochs]}"),
-            BarColumn(),
-            TextColumn("{task.percentage:>3.0f}%"),
-            TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(),
-            TextColumn("{task.fields[accuracy]}"),
-            console=Console(stderr=True),
-            disable=quiet,
-        )
-        self._task = self._bar.add_task(
-            "",
-            total=trainer.training.epochs * steps,
-            completed=trainer.epoch * steps,
-            epoch=trainer.epoch,
-            epochs=trainer.training.epochs,
-            accuracy="",
-        )
-
-    def __enter__(self) -> "_Bar":
-        self._bar.start()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._bar.stop()
-
-    def batch(self) -> None:
-        self._bar.advance(self._task)
-
-    def epoch(self, progress: "Progress") -> None:
-        row = progress.row
-        accuracy = f"accuracy train {row['train_accuracy']:.1%} held-out {row['holdout_accuracy']:.1%}"
-        self._bar.update(self._task, epoch=int(row["epoch"]), accuracy=accuracy)
+        raise InputError(f"{what} separated by commas, like 1,5,20. Got {text!r}.") from None

@@ -37,7 +37,7 @@ class AttentionRows:
 
 
 def fixed_mask_rows(dispersion: Real, keys: Real) -> AttentionRows:
-    """Rows whose unmasked keys do not depend on the scores: full, banded, block-local, with global tokens.
+    """Rows whose unmasked keys do not depend on the scores: full, banded, block-local, random; global tokens.
 
     Source: docs/theory.md#fixed-mask-stability and docs/theory.md#row-form. Deviation: the paper has e^δ/k.
 

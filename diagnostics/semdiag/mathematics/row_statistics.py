@@ -87,7 +87,8 @@ class RowStatistics:
             k: heavy hitters kept, 1 … K; None for the model's own S_i.
 
         Returns:
-            (B, H, Lq), nats; +inf where nothing is dropped; can be ≤ 0 for input-agnostic masks only.
+            (B, H, Lq), nats; +inf where nothing is dropped; can be ≤ 0 for input-agnostic masks and for
+            bottom-k only.
 
         Raises:
             ValueError: if k is beyond the K that was asked for.

@@ -38,7 +38,7 @@ def log_largest_weight(dispersion: Real, keys: Real) -> Tensor:
 
 
 def fixed_mask_stability(dispersion: Real, keys: Real) -> Bound:
-    """ξ of a row whose unmasked set does not depend on its scores: full, banded, block-local attention.
+    """ξ of a row whose unmasked set does not depend on its scores: full, banded, block-local, random.
 
     ξ*(δ, k) = 2 p̄ (1 − p̄) if p̄(δ, k) < ½, else ½; 0 for a single key.
     No smaller constant serves all pairs of rows of range ≤ δ (for δ > 0), and it never passes ½.

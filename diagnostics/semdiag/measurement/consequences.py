@@ -7,7 +7,7 @@ import pandas as pd
 from semdiag.mathematics.learning import gap_ratio
 from semdiag.measurement.finding import Finding, Verdict
 from semdiag.measurement.measurements import Measurements
-from semdiag.measurement.pairing import Pair, differences
+from semdiag.measurement.pairing import Pair, attention_word, differences
 
 SMOOTHNESS = (0.0, 1.0, 9.0)  # stated γc; 0 gives the convex case's power 2
 TARGET = 0.95
@@ -53,7 +53,7 @@ def _leaning(numbers: dict[str, float], observed: dict[str, float], names: tuple
     ratio, speed = numbers["ln λ_L other over reference"], observed["speed-up of the other"]
     reference, other = names
     bound = other if ratio < 0 else reference if ratio > 0 else "neither"
-    if math.isnan(ratio):
+    if not math.isfinite(ratio):  # no guarantee is no claim to be slow
         bound = "neither (a constant is infinite)"
     arrived = [not math.isnan(observed[f"epochs to 95 %, {name}"]) for name in ("reference", "other")]
     seen = other if speed > 1 else reference if speed < 1 else "neither"
@@ -66,8 +66,7 @@ def _leaning(numbers: dict[str, float], observed: dict[str, float], names: tuple
 def _names(measurements: Measurements, pair: Pair) -> tuple[str, str]:
     """Attention of the reference and of the other model: ``full``, ``topk-5``."""
     rows = {row["model"]: row for row in measurements.models.to_dict("records")}
-    kinds = [(rows[path]["attention"], rows[path]["k"]) for path in (pair.full, pair.other)]
-    reference, other = (str(kind) if pd.isna(k) else f"{kind}-{k}" for kind, k in kinds)
+    reference, other = (attention_word(rows[path]) for path in (pair.full, pair.other))
     return (reference, other) if reference != other else ("the reference", "the other")
 
 

@@ -22,6 +22,7 @@ from semdiag.measurement.input_traces import FIXED_MASKS, HEAVY_HITTERS, rows_of
 from semdiag.measurement.measurements import Measurements
 from semdiag.measurement.pairing import Pair, differences
 from semdiag.measurement.percentiles import PAPER_PERCENTILES
+from semdiag_models.configuration import LOCAL
 
 HEURISTIC = "percentiles of different queries are combined, as the paper does: a heuristic"
 CLAIM = "the mask has the better guarantee in {}"
@@ -51,8 +52,9 @@ class PercentileTable:
 def corollary_findings(measurements: Measurements, pairs: list[Pair]) -> list[Finding]:
     """Judge both conditions of Corollary 1, in both forms, at every percentile, for every pair.
 
-    Top-k pairs get the paper's equations 304 and 305; banded and block-local pairs the control of
-    Theorem 4. The word over all percentiles is the one they agree on.
+    Top-k pairs get the paper's equations 304 and 305; banded, block-local and random pairs the control of
+    Theorem 4, where there are global tokens with the k of the ordinary queries. The word over all percentiles
+    is the one they agree on.
 
     Source: docs/theory.md#corollary, docs/theory.md#sound-comparison. Deviation: none.
 
@@ -159,9 +161,10 @@ def _sound_inputs(
 
 
 def _kind(measurements: Measurements, model: str) -> tuple[str, int]:
-    """Attention and k of a model that has one."""
+    """Attention and keys per ordinary query of a model with a mask."""
     row = next(row for row in measurements.models.to_dict("records") if row["model"] == model)
-    return str(row["attention"]), int(row["k"])
+    local_cls = row["pooling"] == "cls" and row["attention"] in LOCAL
+    return str(row["attention"]), int(row["k"]) + int(row["global_tokens"]) + local_cls
 
 
 def _largest_norms(measurements: Measurements, model: str) -> HeadNorms | None:

@@ -45,15 +45,18 @@ def checked_tokens(encoder: Encoder, batches: Sequence[Batch], k: Sequence[int])
                 f"Token id {wrong} is out of range: the model knows 0 to {config.vocabulary_size - 1}."
             )
         tokens.append(batch.to(torch.int64))
-    if not config.pad_as_token and all(bool((batch == config.pad_id).all()) for batch in tokens):
+    if not (config.pad_as_token or config.extra_tokens) and all(
+        bool((batch == config.pad_id).all()) for batch in tokens
+    ):
         raise InputError("There is no query to measure: every token of the inputs is PAD.")
     longest = max(batch.shape[1] for batch in tokens)
     wrong_k = [value for value in k if not 1 <= value <= longest]
     if wrong_k:
         raise InputError(f"k must lie in 1 … {longest}, the length of the inputs. Got k={wrong_k[0]}.")
-    queries = sum(batch.numel() for batch in tokens) * config.blocks * config.heads
+    positions = sum(len(batch) * (batch.shape[1] + config.extra_tokens) for batch in tokens)
+    queries = positions * config.blocks * config.heads
     if queries > MAX_QUERIES:
-        most = max(1, MAX_QUERIES // (longest * config.blocks * config.heads))
+        most = max(1, MAX_QUERIES // ((longest + config.extra_tokens) * config.blocks * config.heads))
         raise InputError(
             f"{queries:,} queries are more than the {MAX_QUERIES:,} kept. Use --samples {most} or fewer."
         )

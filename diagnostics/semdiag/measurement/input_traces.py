@@ -15,9 +15,16 @@ from semdiag.measurement.encoder_weights import block_weights
 from semdiag.measurement.scored_rows import ScoredRows, scored_rows
 from semdiag_models import Encoder
 
-FIXED_MASKS = ("full", "causal", "masked", "banded", "block")
+FIXED_MASKS = (
+    "full",
+    "causal",
+    "masked",
+    "banded",
+    "block",
+    "random",
+)  # random: drawn once, whatever the scores are
 HEAVY_HITTERS = ("topk",)
-_MLP_NORM_EPS = 1e-5  # of the normalisation before the MLP
+_MLP_NORM_EPS = 1e-5  # of the normalisation before the MLP (pre-norm) or after it (post-norm)
 _SCORES = 2**22  # scores of one forward pass, at most (or one sample's)
 
 
@@ -27,8 +34,8 @@ class LayerTrace:
 
     Attributes:
         token_norm: (N,) Ξ, largest norm at the attention's input.
-        attention_std: (N,) smallest sqrt(var + eps) before the first normalisation.
-        mlp_std: (N,) likewise before the second.
+        attention_std: (N,) smallest sqrt(var + eps) that the first normalisation sees.
+        mlp_std: (N,) likewise the second.
         mlp_token_norm: (N,) Ξ_P, largest norm at the MLP's input.
         hidden_norm: (N,) largest norm at the MLP's second matrix.
         log_map: (N, H) ln λ_A; +inf where the kind of attention is not covered, or Δ ≤ 0.
@@ -60,8 +67,8 @@ class InputTraces:
 
     Attributes:
         layers: one trace per block.
-        tokens: (N,) int64, tokens that are not padding.
-        counts: (N, vocabulary) int64, how often each token id occurs among them.
+        tokens: (N,) int64, tokens that are not padding, CLS and global tokens included.
+        counts: (N, rows of the embedding) int64, how often each token id occurs among them.
         pooled_norm: (N,) norm of the pooled representation.
     """
 
@@ -88,7 +95,8 @@ def trace_inputs(encoder: Encoder, tokens: Tensor) -> InputTraces:
         The traces.
     """
     tracer = _Tracer(encoder)
-    per_pass = max(1, _SCORES // (encoder.config.heads * tokens.shape[1] ** 2))
+    length = tokens.shape[1] + encoder.config.extra_tokens
+    per_pass = max(1, _SCORES // (encoder.config.heads * length**2))
     handle = encoder.head.register_forward_pre_hook(tracer.pool)
     try:
         with torch.inference_mode(), watch_blocks(encoder, tracer.add):
@@ -129,9 +137,9 @@ class _Tracer:
         self.valid = torch.ones(0, dtype=torch.bool)
 
     def start(self, batch: Tensor) -> None:
-        valid = self.encoder.valid(batch)
-        self.valid = torch.ones_like(batch, dtype=torch.bool) if valid is None else valid
-        ids = torch.nn.functional.one_hot(batch, self.encoder.config.vocabulary_size)
+        valid, whole = self.encoder.valid(batch), self.encoder.sequence(batch)
+        self.valid = torch.ones_like(whole, dtype=torch.bool) if valid is None else valid
+        ids = torch.nn.functional.one_hot(whole, self.encoder.embedding.num_embeddings)
         self.whole["tokens"].append(self.valid.sum(-1))
         self.whole["counts"].append((ids * self.valid[..., None]).sum(1))
 
@@ -140,10 +148,12 @@ class _Tracer:
 
     def add(self, call: BlockCall) -> None:
         eps = float(self.encoder.blocks[call.layer].attention_norm_eps)  # type: ignore[arg-type]
+        pre = self.encoder.config.norm == "pre"
+        seen = (call.stream, call.middle) if pre else (call.middle, call.end)
         found = {
             "token_norm": self._largest(call.tokens.norm(dim=-1)),
-            "attention_std": -self._largest(-_token_std(call.stream, eps)),
-            "mlp_std": -self._largest(-_token_std(call.middle, _MLP_NORM_EPS)),
+            "attention_std": -self._largest(-_token_std(seen[0], eps)),
+            "mlp_std": -self._largest(-_token_std(seen[1], _MLP_NORM_EPS)),
             "mlp_token_norm": self._largest(call.mlp_tokens.norm(dim=-1)),
             "hidden_norm": self._largest(call.hidden.norm(dim=-1)),
         }

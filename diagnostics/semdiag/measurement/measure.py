@@ -120,6 +120,11 @@ def _accuracy(logits: list[Any], labels: Tensor) -> float:
     return float((found.argmax(1).cpu() == labels.cpu()).double().mean())
 
 
+_OF_ENCODERS = (
+    "attention", "k", "global_tokens", "norm", "pooling", "blocks", "heads", "width", "length",
+)  # fmt: skip
+
+
 def _model_row(loaded: LoadedModel, collected: Collector, audit: Audit, facts: dict[str, object]) -> pd.DataFrame:
     layers = collected.layers
     row: dict[str, object] = {
@@ -130,6 +135,9 @@ def _model_row(loaded: LoadedModel, collected: Collector, audit: Audit, facts: d
         "task": loaded.task,
         "attention": layers.kind,
         "k": None,
+        "global_tokens": 0,
+        "norm": None,
+        "pooling": None,
         "seed": loaded.seed,
         "epoch": loaded.epoch,
         "blocks": len(layers),
@@ -145,7 +153,7 @@ def _model_row(loaded: LoadedModel, collected: Collector, audit: Audit, facts: d
     }
     if isinstance(loaded.module, Encoder):
         config = loaded.module.config
-        row |= {name: getattr(config, name) for name in ("attention", "k", "blocks", "heads", "width", "length")}
+        row |= {name: getattr(config, name) for name in _OF_ENCODERS}
     whole = dict.fromkeys(("k", "seed", "epoch", "width"), "Int64")
     text = dict.fromkeys(("sha256", "task"), "str")
     return pd.DataFrame([row]).astype({**whole, **text, "accuracy": "float64"})

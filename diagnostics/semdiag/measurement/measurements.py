@@ -40,6 +40,8 @@ AUDIT_TABLES = {
     "remarks": {**dict.fromkeys(("model", "module", "text"), "str"), "times": "int64"},
     "skipped": {**dict.fromkeys(("model", "module", "operation", "reason"), "str"), "times": "int64"},
 }
+# Columns of the models that older folders and models of other kinds lack, and what that means.
+_UNLESS_SAID: dict[str, Any] = {"global_tokens": 0, "norm": "pre", "pooling": "mean"}
 # Tables that only some commands measure: empty where they were not, absent from older folders.
 OPTIONAL_TABLES = {
     "secants": {
@@ -90,6 +92,42 @@ OPTIONAL_TABLES = {
         **{f"p{p}": "float64" for p in (0, 1, 5, 10, 25, 50, 75, 90, 95, 99, 100)},
         **dict.fromkeys(("undefined", "not_positive"), "int64"),
     },
+    "landscape": {
+        "model": "str",
+        "plane": "int64",
+        "kind": "str",
+        **dict.fromkeys(("x", "y", "distance"), "float64"),
+        "place": "str",
+        "samples": "int64",
+        **dict.fromkeys(("loss", "accuracy"), "float64"),
+        **dict.fromkeys(("dispersion_p50", "dispersion_p95", "separation_p50", "separation_p5"), "float64"),
+        "load_max": "float64",
+    },
+    "loss_secants": {
+        **dict.fromkeys(("model", "group"), "str"),
+        "draw": "int64",
+        **dict.fromkeys(("radius", "distance", "slope"), "float64"),
+    },
+    "loss_gradients": {
+        **dict.fromkeys(("model", "group"), "str"),
+        "draw": "int64",
+        **dict.fromkeys(("radius", "distance", "slope", "ln_sound"), "float64"),
+        "holds": "bool",
+    },
+    "end_points": {
+        **dict.fromkeys(("model", "group"), "str"),
+        **dict.fromkeys(("estimate", "low", "high", "p_value"), "float64"),
+        "accepted": "bool",
+        "reason": "str",
+        "blocks": "int64",
+    },
+    "jacobians": {
+        "model": "str",
+        **dict.fromkeys(("layer", "sample"), "int64"),
+        "norm": "float64",
+        "settled": "bool",
+        "ln_sound": "float64",
+    },
 }
 
 _EVERY = (*TABLES, *AUDIT_TABLES, *OPTIONAL_TABLES)
@@ -123,10 +161,10 @@ class Measurements:
     from 0; scores are in nats.
 
     Attributes:
-        models: one row per model: path, sha256, source, snapshot, task, attention, k, seed, epoch, blocks,
-            heads, length, parameters, samples, inputs, accuracy, found and captured attention layers, residual. Of
-            somebody else's model, what is not known is missing; blocks are the places where attention happens,
-            attention is ``full``, ``causal`` or ``masked``.
+        models: one row per model: path, sha256, source, snapshot, task, attention, k, global_tokens, norm,
+            pooling, seed, epoch, blocks, heads, length, parameters, samples, inputs, accuracy, found and
+            captured attention layers, residual. Of somebody else's model, what is not known is missing; blocks
+            are the places where attention happens, attention is ``full``, ``causal`` or ``masked``.
         queries: one row per query: sample, layer, head, query, keys (n_i), kept (k_i), dispersion,
             separation (+inf where nothing is dropped), largest_weight (of its attention weights), and
             dispersion_kK, separation_kK, mass_kK (share of the weight on the K largest) for each counterfactual K.
@@ -149,6 +187,13 @@ class Measurements:
         noise_effects: one row per noise level and sample, what the noise does to the output; same function.
         sweep: one row per k, layer, head and quantity, percentiles within a model; see
             :func:`~semdiag.measurement.k_sweep.k_sweep`. Empty if not measured.
+        landscape: one row per evaluated point of a plane in parameter space; see
+            :func:`~semdiag.measurement.landscape.landscape`. Empty if not measured.
+        loss_secants: one row per pair of parameter settings; this and the next three: see
+            :func:`~semdiag.measurement.lipschitz.lipschitz`. Empty if not measured.
+        loss_gradients: one row per random parameter setting and group of tensors.
+        end_points: one row per group of tensors.
+        jacobians: one row per block and sample.
     """
 
     models: pd.DataFrame
@@ -167,6 +212,16 @@ class Measurements:
     masks: pd.DataFrame = field(default_factory=lambda: empty_table("masks"))
     noise_effects: pd.DataFrame = field(default_factory=lambda: empty_table("noise_effects"))
     sweep: pd.DataFrame = field(default_factory=lambda: empty_table("sweep"))
+    landscape: pd.DataFrame = field(default_factory=lambda: empty_table("landscape"))
+    loss_secants: pd.DataFrame = field(default_factory=lambda: empty_table("loss_secants"))
+    loss_gradients: pd.DataFrame = field(default_factory=lambda: empty_table("loss_gradients"))
+    end_points: pd.DataFrame = field(default_factory=lambda: empty_table("end_points"))
+    jacobians: pd.DataFrame = field(default_factory=lambda: empty_table("jacobians"))
+
+    def __post_init__(self) -> None:
+        missing = {name: value for name, value in _UNLESS_SAID.items() if name not in self.models}
+        if missing:
+            object.__setattr__(self, "models", self.models.assign(**missing))
 
     @classmethod
     def concat(cls, parts: Iterable[Self]) -> Self:

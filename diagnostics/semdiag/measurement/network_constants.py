@@ -77,10 +77,11 @@ def network_forms(encoder: Encoder, traces: InputTraces) -> NetworkForms:
     """
     blocks = [_block(encoder, layer, traces) for layer in range(len(traces.layers))]
     head = spectral_norm(encoder.head.weight.detach())
-    readout = Readout(head, traces.pooled_norm, 1 / traces.tokens.double())
+    shares = torch.ones(()) if encoder.config.cls_tokens else 1 / traces.tokens.double()
+    readout = Readout(head, traces.pooled_norm, shares)
     embedding = log_embedding_constant(traces.counts, embedding_scale(encoder))
     bounds = log_parameter_bounds([b.sound for b in blocks], readout, embedding)
-    whole = Readout(head, traces.pooled_norm.max(), 1 / traces.tokens.max().double())
+    whole = Readout(head, traces.pooled_norm.max(), shares.min())
     paper_blocks = [b.paper for b in blocks]
     own = log_paper_parameter_bounds(paper_blocks, whole)
     carried = log_parameter_bounds(paper_blocks, whole)
@@ -104,7 +105,7 @@ def _block(encoder: Encoder, layer: int, traces: InputTraces) -> BlockForms:
         tokens=traces.tokens,
         attention_norm=norms[0],
         mlp_norm=norms[1],
-        pre_norm=True,
+        pre_norm=encoder.config.norm == "pre",
         assumptions=_assumptions(encoder, trace),
     )
     return BlockForms(weights, trace, sound, _paper(encoder, weights, trace, sound))
@@ -138,7 +139,7 @@ def _mlp(weights: BlockWeights, slope: float, token_norm: Tensor, hidden_norm: T
 
 def _paper(encoder: Encoder, weights: BlockWeights, trace: LayerTrace, sound: BlockConstants) -> BlockConstants:
     """The paper's λ_A and λ_W with the largest norms, dispersion and load and the smallest separation."""
-    k, heavy = encoder.config.k, encoder.config.attention in HEAVY_HITTERS
+    k, heavy = encoder.config.keys_kept, encoder.config.attention in HEAVY_HITTERS
     xi = trace.token_norm.max()
     norms = HeadNorms(weights.gamma, weights.upsilon, xi, query_norm(xi, query_bias=True))
     delta = trace.dispersion.amax(0)
@@ -163,8 +164,8 @@ def _paper(encoder: Encoder, weights: BlockWeights, trace: LayerTrace, sound: Bl
         tokens=tokens,
         attention_norm=torch.as_tensor(sound.attention_norm).max(),
         mlp_norm=torch.as_tensor(sound.mlp_norm).max(),
-        pre_norm=True,
-        assumptions=(*_assumptions(encoder, trace), *_only_unmet(log_map.assumptions), POST_NORM),
+        pre_norm=sound.pre_norm,
+        assumptions=(*sound.assumptions, *_only_unmet(log_map.assumptions), *_papers_own(encoder, tokens)),
     )
 
 
@@ -203,6 +204,17 @@ def _assumptions(encoder: Encoder, trace: LayerTrace) -> tuple[Assumption, ...]:
             )
         )
     return tuple(checks)
+
+
+def _papers_own(encoder: Encoder, tokens: float) -> tuple[Assumption, ...]:
+    """What the paper's form supposes besides, as far as this encoder does not meet it."""
+    config, unmet = encoder.config, []
+    if config.norm != "post":
+        unmet.append(POST_NORM)
+    if config.keys_kept != config.k:
+        kept = {"ordinary queries": float(config.keys_kept or 0), "global ones": tokens}
+        unmet.append(Assumption("every query keeps the same number of keys", kept, holds=False))
+    return tuple(unmet)
 
 
 def _only_unmet(assumptions: tuple[Assumption, ...]) -> tuple[Assumption, ...]:

@@ -8,7 +8,7 @@ import pandas as pd
 from semdiag.measurement.attention_kinds import foreign
 from semdiag.measurement.measurements import Measurements
 
-_SAME = ["task", "seed", "blocks", "heads", "width", "length", "snapshot"]
+_SAME = ["task", "seed", "blocks", "heads", "width", "length", "norm", "pooling", "snapshot"]
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ def find_pairs(models: pd.DataFrame, attention: str | None = "topk") -> tuple[li
             alone += group["model"].tolist()
             continue
         for _, row in others.iterrows():
-            label = f"{row['task']}, {row['attention']}-{row['k']}, seed {row['seed']}"
+            label = f"{row['task']}, {attention_word(row)}, seed {row['seed']}"
             if row["snapshot"] != "last":
                 label += f", {row['snapshot']}"
             pairs.append(Pair(label, full[0], row["model"]))
@@ -100,7 +100,8 @@ def differences(models: pd.DataFrame, pair: Pair) -> list[str]:
         Sentences like ``seed 1 and 2``; empty for a pair that :func:`find_pairs` makes.
     """
     full, other = (models[models["model"] == path].iloc[0] for path in (pair.full, pair.other))
-    names = [*_SAME, "k"] if full["attention"] != "full" and other["attention"] != "full" else _SAME
+    both = full["attention"] != "full" and other["attention"] != "full"
+    names = [*_SAME, "k", "global_tokens"] if both else _SAME
     return [f"{name} {full[name]} and {other[name]}" for name in names if not _equal(full[name], other[name])]
 
 
@@ -110,6 +111,15 @@ def _equal(one: Any, two: Any) -> bool:
     return bool(one == two)
 
 
-def _short(row: Any) -> str:
+def attention_word(row: Any) -> str:
+    """Name a model's attention in one word: ``full``, ``topk-5``, ``banded-5-global-1``.
+
+    Args:
+        row: of the table of models: attention, k, global_tokens.
+    """
     kind = str(row["attention"]) if pd.isna(row["k"]) else f"{row['attention']}-{row['k']}"
-    return f"{row['task']}, {kind}, seed {row['seed']}, {row['snapshot']}"
+    return f"{kind}-global-{row['global_tokens']}" if row["global_tokens"] else kind
+
+
+def _short(row: Any) -> str:
+    return f"{row['task']}, {attention_word(row)}, seed {row['seed']}, {row['snapshot']}"

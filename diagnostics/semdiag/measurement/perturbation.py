@@ -39,9 +39,9 @@ def measure_secants(
 ) -> pd.DataFrame:
     """Compare every softmax row of clean inputs with that of noisy copies of the same inputs.
 
-    Gaussian noise is added to the embedded tokens, with a standard deviation of ``level`` times the
-    token's root mean square; everything downstream follows. Clean and noisy inputs share one forward pass in
-    float64, and the noise is the same at every level but for its size.
+    Gaussian noise is added to the embedded tokens (CLS and global ones, too), with a standard deviation of
+    ``level`` times the token's root mean square; everything downstream follows. Clean and noisy inputs share
+    one forward pass in float64, and the noise is the same at every level but for its size.
 
     Source: docs/theory.md#secants. Deviation: not in the paper.
 
@@ -75,9 +75,10 @@ def measure_secants(
     runner = copy.deepcopy(encoder).to(device=device, dtype=torch.float64).eval()
     tokens = tokens[:samples].to(device, torch.int64)
     generator = torch.Generator().manual_seed(seed)
-    shape = (*tokens.shape, encoder.config.width)
+    length = tokens.shape[1] + encoder.config.extra_tokens
+    shape = (len(tokens), length, encoder.config.width)
     noise = torch.randn(shape, generator=generator, dtype=torch.float64).to(device)
-    per_pass = max(1, _SCORES // (2 * encoder.config.heads * tokens.shape[1] ** 2))
+    per_pass = max(1, _SCORES // (2 * encoder.config.heads * length**2))
     parts = []
     for level in levels:
         for start in range(0, len(tokens), per_pass):

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pandas as pd
 import torch
@@ -14,12 +14,14 @@ from semdiag.capturing.inputs import read_batches, read_inputs
 from semdiag.capturing.loading import LoadedModel, load
 from semdiag.measurement import constants, perturbation
 from semdiag.measurement.k_sweep import SweepPlan, k_sweep
+from semdiag.measurement.landscape import LandscapeOptions, landscape
+from semdiag.measurement.lipschitz import LipschitzOptions, lipschitz
 from semdiag.measurement.mask_stability import NoisePlan, mask_stability
 from semdiag.measurement.measure import measure
 from semdiag.measurement.measurements import Measurements, typed
 from semdiag.measurement.projections import projection_norms
 from semdiag.measurement.scored_rows import NotAvailableError
-from semdiag_models import InputError
+from semdiag_models import Encoder, InputError
 from semdiag_models.device import find_device
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
@@ -33,8 +35,8 @@ class Conditions:
         InputError: if a value is illegal.
     """
 
-    inputs: Path | None = None  # token ids; None: each checkpoint's own held-out samples
-    samples: int = 500  # of the default inputs
+    inputs: Path | None = None  # token ids, or text (.txt); None: each checkpoint's own held-out samples
+    samples: int = 500  # of the default inputs, and windows of a text
     batch_size: int = 100
     device: str = "auto"
     dtype: str = "float32"
@@ -48,6 +50,8 @@ class Conditions:
     masks: NoisePlan | None = None  # noise under which masks are compared; None: they are not
     sweep: SweepPlan | None = None  # which k are asked of a model's scores; None: none
     probe_samples: int | None = None  # inputs of masks and sweep; None: all
+    landscape: LandscapeOptions | None = None  # planes on which the loss is evaluated; None: it is not
+    lipschitz: LipschitzOptions | None = None  # what the Lipschitz estimates draw; None: there are none
 
     def __post_init__(self) -> None:
         for name in ("samples", "batch_size", "min_keys"):
@@ -69,8 +73,9 @@ def survey(
     Args:
         models: checkpoints, or models already loaded.
         conditions: inputs, precision, counterfactuals.
-        announce: called with a model's path and its number of samples before it is measured.
-        after_batch: called with the number of samples of each finished batch.
+        announce: called with a model's path and its number of steps (samples, then points of planes) before it is
+            measured.
+        after_batch: called with the number of finished steps.
 
     Returns:
         Measurements of all models.
@@ -83,12 +88,14 @@ def survey(
         device = torch.device("cpu")
     # All are loaded before the first is measured: a wrong path should not cost minutes.
     loaded = [m if isinstance(m, LoadedModel) else load(m, conditions.config) for m in models]
-    for model in loaded if conditions.encoders_only else ():
+    moved = conditions.landscape is not None or conditions.lipschitz is not None
+    for model in loaded if conditions.encoders_only or moved else ():
         _ = model.encoder  # which refuses any other
     inputs = [_inputs(model, conditions) for model in loaded]
+    probe = _Probe.of(conditions)
     parts: list[Measurements] = []
     for model, (batches, labels, source) in zip(loaded, inputs, strict=True):
-        announce(model.path, sum(map(samples_of, batches)))
+        announce(model.path, sum(map(samples_of, batches)) + probe.steps)
         if model.foreign and not isinstance(models[len(parts)], LoadedModel):
             model.module.to(device, DTYPES[conditions.dtype])  # ours alone: no copy, however large it is
         part = measure(
@@ -105,7 +112,8 @@ def survey(
             part = _probed(part, model, batches, conditions, device)
         else:
             tokens = torch.cat([batch for batch in batches if isinstance(batch, Tensor)])
-            part = replace(part, **_theory(model, tokens, labels, conditions, device))
+            tables = _theory(model, tokens, labels, conditions, device)
+            part = replace(part, **tables, **probe.tables(model, tokens, labels, device, after_batch))
         parts.append(part)
     joined = Measurements.concat(parts)
     largest = int(joined.models["samples"].max())
@@ -118,6 +126,8 @@ def survey(
         joined.provenance.update(mask_noise=asdict(conditions.masks))
     if conditions.masks is not None or conditions.sweep is not None:
         joined.provenance.update(probe_samples=min(conditions.probe_samples or largest, largest))
+    if conditions.lipschitz is not None:
+        joined.provenance.update(lipschitz_samples=min(conditions.lipschitz.samples, largest))
     return _with_keys(joined, conditions.min_keys)
 
 
@@ -198,6 +208,9 @@ def _inputs(model: LoadedModel, conditions: Conditions) -> tuple[list[Batch], Te
     given, size = conditions.inputs, conditions.batch_size
     if given is not None and model.foreign:
         return read_batches(given, model, size), None, f"{given} (given)"
+    if given is not None and _is_text(given):
+        tokens, labels, source = model.text_inputs(given, conditions.samples, conditions.seed)
+        return split(tokens, size), labels, source
     if given is not None:
         return split(read_inputs(given), size), None, f"{given} (given)"
     if model.batches is not None:
@@ -212,6 +225,70 @@ def _inputs(model: LoadedModel, conditions: Conditions) -> tuple[list[Batch], Te
 
 
 _TEXTS = "texts, one a line (.txt), "
+
+
+@dataclass(frozen=True)
+class _Probe:
+    """What moves the parameters: landscape and Lipschitz estimates."""
+
+    conditions: Conditions
+    snapshots: dict[str, Encoder]
+
+    @classmethod
+    def of(cls, conditions: Conditions) -> Self:
+        """Load the snapshots before anything is measured."""
+        paths = conditions.landscape.through if conditions.landscape is not None else ()
+        found = {_snapshot_name(path, paths): load(path, conditions.config).encoder for path in paths}
+        return cls(conditions, found)
+
+    @property
+    def steps(self) -> int:
+        asked = (self.conditions.landscape, self.conditions.lipschitz)
+        return sum(options.points for options in asked if options is not None)
+
+    def tables(
+        self,
+        model: LoadedModel,
+        tokens: Tensor,
+        labels: Tensor | None,
+        device: torch.device,
+        after_point: Callable[[int], None],
+    ) -> dict[str, Any]:
+        conditions = self.conditions
+        found: dict[str, Any] = {}
+        if conditions.landscape is not None:
+            found["landscape"] = landscape(
+                model,
+                tokens,
+                labels,
+                options=conditions.landscape,
+                snapshots=self.snapshots,
+                seed=conditions.seed,
+                device=device,
+                dtype=DTYPES[conditions.dtype],
+                after_point=after_point,
+            )
+        if conditions.lipschitz is not None:
+            found |= lipschitz(
+                model,
+                tokens,
+                labels,
+                options=conditions.lipschitz,
+                seed=conditions.seed,
+                device=device,
+                after_point=after_point,
+            )
+        return found
+
+
+def _snapshot_name(path: Path, paths: Sequence[Path]) -> str:
+    """The file's name without suffix; its folder's as well where the snapshots come from several runs."""
+    same = len({other.parent for other in paths}) == 1
+    return path.stem if same else f"{path.parent.name}/{path.stem}"
+
+
+def _is_text(path: Path) -> bool:
+    return path.suffix == ".txt"
 
 
 def _with_keys(measurements: Measurements, least: int) -> Measurements:

@@ -48,7 +48,7 @@ def training_runs(measurements: Measurements) -> list[tuple[Panel, list[Run]]]:
     models = measurements.models[measurements.models["model"].isin(list(histories))]
     length = models["model"].map(lambda model: len(histories[model]))
     once = models.assign(_length=length).sort_values("_length", ascending=False, kind="stable")
-    once = once.drop_duplicates([*RUN, "attention", "k"]).sort_index()
+    once = once.drop_duplicates([*RUN, "attention", "k", "global_tokens"]).sort_index()
     if once.empty:
         return []
     return [

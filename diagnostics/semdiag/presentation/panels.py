@@ -10,7 +10,7 @@ from semdiag.measurement.attention_kinds import foreign
 from semdiag.presentation.style import ATTENTION_STYLES, AttentionStyle, attention_style
 
 # Models that differ in one of these are never drawn on the same axes; the same as in measurement/pairing.py.
-RUN = ("task", "seed", "blocks", "heads", "width", "length")
+RUN = ("task", "seed", "blocks", "heads", "width", "length", "norm", "pooling")
 RUN_AND_SNAPSHOT = (*RUN, "snapshot")
 _SNAPSHOT_NAMES = {"initialisation": "at initialisation", "best": "best snapshot"}
 
@@ -82,15 +82,17 @@ def panels_of(models: pd.DataFrame, keys: Sequence[str] = RUN_AND_SNAPSHOT) -> l
     return sorted(panels, key=lambda panel: panel.snapshot not in ("last", ""))
 
 
-def attention_label(kind: str, k: int | None) -> str:
-    """Name an attention for a legend, like ``top-k (k = 5)``.
+def attention_label(kind: str, k: int | None, global_tokens: int = 0) -> str:
+    """Name an attention for a legend, like ``top-k (k = 5)`` or ``banded (k = 5 + 1 global)``.
 
     Args:
         kind: as in the measurements.
         k: keys kept per query; None if not limited.
+        global_tokens: that all queries attend to besides.
     """
     name = attention_style(kind).name
-    return name if k is None or kind == "full" else f"{name} (k = {k})"
+    more = f" + {global_tokens} global" if global_tokens else ""
+    return name if k is None or kind == "full" else f"{name} (k = {k}{more})"
 
 
 def _title(row: dict[Hashable, Any], differing: list[str]) -> str:
@@ -107,7 +109,7 @@ def _series(group: pd.DataFrame) -> tuple[Series, ...]:
     order = {kind: place for place, kind in enumerate(ATTENTION_STYLES)}
     rows = sorted(group.to_dict("records"), key=lambda row: order.get(row["attention"], len(order)))
     ks = [None if pd.isna(row["k"]) else int(row["k"]) for row in rows]
-    labels = [attention_label(row["attention"], k) for row, k in zip(rows, ks, strict=True)]
+    labels = [attention_label(row["attention"], k, row["global_tokens"]) for row, k in zip(rows, ks, strict=True)]
     return tuple(
         Series(
             model=str(row["model"]),

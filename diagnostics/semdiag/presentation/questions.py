@@ -1,6 +1,7 @@
 """The sections of a report: a question, its figures, how to read them, and what they do not show."""
 
 from semdiag.presentation.mask_questions import MASK_QUESTIONS
+from semdiag.presentation.probe_questions import PROBE_QUESTIONS
 from semdiag.presentation.question import Question, Shown
 from semdiag.presentation.theory_questions import THEORY_QUESTIONS
 from semdiag.presentation.within_questions import BY_KEYS, WITHIN
@@ -17,8 +18,17 @@ _POOLED = (
 
 
 SECTIONS = (
-    "dispersion", "within", "separation", "learning", "stability", "bounds", "mask-stability", "k-sweep",
-)  # fmt: skip
+    "dispersion",
+    "within",
+    "separation",
+    "learning",
+    "stability",
+    "bounds",
+    "mask-stability",
+    "k-sweep",
+    "lipschitz",
+    "landscape",
+)
 
 QUESTIONS = (
     Question(
@@ -93,8 +103,8 @@ QUESTIONS = (
         ),
         (
             "Full attention drops no key, so Δ is undefined there. Masks that ignore the input (banded, "
-            "block-local) drop larger scores than they keep for most queries: Δ ≤ 0, which lies below a "
-            "logarithmic axis.",
+            "block-local, random) drop larger scores than they keep for most queries, and bottom-k does for all: "
+            "Δ ≤ 0, which lies below a logarithmic axis.",
             "A tie between the last kept and the first dropped key has Δ = 0 and counts as not positive.",
         ),
     ),
@@ -141,4 +151,5 @@ QUESTIONS = (
     ),
     *THEORY_QUESTIONS,
     *MASK_QUESTIONS,
+    *PROBE_QUESTIONS,
 )

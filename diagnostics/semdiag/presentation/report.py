@@ -18,6 +18,7 @@ from semdiag.presentation.figures.dispersion_ratio import dispersion_ratio, laye
 from semdiag.presentation.mask_tables import mask_tables
 from semdiag.presentation.page import Picture, render_page
 from semdiag.presentation.panels import NothingToDrawError
+from semdiag.presentation.probe_tables import probe_tables
 from semdiag.presentation.questions import QUESTIONS, SECTIONS
 from semdiag.presentation.save import save_figure
 from semdiag.presentation.tables import SCHEMA, percentile_table, summary, within_table, write_tables
@@ -86,7 +87,8 @@ def measured_sections(measurements: Measurements) -> list[str]:
     Returns:
         All of :data:`~semdiag.presentation.questions.SECTIONS` but ``within`` without counterfactual k,
         ``stability`` without secants, ``bounds`` without constants and slopes, ``mask-stability`` without noise,
-        and ``k-sweep`` without a sweep; of models of others alone neither ``separation`` nor ``learning``.
+        ``k-sweep`` without a sweep, ``lipschitz`` without gradients, and ``landscape`` without planes; of models
+        of others alone neither ``separation`` nor ``learning``.
     """
     missing = set()
     if not counterfactual_ks(measurements.queries):
@@ -101,6 +103,10 @@ def measured_sections(measurements: Measurements) -> list[str]:
         missing.add("mask-stability")
     if measurements.sweep.empty:
         missing.add("k-sweep")
+    if measurements.loss_gradients.empty:
+        missing.add("lipschitz")
+    if measurements.landscape.empty:
+        missing.add("landscape")
     return [name for name in SECTIONS if name not in missing]
 
 
@@ -151,6 +157,7 @@ def _write(
     ratios = layer_ratios(measurements) if compared else None
     findings = theory_findings(measurements, sections)
     theory = theory_tables(measurements, findings) | mask_tables(measurements, sections)
+    theory |= probe_tables(measurements, sections)
     write_tables(_tables(measurements, sections, ratios) | theory, folder / "data")
     if keep_queries:
         measurements.save(folder / "data")

@@ -77,7 +77,7 @@ ATTENTION_STYLES = {
     "banded": AttentionStyle("banded", _GREEN, "^", (0, (3, 1, 1, 1)), 1.1),
     "block": AttentionStyle("block-local", _PINK, "D", (0, (1, 1)), 1.1),
     "bottomk": AttentionStyle("bottom-k", _BROWN, "v", (0, (4, 2)), 1.1),
-    "randomk": AttentionStyle("random-k", _RED, "P", (0, (2, 2)), 1.1),
+    "random": AttentionStyle("random-k", _RED, "P", (0, (2, 2)), 1.1),
 }
 
 # Of models of others, which never share a panel: full attention in all but its mask.

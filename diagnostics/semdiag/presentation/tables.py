@@ -99,7 +99,7 @@ def model_rows(measurements: Measurements, verdicts: Sequence[PairVerdict], sect
         k = None if pd.isna(model["k"]) else int(model["k"])
         row = {
             **model,
-            "attention_label": attention_label(model["attention"], k),
+            "attention_label": attention_label(model["attention"], k, model["global_tokens"]),
             "epochs_to_95": epochs_to(history.sort_values("epoch")),
             "smaller": answers.get(model["model"]),
         }

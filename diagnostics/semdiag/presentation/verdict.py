@@ -8,6 +8,7 @@ from typing import Any
 from semdiag.measurement.attention_kinds import DENSE, foreign
 from semdiag.measurement.finding import Finding
 from semdiag.measurement.gate import GateResult, dispersion_gate
+from semdiag.measurement.input_traces import FIXED_MASKS
 from semdiag.measurement.measurements import Measurements
 from semdiag.measurement.pairing import find_pairs
 from semdiag.measurement.percentiles import percentiles
@@ -15,6 +16,7 @@ from semdiag.measurement.resampling import Interval, ratio_interval
 from semdiag.presentation.learning_speed import training_runs
 from semdiag.presentation.mask_verdict import mask_sentences, masks_in_short, sweep_sentences
 from semdiag.presentation.panels import panels_of
+from semdiag.presentation.probe_verdict import landscape_sentences, lipschitz_sentences
 from semdiag.presentation.theory_verdict import bounds_sentences, in_short, stability_sentences
 from semdiag.presentation.within_verdict import capture_sentences, within_sentences
 
@@ -148,7 +150,7 @@ def details(
         findings: of the theory, by section.
 
     Returns:
-        Sentences by section, for stability, bounds, masks under noise and other k.
+        Sentences by section, for all but the measurements that the short verdict covers.
     """
     say = {"stability": stability_sentences, "bounds": bounds_sentences}
     said = {name: say[name](measurements, findings.get(name, ())) for name in say if name in sections}
@@ -156,13 +158,17 @@ def details(
         said["mask-stability"] = mask_sentences(measurements)
     if "k-sweep" in sections:
         said["k-sweep"] = sweep_sentences(measurements)
+    if "lipschitz" in sections:
+        said["lipschitz"] = lipschitz_sentences(measurements, findings.get("lipschitz", ()))
+    if "landscape" in sections:
+        said["landscape"] = landscape_sentences(measurements)
     return said
 
 
 def _controls(measurements: Measurements) -> list[str]:
     """What masks that ignore the input do to the pooled median, last snapshots only."""
     models = measurements.models[measurements.models["snapshot"] == "last"]
-    pairs, _ = find_pairs(models[models["attention"] != "topk"], attention=None)
+    pairs, _ = find_pairs(models[models["attention"].isin(FIXED_MASKS)], attention=None)
     medians = {str(m): percentiles(d)["p50"] for m, d in measurements.queries.groupby("model")["dispersion"]}
     parts = [
         f"{pair.label} {medians[pair.other] / medians[pair.full]:.2g} times"

@@ -1,6 +1,7 @@
 """The tasks, by name."""
 
-from semdiag_models.errors import unknown_name
+from semdiag_models.configuration import TrainingConfig
+from semdiag_models.errors import InputError, unknown_name
 from semdiag_models.tasks.cycle_navigation import CycleNavigation
 from semdiag_models.tasks.even_pairs import EvenPairs
 from semdiag_models.tasks.listops import ListOps
@@ -9,9 +10,21 @@ from semdiag_models.tasks.modular_arithmetic import ModularArithmetic
 from semdiag_models.tasks.parity import Parity
 from semdiag_models.tasks.solve_equation import SolveEquation
 from semdiag_models.tasks.stack_manipulation import StackManipulation
-from semdiag_models.tasks.task import Recipe, Task
+from semdiag_models.tasks.task import Classification, Recipe, Task
+from semdiag_models.tasks.text import Text, open_text, perplexity
 
-__all__ = ["TASKS", "ListOps", "Recipe", "Task", "find_task"]
+__all__ = [
+    "TASKS",
+    "Classification",
+    "ListOps",
+    "Recipe",
+    "Task",
+    "Text",
+    "find_task",
+    "open_text",
+    "perplexity",
+    "task_of",
+]
 
 TASKS: dict[str, Task] = {
     "parity": Parity(),
@@ -44,4 +57,21 @@ def find_task(name: str) -> Task:
     for task in TASKS.values():
         if name == task.name or name in task.aliases:
             return task
-    raise unknown_name("task", name, TASKS)
+    if name == Text.name:
+        raise InputError("The task text needs a file: semdiag train text --text FILE.")
+    raise unknown_name("task", name, [*TASKS, Text.name])
+
+
+def task_of(training: TrainingConfig) -> Classification:
+    """What a run learns.
+
+    Args:
+        training: data and optimisation of the run.
+
+    Returns:
+        Its task, or its text.
+
+    Raises:
+        InputError: if no task has that name.
+    """
+    return find_task(training.task) if training.text is None else Text(training.text)

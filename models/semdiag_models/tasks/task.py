@@ -2,12 +2,14 @@
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
 from semdiag_models.errors import InputError
+
+Samples = tuple[Tensor, Tensor]  # tokens (n, length) int64 and labels (n,) int64
 
 
 @dataclass(frozen=True)
@@ -22,6 +24,48 @@ class Recipe:
     blocks: int = 5
     learning_rate: float = 0.1
     learning_rate_decay: float = 0.9995  # factor per epoch
+    width: int = 64
+    mlp_width: int = 64
+    head_width: int = 64
+    batch_size: int = 25
+    train_samples: int = 5000
+    holdout_samples: int = 2000
+
+
+class Classification(Protocol):
+    """What the trainer needs to know of something to learn: a :class:`Task`, or a text."""
+
+    @property
+    def name(self) -> str:
+        """The name on the command line."""
+
+    @property
+    def classes(self) -> int:
+        """Number of labels."""
+
+    @property
+    def vocabulary_size(self) -> int:
+        """Number of token ids, PAD included."""
+
+    @property
+    def recipe(self) -> Recipe:
+        """Training defaults."""
+
+    def draw(self, train: int, holdout: int, length: int, generator: torch.Generator) -> tuple[Samples, Samples]:
+        """Draw training samples, then held-out ones.
+
+        Args:
+            train: number of training samples.
+            holdout: number of held-out samples.
+            length: tokens per sample.
+            generator: source of randomness (CPU); the global seed is not touched.
+
+        Returns:
+            Training and held-out samples.
+
+        Raises:
+            InputError: if there are no such samples.
+        """
 
 
 class Task(ABC):
@@ -62,6 +106,10 @@ class Task(ABC):
     def chance(self) -> float:
         """Accuracy of a uniform guess."""
         return 1 / self.classes
+
+    def draw(self, train: int, holdout: int, length: int, generator: torch.Generator) -> tuple[Samples, Samples]:
+        """Draw twice from one law; see :meth:`Classification.draw`."""
+        return self.sample(train, length, generator), self.sample(holdout, length, generator)
 
     @abstractmethod
     def sample(self, n: int, length: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:

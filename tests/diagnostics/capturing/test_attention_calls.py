@@ -23,7 +23,10 @@ def left_behind(model):
 NOTHING = (0, 0, 0)
 
 
-@pytest.fixture(params=[("full", None), ("topk", 3), ("banded", 3), ("block", 3)], ids=lambda kind: kind[0])
+@pytest.fixture(
+    params=[("full", None), ("topk", 3), ("banded", 3), ("block", 3), ("bottomk", 3), ("random", 3)],
+    ids=lambda kind: kind[0],
+)
 def encoder(request, tiny_config):
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -162,6 +165,26 @@ def test_hooks_of_others_stay(encoder):
     encoder(TOKENS)
     assert seen == [1, 1]
     handle.remove()
+
+
+@pytest.mark.parametrize("kind", ["banded", "block"])
+def test_queries_that_attend_everywhere_have_every_key_selected(tiny_config, kind):
+    encoder = Encoder(tiny_config(kind, 3, global_tokens=2, pooling="cls")).eval()
+    calls = []
+    with watch_attention(encoder, calls.append), torch.no_grad():
+        encoder(TOKENS)
+    for call in calls:
+        for sample, pads in ((0, set()), (1, {4, 5, 6})):
+            everything = set(range(9)) - pads
+            rows = [[{*row} - {-1} for row in head] for head in call.selected[sample].tolist()]
+            for head in rows:
+                assert head[0] == head[7] == head[8] == everything
+                assert all({0, 7, 8} <= row <= everything and len(row) <= 6 for row in head[1:7])
+        scores = (call.scale * call.q) @ call.k.transpose(2, 3)
+        keep = torch.zeros(*scores.shape[:3], 10, dtype=torch.bool)
+        keep = keep.scatter(-1, call.selected.where(call.selected >= 0, 9), True)[..., :9]
+        mixed = scores.masked_fill(~keep, -torch.inf).softmax(-1) @ call.v
+        torch.testing.assert_close(call.mixed, mixed, rtol=1e-5, atol=1e-6)
 
 
 def test_a_model_without_attention_has_an_empty_audit():

@@ -8,9 +8,9 @@ from semdiag.capturing.block_calls import watch_blocks
 from semdiag_models import Encoder
 
 
-@pytest.fixture
-def encoder(tiny_config):
-    return Encoder(tiny_config("topk", 3, activation="gelu")).double().eval()
+@pytest.fixture(params=["pre", "post"])
+def encoder(request, tiny_config):
+    return Encoder(tiny_config("topk", 3, activation="gelu", norm=request.param)).double().eval()
 
 
 TOKENS = torch.tensor([[0, 1, 1, 0, 1, 2, 2], [1, 1, 0, 0, 1, 0, 1]])
@@ -25,12 +25,14 @@ def test_the_parts_are_as_in_the_block(encoder):
     with torch.no_grad():
         assert torch.equal(encoder(TOKENS), logits)
         for call, block in zip(calls, encoder.blocks, strict=True):
-            tokens = F.layer_norm(x, (16,), eps=1e-5)
+            pre = encoder.config.norm == "pre"
+            tokens = F.layer_norm(x, (16,), eps=1e-5) if pre else x
             middle = x + block.attention(tokens, valid)
             mlp_tokens = F.layer_norm(middle, (16,), eps=1e-5)
             hidden = F.gelu(block.expand(mlp_tokens))
+            end = (middle if pre else mlp_tokens) + block.contract(hidden)
             expected = {"stream": x, "tokens": tokens, "middle": middle}
-            expected |= {"mlp_tokens": mlp_tokens, "hidden": hidden}
+            expected |= {"mlp_tokens": mlp_tokens, "hidden": hidden, "end": end}
             for name, value in expected.items():
                 torch.testing.assert_close(getattr(call, name), value, msg=name)
             x = block(x, valid)

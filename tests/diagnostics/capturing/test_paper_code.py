@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from semdiag.capturing.attention_calls import watch_attention
 from semdiag.capturing.loading import load
 from semdiag.mathematics.row_statistics import row_statistics
-from semdiag_models import InputError
+from semdiag_models import Encoder, InputError, ModelConfig
 
 CLOSE = {"rtol": 0, "atol": 1e-9}
 NAME = (
@@ -89,6 +89,7 @@ def test_a_snapshot_with_another_ending_is_not_called_best(paper_code, tmp_path)
         ("windowed", -1, "full", None),
         ("topk", 5, "topk", 5),
         ("blklocal", 8, "block", 8),
+        ("botk", 7, "bottomk", 7),
     ],
 )
 def test_every_supported_mask_is_read_from_the_name(paper_code, tmp_path, mask, size, attention, k):
@@ -96,19 +97,110 @@ def test_every_supported_mask_is_read_from_the_name(paper_code, tmp_path, mask, 
     assert (config.attention, config.k) == (attention, k)
 
 
-@pytest.mark.parametrize("mask", ["botk", "rnd"])
-def test_masks_that_are_not_supported_are_named(paper_code, tmp_path, mask):
-    with pytest.raises(
-        InputError, match=f"uses mask '{mask}'. Supported are the masks none, windowed, blklocal, topk"
-    ):
+@pytest.mark.parametrize(
+    ("mask", "why"),
+    [
+        ("rnd", "draws its random mask anew in every forward pass, so that there is no one model to measure."),
+        ("lsh", "uses mask 'lsh'."),
+    ],
+)
+def test_masks_that_are_not_supported_are_named(paper_code, tmp_path, mask, why):
+    with pytest.raises(InputError) as refused:
         load(copied(paper_code, tmp_path, mask))
+    assert f"{why} Supported are the masks none, windowed, blklocal, topk, botk." in str(refused.value)
 
 
-def test_global_tokens_are_refused(paper_code, tmp_path):
-    path = tmp_path / NAME.format(mask="windowed", size="5__ngtk:2", end="_best")
-    shutil.copyfile(paper_code.checkpoint, path)
-    with pytest.raises(InputError, match="uses 2 global tokens"):
-        load(path)
+def test_a_cls_token_is_refused(paper_code, tmp_path):
+    path = tmp_path / NAME.format(mask="windowed", size="5__nocls:False", end="_best")
+    with pytest.raises(InputError, match="has a CLS token"):
+        load(shutil.copyfile(paper_code.checkpoint, path))
+    path = tmp_path / NAME.format(mask="windowed", size="5__nocls:True", end="_best")
+    assert load(shutil.copyfile(paper_code.checkpoint, path)).module.config.pooling == "mean"
+
+
+def named_as_theirs(encoder):
+    """An encoder's parameters under the names of the released code."""
+    ours = encoder.state_dict()
+    state = {"embedding.weight": ours["embedding.weight"], "pos_encoder.pe": encoder.positions[None]}
+    for part in ("weight", "bias"):
+        state[f"linear.{part}"] = ours[f"head.{part}"]
+        for i in range(encoder.config.blocks):
+            theirs = f"encoder.transformer.{i}."
+            for name, values in zip("qkv", ours[f"blocks.{i}.attention.qkv.{part}"].chunk(3), strict=True):
+                state[f"{theirs}attention.W_{name}.{part}"] = values.clone()
+            state[f"{theirs}attention.W_o.{part}"] = ours[f"blocks.{i}.attention.out.{part}"]
+            state[f"{theirs}ffn.0.{part}"] = ours[f"blocks.{i}.expand.{part}"]
+            state[f"{theirs}ffn.3.{part}"] = ours[f"blocks.{i}.contract.{part}"]
+    return state
+
+
+def released_mask(scores, mask, size, extra):
+    """Which keys the released code keeps: (B, H, L, L) bool, by loops."""
+    length = scores.shape[-1]
+    inner, keep = length - extra, torch.zeros(scores.shape, dtype=torch.bool)
+    keep[:, :, inner:, :] = keep[:, :, :, inner:] = extra > 0
+    for i in range(inner):
+        first = min(max(i - (size - 1) // 2, 0), inner - size)
+        if mask == "blklocal":
+            first = i // size * size
+        keep[:, :, i, first : min(first + size, inner)] = True
+    if mask != "botk":
+        return keep
+    return torch.zeros_like(keep).scatter(-1, scores.topk(size, largest=False).indices, True)
+
+
+@pytest.mark.parametrize(
+    ("mask", "extra"), [("botk", 0), *((m, g) for m in ("windowed", "blklocal") for g in (1, 3))]
+)
+def test_controls_and_global_tokens_compute_what_the_released_code_does(tmp_path, mask, extra):
+    """Written out by its definition: global tokens with the last ids at the end, mean over all, PAD a token."""
+    kind = {"botk": "bottomk", "windowed": "banded", "blklocal": "block"}[mask]
+    sizes = {"vocabulary_size": 4, "classes": 2, "length": 10, "blocks": 2, "width": 16, "mlp_width": 16}
+    torch.manual_seed(1)
+    config = ModelConfig(**sizes, heads=2, head_width=16, attention=kind, k=5, global_tokens=extra)
+    state = named_as_theirs(Encoder(config))
+    path = tmp_path / NAME.format(mask=mask, size=f"5__ngtk:{extra}", end="_best").replace("nheads:1", "nheads:2")
+    torch.save(state, path)
+    model = load(path)
+    assert (model.module.config.global_tokens, model.module.config.length) == (extra, 10)
+    assert (model.module.config.pad_id, model.module.config.attention) == (3, kind)
+    tokens = torch.randint(4, (3, 10))
+    state = {name: values.double() for name, values in state.items()}
+    ids = torch.cat([tokens, torch.arange(4, 4 + extra).expand(3, -1)], 1)
+    x = state["embedding.weight"][ids] * 4 + state["pos_encoder.pe"]
+    for i in range(2):
+        w = {name.removeprefix(f"encoder.transformer.{i}."): v for name, v in state.items()}
+        u = F.layer_norm(x, (16,), eps=1e-5 if i else 0)
+        q, k, v = (
+            F.linear(u, w[f"attention.W_{n}.weight"], w[f"attention.W_{n}.bias"])
+            .unflatten(-1, (2, 16))
+            .transpose(1, 2)
+            for n in "qkv"
+        )
+        scores = q @ k.mT / 4
+        scores = scores.masked_fill(~released_mask(scores, mask, 5, extra), -1e15)
+        mixed = (scores.softmax(-1) @ v).transpose(1, 2).flatten(2)
+        x = x + F.linear(mixed, w["attention.W_o.weight"], w["attention.W_o.bias"])
+        hidden = F.relu(F.linear(F.layer_norm(x, (16,)), w["ffn.0.weight"], w["ffn.0.bias"]))
+        x = x + F.linear(hidden, w["ffn.3.weight"], w["ffn.3.bias"])
+    logits = F.linear(x.mean(1), state["linear.weight"], state["linear.bias"])
+    with torch.no_grad():
+        torch.testing.assert_close(model.module.double()(tokens), logits, **CLOSE)
+    inputs, labels, _ = model.default_inputs(20, 0)
+    assert (inputs.shape, labels.shape) == ((20, 10), (20,))
+
+
+def test_global_tokens_that_do_not_fit_are_refused(paper_code, tmp_path):
+    for size, message in (
+        ("5__ngtk:4", "ngtk must be a number of global tokens, less than 4. Got 4."),
+        ("5__ngtk:-1", "ngtk must be a number of global tokens, less than 4. Got -1."),
+        ("5__ngtk:few", "ngtk must be a number of global tokens, less than 4. Got 'few'."),
+        ("-1__ngtk:1", "Global tokens go with banded and block attention only."),
+    ):
+        path = tmp_path / NAME.format(mask="windowed", size=size, end="_best")
+        with pytest.raises(InputError) as refused:
+            load(shutil.copyfile(paper_code.checkpoint, path))
+        assert message in str(refused.value)
     none = tmp_path / NAME.format(mask="windowed", size="5__ngtk:0", end="_best")
     assert load(shutil.copyfile(paper_code.checkpoint, none)).module.config.attention == "banded"
 

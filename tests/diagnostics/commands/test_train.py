@@ -1,4 +1,5 @@
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -202,9 +203,109 @@ def test_control_c_in_a_real_process_leaves_a_whole_checkpoint(tmp_path):
     assert not list((tmp_path / "run").glob(".*"))
 
 
+def started(tmp_path, *arguments):
+    """A process of its own that trains in the folder ``run``, once it has saved something."""
+    program = [sys.executable, "-m", "semdiag.commands.main", "train", "even-pairs", *TINY]
+    options = ["--dropout", "0.1", "--threads", "1", "--out", "run", *arguments]
+    return subprocess.Popen([*program, *options], stderr=subprocess.PIPE, text=True, cwd=tmp_path)
+
+
+def wait_for(process, path):
+    deadline = time.monotonic() + 100
+    while not path.exists():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_second_process_on_the_folder_is_told_and_changes_nothing(refused, tmp_path):
+    process = started(tmp_path, "--epochs", "100000")
+    try:
+        wait_for(process, tmp_path / "run" / "last.pt")
+        process.send_signal(signal.SIGSTOP)  # so that whatever changes is the second's doing
+        for choice in ("--resume", "--overwrite"):
+            line = refused("train", "even-pairs", *TINY, "--out", "run", choice)
+            assert line.startswith("semdiag: run is in use: another process trains there. Wait for it, or choose")
+    finally:
+        process.kill()
+        process.communicate()
+    assert (tmp_path / "run" / ".lock").exists()  # the killed process left it, and it blocks nobody
+
+
+def test_killed_at_random_moments_and_resumed_a_run_is_the_uninterrupted_one(semdiag, tmp_path):
+    epochs = ["--dropout", "0.1", "--threads", "1", "--epochs", "150"]
+    assert semdiag("train", "even-pairs", *TINY, *epochs, "--out", "whole")[0] == 0
+    pause, reached = random.Random(0), []
+    for attempt in range(4):
+        process = started(tmp_path, "--epochs", "150", *(["--resume"] if attempt else []))
+        last = tmp_path / "run" / "last.pt"
+        wait_for(process, last)
+        before = last.stat().st_mtime_ns
+        while process.poll() is None and last.stat().st_mtime_ns == before:
+            time.sleep(0.001)  # until it is at work again
+        time.sleep(pause.uniform(0, 0.15))
+        process.kill()
+        process.communicate()
+        reached.append(read_checkpoint(last).epoch)  # whole, whenever the process died
+    assert reached == sorted(reached)
+    assert 0 < reached[-1] < 150  # all four were killed on the way
+    assert semdiag("train", "even-pairs", *TINY, *epochs, "--out", "run", "--resume")[0] == 0
+    assert same(weights(tmp_path / "run" / "last.pt"), weights(tmp_path / "whole" / "last.pt"))
+    assert {p.name for p in (tmp_path / "run").iterdir()} == {p.name for p in (tmp_path / "whole").iterdir()}
+    resumed, whole = (read_checkpoint(tmp_path / name / "last.pt").history for name in ("run", "whole"))
+    assert {**resumed, "seconds": []} == {**whole, "seconds": []}
+
+
+def test_until_stops_the_run_and_the_last_line_says_so(semdiag, tmp_path):
+    task = ["train", "even-pairs", *TINY]
+    code, lines = semdiag(*task, "--until", 0.2, "--epochs", 50, "--out", "run")
+    assert code == 0
+    assert lines[0].endswith(" after 1 epochs, stopped at --until 0.2 (chance 50%).")
+    assert len((tmp_path / "run" / "history.csv").read_text().splitlines()) == 2
+    assert read_checkpoint(tmp_path / "run" / "last.pt").training.until == 0.2
+    _, lines = semdiag(*task, "--until", 1, "--resume", "--out", "run")
+    assert lines[0].endswith(" after 3 epochs, --until 1 not reached (chance 50%).")
+
+
+def test_several_seeds_land_in_a_folder_each(semdiag, refused, tmp_path):
+    task = ["train", "even-pairs", "--attention", "topk", "--k", 3, *TINY]
+    code, lines = semdiag(*task, "--seeds", "5, 6", "--epochs", 2)
+    assert code == 0
+    folders = [tmp_path / "checkpoints" / f"even-pairs-topk-3-seed-{seed}" for seed in (5, 6)]
+    assert [line.split(":")[0] for line in lines[:2]] == [
+        "even-pairs, topk-3, seed 5",
+        "even-pairs, topk-3, seed 6",
+    ]
+    assert lines[2].startswith(
+        "Next: semdiag dispersion checkpoints/even-pairs-topk-3-seed-5/last.pt checkpoints/"
+    )
+    semdiag(*task, "--epochs", 2, "--out", "alone")
+    for name, weight in weights(tmp_path / "alone" / "last.pt").items():
+        torch.testing.assert_close(weights(folders[0] / "last.pt")[name], weight, rtol=0, atol=1e-5)
+    assert "already holds a run" in refused(*task, "--seeds", "6,7", "--epochs", 2)
+    assert semdiag(*task, "--seeds", "5,6", "--resume")[0] == 0
+    assert [read_checkpoint(folder / "last.pt").epoch for folder in folders] == [3, 3]
+
+
+def test_the_options_of_the_optimiser_reach_the_checkpoint(semdiag, tmp_path):
+    options = ["--optimizer", "adamw", "--weight-decay", 0.1, "--precision", "bf16"]
+    assert semdiag("train", "even-pairs", *TINY, *options, "--out", "run")[0] == 0
+    training = read_checkpoint(tmp_path / "run" / "last.pt").training
+    assert (training.optimizer, training.weight_decay, training.precision) == ("adamw", 0.1, "bf16")
+    assert training.learning_rate == 0.001
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["even-pairs", "--optimizer", "adamv"], "Unknown optimizer 'adamv'. Did you mean 'adam"),
+        (["even-pairs", "--precision", "fp16"], "Unknown precision 'fp16'."),
+        (["even-pairs", "--precision", "tf32"], "tf32 is a precision of CUDA devices, not of cpu."),
+        (["even-pairs", "--weight-decay", -1], "weight_decay must be finite and not negative."),
+        (["even-pairs", "--until", 1.5], "until is a training accuracy in (0, 1], like 0.999. Got until=1.5."),
+        (["even-pairs", "--seeds", "1;2"], "--seeds takes whole numbers separated by commas, like 1,5,20. Got"),
+        (["even-pairs", "--seeds", "1,1"], "Seeds to train at once must all be different. Got 1,1."),
+        (["even-pairs", "--seeds", "1,2", "--compile"], "Several seeds at once cannot be compiled."),
         (["evenpairs"], "Unknown task 'evenpairs'. Did you mean 'even-pairs'? Known: "),
         (["even-pairs", "--attention", "top-k", "--k", 3], "Unknown attention 'top-k'. Did you mean 'topk'?"),
         (["even-pairs", "--activation", "rel"], "Unknown activation 'rel'. Did you mean 'relu'?"),
@@ -271,3 +372,28 @@ def test_help_names_the_options(monkeypatch, capfd):
     shown = capfd.readouterr().out
     for option in ("--attention", "--k", "--pad-as-token", "--snapshots", "--resume", "--overwrite", "--device"):
         assert option in shown
+
+
+@pytest.mark.parametrize(
+    ("options", "folder"),
+    [
+        ("--attention banded --k 3 --global-tokens 2 --pooling cls", "even-pairs-banded-3-global-2-seed-5"),
+        ("--attention random --k 3 --norm post", "even-pairs-random-3-seed-5"),
+        ("--attention bottomk --k 3 --heads 2 --head-width 4", "even-pairs-bottomk-3-seed-5"),
+    ],
+)
+def test_every_architecture_is_trained_and_resumed(semdiag, tmp_path, options, folder):
+    words = ["train", "even-pairs", *options.split(), *TINY, "--width", 8]
+    if "--head-width" in options:  # TINY has one, too: the last one counts
+        words += ["--head-width", 4]
+    assert semdiag(*words)[0] == 0
+    whole = read_checkpoint(tmp_path / "checkpoints" / folder / "last.pt")
+    assert whole.model.selection_seed == (5 if whole.model.attention == "random" else 0)
+    assert semdiag(*words, "--epochs", 1, "--out", "parts")[0] == 0
+    assert semdiag(*words, "--out", "parts", "--resume")[0] == 0
+    assert same(whole.state, weights(tmp_path / "parts" / "last.pt"))
+
+
+def test_global_tokens_without_local_attention_are_refused(refused):
+    line = refused("train", "even-pairs", "--attention", "topk", "--k", 3, "--global-tokens", 1, *TINY)
+    assert line.startswith("semdiag: Global tokens go with banded and block attention only. Got 1 with topk")

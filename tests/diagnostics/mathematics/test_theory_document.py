@@ -26,6 +26,9 @@ WITH_FORMULAS = (
     "corollary",
     "learning",
     "mask_stability",
+    "planes",
+    "extreme_values",
+    "power_iteration",
 )
 
 

@@ -58,21 +58,31 @@ def made_up():
     return make
 
 
-KINDS = {"full": None, "banded": 5, "block": 5, "topk": 3}
+KINDS = {
+    "full": ("full", None, {}),
+    "banded": ("banded", 5, {}),
+    "block": ("block", 5, {}),
+    "topk": ("topk", 3, {}),
+    "random": ("random", 3, {"selection_seed": 1}),
+    "banded, two global tokens and CLS": ("banded", 3, {"global_tokens": 2, "pooling": "cls"}),
+    "block, a global token, post-norm": ("block", 3, {"global_tokens": 1, "norm": "post"}),
+    "topk, CLS, post-norm": ("topk", 3, {"pooling": "cls", "norm": "post"}),
+}
 
 
 @pytest.fixture(params=KINDS)
 def kind(request):
-    """Each kind of attention in turn."""
+    """Each kind of attention that a bound covers in turn, and what else matters to the bounds."""
     return request.param
 
 
 @pytest.fixture
 def wild_encoder(tiny_config):
-    """Call with a kind of attention: a random float64 encoder with large weights, in evaluation mode."""
+    """Call with a key of KINDS, or bottomk: a random float64 encoder with large weights, in evaluation mode."""
 
     def make(kind, size=1.5, seed=3, **others):
-        encoder = Encoder(tiny_config(kind, KINDS[kind], **others)).double().eval()
+        attention, k, fields = KINDS.get(kind, (kind, 3, {}))
+        encoder = Encoder(tiny_config(attention, k, **fields, **others)).double().eval()
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for parameter in encoder.parameters():

@@ -13,7 +13,9 @@ from semdiag.mathematics.logarithms import log
 from semdiag.mathematics.paper_attention_bounds import paper_attention_map_bound
 from semdiag.measurement.constants import measure_constants
 from semdiag.measurement.encoder_weights import named_tensors
+from semdiag.measurement.input_traces import trace_inputs
 from semdiag.measurement.measurements import OPTIONAL_TABLES
+from semdiag.measurement.network_constants import network_forms
 
 
 def value(constants, quantity, form, layer=-1, head=-1):
@@ -116,6 +118,29 @@ def test_tables_have_their_columns_and_every_place_once(kind, wild_encoder, padd
     assert set(parameters["group"]) == {"qk", "value-output", "mlp-in", "mlp-out", "embedding", "head"}
 
 
+def test_what_the_papers_form_supposes_is_said_where_it_is_not_so(kind, wild_encoder, padded_tokens):
+    encoder = wild_encoder(kind)
+    constants, _ = measure_constants(encoder, *padded_tokens)
+    said = constants.loc[
+        (constants["quantity"] == "network") & (constants["form"] == "paper"), "assumptions"
+    ].item()
+    assert ("blocks normalise their outputs (post-norm)" in said) == (encoder.config.norm == "pre")
+    assert ("every query keeps the same number of keys" in said) == (encoder.config.keys_kept != encoder.config.k)
+
+
+def test_reading_a_cls_token_divides_by_no_length(wild_encoder, padded_tokens):
+    """All tokens are read with weight 1/L by the mean, the CLS token with weight 1."""
+    encoder = wild_encoder("full", pooling="cls")
+    tokens, labels = padded_tokens
+    whole = [1, 5]  # without PAD, so that L is the same
+    _, parameters = measure_constants(encoder, tokens[whole], labels[whole])
+    forms = network_forms(encoder, trace_inputs(encoder, tokens[whole]))
+    last = parameters.set_index("tensor").loc["blocks.1.contract.bias", "ln_sound"]
+    head = torch.linalg.matrix_norm(encoder.head.weight.detach(), 2)
+    assert last == pytest.approx(float(torch.log(2**0.5 * head * 13)))  # b_R moves 13 tokens by 1 each
+    assert forms.sound.log_value >= last
+
+
 def test_norms_in_the_convention_of_the_papers_code(paper_code):
     model = load(paper_code.checkpoint, paper_code.config)
     constants, parameters = measure_constants(model.module, paper_code.true["tokens"])
@@ -143,14 +168,13 @@ def test_ties_leave_no_guarantee_and_are_said(wild_encoder, padded_tokens):
 
 
 def test_an_attention_that_no_bound_covers_still_has_its_norms(wild_encoder, padded_tokens):
-    encoder = wild_encoder("topk")
-    object.__setattr__(encoder.config, "attention", "random")
+    encoder = wild_encoder("bottomk")
     constants, parameters = measure_constants(encoder, *padded_tokens)
     assert np.isfinite(value(constants, "gamma", "measured", 0, 0))
     for form in ("sound", "paper"):
         assert value(constants, "network", form) == math.inf
         network = constants[(constants["quantity"] == "network") & (constants["form"] == form)]
-        assert "a bound is known for random attention" in network["assumptions"].item()
+        assert "a bound is known for bottomk attention" in network["assumptions"].item()
     assert np.isfinite(parameters["ln_gradient"].drop(4)).any()
 
 

@@ -23,11 +23,16 @@ def stabilities(delta, gap, k, heavy):
     return p, xi, min(2 * k * xi, 1 + 2 / gap)
 
 
-def naive(call, weights, tokens, kind):
+def valid_of(encoder, row):
+    """Positions of a sample's tokens that are not PAD, CLS and global ones among them."""
+    return [j for j, token in enumerate(encoder.sequence(row[None])[0]) if token != 2]
+
+
+def naive(call, weights, encoder, tokens):
     """Per sample: Ξ, smallest deviations, and per head λ_A and λ_M by loops over tokens."""
-    heavy, found = kind == "topk", []
+    heavy, found = encoder.config.attention == "topk", []
     for b, row in enumerate(tokens):
-        valid = [j for j in range(12) if row[j] != 2]
+        valid = valid_of(encoder, row)
         xi_norm = max(call.tokens[b, j].norm().item() for j in valid)
         query_norm = math.sqrt(xi_norm**2 + 1)
         per_head = []
@@ -67,7 +72,7 @@ def test_the_constants_of_the_attention_are_as_defined(kind, wild_encoder, padde
         encoder(tokens)
     traces = trace_inputs(encoder, tokens)
     for call, trace in zip(calls, traces.layers, strict=True):
-        for b, (xi_norm, heads) in enumerate(naive(call, block_weights(encoder, call.layer), tokens, kind)):
+        for b, (xi_norm, heads) in enumerate(naive(call, block_weights(encoder, call.layer), encoder, tokens)):
             assert trace.token_norm[b].item() == pytest.approx(xi_norm)
             for h, (log_map, form, load) in enumerate(heads):
                 assert trace.log_map[b, h].item() == pytest.approx(math.log(log_map), abs=1e-9)
@@ -77,18 +82,21 @@ def test_the_constants_of_the_attention_are_as_defined(kind, wild_encoder, padde
                 assert trace.load[b, h] == load
 
 
-def test_norms_counts_and_deviations_leave_padding_out(wild_encoder, padded_tokens):
-    encoder, (tokens, _) = wild_encoder("banded"), padded_tokens
+def test_norms_counts_and_deviations_leave_padding_out(kind, wild_encoder, padded_tokens):
+    encoder, (tokens, _) = wild_encoder(kind), padded_tokens
+    ids, config = encoder.sequence(tokens), encoder.config
     calls = []
     with torch.inference_mode(), watch_blocks(encoder, calls.append):
         encoder(tokens)
     traces = trace_inputs(encoder, tokens)
     for b, row in enumerate(tokens):
-        valid = (row != 2).nonzero().flatten().tolist()
+        valid = valid_of(encoder, row)
+        assert len(valid) == (row != 2).sum() + config.extra_tokens
         assert traces.tokens[b] == len(valid)
-        assert traces.counts[b].tolist() == [(row[valid] == v).sum().item() for v in range(3)]
+        assert traces.counts[b].tolist() == [(ids[b, valid] == v).sum() for v in range(3 + config.extra_tokens)]
         for call, trace in zip(calls, traces.layers, strict=True):
-            for x, std in ((call.stream, trace.attention_std), (call.middle, trace.mlp_std)):
+            before = (call.stream, call.middle) if config.norm == "pre" else (call.middle, call.end)
+            for x, std in zip(before, (trace.attention_std, trace.mlp_std), strict=True):
                 smallest = min(math.sqrt(x[b, j].var(unbiased=False).item() + 1e-5) for j in valid)
                 assert std[b].item() == pytest.approx(smallest)
             for x, norm in ((call.mlp_tokens, trace.mlp_token_norm), (call.hidden, trace.hidden_norm)):
@@ -109,8 +117,7 @@ def test_hooks_go_after_an_exception(wild_encoder, padded_tokens, untouched):
 
 
 def test_a_kind_that_no_bound_covers_has_no_constant(wild_encoder, padded_tokens):
-    encoder = wild_encoder("topk")
-    object.__setattr__(encoder.config, "attention", "random")
+    encoder = wild_encoder("bottomk")
     trace = trace_inputs(encoder, padded_tokens[0]).layers[0]
     assert (trace.log_map == math.inf).all()
     assert (trace.log_form == math.inf).all()

@@ -18,7 +18,11 @@ from semdiag.measurement.residual import recomputation_residual
 from semdiag_models import Encoder, InputError
 
 PAD = 2
-KINDS = [("full", None), ("topk", 3), ("banded", 3), ("block", 5)]
+KINDS = [("full", None, {}), ("topk", 3, {}), ("banded", 3, {}), ("block", 5, {}), ("bottomk", 3, {})]
+KINDS += [
+    ("banded", 3, {"global_tokens": 2, "pooling": "cls"}),
+    ("block", 5, {"global_tokens": 1, "norm": "post"}),
+]
 
 
 def make(config, seed=0):
@@ -30,9 +34,10 @@ def make(config, seed=0):
         return encoder.eval()
 
 
-@pytest.fixture(params=KINDS, ids=lambda kind: kind[0])
+@pytest.fixture(params=KINDS, ids=str)
 def encoder(request, tiny_config):
-    return make(tiny_config(*request.param))
+    attention, k, others = request.param
+    return make(tiny_config(attention, k, **others))
 
 
 @pytest.fixture
@@ -50,12 +55,17 @@ def tokens():
 
 
 def selected_keys(config, i, z):
-    """Keys of query i among the valid ones, whose scores are z."""
+    """Keys of query i among the valid ones, whose scores are z; CLS, 12 tokens, global tokens."""
     order = sorted(z, key=lambda j: (-z[j], j))
-    if config.attention == "topk":
-        return order[: config.k]
-    start = min(max(i - (config.k - 1) // 2, 0), 12 - config.k) if config.attention == "banded" else i // 5 * 5
-    return list(z) if config.attention == "full" else [j for j in range(start, start + config.k) if j in z]
+    if config.attention in ("topk", "bottomk"):
+        return order[: config.k] if config.attention == "topk" else order[-config.k :]
+    first = int(config.pooling == "cls")
+    inner = range(first, first + 12)
+    if config.attention == "full" or i not in inner:
+        return list(z)
+    start = min(max(i - first - (config.k - 1) // 2, 0), 12 - config.k)
+    start = first + (start if config.attention == "banded" else (i - first) // 5 * 5)
+    return [j for j in z if j not in inner or start <= j < start + config.k]
 
 
 def range_and_gap(z, inside):
@@ -77,10 +87,11 @@ def naive(encoder, tokens, ks=()):
         seen.clear()
         with torch.no_grad():
             copy(row[None])
-        valid = [j for j in range(len(row)) if row[j] != PAD]
+        ids = encoder.sequence(row[None])[0]
+        valid = [j for j, token in enumerate(ids) if token != PAD]
         for layer, (attention, x) in enumerate(seen):
             weight, bias = attention.qkv.weight.detach(), attention.qkv.bias.detach()
-            q, k, _ = (x[0] @ weight.T + bias).view(12, 3, config.heads, 8).unbind(1)
+            q, k, _ = (x[0] @ weight.T + bias).view(len(ids), 3, config.heads, 8).unbind(1)
             for h in range(config.heads):
                 for j in valid:
                     loads[sample, layer, h, j] = dict.fromkeys(("load", *(f"load_k{n}" for n in ks)), 0)
@@ -123,12 +134,13 @@ def test_the_tables_are_as_defined(encoder, tokens, ks):
 
 def test_padded_queries_and_keys_are_left_out(encoder, tokens):
     found = measure(encoder, tokens)
-    lengths = (tokens != PAD).sum(1)
+    ids = encoder.sequence(tokens)
+    lengths = (ids != PAD).sum(1)
     per_sample = found.queries.groupby("sample").size()
     assert per_sample.tolist() == (lengths * 4).tolist()
-    assert (found.queries["query"] < found.queries["sample"].map(lambda s: int(lengths[s]))).all()
     assert (found.queries["keys"] == found.queries["sample"].map(lambda s: int(lengths[s]))).all()
-    assert (found.loads["key"] < found.loads["sample"].map(lambda s: int(lengths[s]))).all()
+    for table, place in ((found.queries, "query"), (found.loads, "key")):
+        assert (ids.numpy()[table["sample"], table[place]] != PAD).all()
     assert found.loads["load"].sum() == found.queries["kept"].sum()
 
 
@@ -269,7 +281,7 @@ def test_scores_that_are_not_finite_are_reported_with_layer_head_and_sample(enco
         "sample": list(range(7)),
         "layer": [1] * 7,
         "head": [1] * 7,
-        "scores": (lengths**2).tolist(),
+        "scores": ((lengths + encoder.config.extra_tokens) ** 2).tolist(),
     }
     assert math.isnan(found.models["residual"].item())
 

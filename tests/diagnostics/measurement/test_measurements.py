@@ -87,6 +87,19 @@ def test_a_folder_that_does_not_exist_is_refused(tmp_path):
         Measurements.load(tmp_path / "nowhere")
 
 
+def test_models_that_say_nothing_of_global_tokens_norm_and_pooling_have_the_usual_ones(made_up, tmp_path):
+    old = made_up(("a.pt", [1, 2, 3, 4], {}))
+    older = dataclasses.replace(old, models=old.models.drop(columns=["global_tokens", "norm", "pooling"]))
+    for found in (old, older):
+        assert found.models[["global_tokens", "norm", "pooling"]].values.tolist() == [[0, "pre", "mean"]]
+    post = made_up(("b.pt", [1, 2, 3, 4], {"norm": "post"}))
+    post.save(tmp_path)
+    assert Measurements.load(tmp_path).models["norm"].tolist() == ["post"]
+    file = tmp_path / "models.parquet"
+    post.models.drop(columns=["global_tokens", "norm", "pooling"]).to_parquet(file, index=False)
+    assert Measurements.load(tmp_path).models["norm"].tolist() == ["pre"]
+
+
 def test_joining_puts_tables_below_each_other(made_up):
     a, b = made_up(("a.pt", [1, 2, 3, 4], {})), made_up(("b.pt", [5, 6, 7, 8], {"attention": "topk", "k": 2}))
     joined = Measurements.concat([a, b])

@@ -2,7 +2,7 @@
 
 import pytest
 
-from semdiag.measurement.pairing import Pair, find_pairs
+from semdiag.measurement.pairing import Pair, differences, find_pairs
 
 SOME = [1, 2, 3, 4]
 TOPK = {"attention": "topk", "k": 5}
@@ -29,11 +29,21 @@ def test_a_full_and_a_topk_model_of_the_same_run_are_a_pair(models):
         ("heads", 2),
         ("width", 16),
         ("length", 8),
+        ("norm", "post"),
+        ("pooling", "cls"),
         ("snapshot", "best"),
     ],
 )
 def test_models_that_differ_in_more_than_their_attention_are_no_pair(models, name, value):
     assert find_pairs(models(f={}, t={**TOPK, name: value})) == ([], ["f", "t"])
+
+
+def test_global_tokens_are_part_of_the_attention(models):
+    banded = {"attention": "banded", "k": 3}
+    table = models(f={"global_tokens": 0}, b={**banded, "global_tokens": 2}, c={**banded, "global_tokens": 0})
+    labels = [pair.label for pair in find_pairs(table, None)[0]]
+    assert labels == ["even-pairs, banded-3-global-2, seed 1", "even-pairs, banded-3, seed 1"]
+    assert differences(table, Pair("", "c", "b")) == ["global_tokens 0 and 2"]
 
 
 def test_what_is_unknown_of_both_is_the_same(models):

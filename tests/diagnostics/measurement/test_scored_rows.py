@@ -17,11 +17,13 @@ def calls_of(encoder, tokens):
 
 
 def test_rows_are_as_defined(kind, wild_encoder, padded_tokens):
-    tokens, _ = padded_tokens
-    for call in calls_of(wild_encoder(kind), tokens):
+    encoder = wild_encoder(kind)
+    ids = encoder.sequence(padded_tokens[0])
+    for call in calls_of(encoder, padded_tokens[0]):
         rows = scored_rows(call)
-        for b, h, i in torch.cartesian_prod(torch.arange(7), torch.arange(2), torch.arange(12)).tolist():
-            valid = [j for j in range(12) if tokens[b, j] != 2]
+        places = torch.cartesian_prod(torch.arange(7), torch.arange(2), torch.arange(ids.shape[1]))
+        for b, h, i in places.tolist():
+            valid = [j for j, token in enumerate(ids[b]) if token != 2]
             if i not in valid:
                 assert not rows.counted[b, h, i]
                 assert not rows.selected[b, h, i].any()

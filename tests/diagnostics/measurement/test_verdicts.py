@@ -101,8 +101,8 @@ def test_heavy_hitters_are_never_vacuous(made_up):
 
 
 def test_a_kind_without_a_bound_is_said(made_up):
-    found = stability_of(made_up, {"attention": "random", "k": 2}, [(2, 0.1, 1.0, 1.0, 1.0, -1.0)])
-    assert "no ξ is known for random attention" in one(found, verdict=Verdict.NOT_MET).note
+    found = stability_of(made_up, {"attention": "bottomk", "k": 2}, [(2, 0.1, 1.0, 1.0, 1.0, -1.0)])
+    assert "no ξ is known for bottomk attention" in one(found, verdict=Verdict.NOT_MET).note
 
 
 def test_local_constants(made_up):
@@ -202,6 +202,35 @@ def test_the_control_of_theorem_4(pair):
         assert (side, finding.verdict) == (threshold, Verdict.VIOLATED)
 
 
+@pytest.mark.parametrize(
+    ("local", "k"),
+    [
+        ({"attention": "banded", "k": 2, "global_tokens": 1}, 3),
+        ({"attention": "block", "k": 2, "global_tokens": 1, "pooling": "cls"}, 4),
+        ({"attention": "random", "k": 2, "pooling": "cls"}, 2),
+    ],
+)
+def test_global_tokens_count_among_the_keys_of_a_fixed_mask(pair, local, k):
+    def sides(facts):
+        measured = pair([4.0] * 4, [2.0, 3.0, 3.0, 4.0], facts)
+        pairs = pairs_against(measured.models, "full")
+        return [
+            f.numbers["left side"]
+            for f in corollary_findings(measured, pairs)
+            if f.where == "p100" and f.form == "paper"
+        ]
+
+    assert sides(local) == sides({"attention": "banded", "k": k})
+    assert sides(local) != sides({"attention": "banded", "k": k + 1})
+
+
+def test_bottom_k_is_not_judged_by_corollary_1(pair):
+    measured = pair([4.0] * 4, [1.0] * 4, {"attention": "bottomk", "k": 2})
+    finding = one(corollary_findings(measured, find_pairs(measured.models, None)[0]))
+    assert finding.verdict is Verdict.NOTHING
+    assert "these are full and bottomk" in finding.note
+
+
 def test_layer_by_layer_and_with_own_norms(pair):
     both = pd.concat([constants("full", maps=[3.0, 3.0]), constants("mask", maps=[2.0, math.inf])])
     measured = pair([4.0] * 4, [1.0] * 4, constants=both)
@@ -257,7 +286,7 @@ def test_consequences_of_what_is_infinite_or_never_learned(pair):
     measured = pair([4.0] * 4, [1.0] * 4, constants=both, history=runs)
     finding = one(consequence_findings(measured, find_pairs(measured.models, None)[0]))
     assert "ln gap ratio, γc = 1" not in finding.numbers
-    assert "favour topk-2" not in finding.note
+    assert "the constants favour neither (a constant is infinite)" in finding.note
     assert "the training runs full" in finding.note
     assert consequence_findings(pair([4.0] * 4, [1.0] * 4), find_pairs(measured.models, None)[0]) == []
     assert math.isnan(epochs_to(pd.DataFrame({"epoch": [1]})))

@@ -159,6 +159,54 @@ def _theory(row, queries, noise):
     }
 
 
+def with_probes(measurements):
+    """Add planes, secants, gradients, end points and Jacobians: all below bounds of e^20, top-k half as steep."""
+    parts = [_probes(row) for row in measurements.models.to_dict("records")]
+    names = ("landscape", "loss_secants", "loss_gradients", "end_points", "jacobians")
+    tables = {
+        name: pd.concat([part[name] for part in parts], ignore_index=True)
+        .reindex(columns=list(empty_table(name)))
+        .astype(empty_table(name).dtypes)
+        for name in names
+    }
+    known = {"seed": 0, "lipschitz_samples": SAMPLES}
+    return dataclasses.replace(measurements, **tables, provenance={**measurements.provenance, **known})
+
+
+def _probes(row):
+    model, steep = {"model": row["model"]}, 0.5 if row["attention"] == "topk" else 1.0
+    cells = [(float(x), float(y), "grid") for y in (-1, 0, 1) for x in (-1, 0, 1)] + [(0.0, 0.0, "checkpoint")]
+    landscape = pd.DataFrame(cells, columns=["x", "y", "place"])
+    away = np.hypot(landscape["x"], landscape["y"])
+    values = {"loss": 0.001 + steep * away, "accuracy": 1 - 0.4 * away, "distance": 10 * away, "load_max": 5.0}
+    values |= {"dispersion_p50": 1 + away, "dispersion_p95": 3 + away}
+    values |= {"separation_p50": 0.1 if row["attention"] == "topk" else np.nan, "separation_p5": np.nan}
+    landscape = pd.concat(
+        [landscape.assign(plane=plane, kind="random", samples=SAMPLES, **values) for plane in (0, 1)]
+    )
+    groups = ("all", "qk", "value-output", "mlp-in", "mlp-out", "embedding", "head")
+    secants = [
+        {"group": group, "draw": draw, "radius": radius, "distance": radius, "slope": steep * (1 + i) * radius}
+        for group in groups for draw in (0, 1) for radius in (0.5, 1.0) for i in range(5)
+    ]  # fmt: skip
+    gradients = [
+        {"group": g, "draw": d, "radius": d / 4, "distance": d, "slope": steep, "ln_sound": 20.0, "holds": True}
+        for d in range(4) for g in groups
+    ]  # fmt: skip
+    ends = [
+        {"group": g, "estimate": 2.0, "low": 1.5, "high": 3.0, "p_value": 0.4, "accepted": g != "qk", "reason": "",
+         "blocks": 24} for g in groups
+    ]  # fmt: skip
+    norms = [
+        {"layer": t, "sample": s, "norm": steep * (1 + s), "settled": True, "ln_sound": 5.0}
+        for t in range(LAYERS) for s in range(3)
+    ]  # fmt: skip
+    tables = {"loss_secants": secants, "loss_gradients": gradients, "end_points": ends, "jacobians": norms}
+    return {"landscape": landscape.assign(**model)} | {
+        name: pd.DataFrame(rows).assign(**model) for name, rows in tables.items()
+    }
+
+
 def quick_interval(*rows, **options):
     """Three draws: how good intervals are is tested beside the resampling itself."""
     return ratio_interval(*rows, **{**options, "resamples": 3})
@@ -208,6 +256,12 @@ def theory():
 def probed():
     """Call with measurements: the same with masks under noise and a sweep over k."""
     return lambda measurements, **masks: with_sweep(with_masks(measurements, **masks))
+
+
+@pytest.fixture
+def probes():
+    """Call with measurements: the same with the tables of landscape and lipschitz."""
+    return with_probes
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import PercentFormatter
+from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from semdiag.measurement.measurements import Measurements
 from semdiag.presentation.curves import POINTS
@@ -34,11 +34,13 @@ def training_curves(measurements: Measurements) -> Figure:
             _draw_curves(accuracy, run, "accuracy")
             _draw_curves(loss, run, "loss")
         _finish_accuracy(accuracy, runs)
-        loss.set_yscale("log")
+        if _decades(loss) > 1:
+            loss.set_yscale("log")
         for ax, what in ((accuracy, "accuracy"), (loss, "cross-entropy (nats)")):
             title_with_facts(ax, panel.title, [_fact(run) for run in runs] if ax is accuracy else [])
             ax.set_ylabel(what)
             ax.set_xlabel("epoch")
+            ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     legend_on_top(figure, axes)
     note_below(
         figure, "thick: training; thin: held-out; marker on the 95 % line: first epoch with that training accuracy"
@@ -52,6 +54,13 @@ def _fact(run: Run) -> str:
     return f"{run.series.label}: {arrived}"
 
 
+def _decades(ax: Axes) -> float:
+    """Powers of ten between the lowest and the highest point: those of a language model's loss share one."""
+    values = np.concatenate([np.asarray(line.get_ydata(), dtype=float) for line in ax.lines])
+    values = values[np.isfinite(values) & (values > 0)]
+    return float(np.log10(values.max() / values.min())) if len(values) else 0.0
+
+
 def _draw_curves(ax: Axes, run: Run, quantity: str) -> None:
     chosen = np.unique(np.linspace(0, len(run.history) - 1, min(POINTS, len(run.history))).round().astype(int))
     rows, style = run.history.iloc[chosen], run.series.style
@@ -60,7 +69,15 @@ def _draw_curves(ax: Axes, run: Run, quantity: str) -> None:
     )
     for column, width in ((f"train_{quantity}", 1.6), (f"holdout_{quantity}", 0.7)):
         if column in rows:
-            ax.plot(rows["epoch"], rows[column], color=style.color, linestyle=style.line, linewidth=width)
+            marker = "." if len(rows) == 1 else ""  # a line of one point is nothing
+            ax.plot(
+                rows["epoch"],
+                rows[column],
+                color=style.color,
+                linestyle=style.line,
+                linewidth=width,
+                marker=marker,
+            )
 
 
 def _finish_accuracy(ax: Axes, runs: list[Run]) -> None:

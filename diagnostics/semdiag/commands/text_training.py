@@ -1,0 +1,50 @@
+"""What ``semdiag train`` does differently for a text."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from semdiag_models import Text, TrainingConfig
+
+
+def text_task(
+    file: Path | None,
+    holdout: Path | None,
+    tokenizer: str | None,
+    vocabulary: int | None,
+    window: int | None,
+    quiet: bool,
+) -> "Text":
+    """Read the text and learn its pieces, which takes about a second per megabyte.
+
+    Raises:
+        InputError: if there is no file, it is no text, or it supports no such vocabulary.
+    """
+    from contextlib import nullcontext
+
+    from rich.console import Console
+
+    from semdiag_models import InputError, Text, open_text
+
+    if file is None:
+        raise InputError("The task text needs a file to learn: semdiag train text --text FILE.")
+    if window is not None and window < 1:
+        raise InputError(f"--window must be at least 1. Got {window}.")
+    console = Console(stderr=True)
+    shown = console.is_terminal and not quiet
+    with console.status("Learning the pieces of the text") if shown else nullcontext():
+        source = open_text(file, holdout, tokenizer or "unigram", 4096 if vocabulary is None else vocabulary)
+    return Text(source, window)
+
+
+def introduction(training: "TrainingConfig") -> str:
+    """What the text gives to learn from, in one line; nothing for the other tasks."""
+    text = training.text
+    return (
+        ""
+        if text is None
+        else (
+            f"{text.file}: windows of {training.length} pieces, {training.train_samples:,} to train on, "
+            f"{training.holdout_samples:,} of {text.holdout_file or 'the last tenth of the lines'} held out."
+        )
+    )

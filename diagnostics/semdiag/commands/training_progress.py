@@ -1,0 +1,102 @@
+"""What ``semdiag train`` says while it runs, and when it is done."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import typer
+
+if TYPE_CHECKING:
+    from semdiag_models.training import Progress, Trainer
+
+
+def tell(line: str) -> None:
+    """Print a line on stderr."""
+    typer.echo(line, err=True)
+
+
+def summarise(trainer: "Trainer", several: bool) -> None:
+    """Print where a run has arrived.
+
+    Args:
+        trainer: at its end.
+        several: whether it is one of several seeds, and to be named by it.
+    """
+    from semdiag_models.tasks.text import unigram_perplexity
+
+    history, until = trainer.history, trainer.training.until
+    stopped = ""
+    if until is not None:
+        stopped = f", stopped at --until {until:g}" if trainer.converged else f", --until {until:g} not reached"
+    seed = f", seed {trainer.training.seed}" if several else ""
+    run = f"{trainer.training.task_label}, {trainer.config.attention_label}{seed}"
+    arrived = f"after {trainer.epoch} epochs{stopped}"
+    if trainer.training.text is not None:
+        row = {name: column[-1] for name, column in history.items()}
+        labels = trainer.train_split.labels, trainer.holdout_split.labels
+        alone = unigram_perplexity(*labels, trainer.config.classes)
+        tell(
+            f"{run}: {_perplexities(row)} {arrived} (pieces' frequencies alone {alone:.1f}), "
+            f"held-out accuracy {row['holdout_accuracy']:.1%}."
+        )
+        return
+    tell(
+        f"{run}: training accuracy {history['train_accuracy'][-1]:.1%}, held-out "
+        f"{history['holdout_accuracy'][-1]:.1%} {arrived} (chance {1 / trainer.config.classes:.0%})."
+    )
+
+
+def _perplexities(row: Mapping[str, float]) -> str:
+    from semdiag_models.tasks import perplexity
+
+    return f"perplexity train {perplexity(row['train_loss']):.1f} held-out {perplexity(row['holdout_loss']):.1f}"
+
+
+class TrainingProgress:
+    """A bar on stderr: steps within the runs, time left, latest accuracies."""
+
+    def __init__(self, trainers: "list[Trainer]", quiet: bool) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+        training = trainers[0].training
+        steps = -(-training.train_samples // training.batch_size)
+        self._several = len(trainers) > 1
+        self._bar = Progress(
+            TextColumn("epoch {task.fields[epoch]}/{task.fields[epochs]}"),
+            BarColumn(),
+            TextColumn("{task.percentage:>3.0f}%"),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[accuracy]}"),
+            console=Console(stderr=True),
+            disable=quiet,
+        )
+        self._task = self._bar.add_task(
+            "",
+            total=training.epochs * steps * len(trainers),
+            completed=sum(trainer.epoch for trainer in trainers) * steps,
+            epoch=min(trainer.epoch for trainer in trainers),
+            epochs=training.epochs,
+            accuracy="",
+        )
+
+    def __enter__(self) -> "TrainingProgress":
+        self._bar.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._bar.stop()
+
+    def batch(self, trainer: "Trainer") -> None:
+        """Move on by one step of one run."""
+        self._bar.advance(self._task)
+
+    def epoch(self, trainer: "Trainer", progress: "Progress") -> None:
+        """Show the accuracies of an epoch of one run."""
+        row = progress.row
+        seed = f"seed {trainer.training.seed} " if self._several else ""
+        accuracy = f"accuracy train {row['train_accuracy']:.1%} held-out {row['holdout_accuracy']:.1%}"
+        if trainer.training.text is not None:
+            accuracy = _perplexities(row)
+        self._bar.update(self._task, epoch=int(row["epoch"]), accuracy=seed + accuracy)

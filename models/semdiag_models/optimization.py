@@ -1,0 +1,114 @@
+"""Optimisers, their state in a checkpoint, and the precision of the training steps."""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from semdiag_models.configuration import TrainingConfig
+from semdiag_models.errors import InputError
+
+OptimizerState = dict[str, dict[str, Tensor]]  # by parameter, then by quantity; empty for plain SGD
+
+_OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
+    "sgd": torch.optim.SGD,
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+}
+
+
+def make_optimizer(parameters: Iterable[Tensor], training: TrainingConfig) -> torch.optim.Optimizer:
+    """Return the configured optimiser, one fused update for all parameters of a kind (``foreach``)."""
+    options: dict[str, Any] = {"lr": training.learning_rate, "foreach": True}
+    if training.weight_decay is not None:
+        options["weight_decay"] = training.weight_decay
+    return _OPTIMIZERS[training.optimizer](parameters, **options)
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
+    """Set the step size of all parameters."""
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate
+
+
+def optimizer_state(optimizer: torch.optim.Optimizer, encoder: nn.Module) -> OptimizerState:
+    """Return what the optimiser remembers, by the names of the encoder's parameters."""
+    return {
+        name: dict(optimizer.state[parameter])
+        for name, parameter in encoder.named_parameters()
+        if optimizer.state.get(parameter)
+    }
+
+
+def restore_optimizer_state(optimizer: torch.optim.Optimizer, encoder: nn.Module, state: OptimizerState) -> None:
+    """Give the optimiser back what it remembered.
+
+    Args:
+        optimizer: of the encoder's parameters.
+        encoder: whose parameters they are.
+        state: from :func:`optimizer_state`; read from a file, and not to be trusted.
+
+    Raises:
+        InputError: if it does not belong to these parameters.
+    """
+    parameters = dict(encoder.named_parameters())
+    for name, values in state.items():
+        parameter = parameters.get(name)
+        for quantity, value in values.items():
+            fits = parameter is not None and value.shape in (parameter.shape, torch.Size([]))
+            if not fits or not value.is_floating_point():
+                raise InputError(f"The optimiser's {quantity!r} of {name!r} does not fit the model.")
+    if state and state.keys() != parameters.keys():
+        raise InputError("The optimiser's state does not cover all parameters of the model.")
+    for name, values in state.items():
+        parameter = parameters[name]
+        # The number of steps stays on the CPU, where the optimiser keeps it.
+        optimizer.state[parameter] = {
+            quantity: value.clone() if value.ndim == 0 else value.to(parameter.device, copy=True)
+            for quantity, value in values.items()
+        }
+
+
+def check_precision(precision: str, device: torch.device) -> None:
+    """Refuse a precision that the device does not have.
+
+    Args:
+        precision: a key of ``PRECISIONS``.
+        device: where the steps are to be made.
+
+    Raises:
+        InputError: if it is tf32 and the device is not CUDA.
+    """
+    if precision == "tf32" and device.type != "cuda":
+        raise InputError(f"tf32 is a precision of CUDA devices, not of {device.type}. Use float32 or bf16.")
+
+
+def forward_precision(precision: str, device: torch.device) -> AbstractContextManager[object]:
+    """Return the context of a forward pass: for bf16 :class:`torch.autocast`, whose parameters are float32."""
+    return torch.autocast(device.type, torch.bfloat16) if precision == "bf16" else nullcontext()
+
+
+@contextmanager
+def product_precision(precision: str) -> Iterator[None]:
+    """Allow TF32 in matrix products, forward and backward, if the precision says so; restored on leaving.
+
+    Args:
+        precision: a key of ``PRECISIONS``.
+    """
+    before = torch.get_float32_matmul_precision()
+    if precision == "tf32":
+        torch.set_float32_matmul_precision("high")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def compile_steps(encoder: nn.Module, device: torch.device) -> Callable[..., Tensor]:
+    """Return the encoder's forward pass through :func:`torch.compile`, which compiles the backward pass, too.
+
+    On CUDA the steps are recorded as CUDA graphs (``mode="reduce-overhead"``); that has not run on a GPU yet.
+    """
+    return torch.compile(encoder, mode="reduce-overhead" if device.type == "cuda" else None)

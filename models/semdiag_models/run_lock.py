@@ -1,0 +1,46 @@
+"""One process at a time trains in a folder."""
+
+from contextlib import suppress
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from semdiag_models.errors import InputError
+
+
+class RunLock:
+    """A lock of the operating system on a file in the folder: it ends with the process, however that ends.
+
+    Args:
+        folder: an existing folder that can be written to.
+
+    Raises:
+        InputError: if another process, or another run of this one, holds it.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     lock = RunLock(Path(folder))
+        ...     held = [path.name for path in Path(folder).iterdir()]
+        ...     lock.release()
+        ...     held, list(Path(folder).iterdir())
+        (['.lock'], [])
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / ".lock"
+        self._lock = FileLock(self._path)
+        try:
+            self._lock.acquire(blocking=False)
+        except Timeout:
+            raise InputError(
+                f"{folder} is in use: another process trains there. Wait for it, or choose another folder "
+                "with --out."
+            ) from None
+
+    def release(self) -> None:
+        """Let go, and take the file away. Letting go twice is letting go once."""
+        if self._lock.is_locked:
+            with suppress(PermissionError):  # Windows keeps a file that is open; the lock removes it there
+                self._path.unlink(missing_ok=True)  # while it is still ours
+            self._lock.release()

@@ -1,0 +1,112 @@
+"""Run folders of several seeds of one configuration, trained at once."""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from semdiag_models.configuration import ModelConfig, TrainingConfig
+from semdiag_models.errors import InputError
+from semdiag_models.random_state import RandomState, random_state, restore_random_state
+from semdiag_models.run_folder import open_run, run_name, start_run
+from semdiag_models.stacking import train_together
+from semdiag_models.training import Progress, Trainer
+
+
+@dataclass
+class SeedRun:
+    """One seed's run."""
+
+    folder: Path
+    trainer: Trainer
+    state: RandomState  # of the generators, in which the trainer goes on
+
+
+def open_seed_runs(
+    parent: Path,
+    model: ModelConfig,
+    training: TrainingConfig,
+    seeds: tuple[int, ...],
+    device: torch.device,
+    *,
+    resume: bool,
+    overwrite: bool,
+) -> list[SeedRun]:
+    """Prepare a folder and a trainer for every seed, or none.
+
+    Args:
+        parent: holds the folders, which have the names of :func:`run_name`.
+        model: architecture.
+        training: data and optimisation; its seed is replaced by each of the seeds.
+        seeds: all different.
+        device: where to train.
+        resume: go on where a seed has a run, and start where it has none; at least one has.
+        overwrite: start anew in folders that already hold a run.
+
+    Returns:
+        One run a seed, with its folder's lock.
+
+    Raises:
+        InputError: if a seed occurs twice, the seeds have no step in common, or one of the folders is refused by
+            :func:`open_run`.
+    """
+    if len(set(seeds)) != len(seeds) or not seeds:
+        raise InputError(f"Seeds to train at once must all be different. Got {','.join(map(str, seeds))}.")
+    if training.compiled:
+        raise InputError(
+            "Several seeds at once cannot be compiled. Leave out --compile, or train them one by one."
+        )
+    if model.attention == "random":
+        raise InputError("Random attention keeps other keys for every seed: train the seeds one by one.")
+    configurations = [replace(training, seed=seed) for seed in seeds]
+    folders = [parent / run_name(model, configuration) for configuration in configurations]
+    there = [(folder / "last.pt").exists() for folder in folders]
+    runs: list[SeedRun] = []
+    with ExitStack() as undo:
+        for folder, configuration, exists in zip(folders, configurations, there, strict=True):
+            go_on = resume and (exists or not any(there))
+            trainer = open_run(folder, model, configuration, device, resume=go_on, overwrite=overwrite)
+            undo.callback(trainer.release)
+            runs.append(SeedRun(folder, trainer, random_state(device)))
+        undo.pop_all()
+    return runs
+
+
+def train_seed_runs(
+    runs: list[SeedRun],
+    provenance: dict[str, Any],
+    after_epoch: Callable[[Trainer, Progress], None] = lambda trainer, progress: None,
+    after_batch: Callable[[Trainer], None] = lambda trainer: None,
+) -> None:
+    """Train all runs to their ends; each folder ends up as if its seed had been trained alone, up to rounding.
+
+    The history's ``seconds`` are a seed's share of the common steps, and its own evaluation.
+
+    Args:
+        runs: from :func:`open_seed_runs`.
+        provenance: stored in every snapshot; the number of seeds is added.
+        after_epoch: called after an epoch of a seed has been saved.
+        after_batch: called for each trainer after a step.
+
+    Raises:
+        DivergedError: if the loss of a seed is no longer a number; the other seeds have saved the epoch.
+    """
+    provenance = {**provenance, "seeds_at_once": len(runs)}
+    finish: dict[int, Callable[[Progress], None]] = {}
+    try:
+        for run in runs:
+            restore_random_state(run.state)
+            tell = lambda progress, trainer=run.trainer: after_epoch(trainer, progress)  # noqa: E731
+            finish[id(run.trainer)] = start_run(run.folder, run.trainer, provenance, tell)
+        train_together(
+            [run.trainer for run in runs],
+            [run.state for run in runs],
+            lambda trainer, progress: finish[id(trainer)](progress),
+            after_batch,
+        )
+    finally:
+        for run in runs:
+            run.trainer.release()

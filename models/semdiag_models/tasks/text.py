@@ -1,0 +1,243 @@
+"""Language modelling: the next piece of a text."""
+
+import base64
+import binascii
+import math
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from semdiag_models.configuration import TextSource
+from semdiag_models.errors import InputError
+from semdiag_models.tasks.pieces import Pieces, encode, train_tokenizer
+from semdiag_models.tasks.task import Recipe, Samples
+from semdiag_models.tasks.text_lines import read_lines, split_lines
+
+
+class Text:
+    """Which piece follows C consecutive pieces of a line?
+
+    Samples: for each line separately, every window of C consecutive piece ids; label: the id that follows.
+    Windows start at every piece (stride 1), none crosses a line, and lines with C pieces or fewer have none.
+    The encoder attends in both directions within the window, which does not contain what it predicts, and
+    answers once per window. C is the integer part of the mean number of pieces per training line.
+
+    Source: paper, preliminary language modelling on Penn Treebank. Deviation: blank lines do not count (that
+    text has none); the trainer shuffles the windows, the released code goes through the text in order;
+    losses are divided by the exact number of windows, where the released code counts the last batch as full
+    and reports slightly too little; there is a token id PAD, never seen without ``pad_as_token``.
+
+    Args:
+        source: the files and the tokenizer.
+        window: C; None for that of the text.
+
+    Example:
+        >>> pieces = Pieces(torch.tensor([7, 8, 9, 5, 6]), torch.tensor([5]))  # one line, C = 3
+        >>> tokens, labels = windows(pieces, 3, torch.arange(2))
+        >>> tokens.tolist(), labels.tolist()
+        ([[7, 8, 9], [8, 9, 5]], [5, 6])
+    """
+
+    name = "text"
+    summary = "the next piece of any UTF-8 text file"
+
+    def __init__(self, source: TextSource, window: int | None = None) -> None:
+        self.source = source
+        self._window = window
+
+    @property
+    def classes(self) -> int:
+        """Number of pieces, each a possible next one."""
+        return self.source.vocabulary
+
+    @property
+    def vocabulary_size(self) -> int:
+        """Number of token ids, PAD included."""
+        return self.source.vocabulary + 1
+
+    @cached_property
+    def recipe(self) -> Recipe:
+        """The paper's small model of Penn Treebank with the fewest of its blocks, on all windows of the text.
+
+        Raises:
+            InputError: if the text is not what it was, or its lines are too short for a window.
+        """
+        train, holdout = self._pieces()
+        window = self._window if self._window is not None else int(train.lengths.double().mean())
+        if window < 1:
+            raise InputError(f"The lines of {self.source.file} are too short: fewer than one piece on average.")
+        return Recipe(
+            length=window,
+            epochs=50,
+            blocks=8,
+            learning_rate=1.0,
+            learning_rate_decay=0.99,
+            width=32,
+            mlp_width=128,
+            head_width=32,
+            batch_size=128,
+            train_samples=self._count(train, window, self.source.file),
+            holdout_samples=self._count(holdout, window, self.source.holdout_file or "the held-out lines"),
+        )
+
+    def draw(self, train: int, holdout: int, length: int, generator: torch.Generator) -> tuple[Samples, Samples]:
+        """Draw windows without replacement, in random order; see :meth:`Classification.draw`.
+
+        Raises:
+            InputError: if the text is not what it was, or has fewer windows.
+        """
+        there = self._pieces()
+        names = self.source.file, self.source.holdout_file or "the held-out lines"
+        drawn = []
+        for pieces, n, name in zip(there, (train, holdout), names, strict=True):
+            total = self._count(pieces, length, name)
+            if n > total:
+                raise InputError(f"{name} has {total} windows of {length} pieces. Asked for were {n}.")
+            drawn.append(windows(pieces, length, torch.randperm(total, generator=generator)[:n]))
+        return drawn[0], drawn[1]
+
+    def draw_from(self, path: Path, n: int, length: int, generator: torch.Generator) -> Samples:
+        """Draw windows of another text, cut into pieces by this one's tokenizer.
+
+        Args:
+            path: a UTF-8 text file.
+            n: number of windows; fewer if the text has fewer.
+            length: pieces in a window.
+            generator: source of randomness (CPU).
+
+        Returns:
+            tokens (n, length) int64 and labels (n,) int64.
+
+        Raises:
+            InputError: if the file is not a text, or its lines are too short.
+        """
+        pieces = self._encode(read_lines(path)[0])
+        total = self._count(pieces, length, str(path))
+        return windows(pieces, length, torch.randperm(total, generator=generator)[:n])
+
+    def _pieces(self) -> tuple[Pieces, Pieces]:
+        """Training and held-out lines in pieces, from files that are what they were."""
+        source = self.source
+        lines = _unchanged(source.file, source.sha256)
+        if source.holdout_file is None:
+            train, holdout = split_lines(Path(source.file), lines)
+        else:
+            train, holdout = lines, _unchanged(source.holdout_file, source.holdout_sha256)
+        return self._encode(train), self._encode(holdout)
+
+    def _encode(self, lines: list[str]) -> Pieces:
+        try:
+            model = base64.b64decode(self.source.model, validate=True)
+        except binascii.Error:
+            raise InputError("The stored tokenizer is damaged: it is not base64.") from None
+        return encode(model, self.source.vocabulary, lines)
+
+    @staticmethod
+    def _count(pieces: Pieces, window: int, name: str) -> int:
+        total = int((pieces.lengths - window).clamp(min=0).sum())
+        if not total:
+            raise InputError(
+                f"No line of {name} has more than {window} pieces: there is no window with a next piece. "
+                "Longer lines, or training with a smaller --window, would give some."
+            )
+        return total
+
+
+def open_text(file: Path, holdout_file: Path | None, tokenizer: str, vocabulary: int) -> TextSource:
+    """Read a text and train a tokenizer on its training lines.
+
+    Args:
+        file: a UTF-8 text.
+        holdout_file: a second one to hold out; None for the last tenth of the lines of the first.
+        tokenizer: a key of ``TOKENIZERS``.
+        vocabulary: number of pieces.
+
+    Returns:
+        All that a run needs to know of its text.
+
+    Raises:
+        InputError: if a file is not a text, or supports no such vocabulary.
+    """
+    lines, sha256 = read_lines(file)
+    held = read_lines(holdout_file) if holdout_file is not None else None
+    train = lines if held is not None else split_lines(file, lines)[0]
+    model = train_tokenizer(train, tokenizer, vocabulary)
+    return TextSource(
+        file=str(file),
+        sha256=sha256,
+        tokenizer=tokenizer,
+        vocabulary=vocabulary,
+        model=base64.b64encode(model).decode("ascii"),
+        holdout_file=None if holdout_file is None else str(holdout_file),
+        holdout_sha256=None if held is None else held[1],
+    )
+
+
+def windows(pieces: Pieces, length: int, chosen: Tensor) -> Samples:
+    """Cut windows out of lines.
+
+    Args:
+        pieces: the lines.
+        length: pieces in a window, C.
+        chosen: (n,) int64, which windows, counted from 0 through all lines.
+
+    Returns:
+        tokens (n, length) int64 and labels (n,) int64.
+    """
+    per_line = (pieces.lengths - length).clamp(min=0)
+    # Before the first window of a line lie the pieces of earlier lines, of which some begin no window.
+    without = (pieces.lengths - per_line).cumsum(0) - (pieces.lengths - per_line)
+    line = torch.searchsorted(per_line.cumsum(0), chosen, right=True)
+    start = chosen + without[line]
+    tokens = pieces.ids.unfold(0, length, 1)[start]
+    return tokens.long(), pieces.ids[start + length].long()
+
+
+def perplexity(loss: float) -> float:
+    """exp(mean cross-entropy): how many equally likely pieces the model hesitates between.
+
+    Args:
+        loss: nats per window.
+
+    Returns:
+        At least 1; infinite where the number is too large for a float.
+
+    Example:
+        >>> round(perplexity(math.log(4096)))  # the uniform guess
+        4096
+    """
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return math.inf
+
+
+def unigram_perplexity(train_labels: Tensor, holdout_labels: Tensor, classes: int) -> float:
+    """Held-out perplexity of the training labels' frequencies, each counted once more: the baseline.
+
+    Args:
+        train_labels: (n,) int64.
+        holdout_labels: (m,) int64.
+        classes: number of labels.
+
+    Returns:
+        What a model reaches that knows how common each piece is and ignores the window.
+    """
+    counts = torch.bincount(train_labels.cpu(), minlength=classes).double() + 1
+    return perplexity(-float((counts / counts.sum()).log()[holdout_labels.cpu()].mean()))
+
+
+def _unchanged(file: str, sha256: str | None) -> list[str]:
+    """The lines of a run's text, if it is still there and the same."""
+    path = Path(file)
+    if not path.exists():
+        raise InputError(f"The text {file} of this run is not here. Any other text works with --inputs FILE.txt.")
+    lines, found = read_lines(path)
+    if found != sha256:
+        raise InputError(
+            f"The text {file} has changed since the run (SHA-256 {found[:8]}…, was {str(sha256)[:8]}…). "
+            "It works with --inputs FILE.txt, as a new text."
+        )
+    return lines

@@ -1,0 +1,151 @@
+import pytest
+import torch
+
+from semdiag_models.errors import InputError
+from semdiag_models.random_state import on_each_stream, random_state, restore_random_state, streams
+from semdiag_models.stacking import stack_encoders, train_together
+from semdiag_models.training import DivergedError, Trainer
+
+CPU = torch.device("cpu")
+SEEDS = (5, 6, 7)
+KINDS = [("full", None), ("banded", 3), ("block", 3), ("topk", 3)]
+
+
+def opened(model, trainings, double=True):
+    """A fresh trainer and the random state it goes on in, for every configuration."""
+    trainers, states = [], []
+    for training in trainings:
+        trainers.append(Trainer(model, training, CPU))
+        states.append(random_state(CPU))
+        if double:
+            trainers[-1].encoder.double()
+    return trainers, states
+
+
+def alone(model, trainings, double=True):
+    trainers, states = opened(model, trainings, double)
+    for trainer, state in zip(trainers, states, strict=True):
+        restore_random_state(state)
+        trainer.run(lambda _: None)
+    return trainers
+
+
+def close(one, other, tolerance):
+    for (name, p), q in zip(one.encoder.named_parameters(), other.encoder.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=0, atol=tolerance, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def ignore(trainer, progress):
+    """Take no notice of an epoch."""
+
+
+@pytest.mark.parametrize("length", [8, 9])  # 9: with PAD
+@pytest.mark.parametrize(("kind", "k"), KINDS)
+def test_together_is_alone_with_dropout_clipping_and_a_short_last_batch(
+    tiny_model, tiny_training, kind, k, length
+):
+    model = tiny_model(attention=kind, k=k, dropout=0.2, length=length, heads=2, blocks=2)
+    trainings = [tiny_training(seed=seed, gradient_clip=0.2, learning_rate=0.5) for seed in SEEDS]
+    trainers, states = opened(model, trainings)
+    train_together(trainers, states, ignore)
+    for one, other in zip(trainers, alone(model, trainings), strict=True):
+        close(one, other, 1e-10)
+        for name in ("train_accuracy", "holdout_accuracy", "learning_rate", "epoch"):
+            assert one.history[name] == pytest.approx(other.history[name])
+        assert one.history["train_loss"] == pytest.approx(other.history["train_loss"], rel=1e-5)
+
+
+def test_in_single_precision_it_is_alone_up_to_rounding(tiny_model, tiny_training):
+    model = tiny_model(attention="topk", k=3, dropout=0.1)
+    trainings = [tiny_training(seed=seed) for seed in SEEDS]
+    trainers, states = opened(model, trainings, double=False)
+    train_together(trainers, states, ignore)
+    for one, other in zip(trainers, alone(model, trainings, double=False), strict=True):
+        close(one, other, 1e-5)
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "adamw"])
+def test_every_seed_gets_its_optimisers_memory_back(tiny_model, tiny_training, optimizer):
+    model = tiny_model(dropout=0.1)
+    trainings = [tiny_training(seed=seed, optimizer=optimizer, learning_rate=0.01) for seed in SEEDS]
+    trainers, states = opened(model, trainings)
+    train_together(trainers, states, ignore)
+    for one, other in zip(trainers, alone(model, trainings), strict=True):
+        close(one, other, 1e-9)
+        for p, q in zip(one.encoder.parameters(), other.encoder.parameters(), strict=True):
+            mine, theirs = one.optimizer.state[p], other.optimizer.state[q]
+            assert mine["step"] == theirs["step"] == 12
+            torch.testing.assert_close(mine["exp_avg"], theirs["exp_avg"], rtol=0, atol=1e-9)
+
+
+def test_a_seed_that_lags_behind_is_brought_up_and_one_that_has_converged_leaves(tiny_model, tiny_training):
+    model = tiny_model(dropout=0.1)
+    trainings = [tiny_training(seed=seed, epochs=4) for seed in SEEDS]
+    expected = alone(model, trainings)
+    trainers, states = opened(model, trainings)
+    ahead, ahead_states = opened(model, [tiny_training(seed=5, epochs=2)])
+    train_together(ahead, ahead_states, ignore)
+    trainers[0].encoder.load_state_dict(ahead[0].encoder.state_dict())
+    trainers[0].epoch, trainers[0].history, states[0] = 2, ahead[0].history, ahead_states[0]
+    order = []
+    train_together(trainers, states, lambda trainer, _: order.append((trainer.training.seed, trainer.epoch)))
+    assert order[:4] == [(6, 1), (7, 1), (6, 2), (7, 2)]
+    assert order[4:7] == [(5, 3), (6, 3), (7, 3)]
+    for one, other in zip(trainers, expected, strict=True):
+        close(one, other, 1e-10)
+
+
+def test_a_seed_that_diverges_is_named_and_the_others_finish_their_epoch(tiny_model, tiny_training):
+    trainers, states = opened(tiny_model(), [tiny_training(seed=seed) for seed in SEEDS])
+    trainers[1].encoder.head.bias.data.fill_(float("nan"))
+    initial = trainers[1].encoder.embedding.weight.clone()
+    with pytest.raises(DivergedError, match=r"^Seed 6: The training loss became nan in epoch 1"):
+        train_together(trainers, states, ignore)
+    assert [trainer.epoch for trainer in trainers] == [1, 0, 1]
+    assert torch.equal(trainers[1].encoder.embedding.weight, initial)
+    assert all(p.isfinite().all() for i in (0, 2) for p in trainers[i].encoder.parameters())
+
+
+def test_the_stack_holds_the_parameters_of_each_bit_for_bit(tiny_model, tiny_training):
+    trainers, _ = opened(tiny_model(), [tiny_training(seed=seed) for seed in SEEDS], double=False)
+    stacked = stack_encoders([trainer.encoder for trainer in trainers])
+    for part, trainer in enumerate(trainers):
+        for p, whole in zip(trainer.encoder.parameters(), stacked.parameters(), strict=True):
+            assert torch.equal(p, whole[part])
+    assert all(
+        p.data_ptr() != q.data_ptr()
+        for p, q in zip(trainers[0].encoder.parameters(), stacked.parameters(), strict=True)
+    )
+
+
+def test_a_parameter_that_cannot_be_stacked_is_named(tiny_model, tiny_training):
+    trainers, _ = opened(tiny_model(), [tiny_training(seed=seed) for seed in SEEDS], double=False)
+    for trainer in trainers:
+        trainer.encoder.gain = torch.nn.Parameter(torch.ones(8))
+    with pytest.raises(InputError, match="its gain is not stacked"):
+        stack_encoders([trainer.encoder for trainer in trainers])
+
+
+def test_each_stream_draws_from_its_own_state_and_leaves_the_global_one():
+    states = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        states.append(random_state(CPU))
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    with streams(states):
+        drawn = [on_each_stream(lambda x: x + torch.rand(x.shape), torch.zeros(4, 2)) for _ in range(2)]
+        with pytest.raises(RuntimeError, match="cannot be nested"), streams(states):
+            pass
+    assert torch.equal(before, torch.get_rng_state())
+    for part, seed in enumerate((1, 2)):
+        torch.manual_seed(seed)
+        for whole in drawn:
+            assert torch.equal(whole.chunk(2)[part], torch.rand(2, 2))
+    torch.manual_seed(3)
+    assert torch.equal(on_each_stream(lambda x: x + torch.rand(3), torch.zeros(3)), _again(3))
+
+
+def _again(n):
+    torch.manual_seed(3)
+    return torch.rand(n)
