@@ -61,7 +61,8 @@ class LoadedModel:
             return self.module
         raise InputError(
             f"{self.path} is a {type(self.module).__name__}: this needs one of semdiag's encoders, whose every "
-            "part is known. On any model work: semdiag info, dispersion, separation, stability and report."
+            "part is known. On any model work: semdiag info, dispersion, separation, stability, mask-stability, "
+            "k-sweep and report."
         )
 
     def default_inputs(self, samples: int, seed: int) -> tuple[Tensor, Tensor, str]:

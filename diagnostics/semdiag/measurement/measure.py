@@ -102,11 +102,6 @@ def measure(
     )
 
 
-_OF_ENCODERS = (
-    "attention", "k", "global_tokens", "norm", "pooling", "blocks", "heads", "width", "length",
-)  # fmt: skip
-
-
 def _check_found(loaded: LoadedModel, collected: Collector, audit: Audit, k: Sequence[int]) -> None:
     if not len(collected.layers):
         reasons = "; ".join(sorted({f"{seen.operation}: {seen.reason}" for seen in audit.skipped}))
@@ -123,6 +118,11 @@ def _check_found(loaded: LoadedModel, collected: Collector, audit: Audit, k: Seq
 
 def _accuracy(answers: list[Any], labels: Tensor) -> float:
     return float((torch.cat(answers) == labels.cpu()).double().mean())
+
+
+_OF_ENCODERS = (
+    "attention", "k", "global_tokens", "norm", "pooling", "blocks", "heads", "width", "length",
+)  # fmt: skip
 
 
 def _model_row(loaded: LoadedModel, collected: Collector, audit: Audit, facts: dict[str, object]) -> pd.DataFrame:

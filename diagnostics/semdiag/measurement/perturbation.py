@@ -121,7 +121,7 @@ def foreign_secants(
     """
     check_levels(levels)
     device = torch.device("cpu") if torch.device(device).type == "mps" else torch.device(device)
-    parts: list[dict[str, np.ndarray]] = []
+    parts: list[dict[str, Any]] = []
     collected = _Collector([])
     with running(loaded, collected.add, device, torch.float64) as run:
         for level in levels:

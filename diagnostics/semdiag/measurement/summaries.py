@@ -76,7 +76,7 @@ def _summary(
     for row in measurements.models.to_dict("records"):
         own = measurements.of(row["model"])
         result = {key: row[key] for key in ("model", "sha256", "task", "attention", "k", "epoch")}
-        result |= {"capture": capture_summary(own), "unit": "nats", **_layers(own, describe, "")}
+        result |= {"unit": "nats", **_layers(own, describe, ""), "capture": capture_summary(own)}
         within = [{"k": k, **_layers(own, describe, f"_k{k}")} for k in counterfactual_ks(own.queries)]
         if within:
             result["within_model"] = within
