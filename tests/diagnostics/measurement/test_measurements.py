@@ -7,6 +7,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from semdiag.measurement.landscape import LandscapeOptions
+from semdiag.measurement.lipschitz import LipschitzOptions
 from semdiag.measurement.measurements import OPTIONAL_TABLES, TABLES, Measurements, empty_table
 from semdiag.measurement.survey import Conditions, survey
 from semdiag_models import InputError
@@ -144,7 +146,14 @@ def test_provenance_is_plain_json(measured, tmp_path):
 
 @pytest.fixture(scope="module")
 def with_theory(tiny_runs):
-    return survey([tiny_runs.full, tiny_runs.topk], Conditions(samples=5, noise=(0.01,), bounds=True))
+    conditions = Conditions(
+        samples=5,
+        noise=(0.01,),
+        bounds=True,
+        landscape=LandscapeOptions(grid=3),
+        lipschitz=LipschitzOptions(5, 2, 2, 5),
+    )
+    return survey([tiny_runs.full, tiny_runs.topk], conditions)
 
 
 def test_optional_tables_survive_a_round_trip_and_a_choice(with_theory, tmp_path):
