@@ -8,6 +8,8 @@ import pandas as pd
 import pytest
 
 from semdiag.measurement.k_sweep import SweepPlan
+from semdiag.measurement.landscape import LandscapeOptions
+from semdiag.measurement.lipschitz import LipschitzOptions
 from semdiag.measurement.mask_stability import NoisePlan
 from semdiag.measurement.measurements import OPTIONAL_TABLES, TABLES, Measurements, empty_table
 from semdiag.measurement.survey import Conditions, survey
@@ -157,12 +159,18 @@ def test_provenance_is_plain_json(measured, tmp_path):
     assert {"semdiag", "torch", "device", "dtype", "seed", "samples"} <= set(provenance)
 
 
-_EVERYTHING = Conditions(samples=5, noise=(0.01,), bounds=True, masks=NoisePlan(draws=1), sweep=SweepPlan())
-
-
 @pytest.fixture(scope="module")
 def with_theory(tiny_runs):
-    return survey([tiny_runs.full, tiny_runs.topk], _EVERYTHING)
+    conditions = Conditions(
+        samples=5,
+        noise=(0.01,),
+        bounds=True,
+        masks=NoisePlan(draws=1),
+        sweep=SweepPlan(),
+        landscape=LandscapeOptions(grid=3),
+        lipschitz=LipschitzOptions(5, 2, 2, 5),
+    )
+    return survey([tiny_runs.full, tiny_runs.topk], conditions)
 
 
 def test_optional_tables_survive_a_round_trip_and_a_choice(with_theory, tmp_path):
