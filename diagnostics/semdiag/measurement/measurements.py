@@ -48,6 +48,26 @@ OPTIONAL_TABLES = {
         **dict.fromkeys(("ln_sound", "ln_paper", "ln_gradient", "ln_secant"), "float64"),
         "holds": "bool",
     },
+    "runs": {
+        **dict.fromkeys(("model", "task", "attention", "kind"), "str"),
+        "seed": "int64",
+        "setting": "str",
+        **dict.fromkeys(("epochs", "planned"), "int64"),
+        "state": "str",
+    },
+    "along": {
+        "model": "str",
+        "epoch": "int64",
+        "layer": "int64",
+        **dict.fromkeys(("quantity", "statistic"), "str"),
+        "value": "float64",
+    },
+    "lengths": {
+        "model": "str",
+        **dict.fromkeys(("length", "layer", "samples"), "int64"),
+        **dict.fromkeys(("quantity", "statistic"), "str"),
+        "value": "float64",
+    },
 }
 
 
@@ -84,6 +104,12 @@ class Measurements:
         constants: one row per constant of the theory and form; see
             :func:`~semdiag.measurement.constants.measure_constants`. Empty if not measured.
         parameters: one row per parameter tensor, bounds beside measured slopes; same function.
+        runs: one row per training run; see :func:`~semdiag.measurement.training_runs.run_table`. Empty unless
+            convergence was asked for.
+        along: one row per snapshot of a run, layer and number; see
+            :func:`~semdiag.measurement.along_training.measure_along`. Empty if not measured.
+        lengths: one row per length of the inputs, layer and number; see
+            :func:`~semdiag.measurement.lengths.measure_lengths`. Empty if not measured.
     """
 
     models: pd.DataFrame
@@ -95,6 +121,9 @@ class Measurements:
     secants: pd.DataFrame = field(default_factory=lambda: empty_table("secants"))
     constants: pd.DataFrame = field(default_factory=lambda: empty_table("constants"))
     parameters: pd.DataFrame = field(default_factory=lambda: empty_table("parameters"))
+    runs: pd.DataFrame = field(default_factory=lambda: empty_table("runs"))
+    along: pd.DataFrame = field(default_factory=lambda: empty_table("along"))
+    lengths: pd.DataFrame = field(default_factory=lambda: empty_table("lengths"))
 
     def __post_init__(self) -> None:
         missing = {name: value for name, value in _UNLESS_SAID.items() if name not in self.models}
