@@ -47,7 +47,7 @@ def test_every_option_the_readme_uses_is_known(command: str) -> None:
 def test_the_printed_output_is_what_the_program_prints(line: str, printed: str, tmp_path: Path) -> None:
     """Word for word; numbers to 1 %, since processors round differently. ``…`` stands for lines left out."""
     words = shlex.split(line)[1:]
-    if {"dispersion", "separation", "stability", "bounds", "report"} & {words[0]}:
+    if {"dispersion", "separation", "stability", "bounds", "mask-stability", "k-sweep", "report"} & {words[0]}:
         words += ["--out", str(tmp_path / "out"), "--figures", "none"]
     done = program(*words)
     assert done.returncode == 0, done.stderr

@@ -10,7 +10,6 @@ from torch import Tensor
 from semdiag_models.random_state import on_each_stream
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # how many there are depends on the draws
 def dropped_positions(n: int, p: float) -> Tensor:
     """Indices at which an independent coin of probability p falls on "drop", among n.
 

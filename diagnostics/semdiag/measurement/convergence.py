@@ -98,7 +98,7 @@ def speed_ups(found: pd.DataFrame) -> pd.DataFrame:
         ``unknown``), full, model.
     """
     rows = []
-    for (setting, seed), runs in found.groupby(["setting", "seed"], sort=False):
+    for _, runs in found.groupby(["setting", "seed"], sort=False):
         full = runs[runs["kind"] == "full"]
         for run in runs[runs["kind"] != "full"].to_dict("records") if len(full) else []:
             base = full.iloc[0]
@@ -159,7 +159,7 @@ def over_seeds(found: pd.DataFrame, pairs: pd.DataFrame) -> pd.DataFrame:
         below 3 runs a side), best_holdout_accuracy and gap (medians over seeds).
     """
     rows = []
-    for (setting, attention), runs in found.groupby(["setting", "attention"], sort=False):
+    for (setting, _), runs in found.groupby(["setting", "attention"], sort=False):
         runs = runs[runs["state"] != NOT_BEGUN]
         if runs.empty:
             continue

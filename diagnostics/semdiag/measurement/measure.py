@@ -13,10 +13,10 @@ from semdiag.capturing.attention_calls import AttentionCall, watch_attention
 from semdiag.capturing.loading import LoadedModel
 from semdiag.mathematics.row_statistics import RowStatistics, row_statistics
 from semdiag.measurement.measurements import Measurements
+from semdiag.measurement.residual import recomputation_residual
 from semdiag_models import Encoder, InputError
 
 MAX_QUERIES = 20_000_000  # rows held in memory at once: about 1 GB
-_CHECKED_ROWS = 8  # queries of each batch's first sample on which the attention output is recomputed
 
 
 def measure(
@@ -66,7 +66,7 @@ def measure(
     encoder = copy.deepcopy(loaded.module).to(device=device, dtype=dtype).eval()
     collected = _Collector(loaded.path, k)
     logits = []
-    with torch.inference_mode(), watch_attention(encoder, collected.add) as found:
+    with torch.inference_mode(), watch_attention(encoder, collected.add) as audit:
         for batch in batches:
             logits.append(encoder(batch.to(device, torch.int64)))
             collected.samples += len(batch)
@@ -75,7 +75,7 @@ def measure(
         "samples": collected.samples,
         "inputs": inputs,
         "accuracy": None if labels is None else _accuracy(torch.cat(logits), labels),
-        "attention_found": len(found),
+        "attention_found": len(audit.modules),
         "attention_captured": len(collected.layers),
         "residual": collected.residual,
     }
@@ -158,33 +158,6 @@ class _Collector:
     def table(self, parts: list[dict[str, np.ndarray]]) -> pd.DataFrame:
         columns = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
         return pd.DataFrame({"model": pd.Series([self.model] * len(columns["sample"]), dtype="str"), **columns})
-
-
-def recomputation_residual(call: AttentionCall) -> float:
-    """Largest deviation of softmax(scale · q kᵀ) v, recomputed on a few queries, from what the layer returned.
-
-    It tells whether the captured tensors are all that the layer's attention is made of: about 1e-7 in
-    float32 if they are; a missed bias or mask shows as 1e-3 or more.
-
-    Args:
-        call: one attention call, in evaluation mode.
-
-    Returns:
-        The deviation, relative to the largest output; NaN if an output is not finite.
-    """
-    rows = slice(0, _CHECKED_ROWS)
-    scores = (call.scale * call.q[:1, :, rows]) @ call.k[:1].transpose(2, 3)
-    keep = torch.ones_like(scores, dtype=torch.bool)
-    if call.selected is not None:
-        chosen = call.selected[:1, :, rows]
-        padded = scores.new_zeros(*scores.shape[:3], scores.shape[3] + 1, dtype=torch.bool)
-        keep = padded.scatter(-1, chosen.where(chosen >= 0, scores.shape[3]), True)[..., :-1]
-    if call.allowed is not None:
-        keep = keep & call.allowed.expand(*call.q.shape[:3], call.k.shape[2])[:1, :, rows]
-    weights = scores.masked_fill(~keep, torch.finfo(scores.dtype).min).softmax(-1) * keep
-    returned = call.mixed[:1, :, rows]
-    largest = returned.abs().max().clamp(min=torch.finfo(returned.dtype).tiny)  # an output of zeros is no fault
-    return float((weights @ call.v[:1] - returned).abs().max() / largest)
 
 
 def _check(encoder: Encoder, batches: list[Tensor], k: Sequence[int]) -> None:

@@ -48,6 +48,66 @@ OPTIONAL_TABLES = {
         **dict.fromkeys(("ln_sound", "ln_paper", "ln_gradient", "ln_secant"), "float64"),
         "holds": "bool",
     },
+    "masks": {
+        "model": "str",
+        "level": "float64",
+        **dict.fromkeys(("sample", "layer", "head", "query", "kept", "draws"), "int32"),
+        "separation": "float64",
+        **dict.fromkeys(("agreement", "exact", "certified"), "float32"),
+        "certified_changed": "int32",
+        **dict.fromkeys(("predicted", "swing_sd", "response"), "float32"),
+    },
+    "noise_effects": {
+        "model": "str",
+        "level": "float64",
+        "sample": "int32",
+        **dict.fromkeys(("logit_change", "flipped", "correct_before", "correct_after"), "float64"),
+    },
+    "sweep": {
+        "model": "str",
+        **dict.fromkeys(("layer", "head", "k"), "int64"),
+        "quantity": "str",
+        "queries": "int64",
+        "mean": "float64",
+        **{f"p{p}": "float64" for p in (0, 1, 5, 10, 25, 50, 75, 90, 95, 99, 100)},
+        **dict.fromkeys(("undefined", "not_positive"), "int64"),
+    },
+    "landscape": {
+        "model": "str",
+        "plane": "int64",
+        "kind": "str",
+        **dict.fromkeys(("x", "y", "distance"), "float64"),
+        "place": "str",
+        "samples": "int64",
+        **dict.fromkeys(("loss", "accuracy"), "float64"),
+        **dict.fromkeys(("dispersion_p50", "dispersion_p95", "separation_p50", "separation_p5"), "float64"),
+        "load_max": "float64",
+    },
+    "loss_secants": {
+        **dict.fromkeys(("model", "group"), "str"),
+        "draw": "int64",
+        **dict.fromkeys(("radius", "distance", "slope"), "float64"),
+    },
+    "loss_gradients": {
+        **dict.fromkeys(("model", "group"), "str"),
+        "draw": "int64",
+        **dict.fromkeys(("radius", "distance", "slope", "ln_sound"), "float64"),
+        "holds": "bool",
+    },
+    "end_points": {
+        **dict.fromkeys(("model", "group"), "str"),
+        **dict.fromkeys(("estimate", "low", "high", "p_value"), "float64"),
+        "accepted": "bool",
+        "reason": "str",
+        "blocks": "int64",
+    },
+    "jacobians": {
+        "model": "str",
+        **dict.fromkeys(("layer", "sample"), "int64"),
+        "norm": "float64",
+        "settled": "bool",
+        "ln_sound": "float64",
+    },
     "runs": {
         **dict.fromkeys(("model", "task", "attention", "kind"), "str"),
         "seed": "int64",
@@ -104,6 +164,18 @@ class Measurements:
         constants: one row per constant of the theory and form; see
             :func:`~semdiag.measurement.constants.measure_constants`. Empty if not measured.
         parameters: one row per parameter tensor, bounds beside measured slopes; same function.
+        masks: one row per noise level and query that drops a key; see
+            :func:`~semdiag.measurement.mask_stability.mask_stability`. Empty if not measured.
+        noise_effects: one row per noise level and sample, what the noise does to the output; same function.
+        sweep: one row per k, layer, head and quantity, percentiles within a model; see
+            :func:`~semdiag.measurement.k_sweep.k_sweep`. Empty if not measured.
+        landscape: one row per evaluated point of a plane in parameter space; see
+            :func:`~semdiag.measurement.landscape.landscape`. Empty if not measured.
+        loss_secants: one row per pair of parameter settings; this and the next three: see
+            :func:`~semdiag.measurement.lipschitz.lipschitz`. Empty if not measured.
+        loss_gradients: one row per random parameter setting and group of tensors.
+        end_points: one row per group of tensors.
+        jacobians: one row per block and sample.
         runs: one row per training run; see :func:`~semdiag.measurement.training_runs.run_table`. Empty unless
             convergence was asked for.
         along: one row per snapshot of a run, layer and number; see
@@ -121,6 +193,14 @@ class Measurements:
     secants: pd.DataFrame = field(default_factory=lambda: empty_table("secants"))
     constants: pd.DataFrame = field(default_factory=lambda: empty_table("constants"))
     parameters: pd.DataFrame = field(default_factory=lambda: empty_table("parameters"))
+    masks: pd.DataFrame = field(default_factory=lambda: empty_table("masks"))
+    noise_effects: pd.DataFrame = field(default_factory=lambda: empty_table("noise_effects"))
+    sweep: pd.DataFrame = field(default_factory=lambda: empty_table("sweep"))
+    landscape: pd.DataFrame = field(default_factory=lambda: empty_table("landscape"))
+    loss_secants: pd.DataFrame = field(default_factory=lambda: empty_table("loss_secants"))
+    loss_gradients: pd.DataFrame = field(default_factory=lambda: empty_table("loss_gradients"))
+    end_points: pd.DataFrame = field(default_factory=lambda: empty_table("end_points"))
+    jacobians: pd.DataFrame = field(default_factory=lambda: empty_table("jacobians"))
     runs: pd.DataFrame = field(default_factory=lambda: empty_table("runs"))
     along: pd.DataFrame = field(default_factory=lambda: empty_table("along"))
     lengths: pd.DataFrame = field(default_factory=lambda: empty_table("lengths"))

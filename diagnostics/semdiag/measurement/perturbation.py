@@ -1,9 +1,10 @@
 """What input noise does to the softmax rows of a model: secants, response, changed sets."""
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -114,17 +115,43 @@ def noisy_second_half(encoder: Encoder, noise: Tensor) -> Iterator[None]:
         Nothing.
     """
 
-    def perturb(block: nn.Module, inputs: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor | None]:
-        x, valid = inputs
-        clean, copies = x.chunk(2)
-        size = copies.square().mean(-1, keepdim=True).sqrt()
-        return torch.cat([clean, copies + size * noise]), valid
+    def add_noise(copies: Tensor) -> None:
+        copies += token_size(copies) * noise
 
-    handle = encoder.blocks[0].register_forward_pre_hook(perturb)
+    with noisy_copies(encoder.blocks[0], len(noise), add_noise):
+        yield
+
+
+@contextmanager
+def noisy_copies(place: nn.Module, samples: int, add_noise: Callable[[Tensor], None]) -> Iterator[None]:
+    """Make the copies in each batch of [clean samples; copies of them] noisy, where they enter a module.
+
+    Args:
+        place: module at whose input the noise enters, like an encoder's first block for the embedded tokens;
+            its first argument is a tensor of activations. It gets a hook, removed when the context is left
+            by whatever way.
+        samples: clean samples at the head of each batch.
+        add_noise: called with the copies, which it changes.
+
+    Yields:
+        Nothing.
+    """
+
+    def perturb(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        noisy = inputs[0].clone()  # what came in may be needed elsewhere, as it was
+        add_noise(noisy[samples:])
+        return noisy, *inputs[1:]
+
+    handle = place.register_forward_pre_hook(perturb)
     try:
         yield
     finally:
         handle.remove()
+
+
+def token_size(tokens: Tensor) -> Tensor:
+    """Root mean square of each token's vector: (..., d) -> (..., 1)."""
+    return tokens.square().mean(-1, keepdim=True).sqrt()
 
 
 @dataclass

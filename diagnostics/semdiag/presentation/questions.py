@@ -1,5 +1,8 @@
 """The sections of a report: a question, its figures, how to read them, and what they do not show."""
 
+from semdiag.presentation.convergence_questions import CONVERGENCE_QUESTIONS
+from semdiag.presentation.mask_questions import MASK_QUESTIONS
+from semdiag.presentation.probe_questions import PROBE_QUESTIONS
 from semdiag.presentation.question import Question, Shown
 from semdiag.presentation.theory_questions import THEORY_QUESTIONS
 
@@ -14,7 +17,20 @@ _POOLED = (
 )
 
 
-SECTIONS = ("dispersion", "separation", "learning", "stability", "bounds")
+SECTIONS = (
+    "dispersion",
+    "separation",
+    "learning",
+    "stability",
+    "bounds",
+    "mask-stability",
+    "k-sweep",
+    "lipschitz",
+    "landscape",
+    "convergence",
+    "along",
+    "lengths",
+)
 
 QUESTIONS = (
     Question(
@@ -142,4 +158,7 @@ QUESTIONS = (
         ),
     ),
     *THEORY_QUESTIONS,
+    *MASK_QUESTIONS,
+    *PROBE_QUESTIONS,
+    *CONVERGENCE_QUESTIONS,
 )

@@ -11,10 +11,13 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from semdiag.measurement.measurements import Measurements
+from semdiag.presentation.convergence_tables import convergence_tables
 from semdiag.presentation.figures import FIGURES
 from semdiag.presentation.figures.dispersion_ratio import dispersion_ratio, layer_ratios
+from semdiag.presentation.mask_tables import mask_tables
 from semdiag.presentation.page import Picture, render_page
 from semdiag.presentation.panels import NothingToDrawError
+from semdiag.presentation.probe_tables import probe_tables
 from semdiag.presentation.questions import QUESTIONS, SECTIONS
 from semdiag.presentation.save import save_figure
 from semdiag.presentation.tables import SCHEMA, percentile_table, summary, write_tables
@@ -80,14 +83,27 @@ def measured_sections(measurements: Measurements) -> list[str]:
         measurements: of one or several models.
 
     Returns:
-        All of :data:`~semdiag.presentation.questions.SECTIONS` but ``stability`` without secants, and
-        ``bounds`` without constants and slopes.
+        All of :data:`~semdiag.presentation.questions.SECTIONS` but ``stability`` without secants, ``bounds``
+        without constants and slopes, ``mask-stability`` without noise, ``k-sweep`` without a sweep, ``lipschitz``
+        without gradients, ``landscape`` without planes, ``convergence`` without runs, ``along`` without snapshots,
+        and ``lengths`` without other lengths.
     """
     missing = set()
     if measurements.secants.empty:
         missing.add("stability")
     if measurements.constants.empty and measurements.parameters.empty:
         missing.add("bounds")
+    if measurements.noise_effects.empty:
+        missing.add("mask-stability")
+    if measurements.sweep.empty:
+        missing.add("k-sweep")
+    if measurements.loss_gradients.empty:
+        missing.add("lipschitz")
+    if measurements.landscape.empty:
+        missing.add("landscape")
+    for section, table in (("convergence", "runs"), ("along", "along"), ("lengths", "lengths")):
+        if getattr(measurements, table).empty:
+            missing.add(section)
     return [name for name in SECTIONS if name not in missing]
 
 
@@ -136,7 +152,8 @@ def _write(
 ) -> None:
     ratios = layer_ratios(measurements) if "dispersion" in sections else None
     findings = theory_findings(measurements, sections)
-    theory = theory_tables(measurements, findings)
+    theory = theory_tables(measurements, findings) | mask_tables(measurements, sections)
+    theory |= probe_tables(measurements, sections) | convergence_tables(measurements, sections)
     write_tables(_tables(measurements, sections, ratios) | theory, folder / "data")
     if keep_queries:
         measurements.save(folder / "data")

@@ -12,8 +12,11 @@ from semdiag.measurement.measurements import Measurements
 from semdiag.measurement.pairing import find_pairs
 from semdiag.measurement.percentiles import percentiles
 from semdiag.measurement.resampling import Interval, ratio_interval
+from semdiag.presentation.convergence_words import along_sentences, convergence_sentences, length_sentences
 from semdiag.presentation.learning_speed import training_runs
+from semdiag.presentation.mask_verdict import mask_sentences, masks_in_short, sweep_sentences
 from semdiag.presentation.panels import panels_of
+from semdiag.presentation.probe_verdict import landscape_sentences, lipschitz_sentences
 from semdiag.presentation.theory_verdict import bounds_sentences, in_short, stability_sentences
 
 _RESAMPLES = 300
@@ -124,6 +127,10 @@ def sentences(
     if "separation" in sections:
         said += _separation(measurements)
     said += in_short(findings)
+    if "mask-stability" in sections:
+        said += masks_in_short(measurements)
+    if "convergence" in sections:
+        said += convergence_sentences(measurements)
     return (said or ["What was found stands below, model by model."]) + _warnings(measurements)
 
 
@@ -138,10 +145,23 @@ def details(
         findings: of the theory, by section.
 
     Returns:
-        Sentences by section, for stability and bounds.
+        Sentences by section, for all but the measurements that the short verdict covers.
     """
     say = {"stability": stability_sentences, "bounds": bounds_sentences}
-    return {name: say[name](measurements, findings.get(name, ())) for name in say if name in sections}
+    said = {name: say[name](measurements, findings.get(name, ())) for name in say if name in sections}
+    if "mask-stability" in sections:
+        said["mask-stability"] = mask_sentences(measurements)
+    if "k-sweep" in sections:
+        said["k-sweep"] = sweep_sentences(measurements)
+    if "lipschitz" in sections:
+        said["lipschitz"] = lipschitz_sentences(measurements, findings.get("lipschitz", ()))
+    if "landscape" in sections:
+        said["landscape"] = landscape_sentences(measurements)
+    if "along" in sections:
+        said["along"] = along_sentences(measurements)
+    if "lengths" in sections:
+        said["lengths"] = length_sentences(measurements)
+    return said
 
 
 def _controls(measurements: Measurements) -> list[str]:

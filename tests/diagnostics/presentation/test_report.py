@@ -51,9 +51,9 @@ def hostile(model):
     return Measurements.concat([dataclasses.replace(full, non_finite=bad), topk])
 
 
-def test_the_page_is_whole_and_needs_nothing_from_outside(four, theory, tmp_path):
+def test_the_page_is_whole_and_needs_nothing_from_outside(four, theory, probes, tmp_path):
     folder = tmp_path / "deep" / "report"
-    page = Page(write_report(theory(four), folder, "semdiag report"))
+    page = Page(write_report(probes(theory(four)), folder, "semdiag report"))
     images = page.all("img")
     assert len(images) == len(FIGURES)
     for image in images:
