@@ -15,7 +15,6 @@ from semdiag.presentation.convergence_words import (
     arrival_words,
     convergence_sentences,
     interval_words,
-    length_sentences,
     speed_words,
     target_words,
 )
@@ -37,7 +36,9 @@ def print_convergence(measurements: Measurements) -> None:
     tasks = found["group"].nunique()
     for sentence in convergence_sentences(measurements)[tasks:]:  # what the tables do not say
         console.print(sentence)
-    for sentence in [*along_sentences(measurements), *length_sentences(measurements)]:
+    if len(measurements.lengths):
+        console.print(_lengths(measurements, found))
+    for sentence in along_sentences(measurements):
         console.print(sentence)
 
 
@@ -73,6 +74,18 @@ def _seeds(over: pd.DataFrame) -> Table:
             "–" if row["pairs"] == 0 else speed_words(row["speed_up_low"], row["speed_up_high"]),
             interval_words(row),
         )
+    return table
+
+
+def _lengths(measurements: Measurements, found: pd.DataFrame) -> Table:
+    rows = measurements.lengths[measurements.lengths["layer"] == -1]
+    lengths = sorted(rows["length"].unique())
+    table = _table("accuracy (median δ) on inputs of length", "attention", "seed", *map(str, lengths))
+    value = rows.set_index(["model", "length", "quantity", "statistic"])["value"]
+    for run in found[found["model"].isin(rows["model"])].to_dict("records"):
+        own = value[run["model"]]
+        cells = [f"{own[n, 'accuracy', 'value']:.1%} ({own[n, 'dispersion', 'p50']:.3g})" for n in lengths]
+        table.add_row(run["group"], run["attention"], str(run["seed"]), *cells)
     return table
 
 

@@ -25,20 +25,23 @@ def arrivals(measurements: Measurements) -> pd.DataFrame:
         measurements: with runs; the target stands in ``provenance["target"]``.
 
     Returns:
-        One row per run, copies and earlier snapshots of a run left out: group (task and what else differs
-        between settings), task, attention, kind, seed, arrival (epoch; missing if censored), epochs
+        One row per run, full attention first, copies and earlier snapshots of a run left out: group (task and
+        what else differs between settings), task, attention, kind, seed, arrival (epoch; missing if censored),
+        epochs
         (trained), planned, state, train_accuracy and holdout_accuracy (last epoch), best_holdout_accuracy,
         best_epoch, gap (last training minus last held-out accuracy), model, setting.
     """
     target = float(measurements.provenance.get("target", TARGET))
     labels = setting_labels(measurements.runs["setting"].tolist())
     histories = {str(model): rows for model, rows in measurements.history.groupby("model", sort=False)}
-    rows = []
+    rows: list[dict[Any, Any]] = []
     for run in measurements.runs.to_dict("records"):
         history = histories.get(run["model"], measurements.history.iloc[:0]).dropna(subset=["epoch"])
         rows.append({"group": labels[run["setting"]], **run, **_arrival(history.sort_values("epoch"), target)})
     table = pd.DataFrame(rows, columns=[*_ARRIVAL_COLUMNS])
     table = table.sort_values("epochs", ascending=False, kind="stable").drop_duplicates(_IDENTITY).sort_index()
+    order = table.assign(first=pd.factorize(table["group"])[0], sparse=table["kind"] != "full")
+    table = table.loc[order.sort_values(["first", "sparse", "attention", "seed"], kind="stable").index]
     return table.astype({"arrival": "Int64", "best_epoch": "Int64"}).reset_index(drop=True)
 
 
@@ -51,7 +54,7 @@ _ARRIVAL_COLUMNS = (
 def _arrival(history: pd.DataFrame, target: float) -> dict[str, Any]:
     if history.empty:
         return dict.fromkeys(("train_accuracy", "holdout_accuracy", "best_holdout_accuracy", "gap"), math.nan)
-    last, best = history.iloc[-1], history.loc[history["holdout_accuracy"].idxmax()]
+    last, best = history.iloc[-1], history.iloc[int(history["holdout_accuracy"].argmax())]
     return {
         "arrival": epochs_to(history, target),
         "train_accuracy": float(last["train_accuracy"]),

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 
@@ -82,5 +83,5 @@ def convergence_survey(
         table = measure_lengths(model, plan.lengths, **how, device=device, dtype=dtype, after_batch=after_step)
         tables["lengths"].append(table)
     found.provenance.update(target=plan.target, **({"left_out": left_out} if left_out else {}))
-    joined = {name: pd.concat(parts, ignore_index=True) for name, parts in tables.items()}
+    joined: dict[str, Any] = {name: pd.concat(parts, ignore_index=True) for name, parts in tables.items()}
     return replace(found, runs=runs, **joined)

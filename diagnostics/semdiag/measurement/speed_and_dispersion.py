@@ -104,7 +104,7 @@ def _tau(rows: pd.DataFrame) -> tuple[float, int]:
 def _resampled(rows: pd.DataFrame, rng: np.random.Generator) -> pd.DataFrame:
     """Draw tasks, then seeds of each, with replacement; what shares a seed stays together."""
     tasks = rows["task"].unique()
-    parts = []
+    parts: list[pd.DataFrame] = []
     for task in rng.choice(tasks, len(tasks)):
         own = rows[rows["task"] == task]
         seeds = own["seed"].unique()

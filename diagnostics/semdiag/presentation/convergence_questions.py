@@ -12,9 +12,9 @@ CONVERGENCE_QUESTIONS = (
                 "learning_curves",
                 "Training and held-out accuracy against epochs, one panel per task, median and range over seeds "
                 "for each attention: {models}.",
-                "A thick line is the median training accuracy over seeds and its band their whole range; markers "
-                "on the dashed line are the epochs at which single runs arrive. A curve that ends below the line "
-                "belongs to a run that never arrived in the epochs it was given.",
+                "Thick lines are training accuracy, of each run or from three seeds on their median with their "
+                "range; markers on the dashed line are the epochs at which single runs arrive. A curve that ends "
+                "below the line belongs to a run that never arrived in the epochs it was given.",
             ),
             Shown(
                 "speed_up",

@@ -26,9 +26,9 @@ _SHOWN = (
     ("xi_sound", "p50", "p95", "sound ξ (per nat)"),
     ("response", "mean", None, "response ‖p − p′‖₁"),
     ("gamma", "max", None, "Γ, largest layer"),
-    ("query_key_gradient", "share", None, "share of squared gradient\nin queries and keys"),
+    ("query_key_gradient", "share", None, "queries' and keys' share\nof squared gradient"),
 )
-_LINEAR = ("xi_local", "query_key_gradient")
+_LINEAR = ("xi_local", "gamma", "query_key_gradient")
 
 
 @paper_style
@@ -64,8 +64,8 @@ def along_training(measurements: Measurements) -> Figure:
     note_below(
         figure,
         f"points: snapshots, each measured on the same {samples} held-out samples, layers and heads pooled; thin: "
-        "95th percentile (Δ: 5th; left out where not positive or nothing is dropped); response to 1 % input noise, "
-        "one draw",
+        "95th percentile (Δ: 5th; none where not positive or nothing is dropped); response to 1 % input "
+        "noise, one draw",
     )
     return figure
 

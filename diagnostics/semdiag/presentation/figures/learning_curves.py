@@ -20,6 +20,8 @@ from semdiag.presentation.style import (
     title_with_facts,
 )
 
+_FEWEST_FOR_MEDIAN = 3
+
 
 @paper_style
 def learning_curves(measurements: Measurements) -> Figure:
@@ -45,8 +47,10 @@ def learning_curves(measurements: Measurements) -> Figure:
         facts = []
         for attention, own in runs.groupby("attention", sort=False):
             style = attention_style(str(own["kind"].iloc[0]))
-            _draw(ax, style, str(attention), _wide(measurements, own, "train_accuracy"), 1.7)
-            _draw(ax, style, None, _wide(measurements, own, "holdout_accuracy"), 0.7)
+            _draw(ax, style, _wide(measurements, own, "train_accuracy"), 1.7)
+            _draw(ax, style, _wide(measurements, own, "holdout_accuracy"), 0.7)
+            ax.plot([], [], color=style.color, linestyle=style.line, marker=style.marker, markersize=4,
+                    label=str(attention))  # fmt: skip
             _mark(ax, style, own, target)
             facts.append(f"{attention}: {', '.join(arrival_words(run) for run in own.to_dict('records'))}")
         ax.axhline(target, color=FAINT, linewidth=0.8, linestyle=(0, (4, 2)), zorder=1)
@@ -60,7 +64,7 @@ def learning_curves(measurements: Measurements) -> Figure:
     note_below(
         figure,
         f"above the panel: epochs to {target_words(measurements)} training accuracy, seed by seed; markers: the "
-        "same. thick: training, median over seeds; band: their range; thin: held-out, median",
+        "same. thick: training, thin: held-out; from three seeds on the lower median, with their range as a band",
     )
     return figure
 
@@ -72,15 +76,16 @@ def _wide(measurements: Measurements, runs: pd.DataFrame, column: str) -> pd.Dat
     return wide.dropna() if len(wide.columns) > 1 else wide
 
 
-def _draw(ax: Axes, style: AttentionStyle, label: str | None, wide: pd.DataFrame, width: float) -> None:
-    ax.plot(
-        wide.index, wide.median(axis=1), color=style.color, linestyle=style.line, linewidth=width,
-        marker="." if len(wide) == 1 else "",
-    )  # fmt: skip
-    if label is None:
-        return
-    ax.plot([], [], color=style.color, linestyle=style.line, marker=style.marker, markersize=4, label=label)
-    if len(wide.columns) > 1:
+def _draw(ax: Axes, style: AttentionStyle, wide: pd.DataFrame, width: float) -> None:
+    """Draw every run, or from three on their median: of two, a median would be an accuracy that no run had."""
+    many = len(wide.columns) >= _FEWEST_FOR_MEDIAN
+    drawn = wide.quantile(0.5, axis=1, interpolation="lower").to_frame() if many else wide
+    for _, values in drawn.items():
+        ax.plot(
+            wide.index, values, color=style.color, linestyle=style.line, linewidth=width,
+            marker="." if len(wide) == 1 else "",
+        )  # fmt: skip
+    if many and width > 1:
         ax.fill_between(wide.index, wide.min(axis=1), wide.max(axis=1), color=style.color, alpha=0.18, linewidth=0)
 
 

@@ -6,6 +6,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator
 
 from semdiag.measurement.convergence import arrivals, over_seeds, speed_ups
 from semdiag.measurement.measurements import Measurements
@@ -64,12 +65,12 @@ def speed_up(measurements: Measurements) -> Figure:
     note_below(
         figure,
         "point: one seed; arrow: only this bound is known, one run never arrived; bar: interval of the median "
-        "over seeds (order statistics; its confidence stands beside it), none for one seed; ? = neither run arrived",
+        "over seeds (order statistics; its confidence stands beside it), none for one seed; ?: neither arrived",
     )
     return figure
 
 
-def draw_speed(ax: Axes, x: float, pair: pd.Series, style: AttentionStyle) -> None:  # type: ignore[type-arg]
+def draw_speed(ax: Axes, x: float, pair: pd.Series, style: AttentionStyle) -> None:
     """Draw one speed-up, or an arrow from what bounds it.
 
     Args:
@@ -99,7 +100,7 @@ def _draw(
     width: float,
     pairs: pd.DataFrame,
     row: pd.Series,
-    style: AttentionStyle,  # type: ignore[type-arg]
+    style: AttentionStyle,
 ) -> None:
     spread = np.linspace(-0.25, 0.25, len(pairs)) * width if len(pairs) > 1 else [0.0]
     for shift, (_, pair) in zip(spread, pairs.iterrows(), strict=True):
@@ -122,6 +123,7 @@ def _finish(ax: Axes, groups: list[str]) -> None:
     ax.autoscale_view()
     low, high = ax.get_ylim()
     ax.set_ylim(min(low, 0.6), max(high, 1.7))
+    ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     plain_numbers(ax.yaxis)
     ax.axhline(1.0, color=FAINT, linewidth=1.0, linestyle=(0, (4, 2)), zorder=0)
     ax.set_xticks(range(len(groups)), [group.replace(", ", ",\n") for group in groups])

@@ -1,7 +1,7 @@
 """Speed-up against the ratio of dispersions, over all pairs of runs."""
 
-import numpy as np
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator
 
 from semdiag.measurement.measurements import Measurements
 from semdiag.measurement.speed_and_dispersion import speed_dispersion, speed_dispersion_table
@@ -54,9 +54,10 @@ def speed_up_against_dispersion(measurements: Measurements) -> Figure:
             color=FAINT,
         )  # fmt: skip
     ax.autoscale_view()
-    _limits(ax.get_xlim(), ax.set_xlim)
-    _limits(ax.get_ylim(), ax.set_ylim)
+    ax.set_xlim(*_with_one(ax.get_xlim()))
+    ax.set_ylim(*_with_one(ax.get_ylim()))
     for axis, line in ((ax.xaxis, ax.axvline), (ax.yaxis, ax.axhline)):
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         plain_numbers(axis)
         line(1.0, color=FAINT, linewidth=0.9, linestyle=(0, (4, 2)), zorder=0)
     ax.set_xlabel("δ of sparse / δ of full attention, pooled medians at the last checkpoint")
@@ -73,6 +74,6 @@ def speed_up_against_dispersion(measurements: Measurements) -> Figure:
     return figure
 
 
-def _limits(now: tuple[float, float], set_limits: "np.ufunc | object") -> None:
-    low, high = min(now[0], 0.9), max(now[1], 1.1)
-    set_limits(low / 1.15, high * 1.15)  # type: ignore[operator]
+def _with_one(limits: tuple[float, float]) -> tuple[float, float]:
+    """Widen limits so that 1 stands inside."""
+    return min(limits[0], 0.9) / 1.15, max(limits[1], 1.1) * 1.15
