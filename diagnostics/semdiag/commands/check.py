@@ -16,8 +16,8 @@ def check(
     rule: Annotated[
         list[str] | None,
         typer.Option(
-            help='What every model must satisfy, like "dispersion.p95 < 10". Repeatable. dispersion, separation or '
-            "load with .mean, .p0 … .p100, or accuracy or residual; <, <=, >, >=; then any of layer=0 "
+            help='What every model must satisfy, like "dispersion.p95 < 10". Repeatable. dispersion, separation '
+            "or load with .mean, .p0 … .p100, or accuracy or residual; <, <=, >, >=; then any of layer=0 "
             "attention=topk task=even-pairs model=*seed-1*.",
             rich_help_panel=_JUDGED,
         ),
