@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from semdiag.capturing.attention_calls import AttentionCall, watch_attention
     from semdiag.capturing.loading import LoadedModel, load
     from semdiag.mathematics.row_statistics import RowStatistics, row_statistics
+    from semdiag.measurement.capture import Calls, capture
     from semdiag.measurement.k_sweep import SweepPlan, k_sweep
     from semdiag.measurement.landscape import LandscapeOptions, landscape
     from semdiag.measurement.lipschitz import LipschitzOptions, lipschitz
@@ -30,6 +31,8 @@ _HOME = {
     "load": "semdiag.capturing.loading",
     "RowStatistics": "semdiag.mathematics.row_statistics",
     "row_statistics": "semdiag.mathematics.row_statistics",
+    "Calls": "semdiag.measurement.capture",
+    "capture": "semdiag.measurement.capture",
     "SweepPlan": "semdiag.measurement.k_sweep",
     "k_sweep": "semdiag.measurement.k_sweep",
     "NoisePlan": "semdiag.measurement.mask_stability",
@@ -50,7 +53,7 @@ __all__ = [
     # mathematics
     "RowStatistics", "row_statistics",
     # measurement
-    "Measurements", "Monitor", "measure",
+    "Calls", "Measurements", "Monitor", "capture", "measure",
     # probes
     "LandscapeOptions", "LipschitzOptions", "NoisePlan", "SweepPlan", "k_sweep", "landscape", "lipschitz",
     "mask_stability",

@@ -73,6 +73,7 @@ def landscape(
         dtype=dtype,
         seed=seed,
         config=measuring.read_config(config),
+        encoders_only=True,
         landscape=LandscapeOptions(
             planes=planes,
             radius=radius,

@@ -60,6 +60,7 @@ def lipschitz(
         dtype="float64",
         seed=seed,
         config=measuring.read_config(config),
+        encoders_only=True,
         lipschitz=LipschitzOptions(samples, planes, directions, draws, radius),
     )
     formats = measuring.figure_formats(figures)

@@ -3,6 +3,7 @@
 from typing import Any
 
 from semdiag.commands.theory_printing import number, number_table, wide_console
+from semdiag.commands.titles import title
 
 Summary = dict[str, Any]
 _MASKS = (
@@ -19,7 +20,7 @@ def print_masks(summary: Summary) -> None:
     """
     screen = wide_console()
     for result in summary["results"]:
-        screen.print(f"\n{result['model']}  {result['task']} {result['attention']}: {result['mask']}")
+        screen.print(f"\n{title(result)}: {result['mask']}")
         if not result["applicable"]:
             continue
         rows = number_table(_MASKS)
@@ -30,7 +31,8 @@ def print_masks(summary: Summary) -> None:
         changed, certified = result["certified_changed"], result["certified_rows"]
         screen.print(f"Certified rows that changed: {changed:,} of {certified:,}.")
         for level in result["levels"]:
-            screen.print(_output(level))
+            if level["output"]:  # nothing is known of the output of somebody else's model
+                screen.print(_output(level))
 
 
 def _mask_cells(row: Summary) -> list[str]:

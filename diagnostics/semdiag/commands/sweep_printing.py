@@ -3,6 +3,7 @@
 from typing import Any
 
 from semdiag.commands.theory_printing import number, number_table, wide_console
+from semdiag.commands.titles import title
 
 Summary = dict[str, Any]
 _FIRST, _STEP = 8, 4  # every k is shown up to the first, then every fourth; all stand in the CSV file
@@ -20,9 +21,7 @@ def print_sweep(summary: Summary) -> None:
     """
     screen = wide_console()
     for result in summary["results"]:
-        screen.print(
-            f"\n{result['model']}  {result['task']} {result['attention']}: within this model, for every k"
-        )
+        screen.print(f"\n{title(result)}: within this model, for every k")
         if result["sweep"]:
             screen.print(_table(result))
         screen.print(result["words"])

@@ -8,6 +8,8 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from semdiag.commands.titles import title
+
 Summary = dict[str, Any]
 _CONSTANTS = (
     ("Γ", "gamma", "measured"),
@@ -35,7 +37,7 @@ def print_stability(summary: Summary) -> None:
         heads = ["layer", "head", "local p50", "p100", "secant p50", "p100"]
         heads += ["ln ξ p50", "p100", "ln ξ paper p50", "p100", "same set"]
         heads += [f"response {r['noise']:g}" for r in result["all"].get("response", [])]
-        console.print(f"\n{result['model']}  {result['task']} {result['attention']}: softmax stability")
+        console.print(f"\n{title(result)}: softmax stability")
         table = number_table(heads)
         for row in [*result["layers"], {"layer": "all", "head": "", **result["all"]}]:
             cells = [str(row["layer"]), str(row["head"])]
@@ -56,7 +58,7 @@ def print_bounds(summary: Summary) -> None:
     """
     console = wide_console()
     for result in summary["results"]:
-        console.print(f"\n{result['model']}  {result['task']} {result['attention']}: constants")
+        console.print(f"\n{title(result)}: constants")
         console.print(_constants(result["constants"]))
         console.print("Slopes of the loss, the largest of each group's tensors:")
         console.print(_slopes(result["parameters"]))

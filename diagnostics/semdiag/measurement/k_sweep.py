@@ -1,7 +1,6 @@
 """Within one model, for every k at once: what its scores would be if each query kept its k largest ones."""
 
-import copy
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,19 +8,22 @@ import numpy as np
 import pandas as pd
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
-from semdiag.capturing.attention_calls import AttentionCall, watch_attention
+from semdiag.capturing.attention_call import AttentionCall
+from semdiag.capturing.batches import Batch, longest, split
 from semdiag.capturing.loading import LoadedModel
 from semdiag.mathematics.paper_stability import paper_heavy_hitter_stability
-from semdiag.mathematics.row_statistics import row_statistics
 from semdiag.mathematics.softmax_stability import fixed_mask_stability, heavy_hitter_stability
+from semdiag.measurement.attention_kinds import DENSE
+from semdiag.measurement.collecting import statistics_of
 from semdiag.measurement.measurements import empty_table
 from semdiag.measurement.percentiles import percentiles
+from semdiag.measurement.running import running, unnamed
 from semdiag_models import Encoder, InputError
 
 LARGEST_K = 48
-SCORED = ("full", "topk")  # attention whose scores rank all allowed keys, so that every k can be asked
+SCORED = (*DENSE, "topk")  # attention whose scores rank all allowed keys, so that every k can be asked
 _MOST_NUMBERS = 200_000_000  # top scores held at once: 800 MB
 
 
@@ -42,8 +44,8 @@ class SweepPlan:
 
 
 def k_sweep(
-    model: LoadedModel | Encoder,
-    tokens: Tensor,
+    model: LoadedModel | nn.Module,
+    tokens: Batch | Iterable[Batch],
     labels: Tensor | None = None,
     plan: SweepPlan | None = None,
     *,
@@ -54,13 +56,13 @@ def k_sweep(
     """Ask of one model's scores, for every k up to K in one pass, what top-k attention would make of them.
 
     A within-model comparison: nothing is trained anew, and a model trained with that k has other scores.
-    The model itself is not changed: copies are moved, converted and put into evaluation mode.
+    The model itself is not changed.
 
     Source: docs/theory.md#k-sweep. Deviation: not in the paper, which compares trained models.
 
     Args:
-        model: from :func:`semdiag.load`, or an encoder of one's own; full or top-k attention.
-        tokens: (N, L) int64.
+        model: from :func:`semdiag.load`, or any module; of our encoders those with full or top-k attention.
+        tokens: (N, L) int64, or what :func:`~semdiag.measurement.measure.measure` takes.
         labels: (N,) classes, for the accuracy of reruns; None if unknown.
         plan: the largest k; whether the model is run again with every k.
         batch_size: samples at a time.
@@ -86,39 +88,34 @@ def k_sweep(
         [1, 2, 3]
     """
     plan = SweepPlan() if plan is None else plan
-    loaded = model if isinstance(model, LoadedModel) else LoadedModel("model", "", model, "python", "unknown")
-    if loaded.module.config.attention not in SCORED:
+    loaded = model if isinstance(model, LoadedModel) else unnamed(model)
+    if not loaded.foreign and loaded.encoder.config.attention not in SCORED:
         return empty_table("sweep")
-    largest = _largest_k(plan, tokens, loaded.module)
-    runner = copy.deepcopy(loaded.module).to(device=device, dtype=dtype).eval()
-    collected = _Collector(largest, {})
-    outputs = []
-    with torch.inference_mode(), watch_attention(runner, collected.add):
-        outputs = [runner(batch.to(device, torch.int64)) for batch in torch.split(tokens, batch_size)]
-    rows = list(collected.rows())
     if plan.rerun:
+        _ = loaded.encoder  # only ours can be run with another attention
+    batches = split(tokens, batch_size)
+    largest = _largest_k(plan, batches)
+    collected = _Collector(largest, {})
+    with running(loaded, collected.add, device, dtype) as run:
+        outputs = [run(batch) for batch in batches]
+    rows = list(collected.rows())
+    if plan.rerun and isinstance(run.module, Encoder):
         before = torch.cat(outputs).argmax(-1).cpu()
-        rows += _reruns(runner, tokens, labels, before, largest, batch_size)
+        whole = torch.cat([batch for batch in batches if isinstance(batch, Tensor)])
+        rows += _reruns(run.module, whole, labels, before, largest, batch_size)
     template = empty_table("sweep")
     table = pd.DataFrame([{"model": loaded.path, **row} for row in rows], columns=list(template))
     return table.astype(template.dtypes)
 
 
-def _largest_k(plan: SweepPlan, tokens: Tensor, encoder: Encoder) -> int:
-    length = tokens.shape[1]
+def _largest_k(plan: SweepPlan, batches: Sequence[Batch]) -> int:
+    length = max((longest(batch) for batch in batches), default=1)
     if plan.max_k is not None and plan.max_k >= max(length, 2):
         raise InputError(
-            f"The largest k must be below the length of the inputs, {length}: then nothing is dropped. Got "
-            f"{plan.max_k}."
+            f"The largest k must be below the length of the inputs, {length}: then nothing is dropped. "
+            f"Got {plan.max_k}."
         )
-    largest = plan.max_k or max(1, min(LARGEST_K, length - 1))
-    numbers = tokens.numel() * encoder.config.blocks * encoder.config.heads * (largest + 1)
-    if numbers > _MOST_NUMBERS:
-        most = max(1, len(tokens) * _MOST_NUMBERS // numbers)
-        raise InputError(
-            f"{numbers:,} top scores are too many to hold. Use --samples {most} or a smaller --max-k."
-        )
-    return largest
+    return plan.max_k or max(1, min(LARGEST_K, length - 1))
 
 
 @dataclass
@@ -127,9 +124,16 @@ class _Collector:
 
     largest: int
     parts: dict[tuple[int, int], list[dict[str, NDArray[Any]]]]
+    numbers: int = 0
 
     def add(self, call: AttentionCall) -> None:
-        found = row_statistics(call.q, call.k, call.scale, call.allowed, None, call.queries, top=self.largest)
+        self.numbers += call.q[..., 0].numel() * (self.largest + 1)
+        if self.numbers > _MOST_NUMBERS:
+            raise InputError(
+                f"More than {_MOST_NUMBERS:,} top scores are too many to hold. Use fewer samples or a smaller "
+                "--max-k."
+            )
+        found = statistics_of(replace(call, selected=None), self.largest)
         counted = found.keys > 0
         if call.queries is not None:
             counted = counted & call.queries[:, None, :]

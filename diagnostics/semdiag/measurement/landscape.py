@@ -112,7 +112,7 @@ def landscape(
     """
     loaded = model if isinstance(model, LoadedModel) else LoadedModel("model", "", model, "python", "unknown")
     chosen = options or LandscapeOptions()
-    moved = MovableEncoder(loaded.module, device=device, dtype=dtype)
+    moved = MovableEncoder(loaded.encoder, device=device, dtype=dtype)
     if "loss" in chosen.metrics:
         tokens, labels = usable_samples(moved.encoder, tokens, labels, device)
     tokens = tokens.to(device, torch.int64)

@@ -102,7 +102,7 @@ def lipschitz(
     loaded = model if isinstance(model, LoadedModel) else LoadedModel("model", "", model, "python", "unknown")
     chosen = options or LipschitzOptions()
     device = torch.device("cpu") if torch.device(device).type == "mps" else torch.device(device)
-    moved = MovableEncoder(loaded.module, device=device, dtype=torch.float64, gradients=True)
+    moved = MovableEncoder(loaded.encoder, device=device, dtype=torch.float64, gradients=True)
     broken = not_finite(moved.encoder)
     if broken:
         raise InputError(f"{loaded.path} cannot be moved: its tensor {broken[0]} holds a NaN or an infinity.")

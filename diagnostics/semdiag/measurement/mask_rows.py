@@ -9,6 +9,8 @@ from torch import Tensor
 
 from semdiag.capturing.attention_calls import AttentionCall
 from semdiag.mathematics.mask_stability import certified, kept_in_common, score_rounding, top_set
+from semdiag.measurement.attention_kinds import DENSE
+from semdiag.measurement.scored_rows import NotAvailableError
 from semdiag_models import InputError
 
 _STRIP = 2**22  # scores held at a time (or one row of queries of every copy)
@@ -29,7 +31,7 @@ class Selection:
 
 # By kind of attention; None where the mask does not depend on the input.
 SELECTIONS: dict[str, Selection | None] = {
-    "full": Selection(1, own=False),
+    **dict.fromkeys(DENSE, Selection(1, own=False)),
     "topk": Selection(1, own=True),
     "bottomk": Selection(-1, own=True),
     "banded": None,
@@ -119,12 +121,20 @@ def row_changes(
 
     Returns:
         What became of the rows.
+
+    Raises:
+        NotAvailableError: if the call has attention sinks, or its batch is not made of the samples.
     """
+    if call.sinks is not None:
+        raise NotAvailableError("its softmax has attention sinks, which a row of scores does not show")
+    if call.q.shape[0] % samples:
+        raise NotAvailableError(f"the attention of {call.module} does not keep the samples apart")
     length = call.k.shape[2]
     kept = call.selected.shape[-1] if selection.own and call.selected is not None else min(k, length)
     # Half precision is compared in float32, but its selection was rounded as it was.
     eps = torch.finfo(call.q.dtype).eps
     q, keys = (t.float() if t.dtype in (torch.float16, torch.bfloat16) else t for t in (call.q, call.k))
+    keys = keys.repeat_interleave(q.shape[1] // keys.shape[1], 1) if keys.shape[1] < q.shape[1] else keys
     rounding = score_rounding(q, keys, call.scale, eps)
     rounding = _copies(rounding, samples, levels) + rounding[:samples]
     rows = max(1, _STRIP // (len(q) * q.shape[1] * length))
@@ -132,6 +142,10 @@ def row_changes(
     for start in range(0, q.shape[2], rows):
         part = slice(start, start + rows)
         scores = _scores(q[:, :, part], keys, selection.sign * call.scale, workspace)
+        if call.softcap is not None:  # which moves no two scores further apart
+            scores = call.softcap * torch.tanh(scores / call.softcap)
+        if call.bias is not None:
+            scores = scores + selection.sign * _rows_of(call.bias, part)
         allowed = _allowed(call, samples, part)
         chosen = call.selected[:, :, part] if selection.own and call.selected is not None else None
         parts.append(
@@ -159,10 +173,16 @@ def _copies(values: Tensor, samples: int, levels: int) -> Tensor:
 
 def _allowed(call: AttentionCall, samples: int, part: slice) -> Tensor | None:
     """Allowed keys of the clean samples, which are those of their copies: (b or 1, H or 1, rows or 1, L)."""
-    if call.allowed is None:
+    allowed = call.allowed_keys(part.start, min(part.stop, call.q.shape[2]))
+    if allowed is None:
         return None
-    allowed = call.allowed[:samples] if call.allowed.shape[0] > 1 else call.allowed
-    return allowed[:, :, part] if allowed.shape[2] > 1 else allowed
+    allowed = allowed[(None,) * (4 - allowed.ndim)]
+    return allowed[:samples] if allowed.shape[0] > 1 else allowed
+
+
+def _rows_of(values: Tensor, part: slice) -> Tensor:
+    """Some queries of (B or 1, H or 1, Lq or 1, Lk)."""
+    return values[:, :, part] if values.shape[2] > 1 else values
 
 
 def _strip(

@@ -1,21 +1,25 @@
 """Do masks survive input noise? Every query's set S against that of noisy copies of the same input."""
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import pandas as pd
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from semdiag.capturing.attention_calls import AttentionCall, watch_attention
+from semdiag.capturing.batches import Batch, repeated, samples_of, split
 from semdiag.capturing.loading import LoadedModel
 from semdiag.mathematics.mask_stability import predicted_agreement
+from semdiag.measurement.embedding_noise import noisy_embeddings
 from semdiag.measurement.mask_rows import RowChanges, Selection, Workspace, row_changes, selection_of
 from semdiag.measurement.measurements import empty_table
 from semdiag.measurement.perturbation import NOISE, check_levels, noisy_copies, token_size
-from semdiag_models import Encoder, InputError
+from semdiag.measurement.running import running, unnamed
+from semdiag_models import InputError
 
 DRAWS = 5
 SUPPOSED_K = 5  # heavy hitters of the mask that a full-attention model would choose
@@ -44,8 +48,8 @@ class NoisePlan:
 
 
 def mask_stability(
-    model: LoadedModel | Encoder,
-    tokens: Tensor,
+    model: LoadedModel | nn.Module,
+    tokens: Batch | Iterable[Batch],
     labels: Tensor | None = None,
     plan: NoisePlan | None = None,
     *,
@@ -65,8 +69,8 @@ def mask_stability(
     room for the rounding of the scores, so that a certified row that changes its mask is an error.
 
     Args:
-        model: from :func:`semdiag.load`, or an encoder of one's own.
-        tokens: (N, L) int64.
+        model: from :func:`semdiag.load`, or any module; noise enters models of others behind their embedding.
+        tokens: (N, L) int64, or what :func:`~semdiag.measurement.measure.measure` takes.
         labels: (N,) classes, for the accuracy; None if unknown.
         plan: levels, draws, place and seed of the noise; by default 1 % of each embedded token's RMS, 5 draws.
         batch_size: samples at a time, noisy copies included.
@@ -93,17 +97,41 @@ def mask_stability(
         ([0.0, 2.0, 1.0], 1)
     """
     plan = NoisePlan() if plan is None else plan
-    loaded = model if isinstance(model, LoadedModel) else LoadedModel("model", "", model, "python", "unknown")
-    config = loaded.module.config
+    loaded = model if isinstance(model, LoadedModel) else unnamed(model)
+    copies = len(plan.levels) * plan.draws
+    cut = split(tokens, max(1, round(batch_size / (1 + copies))))
+    if loaded.foreign:
+        return _foreign(loaded, cut, plan, device, dtype, after_batch), empty_table("noise_effects")
+    config = loaded.encoder.config
     if plan.block >= config.blocks:
         raise InputError(f"Noise can enter at blocks 0 to {config.blocks - 1} of {loaded.path}. Got {plan.block}.")
-    runner = copy.deepcopy(loaded.module).to(device=device, dtype=dtype).eval()
+    runner = copy.deepcopy(loaded.encoder).to(device=device, dtype=dtype).eval()
     probe = _Probe(plan, selection_of(config.attention), runner, runner.blocks[plan.block])
-    copies = len(plan.levels) * plan.draws
-    for batch in torch.split(tokens, max(1, round(batch_size / (1 + copies)))):
-        probe.run(batch.to(device, torch.int64))
+    for batch in cut:
+        probe.run(torch.as_tensor(batch).to(device, torch.int64))
         after_batch(len(batch))
     return _masks(loaded.path, probe), _effects(loaded.path, probe, labels)
+
+
+def _foreign(
+    loaded: LoadedModel,
+    batches: Sequence[Batch],
+    plan: NoisePlan,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    after_batch: Callable[[int], None],
+) -> pd.DataFrame:
+    """The table ``masks`` of a model whose attention alone is known."""
+    if plan.block:
+        raise InputError(f"Noise can enter {loaded.path} behind its embedding only. Got block {plan.block}.")
+    probe = _Probe(plan, selection_of("full"), loaded.module, loaded.module)
+    with running(loaded, probe.add, device, dtype) as run:
+        for batch in batches:
+            probe.samples = samples_of(batch)
+            with noisy_embeddings(run.module, probe.samples, probe.add_noise):
+                run(repeated(batch, 1 + plan.draws * len(plan.levels)))
+            after_batch(probe.samples)
+    return _masks(loaded.path, probe)
 
 
 @dataclass
@@ -198,7 +226,11 @@ def _masks(model: str, probe: _Probe) -> pd.DataFrame:
     parts = []
     draws = probe.plan.draws
     for layer, batches in sorted(probe.rows.items()):
-        whole = {name: torch.cat([b[name] for b in batches], -3).cpu() for name in batches[0]}
+        most = max(b["counted"].shape[-1] for b in batches)  # rows that pad a shorter batch do not count
+        whole = {
+            name: torch.cat([F.pad(b[name], (0, most - b[name].shape[-1])) for b in batches], -3).cpu()
+            for name in batches[0]
+        }
         count, total, squares = probe.swings[layer].cpu()
         spread = (squares / count - (total / count).square()).clamp(min=0).sqrt()  # (levels, heads)
         counted = whole["counted"]

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from semdiag.measurement.attention_kinds import DENSE
 from semdiag.measurement.mask_rows import SELECTIONS
 from semdiag.measurement.measurements import Measurements
 from semdiag.measurement.resampling import Interval, mean_interval, rank_correlation_interval
@@ -62,7 +63,7 @@ def mask_words(measurements: Measurements, model: str) -> str:
     own = measurements.masks.loc[measurements.masks["model"] == model, "kept"]
     if own.empty:
         return "no query drops a key: no mask can change"
-    return SUPPOSED.format(k=own.iloc[0]) if kind == "full" else f"the model's own mask, k = {own.iloc[0]}"
+    return SUPPOSED.format(k=own.iloc[0]) if kind in DENSE else f"the model's own mask, k = {own.iloc[0]}"
 
 
 @lru_cache(maxsize=1)  # resampling takes a second, and page, figures and tables all ask

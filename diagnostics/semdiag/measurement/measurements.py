@@ -22,6 +22,26 @@ _NEEDED = {
 }
 # Columns of the models that older folders and models of other kinds lack, and what that means.
 _UNLESS_SAID: dict[str, Any] = {"global_tokens": 0, "norm": "pre", "pooling": "mean"}
+# Tables of what was captured and what was not; absent from older folders.
+AUDIT_TABLES = {
+    "calls": {
+        "model": "str",
+        "layer": "int64",
+        "module": "str",
+        "occurrence": "int64",
+        **dict.fromkeys(("mechanism", "mask"), "str"),
+        **dict.fromkeys(("heads", "key_heads", "width", "calls"), "int64"),
+        "residual": "float64",
+    },
+    "projections": {
+        "model": "str",
+        **dict.fromkeys(("layer", "head"), "int64"),
+        **dict.fromkeys(("gamma", "upsilon"), "float64"),
+        "reason": "str",
+    },
+    "remarks": {**dict.fromkeys(("model", "module", "text"), "str"), "times": "int64"},
+    "skipped": {**dict.fromkeys(("model", "module", "operation", "reason"), "str"), "times": "int64"},
+}
 # Tables that only some commands measure: empty where they were not, absent from older folders.
 OPTIONAL_TABLES = {
     "secants": {
@@ -130,15 +150,27 @@ OPTIONAL_TABLES = {
     },
 }
 
+_EVERY = (*TABLES, *AUDIT_TABLES, *OPTIONAL_TABLES)
+
 
 def empty_table(name: str) -> pd.DataFrame:
     """Return an optional table without rows, with its columns and their types.
 
     Args:
-        name: a key of :data:`OPTIONAL_TABLES`.
+        name: a key of :data:`AUDIT_TABLES` or :data:`OPTIONAL_TABLES`.
     """
-    columns = OPTIONAL_TABLES[name]
-    return pd.DataFrame({column: [] for column in columns}).astype(columns)
+    return typed(name, [])
+
+
+def typed(name: str, rows: list[dict[str, Any]]) -> pd.DataFrame:
+    """Return an optional table with the given rows.
+
+    Args:
+        name: a key of :data:`AUDIT_TABLES` or :data:`OPTIONAL_TABLES`.
+        rows: with its columns.
+    """
+    columns = (AUDIT_TABLES | OPTIONAL_TABLES)[name]
+    return pd.DataFrame({column: [row[column] for row in rows] for column in columns}).astype(columns)
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,14 +183,20 @@ class Measurements:
     Attributes:
         models: one row per model: path, sha256, source, snapshot, task, attention, k, global_tokens, norm,
             pooling, seed, epoch, blocks, heads, length, parameters, samples, inputs, accuracy, found and
-            captured attention layers, residual.
+            captured attention layers, residual. Of somebody else's model, what is not known is missing; blocks are
+            the places where attention happens, attention is ``full``, ``causal`` or ``masked``.
         queries: one row per query: sample, layer, head, query, keys (n_i), kept (k_i), dispersion,
             separation (+inf where nothing is dropped), largest_weight (of its attention weights), and
-            dispersion_kK, separation_kK for each counterfactual K.
+            dispersion_kK, separation_kK, mass_kK (share of the weight on the K largest) for each counterfactual K.
         loads: one row per key: sample, layer, head, key, load, and load_kK.
         history: one row per epoch of each training run.
         non_finite: one row per sample, layer and head with scores that are NaN or infinite, and how many.
         provenance: versions, device, dtype, seed, command.
+        calls: one row per place where attention happens (a module, and which of its calls in a forward): how it
+            was captured, its mask, heads, number of calls and largest residual.
+        projections: one row per head of models of others: Γ and Υ, or why they are not available.
+        remarks: one row per thing to know about a captured attention, as a mask that adds -10,000.
+        skipped: one row per operation that looks like attention and was not captured, with the reason.
         secants: one row per query, noise level and clean-noisy pair; see
             :func:`~semdiag.measurement.perturbation.measure_secants`. Empty if not measured.
         constants: one row per constant of the theory and form; see
@@ -190,6 +228,10 @@ class Measurements:
     history: pd.DataFrame
     non_finite: pd.DataFrame
     provenance: dict[str, Any] = field(default_factory=dict)
+    calls: pd.DataFrame = field(default_factory=lambda: empty_table("calls"))
+    projections: pd.DataFrame = field(default_factory=lambda: empty_table("projections"))
+    remarks: pd.DataFrame = field(default_factory=lambda: empty_table("remarks"))
+    skipped: pd.DataFrame = field(default_factory=lambda: empty_table("skipped"))
     secants: pd.DataFrame = field(default_factory=lambda: empty_table("secants"))
     constants: pd.DataFrame = field(default_factory=lambda: empty_table("constants"))
     parameters: pd.DataFrame = field(default_factory=lambda: empty_table("parameters"))
@@ -228,7 +270,7 @@ class Measurements:
         twice = sorted({path for path in paths if paths.count(path) > 1})
         if twice:
             raise InputError(f"{twice[0]} is named twice.")
-        tables = {name: _joined([getattr(part, name) for part in parts]) for name in (*TABLES, *OPTIONAL_TABLES)}
+        tables = {name: _joined([getattr(part, name) for part in parts]) for name in _EVERY}
         return cls(**tables, provenance=parts[0].provenance)
 
     def save(self, folder: Path | str) -> None:
@@ -239,9 +281,9 @@ class Measurements:
         """
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        for name in (*TABLES, *OPTIONAL_TABLES):
+        for name in _EVERY:
             file, table = folder / f"{name}.parquet", getattr(self, name)
-            if name in OPTIONAL_TABLES and table.empty:
+            if name not in TABLES and table.empty:
                 file.unlink(missing_ok=True)
             else:
                 table.to_parquet(file, index=False)
@@ -263,7 +305,7 @@ class Measurements:
         folder = Path(folder)
         try:
             tables = {name: pd.read_parquet(folder / f"{name}.parquet") for name in TABLES}
-            for name in OPTIONAL_TABLES:
+            for name in _EVERY[len(TABLES) :]:
                 file = folder / f"{name}.parquet"
                 tables[name] = pd.read_parquet(file) if file.exists() else empty_table(name)
             provenance = json.loads((folder / "provenance.json").read_text(encoding="utf-8"))
@@ -272,7 +314,7 @@ class Measurements:
                 f"{folder} does not hold saved measurements ({str(error).splitlines()[0]}). "
                 "Make them with: semdiag report --keep-queries."
             ) from None
-        optional = {name: " ".join(columns) for name, columns in OPTIONAL_TABLES.items()}
+        optional = {name: " ".join(columns) for name, columns in (AUDIT_TABLES | OPTIONAL_TABLES).items()}
         for name, needed in (_NEEDED | optional).items():
             missing = [column for column in needed.split() if column not in tables[name]]
             if missing:
@@ -288,7 +330,7 @@ class Measurements:
         Args:
             model: a value of the column ``model``.
         """
-        tables = {name: getattr(self, name) for name in (*TABLES, *OPTIONAL_TABLES)}
+        tables = {name: getattr(self, name) for name in _EVERY}
         own = {name: table[table["model"] == model] for name, table in tables.items()}
         return type(self)(**own, provenance=self.provenance)
 

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import pandas as pd
 
+from semdiag.measurement.attention_kinds import foreign
 from semdiag.measurement.mask_summaries import effect_table, mask_table
 from semdiag.measurement.measurements import Measurements
 from semdiag.measurement.sweep_summaries import condition_table
@@ -24,9 +25,13 @@ def mask_tables(measurements: Measurements, sections: Sequence[str]) -> dict[str
     facts, tables = measurements.models[_FACTS], {}
     if "mask-stability" in sections:
         tables["mask_stability"] = facts.merge(mask_table(measurements), on="model")
-        tables["noise_effects"] = facts.merge(effect_table(measurements), on="model")
+        if len(measurements.noise_effects):
+            tables["noise_effects"] = facts.merge(effect_table(measurements), on="model")
     if "k-sweep" in sections:
-        named = {"k": "swept_k"}
-        tables["k_sweep"] = facts.merge(measurements.sweep.rename(columns=named), on="model")
+        named, sweep = {"k": "swept_k"}, measurements.sweep
+        others = list(measurements.models["model"][foreign(measurements.models)])
+        # Models of others have so many heads that their table would outweigh the report: pooled rows only.
+        sweep = sweep[~sweep["model"].isin(others) | (sweep["layer"] == -1)]
+        tables["k_sweep"] = facts.merge(sweep.rename(columns=named), on="model")
         tables["k_sweep_conditions"] = facts.merge(condition_table(measurements).rename(columns=named), on="model")
     return tables

@@ -67,13 +67,14 @@ def mask_sentences(measurements: Measurements) -> list[str]:
 def _levels(measurements: Measurements, own: pd.DataFrame, effects: pd.DataFrame) -> Iterator[str]:
     outputs = effects.set_index("level")
     for row in own.to_dict("records"):
+        known = row["level"] in outputs.index
+        flipped = f"; {outputs.loc[row['level'], 'flipped']:.1%} of the predictions change" if known else ""
         yield (
             f"Under {noise_words(measurements, row['level'])} noise {row['exact']:.1%} of the masks stay exactly "
             f"the same (95 % interval {row['exact_low']:.1%} to {row['exact_high']:.1%}; certified "
             f"{row['certified']:.1%}, predicted {row['predicted']:.1%}), {row['agreement']:.1%} of their keys "
             f"are kept; rank correlation of Δ with disagreement {row['spearman']:.2f} ({row['spearman_low']:.2f} "
-            f"to {row['spearman_high']:.2f}); {outputs.loc[row['level'], 'flipped']:.1%} of the predictions "
-            f"change."
+            f"to {row['spearman_high']:.2f}){flipped}."
         )
 
 

@@ -65,6 +65,7 @@ def _below_bounds(own: Sequence[Finding]) -> str:
     checked = sum(int(f.numbers["holds"]) for f in own)
     unmet = sum(int(f.numbers["not_met"]) for f in own)
     tail = f"; {unmet:,} have no bound" if unmet else ""
+    tail += "".join(f"; {f.note}" for f in own if f.numbers.get("estimates above the bound"))
     nearest = f", the nearest by a factor of 10^{min(gaps):.1f}" if gaps else ""
     return f"all {checked:,} estimates stay below the sound bounds{nearest}{tail}."
 

@@ -5,6 +5,7 @@ from semdiag.presentation.mask_questions import MASK_QUESTIONS
 from semdiag.presentation.probe_questions import PROBE_QUESTIONS
 from semdiag.presentation.question import Question, Shown
 from semdiag.presentation.theory_questions import THEORY_QUESTIONS
+from semdiag.presentation.within_questions import BY_KEYS, WITHIN
 
 _PAIRED = (
     "This is a comparison across models: two models, each trained with its own attention on the same data "
@@ -18,19 +19,9 @@ _POOLED = (
 
 
 SECTIONS = (
-    "dispersion",
-    "separation",
-    "learning",
-    "stability",
-    "bounds",
-    "mask-stability",
-    "k-sweep",
-    "lipschitz",
-    "landscape",
-    "convergence",
-    "along",
-    "lengths",
-)
+    "dispersion", "within", "separation", "learning", "stability", "bounds", "mask-stability", "k-sweep",
+    "lipschitz", "landscape", "convergence", "along", "lengths",
+)  # fmt: skip
 
 QUESTIONS = (
     Question(
@@ -56,6 +47,7 @@ QUESTIONS = (
                 "shown in a panel of its own, compare with it: what is already there before training is "
                 "owed to the mask, not to learning.",
             ),
+            BY_KEYS,
         ),
         (
             _PAIRED,
@@ -78,14 +70,6 @@ QUESTIONS = (
                 "whole sequences: if a bar crosses 1, these inputs do not settle the question for that "
                 "layer.",
             ),
-            Shown(
-                "dispersion_counterfactual",
-                "Within full-attention models: dispersion over all keys beside the dispersion over the k "
-                "largest scores of the same rows, per layer: {models}.",
-                "Within one and the same full model: the spread of all its scores beside the spread of its "
-                "k largest only. It shows what a top-k mask would leave of this model's dispersion without "
-                "training it anew; it is not the comparison between trained models above.",
-            ),
         ),
         (
             "The intervals speak about other inputs of the same kind, not about other seeds or training "
@@ -95,6 +79,7 @@ QUESTIONS = (
             "the same work.",
         ),
     ),
+    WITHIN,
     Question(
         "separation",
         "separation",

@@ -14,7 +14,7 @@ from semdiag.measurement.block_jacobians import block_jacobians, plain_attention
 from semdiag.measurement.finding import Verdict
 from semdiag.measurement.input_traces import trace_inputs
 from semdiag.measurement.lipschitz import LipschitzOptions, end_points, lipschitz
-from semdiag.measurement.lipschitz_verdicts import SECANTS, estimate_findings, ordering_findings
+from semdiag.measurement.lipschitz_verdicts import END_POINTS, SECANTS, estimate_findings, ordering_findings
 from semdiag.measurement.loss_gradients import ball_gradients, gradient_norms
 from semdiag.measurement.loss_secants import GROUPS, LINES, line_secants, plane_secants
 from semdiag.measurement.measurements import Measurements, empty_table
@@ -173,7 +173,7 @@ def test_every_estimate_of_both_models_is_below_its_sound_bound(tiny_models, inp
     found = found_on(tiny_models, inputs, LipschitzOptions(10, 2, 3, 15, 1.0))
     tops = found.loss_gradients.groupby(["model", "group"])["slope"].max()
     points = found.end_points.assign(accepted=True)  # 3 blocks are too few: as if the steepest draw were the end
-    points["estimate"] = [tops[row.model, row.group] for row in points.itertuples()]
+    points["estimate"] = points["low"] = [tops[row.model, row.group] for row in points.itertuples()]
     findings = estimate_findings(dataclasses.replace(found, end_points=points))
     assert len(findings) == 8
     for finding in findings:
@@ -188,6 +188,19 @@ def test_an_estimate_above_its_bound_is_called_violated(tiny_models, inputs):
     violated = next(f for f in findings if f.claim == SECANTS)
     assert violated.verdict is Verdict.VIOLATED
     assert violated.numbers["violated"] > 0
+
+
+@pytest.mark.parametrize(("low", "verdict"), [(-1.0, Verdict.HOLDS), (1.0, Verdict.VIOLATED)])
+def test_an_end_point_contradicts_the_bound_only_with_its_whole_interval(tiny_models, inputs, low, verdict):
+    found = found_on(tiny_models[:1], inputs)
+    bounds = found.loss_gradients.groupby("group")["ln_sound"].max()
+    points = found.end_points[found.end_points["group"] == "head"].assign(accepted=True)
+    points = points.assign(low=np.exp(bounds["head"] + low), estimate=np.exp(bounds["head"] + 2))
+    findings = estimate_findings(dataclasses.replace(found, end_points=points))
+    finding = next(f for f in findings if f.claim == END_POINTS)
+    assert finding.verdict is verdict
+    assert finding.numbers["estimates above the bound"] == 1
+    assert ("head" in finding.note) == (verdict is Verdict.HOLDS)
 
 
 def test_deterministic_under_its_seed_and_nothing_left_behind(tiny_models, inputs):

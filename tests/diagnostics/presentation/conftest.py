@@ -28,6 +28,7 @@ def one_model(attention="full", task="even-pairs", seed=7, snapshot="last", path
     for k in within:
         queries[f"dispersion_k{k}"] = queries["dispersion"] * k / LENGTH
         queries[f"separation_k{k}"] = 0.02
+        queries[f"mass_k{k}"] = k / LENGTH
     loads = rows.rename(columns={"query": "key"}).assign(load=LENGTH)
     if attention != "full":
         loads["load"] = np.tile([6, 6, 6, 6, 0, 0, 0, 0], SAMPLES * LAYERS)
@@ -232,6 +233,17 @@ def model():
 def four():
     """One model of each attention, the full one with a counterfactual k = 3."""
     return Measurements.concat([one_model(kind, within=(3,) if kind == "full" else ()) for kind in KINDS])
+
+
+@pytest.fixture
+def unequal():
+    """Call with measurements: the same with one key for the first query, two for the second, …"""
+
+    def change(measurements):
+        queries = measurements.queries
+        return dataclasses.replace(measurements, queries=queries.assign(keys=queries["query"] + 1))
+
+    return change
 
 
 @pytest.fixture
