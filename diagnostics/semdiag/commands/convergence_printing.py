@@ -80,11 +80,11 @@ def _seeds(over: pd.DataFrame) -> Table:
 def _lengths(measurements: Measurements, found: pd.DataFrame) -> Table:
     rows = measurements.lengths[measurements.lengths["layer"] == -1]
     lengths = sorted(rows["length"].unique())
-    table = _table("accuracy (median δ) on inputs of length", "attention", "seed", *map(str, lengths))
+    table = _table("accuracy, median δ on length", "attention", "seed", *map(str, lengths))
     value = rows.set_index(["model", "length", "quantity", "statistic"])["value"]
     for run in found[found["model"].isin(rows["model"])].to_dict("records"):
         own = value[run["model"]]
-        cells = [f"{own[n, 'accuracy', 'value']:.1%} ({own[n, 'dispersion', 'p50']:.3g})" for n in lengths]
+        cells = [f"{own[n, 'accuracy', 'value']:.1%} δ {own[n, 'dispersion', 'p50']:.3g}" for n in lengths]
         table.add_row(run["group"], run["attention"], str(run["seed"]), *cells)
     return table
 

@@ -71,7 +71,7 @@ def measure_along(
         snapshot = load(path)
         found = survey([snapshot], few)
         common = {"model": model.path, "epoch": snapshot.epoch}
-        rows += [{**common, **row} for row in _numbers(found, snapshot.module.config.attention)]
+        rows += [{**common, **row} for row in _numbers(found, snapshot.encoder.config.attention)]
         after_snapshot(1)
     template = empty_table("along")
     return pd.DataFrame(rows)[list(template)].astype(template.dtypes)

@@ -71,7 +71,7 @@ def check_lengths(models: Sequence[LoadedModel], lengths: Sequence[int]) -> None
             if length < 1:
                 raise InputError(f"--lengths takes lengths of at least 1. Got {length}.")
             try:
-                longer(model.module, length)
+                longer(model.encoder, length)
                 task.sample(1, length, torch.Generator().manual_seed(0))
             except InputError as error:
                 raise InputError(f"{model.path}: {error}") from None
@@ -112,7 +112,7 @@ def measure_lengths(
     for length in sorted(set(lengths)):
         generator = torch.Generator().manual_seed(_SEED_OF_LENGTHS + seed)
         tokens, labels = task.sample(samples, length, generator)
-        fitting = replace(model, module=longer(model.module, length))
+        fitting = replace(model, module=longer(model.encoder, length))
         batches = {"batch_size": batch_size, "device": device, "dtype": dtype, "after_batch": after_batch}
         found = measure(fitting, tokens, labels=labels, **batches)  # type: ignore[arg-type]
         common = {"model": model.path, "length": length, "samples": samples}

@@ -34,7 +34,7 @@ def run_table(models: Sequence[LoadedModel]) -> pd.DataFrame:
 
 def _row(model: LoadedModel) -> dict[str, Any]:
     assert model.training is not None  # run_table has looked
-    training, config = model.training.to_dict(), model.module.config.to_dict()
+    training, config = model.training.to_dict(), model.encoder.config.to_dict()
     text = training.pop("text", None)
     setting = {name: value for name, value in config.items() if name not in _ATTENTION}
     setting |= {name: value for name, value in training.items() if name not in _NOT_A_SETTING}
@@ -43,8 +43,8 @@ def _row(model: LoadedModel) -> dict[str, Any]:
     return {
         "model": model.path,
         "task": model.training.task_label,
-        "attention": model.module.config.attention_label,
-        "kind": model.module.config.attention,
+        "attention": model.encoder.config.attention_label,
+        "kind": model.encoder.config.attention,
         "seed": model.training.seed,
         "setting": json.dumps(setting, sort_keys=True),
         "epochs": model.epoch,
