@@ -14,6 +14,7 @@ from semdiag.commands.listing import list_names
 from semdiag.commands.report import report
 from semdiag.commands.separation import separation
 from semdiag.commands.stability import stability
+from semdiag.commands.sweep import sweep
 from semdiag.commands.train import train
 
 # Typer carries click under a name that has changed between its versions; its own exports lead there.
@@ -37,6 +38,7 @@ for name, command in (
     ("bounds", bounds),
     ("report", report),
     ("check", check),
+    ("sweep", sweep),
 ):
     app.command(name)(command)
 
