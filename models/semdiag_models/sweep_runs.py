@@ -73,7 +73,7 @@ class Order:
         folder: the run's, absolute.
         device: ``cpu``, ``cuda`` or ``mps``.
         provenance: stored in every snapshot.
-        parent: process that ends all workers by ending, or None.
+        parent: process with which the training ends, if it should end with one.
     """
 
     run: SweepRun

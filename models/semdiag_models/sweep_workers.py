@@ -5,6 +5,7 @@ import signal
 from collections import Counter, deque
 from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import replace
 from typing import Any, Protocol
 
 from joblib.externals.loky import get_reusable_executor
@@ -53,7 +54,7 @@ class LocalWorkers:
 
     def submit(self, order: Order) -> Future[Outcome]:
         """See :class:`Workers`."""
-        future: Future[Outcome] = self._executor().submit(train_order, order)
+        future: Future[Outcome] = self._executor().submit(train_order, replace(order, parent=os.getpid()))
         return future
 
     def wait(self, handles: list[Future[Outcome]], seconds: float) -> list[Future[Outcome]]:

@@ -130,7 +130,6 @@ def _train(
     runs: "list[SweepRun]", folder: Path, device: str, target: float, retries: int, workers: Any, quiet: bool
 ) -> "list[RunResult]":
     """Train what is left; return the rows of all runs, which are also written after every run."""
-    import os
     import shlex
 
     from semdiag.commands.sweep_display import SweepProgress
@@ -146,7 +145,7 @@ def _train(
         undo.callback(lock.release)
         rows = {run.name: result(run, folder / run.name, target) for run in runs}
         left = [run for run in runs if rows[run.name].status in ("begun", "waiting")]
-        orders = [Order(run, (folder / run.name).resolve(), device, provenance, os.getpid()) for run in left]
+        orders = [Order(run, (folder / run.name).resolve(), device, provenance) for run in left]
         undo.callback(lambda: write_results(folder, list(rows.values()), provenance))
         if not left:
             return list(rows.values())

@@ -24,7 +24,7 @@ def _table(title: str, *columns: str) -> Any:
 
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
     for number, column in enumerate(columns):
-        table.add_column(column, justify="left" if number < 2 else "right", no_wrap=number < 2)
+        table.add_column(column, justify="left" if number < 2 else "right", no_wrap=number > 0, overflow="fold")
     return table
 
 
