@@ -13,8 +13,14 @@ if TYPE_CHECKING:
     from semdiag.capturing.attention_calls import AttentionCall, watch_attention
     from semdiag.capturing.loading import LoadedModel, load
     from semdiag.mathematics.row_statistics import RowStatistics, row_statistics
+    from semdiag.measurement.capture import Calls, capture
+    from semdiag.measurement.k_sweep import SweepPlan, k_sweep
+    from semdiag.measurement.landscape import LandscapeOptions, landscape
+    from semdiag.measurement.lipschitz import LipschitzOptions, lipschitz
+    from semdiag.measurement.mask_stability import NoisePlan, mask_stability
     from semdiag.measurement.measure import measure
     from semdiag.measurement.measurements import Measurements
+    from semdiag.measurement.monitor import Monitor
     from semdiag_models import InputError
 
 # Imported on first use: `semdiag --help` must not wait for torch and pandas.
@@ -25,8 +31,19 @@ _HOME = {
     "load": "semdiag.capturing.loading",
     "RowStatistics": "semdiag.mathematics.row_statistics",
     "row_statistics": "semdiag.mathematics.row_statistics",
+    "Calls": "semdiag.measurement.capture",
+    "capture": "semdiag.measurement.capture",
+    "SweepPlan": "semdiag.measurement.k_sweep",
+    "k_sweep": "semdiag.measurement.k_sweep",
+    "NoisePlan": "semdiag.measurement.mask_stability",
+    "mask_stability": "semdiag.measurement.mask_stability",
+    "LandscapeOptions": "semdiag.measurement.landscape",
+    "landscape": "semdiag.measurement.landscape",
+    "LipschitzOptions": "semdiag.measurement.lipschitz",
+    "lipschitz": "semdiag.measurement.lipschitz",
     "measure": "semdiag.measurement.measure",
     "Measurements": "semdiag.measurement.measurements",
+    "Monitor": "semdiag.measurement.monitor",
     "InputError": "semdiag_models",
 }
 
@@ -36,7 +53,10 @@ __all__ = [
     # mathematics
     "RowStatistics", "row_statistics",
     # measurement
-    "Measurements", "measure",
+    "Calls", "Measurements", "Monitor", "capture", "measure",
+    # probes
+    "LandscapeOptions", "LipschitzOptions", "NoisePlan", "SweepPlan", "k_sweep", "landscape", "lipschitz",
+    "mask_stability",
     # errors
     "InputError",
 ]  # fmt: skip

@@ -50,7 +50,7 @@ class AttentionCore(nn.Module):
         p = self.p if self.training else 0.0
         if selected is None:
             return dense_attention(q, k, v, scale, valid, p)
-        mixed = selected_attention(q, k, v, scale, selected, p)
+        mixed = self.attend_selected(q, k, v, scale, selected, p)
         first, last = self.everywhere
         if first + last == 0:
             return mixed
@@ -58,6 +58,10 @@ class AttentionCore(nn.Module):
         rows = torch.cat([q[:, :, :first], q[:, :, end:]], 2)
         dense = dense_attention(rows, k, v, scale, valid, p)
         return torch.cat([dense[:, :, :first], mixed[:, :, first:end], dense[:, :, first:]], 2)
+
+    def attend_selected(self, q: Tensor, k: Tensor, v: Tensor, scale: float, selected: Tensor, p: float) -> Tensor:
+        """Mix the values of the selected keys: (B, H, L, D), … -> (B, H, L, D)."""
+        return selected_attention(q, k, v, scale, selected, p)
 
 
 class Attention(nn.Module):

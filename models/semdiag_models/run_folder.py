@@ -180,14 +180,10 @@ def start_run(
     for half_written in [*folder.glob(".*.pt.????????"), *folder.glob(".history.csv.tmp")]:
         half_written.unlink()  # of a process that was killed
     if trainer.epoch == 0:
-        for old in [
-            *folder.glob("last.pt"),
-            *folder.glob("epoch-*.pt"),
-            *folder.glob("best.pt"),
-            *folder.glob("history.csv"),
-        ]:
-            old.unlink()
-        save("epoch-0", "last")
+        save("last", "epoch-0")  # first, so that the folder can be resumed if the process dies here
+        later = (path for path in folder.glob("epoch-*.pt") if path.name != "epoch-0.pt")
+        for old in [*later, folder / "best.pt", folder / "history.csv"]:
+            old.unlink(missing_ok=True)  # of a run that is overwritten
     else:
         _write_history(folder / "history.csv", trainer.history)  # the process may have died just before it
     return finish_epoch

@@ -54,7 +54,7 @@ def select_keys(
         return _heavy_hitters(q, keys, signed, valid, min(k, length))
     if priorities is not None:
         return _most_wanted(priorities, valid, batch, min(k, length))
-    selected = _local(attention, length, k, *everywhere).to(q.device).expand(batch, heads, length, -1)
+    selected = _local(attention, length, k, *everywhere, q.device).expand(batch, heads, length, -1)
     if valid is None:
         return selected
     allowed = valid[:, None, None, :].expand(batch, heads, length, length).gather(3, selected.clamp(min=0))
@@ -115,15 +115,15 @@ def random_priorities(seed: int, blocks: int, heads: int, length: int, device: t
 
 
 @lru_cache(maxsize=32)
-def _local(attention: str, length: int, k: int, first: int, last: int) -> Tensor:
+def _local(attention: str, length: int, k: int, first: int, last: int, device: torch.device) -> Tensor:
     """(L, k + first + last): own band or block, and the tokens that all attend to, whose own rows are empty."""
     inner = length - first - last
     own = _banded(inner, min(k, inner)) if attention == "banded" else _block_local(inner, k)
     if first + last == 0:
-        return own
+        return own.to(device)
     own = torch.where(own < 0, own, own + first)
     front, back = torch.arange(first).expand(inner, -1), torch.arange(length - last, length).expand(inner, -1)
-    return F.pad(torch.cat([front, own, back], 1), (0, 0, first, last), value=-1)
+    return F.pad(torch.cat([front, own, back], 1), (0, 0, first, last), value=-1).to(device)
 
 
 @lru_cache(maxsize=32)

@@ -369,3 +369,22 @@ def test_two_trainers_in_one_folder_are_refused(run, folder, tiny_model, tiny_tr
         run(overwrite=True)
     train_run(folder, first, {"command": "x"})
     assert read_checkpoint(folder / "last.pt").epoch == 3
+
+
+def test_a_run_killed_while_it_overwrites_another_is_resumed_as_the_new_one(monkeypatch, run, folder):
+    whole = run(seed=6)
+    run(snapshots=(2,), overwrite=True)
+    unlink = module.Path.unlink
+
+    def die(path, missing_ok=False):
+        if path.name == "best.pt":
+            raise StoppedError
+        unlink(path, missing_ok=missing_ok)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module.Path, "unlink", die)
+        with pytest.raises(StoppedError):
+            run(seed=6, overwrite=True)
+    assert same(whole.encoder.state_dict(), run(seed=6, resume=True).encoder.state_dict())
+    assert files(folder) == ["best.pt", "epoch-0.pt", "history.csv", "last.pt"]
+    assert read_checkpoint(folder / "best.pt").training.seed == 6

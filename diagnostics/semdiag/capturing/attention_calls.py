@@ -1,109 +1,89 @@
 """Watching a model's attention while it runs."""
 
+import sys
+import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from semdiag_models import AttentionCore, InputError
+from semdiag.capturing.attention_call import AttentionCall
+from semdiag.capturing.attention_core import core_call
+from semdiag.capturing.audit import Audit
+from semdiag.capturing.hugging_face import intercepted_interface
+from semdiag.capturing.operations import watched_operations
+from semdiag.capturing.recording import Recorder
+from semdiag.capturing.torch_functions import FunctionWatch
+from semdiag_models import AttentionCore
 
-
-@dataclass(frozen=True, eq=False)
-class AttentionCall:
-    """One call of one attention layer: everything that softmax attention is made of.
-
-    Attributes:
-        module: dotted name of the module in the model.
-        layer: position among the model's attention layers, from 0.
-        q: queries (B, H, Lq, D).
-        k: keys (B, H, Lk, D).
-        v: values (B, H, Lk, D).
-        scale: factor on q kᵀ, temperature included.
-        allowed: bool, broadcastable to (B, H, Lq, Lk), keys that may be attended to; None means all.
-        queries: (B, Lq) bool, false for padded queries; None means all count.
-        selected: (B, H, Lq, S) int64 positions of the keys the model selects, -1 for none; None means all allowed.
-        mixed: what the layer returned (B, H, Lq, D).
-    """
-
-    module: str
-    layer: int
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    scale: float
-    allowed: Tensor | None
-    queries: Tensor | None
-    selected: Tensor | None
-    mixed: Tensor
+_COMPILERS = ("torch._dynamo", "torch.nn.attention.flex_attention")
+__all__ = ["AttentionCall", "watch_attention"]
 
 
 @contextmanager
-def watch_attention(model: nn.Module, consume: Callable[[AttentionCall], None]) -> Iterator[list[str]]:
-    """Call ``consume`` for every attention call of the model inside the context.
+def watch_attention(
+    model: nn.Module, consume: Callable[[AttentionCall], None], *, operations: bool = False
+) -> Iterator[Audit]:
+    """Call ``consume`` for every softmax attention of the model inside the context.
 
-    Forward hooks are attached to the model's :class:`AttentionCore` modules and removed when the context is
-    left, by whatever way. Outputs are those of the model without hooks, to the last bit.
+    Any model: encoders of semdiag_models, Hugging Face transformers, torch's own attention modules and functions,
+    attention written by hand as softmax of a product of queries and keys, times values. Nothing is attached to the
+    model and nothing is left behind, by whatever way the context is left. Outputs are those of the model
+    without the watch, to the last bit, with two exceptions, where the rounding differs: the fused paths that
+    ``nn.TransformerEncoder`` and ``nn.MultiheadAttention`` take in evaluation mode without gradients, and compiled
+    models; both run as they were written inside.
+
+    Not seen: attention in worker threads (``nn.DataParallel``), in jit graphs, in ``flex_attention``, and
+    attention without a softmax. Contexts may be nested.
 
     Args:
-        model: a model of ``semdiag_models``.
-        consume: gets each call while its tensors are alive; reduce them at once, keep none.
+        model: any module. Only what runs inside it is seen.
+        consume: gets each call while its tensors are alive; reduce them at once, keep none. It runs without
+            gradient, autocast and modes.
+        operations: whether to watch every operation below Python, too, so that the audit lists whatever looks
+            like attention and was not captured. Slower.
 
     Yields:
-        Names of the watched attention modules, in the order of their layers.
-
-    Raises:
-        InputError: if the model has no attention of this kind.
+        The audit: which modules have attention, what was captured and what was not. It fills while the model
+        runs; the modules of a model of semdiag_models are known from the start.
     """
-    cores = [(name, module) for name, module in model.named_modules() if isinstance(module, AttentionCore)]
-    if not cores:
-        raise InputError(
-            f"No attention layer found in {type(model).__name__}. Supported are the encoders of semdiag_models "
-            "and checkpoints of the paper's released code."
-        )
-    handles = []
-    try:
-        for layer, (name, core) in enumerate(cores):
-            handles.append(core.register_forward_hook(_hook(name, layer, consume)))
-        yield [name for name, _ in cores]
-    finally:
-        for handle in handles:
-            handle.remove()
+    recorder = Recorder(model, consume)
+
+    def before(module: nn.Module, inputs: tuple[object, ...]) -> None:
+        if not recorder.enter(module):
+            return
+        if isinstance(module, AttentionCore):
+            recorder.covered += 1
+        elif isinstance(module, torch.jit.ScriptModule):
+            recorder.skip("jit graph", "operations of a scripted or traced module cannot be seen")
+
+    def after(module: nn.Module, inputs: tuple[object, ...], output: object) -> None:
+        name = recorder.module
+        if recorder.leave(module) and isinstance(module, AttentionCore):
+            recorder.covered -= 1
+            if isinstance(output, torch.Tensor) and not recorder.covered:  # None after an exception
+                recorder.record(core_call(name, module, inputs, output))
+
+    with ExitStack() as stack:
+        stack.callback(recorder.close)
+        stack.callback(register_module_forward_pre_hook(before).remove)
+        stack.callback(register_module_forward_hook(after, always_call=True).remove)
+        stack.enter_context(intercepted_interface(recorder))
+        stack.enter_context(_uncompiled())
+        if operations:
+            stack.enter_context(watched_operations(recorder))
+        stack.enter_context(FunctionWatch(recorder, everything=operations))
+        yield recorder.audit
 
 
-def _hook(
-    name: str, layer: int, consume: Callable[[AttentionCall], None]
-) -> Callable[[nn.Module, tuple[object, ...], Tensor], None]:
-    def hook(module: nn.Module, inputs: tuple[object, ...], mixed: Tensor) -> None:
-        q, k, v, scale, valid, selected = inputs
-        call = AttentionCall(
-            module=name,
-            layer=layer,
-            q=q,  # type: ignore[arg-type]  # the signature of AttentionCore.forward
-            k=k,  # type: ignore[arg-type]
-            v=v,  # type: ignore[arg-type]
-            scale=scale,  # type: ignore[arg-type]
-            allowed=valid[:, None, None, :] if isinstance(valid, Tensor) else None,
-            queries=valid if isinstance(valid, Tensor) else None,
-            selected=_ragged(module, selected, valid) if isinstance(selected, Tensor) else None,
-            mixed=mixed,
-        )
-        consume(call)
-
-    return hook
-
-
-def _ragged(core: nn.Module, selected: Tensor, valid: object) -> Tensor:
-    """Fill the rows of queries that attend to all valid keys, if there are any: (B, H, L, K) -> (B, H, L, L)."""
-    first, last = core.everywhere  # type: ignore[misc]  # of an AttentionCore
-    if first + last == 0:
-        return selected
-    length = selected.shape[2]
-    keys = torch.arange(length, device=selected.device).expand(len(selected), -1)
-    keys = keys if not isinstance(valid, Tensor) else keys.where(valid, -1)
-    whole = F.pad(selected, (0, max(0, length - selected.shape[3])), value=-1)
-    for rows in (slice(first), slice(length - last, length)):
-        whole[:, :, rows, :length] = keys[:, None, None, :]
-    return whole
+@contextmanager
+def _uncompiled() -> Iterator[None]:
+    """Run compiled functions as they were written: inside a compiled graph there is nothing to see."""
+    if not any(name in sys.modules for name in _COMPILERS):  # nothing is compiled, and importing it takes a second
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*when there are global hooks on modules")  # ours, and they may
+        yield

@@ -1,11 +1,16 @@
 """Reading inputs that a user names."""
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from semdiag.capturing import batches, pretrained
+from semdiag.capturing.batches import Batch
+from semdiag.capturing.loading import LoadedModel
 from semdiag_models import InputError
 from semdiag_models.checkpoint import read_plain
 
@@ -24,21 +29,69 @@ def read_inputs(path: Path) -> Tensor:
         InputError: if the file is missing or unreadable, of another kind, holds code, or its content is not
             whole numbers of shape (N, L).
     """
-    if not path.is_file():
-        raise InputError(f"The inputs {path} do not exist.")
-    if path.suffix == ".pt":
-        content = read_plain(path)
-        tokens = content.get("tokens") if isinstance(content, dict) else content
-    elif path.suffix in (".npy", ".npz"):
-        tokens = _read_numpy(path)
-    else:
-        raise InputError(
-            f"Inputs come as .npy, .npz or .pt token ids of shape (N, L), or as .txt. Got {path.name}."
-        )
+    content = _read(path)
+    tokens = content.get("tokens") if isinstance(content, dict) else content
     if not isinstance(tokens, Tensor) or tokens.ndim != 2 or not tokens.numel() or not _whole(tokens):
         what = f"{tokens.dtype} {tuple(tokens.shape)}" if isinstance(tokens, Tensor) else type(tokens).__name__
         raise InputError(f"{path} must hold whole token ids of shape (N, L), at least one. Got {what}.")
     return tokens.long()
+
+
+def read_batches(path: Path, model: LoadedModel, size: int) -> list[Batch]:
+    """Read inputs for a model of any kind.
+
+    Args:
+        path: texts, one a line (``.txt``, for Hugging Face models with a tokenizer); token ids or another array
+            (``.npy``, ``.npz``, ``.pt``); or a ``.pt`` with a dictionary of tensors, the model's keyword
+            arguments, or a list of such batches.
+        model: whose inputs they are.
+        size: samples in a batch.
+
+    Returns:
+        Batches that the model can be called with.
+
+    Raises:
+        InputError: if the file is missing, unreadable, empty, holds code, or does not suit the model.
+    """
+    if path.suffix == ".txt":
+        texts = _texts(path)
+        if model.source != "hugging face":
+            raise InputError(f"{path}: texts need a tokenizer, which {model.path} has not. Give token ids.")
+        tokenise = pretrained.tokeniser(model.path, model.module)
+        return [tokenise(texts[i : i + size]) for i in range(0, len(texts), size)]
+    content = _read(path)
+    if isinstance(content, Mapping) and set(content) == {"tokens"}:
+        content = content["tokens"]
+    found = batches.split(content, size)
+    if not found:
+        raise InputError(f"{path} holds no sample.")
+    return found
+
+
+def _texts(path: Path) -> list[str]:
+    if not path.is_file():
+        raise InputError(f"The inputs {path} do not exist.")
+    try:
+        lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path} is not a text in UTF-8 ({error.reason} at byte {error.start}).") from None
+    texts = [line for line in lines if line]
+    if not texts:
+        raise InputError(f"{path} holds no text: write one a line.")
+    return texts
+
+
+def _read(path: Path) -> Any:
+    if not path.is_file():
+        raise InputError(f"The inputs {path} do not exist.")
+    if path.suffix == ".pt":
+        return read_plain(path)
+    if path.suffix in (".npy", ".npz"):
+        return _read_numpy(path)
+    raise InputError(
+        "Inputs come as .npy, .npz or .pt token ids of shape (N, L), or as .txt for hf: models and models of "
+        f"text. Got {path.name}."
+    )
 
 
 def _whole(tokens: Tensor) -> bool:

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from semdiag.capturing import paper_code
+from semdiag.capturing import factories, paper_code, pretrained
 from semdiag_models import Encoder, InputError, Text, TrainingConfig, draw_data, find_task, read_checkpoint, sha256
 from semdiag_models.checkpoint import FORMAT, read_plain
 
@@ -19,21 +19,22 @@ class LoadedModel:
 
     Attributes:
         path: as the user named it.
-        sha256: of the file.
-        module: the encoder.
-        source: ``semdiag`` or ``paper code``.
-        snapshot: ``initialisation``, ``last``, ``best`` or ``epoch N``.
+        sha256: of the file; of a Hugging Face model's weight files; empty if there is none.
+        module: the model; an encoder of semdiag_models, or any other.
+        source: ``semdiag``, ``paper code``, ``hugging face``, ``factory`` or ``python``.
+        snapshot: ``initialisation``, ``last``, ``best``, ``epoch N`` or ``unknown``.
         task: the task's name; None if unknown.
         seed: of the run; None if unknown.
         epoch: finished epochs; None if unknown.
         training: data and optimisation of the run; None if unknown.
         history: one list per column, one entry per epoch; empty if unknown.
         provenance: versions, command, device of the training run.
+        batches: inputs that came with the model; None if none did.
     """
 
     path: str
     sha256: str
-    module: Encoder
+    module: nn.Module
     source: str
     snapshot: str
     task: str | None = None
@@ -42,6 +43,27 @@ class LoadedModel:
     training: TrainingConfig | None = None
     history: dict[str, list[float]] = field(default_factory=dict)
     provenance: dict[str, Any] = field(default_factory=dict)
+    batches: Any = None
+
+    @property
+    def foreign(self) -> bool:
+        """Whether this is a model of somebody else's: of its parts only the attention is known."""
+        return not isinstance(self.module, Encoder)
+
+    @property
+    def encoder(self) -> Encoder:
+        """The model as an encoder of semdiag_models, whose every part is known.
+
+        Raises:
+            InputError: if it is another model; the message says what works on it.
+        """
+        if isinstance(self.module, Encoder):
+            return self.module
+        raise InputError(
+            f"{self.path} is a {type(self.module).__name__}: this needs one of semdiag's encoders, whose every "
+            "part is known. On any model work: semdiag info, dispersion, separation, stability, mask-stability, "
+            "k-sweep and report."
+        )
 
     def default_inputs(self, samples: int, seed: int) -> tuple[Tensor, Tensor, str]:
         """Inputs to measure on when the user names none.
@@ -57,9 +79,10 @@ class LoadedModel:
             Tokens (N, L), labels (N,), and a description of where they come from.
 
         Raises:
-            InputError: if there are fewer samples, the task is unknown, or the run's text is not there any more.
+            InputError: if there are fewer samples, the task is unknown, the run's text is not there any more, or
+                the model is no encoder of semdiag_models.
         """
-        config = self.module.config
+        config = self.encoder.config
         if self.training is not None:
             # How many windows a text has is nobody's choice: of a small one, all are taken.
             if samples > self.training.holdout_samples and self.training.text is None:
@@ -105,18 +128,55 @@ class LoadedModel:
 
 
 def load(path: str | Path, config: Mapping[str, Any] | None = None) -> LoadedModel:
-    """Load a checkpoint: one of semdiag's, a run's folder, or one of the paper's released code.
+    """Load a model: a checkpoint, a Hugging Face folder, or what a function of one's own builds.
 
     Args:
-        path: a ``.pt`` file, or a run's folder (its ``last.pt``).
+        path: a ``.pt`` file of semdiag or of the paper's released code, or a run's folder (its ``last.pt``);
+            ``hf:DIRECTORY`` (offline, safetensors; DIRECTORY may lie in an installed package, as
+            PACKAGE/FOLDER); or ``package.module:function``, which is imported and called and returns a module,
+            or a module and its inputs.
         config: for the paper's code only: its configuration, where the file name does not say it.
 
     Returns:
         The model in evaluation mode on the CPU.
 
     Raises:
-        InputError: if the file is missing, not a checkpoint, holds code, or does not fit its configuration.
+        InputError: if it is missing, none of these, holds code, is incomplete, or does not fit its
+            configuration.
     """
+    spec = str(path)
+    if spec.startswith(pretrained.PREFIX):
+        model, digest, versions = pretrained.build(spec)
+        return LoadedModel(spec, digest, model, "hugging face", "unknown", provenance=versions)
+    if factories.recognised(spec):
+        model, batches = factories.build(spec)
+        source = "python" if isinstance(model, Encoder) else "factory"
+        return LoadedModel(spec, "", model.eval(), source, snapshot="unknown", batches=batches)
+    return _load_checkpoint(path, config)
+
+
+def describe(model: LoadedModel) -> dict[str, Any]:
+    """What is known of a model's architecture.
+
+    Args:
+        model: any.
+
+    Returns:
+        Of semdiag's encoders their configuration; of others class and dtype, and of the configuration that
+        Hugging Face models carry the plain numbers and words. The number of parameters in any case.
+    """
+    parameters = sum(p.numel() for p in model.module.parameters())
+    if not model.foreign:
+        return {**model.encoder.config.to_dict(), "parameters": parameters}
+    kinds = sorted({str(p.dtype).removeprefix("torch.") for p in model.module.parameters()})
+    found: dict[str, Any] = {"class": type(model.module).__name__, "dtype": ", ".join(kinds)}
+    if model.source == "hugging face":
+        written: dict[str, Any] = model.module.config.to_diff_dict()  # type: ignore[union-attr, operator]
+        found |= {name: value for name, value in written.items() if isinstance(value, int | float | str)}
+    return found | {"parameters": parameters}
+
+
+def _load_checkpoint(path: str | Path, config: Mapping[str, Any] | None) -> LoadedModel:
     file = Path(path)
     if (file / "last.pt").exists():
         file /= "last.pt"
@@ -131,7 +191,7 @@ def load(path: str | Path, config: Mapping[str, Any] | None = None) -> LoadedMod
     ):
         raise InputError(
             f"{path} is a bare state dict of an unknown model. Supported are semdiag checkpoints and those of the "
-            "paper's released code."
+            "paper's released code; for other models write a function that builds yours: package.module:function."
         )
     checkpoint = read_checkpoint(file)
     snapshot = {0: "initialisation"}.get(checkpoint.epoch, f"epoch {checkpoint.epoch}")

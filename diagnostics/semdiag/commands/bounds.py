@@ -57,6 +57,7 @@ def bounds(
         min_keys=min_keys,
         config=measuring.read_config(config),
         bounds=True,
+        encoders_only=True,
     )
     formats = measuring.figure_formats(figures)
     if against is None:

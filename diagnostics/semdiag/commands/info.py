@@ -11,7 +11,10 @@ _SPLITS = ("train", "holdout")
 
 
 def info(
-    model: Annotated[Path, typer.Argument(help="A checkpoint or a run's folder.")],
+    model: Annotated[
+        Path,
+        typer.Argument(help="A checkpoint, a run's folder, hf:DIRECTORY, or package.module:function."),
+    ],
     config: options.Config = None,
     as_json: options.Json = False,
 ) -> None:
@@ -24,7 +27,7 @@ def info(
     from rich.console import Console
     from rich.table import Column, Table
 
-    from semdiag.capturing.loading import load
+    from semdiag.capturing.loading import describe, load
     from semdiag.commands.measuring import read_config
     from semdiag.measurement.strict_json import json_ready
     from semdiag_models.tasks import perplexity
@@ -41,10 +44,7 @@ def info(
             name: getattr(loaded, name)
             for name in ("path", "sha256", "source", "snapshot", "task", "seed", "epoch")
         },
-        "model": {
-            **loaded.module.config.to_dict(),
-            "parameters": sum(p.numel() for p in loaded.module.parameters()),
-        },
+        "model": describe(loaded),
         "training": training,
         **({"text": text} if text is not None else {}),
         "last epoch": last,

@@ -49,5 +49,9 @@ _METRICS = (
     ("key load", "number of queries that attend to a key", "semdiag separation"),
     ("softmax stability ξ", "change of attention weights per change of scores, ℓ1", "semdiag stability"),
     ("response", "mean change of attention weights under input noise", "semdiag stability"),
+    ("mask agreement", "share of kept keys, or of masks, unchanged by input noise", "semdiag mask-stability"),
+    ("Lipschitz estimates", "secants, gradients, end points, block Jacobians, from below", "semdiag lipschitz"),
+    ("loss surface", "loss and accuracy, or δ and Δ, on planes of parameters", "semdiag landscape"),
     ("Lipschitz bounds λ", "of attention, block, tensor and loss; Corollary 1", "semdiag bounds"),
+    ("attention mass kept", "weight of a query's k largest scores, for every k", "semdiag k-sweep"),
 )

@@ -10,7 +10,11 @@ from semdiag.commands.bounds import bounds
 from semdiag.commands.check import check
 from semdiag.commands.dispersion import dispersion
 from semdiag.commands.info import info
+from semdiag.commands.k_sweep import k_sweep
+from semdiag.commands.landscape import landscape
+from semdiag.commands.lipschitz import lipschitz
 from semdiag.commands.listing import list_names
+from semdiag.commands.mask_stability import mask_stability
 from semdiag.commands.report import report
 from semdiag.commands.separation import separation
 from semdiag.commands.stability import stability
@@ -35,7 +39,11 @@ for name, command in (
     ("dispersion", dispersion),
     ("separation", separation),
     ("stability", stability),
+    ("mask-stability", mask_stability),
+    ("lipschitz", lipschitz),
+    ("landscape", landscape),
     ("bounds", bounds),
+    ("k-sweep", k_sweep),
     ("report", report),
     ("check", check),
     ("sweep", sweep),

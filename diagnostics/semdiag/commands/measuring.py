@@ -50,6 +50,16 @@ def positive_numbers(text: str, option: str) -> tuple[float, ...]:
     return numbers
 
 
+def names(text: str) -> tuple[str, ...]:
+    """Read ``"loss,dispersion"``."""
+    return tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
+
+
+def paths(text: str) -> tuple[Path, ...]:
+    """Read ``"run/epoch-0.pt,run/best.pt"``."""
+    return tuple(Path(name) for name in names(text))
+
+
 def figure_formats(text: str) -> tuple[str, ...]:
     """Read ``"png,svg"``; ``"none"`` gives none.
 

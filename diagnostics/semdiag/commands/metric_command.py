@@ -7,9 +7,12 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from semdiag.commands import options
+from semdiag.commands.titles import title
 
 if TYPE_CHECKING:
     from rich.table import Table
+
+    from semdiag.measurement.measurements import Measurements
 
 
 def metric_command(metric: str, description: str) -> Callable[..., None]:
@@ -61,7 +64,7 @@ def metric_command(metric: str, description: str) -> Callable[..., None]:
         found = measuring.measured(models, conditions, quiet)
         summary = SUMMARIES[metric](found)
         folder = out if out is not None else measuring.report_name(metric, found)
-        page = write_report(found, folder, measuring.command_line(), formats, sections=(metric,))
+        page = write_report(found, folder, measuring.command_line(), formats, sections=_sections(metric, found))
         if per_query is not None:
             measuring.write_per_query(per_query, found)
         if as_json:
@@ -83,15 +86,24 @@ def _print(metric: str, summary: dict[str, Any]) -> None:
     if not console.is_terminal:
         console.width = max(console.width, 120)  # a log has room; a number cut short would be a wrong one
     for result in summary["results"]:
-        title = f"{result['model']}  {result['task']} {result['attention']}"
         for part in ("separation", "load") if metric == "separation" else ("dispersion",):
             table = Table(
-                title=f"{title}: {_TITLES[part]}", title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0)
+                title=f"{title(result)}: {_TITLES[part]}",
+                title_justify="left",
+                box=SIMPLE_HEAD,
+                padding=(0, 1, 0, 0),
             )
             _fill(table, result, part)
             for within in result.get("within_model", []):
                 _fill(table, within, part, f" k={within['k']}")
             console.print(table)
+
+
+def _sections(metric: str, measurements: "Measurements") -> tuple[str, ...]:
+    """Sections of the command's report: the metric, and where a k was asked for, what it would leave."""
+    from semdiag.measurement.summaries import counterfactual_ks
+
+    return (metric, "within") if counterfactual_ks(measurements.queries) else (metric,)
 
 
 _SHOWN = ("mean", "p5", "p50", "p75", "p90", "p95", "p100")

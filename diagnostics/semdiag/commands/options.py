@@ -11,7 +11,8 @@ Models = Annotated[
     list[Path] | None,
     typer.Argument(
         metavar="[MODEL]...",
-        help="Checkpoints (.pt), run folders, or checkpoints of the paper's released code. "
+        help="Checkpoints (.pt), run folders, checkpoints of the paper's released code, hf:DIRECTORY (a Hugging "
+        "Face model on disk), or package.module:function (that builds your model, or it and its inputs). "
         "None: every run in ./checkpoints or in $SEMDIAG_CHECKPOINTS.",
         show_default=False,
     ),
@@ -19,8 +20,9 @@ Models = Annotated[
 Inputs = Annotated[
     Path | None,
     typer.Option(
-        help="Token ids (N, L) as .npy, .npz or .pt; for models of text also a .txt, of which --samples windows "
-        "are drawn. Default: the run's own held-out samples, regenerated from its seed; for the paper's code "
+        help="Token ids (N, L) as .npy, .npz or .pt; for hf: models also texts, one a line (.txt); for models of "
+        "text a .txt, of which --samples windows are drawn; for models of your own also a .pt with a dictionary "
+        "of arguments. Default: the run's own held-out samples, regenerated from its seed; for the paper's code "
         "fresh samples of the task.",
         rich_help_panel=_MEASURE,
     ),

@@ -8,6 +8,8 @@ import typer
 
 from semdiag.commands import options
 
+_DRAWS, _PROBE_SAMPLES = 3, 100  # of the sections with a command of their own: enough for a first look
+
 
 def report(
     models: options.Models = None,
@@ -31,6 +33,14 @@ def report(
     keep_queries: Annotated[
         bool, typer.Option("--keep-queries", help="Keep every query in data/, to redraw the report from.")
     ] = False,
+    thorough: Annotated[
+        bool,
+        typer.Option(
+            "--thorough",
+            help="Also the loss surface and the empirical Lipschitz estimates; minutes per model.",
+            rich_help_panel="What is measured",
+        ),
+    ] = False,
     as_json: options.Json = False,
     figures: options.Figures = "png,svg",
     quiet: options.Quiet = False,
@@ -40,6 +50,10 @@ def report(
     Opens from disk in any browser. [bold]semdiag report[/] alone reports on every run in ./checkpoints.
     """
     from semdiag.commands import measuring
+    from semdiag.measurement.k_sweep import SweepPlan
+    from semdiag.measurement.landscape import LandscapeOptions
+    from semdiag.measurement.lipschitz import LipschitzOptions
+    from semdiag.measurement.mask_stability import NoisePlan
     from semdiag.measurement.measurements import Measurements
     from semdiag.measurement.survey import Conditions
     from semdiag.presentation.report import write_report
@@ -49,6 +63,8 @@ def report(
     if redraw is not None:
         if models:
             raise InputError("--from draws saved measurements: name no models with it.")
+        if thorough:
+            raise InputError("--from draws saved measurements as they are: leave --thorough away.")
         found = Measurements.load(redraw)
     else:
         conditions = Conditions(
@@ -63,6 +79,11 @@ def report(
             config=measuring.read_config(config),
             noise=measuring.positive_numbers(noise, "--noise"),
             bounds=True,
+            masks=NoisePlan(measuring.positive_numbers(noise, "--noise"), draws=_DRAWS, seed=seed),
+            sweep=SweepPlan(),
+            probe_samples=_PROBE_SAMPLES,
+            landscape=LandscapeOptions(metrics=("loss", "dispersion")) if thorough else None,
+            lipschitz=LipschitzOptions() if thorough else None,
         )
         found = measuring.measured(models, conditions, quiet)
     folder = out if out is not None else measuring.report_name("report", found)

@@ -8,6 +8,8 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from semdiag.commands.titles import title
+
 Summary = dict[str, Any]
 _CONSTANTS = (
     ("Γ", "gamma", "measured"),
@@ -30,19 +32,19 @@ def print_stability(summary: Summary) -> None:
     Args:
         summary: schema ``semdiag.stability/1``.
     """
-    console = _console()
+    console = wide_console()
     for result in summary["results"]:
         heads = ["layer", "head", "local p50", "p100", "secant p50", "p100"]
         heads += ["ln ξ p50", "p100", "ln ξ paper p50", "p100", "same set"]
         heads += [f"response {r['noise']:g}" for r in result["all"].get("response", [])]
-        console.print(f"\n{result['model']}  {result['task']} {result['attention']}: softmax stability")
-        table = _table(heads)
+        console.print(f"\n{title(result)}: softmax stability")
+        table = number_table(heads)
         for row in [*result["layers"], {"layer": "all", "head": "", **result["all"]}]:
             cells = [str(row["layer"]), str(row["head"])]
             for name in ("local", "secant", "ln_sound", "ln_paper"):
-                cells += [_number(row.get(name, {}).get(p)) for p in ("p50", "p100")]
+                cells += [number(row.get(name, {}).get(p)) for p in ("p50", "p100")]
             cells.append("–" if row.get("same_set") is None else f"{row['same_set']:.1%}")
-            cells += [_number(level["mean"]) for level in row.get("response", [])]
+            cells += [number(level["mean"]) for level in row.get("response", [])]
             table.add_row(*cells)
         console.print(table)
         _verdicts(console, result["verdicts"])
@@ -54,16 +56,16 @@ def print_bounds(summary: Summary) -> None:
     Args:
         summary: schema ``semdiag.bounds/1``.
     """
-    console = _console()
+    console = wide_console()
     for result in summary["results"]:
-        console.print(f"\n{result['model']}  {result['task']} {result['attention']}: constants")
+        console.print(f"\n{title(result)}: constants")
         console.print(_constants(result["constants"]))
         console.print("Slopes of the loss, the largest of each group's tensors:")
         console.print(_slopes(result["parameters"]))
         _verdicts(console, (v for v in result["verdicts"] if v["where"] == "all"))
     for pair in summary["pairs"]:
         console.print(f"\n{pair['label']}: {pair['reference']} and {pair['other']}")
-        table = _table(_PAIR_COLUMNS)
+        table = number_table(_PAIR_COLUMNS)
         for verdict in pair["verdicts"]:
             sides = [
                 v for name, v in verdict["numbers"].items() if name.startswith(("left side p", "ln margin p"))
@@ -71,7 +73,7 @@ def print_bounds(summary: Summary) -> None:
             if sides:
                 name = "X" if verdict["claim"].endswith("X") else "W"
                 kind = "left side < 1" if "left side p75" in verdict["numbers"] else "ln margin < 0"
-                table.add_row(name, verdict["form"], kind, *map(_number, sides), _ANSWERS[verdict["verdict"]])
+                table.add_row(name, verdict["form"], kind, *map(number, sides), _ANSWERS[verdict["verdict"]])
         if table.row_count:
             console.print(table)
         shown = (v for v in pair["verdicts"] if not any(n.endswith("p75") for n in v["numbers"]))
@@ -92,58 +94,60 @@ _ANSWERS = {
 
 def _constants(rows: list[Summary]) -> Table:
     found = {(r["layer"], r["head"], r["quantity"], r["form"]): r["ln_value"] for r in rows}
-    table = _table(["layer", "head", *(name for name, _, _ in _CONSTANTS)])
+    table = number_table(["layer", "head", *(name for name, _, _ in _CONSTANTS)])
     places = sorted({(layer, head) for layer, head, *_ in found if layer >= 0 and head >= 0})
     for layer, head in places:
         cells = []
         for name, quantity, form in _CONSTANTS:
             value = found.get((layer, head, quantity, form), found.get((layer, -1, quantity, form)))
             logarithm = name.startswith("ln") or form == "paper"
-            cells.append(_number(value if logarithm or value is None else math.exp(value)))
+            cells.append(number(value if logarithm or value is None else math.exp(value)))
         table.add_row(str(layer), str(head), *cells)
-    network = [_number(found.get((-1, -1, "network", form))) for form in ("sound", "paper")]
+    network = [number(found.get((-1, -1, "network", form))) for form in ("sound", "paper")]
     table.caption = f"ln λ_L of the network: {network[0]} sound, {network[1]} paper"
     return table
 
 
 def _slopes(rows: list[Summary]) -> Table:
     """Largest measured slope and constants of each group of tensors, as natural logarithms."""
-    table = _table(["layer", "tensors", "ln measured", "ln sound", "ln paper"])
+    table = number_table(["layer", "tensors", "ln measured", "ln sound", "ln paper"])
     for layer, group in dict.fromkeys((r["layer"], r["group"]) for r in rows):
         own = [r for r in rows if (r["layer"], r["group"]) == (layer, group)]
         columns = (("ln_gradient", "ln_secant"), ("ln_sound",), ("ln_paper",))
         cells = []
         for names in columns:
             known = [r[name] for r in own for name in names if r[name] is not None]
-            cells.append(_number(max(known, default=None)))
+            cells.append(number(max(known, default=None)))
         table.add_row("–" if layer < 0 else str(layer), group, *cells)
     return table
 
 
 def _verdicts(console: Console, verdicts: Iterable[Summary]) -> None:
     for v in verdicts:
-        numbers = ", ".join(f"{name} = {_number(value)}" for name, value in v["numbers"].items())
+        numbers = ", ".join(f"{name} = {number(value)}" for name, value in v["numbers"].items())
         form = f" [{v['form']}]" if v["form"] else ""
         where = "" if v["where"] == "all" else f", {v['where']}"
         note = f"; {v['note']}" if v["note"] else ""
         console.print(f"{v['verdict']}: {v['claim']}{form}{where} ({numbers}){note}")
 
 
-def _console() -> Console:
+def wide_console() -> Console:
+    """Stderr, wide enough for a table where it is not a terminal."""
     console = Console(stderr=True, markup=False, highlight=False)
     if not console.is_terminal:
         console.width = max(console.width, 150)  # a log has room; a number cut short would be a wrong one
     return console
 
 
-def _table(columns: Iterable[str]) -> Table:
+def number_table(columns: Iterable[str]) -> Table:
+    """A table without rows, its cells to be aligned right."""
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for name in columns:
         table.add_column(name, justify="right")
     return table
 
 
-def _number(value: float | None) -> str:
+def number(value: float | None) -> str:
     """A number to three digits; whole numbers, which are mostly counts, with all of theirs."""
     if value is None:
         return "–"

@@ -15,7 +15,7 @@ from semdiag.measurement.encoder_weights import block_weights
 from semdiag.measurement.scored_rows import ScoredRows, scored_rows
 from semdiag_models import Encoder
 
-FIXED_MASKS = ("full", "banded", "block", "random")  # random: drawn once, whatever the scores are
+FIXED_MASKS = ("full", "causal", "masked", "banded", "block", "random")  # random: drawn once for all inputs
 HEAVY_HITTERS = ("topk",)
 _MLP_NORM_EPS = 1e-5  # of the normalisation before the MLP (pre-norm) or after it (post-norm)
 _SCORES = 2**22  # scores of one forward pass, at most (or one sample's)

@@ -1,57 +1,64 @@
 """Running a model over inputs and reducing its attention to measurements."""
 
-import copy
 from collections.abc import Callable, Iterable, Sequence
 from importlib.metadata import version
+from typing import Any
 
-import numpy as np
 import pandas as pd
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from semdiag.capturing.attention_calls import AttentionCall, watch_attention
+from semdiag.capturing import batches as batching
+from semdiag.capturing.audit import Audit
+from semdiag.capturing.batches import Batch
 from semdiag.capturing.loading import LoadedModel
-from semdiag.mathematics.row_statistics import RowStatistics, row_statistics
+from semdiag.measurement.collecting import Collector
+from semdiag.measurement.encoder_inputs import checked_tokens
+from semdiag.measurement.layers import remarks_table, skipped_table
 from semdiag.measurement.measurements import Measurements
+from semdiag.measurement.running import running, unnamed
 from semdiag_models import Encoder, InputError
-
-MAX_QUERIES = 20_000_000  # rows held in memory at once: about 1 GB
-_CHECKED_ROWS = 8  # queries of each batch's first sample on which the attention output is recomputed
 
 
 def measure(
-    model: LoadedModel | Encoder,
-    batches: Tensor | Iterable[Tensor],
+    model: LoadedModel | nn.Module,
+    batches: Batch | Iterable[Batch],
     *,
     labels: Tensor | None = None,
+    queries: Tensor | None = None,
     inputs: str = "given by the user",
     k: Sequence[int] = (),
     batch_size: int = 100,
-    device: torch.device | str = "cpu",
-    dtype: torch.dtype = torch.float32,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
     after_batch: Callable[[int], None] = lambda samples: None,
 ) -> Measurements:
-    """Measure dispersion, separation and key load of every query of every attention layer.
+    """Measure dispersion, separation and key load of every query of every attention layer, of any model.
 
-    The model itself is not changed: a copy is moved, converted and put into evaluation mode.
+    The model is not changed: it runs without gradients in evaluation mode, and every module's mode is restored.
+    It is copied only if it has to be moved or converted.
 
     Args:
-        model: from :func:`semdiag.load`, or an encoder of one's own.
-        batches: token ids (N, L) int64, or an iterable of such batches.
-        labels: (N,) classes, for the accuracy; None if unknown.
+        model: from :func:`semdiag.load`, or any module of one's own.
+        batches: what the model is called with: a tensor, a dictionary of keyword arguments or a tuple of
+            positional ones; or an iterable of them. One tensor or dictionary is cut into batches.
+        labels: (N,) classes, for the accuracy of semdiag's own models; None if unknown.
+        queries: (N, L) bool over all samples, false for padding. By default read from the usual arguments
+            (``attention_mask``, ``key_padding_mask``, …); padded queries are left out.
         inputs: where the inputs come from, for the report.
         k: counterfactual numbers of heavy hitters; their columns are added for every query.
-        batch_size: samples at a time, if ``batches`` is one tensor.
-        device: where to run.
-        dtype: of the model and of the scores: float32 or float64.
+        batch_size: samples at a time, if ``batches`` is one tensor or dictionary.
+        device: where to run; None: where the model is.
+        dtype: of the model and of the scores: float32 or float64; None: the model's own.
         after_batch: called with the number of samples of each finished batch.
 
     Returns:
         Measurements of this one model.
 
     Raises:
-        InputError: if there is no sample or nothing but PAD, a token id or a length does not fit the model, a k
-            is not in 1 … length, or there would be more than 20 million queries.
+        InputError: if there is no sample or nothing but PAD, the model cannot be run on the inputs or has no
+            attention that can be captured, a k is not in 1 … length, or there would be more than 20 million
+            queries.
 
     Example:
         >>> from semdiag_models import ModelConfig
@@ -59,215 +66,94 @@ def measure(
         >>> measure(encoder, torch.tensor([[0, 1, 1, 0]])).queries[["layer", "query", "keys"]].values.tolist()
         [[0, 0, 4], [0, 1, 4], [0, 2, 4], [0, 3, 4]]
     """
-    loaded = model if isinstance(model, LoadedModel) else LoadedModel("model", "", model, "python", "unknown")
-    batches = torch.split(batches, batch_size) if isinstance(batches, Tensor) else batches
-    batches = [batch for batch in batches if len(batch)]
-    _check(loaded.module, batches, k)
-    encoder = copy.deepcopy(loaded.module).to(device=device, dtype=dtype).eval()
-    collected = _Collector(loaded.path, k)
-    logits = []
-    with torch.inference_mode(), watch_attention(encoder, collected.add) as found:
-        for batch in batches:
-            logits.append(encoder(batch.to(device, torch.int64)))
-            collected.samples += len(batch)
-            after_batch(len(batch))
-    facts = {
-        "samples": collected.samples,
-        "inputs": inputs,
-        "accuracy": None if labels is None else _accuracy(torch.cat(logits), labels),
-        "attention_found": len(found),
-        "attention_captured": len(collected.layers),
-        "residual": collected.residual,
-    }
+    loaded = model if isinstance(model, LoadedModel) else unnamed(model)
+    cut: Sequence[Batch] = batching.split(batches, batch_size)
+    if not cut:
+        raise InputError("There are no inputs to measure on: the number of samples is 0.")
+    if loaded.foreign and any(value < 1 for value in k):
+        raise InputError(f"k must be at least 1. Got k={min(k)}.")
+    if isinstance(loaded.module, Encoder):
+        cut = checked_tokens(loaded.module, cut, k)
+    collected = Collector(loaded.path, k)
+    with running(loaded, collected.add, device, dtype, queries) as run:
+        answers = []
+        for batch in cut:
+            collected.start(batching.samples_of(batch))
+            logits = run(batch)
+            answers.append(None if logits is None else logits.argmax(1).cpu())  # all logits of a text are large
+            after_batch(batching.samples_of(batch))
+    _check_found(loaded, collected, run.audit, k)
+    accuracy = None if labels is None or loaded.foreign else _accuracy(answers, labels)
     return Measurements(
-        models=_model_row(loaded, facts),
-        queries=collected.table(collected.queries),
-        loads=collected.table(collected.loads),
+        models=_model_row(loaded, collected, run.audit, {"inputs": inputs, "accuracy": accuracy}),
+        queries=collected.queries(),
+        loads=collected.loads(),
         history=pd.DataFrame({"model": loaded.path, "epoch": [], **loaded.history}),
-        non_finite=collected.table(collected.non_finite),
+        non_finite=collected.non_finite(),
+        calls=collected.calls(),
+        remarks=remarks_table(loaded.path, run.audit),
+        skipped=skipped_table(loaded.path, run.audit, collected.layers.modules),
         provenance={
             "semdiag": version("semdiag"),
             "torch": str(torch.__version__),
-            "device": torch.device(device).type,
-            "dtype": str(dtype).removeprefix("torch."),
+            "device": run.device.type,
+            "dtype": str(run.dtype).removeprefix("torch."),
         },
     )
 
 
-class _Collector:
-    """Reduces calls to columns of numbers as they come."""
-
-    def __init__(self, model: str, k: Sequence[int]) -> None:
-        self.model, self.k, self.samples = model, k, 0
-        self.layers: set[int] = set()
-        self.residual = 0.0
-        self.queries: list[dict[str, np.ndarray]] = []
-        self.loads: list[dict[str, np.ndarray]] = []
-        self.non_finite: list[dict[str, np.ndarray]] = [
-            {name: np.zeros(0, np.int64) for name in ("sample", "layer", "head", "scores")}
-        ]
-
-    def add(self, call: AttentionCall) -> None:
-        statistics = row_statistics(
-            call.q, call.k, call.scale, call.allowed, call.selected, call.queries, top=max(self.k, default=0)
-        )
-        self.layers.add(call.layer)
-        self.residual = float(np.maximum(self.residual, recomputation_residual(call)))  # keeps a NaN
-        self._add_rows(call, statistics)
-        self._add_loads(call, statistics)
-
-    def _add_rows(self, call: AttentionCall, statistics: RowStatistics) -> None:
-        sample, head, query = _places(statistics.keys)
-        columns = {
-            "sample": sample + self.samples,
-            "layer": np.full_like(sample, call.layer),
-            "head": head,
-            "query": query,
-            "keys": _flat(statistics.keys, np.int32),
-            "kept": _flat(statistics.kept, np.int32),
-            "dispersion": _flat(statistics.dispersion()),
-            "separation": _flat(statistics.separation()),
-            "largest_weight": _flat(statistics.largest_weight()),
-        }
-        for k in self.k:
-            columns[f"dispersion_k{k}"] = _flat(statistics.dispersion(k))
-            columns[f"separation_k{k}"] = _flat(statistics.separation(k))
-        self.queries.append(_only(columns, call.queries, statistics.keys))
-        counted = 1 if call.queries is None else call.queries[:, None]
-        bad = (statistics.non_finite * counted).sum(2).cpu().numpy()
-        if bad.any():
-            where = np.nonzero(bad)
-            layer = np.full_like(where[0], call.layer)
-            self.non_finite.append(
-                {"sample": where[0] + self.samples, "layer": layer, "head": where[1], "scores": bad[where]}
-            )
-
-    def _add_loads(self, call: AttentionCall, statistics: RowStatistics) -> None:
-        sample, head, key = _places(statistics.load)
-        columns = {
-            "sample": sample + self.samples,
-            "layer": np.full_like(sample, call.layer),
-            "head": head,
-            "key": key,
-            "load": _flat(statistics.load, np.int32),
-        }
-        for k in self.k:
-            columns[f"load_k{k}"] = _flat(statistics.key_load(k), np.int32)
-        self.loads.append(_only(columns, call.queries, statistics.load))
-
-    def table(self, parts: list[dict[str, np.ndarray]]) -> pd.DataFrame:
-        columns = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
-        return pd.DataFrame({"model": pd.Series([self.model] * len(columns["sample"]), dtype="str"), **columns})
-
-
-def recomputation_residual(call: AttentionCall) -> float:
-    """Largest deviation of softmax(scale · q kᵀ) v, recomputed on a few queries, from what the layer returned.
-
-    It tells whether the captured tensors are all that the layer's attention is made of: about 1e-7 in
-    float32 if they are; a missed bias or mask shows as 1e-3 or more.
-
-    Args:
-        call: one attention call, in evaluation mode.
-
-    Returns:
-        The deviation, relative to the largest output; NaN if an output is not finite.
-    """
-    rows = slice(0, _CHECKED_ROWS)
-    scores = (call.scale * call.q[:1, :, rows]) @ call.k[:1].transpose(2, 3)
-    keep = torch.ones_like(scores, dtype=torch.bool)
-    if call.selected is not None:
-        chosen = call.selected[:1, :, rows]
-        padded = scores.new_zeros(*scores.shape[:3], scores.shape[3] + 1, dtype=torch.bool)
-        keep = padded.scatter(-1, chosen.where(chosen >= 0, scores.shape[3]), True)[..., :-1]
-    if call.allowed is not None:
-        keep = keep & call.allowed.expand(*call.q.shape[:3], call.k.shape[2])[:1, :, rows]
-    weights = scores.masked_fill(~keep, torch.finfo(scores.dtype).min).softmax(-1) * keep
-    returned = call.mixed[:1, :, rows]
-    largest = returned.abs().max().clamp(min=torch.finfo(returned.dtype).tiny)  # an output of zeros is no fault
-    return float((weights @ call.v[:1] - returned).abs().max() / largest)
-
-
-def _check(encoder: Encoder, batches: list[Tensor], k: Sequence[int]) -> None:
-    config = encoder.config
-    if not batches:
-        raise InputError("There are no inputs to measure on: the number of samples is 0.")
-    for batch in batches:
-        if batch.ndim != 2 or batch.is_floating_point() or batch.is_complex() or batch.dtype == torch.bool:
-            raise InputError(
-                f"Inputs must be whole token ids of shape (N, L). Got {batch.dtype} {tuple(batch.shape)}."
-            )
-        if not 1 <= batch.shape[1] <= config.length:
-            raise InputError(
-                f"The model takes inputs of length 1 to {config.length}. Got length {batch.shape[1]}."
-            )
-        low, high = int(batch.min()), int(batch.max())
-        if low < 0 or high >= config.vocabulary_size:
-            wrong = low if low < 0 else high
-            raise InputError(
-                f"Token id {wrong} is out of range: the model knows 0 to {config.vocabulary_size - 1}."
-            )
-    if not (config.pad_as_token or config.extra_tokens) and all(
-        bool((batch == config.pad_id).all()) for batch in batches
-    ):
-        raise InputError("There is no query to measure: every token of the inputs is PAD.")
-    longest = max(batch.shape[1] for batch in batches)
-    wrong_k = [value for value in k if not 1 <= value <= longest]
-    if wrong_k:
-        raise InputError(f"k must lie in 1 … {longest}, the length of the inputs. Got k={wrong_k[0]}.")
-    tokens = sum(len(batch) * (batch.shape[1] + config.extra_tokens) for batch in batches)
-    queries = tokens * config.blocks * config.heads
-    if queries > MAX_QUERIES:
-        most = max(1, MAX_QUERIES // ((longest + config.extra_tokens) * config.blocks * config.heads))
+def _check_found(loaded: LoadedModel, collected: Collector, audit: Audit, k: Sequence[int]) -> None:
+    if not len(collected.layers):
+        reasons = "; ".join(sorted({f"{seen.operation}: {seen.reason}" for seen in audit.skipped}))
         raise InputError(
-            f"{queries:,} queries are more than the {MAX_QUERIES:,} kept. Use --samples {most} or fewer."
+            f"No softmax attention was seen while {loaded.path} ran. {reasons or 'See docs/your-own-model.md'}."
         )
+    if not sum(collected.counted.values()):
+        raise InputError("There is no query to measure: every token of the inputs is padding.")
+    longest = int(collected.layers.largest("longest"))
+    wrong = [value for value in k if not 1 <= value <= longest]
+    if wrong:
+        raise InputError(f"k must lie in 1 … {longest}, the largest number of keys. Got k={wrong[0]}.")
 
 
-def _accuracy(logits: Tensor, labels: Tensor) -> float:
-    return float((logits.argmax(1).cpu() == labels.cpu()).double().mean())
+def _accuracy(answers: list[Any], labels: Tensor) -> float:
+    return float((torch.cat(answers) == labels.cpu()).double().mean())
 
 
-def _model_row(loaded: LoadedModel, facts: dict[str, object]) -> pd.DataFrame:
-    config = loaded.module.config
-    row = {
+_OF_ENCODERS = (
+    "attention", "k", "global_tokens", "norm", "pooling", "blocks", "heads", "width", "length",
+)  # fmt: skip
+
+
+def _model_row(loaded: LoadedModel, collected: Collector, audit: Audit, facts: dict[str, object]) -> pd.DataFrame:
+    layers = collected.layers
+    row: dict[str, object] = {
         "model": loaded.path,
         "sha256": loaded.sha256,
         "source": loaded.source,
         "snapshot": loaded.snapshot,
         "task": loaded.task,
-        "attention": config.attention,
-        "k": config.k,
-        "global_tokens": config.global_tokens,
-        "norm": config.norm,
-        "pooling": config.pooling,
+        "attention": layers.kind,
+        "k": None,
+        "global_tokens": 0,
+        "norm": None,
+        "pooling": None,
         "seed": loaded.seed,
         "epoch": loaded.epoch,
-        "blocks": config.blocks,
-        "heads": config.heads,
-        "width": config.width,
-        "length": config.length,
+        "blocks": len(layers),
+        "heads": int(layers.largest("heads")),
+        "width": None,
+        "length": int(layers.largest("longest")),
         "parameters": sum(p.numel() for p in loaded.module.parameters()),
+        "samples": collected.samples + collected.batch,
+        "attention_found": len(audit.modules),
+        "attention_captured": len(layers.modules),
+        "residual": layers.largest("residual"),
         **facts,
     }
-    whole = dict.fromkeys(("k", "seed", "epoch"), "Int64")
+    if isinstance(loaded.module, Encoder):
+        config = loaded.module.config
+        row |= {name: getattr(config, name) for name in _OF_ENCODERS}
+    whole = dict.fromkeys(("k", "seed", "epoch", "width"), "Int64")
     text = dict.fromkeys(("sha256", "task"), "str")
     return pd.DataFrame([row]).astype({**whole, **text, "accuracy": "float64"})
-
-
-def _places(values: Tensor) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Sample, head and position of each entry of (B, H, L), flattened."""
-    sample, head, position = np.indices(values.shape, dtype=np.int32)
-    return sample.ravel(), head.ravel(), position.ravel()
-
-
-def _flat(values: Tensor, dtype: type[np.generic] | None = None) -> np.ndarray:
-    array = values.cpu().numpy().ravel()
-    return array if dtype is None else array.astype(dtype)
-
-
-def _only(columns: dict[str, np.ndarray], valid: Tensor | None, like: Tensor) -> dict[str, np.ndarray]:
-    """Drop the rows of padded positions."""
-    if valid is None:
-        return columns
-    keep = valid[:, None, :].expand(like.shape).cpu().numpy().ravel()
-    return {name: column[keep] for name, column in columns.items()}

@@ -22,6 +22,26 @@ _NEEDED = {
 }
 # Columns of the models that older folders and models of other kinds lack, and what that means.
 _UNLESS_SAID: dict[str, Any] = {"global_tokens": 0, "norm": "pre", "pooling": "mean"}
+# Tables of what was captured and what was not; absent from older folders.
+AUDIT_TABLES = {
+    "calls": {
+        "model": "str",
+        "layer": "int64",
+        "module": "str",
+        "occurrence": "int64",
+        **dict.fromkeys(("mechanism", "mask"), "str"),
+        **dict.fromkeys(("heads", "key_heads", "width", "calls"), "int64"),
+        "residual": "float64",
+    },
+    "projections": {
+        "model": "str",
+        **dict.fromkeys(("layer", "head"), "int64"),
+        **dict.fromkeys(("gamma", "upsilon"), "float64"),
+        "reason": "str",
+    },
+    "remarks": {**dict.fromkeys(("model", "module", "text"), "str"), "times": "int64"},
+    "skipped": {**dict.fromkeys(("model", "module", "operation", "reason"), "str"), "times": "int64"},
+}
 # Tables that only some commands measure: empty where they were not, absent from older folders.
 OPTIONAL_TABLES = {
     "secants": {
@@ -48,17 +68,89 @@ OPTIONAL_TABLES = {
         **dict.fromkeys(("ln_sound", "ln_paper", "ln_gradient", "ln_secant"), "float64"),
         "holds": "bool",
     },
+    "masks": {
+        "model": "str",
+        "level": "float64",
+        **dict.fromkeys(("sample", "layer", "head", "query", "kept", "draws"), "int32"),
+        "separation": "float64",
+        **dict.fromkeys(("agreement", "exact", "certified"), "float32"),
+        "certified_changed": "int32",
+        **dict.fromkeys(("predicted", "swing_sd", "response"), "float32"),
+    },
+    "noise_effects": {
+        "model": "str",
+        "level": "float64",
+        "sample": "int32",
+        **dict.fromkeys(("logit_change", "flipped", "correct_before", "correct_after"), "float64"),
+    },
+    "sweep": {
+        "model": "str",
+        **dict.fromkeys(("layer", "head", "k"), "int64"),
+        "quantity": "str",
+        "queries": "int64",
+        "mean": "float64",
+        **{f"p{p}": "float64" for p in (0, 1, 5, 10, 25, 50, 75, 90, 95, 99, 100)},
+        **dict.fromkeys(("undefined", "not_positive"), "int64"),
+    },
+    "landscape": {
+        "model": "str",
+        "plane": "int64",
+        "kind": "str",
+        **dict.fromkeys(("x", "y", "distance"), "float64"),
+        "place": "str",
+        "samples": "int64",
+        **dict.fromkeys(("loss", "accuracy"), "float64"),
+        **dict.fromkeys(("dispersion_p50", "dispersion_p95", "separation_p50", "separation_p5"), "float64"),
+        "load_max": "float64",
+    },
+    "loss_secants": {
+        **dict.fromkeys(("model", "group"), "str"),
+        "draw": "int64",
+        **dict.fromkeys(("radius", "distance", "slope"), "float64"),
+    },
+    "loss_gradients": {
+        **dict.fromkeys(("model", "group"), "str"),
+        "draw": "int64",
+        **dict.fromkeys(("radius", "distance", "slope", "ln_sound"), "float64"),
+        "holds": "bool",
+    },
+    "end_points": {
+        **dict.fromkeys(("model", "group"), "str"),
+        **dict.fromkeys(("estimate", "low", "high", "p_value"), "float64"),
+        "accepted": "bool",
+        "reason": "str",
+        "blocks": "int64",
+    },
+    "jacobians": {
+        "model": "str",
+        **dict.fromkeys(("layer", "sample"), "int64"),
+        "norm": "float64",
+        "settled": "bool",
+        "ln_sound": "float64",
+    },
 }
+
+_EVERY = (*TABLES, *AUDIT_TABLES, *OPTIONAL_TABLES)
 
 
 def empty_table(name: str) -> pd.DataFrame:
     """Return an optional table without rows, with its columns and their types.
 
     Args:
-        name: a key of :data:`OPTIONAL_TABLES`.
+        name: a key of :data:`AUDIT_TABLES` or :data:`OPTIONAL_TABLES`.
     """
-    columns = OPTIONAL_TABLES[name]
-    return pd.DataFrame({column: [] for column in columns}).astype(columns)
+    return typed(name, [])
+
+
+def typed(name: str, rows: list[dict[str, Any]]) -> pd.DataFrame:
+    """Return an optional table with the given rows.
+
+    Args:
+        name: a key of :data:`AUDIT_TABLES` or :data:`OPTIONAL_TABLES`.
+        rows: with its columns.
+    """
+    columns = (AUDIT_TABLES | OPTIONAL_TABLES)[name]
+    return pd.DataFrame({column: [row[column] for row in rows] for column in columns}).astype(columns)
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,19 +163,37 @@ class Measurements:
     Attributes:
         models: one row per model: path, sha256, source, snapshot, task, attention, k, global_tokens, norm,
             pooling, seed, epoch, blocks, heads, length, parameters, samples, inputs, accuracy, found and
-            captured attention layers, residual.
+            captured attention layers, residual. Of somebody else's model, what is not known is missing; blocks are
+            the places where attention happens, attention is ``full``, ``causal`` or ``masked``.
         queries: one row per query: sample, layer, head, query, keys (n_i), kept (k_i), dispersion,
             separation (+inf where nothing is dropped), largest_weight (of its attention weights), and
-            dispersion_kK, separation_kK for each counterfactual K.
+            dispersion_kK, separation_kK, mass_kK (share of the weight on the K largest) for each counterfactual K.
         loads: one row per key: sample, layer, head, key, load, and load_kK.
         history: one row per epoch of each training run.
         non_finite: one row per sample, layer and head with scores that are NaN or infinite, and how many.
         provenance: versions, device, dtype, seed, command.
+        calls: one row per place where attention happens (a module, and which of its calls in a forward): how it
+            was captured, its mask, heads, number of calls and largest residual.
+        projections: one row per head of models of others: Γ and Υ, or why they are not available.
+        remarks: one row per thing to know about a captured attention, as a mask that adds -10,000.
+        skipped: one row per operation that looks like attention and was not captured, with the reason.
         secants: one row per query, noise level and clean-noisy pair; see
             :func:`~semdiag.measurement.perturbation.measure_secants`. Empty if not measured.
         constants: one row per constant of the theory and form; see
             :func:`~semdiag.measurement.constants.measure_constants`. Empty if not measured.
         parameters: one row per parameter tensor, bounds beside measured slopes; same function.
+        masks: one row per noise level and query that drops a key; see
+            :func:`~semdiag.measurement.mask_stability.mask_stability`. Empty if not measured.
+        noise_effects: one row per noise level and sample, what the noise does to the output; same function.
+        sweep: one row per k, layer, head and quantity, percentiles within a model; see
+            :func:`~semdiag.measurement.k_sweep.k_sweep`. Empty if not measured.
+        landscape: one row per evaluated point of a plane in parameter space; see
+            :func:`~semdiag.measurement.landscape.landscape`. Empty if not measured.
+        loss_secants: one row per pair of parameter settings; this and the next three: see
+            :func:`~semdiag.measurement.lipschitz.lipschitz`. Empty if not measured.
+        loss_gradients: one row per random parameter setting and group of tensors.
+        end_points: one row per group of tensors.
+        jacobians: one row per block and sample.
     """
 
     models: pd.DataFrame
@@ -92,9 +202,21 @@ class Measurements:
     history: pd.DataFrame
     non_finite: pd.DataFrame
     provenance: dict[str, Any] = field(default_factory=dict)
+    calls: pd.DataFrame = field(default_factory=lambda: empty_table("calls"))
+    projections: pd.DataFrame = field(default_factory=lambda: empty_table("projections"))
+    remarks: pd.DataFrame = field(default_factory=lambda: empty_table("remarks"))
+    skipped: pd.DataFrame = field(default_factory=lambda: empty_table("skipped"))
     secants: pd.DataFrame = field(default_factory=lambda: empty_table("secants"))
     constants: pd.DataFrame = field(default_factory=lambda: empty_table("constants"))
     parameters: pd.DataFrame = field(default_factory=lambda: empty_table("parameters"))
+    masks: pd.DataFrame = field(default_factory=lambda: empty_table("masks"))
+    noise_effects: pd.DataFrame = field(default_factory=lambda: empty_table("noise_effects"))
+    sweep: pd.DataFrame = field(default_factory=lambda: empty_table("sweep"))
+    landscape: pd.DataFrame = field(default_factory=lambda: empty_table("landscape"))
+    loss_secants: pd.DataFrame = field(default_factory=lambda: empty_table("loss_secants"))
+    loss_gradients: pd.DataFrame = field(default_factory=lambda: empty_table("loss_gradients"))
+    end_points: pd.DataFrame = field(default_factory=lambda: empty_table("end_points"))
+    jacobians: pd.DataFrame = field(default_factory=lambda: empty_table("jacobians"))
 
     def __post_init__(self) -> None:
         missing = {name: value for name, value in _UNLESS_SAID.items() if name not in self.models}
@@ -119,7 +241,7 @@ class Measurements:
         twice = sorted({path for path in paths if paths.count(path) > 1})
         if twice:
             raise InputError(f"{twice[0]} is named twice.")
-        tables = {name: _joined([getattr(part, name) for part in parts]) for name in (*TABLES, *OPTIONAL_TABLES)}
+        tables = {name: _joined([getattr(part, name) for part in parts]) for name in _EVERY}
         return cls(**tables, provenance=parts[0].provenance)
 
     def save(self, folder: Path | str) -> None:
@@ -130,9 +252,9 @@ class Measurements:
         """
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        for name in (*TABLES, *OPTIONAL_TABLES):
+        for name in _EVERY:
             file, table = folder / f"{name}.parquet", getattr(self, name)
-            if name in OPTIONAL_TABLES and table.empty:
+            if name not in TABLES and table.empty:
                 file.unlink(missing_ok=True)
             else:
                 table.to_parquet(file, index=False)
@@ -154,7 +276,7 @@ class Measurements:
         folder = Path(folder)
         try:
             tables = {name: pd.read_parquet(folder / f"{name}.parquet") for name in TABLES}
-            for name in OPTIONAL_TABLES:
+            for name in _EVERY[len(TABLES) :]:
                 file = folder / f"{name}.parquet"
                 tables[name] = pd.read_parquet(file) if file.exists() else empty_table(name)
             provenance = json.loads((folder / "provenance.json").read_text(encoding="utf-8"))
@@ -163,7 +285,7 @@ class Measurements:
                 f"{folder} does not hold saved measurements ({str(error).splitlines()[0]}). "
                 "Make them with: semdiag report --keep-queries."
             ) from None
-        optional = {name: " ".join(columns) for name, columns in OPTIONAL_TABLES.items()}
+        optional = {name: " ".join(columns) for name, columns in (AUDIT_TABLES | OPTIONAL_TABLES).items()}
         for name, needed in (_NEEDED | optional).items():
             missing = [column for column in needed.split() if column not in tables[name]]
             if missing:
@@ -179,7 +301,7 @@ class Measurements:
         Args:
             model: a value of the column ``model``.
         """
-        tables = {name: getattr(self, name) for name in (*TABLES, *OPTIONAL_TABLES)}
+        tables = {name: getattr(self, name) for name in _EVERY}
         own = {name: table[table["model"] == model] for name, table in tables.items()}
         return type(self)(**own, provenance=self.provenance)
 

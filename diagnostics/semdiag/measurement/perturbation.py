@@ -1,9 +1,10 @@
 """What input noise does to the softmax rows of a model: secants, response, changed sets."""
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -11,14 +12,19 @@ import torch
 from torch import Tensor, nn
 
 from semdiag.capturing.attention_calls import AttentionCall, watch_attention
+from semdiag.capturing.batches import Batch, first_samples, longest, repeated, samples_of, split
+from semdiag.capturing.loading import LoadedModel
 from semdiag.mathematics.softmax_secants import score_change, weight_change
+from semdiag.measurement.embedding_noise import noisy_embeddings
 from semdiag.measurement.measurements import empty_table
+from semdiag.measurement.running import running
 from semdiag.measurement.scored_rows import ScoredRows, scored_rows
 from semdiag_models import Encoder, InputError
 
 SAMPLES = 50
 NOISE = 0.01  # of each embedded token's root mean square
 _SCORES = 2**22  # scores of one forward pass, at most (or one sample's)
+_HEADS = 16  # supposed of models of others, for the size of a pass
 
 
 def measure_secants(
@@ -88,6 +94,67 @@ def measure_secants(
     return table[list(template)].astype(template.dtypes)
 
 
+def foreign_secants(
+    loaded: LoadedModel,
+    batches: Iterable[Batch],
+    *,
+    levels: Sequence[float] = (NOISE,),
+    samples: int = SAMPLES,
+    seed: int = 0,
+    device: torch.device | str = "cpu",
+) -> pd.DataFrame:
+    """As :func:`measure_secants`, for models whose attention alone is known: noise enters behind the embedding.
+
+    Args:
+        loaded: any model; a copy in float64 is run.
+        batches: its inputs.
+        levels: relative sizes of the noise, each positive.
+        samples: inputs to perturb, the first ones.
+        seed: of the noise, which is the same at every level but for its size.
+        device: where to run; ``mps`` is replaced by the CPU.
+
+    Returns:
+        The table ``secants``.
+
+    Raises:
+        NotAvailableError: if the model has no embedding that can be found, or attention sinks.
+    """
+    check_levels(levels)
+    device = torch.device("cpu") if torch.device(device).type == "mps" else torch.device(device)
+    parts: list[dict[str, Any]] = []
+    collected = _Collector([])
+    with running(loaded, collected.add, device, torch.float64) as run:
+        for level in levels:
+            generator, done = torch.Generator().manual_seed(seed), 0
+
+            def add_noise(copies: Tensor, level: float = level, generator: torch.Generator = generator) -> None:
+                drawn = torch.randn(copies.shape, generator=generator, dtype=copies.dtype).to(copies.device)
+                copies += level * token_size(copies) * drawn
+
+            for batch in first_samples(batches, samples):
+                for part in _small(batch):
+                    size = samples_of(part)
+                    with noisy_embeddings(run.module, size, add_noise):
+                        run(repeated(part, 2))
+                    for columns in collected.parts:
+                        place: dict[str, Any] = {"sample": columns.pop("sample") + done, "level": level}
+                        parts.append(place | columns)
+                    collected.parts.clear()
+                    done += size
+    if not parts:
+        return empty_table("secants")
+    table = pd.concat([pd.DataFrame({"model": loaded.path, **columns}) for columns in parts], ignore_index=True)
+    template = empty_table("secants")
+    return table[list(template)].astype(template.dtypes)
+
+
+def _small(batch: Batch) -> list[Batch]:
+    """A batch in parts whose scores fit; a tuple of arguments as it is."""
+    if isinstance(batch, tuple | list):
+        return [batch]
+    return split(batch, max(1, _SCORES // (2 * _HEADS * longest(batch) ** 2)))
+
+
 def check_levels(levels: Sequence[float]) -> None:
     """Refuse noise levels that no noise has.
 
@@ -114,17 +181,43 @@ def noisy_second_half(encoder: Encoder, noise: Tensor) -> Iterator[None]:
         Nothing.
     """
 
-    def perturb(block: nn.Module, inputs: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor | None]:
-        x, valid = inputs
-        clean, copies = x.chunk(2)
-        size = copies.square().mean(-1, keepdim=True).sqrt()
-        return torch.cat([clean, copies + size * noise]), valid
+    def add_noise(copies: Tensor) -> None:
+        copies += token_size(copies) * noise
 
-    handle = encoder.blocks[0].register_forward_pre_hook(perturb)
+    with noisy_copies(encoder.blocks[0], len(noise), add_noise):
+        yield
+
+
+@contextmanager
+def noisy_copies(place: nn.Module, samples: int, add_noise: Callable[[Tensor], None]) -> Iterator[None]:
+    """Make the copies in each batch of [clean samples; copies of them] noisy, where they enter a module.
+
+    Args:
+        place: module at whose input the noise enters, like an encoder's first block for the embedded tokens;
+            its first argument is a tensor of activations. It gets a hook, removed when the context is left
+            by whatever way.
+        samples: clean samples at the head of each batch.
+        add_noise: called with the copies, which it changes.
+
+    Yields:
+        Nothing.
+    """
+
+    def perturb(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        noisy = inputs[0].clone()  # what came in may be needed elsewhere, as it was
+        add_noise(noisy[samples:])
+        return noisy, *inputs[1:]
+
+    handle = place.register_forward_pre_hook(perturb)
     try:
         yield
     finally:
         handle.remove()
+
+
+def token_size(tokens: Tensor) -> Tensor:
+    """Root mean square of each token's vector: (..., d) -> (..., 1)."""
+    return tokens.square().mean(-1, keepdim=True).sqrt()
 
 
 @dataclass

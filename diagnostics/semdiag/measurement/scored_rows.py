@@ -5,9 +5,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from semdiag.capturing.attention_calls import AttentionCall
+from semdiag.capturing.attention_call import AttentionCall
+from semdiag_models import InputError
 
 _TIE = 8 * torch.finfo(torch.float64).eps  # of |scale|·‖q‖·‖k‖: the rounding of a dot product, with a margin
+
+
+class NotAvailableError(InputError):
+    """Something cannot be measured on a model; the message says why, and goes after "because"."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,11 +55,20 @@ def scored_rows(call: AttentionCall) -> ScoredRows:
 
     Returns:
         Its rows.
+
+    Raises:
+        NotAvailableError: if the call has attention sinks.
     """
-    q, k = call.q.double(), call.k.double()
+    if call.sinks is not None:
+        raise NotAvailableError("its softmax has attention sinks, which a row of scores does not show")
+    q, k = call.q.double(), call.k.double().repeat_interleave(call.q.shape[1] // call.k.shape[1], 1)
     scores = (q * call.scale) @ k.transpose(2, 3)
-    allowed = torch.ones_like(scores, dtype=torch.bool) if call.allowed is None else call.allowed
-    allowed = allowed.expand(scores.shape)
+    if call.softcap is not None:
+        scores = call.softcap * torch.tanh(scores / call.softcap)
+    if call.bias is not None:
+        scores = scores + call.bias
+    seen = call.allowed_keys(0, q.shape[2])
+    allowed = (torch.ones_like(scores, dtype=torch.bool) if seen is None else seen).expand(scores.shape)
     if call.queries is not None:
         allowed = allowed & call.queries[:, None, :, None]
     selected = allowed if call.selected is None else allowed & _as_mask(call.selected, scores.shape[-1])

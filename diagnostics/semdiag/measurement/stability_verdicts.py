@@ -16,6 +16,8 @@ _LOG_HALF = math.log(0.5)
 _SLACK = 1e-9  # relative, of quantities in float64
 _TOLERANCE = {"float32": 1e-3, "float64": 1e-9}  # relative, of ξ_loc against ξ* from rounded scores
 
+_HALF = 1e-2  # of models in half precision
+
 
 def stability_findings(measurements: Measurements) -> list[Finding]:
     """Judge every form of ξ on every measured model.
@@ -28,7 +30,7 @@ def stability_findings(measurements: Measurements) -> list[Finding]:
     Returns:
         Findings per model. A violated ``sound`` form is a bug of semdiag; a violated ``paper`` form is not.
     """
-    tolerance = _TOLERANCE[measurements.provenance.get("dtype", "float32")]
+    tolerance = _TOLERANCE.get(measurements.provenance.get("dtype", "float32"), _HALF)
     found = []
     for row in measurements.models.to_dict("records"):
         own = measurements.of(row["model"])

@@ -14,7 +14,7 @@ Summary = dict[str, Any]
 
 
 def dispersion_summary(measurements: Measurements) -> Summary:
-    """Percentiles of δ per layer and head, and pooled; with counterfactual columns also δ_h(k).
+    """Percentiles of δ per layer and head, and pooled; with counterfactual columns also δ_h(k) and the mass kept.
 
     Args:
         measurements: of one or more models.
@@ -24,7 +24,10 @@ def dispersion_summary(measurements: Measurements) -> Summary:
     """
 
     def describe(rows: pd.DataFrame, loads: pd.DataFrame, suffix: str) -> Summary:
-        return _without(percentiles(rows["dispersion" + suffix]), "not_positive")
+        found = _without(percentiles(rows["dispersion" + suffix]), "not_positive")
+        if suffix and "mass" + suffix in rows:
+            found["mass"] = _without(percentiles(rows["mass" + suffix]), "not_positive")
+        return found
 
     return _summary("dispersion", measurements, describe)
 
@@ -47,6 +50,18 @@ def separation_summary(measurements: Measurements) -> Summary:
     return _summary("separation", measurements, describe)
 
 
+def capture_summary(own: Measurements) -> Summary:
+    """How much of a model's attention was seen: modules found and captured, residual, what was skipped and why.
+
+    Args:
+        own: measurements of one model.
+    """
+    row = own.models.iloc[0]
+    found, captured = int(row["attention_found"]), int(row["attention_captured"])
+    listed = {name: getattr(own, name).drop(columns="model").to_dict("records") for name in ("skipped", "remarks")}
+    return {"found": found, "captured": captured, "residual": float(row["residual"]), **listed}
+
+
 def counterfactual_ks(queries: pd.DataFrame) -> list[int]:
     """Numbers of heavy hitters for which a model's table has counterfactual columns."""
     prefix = "dispersion_k"
@@ -61,7 +76,7 @@ def _summary(
     for row in measurements.models.to_dict("records"):
         own = measurements.of(row["model"])
         result = {key: row[key] for key in ("model", "sha256", "task", "attention", "k", "epoch")}
-        result |= {"unit": "nats", **_layers(own, describe, "")}
+        result |= {"unit": "nats", **_layers(own, describe, ""), "capture": capture_summary(own)}
         within = [{"k": k, **_layers(own, describe, f"_k{k}")} for k in counterfactual_ks(own.queries)]
         if within:
             result["within_model"] = within

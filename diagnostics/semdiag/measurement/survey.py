@@ -1,51 +1,24 @@
-"""Measuring several checkpoints under the same conditions."""
+"""Measuring several models under the same conditions."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from semdiag.capturing.inputs import read_inputs
+from semdiag.capturing.batches import Batch, samples_of, split
+from semdiag.capturing.inputs import read_batches, read_inputs
 from semdiag.capturing.loading import LoadedModel, load
 from semdiag.measurement import constants, perturbation
+from semdiag.measurement.conditions import DTYPES, Conditions
 from semdiag.measurement.measure import measure
 from semdiag.measurement.measurements import Measurements
+from semdiag.measurement.probing import ParameterProbe, encoder_tables, with_probes
 from semdiag_models import InputError
 from semdiag_models.device import find_device
 
-DTYPES = {"float32": torch.float32, "float64": torch.float64}
-
-
-@dataclass(frozen=True)
-class Conditions:
-    """Under which every model of a survey is measured.
-
-    Raises:
-        InputError: if a value is illegal.
-    """
-
-    inputs: Path | None = None  # token ids, or text (.txt); None: each checkpoint's own held-out samples
-    samples: int = 500  # of the default inputs, and windows of a text
-    batch_size: int = 100
-    device: str = "auto"
-    dtype: str = "float32"
-    seed: int = 0  # of fresh samples and of resampling
-    min_keys: int = 1  # queries with fewer keys are left out
-    k: tuple[int, ...] = ()  # counterfactual heavy hitters, on full models
-    config: dict[str, Any] | None = None  # of checkpoints of the paper's code
-    noise: tuple[float, ...] = ()  # relative input noise of secants; none: they are not measured
-    bounds: bool = False  # whether the constants of Theorem 2 are measured
-
-    def __post_init__(self) -> None:
-        for name in ("samples", "batch_size", "min_keys"):
-            if getattr(self, name) < 1:
-                raise InputError(f"{name} must be at least 1. Got {getattr(self, name)}.")
-        if self.dtype not in DTYPES:
-            raise InputError(f"dtype must be float32 or float64. Got {self.dtype!r}.")
-        perturbation.check_levels(self.noise)
+__all__ = ["Conditions", "survey"]
 
 
 def survey(
@@ -59,8 +32,9 @@ def survey(
     Args:
         models: checkpoints, or models already loaded.
         conditions: inputs, precision, counterfactuals.
-        announce: called with a model's path and its number of samples before it is measured.
-        after_batch: called with the number of samples of each finished batch.
+        announce: called with a model's path and its number of steps (samples, then points of planes) before it is
+            measured.
+        after_batch: called with the number of finished steps.
 
     Returns:
         Measurements of all models.
@@ -71,60 +45,73 @@ def survey(
     device = find_device(conditions.device)
     if device.type == "mps" and conditions.dtype == "float64":  # which it does not know
         device = torch.device("cpu")
-    given = None if conditions.inputs is None or _is_text(conditions.inputs) else read_inputs(conditions.inputs)
     # All are loaded before the first is measured: a wrong path should not cost minutes.
     loaded = [m if isinstance(m, LoadedModel) else load(m, conditions.config) for m in models]
-    parts = []
-    for model in loaded:
-        tokens, labels, source = _inputs(model, given, conditions)
-        announce(model.path, len(tokens))
+    for model in loaded if conditions.encoders_only else ():
+        _ = model.encoder  # which refuses any other
+    inputs = [_inputs(model, conditions) for model in loaded]
+    probe = ParameterProbe.of(conditions)
+    parts: list[Measurements] = []
+    for model, (batches, labels, source) in zip(loaded, inputs, strict=True):
+        announce(model.path, sum(map(samples_of, batches)) + (0 if model.foreign else probe.steps))
+        if model.foreign and not isinstance(models[len(parts)], LoadedModel):
+            model.module.to(device, DTYPES[conditions.dtype])  # ours alone: no copy, however large it is
         part = measure(
             model,
-            tokens,
+            batches,
             labels=labels,
             inputs=source,
-            k=conditions.k if model.module.config.attention == "full" else (),
-            batch_size=conditions.batch_size,
+            k=conditions.k if model.foreign or model.encoder.config.attention == "full" else (),
             device=device,
             dtype=DTYPES[conditions.dtype],
             after_batch=after_batch,
         )
-        parts.append(replace(part, **_theory(model, tokens, labels, conditions, device)))
+        if model.foreign:
+            part = with_probes(part, model, batches, conditions, device)
+        else:
+            tokens = torch.cat([batch for batch in batches if isinstance(batch, Tensor)])
+            tables = encoder_tables(model, tokens, labels, conditions, device)
+            tables |= probe.tables(model, tokens, labels, device, after_batch)
+            part = replace(part, **tables)
+        parts.append(part)
     joined = Measurements.concat(parts)
     largest = int(joined.models["samples"].max())
     joined.provenance.update(seed=conditions.seed, samples=largest)
-    if conditions.noise:
+    if len(joined.secants):
         joined.provenance.update(noise=list(conditions.noise), noise_samples=min(perturbation.SAMPLES, largest))
-    if conditions.bounds:
+    if len(joined.constants):
         joined.provenance.update(bound_samples=min(constants.SAMPLES, largest))
+    if conditions.masks is not None:
+        joined.provenance.update(mask_noise=asdict(conditions.masks))
+    if conditions.masks is not None or conditions.sweep is not None:
+        joined.provenance.update(probe_samples=min(conditions.probe_samples or largest, largest))
+    if conditions.lipschitz is not None:
+        joined.provenance.update(lipschitz_samples=min(conditions.lipschitz.samples, largest))
     return _with_keys(joined, conditions.min_keys)
 
 
-def _theory(
-    model: LoadedModel, tokens: Tensor, labels: Tensor | None, conditions: Conditions, device: torch.device
-) -> dict[str, Any]:
-    """The optional tables, as far as the conditions ask for them."""
-    encoder = model.module
-    tables: dict[str, Any] = {}
-    common: dict[str, Any] = {"model": model.path, "seed": conditions.seed, "device": device}
-    if conditions.noise:
-        tables["secants"] = perturbation.measure_secants(encoder, tokens, levels=conditions.noise, **common)
-    if conditions.bounds:
-        found = constants.measure_constants(encoder, tokens, labels, **common)
-        tables["constants"], tables["parameters"] = found
-    return tables
+def _inputs(model: LoadedModel, conditions: Conditions) -> tuple[list[Batch], Tensor | None, str]:
+    """Batches, labels, and where they come from."""
+    given, size = conditions.inputs, conditions.batch_size
+    if given is not None and model.foreign:
+        return read_batches(given, model, size), None, f"{given} (given)"
+    if given is not None and given.suffix == ".txt":
+        tokens, labels, source = model.text_inputs(given, conditions.samples, conditions.seed)
+        return split(tokens, size), labels, source
+    if given is not None:
+        return split(read_inputs(given), size), None, f"{given} (given)"
+    if model.batches is not None:
+        return split(model.batches, size), None, "came with the model"
+    if model.foreign:
+        raise InputError(
+            f"Name inputs for {model.path} with --inputs FILE: {_TEXTS if model.source == 'hugging face' else ''}"
+            "token ids (.npy, .npz, .pt), or a .pt with a dictionary of the model's arguments."
+        )
+    tokens, labels, source = model.default_inputs(conditions.samples, conditions.seed)
+    return split(tokens, size), labels, source
 
 
-def _inputs(model: LoadedModel, given: Tensor | None, conditions: Conditions) -> tuple[Tensor, Tensor | None, str]:
-    if conditions.inputs is not None and _is_text(conditions.inputs):
-        return model.text_inputs(conditions.inputs, conditions.samples, conditions.seed)
-    if given is None:
-        return model.default_inputs(conditions.samples, conditions.seed)
-    return given, None, f"{conditions.inputs} (given)"
-
-
-def _is_text(path: Path) -> bool:
-    return path.suffix == ".txt"
+_TEXTS = "texts, one a line (.txt), "
 
 
 def _with_keys(measurements: Measurements, least: int) -> Measurements:
@@ -135,6 +122,6 @@ def _with_keys(measurements: Measurements, least: int) -> Measurements:
     if missing:
         raise InputError(f"No query of {min(missing)} has {least} keys. Use a smaller --min-keys.")
     place = ["model", "sample", "layer", "head", "query"]
-    secants = measurements.secants.merge(queries[place], on=place)
+    kept = {name: getattr(measurements, name).merge(queries[place], on=place) for name in ("secants", "masks")}
     provenance = {**measurements.provenance, "min_keys": least}
-    return replace(measurements, queries=queries, secants=secants, provenance=provenance)
+    return replace(measurements, queries=queries, **kept, provenance=provenance)

@@ -43,7 +43,7 @@ def stability_summary(measurements: Measurements) -> Summary:
             parts = (t[(t["layer"] == layer) & (t["head"] == head)] for t in (own.queries, secants))
             layers.append({"layer": int(layer), "head": int(head), **_describe(*parts)})
         result = {key: row[key] for key in _FACTS} | {"unit": "per nat", "layers": layers}
-        result |= {"all": _describe(own.queries, secants), "verdicts": _verdicts(findings, row["model"])}
+        result |= {"all": _describe(own.queries, secants), "verdicts": verdicts_of(findings, row["model"])}
         results.append(result)
     return _ready("stability", measurements, {"results": results})
 
@@ -67,14 +67,14 @@ def bounds_summary(measurements: Measurements) -> Summary:
             for name in ("constants", "parameters")
         }
         result = {key: row[key] for key in _FACTS} | {"unit": "natural logarithm", **tables}
-        results.append(result | {"verdicts": _verdicts(of_models, row["model"])})
+        results.append(result | {"verdicts": verdicts_of(of_models, row["model"])})
     compared = [
         {
             "label": pair.label,
             "reference": pair.full,
             "other": pair.other,
             "differences": differences(measurements.models, pair),
-            "verdicts": _verdicts(
+            "verdicts": verdicts_of(
                 corollary_findings(measurements, [pair]) + consequence_findings(measurements, [pair]), pair.label
             ),
         }
@@ -106,7 +106,13 @@ def _percentiles(values: "pd.Series[float]") -> Summary:
     return {key: value for key, value in table.items() if key != "not_positive"}
 
 
-def _verdicts(findings: list[Finding], subject: str) -> list[Summary]:
+def verdicts_of(findings: list[Finding], subject: str) -> list[Summary]:
+    """What became of the claims about a model or a pair, as plain values.
+
+    Args:
+        findings: of any subjects.
+        subject: a model's path, or a pair's label.
+    """
     return [
         {
             "claim": f.claim,

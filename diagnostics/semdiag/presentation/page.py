@@ -7,6 +7,7 @@ from typing import Any, TypedDict
 import pandas as pd
 from jinja2 import Environment, StrictUndefined
 
+from semdiag.measurement.attention_kinds import FOREIGN_SOURCES
 from semdiag.presentation.question import Question
 
 
@@ -44,12 +45,18 @@ def render_page(
     environment.filters["number"] = _number
     environment.filters["percent"] = _percent
     source = files("semdiag.presentation").joinpath("templates/report.html.j2").read_text(encoding="utf-8")
-    named = sorted({f"{row['attention_label']} ({row['task'] or 'task unknown'})" for row in whole["results"]})
+    rows = whole["results"]
+    others = [row["source"] in FOREIGN_SOURCES for row in rows]
+    named = {
+        f"{row['attention_label']} ({row['model'] if other else row['task'] or 'task unknown'})"
+        for row, other in zip(rows, others, strict=True)
+    }
     return environment.from_string(source).render(
         report=whole,
         questions=questions,
         pictures=pictures,
-        models=", ".join(named),
+        models=", ".join(sorted(named)),
+        foreign=all(others),
         sections={question.section for question in questions},
         non_finite=non_finite.to_dict("records"),
         keep_queries=keep_queries,

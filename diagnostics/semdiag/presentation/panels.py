@@ -6,6 +6,7 @@ from typing import Any
 
 import pandas as pd
 
+from semdiag.measurement.attention_kinds import foreign
 from semdiag.presentation.style import ATTENTION_STYLES, AttentionStyle, attention_style
 
 # Models that differ in one of these are never drawn on the same axes; the same as in measurement/pairing.py.
@@ -69,11 +70,15 @@ def panels_of(models: pd.DataFrame, keys: Sequence[str] = RUN_AND_SNAPSHOT) -> l
     """
     if models.empty:
         raise NothingToDrawError("No model was measured.")
-    differing = [key for key in keys if models[key].nunique(dropna=False) > 1]
+    others = foreign(models)
+    differing = [key for key in keys if models[~others][key].nunique(dropna=False) > 1]
+    own_panel = models["model"].where(others, "")  # nothing is known that models of others have in common
     panels = []
-    for _, group in models.groupby(list(keys), dropna=False, sort=False):
+    for _, group in models.groupby([*keys, own_panel.rename("_own")], dropna=False, sort=False):
         snapshot = str(group["snapshot"].iloc[0]) if "snapshot" in keys else ""
-        panels.append(Panel(_title(group.iloc[0].to_dict(), differing), _series(group), snapshot))
+        name = str(own_panel[group.index[0]])
+        title = _short(name) if name else _title(group.iloc[0].to_dict(), differing)
+        panels.append(Panel(title, _series(group), snapshot))
     return sorted(panels, key=lambda panel: panel.snapshot not in ("last", ""))
 
 

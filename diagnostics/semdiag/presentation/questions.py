@@ -1,7 +1,10 @@
 """The sections of a report: a question, its figures, how to read them, and what they do not show."""
 
+from semdiag.presentation.mask_questions import MASK_QUESTIONS
+from semdiag.presentation.probe_questions import PROBE_QUESTIONS
 from semdiag.presentation.question import Question, Shown
 from semdiag.presentation.theory_questions import THEORY_QUESTIONS
+from semdiag.presentation.within_questions import BY_KEYS, WITHIN
 
 _PAIRED = (
     "This is a comparison across models: two models, each trained with its own attention on the same data "
@@ -14,7 +17,10 @@ _POOLED = (
 )
 
 
-SECTIONS = ("dispersion", "separation", "learning", "stability", "bounds")
+SECTIONS = (
+    "dispersion", "within", "separation", "learning", "stability", "bounds", "mask-stability", "k-sweep",
+    "lipschitz", "landscape",
+)  # fmt: skip
 
 QUESTIONS = (
     Question(
@@ -40,6 +46,7 @@ QUESTIONS = (
                 "shown in a panel of its own, compare with it: what is already there before training is "
                 "owed to the mask, not to learning.",
             ),
+            BY_KEYS,
         ),
         (
             _PAIRED,
@@ -62,14 +69,6 @@ QUESTIONS = (
                 "whole sequences: if a bar crosses 1, these inputs do not settle the question for that "
                 "layer.",
             ),
-            Shown(
-                "dispersion_counterfactual",
-                "Within full-attention models: dispersion over all keys beside the dispersion over the k "
-                "largest scores of the same rows, per layer: {models}.",
-                "Within one and the same full model: the spread of all its scores beside the spread of its "
-                "k largest only. It shows what a top-k mask would leave of this model's dispersion without "
-                "training it anew; it is not the comparison between trained models above.",
-            ),
         ),
         (
             "The intervals speak about other inputs of the same kind, not about other seeds or training "
@@ -79,6 +78,7 @@ QUESTIONS = (
             "the same work.",
         ),
     ),
+    WITHIN,
     Question(
         "separation",
         "separation",
@@ -142,4 +142,6 @@ QUESTIONS = (
         ),
     ),
     *THEORY_QUESTIONS,
+    *MASK_QUESTIONS,
+    *PROBE_QUESTIONS,
 )

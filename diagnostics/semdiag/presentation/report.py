@@ -10,16 +10,21 @@ from pathlib import Path
 import pandas as pd
 from matplotlib.figure import Figure
 
+from semdiag.measurement.attention_kinds import foreign
 from semdiag.measurement.measurements import Measurements
+from semdiag.measurement.summaries import counterfactual_ks
 from semdiag.presentation.figures import FIGURES
 from semdiag.presentation.figures.dispersion_ratio import dispersion_ratio, layer_ratios
+from semdiag.presentation.mask_tables import mask_tables
 from semdiag.presentation.page import Picture, render_page
 from semdiag.presentation.panels import NothingToDrawError
+from semdiag.presentation.probe_tables import probe_tables
 from semdiag.presentation.questions import QUESTIONS, SECTIONS
 from semdiag.presentation.save import save_figure
-from semdiag.presentation.tables import SCHEMA, percentile_table, summary, write_tables
+from semdiag.presentation.tables import SCHEMA, percentile_table, summary, within_table, write_tables
 from semdiag.presentation.theory_tables import theory_findings, theory_tables
 from semdiag.presentation.verdict import details, pair_verdicts, sentences
+from semdiag.presentation.within_questions import FOREIGN_QUESTIONS
 from semdiag_models import InputError
 
 _PIXELS_PER_INCH = 96  # of CSS
@@ -80,14 +85,28 @@ def measured_sections(measurements: Measurements) -> list[str]:
         measurements: of one or several models.
 
     Returns:
-        All of :data:`~semdiag.presentation.questions.SECTIONS` but ``stability`` without secants, and
-        ``bounds`` without constants and slopes.
+        All of :data:`~semdiag.presentation.questions.SECTIONS` but ``within`` without counterfactual k,
+        ``stability`` without secants, ``bounds`` without constants and slopes, ``mask-stability`` without noise,
+        ``k-sweep`` without a sweep, ``lipschitz`` without gradients, and ``landscape`` without planes; of models
+        of others alone neither ``separation`` nor ``learning``.
     """
     missing = set()
+    if not counterfactual_ks(measurements.queries):
+        missing.add("within")
+    if foreign(measurements.models).all():
+        missing |= {"separation", "learning"}
     if measurements.secants.empty:
         missing.add("stability")
     if measurements.constants.empty and measurements.parameters.empty:
         missing.add("bounds")
+    if measurements.noise_effects.empty and measurements.masks.empty:
+        missing.add("mask-stability")
+    if measurements.sweep.empty:
+        missing.add("k-sweep")
+    if measurements.loss_gradients.empty:
+        missing.add("lipschitz")
+    if measurements.landscape.empty:
+        missing.add("landscape")
     return [name for name in SECTIONS if name not in missing]
 
 
@@ -134,14 +153,17 @@ def _write(
     keep_queries: bool,
     sections: Sequence[str],
 ) -> None:
-    ratios = layer_ratios(measurements) if "dispersion" in sections else None
+    compared = "dispersion" in sections and not foreign(measurements.models).all()
+    ratios = layer_ratios(measurements) if compared else None
     findings = theory_findings(measurements, sections)
-    theory = theory_tables(measurements, findings)
+    theory = theory_tables(measurements, findings) | mask_tables(measurements, sections)
+    theory |= probe_tables(measurements, sections)
     write_tables(_tables(measurements, sections, ratios) | theory, folder / "data")
     if keep_queries:
         measurements.save(folder / "data")
     verdicts = pair_verdicts(measurements)
-    questions = [question for question in QUESTIONS if question.section in sections]
+    asked = FOREIGN_QUESTIONS if foreign(measurements.models).all() else QUESTIONS
+    questions = [question for question in asked if question.section in sections]
     drawers: dict[str, Callable[[Measurements], Figure]] = {
         **FIGURES,
         "dispersion_ratio": partial(dispersion_ratio, ratios=ratios),
@@ -169,6 +191,10 @@ def _tables(
         tables["dispersion_ratio"] = ratios
     if "separation" in sections:
         tables |= {name: percentile_table(measurements, name) for name in ("separation", "load")}
+    if len(measurements.projections):
+        tables["projections"] = measurements.projections
+    if "within" in sections:
+        tables["within"] = within_table(measurements)
     return tables
 
 

@@ -80,6 +80,12 @@ ATTENTION_STYLES = {
     "random": AttentionStyle("random-k", _RED, "P", (0, (2, 2)), 1.1),
 }
 
+# Of models of others, which never share a panel: full attention in all but its mask.
+DENSE_STYLES = {
+    "causal": AttentionStyle("causal", _BLUE, "<", "-", 1.9),
+    "masked": AttentionStyle("masked", _BLUE, "H", "-", 1.9),
+}
+
 
 def attention_style(kind: str) -> AttentionStyle:
     """Return the fixed style of an attention kind; a grey one for a kind without.
@@ -87,7 +93,7 @@ def attention_style(kind: str) -> AttentionStyle:
     Args:
         kind: as in the measurements, like ``topk``.
     """
-    return ATTENTION_STYLES.get(kind, AttentionStyle(kind, _GREY, "X", (0, (5, 2)), 1.1))
+    return (ATTENTION_STYLES | DENSE_STYLES).get(kind, AttentionStyle(kind, _GREY, "X", (0, (5, 2)), 1.1))
 
 
 def lightened(color: str, share: float) -> tuple[float, float, float]:

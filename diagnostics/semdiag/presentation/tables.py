@@ -11,7 +11,7 @@ from semdiag.measurement.finding import Finding
 from semdiag.measurement.measurements import Measurements
 from semdiag.measurement.percentiles import layer_table, percentiles
 from semdiag.measurement.strict_json import json_ready
-from semdiag.measurement.summaries import dispersion_summary, separation_summary
+from semdiag.measurement.summaries import counterfactual_ks, dispersion_summary, separation_summary
 from semdiag.presentation.learning_speed import epochs_to
 from semdiag.presentation.panels import attention_label
 from semdiag.presentation.theory_tables import findings_table
@@ -41,6 +41,29 @@ def percentile_table(measurements: Measurements, quantity: str) -> pd.DataFrame:
     return pd.DataFrame(table)
 
 
+def within_table(measurements: Measurements) -> pd.DataFrame:
+    """Percentiles of what every counterfactual k would leave, per layer and head, and pooled, of every model.
+
+    Args:
+        measurements: of any number of models.
+
+    Returns:
+        Columns model, quantity (dispersion, separation, mass or load), k, layer and head (``all`` where pooled),
+        then those of :func:`~semdiag.measurement.percentiles.percentiles`.
+    """
+    table: list[dict[Any, Any]] = []
+    for model in measurements.models["model"]:
+        own = measurements.of(model)
+        for k in counterfactual_ks(own.queries):
+            for quantity in ("dispersion", "separation", "mass", "load"):
+                rows, column = own.loads if quantity == "load" else own.queries, f"{quantity}_k{k}"
+                if column in rows:
+                    place = {"model": model, "quantity": quantity, "k": k}
+                    table += [{**place, **row} for row in layer_table(rows, column).to_dict("records")]
+                    table.append({**place, "layer": "all", "head": "all", **percentiles(rows[column])})
+    return pd.DataFrame(table)
+
+
 def write_tables(tables: dict[str, pd.DataFrame], folder: Path) -> None:
     """Write tables as CSV files.
 
@@ -63,8 +86,8 @@ def model_rows(measurements: Measurements, verdicts: Sequence[PairVerdict], sect
 
     Returns:
         JSON-ready dictionaries: the model's facts, ``epochs_to_95`` % training accuracy, ``smaller`` (whether
-        δ_h < δ_s, where it is the top-k half of a pair), ``dispersion`` and ``separation`` as in the
-        summaries of the commands with these names.
+        δ_h < δ_s, where it is the top-k half of a pair), ``capture`` (what was seen of its attention, layer by
+        layer), ``dispersion`` and ``separation`` as in the summaries of the commands with these names.
     """
     answers = {verdict.gate.pair.other: verdict.answer for verdict in verdicts}
     parts = {"dispersion": dispersion_summary(measurements)["results"]}
@@ -80,8 +103,14 @@ def model_rows(measurements: Measurements, verdicts: Sequence[PairVerdict], sect
             "epochs_to_95": epochs_to(history.sort_values("epoch")),
             "smaller": answers.get(model["model"]),
         }
+        layers = measurements.calls[measurements.calls["model"] == model["model"]].drop(columns="model")
+        norms = measurements.projections[measurements.projections["model"] == model["model"]].groupby("layer")
+        largest = norms[["gamma", "upsilon"]].max().join(norms["reason"].first()).reset_index()
+        layers = layers.merge(largest, on="layer", how="left")
+        row["capture"] = {**parts["dispersion"][place]["capture"], "layers": layers.to_dict("records")}
         for name, results in parts.items():
-            row[name] = {key: results[place][key] for key in results[place] if key not in model}
+            known = (*model, "capture")
+            row[name] = {key: results[place][key] for key in results[place] if key not in known}
         rows.append(row)
     return json_ready(rows)
 

@@ -9,6 +9,7 @@ from semdiag.measurement.bound_verdicts import parameter_findings
 from semdiag.measurement.consequences import consequence_findings
 from semdiag.measurement.corollary_verdicts import CLAIM, corollary_findings
 from semdiag.measurement.finding import Finding
+from semdiag.measurement.lipschitz_verdicts import estimate_findings, ordering_findings
 from semdiag.measurement.measurements import Measurements
 from semdiag.measurement.pairing import compared_pairs
 from semdiag.measurement.percentiles import percentiles
@@ -33,7 +34,7 @@ def theory_findings(measurements: Measurements, sections: Sequence[str]) -> dict
         sections: of the report.
 
     Returns:
-        Findings by section: ``stability`` (per model), ``bounds`` (per model, then per pair).
+        Findings by section: ``stability`` (per model), ``bounds`` and ``lipschitz`` (per model, then per pair).
     """
     found: dict[str, list[Finding]] = {}
     if "stability" in sections:
@@ -42,6 +43,9 @@ def theory_findings(measurements: Measurements, sections: Sequence[str]) -> dict
         pairs = compared_pairs(measurements)
         found["bounds"] = parameter_findings(measurements)
         found["bounds"] += corollary_findings(measurements, pairs) + consequence_findings(measurements, pairs)
+    if "lipschitz" in sections:
+        found["lipschitz"] = estimate_findings(measurements)
+        found["lipschitz"] += ordering_findings(measurements, compared_pairs(measurements))
     return found
 
 

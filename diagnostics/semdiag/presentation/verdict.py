@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
+from semdiag.measurement.attention_kinds import DENSE, foreign
 from semdiag.measurement.finding import Finding
 from semdiag.measurement.gate import GateResult, dispersion_gate
 from semdiag.measurement.input_traces import FIXED_MASKS
@@ -13,8 +14,11 @@ from semdiag.measurement.pairing import find_pairs
 from semdiag.measurement.percentiles import percentiles
 from semdiag.measurement.resampling import Interval, ratio_interval
 from semdiag.presentation.learning_speed import training_runs
+from semdiag.presentation.mask_verdict import mask_sentences, masks_in_short, sweep_sentences
 from semdiag.presentation.panels import panels_of
+from semdiag.presentation.probe_verdict import landscape_sentences, lipschitz_sentences
 from semdiag.presentation.theory_verdict import bounds_sentences, in_short, stability_sentences
+from semdiag.presentation.within_verdict import capture_sentences, within_sentences
 
 _RESAMPLES = 300
 _NO_PAIR = (
@@ -113,9 +117,14 @@ def sentences(
         findings: of the theory, by section.
 
     Returns:
-        What was found on dispersion, learning and separation, the theory in short, then warnings.
+        What was found on dispersion, learning and separation, the theory in short, how much of the attention was
+        captured, then warnings. Of models of others: what a sparse mask would leave of their attention.
     """
-    said: list[str] = []
+    if foreign(measurements.models).all():
+        masks = masks_in_short(measurements) if "mask-stability" in sections else []
+        said = within_sentences(measurements)
+        return [*said, *in_short(findings), *masks, *capture_sentences(measurements), *_warnings(measurements)]
+    said = []
     if "dispersion" in sections:
         said += [verdict.sentence for verdict in verdicts] or [_NO_PAIR]
         said += _controls(measurements)
@@ -124,7 +133,10 @@ def sentences(
     if "separation" in sections:
         said += _separation(measurements)
     said += in_short(findings)
-    return (said or ["What was found stands below, model by model."]) + _warnings(measurements)
+    if "mask-stability" in sections:
+        said += masks_in_short(measurements)
+    said = said or ["What was found stands below, model by model."]
+    return [*said, *capture_sentences(measurements), *_warnings(measurements)]
 
 
 def details(
@@ -138,10 +150,19 @@ def details(
         findings: of the theory, by section.
 
     Returns:
-        Sentences by section, for stability and bounds.
+        Sentences by section, for all but the measurements that the short verdict covers.
     """
     say = {"stability": stability_sentences, "bounds": bounds_sentences}
-    return {name: say[name](measurements, findings.get(name, ())) for name in say if name in sections}
+    said = {name: say[name](measurements, findings.get(name, ())) for name in say if name in sections}
+    if "mask-stability" in sections:
+        said["mask-stability"] = mask_sentences(measurements)
+    if "k-sweep" in sections:
+        said["k-sweep"] = sweep_sentences(measurements)
+    if "lipschitz" in sections:
+        said["lipschitz"] = lipschitz_sentences(measurements, findings.get("lipschitz", ()))
+    if "landscape" in sections:
+        said["landscape"] = landscape_sentences(measurements)
+    return said
 
 
 def _controls(measurements: Measurements) -> list[str]:
@@ -177,7 +198,7 @@ def _learning(measurements: Measurements) -> list[str]:
 
 def _separation(measurements: Measurements) -> list[str]:
     """Median and lower end of Δ of the top-k models; of all sparse ones if there is none."""
-    models = measurements.models[measurements.models["attention"] != "full"]
+    models = measurements.models[~measurements.models["attention"].isin(DENSE)]
     models = models[models["snapshot"] == "last"] if (models["snapshot"] == "last").any() else models
     models = models[models["attention"] == "topk"] if (models["attention"] == "topk").any() else models
     said = []
@@ -199,7 +220,4 @@ def _warnings(measurements: Measurements) -> list[str]:
     if len(measurements.non_finite):
         count = int(measurements.non_finite["scores"].sum())
         said.append(f"Warning: {count:,} attention scores were NaN or infinite; see the last section.")
-    models = measurements.models
-    if (models["attention_captured"] < models["attention_found"]).any():
-        said.append("Warning: not every attention layer was captured; see the last section.")
     return said

@@ -3,15 +3,24 @@
 import pytest
 import torch
 from torch import nn
+from torch.nn.modules import module as everywhere
+from torch.overrides import _get_current_function_mode_stack
 
+from semdiag.capturing import attention_calls
 from semdiag.capturing.attention_calls import watch_attention
-from semdiag_models import Encoder, InputError
+from semdiag_models import Encoder
 
 TOKENS = torch.tensor([[0, 1, 1, 0, 1, 1], [1, 0, 0, 2, 2, 2]])
 
 
-def hooks(model):
-    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+def left_behind(model):
+    """Hooks on the model, hooks on all modules, function modes."""
+    on_model = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+    on_all = len(everywhere._global_forward_hooks) + len(everywhere._global_forward_pre_hooks)
+    return on_model, on_all, len(_get_current_function_mode_stack())
+
+
+NOTHING = (0, 0, 0)
 
 
 @pytest.fixture(
@@ -53,12 +62,14 @@ def test_training_goes_on_bit_by_bit_under_watch(encoder):
 
 def test_calls_come_in_the_order_of_the_layers_and_name_their_modules(encoder):
     calls = []
-    with watch_attention(encoder, calls.append) as names:
+    with watch_attention(encoder, calls.append) as audit:
         encoder(TOKENS)
         encoder(TOKENS)
-    assert names == ["blocks.0.attention.core", "blocks.1.attention.core"]
+    assert audit.modules == ["blocks.0.attention.core", "blocks.1.attention.core"]
     assert [call.layer for call in calls] == [0, 1, 0, 1]
-    assert [call.module for call in calls] == names * 2
+    assert [call.module for call in calls] == audit.modules * 2
+    assert audit.captured == {(name, "hook"): 2 for name in audit.modules}
+    assert not audit.skipped
     assert all(dict(encoder.named_modules())[call.module] is not None for call in calls)
 
 
@@ -86,35 +97,52 @@ def test_without_pad_every_key_is_allowed_and_every_query_counts(encoder):
     assert [(call.allowed, call.queries) for call in calls] == [(None, None)] * 2
 
 
-def test_nothing_is_left_behind(encoder):
+def test_nothing_is_attached_to_the_model_and_nothing_is_left_behind(encoder):
     with watch_attention(encoder, lambda call: None):
-        assert hooks(encoder) == 2
-    assert hooks(encoder) == 0
+        assert left_behind(encoder) == (0, 2, 1)
+    assert left_behind(encoder) == NOTHING
 
 
-def test_nothing_is_left_behind_after_an_exception_in_the_body(encoder):
-    with pytest.raises(KeyError), watch_attention(encoder, lambda call: None):
-        raise KeyError
-    assert hooks(encoder) == 0
+@pytest.mark.parametrize("error", [KeyError, KeyboardInterrupt])
+def test_nothing_is_left_behind_after_an_exception_in_the_body(encoder, error):
+    with pytest.raises(error), watch_attention(encoder, lambda call: None):
+        raise error
+    assert left_behind(encoder) == NOTHING
 
 
-def test_nothing_is_left_behind_after_an_exception_while_consuming(encoder):
+@pytest.mark.parametrize("error", [KeyError, KeyboardInterrupt])
+def test_nothing_is_left_behind_after_an_exception_while_consuming(encoder, error):
     def consume(call):
-        raise KeyError(call.layer)
+        raise error(call.layer)
 
-    with pytest.raises(KeyError, match="0"), watch_attention(encoder, consume):
+    with pytest.raises(error, match="0"), watch_attention(encoder, consume):
         encoder(TOKENS)
-    assert hooks(encoder) == 0
+    assert left_behind(encoder) == NOTHING
+
+
+def test_a_watch_goes_on_after_a_forward_that_was_interrupted(encoder):
+    calls = []
+
+    def consume(call):
+        calls.append((call.layer, call.occurrence))
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+
+    with watch_attention(encoder, consume):
+        with pytest.raises(KeyboardInterrupt):
+            encoder(TOKENS)
+        encoder(TOKENS)
+    assert calls == [(0, 0), (1, 0)] * 2
 
 
 def test_nothing_is_left_behind_when_a_hook_cannot_be_attached(encoder, monkeypatch):
-    def refuse(hook):
+    def refuse(hook, *, always_call):
         raise RuntimeError("no hooks here")
 
-    monkeypatch.setattr(encoder.blocks[1].attention.core, "register_forward_hook", refuse)
+    monkeypatch.setattr(attention_calls, "register_module_forward_hook", refuse)
     with pytest.raises(RuntimeError, match="no hooks here"), watch_attention(encoder, lambda call: None):
         pytest.fail("the context was entered")
-    assert hooks(encoder) == 0
+    assert left_behind(encoder) == NOTHING
 
 
 def test_watches_may_be_nested_and_each_sees_every_call(encoder):
@@ -124,9 +152,9 @@ def test_watches_may_be_nested_and_each_sees_every_call(encoder):
         with watch_attention(encoder, inner.append):
             encoder(TOKENS)
         encoder(TOKENS)
-        assert hooks(encoder) == 2
+        assert left_behind(encoder) == (0, 2, 1)
     assert (len(outer), len(inner)) == (6, 2)
-    assert hooks(encoder) == 0
+    assert left_behind(encoder) == NOTHING
 
 
 def test_hooks_of_others_stay(encoder):
@@ -137,14 +165,6 @@ def test_hooks_of_others_stay(encoder):
     encoder(TOKENS)
     assert seen == [1, 1]
     handle.remove()
-
-
-def test_a_model_without_attention_is_refused():
-    with (
-        pytest.raises(InputError, match=r"^No attention layer found in Linear\. Supported are the encoders"),
-        watch_attention(nn.Linear(2, 2), lambda call: None),
-    ):
-        pytest.fail("the context was entered")
 
 
 @pytest.mark.parametrize("kind", ["banded", "block"])
@@ -165,3 +185,10 @@ def test_queries_that_attend_everywhere_have_every_key_selected(tiny_config, kin
         keep = keep.scatter(-1, call.selected.where(call.selected >= 0, 9), True)[..., :9]
         mixed = scores.masked_fill(~keep, -torch.inf).softmax(-1) @ call.v
         torch.testing.assert_close(call.mixed, mixed, rtol=1e-5, atol=1e-6)
+
+
+def test_a_model_without_attention_has_an_empty_audit():
+    calls, model = [], nn.Sequential(nn.Linear(2, 2), nn.Softmax(-1))
+    with watch_attention(model, calls.append) as audit:
+        model(torch.ones(1, 2))
+    assert (calls, audit.modules, audit.captured, audit.skipped) == ([], [], {}, {})

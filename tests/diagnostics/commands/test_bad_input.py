@@ -128,7 +128,10 @@ def test_inputs_that_do_not_fit(refusal, here, untouched, tiny_runs, command, ma
         (["--dtype", "float16"], "dtype must be float32 or float64. Got 'float16'."),
         (["--device", "abacus"], "Unknown device 'abacus'. Known: auto, cuda, mps, cpu."),
         (["--inputs", "nowhere.npy"], "The inputs nowhere.npy do not exist."),
-        (["--inputs", "kept.csv"], "Inputs come as .npy, .npz or .pt token ids of shape (N, L), or as .txt."),
+        (
+            ["--inputs", "kept.csv"],
+            "token ids of shape (N, L), or as .txt for hf: models and models of text. Got kept.csv.",
+        ),
         (["--inputs", "kept.txt"], "was not trained on text: --inputs takes token ids (.npy, .npz or .pt)."),
         (["nowhere.pt"], "nowhere.pt does not exist."),
     ],

@@ -1,5 +1,6 @@
 """Statistics of score rows against loops over rows and keys, whatever the strips that the scores are cut into."""
 
+import functools
 import math
 import weakref
 
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from semdiag.mathematics import row_statistics as module
+from semdiag.mathematics import score_strips
 from semdiag.mathematics.row_statistics import row_statistics
 
 PER_QUERY = (
@@ -19,18 +21,36 @@ PER_QUERY = (
 TOP = 4
 
 
-def naive(q, k, scale, allowed=None, selected=None, queries=None, top=0):
+def naive(
+    q,
+    k,
+    scale,
+    allowed=None,
+    selected=None,
+    queries=None,
+    top=0,
+    bias=None,
+    softcap=None,
+    sinks=None,
+    causal=False,
+    first_query=0,
+):
     """The definitions, read off one row at a time; ties go to the lower key position."""
     batch, heads, q_length, width = q.shape
     k_length = k.shape[2]
     shape = batch, heads, q_length
     allowed = torch.ones(1, dtype=torch.bool) if allowed is None else allowed
     allowed = allowed.expand(*shape, k_length)
+    bias = torch.zeros(1) if bias is None else bias
+    bias = bias.expand(*shape, k_length)
+    shared = heads // k.shape[1]
     found = {name: torch.zeros(shape, dtype=torch.float64) for name in PER_QUERY}
     for quantity in ("dispersion", "separation"):
         for kept in (None, *range(1, top + 1)):
             found[quantity, kept] = torch.zeros(shape, dtype=torch.float64)
-    found["largest_weight"] = torch.zeros(shape, dtype=torch.float64)
+    found["largest_weight"], found["entropy"] = torch.zeros(2, *shape, dtype=torch.float64)
+    for kept in range(1, top + 1):
+        found["mass", kept] = torch.zeros(shape, dtype=torch.float64)
     for kept in (None, *range(1, top + 1)):
         found["load", kept] = torch.zeros(batch, heads, k_length, dtype=torch.int64)
     found["top"] = torch.full((*shape, top + 1), -torch.inf, dtype=torch.float64)
@@ -38,11 +58,15 @@ def naive(q, k, scale, allowed=None, selected=None, queries=None, top=0):
         for h in range(heads):
             for i in range(q_length):
                 at = b, h, i
+                sink = 0.0 if sinks is None else math.exp(sinks[h])
                 z = {
-                    j: scale * sum(float(q[b, h, i, d]) * float(k[b, h, j, d]) for d in range(width))
+                    j: scale * sum(float(q[b, h, i, d]) * float(k[b, h // shared, j, d]) for d in range(width))
                     for j in range(k_length)
-                    if allowed[b, h, i, j]
+                    if allowed[b, h, i, j] and not (causal and j > first_query + i)
                 }
+                if softcap is not None:
+                    z = {j: softcap * math.tanh(score / softcap) for j, score in z.items()}
+                z = {j: score + float(bias[b, h, i, j]) for j, score in z.items()}
                 own = list(z) if selected is None else [j for j in selected[at].tolist() if j >= 0]
                 best = sorted(z, key=lambda j: (-z[j], j))
                 for kept in (None, *range(1, top + 1)):
@@ -60,7 +84,10 @@ def naive(q, k, scale, allowed=None, selected=None, queries=None, top=0):
                             low,
                         )
                         found["dropped_maximum"][at] = max(outside, default=-math.inf)
-                        mass = sum(math.exp(score - high) for score in scores)
+                        mass = sum(math.exp(score - high) for score in scores) + sink * math.exp(-high)
+                        weights = [math.exp(score - high) / mass for score in scores]
+                        weights += [sink * math.exp(-high) / mass] if sink and inside else []
+                        found["entropy"][at] = -sum(p * math.log(p) for p in weights) if inside else math.nan
                         found["kept_log_sum_exp"][at] = high + math.log(mass) if inside else -math.inf
                         found["largest_weight"][at] = 1 / mass if inside else math.nan
                     if queries is None or queries[b, i]:
@@ -70,20 +97,32 @@ def naive(q, k, scale, allowed=None, selected=None, queries=None, top=0):
                 found["maximum"][at] = max(z.values(), default=-math.inf)
                 found["minimum"][at] = min(z.values(), default=math.inf)
                 largest = found["maximum"][at].item()
-                total = sum(math.exp(score - largest) for score in z.values())
+                total = sum(math.exp(score - largest) for score in z.values()) + sink * math.exp(-largest)
+                for kept in range(1, top + 1):
+                    share = sum(math.exp(z[j] - largest) for j in best[:kept]) / total if z else math.nan
+                    found["mass", kept][at] = share
                 found["log_sum_exp"][at] = largest + math.log(total) if z else -math.inf
                 for place, j in enumerate(best[: top + 1]):
                     found["top"][(*at, place)] = z[j]
     return found
 
 
-def assert_as_defined(top=TOP, **arguments):
-    expected = naive(**arguments, top=top)
+@functools.cache
+def naive_case(case):
+    return naive(**CASES[case](whole), scale=1.0, top=TOP)
+
+
+def assert_as_defined(top=TOP, expected=None, **arguments):
+    expected = expected or naive(**arguments, top=top)
     found = row_statistics(**arguments, top=top)
     close = {"rtol": 1e-12, "atol": 1e-12, "equal_nan": True}
     for name in (*PER_QUERY, "top"):
         torch.testing.assert_close(getattr(found, name).double(), expected[name], **close, msg=name)
     torch.testing.assert_close(found.largest_weight().double(), expected["largest_weight"], **close)
+    # The entropy is a difference of terms as large as the scores.
+    torch.testing.assert_close(found.entropy.double(), expected["entropy"], rtol=0, atol=1e-11, equal_nan=True)
+    for kept in range(1, top + 1):
+        torch.testing.assert_close(found.mass_kept(kept).double(), expected["mass", kept], **close)
     for kept in (None, *range(1, top + 1)):
         torch.testing.assert_close(found.dispersion(kept), expected["dispersion", kept], **close)
         torch.testing.assert_close(found.separation(kept), expected["separation", kept], **close)
@@ -148,6 +187,16 @@ def sized(q_length, k_length):
     }
 
 
+def parts(**more):
+    """A grouped, causal call with everything that foreign models add to their scores."""
+
+    def case(numbers):
+        found = {"q": numbers(2, 4, 5, WIDTH), "k": numbers(2, 2, 7, WIDTH, seed=1)}
+        return {**found, **{name: value(numbers) if callable(value) else value for name, value in more.items()}}
+
+    return case
+
+
 _CAUSAL = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
 _NO_KEYS = some(BATCH, HEADS, LENGTH, LENGTH, seed=5)
 _NO_KEYS[1, 0, 3] = _NO_KEYS[0, 1, 0] = _NO_KEYS[2, :, 5] = False
@@ -164,6 +213,27 @@ CASES = {
     "another mask for each sample": masked(some(BATCH, 1, LENGTH, LENGTH, seed=7)),
     "queries with all keys or none": masked(some(BATCH, 1, LENGTH, 1, seed=8)),
     "queries without keys": masked(_NO_KEYS),
+    "grouped heads": parts(),
+    "one key head": lambda numbers: {"q": numbers(*SHAPE), "k": numbers(BATCH, 1, 7, WIDTH, seed=1)},
+    "causal": parts(causal=True),
+    "causal, after a cache": parts(causal=True, first_query=2),
+    "causal, more queries than keys": lambda n: {"q": n(1, 2, 7, 3), "k": n(1, 2, 4, 3), "causal": True},
+    "causal with PAD on the left": parts(causal=True, allowed=torch.arange(7)[None, None, None] > 1),
+    "causal with another mask": parts(causal=True, first_query=1, allowed=some(2, 1, 5, 7, seed=2)),
+    "bias of each head": parts(bias=lambda numbers: numbers(1, 4, 5, 7, seed=2)),
+    "bias of each key, causal": parts(bias=lambda numbers: numbers(2, 1, 1, 7, seed=2), causal=True),
+    "soft cap": parts(softcap=0.8),
+    "sinks": parts(sinks=torch.tensor([-1.0, 0.0, 2.0, 30.0], dtype=torch.float64)),
+    "all at once": parts(
+        bias=lambda numbers: numbers(2, 4, 5, 7, seed=2),
+        softcap=1.5,
+        sinks=torch.tensor([0.5, -0.5, 0.0, 1.0], dtype=torch.float64),
+        causal=True,
+        first_query=2,
+        allowed=some(2, 1, 5, 7, seed=2),
+        queries=some(2, 5, seed=3),
+    ),
+    "sinks, selected": lambda numbers: {**selecting(numbers), "sinks": torch.tensor([0.3, -2.0])},
     "selected": selecting,
     "all selected": selecting_all,
     "selected among valid": selecting_among_valid,
@@ -181,9 +251,42 @@ def test_every_statistic_is_as_defined(case, numbers):
 @pytest.mark.parametrize("strip", STRIPS)
 @pytest.mark.parametrize("case", CASES)
 def test_strips_change_nothing(case, strip, monkeypatch):
-    arguments = CASES[case](whole)
     monkeypatch.setattr(module, "_STRIP", strip)
-    assert_as_defined(**arguments, scale=1.0)
+    assert_as_defined(**CASES[case](whole), scale=1.0, expected=naive_case(case))
+
+
+@pytest.mark.parametrize("strip", STRIPS)
+@pytest.mark.parametrize("first_query", [0, 3])
+def test_causal_strips_leave_out_the_future_and_nothing_else(strip, first_query, monkeypatch):
+    monkeypatch.setattr(module, "_STRIP", strip)
+    monkeypatch.setattr(score_strips, "_LONG", 1)
+    q, k = normal(*SHAPE), normal(BATCH, HEADS, LENGTH + first_query, WIDTH, seed=1)
+    past = torch.arange(LENGTH + first_query) <= torch.arange(first_query, LENGTH + first_query)[:, None]
+    found = row_statistics(q, k, 0.7, top=3, causal=True, first_query=first_query)
+    for name, expected in vars(row_statistics(q, k, 0.7, allowed=past, top=3)).items():
+        torch.testing.assert_close(getattr(found, name), expected, rtol=1e-13, atol=1e-13, msg=name)
+    assert torch.equal(found.key_load(2), row_statistics(q, k, 0.7, allowed=past, top=3).key_load(2))
+
+
+def test_a_sink_takes_weight_and_no_part_in_ranges_and_gaps():
+    scores = torch.tensor([[math.log(3), 0.0]], dtype=torch.float64)
+    found = of_scores(scores, top=1, sinks=torch.tensor([math.log(4)]))  # weights 3/8, 1/8 and the sink's 1/2
+    assert found.largest_weight().item() == pytest.approx(3 / 8)
+    assert found.mass_kept(1).item() == pytest.approx(3 / 8)
+    assert found.dispersion().item() == found.separation(1).item() == pytest.approx(math.log(3))
+    assert found.keys.item() == 2
+    entropy = -sum(p * math.log(p) for p in (3 / 8, 1 / 8, 1 / 2))
+    assert found.entropy.item() == pytest.approx(entropy)
+
+
+def test_autocast_and_gradients_leave_the_statistics_alone():
+    q, k = normal(*SHAPE).float().requires_grad_(), normal(*SHAPE, seed=1).float()
+    expected = row_statistics(q.detach(), k, 0.3, top=2)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = row_statistics(q, k, 0.3, top=2)
+    for name, value in vars(expected).items():
+        assert torch.equal(getattr(found, name), value), name
+        assert not getattr(found, name).requires_grad
 
 
 def test_strips_are_cut_as_small_as_asked_for(monkeypatch):
@@ -296,11 +399,15 @@ def test_a_k_that_was_not_asked_for_is_refused(quantity, k):
 def test_arguments_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match=r"^top must not be negative. Got top=-1\.$"):
         row_statistics(normal(*SHAPE), normal(*SHAPE), 1.0, top=-1)
-    for other in ((BATCH, HEADS, LENGTH, 5), (BATCH, 1, LENGTH, WIDTH), (1, HEADS, LENGTH, WIDTH)):
+    for other in ((BATCH, HEADS, LENGTH, 5), (BATCH, 3, LENGTH, WIDTH), (1, HEADS, LENGTH, WIDTH)):
         with pytest.raises(
-            ValueError, match=r"q and k must agree in batch, heads and width. Got \(3, 2, 6, 4\), "
+            ValueError,
+            match=r"q and k must agree in batch, heads \(or a divisor of them\) and width. Got \(3, 2, 6, ",
         ):
             row_statistics(normal(*SHAPE), normal(*other), 1.0)
+    for q_length, k_length in ((0, 3), (3, 0)):
+        with pytest.raises(ValueError, match=r"^There must be a query and a key. Got \(1, 1, "):
+            row_statistics(normal(1, 1, q_length, 2), normal(1, 1, k_length, 2), 1.0)
 
 
 def of_scores(scores, scale=1.0, **arguments):
@@ -357,6 +464,22 @@ def test_loads_add_up_to_the_keys_that_are_kept(scores, data):
     for k in range(1, columns + 2):
         assert found.key_load(k).sum() == found.keys.clamp(max=k).sum()
         assert (found.key_load(k) <= found.key_load()).all()
+
+
+@given(tables(), st.data())
+def test_entropy_and_mass_kept_stay_in_their_ranges(scores, data):
+    rows, columns = scores.shape
+    allowed = torch.tensor(data.draw(st.lists(st.booleans(), min_size=rows * columns, max_size=rows * columns)))
+    found = of_scores(scores, allowed=allowed.view(rows, columns), top=columns)
+    some = found.keys > 0
+    assert torch.equal(found.entropy.isnan(), ~some)
+    assert (found.entropy[some] >= 0).all()
+    assert (found.entropy[some] <= found.keys[some].double().log() + 1e-12).all()
+    masses = torch.stack([found.mass_kept(k)[some] for k in range(1, columns + 1)])
+    assert ((masses > 0) & (masses <= 1)).all()
+    assert (masses.diff(dim=0) >= -1e-15).all()
+    torch.testing.assert_close(masses[-1], torch.ones_like(masses[-1]))
+    torch.testing.assert_close(masses[0], found.largest_weight()[some])
 
 
 @given(tables(), st.integers(0, 6))

@@ -25,6 +25,10 @@ WITH_FORMULAS = (
     "network_bounds",
     "corollary",
     "learning",
+    "mask_stability",
+    "planes",
+    "extreme_values",
+    "power_iteration",
 )
 
 

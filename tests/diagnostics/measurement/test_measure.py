@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from semdiag.capturing.attention_calls import AttentionCall, watch_attention
-from semdiag.measurement import measure as module
-from semdiag.measurement.measure import measure, recomputation_residual
+from semdiag.measurement import encoder_inputs
+from semdiag.measurement.measure import measure
+from semdiag.measurement.residual import recomputation_residual
 from semdiag_models import Encoder, InputError
 
 PAD = 2
@@ -104,6 +105,10 @@ def naive(encoder, tokens, ks=()):
                         if not suffix:
                             mass = sum(math.exp(z[j] - z[max(chosen, key=z.get)]) for j in chosen)
                             columns["largest_weight"] = 1 / mass
+                        else:
+                            columns[f"mass{suffix}"] = sum(map(math.exp, (z[j] for j in chosen))) / sum(
+                                map(math.exp, z.values())
+                            )
                         for j in chosen:
                             loads[sample, layer, h, j][f"load{suffix}"] += 1
                     queries[sample, layer, h, i] = columns
@@ -335,7 +340,7 @@ def test_a_k_that_the_inputs_have_no_room_for_is_refused(full, tokens, k):
 
 
 def test_more_queries_than_fit_are_refused_with_a_number_that_works(full, tokens, monkeypatch):
-    monkeypatch.setattr(module, "MAX_QUERIES", 200)  # 48 a sample
+    monkeypatch.setattr(encoder_inputs, "MAX_QUERIES", 200)  # 48 a sample
     with pytest.raises(InputError, match=r"^336 queries are more than the 200 kept\. Use --samples 4 or fewer\.$"):
         measure(full, tokens)
     assert measure(full, tokens[:4]).models["samples"].item() == 4

@@ -7,6 +7,10 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from semdiag.measurement.k_sweep import SweepPlan
+from semdiag.measurement.landscape import LandscapeOptions
+from semdiag.measurement.lipschitz import LipschitzOptions
+from semdiag.measurement.mask_stability import NoisePlan
 from semdiag.measurement.measurements import OPTIONAL_TABLES, TABLES, Measurements, empty_table
 from semdiag.measurement.survey import Conditions, survey
 from semdiag_models import InputError
@@ -157,14 +161,25 @@ def test_provenance_is_plain_json(measured, tmp_path):
 
 @pytest.fixture(scope="module")
 def with_theory(tiny_runs):
-    return survey([tiny_runs.full, tiny_runs.topk], Conditions(samples=5, noise=(0.01,), bounds=True))
+    conditions = Conditions(
+        samples=5,
+        noise=(0.01,),
+        bounds=True,
+        masks=NoisePlan(draws=1),
+        sweep=SweepPlan(),
+        landscape=LandscapeOptions(grid=3),
+        lipschitz=LipschitzOptions(5, 2, 2, 5),
+    )
+    return survey([tiny_runs.full, tiny_runs.topk], conditions)
 
 
 def test_optional_tables_survive_a_round_trip_and_a_choice(with_theory, tmp_path):
     with_theory.save(tmp_path)
     loaded = Measurements.load(tmp_path)
     first = with_theory.models["model"].iloc[0]
-    for name in OPTIONAL_TABLES:
+    names = [name for name in OPTIONAL_TABLES if len(getattr(with_theory, name))]
+    assert {"secants", "constants", "parameters", "masks", "noise_effects", "sweep"} <= set(names)
+    for name in names:
         whole = getattr(with_theory, name)
         pd.testing.assert_frame_equal(getattr(loaded, name), whole, check_exact=True)
         assert set(getattr(with_theory.of(first), name)["model"]) == {first}

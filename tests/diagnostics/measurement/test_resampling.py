@@ -5,9 +5,10 @@ import math
 import numpy as np
 import pandas as pd
 import pytest
+from scipy.stats import spearmanr
 
 from semdiag.measurement import resampling
-from semdiag.measurement.resampling import ratio_interval
+from semdiag.measurement.resampling import mean_interval, rank_correlation_interval, ratio_interval
 
 
 def queries(table):
@@ -109,3 +110,39 @@ def test_percentiles_of_a_draw_are_those_of_the_sequences_written_out(percentile
     assert resampling._Sequences(rows, "dispersion").percentile(times, percentile) == pytest.approx(
         expected, abs=1e-12
     )
+
+
+def test_rank_correlation_is_that_of_scipy_and_its_interval_that_of_explicit_resampling():
+    rng = np.random.default_rng(3)
+    rows = pd.DataFrame({"sample": np.repeat(np.arange(20), 10), "x": rng.normal(size=200)})
+    rows["y"] = np.round(rows["x"] + rng.normal(size=200))  # with ties
+    found = rank_correlation_interval(rows, "x", "y", resamples=50, seed=4)
+    assert found.estimate == pytest.approx(spearmanr(rows["x"], rows["y"]).statistic)
+    drawn = np.random.default_rng(4).multinomial(20, np.full(20, 1 / 20), size=50)
+    explicit = []
+    for times in drawn:
+        sample = rows.loc[rows.index.repeat(times[rows["sample"]])]
+        explicit.append(spearmanr(sample["x"], sample["y"]).statistic)
+    assert (found.low, found.high) == pytest.approx(tuple(np.percentile(explicit, [2.5, 97.5])))
+
+
+def test_mean_interval_is_that_of_explicit_resampling():
+    rng = np.random.default_rng(5)
+    rows = pd.DataFrame({"sample": np.sort(rng.integers(9, size=60)), "x": rng.normal(size=60)})
+    found = mean_interval(rows, "x", resamples=40, seed=6)
+    assert found.estimate == pytest.approx(rows["x"].mean())
+    samples = rows["sample"].unique()
+    drawn = np.random.default_rng(6).multinomial(len(samples), np.full(len(samples), 1 / len(samples)), size=40)
+    explicit = []
+    for times in drawn:
+        picked = [
+            rows.loc[rows["sample"] == s, "x"] for s, n in zip(samples, times, strict=True) for _ in range(n)
+        ]
+        explicit.append(pd.concat(picked).mean())
+    assert (found.low, found.high) == pytest.approx(tuple(np.percentile(explicit, [2.5, 97.5])))
+
+
+def test_nothing_to_resample_is_not_a_number():
+    empty = pd.DataFrame({"sample": [], "x": [], "y": []})
+    assert np.isnan(mean_interval(empty, "x").estimate)
+    assert np.isnan(rank_correlation_interval(empty, "x", "y").low)

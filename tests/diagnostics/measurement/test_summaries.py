@@ -41,10 +41,14 @@ def test_the_shape_is_that_of_the_contract(measured, tiny_runs, command):
     assert summary["schema"] == f"semdiag.{command}/1"
     assert {"semdiag", "torch", "device", "dtype", "seed", "samples"} <= set(summary["provenance"])
     full, topk = summary["results"]
-    facts = ["model", "sha256", "task", "attention", "k", "epoch", "unit", "layers", "all"]
+    facts = ["model", "sha256", "task", "attention", "k", "epoch", "unit", "layers", "all", "capture"]
     assert list(full) == [*facts, "within_model"]
     assert list(topk) == facts
     assert (topk["attention"], topk["k"], topk["epoch"], topk["unit"]) == ("topk", 3, 2, "nats")
+    assert {name: topk["capture"][name] for name in ("found", "captured", "skipped")} == {
+        "found": 2, "captured": 2, "skipped": [],
+    }  # fmt: skip
+    assert 0 <= topk["capture"]["residual"] < 1e-5
     assert (full["model"], full["k"]) == (str(tiny_runs.full), None)
     assert [(row["layer"], row["head"]) for row in topk["layers"]] == [(0, 0), (0, 1), (1, 0), (1, 1)]
     assert [within["k"] for within in full["within_model"]] == [2, 3]

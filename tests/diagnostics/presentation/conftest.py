@@ -28,6 +28,7 @@ def one_model(attention="full", task="even-pairs", seed=7, snapshot="last", path
     for k in within:
         queries[f"dispersion_k{k}"] = queries["dispersion"] * k / LENGTH
         queries[f"separation_k{k}"] = 0.02
+        queries[f"mass_k{k}"] = k / LENGTH
     loads = rows.rename(columns={"query": "key"}).assign(load=LENGTH)
     if attention != "full":
         loads["load"] = np.tile([6, 6, 6, 6, 0, 0, 0, 0], SAMPLES * LAYERS)
@@ -70,6 +71,60 @@ def with_theory(measurements, noise=0.01):
     return dataclasses.replace(measurements, **tables, provenance={**measurements.provenance, **known})
 
 
+def with_masks(measurements, levels=(0.01, 0.1), draws=5):
+    """Add masks and what noise does: exact 1 − level · (layer + 1), of which half are certified; Δ = query + 1."""
+    parts, effects = [], []
+    for row in measurements.models.to_dict("records"):
+        queries = measurements.queries[measurements.queries["model"] == row["model"]]
+        for level in levels:
+            exact = 1 - level * (queries["layer"] + 1)
+            parts.append(
+                queries[["model", "sample", "layer", "head", "query"]].assign(
+                    level=level, kept=3, draws=draws, separation=queries["query"] + 1.0, exact=exact,
+                    agreement=1 - (1 - exact) / (queries["query"] + 1), certified=exact / 2, certified_changed=0,
+                    predicted=1 - level, swing_sd=0.5, response=level,
+                )
+            )  # fmt: skip
+            effects.append(
+                pd.DataFrame({"sample": range(SAMPLES)}).assign(
+                    model=row["model"], level=level, logit_change=level, flipped=0.25, correct_before=1.0,
+                    correct_after=0.75,
+                )
+            )  # fmt: skip
+        if row["attention"] in ("banded", "block", "odd", "never heard of"):
+            del parts[-len(levels) :]
+    tables = {"masks": [empty_table("masks"), *parts], "noise_effects": effects}
+    tables = {
+        name: pd.concat(t, ignore_index=True).astype(empty_table(name).dtypes)[list(empty_table(name))]
+        for name, t in tables.items()
+    }
+    plan = {"levels": list(levels), "draws": draws, "absolute": False, "block": 0, "k": 3, "seed": 0}
+    known = {"mask_noise": plan, "probe_samples": SAMPLES}
+    return dataclasses.replace(measurements, **tables, provenance={**measurements.provenance, **known})
+
+
+def with_sweep(measurements):
+    """Add a sweep up to k = 6: mass k/6, δ(k) = k of δ = 6, Δ = 1/k, loads 2k, accuracy 0.1 k."""
+    rows = []
+    for row in measurements.models.to_dict("records"):
+        if row["attention"] not in ("full", "topk"):
+            continue
+        for layer in (-1, 0):
+            found = [(0, "dispersion", 6.0), (0, "ln_sound", -1.0), (0, "accuracy", 0.9)]
+            for k in range(1, 7):
+                found += [(k, "mass", k / 6), (k, "dispersion", k), (k, "ratio", k / 6), (k, "separation", 1 / k)]
+                found += [(k, "load", 2 * k), (k, "ln_sound", 0.5), (k, "ln_paper", 1.0), (k, "sound_better", 0.0)]
+                found += [(k, "accuracy", 0.1 * k)]
+            for k, quantity, value in found:
+                place = {"model": row["model"], "layer": layer, "head": layer, "k": k, "quantity": quantity}
+                counts = {"queries": 100, "undefined": 0, "not_positive": 0}
+                rows.append(dict.fromkeys(empty_table("sweep"), value) | place | counts)
+    template = empty_table("sweep")
+    table = pd.DataFrame(rows, columns=list(template)).astype(template.dtypes)
+    provenance = {**measurements.provenance, "probe_samples": SAMPLES}
+    return dataclasses.replace(measurements, sweep=table, provenance=provenance)
+
+
 def _theory(row, queries, noise):
     ten = np.log(10)
     secants = queries[["model", "sample", "layer", "head", "query", "kept", "dispersion", "separation"]].assign(
@@ -104,6 +159,54 @@ def _theory(row, queries, noise):
     }
 
 
+def with_probes(measurements):
+    """Add planes, secants, gradients, end points and Jacobians: all below bounds of e^20, top-k half as steep."""
+    parts = [_probes(row) for row in measurements.models.to_dict("records")]
+    names = ("landscape", "loss_secants", "loss_gradients", "end_points", "jacobians")
+    tables = {
+        name: pd.concat([part[name] for part in parts], ignore_index=True)
+        .reindex(columns=list(empty_table(name)))
+        .astype(empty_table(name).dtypes)
+        for name in names
+    }
+    known = {"seed": 0, "lipschitz_samples": SAMPLES}
+    return dataclasses.replace(measurements, **tables, provenance={**measurements.provenance, **known})
+
+
+def _probes(row):
+    model, steep = {"model": row["model"]}, 0.5 if row["attention"] == "topk" else 1.0
+    cells = [(float(x), float(y), "grid") for y in (-1, 0, 1) for x in (-1, 0, 1)] + [(0.0, 0.0, "checkpoint")]
+    landscape = pd.DataFrame(cells, columns=["x", "y", "place"])
+    away = np.hypot(landscape["x"], landscape["y"])
+    values = {"loss": 0.001 + steep * away, "accuracy": 1 - 0.4 * away, "distance": 10 * away, "load_max": 5.0}
+    values |= {"dispersion_p50": 1 + away, "dispersion_p95": 3 + away}
+    values |= {"separation_p50": 0.1 if row["attention"] == "topk" else np.nan, "separation_p5": np.nan}
+    landscape = pd.concat(
+        [landscape.assign(plane=plane, kind="random", samples=SAMPLES, **values) for plane in (0, 1)]
+    )
+    groups = ("all", "qk", "value-output", "mlp-in", "mlp-out", "embedding", "head")
+    secants = [
+        {"group": group, "draw": draw, "radius": radius, "distance": radius, "slope": steep * (1 + i) * radius}
+        for group in groups for draw in (0, 1) for radius in (0.5, 1.0) for i in range(5)
+    ]  # fmt: skip
+    gradients = [
+        {"group": g, "draw": d, "radius": d / 4, "distance": d, "slope": steep, "ln_sound": 20.0, "holds": True}
+        for d in range(4) for g in groups
+    ]  # fmt: skip
+    ends = [
+        {"group": g, "estimate": 2.0, "low": 1.5, "high": 3.0, "p_value": 0.4, "accepted": g != "qk", "reason": "",
+         "blocks": 24} for g in groups
+    ]  # fmt: skip
+    norms = [
+        {"layer": t, "sample": s, "norm": steep * (1 + s), "settled": True, "ln_sound": 5.0}
+        for t in range(LAYERS) for s in range(3)
+    ]  # fmt: skip
+    tables = {"loss_secants": secants, "loss_gradients": gradients, "end_points": ends, "jacobians": norms}
+    return {"landscape": landscape.assign(**model)} | {
+        name: pd.DataFrame(rows).assign(**model) for name, rows in tables.items()
+    }
+
+
 def quick_interval(*rows, **options):
     """Three draws: how good intervals are is tested beside the resampling itself."""
     return ratio_interval(*rows, **{**options, "resamples": 3})
@@ -133,9 +236,32 @@ def four():
 
 
 @pytest.fixture
+def unequal():
+    """Call with measurements: the same with one key for the first query, two for the second, …"""
+
+    def change(measurements):
+        queries = measurements.queries
+        return dataclasses.replace(measurements, queries=queries.assign(keys=queries["query"] + 1))
+
+    return change
+
+
+@pytest.fixture
 def theory():
     """Call with measurements: the same with the tables of the theory."""
     return with_theory
+
+
+@pytest.fixture
+def probed():
+    """Call with measurements: the same with masks under noise and a sweep over k."""
+    return lambda measurements, **masks: with_sweep(with_masks(measurements, **masks))
+
+
+@pytest.fixture
+def probes():
+    """Call with measurements: the same with the tables of landscape and lipschitz."""
+    return with_probes
 
 
 @pytest.fixture

@@ -26,11 +26,22 @@ THEORY = (
     "corollary_plane",
     "corollary_conditions",
 )
+MASK_PROBES = ("mask_agreement", "mask_reliability", "mask_heat_map", "k_sweep")
+PROBES = (
+    "lipschitz_percentiles",
+    "lipschitz_rungs",
+    "block_stretch",
+    "landscape_contour",
+    "landscape_surface",
+    "landscape_cuts",
+    "landscape_attention",
+)
+WITHIN = ("dispersion_counterfactual", "separation_counterfactual", "mass_kept", "key_load_counterfactual")
 OF_QUERIES = ("corollary_plane", "corollary_conditions")
 
 
 def shown(figure):
-    return [ax for ax in figure.axes if ax.get_visible()]
+    return [ax for ax in figure.axes if ax.get_visible() and ax.get_label() != "<colorbar>"]
 
 
 def legend(figure):
@@ -50,9 +61,13 @@ def boxes(ax):
 
 
 @pytest.mark.parametrize("name", FIGURES)
-def test_many_models_are_drawn_without_touching_pyplot_or_its_settings(name, many, four, theory):
+def test_many_models_are_drawn_without_touching_pyplot_or_its_settings(
+    name, many, four, theory, probed, probes, unequal
+):
     before = dict(matplotlib.rcParams)
-    measurements = four if name == "dispersion_counterfactual" else theory(many) if name in THEORY else many
+    measurements = four if name in WITHIN else theory(many) if name in THEORY else many
+    measurements = unequal(many) if name == "dispersion_by_keys" else measurements
+    measurements = probed(many) if name in MASK_PROBES else probes(four) if name in PROBES else measurements
     figure = FIGURES[name](measurements)
     figure.draw_without_rendering()
     assert isinstance(figure, Figure)
@@ -63,26 +78,30 @@ def test_many_models_are_drawn_without_touching_pyplot_or_its_settings(name, man
 
 @pytest.mark.parametrize("name", FIGURES)
 @pytest.mark.parametrize("attention", ["full", "topk", "never heard of"])
-def test_one_model_is_drawn_or_the_reason_is_said(name, attention, model, theory):
+def test_one_model_is_drawn_or_the_reason_is_said(name, attention, model, theory, probes, probed):
+    probe = probed if name in MASK_PROBES else probes
     try:
-        figure = FIGURES[name](theory(model(attention)))
+        figure = FIGURES[name](probe(theory(model(attention))))
     except NothingToDrawError as error:
         reason = str(error)
         figure = None
     assert reason.endswith(".") if figure is None else shown(figure)
 
 
-@pytest.mark.parametrize("name", FIGURES)
+@pytest.mark.parametrize("name", [name for name in FIGURES if name not in MASK_PROBES])  # not drawn from queries
 @pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_values_that_are_not_finite_do_not_stop_a_figure(name, value, four, theory):
-    four = theory(four)
+def test_values_that_are_not_finite_do_not_stop_a_figure(name, value, four, unequal, theory, probes):
+    four = probes(theory(four)) if name in PROBES else theory(four)
+    four = unequal(four) if name == "dispersion_by_keys" else four
     broken = four.queries.copy()
-    numbers = ["dispersion", "separation", "dispersion_k3"]
+    numbers = ["dispersion", "separation", "dispersion_k3", "separation_k3", "mass_k3"]
     broken.loc[broken["model"].str.contains("block"), numbers] = value
     FIGURES[name](dataclasses.replace(four, queries=broken)).draw_without_rendering()
     broken[numbers] = value
-    if name in THEORY and name not in OF_QUERIES:
+    if name in (*THEORY, *PROBES) and name not in OF_QUERIES:
         return  # not drawn from queries
+    if name == "key_load_counterfactual":
+        return  # drawn from loads
     if name in ("key_load", "training_curves"):
         FIGURES[name](dataclasses.replace(four, queries=broken))
     else:

@@ -15,6 +15,7 @@ from semdiag.presentation.questions import QUESTIONS, SECTIONS
 from semdiag.presentation.report import write_report
 from semdiag_models import InputError
 
+PROBES = ("mask_agreement", "mask_reliability", "mask_heat_map", "k_sweep")  # which nobody measured
 HOSTILE = "<script>alert(1)</script>\"'&.pt"
 VOID = {"meta", "img", "br", "source", "link"}
 
@@ -51,11 +52,11 @@ def hostile(model):
     return Measurements.concat([dataclasses.replace(full, non_finite=bad), topk])
 
 
-def test_the_page_is_whole_and_needs_nothing_from_outside(four, theory, tmp_path):
+def test_the_page_is_whole_and_needs_nothing_from_outside(four, theory, probes, tmp_path):
     folder = tmp_path / "deep" / "report"
-    page = Page(write_report(theory(four), folder, "semdiag report"))
+    page = Page(write_report(probes(theory(four)), folder, "semdiag report"))
     images = page.all("img")
-    assert len(images) == len(FIGURES)
+    assert len(images) == len(FIGURES) - len(PROBES) - 1  # every query has as many keys
     for image in images:
         assert (folder / image["src"]).is_file()
         assert len(image["alt"]) > 60
@@ -165,7 +166,7 @@ def test_kept_queries_redraw_the_same_report(four, tmp_path):
     write_report(four, tmp_path / "a", "x", ["svg"], keep_queries=True)
     write_report(Measurements.load(tmp_path / "a" / "data"), tmp_path / "b", "x", ["svg"], keep_queries=True)
     files = sorted(path.relative_to(tmp_path / "a") for path in (tmp_path / "a").rglob("*.*") if path.is_file())
-    assert len(files) == 19
+    assert len(files) == 23
     for file in files:
         if file.suffix != ".parquet":
             assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes(), file
@@ -191,8 +192,10 @@ def test_sections_are_chosen(four, tmp_path):
         "dispersion.csv", "separation.csv", "load.csv",
     }  # fmt: skip
     page = Page(write_report(four, tmp_path / "d", "x", formats=["svg"], sections=["dispersion"]))
+    assert len(page.all("img")) == 3
+    page = Page(write_report(four, tmp_path / "w", "x", formats=["svg"], sections=["within"]))
     assert len(page.all("img")) == 4
-    with pytest.raises(ValueError, match="dispersion, separation, learning"):
+    with pytest.raises(ValueError, match="dispersion, within, separation, learning"):
         write_report(four, tmp_path / "x", "x", sections=["weather"])
 
 

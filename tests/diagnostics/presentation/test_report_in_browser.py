@@ -65,9 +65,9 @@ def long_words(model):
 
 
 @pytest.mark.parametrize("width", [1280, 390])
-def test_nothing_is_broken_or_too_wide(chromium, width, long_words, four, theory, tmp_path):
+def test_nothing_is_broken_or_too_wide(chromium, width, long_words, four, theory, probes, tmp_path):
     # The long words' models have neither counterfactuals nor the tables of the theory.
-    for name, measurements, images in (("four", theory(four), len(FIGURES)), ("long", long_words, 6)):
+    for name, measurements, images in (("four", probes(theory(four)), len(FIGURES)), ("long", long_words, 6)):
         page = write_report(measurements, tmp_path / name, "semdiag report " + "x" * 300, ["svg"])
         found = look(chromium, page.parent, width, tmp_path / "profile")
         assert found["window"] == width

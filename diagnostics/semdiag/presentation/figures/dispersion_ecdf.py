@@ -4,6 +4,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from semdiag.measurement.attention_kinds import DENSE
 from semdiag.measurement.measurements import Measurements
 from semdiag.measurement.percentiles import percentiles
 from semdiag.presentation.curves import cumulative_curve
@@ -55,7 +56,7 @@ def _draw(ax: Axes, panel: Panel, values: dict[str, "pd.Series[float]"]) -> None
         column = values.get(series.model, pd.Series(dtype=float))
         x, y = cumulative_curve(column)
         style = series.style
-        symbol = "δₛ" if series.attention == "full" else "δₕ"
+        symbol = "δₛ" if series.attention in DENSE else "δₕ"
         label = f"{symbol}, {series.label}"
         ax.plot([], [], color=style.color, linestyle=style.line, marker=style.marker, markersize=4, label=label)
         if not len(x):

@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 
 from semdiag.mathematics.paper_stability import paper_fixed_mask_stability, paper_form_threshold
 from semdiag.mathematics.softmax_stability import fixed_mask_stability
+from semdiag.measurement.attention_kinds import DENSE
 from semdiag.measurement.measurements import Measurements
 from semdiag.measurement.softmax_bounds import with_bounds
 from semdiag.presentation.noise import noise_facts
@@ -69,7 +70,7 @@ def stability_curves(measurements: Measurements) -> Figure:
 
 def _full_rows(measurements: Measurements) -> pd.DataFrame:
     """Secants of all full models beside ξ, those with a change to show."""
-    full = measurements.models[measurements.models["attention"] == "full"]["model"]
+    full = measurements.models[measurements.models["attention"].isin(DENSE)]["model"]
     rows = with_bounds(measurements.secants[measurements.secants["model"].isin(list(full))], "full")
     moved = (rows["secant"] > 0) & (rows["dispersion"] > 0) & np.isfinite(rows["ln_sound"])
     shown: pd.DataFrame = rows[moved]

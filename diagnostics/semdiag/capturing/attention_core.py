@@ -1,0 +1,56 @@
+"""Capturing the models of semdiag_models: their attention has one hook point."""
+
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from semdiag.capturing.attention_call import AttentionCall
+from semdiag_models import AttentionCore
+
+MECHANISM = "hook"
+
+
+def core_call(name: str, core: AttentionCore, inputs: tuple[object, ...], mixed: Tensor) -> AttentionCall:
+    """Describe one call of an :class:`AttentionCore`.
+
+    Args:
+        name: of the module.
+        core: the module.
+        inputs: arguments of its forward, by position.
+        mixed: what it returned.
+
+    Returns:
+        The call; its layer and occurrence are not known here.
+    """
+    q, k, v, scale, valid, selected = inputs
+    queries = cast("Tensor | None", valid)
+    return AttentionCall(
+        module=name,
+        layer=0,
+        q=cast(Tensor, q).detach(),
+        k=cast(Tensor, k).detach(),
+        v=cast(Tensor, v).detach(),
+        scale=cast(float, scale),
+        allowed=None if queries is None else queries[:, None, None, :],
+        queries=queries,
+        selected=_ragged(core, selected, queries) if isinstance(selected, Tensor) else None,
+        mixed=mixed.detach(),
+        mechanism=MECHANISM,
+        dropout=core.p if core.training else 0.0,
+    )
+
+
+def _ragged(core: AttentionCore, selected: Tensor, valid: Tensor | None) -> Tensor:
+    """Fill the rows of queries that attend to all valid keys, if there are any: (B, H, L, K) -> (B, H, L, L)."""
+    first, last = core.everywhere
+    if first + last == 0:
+        return selected
+    length = selected.shape[2]
+    keys = torch.arange(length, device=selected.device).expand(len(selected), -1)
+    keys = keys if valid is None else keys.where(valid, -1)
+    whole = F.pad(selected, (0, max(0, length - selected.shape[3])), value=-1)
+    for rows in (slice(first), slice(length - last, length)):
+        whole[:, :, rows, :length] = keys[:, None, None, :]
+    return whole

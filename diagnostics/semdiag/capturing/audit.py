@@ -1,0 +1,67 @@
+"""What was captured of a model's attention, and what was seen but not captured, with the reason."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+
+class Captured(NamedTuple):
+    """A module whose attention was captured, and how.
+
+    Attributes:
+        module: dotted name in the model.
+        mechanism: which adapter saw it.
+    """
+
+    module: str
+    mechanism: str
+
+
+class Skipped(NamedTuple):
+    """An operation that looks like attention and was not captured.
+
+    Attributes:
+        module: dotted name of the innermost module it ran in.
+        operation: its name in PyTorch.
+        reason: why it was not captured.
+    """
+
+    module: str
+    operation: str
+    reason: str
+
+
+class Remark(NamedTuple):
+    """Something about a captured attention that the reader of its statistics should know.
+
+    Attributes:
+        module: dotted name in the model.
+        text: what it is.
+    """
+
+    module: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Audit:
+    """Filled while the model runs.
+
+    Attributes:
+        modules: names of the modules with attention that is or will be captured; a captured call's ``layer`` is
+            its module's position here.
+        captured: number of calls of each.
+        skipped: number of times each was seen.
+        remarks: number of times each was noted.
+    """
+
+    modules: list[str] = field(default_factory=list)
+    captured: Counter[Captured] = field(default_factory=Counter)
+    skipped: Counter[Skipped] = field(default_factory=Counter)
+    remarks: Counter[Remark] = field(default_factory=Counter)
+
+    def layer(self, module: str) -> int:
+        """Return the position of a module among the attention modules; a new one comes last."""
+        if module not in self.modules:
+            self.modules.append(module)
+        return self.modules.index(module)

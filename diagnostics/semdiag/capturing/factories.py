@@ -1,0 +1,83 @@
+"""Models that a user's own function builds: ``package.module:factory``."""
+
+import importlib
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from semdiag_models import InputError
+from semdiag_models.errors import unknown_name
+
+_SPEC = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
+
+
+def recognised(spec: str) -> bool:
+    """Whether a text names a factory: ``package.module:function``, and no file of that name exists."""
+    return _SPEC.fullmatch(spec) is not None and not Path(spec).exists()
+
+
+def build(spec: str) -> tuple[nn.Module, Any]:
+    """Import the user's module and call the factory. This runs the user's own code.
+
+    The current folder can be imported from, as with ``python -m``.
+
+    Args:
+        spec: ``package.module:function``; the function takes no arguments and returns a module, or a module
+            and its inputs.
+
+    Returns:
+        The module, and its inputs or None.
+
+    Raises:
+        InputError: if there is no such module or function, one of them fails, or returns something else.
+    """
+    name, _, function = spec.partition(":")
+    with _current_folder_first():
+        try:
+            module = importlib.import_module(name)
+        except Exception as error:  # whatever the user's code does when imported
+            raise InputError(f"{name} cannot be imported ({_said(error)}).{_hint(error, name)}") from error
+        factory = getattr(module, function, None)
+        if not callable(factory):
+            own = {n for n, value in vars(module).items() if getattr(value, "__module__", "") == name}
+            raise unknown_name(f"function of {name}", function, sorted(own) or ["none"])
+        try:
+            built = factory()
+        except InputError:
+            raise
+        except Exception as error:
+            raise InputError(f"{spec} failed ({_said(error)}). It is called without arguments.") from error
+    found, batches = built if isinstance(built, tuple) and len(built) == 2 else (built, None)
+    if not isinstance(found, nn.Module):
+        raise InputError(
+            f"{spec} must return a torch.nn.Module, or one and its inputs. Got {type(found).__name__}."
+        )
+    return found, batches
+
+
+@contextmanager
+def _current_folder_first() -> Iterator[None]:
+    here = str(Path.cwd())
+    sys.path.insert(0, here)
+    try:
+        yield
+    finally:
+        sys.path.remove(here)
+
+
+def _hint(error: Exception, name: str) -> str:
+    """Where a module was looked for, if it is the user's own that was not found."""
+    missing = getattr(error, "name", None)
+    if isinstance(error, ModuleNotFoundError) and missing is not None and f"{name}.".startswith(f"{missing}."):
+        return f" It is looked for in {Path.cwd().name}/, the current folder, and among installed packages."
+    return ""
+
+
+def _said(error: Exception) -> str:
+    first = (str(error).splitlines() or [""])[0][:200]
+    return f"{type(error).__name__}: {first}" if first else type(error).__name__

@@ -1,0 +1,194 @@
+"""Models in a folder of the Hugging Face format: configuration, safetensors, tokenizer. Nothing is downloaded."""
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from semdiag_models import InputError
+
+PREFIX = "hf:"
+_INSTALL = "pip install 'semdiag[hf]'"
+_VOCABULARIES = ("tokenizer.json", "vocab*", "*.model", "*.bpe", "*.tiktoken")
+Tokenise = Callable[[Sequence[str]], dict[str, Tensor]]
+
+
+def find_folder(spec: str) -> Path:
+    """Find the folder that ``hf:DIRECTORY`` names.
+
+    Args:
+        spec: with its prefix; DIRECTORY is a path, or PACKAGE/FOLDER inside an installed package, which is
+            found without being imported.
+
+    Returns:
+        A folder that holds ``config.json``.
+
+    Raises:
+        InputError: if there is none.
+    """
+    name = spec.removeprefix(PREFIX)
+    folder = Path(name)
+    package, *inside = folder.parts or ("",)
+    if not folder.is_dir() and package.isidentifier():
+        found = find_spec(package)
+        places = list(found.submodule_search_locations or ()) if found is not None else []
+        folder = next((p for p in (Path(place, *inside) for place in places) if p.is_dir()), folder)
+    if not folder.is_dir():
+        raise InputError(
+            f"{spec}: there is no folder {name}. Models are read from disk and never downloaded: name a folder "
+            "that model.save_pretrained() wrote."
+        )
+    if not (folder / "config.json").is_file():
+        raise InputError(f"{spec}: the folder holds no config.json, so it is not a Hugging Face model.")
+    return folder
+
+
+def build(spec: str) -> tuple[nn.Module, str, dict[str, str]]:
+    """Build the model that a folder describes, with its weights, offline.
+
+    Weights are read from safetensors only, and code that comes with a model is never run.
+
+    Args:
+        spec: ``hf:DIRECTORY``.
+
+    Returns:
+        The model in evaluation mode, as ``AutoModel`` builds it, the SHA-256 of its weight files, and the versions
+        of what read it.
+
+    Raises:
+        InputError: if transformers is absent, the folder is no such model, its kind needs code of its own, its
+            weights are damaged or incomplete.
+    """
+    folder = find_folder(spec)
+    transformers = _transformers(spec)
+    weights = sorted(folder.glob("*.safetensors"))
+    if not weights:
+        raise InputError(
+            f"{spec} holds no .safetensors file; other formats are not read. Write one with: "
+            "model.save_pretrained(DIRECTORY)."
+        )
+    with _silent(transformers):
+        try:
+            model, report = transformers.AutoModel.from_pretrained(
+                folder,
+                local_files_only=True,
+                trust_remote_code=False,
+                use_safetensors=True,
+                output_loading_info=True,
+            )
+        except Exception as error:  # the library raises what its readers stumble over
+            raise InputError(f"{spec} cannot be loaded ({_first_line(error)}).") from error
+    _check_complete(spec, report)
+    return model.eval(), _sha256(weights), {"transformers": str(transformers.__version__)}
+
+
+def tokeniser(spec: str, model: nn.Module) -> Tokenise:
+    """Return a function from texts to the model's input, padded and cut to its longest.
+
+    Args:
+        spec: ``hf:DIRECTORY``, with the tokenizer's files.
+        model: from :func:`build`. An encoder–decoder gets the same texts, shifted, as decoder input.
+
+    Returns:
+        A function from texts to a dictionary of tensors (N, L).
+
+    Raises:
+        InputError: if the folder holds no tokenizer.
+    """
+    transformers, folder = _transformers(spec), find_folder(spec)
+    instead = "Give token ids with --inputs FILE.pt."
+    if not any(file for pattern in _VOCABULARIES for file in folder.glob(pattern)):
+        # The library would make up a tokenizer to which every word is unknown.
+        raise InputError(f"{spec} holds no tokenizer: none of {', '.join(_VOCABULARIES)}. {instead}")
+    with _silent(transformers):
+        try:
+            tokenizer = transformers.AutoTokenizer.from_pretrained(
+                folder, local_files_only=True, trust_remote_code=False
+            )
+        except Exception as error:
+            raise InputError(f"{spec}: its tokenizer cannot be used ({_first_line(error)}). {instead}") from error
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
+    longest = _longest(tokenizer, model.config)
+
+    def tokenise(texts: Sequence[str]) -> dict[str, Tensor]:
+        with _silent(transformers):
+            found = tokenizer(
+                list(texts), return_tensors="pt", padding=True, truncation=longest is not None, max_length=longest
+            )
+        return _with_decoder(dict(found), model.config)
+
+    return tokenise
+
+
+def _transformers(spec: str) -> Any:
+    try:
+        import transformers
+    except ImportError:
+        raise InputError(f"{spec} needs the library transformers. Install it with: {_INSTALL}.") from None
+    return transformers
+
+
+@contextmanager
+def _silent(transformers: Any) -> Iterator[None]:
+    """Without the library's progress bars and reports; its settings are restored."""
+    logging = transformers.utils.logging
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
+
+
+def _check_complete(spec: str, report: dict[str, Any]) -> None:
+    """Refuse a model part of which would be random; a pooler comes after all attention and may be."""
+    missing = sorted(str(name) for name in report["missing_keys"] if "pooler" not in str(name))
+    if missing:
+        raise InputError(
+            f"{spec} lacks {len(missing)} of the model's parameters ({missing[0]}): they would be random, and "
+            "what is measured would mean nothing."
+        )
+
+
+def _longest(tokenizer: Any, config: Any) -> int | None:
+    """Tokens that the model takes at most; None if nothing says so."""
+    known = (tokenizer.model_max_length, getattr(config, "max_position_embeddings", None))
+    limits = [n for n in known if isinstance(n, int) and 0 < n < 10**9]
+    return min(limits, default=None)
+
+
+def _with_decoder(batch: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
+    if not getattr(config, "is_encoder_decoder", False):
+        return batch
+    start = config.decoder_start_token_id
+    ids = batch["input_ids"]
+    first = ids.new_full((len(ids), 1), config.pad_token_id if start is None else start)
+    shifted = {"decoder_input_ids": torch.cat([first, ids[:, :-1]], 1)}
+    if "attention_mask" in batch:
+        mask = batch["attention_mask"]
+        shifted["decoder_attention_mask"] = torch.cat([torch.ones_like(mask[:, :1]), mask[:, :-1]], 1)
+    return batch | shifted
+
+
+def _sha256(files: Sequence[Path]) -> str:
+    """Of the files' content, one after the other; of one file it is that file's."""
+    digest = hashlib.sha256()
+    for path in files:
+        with path.open("rb") as file:
+            while block := file.read(2**20):
+                digest.update(block)
+    return digest.hexdigest()
+
+
+def _first_line(error: Exception) -> str:
+    said = " ".join(str(error).split())
+    return f"{type(error).__name__}: {said[:200]}"

@@ -1,0 +1,188 @@
+"""What has happened to a tensor of scores since it was the product of queries and keys."""
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from semdiag.capturing.attention_call import AttentionCall
+from semdiag.capturing.recording import four_axes, mask_axes, split_mask
+
+_FORBIDDING = -1000.0  # scores replaced by this or less are out of the softmax
+
+
+class UntraceableError(Exception):
+    """An operation after which the scores are no longer those of a softmax attention."""
+
+
+@dataclass(frozen=True, eq=False)
+class ScoreHistory:
+    """Scores as factor · bend(q kᵀ) + bias, with masked entries at or below ``floor``.
+
+    Attributes:
+        q: (…, Lq, D).
+        k: (…, Lk, D).
+        lead: shape of the scores before their last two axes.
+        scale: factor on the product; inside the bend, if there is one.
+        softcap: factor outside of tanh, for bent scores.
+        bias: broadcastable to the scores; None means none.
+        allowed: bool, broadcastable to the scores: entries that no mask forbids; None means all.
+        floor: entries at or below it were overwritten, too; None means none was.
+    """
+
+    q: Tensor
+    k: Tensor
+    lead: torch.Size
+    scale: float = 1.0
+    softcap: float | None = None
+    bias: Tensor | None = None
+    allowed: Tensor | None = None
+    floor: float | None = None
+
+    def times(self, factor: Any) -> "ScoreHistory":
+        """Multiply by a number, or by a tensor that is constant over the keys.
+
+        Raises:
+            UntraceableError: if the factor varies over the keys, or soft-capped scores meet a tensor.
+        """
+        number = as_number(factor)
+        if number is None:
+            if self.softcap is not None or self.floor is not None or factor.shape[-1:] != (1,):
+                raise UntraceableError
+            q = self.q.expand(*self.lead, *self.q.shape[-2:]) * factor.detach()
+            return replace(self, q=q, bias=None if self.bias is None else self.bias * factor.detach())
+        if number <= 0 and self.floor is not None:
+            raise UntraceableError
+        changed = replace(
+            self,
+            bias=None if self.bias is None else self.bias * number,
+            floor=None if self.floor is None else self.floor * number,
+        )
+        if self.softcap is None:
+            return replace(changed, scale=self.scale * number)
+        return replace(changed, softcap=self.softcap * number)
+
+    def plus(self, term: Any) -> "ScoreHistory":
+        """Add a bias or a mask; what is the same for all keys changes no softmax and is left out.
+
+        Raises:
+            UntraceableError: if the term is no number or real tensor.
+        """
+        if as_number(term) is not None:
+            return self
+        if not isinstance(term, Tensor) or not term.is_floating_point():
+            raise UntraceableError
+        if term.shape[-1] == 1 != self.k.shape[-2]:
+            return self
+        allowed, bias = split_mask(term)
+        masked = self if allowed is None else self._masked(allowed)
+        if bias is None or self.bias is None:
+            return replace(masked, bias=self.bias if bias is None else bias)
+        return replace(masked, bias=self.bias + bias)
+
+    def filled(self, value: Any, kept: Tensor | None = None) -> "ScoreHistory":
+        """Replace some scores by a very low number; ``kept`` says which are left, None that it is not known.
+
+        Raises:
+            UntraceableError: if the number is not very low.
+        """
+        number = as_number(value)
+        if number is None or number > _FORBIDDING:
+            raise UntraceableError
+        if kept is not None:
+            return self._masked(kept)
+        return replace(self, floor=self._lower(max(number, torch.finfo(torch.float32).min) / 2))
+
+    def bent(self) -> "ScoreHistory":
+        """Apply tanh, the first half of a soft-cap.
+
+        Raises:
+            UntraceableError: if the scores are bent, biased or masked already.
+        """
+        if any(x is not None for x in (self.softcap, self.bias, self.allowed, self.floor)):
+            raise UntraceableError
+        return replace(self, softcap=1.0)
+
+    def viewed(self, result: Tensor) -> "ScoreHistory":
+        """Change the dtype, or the shape of the axes before the last two.
+
+        Raises:
+            UntraceableError: if the last two axes are touched.
+        """
+        ends, new = (self.q.shape[-2], self.k.shape[-2]), result.shape[:-2]
+        if result.shape[-2:] != ends or math.prod(new) != math.prod(self.lead):
+            raise UntraceableError
+        if new == self.lead:
+            return self
+        bias, allowed = (None if x is None else reshaped(x, self.lead, new) for x in (self.bias, self.allowed))
+        q, k = (x if x.ndim == 2 else reshaped(x, self.lead, new) for x in (self.q, self.k))
+        return replace(self, q=q, k=k, bias=bias, allowed=allowed, lead=new)
+
+    def call(self, v: Tensor, mixed: Tensor, allowed: Tensor | None, heads: int | None) -> AttentionCall:
+        """Describe the attention; its module, layer and occurrence are not known here.
+
+        Args:
+            v: values (…, Lk, Dv).
+            mixed: (…, Lq, Dv).
+            allowed: broadcastable to the scores.
+            heads: number of heads, for scores with three axes.
+        """
+        q = self.q.expand(*self.lead, *self.q.shape[-2:])
+        k, v = (_shared(x, self.lead) for x in (self.k, v))
+        if k.shape[:-2] != v.shape[:-2]:
+            k, v = (x.expand(*self.lead, *x.shape[-2:]) for x in (k, v))
+        grouped = len(self.lead) == 3 and k.shape[2] == 1 < self.lead[2]
+        if grouped:  # (B, Hk, G, L, D) against (B, Hk, 1, L, D)
+            q, mixed, k, v = q.flatten(1, 2), mixed.flatten(1, 2), k.flatten(1, 2), v.flatten(1, 2)
+
+        def mask(x: Tensor | None) -> Tensor | None:
+            if x is None:
+                return None
+            if grouped:
+                return x.expand(*self.lead, *x.shape[-2:]).flatten(1, 2)
+            return mask_axes(x, self.lead, heads)
+
+        return AttentionCall(
+            module="",
+            layer=0,
+            q=four_axes(q, heads),
+            k=four_axes(k, heads),
+            v=four_axes(v, heads),
+            scale=self.scale if self.softcap is None else self.scale * self.softcap,
+            allowed=mask(allowed),
+            queries=None,
+            selected=None,
+            mixed=four_axes(mixed, heads),
+            bias=mask(self.bias),
+            softcap=self.softcap,
+        )
+
+    def _masked(self, kept: Tensor) -> "ScoreHistory":
+        return replace(self, allowed=kept if self.allowed is None else self.allowed & kept)
+
+    def _lower(self, floor: float) -> float:
+        return floor if self.floor is None else max(self.floor, floor)
+
+
+def as_number(value: Any) -> float | None:
+    """Read a number, or a tensor of one element, as a float; None if it is something else."""
+    if isinstance(value, int | float):
+        return float(value)
+    return float(value) if isinstance(value, Tensor) and value.numel() == 1 else None
+
+
+def reshaped(tensor: Tensor, old: torch.Size, new: torch.Size) -> Tensor:
+    """Follow a change of the leading axes; a tensor that is the same along all of them stays as it is."""
+    if old == new or tensor.ndim <= 2 or math.prod(tensor.shape[:-2]) == 1:
+        return tensor.reshape(tensor.shape[-2:]) if tensor.ndim > 2 and old != new else tensor
+    return tensor.expand(*old, *tensor.shape[-2:]).reshape(*new, *tensor.shape[-2:])
+
+
+def _shared(x: Tensor, lead: torch.Size) -> Tensor:
+    """Expand to the leading axes, but for the last one where one head serves all."""
+    if not lead:
+        return x
+    heads = x.shape[-3] if x.ndim > 2 else 1
+    return x.expand(*lead[:-1], heads, *x.shape[-2:])

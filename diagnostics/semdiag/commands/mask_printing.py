@@ -1,0 +1,69 @@
+"""Tables of ``semdiag mask-stability`` and ``semdiag k-sweep`` on stderr."""
+
+from typing import Any
+
+from semdiag.commands.theory_printing import number, number_table, wide_console
+from semdiag.commands.titles import title
+
+Summary = dict[str, Any]
+_MASKS = (
+    "noise", "layer", "head", "Δ p50", "certified", "predicted", "observed", "95 %", "agreement", "response",
+    "Spearman Δ", "95 %",
+)  # fmt: skip
+
+
+def print_masks(summary: Summary) -> None:
+    """Print one table per model: exact agreement as certified, predicted and observed, and what goes with it.
+
+    Args:
+        summary: schema ``semdiag.mask-stability/1``.
+    """
+    screen = wide_console()
+    for result in summary["results"]:
+        screen.print(f"\n{title(result)}: {result['mask']}")
+        if not result["applicable"]:
+            continue
+        rows = number_table(_MASKS)
+        for level in result["levels"]:
+            for row in [*level["layers"], level["all"]]:
+                rows.add_row(number(level["noise"]), *_mask_cells(row))
+        screen.print(rows)
+        changed, certified = result["certified_changed"], result["certified_rows"]
+        screen.print(f"Certified rows that changed: {changed:,} of {certified:,}.")
+        for level in result["levels"]:
+            if level["output"]:  # nothing is known of the output of somebody else's model
+                screen.print(_output(level))
+
+
+def _mask_cells(row: Summary) -> list[str]:
+    return [
+        str(row["layer"]),
+        "" if row["head"] == "all" else str(row["head"]),
+        number(row["separation_p50"]),
+        *(_share(row[name]) for name in ("certified", "predicted", "exact")),
+        _range(row, "exact", 100),
+        _share(row["agreement"]),
+        number(row["response"]),
+        number(row["spearman"]),
+        _range(row, "spearman", 1),
+    ]
+
+
+def _range(row: Summary, name: str, factor: float) -> str:
+    ends = [row[f"{name}_low"], row[f"{name}_high"]]
+    return "–" if None in ends else " to ".join(f"{factor * end:.3g}" for end in ends)
+
+
+def _share(value: float | None) -> str:
+    return "–" if value is None else f"{value:.1%}"
+
+
+def _output(level: Summary) -> str:
+    found = level["output"]
+    said = (
+        f"Noise {level['noise']:g}: logits move by {found['logit_change']:.2%} of their norm, "
+        f"{found['flipped']:.2%} of the predictions change"
+    )
+    if found["accuracy_after"] is not None:
+        said += f", accuracy {found['accuracy_before']:.1%} → {found['accuracy_after']:.1%}"
+    return said + "."

@@ -1,0 +1,17 @@
+"""What stands above the tables of one model."""
+
+from typing import Any
+
+
+def title(result: dict[str, Any]) -> str:
+    """Name a model in words: its path, its task where it has one, its attention.
+
+    Args:
+        result: an entry of a summary's results.
+
+    Example:
+        >>> title({"model": "last.pt", "task": "parity", "attention": "full"})
+        'last.pt  parity full'
+    """
+    task = f"{result['task']} " if result["task"] else ""
+    return f"{result['model']}  {task}{result['attention']}"

@@ -1,0 +1,172 @@
+"""When does a set of highest-scoring keys survive a change of the scores? Certificate, prediction, measurement.
+
+Everything here is about "largest scores"; the lowest-scoring keys are the largest of the negated scores.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class TopSet:
+    """The k highest-scoring allowed keys of each row; k is the same for all rows.
+
+    Attributes:
+        positions: (..., k) int64, S.
+        boundary: (..., 2) int64, the lowest-scoring key in S and the highest-scoring one outside.
+        separation: (...) Δ in nats; +inf (or NaN) where a row has no more than k keys.
+        outside: (..., L) of the scores' dtype: 0 for allowed keys outside S, -inf for all others.
+    """
+
+    positions: Tensor
+    boundary: Tensor
+    separation: Tensor
+    outside: Tensor
+
+
+def top_set(scores: Tensor, k: int, selected: Tensor | None = None) -> TopSet:
+    r"""The set S of each row's k largest scores, its boundary pair and its separation.
+
+    Δ = min_S z − max_{A\S} z.
+
+    Source: paper, Def. 3 (docs/theory.md#semantic-separation). Deviation: none.
+
+    Args:
+        scores: z in nats, shape (..., L); -inf where a key is not allowed.
+        k: size of the set, 1 … L.
+        selected: (..., k) int64: the set that was chosen, -1 for none; None: it is found here.
+
+    Returns:
+        The sets. For rows with fewer than k + 1 allowed keys they mean nothing.
+
+    Raises:
+        ValueError: if k is not in 1 … L.
+
+    Example:
+        >>> found = top_set(torch.tensor([3.0, 0.0, 2.5, 1.0]), k=2)
+        >>> found.positions.tolist(), found.boundary.tolist(), found.separation.item()
+        ([0, 2], [2, 3], 1.5)
+    """
+    if not 1 <= k <= scores.shape[-1]:
+        raise ValueError(f"k must lie in 1 … {scores.shape[-1]}, the number of keys. Got k={k}.")
+    positions = scores.topk(k, -1).indices if selected is None else selected.clamp(min=0)
+    outside = torch.zeros_like(scores).masked_fill_(scores == -math.inf, -math.inf)
+    outside.scatter_(-1, positions, -math.inf)
+    lowest, last = scores.gather(-1, positions).min(-1)
+    highest, first = (scores + outside).max(-1)
+    boundary = torch.stack([positions.gather(-1, last[..., None]).squeeze(-1), first], -1)
+    return TopSet(positions, boundary, lowest - highest, outside)
+
+
+def score_rounding(q: Tensor, k: Tensor, scale: float, eps: float) -> Tensor:
+    """How far rounding can move any score of a row, whatever the order in which its products are added.
+
+    ((D + 4)/2) · eps · |scale| · ‖q_i‖ · max_j ‖k_j‖, D the width of a head.
+
+    Source: docs/theory.md#mask-stability; γ_D of a dot product (Higham, Accuracy and Stability of Numerical
+    Algorithms, ch. 3). Deviation: four more roundings, for the scale and the differences that are taken.
+
+    Args:
+        q: queries (..., Lq, D).
+        k: keys (..., Lk, D).
+        scale: factor on the scores.
+        eps: distance from 1 to the next number of the precision in which they were scored.
+
+    Returns:
+        (..., Lq), nats.
+
+    Example:
+        >>> q, k = torch.ones(1, 64), torch.ones(3, 64)
+        >>> score_rounding(q, k, 0.125, torch.finfo(torch.float32).eps)
+        tensor([3.2425e-05])
+    """
+    factor = (q.shape[-1] + 4) / 2 * eps * abs(scale)
+    queries: Tensor = torch.linalg.vector_norm(q, dim=-1)
+    keys: Tensor = torch.linalg.vector_norm(k, dim=-1)
+    return queries * (factor * keys.amax(-1, keepdim=True))
+
+
+def certified(change: Tensor, separation: Tensor, rounding: Tensor | float = 0.0) -> Tensor:
+    """Rows whose set provably survives a change of the scores: S' = S.
+
+    max_j dz_j − min_j dz_j < Δ, over all allowed keys. A kept key's lead over a dropped one is at least Δ
+    before, and loses at most the range of dz.
+
+    Source: docs/theory.md#mask-stability. Deviation: room for rounding. With every score off by at most
+    ``rounding`` in all (before and after), Δ and the range are off by at most four times that.
+
+    Args:
+        change: range of dz over the allowed keys, (...) nats.
+        separation: Δ before the change.
+        rounding: largest rounding of a score before, plus that after the change.
+
+    Returns:
+        Bool, (...). False says nothing: such a row may keep its set or change it.
+
+    Example:
+        >>> certified(torch.tensor([0.1, 0.3]), torch.tensor([0.2, 0.2]))
+        tensor([ True, False])
+    """
+    return change + 4 * rounding < separation
+
+
+def predicted_agreement(separation: Tensor, spread: Tensor) -> Tensor:
+    """Probability that the two keys at the boundary do not swap, for Gaussian changes of the scores.
+
+    P = Φ(Δ / sd), sd the standard deviation of dz_(k) − dz_(k+1).
+
+    Source: docs/theory.md#mask-stability. Deviation: none. Other pairs can swap, too: the whole set survives
+    less often, but for pairs whose changes are strongly correlated.
+
+    Args:
+        separation: Δ in nats.
+        spread: sd > 0 in nats, broadcastable; where it is 0 nothing moves.
+
+    Returns:
+        In [½, 1] for Δ ≥ 0.
+
+    Example:
+        >>> predicted_agreement(torch.tensor([0.0, 1.0]), torch.tensor(1.0))
+        tensor([0.5000, 0.8413])
+    """
+    ratio = torch.where(spread > 0, separation / spread, torch.inf)
+    chance: Tensor = torch.special.ndtr(torch.where(separation == 0, torch.zeros_like(ratio), ratio))
+    return chance
+
+
+def kept_in_common(scores: Tensor, before: TopSet, out: Tensor | None = None) -> Tensor:
+    """|S ∩ S'|: how many keys of S are still among the k largest scores after a change.
+
+    The m largest scores in S and the k − m largest outside make up S' for the largest m with
+    s_(m) ≥ o_(k−m+1). Most rows lose no key, for which the ends of both lists are enough; only the others are
+    sorted. A tie at the boundary leaves the set as it was.
+
+    Source: docs/theory.md#mask-stability. Deviation: none.
+
+    Args:
+        scores: z' in nats, shape (C, ..., L): any number of changes of the same rows.
+        before: the sets before the change, of rows (..., L) with more than k allowed keys.
+        out: memory of the shape of ``scores`` to work in; None for fresh memory.
+
+    Returns:
+        (C, ...) int64, in 0 … k.
+
+    Example:
+        >>> before = top_set(torch.tensor([3.0, 0.0, 2.5, 1.0]), k=2)
+        >>> kept_in_common(torch.tensor([[3.0, 0.0, 2.5, 1.0], [3.0, 0.0, 1.0, 2.5]]), before).tolist()
+        [2, 1]
+    """
+    k = before.positions.shape[-1]
+    inside = scores.gather(-1, before.positions.expand(*scores.shape[:-1], k))
+    beyond = torch.add(scores, before.outside, out=out)
+    common = torch.full(scores.shape[:-1], k, device=scores.device)
+    rows = (inside.amin(-1) < beyond.amax(-1)).flatten().nonzero().squeeze(-1)
+    if len(rows):
+        kept = inside.flatten(0, -2)[rows].sort(-1).values  # s_(k), …, s_(1)
+        best = beyond.flatten(0, -2)[rows]
+        best = best.topk(min(k, best.shape[-1]), -1).values  # o_(1), …, o_(k)
+        common.view(-1)[rows] = k - (kept[:, : best.shape[-1]] < best).sum(-1)
+    return common

@@ -1,0 +1,143 @@
+"""Planes in parameter space: along random directions as long as each tensor, or through three points."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Plane:
+    """The points origin + x · first + y · second.
+
+    Attributes:
+        origin: (n,), all parameters in one vector.
+        first: (n,), the direction of x.
+        second: (n,), the direction of y.
+    """
+
+    origin: Tensor
+    first: Tensor
+    second: Tensor
+
+    def point(self, x: float, y: float) -> Tensor:
+        """The parameters at (x, y), shape (n,)."""
+        return self.origin + x * self.first + y * self.second
+
+    def distances(self, x: Tensor, y: Tensor) -> Tensor:
+        """True Euclidean length of x · first + y · second.
+
+        Args:
+            x: (...) float64.
+            y: (...) float64.
+
+        Returns:
+            (...) float64, ≥ 0, in units of the parameters.
+        """
+        first, second = self.first.double(), self.second.double()
+        squares = x**2 * first.dot(first) + 2 * x * y * first.dot(second) + y**2 * second.dot(second)
+        return squares.clamp(min=0).sqrt()
+
+
+def random_direction(origin: Tensor, tensors: Sequence[slice], generator: torch.Generator) -> Tensor:
+    """A Gaussian direction whose part in each tensor is as long as that tensor.
+
+    Moving along it by r changes every tensor by r times its Frobenius norm, whatever its scale.
+
+    Source: docs/theory.md#empirical. Deviation: none (the paper scales tensor by tensor, too).
+
+    Args:
+        origin: (n,), all parameters in one vector.
+        tensors: where each tensor lies in it.
+        generator: on the CPU; the same draw whatever the device and precision of the origin.
+
+    Returns:
+        (n,); zero where a tensor is zero, and outside the tensors.
+
+    Example:
+        >>> origin = torch.tensor([3.0, 4.0, 0.0, 0.0])
+        >>> d = random_direction(origin, [slice(0, 2), slice(2, 4)], torch.Generator().manual_seed(0))
+        >>> round(d[:2].norm().item(), 4), d[2:].any().item()
+        (5.0, False)
+    """
+    drawn = _gaussian(origin, generator)
+    return _as_long_as(origin, drawn, tensors)
+
+
+def random_plane(origin: Tensor, tensors: Sequence[slice], generator: torch.Generator) -> Plane:
+    """A plane through the origin along two directions of :func:`random_direction`, orthogonal in every tensor.
+
+    A circle in (x, y) is then a circle in parameter space: the distance is hypot(x, y) · ‖origin‖. A tensor of
+    a single number has no orthogonal direction; the second one leaves it in its place.
+
+    Source: docs/theory.md#empirical. Deviation: the second direction is made orthogonal to the first.
+
+    Args:
+        origin: (n,), all parameters in one vector.
+        tensors: where each tensor lies in it.
+        generator: on the CPU.
+
+    Returns:
+        The plane.
+    """
+    first = random_direction(origin, tensors, generator)
+    drawn = _gaussian(origin, generator)
+    for part in tensors:
+        square = first[part].dot(first[part])
+        if part.stop - part.start == 1:
+            drawn[part] = 0
+        elif square > 0:
+            drawn[part] -= drawn[part].dot(first[part]) / square * first[part]
+    return Plane(origin, first, _as_long_as(origin, drawn, tensors))
+
+
+def plane_through(origin: Tensor, one: Tensor, other: Tensor) -> tuple[Plane, list[tuple[float, float]]]:
+    """The plane through three points, in coordinates of which 1 is the length of the origin.
+
+    Source: docs/theory.md#empirical. Deviation: not in the paper.
+
+    Args:
+        origin: (n,), the point at (0, 0).
+        one: (n,), which lies on the x axis.
+        other: (n,).
+
+    Returns:
+        The plane, and the coordinates of ``one`` and ``other``.
+
+    Raises:
+        ValueError: if the points lie on a line.
+
+    Example:
+        >>> plane, places = plane_through(*torch.tensor([[0.0, 2.0], [4.0, 2.0], [0.0, 8.0]]))
+        >>> places
+        [(2.0, 0.0), (0.0, 3.0)]
+    """
+    length = float(origin.norm()) or 1.0
+    along = one - origin
+    across = other - origin
+    distance = float(along.norm())
+    if distance == 0:
+        raise ValueError("Three points on a line span no plane: the first two are the same.")
+    first = along / distance
+    x = float(across.dot(first))
+    across = across - x * first
+    height = float(across.norm())
+    if height <= 1e-6 * float((other - origin).norm()):
+        raise ValueError("Three points on a line span no plane: two are the same, or all are in a row.")
+    plane = Plane(origin, first * length, across / height * length)
+    return plane, [(distance / length, 0.0), (x / length, height / length)]
+
+
+def _gaussian(origin: Tensor, generator: torch.Generator) -> Tensor:
+    return torch.randn(origin.shape, generator=generator, dtype=torch.float64).to(origin)
+
+
+def _as_long_as(origin: Tensor, drawn: Tensor, tensors: Sequence[slice]) -> Tensor:
+    """Scale each tensor's part to that tensor's norm."""
+    scaled = torch.zeros_like(origin)
+    for part in tensors:
+        length = drawn[part].norm()
+        if length > 0:
+            scaled[part] = drawn[part] * (origin[part].norm() / length)
+    return scaled

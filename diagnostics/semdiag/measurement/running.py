@@ -1,0 +1,148 @@
+"""Running a model of any kind while its attention is watched: in evaluation mode, without gradients, unchanged."""
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from semdiag.capturing import batches as batching
+from semdiag.capturing.attention_calls import AttentionCall, watch_attention
+from semdiag.capturing.audit import Audit
+from semdiag.capturing.batches import Batch
+from semdiag.capturing.loading import LoadedModel
+from semdiag_models import Encoder, InputError
+
+
+class Run:
+    """Call it with a batch; every attention call of the forward pass goes to a consumer.
+
+    Calls come with their padded queries marked, and numbered by place: a module that one forward calls twice
+    is two layers.
+
+    Attributes:
+        module: what runs: the model, or a copy that was moved or converted.
+        device: of the module.
+        dtype: of the module.
+        audit: of the capture.
+    """
+
+    module: nn.Module
+    device: torch.device
+    dtype: torch.dtype
+    audit: Audit
+
+    def __init__(
+        self, loaded: LoadedModel, consume: Callable[[AttentionCall], None], queries: Tensor | None
+    ) -> None:
+        self._loaded, self._consume, self._queries = loaded, consume, queries
+        self._real: dict[str, Tensor] = {}
+        self._layers: dict[tuple[str, int], int] = {}
+        self._samples = 0
+        self._failure: BaseException | None = None
+
+    def __call__(self, batch: Batch) -> Any:
+        """Run the model on a batch.
+
+        Args:
+            batch: on any device.
+
+        Returns:
+            What the model returns; None for somebody else's model, of whose output nothing is known.
+
+        Raises:
+            InputError: if somebody else's model fails.
+        """
+        size, batch = batching.samples_of(batch), batching.moved(batch, self.device, self.dtype)
+        if self._queries is None:
+            self._real = batching.real_tokens(self.module, batch)
+        else:
+            self._real = {"queries": self._queries[self._samples : self._samples + size].bool().to(self.device)}
+        self._samples += size
+        if not self._loaded.foreign:
+            return self.module(batch)
+        try:
+            batching.call(self.module, batch)
+        except Exception as error:  # whatever the model raises
+            if error is self._failure:  # it is ours, not the model's
+                raise
+            said = " ".join(str(error).split())[:200]
+            raise InputError(
+                f"{self._loaded.path} cannot be run on these inputs ({type(error).__name__}: {said}). It is "
+                "called with a batch's tensor, the entries of its dictionary by name, or those of its tuple."
+            ) from error
+        return None
+
+    def add(self, call: AttentionCall) -> None:
+        """Hand a call on."""
+        queries = call.queries
+        if queries is None and self._real:
+            shape = (call.q.shape[0], call.q.shape[2])
+            queries = batching.real_queries(self._real, call.module, shape, call.first_query)
+        layer = call.layer
+        if self._loaded.foreign:
+            layer = self._layers.setdefault((call.module, call.occurrence), len(self._layers))
+        try:
+            self._consume(replace(call, queries=queries, layer=layer))
+        except BaseException as error:
+            self._failure = error
+            raise
+
+
+@contextmanager
+def running(
+    loaded: LoadedModel,
+    consume: Callable[[AttentionCall], None],
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+    queries: Tensor | None = None,
+) -> Iterator[Run]:
+    """Run a model in evaluation mode and without gradients; the mode of every module is restored.
+
+    The model is copied only if it has to be moved or converted.
+
+    Args:
+        loaded: the model.
+        consume: gets each attention call while its tensors are alive.
+        device: where to run; None: where the model is.
+        dtype: of the model; None: its own.
+        queries: (N, L) bool over all samples to come, false for padding; None: what each batch says.
+
+    Yields:
+        A function from batches to what the model returns.
+    """
+    run = Run(loaded, consume, queries)
+    run.module, run.device, run.dtype = _placed(loaded.module, device, dtype)
+    modes = [(part, part.training) for part in run.module.modules()]
+    try:
+        run.module.eval()
+        with torch.no_grad(), watch_attention(run.module, run.add) as run.audit:
+            yield run
+    finally:
+        for part, mode in modes:
+            part.training = mode
+
+
+def unnamed(module: nn.Module) -> LoadedModel:
+    """A module of one's own, as if it had been loaded.
+
+    Args:
+        module: any.
+    """
+    source = "python" if isinstance(module, Encoder) else "module"
+    return LoadedModel("model", "", module, source, "unknown")
+
+
+def _placed(
+    module: nn.Module, device: torch.device | str | None, dtype: torch.dtype | None
+) -> tuple[nn.Module, torch.device, torch.dtype]:
+    """The module on a device and in a dtype; a copy only if it is not there already."""
+    tensors = [t for t in (*module.parameters(), *module.buffers()) if t.is_floating_point()]
+    first = tensors[0] if tensors else torch.zeros(())
+    place = first.device if device is None else torch.device(device)
+    kind = first.dtype if dtype is None else dtype
+    there = all(t.device.type == place.type and (dtype is None or t.dtype == kind) for t in tensors)
+    return (module if there else copy.deepcopy(module).to(device=place, dtype=dtype)), place, kind

@@ -1,0 +1,37 @@
+"""The tables of a report's sections on masks under noise and on other k."""
+
+from collections.abc import Sequence
+
+import pandas as pd
+
+from semdiag.measurement.attention_kinds import foreign
+from semdiag.measurement.mask_summaries import effect_table, mask_table
+from semdiag.measurement.measurements import Measurements
+from semdiag.measurement.sweep_summaries import condition_table
+
+_FACTS = ["model", "task", "attention", "k", "seed", "snapshot", "epoch"]
+
+
+def mask_tables(measurements: Measurements, sections: Sequence[str]) -> dict[str, pd.DataFrame]:
+    """Tables to be written as CSV files.
+
+    Args:
+        measurements: of any number of models.
+        sections: of the report.
+
+    Returns:
+        By file name without suffix; the model's own k is ``k``, that of a sweep ``swept_k``.
+    """
+    facts, tables = measurements.models[_FACTS], {}
+    if "mask-stability" in sections:
+        tables["mask_stability"] = facts.merge(mask_table(measurements), on="model")
+        if len(measurements.noise_effects):
+            tables["noise_effects"] = facts.merge(effect_table(measurements), on="model")
+    if "k-sweep" in sections:
+        named, sweep = {"k": "swept_k"}, measurements.sweep
+        others = list(measurements.models["model"][foreign(measurements.models)])
+        # Models of others have so many heads that their table would outweigh the report: pooled rows only.
+        sweep = sweep[~sweep["model"].isin(others) | (sweep["layer"] == -1)]
+        tables["k_sweep"] = facts.merge(sweep.rename(columns=named), on="model")
+        tables["k_sweep_conditions"] = facts.merge(condition_table(measurements).rename(columns=named), on="model")
+    return tables

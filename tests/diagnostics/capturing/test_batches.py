@@ -1,0 +1,97 @@
+"""Batches of any shape: cut, counted, moved, called with, and their padding read."""
+
+import pytest
+import torch
+from torch import nn
+
+from semdiag.capturing.batches import call, moved, real_queries, real_tokens, samples_of, split
+from semdiag_models import InputError
+
+
+class Named(nn.Module):
+    """Returns its arguments."""
+
+    def forward(self, tokens, attention_mask=None, flag=True):
+        return tokens, attention_mask, flag
+
+
+def test_a_model_is_called_as_the_batch_says():
+    tokens, mask = torch.arange(6).view(2, 3), torch.ones(2, 3)
+    assert call(Named(), tokens) == (tokens, None, True)
+    assert call(Named(), {"tokens": tokens, "flag": False}) == (tokens, None, False)
+    assert call(Named(), (tokens, mask)) == (tokens, mask, True)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7])
+def test_tensors_and_dictionaries_are_cut_and_nothing_is_lost(size):
+    whole = {"tokens": torch.arange(21).view(7, 3), "table": torch.arange(4), "flag": True}
+    parts = split(whole, size)
+    assert torch.equal(torch.cat([part["tokens"] for part in parts]), whole["tokens"])
+    assert all(torch.equal(part["table"], whole["table"]) and part["flag"] is True for part in parts)
+    assert [samples_of(part) for part in parts] == [min(size, 7 - i) for i in range(0, 7, size)]
+    assert torch.equal(torch.cat(split(whole["tokens"], size)), whole["tokens"])
+
+
+def test_what_is_cut_already_stays_as_it_is_but_for_empty_batches():
+    given = [torch.zeros(3, 2), {"tokens": torch.zeros(0, 2)}, (torch.zeros(1, 2), None)]
+    assert split(iter(given), 2) == [given[0], given[2]]
+
+
+@pytest.mark.parametrize("wrong", [None, 3, "text", [torch.zeros(2, 2), "text"]])
+def test_other_inputs_are_refused(wrong):
+    with pytest.raises(InputError, match=r"^Inputs are a tensor, a dictionary of tensors"):
+        split(wrong, 2)
+
+
+def test_only_floating_point_tensors_change_their_type():
+    batch = {"ids": torch.zeros(2, 3, dtype=torch.int64), "pixels": torch.zeros(2, 3), "flag": True}
+    found = moved(batch, "cpu", torch.float64)
+    assert (found["ids"].dtype, found["pixels"].dtype, found["flag"]) == (torch.int64, torch.float64, True)
+    assert [t.dtype for t in moved([batch["ids"], batch["pixels"]], "cpu", torch.float64)] == [
+        torch.int64,
+        torch.float64,
+    ]
+
+
+def test_padding_is_read_by_name_and_by_position():
+    tokens, mask = torch.ones(2, 3, dtype=torch.int64), torch.tensor([[1, 1, 0], [1, 0, 0]])
+    for batch in ({"tokens": tokens, "attention_mask": mask}, (tokens, mask)):
+        assert torch.equal(real_tokens(Named(), batch)["attention_mask"], mask.bool())
+    assert real_tokens(Named(), tokens) == {}
+    assert real_tokens(Named(), {"attention_mask": torch.zeros(2, 1, 3, 3)}) == {}  # a mask of keys, not of tokens
+
+
+def test_the_masks_of_pytorch_mark_padding_the_other_way_round():
+    layer = nn.TransformerEncoder(
+        nn.TransformerEncoderLayer(8, 2, batch_first=True), 1, enable_nested_tensor=False
+    )
+    padded = torch.tensor([[False, True]])
+    found = real_tokens(layer, {"src": torch.zeros(1, 2, 8), "src_key_padding_mask": padded})
+    assert found["src_key_padding_mask"].tolist() == [[True, False]]
+
+
+def test_queries_of_a_decoder_take_its_own_mask():
+    real = real_tokens(
+        nn.Identity(),
+        {
+            "attention_mask": torch.tensor([[1, 1, 0]]),
+            "decoder_attention_mask": torch.tensor([[1, 0, 0]]),
+        },
+    )
+    assert real_queries(real, "encoder.layer.0", (1, 3), 0).tolist() == [[True, True, False]]
+    assert real_queries(real, "decoder.layer.0", (1, 3), 0).tolist() == [[True, False, False]]
+    del real["decoder_attention_mask"]
+    assert real_queries(real, "decoder.layer.0", (1, 3), 0).tolist() == [[True, True, False]]
+
+
+def test_a_decoder_without_a_mask_does_not_take_the_encoders():
+    batch = {"attention_mask": torch.tensor([[1, 1, 0]]), "decoder_input_ids": torch.tensor([[4, 5, 6]])}
+    assert real_queries(real_tokens(nn.Identity(), batch), "decoder.0", (1, 3), 0).all()
+
+
+def test_with_a_cache_the_last_positions_are_the_queries():
+    real = {"attention_mask": torch.tensor([[True, True, False, True]])}
+    assert real_queries(real, "layer", (1, 1), 3).tolist() == [[True]]
+    assert real_queries(real, "layer", (1, 2), 2).tolist() == [[False, True]]
+    assert real_queries(real, "layer", (1, 1), 0) is None
+    assert real_queries(real, "layer", (2, 4), 0) is None

@@ -1,0 +1,446 @@
+"""Attention that is not ours: what is captured is what was computed, and the watch changes nothing."""
+
+import dataclasses
+import math
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.attention.bias import causal_lower_right
+from torch.nn.attention.flex_attention import flex_attention
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
+
+from semdiag.capturing.attention_calls import watch_attention
+from semdiag.measurement.residual import recomputation_residual
+from semdiag_models import Encoder
+
+HEADS, HEAD_WIDTH, LENGTH = 2, 8, 7
+WIDTH = HEADS * HEAD_WIDTH
+LOWEST = torch.finfo(torch.float64).min
+SEEN = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
+
+
+def draw(*shape, seed=0):
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+BIAS = draw(HEADS, LENGTH, LENGTH, seed=5)
+
+
+class Attention(nn.Module):
+    """Projections around a function of q, k, v (B, H, L, D)."""
+
+    def __init__(self, attend):
+        super().__init__()
+        self.qkv, self.attend = nn.Linear(WIDTH, 3 * WIDTH, dtype=torch.float64), attend
+        with torch.no_grad():
+            self.qkv.weight.copy_(draw(3 * WIDTH, WIDTH, seed=1))
+
+    def forward(self, x):
+        qkv = self.qkv(x).view(*x.shape[:2], 3, HEADS, HEAD_WIDTH)
+        return self.attend(*qkv.permute(2, 0, 3, 1, 4))
+
+
+def watched(model, *inputs, **options):
+    """Outputs without and with the watch, its calls and its audit."""
+    calls = []
+    with torch.no_grad():
+        before = model(*inputs)
+        with watch_attention(model, calls.append, **options) as audit:
+            during = model(*inputs)
+    assert torch.equal(before, during)
+    return during, calls, audit
+
+
+def naive(call):
+    """Mixed values of a call, by loops over samples, heads, queries and keys; NaN for a row without keys."""
+    mixed = torch.full_like(call.mixed, torch.nan)
+    (batch, heads, queries, _), keys = call.q.shape, call.k.shape[2]
+    full = (batch, heads, queries, keys)
+    bias = None if call.bias is None else call.bias.expand(full)
+    allowed = None if call.allowed is None else call.allowed.expand(full)
+    for b in range(batch):
+        for h in range(heads):
+            g = h // (heads // call.k.shape[1])
+            for i in range(queries):
+                weights = {}
+                for j in range(keys):
+                    if allowed is not None and not allowed[b, h, i, j]:
+                        continue
+                    if call.causal and j > call.first_query + i:
+                        continue
+                    z = call.scale * float(call.q[b, h, i] @ call.k[b, g, j])
+                    if call.softcap is not None:
+                        z = call.softcap * math.tanh(z / call.softcap)
+                    weights[j] = math.exp(z + (0 if bias is None else float(bias[b, h, i, j])))
+                total = sum(weights.values()) + (0 if call.sinks is None else math.exp(call.sinks[h]))
+                if weights:
+                    mixed[b, h, i] = sum(w / total * call.v[b, g, j] for j, w in weights.items())
+    return mixed
+
+
+def softmax_of(change):
+    """Attention by hand whose scores go through a change."""
+    return lambda q, k, v: change(q @ k.transpose(-2, -1)).softmax(-1) @ v
+
+
+def soft_capped(z):
+    return 3 * torch.tanh(0.4 * z / 3) + BIAS
+
+
+def in_place(z):
+    z /= 3
+    z += torch.where(SEEN, 0.0, -torch.inf)
+    z -= z.amax(-1, keepdim=True)
+    return z
+
+
+def assigned(z):
+    z = z * 0.5
+    z[..., -1] = -torch.inf
+    return z
+
+
+def scaled_per_head(z):
+    return z * torch.tensor([0.3, 0.7], dtype=torch.float64)[:, None, None] + BIAS
+
+
+def merged_and_split(z):
+    return (z.flatten(0, 1) / 2 + BIAS.repeat(2, 1, 1)).view(2, HEADS, LENGTH, LENGTH)
+
+
+def einsum(q, k, v):
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    weights = torch.einsum("bihd, bjhd -> bhij", q, k).softmax(-1)
+    return torch.einsum("bhij,bjhd->bihd", weights, v).transpose(1, 2)
+
+
+def grouped(q, k, v):
+    """Two query heads over one key head, as products with five axes."""
+    k, v = k[:, :1, None], v[:, :1, None]
+    return ((q[:, None] @ k.mT).softmax(-1) @ v).flatten(1, 2)
+
+
+def with_baddbmm(q, k, v):
+    q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+    scores = torch.baddbmm(BIAS.repeat(2, 1, 1), q, k.mT, beta=0.5, alpha=0.3)
+    return torch.bmm(scores.softmax(-1), v).unflatten(0, (2, HEADS))
+
+
+def split_for_the_softmax(q, k, v):
+    q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+    scores = torch.bmm(q, k.transpose(1, 2)).view(2, HEADS, LENGTH, LENGTH).masked_fill(~SEEN, LOWEST)
+    return torch.bmm(scores.softmax(-1).view(-1, LENGTH, LENGTH), v).unflatten(0, (2, HEADS))
+
+
+def floats(seen):
+    return torch.zeros(seen.shape, dtype=torch.float64).masked_fill(~seen, -torch.inf)
+
+
+LOWER_RIGHT = causal_lower_right(3, LENGTH)
+ATTENTIONS = {
+    "plain": softmax_of(lambda z: z),
+    "scaled, masked_fill": softmax_of(lambda z: (0.3 * z).masked_fill(~SEEN, -1e9)),
+    "where": softmax_of(lambda z: torch.where(SEEN, z / 3, LOWEST)),
+    "additive mask and bias": softmax_of(lambda z: z / 3 + floats(SEEN) + BIAS),
+    "bias, then scale": softmax_of(lambda z: (z + BIAS) * 0.3),
+    "subtracted": softmax_of(lambda z: z - BIAS),
+    "soft-capped": softmax_of(soft_capped),
+    "in place": softmax_of(in_place),
+    "assigned": softmax_of(assigned),
+    "scaled per head": softmax_of(scaled_per_head),
+    "merged and split": softmax_of(merged_and_split),
+    "higher precision": softmax_of(lambda z: z.to(torch.float64).contiguous()),
+    "torch.softmax, dropout off": lambda q, k, v: F.dropout(torch.softmax(q @ k.mT, -1), 0.5, False) @ v,
+    "einsum": einsum,
+    "grouped": grouped,
+    "baddbmm": with_baddbmm,
+    "split for the softmax": split_for_the_softmax,
+    "sdpa, bool mask": lambda q, k, v: F.scaled_dot_product_attention(q, k, v, SEEN),
+    "sdpa, float mask": lambda q, k, v: F.scaled_dot_product_attention(q, k, v, BIAS + floats(SEEN), scale=0.2),
+    "sdpa, causal": lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True),
+    "sdpa, causal, fewer queries": lambda q, k, v: F.scaled_dot_product_attention(
+        q[:, :, :4], k, v, is_causal=True
+    ),
+    "sdpa, lower right": lambda q, k, v: F.scaled_dot_product_attention(q[:, :, 4:], k, v, LOWER_RIGHT),
+    "sdpa, grouped": lambda q, k, v: F.scaled_dot_product_attention(q, k[:, :1], v[:, :1], enable_gqa=True),
+    "sdpa, no heads": lambda q, k, v: F.scaled_dot_product_attention(q[:, 0], k[:, 0], v[:, 0], SEEN),
+    "sdpa, windows": lambda q, k, v: F.scaled_dot_product_attention(*(x[:, None] for x in (q, k, v)), SEEN),
+    "sdpa, narrow values": lambda q, k, v: F.scaled_dot_product_attention(q, k, v[..., :3]),
+}
+
+
+@pytest.mark.parametrize("kind", ATTENTIONS)
+def test_the_captured_tensors_are_all_that_attention_is_made_of(kind):
+    output, calls, audit = watched(Attention(ATTENTIONS[kind]), draw(2, LENGTH, WIDTH))
+    (call,) = calls
+    torch.testing.assert_close(naive(call), call.mixed, rtol=1e-10, atol=1e-10)
+    assert torch.equal(call.mixed.flatten(), output.flatten())
+    assert recomputation_residual(call) < 1e-13
+    assert not audit.skipped
+    assert (call.layer, call.module, call.occurrence) == (0, "", 0)
+    assert call.q.shape[1] == (1 if kind in ("baddbmm", "sdpa, no heads") else HEADS)
+
+
+def test_a_causal_rule_costs_no_mask():
+    for kind, first in (("sdpa, causal", 0), ("sdpa, lower right", 4)):
+        (call,) = watched(Attention(ATTENTIONS[kind]), draw(2, LENGTH, WIDTH))[1]
+        assert (call.causal, call.first_query, call.allowed) == (True, first, None)
+
+
+def test_allowed_keys_of_some_rows_are_those_rows_of_the_whole_mask():
+    (call,) = watched(Attention(ATTENTIONS["sdpa, lower right"]), draw(2, LENGTH, WIDTH))[1]
+    whole = torch.ones(3, LENGTH, dtype=torch.bool).tril(4)
+    assert torch.equal(call.allowed_keys(1, 3), whole[1:3])
+    padded = dataclasses.replace(call, allowed=torch.arange(LENGTH)[None, None, None] > 0)
+    assert torch.equal(padded.allowed_keys(0, 2)[0, 0], whole[:2] & (torch.arange(LENGTH) > 0))
+
+
+@pytest.mark.parametrize(
+    ("kind", "missed"),
+    [
+        ("sdpa, float mask", {"bias": None}),
+        ("sdpa, bool mask", {"allowed": None}),
+        ("sdpa, causal", {"causal": False}),
+        ("soft-capped", {"softcap": None}),
+        ("plain", {"scale": 1.01}),
+        ("plain", {"sinks": torch.zeros(HEADS, dtype=torch.float64)}),
+    ],
+)
+def test_the_residual_shows_what_was_missed(kind, missed):
+    (call,) = watched(Attention(ATTENTIONS[kind]), draw(2, LENGTH, WIDTH))[1]
+    assert recomputation_residual(dataclasses.replace(call, **missed)) > 1e-4
+
+
+NOT_ATTENTION = {
+    "softmax over queries": lambda q, k, v: (q @ k.mT).softmax(-2) @ v,
+    "sigmoid": lambda q, k, v: (q @ k.mT).sigmoid() @ v,
+    "weights scaled by hand": lambda q, k, v: ((q @ k.mT).softmax(-1) * 0.5) @ v,
+    "scores through relu": lambda q, k, v: (q @ k.mT).relu().softmax(-1) @ v,
+}
+
+
+@pytest.mark.parametrize("name", NOT_ATTENTION)
+def test_what_is_not_softmax_attention_is_not_captured_and_the_rest_is_listed(name):
+    _, calls, audit = watched(Attention(NOT_ATTENTION[name]), draw(2, LENGTH, WIDTH), operations=True)
+    assert not calls
+    assert [skipped.operation for skipped in audit.skipped] == ([] if name == "sigmoid" else ["softmax"])
+
+
+def test_a_language_model_head_is_not_taken_for_attention():
+    class Head(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Parameter(draw(20, WIDTH))
+
+        def forward(self, x):
+            return (x @ self.table.t()).softmax(-1) @ self.table
+
+    _, calls, audit = watched(Head(), draw(2, LENGTH, WIDTH))
+    assert not calls
+    assert not audit.skipped
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called")
+def test_flex_attention_is_listed_as_not_captured():
+    model = Attention(lambda q, k, v: flex_attention(q.float(), k.float(), v.float()))
+    flex_attention(*torch.randn(3, 1, 1, 2, 16).unbind())  # its warning about speed comes once a process
+    _, calls, audit = watched(model, draw(2, LENGTH, WIDTH))
+    assert not calls
+    assert {(s.module, s.operation) for s in audit.skipped} == {("", "flex_attention")}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+def test_a_traced_graph_is_listed_and_with_all_operations_so_is_what_runs_in_it():
+    x = draw(2, LENGTH, WIDTH)
+    model = nn.Sequential(torch.jit.trace(Attention(ATTENTIONS["plain"]), x, check_trace=False))
+    _, calls, audit = watched(model, x, operations=True)
+    assert not calls
+    assert {("0", "jit graph"), ("0", "_softmax")} <= {(s.module, s.operation) for s in audit.skipped}
+
+
+def test_watching_all_operations_changes_no_output_and_adds_nothing_for_what_is_captured():
+    for kind in ("plain", "sdpa, causal", "sdpa, float mask", "soft-capped"):
+        _, calls, audit = watched(Attention(ATTENTIONS[kind]), draw(2, LENGTH, WIDTH), operations=True)
+        assert (len(calls), audit.skipped) == (1, {})
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_are_listed_as_not_captured():
+    class Ragged(nn.Module):
+        def forward(self, x):
+            q = torch.nested.nested_tensor([x[0], x[1, :3]], layout=torch.jagged)
+            q = q.unflatten(-1, (HEADS, HEAD_WIDTH)).transpose(1, 2)
+            return F.scaled_dot_product_attention(q, q, q).values()
+
+    _, calls, audit = watched(Ragged(), draw(2, LENGTH, WIDTH).float())
+    assert not calls
+    assert [s.operation for s in audit.skipped] == ["scaled_dot_product_attention"]
+
+
+def test_a_mask_of_minus_ten_thousand_counts_as_a_bias_and_is_remarked():
+    steep = softmax_of(lambda z: z + torch.where(SEEN, 0.0, -1e4))
+    _, (call,), audit = watched(Attention(steep), draw(2, LENGTH, WIDTH))
+    assert call.allowed is None
+    assert recomputation_residual(call) < 1e-13
+    assert [remark.text for remark in audit.remarks] == [
+        "a mask adds -1e+04 instead of -inf: it counts as a bias on the scores"
+    ]
+
+
+def test_calls_of_a_shared_module_are_told_apart_and_counted_anew_in_each_forward():
+    shared = Attention(lambda q, k, v: (q @ k.mT).softmax(-1) @ v)
+
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = shared, Attention(ATTENTIONS["sdpa, causal"])
+
+        def forward(self, x):
+            for attention in (self.first, self.first, self.last):
+                x = attention(x).transpose(1, 2).flatten(2)
+            return x
+
+    model, calls = Twice(), []
+    with torch.no_grad(), watch_attention(model, calls.append) as audit:
+        model(draw(2, LENGTH, WIDTH))
+        model(draw(2, LENGTH, WIDTH))
+    once = [("first", 0, 0), ("first", 0, 1), ("last", 1, 0)]
+    assert [(c.module, c.layer, c.occurrence) for c in calls] == once * 2
+    assert audit.modules == ["first", "last"]
+
+
+def test_attention_outside_the_model_is_not_captured():
+    model, other, calls = Attention(ATTENTIONS["plain"]), Attention(ATTENTIONS["plain"]), []
+    q = draw(1, 1, 3, 4)
+    with watch_attention(model, calls.append):
+        F.scaled_dot_product_attention(q, q, q)
+        other(draw(2, LENGTH, WIDTH))
+    assert not calls
+
+
+def test_the_consumer_runs_without_gradient_autocast_and_modes_and_is_not_captured_itself():
+    seen = []
+
+    class Count(TorchFunctionMode):
+        count = 0
+
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            Count.count += 1
+            return func(*args, **(kwargs or {}))
+
+    def consume(call):
+        before = Count.count
+        mixed = F.scaled_dot_product_attention(call.q, call.k, call.v)
+        again = (call.q @ call.k.mT).softmax(-1) @ call.v
+        gradient = mixed.requires_grad or again.requires_grad or call.q.requires_grad
+        seen.append((gradient, torch.is_autocast_enabled("cpu"), Count.count - before))
+
+    for attend in (ATTENTIONS["plain"], F.scaled_dot_product_attention):
+        model = Attention(attend).float()
+        with Count(), torch.autocast("cpu", torch.bfloat16), watch_attention(model, consume):
+            model(draw(2, LENGTH, WIDTH).float())
+    assert seen == [(False, False, 0)] * 2
+    assert Count.count > 0
+
+
+def test_gradients_in_training_mode_are_the_same_to_the_bit():
+    layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 16, dropout=0.3, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).train()
+    gradients, dropouts = [], []
+    for watch in (False, True):
+        model.zero_grad()
+        with torch.random.fork_rng():
+            torch.manual_seed(3)
+            if watch:
+                with watch_attention(model, lambda call: dropouts.append(call.dropout)):
+                    model(draw(2, LENGTH, WIDTH).float()).square().sum().backward()
+            else:
+                model(draw(2, LENGTH, WIDTH).float()).square().sum().backward()
+        gradients.append([p.grad.clone() for p in model.parameters()])
+    assert all(map(torch.equal, *gradients))
+    assert dropouts == [0.3, 0.3]
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, inside):
+        super().__init__()
+        self.inside = inside
+
+    def forward(self, x):
+        return checkpoint(lambda x: self.inside(x).sin().exp(), x, use_reentrant=False)
+
+
+def test_attention_recomputed_in_the_backward_pass_is_not_counted_twice(tiny_config):
+    """Function modes are off in backward; hooks on modules are not."""
+    inputs = (draw(2, LENGTH, WIDTH), torch.tensor([[0, 1, 1, 0]]))
+    listed = []
+    for inside, x in zip((Attention(ATTENTIONS["plain"]), Encoder(tiny_config())), inputs, strict=True):
+        model, calls = Checkpointed(inside), []
+        with watch_attention(model, calls.append) as audit:
+            output = model(x)
+            forward = len(calls)
+            output.sum().backward()
+        assert len(calls) == forward > 0
+        listed.append([(s.reason[:31], count) for s, count in audit.skipped.items()])
+    assert listed == [[], [("recomputed in the backward pass", 1)] * 2]
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_attention_under_a_transform_is_listed():
+    model, calls = Attention(ATTENTIONS["sdpa, bool mask"]), []
+    with watch_attention(model, calls.append) as audit:
+        torch.func.vmap(model)(draw(3, 1, LENGTH, WIDTH))
+    assert not calls
+    assert "torch.func" in next(iter(audit.skipped)).reason
+
+
+def test_a_compiled_model_is_captured_and_stays_compiled():
+    model, calls = Attention(ATTENTIONS["plain"]), []
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    with torch.no_grad():
+        before = compiled(draw(2, LENGTH, WIDTH))
+        with watch_attention(compiled, calls.append):
+            during = compiled(draw(2, LENGTH, WIDTH))
+        after = compiled(draw(2, LENGTH, WIDTH))
+    assert (len(calls), len(graphs)) == (1, 1)
+    assert torch.equal(before, after)
+    torch.testing.assert_close(before, during, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_padding_in_a_fused_encoder_leaves_zeros_that_the_watch_replaces_by_values():
+    """What the documentation says about nn.TransformerEncoder's nested-tensor path."""
+    layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 16, batch_first=True)
+    model = nn.TransformerEncoder(layer, 1).eval()
+    x, padding = draw(2, LENGTH, WIDTH).float(), torch.arange(LENGTH)[None] >= torch.tensor([[LENGTH], [4]])
+    with torch.no_grad():
+        before = model(x, src_key_padding_mask=padding)
+    with torch.no_grad(), watch_attention(model, lambda call: None):
+        during = model(x, src_key_padding_mask=padding)
+    assert (before[padding] == 0).all()
+    assert (during[padding] != 0).any()
+    torch.testing.assert_close(before[~padding], during[~padding], rtol=1e-5, atol=1e-5)
+
+
+def test_watching_needs_neither_transformers_nor_the_compiler():
+    script = """
+import sys, torch
+from semdiag.capturing.attention_calls import watch_attention
+model = torch.nn.MultiheadAttention(4, 1)
+with watch_attention(model, lambda call: None) as audit:
+    model(*3 * [torch.ones(2, 1, 4)])
+print(sum(audit.captured.values()), "transformers" in sys.modules, "torch._dynamo" in sys.modules)
+"""
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert found.stdout.split() == ["1", "False", "False"]

@@ -1,0 +1,146 @@
+"""Hugging Face models: caches, masks, and what the interface is told."""
+
+import warnings
+
+import pytest
+import torch
+
+from semdiag.capturing.attention_calls import watch_attention
+from semdiag.measurement.residual import recomputation_residual
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    transformers = pytest.importorskip("transformers", reason="Hugging Face models need the extra hf")
+
+PROMPT, NEW = 4, 3
+SHAPE = {
+    "vocab_size": 60,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.5,
+}
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' own
+
+
+def llama(implementation):
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        config = transformers.LlamaConfig(**SHAPE, pad_token_id=0)
+        model = transformers.LlamaForCausalLM._from_config(config, attn_implementation=implementation)
+    return model.eval()
+
+
+def prompt():
+    return torch.randint(5, 50, (2, PROMPT), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_generation_with_a_cache_attributes_queries_to_their_positions(implementation, padded, cache):
+    model, calls = llama(implementation), []
+    mask = torch.ones(2, PROMPT, dtype=torch.int64)
+    mask[1, : 2 if padded else 0] = 0
+    options = {"attention_mask": mask, "max_new_tokens": NEW, "do_sample": False, "cache_implementation": cache}
+    options["disable_compile"] = True
+    before = model.generate(prompt(), **options)
+    with watch_attention(model, calls.append) as audit:
+        during = model.generate(prompt(), **options)
+    assert torch.equal(before, during)
+    assert [(c.layer, c.occurrence, c.q.shape[2]) for c in calls] == [
+        (layer, 0, length) for length in (PROMPT, *[1] * (NEW - 1)) for layer in (0, 1)
+    ]
+    assert [c.first_query for c in calls] == [p for p in (0, *range(PROMPT, PROMPT + NEW - 1)) for _ in (0, 1)]
+    assert all(c.k.shape[1] == 2 for c in calls)
+    for call in calls:
+        seen = torch.zeros(2, 1, call.q.shape[2], call.k.shape[2], dtype=torch.bool)
+        for i in range(call.q.shape[2]):
+            seen[..., i, : call.first_query + i + 1] = True
+        allowed = call.allowed_keys(0, call.q.shape[2])
+        if padded:
+            seen[1, ..., :2] = False
+        some = seen.any(-1, keepdim=True)  # a padded query may be allowed whatever the model likes
+        assert torch.equal(seen, seen if allowed is None else allowed & some)
+        assert allowed is not None or bool(seen.all())
+        assert recomputation_residual(call) < 1e-5
+    assert not audit.skipped
+
+
+def test_without_padding_a_causal_rule_costs_no_mask():
+    model, calls = llama("sdpa"), []
+    with torch.no_grad(), watch_attention(model, calls.append):
+        model(prompt())
+    assert [(c.causal, c.allowed, c.first_query) for c in calls] == [(True, None, 0)] * 2
+
+
+def test_the_interface_is_as_it_was_afterwards_also_after_an_exception():
+    interface = transformers.modeling_utils.AttentionInterface
+    before, model = interface.get_interface, llama("eager")
+
+    def fail(call):
+        raise KeyError
+
+    with watch_attention(model, fail):
+        assert interface.get_interface is not before
+    with pytest.raises(KeyError), watch_attention(model, fail):
+        model(prompt())
+    assert interface.get_interface is before
+
+
+def test_watches_may_be_nested_and_other_models_are_left_alone():
+    model, other, outer, inner = llama("eager"), llama("eager"), [], []
+    with torch.no_grad(), watch_attention(model, outer.append), watch_attention(other, inner.append):
+        model(prompt())
+        other(prompt())
+        other(prompt())
+    assert (len(outer), len(inner)) == (2, 4)
+
+
+def test_an_implementation_whose_mask_is_not_understood_is_listed_with_what_would_work():
+    model, calls = llama("sdpa"), []
+
+    def attend(module, query, key, value, attention_mask, **options):
+        forward = transformers.integrations.sdpa_attention.sdpa_attention_forward
+        return forward(module, query, key, value, attention_mask, **options)
+
+    transformers.AttentionInterface.register("semdiag_test", attend)
+    transformers.AttentionMaskInterface.register("semdiag_test", transformers.masking_utils.sdpa_mask)
+    model.set_attn_implementation("semdiag_test")
+    with torch.no_grad(), watch_attention(model, calls.append) as audit:
+        model(prompt())
+    assert not calls
+    assert {(s.module, s.operation, "attn_implementation='sdpa'" in s.reason) for s in audit.skipped} == {
+        (f"model.layers.{layer}.self_attn", "semdiag_test", True) for layer in (0, 1)
+    }
+
+
+def test_soft_cap_and_sinks_are_captured_as_what_they_are():
+    grouped = {**SHAPE, "head_dim": 8, "sliding_window": 4}
+    gemma = transformers.Gemma2Model(transformers.Gemma2Config(**grouped, attn_logit_softcapping=2.0)).eval()
+    experts = {"num_local_experts": 2, "num_experts_per_tok": 1}
+    gpt_oss = transformers.GptOssModel(transformers.GptOssConfig(**grouped, **experts)).eval()
+    gemma.set_attn_implementation("eager")
+    gpt_oss.set_attn_implementation("eager")
+    for model, expected in ((gemma, (2.0, None)), (gpt_oss, (None, 4))):
+        calls = []
+        with torch.no_grad(), watch_attention(model, calls.append):
+            model(prompt())
+        assert [(c.softcap, None if c.sinks is None else len(c.sinks)) for c in calls] == [expected] * 2
+
+
+def test_gradients_in_training_mode_are_the_same_to_the_bit():
+    model, gradients = llama("sdpa").train(), []
+    for watch in (False, True):
+        model.zero_grad()
+        if watch:
+            with watch_attention(model, lambda call: None):
+                model(prompt(), labels=prompt()).loss.backward()
+        else:
+            model(prompt(), labels=prompt()).loss.backward()
+        gradients.append([p.grad.clone() for p in model.parameters()])
+    assert all(map(torch.equal, *gradients))

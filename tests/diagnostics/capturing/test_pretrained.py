@@ -1,0 +1,148 @@
+"""Folders in the Hugging Face format: read offline, as data, whole or not at all."""
+
+import hashlib
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from semdiag import load
+from semdiag.capturing.inputs import read_batches
+from semdiag_models import InputError
+
+transformers = pytest.importorskip("transformers", reason="needs the extra test-hf")
+WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "the", "cat", "sat", "on", "mat", "."]
+
+
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory):
+    """A folder with a random BERT of two layers and a tokenizer of ten words."""
+    folder = tmp_path_factory.mktemp("models") / "bert"
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
+    config = transformers.BertConfig(vocab_size=len(WORDS), max_position_embeddings=8, **sizes)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        transformers.BertModel(config).save_pretrained(folder)
+    vocabulary = {word: place for place, word in enumerate(WORDS)}
+    transformers.BertTokenizer(vocab=vocabulary, model_max_length=100).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def copied(bert, tmp_path):
+    """A copy of the folder to damage."""
+    folder = tmp_path / "copy"
+    folder.mkdir()
+    for file in bert.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    return folder
+
+
+def test_the_model_is_that_of_the_folder(bert):
+    model = load(f"hf:{bert}")
+    own = transformers.BertModel.from_pretrained(bert)
+    ids = torch.tensor([[2, 4, 5, 3]])
+    assert torch.equal(model.module(ids).last_hidden_state, own.eval()(ids).last_hidden_state)
+    assert (model.foreign, model.source, model.module.training) == (True, "hugging face", False)
+    assert model.sha256 == hashlib.sha256((bert / "model.safetensors").read_bytes()).hexdigest()
+    assert model.provenance == {"transformers": transformers.__version__}
+
+
+def test_a_folder_in_an_installed_package_is_found_without_importing_it(bert, tmp_path, monkeypatch):
+    package = tmp_path / "carrier"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise RuntimeError('imported')", encoding="utf-8")
+    (package / "weights").symlink_to(bert)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert load("hf:carrier/weights").module.config.num_hidden_layers == 2
+
+
+def test_texts_become_padded_batches(bert, tmp_path):
+    texts = tmp_path / "texts.txt"
+    texts.write_text("the cat sat\n\nthe cat\n  cat sat on the mat . the cat sat on the mat .\n", encoding="utf-8")
+    first, second = read_batches(texts, load(f"hf:{bert}"), 2)
+    assert first["input_ids"].tolist() == [[2, 4, 5, 6, 3], [2, 4, 5, 3, 0]]
+    assert first["attention_mask"].tolist() == [[1, 1, 1, 1, 1], [1, 1, 1, 1, 0]]
+    assert second["input_ids"].shape == (1, 8)  # cut to the model's 8 positions, not the tokenizer's 100
+
+
+def test_an_encoder_decoder_gets_the_texts_shifted_as_decoder_input(bert, tmp_path):
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
+    config = transformers.T5Config(vocab_size=10, decoder_start_token_id=0, **sizes)
+    folder = tmp_path / "t5"
+    with torch.random.fork_rng():
+        transformers.T5Model(config).save_pretrained(folder)
+    for file in bert.glob("token*"):
+        (folder / file.name).write_bytes(file.read_bytes())
+    texts = tmp_path / "texts.txt"
+    texts.write_text("the cat\ncat\n", encoding="utf-8")
+    model = load(f"hf:{folder}")
+    (batch,) = read_batches(texts, model, 2)
+    assert batch["decoder_input_ids"].tolist() == [[0, 2, 4, 5], [0, 2, 5, 3]]
+    assert batch["decoder_attention_mask"].tolist() == [[1, 1, 1, 1], [1, 1, 1, 1]]
+    model.module(**batch)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda f: (f / "config.json").unlink(), "holds no config.json"),
+        (lambda f: (f / "model.safetensors").unlink(), "holds no .safetensors file; other formats are not read"),
+        (lambda f: (f / "model.safetensors").write_bytes(b"damaged"), "cannot be loaded"),
+        (lambda f: (f / "config.json").write_text('{"model_type": "of my own"}'), "cannot be loaded"),
+    ],
+)
+def test_a_folder_that_is_not_whole_is_refused_in_one_line(copied, change, message):
+    change(copied)
+    with pytest.raises(InputError, match=message) as refused:
+        load(f"hf:{copied}")
+    assert "\n" not in str(refused.value)
+
+
+def test_a_model_part_of_which_would_be_random_is_refused(copied):
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(copied / "model.safetensors")
+    gone = "encoder.layer.1.attention.self.query.weight"
+    save_file({n: w for n, w in weights.items() if n != gone}, copied / "model.safetensors", {"format": "pt"})
+    with pytest.raises(InputError, match=r"lacks 1 of the model's parameters \(encoder\.layer\.1\.attention"):
+        load(f"hf:{copied}")
+
+
+def test_code_that_comes_with_a_model_is_never_run(copied):
+    mark = copied / "ran"
+    (copied / "own.py").write_text(f"open({str(mark)!r}, 'w').close()\nclass Own: pass\n", encoding="utf-8")
+    config = json.loads((copied / "config.json").read_text(encoding="utf-8"))
+    config |= {"model_type": "own-kind", "auto_map": {"AutoConfig": "own.Own", "AutoModel": "own.Own"}}
+    (copied / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    with pytest.raises(InputError, match="cannot be loaded"):
+        load(f"hf:{copied}")
+    assert not mark.exists()
+
+
+def test_without_a_tokenizer_texts_are_refused(copied, tmp_path):
+    for file in copied.glob("token*"):
+        file.unlink()
+    texts = tmp_path / "texts.txt"
+    texts.write_text("the cat\n", encoding="utf-8")
+    with pytest.raises(InputError, match=r"holds no tokenizer: .* Give token ids with --inputs FILE\.pt\.$"):
+        read_batches(texts, load(f"hf:{copied}"), 2)
+
+
+def test_nothing_is_downloaded():
+    with pytest.raises(InputError, match="there is no folder bert-base-uncased"):
+        load("hf:bert-base-uncased")
+
+
+def test_without_transformers_the_command_to_install_it_is_named(bert):
+    code = f"import sys; sys.modules['transformers'] = None; import semdiag; semdiag.load('hf:{bert}')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert "needs the library transformers. Install it with: pip install 'semdiag[hf]'." in done.stderr
+
+
+def test_the_library_speaks_as_before(bert):
+    level = transformers.utils.logging.get_verbosity()
+    load(f"hf:{bert}")
+    assert transformers.utils.logging.get_verbosity() == level

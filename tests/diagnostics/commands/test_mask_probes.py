@@ -1,0 +1,99 @@
+"""``semdiag mask-stability`` and ``semdiag k-sweep``: options, tables, JSON, refusals."""
+
+import json
+
+import pandas as pd
+import pytest
+
+FEW = ("--samples", 8, "--figures", "none")
+
+
+@pytest.mark.parametrize("command", ["mask-stability", "k-sweep"])
+def test_json_is_one_object_and_tables_go_to_stderr(run_semdiag, here, tiny_runs, command):
+    outcome = run_semdiag(command, tiny_runs.full, tiny_runs.topk, *FEW, "--json", "--out", here / "out")
+    assert outcome.code == 0, outcome.err
+    assert outcome.out.count("\n") == 1
+    found = json.loads(outcome.out)
+    assert found["schema"] == f"semdiag.{command}/1"
+    assert len(found["results"]) == 2
+    assert f"{tiny_runs.full}/last.pt" in outcome.err
+    assert "…" not in outcome.err
+    page = (here / "out" / "index.html").read_text(encoding="utf-8")
+    assert {"mask-stability": "Do masks survive noise?", "k-sweep": "What would another k"}[command] in page
+    quiet = run_semdiag(command, tiny_runs.full, *FEW, "--quiet", "--out", here / "quiet")
+    assert (quiet.code, quiet.out, quiet.err) == (0, "", "")
+
+
+def test_masks_at_several_levels_are_deterministic(run_semdiag, here, tiny_runs):
+    words = ("mask-stability", tiny_runs.full, tiny_runs.topk, *FEW, "--noise", "0.1,0.01", "--k", 3, "--draws", 2)
+    first, second = (run_semdiag(*words, "--json", "--out", here / name) for name in "ab")
+    found = json.loads(first.out)
+    assert json.loads(second.out)["results"] == found["results"]
+    other = json.loads(run_semdiag(*words, "--json", "--seed", 1, "--out", here / "c").out)
+    assert other["results"] != found["results"]
+    for result in found["results"]:
+        assert [level["noise"] for level in result["levels"]] == [0.01, 0.1]
+        assert result["certified_changed"] == 0
+        assert result["certified_rows"] > 0
+        for level in result["levels"]:
+            assert len(level["layers"]) == tiny_runs.blocks * tiny_runs.heads
+            assert level["all"]["draws"] == 2
+            assert 0 <= level["all"]["certified"] <= level["all"]["exact"] <= level["all"]["agreement"] <= 1
+            assert level["output"]["accuracy_after"] is not None
+    full, topk = found["results"]
+    assert "top-3 would choose" in full["mask"]
+    assert topk["mask"] == "the model's own mask, k = 3"
+    assert "Certified rows that changed: 0 of" in first.err
+    table = pd.read_csv(here / "a" / "data" / "mask_stability.csv")
+    assert set(table["level"]) == {0.01, 0.1}
+
+
+def test_noise_at_a_block_leaves_those_below_clean(run_semdiag, here, tiny_runs):
+    outcome = run_semdiag("mask-stability", tiny_runs.topk, *FEW, "--at-block", 1, "--json", "--noise", 0.5)
+    (level,) = json.loads(outcome.out)["results"][0]["levels"]
+    assert {row["exact"] for row in level["layers"] if row["layer"] == 0} == {1.0}
+    assert all(row["exact"] < 1 for row in level["layers"] if row["layer"] == 1)
+
+
+def test_a_fixed_mask_is_not_applicable(run_semdiag, here, paper_code):
+    import torch
+
+    torch.save(paper_code.true["tokens"], here / "tokens.pt")
+    words = (paper_code.checkpoint, "--config", paper_code.config_file, "--inputs", here / "tokens.pt", "--json")
+    for command, said in (
+        ("mask-stability", "not applicable: the mask of banded attention does not depend on the input"),
+        ("k-sweep", "Not applicable: the mask of banded attention ranks no scores."),
+    ):
+        outcome = run_semdiag(command, *words)
+        assert outcome.code == 0, outcome.err
+        assert said in outcome.err
+        (result,) = json.loads(outcome.out)["results"]
+        assert not result.get("applicable", False)
+        assert not result.get("sweep", [])
+
+
+def test_a_sweep_tells_every_k_and_a_rerun_its_accuracy(run_semdiag, here, tiny_runs):
+    outcome = run_semdiag("k-sweep", tiny_runs.full, *FEW, "--rerun", "--json", "--max-k", 4)
+    (result,) = json.loads(outcome.out)["results"]
+    accuracy = {row["k"]: row["mean"] for row in result["sweep"] if row["quantity"] == "accuracy"}
+    assert sorted(accuracy) == [0, 1, 2, 3, 4]
+    assert result["words"].replace("\n", " ") in " ".join(outcome.err.split())
+    assert "Within one model" in outcome.err
+    table = pd.read_csv(here / "reports" / "k-sweep-full" / "data" / "k_sweep.csv")
+    assert table["swept_k"].max() == 4
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("mask-stability", "--noise", "a lot"), "--noise takes positive numbers"),
+        (("mask-stability", "--draws", 0), "draws must be at least 1"),
+        (("mask-stability", "--at-block", 7), "Noise can enter at blocks 0 to 1"),
+        (("k-sweep", "--max-k", 12), "must be below the length of the inputs, 12"),
+        (("k-sweep", "--max-k", 0), "at least 1"),
+    ],
+)
+def test_bad_input_is_refused_in_one_line(refusal, here, tiny_runs, words, said):
+    command, *rest = words
+    assert said in refusal(command, tiny_runs.topk, "--samples", 8, *rest)
+    assert list(here.iterdir()) == []

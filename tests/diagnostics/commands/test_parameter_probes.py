@@ -1,0 +1,123 @@
+"""``semdiag landscape`` and ``semdiag lipschitz``: options, tables, JSON; and ``semdiag report --thorough``."""
+
+import json
+
+import pytest
+
+from semdiag.presentation import report
+
+
+@pytest.fixture
+def sections(monkeypatch, here):
+    """What the report was asked for."""
+    asked = []
+
+    def write(measurements, folder, command, formats=(), keep_queries=False, sections=None):
+        asked.append((sections, measurements, folder))
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "summary.json").write_text("{}", encoding="utf-8")
+        return folder / "index.html"
+
+    monkeypatch.setattr(report, "write_report", write)
+    return asked
+
+
+FEW = ("--samples", 8, "--figures", "none")
+SMALL = {"landscape": ("--grid", 3), "lipschitz": ("--planes", 2, "--directions", 2, "--draws", 5)}
+
+
+@pytest.mark.parametrize("command", SMALL)
+def test_json_is_one_object_and_tables_go_to_stderr(run_semdiag, sections, tiny_runs, command):
+    outcome = run_semdiag(command, tiny_runs.full, tiny_runs.topk, *FEW, *SMALL[command], "--json")
+    assert outcome.code == 0, outcome.err
+    assert outcome.out.count("\n") == 1
+    found = json.loads(outcome.out)
+    assert found["schema"] == f"semdiag.{command}/1"
+    assert len(found["results"]) == 2
+    assert f"{tiny_runs.full}/last.pt" in outcome.err
+    assert [asked[0] for asked in sections] == [(command,)]
+    quiet = run_semdiag(command, tiny_runs.full, *FEW, *SMALL[command], "--quiet")
+    assert (quiet.code, quiet.out, quiet.err) == (0, "", "")
+
+
+def test_landscape_in_json_is_a_matrix_per_quantity(run_semdiag, sections, tiny_runs):
+    words = ("--grid", 3, "--planes", 2, "--metrics", "loss,dispersion", "--json")
+    found = json.loads(run_semdiag("landscape", tiny_runs.topk, *FEW, *words).out)
+    planes = found["results"][0]["planes"]
+    assert len(planes) == 2
+    for plane in planes:
+        assert plane["x"] == plane["y"] == [-1.0, 0.0, 1.0]
+        assert [len(row) for row in plane["loss"]] == [3, 3, 3]
+        assert plane["loss"][1][1] == plane["marks"][0]["loss"] == plane["checkpoint_loss"]
+        assert plane["marks"][0]["place"] == "checkpoint"
+        assert plane["dispersion_p50"][1][1] > 0
+        assert plane["cells"] == 9
+
+
+def test_the_plane_through_snapshots(run_semdiag, sections, tiny_runs):
+    through = f"{tiny_runs.topk / 'epoch-0.pt'},{tiny_runs.full / 'last.pt'}"
+    outcome = run_semdiag("landscape", tiny_runs.topk, *FEW, "--grid", 3, "--through", through, "--json")
+    (plane,) = json.loads(outcome.out)["results"][0]["planes"]
+    assert [mark["place"] for mark in plane["marks"]] == ["checkpoint", "topk/epoch-0", "full/last"]
+    assert plane["kind"] == "through"
+
+
+def test_lipschitz_compares_the_pair(run_semdiag, sections, tiny_runs):
+    outcome = run_semdiag("lipschitz", tiny_runs.full, tiny_runs.topk, *FEW, *SMALL["lipschitz"], "--json")
+    found = json.loads(outcome.out)
+    (pair,) = found["pairs"]
+    assert pair["label"] == "even-pairs, topk-3, seed 7"
+    assert len(pair["ratios"]) == 7 * 4
+    for result in found["results"]:
+        assert result["groups"][0]["group"] == "all"
+        assert all(g["gradient"]["p100"] > 0 for g in result["groups"])
+        assert not any(g["end_point"]["accepted"] for g in result["groups"])  # one block
+        assert len(result["blocks"]) == tiny_runs.blocks
+        assert {v["verdict"] for v in result["verdicts"]} <= {"holds", "nothing conclusive"}
+    assert found["provenance"]["lipschitz_samples"] == 8
+    assert "secants of" in outcome.err
+    assert "violated = 0" in outcome.err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("landscape", "--grid", 4), "grid must be an odd number"),
+        (("landscape", "--through", "a.pt"), "through takes two snapshots"),
+        (("landscape", "--metrics", "los"), "loss"),
+        (("landscape", "--radius=-1"), "radius must be a positive number"),
+        (("lipschitz", "--draws", 1), "draws must be at least 5"),
+        (("report", "--from", ".", "--thorough"), "--from draws saved measurements"),
+    ],
+)
+def test_wrong_options_are_one_line(refusal, sections, tiny_runs, words, message):
+    models = () if words[0] == "report" else (tiny_runs.topk,)
+    if words[0] == "report":
+        assert message in refusal(*words)
+        return
+    assert message in refusal(words[0], *models, *words[1:])
+
+
+def test_inputs_without_labels_are_refused_by_name(refusal, sections, tiny_runs, tmp_path):
+    import numpy as np
+
+    np.save(tmp_path / "ids.npy", np.zeros((2, 12), np.int64))
+    for command in SMALL:
+        assert "brings no labels" in refusal(command, tiny_runs.topk, "--inputs", tmp_path / "ids.npy")
+
+
+def test_a_thorough_report_measures_both(run_semdiag, sections, tiny_runs, monkeypatch):
+    from semdiag.measurement import landscape, lipschitz
+
+    small = landscape.LandscapeOptions(grid=3, metrics=("loss", "dispersion"))
+    monkeypatch.setattr(landscape, "LandscapeOptions", lambda **_: small)
+    few = lipschitz.LipschitzOptions(8, 2, 2, 5)
+    monkeypatch.setattr(lipschitz, "LipschitzOptions", lambda: few)
+    outcome = run_semdiag("report", tiny_runs.topk, *FEW, "--thorough", "--out", "there")
+    assert outcome.code == 0, outcome.err
+    assert len(sections[0][1].landscape) == 10
+    assert len(sections[0][1].loss_gradients) == 6 * 7
+    plain = run_semdiag("report", tiny_runs.topk, *FEW, "--out", "there")
+    assert plain.code == 0
+    assert sections[1][1].landscape.empty
+    assert sections[1][1].loss_gradients.empty

@@ -1,0 +1,64 @@
+"""The largest scores against sorting in Python, whatever the grouping."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from semdiag.mathematics import largest_scores as module
+from semdiag.mathematics.largest_scores import add_ranks_, largest_scores
+
+
+def sorted_places(row):
+    return sorted(range(len(row)), key=lambda j: (-row[j], j))
+
+
+def assert_largest(scores, count):
+    for shortest_grouped_row in (1, 256):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(module, "_LONG", shortest_grouped_row)
+            values, positions = largest_scores(scores, count)
+        assert values.shape == (*scores.shape[:-1], count + 1)
+        assert positions.shape == (*scores.shape[:-1], count)
+        for row, best, places in zip(scores.tolist(), values.tolist(), positions.tolist(), strict=True):
+            expected = [j for j in sorted_places(row)[: count + 1] if row[j] > -math.inf]
+            there = min(count, len(expected))
+            assert places[:there] == expected[:there]
+            assert best == [row[j] for j in expected] + [-math.inf] * (count + 1 - len(expected))
+
+
+@given(st.data())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("many_ties", [True, False])
+def test_values_and_positions_are_those_of_sorting(many_ties, dtype, data):
+    length = data.draw(st.integers(1, 60))
+    number = (
+        st.sampled_from([-math.inf, -1.0, -0.0, 0.0, 2.0]) if many_ties else st.floats(allow_nan=False, width=32)
+    )
+    rows = st.lists(st.lists(number, min_size=length, max_size=length), min_size=1, max_size=2)
+    assert_largest(torch.tensor(data.draw(rows), dtype=dtype), data.draw(st.integers(1, 12)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("length", [255, 256, 1000, 4099])
+@pytest.mark.parametrize("count", [1, 33])
+def test_long_rows(length, count, dtype):
+    generator = torch.Generator().manual_seed(length)
+    assert_largest(torch.randn(4, length, generator=generator, dtype=dtype), count)
+    assert_largest(torch.randint(3, (4, length), generator=generator).to(dtype), count)
+
+
+def test_the_best_may_all_stand_in_one_group():
+    scores = -torch.arange(4000.0)[None]
+    scores[0, 7::100] += 10_000
+    assert_largest(scores, 33)
+
+
+def test_ranks_are_counted_where_they_are_present():
+    ranks = torch.ones(1, 1, 2, 3, dtype=torch.int64)
+    positions = torch.tensor([[[[2, 0], [2, 1], [0, 2]]]])
+    present = torch.tensor([[[[True, True], [True, False], [True, True]]]])
+    add_ranks_(ranks, positions, present)
+    assert ranks.tolist() == [[[[2, 1, 3], [2, 1, 2]]]]

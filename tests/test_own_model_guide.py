@@ -1,0 +1,43 @@
+"""The examples of docs/your-own-model.md run as they stand there."""
+
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+GUIDE = (ROOT / "docs" / "your-own-model.md").read_text(encoding="utf-8")
+EXAMPLES = dict(re.findall(r"<!-- example: ([a-z ]+) -->\n```python\n(.*?)```", GUIDE, re.S))
+NEEDS = {"nanogpt": "torch", "hugging face": "transformers", "timm": "timm"}
+
+
+def run(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("name", NEEDS)
+def test_the_example_runs_and_misses_nothing(name: str) -> None:
+    if importlib.util.find_spec(NEEDS[name]) is None:
+        pytest.skip(f"{NEEDS[name]} is not installed")
+    printed = run(EXAMPLES[name])
+    residuals = [float(number) for number in re.findall(r"\b\d\.\d+e-\d\d\b|\b0\.0\b", printed)]
+    assert residuals, printed
+    assert max(residuals) < 1e-5
+
+
+def test_every_example_is_run() -> None:
+    assert set(EXAMPLES) == set(NEEDS)
+
+
+def test_the_readme_links_the_guide() -> None:
+    assert "docs/your-own-model.md" in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_links_of_the_guide_lead_somewhere() -> None:
+    for target in re.findall(r"\]\(([^)#]+)\)", GUIDE):
+        assert (ROOT / "docs" / target).resolve().exists(), target
