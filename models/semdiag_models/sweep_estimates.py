@@ -58,11 +58,12 @@ def estimate(
     Returns:
         One estimate a run, in order. Runs alike in all but seed, activation and labels share their cost.
     """
-    epochs, spent = [], defaultdict(list)
+    epochs: list[int] = []
+    spent: dict[tuple[object, ...], list[float]] = defaultdict(list)
     for run in runs:
-        done, seconds = _past(folder / run.name, run)
+        done, past = _past(folder / run.name, run)
         epochs.append(0 if done is None else max(0, run.training.epochs - done))
-        spent[_cost(run)].extend(seconds)
+        spent[_cost(run)].extend(past)
     known: dict[tuple[object, ...], tuple[float, str]] = {
         cost: (statistics.median(seconds), "history") for cost, seconds in spent.items() if seconds
     }

@@ -39,12 +39,13 @@ class SweepRun:
 
 
 class SweepError(InputError):
-    """All that is wrong with a sweep's file; ``problems`` holds one line each."""
+    """All that is wrong with a sweep's file; ``problems`` holds one line each, ``summary`` their number."""
 
     def __init__(self, path: Path, problems: list[str]) -> None:
         self.problems = problems
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-        super().__init__(f"{path} has {count}; nothing was run. {' '.join(problems)}")
+        self.summary = f"{path} has {count}; nothing was run."
+        super().__init__(f"{self.summary} {' '.join(problems)}")
 
 
 def read_sweep(path: Path) -> list[SweepRun]:

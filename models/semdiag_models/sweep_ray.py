@@ -1,6 +1,7 @@
 """The workers of a sweep on a Ray cluster."""
 
 import os
+from importlib import import_module
 from typing import Any
 
 from semdiag_models.errors import InputError
@@ -28,7 +29,7 @@ class RayWorkers:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # no reports to Ray's makers
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         try:
-            import ray
+            ray: Any = import_module("ray")
         except ImportError:
             raise InputError("--ray needs Ray: pip install 'semdiag[ray]'") from None
         self._ray = ray

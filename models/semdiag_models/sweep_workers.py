@@ -32,7 +32,7 @@ class Workers(Protocol):
         """How an ended run ended; ``KILLED`` if its process did not live to say."""
 
     def close(self) -> None:
-        """End all processes at once; what they saved stays."""
+        """End all processes at once; what they saved stays. Closing twice is closing once."""
 
 
 class LocalWorkers:
@@ -44,6 +44,7 @@ class LocalWorkers:
 
     def __init__(self, jobs: int) -> None:
         self.capacity = jobs
+        self._begun = False
 
     def _executor(self) -> Any:
         """The pool; a new one if a process of the last was killed, which breaks it for all."""
@@ -54,6 +55,7 @@ class LocalWorkers:
 
     def submit(self, order: Order) -> Future[Outcome]:
         """See :class:`Workers`."""
+        self._begun = True
         future: Future[Outcome] = self._executor().submit(train_order, replace(order, parent=os.getpid()))
         return future
 
@@ -70,7 +72,9 @@ class LocalWorkers:
 
     def close(self) -> None:
         """See :class:`Workers`."""
-        self._executor().shutdown(wait=True, kill_workers=True)
+        if self._begun:
+            self._executor().shutdown(wait=True, kill_workers=True)
+        self._begun = False
 
 
 def _ignore_interrupts() -> None:

@@ -1,9 +1,11 @@
 """``semdiag sweep``."""
 
+import shlex
 import sys
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -11,7 +13,7 @@ from semdiag.commands.training_progress import tell
 
 if TYPE_CHECKING:
     from semdiag_models.sweep_grid import SweepRun
-    from semdiag_models.sweep_runs import Outcome, RunResult
+    from semdiag_models.sweep_runs import RunResult
     from semdiag_models.sweep_workers import Workers
 
 _WHERE, _OUTPUT = "Where it runs", "Output"
@@ -99,7 +101,7 @@ def sweep(
     except SweepError as error:
         for problem in error.problems:
             tell(f"{config}: {problem}")
-        tell(f"semdiag: {config} has {len(error.problems)} problem(s); nothing was run.")
+        tell(f"semdiag: {error.summary}")
         raise typer.Exit(2) from None
     where = device or ("cuda" if gpus_per_run else "cpu")
     if not ray:
@@ -127,45 +129,49 @@ def _workers(ray: str, gpus_per_run: float, jobs: int | None) -> "Workers":
 
 
 def _train(
-    runs: "list[SweepRun]", folder: Path, device: str, target: float, retries: int, workers: Any, quiet: bool
+    runs: "list[SweepRun]",
+    folder: Path,
+    device: str,
+    target: float,
+    retries: int,
+    workers: "Callable[[], Workers]",
+    quiet: bool,
 ) -> "list[RunResult]":
     """Train what is left; return the rows of all runs, which are also written after every run."""
-    import shlex
-
     from semdiag.commands.sweep_display import SweepProgress
     from semdiag_models.run_lock import RunLock
     from semdiag_models.sweep_results import write_results
     from semdiag_models.sweep_runs import Order, result
     from semdiag_models.sweep_workers import train_all
 
-    folder.mkdir(parents=True, exist_ok=True)
-    provenance = {"command": shlex.join(["semdiag", *sys.argv[1:]])}
-    lock = RunLock(folder)
+    provenance = {"command": shlex.join(["semdiag", *sys.argv[1:]]), "target": target}
     with ExitStack() as undo:
-        undo.callback(lock.release)
+        if folder.is_dir():
+            undo.callback(RunLock(folder).release)
         rows = {run.name: result(run, folder / run.name, target) for run in runs}
         left = [run for run in runs if rows[run.name].status in ("begun", "waiting")]
         orders = [Order(run, (folder / run.name).resolve(), device, provenance) for run in left]
+        if left:
+            crew = workers()  # before anything is written: there may be no cluster
+            undo.callback(crew.close)
+        if not folder.is_dir():
+            folder.mkdir(parents=True)
+            undo.callback(RunLock(folder).release)
         undo.callback(lambda: write_results(folder, list(rows.values()), provenance))
         if not left:
             return list(rows.values())
         progress = undo.enter_context(SweepProgress(runs, rows, folder, quiet))
-
-        def ended(run: "SweepRun", outcome: "Outcome") -> None:
-            rows[run.name] = result(run, folder / run.name, target, outcome)
-            write_results(folder, list(rows.values()), provenance)
-            progress.ended(run, rows[run.name])
-
         try:
-            for event in train_all(orders, workers(), retries):
+            for event in train_all(orders, crew, retries):
                 if event is None:
                     progress.tick()
-                else:
-                    ended(event[0].run, event[1])
+                    continue
+                run, outcome = event[0].run, event[1]
+                rows[run.name] = result(run, folder / run.name, target, outcome)
+                write_results(folder, list(rows.values()), provenance)
+                progress.ended(run, rows[run.name])
         except KeyboardInterrupt:
-            rows.update(
-                {run.name: result(run, folder / run.name, target) for run in left if run.name in progress.open}
-            )
+            rows.update({r.name: result(r, folder / r.name, target) for r in left if r.name in progress.open})
             done = sum(row.status == "done" for row in rows.values())
             tell(f"Stopped; {done} of {len(runs)} runs are done in {folder}. The same command goes on.")
             raise typer.Exit(130) from None
