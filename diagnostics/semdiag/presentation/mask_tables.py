@@ -4,7 +4,6 @@ from collections.abc import Sequence
 
 import pandas as pd
 
-from semdiag.measurement.attention_kinds import foreign
 from semdiag.measurement.mask_summaries import effect_table, mask_table
 from semdiag.measurement.measurements import Measurements
 from semdiag.measurement.sweep_summaries import condition_table
@@ -20,7 +19,8 @@ def mask_tables(measurements: Measurements, sections: Sequence[str]) -> dict[str
         sections: of the report.
 
     Returns:
-        By file name without suffix; the model's own k is ``k``, that of a sweep ``swept_k``.
+        By file name without suffix; the model's own k is ``k``, that of a sweep ``swept_k``. A sweep's layers and
+        heads are told apart where it is the report's only section.
     """
     facts, tables = measurements.models[_FACTS], {}
     if "mask-stability" in sections:
@@ -29,9 +29,8 @@ def mask_tables(measurements: Measurements, sections: Sequence[str]) -> dict[str
             tables["noise_effects"] = facts.merge(effect_table(measurements), on="model")
     if "k-sweep" in sections:
         named, sweep = {"k": "swept_k"}, measurements.sweep
-        others = list(measurements.models["model"][foreign(measurements.models)])
-        # Models of others have so many heads that their table would outweigh the report: pooled rows only.
-        sweep = sweep[~sweep["model"].isin(others) | (sweep["layer"] == -1)]
+        if len(sections) > 1:  # every layer, head and k would outweigh a whole report: pooled rows only
+            sweep = sweep[sweep["layer"] == -1]
         tables["k_sweep"] = facts.merge(sweep.rename(columns=named), on="model")
         tables["k_sweep_conditions"] = facts.merge(condition_table(measurements).rename(columns=named), on="model")
     return tables

@@ -41,7 +41,7 @@ def mask_heat_map(measurements: Measurements) -> Figure:
         ax.set_title(title, fontsize=8)
         ax.grid(visible=False)
     axes[0].set_ylabel("layer")
-    figure.colorbar(image, ax=axes, shrink=0.8).ax.set_title("unchanged", fontsize=8)
+    figure.colorbar(image, ax=axes, shrink=0.8).set_label("share of masks unchanged", fontsize=8)
     note_below(figure, f"{mask_facts(measurements)}; heads pooled by mean.")
     return figure
 
