@@ -191,3 +191,8 @@ def test_the_papers_masks_are_the_fifteen():
         f"{kind}-{k}{g}" for kind in ("banded", "block") for k in (5, 9) for g in ("", "-global-1", "-global-3")
     }
     assert labels == {"full", "topk-5", "topk-9", *local}
+
+
+def test_only_listops_has_trees():
+    with pytest.raises(InputError, match="Only the task listops has trees"):
+        TrainingConfig("parity", 40, 1, listops=ListOpsTrees())
