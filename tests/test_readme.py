@@ -48,7 +48,7 @@ def test_the_printed_output_is_what_the_program_prints(line: str, printed: str, 
     """Word for word; numbers to 1 %, since processors round differently. ``…`` stands for lines left out."""
     words = shlex.split(line)[1:]
     writing = {"dispersion", "separation", "stability", "bounds", "mask-stability", "k-sweep", "report"}
-    if words[0] in {*writing, "lipschitz", "landscape"}:
+    if words[0] in {*writing, "lipschitz", "landscape", "convergence"}:
         words += ["--out", str(tmp_path / "out"), "--figures", "none"]
     done = program(*words)
     assert done.returncode == 0, done.stderr

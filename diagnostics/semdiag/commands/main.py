@@ -8,6 +8,7 @@ import typer
 
 from semdiag.commands.bounds import bounds
 from semdiag.commands.check import check
+from semdiag.commands.convergence import convergence
 from semdiag.commands.dispersion import dispersion
 from semdiag.commands.info import info
 from semdiag.commands.k_sweep import k_sweep
@@ -44,6 +45,7 @@ for name, command in (
     ("landscape", landscape),
     ("bounds", bounds),
     ("k-sweep", k_sweep),
+    ("convergence", convergence),
     ("report", report),
     ("check", check),
     ("sweep", sweep),

@@ -3,7 +3,7 @@
 import json
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -94,8 +94,24 @@ def read_config(path: Path | None) -> dict[str, Any] | None:
     return content
 
 
-def measured(models: Sequence[Path] | None, conditions: "Conditions", quiet: bool) -> "Measurements":
-    """Find the checkpoints and measure them, telling how far it is on stderr."""
+def measured(
+    models: Sequence[Path] | None,
+    conditions: "Conditions",
+    quiet: bool,
+    run: Callable[..., "Measurements"] | None = None,
+) -> "Measurements":
+    """Find the checkpoints and measure them, telling how far it is on stderr.
+
+    Args:
+        models: what the user named.
+        conditions: under which they are measured.
+        quiet: whether to say nothing.
+        run: measures paths under conditions and reports its progress; by default
+            :func:`~semdiag.measurement.survey.survey`.
+
+    Returns:
+        What was measured, with the command in its provenance.
+    """
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -120,7 +136,7 @@ def measured(models: Sequence[Path] | None, conditions: "Conditions", quiet: boo
             bar.advance(whole, 1 if started else 0)
             bar.reset(current, total=samples, description=model[-50:])
 
-        found = survey(paths, conditions, announce, lambda samples: bar.advance(current, samples))
+        found = (run or survey)(paths, conditions, announce, lambda samples: bar.advance(current, samples))
     found.provenance["command"] = ["semdiag", *sys.argv[1:]]
     return found
 

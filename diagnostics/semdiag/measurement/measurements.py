@@ -128,6 +128,26 @@ OPTIONAL_TABLES = {
         "settled": "bool",
         "ln_sound": "float64",
     },
+    "runs": {
+        **dict.fromkeys(("model", "task", "attention", "kind"), "str"),
+        "seed": "int64",
+        "setting": "str",
+        **dict.fromkeys(("epochs", "planned"), "int64"),
+        "state": "str",
+    },
+    "along": {
+        "model": "str",
+        "epoch": "int64",
+        "layer": "int64",
+        **dict.fromkeys(("quantity", "statistic"), "str"),
+        "value": "float64",
+    },
+    "lengths": {
+        "model": "str",
+        **dict.fromkeys(("length", "layer", "samples"), "int64"),
+        **dict.fromkeys(("quantity", "statistic"), "str"),
+        "value": "float64",
+    },
 }
 
 _EVERY = (*TABLES, *AUDIT_TABLES, *OPTIONAL_TABLES)
@@ -194,6 +214,12 @@ class Measurements:
         loss_gradients: one row per random parameter setting and group of tensors.
         end_points: one row per group of tensors.
         jacobians: one row per block and sample.
+        runs: one row per training run; see :func:`~semdiag.measurement.training_runs.run_table`. Empty unless
+            convergence was asked for.
+        along: one row per snapshot of a run, layer and number; see
+            :func:`~semdiag.measurement.along_training.measure_along`. Empty if not measured.
+        lengths: one row per length of the inputs, layer and number; see
+            :func:`~semdiag.measurement.lengths.measure_lengths`. Empty if not measured.
     """
 
     models: pd.DataFrame
@@ -217,6 +243,9 @@ class Measurements:
     loss_gradients: pd.DataFrame = field(default_factory=lambda: empty_table("loss_gradients"))
     end_points: pd.DataFrame = field(default_factory=lambda: empty_table("end_points"))
     jacobians: pd.DataFrame = field(default_factory=lambda: empty_table("jacobians"))
+    runs: pd.DataFrame = field(default_factory=lambda: empty_table("runs"))
+    along: pd.DataFrame = field(default_factory=lambda: empty_table("along"))
+    lengths: pd.DataFrame = field(default_factory=lambda: empty_table("lengths"))
 
     def __post_init__(self) -> None:
         missing = {name: value for name, value in _UNLESS_SAID.items() if name not in self.models}

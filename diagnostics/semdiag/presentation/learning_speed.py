@@ -4,10 +4,9 @@ from dataclasses import dataclass
 
 import pandas as pd
 
+from semdiag.measurement.convergence import epochs_to
 from semdiag.measurement.measurements import Measurements
 from semdiag.presentation.panels import RUN, Panel, Series, panels_of
-
-TARGET = 0.95
 
 
 @dataclass(frozen=True)
@@ -55,23 +54,3 @@ def training_runs(measurements: Measurements) -> list[tuple[Panel, list[Run]]]:
         (panel, [Run(s, histories[s.model], epochs_to(histories[s.model])) for s in panel.series])
         for panel in panels_of(once, RUN)
     ]
-
-
-def epochs_to(history: pd.DataFrame, target: float = TARGET) -> int | None:
-    """First epoch whose training accuracy reaches the target.
-
-    Args:
-        history: with the columns epoch and train_accuracy, in order of epochs.
-        target: accuracy in 0 … 1.
-
-    Returns:
-        The epoch; None if the run never got there.
-
-    Example:
-        >>> epochs_to(pd.DataFrame({"epoch": [1, 2, 3], "train_accuracy": [0.5, 0.96, 0.94]}))
-        2
-    """
-    if "train_accuracy" not in history:
-        return None
-    there = history[history["train_accuracy"] >= target]
-    return None if there.empty else int(there["epoch"].iloc[0])

@@ -1,5 +1,6 @@
 """The sections of a report: a question, its figures, how to read them, and what they do not show."""
 
+from semdiag.presentation.convergence_questions import CONVERGENCE_QUESTIONS
 from semdiag.presentation.mask_questions import MASK_QUESTIONS
 from semdiag.presentation.probe_questions import PROBE_QUESTIONS
 from semdiag.presentation.question import Question, Shown
@@ -19,7 +20,7 @@ _POOLED = (
 
 SECTIONS = (
     "dispersion", "within", "separation", "learning", "stability", "bounds", "mask-stability", "k-sweep",
-    "lipschitz", "landscape",
+    "lipschitz", "landscape", "convergence", "along", "lengths",
 )  # fmt: skip
 
 QUESTIONS = (
@@ -144,4 +145,5 @@ QUESTIONS = (
     *THEORY_QUESTIONS,
     *MASK_QUESTIONS,
     *PROBE_QUESTIONS,
+    *CONVERGENCE_QUESTIONS,
 )

@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 from semdiag.measurement.attention_kinds import foreign
 from semdiag.measurement.measurements import Measurements
 from semdiag.measurement.summaries import counterfactual_ks
+from semdiag.presentation.convergence_tables import convergence_tables
 from semdiag.presentation.figures import FIGURES
 from semdiag.presentation.figures.dispersion_ratio import dispersion_ratio, layer_ratios
 from semdiag.presentation.mask_tables import mask_tables
@@ -87,7 +88,8 @@ def measured_sections(measurements: Measurements) -> list[str]:
     Returns:
         All of :data:`~semdiag.presentation.questions.SECTIONS` but ``within`` without counterfactual k,
         ``stability`` without secants, ``bounds`` without constants and slopes, ``mask-stability`` without noise,
-        ``k-sweep`` without a sweep, ``lipschitz`` without gradients, and ``landscape`` without planes; of models
+        ``k-sweep`` without a sweep, ``lipschitz`` without gradients, ``landscape`` without planes,
+        ``convergence`` without runs, ``along`` without snapshots, and ``lengths`` without other lengths; of models
         of others alone neither ``separation`` nor ``learning``.
     """
     missing = set()
@@ -107,6 +109,9 @@ def measured_sections(measurements: Measurements) -> list[str]:
         missing.add("lipschitz")
     if measurements.landscape.empty:
         missing.add("landscape")
+    for section, table in (("convergence", "runs"), ("along", "along"), ("lengths", "lengths")):
+        if getattr(measurements, table).empty:
+            missing.add(section)
     return [name for name in SECTIONS if name not in missing]
 
 
@@ -157,7 +162,7 @@ def _write(
     ratios = layer_ratios(measurements) if compared else None
     findings = theory_findings(measurements, sections)
     theory = theory_tables(measurements, findings) | mask_tables(measurements, sections)
-    theory |= probe_tables(measurements, sections)
+    theory |= probe_tables(measurements, sections) | convergence_tables(measurements, sections)
     write_tables(_tables(measurements, sections, ratios) | theory, folder / "data")
     if keep_queries:
         measurements.save(folder / "data")

@@ -7,12 +7,12 @@ from typing import Any
 
 import pandas as pd
 
+from semdiag.measurement.convergence import epochs_to
 from semdiag.measurement.finding import Finding
 from semdiag.measurement.measurements import Measurements
 from semdiag.measurement.percentiles import layer_table, percentiles
 from semdiag.measurement.strict_json import json_ready
 from semdiag.measurement.summaries import counterfactual_ks, dispersion_summary, separation_summary
-from semdiag.presentation.learning_speed import epochs_to
 from semdiag.presentation.panels import attention_label
 from semdiag.presentation.theory_tables import findings_table
 from semdiag.presentation.verdict import PairVerdict

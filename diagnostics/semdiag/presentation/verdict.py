@@ -13,6 +13,7 @@ from semdiag.measurement.measurements import Measurements
 from semdiag.measurement.pairing import find_pairs
 from semdiag.measurement.percentiles import percentiles
 from semdiag.measurement.resampling import Interval, ratio_interval
+from semdiag.presentation.convergence_words import along_sentences, convergence_sentences, length_sentences
 from semdiag.presentation.learning_speed import training_runs
 from semdiag.presentation.mask_verdict import mask_sentences, masks_in_short, sweep_sentences
 from semdiag.presentation.panels import panels_of
@@ -135,6 +136,8 @@ def sentences(
     said += in_short(findings)
     if "mask-stability" in sections:
         said += masks_in_short(measurements)
+    if "convergence" in sections:
+        said += convergence_sentences(measurements)
     said = said or ["What was found stands below, model by model."]
     return [*said, *capture_sentences(measurements), *_warnings(measurements)]
 
@@ -162,6 +165,10 @@ def details(
         said["lipschitz"] = lipschitz_sentences(measurements, findings.get("lipschitz", ()))
     if "landscape" in sections:
         said["landscape"] = landscape_sentences(measurements)
+    if "along" in sections:
+        said["along"] = along_sentences(measurements)
+    if "lengths" in sections:
+        said["lengths"] = length_sentences(measurements)
     return said
 
 

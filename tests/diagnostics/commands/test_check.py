@@ -113,3 +113,53 @@ def test_a_bar_is_drawn_for_people_only(run_semdiag, pair, monkeypatch):
     monkeypatch.setenv("TTY_COMPATIBLE", "0")
     assert "\x1b[" not in run_semdiag("check", pair, "--samples", 20).err
     assert sys.stderr is not None
+
+
+def test_rules_are_judged_and_said(run_semdiag, pair):
+    words = "--samples", 20, "--rule", "dispersion.p95 < 1000", "--rule", "dispersion.p50 < 0 attention=topk"
+    outcome = run_semdiag("check", pair, *words)
+    assert outcome.code == 1
+    assert "2 of 3 rules hold." in outcome.err
+    assert f"semdiag: {pair / 'topk' / 'last.pt'}: dispersion.p50 < 0 attention=topk fails, " in outcome.err
+
+
+def test_with_a_rule_a_model_needs_no_partner(run_semdiag, pair):
+    words = "--samples", 20, "--rule", "accuracy >= 0"
+    assert run_semdiag("check", pair / "full", *words).code == 0
+
+
+def test_a_wrong_rule_is_refused_before_anything_is_read(refusal, here):
+    assert "cannot be read" in refusal("check", "nowhere.pt", "--rule", "dispersion")
+    assert "cannot be read" in refusal("check", "nowhere.pt", "--baseline", "none.json")
+
+
+def test_exit_zero_says_what_fails_and_leaves_with_zero(run_semdiag, pair):
+    doctor(pair / "topk", 100)
+    outcome = run_semdiag("check", pair, "--samples", 20, "--quiet", "--exit-zero")
+    assert outcome.code == 0
+    assert "δ_h < δ_s fails at p50, p75, p90, p95." in outcome.err
+
+
+def test_a_baseline_of_itself_has_not_drifted_and_one_of_another_model_has(run_semdiag, pair, tmp_path):
+    baseline = tmp_path / "baseline.json"
+    baseline.write_text(run_semdiag("check", pair, "--samples", 20, "--json", "--quiet").out)
+    same = run_semdiag("check", pair, "--samples", 20, "--baseline", baseline)
+    assert same.code == 0
+    assert "nothing has drifted" in same.err
+    doctor(pair / "topk", 0.5)
+    moved = run_semdiag("check", pair, "--samples", 20, "--baseline", baseline)
+    assert moved.code == 1
+    assert "dispersion.p50 was" in moved.err
+
+
+def test_a_failing_layer_is_named_and_fails_if_every_layer_must_hold(run_semdiag, pair):
+    content = torch.load(pair / "topk" / "last.pt", weights_only=True)
+    weights = content["model_state"]["blocks.0.attention.qkv.weight"]
+    weights[: len(weights) // 3] *= 100
+    torch.save(content, pair / "topk" / "last.pt")
+    found = json.loads(run_semdiag("check", pair, "--samples", 20, "--json").out)
+    layers = found["results"][0]["layers"]
+    assert layers["failing"] == [n for n in (0, 1) if not layers["delta_h"][n] < layers["delta_s"][n]]
+    assert 0 in layers["failing"]
+    assert not layers["passed"]  # one of two is half
+    assert "fails at the median of" in run_semdiag("check", pair, "--samples", 20, "--every-layer").err

@@ -5,9 +5,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
+from semdiag.measurement.convergence import TARGET
 from semdiag.measurement.measurements import Measurements
 from semdiag.presentation.curves import POINTS
-from semdiag.presentation.learning_speed import TARGET, Run, training_runs
+from semdiag.presentation.learning_speed import Run, training_runs
 from semdiag.presentation.panels import NothingToDrawError
 from semdiag.presentation.style import FAINT, legend_on_top, note_below, panel_grid, paper_style, title_with_facts
 

@@ -1,0 +1,100 @@
+"""Tables of ``semdiag convergence`` on stderr."""
+
+import math
+
+import pandas as pd
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from semdiag.measurement.convergence import arrivals, over_seeds
+from semdiag.measurement.measurements import Measurements
+from semdiag.measurement.speed_and_dispersion import speed_dispersion_table
+from semdiag.presentation.convergence_words import (
+    along_sentences,
+    arrival_words,
+    convergence_sentences,
+    interval_words,
+    speed_words,
+    target_words,
+)
+
+
+def print_convergence(measurements: Measurements) -> None:
+    """Print one table of runs and one over seeds, then what else was found, in sentences.
+
+    Args:
+        measurements: with runs.
+    """
+    console = Console(stderr=True, markup=False, highlight=False)
+    if not console.is_terminal:
+        console.width = max(console.width, 150)  # a log has room; a number cut short would be a wrong one
+    found, pairs = arrivals(measurements), speed_dispersion_table(measurements)
+    console.print(_runs(measurements, found, pairs))
+    if len(pairs) and (over := over_seeds(found, pairs))["seeds"].max() > 1:
+        console.print(_seeds(over))
+    tasks = found["group"].nunique()
+    for sentence in convergence_sentences(measurements)[tasks:]:  # what the tables do not say
+        console.print(sentence)
+    if len(measurements.lengths):
+        console.print(_lengths(measurements, found))
+    for sentence in along_sentences(measurements):
+        console.print(sentence)
+
+
+def _runs(measurements: Measurements, found: pd.DataFrame, pairs: pd.DataFrame) -> Table:
+    table = _table("task", "attention", "seed", f"epochs to {target_words(measurements)}", "speed-up", "δ ratio",
+                   "train", "held-out", "best", "gap")  # fmt: skip
+    speeds = pairs.set_index("model")
+    for run in found.to_dict("records"):
+        pair = speeds.loc[run["model"]] if run["model"] in speeds.index else None
+        table.add_row(
+            run["group"],
+            run["attention"],
+            str(run["seed"]),
+            arrival_words(run),
+            "–" if pair is None else speed_words(pair["low"], pair["high"]),
+            "–" if pair is None else f"{pair['ratio']:.2f}",
+            *(_percent(run[name]) for name in ("train_accuracy", "holdout_accuracy", "best_holdout_accuracy")),
+            _percent(run["gap"]),
+        )
+    return table
+
+
+def _seeds(over: pd.DataFrame) -> Table:
+    table = _table("task", "attention", "seeds", "arrived", "median epochs", "median speed-up", "interval")
+    for row in over.to_dict("records"):
+        median = row["median_epochs"]
+        table.add_row(
+            row["group"],
+            row["attention"],
+            str(row["seeds"]),
+            str(row["arrived"]),
+            "not reached" if math.isinf(median) else f"{median:g}",
+            "–" if row["pairs"] == 0 else speed_words(row["speed_up_low"], row["speed_up_high"]),
+            interval_words(row),
+        )
+    return table
+
+
+def _lengths(measurements: Measurements, found: pd.DataFrame) -> Table:
+    rows = measurements.lengths[measurements.lengths["layer"] == -1]
+    lengths = sorted(rows["length"].unique())
+    table = _table("accuracy, median δ on length", "attention", "seed", *map(str, lengths))
+    value = rows.set_index(["model", "length", "quantity", "statistic"])["value"]
+    for run in found[found["model"].isin(rows["model"])].to_dict("records"):
+        own = value[run["model"]]
+        cells = [f"{own[n, 'accuracy', 'value']:.1%} δ {own[n, 'dispersion', 'p50']:.3g}" for n in lengths]
+        table.add_row(run["group"], run["attention"], str(run["seed"]), *cells)
+    return table
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for place, name in enumerate(columns):
+        table.add_column(name, justify="left" if place < 2 else "right")
+    return table
+
+
+def _percent(value: float) -> str:
+    return "–" if math.isnan(value) else f"{value:.1%}"

@@ -1,0 +1,40 @@
+"""The findings of ``semdiag convergence`` as plain values."""
+
+from dataclasses import asdict
+from typing import Any
+
+import pandas as pd
+
+from semdiag.measurement.convergence import arrivals, over_seeds
+from semdiag.measurement.measurements import Measurements
+from semdiag.measurement.speed_and_dispersion import speed_dispersion, speed_dispersion_table
+from semdiag.measurement.strict_json import json_ready
+
+
+def convergence_summary(measurements: Measurements) -> dict[str, Any]:
+    """Epochs to the target, speed-ups and their relation to dispersion; snapshots and lengths if measured.
+
+    Args:
+        measurements: with runs.
+
+    Returns:
+        A JSON-ready dictionary, schema ``semdiag.convergence/1``: target, runs, speed_ups, over_seeds,
+        speed_up_and_dispersion, along, lengths; null where a number is unknown, undefined or unbounded.
+    """
+    found, table = arrivals(measurements), speed_dispersion_table(measurements)
+    ready = {
+        "schema": "semdiag.convergence/1",
+        "provenance": measurements.provenance,
+        "target": measurements.provenance.get("target"),
+        "runs": _records(found.drop(columns="setting")),
+        "speed_ups": _records(table),
+        "over_seeds": _records(over_seeds(found, table)),
+        "speed_up_and_dispersion": asdict(speed_dispersion(table)),
+        "along": _records(measurements.along),
+        "lengths": _records(measurements.lengths),
+    }
+    return {key: json_ready(value) for key, value in ready.items()}
+
+
+def _records(table: pd.DataFrame) -> list[dict[str, Any]]:
+    return [{str(key): value for key, value in row.items()} for row in table.to_dict("records")]

@@ -1,0 +1,60 @@
+"""What must hold of every measurement, whatever the model: capture is complete, certificates are kept."""
+
+import math
+from dataclasses import dataclass
+
+from semdiag.measurement.measurements import Measurements
+
+RESIDUAL = {"float32": 1e-4, "float64": 1e-9}  # a missed bias or mask shows as 1e-3 or more
+
+
+@dataclass(frozen=True)
+class Invariant:
+    """One statement about the measurements, and whether it holds.
+
+    Attributes:
+        name: ``residual``, ``captured``, ``finite`` or ``certified``.
+        passed: whether it holds of every model.
+        words: the statement with its numbers.
+    """
+
+    name: str
+    passed: bool
+    words: str
+
+
+def invariants(measurements: Measurements) -> list[Invariant]:
+    """Check the residual of every capture, its completeness, the scores, and certified masks under noise.
+
+    Args:
+        measurements: of one or more models; with masks, certificates are checked, too.
+
+    Returns:
+        Three or four statements. Certified rows: those whose mask provably cannot change under the noise that
+        was added (docs/theory.md#mask-stability); one that does is an error of semdiag.
+    """
+    models = measurements.models
+    allowed = RESIDUAL[str(measurements.provenance.get("dtype", "float32"))]
+    largest = float(models["residual"].max(skipna=False))
+    found, captured = int(models["attention_found"].sum()), int(models["attention_captured"].sum())
+    bad = int(measurements.non_finite["scores"].sum())
+    checked = [
+        Invariant(
+            "residual",
+            not math.isnan(largest) and largest <= allowed,
+            f"attention recomputed from the capture deviates by at most {largest:.1e} (allowed {allowed:g})",
+        ),
+        Invariant(
+            "captured",
+            bool((models["attention_found"] == models["attention_captured"]).all()),
+            f"attention layers found {found}, captured {captured}",
+        ),
+        Invariant("finite", bad == 0, f"scores that are NaN or infinite: {bad:,}"),
+    ]
+    masks = measurements.masks
+    if len(masks):
+        rows = round(float((masks["certified"].astype(float) * masks["draws"]).sum()))
+        changed = int(masks["certified_changed"].sum())
+        words = f"certified masks that changed under noise: {changed:,} of {rows:,}"
+        checked.append(Invariant("certified", changed == 0, words))
+    return checked

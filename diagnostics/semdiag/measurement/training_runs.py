@@ -1,0 +1,89 @@
+"""What is known of the training runs behind checkpoints: their settings, and whether they are finished."""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import pandas as pd
+
+from semdiag.capturing.loading import LoadedModel
+from semdiag.measurement.measurements import empty_table
+
+# What may differ between runs that are compared: the attention itself, and how long was trained.
+_ATTENTION = ("attention", "k", "global_tokens", "selection_seed")
+_NOT_A_SETTING = ("seed", "epochs", "snapshots", "until", "compiled")
+FINISHED, STOPPED, UNFINISHED, NOT_BEGUN = "finished", "stopped at --until", "unfinished", "not begun"
+
+
+def run_table(models: Sequence[LoadedModel]) -> pd.DataFrame:
+    """Describe the runs that models come from.
+
+    Args:
+        models: any; those that bring no training history are left out.
+
+    Returns:
+        One row per model: model, task, attention (in one word), kind, seed, setting (every other choice of
+        architecture and training, as JSON: runs of one setting may be compared), epochs (trained), planned,
+        and state: ``finished``, ``stopped at --until``, ``unfinished``, ``not begun``, or ``snapshot`` for
+        a file that is not the run's last.
+    """
+    rows = [_row(model) for model in models if model.training is not None and "train_accuracy" in model.history]
+    template = empty_table("runs")
+    return pd.DataFrame(rows)[list(template)].astype(template.dtypes) if rows else template
+
+
+def _row(model: LoadedModel) -> dict[str, Any]:
+    assert model.training is not None  # run_table has looked
+    training, config = model.training.to_dict(), model.encoder.config.to_dict()
+    text = training.pop("text", None)
+    setting = {name: value for name, value in config.items() if name not in _ATTENTION}
+    setting |= {name: value for name, value in training.items() if name not in _NOT_A_SETTING}
+    if text is not None:
+        setting["task"] = model.training.task_label
+    return {
+        "model": model.path,
+        "task": model.training.task_label,
+        "attention": model.encoder.config.attention_label,
+        "kind": model.encoder.config.attention,
+        "seed": model.training.seed,
+        "setting": json.dumps(setting, sort_keys=True),
+        "epochs": model.epoch,
+        "planned": model.training.epochs,
+        "state": _state(model),
+    }
+
+
+def _state(model: LoadedModel) -> str:
+    assert model.training is not None
+    if model.snapshot != "last":  # the initialisation's own file, a named epoch, the best
+        return "snapshot"
+    accuracy = model.history["train_accuracy"]
+    if not accuracy:
+        return NOT_BEGUN
+    if model.training.until is not None and accuracy[-1] >= model.training.until:
+        return STOPPED
+    return FINISHED if len(accuracy) >= model.training.epochs else UNFINISHED
+
+
+def setting_labels(settings: Sequence[str]) -> dict[str, str]:
+    """Name settings by their task and by what they do not have in common.
+
+    Args:
+        settings: JSON of :func:`run_table`.
+
+    Returns:
+        A label for each, like ``even-pairs`` or ``even-pairs, activation gelu``.
+
+    Example:
+        >>> relu, gelu = ('{"task": "parity", "activation": "%s"}' % name for name in ("relu", "gelu"))
+        >>> setting_labels([relu, gelu])[gelu]
+        'parity, activation gelu'
+    """
+    read = {setting: json.loads(setting) for setting in dict.fromkeys(settings)}
+    labels = {}
+    for setting, values in read.items():
+        # What another task brings with it, like its vocabulary, need not be said.
+        alike = [other for other in read.values() if other["task"] == values["task"]]
+        names = [name for name in values if len({json.dumps(other.get(name)) for other in alike}) > 1]
+        labels[setting] = ", ".join([values["task"], *(f"{name} {values[name]}" for name in names)])
+    return labels

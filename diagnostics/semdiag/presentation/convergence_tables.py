@@ -1,0 +1,30 @@
+"""The tables of a report's sections on training runs."""
+
+from collections.abc import Sequence
+
+import pandas as pd
+
+from semdiag.measurement.convergence import arrivals, over_seeds
+from semdiag.measurement.measurements import Measurements
+from semdiag.measurement.speed_and_dispersion import speed_dispersion_table
+
+
+def convergence_tables(measurements: Measurements, sections: Sequence[str]) -> dict[str, pd.DataFrame]:
+    """Tables to be written as CSV files.
+
+    Args:
+        measurements: with runs.
+        sections: of the report.
+
+    Returns:
+        By file name without suffix: runs, speed_ups, over_seeds; along and lengths if measured.
+    """
+    tables = {}
+    if "convergence" in sections:
+        tables["runs"], tables["speed_ups"] = arrivals(measurements), speed_dispersion_table(measurements)
+        tables["over_seeds"] = over_seeds(tables["runs"], tables["speed_ups"])
+    facts = measurements.runs[["model", "task", "attention", "seed"]]
+    for name in ("along", "lengths"):
+        if name in sections:
+            tables[name] = facts.merge(getattr(measurements, name), on="model")
+    return tables

@@ -1,0 +1,98 @@
+"""The metrics against epochs, from the snapshots of each run."""
+
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator, PercentFormatter
+
+from semdiag.measurement.along_training import SAMPLES
+from semdiag.measurement.convergence import arrivals
+from semdiag.measurement.measurements import Measurements
+from semdiag.presentation.panels import NothingToDrawError
+from semdiag.presentation.style import (
+    attention_style,
+    legend_on_top,
+    note_below,
+    panel_grid,
+    paper_style,
+    plain_numbers,
+)
+
+# Quantity, statistic of the line, of a thin second line, axis.
+_SHOWN = (
+    ("dispersion", "p50", "p95", "δ (nats)"),
+    ("separation", "p50", "p5", "Δ (nats)"),
+    ("xi_local", "p50", "p95", "local ξ (per nat)"),
+    ("xi_sound", "p50", "p95", "sound ξ (per nat)"),
+    ("response", "mean", None, "response ‖p − p′‖₁"),
+    ("gamma", "max", None, "Γ, largest layer"),
+    ("query_key_gradient", "share", None, "queries' and keys' share\nof squared gradient"),
+)
+_LINEAR = ("xi_local", "gamma", "query_key_gradient")
+
+
+@paper_style
+def along_training(measurements: Measurements) -> Figure:
+    """Draw δ, Δ, ξ, response, Γ and the gradient's share in queries and keys against epochs.
+
+    Args:
+        measurements: with snapshots.
+
+    Returns:
+        One row of panels per setting and seed.
+
+    Raises:
+        NothingToDrawError: if no snapshot was measured.
+    """
+    pooled = measurements.along[measurements.along["layer"] == -1]
+    found = arrivals(measurements)
+    found = found[found["model"].isin(pooled["model"])]
+    if found.empty:
+        raise NothingToDrawError("No snapshot was measured: add --along.")
+    groups = [(f"{g}, seed {seed}", runs) for (g, seed), runs in found.groupby(["group", "seed"], sort=False)]
+    columns = 4
+    figure, axes = panel_grid(2 * columns * len(groups), height=2.3, sharey=False, columns=columns)
+    figure.set_size_inches(11, figure.get_figheight())
+    for place, (title, runs) in enumerate(groups):
+        own = axes[2 * columns * place : 2 * columns * (place + 1)]
+        for ax, shown in zip(own, _SHOWN, strict=False):
+            _draw(ax, runs, pooled, *shown)
+        own[0].set_title(title)
+        own[-1].set_visible(False)
+    legend_on_top(figure, axes)
+    samples = min(SAMPLES, int(measurements.models["samples"].max()))
+    note_below(
+        figure,
+        f"points: snapshots, each measured on the same {samples} held-out samples, layers and heads pooled; thin: "
+        "95th percentile (Δ: 5th; none where not positive or nothing is dropped); response to 1 % input "
+        "noise, one draw",
+    )
+    return figure
+
+
+def _draw(
+    ax: Axes, runs: pd.DataFrame, pooled: pd.DataFrame, quantity: str, main: str, second: str | None, label: str
+) -> None:
+    rows = pooled[pooled["quantity"] == quantity]
+    drawn = False
+    for run in runs.to_dict("records"):
+        style = attention_style(run["kind"])
+        for statistic, width in ((main, 1.5), (second, 0.6)):
+            own = rows[(rows["model"] == run["model"]) & (rows["statistic"] == statistic)].sort_values("epoch")
+            own = own[own["value"].notna() & ((own["value"] > 0) | (quantity in _LINEAR))]
+            drawn |= len(own) > 0
+            ax.plot(
+                own["epoch"], own["value"], color=style.color, linestyle=style.line, linewidth=width,
+                marker=style.marker, markersize=4 if statistic == main else 2,
+                label=run["attention"] if statistic == main else None,
+            )  # fmt: skip
+    if quantity not in _LINEAR and drawn:
+        ax.set_yscale("log")
+        plain_numbers(ax.yaxis)
+    if quantity == "query_key_gradient":
+        ax.yaxis.set_major_formatter(PercentFormatter(1.0))
+    if not drawn:
+        ax.text(0.5, 0.5, "nothing to show", transform=ax.transAxes, ha="center", fontsize=7)
+    ax.set_ylabel(label)
+    ax.set_xlabel("epoch")
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=5))

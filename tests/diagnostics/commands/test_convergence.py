@@ -1,0 +1,90 @@
+"""``semdiag convergence``."""
+
+import csv
+import json
+import shutil
+
+import pytest
+import torch
+
+from semdiag_models import read_checkpoint, write_checkpoint
+
+
+def test_the_runs_are_compared_and_written(run_semdiag, tiny_runs, here):
+    words = "--samples", 20, "--target", 0.3, "--along", "--lengths", "8,12,16", "--json", "--figures", "png"
+    outcome = run_semdiag("convergence", tiny_runs.folder, *words)
+    assert outcome.code == 0, outcome.err
+    found = json.loads(outcome.out)
+    assert found["schema"] == "semdiag.convergence/1"
+    assert [run["arrival"] for run in found["runs"]] == [1, 1]
+    assert [run["attention"] for run in found["runs"]] == ["full", "topk-3"]
+    (pair,) = found["speed_ups"]
+    assert (pair["low"], pair["high"], pair["known"]) == (1.0, 1.0, "exactly")
+    assert {row["length"] for row in found["lengths"]} == {8, 12, 16}
+    assert {row["epoch"] for row in found["along"]} == {0, tiny_runs.epochs}
+    assert "one seed: no interval" not in outcome.err  # one table is enough for one seed each
+    folder = here / "reports" / "convergence-2-models"
+    for name in ("runs", "speed_ups", "over_seeds", "along", "lengths"):
+        with (folder / "data" / f"{name}.csv").open(encoding="utf-8") as file:
+            assert list(csv.DictReader(file))
+    figures = {path.stem for path in (folder / "figures").glob("*.png")}
+    assert figures == {
+        "learning_curves", "speed_up", "speed_up_against_dispersion", "along_training", "length_generalisation",
+    }  # fmt: skip
+
+
+def test_a_run_that_never_arrives_is_said_and_not_dropped(run_semdiag, tiny_runs, here):
+    outcome = run_semdiag(
+        "convergence", tiny_runs.folder, "--samples", 5, "--target", 1, "--figures", "none", "--json"
+    )
+    assert outcome.err.count(f"not in {tiny_runs.epochs}") == 2
+    found = json.loads(outcome.out)
+    assert [run["arrival"] for run in found["runs"]] == [None, None]
+    assert [(p["known"], p["high"]) for p in found["speed_ups"]] == [("unknown", None)]
+
+
+def test_an_unfinished_run_is_said_to_be_one(run_semdiag, tiny_runs, here):
+    shutil.copytree(tiny_runs.full, here / "run")
+    content = torch.load(here / "run" / "last.pt", weights_only=True)
+    content["config"]["training"]["epochs"] = 9
+    torch.save(content, here / "run" / "last.pt")
+    outcome = run_semdiag("convergence", "run", "--samples", 5, "--figures", "none")
+    assert outcome.code == 0
+    assert f"Unfinished, so more may be known later: run/last.pt {tiny_runs.epochs} of 9 epochs." in outcome.err
+
+
+def test_a_run_that_has_not_begun_is_said_to_be_one(run_semdiag, tiny_runs, here):
+    start = read_checkpoint(tiny_runs.full / "epoch-0.pt")
+    (here / "run").mkdir()
+    write_checkpoint(here / "run" / "last.pt", start)
+    outcome = run_semdiag("convergence", "run", "--samples", 5)
+    assert outcome.code == 0, outcome.err
+    assert "not begun" in outcome.err
+
+
+def test_the_model_file_is_as_it_was(run_semdiag, tiny_runs, here):
+    before = (tiny_runs.topk / "last.pt").read_bytes()
+    words = "--samples", 5, "--along", "--lengths", "20", "--figures", "none", "--quiet"
+    outcome = run_semdiag("convergence", tiny_runs.topk, *words)
+    assert (outcome.code, outcome.out, outcome.err) == (0, "", "")
+    assert (tiny_runs.topk / "last.pt").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (("--target", "1.5"), "--target is a training accuracy"),
+        (("--target", "0"), "--target is a training accuracy"),
+        (("--lengths", "8,x"), "--lengths takes whole numbers"),
+        (("--lengths", "0"), "at least 1"),
+        (("--samples", "0"), "samples must be at least 1"),
+    ],
+)
+def test_wrong_input_is_refused_before_anything_is_written(refusal, tiny_runs, here, words, reason):
+    assert reason in refusal("convergence", tiny_runs.full, *words)
+    assert list(here.iterdir()) == []
+
+
+def test_a_model_without_history_is_no_run(refusal, paper_code, here):
+    words = "--figures", "none"
+    assert "brings no training history" in refusal("convergence", paper_code.checkpoint, *words)
