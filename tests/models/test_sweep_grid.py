@@ -178,7 +178,8 @@ def test_a_field_at_its_default_does_not_count():
 
 
 @pytest.mark.parametrize(
-    ("file", "runs"), [("study.toml", 4 * 6 * 3), ("paper.toml", 8 * 15 * 10), ("listops-ablations.toml", 340)]
+    ("file", "runs"),
+    [("first.toml", 6), ("study.toml", 4 * 6 * 3), ("paper.toml", 8 * 15 * 10), ("listops-ablations.toml", 340)],
 )
 def test_the_shipped_sweeps_have_the_runs_they_promise(file, runs):
     assert len(read_sweep(EXPERIMENTS / file)) == runs
@@ -190,3 +191,8 @@ def test_the_papers_masks_are_the_fifteen():
         f"{kind}-{k}{g}" for kind in ("banded", "block") for k in (5, 9) for g in ("", "-global-1", "-global-3")
     }
     assert labels == {"full", "topk-5", "topk-9", *local}
+
+
+def test_only_listops_has_trees():
+    with pytest.raises(InputError, match="Only the task listops has trees"):
+        TrainingConfig("parity", 40, 1, listops=ListOpsTrees())

@@ -1,5 +1,6 @@
 import os
 import signal
+import threading
 import time
 
 import pytest
@@ -37,20 +38,25 @@ def test_runs_are_trained_in_processes_with_one_thread_each(orders):
 
 
 def test_a_killed_process_loses_nothing_but_its_epoch(orders, tmp_path):
-    (order,) = orders([1], epochs=40, train_samples=100)
-    killed_at, events = 0, train_all([order], LocalWorkers(1), retries=0)
-    for event in events:
-        if not killed_at and epochs_so_far(order.folder) >= 3:
-            (child,) = _training_processes()
-            os.kill(child, signal.SIGKILL)
-            killed_at = epochs_so_far(order.folder)
-        if event is not None:
-            assert event[1].status == "done"
-    assert 3 <= killed_at < 40
+    (order,) = orders([1], epochs=100, train_samples=200)
+    killed_at = []
+
+    def kill_after_three_epochs():
+        while epochs_so_far(order.folder) < 3:
+            time.sleep(0.005)
+        (child,) = _training_processes()
+        os.kill(child, signal.SIGKILL)
+        killed_at.append(epochs_so_far(order.folder))
+
+    killer = threading.Thread(target=kill_after_three_epochs, daemon=True)
+    killer.start()
+    assert ended(train_all([order], LocalWorkers(1), retries=0))[1].status == "done"
+    killer.join(timeout=10)
+    assert 3 <= killed_at[0] < 100
     alone = Order(order.run, tmp_path / "alone", "cpu", {})
     train_order(alone)
     went_on, in_one_go = (read_checkpoint(o.folder / "last.pt") for o in (order, alone))
-    assert went_on.epoch == 40
+    assert went_on.epoch == 100
     assert all((went_on.state[name] == in_one_go.state[name]).all() for name in in_one_go.state)
 
 

@@ -59,11 +59,11 @@ def print_estimates(
         for name in sorted(used):
             typer.echo(f"{name}: {_SOURCES[name]}", err=True)
         bound = "at most " if any(run.training.until is not None for run in runs) else ""
+        unfinished = sum(e.epochs > 0 for e in estimates)
         typer.echo(
-            f"{len(runs)} runs, {sum(e.epochs > 0 for e in estimates)} left: {bound}{hours:.1f} core hours, "
-            f"{hours / jobs:.1f} hours with {jobs} at once.",
-            err=True,
+            f"{len(runs)} runs, {unfinished} left, {bound}{sum(e.epochs for e in estimates)} epochs.", err=True
         )
+        typer.echo(f"{bound}{hours:.1f} core hours, {hours / jobs:.1f} hours with {jobs} at once.", err=True)
     if as_json:
         _echo_json(
             {
