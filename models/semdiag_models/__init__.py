@@ -1,9 +1,10 @@
 """A compact trainer for encoders with full, banded, block-local and top-k attention."""
 
 from semdiag_models.checkpoint import Checkpoint, read_checkpoint, sha256, write_checkpoint
-from semdiag_models.configuration import ATTENTIONS, ModelConfig, TextSource, TrainingConfig
+from semdiag_models.configuration import ATTENTIONS, ListOpsTrees, ModelConfig, TextSource, TrainingConfig
 from semdiag_models.encoder import AttentionCore, Encoder
 from semdiag_models.errors import InputError
+from semdiag_models.recipe import configure
 from semdiag_models.run_folder import open_run, run_name, train_run
 from semdiag_models.seed_runs import open_seed_runs, train_seed_runs
 from semdiag_models.tasks import TASKS, Task, Text, find_task, open_text
@@ -13,9 +14,9 @@ __all__ = [
     # architecture
     "ATTENTIONS", "AttentionCore", "Encoder", "ModelConfig",
     # tasks
-    "TASKS", "Task", "Text", "TextSource", "find_task", "open_text",
+    "TASKS", "ListOpsTrees", "Task", "Text", "TextSource", "find_task", "open_text",
     # training
-    "DivergedError", "Trainer", "TrainingConfig", "draw_data", "open_run", "run_name", "train_run",
+    "DivergedError", "Trainer", "TrainingConfig", "configure", "draw_data", "open_run", "run_name", "train_run",
     "open_seed_runs", "train_seed_runs",
     # checkpoints
     "Checkpoint", "read_checkpoint", "sha256", "write_checkpoint",

@@ -60,18 +60,31 @@ class _Record:
         Raises:
             InputError: if a key is unknown, a field is missing or has the wrong type, or a value is illegal.
         """
-        declared = {f.name: f.type for f in fields(cls)}  # type: ignore[arg-type]  # subclasses are dataclasses
-        types = {name: _type_name(t) for name, t in declared.items()}
+        declared = [f.name for f in fields(cls)]  # type: ignore[arg-type]  # subclasses are dataclasses
         for key, value in values.items():
-            if key not in types:
-                raise unknown_name(f"{cls.__name__} field", str(key), types)
-            if not _fits(value, types[key]):
-                shown = " ".join(reprlib.repr(value).split())
-                raise InputError(f"{cls.__name__}.{key} must be {types[key]}. Got {shown}.")
+            if key not in declared:
+                raise unknown_name(f"{cls.__name__} field", str(key), declared)
+            cls.check_type(key, value)
         try:
             return cls(**values)
         except TypeError as error:
             raise InputError(f"{cls.__name__} is incomplete: {error}.") from None
+
+    @classmethod
+    def check_type(cls, key: str, value: object) -> None:
+        """Refuse a plain value that cannot stand in a field.
+
+        Args:
+            key: a field of the record.
+            value: for it.
+
+        Raises:
+            InputError: if the value has the wrong type.
+        """
+        declared = next(f.type for f in fields(cls) if f.name == key)  # type: ignore[arg-type]  # as above
+        if not _fits(value, wanted := _type_name(declared)):
+            shown = " ".join(reprlib.repr(value).split())
+            raise InputError(f"{cls.__name__}.{key} must be {wanted}. Got {shown}.")
 
     def to_dict(self) -> dict[str, Any]:
         """Return the record as plain values, tuples as lists."""
@@ -90,7 +103,8 @@ def _fits(value: object, annotation: str) -> bool:
         return isinstance(value, list | tuple) and all(type(item) is int for item in value)
     if isinstance(value, bool):
         return "bool" in annotation
-    names = {"int": int, "float": (int, float), "str": str, "None": type(None), "TextSource": TextSource}
+    names = {"int": int, "float": (int, float), "str": str, "None": type(None)}
+    names |= {"TextSource": TextSource, "ListOpsTrees": ListOpsTrees}
     return any(name in annotation and isinstance(value, kind) for name, kind in names.items())  # type: ignore[arg-type]
 
 
@@ -244,6 +258,29 @@ class TextSource(_Record):
 
 
 @dataclass(frozen=True)
+class ListOpsTrees(_Record):
+    """Another law of trees than the paper's for the task listops, checked by the task.
+
+    Example:
+        >>> ListOpsTrees(shortest=50, longest=100, max_depth=5).label
+        '50-100-depth-5'
+    """
+
+    shortest: int = 501  # tokens of a sample
+    longest: int = 599
+    max_depth: int = 10  # counted from 1 at the root
+    min_arity: int = 2  # arguments of an operator
+    max_arity: int = 10
+
+    @property
+    def label(self) -> str:
+        """All that tells such laws apart, in one word."""
+        label = f"{self.shortest}-{self.longest}-depth-{self.max_depth}"
+        arities = (self.min_arity, self.max_arity)
+        return label if arities == (2, 10) else f"{label}-arity-{self.min_arity}-{self.max_arity}"
+
+
+@dataclass(frozen=True)
 class TrainingConfig(_Record):
     """Data and optimisation of one run.
 
@@ -263,19 +300,23 @@ class TrainingConfig(_Record):
     gradient_clip: float = 0.5  # largest 2-norm of the whole gradient
     snapshots: tuple[int, ...] = ()  # epochs kept as files of their own, besides 0, best and last
     text: TextSource | None = None  # of the task text, and of no other
+    listops: ListOpsTrees | None = None  # of the task listops; None: the paper's
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Build the record from plain values, with those of its text in a dictionary of their own."""
-        text = values.get("text")
+        """Build the record from plain values, with those of its text or trees in a dictionary of their own."""
+        text, listops = values.get("text"), values.get("listops")
         if isinstance(text, Mapping):
             values = {**values, "text": TextSource.from_dict(text)}
+        if isinstance(listops, Mapping):
+            values = {**values, "listops": ListOpsTrees.from_dict(listops)}
         return super().from_dict(values)
 
     @property
     def task_label(self) -> str:
-        """What is learned, in one word: ``even-pairs``, ``text-war-and-peace-1f03ac``."""
-        return self.task if self.text is None else f"{self.task}-{self.text.label}"
+        """What is learned, in one word: ``even-pairs``, ``listops-50-100-depth-5``, ``text-war-1f03ac``."""
+        variant = self.text or self.listops
+        return self.task if variant is None else f"{self.task}-{variant.label}"
 
     optimizer: str = "sgd"  # a key of OPTIMIZERS
     weight_decay: float | None = None  # None: torch's default, 0.01 for adamw and 0 for the others
@@ -288,6 +329,8 @@ class TrainingConfig(_Record):
             raise InputError(
                 f"The task text and nothing else has a text. Got task={self.task!r}, text={self.text}."
             )
+        if self.listops is not None and self.task != "listops":
+            raise InputError(f"Only the task listops has trees. Got task={self.task!r}, {self.listops}.")
         object.__setattr__(self, "snapshots", tuple(self.snapshots))
         if self.optimizer not in OPTIMIZERS:
             raise unknown_name("optimizer", self.optimizer, OPTIMIZERS)

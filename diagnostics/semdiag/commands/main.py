@@ -19,6 +19,7 @@ from semdiag.commands.mask_stability import mask_stability
 from semdiag.commands.report import report
 from semdiag.commands.separation import separation
 from semdiag.commands.stability import stability
+from semdiag.commands.sweep import sweep
 from semdiag.commands.train import train
 
 # Typer carries click under a name that has changed between its versions; its own exports lead there.
@@ -47,6 +48,7 @@ for name, command in (
     ("convergence", convergence),
     ("report", report),
     ("check", check),
+    ("sweep", sweep),
 ):
     app.command(name)(command)
 

@@ -185,9 +185,8 @@ def train(
 
     from semdiag_models import (
         InputError,
-        ModelConfig,
         Text,
-        TrainingConfig,
+        configure,
         find_task,
         open_run,
         open_seed_runs,
@@ -204,49 +203,38 @@ def train(
         found = find_task(task)
     else:
         raise InputError("--text and its options belong to one task: semdiag train text --text FILE.")
-    recipe = found.recipe
-    tokens = length if length is not None else recipe.length
-    positions = -(-tokens // k) * k if pad_as_token and k is not None and k > 0 else tokens
-    model = ModelConfig(
-        vocabulary_size=found.vocabulary_size,
-        classes=found.classes,
-        length=positions,
-        attention=attention,
-        k=k,
-        blocks=blocks if blocks is not None else recipe.blocks,
-        width=width if width is not None else recipe.width,
-        mlp_width=mlp_width if mlp_width is not None else recipe.mlp_width,
-        heads=heads,
-        head_width=head_width if head_width is not None else recipe.head_width,
-        activation=activation,
-        dropout=dropout,
-        inverse_temperature=inverse_temperature,
-        pad_as_token=pad_as_token,
-        global_tokens=global_tokens,
-        norm=norm,
-        pooling=pooling,
-        selection_seed=seed if attention == "random" else 0,
-    )
-    usual_rate = recipe.learning_rate if optimizer == "sgd" else 0.001  # the recipes were made for plain SGD
-    training = TrainingConfig(
-        task=found.name,
-        length=tokens,
-        epochs=epochs if epochs is not None else recipe.epochs,
-        seed=seed,
-        train_samples=train_samples if train_samples is not None else recipe.train_samples,
-        holdout_samples=holdout_samples if holdout_samples is not None else recipe.holdout_samples,
-        batch_size=batch_size if batch_size is not None else recipe.batch_size,
-        learning_rate=learning_rate if learning_rate is not None else usual_rate,
-        learning_rate_decay=learning_rate_decay if learning_rate_decay is not None else recipe.learning_rate_decay,
-        gradient_clip=gradient_clip,
-        snapshots=_whole_numbers(snapshots, "--snapshots takes epochs"),
-        optimizer=optimizer,
-        weight_decay=weight_decay,
-        until=until,
-        precision=precision,
-        compiled=compiled,
-        text=found.source if isinstance(found, Text) else None,
-    )
+    chosen = {
+        "attention": attention,
+        "k": k,
+        "blocks": blocks,
+        "width": width,
+        "mlp_width": mlp_width,
+        "heads": heads,
+        "head_width": head_width,
+        "activation": activation,
+        "dropout": dropout,
+        "inverse_temperature": inverse_temperature,
+        "pad_as_token": pad_as_token,
+        "global_tokens": global_tokens,
+        "norm": norm,
+        "pooling": pooling,
+        "length": length,
+        "epochs": epochs,
+        "seed": seed,
+        "train_samples": train_samples,
+        "holdout_samples": holdout_samples,
+        "batch_size": batch_size,
+        "learning_rate": learning_rate,
+        "learning_rate_decay": learning_rate_decay,
+        "gradient_clip": gradient_clip,
+        "snapshots": _whole_numbers(snapshots, "--snapshots takes epochs"),
+        "optimizer": optimizer,
+        "weight_decay": weight_decay,
+        "until": until,
+        "precision": precision,
+        "compiled": compiled,
+    }
+    model, training = configure(found, chosen)
     where = find_device(device)
     if threads is not None:
         if threads < 1:

@@ -90,7 +90,7 @@ def mask_stability(
         InputError: if the kind of attention is not known, or the model has no such block.
 
     Example:
-        >>> from semdiag_models import ModelConfig
+        >>> from semdiag_models import Encoder, ModelConfig
         >>> encoder = Encoder(ModelConfig(vocabulary_size=3, classes=2, length=4, attention="topk", k=2, blocks=1))
         >>> masks, effects = mask_stability(encoder, torch.tensor([[0, 1, 1, 0]]), plan=NoisePlan((1e-9,)))
         >>> masks[["query", "kept", "agreement"]].values.tolist()[0], len(effects)

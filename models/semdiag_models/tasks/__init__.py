@@ -69,9 +69,13 @@ def task_of(training: TrainingConfig) -> Classification:
         training: data and optimisation of the run.
 
     Returns:
-        Its task, or its text.
+        Its task, its text, or listops with its trees.
 
     Raises:
-        InputError: if no task has that name.
+        InputError: if no task has that name, or there are no such trees.
     """
-    return find_task(training.task) if training.text is None else Text(training.text)
+    if training.text is not None:
+        return Text(training.text)
+    if training.listops is not None:
+        return ListOps(**training.listops.to_dict())
+    return find_task(training.task)

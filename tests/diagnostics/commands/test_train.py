@@ -186,9 +186,15 @@ def test_an_interruption_before_the_first_epoch_is_code_130_too(semdiag, monkeyp
 
 def test_control_c_in_a_real_process_leaves_a_whole_checkpoint(tmp_path):
     command = [sys.executable, "-m", "semdiag.commands.main", "train", "even-pairs", *TINY, "--epochs", "100000"]
-    process = subprocess.Popen(
-        [*command, "--threads", "1", "--out", "run"], stderr=subprocess.PIPE, text=True, cwd=tmp_path
-    )
+    before = signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # children of a job in the background ignore it
+    try:
+        process = subprocess.Popen(
+            [*command, "--threads", "1", "--out", "run"], stderr=subprocess.PIPE, text=True, cwd=tmp_path
+        )
+    finally:
+        signal.signal(signal.SIGINT, before)
     deadline = time.monotonic() + 50
     while not (tmp_path / "run" / "history.csv").exists():  # written after the first epoch
         assert process.poll() is None

@@ -65,9 +65,12 @@ def long_words(model):
 
 
 @pytest.mark.parametrize("width", [1280, 390])
-def test_nothing_is_broken_or_too_wide(chromium, width, long_words, four, theory, probes, tmp_path):
+def test_nothing_is_broken_or_too_wide(
+    chromium, width, long_words, four, unequal, theory, probed, probes, tmp_path
+):
+    everything = unequal(probed(probes(theory(four))))
     # The long words' models have neither counterfactuals nor the tables of the theory.
-    for name, measurements, images in (("four", probes(theory(four)), len(FIGURES)), ("long", long_words, 6)):
+    for name, measurements, images in (("four", everything, len(FIGURES)), ("long", long_words, 6)):
         page = write_report(measurements, tmp_path / name, "semdiag report " + "x" * 300, ["svg"])
         found = look(chromium, page.parent, width, tmp_path / "profile")
         assert found["window"] == width

@@ -1,0 +1,178 @@
+"""``semdiag sweep``."""
+
+import shlex
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from semdiag.commands.training_progress import tell
+
+if TYPE_CHECKING:
+    from semdiag_models.sweep_grid import SweepRun
+    from semdiag_models.sweep_runs import RunResult
+    from semdiag_models.sweep_workers import Workers
+
+_WHERE, _OUTPUT = "Where it runs", "Output"
+
+
+def sweep(
+    config: Annotated[Path, typer.Argument(help="TOML file; experiments/ holds some.", show_default=False)],
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check the file, list the runs and estimate their hours.")
+    ] = False,
+    retries: Annotated[
+        int, typer.Option(help="Further attempts of a run whose process died or met an error.")
+    ] = 2,
+    jobs: Annotated[
+        int | None,
+        typer.Option(
+            help="Runs at once, a process and a CPU thread each.", show_default="cores", rich_help_panel=_WHERE
+        ),
+    ] = None,
+    device: Annotated[
+        str,
+        typer.Option(
+            help="cpu, cuda, mps or auto.", show_default="cpu; cuda with --gpus-per-run", rich_help_panel=_WHERE
+        ),
+    ] = "",
+    ray: Annotated[
+        str,
+        typer.Option(
+            metavar="auto|ADDRESS",
+            help="On a Ray cluster: its address, or auto for the one here, begun if there is none.",
+            rich_help_panel=_WHERE,
+        ),
+    ] = "",
+    gpus_per_run: Annotated[
+        float, typer.Option(help="With --ray: share of a GPU, like 0.25.", rich_help_panel=_WHERE)
+    ] = 0.0,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Folder of the runs.", show_default="runs/CONFIG", rich_help_panel=_OUTPUT),
+    ] = None,
+    target: Annotated[
+        float, typer.Option(help="Training accuracy that epochs are counted to.", rich_help_panel=_OUTPUT)
+    ] = 0.95,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="The results on stdout.", rich_help_panel=_OUTPUT)
+    ] = False,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", help="No progress, no tables.", rich_help_panel=_OUTPUT)
+    ] = False,
+) -> None:
+    r"""Train a grid of runs: task × attention × seed × any option of semdiag train.
+
+    Keys are the options' names, with underscores. What stands at the top holds for every run, the lists of
+    the grid multiply, and what belongs together stands in braces:
+
+        until = 0.999
+
+        \[grid]
+        task = ["even-pairs", "parity"]
+        attention = ["full", { attention = "topk", k = [5, 9] }]
+        seed = [1, 2, 3]
+
+    The same command again goes on: finished runs are known by the hash of their configuration and skipped,
+    interrupted ones go on after their last epoch, failed ones are tried again. docs/sweep.md tells more.
+
+    [bold]semdiag sweep experiments/study.toml --dry-run[/]
+    """
+    from semdiag.commands.sweep_display import print_estimates, print_results
+    from semdiag_models import InputError
+    from semdiag_models.device import find_device
+    from semdiag_models.sweep_estimates import estimate
+    from semdiag_models.sweep_grid import SweepError, read_sweep
+    from semdiag_models.sweep_workers import cores
+
+    if jobs is not None and jobs < 1:
+        raise InputError(f"--jobs must be at least 1. Got {jobs}.")
+    if retries < 0:
+        raise InputError(f"--retries must not be negative. Got {retries}.")
+    if not 0 < target <= 1:
+        raise InputError(f"--target is a training accuracy in (0, 1], like 0.95. Got {target}.")
+    if gpus_per_run < 0 or (gpus_per_run and not ray):
+        raise InputError("--gpus-per-run is not negative, and goes with --ray.")
+    try:
+        runs = read_sweep(config)
+    except SweepError as error:
+        for problem in error.problems:
+            tell(f"{config}: {problem}")
+        tell(f"semdiag: {error.summary}")
+        raise typer.Exit(2) from None
+    where = device or ("cuda" if gpus_per_run else "cpu")
+    if not ray:
+        find_device(where)
+    folder = out if out is not None else Path("runs") / config.stem
+    at_once = jobs if jobs is not None else cores()
+    if dry_run:
+        estimates = estimate(runs, folder, where, lambda line: None if quiet else tell(line))
+        print_estimates(runs, estimates, at_once, as_json, quiet)
+        return
+    rows = _train(runs, folder, where, target, retries, lambda: _workers(ray, gpus_per_run, jobs), quiet)
+    print_results(rows, folder, target, as_json, quiet)
+    if any(row.status in ("failed", "diverged") for row in rows):
+        raise typer.Exit(1)
+
+
+def _workers(ray: str, gpus_per_run: float, jobs: int | None) -> "Workers":
+    from semdiag_models.sweep_workers import LocalWorkers, cores
+
+    if ray:
+        from semdiag_models.sweep_ray import RayWorkers
+
+        return RayWorkers(ray, gpus_per_run, jobs)
+    return LocalWorkers(jobs if jobs is not None else cores())
+
+
+def _train(
+    runs: "list[SweepRun]",
+    folder: Path,
+    device: str,
+    target: float,
+    retries: int,
+    workers: "Callable[[], Workers]",
+    quiet: bool,
+) -> "list[RunResult]":
+    """Train what is left; return the rows of all runs, which are also written after every run."""
+    from semdiag.commands.sweep_display import SweepProgress
+    from semdiag_models.run_lock import RunLock
+    from semdiag_models.sweep_results import write_results
+    from semdiag_models.sweep_runs import Order, result
+    from semdiag_models.sweep_workers import train_all
+
+    provenance = {"command": shlex.join(["semdiag", *sys.argv[1:]]), "target": target}
+    with ExitStack() as undo:
+        if folder.is_dir():
+            undo.callback(RunLock(folder).release)
+        rows = {run.name: result(run, folder / run.name, target) for run in runs}
+        left = [run for run in runs if rows[run.name].status in ("begun", "waiting")]
+        orders = [Order(run, (folder / run.name).resolve(), device, provenance) for run in left]
+        if left:
+            crew = workers()  # before anything is written: there may be no cluster
+            undo.callback(crew.close)
+        if not folder.is_dir():
+            folder.mkdir(parents=True)
+            undo.callback(RunLock(folder).release)
+        undo.callback(lambda: write_results(folder, list(rows.values()), provenance))
+        if not left:
+            return list(rows.values())
+        progress = undo.enter_context(SweepProgress(runs, rows, folder, quiet))
+        try:
+            for event in train_all(orders, crew, retries):
+                if event is None:
+                    progress.tick()
+                    continue
+                run, outcome = event[0].run, event[1]
+                rows[run.name] = result(run, folder / run.name, target, outcome)
+                write_results(folder, list(rows.values()), provenance)
+                progress.ended(run, rows[run.name])
+        except KeyboardInterrupt:
+            rows.update({r.name: result(r, folder / r.name, target) for r in left if r.name in progress.open})
+            done = sum(row.status == "done" for row in rows.values())
+            tell(f"Stopped; {done} of {len(runs)} runs are done in {folder}. The same command goes on.")
+            raise typer.Exit(130) from None
+    return list(rows.values())

@@ -1,0 +1,176 @@
+"""What ``semdiag sweep`` says before, while and after it runs."""
+
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from semdiag_models.sweep_estimates import Estimate
+    from semdiag_models.sweep_grid import SweepRun
+    from semdiag_models.sweep_runs import RunResult
+
+_ROWS = 100  # printed; the files hold all
+_SOURCES = {
+    "history": "seconds of epochs already trained here",
+    "measured": "a few steps timed just now on one thread",
+}
+
+
+def _table(title: str, *columns: str) -> Any:
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="left" if number < 2 else "right", no_wrap=number > 0, overflow="fold")
+    return table
+
+
+def _print(table: Any) -> None:
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    if not console.is_terminal:  # a file is as wide as its lines
+        console.width = 160
+    console.print(table)
+
+
+def print_estimates(
+    runs: "list[SweepRun]", estimates: "list[Estimate]", jobs: int, as_json: bool, quiet: bool
+) -> None:
+    """Print runs and hours by task and attention, and all runs in JSON."""
+    groups: dict[tuple[str, str], list[tuple[SweepRun, Estimate]]] = {}
+    for run, left in zip(runs, estimates, strict=True):
+        groups.setdefault((run.training.task_label, run.model.attention_label), []).append((run, left))
+    hours = sum(left.hours for left in estimates)
+    if not quiet:
+        table = _table("Runs", "task", "attention", "runs", "left", "epochs left", "s/epoch", "hours", "from")
+        for (task, attention), members in groups.items():
+            epochs, open_runs = sum(e.epochs for _, e in members), sum(e.epochs > 0 for _, e in members)
+            total = sum(left.hours for _, left in members)
+            seconds = f"{total * 3600 / epochs:.2f}" if epochs else "–"
+            sources = "+".join(sorted({left.source for _, left in members if left.epochs}))
+            numbers = (str(len(members)), str(open_runs), str(epochs), seconds, f"{total:.2f}", sources)
+            table.add_row(task, attention, *numbers)
+        _print(table)
+        used = {left.source for left in estimates if left.epochs}
+        for name in sorted(used):
+            typer.echo(f"{name}: {_SOURCES[name]}", err=True)
+        bound = "at most " if any(run.training.until is not None for run in runs) else ""
+        typer.echo(
+            f"{len(runs)} runs, {sum(e.epochs > 0 for e in estimates)} left: {bound}{hours:.1f} core hours, "
+            f"{hours / jobs:.1f} hours with {jobs} at once.",
+            err=True,
+        )
+    if as_json:
+        _echo_json(
+            {
+                "schema": "semdiag.sweep-estimate/1",
+                "hours": hours,
+                "jobs": jobs,
+                "results": [
+                    {"run": run.name, "epochs": e.epochs, "epoch_seconds": e.epoch_seconds, "source": e.source}
+                    for run, e in zip(runs, estimates, strict=True)
+                ],
+            }
+        )
+
+
+def _echo_json(content: dict[str, Any]) -> None:
+    import json
+
+    typer.echo(json.dumps(content, indent=1, allow_nan=False))
+
+
+def print_results(rows: "list[RunResult]", folder: Path, target: float, as_json: bool, quiet: bool) -> None:
+    """Print the table of results; of very many runs only those that are not done."""
+    from semdiag_models.sweep_results import results_document
+
+    if as_json:
+        import sys
+
+        _echo_json(results_document(rows, {"command": ["semdiag", *sys.argv[1:]], "target": target}))
+    if quiet:
+        return
+    to_target = f"to {target:.0%}"
+    table = _table("Results", "run", "status", "epochs", to_target, "train", "held-out", "best", "seconds")
+    for row in rows if len(rows) <= _ROWS else [row for row in rows if row.status != "done"]:
+        reached = "–" if row.epochs_to_target is None else str(row.epochs_to_target)
+        accuracies = (row.train_accuracy, row.holdout_accuracy, row.best_holdout_accuracy)
+        shown = ("–" if accuracy is None else f"{accuracy:.1%}" for accuracy in accuracies)
+        table.add_row(row.run, row.status, str(row.epochs), reached, *shown, f"{row.seconds:.0f}")
+    if table.row_count:
+        _print(table)
+    for row in rows:
+        if row.problem:
+            typer.echo(f"{row.run}: {row.problem}", err=True)
+    counts = Counter(row.status for row in rows)
+    summary = ", ".join(f"{number} {status}" for status, number in counts.items())
+    typer.echo(f"{len(rows)} runs: {summary}. Table: {folder / 'results.csv'}", err=True)
+
+
+class SweepProgress:
+    """A bar on stderr: epochs of all runs together, time left, and a line for every run that ends.
+
+    Args:
+        runs: of the sweep.
+        rows: where each is at the beginning.
+        folder: of the sweep, from whose histories the epochs of the running ones are read.
+        quiet: whether nothing is shown.
+    """
+
+    def __init__(self, runs: "list[SweepRun]", rows: "dict[str, RunResult]", folder: Path, quiet: bool) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+        self._folder, self._quiet, self._count = folder, quiet, len(runs)
+        self.open = {
+            run.name: run.training.epochs for run in runs if rows[run.name].status in ("begun", "waiting")
+        }
+        self._failed = 0
+        self._closed = sum(run.training.epochs for run in runs if run.name not in self.open)
+        self._bar = Progress(
+            TextColumn("runs {task.fields[ended]}/{task.fields[count]}"),
+            BarColumn(),
+            TextColumn("epochs {task.percentage:>3.0f}%"),
+            TimeElapsedColumn(),
+            TextColumn("left at most"),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[failed]}"),
+            console=Console(stderr=True),
+            disable=quiet,
+        )
+        total = sum(run.training.epochs for run in runs)
+        ended = self._count - len(self.open)
+        self._task = self._bar.add_task("", total=total, ended=ended, count=self._count, failed="")
+
+    def __enter__(self) -> "SweepProgress":
+        if not self._quiet:
+            ended = self._count - len(self.open)
+            typer.echo(f"{self._count} runs in {self._folder}, {ended} of them done.", err=True)
+        self._bar.start()
+        self.tick()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._bar.stop()
+
+    def tick(self) -> None:
+        """Look at how far the running ones are."""
+        from semdiag_models.sweep_runs import epochs_so_far
+
+        so_far = sum(epochs_so_far(self._folder / name) for name in self.open)
+        self._bar.update(self._task, completed=self._closed + so_far)
+
+    def ended(self, run: "SweepRun", row: "RunResult") -> None:
+        """Count a run that has ended, and say how."""
+        self._closed += self.open.pop(run.name)
+        self._failed += row.status != "done"
+        ended = self._count - len(self.open)
+        self._bar.update(self._task, ended=ended, failed=f"{self._failed} failed" if self._failed else "")
+        reached = "" if row.train_accuracy is None else f", training accuracy {row.train_accuracy:.1%}"
+        line = f"{row.status} {row.run} after {row.epochs} epochs{reached} {row.problem}".rstrip()
+        if not self._quiet:
+            self._bar.console.print(line, soft_wrap=True, highlight=False, markup=False)

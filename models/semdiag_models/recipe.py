@@ -1,0 +1,60 @@
+"""From what a user chose to the two records of a run; what was not chosen comes from the task's recipe."""
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+from semdiag_models.configuration import ListOpsTrees, ModelConfig, TrainingConfig
+from semdiag_models.tasks import Classification, Text
+
+ADAM_RATE = 0.001  # the recipes' learning rates were made for plain SGD
+_FROM_THE_TASK = ("vocabulary_size", "classes", "task", "text", "listops")
+
+
+def configure(
+    task: Classification, chosen: Mapping[str, Any], listops: ListOpsTrees | None = None
+) -> tuple[ModelConfig, TrainingConfig]:
+    """Complete a user's choices with the recipe of the task.
+
+    Args:
+        task: what to learn.
+        chosen: fields of :class:`ModelConfig` and :class:`TrainingConfig` by name; those that are missing, or
+            None where None means nothing, are the recipe's. ``length`` is that of a sample: with
+            ``pad_as_token`` the model's is rounded up to a multiple of k.
+        listops: the trees, if they are not the paper's.
+
+    Returns:
+        Architecture, and data and optimisation.
+
+    Raises:
+        InputError: if a value is illegal.
+
+    Example:
+        >>> from semdiag_models.tasks import find_task
+        >>> chosen = {"attention": "topk", "k": 9, "pad_as_token": True}
+        >>> model, training = configure(find_task("even-pairs"), chosen)
+        >>> model.length, training.length, training.epochs
+        (45, 40, 100)
+    """
+    values = {**vars(task.recipe), **{name: value for name, value in chosen.items() if value is not None}}
+    if values.get("optimizer", "sgd") != "sgd" and chosen.get("learning_rate") is None:
+        values["learning_rate"] = ADAM_RATE
+    if values.get("attention") == "random":  # every seed keeps keys of its own
+        values.setdefault("selection_seed", values.get("seed", TrainingConfig.seed))
+    length, k = values["length"], values.get("k")
+    padded = values.get("pad_as_token") and k is not None and k > 0
+    model = {**values, "length": -(-length // k) * k if padded else length}
+    return (
+        ModelConfig(task.vocabulary_size, task.classes, **_of(ModelConfig, model)),
+        TrainingConfig(
+            task.name,
+            text=task.source if isinstance(task, Text) else None,
+            listops=listops,
+            **_of(TrainingConfig, values),
+        ),
+    )
+
+
+def _of(record: type[ModelConfig | TrainingConfig], values: Mapping[str, Any]) -> dict[str, Any]:
+    names = {field.name for field in fields(record)} - set(_FROM_THE_TASK)
+    return {name: value for name, value in values.items() if name in names}

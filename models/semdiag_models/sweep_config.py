@@ -1,0 +1,210 @@
+"""The file of a sweep: what is in it, where it stands, and all that is wrong with it."""
+
+import re
+import tomllib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, fields
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from semdiag_models.configuration import ATTENTIONS, ListOpsTrees, ModelConfig, TrainingConfig
+from semdiag_models.errors import InputError, unknown_name
+from semdiag_models.tasks import Text, find_task
+
+_RECORDS: tuple[Any, ...] = (ModelConfig, TrainingConfig, ListOpsTrees)
+_TEXT_KEYS = {"text": str, "holdout_text": str, "tokenizer": str, "vocabulary": int}
+_DECISIVE = ("task", "attention")  # without them the other keys cannot be checked
+_TOGETHER = (*_DECISIVE, "length", "k", "global_tokens", "selection_seed", "snapshots")  # legal only with others
+_OWN = ("vocabulary_size", "classes", "listops", "text")  # of the records, and not for the user to say
+KEYS = tuple(
+    dict.fromkeys(
+        [
+            "task",
+            *(field.name for record in _RECORDS for field in fields(record) if field.name not in _OWN),
+            *_TEXT_KEYS,
+        ]
+    )
+)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One value, and where it stands: ``grid.attention[2].k (line 9)``."""
+
+    value: Any
+    place: str
+
+
+Settings = dict[str, Setting]
+
+
+@dataclass(frozen=True)
+class SweepFile:
+    """A file that could be read.
+
+    Attributes:
+        path: as the user named it.
+        grids: for each grid, the settings of its runs.
+        problems: what is wrong, with its place.
+    """
+
+    path: Path
+    grids: list[list[Settings]]
+    problems: list[str]
+
+
+def read_sweep_file(path: Path) -> SweepFile:
+    """Read a TOML file: settings of all runs, then ``[grid]``, or several ``[[grid]]``.
+
+    A key at the top holds for every run. In a grid every list multiplies the runs, and an entry of a list may be
+    a table of several keys that belong together, whose own lists multiply in turn. The list that stands first
+    varies slowest.
+
+    Args:
+        path: the file.
+
+    Returns:
+        The runs' settings, not yet checked against each other.
+
+    Raises:
+        InputError: if the file cannot be read or is no TOML.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+        content = tomllib.loads(text)
+    except FileNotFoundError:
+        raise InputError(f"{path} does not exist. Name a TOML file, like experiments/study.toml.") from None
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise InputError(f"{path} cannot be read: {error}.") from None
+    reader = _Reader(text)
+    grid = content.pop("grid", {})
+    common = reader.common(content)
+    tables = grid if isinstance(grid, list) else [grid]
+    grids = []
+    for number, table in enumerate(tables):
+        name = f"grid[{number}]" if isinstance(grid, list) else "grid"
+        if not isinstance(table, dict):
+            reader.problems.append(f"grid: must be a table, [grid] or [[grid]]. Got {table!r}.")
+            continue
+        combinations = list(reader.combinations(table, name))
+        if all(key in common for key in _DECISIVE if key in content):
+            grids.append([{**common, **settings} for settings in combinations])
+    return SweepFile(path, grids, reader.problems)
+
+
+class _Reader:
+    """Walks the tables and collects problems instead of stopping at the first."""
+
+    def __init__(self, text: str) -> None:
+        self._lines = text.splitlines()
+        self.problems: list[str] = []
+
+    def common(self, table: dict[str, Any]) -> Settings:
+        """The settings of all runs."""
+        settings: Settings = {}
+        for key, value in table.items():
+            place = self._place(key, "", key)
+            if isinstance(value, list) and key != "snapshots":
+                self.problems.append(f"{place}: a list multiplies the runs, and stands in [grid].")
+            elif self._legal(key, value, place):
+                settings[key] = Setting(value, place)
+        return settings
+
+    def combinations(self, table: dict[str, Any], name: str) -> Iterator[Settings]:
+        """Every combination of a grid's entries."""
+        axes = [list(self._axis(key, value, name)) for key, value in table.items()]
+        for parts in product(*axes):
+            settings: Settings = {}
+            for part in parts:
+                for key, setting in part.items():
+                    if key in settings:
+                        self._once(f"{setting.place}: {key} is also set at {settings[key].place}.")
+                    settings[key] = setting
+            yield settings
+
+    def _axis(self, key: str, value: Any, name: str) -> Iterator[Settings]:
+        """The entries of one key of a grid, each the settings it makes."""
+        entries = _entries(key, value)
+        if not entries:
+            self.problems.append(f"{self._place(key, name, f'{name}.{key}')}: the list is empty.")
+        for number, entry in enumerate(entries):
+            path = f"{name}.{key}[{number}]" if isinstance(value, list) else f"{name}.{key}"
+            place = self._place(key, name, path)
+            if not isinstance(entry, dict):
+                if self._legal(key, entry, place):
+                    yield {key: Setting(entry, place)}
+                elif key not in _DECISIVE:  # the other keys can still be checked without it
+                    yield {}
+                continue
+            columns = []
+            for inner, inside in entry.items():
+                where = self._place(key, name, f"{path}.{inner}")
+                legal = [v for v in _entries(inner, inside) if self._legal(inner, v, where)]
+                columns.append([(inner, Setting(v, where)) for v in legal])
+            yield from (dict(choice) for choice in product(*columns))
+
+    def _legal(self, key: str, value: Any, place: str) -> bool:
+        """Whether the key is known and the value has its type; else it is noted."""
+        try:
+            if key not in KEYS:
+                raise unknown_name("key", key, KEYS)
+            _check_alone(key, value)
+        except InputError as error:
+            self._once(f"{place}: {error}")
+            return False
+        return True
+
+    def _once(self, problem: str) -> None:
+        if problem not in self.problems:
+            self.problems.append(problem)
+
+    def _place(self, key: str, table: str, path: str) -> str:
+        """The path, with the line on which its key stands, as far as a search of the text finds it."""
+        wanted, seen, within = re.compile(rf"\s*[\"']?{re.escape(key)}[\"']?\s*="), -1, ""
+        for number, line in enumerate(self._lines, start=1):
+            if header := re.match(r"\s*(\[\[?)\s*grid\s*\]", line):
+                seen += 1
+                within = f"grid[{seen}]" if header[1] == "[[" else "grid"
+            elif within == table and wanted.match(line):
+                return f"{path} (line {number})"
+        return path
+
+
+def _entries(key: str, value: Any) -> list[Any]:
+    """The values of a key; a list of epochs is one value of ``snapshots``."""
+    if key == "snapshots" and not (isinstance(value, list) and any(isinstance(v, list) for v in value)):
+        return [value]
+    return value if isinstance(value, list) else [value]
+
+
+def _check_alone(key: str, value: Any) -> None:
+    """Refuse a value that is wrong whatever the other keys say.
+
+    Raises:
+        InputError: if its type is wrong, or it is outside the field's own range or registry.
+    """
+    if key in _TEXT_KEYS:
+        if type(value) is not _TEXT_KEYS[key]:
+            raise InputError(f"{key} must be {_TEXT_KEYS[key].__name__}. Got {value!r}.")
+        return
+    for record in _RECORDS:
+        if key in {field.name for field in fields(record)}:
+            try:
+                record.check_type(key, value)
+            except InputError as error:
+                raise InputError(str(error).partition(".")[2]) from None
+            break
+    if key == "task" and value != Text.name:
+        find_task(value)
+    if key == "attention" and value not in ATTENTIONS:
+        raise unknown_name(key, value, ATTENTIONS)
+    if key not in _TOGETHER and record is ModelConfig:
+        ModelConfig(3, 2, 40, **{key: value})
+    if key not in _TOGETHER and record is TrainingConfig:
+        TrainingConfig(**{"task": "parity", "length": 40, "epochs": 1, key: value})
+
+
+def places(settings: Settings, names: Iterable[str]) -> str:
+    """Where these settings stand, in one phrase; unset ones stand nowhere."""
+    return ", ".join(dict.fromkeys(settings[name].place for name in names if name in settings))
