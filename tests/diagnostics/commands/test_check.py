@@ -31,7 +31,7 @@ def test_a_pair_with_smaller_dispersion_under_topk_passes(run_semdiag, pair):
     outcome = run_semdiag("check", pair, "--samples", 20)
     assert (outcome.code, outcome.out) == (0, "")
     assert "even-pairs, topk-3, seed 7" in outcome.err
-    assert "1 of 1 pairs pass." in outcome.err
+    assert "1 of 1 pairs pass; 4 of 4 invariants hold." in outcome.err
     assert "FAILS" not in outcome.err
 
 
@@ -40,7 +40,7 @@ def test_a_doctored_pair_fails(run_semdiag, pair):
     outcome = run_semdiag("check", pair, "--samples", 20)
     assert outcome.code == 1
     assert "semdiag: even-pairs, topk-3, seed 7: δ_h < δ_s fails at p50, p75, p90, p95.\n" in outcome.err
-    assert "0 of 1 pairs pass." in outcome.err
+    assert "0 of 1 pairs pass; 4 of 4 invariants hold." in outcome.err
 
 
 def test_a_failure_is_said_even_when_quiet_and_a_pass_is_not(run_semdiag, pair):
@@ -48,7 +48,10 @@ def test_a_failure_is_said_even_when_quiet_and_a_pass_is_not(run_semdiag, pair):
     doctor(pair / "full", 0.01)
     outcome = run_semdiag("check", pair, "--samples", 20, "--quiet")
     assert outcome.code == 1
-    assert outcome.err == "semdiag: even-pairs, topk-3, seed 7: δ_h < δ_s fails at p50, p75, p90, p95.\n"
+    assert outcome.err.splitlines() == [
+        "semdiag: even-pairs, topk-3, seed 7: δ_h < δ_s fails at p50, p75, p90, p95.",
+        "semdiag: even-pairs, topk-3, seed 7: δ_h < δ_s fails at the median of 2 of 2 layers (0, 1).",
+    ]
 
 
 @pytest.mark.parametrize(("factor", "code"), [(1, 0), (100, 1)])

@@ -1,7 +1,7 @@
 """Rules of semdiag check: what is read, what is refused, and what they say of measurements."""
 
-import contextlib
 import math
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -55,7 +55,7 @@ def test_what_is_no_rule_is_refused_in_a_line(text, reason):
 
 @given(st.text(max_size=40))
 def test_any_text_is_read_or_refused(text):
-    with contextlib.suppress(InputError):
+    with suppress(InputError):
         assert parse_rule(text).text == text
 
 

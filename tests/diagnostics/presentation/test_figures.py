@@ -37,6 +37,13 @@ PROBES = (
     "landscape_attention",
 )
 WITHIN = ("dispersion_counterfactual", "separation_counterfactual", "mass_kept", "key_load_counterfactual")
+RUNS = (  # drawn from training runs: test_convergence_figures.py
+    "learning_curves",
+    "speed_up",
+    "speed_up_against_dispersion",
+    "along_training",
+    "length_generalisation",
+)
 OF_QUERIES = ("corollary_plane", "corollary_conditions")
 
 
@@ -60,7 +67,7 @@ def boxes(ax):
     return [(p.get_x() + p.get_width() / 2, p.get_y(), p.get_height()) for p in ax.patches]
 
 
-@pytest.mark.parametrize("name", FIGURES)
+@pytest.mark.parametrize("name", [name for name in FIGURES if name not in RUNS])
 def test_many_models_are_drawn_without_touching_pyplot_or_its_settings(
     name, many, four, theory, probed, probes, unequal
 ):
@@ -88,7 +95,9 @@ def test_one_model_is_drawn_or_the_reason_is_said(name, attention, model, theory
     assert reason.endswith(".") if figure is None else shown(figure)
 
 
-@pytest.mark.parametrize("name", [name for name in FIGURES if name not in MASK_PROBES])  # not drawn from queries
+@pytest.mark.parametrize(
+    "name", [name for name in FIGURES if name not in (*MASK_PROBES, *RUNS)]
+)  # not drawn from queries
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_values_that_are_not_finite_do_not_stop_a_figure(name, value, four, unequal, theory, probes):
     four = probes(theory(four)) if name in PROBES else theory(four)

@@ -1,0 +1,107 @@
+"""Figures and words on training runs: what they show of hand-made runs, censored ones included."""
+
+import dataclasses
+import json
+import math
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from semdiag.measurement.measurements import Measurements, empty_table
+from semdiag.presentation.convergence_words import convergence_sentences, interval_words, speed_words
+from semdiag.presentation.figures import FIGURES
+
+
+@pytest.fixture
+def runs(model):
+    """Even pairs, three seeds: full arrives at epoch 4, top-k at 2; block never does."""
+    kinds = [(kind, seed) for seed in (7, 8, 9) for kind in ("full", "topk", "block")]
+    made = Measurements.concat([model(kind, seed=seed, epochs=6) for kind, seed in kinds])
+    setting, rows, history = json.dumps({"task": "even-pairs"}), [], made.history.copy()
+    for row in made.models.to_dict("records"):
+        label = row["attention"] if row["attention"] == "full" else f"{row['attention']}-3"
+        facts = (row["model"], "even-pairs", label, row["attention"], row["seed"], setting, 6, 6, "finished")
+        rows.append(facts)
+        if row["attention"] == "block":
+            history.loc[history["model"] == row["model"], "train_accuracy"] = 0.5
+    template = empty_table("runs")
+    table = pd.DataFrame(rows, columns=list(template)).astype(template.dtypes)
+    return dataclasses.replace(made, runs=table, history=history, provenance={**made.provenance, "target": 0.95})
+
+
+def points(ax):
+    """Markers without a line: (x, y, filled)."""
+    return [
+        (float(x), float(y), line.get_markerfacecolor() != "white")
+        for line in ax.lines if line.get_linestyle() == "None"
+        for x, y in zip(np.atleast_1d(line.get_xdata()), np.atleast_1d(line.get_ydata()), strict=True)
+    ]  # fmt: skip
+
+
+def words(figure):
+    return " ".join(text.get_text() for text in figure.findobj(lambda artist: hasattr(artist, "get_text")))
+
+
+def test_learning_curves_have_a_band_over_seeds_and_mark_arrivals(runs):
+    figure = FIGURES["learning_curves"](runs)
+    (ax,) = [a for a in figure.axes if a.get_visible()]
+    assert len(ax.collections) == 3  # one band per attention
+    assert sorted(x for x, y, _ in points(ax) if y == 0.95) == [2, 2, 2, 4, 4, 4]
+    assert "block-3: not in 6, not in 6, not in 6" in words(figure)
+
+
+def test_a_censored_speed_up_is_a_hollow_point_with_an_arrow(runs):
+    figure = FIGURES["speed_up"](runs)
+    (ax,) = figure.axes
+    drawn = points(ax)
+    assert sorted(y for _, y, filled in drawn if filled) == [2.0, 2.0, 2.0]
+    assert [y for _, y, filled in drawn if not filled] == pytest.approx([4 / 6] * 3)
+    arrows = [text for text in ax.texts if getattr(text, "arrow_patch", None) is not None]
+    assert len(arrows) == 3
+    assert all(arrow.xy[1] < arrow.get_position()[1] for arrow in arrows)  # downwards: the truth is smaller
+    assert "75%" in words(figure)
+
+
+def test_speed_up_against_dispersion_stands_at_the_ratio_of_medians(runs):
+    figure = FIGURES["speed_up_against_dispersion"](runs)
+    (ax,) = figure.axes
+    assert sorted({round(x, 6) for x, _, _ in points(ax)}) == [0.25, 0.625]  # factors 1 and 2.5 over 4
+    assert "no interval" in words(figure)
+
+
+def numbers(runs, name, places, quantities):
+    rows = [
+        (*(model, *place), quantity, statistic, value)
+        for model in runs.runs["model"] for place in places for quantity, statistic, value in quantities
+    ]  # fmt: skip
+    template = empty_table(name)
+    return pd.DataFrame(rows, columns=list(template)).astype(template.dtypes)
+
+
+def test_other_lengths_are_drawn_with_their_intervals(runs):
+    quantities = [("accuracy", s, v) for s, v in (("value", 0.7), ("low", 0.6), ("high", 0.9))]
+    quantities += [("dispersion", "p50", 2.0), ("separation", "p50", math.nan)]
+    table = numbers(runs, "lengths", [(length, -1, 30) for length in (6, 8, 16)], quantities)
+    figure = FIGURES["length_generalisation"](dataclasses.replace(runs, lengths=table))
+    accuracy, _, separation = figure.axes[:3]
+    assert list(accuracy.get_xticks()) == [6, 8, 16]
+    bar = accuracy.collections[0].get_segments()[0]
+    assert [y for _, y in bar] == pytest.approx([0.6, 0.9])
+    assert "no key is dropped" in [text.get_text() for text in separation.texts]
+
+
+def test_numbers_along_training_stand_at_their_epochs(runs):
+    table = numbers(runs, "along", [(0, -1), (6, -1)], [("dispersion", "p50", 2.0), ("gamma", "max", 0.1)])
+    figure = FIGURES["along_training"](dataclasses.replace(runs, along=table))
+    assert list(figure.axes[0].lines[0].get_xdata()) == [0, 6]
+    assert "nothing to show" in words(figure)
+
+
+def test_words_say_bounds_and_confidence(runs):
+    said = convergence_sentences(runs)
+    assert "block-3 not in 6, not in 6, not in 6 (median speed-up over 3 seeds below 0.667" in said[0]
+    assert "topk-3 2, 2, 2 (median speed-up over 3 seeds 2; 2 to 2 (75%))" in said[0]
+    assert speed_words(5, math.inf) == "above 5"
+    assert speed_words(0, math.inf) == "unknown"
+    assert interval_words({"pairs": 1}) == "one seed: no interval"
