@@ -16,7 +16,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from semdiag.measurement.landscape import LandscapeOptions, landscape
+from semdiag.measurement.landscape import LandscapePlan, landscape
 from semdiag_models import Encoder, ModelConfig
 
 LENGTH, SAMPLES, CELLS = 40, 500, 9
@@ -60,7 +60,7 @@ def main() -> None:
                 float(F.cross_entropy(logits, labels))
 
         def cells(model: Encoder = encoder) -> None:
-            landscape(model, tokens, labels, options=LandscapeOptions(grid=3))
+            landscape(model, tokens, labels, options=LandscapePlan(grid=3))
 
         plain(), cells()
         pairs = [(cpu_seconds(cells), cpu_seconds(plain)) for _ in range(arguments.rounds)]
@@ -69,9 +69,9 @@ def main() -> None:
         print(
             f"{attention}: {SAMPLES} samples, {each:.0f} ms per cell, {ratio:.2f} times the plain forward passes"
         )
-        options = LandscapeOptions(grid=5, metrics=("dispersion",))
+        options = LandscapePlan(grid=5, metrics=("dispersion",))
 
-        def statistics_of_attention(model: Encoder = encoder, wanted: LandscapeOptions = options) -> None:
+        def statistics_of_attention(model: Encoder = encoder, wanted: LandscapePlan = options) -> None:
             landscape(model, tokens[:50], options=wanted)
 
         few = [cpu_seconds(statistics_of_attention) for _ in range(3)]

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from semdiag.mathematics.row_statistics import RowStatistics, row_statistics
     from semdiag.measurement.capture import Calls, capture
     from semdiag.measurement.k_sweep import SweepPlan, k_sweep
-    from semdiag.measurement.landscape import LandscapeOptions, landscape
-    from semdiag.measurement.lipschitz import LipschitzOptions, lipschitz
+    from semdiag.measurement.landscape import LandscapePlan, landscape
+    from semdiag.measurement.lipschitz import LipschitzPlan, lipschitz
     from semdiag.measurement.mask_stability import NoisePlan, mask_stability
     from semdiag.measurement.measure import measure
     from semdiag.measurement.measurements import Measurements
@@ -37,9 +37,9 @@ _HOME = {
     "k_sweep": "semdiag.measurement.k_sweep",
     "NoisePlan": "semdiag.measurement.mask_stability",
     "mask_stability": "semdiag.measurement.mask_stability",
-    "LandscapeOptions": "semdiag.measurement.landscape",
+    "LandscapePlan": "semdiag.measurement.landscape",
     "landscape": "semdiag.measurement.landscape",
-    "LipschitzOptions": "semdiag.measurement.lipschitz",
+    "LipschitzPlan": "semdiag.measurement.lipschitz",
     "lipschitz": "semdiag.measurement.lipschitz",
     "measure": "semdiag.measurement.measure",
     "Measurements": "semdiag.measurement.measurements",
@@ -55,7 +55,7 @@ __all__ = [
     # measurement
     "Calls", "Measurements", "Monitor", "capture", "measure",
     # probes
-    "LandscapeOptions", "LipschitzOptions", "NoisePlan", "SweepPlan", "k_sweep", "landscape", "lipschitz",
+    "LandscapePlan", "LipschitzPlan", "NoisePlan", "SweepPlan", "k_sweep", "landscape", "lipschitz",
     "mask_stability",
     # errors
     "InputError",

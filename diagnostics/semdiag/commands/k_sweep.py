@@ -45,10 +45,10 @@ def k_sweep(
 
     [bold]semdiag k-sweep checkpoints/even-pairs-full-seed-153476998 --rerun[/]
     """
-    from semdiag.commands import measuring, sweep_printing
+    from semdiag.commands import k_sweep_printing, measuring
     from semdiag.measurement.k_sweep import SweepPlan
+    from semdiag.measurement.k_sweep_summaries import sweep_summary
     from semdiag.measurement.survey import Conditions
-    from semdiag.measurement.sweep_summaries import sweep_summary
     from semdiag.presentation.report import write_report
 
     conditions = Conditions(
@@ -65,7 +65,7 @@ def k_sweep(
     found = measuring.measured(models, conditions, quiet)
     summary = sweep_summary(found)
     if not quiet:
-        sweep_printing.print_sweep(summary)
+        k_sweep_printing.print_sweep(summary)
     folder = out if out is not None else measuring.report_name("k-sweep", found)
     page = write_report(found, folder, measuring.command_line(), formats, sections=("k-sweep",))
     if as_json:

@@ -60,7 +60,7 @@ def landscape(
     [bold]semdiag landscape checkpoints/even-pairs-topk-5-seed-153476998 --grid 11 --samples 100[/]
     """
     from semdiag.commands import measuring, probe_printing
-    from semdiag.measurement.landscape import LandscapeOptions
+    from semdiag.measurement.landscape import LandscapePlan
     from semdiag.measurement.probe_summaries import landscape_summary
     from semdiag.measurement.survey import Conditions
     from semdiag.presentation.report import write_report
@@ -74,7 +74,7 @@ def landscape(
         seed=seed,
         config=measuring.read_config(config),
         encoders_only=True,
-        landscape=LandscapeOptions(
+        landscape=LandscapePlan(
             planes=planes,
             radius=radius,
             grid=grid,

@@ -47,7 +47,7 @@ def lipschitz(
     checkpoints/even-pairs-topk-5-seed-153476998[/]
     """
     from semdiag.commands import measuring, probe_printing
-    from semdiag.measurement.lipschitz import LipschitzOptions
+    from semdiag.measurement.lipschitz import LipschitzPlan
     from semdiag.measurement.probe_summaries import lipschitz_summary
     from semdiag.measurement.survey import Conditions
     from semdiag.presentation.report import write_report
@@ -61,7 +61,7 @@ def lipschitz(
         seed=seed,
         config=measuring.read_config(config),
         encoders_only=True,
-        lipschitz=LipschitzOptions(samples, planes, directions, draws, radius),
+        lipschitz=LipschitzPlan(samples, planes, directions, draws, radius),
     )
     formats = measuring.figure_formats(figures)
     found = measuring.measured(models, conditions, quiet)

@@ -51,8 +51,8 @@ def report(
     """
     from semdiag.commands import measuring
     from semdiag.measurement.k_sweep import SweepPlan
-    from semdiag.measurement.landscape import LandscapeOptions
-    from semdiag.measurement.lipschitz import LipschitzOptions
+    from semdiag.measurement.landscape import LandscapePlan
+    from semdiag.measurement.lipschitz import LipschitzPlan
     from semdiag.measurement.mask_stability import NoisePlan
     from semdiag.measurement.measurements import Measurements
     from semdiag.measurement.survey import Conditions
@@ -82,8 +82,8 @@ def report(
             masks=NoisePlan(measuring.positive_numbers(noise, "--noise"), draws=_DRAWS, seed=seed),
             sweep=SweepPlan(),
             probe_samples=_PROBE_SAMPLES,
-            landscape=LandscapeOptions(metrics=("loss", "dispersion")) if thorough else None,
-            lipschitz=LipschitzOptions() if thorough else None,
+            landscape=LandscapePlan(metrics=("loss", "dispersion")) if thorough else None,
+            lipschitz=LipschitzPlan() if thorough else None,
         )
         found = measuring.measured(models, conditions, quiet)
     folder = out if out is not None else measuring.report_name("report", found)

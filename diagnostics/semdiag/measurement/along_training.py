@@ -9,11 +9,12 @@ import numpy as np
 import pandas as pd
 
 from semdiag.capturing.loading import LoadedModel, load
-from semdiag.measurement.measurements import Measurements, empty_table
+from semdiag.measurement.measurements import Measurements
 from semdiag.measurement.percentiles import percentiles
 from semdiag.measurement.perturbation import NOISE
 from semdiag.measurement.softmax_bounds import local_stability, with_bounds
 from semdiag.measurement.survey import Conditions, survey
+from semdiag.measurement.tables import empty_table
 
 SAMPLES = 50
 _QUERY_KEY = (".q.weight", ".q.bias", ".k.weight", ".k.bias")

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from semdiag.measurement.k_sweep import SweepPlan
-from semdiag.measurement.landscape import LandscapeOptions
-from semdiag.measurement.lipschitz import LipschitzOptions
+from semdiag.measurement.landscape import LandscapePlan
+from semdiag.measurement.lipschitz import LipschitzPlan
 from semdiag.measurement.mask_stability import NoisePlan
 from semdiag.measurement.perturbation import check_levels
 from semdiag_models import InputError
@@ -39,8 +39,8 @@ class Conditions:
     masks: NoisePlan | None = None  # noise under which masks are compared; None: they are not
     sweep: SweepPlan | None = None  # which k are asked of a model's scores; None: none
     probe_samples: int | None = None  # inputs of masks and sweep; None: all
-    landscape: LandscapeOptions | None = None  # planes on which the loss is evaluated; None: it is not
-    lipschitz: LipschitzOptions | None = None  # what the Lipschitz estimates draw; None: there are none
+    landscape: LandscapePlan | None = None  # planes on which the loss is evaluated; None: it is not
+    lipschitz: LipschitzPlan | None = None  # what the Lipschitz estimates draw; None: there are none
 
     def __post_init__(self) -> None:
         for name in ("samples", "batch_size", "min_keys"):

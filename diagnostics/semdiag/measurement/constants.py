@@ -15,9 +15,9 @@ from semdiag.mathematics.layer_constants import query_norm
 from semdiag.mathematics.logarithms import log
 from semdiag.measurement.encoder_weights import named_tensors, not_finite
 from semdiag.measurement.input_traces import trace_inputs
-from semdiag.measurement.measurements import empty_table
 from semdiag.measurement.network_constants import BlockForms, NetworkForms, network_forms
 from semdiag.measurement.slopes import Slope, parameter_slopes
+from semdiag.measurement.tables import empty_table
 from semdiag_models import Encoder
 
 SAMPLES = 100

@@ -12,8 +12,9 @@ from semdiag.measurement.along_training import measure_along, snapshots_of
 from semdiag.measurement.conditions import DTYPES
 from semdiag.measurement.convergence import TARGET
 from semdiag.measurement.lengths import check_lengths, measure_lengths
-from semdiag.measurement.measurements import Measurements, empty_table
+from semdiag.measurement.measurements import Measurements
 from semdiag.measurement.survey import Conditions, survey
+from semdiag.measurement.tables import empty_table
 from semdiag.measurement.training_runs import run_table
 from semdiag_models import InputError
 from semdiag_models.device import find_device

@@ -17,9 +17,9 @@ from semdiag.mathematics.paper_stability import paper_heavy_hitter_stability
 from semdiag.mathematics.softmax_stability import fixed_mask_stability, heavy_hitter_stability
 from semdiag.measurement.attention_kinds import DENSE
 from semdiag.measurement.collecting import statistics_of
-from semdiag.measurement.measurements import empty_table
 from semdiag.measurement.percentiles import percentiles
 from semdiag.measurement.running import running, unnamed
+from semdiag.measurement.tables import empty_table
 from semdiag_models import Encoder, InputError
 
 LARGEST_K = 48

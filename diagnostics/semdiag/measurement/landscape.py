@@ -16,8 +16,8 @@ from semdiag.capturing.attention_calls import AttentionCall, watch_attention
 from semdiag.capturing.loading import LoadedModel
 from semdiag.mathematics.planes import Plane, plane_through, random_plane
 from semdiag.mathematics.row_statistics import row_statistics
-from semdiag.measurement.measurements import empty_table
 from semdiag.measurement.movable_encoder import MovableEncoder, usable_samples
+from semdiag.measurement.tables import empty_table
 from semdiag_models import Encoder, InputError
 from semdiag_models.errors import unknown_name
 
@@ -28,7 +28,7 @@ Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class LandscapeOptions:
+class LandscapePlan:
     """Which points are evaluated, and for what.
 
     Raises:
@@ -69,7 +69,7 @@ def landscape(
     tokens: Tensor,
     labels: Tensor | None = None,
     *,
-    options: LandscapeOptions | None = None,
+    options: LandscapePlan | None = None,
     snapshots: Mapping[str, Encoder] | None = None,
     seed: int = 0,
     device: torch.device | str = "cpu",
@@ -105,13 +105,13 @@ def landscape(
     Example:
         >>> from semdiag_models import ModelConfig
         >>> encoder = Encoder(ModelConfig(vocabulary_size=3, classes=2, length=4, blocks=1))
-        >>> few = LandscapeOptions(grid=3)
+        >>> few = LandscapePlan(grid=3)
         >>> table = landscape(encoder, torch.tensor([[0, 1, 1, 0]]), torch.tensor([1]), options=few)
         >>> len(table), table["loss"].notna().all().item()
         (10, True)
     """
     loaded = model if isinstance(model, LoadedModel) else LoadedModel("model", "", model, "python", "unknown")
-    chosen = options or LandscapeOptions()
+    chosen = options or LandscapePlan()
     moved = MovableEncoder(loaded.encoder, device=device, dtype=dtype)
     if "loss" in chosen.metrics:
         tokens, labels = usable_samples(moved.encoder, tokens, labels, device)
@@ -145,7 +145,7 @@ Mark = tuple[str, float, float, Tensor]
 
 
 def _planes(
-    moved: MovableEncoder, options: LandscapeOptions, snapshots: Mapping[str, Encoder], seed: int
+    moved: MovableEncoder, options: LandscapePlan, snapshots: Mapping[str, Encoder], seed: int
 ) -> Iterator[tuple[Plane, tuple[NDArray[np.float64], NDArray[np.float64]], list[Mark]]]:
     """Planes with the coordinates of their cells, and the points that are evaluated besides."""
     checkpoint: Mark = ("checkpoint", 0.0, 0.0, moved.origin)

@@ -9,8 +9,8 @@ from torch import Tensor
 from semdiag.capturing.attention_calls import AttentionCall
 from semdiag.capturing.audit import Audit
 from semdiag.measurement.attention_kinds import joint_kind, mask_kind
-from semdiag.measurement.measurements import typed
 from semdiag.measurement.residual import recomputation_residual
+from semdiag.measurement.tables import typed
 
 
 @dataclass

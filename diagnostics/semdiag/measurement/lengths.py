@@ -10,8 +10,9 @@ from scipy.stats import binomtest
 
 from semdiag.capturing.loading import LoadedModel
 from semdiag.measurement.measure import measure
-from semdiag.measurement.measurements import Measurements, empty_table
+from semdiag.measurement.measurements import Measurements
 from semdiag.measurement.percentiles import percentiles
+from semdiag.measurement.tables import empty_table
 from semdiag_models import Encoder, InputError, find_task
 
 SHOWN = ("p5", "p50", "p95")

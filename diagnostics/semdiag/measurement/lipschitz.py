@@ -15,8 +15,8 @@ from semdiag.measurement.block_jacobians import block_jacobians
 from semdiag.measurement.encoder_weights import not_finite
 from semdiag.measurement.loss_gradients import ball_gradients
 from semdiag.measurement.loss_secants import GROUPS, LINES, line_secants, plane_secants, radii
-from semdiag.measurement.measurements import empty_table
 from semdiag.measurement.movable_encoder import MovableEncoder, usable_samples
+from semdiag.measurement.tables import empty_table
 from semdiag_models import Encoder, InputError
 
 BLOCK = 5  # draws behind each maximum of the extreme-value estimate
@@ -25,7 +25,7 @@ Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class LipschitzOptions:
+class LipschitzPlan:
     """What is drawn.
 
     Raises:
@@ -62,7 +62,7 @@ def lipschitz(
     tokens: Tensor,
     labels: Tensor | None,
     *,
-    options: LipschitzOptions | None = None,
+    options: LipschitzPlan | None = None,
     seed: int = 0,
     device: torch.device | str = "cpu",
     after_point: Callable[[int], None] = lambda points: None,
@@ -94,13 +94,13 @@ def lipschitz(
     Example:
         >>> from semdiag_models import ModelConfig
         >>> encoder = Encoder(ModelConfig(vocabulary_size=3, classes=2, length=4, blocks=1))
-        >>> few = LipschitzOptions(planes=2, directions=2, draws=5)
+        >>> few = LipschitzPlan(planes=2, directions=2, draws=5)
         >>> tables = lipschitz(encoder, torch.tensor([[0, 1, 1, 0]]), torch.tensor([1]), options=few)
         >>> sorted(tables), bool((tables["loss_gradients"]["slope"] > 0).any())
         (['end_points', 'jacobians', 'loss_gradients', 'loss_secants'], True)
     """
     loaded = model if isinstance(model, LoadedModel) else LoadedModel("model", "", model, "python", "unknown")
-    chosen = options or LipschitzOptions()
+    chosen = options or LipschitzPlan()
     device = torch.device("cpu") if torch.device(device).type == "mps" else torch.device(device)
     moved = MovableEncoder(loaded.encoder, device=device, dtype=torch.float64, gradients=True)
     broken = not_finite(moved.encoder)

@@ -16,9 +16,9 @@ from semdiag.capturing.loading import LoadedModel
 from semdiag.mathematics.mask_stability import predicted_agreement
 from semdiag.measurement.embedding_noise import noisy_embeddings
 from semdiag.measurement.mask_rows import RowChanges, Selection, Workspace, row_changes, selection_of
-from semdiag.measurement.measurements import empty_table
 from semdiag.measurement.perturbation import NOISE, check_levels, noisy_copies, token_size
 from semdiag.measurement.running import running, unnamed
+from semdiag.measurement.tables import empty_table
 from semdiag_models import InputError
 
 DRAWS = 5

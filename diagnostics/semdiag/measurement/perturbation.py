@@ -16,9 +16,9 @@ from semdiag.capturing.batches import Batch, first_samples, longest, repeated, s
 from semdiag.capturing.loading import LoadedModel
 from semdiag.mathematics.softmax_secants import score_change, weight_change
 from semdiag.measurement.embedding_noise import noisy_embeddings
-from semdiag.measurement.measurements import empty_table
 from semdiag.measurement.running import running
 from semdiag.measurement.scored_rows import ScoredRows, scored_rows
+from semdiag.measurement.tables import empty_table
 from semdiag_models import Encoder, InputError
 
 SAMPLES = 50

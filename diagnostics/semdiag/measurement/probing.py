@@ -17,9 +17,10 @@ from semdiag.measurement.k_sweep import k_sweep
 from semdiag.measurement.landscape import landscape
 from semdiag.measurement.lipschitz import lipschitz
 from semdiag.measurement.mask_stability import mask_stability
-from semdiag.measurement.measurements import Measurements, typed
+from semdiag.measurement.measurements import Measurements
 from semdiag.measurement.projections import projection_norms
 from semdiag.measurement.scored_rows import NotAvailableError
+from semdiag.measurement.tables import typed
 from semdiag_models import Encoder
 
 

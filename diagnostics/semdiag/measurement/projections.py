@@ -11,8 +11,8 @@ from semdiag.capturing.attention_call import AttentionCall
 from semdiag.capturing.batches import Batch, first_samples
 from semdiag.capturing.loading import LoadedModel
 from semdiag.mathematics.spectral_norms import bilinear_form_norm, value_output_norm
-from semdiag.measurement.measurements import typed
 from semdiag.measurement.running import running
+from semdiag.measurement.tables import typed
 
 _TOLERANCE = 1e-4  # relative, between what a layer returned and what attention was given
 

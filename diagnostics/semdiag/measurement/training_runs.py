@@ -7,7 +7,7 @@ from typing import Any
 import pandas as pd
 
 from semdiag.capturing.loading import LoadedModel
-from semdiag.measurement.measurements import empty_table
+from semdiag.measurement.tables import empty_table
 
 # What may differ between runs that are compared: the attention itself, and how long was trained.
 _ATTENTION = ("attention", "k", "global_tokens", "selection_seed")

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 import pandas as pd
 
+from semdiag.measurement.k_sweep_summaries import condition_table
 from semdiag.measurement.mask_summaries import effect_table, mask_table
 from semdiag.measurement.measurements import Measurements
-from semdiag.measurement.sweep_summaries import condition_table
 
 _FACTS = ["model", "task", "attention", "k", "seed", "snapshot", "epoch"]
 

@@ -4,9 +4,9 @@ from collections.abc import Iterator
 
 import pandas as pd
 
+from semdiag.measurement.k_sweep_summaries import recommendation
 from semdiag.measurement.mask_summaries import effect_table, mask_table, mask_words
 from semdiag.measurement.measurements import Measurements
-from semdiag.measurement.sweep_summaries import recommendation
 from semdiag.presentation.mask_panels import mask_facts, noise_words
 from semdiag.presentation.panels import panels_of
 

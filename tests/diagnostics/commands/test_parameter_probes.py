@@ -109,10 +109,10 @@ def test_inputs_without_labels_are_refused_by_name(refusal, sections, tiny_runs,
 def test_a_thorough_report_measures_both(run_semdiag, sections, tiny_runs, monkeypatch):
     from semdiag.measurement import landscape, lipschitz
 
-    small = landscape.LandscapeOptions(grid=3, metrics=("loss", "dispersion"))
-    monkeypatch.setattr(landscape, "LandscapeOptions", lambda **_: small)
-    few = lipschitz.LipschitzOptions(8, 2, 2, 5)
-    monkeypatch.setattr(lipschitz, "LipschitzOptions", lambda: few)
+    small = landscape.LandscapePlan(grid=3, metrics=("loss", "dispersion"))
+    monkeypatch.setattr(landscape, "LandscapePlan", lambda **_: small)
+    few = lipschitz.LipschitzPlan(8, 2, 2, 5)
+    monkeypatch.setattr(lipschitz, "LipschitzPlan", lambda: few)
     outcome = run_semdiag("report", tiny_runs.topk, *FEW, "--thorough", "--out", "there")
     assert outcome.code == 0, outcome.err
     assert len(sections[0][1].landscape) == 10

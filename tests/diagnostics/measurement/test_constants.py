@@ -14,8 +14,8 @@ from semdiag.mathematics.paper_attention_bounds import paper_attention_map_bound
 from semdiag.measurement.constants import measure_constants
 from semdiag.measurement.encoder_weights import named_tensors
 from semdiag.measurement.input_traces import trace_inputs
-from semdiag.measurement.measurements import OPTIONAL_TABLES
 from semdiag.measurement.network_constants import network_forms
+from semdiag.measurement.tables import OPTIONAL_TABLES
 
 
 def value(constants, quantity, form, layer=-1, head=-1):

@@ -11,8 +11,9 @@ import pytest
 from semdiag.capturing.loading import load
 from semdiag.measurement import convergence, training_runs
 from semdiag.measurement.convergence import arrivals, over_seeds, speed_up, speed_ups
-from semdiag.measurement.measurements import Measurements, empty_table
+from semdiag.measurement.measurements import Measurements
 from semdiag.measurement.speed_and_dispersion import speed_dispersion
+from semdiag.measurement.tables import empty_table
 from semdiag_models import InputError
 
 SETTING = json.dumps({"task": "even-pairs", "width": 16})

@@ -14,10 +14,10 @@ from semdiag.mathematics.corollary import paper_input_condition, paper_weight_co
 from semdiag.mathematics.paper_stability import paper_heavy_hitter_stability
 from semdiag.mathematics.softmax_stability import fixed_mask_stability, heavy_hitter_stability
 from semdiag.measurement.k_sweep import SweepPlan, k_sweep, with_heavy_hitters
+from semdiag.measurement.k_sweep_summaries import condition_table, recommendation, sweep_summary
 from semdiag.measurement.measure import measure
-from semdiag.measurement.measurements import OPTIONAL_TABLES, empty_table
 from semdiag.measurement.percentiles import percentiles
-from semdiag.measurement.sweep_summaries import condition_table, recommendation, sweep_summary
+from semdiag.measurement.tables import OPTIONAL_TABLES, empty_table
 from semdiag_models import InputError
 
 LENGTH, LARGEST = 12, 7

@@ -12,13 +12,13 @@ import torch.nn.functional as F
 
 from semdiag.capturing.loading import load
 from semdiag.mathematics.planes import random_plane
-from semdiag.measurement.landscape import LandscapeOptions, landscape
+from semdiag.measurement.landscape import LandscapePlan, landscape
 from semdiag.measurement.landscape_facts import landscape_facts, working_distance
 from semdiag.measurement.measure import measure
 from semdiag.measurement.movable_encoder import MovableEncoder
 from semdiag_models import Encoder, InputError
 
-FEW = LandscapeOptions(grid=5, radius=0.5)
+FEW = LandscapePlan(grid=5, radius=0.5)
 
 
 @pytest.fixture
@@ -63,7 +63,7 @@ def test_every_cell_is_the_loss_of_that_very_model(tiny_models, inputs, kind):
 
 
 def test_the_checkpoint_is_a_cell(tiny_models, inputs):
-    table = landscape(tiny_models[0], *inputs, options=LandscapeOptions(grid=3, planes=2))
+    table = landscape(tiny_models[0], *inputs, options=LandscapePlan(grid=3, planes=2))
     assert table.groupby("plane").size().tolist() == [10, 10]
     for _, rows in table.groupby("plane"):
         here = rows[(rows["x"] == 0) & (rows["y"] == 0)]
@@ -114,7 +114,7 @@ def test_snapshots_that_do_not_fit_are_refused(tiny_models, inputs, tiny_config)
 @pytest.mark.parametrize("kind", [0, 1], ids=["full", "topk"])
 def test_dispersion_on_a_plane_is_what_measure_measures(tiny_models, inputs, kind):
     model = tiny_models[kind]
-    options = LandscapeOptions(grid=3, metrics=("dispersion",))
+    options = LandscapePlan(grid=3, metrics=("dispersion",))
     table = landscape(model, inputs[0], options=options, dtype=torch.float64)
     here = table[table["place"] == "checkpoint"].iloc[0]
     found = measure(model, inputs[0], dtype=torch.float64)
@@ -139,7 +139,7 @@ def test_the_model_and_the_world_stay_as_they_were(tiny_models, inputs, stop):
         if stop is not None and len(points) == 7:
             raise stop
 
-    options = LandscapeOptions(grid=3, metrics=("loss", "dispersion"))
+    options = LandscapePlan(grid=3, metrics=("loss", "dispersion"))
     if stop is None:
         landscape(model, *inputs, options=options, after_point=after_point)
         assert sum(points) == options.points
@@ -164,14 +164,14 @@ def test_the_model_and_the_world_stay_as_they_were(tiny_models, inputs, stop):
 )
 def test_wrong_options_are_refused(values, message):
     with pytest.raises(InputError, match=message):
-        LandscapeOptions(**values)
+        LandscapePlan(**values)
 
 
 def test_the_loss_needs_labels(tiny_models, inputs):
     with pytest.raises(InputError, match="brings no labels"):
         landscape(tiny_models[0], inputs[0], options=FEW)
     with pytest.raises(InputError, match="number of samples is 0"):
-        landscape(tiny_models[0], inputs[0][:0], options=LandscapeOptions(metrics=("dispersion",)))
+        landscape(tiny_models[0], inputs[0][:0], options=LandscapePlan(metrics=("dispersion",)))
 
 
 def test_working_distance_by_hand():

@@ -13,18 +13,19 @@ import torch.nn.functional as F
 from semdiag.measurement.block_jacobians import block_jacobians, plain_attention
 from semdiag.measurement.finding import Verdict
 from semdiag.measurement.input_traces import trace_inputs
-from semdiag.measurement.lipschitz import LipschitzOptions, end_points, lipschitz
+from semdiag.measurement.lipschitz import LipschitzPlan, end_points, lipschitz
 from semdiag.measurement.lipschitz_verdicts import END_POINTS, SECANTS, estimate_findings, ordering_findings
 from semdiag.measurement.loss_gradients import ball_gradients, gradient_norms
 from semdiag.measurement.loss_secants import GROUPS, LINES, line_secants, plane_secants
-from semdiag.measurement.measurements import Measurements, empty_table
+from semdiag.measurement.measurements import Measurements
 from semdiag.measurement.movable_encoder import MovableEncoder
 from semdiag.measurement.network_constants import network_forms
 from semdiag.measurement.pairing import Pair
 from semdiag.measurement.secant_percentiles import secant_percentiles, secant_ratios
+from semdiag.measurement.tables import empty_table
 from semdiag_models import Encoder, InputError
 
-FEW = LipschitzOptions(samples=10, planes=2, directions=3, draws=10, radius=0.5)
+FEW = LipschitzPlan(samples=10, planes=2, directions=3, draws=10, radius=0.5)
 
 
 @pytest.fixture
@@ -170,7 +171,7 @@ def found_on(models, inputs, options=FEW, seed=0):
 
 
 def test_every_estimate_of_both_models_is_below_its_sound_bound(tiny_models, inputs):
-    found = found_on(tiny_models, inputs, LipschitzOptions(10, 2, 3, 15, 1.0))
+    found = found_on(tiny_models, inputs, LipschitzPlan(10, 2, 3, 15, 1.0))
     tops = found.loss_gradients.groupby(["model", "group"])["slope"].max()
     points = found.end_points.assign(accepted=True)  # 3 blocks are too few: as if the steepest draw were the end
     points["estimate"] = points["low"] = [tops[row.model, row.group] for row in points.itertuples()]
@@ -251,7 +252,7 @@ def test_an_interruption_leaves_the_model_as_it_was(tiny_models, inputs, step):
 )
 def test_wrong_options_are_refused(values, message):
     with pytest.raises(InputError, match=message):
-        LipschitzOptions(**values)
+        LipschitzPlan(**values)
 
 
 def test_a_broken_model_is_refused(tiny_config, inputs):

@@ -10,7 +10,7 @@ from semdiag.capturing.attention_calls import AttentionCall, watch_attention
 from semdiag.measurement import mask_rows
 from semdiag.measurement.mask_rows import Workspace, row_changes, selection_of
 from semdiag.measurement.mask_stability import NoisePlan, mask_stability
-from semdiag.measurement.measurements import OPTIONAL_TABLES
+from semdiag.measurement.tables import OPTIONAL_TABLES
 from semdiag_models import InputError
 
 SAMPLES, LENGTH, K = 7, 12, 3

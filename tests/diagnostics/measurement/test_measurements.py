@@ -8,11 +8,12 @@ import pandas as pd
 import pytest
 
 from semdiag.measurement.k_sweep import SweepPlan
-from semdiag.measurement.landscape import LandscapeOptions
-from semdiag.measurement.lipschitz import LipschitzOptions
+from semdiag.measurement.landscape import LandscapePlan
+from semdiag.measurement.lipschitz import LipschitzPlan
 from semdiag.measurement.mask_stability import NoisePlan
-from semdiag.measurement.measurements import OPTIONAL_TABLES, TABLES, Measurements, empty_table
+from semdiag.measurement.measurements import Measurements
 from semdiag.measurement.survey import Conditions, survey
+from semdiag.measurement.tables import OPTIONAL_TABLES, TABLES, empty_table
 from semdiag_models import InputError
 
 
@@ -167,8 +168,8 @@ def with_theory(tiny_runs):
         bounds=True,
         masks=NoisePlan(draws=1),
         sweep=SweepPlan(),
-        landscape=LandscapeOptions(grid=3),
-        lipschitz=LipschitzOptions(5, 2, 2, 5),
+        landscape=LandscapePlan(grid=3),
+        lipschitz=LipschitzPlan(5, 2, 2, 5),
     )
     return survey([tiny_runs.full, tiny_runs.topk], conditions)
 

@@ -8,9 +8,9 @@ import torch
 
 from semdiag.capturing.attention_calls import watch_attention
 from semdiag.measurement import perturbation
-from semdiag.measurement.measurements import OPTIONAL_TABLES
 from semdiag.measurement.perturbation import measure_secants, noisy_second_half
 from semdiag.measurement.softmax_bounds import with_bounds
+from semdiag.measurement.tables import OPTIONAL_TABLES
 from semdiag_models import InputError
 
 

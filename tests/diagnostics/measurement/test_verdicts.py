@@ -12,9 +12,9 @@ from semdiag.measurement.bound_verdicts import parameter_findings
 from semdiag.measurement.consequences import consequence_findings, epochs_to
 from semdiag.measurement.corollary_verdicts import corollary_findings, percentile_table
 from semdiag.measurement.finding import Finding, Verdict, agreed, of_rows
-from semdiag.measurement.measurements import OPTIONAL_TABLES
 from semdiag.measurement.pairing import compared_pairs, differences, find_pairs, pairs_against
 from semdiag.measurement.stability_verdicts import stability_findings
+from semdiag.measurement.tables import OPTIONAL_TABLES
 
 TOPK = {"attention": "topk", "k": 2}
 

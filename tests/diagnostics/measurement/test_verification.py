@@ -11,8 +11,8 @@ from semdiag.measurement.drift import drift, read_baseline, tracked_numbers
 from semdiag.measurement.gate import dispersion_gate
 from semdiag.measurement.invariants import invariants
 from semdiag.measurement.layer_gate import LayerGate, layer_gate
-from semdiag.measurement.measurements import empty_table
 from semdiag.measurement.survey import Conditions, survey
+from semdiag.measurement.tables import empty_table
 from semdiag_models import InputError
 
 

@@ -7,8 +7,9 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from semdiag.measurement.measurements import Measurements, empty_table
+from semdiag.measurement.measurements import Measurements
 from semdiag.measurement.resampling import ratio_interval
+from semdiag.measurement.tables import empty_table
 from semdiag.presentation import report  # noqa: F401  # so that the modules below are loaded
 
 SAMPLES, LENGTH, LAYERS = 6, 8, 2

@@ -8,7 +8,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from semdiag.measurement.measurements import Measurements, empty_table
+from semdiag.measurement.measurements import Measurements
+from semdiag.measurement.tables import empty_table
 from semdiag.presentation.convergence_words import convergence_sentences, interval_words, speed_words
 from semdiag.presentation.figures import FIGURES
 

@@ -9,8 +9,9 @@ import pytest
 
 from semdiag.mathematics.softmax_stability import fixed_mask_stability
 from semdiag.measurement.corollary_verdicts import corollary_findings
-from semdiag.measurement.measurements import Measurements, empty_table
+from semdiag.measurement.measurements import Measurements
 from semdiag.measurement.pairing import find_pairs
+from semdiag.measurement.tables import empty_table
 from semdiag.presentation.figures import FIGURES
 from semdiag.presentation.panels import NothingToDrawError
 from semdiag.presentation.published import published_table

@@ -5,8 +5,8 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from semdiag.measurement.k_sweep_summaries import MASS, condition_table, recommendation
 from semdiag.measurement.measurements import Measurements
-from semdiag.measurement.sweep_summaries import MASS, condition_table, recommendation
 from semdiag.presentation.mask_panels import shades
 from semdiag.presentation.panels import NothingToDrawError, panels_of
 from semdiag.presentation.style import (
