@@ -19,7 +19,7 @@ from semdiag.capturing.attention_calls import AttentionCall, watch_attention
 
 BLOCKS, HEADS, WIDTH = 12, 12, 768
 
-# What is done with each call. Statistics are added here.
+# What is done with each call; for statistics see row_statistics.py.
 CONSUMERS: dict[str, Callable[[AttentionCall], object]] = {
     "capture alone": lambda call: None,
 }
