@@ -58,7 +58,7 @@ def draw_planes(cells: list[PlaneCells], quantities: dict[str, tuple[str, str]],
         The figure.
     """
     figure, axes = panel_grid(len(cells) * len(quantities), height=3.2, columns=len(quantities), sharey=False)
-    figure.set_layout_engine("constrained", h_pad=0.1)  # inches; square cells let titles and labels of two rows meet
+    figure.set_layout_engine("constrained", h_pad=0.1)  # inches; square cells let two rows meet
     scales = {name: common_scale(cells, name) for name in quantities}
     places = [(plane, name) for plane in cells for name in quantities]
     for ax, (plane, name) in zip(axes, places, strict=True):
