@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from semdiag_models.configuration import ModelConfig, TrainingConfig
 from semdiag_models.encoder import Encoder
 from semdiag_models.errors import InputError
+from semdiag_models.model_config import ModelConfig
 from semdiag_models.optimization import OptimizerState
+from semdiag_models.training_config import TrainingConfig
 
 FORMAT = "semdiag/1"
 

@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from semdiag_models.configuration import LOCAL, ModelConfig
 from semdiag_models.dense_attention import dense_attention
 from semdiag_models.dropout import add_dropout, dropout
+from semdiag_models.model_config import LOCAL, ModelConfig
 from semdiag_models.selected_attention import selected_attention
 from semdiag_models.selection import random_priorities, select_keys
 

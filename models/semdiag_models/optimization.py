@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from semdiag_models.configuration import TrainingConfig
 from semdiag_models.errors import InputError
+from semdiag_models.training_config import TrainingConfig
 
 OptimizerState = dict[str, dict[str, Tensor]]  # by parameter, then by quantity; empty for plain SGD
 

@@ -4,8 +4,9 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from semdiag_models.configuration import ListOpsTrees, ModelConfig, TrainingConfig
+from semdiag_models.model_config import ModelConfig
 from semdiag_models.tasks import Classification, Text
+from semdiag_models.training_config import ListOpsTrees, TrainingConfig
 
 ADAM_RATE = 0.001  # the recipes' learning rates were made for plain SGD
 _FROM_THE_TASK = ("vocabulary_size", "classes", "task", "text", "listops")

@@ -14,12 +14,13 @@ from typing import Any
 import torch
 
 from semdiag_models.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
-from semdiag_models.configuration import ModelConfig, TrainingConfig
 from semdiag_models.errors import InputError
+from semdiag_models.model_config import ModelConfig
 from semdiag_models.optimization import optimizer_state, restore_optimizer_state
 from semdiag_models.random_state import random_state, restore_random_state
 from semdiag_models.run_lock import RunLock
 from semdiag_models.training import HISTORY_COLUMNS, Progress, Trainer
+from semdiag_models.training_config import TrainingConfig
 
 
 def run_name(model: ModelConfig, training: TrainingConfig) -> str:

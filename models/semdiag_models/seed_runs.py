@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 
-from semdiag_models.configuration import ModelConfig, TrainingConfig
 from semdiag_models.errors import InputError
+from semdiag_models.model_config import ModelConfig
 from semdiag_models.random_state import RandomState, random_state, restore_random_state
 from semdiag_models.run_folder import open_run, run_name, start_run
 from semdiag_models.stacking import train_together
 from semdiag_models.training import Progress, Trainer
+from semdiag_models.training_config import TrainingConfig
 
 
 @dataclass

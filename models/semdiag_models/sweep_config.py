@@ -8,9 +8,10 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from semdiag_models.configuration import ATTENTIONS, ListOpsTrees, ModelConfig, TrainingConfig
 from semdiag_models.errors import InputError, unknown_name
+from semdiag_models.model_config import ATTENTIONS, ModelConfig
 from semdiag_models.tasks import Text, find_task
+from semdiag_models.training_config import ListOpsTrees, TrainingConfig
 
 _RECORDS: tuple[Any, ...] = (ModelConfig, TrainingConfig, ListOpsTrees)
 _TEXT_KEYS = {"text": str, "holdout_text": str, "tokenizer": str, "vocabulary": int}

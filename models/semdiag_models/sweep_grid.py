@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 
-from semdiag_models.configuration import ListOpsTrees, ModelConfig, TrainingConfig
 from semdiag_models.errors import InputError
+from semdiag_models.model_config import ModelConfig
 from semdiag_models.recipe import configure
 from semdiag_models.run_folder import run_name
 from semdiag_models.sweep_config import Settings, SweepFile, places, read_sweep_file
 from semdiag_models.tasks import Classification, ListOps, Text, find_task, open_text, task_of
+from semdiag_models.training_config import ListOpsTrees, TrainingConfig
 
 CONTINUABLE = ("epochs", "until", "snapshots")  # may differ from what a run was begun with
 _TREES = tuple(field.name for field in fields(ListOpsTrees))

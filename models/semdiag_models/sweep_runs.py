@@ -9,12 +9,12 @@ from typing import Any
 import torch
 
 from semdiag_models.checkpoint import Checkpoint, read_checkpoint
-from semdiag_models.configuration import TrainingConfig
 from semdiag_models.device import find_device
 from semdiag_models.errors import InputError
 from semdiag_models.run_folder import open_run, train_run
 from semdiag_models.sweep_grid import SweepRun, identity
 from semdiag_models.training import DivergedError, Trainer
+from semdiag_models.training_config import TrainingConfig
 
 STATUSES = {
     "done": "at its last epoch, or at the accuracy to stop at",

@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from semdiag_models.configuration import ModelConfig, TrainingConfig
 from semdiag_models.encoder import Encoder
 from semdiag_models.errors import InputError
+from semdiag_models.model_config import ModelConfig
 from semdiag_models.optimization import (
     check_precision,
     compile_steps,
@@ -23,6 +23,7 @@ from semdiag_models.optimization import (
 )
 from semdiag_models.run_lock import RunLock
 from semdiag_models.tasks import task_of
+from semdiag_models.training_config import TrainingConfig
 
 HISTORY_COLUMNS = (
     "epoch",

@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from semdiag_models.configuration import ModelConfig, TrainingConfig
+from semdiag_models.model_config import ModelConfig
+from semdiag_models.training_config import TrainingConfig
 
 
 @pytest.fixture(autouse=True)

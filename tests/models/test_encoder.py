@@ -4,9 +4,9 @@ import pytest
 import torch
 from scipy.stats import kstest
 
-from semdiag_models.configuration import ACTIVATIONS, ModelConfig
 from semdiag_models.dropout import dropped_positions
 from semdiag_models.encoder import AttentionCore, Encoder
+from semdiag_models.model_config import ACTIVATIONS, ModelConfig
 
 KINDS = [("full", None), ("banded", 3), ("block", 4), ("topk", 3)]
 PAD = 4

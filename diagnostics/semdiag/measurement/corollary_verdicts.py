@@ -22,7 +22,7 @@ from semdiag.measurement.input_traces import FIXED_MASKS, HEAVY_HITTERS, rows_of
 from semdiag.measurement.measurements import Measurements
 from semdiag.measurement.pairing import Pair, differences
 from semdiag.measurement.percentiles import PAPER_PERCENTILES
-from semdiag_models.configuration import LOCAL
+from semdiag_models.model_config import LOCAL
 
 HEURISTIC = "percentiles of different queries are combined, as the paper does: a heuristic"
 CLAIM = "the mask has the better guarantee in {}"

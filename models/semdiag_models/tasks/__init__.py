@@ -1,6 +1,5 @@
 """The tasks, by name."""
 
-from semdiag_models.configuration import TrainingConfig
 from semdiag_models.errors import InputError, unknown_name
 from semdiag_models.tasks.cycle_navigation import CycleNavigation
 from semdiag_models.tasks.even_pairs import EvenPairs
@@ -12,6 +11,7 @@ from semdiag_models.tasks.solve_equation import SolveEquation
 from semdiag_models.tasks.stack_manipulation import StackManipulation
 from semdiag_models.tasks.task import Classification, Recipe, Task
 from semdiag_models.tasks.text import Text, open_text, perplexity
+from semdiag_models.training_config import TrainingConfig
 
 __all__ = [
     "TASKS",

@@ -9,11 +9,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from semdiag_models.configuration import TextSource
 from semdiag_models.errors import InputError
 from semdiag_models.tasks.pieces import Pieces, encode, train_tokenizer
 from semdiag_models.tasks.task import Recipe, Samples
 from semdiag_models.tasks.text_lines import read_lines, split_lines
+from semdiag_models.training_config import TextSource
 
 
 class Text:

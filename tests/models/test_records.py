@@ -4,8 +4,9 @@ from dataclasses import FrozenInstanceError
 import pytest
 import torch
 
-from semdiag_models.configuration import ACTIVATIONS, ATTENTIONS, ModelConfig, TrainingConfig
 from semdiag_models.errors import InputError
+from semdiag_models.model_config import ACTIVATIONS, ATTENTIONS, ModelConfig
+from semdiag_models.training_config import TrainingConfig
 
 MODEL = {"vocabulary_size": 3, "classes": 2, "length": 40}
 TRAINING = {"task": "parity", "length": 40, "epochs": 10}
