@@ -1,7 +1,7 @@
 """Batches of any model: tensors, dictionaries of tensors, or tuples of arguments."""
 
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -124,12 +124,17 @@ def repeated(batch: Batch, times: int) -> Batch:
         own = isinstance(value, Tensor) and value.ndim and len(value) == size
         return torch.cat([value] * times) if own else value
 
+    return _each(batch, again)
+
+
+def _each(batch: Batch, change: Callable[[Any], Any]) -> Batch:
+    """A batch of the same kind, with every value changed."""
     if isinstance(batch, Tensor):
-        found: Batch = again(batch)
+        found: Batch = change(batch)
     elif isinstance(batch, Mapping):
-        found = {name: again(value) for name, value in batch.items()}
+        found = {name: change(value) for name, value in batch.items()}
     else:
-        found = tuple(again(value) for value in batch)
+        found = tuple(change(value) for value in batch)
     return found
 
 
@@ -158,13 +163,7 @@ def moved(batch: Batch, device: torch.device | str, dtype: torch.dtype | None = 
             return value
         return value.to(device, dtype if value.is_floating_point() else None)
 
-    if isinstance(batch, Tensor):
-        found: Batch = one(batch)
-    elif isinstance(batch, Mapping):
-        found = {name: one(value) for name, value in batch.items()}
-    else:
-        found = tuple(one(value) for value in batch)
-    return found
+    return _each(batch, one)
 
 
 def real_tokens(model: nn.Module, batch: Batch) -> dict[str, Tensor]:

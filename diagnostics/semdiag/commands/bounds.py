@@ -1,6 +1,5 @@
 """``semdiag bounds``."""
 
-import json
 from pathlib import Path
 from typing import Annotated
 
@@ -45,7 +44,6 @@ def bounds(
     from semdiag.commands import measuring, theory_printing
     from semdiag.measurement.survey import Conditions
     from semdiag.measurement.theory_summaries import bounds_summary
-    from semdiag.presentation.report import write_report
 
     conditions = Conditions(
         inputs=inputs,
@@ -66,15 +64,10 @@ def bounds(
         paths = _with_reference(models, against)
         found = measuring.measured(paths, conditions, quiet)
         found.provenance["against"] = str(paths[-1])
-    summary = bounds_summary(found)
-    if not quiet:
-        theory_printing.print_bounds(summary)
-    folder = out if out is not None else measuring.report_name("bounds", found)
-    page = write_report(found, folder, measuring.command_line(), formats, sections=("bounds",))
-    if as_json:
-        typer.echo(json.dumps(summary, allow_nan=False))
-    if not quiet:
-        typer.echo(f"Figures and tables: {page}", err=True)
+    measuring.deliver(
+        "bounds", found, bounds_summary(found), theory_printing.print_bounds,
+        out=out, formats=formats, as_json=as_json, quiet=quiet,
+    )  # fmt: skip
 
 
 def _with_reference(models: list[Path] | None, against: Path) -> list[Path]:

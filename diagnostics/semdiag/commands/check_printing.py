@@ -1,8 +1,8 @@
 """Tables of ``semdiag check`` on stderr."""
 
-from rich.console import Console
 from rich.table import Table
 
+from semdiag.commands.console import wide_console
 from semdiag.measurement.gate import GATED, SHOWN, GateResult
 from semdiag.measurement.layer_gate import LayerGate
 from semdiag.measurement.verification import Verification
@@ -14,9 +14,7 @@ def print_check(result: Verification) -> None:
     Args:
         result: of the check.
     """
-    console = Console(stderr=True, markup=False, highlight=False)
-    if not console.is_terminal:
-        console.width = max(console.width, 120)  # a log has room; a number cut short would be a wrong one
+    console = wide_console()
     for pair, gate in zip(result.pairs, result.layers, strict=True):
         console.print(_pair(pair))
         console.print(_layers(gate))

@@ -1,6 +1,5 @@
 """``semdiag convergence``."""
 
-import json
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -61,7 +60,6 @@ def convergence(
     from semdiag.measurement.convergence_summaries import convergence_summary
     from semdiag.measurement.convergence_survey import ConvergencePlan, convergence_survey
     from semdiag.measurement.survey import Conditions
-    from semdiag.presentation.report import write_report
 
     conditions = Conditions(
         inputs=inputs, samples=samples, batch_size=batch_size, device=device, dtype=dtype, seed=seed
@@ -69,12 +67,8 @@ def convergence(
     plan = ConvergencePlan(target, along, measuring.whole_numbers(lengths, "--lengths"))
     formats = measuring.figure_formats(figures)
     found = measuring.measured(runs, conditions, quiet, run=partial(convergence_survey, plan=plan))
-    if not quiet:
-        convergence_printing.print_convergence(found)
-    folder = out if out is not None else measuring.report_name("convergence", found)
-    sections = ["convergence", *["along"] * along, *["lengths"] * bool(plan.lengths)]
-    page = write_report(found, folder, measuring.command_line(), formats, sections=sections)
-    if as_json:
-        typer.echo(json.dumps(convergence_summary(found), allow_nan=False))
-    if not quiet:
-        typer.echo(f"Figures and tables: {page}", err=True)
+    measuring.deliver(
+        "convergence", found, convergence_summary(found), lambda _: convergence_printing.print_convergence(found),
+        out=out, formats=formats, as_json=as_json, quiet=quiet,
+        sections=["convergence", *["along"] * along, *["lengths"] * bool(plan.lengths)],
+    )  # fmt: skip

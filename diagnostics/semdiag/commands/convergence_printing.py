@@ -4,9 +4,9 @@ import math
 
 import pandas as pd
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
 
+from semdiag.commands.console import wide_console
 from semdiag.measurement.convergence import arrivals, over_seeds
 from semdiag.measurement.measurements import Measurements
 from semdiag.measurement.speed_and_dispersion import speed_dispersion_table
@@ -26,9 +26,7 @@ def print_convergence(measurements: Measurements) -> None:
     Args:
         measurements: with runs.
     """
-    console = Console(stderr=True, markup=False, highlight=False)
-    if not console.is_terminal:
-        console.width = max(console.width, 150)  # a log has room; a number cut short would be a wrong one
+    console = wide_console()
     found, pairs = arrivals(measurements), speed_dispersion_table(measurements)
     console.print(_runs(measurements, found, pairs))
     if len(pairs) and (over := over_seeds(found, pairs))["seeds"].max() > 1:

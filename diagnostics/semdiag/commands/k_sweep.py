@@ -1,6 +1,5 @@
 """``semdiag k-sweep``."""
 
-import json
 from typing import Annotated
 
 import typer
@@ -49,7 +48,6 @@ def k_sweep(
     from semdiag.measurement.k_sweep import SweepPlan
     from semdiag.measurement.k_sweep_summaries import sweep_summary
     from semdiag.measurement.survey import Conditions
-    from semdiag.presentation.report import write_report
 
     conditions = Conditions(
         inputs=inputs,
@@ -63,12 +61,7 @@ def k_sweep(
     )
     formats = measuring.figure_formats(figures)
     found = measuring.measured(models, conditions, quiet)
-    summary = sweep_summary(found)
-    if not quiet:
-        k_sweep_printing.print_sweep(summary)
-    folder = out if out is not None else measuring.report_name("k-sweep", found)
-    page = write_report(found, folder, measuring.command_line(), formats, sections=("k-sweep",))
-    if as_json:
-        typer.echo(json.dumps(summary, allow_nan=False))
-    if not quiet:
-        typer.echo(f"Figures and tables: {page}", err=True)
+    measuring.deliver(
+        "k-sweep", found, sweep_summary(found), k_sweep_printing.print_sweep,
+        out=out, formats=formats, as_json=as_json, quiet=quiet,
+    )  # fmt: skip

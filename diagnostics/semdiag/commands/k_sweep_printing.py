@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from semdiag.commands.theory_printing import number, number_table, wide_console
+from semdiag.commands.console import number, number_table, wide_console
 from semdiag.commands.titles import title
 
 Summary = dict[str, Any]

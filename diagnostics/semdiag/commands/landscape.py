@@ -1,6 +1,5 @@
 """``semdiag landscape``."""
 
-import json
 from typing import Annotated
 
 import typer
@@ -63,7 +62,6 @@ def landscape(
     from semdiag.measurement.landscape import LandscapePlan
     from semdiag.measurement.probe_summaries import landscape_summary
     from semdiag.measurement.survey import Conditions
-    from semdiag.presentation.report import write_report
 
     conditions = Conditions(
         inputs=inputs,
@@ -84,12 +82,7 @@ def landscape(
     )
     formats = measuring.figure_formats(figures)
     found = measuring.measured(models, conditions, quiet)
-    summary = landscape_summary(found)
-    if not quiet:
-        probe_printing.print_landscape(summary)
-    folder = out if out is not None else measuring.report_name("landscape", found)
-    page = write_report(found, folder, measuring.command_line(), formats, sections=("landscape",))
-    if as_json:
-        typer.echo(json.dumps(summary, allow_nan=False))
-    if not quiet:
-        typer.echo(f"Figures and tables: {page}", err=True)
+    measuring.deliver(
+        "landscape", found, landscape_summary(found), probe_printing.print_landscape,
+        out=out, formats=formats, as_json=as_json, quiet=quiet,
+    )  # fmt: skip

@@ -1,6 +1,5 @@
 """``semdiag lipschitz``."""
 
-import json
 from typing import Annotated
 
 import typer
@@ -50,7 +49,6 @@ def lipschitz(
     from semdiag.measurement.lipschitz import LipschitzPlan
     from semdiag.measurement.probe_summaries import lipschitz_summary
     from semdiag.measurement.survey import Conditions
-    from semdiag.presentation.report import write_report
 
     conditions = Conditions(
         inputs=inputs,
@@ -65,12 +63,7 @@ def lipschitz(
     )
     formats = measuring.figure_formats(figures)
     found = measuring.measured(models, conditions, quiet)
-    summary = lipschitz_summary(found)
-    if not quiet:
-        probe_printing.print_lipschitz(summary)
-    folder = out if out is not None else measuring.report_name("lipschitz", found)
-    page = write_report(found, folder, measuring.command_line(), formats, sections=("lipschitz",))
-    if as_json:
-        typer.echo(json.dumps(summary, allow_nan=False))
-    if not quiet:
-        typer.echo(f"Figures and tables: {page}", err=True)
+    measuring.deliver(
+        "lipschitz", found, lipschitz_summary(found), probe_printing.print_lipschitz,
+        out=out, formats=formats, as_json=as_json, quiet=quiet,
+    )  # fmt: skip

@@ -1,6 +1,5 @@
 """``semdiag mask-stability``."""
 
-import json
 from typing import Annotated
 
 import typer
@@ -63,7 +62,6 @@ def mask_stability(
     from semdiag.measurement.mask_stability import NoisePlan
     from semdiag.measurement.mask_summaries import mask_summary
     from semdiag.measurement.survey import Conditions
-    from semdiag.presentation.report import write_report
 
     levels = measuring.positive_numbers(noise, "--noise")
     conditions = Conditions(
@@ -79,12 +77,7 @@ def mask_stability(
     )
     formats = measuring.figure_formats(figures)
     found = measuring.measured(models, conditions, quiet)
-    summary = mask_summary(found)
-    if not quiet:
-        mask_printing.print_masks(summary)
-    folder = out if out is not None else measuring.report_name("mask-stability", found)
-    page = write_report(found, folder, measuring.command_line(), formats, sections=("mask-stability",))
-    if as_json:
-        typer.echo(json.dumps(summary, allow_nan=False))
-    if not quiet:
-        typer.echo(f"Figures and tables: {page}", err=True)
+    measuring.deliver(
+        "mask-stability", found, mask_summary(found), mask_printing.print_masks,
+        out=out, formats=formats, as_json=as_json, quiet=quiet,
+    )  # fmt: skip

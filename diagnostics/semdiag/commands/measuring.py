@@ -188,3 +188,42 @@ def write_per_query(path: Path, measurements: "Measurements") -> None:
     finally:
         for file in temporary.values():
             file.unlink(missing_ok=True)
+
+
+def deliver(
+    command: str,
+    measurements: "Measurements",
+    summary: dict[str, Any],
+    show: Callable[[dict[str, Any]], None],
+    *,
+    out: Path | None,
+    formats: Sequence[str],
+    as_json: bool,
+    quiet: bool,
+    sections: Sequence[str] | None = None,
+) -> None:
+    """Give out what a command measured: tables on stderr, a page with figures, one JSON object on stdout.
+
+    Args:
+        command: its name.
+        measurements: what it measured.
+        summary: what goes to stdout, if asked for.
+        show: prints the summary as tables.
+        out: folder of the page; None: the default one.
+        formats: of figures.
+        as_json: whether the summary goes to stdout.
+        quiet: whether nothing goes to stderr.
+        sections: of the page; None: the one named like the command.
+    """
+    import typer
+
+    from semdiag.presentation.report import write_report
+
+    if not quiet:
+        show(summary)
+    folder = out if out is not None else report_name(command, measurements)
+    page = write_report(measurements, folder, command_line(), formats, sections=sections or (command,))
+    if as_json:
+        typer.echo(json.dumps(summary, allow_nan=False))
+    if not quiet:
+        typer.echo(f"Figures and tables: {page}", err=True)

@@ -1,10 +1,8 @@
 """What the commands that measure one quantity have in common."""
 
-import json
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
-
-import typer
 
 from semdiag.commands import options
 from semdiag.commands.titles import title
@@ -46,7 +44,6 @@ def metric_command(metric: str, description: str) -> Callable[..., None]:
         from semdiag.commands import measuring
         from semdiag.measurement.summaries import SUMMARIES
         from semdiag.measurement.survey import Conditions
-        from semdiag.presentation.report import write_report
 
         conditions = Conditions(
             inputs=inputs,
@@ -62,16 +59,12 @@ def metric_command(metric: str, description: str) -> Callable[..., None]:
         formats = measuring.figure_formats(figures)
         measuring.check_per_query(per_query)
         found = measuring.measured(models, conditions, quiet)
-        summary = SUMMARIES[metric](found)
-        folder = out if out is not None else measuring.report_name(metric, found)
-        page = write_report(found, folder, measuring.command_line(), formats, sections=_sections(metric, found))
         if per_query is not None:
             measuring.write_per_query(per_query, found)
-        if as_json:
-            typer.echo(json.dumps(summary, allow_nan=False))
-        if not quiet:
-            _print(metric, summary)
-            typer.echo(f"Figures and tables: {page}", err=True)
+        measuring.deliver(
+            metric, found, SUMMARIES[metric](found), partial(_print, metric),
+            out=out, formats=formats, as_json=as_json, quiet=quiet, sections=_sections(metric, found),
+        )  # fmt: skip
 
     command.__doc__ = description
     return command
@@ -79,12 +72,11 @@ def metric_command(metric: str, description: str) -> Callable[..., None]:
 
 def _print(metric: str, summary: dict[str, Any]) -> None:
     from rich.box import SIMPLE_HEAD
-    from rich.console import Console
     from rich.table import Table
 
-    console = Console(stderr=True, markup=False)
-    if not console.is_terminal:
-        console.width = max(console.width, 120)  # a log has room; a number cut short would be a wrong one
+    from semdiag.commands.console import wide_console
+
+    console = wide_console()
     for result in summary["results"]:
         for part in ("separation", "load") if metric == "separation" else ("dispersion",):
             table = Table(

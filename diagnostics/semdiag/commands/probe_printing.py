@@ -2,9 +2,7 @@
 
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.table import Table
+from semdiag.commands.console import number, number_table, wide_console
 
 Summary = dict[str, Any]
 
@@ -15,18 +13,18 @@ def print_landscape(summary: Summary) -> None:
     Args:
         summary: schema ``semdiag.landscape/1``.
     """
-    console = _console()
+    console = wide_console()
     for result in summary["results"]:
         console.print(f"\n{result['model']}  {result['task']} {result['attention']}: landscape")
         planes = [plane for plane in result["planes"] if "checkpoint_loss" in plane]
         if planes:
             heads = ["plane", "cells", "loss here", "lowest", "highest", "accuracy here", "≥ 95 % up to (‖θ‖)"]
-            table = _table(heads)
+            table = number_table(heads, names=1)
             for plane in planes:
                 numbers = (plane[name] for name in ("checkpoint_loss", "lowest_loss", "highest_loss"))
-                accuracy = _number(plane["checkpoint_accuracy"]), _number(plane["working_distance"])
+                accuracy = number(plane["checkpoint_accuracy"]), number(plane["working_distance"])
                 cells = [f"{plane['plane']} {plane['kind']}", str(plane["cells"])]
-                table.add_row(*cells, *map(_number, numbers), *accuracy)
+                table.add_row(*cells, *map(number, numbers), *accuracy)
             console.print(table)
         measured = [plane for plane in result["planes"] if "dispersion_p50" in plane]
         for plane in measured:
@@ -40,35 +38,35 @@ def print_lipschitz(summary: Summary) -> None:
     Args:
         summary: schema ``semdiag.lipschitz/1``.
     """
-    console = _console()
+    console = wide_console()
     for result in summary["results"]:
         console.print(
             f"\n{result['model']}  {result['task']} {result['attention']}: Lipschitz estimates of the loss"
         )
-        table = _table(
-            ["tensors", "gradient here", "p50", "largest", "largest secant", "end point", "p", "ln bound"]
-        )
+        heads = ["tensors", "gradient here", "p50", "largest", "largest secant", "end point", "p", "ln bound"]
+        table = number_table(heads, names=1)
         for row in result["groups"]:
             gradient, end = row["gradient"], row["end_point"]
             numbers = (row["at_checkpoint"], gradient["p50"], gradient["p100"], row["largest_secant"])
-            shown = _number(end["estimate"]) if end["accepted"] else "refused"
+            shown = number(end["estimate"]) if end["accepted"] else "refused"
             table.add_row(
-                row["group"], *map(_number, numbers), shown, _number(end["p_value"]), _number(row["ln_sound"])
+                row["group"], *map(number, numbers), shown, number(end["p_value"]), number(row["ln_sound"])
             )
         console.print(table)
         for verdict in result["verdicts"]:
             loud = "ERROR OF SEMDIAG, " if verdict["verdict"] == "violated" else ""
-            said = ", ".join(f"{name} = {_number(value)}" for name, value in verdict["numbers"].items())
+            said = ", ".join(f"{name} = {number(value)}" for name, value in verdict["numbers"].items())
             console.print(
                 f"{loud}{verdict['verdict']}: {verdict['claim']} ({said})", style="red" if loud else None
             )
     for pair in summary["pairs"]:
         console.print(f"\n{pair['label']}: secants of {pair['other']} over those of {pair['reference']}")
-        table = _table(["radius (‖θ‖)", *(f"p{p}" for p in sorted({row["percentile"] for row in pair["ratios"]}))])
+        percentiles = sorted({row["percentile"] for row in pair["ratios"]})
+        table = number_table(["radius (‖θ‖)", *(f"p{p}" for p in percentiles)], names=1)
         for radius in sorted({row["radius"] for row in pair["ratios"]}):
             rows = [row for row in pair["ratios"] if row["radius"] == radius]
-            cells = [f"{_number(r['estimate'])} ({_number(r['low'])}–{_number(r['high'])})" for r in rows]
-            table.add_row(_number(radius), *cells)
+            cells = [f"{number(r['estimate'])} ({number(r['low'])}–{number(r['high'])})" for r in rows]
+            table.add_row(number(radius), *cells)
         console.print(table)
     console.print(summary["scope"])
 
@@ -80,24 +78,3 @@ _PLAIN = str.maketrans({"_": " "})
 def _spread(matrix: list[list[float | None]]) -> str:
     values = [value for row in matrix for value in row if value is not None]
     return f"{min(values):.3g} to {max(values):.3g}" if values else "–"
-
-
-def _console() -> Console:
-    console = Console(stderr=True, markup=False, highlight=False)
-    if not console.is_terminal:
-        console.width = max(console.width, 120)  # a log has room; a number cut short would be a wrong one
-    return console
-
-
-def _table(heads: list[str]) -> Table:
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for place, name in enumerate(heads):
-        table.add_column(name, justify="right" if place else "left")
-    return table
-
-
-def _number(value: float | None) -> str:
-    """A number to three digits; whole numbers, which are mostly counts, with all of theirs."""
-    if value is None:
-        return "–"
-    return f"{value:.0f}" if float(value).is_integer() and abs(value) < 1e9 else f"{value:.3g}"

@@ -1,9 +1,5 @@
 """``semdiag stability``."""
 
-import json
-
-import typer
-
 from semdiag.commands import options
 
 
@@ -34,7 +30,6 @@ def stability(
     from semdiag.commands import measuring, theory_printing
     from semdiag.measurement.survey import Conditions
     from semdiag.measurement.theory_summaries import stability_summary
-    from semdiag.presentation.report import write_report
 
     conditions = Conditions(
         inputs=inputs,
@@ -49,12 +44,7 @@ def stability(
     )
     formats = measuring.figure_formats(figures)
     found = measuring.measured(models, conditions, quiet)
-    summary = stability_summary(found)
-    if not quiet:
-        theory_printing.print_stability(summary)
-    folder = out if out is not None else measuring.report_name("stability", found)
-    page = write_report(found, folder, measuring.command_line(), formats, sections=("stability",))
-    if as_json:
-        typer.echo(json.dumps(summary, allow_nan=False))
-    if not quiet:
-        typer.echo(f"Figures and tables: {page}", err=True)
+    measuring.deliver(
+        "stability", found, stability_summary(found), theory_printing.print_stability,
+        out=out, formats=formats, as_json=as_json, quiet=quiet,
+    )  # fmt: skip

@@ -4,10 +4,10 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from semdiag.commands.console import number, number_table, wide_console
 from semdiag.commands.titles import title
 
 Summary = dict[str, Any]
@@ -129,26 +129,3 @@ def _verdicts(console: Console, verdicts: Iterable[Summary]) -> None:
         where = "" if v["where"] == "all" else f", {v['where']}"
         note = f"; {v['note']}" if v["note"] else ""
         console.print(f"{v['verdict']}: {v['claim']}{form}{where} ({numbers}){note}")
-
-
-def wide_console() -> Console:
-    """Stderr, wide enough for a table where it is not a terminal."""
-    console = Console(stderr=True, markup=False, highlight=False)
-    if not console.is_terminal:
-        console.width = max(console.width, 150)  # a log has room; a number cut short would be a wrong one
-    return console
-
-
-def number_table(columns: Iterable[str]) -> Table:
-    """A table without rows, its cells to be aligned right."""
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for name in columns:
-        table.add_column(name, justify="right")
-    return table
-
-
-def number(value: float | None) -> str:
-    """A number to three digits; whole numbers, which are mostly counts, with all of theirs."""
-    if value is None:
-        return "–"
-    return f"{value:.0f}" if float(value).is_integer() and abs(value) < 1e9 else f"{value:.3g}"

@@ -37,7 +37,6 @@ SELECTIONS: dict[str, Selection | None] = {
     "banded": None,
     "block": None,
     "random": None,
-    "randomk": None,
 }
 
 
