@@ -3,10 +3,9 @@
 import math
 
 import pandas as pd
-from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from semdiag.commands.console import wide_console
+from semdiag.commands.console import number_table, wide_console
 from semdiag.measurement.convergence import arrivals, over_seeds
 from semdiag.measurement.measurements import Measurements
 from semdiag.measurement.speed_and_dispersion import speed_dispersion_table
@@ -41,8 +40,9 @@ def print_convergence(measurements: Measurements) -> None:
 
 
 def _runs(measurements: Measurements, found: pd.DataFrame, pairs: pd.DataFrame) -> Table:
-    table = _table("task", "attention", "seed", f"epochs to {target_words(measurements)}", "speed-up", "δ ratio",
-                   "train", "held-out", "best", "gap")  # fmt: skip
+    heads = ["task", "attention", "seed", f"epochs to {target_words(measurements)}", "speed-up", "δ ratio",
+             "train", "held-out", "best", "gap"]  # fmt: skip
+    table = number_table(heads, names=2)
     speeds = pairs.set_index("model")
     for run in found.to_dict("records"):
         pair = speeds.loc[run["model"]] if run["model"] in speeds.index else None
@@ -60,7 +60,8 @@ def _runs(measurements: Measurements, found: pd.DataFrame, pairs: pd.DataFrame) 
 
 
 def _seeds(over: pd.DataFrame) -> Table:
-    table = _table("task", "attention", "seeds", "arrived", "median epochs", "median speed-up", "interval")
+    heads = ["task", "attention", "seeds", "arrived", "median epochs", "median speed-up", "interval"]
+    table = number_table(heads, names=2)
     for row in over.to_dict("records"):
         median = row["median_epochs"]
         table.add_row(
@@ -78,19 +79,12 @@ def _seeds(over: pd.DataFrame) -> Table:
 def _lengths(measurements: Measurements, found: pd.DataFrame) -> Table:
     rows = measurements.lengths[measurements.lengths["layer"] == -1]
     lengths = sorted(rows["length"].unique())
-    table = _table("accuracy, median δ on length", "attention", "seed", *map(str, lengths))
+    table = number_table(["accuracy, median δ on length", "attention", "seed", *map(str, lengths)], names=2)
     value = rows.set_index(["model", "length", "quantity", "statistic"])["value"]
     for run in found[found["model"].isin(rows["model"])].to_dict("records"):
         own = value[run["model"]]
         cells = [f"{own[n, 'accuracy', 'value']:.1%} δ {own[n, 'dispersion', 'p50']:.3g}" for n in lengths]
         table.add_row(run["group"], run["attention"], str(run["seed"]), *cells)
-    return table
-
-
-def _table(*columns: str) -> Table:
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for place, name in enumerate(columns):
-        table.add_column(name, justify="left" if place < 2 else "right")
     return table
 
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import pandas as pd
 
-from semdiag.measurement.convergence import epochs_to
+from semdiag.measurement.convergence import arrivals, epochs_to
 from semdiag.measurement.measurements import Measurements
 from semdiag.presentation.panels import RUN, Panel, Series, panels_of
 
@@ -53,4 +53,21 @@ def training_runs(measurements: Measurements) -> list[tuple[Panel, list[Run]]]:
     return [
         (panel, [Run(s, histories[s.model], epochs_to(histories[s.model])) for s in panel.series])
         for panel in panels_of(once, RUN)
+    ]
+
+
+def runs_by_setting(measurements: Measurements, models: pd.Series) -> list[tuple[str, pd.DataFrame]]:
+    """Group the arrivals of runs by setting and seed.
+
+    Args:
+        measurements: with runs.
+        models: paths of those that count.
+
+    Returns:
+        A title and the runs of each group; nothing if no run counts.
+    """
+    found = arrivals(measurements)
+    found = found[found["model"].isin(models)]
+    return [
+        (f"{group}, seed {seed}", runs) for (group, seed), runs in found.groupby(["group", "seed"], sort=False)
     ]

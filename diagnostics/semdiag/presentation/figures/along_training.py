@@ -6,8 +6,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from semdiag.measurement.along_training import SAMPLES
-from semdiag.measurement.convergence import arrivals
 from semdiag.measurement.measurements import Measurements
+from semdiag.presentation.learning_speed import runs_by_setting
 from semdiag.presentation.panels import NothingToDrawError
 from semdiag.presentation.style import (
     attention_style,
@@ -45,11 +45,9 @@ def along_training(measurements: Measurements) -> Figure:
         NothingToDrawError: if no snapshot was measured.
     """
     pooled = measurements.along[measurements.along["layer"] == -1]
-    found = arrivals(measurements)
-    found = found[found["model"].isin(pooled["model"])]
-    if found.empty:
+    groups = runs_by_setting(measurements, pooled["model"])
+    if not groups:
         raise NothingToDrawError("No snapshot was measured: add --along.")
-    groups = [(f"{g}, seed {seed}", runs) for (g, seed), runs in found.groupby(["group", "seed"], sort=False)]
     columns = 4
     figure, axes = panel_grid(2 * columns * len(groups), height=2.3, sharey=False, columns=columns)
     figure.set_size_inches(11, figure.get_figheight())

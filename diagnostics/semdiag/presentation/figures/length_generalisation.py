@@ -5,8 +5,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
-from semdiag.measurement.convergence import arrivals
 from semdiag.measurement.measurements import Measurements
+from semdiag.presentation.learning_speed import runs_by_setting
 from semdiag.presentation.panels import NothingToDrawError
 from semdiag.presentation.style import (
     FAINT,
@@ -39,12 +39,10 @@ def length_generalisation(measurements: Measurements) -> Figure:
         NothingToDrawError: if no length was evaluated.
     """
     pooled = measurements.lengths[measurements.lengths["layer"] == -1]
-    found = arrivals(measurements)
-    found = found[found["model"].isin(pooled["model"])]
-    if found.empty:
+    groups = runs_by_setting(measurements, pooled["model"])
+    if not groups:
         raise NothingToDrawError("No other length was evaluated: add --lengths 40,60,80.")
     trained = measurements.models.set_index("model")["length"]
-    groups = [(f"{g}, seed {seed}", runs) for (g, seed), runs in found.groupby(["group", "seed"], sort=False)]
     figure, axes = panel_grid(3 * len(groups), height=2.5, sharey=False, columns=3)
     for place, (title, runs) in enumerate(groups):
         own = axes[3 * place : 3 * place + 3]
