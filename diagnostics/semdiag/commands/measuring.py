@@ -201,8 +201,11 @@ def deliver(
     as_json: bool,
     quiet: bool,
     sections: Sequence[str] | None = None,
+    per_query: Path | None = None,
 ) -> None:
-    """Give out what a command measured: tables on stderr, a page with figures, one JSON object on stdout.
+    """Give out what a command measured: a page with figures, one JSON object on stdout, tables on stderr.
+
+    What is written comes first, so that a place that cannot be written to is told in one line.
 
     Args:
         command: its name.
@@ -214,16 +217,18 @@ def deliver(
         as_json: whether the summary goes to stdout.
         quiet: whether nothing goes to stderr.
         sections: of the page; None: the one named like the command.
+        per_query: file for the queries; None: they are not kept.
     """
     import typer
 
     from semdiag.presentation.report import write_report
 
-    if not quiet:
-        show(summary)
     folder = out if out is not None else report_name(command, measurements)
     page = write_report(measurements, folder, command_line(), formats, sections=sections or (command,))
+    if per_query is not None:
+        write_per_query(per_query, measurements)
     if as_json:
         typer.echo(json.dumps(summary, allow_nan=False))
     if not quiet:
+        show(summary)
         typer.echo(f"Figures and tables: {page}", err=True)

@@ -59,11 +59,10 @@ def metric_command(metric: str, description: str) -> Callable[..., None]:
         formats = measuring.figure_formats(figures)
         measuring.check_per_query(per_query)
         found = measuring.measured(models, conditions, quiet)
-        if per_query is not None:
-            measuring.write_per_query(per_query, found)
         measuring.deliver(
             metric, found, SUMMARIES[metric](found), partial(_print, metric),
             out=out, formats=formats, as_json=as_json, quiet=quiet, sections=_sections(metric, found),
+            per_query=per_query,
         )  # fmt: skip
 
     command.__doc__ = description
