@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 from scipy.stats import CensoredData, binom, ecdf
 
 
@@ -106,11 +107,11 @@ def kaplan_meier_median(durations: Sequence[float], arrived: Sequence[bool]) -> 
 def rank_agreement(x: Sequence[float], lows: Sequence[float], highs: Sequence[float]) -> tuple[float, int]:
     """Rank correlation of known numbers with numbers that may be known only from one side.
 
-    τ = (concordant − discordant) / comparable over all pairs whose order is certain in both: two ranges are in
-    order if they do not overlap.
+    τ = Σ sign(x_i − x_j) · order_ij / Σ |order_ij| over all pairs, with the order of :func:`certain_order`: pairs
+    whose order is not certain do not count, and a tie among the known numbers counts as half right, half wrong.
 
-    Source: Kendall's τ, restricted to comparable pairs as in Harrell's C (1982). Deviation: ties are not
-    comparable.
+    Source: Somers' D (1962) on the comparable pairs of Harrell's C (1982), D = 2C − 1; Kendall's τ where nothing is
+    censored and nothing tied. Deviation: none.
 
     Args:
         x: known numbers.
@@ -124,22 +125,33 @@ def rank_agreement(x: Sequence[float], lows: Sequence[float], highs: Sequence[fl
         >>> rank_agreement([1, 2, 3], [5, 4, 0], [5, 4, 2])
         (-1.0, 3)
     """
-    agreeing = comparable = 0
-    for i in range(len(x)):
-        for j in range(i):
-            order = _order(lows[i], highs[i], lows[j], highs[j]) * int(np.sign(x[i] - x[j]))
-            agreeing += order
-            comparable += abs(order)
+    order, numbers = certain_order(lows, highs), np.asarray(x, dtype=float)
+    comparable = int(np.abs(order).sum()) // 2
+    agreeing = int((np.sign(numbers[:, None] - numbers) * order).sum()) // 2
     return (agreeing / comparable if comparable else math.nan), comparable
 
 
-def _order(low: float, high: float, other_low: float, other_high: float) -> int:
-    """1 if surely larger, -1 if surely smaller, 0 if unknown or equal."""
-    known, other_known = low == high, other_low == other_high
-    if known and other_known:
-        return int(np.sign(low - other_low))
-    # An open end is never attained: "above 5" is larger than 5.
-    return 1 if low >= other_high else -1 if high <= other_low else 0
+def certain_order(lows: Sequence[float], highs: Sequence[float]) -> NDArray[np.int64]:
+    """Order of every two of some numbers that may be known only from one side.
+
+    Args:
+        lows: smallest value of each number.
+        highs: its largest value; equal to the low one where the number is known. An end that is not the low one
+            is never attained: "above 5" is larger than 5.
+
+    Returns:
+        (n, n): 1 where the row's number is surely larger than the column's, -1 where it is surely smaller, 0 where
+        that is unknown or both are equal.
+
+    Example:
+        >>> certain_order([5, 4, 0], [5, 4, 4.5]).tolist()
+        [[0, 1, 1], [-1, 0, 0], [-1, 0, 0]]
+    """
+    low, high = np.asarray(lows, dtype=float), np.asarray(highs, dtype=float)
+    known = low == high
+    apart = ~(known[:, None] & known & (low[:, None] == low))
+    larger = (low[:, None] >= high) & apart
+    return larger.astype(np.int64) - larger.T.astype(np.int64)
 
 
 def _coverage(n: int, rank: int) -> float:
