@@ -31,6 +31,15 @@ def convergence(
             "--snapshots 1,2,5,10,20.",
         ),
     ] = False,
+    predictors: Annotated[
+        bool,
+        typer.Option(
+            "--predictors",
+            help="Ask what goes with faster learning: measure candidates (δ, ξ, λ, response, entropy, …) at the "
+            "initialisation, on the plateau and at the end of every run, and correlate their ratio to full "
+            "attention's with the speed-up, corrected for their number. A few seconds per snapshot.",
+        ),
+    ] = False,
     lengths: Annotated[
         str,
         typer.Option(
@@ -64,11 +73,13 @@ def convergence(
     conditions = Conditions(
         inputs=inputs, samples=samples, batch_size=batch_size, device=device, dtype=dtype, seed=seed
     )
-    plan = ConvergencePlan(target, along, measuring.whole_numbers(lengths, "--lengths"))
+    plan = ConvergencePlan(target, along, predictors, measuring.whole_numbers(lengths, "--lengths"))
     formats = measuring.figure_formats(figures)
     found = measuring.measured(runs, conditions, quiet, run=partial(convergence_survey, plan=plan))
     measuring.deliver(
         "convergence", found, convergence_summary(found), lambda _: convergence_printing.print_convergence(found),
         out=out, formats=formats, as_json=as_json, quiet=quiet,
-        sections=["convergence", *["along"] * along, *["lengths"] * bool(plan.lengths)],
+        sections=[
+            "convergence", *["along"] * along, *["predictors"] * predictors, *["lengths"] * bool(plan.lengths),
+        ],
     )  # fmt: skip

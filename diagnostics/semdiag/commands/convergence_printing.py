@@ -1,6 +1,7 @@
 """Tables of ``semdiag convergence`` on stderr."""
 
 import math
+from typing import Any
 
 import pandas as pd
 from rich.table import Table
@@ -8,6 +9,8 @@ from rich.table import Table
 from semdiag.commands.console import number_table, wide_console
 from semdiag.measurement.convergence import arrivals, over_seeds
 from semdiag.measurement.measurements import Measurements
+from semdiag.measurement.prediction import predictor_table
+from semdiag.measurement.predictors import CANDIDATES, STAGES
 from semdiag.measurement.speed_and_dispersion import speed_dispersion_table
 from semdiag.presentation.convergence_words import (
     along_sentences,
@@ -17,6 +20,7 @@ from semdiag.presentation.convergence_words import (
     speed_words,
     target_words,
 )
+from semdiag.presentation.predictor_words import predictor_sentences
 
 
 def print_convergence(measurements: Measurements) -> None:
@@ -35,6 +39,10 @@ def print_convergence(measurements: Measurements) -> None:
         console.print(sentence)
     if len(measurements.lengths):
         console.print(_lengths(measurements, found))
+    if len(measurements.predictors):
+        console.print(_predictors(measurements))
+    for sentence in predictor_sentences(measurements) if len(measurements.predictors) else []:
+        console.print(sentence)
     for sentence in along_sentences(measurements):
         console.print(sentence)
 
@@ -86,6 +94,19 @@ def _lengths(measurements: Measurements, found: pd.DataFrame) -> Table:
         cells = [f"{own[n, 'accuracy', 'value']:.1%} δ {own[n, 'dispersion', 'p50']:.3g}" for n in lengths]
         table.add_row(run["group"], run["attention"], str(run["seed"]), *cells)
     return table
+
+
+def _predictors(measurements: Measurements) -> Table:
+    table = number_table(["rank correlation with speed-up (corrected p)", *STAGES], names=1)
+    found = {(row["candidate"], row["stage"]): row for row in predictor_table(measurements).to_dict("records")}
+    for candidate, words in CANDIDATES.items():
+        cells = [_correlation(found.get((candidate, stage))) for stage in STAGES]
+        table.add_row(words, *cells)
+    return table
+
+
+def _correlation(row: dict[Any, Any] | None) -> str:
+    return "–" if row is None or math.isnan(row["tau"]) else f"{row['tau']:+.2f} ({row['p_corrected']:.2g})"
 
 
 def _percent(value: float) -> str:

@@ -110,8 +110,8 @@ def rank_agreement(x: Sequence[float], lows: Sequence[float], highs: Sequence[fl
     τ = Σ sign(x_i − x_j) · order_ij / Σ |order_ij| over all pairs, with the order of :func:`certain_order`: pairs
     whose order is not certain do not count, and a tie among the known numbers counts as half right, half wrong.
 
-    Source: Somers' D (1962) on the comparable pairs of Harrell's C (1982), D = 2C − 1; Kendall's τ where nothing is
-    censored and nothing tied. Deviation: none.
+    Source: Somers' D (1962) on the comparable pairs of Harrell's C (1982), D = 2C − 1; Kendall's τ where nothing
+    is censored and nothing tied. Deviation: none.
 
     Args:
         x: known numbers.
@@ -151,7 +151,8 @@ def certain_order(lows: Sequence[float], highs: Sequence[float]) -> NDArray[np.i
     known = low == high
     apart = ~(known[:, None] & known & (low[:, None] == low))
     larger = (low[:, None] >= high) & apart
-    return larger.astype(np.int64) - larger.T.astype(np.int64)
+    order: NDArray[np.int64] = larger.astype(np.int64) - larger.T.astype(np.int64)
+    return order
 
 
 def _coverage(n: int, rank: int) -> float:

@@ -93,7 +93,7 @@ def _numbers(found: Measurements, attention: str) -> list[dict[str, Any]]:
             **{("xi_sound", p): value for p, value in _cuts(noisy["xi_sound"], "p50", "p95")},
             ("response", "mean"): float(noisy["weight_change"].mean()),
             ("gamma", "max"): _gamma(found.constants, layer),
-            ("query_key_gradient", "share"): _query_key_share(found.parameters, layer),
+            ("query_key_gradient", "share"): query_key_share(found.parameters, layer),
         }
         rows += [{"layer": layer, "quantity": q, "statistic": s, "value": v} for (q, s), v in described.items()]
     return rows
@@ -110,8 +110,18 @@ def _gamma(constants: pd.DataFrame, layer: int) -> float:
     return float(np.exp(rows["ln_value"].max())) if len(rows) else float("nan")
 
 
-def _query_key_share(parameters: pd.DataFrame, layer: int) -> float:
-    """Share of the squared gradient norm that lies in the queries' and keys' weights and biases."""
+def query_key_share(parameters: pd.DataFrame, layer: int = -1) -> float:
+    """Share of the squared norm of the loss's gradient that lies in the queries' and keys' weights and biases.
+
+    Source: docs/theory.md#empirical. Deviation: not in the paper.
+
+    Args:
+        parameters: the table ``parameters`` of one model.
+        layer: of which one; -1: of the whole network.
+
+    Returns:
+        In [0, 1]; NaN where the gradient is zero or unknown.
+    """
     rows = parameters if layer < 0 else parameters[parameters["layer"] == layer]
     squared = np.exp(2 * rows["ln_gradient"].to_numpy())  # −inf, a gradient of zero, gives 0
     chosen = rows["tensor"].str.endswith(_QUERY_KEY).to_numpy()

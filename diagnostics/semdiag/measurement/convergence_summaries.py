@@ -7,19 +7,21 @@ import pandas as pd
 
 from semdiag.measurement.convergence import arrivals, over_seeds
 from semdiag.measurement.measurements import Measurements
+from semdiag.measurement.prediction import held_out_tasks, predictor_table
 from semdiag.measurement.speed_and_dispersion import speed_dispersion, speed_dispersion_table
 from semdiag.measurement.strict_json import json_ready
 
 
 def convergence_summary(measurements: Measurements) -> dict[str, Any]:
-    """Epochs to the target, speed-ups and their relation to dispersion; snapshots and lengths if measured.
+    """Epochs to the target, speed-ups, their relation to dispersion, and what else was measured of the runs.
 
     Args:
         measurements: with runs.
 
     Returns:
         A JSON-ready dictionary, schema ``semdiag.convergence/1``: target, runs, speed_ups, over_seeds,
-        speed_up_and_dispersion, along, lengths; null where a number is unknown, undefined or unbounded.
+        speed_up_and_dispersion, along, predictors, held_out_tasks, lengths; null where a number is unknown,
+        undefined or unbounded.
     """
     found, table = arrivals(measurements), speed_dispersion_table(measurements)
     ready = {
@@ -31,6 +33,8 @@ def convergence_summary(measurements: Measurements) -> dict[str, Any]:
         "over_seeds": _records(over_seeds(found, table)),
         "speed_up_and_dispersion": asdict(speed_dispersion(table)),
         "along": _records(measurements.along),
+        "predictors": _records(predictor_table(measurements)),
+        "held_out_tasks": _records(held_out_tasks(measurements)),
         "lengths": _records(measurements.lengths),
     }
     return {key: json_ready(value) for key, value in ready.items()}

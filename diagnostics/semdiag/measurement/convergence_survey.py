@@ -13,6 +13,7 @@ from semdiag.measurement.conditions import DTYPES
 from semdiag.measurement.convergence import TARGET
 from semdiag.measurement.lengths import check_lengths, measure_lengths
 from semdiag.measurement.measurements import Measurements
+from semdiag.measurement.predictors import measure_predictors, stages_of
 from semdiag.measurement.survey import Conditions, survey
 from semdiag.measurement.tables import empty_table
 from semdiag.measurement.training_runs import run_table
@@ -30,6 +31,7 @@ class ConvergencePlan:
 
     target: float = TARGET  # training accuracy that counts as having learned
     along: bool = False  # whether every snapshot is measured
+    predictors: bool = False  # whether what may predict speed is measured at three stages
     lengths: tuple[int, ...] = ()  # of the inputs on which the last checkpoint is evaluated; none: it is not
 
     def __post_init__(self) -> None:
@@ -53,10 +55,10 @@ def convergence_survey(
         conditions: under which they are measured.
         announce: called with a path and its number of steps before it is measured.
         after_step: called with the number of finished steps.
-        plan: target, snapshots, lengths.
+        plan: target, snapshots, predictors, lengths.
 
     Returns:
-        Measurements with the tables runs, and if asked for along and lengths.
+        Measurements with the tables runs, and if asked for along, predictors and lengths.
 
     Raises:
         InputError: if none of them is a training run, or something cannot be measured.
@@ -74,10 +76,13 @@ def convergence_survey(
         check_lengths(loaded, plan.lengths)
     found = survey(loaded, conditions, announce, after_step)
     device = find_device(conditions.device)
-    tables = {"along": [empty_table("along")], "lengths": [empty_table("lengths")]}
+    tables = {name: [empty_table(name)] for name in ("along", "predictors", "lengths")}
     for model in loaded if plan.along else []:
         announce(model.path, len(snapshots_of(model)))
         tables["along"].append(measure_along(model, conditions, after_step))
+    for model in loaded if plan.predictors else []:
+        announce(model.path, len(stages_of(model, plan.target)))
+        tables["predictors"].append(measure_predictors(model, conditions, plan.target, after_step))
     for model in loaded if plan.lengths else []:
         announce(model.path, conditions.samples * len(plan.lengths))
         how = {"samples": conditions.samples, "seed": conditions.seed, "batch_size": conditions.batch_size}

@@ -65,6 +65,8 @@ class Measurements:
             convergence was asked for.
         along: one row per snapshot of a run, layer and number; see
             :func:`~semdiag.measurement.along_training.measure_along`. Empty if not measured.
+        predictors: one row per run, stage of its training and number that may predict its speed; see
+            :func:`~semdiag.measurement.predictors.measure_predictors`. Empty if not measured.
         lengths: one row per length of the inputs, layer and number; see
             :func:`~semdiag.measurement.lengths.measure_lengths`. Empty if not measured.
     """
@@ -92,6 +94,7 @@ class Measurements:
     jacobians: pd.DataFrame = field(default_factory=lambda: empty_table("jacobians"))
     runs: pd.DataFrame = field(default_factory=lambda: empty_table("runs"))
     along: pd.DataFrame = field(default_factory=lambda: empty_table("along"))
+    predictors: pd.DataFrame = field(default_factory=lambda: empty_table("predictors"))
     lengths: pd.DataFrame = field(default_factory=lambda: empty_table("lengths"))
 
     def __post_init__(self) -> None:

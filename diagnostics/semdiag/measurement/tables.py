@@ -136,6 +136,12 @@ OPTIONAL_TABLES = {
         **dict.fromkeys(("quantity", "statistic"), "str"),
         "value": "float64",
     },
+    "predictors": {
+        **dict.fromkeys(("model", "stage"), "str"),
+        "epoch": "int64",
+        "candidate": "str",
+        "ln_value": "float64",
+    },
     "lengths": {
         "model": "str",
         **dict.fromkeys(("length", "layer", "samples"), "int64"),

@@ -6,6 +6,7 @@ import pandas as pd
 
 from semdiag.measurement.convergence import arrivals, over_seeds
 from semdiag.measurement.measurements import Measurements
+from semdiag.measurement.prediction import held_out_tasks, predictor_table
 from semdiag.measurement.speed_and_dispersion import speed_dispersion_table
 
 
@@ -17,7 +18,8 @@ def convergence_tables(measurements: Measurements, sections: Sequence[str]) -> d
         sections: of the report.
 
     Returns:
-        By file name without suffix: runs, speed_ups, over_seeds; along and lengths if measured.
+        By file name without suffix: runs, speed_ups, over_seeds; along and lengths if measured; of
+        predictors the correlations (predictors), the numbers behind them (candidates) and held_out_tasks.
     """
     tables = {}
     if "convergence" in sections:
@@ -27,4 +29,10 @@ def convergence_tables(measurements: Measurements, sections: Sequence[str]) -> d
     for name in ("along", "lengths"):
         if name in sections:
             tables[name] = facts.merge(getattr(measurements, name), on="model")
+    if "predictors" in sections:
+        tables["predictors"], tables["held_out_tasks"] = (
+            predictor_table(measurements),
+            held_out_tasks(measurements),
+        )
+        tables["candidates"] = facts.merge(measurements.predictors, on="model")
     return tables

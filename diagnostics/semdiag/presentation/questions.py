@@ -20,7 +20,7 @@ _POOLED = (
 
 SECTIONS = (
     "dispersion", "within", "separation", "learning", "stability", "bounds", "mask-stability", "k-sweep",
-    "lipschitz", "landscape", "convergence", "along", "lengths",
+    "lipschitz", "landscape", "convergence", "along", "predictors", "lengths",
 )  # fmt: skip
 
 QUESTIONS = (

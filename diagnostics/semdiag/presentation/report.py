@@ -89,8 +89,8 @@ def measured_sections(measurements: Measurements) -> list[str]:
         All of :data:`~semdiag.presentation.questions.SECTIONS` but ``within`` without counterfactual k,
         ``stability`` without secants, ``bounds`` without constants and slopes, ``mask-stability`` without noise,
         ``k-sweep`` without a sweep, ``lipschitz`` without gradients, ``landscape`` without planes,
-        ``convergence`` without runs, ``along`` without snapshots, and ``lengths`` without other lengths; of models
-        of others alone neither ``separation`` nor ``learning``.
+        ``convergence`` without runs, ``along`` and ``predictors`` without snapshots, and ``lengths`` without other
+        lengths; of models of others alone neither ``separation`` nor ``learning``.
     """
     missing = set()
     if not counterfactual_ks(measurements.queries):
@@ -109,7 +109,10 @@ def measured_sections(measurements: Measurements) -> list[str]:
         missing.add("lipschitz")
     if measurements.landscape.empty:
         missing.add("landscape")
-    for section, table in (("convergence", "runs"), ("along", "along"), ("lengths", "lengths")):
+    for section, table in (
+        ("convergence", "runs"),
+        *((name, name) for name in ("along", "predictors", "lengths")),
+    ):
         if getattr(measurements, table).empty:
             missing.add(section)
     return [name for name in SECTIONS if name not in missing]

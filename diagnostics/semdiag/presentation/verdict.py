@@ -17,6 +17,7 @@ from semdiag.presentation.convergence_words import along_sentences, convergence_
 from semdiag.presentation.learning_speed import training_runs
 from semdiag.presentation.mask_verdict import mask_sentences, masks_in_short, sweep_sentences
 from semdiag.presentation.panels import panels_of
+from semdiag.presentation.predictor_words import predictor_sentences
 from semdiag.presentation.probe_verdict import landscape_sentences, lipschitz_sentences
 from semdiag.presentation.theory_verdict import bounds_sentences, in_short, stability_sentences
 from semdiag.presentation.within_verdict import capture_sentences, within_sentences
@@ -167,6 +168,8 @@ def details(
         said["landscape"] = landscape_sentences(measurements)
     if "along" in sections:
         said["along"] = along_sentences(measurements)
+    if "predictors" in sections:
+        said["predictors"] = predictor_sentences(measurements)
     if "lengths" in sections:
         said["lengths"] = length_sentences(measurements)
     return said

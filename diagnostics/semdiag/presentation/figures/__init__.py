@@ -30,6 +30,8 @@ from semdiag.presentation.figures.mask_agreement import mask_agreement
 from semdiag.presentation.figures.mask_heat_map import mask_heat_map
 from semdiag.presentation.figures.mask_reliability import mask_reliability
 from semdiag.presentation.figures.mass_kept import mass_kept
+from semdiag.presentation.figures.predictor_cells import predictor_cells
+from semdiag.presentation.figures.predictors import predictors
 from semdiag.presentation.figures.secants_under_bounds import secants_under_bounds
 from semdiag.presentation.figures.separation_by_layer import separation_by_layer
 from semdiag.presentation.figures.separation_counterfactual import separation_counterfactual
@@ -70,6 +72,8 @@ FIGURES: dict[str, Callable[[Measurements], Figure]] = {
     "speed_up": speed_up,
     "speed_up_against_dispersion": speed_up_against_dispersion,
     "along_training": along_training,
+    "predictors": predictors,
+    "predictor_cells": predictor_cells,
     "length_generalisation": length_generalisation,
 }
 
@@ -83,6 +87,7 @@ __all__ = [
     "key_load", "key_load_counterfactual", "landscape_attention", "landscape_contour", "landscape_cuts",
     "landscape_surface", "lipschitz_percentiles", "lipschitz_rungs", "mask_agreement", "mask_heat_map",
     "mask_reliability", "mass_kept", "secants_under_bounds", "separation_by_layer", "separation_counterfactual",
-    "learning_curves", "length_generalisation", "speed_up", "speed_up_against_dispersion", "stability_curves",
+    "learning_curves", "length_generalisation", "predictor_cells", "predictors", "speed_up",
+    "speed_up_against_dispersion", "stability_curves",
     "training_curves",
 ]  # fmt: skip

@@ -1,0 +1,208 @@
+"""What goes with faster learning? Rank correlations of candidates with speed-up, corrected for their number."""
+
+import math
+import warnings
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+
+from semdiag.mathematics.censored import certain_order
+from semdiag.measurement.convergence import arrivals, speed_ups
+from semdiag.measurement.measurements import Measurements
+from semdiag.measurement.predictors import CANDIDATES, STAGES
+from semdiag.measurement.speed_and_dispersion import FEWEST_TASKS
+
+SIGNIFICANCE = 0.05
+_RESAMPLES, _PERMUTATIONS = 1000, 4000
+_CELL = ["group", "attention", "seed"]
+Matrix = NDArray[np.float64]
+
+
+def prediction_cells(measurements: Measurements) -> pd.DataFrame:
+    """Every candidate of every run against full attention's, beside the speed-up.
+
+    Args:
+        measurements: with runs and predictors.
+
+    Returns:
+        One row per pair of runs (sparse, full; same setting and seed) whose speed-up is at least bounded, stage
+        and candidate: the columns of :func:`~semdiag.measurement.convergence.speed_ups`, stage, candidate, and
+        ln_ratio, the logarithm of the run's number over that of full attention at the same stage; NaN where one is
+        unknown.
+    """
+    pairs = speed_ups(arrivals(measurements))
+    pairs = pairs[pairs["known"] != "unknown"]
+    values = {
+        model: rows.set_index(["stage", "candidate"])["ln_value"]
+        for model, rows in measurements.predictors.groupby("model", sort=False)
+    }
+    names = pd.MultiIndex.from_product([STAGES, CANDIDATES], names=["stage", "candidate"])
+    parts = [
+        pd.DataFrame(
+            {**pair, "ln_ratio": values[pair["model"]].reindex(names) - values[pair["full"]].reindex(names)}
+        )
+        for pair in pairs.to_dict("records")
+        if pair["model"] in values and pair["full"] in values
+    ]
+    columns = [*pairs, "stage", "candidate", "ln_ratio"]
+    return pd.concat(parts).reset_index()[columns] if parts else pd.DataFrame(columns=columns)
+
+
+@dataclass(frozen=True, eq=False)
+class _Cells:
+    """Pairs of runs as matrices: n of them, c candidates at all stages.
+
+    Attributes:
+        facts: group, attention and seed of each pair.
+        names: stage and candidate.
+        order: (n, n) certain order of the speed-ups.
+        signs: (c, n, n) order of the candidates' ratios; NaN where one is unknown.
+    """
+
+    facts: pd.DataFrame
+    names: list[tuple[str, str]]
+    order: Matrix
+    signs: Matrix
+
+    @property
+    def codes(self) -> tuple[NDArray[np.int64], ...]:
+        """Group, attention and seed of each pair as numbers from 0."""
+        return tuple(pd.factorize(self.facts[name])[0] for name in _CELL)
+
+    def correlations(self, order: Matrix) -> tuple[Matrix, Matrix]:
+        """τ of every candidate with an order (n, n), and its number of comparable pairs: (c,)."""
+        flat = order.ravel()
+        agreeing = np.nan_to_num(self.signs).reshape(len(self.signs), -1) @ flat
+        comparable = (~np.isnan(self.signs)).reshape(len(self.signs), -1) @ np.abs(flat)
+        with np.errstate(invalid="ignore"):
+            return agreeing / comparable, comparable / 2
+
+
+def _cells(table: pd.DataFrame) -> _Cells:
+    wide = table.set_index([*_CELL, "low", "high", "stage", "candidate"])["ln_ratio"].unstack(
+        ["stage", "candidate"]
+    )
+    facts = wide.index.to_frame(index=False)
+    order = certain_order(facts["low"].tolist(), facts["high"].tolist()).astype(float)
+    values = wide.to_numpy(float).T
+    return _Cells(facts, [*wide.columns], order, np.sign(values[:, :, None] - values[:, None, :]))
+
+
+@lru_cache(maxsize=1)  # resampling takes seconds, and page, figure, tables and summary all ask
+def predictor_table(measurements: Measurements, seed: int = 0) -> pd.DataFrame:
+    """Rank correlation of each candidate at each stage with speed-up, with interval and corrected p-value.
+
+    τ (:func:`~semdiag.mathematics.censored.rank_agreement`) is taken over all pairs of task × attention × seed
+    cells. Its interval resamples tasks, then seeds of each. Its p-value permutes the attentions' speed-ups within
+    each task, the same way for all of a task's seeds, which do not count as independent; the corrected one
+    compares with the largest |τ| of all candidates and stages in the same permutation.
+
+    Source: Westfall and Young, Resampling-Based Multiple Testing (1993), single-step max-T. Deviation: none.
+
+    Args:
+        measurements: with runs and predictors.
+        seed: of resampling and permutations.
+
+    Returns:
+        One row per stage and candidate: tau, low, high (95 %; NaN with fewer than 4 tasks), comparable (pairs of
+        cells), cells, p, p_corrected; NaN where nothing is comparable.
+    """
+    columns = ["stage", "candidate", "tau", "low", "high", "comparable", "cells", "p", "p_corrected"]
+    table = prediction_cells(measurements)
+    if table.empty:
+        return pd.DataFrame(columns=columns)
+    cells, rng = _cells(table), np.random.default_rng(seed)
+    tau, comparable = cells.correlations(cells.order)
+    drawn = np.stack([cells.correlations(_permuted(cells, rng))[0] for _ in range(_PERMUTATIONS)])
+    strongest = np.nanmax(np.abs(np.nan_to_num(drawn)), 1)
+    low, high = _interval(cells, rng)
+    counts = table[table["ln_ratio"].notna()].groupby(["stage", "candidate"]).size()
+    found = pd.DataFrame(cells.names, columns=["stage", "candidate"]).assign(
+        tau=tau, low=low, high=high, comparable=comparable.astype(int),
+        cells=[int(counts.get(name, 0)) for name in cells.names],
+        p=[_p(np.abs(np.nan_to_num(own)), value) for own, value in zip(drawn.T, tau, strict=True)],
+        p_corrected=[_p(strongest, value) for value in tau],
+    )  # fmt: skip
+    places = {name: at for at, name in enumerate((s, c) for s in STAGES for c in CANDIDATES)}
+    order = sorted(range(len(found)), key=lambda at: places[cells.names[at]])
+    return found.iloc[order][columns].reset_index(drop=True)
+
+
+def _p(drawn: Matrix, value: float) -> float:
+    """Share of draws at least as strong, the observation counted among them."""
+    return math.nan if math.isnan(value) else float((1 + (drawn >= abs(value) - 1e-12).sum()) / (1 + len(drawn)))
+
+
+def _permuted(cells: _Cells, rng: np.random.Generator) -> Matrix:
+    """The order of the speed-ups with attentions exchanged within tasks; 0 where a cell has no counterpart."""
+    task, kind, seed = cells.codes
+    where = np.full(1 + np.array([task.max(), kind.max(), seed.max()]), -1)
+    where[task, kind, seed] = np.arange(len(task))
+    exchanged = np.zeros(where.shape[:2], int)
+    for at in range(len(where)):
+        kinds = np.unique(kind[task == at])
+        exchanged[at, kinds] = rng.permutation(kinds)
+    source = where[task, exchanged[task, kind], seed]
+    order: Matrix = cells.order[np.ix_(source, source)]
+    order[source < 0], order[:, source < 0] = 0, 0
+    return order
+
+
+def _interval(cells: _Cells, rng: np.random.Generator) -> tuple[Matrix, Matrix]:
+    """Ends of the 95 % intervals of all τ: tasks and, of each, seeds drawn with replacement."""
+    task, _, seed = cells.codes
+    tasks = task.max() + 1
+    if tasks < FEWEST_TASKS:
+        nothing = np.full(len(cells.names), math.nan)
+        return nothing, nothing
+    drawn = []
+    for _ in range(_RESAMPLES):
+        times = np.zeros(len(task))
+        for at in rng.integers(tasks, size=tasks):
+            seeds = np.unique(seed[task == at])
+            for chosen in rng.choice(seeds, len(seeds)):
+                times += (task == at) & (seed == chosen)
+        drawn.append(cells.correlations(cells.order * times[:, None] * times)[0])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # a candidate that is nowhere known has no interval
+        low, high = np.nanpercentile(np.stack(drawn), [2.5, 97.5], axis=0)
+    return low, high
+
+
+def held_out_tasks(measurements: Measurements) -> pd.DataFrame:
+    """Predict each task from the others: the strongest candidate there, applied here with its sign.
+
+    Args:
+        measurements: with runs and predictors.
+
+    Returns:
+        One row per task and choice (``any stage``, and ``initialisation`` alone): group, choice, stage and
+        candidate with the largest |τ| over the other tasks, tau_others, and tau, that candidate's rank correlation
+        over the pairs of cells within the task, times the sign it had elsewhere: 1 is a perfect prediction, 0
+        none; comparable (pairs). Empty with fewer than two tasks.
+    """
+    columns = ["group", "choice", "stage", "candidate", "tau_others", "tau", "comparable"]
+    table = prediction_cells(measurements)
+    tasks = table["group"].unique()
+    rows = []
+    for group in tasks if len(tasks) > 1 else ():
+        for choice in ("any stage", "initialisation"):
+            asked = table if choice == "any stage" else table[table["stage"] == choice]
+            others, own = _cells(asked[asked["group"] != group]), _cells(asked[asked["group"] == group])
+            elsewhere = others.correlations(others.order)[0]
+            if np.isnan(elsewhere).all():
+                continue
+            best = int(np.nanargmax(np.abs(elsewhere)))
+            here, comparable = own.correlations(own.order)
+            at = own.names.index(others.names[best])
+            rows.append(
+                {
+                    "group": group, "choice": choice, "stage": others.names[best][0],
+                    "candidate": others.names[best][1], "tau_others": elsewhere[best],
+                    "tau": here[at] * np.sign(elsewhere[best]), "comparable": int(comparable[at]),
+                }
+            )  # fmt: skip
+    return pd.DataFrame(rows, columns=columns)
