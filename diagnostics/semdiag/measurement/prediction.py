@@ -16,7 +16,6 @@ from semdiag.measurement.predictors import CANDIDATES, STAGES
 from semdiag.measurement.speed_and_dispersion import FEWEST_TASKS
 
 SIGNIFICANCE = 0.05
-_RESAMPLES, _PERMUTATIONS = 1000, 4000
 _CELL = ["group", "attention", "seed"]
 Matrix = NDArray[np.float64]
 
@@ -28,13 +27,16 @@ def prediction_cells(measurements: Measurements) -> pd.DataFrame:
         measurements: with runs and predictors.
 
     Returns:
-        One row per pair of runs (sparse, full; same setting and seed) whose speed-up is at least bounded, stage
-        and candidate: the columns of :func:`~semdiag.measurement.convergence.speed_ups`, stage, candidate, and
-        ln_ratio, the logarithm of the run's number over that of full attention at the same stage; NaN where one is
-        unknown.
+        One row per run with a full-attention run of the same setting and seed and a speed-up that is at least
+        bounded, stage and candidate: the columns of :func:`~semdiag.measurement.convergence.speed_ups`, stage,
+        candidate, and ln_ratio, the logarithm of the run's number over that of full attention at the same stage;
+        NaN where one is unknown. Full attention itself is among them, with a speed-up of 1 and ratios of 1.
     """
     pairs = speed_ups(arrivals(measurements))
     pairs = pairs[pairs["known"] != "unknown"]
+    full = pairs.drop_duplicates("full").assign(attention="full", kind="full", low=1.0, high=1.0, known="exactly")
+    itself = full.assign(arrival=full["full_arrival"], epochs=full["full_epochs"], model=full["full"])
+    pairs = pd.concat([itself, pairs], ignore_index=True)
     values = {
         model: rows.set_index(["stage", "candidate"])["ln_value"]
         for model, rows in measurements.predictors.groupby("model", sort=False)
@@ -53,10 +55,10 @@ def prediction_cells(measurements: Measurements) -> pd.DataFrame:
 
 @dataclass(frozen=True, eq=False)
 class _Cells:
-    """Pairs of runs as matrices: n of them, c candidates at all stages.
+    """Runs as matrices: n of them, c candidates at all stages.
 
     Attributes:
-        facts: group, attention and seed of each pair.
+        facts: group, attention and seed of each run.
         names: stage and candidate.
         order: (n, n) certain order of the speed-ups.
         signs: (c, n, n) order of the candidates' ratios; NaN where one is unknown.
@@ -69,7 +71,7 @@ class _Cells:
 
     @property
     def codes(self) -> tuple[NDArray[np.int64], ...]:
-        """Group, attention and seed of each pair as numbers from 0."""
+        """Group, attention and seed of each run as numbers from 0."""
         return tuple(pd.factorize(self.facts[name])[0] for name in _CELL)
 
     def correlations(self, order: Matrix) -> tuple[Matrix, Matrix]:
@@ -92,12 +94,14 @@ def _cells(table: pd.DataFrame) -> _Cells:
 
 
 @lru_cache(maxsize=1)  # resampling takes seconds, and page, figure, tables and summary all ask
-def predictor_table(measurements: Measurements, seed: int = 0) -> pd.DataFrame:
+def predictor_table(
+    measurements: Measurements, seed: int = 0, permutations: int = 4000, resamples: int = 1000
+) -> pd.DataFrame:
     """Rank correlation of each candidate at each stage with speed-up, with interval and corrected p-value.
 
     τ (:func:`~semdiag.mathematics.censored.rank_agreement`) is taken over all pairs of task × attention × seed
-    cells. Its interval resamples tasks, then seeds of each. Its p-value permutes the attentions' speed-ups within
-    each task, the same way for all of a task's seeds, which do not count as independent; the corrected one
+    cells. Its interval resamples tasks, then seeds of each. Its p-value permutes the sparse attentions' speed-ups
+    within each task, the same way for all of a task's seeds, which do not count as independent; the corrected one
     compares with the largest |τ| of all candidates and stages in the same permutation.
 
     Source: Westfall and Young, Resampling-Based Multiple Testing (1993), single-step max-T. Deviation: none.
@@ -105,6 +109,8 @@ def predictor_table(measurements: Measurements, seed: int = 0) -> pd.DataFrame:
     Args:
         measurements: with runs and predictors.
         seed: of resampling and permutations.
+        permutations: behind the p-values.
+        resamples: behind the intervals.
 
     Returns:
         One row per stage and candidate: tau, low, high (95 %; NaN with fewer than 4 tasks), comparable (pairs of
@@ -116,9 +122,9 @@ def predictor_table(measurements: Measurements, seed: int = 0) -> pd.DataFrame:
         return pd.DataFrame(columns=columns)
     cells, rng = _cells(table), np.random.default_rng(seed)
     tau, comparable = cells.correlations(cells.order)
-    drawn = np.stack([cells.correlations(_permuted(cells, rng))[0] for _ in range(_PERMUTATIONS)])
+    drawn = np.stack([cells.correlations(_permuted(cells, rng))[0] for _ in range(permutations)])
     strongest = np.nanmax(np.abs(np.nan_to_num(drawn)), 1)
-    low, high = _interval(cells, rng)
+    low, high = _interval(cells, rng, resamples)
     counts = table[table["ln_ratio"].notna()].groupby(["stage", "candidate"]).size()
     found = pd.DataFrame(cells.names, columns=["stage", "candidate"]).assign(
         tau=tau, low=low, high=high, comparable=comparable.astype(int),
@@ -137,21 +143,27 @@ def _p(drawn: Matrix, value: float) -> float:
 
 
 def _permuted(cells: _Cells, rng: np.random.Generator) -> Matrix:
-    """The order of the speed-ups with attentions exchanged within tasks; 0 where a cell has no counterpart."""
+    """The order of the speed-ups with attentions exchanged within tasks; 0 where a cell has no counterpart.
+
+    Full attention stays: all numbers of a task are ratios to its, so that it is not one like the others.
+    """
     task, kind, seed = cells.codes
+    full = (cells.facts["attention"] == "full").to_numpy()
     where = np.full(1 + np.array([task.max(), kind.max(), seed.max()]), -1)
     where[task, kind, seed] = np.arange(len(task))
     exchanged = np.zeros(where.shape[:2], int)
     for at in range(len(where)):
         kinds = np.unique(kind[task == at])
-        exchanged[at, kinds] = rng.permutation(kinds)
+        sparse = np.setdiff1d(kinds, kind[full])
+        exchanged[at, kinds] = kinds
+        exchanged[at, sparse] = rng.permutation(sparse)
     source = where[task, exchanged[task, kind], seed]
     order: Matrix = cells.order[np.ix_(source, source)]
     order[source < 0], order[:, source < 0] = 0, 0
     return order
 
 
-def _interval(cells: _Cells, rng: np.random.Generator) -> tuple[Matrix, Matrix]:
+def _interval(cells: _Cells, rng: np.random.Generator, resamples: int) -> tuple[Matrix, Matrix]:
     """Ends of the 95 % intervals of all τ: tasks and, of each, seeds drawn with replacement."""
     task, _, seed = cells.codes
     tasks = task.max() + 1
@@ -159,7 +171,7 @@ def _interval(cells: _Cells, rng: np.random.Generator) -> tuple[Matrix, Matrix]:
         nothing = np.full(len(cells.names), math.nan)
         return nothing, nothing
     drawn = []
-    for _ in range(_RESAMPLES):
+    for _ in range(resamples):
         times = np.zeros(len(task))
         for at in rng.integers(tasks, size=tasks):
             seeds = np.unique(seed[task == at])

@@ -86,8 +86,9 @@ CONVERGENCE_QUESTIONS = (
             "whatever is peculiar to the attention that learns fastest correlates with speed.",
             "Seeds of one task and attention are not independent tests; p-values exchange attentions within "
             "tasks, for all seeds at once. With few tasks and attentions only strong relations can be seen.",
-            "Every number is a ratio to full attention of the same task and seed at the same stage. Plateau: the "
-            "latest snapshot before half of the rise in training accuracy.",
+            "Every number is a ratio to full attention of the same task and seed at the same stage; full "
+            "attention itself stands at 1 and 1. Plateau: the latest snapshot before half of the rise in "
+            "training accuracy.",
         ),
     ),
     Question(

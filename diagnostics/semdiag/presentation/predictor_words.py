@@ -26,7 +26,7 @@ def predictor_sentences(measurements: Measurements) -> list[str]:
     kept = table[table["p_corrected"] < SIGNIFICANCE]
     said = [
         f"Of {len(table)} rank correlations with speed-up ({table['candidate'].nunique()} candidates, "
-        f"{table['stage'].nunique()} stages, up to {table['cells'].max()} pairs of runs) "
+        f"{table['stage'].nunique()} stages, up to {table['cells'].max()} runs) "
         f"{_number(len(kept))} below p = {SIGNIFICANCE:g} after correction for their number."
     ]
     shown = kept if len(kept) else table

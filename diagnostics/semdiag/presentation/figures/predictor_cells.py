@@ -1,4 +1,4 @@
-"""Speed-up against what may predict it, pair of runs by pair of runs."""
+"""Speed-up against what may predict it, run by run."""
 
 import pandas as pd
 from matplotlib.axes import Axes
@@ -26,7 +26,7 @@ _COLUMNS = 4
 
 @paper_style
 def predictor_cells(measurements: Measurements) -> Figure:
-    """Draw every pair of runs at its speed-up and at the ratio of a candidate at the initialisation.
+    """Draw every run at its speed-up and at the ratio of a candidate to full attention's at the initialisation.
 
     Args:
         measurements: with runs and predictors.
@@ -40,7 +40,7 @@ def predictor_cells(measurements: Measurements) -> Figure:
     table = prediction_cells(measurements)
     table = table[(table["stage"] == STAGES[0]) & table["ln_ratio"].notna()]
     if table.empty:
-        raise NothingToDrawError("There is no pair of runs of which a speed-up and an initialisation are known.")
+        raise NothingToDrawError("There is no run of which a speed-up and an initialisation are known.")
     shown = [name for name in CANDIDATES if name in set(table["candidate"])]
     figure, axes = panel_grid(len(shown), height=2.1, columns=_COLUMNS)
     for ax, candidate in zip(axes, shown, strict=True):
