@@ -56,18 +56,23 @@ def training_runs(measurements: Measurements) -> list[tuple[Panel, list[Run]]]:
     ]
 
 
-def runs_by_setting(measurements: Measurements, models: pd.Series) -> list[tuple[str, pd.DataFrame]]:
-    """Group the arrivals of runs by setting and seed.
+def runs_by_setting(
+    measurements: Measurements, models: pd.Series, *, seeds_apart: bool
+) -> list[tuple[str, pd.DataFrame]]:
+    """Group the arrivals of runs by setting.
 
     Args:
         measurements: with runs.
         models: paths of those that count.
+        seeds_apart: whether every seed is a group of its own.
 
     Returns:
         A title and the runs of each group; nothing if no run counts.
     """
     found = arrivals(measurements)
     found = found[found["model"].isin(models)]
+    if not seeds_apart:
+        return [(str(group), runs) for group, runs in found.groupby("group", sort=False)]
     return [
         (f"{group}, seed {seed}", runs) for (group, seed), runs in found.groupby(["group", "seed"], sort=False)
     ]

@@ -11,8 +11,8 @@ from semdiag_models import read_checkpoint, write_checkpoint
 
 
 def test_the_runs_are_compared_and_written(run_semdiag, tiny_runs, here):
-    words = "--samples", 20, "--target", 0.3, "--along", "--lengths", "8,12,16", "--json", "--figures", "png"
-    outcome = run_semdiag("convergence", tiny_runs.folder, *words)
+    words = "--samples", 20, "--target", 0.3, "--along", "--predictors", "--lengths", "8,12,16", "--json"
+    outcome = run_semdiag("convergence", tiny_runs.folder, *words, "--figures", "png")
     assert outcome.code == 0, outcome.err
     found = json.loads(outcome.out)
     assert found["schema"] == "semdiag.convergence/1"
@@ -22,14 +22,19 @@ def test_the_runs_are_compared_and_written(run_semdiag, tiny_runs, here):
     assert (pair["low"], pair["high"], pair["known"]) == (1.0, 1.0, "exactly")
     assert {row["length"] for row in found["lengths"]} == {8, 12, 16}
     assert {row["epoch"] for row in found["along"]} == {0, tiny_runs.epochs}
+    runs = {(row["stage"], row["cells"]) for row in found["predictors"]}
+    assert runs == {("initialisation", 2), ("plateau", 0), ("end", 2)}  # two epochs leave no plateau
+    assert found["held_out_tasks"] == []  # of one task
+    assert "rank correlation with speed-up" in outcome.err
     assert "one seed: no interval" not in outcome.err  # one table is enough for one seed each
     folder = here / "reports" / "convergence-2-models"
-    for name in ("runs", "speed_ups", "over_seeds", "along", "lengths"):
+    for name in ("runs", "speed_ups", "over_seeds", "along", "predictors", "candidates", "lengths"):
         with (folder / "data" / f"{name}.csv").open(encoding="utf-8") as file:
             assert list(csv.DictReader(file))
     figures = {path.stem for path in (folder / "figures").glob("*.png")}
     assert figures == {
         "learning_curves", "speed_up", "speed_up_against_dispersion", "along_training", "length_generalisation",
+        "predictor_cells",  # both arrive at once: there is nothing to correlate
     }  # fmt: skip
 
 

@@ -9,9 +9,12 @@ import pandas as pd
 import pytest
 
 from semdiag.measurement.measurements import Measurements
-from semdiag.measurement.tables import empty_table
+from semdiag.measurement.predictors import CANDIDATES, STAGES
+from semdiag.measurement.tables import empty_table, typed
 from semdiag.presentation.convergence_words import convergence_sentences, interval_words, speed_words
 from semdiag.presentation.figures import FIGURES
+from semdiag.presentation.panels import NothingToDrawError
+from semdiag.presentation.predictor_words import predictor_sentences
 
 
 @pytest.fixture
@@ -106,3 +109,58 @@ def test_words_say_bounds_and_confidence(runs):
     assert speed_words(5, math.inf) == "above 5"
     assert speed_words(0, math.inf) == "unknown"
     assert interval_words({"pairs": 1}) == "one seed: no interval"
+
+
+@pytest.fixture
+def predicted(runs):
+    """The runs with candidates of which the response alone follows the speed: block 2, full 1, top-k 0."""
+    size = {"block": 2.0, "full": 1.0, "topk": 0.0}
+    rows = [
+        {"model": run["model"], "stage": stage, "epoch": 0, "candidate": name,
+         "ln_value": size[run["kind"]] if name == "response" else 0.0}
+        for run in runs.runs.to_dict("records") for stage in STAGES for name in CANDIDATES
+    ]  # fmt: skip
+    return dataclasses.replace(runs, predictors=typed("predictors", rows))
+
+
+def test_correlations_stand_at_their_tau_and_stay_hollow_without_evidence(predicted):
+    figure = FIGURES["predictors"](predicted)
+    assert [ax.get_title(loc="left") or ax.get_title() for ax in figure.axes] == [*STAGES]
+    drawn = points(figure.axes[0])
+    place = [*CANDIDATES].index("response")
+    assert [(x, filled) for x, y, filled in drawn if y == place] == [(-1, False)]
+    assert {x for x, y, _ in drawn if y != place} == {0}
+    assert "39 correlations" in words(figure)
+
+
+def test_every_run_stands_at_its_ratio_and_speed_up(predicted):
+    figure = FIGURES["predictor_cells"](predicted)
+    assert len(figure.axes) >= len(CANDIDATES)
+    ax = figure.axes[[*CANDIDATES].index("response")]
+    assert sorted(set(points(ax))) == [(-1, 2, True), (0, 1, True), (1, pytest.approx(4 / 6), False)]
+
+
+def test_words_on_predictors_say_what_remains_and_what_is_predicted(predicted):
+    found, strongest = predictor_sentences(predicted)
+    assert found.startswith(
+        "Of 39 rank correlations with speed-up (13 candidates, 3 stages, up to 9 runs) none is"
+    )
+    assert (
+        "Strongest, none of them beyond chance: response to 1 % noise, initialisation: τ = -1.00, p = "
+        in strongest
+    )
+
+
+def test_without_predictors_there_is_nothing_to_draw(runs):
+    for name in ("predictors", "predictor_cells"):
+        with pytest.raises(NothingToDrawError):
+            FIGURES[name](runs)
+    assert "unknown" in predictor_sentences(runs)[0]
+
+
+def test_a_run_that_stopped_keeps_its_accuracy_in_the_band(runs):
+    history = runs.history
+    stopped = (history["model"] == runs.runs.query("kind == 'topk'")["model"].iloc[0]) & (history["epoch"] > 3)
+    figure = FIGURES["learning_curves"](dataclasses.replace(runs, history=history[~stopped]))
+    (ax,) = [a for a in figure.axes if a.get_visible()]
+    assert all(collection.get_paths()[0].vertices[:, 0].max() == 6 for collection in ax.collections)

@@ -39,13 +39,13 @@ def along_training(measurements: Measurements) -> Figure:
         measurements: with snapshots.
 
     Returns:
-        One row of panels per setting and seed.
+        Two rows of panels per setting, a line per run.
 
     Raises:
         NothingToDrawError: if no snapshot was measured.
     """
     pooled = measurements.along[measurements.along["layer"] == -1]
-    groups = runs_by_setting(measurements, pooled["model"])
+    groups = runs_by_setting(measurements, pooled["model"], seeds_apart=False)
     if not groups:
         raise NothingToDrawError("No snapshot was measured: add --along.")
     columns = 4
@@ -61,9 +61,9 @@ def along_training(measurements: Measurements) -> Figure:
     samples = min(SAMPLES, int(measurements.models["samples"].max()))
     note_below(
         figure,
-        f"points: snapshots, each measured on the same {samples} held-out samples, layers and heads pooled; thin: "
-        "95th percentile (Δ: 5th; none where not positive or nothing is dropped); response to 1 % input "
-        "noise, one draw",
+        f"points: snapshots, each measured on the same {samples} held-out samples, layers and heads pooled, "
+        "medians; thin, where there is one seed: 95th percentile (Δ: 5th; none where not positive or nothing is "
+        "dropped); of several seeds each has its line; response to 1 % input noise, one draw",
     )
     return figure
 
@@ -72,10 +72,10 @@ def _draw(
     ax: Axes, runs: pd.DataFrame, pooled: pd.DataFrame, quantity: str, main: str, second: str | None, label: str
 ) -> None:
     rows = pooled[pooled["quantity"] == quantity]
-    drawn = False
+    drawn, several = False, runs["seed"].nunique() > 1  # of several seeds, thin lines would hide the others
     for run in runs.to_dict("records"):
         style = attention_style(run["kind"])
-        for statistic, width in ((main, 1.5), (second, 0.6)):
+        for statistic, width in ((main, 1.5), (second, 0.6))[: 1 if several else 2]:
             own = rows[(rows["model"] == run["model"]) & (rows["statistic"] == statistic)].sort_values("epoch")
             own = own[own["value"].notna() & ((own["value"] > 0) | (quantity in _LINEAR))]
             drawn |= len(own) > 0

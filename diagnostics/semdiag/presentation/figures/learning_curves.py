@@ -64,21 +64,24 @@ def learning_curves(measurements: Measurements) -> Figure:
     note_below(
         figure,
         f"above the panel: epochs to {target_words(measurements)} training accuracy, seed by seed; markers: the "
-        "same. thick: training, thin: held-out; from three seeds on the lower median, with their range as a band",
+        "same. thick: training, thin: held-out; from three seeds on the lower median, with their range as a band, "
+        "in which a run that stopped when it had arrived keeps its last accuracy",
     )
     return figure
 
 
 def _wide(measurements: Measurements, runs: pd.DataFrame, column: str) -> pd.DataFrame:
-    """One column per run, up to the last epoch that all of them have."""
+    """One column per run; what has arrived and stopped keeps its last value beside runs that go on."""
     history = measurements.history[measurements.history["model"].isin(runs["model"])]
     wide = history.dropna(subset=["epoch"]).pivot_table(index="epoch", columns="model", values=column)
-    return wide.dropna() if len(wide.columns) > 1 else wide
+    arrived = runs.loc[runs["arrival"].notna(), "model"]
+    return wide.assign(**wide[[*arrived]].ffill()) if len(wide.columns) >= _FEWEST_FOR_MEDIAN else wide
 
 
 def _draw(ax: Axes, style: AttentionStyle, wide: pd.DataFrame, width: float) -> None:
     """Draw every run, or from three on their median: of two, a median would be an accuracy that no run had."""
     many = len(wide.columns) >= _FEWEST_FOR_MEDIAN
+    wide = wide.dropna() if many else wide
     drawn = wide.quantile(0.5, axis=1, interpolation="lower").to_frame() if many else wide
     for _, values in drawn.items():
         ax.plot(

@@ -39,7 +39,7 @@ def length_generalisation(measurements: Measurements) -> Figure:
         NothingToDrawError: if no length was evaluated.
     """
     pooled = measurements.lengths[measurements.lengths["layer"] == -1]
-    groups = runs_by_setting(measurements, pooled["model"])
+    groups = runs_by_setting(measurements, pooled["model"], seeds_apart=True)
     if not groups:
         raise NothingToDrawError("No other length was evaluated: add --lengths 40,60,80.")
     trained = measurements.models.set_index("model")["length"]
