@@ -38,26 +38,23 @@ def local_stability(scores: Tensor, selected: Tensor) -> Tensor:
     return math.log(2) + z.gather(-1, top).squeeze(-1) + log_others - 2 * log_total
 
 
-def local_stability_from_weights(weights: Tensor) -> Tensor:
-    """ξ_loc = max_j 2 p_j (1 − p_j) of rows that are known by their weights only.
+def local_stability_of_weight(largest: Tensor) -> Tensor:
+    """ξ_loc = 2p(1 − p) of rows of which only the largest weight p is known.
 
-    Source: docs/theory.md#local-stability. Deviation: where the largest weight has rounded to 1,
-    the rest is what the other weights still hold; :func:`local_stability` has no such limit.
+    Source: docs/theory.md#local-stability. Deviation: where p has rounded to 1, it is 0;
+    :func:`local_stability` has no such limit.
 
     Args:
-        weights: p, shape (..., keys), non-negative, each row summing to 1.
+        largest: p, in [0, 1].
 
     Returns:
-        ξ_loc, shape (...), float64, in [0, ½]. Not a logarithm.
+        ξ_loc, in [0, ½], of the same shape. Not a logarithm.
 
     Example:
-        >>> local_stability_from_weights(torch.tensor([0.2, 0.7, 0.1]))
-        tensor(0.4200, dtype=torch.float64)
+        >>> local_stability_of_weight(torch.tensor([0.7, 1.0]))
+        tensor([0.4200, 0.0000])
     """
-    p = float64(weights)
-    top = p.argmax(dim=-1, keepdim=True)
-    others = p.scatter(-1, top, 0.0).sum(dim=-1)
-    return 2 * p.gather(-1, top).squeeze(-1) * others
+    return 2 * largest * (1 - largest)
 
 
 def masked_softmax(scores: Tensor, selected: Tensor) -> Tensor:

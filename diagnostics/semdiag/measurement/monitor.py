@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from semdiag.capturing.attention_calls import AttentionCall, watch_attention
 from semdiag.mathematics.row_statistics import RowStatistics, row_statistics
+from semdiag.mathematics.softmax_secants import local_stability_of_weight
 from semdiag.measurement.monitor_log import MonitorLog
 from semdiag_models import InputError
 
@@ -226,7 +227,7 @@ def describe(statistics: RowStatistics, counted: Tensor, k: Sequence[int]) -> di
         "keys": statistics.keys.to(weight.dtype),
         "dispersion": statistics.dispersion(),
         "separation": statistics.separation(),
-        "xi": 2 * weight * (1 - weight),
+        "xi": local_stability_of_weight(weight),
         "entropy": statistics.entropy,
     }
     for value in k:

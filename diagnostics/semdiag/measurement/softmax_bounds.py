@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from semdiag.mathematics.paper_stability import paper_fixed_mask_stability, paper_heavy_hitter_stability
+from semdiag.mathematics.softmax_secants import local_stability_of_weight
 from semdiag.mathematics.softmax_stability import (
     fixed_mask_row_stability,
     fixed_mask_stability,
@@ -80,5 +81,5 @@ def local_stability(queries: pd.DataFrame) -> "pd.Series[float]":
     """
     if "largest_weight" not in queries:
         return pd.Series(np.nan, index=queries.index)
-    p = queries["largest_weight"].astype(float)
-    return 2 * p * (1 - p)
+    largest = torch.tensor(queries["largest_weight"].to_numpy(np.float64))
+    return pd.Series(local_stability_of_weight(largest).numpy(), index=queries.index)
