@@ -21,7 +21,14 @@ Runs = Annotated[
 
 def convergence(
     runs: Runs = None,
-    target: Annotated[float, typer.Option(help="Training accuracy that counts as having learned.")] = 0.95,
+    target: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="FLOAT|TASK=FLOAT",
+            help="Training accuracy that counts as having learned; TASK=0.35 for one task, as often as needed.",
+            show_default="0.95",
+        ),
+    ] = None,
     along: Annotated[
         bool,
         typer.Option(
@@ -73,7 +80,10 @@ def convergence(
     conditions = Conditions(
         inputs=inputs, samples=samples, batch_size=batch_size, device=device, dtype=dtype, seed=seed
     )
-    plan = ConvergencePlan(target, along, predictors, measuring.whole_numbers(lengths, "--lengths"))
+    plan = ConvergencePlan(
+        **measuring.targets(target or []), along=along, predictors=predictors,
+        lengths=measuring.whole_numbers(lengths, "--lengths"),
+    )  # fmt: skip
     formats = measuring.figure_formats(figures)
     found = measuring.measured(runs, conditions, quiet, run=partial(convergence_survey, plan=plan))
     measuring.deliver(

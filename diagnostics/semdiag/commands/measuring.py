@@ -50,6 +50,29 @@ def positive_numbers(text: str, option: str) -> tuple[float, ...]:
     return numbers
 
 
+def targets(texts: Sequence[str]) -> dict[str, Any]:
+    """Read ``["0.95", "listops=0.35"]``: what is said for all tasks, and for single ones.
+
+    Raises:
+        InputError: if a part is not a number.
+    """
+    from semdiag_models import InputError
+
+    found: dict[str, Any] = {"targets": {}}
+    for text in texts:
+        task, _, number = text.rpartition("=")
+        try:
+            value = float(number)
+        except ValueError:
+            said = "--target takes an accuracy like 0.95, or TASK=0.35 for one task"
+            raise InputError(f"{said}. Got {text!r}.") from None
+        if task:
+            found["targets"][task] = value
+        else:
+            found["target"] = value
+    return found
+
+
 def names(text: str) -> tuple[str, ...]:
     """Read ``"loss,dispersion"``."""
     return tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))

@@ -5,12 +5,12 @@ import math
 import pandas as pd
 
 from semdiag.mathematics.learning import gap_ratio
+from semdiag.measurement.convergence import epochs_to
 from semdiag.measurement.finding import Finding, Verdict
 from semdiag.measurement.measurements import Measurements
 from semdiag.measurement.pairing import Pair, attention_word, differences
 
 SMOOTHNESS = (0.0, 1.0, 9.0)  # stated γc; 0 gives the convex case's power 2
-TARGET = 0.95
 
 
 def consequence_findings(measurements: Measurements, pairs: list[Pair]) -> list[Finding]:
@@ -75,28 +75,12 @@ def _observed(measurements: Measurements, pair: Pair) -> dict[str, float]:
     epochs, seen = {}, {}
     for name, model in (("other", pair.other), ("reference", pair.full)):
         history = measurements.history[measurements.history["model"] == model].sort_values("epoch")
-        epochs[name] = epochs_to(history)
+        arrival = epochs_to(history)
+        epochs[name] = math.nan if arrival is None else float(arrival)
         seen[f"epochs to 95 %, {name}"] = epochs[name]
         seen[f"train − holdout accuracy, {name}"] = _gap(history, "train_accuracy", "holdout_accuracy")
         seen[f"holdout − train loss, {name}"] = _gap(history, "holdout_loss", "train_loss")
     return seen | {"speed-up of the other": epochs["reference"] / epochs["other"]}
-
-
-def epochs_to(history: pd.DataFrame, target: float = TARGET) -> float:
-    """First epoch whose training accuracy reaches the target; NaN if none does or nothing is known.
-
-    Args:
-        history: one run, in order of epochs.
-        target: accuracy in 0 … 1.
-
-    Example:
-        >>> epochs_to(pd.DataFrame({"epoch": [1, 2, 3], "train_accuracy": [0.5, 0.96, 0.94]}))
-        2.0
-    """
-    if "train_accuracy" not in history:
-        return math.nan
-    there = history[history["train_accuracy"] >= target]
-    return math.nan if there.empty else float(there["epoch"].iloc[0])
 
 
 def _gap(history: pd.DataFrame, above: str, below: str) -> float:

@@ -22,22 +22,24 @@ def arrivals(measurements: Measurements) -> pd.DataFrame:
     A run that never had it is censored: all that is known is that it needs more epochs than it was trained.
 
     Args:
-        measurements: with runs; the target stands in ``provenance["target"]``.
+        measurements: with runs; the target stands in ``provenance["target"]``, those of single tasks in
+            ``provenance["targets"]``.
 
     Returns:
         One row per run, full attention first, copies and earlier snapshots of a run left out: group (task and
-        what else differs between settings), task, attention, kind, seed, arrival (epoch; missing if censored),
-        epochs
+        what else differs between settings), task, attention, kind, seed, target (training accuracy), arrival
+        (epoch; missing if censored), epochs
         (trained), planned, state, train_accuracy and holdout_accuracy (last epoch), best_holdout_accuracy,
         best_epoch, gap (last training minus last held-out accuracy), model, setting.
     """
-    target = float(measurements.provenance.get("target", TARGET))
     labels = setting_labels(measurements.runs["setting"].tolist())
     histories = {str(model): rows for model, rows in measurements.history.groupby("model", sort=False)}
     rows: list[dict[Any, Any]] = []
     for run in measurements.runs.to_dict("records"):
         history = histories.get(run["model"], measurements.history.iloc[:0]).dropna(subset=["epoch"])
-        rows.append({"group": labels[run["setting"]], **run, **_arrival(history.sort_values("epoch"), target)})
+        target = target_of(measurements, run["task"])
+        arrived = _arrival(history.sort_values("epoch"), target)
+        rows.append({"group": labels[run["setting"]], **run, "target": target, **arrived})
     table = pd.DataFrame(rows, columns=[*_ARRIVAL_COLUMNS])
     table = table.sort_values("epochs", ascending=False, kind="stable").drop_duplicates(_IDENTITY).sort_index()
     order = table.assign(first=pd.factorize(table["group"])[0], sparse=table["kind"] != "full")
@@ -46,9 +48,20 @@ def arrivals(measurements: Measurements) -> pd.DataFrame:
 
 
 _ARRIVAL_COLUMNS = (
-    "group", "task", "attention", "kind", "seed", "arrival", "epochs", "planned", "state", "train_accuracy",
-    "holdout_accuracy", "best_holdout_accuracy", "best_epoch", "gap", "model", "setting",
+    "group", "task", "attention", "kind", "seed", "target", "arrival", "epochs", "planned", "state",
+    "train_accuracy", "holdout_accuracy", "best_holdout_accuracy", "best_epoch", "gap", "model", "setting",
 )  # fmt: skip
+
+
+def target_of(measurements: Measurements, task: str) -> float:
+    """The training accuracy that counts as having learned a task.
+
+    Args:
+        measurements: with runs.
+        task: of one of them.
+    """
+    general = measurements.provenance.get("target", TARGET)
+    return float(measurements.provenance.get("targets", {}).get(task, general))
 
 
 def _arrival(history: pd.DataFrame, target: float) -> dict[str, Any]:

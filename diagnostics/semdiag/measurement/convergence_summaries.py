@@ -19,15 +19,16 @@ def convergence_summary(measurements: Measurements) -> dict[str, Any]:
         measurements: with runs.
 
     Returns:
-        A JSON-ready dictionary, schema ``semdiag.convergence/1``: target, runs, speed_ups, over_seeds,
-        speed_up_and_dispersion, along, predictors, held_out_tasks, lengths; null where a number is unknown,
-        undefined or unbounded.
+        A JSON-ready dictionary, schema ``semdiag.convergence/1``: target, targets (of single tasks), runs,
+        speed_ups, over_seeds, speed_up_and_dispersion, along, predictors, held_out_tasks, lengths; null where a
+        number is unknown, undefined or unbounded.
     """
     found, table = arrivals(measurements), speed_dispersion_table(measurements)
     ready = {
         "schema": "semdiag.convergence/1",
         "provenance": measurements.provenance,
         "target": measurements.provenance.get("target"),
+        "targets": measurements.provenance.get("targets", {}),
         "runs": _records(found.drop(columns="setting")),
         "speed_ups": _records(table),
         "over_seeds": _records(over_seeds(found, table)),

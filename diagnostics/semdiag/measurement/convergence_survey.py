@@ -1,7 +1,7 @@
 """Measuring training runs: their last checkpoints, and on request their snapshots and other lengths."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ import pandas as pd
 from semdiag.capturing.loading import load
 from semdiag.measurement.along_training import measure_along, snapshots_of
 from semdiag.measurement.conditions import DTYPES
-from semdiag.measurement.convergence import TARGET
+from semdiag.measurement.convergence import TARGET, target_of
 from semdiag.measurement.lengths import check_lengths, measure_lengths
 from semdiag.measurement.measurements import Measurements
 from semdiag.measurement.predictors import measure_predictors, stages_of
@@ -19,6 +19,7 @@ from semdiag.measurement.tables import empty_table
 from semdiag.measurement.training_runs import run_table
 from semdiag_models import InputError
 from semdiag_models.device import find_device
+from semdiag_models.errors import unknown_name
 
 
 @dataclass(frozen=True)
@@ -26,17 +27,19 @@ class ConvergencePlan:
     """What is asked of training runs.
 
     Raises:
-        InputError: if the target is no accuracy.
+        InputError: if a target is no accuracy.
     """
 
     target: float = TARGET  # training accuracy that counts as having learned
     along: bool = False  # whether every snapshot is measured
     predictors: bool = False  # whether what may predict speed is measured at three stages
+    targets: Mapping[str, float] = field(default_factory=dict)  # instead, for single tasks
     lengths: tuple[int, ...] = ()  # of the inputs on which the last checkpoint is evaluated; none: it is not
 
     def __post_init__(self) -> None:
-        if not 0 < self.target <= 1:
-            raise InputError(f"--target is a training accuracy in (0, 1], like 0.95. Got {self.target}.")
+        for target in (self.target, *self.targets.values()):
+            if not 0 < target <= 1:
+                raise InputError(f"--target is a training accuracy in (0, 1], like 0.95. Got {target}.")
 
 
 def convergence_survey(
@@ -72,23 +75,28 @@ def convergence_survey(
             "Make one with: semdiag train even-pairs --attention topk --k 5 --epochs 5"
         )
     loaded = [model for model in loaded if model.path not in left_out]
+    for task in plan.targets:
+        if task not in set(runs["task"]):
+            raise unknown_name("task of --target", task, [*runs["task"].unique()])
     if plan.lengths:
         check_lengths(loaded, plan.lengths)
     found = survey(loaded, conditions, announce, after_step)
+    found.provenance.update(target=plan.target, **({"left_out": left_out} if left_out else {}))
+    found.provenance.update({"targets": dict(plan.targets)} if plan.targets else {})
     device = find_device(conditions.device)
     tables = {name: [empty_table(name)] for name in ("along", "predictors", "lengths")}
     for model in loaded if plan.along else []:
         announce(model.path, len(snapshots_of(model)))
         tables["along"].append(measure_along(model, conditions, after_step))
     for model in loaded if plan.predictors else []:
-        announce(model.path, len(stages_of(model, plan.target)))
-        tables["predictors"].append(measure_predictors(model, conditions, plan.target, after_step))
+        target = target_of(found, str(runs.set_index("model").loc[model.path, "task"]))
+        announce(model.path, len(stages_of(model, target)))
+        tables["predictors"].append(measure_predictors(model, conditions, target, after_step))
     for model in loaded if plan.lengths else []:
         announce(model.path, conditions.samples * len(plan.lengths))
         how = {"samples": conditions.samples, "seed": conditions.seed, "batch_size": conditions.batch_size}
         dtype = DTYPES[conditions.dtype]
         table = measure_lengths(model, plan.lengths, **how, device=device, dtype=dtype, after_batch=after_step)
         tables["lengths"].append(table)
-    found.provenance.update(target=plan.target, **({"left_out": left_out} if left_out else {}))
     joined: dict[str, Any] = {name: pd.concat(parts, ignore_index=True) for name, parts in tables.items()}
     return replace(found, runs=runs, **joined)

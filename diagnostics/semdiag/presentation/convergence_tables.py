@@ -18,21 +18,21 @@ def convergence_tables(measurements: Measurements, sections: Sequence[str]) -> d
         sections: of the report.
 
     Returns:
-        By file name without suffix: runs, speed_ups, over_seeds; along and lengths if measured; of
-        predictors the correlations (predictors), the numbers behind them (candidates) and held_out_tasks.
+        By file name without suffix: runs, history (of their epochs), speed_ups, over_seeds; along and lengths if
+        measured; of predictors the correlations (predictors), the numbers behind them (candidates) and
+        held_out_tasks.
     """
     tables = {}
+    facts = measurements.runs[["model", "task", "attention", "seed"]]
     if "convergence" in sections:
         tables["runs"], tables["speed_ups"] = arrivals(measurements), speed_dispersion_table(measurements)
         tables["over_seeds"] = over_seeds(tables["runs"], tables["speed_ups"])
-    facts = measurements.runs[["model", "task", "attention", "seed"]]
+        tables["history"] = facts.merge(measurements.history, on="model")
     for name in ("along", "lengths"):
         if name in sections:
             tables[name] = facts.merge(getattr(measurements, name), on="model")
     if "predictors" in sections:
-        tables["predictors"], tables["held_out_tasks"] = (
-            predictor_table(measurements),
-            held_out_tasks(measurements),
-        )
+        tables["predictors"] = predictor_table(measurements)
         tables["candidates"] = facts.merge(measurements.predictors, on="model")
+        tables["held_out_tasks"] = held_out_tasks(measurements)
     return tables

@@ -40,11 +40,13 @@ def test_the_runs_are_compared_and_written(run_semdiag, tiny_runs, here):
 
 def test_a_run_that_never_arrives_is_said_and_not_dropped(run_semdiag, tiny_runs, here):
     outcome = run_semdiag(
-        "convergence", tiny_runs.folder, "--samples", 5, "--target", 1, "--figures", "none", "--json"
+        "convergence", tiny_runs.folder, "--samples", 5, "--target", "even-pairs=1", "--figures", "none", "--json"
     )
     assert outcome.err.count(f"not in {tiny_runs.epochs}") == 2
     found = json.loads(outcome.out)
     assert [run["arrival"] for run in found["runs"]] == [None, None]
+    assert (found["target"], found["targets"]) == (0.95, {"even-pairs": 1.0})
+    assert "epochs to 95 % (even-pairs: 100 %)" in outcome.err
     assert [(p["known"], p["high"]) for p in found["speed_ups"]] == [("unknown", None)]
 
 
@@ -79,6 +81,9 @@ def test_the_model_file_is_as_it_was(run_semdiag, tiny_runs, here):
     ("words", "reason"),
     [
         (("--target", "1.5"), "--target is a training accuracy"),
+        (("--target", "parity=0.5"), "Unknown task of --target 'parity'."),
+        (("--target", "even-pairs=half"), "--target takes an accuracy like 0.95, or TASK=0.35 for one task."),
+        (("--target", "even-pairs=2"), "--target is a training accuracy"),
         (("--target", "0"), "--target is a training accuracy"),
         (("--lengths", "8,x"), "--lengths takes whole numbers"),
         (("--lengths", "0"), "at least 1"),

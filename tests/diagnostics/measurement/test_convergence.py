@@ -52,6 +52,15 @@ def test_the_target_counts():
     assert arrivals(measured(("f", "full", 1, 35, 100, SETTING), target=0.5))["arrival"].tolist() == [1]
 
 
+def test_a_task_can_have_a_target_of_its_own():
+    runs = measured(("f", "full", 1, 35, 100, SETTING), ("t", "topk", 1, 5, 100, SETTING))
+    task = runs.runs["task"].iloc[0]
+    eased = replace(runs, provenance={"target": 0.95, "targets": {task: 0.5, "another": 0.1}})
+    found = arrivals(eased)
+    assert found["arrival"].tolist() == [1, 1]
+    assert found["target"].tolist() == [0.5, 0.5]
+
+
 def test_a_run_that_never_arrives_stays_and_bounds_the_speed_up():
     found = arrivals(
         measured(

@@ -9,7 +9,7 @@ import pytest
 
 from semdiag.mathematics.corollary import paper_input_condition, paper_weight_condition
 from semdiag.measurement.bound_verdicts import parameter_findings
-from semdiag.measurement.consequences import consequence_findings, epochs_to
+from semdiag.measurement.consequences import consequence_findings
 from semdiag.measurement.corollary_verdicts import corollary_findings, percentile_table
 from semdiag.measurement.finding import Finding, Verdict, agreed, of_rows
 from semdiag.measurement.pairing import compared_pairs, differences, find_pairs, pairs_against
@@ -289,4 +289,3 @@ def test_consequences_of_what_is_infinite_or_never_learned(pair):
     assert "the constants favour neither (a constant is infinite)" in finding.note
     assert "the training runs full" in finding.note
     assert consequence_findings(pair([4.0] * 4, [1.0] * 4), find_pairs(measured.models, None)[0]) == []
-    assert math.isnan(epochs_to(pd.DataFrame({"epoch": [1]})))

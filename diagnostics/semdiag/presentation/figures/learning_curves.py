@@ -5,7 +5,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from semdiag.measurement.convergence import TARGET, arrivals
+from semdiag.measurement.convergence import arrivals
 from semdiag.measurement.measurements import Measurements
 from semdiag.presentation.convergence_words import arrival_words, target_words
 from semdiag.presentation.panels import NothingToDrawError
@@ -40,11 +40,10 @@ def learning_curves(measurements: Measurements) -> Figure:
     found = found[found["epochs"] > 0]
     if found.empty:
         raise NothingToDrawError("No run has a finished epoch.")
-    target = float(measurements.provenance.get("target", TARGET))
     groups = [(str(group), runs) for group, runs in found.groupby("group", sort=False)]
     figure, axes = panel_grid(len(groups), height=3.0, columns=min(len(groups), 2))
     for ax, (group, runs) in zip(axes, groups, strict=True):
-        facts = []
+        facts, target = [], float(runs["target"].iloc[0])
         for attention, own in runs.groupby("attention", sort=False):
             style = attention_style(str(own["kind"].iloc[0]))
             _draw(ax, style, _wide(measurements, own, "train_accuracy"), 1.7)
