@@ -41,7 +41,7 @@ def learning_curves(measurements: Measurements) -> Figure:
     if found.empty:
         raise NothingToDrawError("No run has a finished epoch.")
     groups = [(str(group), runs) for group, runs in found.groupby("group", sort=False)]
-    figure, axes = panel_grid(len(groups), height=3.0, columns=min(len(groups), 2))
+    figure, axes = panel_grid(len(groups), height=3.0, sharey=False, columns=min(len(groups), 2))
     for ax, (group, runs) in zip(axes, groups, strict=True):
         facts, target = [], float(runs["target"].iloc[0])
         for attention, own in runs.groupby("attention", sort=False):
@@ -58,7 +58,8 @@ def learning_curves(measurements: Measurements) -> Figure:
         ax.xaxis.set_major_locator(MaxNLocator(integer=True))
         ax.yaxis.set_major_formatter(PercentFormatter(1.0))
         ax.set_ylim(top=1.03)
-    axes[0].set_ylabel("accuracy")
+    for ax in axes[::2]:
+        ax.set_ylabel("accuracy")
     legend_on_top(figure, axes)
     note_below(
         figure,
