@@ -139,6 +139,8 @@ def sentences(
         said += masks_in_short(measurements)
     if "convergence" in sections:
         said += convergence_sentences(measurements)
+    if "predictors" in sections:
+        said += predictor_sentences(measurements)[:2]
     said = said or ["What was found stands below, model by model."]
     return [*said, *capture_sentences(measurements), *_warnings(measurements)]
 
