@@ -43,6 +43,8 @@ RUNS = (  # drawn from training runs: test_convergence_figures.py
     "speed_up_against_dispersion",
     "along_training",
     "length_generalisation",
+    "predictors",
+    "predictor_cells",
 )
 OF_QUERIES = ("corollary_plane", "corollary_conditions")
 

@@ -16,7 +16,12 @@ from semdiag.presentation.report import write_report
 from semdiag_models import InputError
 
 PROBES = ("mask_agreement", "mask_reliability", "mask_heat_map", "k_sweep")  # which nobody measured
-RUNS = [s.figure for q in QUESTIONS if q.section in ("convergence", "along", "lengths") for s in q.figures]
+RUNS = [
+    s.figure
+    for q in QUESTIONS
+    if q.section in ("convergence", "along", "predictors", "lengths")
+    for s in q.figures
+]
 HOSTILE = "<script>alert(1)</script>\"'&.pt"
 VOID = {"meta", "img", "br", "source", "link"}
 

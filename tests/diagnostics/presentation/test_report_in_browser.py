@@ -15,7 +15,12 @@ from semdiag.presentation.questions import QUESTIONS
 from semdiag.presentation.report import write_report
 
 # Drawn from training runs, by a command of its own.
-RUNS = [s.figure for q in QUESTIONS if q.section in ("convergence", "along", "lengths") for s in q.figures]
+RUNS = [
+    s.figure
+    for q in QUESTIONS
+    if q.section in ("convergence", "along", "predictors", "lengths")
+    for s in q.figures
+]
 
 _FLAGS = [
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--hide-scrollbars",
