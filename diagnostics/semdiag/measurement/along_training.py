@@ -66,7 +66,9 @@ def measure_along(
     Raises:
         InputError: if a snapshot cannot be read.
     """
-    few = replace(conditions, samples=min(SAMPLES, conditions.samples), noise=(NOISE,), bounds=True)
+    few = replace(
+        conditions, samples=min(SAMPLES, conditions.samples), noise=(NOISE,), bounds=True, tensor_secants=False
+    )
     rows: list[dict[str, Any]] = []
     for path in snapshots_of(model):
         snapshot = load(path)

@@ -35,6 +35,7 @@ class Conditions:
     config: dict[str, Any] | None = None  # of checkpoints of the paper's code
     noise: tuple[float, ...] = ()  # relative input noise of secants; none: they are not measured
     bounds: bool = False  # whether the constants of Theorem 2 are measured, where every part is known
+    tensor_secants: bool = True  # whether bounds stand beside secants of the loss in each tensor, which take time
     encoders_only: bool = False  # whether models of which the attention alone is known are refused
     masks: NoisePlan | None = None  # noise under which masks are compared; None: they are not
     sweep: SweepPlan | None = None  # which k are asked of a model's scores; None: none

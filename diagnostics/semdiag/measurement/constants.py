@@ -34,6 +34,7 @@ def measure_constants(
     model: str = "model",
     samples: int = SAMPLES,
     seed: int = 0,
+    secants: bool = True,
     device: torch.device | str = "cpu",
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
     """Measure every constant of Theorem 2 over the evaluated inputs, in float64.
@@ -51,6 +52,7 @@ def measure_constants(
         model: written into the column ``model``.
         samples: inputs to use.
         seed: of the secants' directions.
+        secants: whether the loss's secants in each tensor are taken; its gradient is in any case.
         device: where to run; float64 is needed, so ``mps`` is replaced by the CPU.
 
     Returns:
@@ -77,7 +79,7 @@ def measure_constants(
     forms = network_forms(runner, trace_inputs(runner, tokens))
     slopes = {}
     if labels is not None:
-        slopes = parameter_slopes(runner, tokens, labels[:samples].to(device, torch.int64), seed)
+        slopes = parameter_slopes(runner, tokens, labels[:samples].to(device, torch.int64), seed, secants=secants)
     rows = [row for layer, block in enumerate(forms.blocks) for row in _layer_rows(layer, block)]
     rows += list(_network_rows(forms))
     constants = _table("constants", model, rows)

@@ -120,7 +120,9 @@ def _ln_values(snapshot: LoadedModel, conditions: Conditions) -> dict[str, float
     attention = snapshot.encoder.config.attention
     masks = NoisePlan((NOISE,)) if attention in _CHANGING_MASKS else None
     samples = min(SAMPLES, conditions.samples)
-    few = replace(conditions, inputs=None, samples=samples, noise=(NOISE,), bounds=True, masks=masks)
+    few = replace(
+        conditions, inputs=None, samples=samples, noise=(NOISE,), bounds=True, tensor_secants=False, masks=masks
+    )
     tokens, labels, _ = snapshot.default_inputs(samples, conditions.seed)
     found = survey([snapshot], few)
     secants = with_bounds(found.secants, attention)

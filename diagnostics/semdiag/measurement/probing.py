@@ -45,7 +45,7 @@ def encoder_tables(
     if conditions.noise:
         tables["secants"] = perturbation.measure_secants(encoder, tokens, levels=conditions.noise, **common)
     if conditions.bounds:
-        found = constants.measure_constants(encoder, tokens, labels, **common)
+        found = constants.measure_constants(encoder, tokens, labels, secants=conditions.tensor_secants, **common)
         tables["constants"], tables["parameters"] = found
     chosen = slice(conditions.probe_samples)
     inputs = model, tokens[chosen], None if labels is None else labels[chosen]
