@@ -34,7 +34,7 @@ def convergence(
         typer.Option(
             "--along",
             help="Measure every snapshot in the runs' folders: δ, Δ, ξ, response, Γ and the gradient's share in "
-            "queries and keys against epochs. A few seconds per snapshot. Keep more of them with: semdiag train "
+            "queries and keys against epochs. About a second per snapshot. Keep more of them with: semdiag train "
             "--snapshots 1,2,5,10,20.",
         ),
     ] = False,
@@ -44,7 +44,7 @@ def convergence(
             "--predictors",
             help="Ask what goes with faster learning: measure candidates (δ, ξ, λ, response, entropy, …) at the "
             "initialisation, on the plateau and at the end of every run, and correlate their ratio to full "
-            "attention's with the speed-up, corrected for their number. A few seconds per snapshot.",
+            "attention's with the speed-up, corrected for their number. About a second per snapshot.",
         ),
     ] = False,
     lengths: Annotated[

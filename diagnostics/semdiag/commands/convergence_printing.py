@@ -19,6 +19,7 @@ from semdiag.presentation.convergence_words import (
     interval_words,
     speed_words,
     target_words,
+    targets_sentence,
 )
 from semdiag.presentation.predictor_words import predictor_sentences
 
@@ -32,6 +33,8 @@ def print_convergence(measurements: Measurements) -> None:
     console = wide_console()
     found, pairs = arrivals(measurements), speed_dispersion_table(measurements)
     console.print(_runs(measurements, found, pairs))
+    if measurements.provenance.get("targets"):
+        console.print(targets_sentence(measurements))
     if len(pairs) and (over := over_seeds(found, pairs))["seeds"].max() > 1:
         console.print(_seeds(over))
     tasks = found["group"].nunique()

@@ -35,11 +35,10 @@ def run_table(models: Sequence[LoadedModel]) -> pd.DataFrame:
 def _row(model: LoadedModel) -> dict[str, Any]:
     assert model.training is not None  # run_table has looked
     training, config = model.training.to_dict(), model.encoder.config.to_dict()
-    text = training.pop("text", None)
+    training.pop("text", None)  # the task's label names it
     setting = {name: value for name, value in config.items() if name not in _ATTENTION}
     setting |= {name: value for name, value in training.items() if name not in _NOT_A_SETTING}
-    if text is not None:
-        setting["task"] = model.training.task_label
+    setting["task"] = model.training.task_label
     return {
         "model": model.path,
         "task": model.training.task_label,

@@ -13,11 +13,18 @@ from semdiag.measurement.training_runs import NOT_BEGUN, UNFINISHED
 
 
 def target_words(measurements: Measurements) -> str:
-    """The accuracy that counts as having learned: ``95 %``, or ``95 % (listops: 35 %)``."""
+    """The accuracy that counts as having learned, short: ``95 %``, or ``the target`` if tasks differ."""
+    if measurements.provenance.get("targets"):
+        return "the target"
+    return percent(measurements.provenance.get("target", TARGET))
+
+
+def targets_sentence(measurements: Measurements) -> str:
+    """Say all targets: ``The target is 95 % training accuracy, for listops 36 %``."""
     general = percent(measurements.provenance.get("target", TARGET))
     others = measurements.provenance.get("targets", {})
-    single = ", ".join(f"{task}: {percent(value)}" for task, value in others.items())
-    return f"{general} ({single})" if others else general
+    single = "".join(f", for {task} {percent(value)}" for task, value in others.items())
+    return f"The target is {general} training accuracy{single}."
 
 
 def percent(value: float) -> str:

@@ -28,6 +28,7 @@ _SHOWN = (
     ("gamma", "max", None, "Γ, largest layer"),
     ("query_key_gradient", "share", None, "queries' and keys' share\nof squared gradient"),
 )
+_FEW = 3  # runs, above which thin lines would hide the others
 _LINEAR = ("xi_local", "gamma", "query_key_gradient")
 
 
@@ -62,8 +63,8 @@ def along_training(measurements: Measurements) -> Figure:
     note_below(
         figure,
         f"points: snapshots, each measured on the same {samples} held-out samples, layers and heads pooled, "
-        "medians; thin, where there is one seed: 95th percentile (Δ: 5th; none where not positive or nothing is "
-        "dropped); of several seeds each has its line; response to 1 % input noise, one draw",
+        f"medians; thin, where there are at most {_FEW} runs: 95th percentile (Δ: 5th; none where not positive or "
+        "nothing is dropped); of several seeds each has its line; response to 1 % input noise, one draw",
     )
     return figure
 
@@ -72,10 +73,10 @@ def _draw(
     ax: Axes, runs: pd.DataFrame, pooled: pd.DataFrame, quantity: str, main: str, second: str | None, label: str
 ) -> None:
     rows = pooled[pooled["quantity"] == quantity]
-    drawn, several = False, runs["seed"].nunique() > 1  # of several seeds, thin lines would hide the others
+    drawn, crowded = False, len(runs) > _FEW
     for run in runs.to_dict("records"):
         style = attention_style(run["kind"])
-        for statistic, width in ((main, 1.5), (second, 0.6))[: 1 if several else 2]:
+        for statistic, width in ((main, 1.5), (second, 0.6))[: 1 if crowded else 2]:
             own = rows[(rows["model"] == run["model"]) & (rows["statistic"] == statistic)].sort_values("epoch")
             own = own[own["value"].notna() & ((own["value"] > 0) | (quantity in _LINEAR))]
             drawn |= len(own) > 0

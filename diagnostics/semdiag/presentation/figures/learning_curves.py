@@ -7,7 +7,7 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from semdiag.measurement.convergence import arrivals
 from semdiag.measurement.measurements import Measurements
-from semdiag.presentation.convergence_words import arrival_words, target_words
+from semdiag.presentation.convergence_words import arrival_words, percent
 from semdiag.presentation.panels import NothingToDrawError
 from semdiag.presentation.style import (
     FAINT,
@@ -53,7 +53,7 @@ def learning_curves(measurements: Measurements) -> Figure:
             _mark(ax, style, own, target)
             facts.append(f"{attention}: {', '.join(arrival_words(run) for run in own.to_dict('records'))}")
         ax.axhline(target, color=FAINT, linewidth=0.8, linestyle=(0, (4, 2)), zorder=1)
-        title_with_facts(ax, group, facts)
+        title_with_facts(ax, f"{group}: epochs to {percent(target)}", facts)
         ax.set_xlabel("epoch")
         ax.xaxis.set_major_locator(MaxNLocator(integer=True))
         ax.yaxis.set_major_formatter(PercentFormatter(1.0))
@@ -63,9 +63,9 @@ def learning_curves(measurements: Measurements) -> Figure:
     legend_on_top(figure, axes)
     note_below(
         figure,
-        f"above the panel: epochs to {target_words(measurements)} training accuracy, seed by seed; markers: the "
-        "same. thick: training, thin: held-out; from three seeds on the lower median, with their range as a band, "
-        "in which a run that stopped when it had arrived keeps its last accuracy",
+        "above the panel: epochs to this training accuracy, seed by seed; markers: the same. thick: training, thin: "
+        "held-out; from three seeds on the lower median, with their range as a band, in which a run that stopped "
+        "when it had arrived keeps its last accuracy",
     )
     return figure
 

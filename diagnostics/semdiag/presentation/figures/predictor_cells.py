@@ -8,7 +8,7 @@ from matplotlib.ticker import LogLocator
 from semdiag.measurement.measurements import Measurements
 from semdiag.measurement.prediction import prediction_cells
 from semdiag.measurement.predictors import CANDIDATES, STAGES
-from semdiag.presentation.convergence_words import target_words
+from semdiag.presentation.convergence_words import targets_sentence
 from semdiag.presentation.figures.speed_up import draw_speed
 from semdiag.presentation.panels import NothingToDrawError
 from semdiag.presentation.style import (
@@ -47,14 +47,14 @@ def predictor_cells(measurements: Measurements) -> Figure:
         _draw(ax, table[table["candidate"] == candidate])
         ax.set_title(CANDIDATES[candidate].rsplit(",", 1)[0], fontsize=8)
     for ax in axes[::_COLUMNS]:
-        ax.set_ylabel(f"speed-up (epochs to {target_words(measurements)})", fontsize=7.5)
+        ax.set_ylabel("speed-up over full attention", fontsize=7.5)
     axes[0].yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     plain_numbers(axes[0].yaxis)
     legend_on_top(figure, axes)
     note_below(
         figure,
-        "abscissa: natural logarithm of the ratio to full attention of the same task and seed, both at their "
-        "initialisation; hollow with "
+        f"{targets_sentence(measurements)} abscissa: natural logarithm of the ratio to full attention of the same "
+        "task and seed, both at their initialisation; hollow with "
         "arrow: only this bound of the speed-up is known, one run never arrived",
     )
     return figure
@@ -62,7 +62,7 @@ def predictor_cells(measurements: Measurements) -> Figure:
 
 def _draw(ax: Axes, rows: pd.DataFrame) -> None:
     ax.set_yscale("log")
-    for _, pair in rows.sort_values("kind", kind="stable").iterrows():
+    for _, pair in rows.iterrows():
         style = attention_style(pair["kind"])
         draw_speed(ax, pair["ln_ratio"], pair, style)
         ax.plot([], [], marker=style.marker, color=style.color, linestyle="none", label=pair["attention"])

@@ -10,7 +10,7 @@ from matplotlib.ticker import LogLocator
 
 from semdiag.measurement.convergence import arrivals, over_seeds, speed_ups
 from semdiag.measurement.measurements import Measurements
-from semdiag.presentation.convergence_words import target_words
+from semdiag.presentation.convergence_words import target_words, targets_sentence
 from semdiag.presentation.panels import NothingToDrawError
 from semdiag.presentation.style import (
     FAINT,
@@ -64,8 +64,9 @@ def speed_up(measurements: Measurements) -> Figure:
     legend_on_top(figure, [ax])
     note_below(
         figure,
-        "point: one seed; arrow: only this bound is known, one run never arrived; bar: interval of the median "
-        "over seeds (order statistics; its confidence stands beside it), none for one seed; ?: neither arrived",
+        f"{targets_sentence(measurements)} point: one seed; arrow: only this bound is known, one run never arrived; "
+        "bar: interval of the median over seeds (order statistics; its confidence stands beside it), none for one "
+        "seed; ?: neither arrived",
     )
     return figure
 

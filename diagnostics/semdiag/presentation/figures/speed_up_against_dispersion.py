@@ -5,7 +5,7 @@ from matplotlib.ticker import LogLocator
 
 from semdiag.measurement.measurements import Measurements
 from semdiag.measurement.speed_and_dispersion import speed_dispersion, speed_dispersion_table
-from semdiag.presentation.convergence_words import target_words
+from semdiag.presentation.convergence_words import target_words, targets_sentence
 from semdiag.presentation.figures.speed_up import draw_speed
 from semdiag.presentation.panels import NothingToDrawError
 from semdiag.presentation.style import (
@@ -68,7 +68,7 @@ def speed_up_against_dispersion(measurements: Measurements) -> Figure:
     numbers = "; ".join(f"{place} = {group}" for group, place in names.items())
     note_below(
         figure,
-        f"{numbers}. bars: 95 % intervals over sequences (200 resamplings of "
+        f"{targets_sentence(measurements)} {numbers}. bars: 95 % intervals over sequences (200 resamplings of "
         f"{int(measurements.models['samples'].max())} samples); hollow with arrow: a bound, one run never arrived",
     )
     return figure
