@@ -63,9 +63,9 @@ def learning_curves(measurements: Measurements) -> Figure:
     legend_on_top(figure, axes)
     note_below(
         figure,
-        "above the panel: epochs to this training accuracy, seed by seed; markers: the same. thick: training, thin: "
-        "held-out; from three seeds on the lower median, with their range as a band, in which a run that stopped "
-        "when it had arrived keeps its last accuracy",
+        "above the panel: epochs to this training accuracy, seed by seed; markers: the same. thick: training, "
+        "thin: held-out; from three seeds on the lower median, with their range as a band, in which a run that "
+        "stopped when it had arrived keeps its last accuracy",
     )
     return figure
 

@@ -54,8 +54,8 @@ def predictor_cells(measurements: Measurements) -> Figure:
     note_below(
         figure,
         f"{targets_sentence(measurements)} abscissa: natural logarithm of the ratio to full attention of the same "
-        "task and seed, both at their initialisation; hollow with "
-        "arrow: only this bound of the speed-up is known, one run never arrived",
+        "task and seed, both at their initialisation; hollow with arrow: only this bound of the speed-up is "
+        "known, one run never arrived",
     )
     return figure
 

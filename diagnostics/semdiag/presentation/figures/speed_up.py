@@ -64,9 +64,9 @@ def speed_up(measurements: Measurements) -> Figure:
     legend_on_top(figure, [ax])
     note_below(
         figure,
-        f"{targets_sentence(measurements)} point: one seed; arrow: only this bound is known, one run never arrived; "
-        "bar: interval of the median over seeds (order statistics; its confidence stands beside it), none for one "
-        "seed; ?: neither arrived",
+        f"{targets_sentence(measurements)} point: one seed; arrow: only this bound is known, one run never "
+        "arrived; bar: interval of the median over seeds (order statistics; its confidence stands beside it), "
+        "none for one seed; ?: neither arrived",
     )
     return figure
 
