@@ -9,6 +9,7 @@ import pytest
 from semdiag.measurement.convergence import arrivals, over_seeds, speed_ups
 from semdiag.measurement.measurements import Measurements
 from semdiag.measurement.prediction import held_out_tasks, predictor_table
+from semdiag.measurement.predictors import CANDIDATES, STAGES
 from semdiag.measurement.tables import typed
 
 ROOT = Path(__file__).parents[1]
@@ -35,6 +36,42 @@ def same(found: pd.DataFrame, written: pd.DataFrame) -> None:
     """What CSV keeps of both."""
     text = [t[[*found]].to_csv(index=False, float_format="%.9g") for t in (found, written)]
     assert text[0] == text[1]
+
+
+def arrival_table(runs: pd.DataFrame) -> str:
+    """Markdown: one row per task, one column per attention, the epochs of every seed."""
+    kinds = [*dict.fromkeys(runs["attention"])]
+    lines = [["task, target", *kinds], ["---"] * (1 + len(kinds))]
+    for (task, target), own in runs.groupby(["task", "target"], sort=False):
+        cells = [
+            ", ".join(
+                f"> {run['epochs']}" if pd.isna(run["arrival"]) else f"{run['arrival']:.0f}"
+                for run in own[own["attention"] == kind].to_dict("records")
+            )
+            for kind in kinds
+        ]
+        lines.append([f"{task}, {100 * target:g} %", *cells])
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def predictor_markdown(found: pd.DataFrame) -> str:
+    """Markdown: one row per candidate, one column per stage: τ, its interval, the corrected p-value."""
+    lines = [["ratio to full attention's", *STAGES], ["---"] * 4]
+    for candidate, words in CANDIDATES.items():
+        own = found[found["candidate"] == candidate].set_index("stage")
+        cells = []
+        for stage in STAGES:
+            row = own.loc[stage]
+            interval = "" if pd.isna(row["low"]) else f" ({row['low']:.2f} to {row['high']:.2f})"
+            cells.append(f"{row['tau']:+.2f}{interval}, {row['p_corrected']:.2f}")
+        lines.append([words, *cells])
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def test_what_is_written_is_what_was_found() -> None:
+    text = (ROOT / "docs" / "study.md").read_text(encoding="utf-8")
+    assert arrival_table(table("runs")) in text
+    assert predictor_markdown(table("predictors")) in text
 
 
 def test_the_runs_are_those_of_the_experiment() -> None:
