@@ -19,6 +19,7 @@ def output_spread(mixed: Tensor, counted: Tensor) -> Tensor:
         (B, H), in [0, 1], in float64; NaN where no query counts or all outputs are 0.
 
     Example:
+        >>> import torch
         >>> output_spread(torch.tensor([[[[1.0, 0.0], [1.0, 2.0]]]]), torch.tensor(True)).tolist()
         [[0.3333333333333333]]
     """
