@@ -44,8 +44,8 @@ def print_convergence(measurements: Measurements) -> None:
         console.print(_lengths(measurements, found))
     if len(measurements.predictors):
         console.print(_predictors(measurements))
-    for sentence in predictor_sentences(measurements) if len(measurements.predictors) else []:
-        console.print(sentence)
+        for sentence in predictor_sentences(measurements):
+            console.print(sentence)
     for sentence in along_sentences(measurements):
         console.print(sentence)
 

@@ -75,8 +75,9 @@ def convergence_survey(
             "Make one with: semdiag train even-pairs --attention topk --k 5 --epochs 5"
         )
     loaded = [model for model in loaded if model.path not in left_out]
+    tasks = dict(zip(runs["model"], runs["task"], strict=True))
     for task in plan.targets:
-        if task not in set(runs["task"]):
+        if task not in tasks.values():
             raise unknown_name("task of --target", task, [*runs["task"].unique()])
     if plan.lengths:
         check_lengths(loaded, plan.lengths)
@@ -89,7 +90,7 @@ def convergence_survey(
         announce(model.path, len(snapshots_of(model)))
         tables["along"].append(measure_along(model, conditions, after_step))
     for model in loaded if plan.predictors else []:
-        target = target_of(found, str(runs.set_index("model").loc[model.path, "task"]))
+        target = target_of(found, tasks[model.path])
         announce(model.path, len(stages_of(model, target)))
         tables["predictors"].append(measure_predictors(model, conditions, target, after_step))
     for model in loaded if plan.lengths else []:

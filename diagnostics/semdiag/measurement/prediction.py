@@ -87,6 +87,7 @@ def _cells(table: pd.DataFrame) -> _Cells:
     wide = table.set_index([*_CELL, "low", "high", "stage", "candidate"])["ln_ratio"].unstack(
         ["stage", "candidate"]
     )
+    wide = wide[[(stage, name) for stage in STAGES for name in CANDIDATES if (stage, name) in wide]]
     facts = wide.index.to_frame(index=False)
     order = certain_order(facts["low"].tolist(), facts["high"].tolist()).astype(float)
     values = wide.to_numpy(float).T
@@ -123,18 +124,16 @@ def predictor_table(
     cells, rng = _cells(table), np.random.default_rng(seed)
     tau, comparable = cells.correlations(cells.order)
     drawn = np.stack([cells.correlations(_permuted(cells, rng))[0] for _ in range(permutations)])
-    strongest = np.nanmax(np.abs(np.nan_to_num(drawn)), 1)
+    sizes = np.abs(np.nan_to_num(drawn))
     low, high = _interval(cells, rng, resamples)
     counts = table[table["ln_ratio"].notna()].groupby(["stage", "candidate"]).size()
     found = pd.DataFrame(cells.names, columns=["stage", "candidate"]).assign(
         tau=tau, low=low, high=high, comparable=comparable.astype(int),
         cells=[int(counts.get(name, 0)) for name in cells.names],
-        p=[_p(np.abs(np.nan_to_num(own)), value) for own, value in zip(drawn.T, tau, strict=True)],
-        p_corrected=[_p(strongest, value) for value in tau],
+        p=[_p(own, value) for own, value in zip(sizes.T, tau, strict=True)],
+        p_corrected=[_p(sizes.max(1), value) for value in tau],
     )  # fmt: skip
-    places = {name: at for at, name in enumerate((s, c) for s in STAGES for c in CANDIDATES)}
-    order = sorted(range(len(found)), key=lambda at: places[cells.names[at]])
-    return found.iloc[order][columns].reset_index(drop=True)
+    return found[columns]
 
 
 def _p(drawn: Matrix, value: float) -> float:

@@ -30,9 +30,19 @@ def convergence_tables(measurements: Measurements, sections: Sequence[str]) -> d
         tables["history"] = facts.merge(measurements.history, on="model")
     for name in ("along", "lengths"):
         if name in sections:
-            tables[name] = facts.merge(getattr(measurements, name), on="model")
+            tables[name] = facts.merge(_wide(getattr(measurements, name)), on="model")
     if "predictors" in sections:
         tables["predictors"] = predictor_table(measurements)
         tables["candidates"] = facts.merge(measurements.predictors, on="model")
         tables["held_out_tasks"] = held_out_tasks(measurements)
     return tables
+
+
+def _wide(table: pd.DataFrame) -> pd.DataFrame:
+    """A column for every quantity and statistic, like ``dispersion_p50``, instead of a row."""
+    names = table["quantity"] + "_" + table["statistic"]
+    places = [column for column in table if column not in ("quantity", "statistic", "value")]
+    wide = table.assign(name=pd.Categorical(names, names.unique())).pivot(
+        index=places, columns="name", values="value"
+    )
+    return wide.rename_axis(columns=None).reset_index()

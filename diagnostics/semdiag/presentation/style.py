@@ -8,6 +8,7 @@ from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
 import matplotlib
+import numpy as np
 import seaborn as sns
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
@@ -203,3 +204,14 @@ def plain_numbers(axis: Axis) -> None:
     """
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axis.set_minor_formatter(NullFormatter())
+
+
+def decades(ax: Axes) -> float:
+    """Powers of ten between the smallest and the largest positive ordinate of the lines of a panel.
+
+    Args:
+        ax: the panel.
+    """
+    values = np.concatenate([np.asarray(line.get_ydata(), dtype=float) for line in ax.lines])
+    values = values[np.isfinite(values) & (values > 0)]
+    return float(np.log10(values.max() / values.min())) if len(values) else 0.0

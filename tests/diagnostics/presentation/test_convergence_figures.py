@@ -102,6 +102,20 @@ def test_numbers_along_training_stand_at_their_epochs(runs):
     assert "nothing to show" in words(figure)
 
 
+def test_numbers_within_a_decade_or_two_have_labels_to_read_them_by(runs):
+    quantities = [("dispersion", "p50", 2.3), ("separation", "p50", 0.016)]
+    table = numbers(runs, "along", [(0, -1), (6, -1)], quantities)
+    late = table["epoch"] == 6
+    table.loc[late & (table["quantity"] == "separation"), "value"] = 0.022
+    table.loc[late & (table["quantity"] == "dispersion"), "value"] = 41.0
+    figure = FIGURES["along_training"](dataclasses.replace(runs, along=table))
+    figure.draw_without_rendering()
+    for ax in figure.axes[:2]:
+        low, high = ax.get_ylim()
+        ticks = zip(ax.get_yticks(), ax.get_yticklabels(), strict=True)
+        assert sum(low <= place <= high and bool(label.get_text()) for place, label in ticks) >= 2
+
+
 def test_words_say_bounds_and_confidence(runs):
     said = convergence_sentences(runs)
     assert "block-3 not in 6, not in 6, not in 6 (median speed-up over 3 seeds below 0.667" in said[0]

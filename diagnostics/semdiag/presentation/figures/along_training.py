@@ -3,7 +3,7 @@
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator, PercentFormatter
+from matplotlib.ticker import LogLocator, MaxNLocator, PercentFormatter
 
 from semdiag.measurement.along_training import SAMPLES
 from semdiag.measurement.measurements import Measurements
@@ -11,6 +11,7 @@ from semdiag.presentation.learning_speed import runs_by_setting
 from semdiag.presentation.panels import NothingToDrawError
 from semdiag.presentation.style import (
     attention_style,
+    decades,
     legend_on_top,
     note_below,
     panel_grid,
@@ -29,6 +30,7 @@ _SHOWN = (
     ("query_key_gradient", "share", None, "queries' and keys' share\nof squared gradient"),
 )
 _FEW = 3  # runs, above which thin lines would hide the others
+_SHORT = 2  # decades, below which powers of ten alone would leave an axis bare
 _LINEAR = ("xi_local", "gamma", "query_key_gradient")
 
 
@@ -85,8 +87,10 @@ def _draw(
                 marker=style.marker, markersize=4 if statistic == main else 2,
                 label=run["attention"] if statistic == main else None,
             )  # fmt: skip
-    if quantity not in _LINEAR and drawn:
+    if quantity not in _LINEAR and drawn and (span := decades(ax)) > 1:
         ax.set_yscale("log")
+        if span < _SHORT:
+            ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         plain_numbers(ax.yaxis)
     if quantity == "query_key_gradient":
         ax.yaxis.set_major_formatter(PercentFormatter(1.0))

@@ -10,7 +10,15 @@ from semdiag.measurement.measurements import Measurements
 from semdiag.presentation.curves import POINTS
 from semdiag.presentation.learning_speed import Run, training_runs
 from semdiag.presentation.panels import NothingToDrawError
-from semdiag.presentation.style import FAINT, legend_on_top, note_below, panel_grid, paper_style, title_with_facts
+from semdiag.presentation.style import (
+    FAINT,
+    decades,
+    legend_on_top,
+    note_below,
+    panel_grid,
+    paper_style,
+    title_with_facts,
+)
 
 
 @paper_style
@@ -35,7 +43,7 @@ def training_curves(measurements: Measurements) -> Figure:
             _draw_curves(accuracy, run, "accuracy")
             _draw_curves(loss, run, "loss")
         _finish_accuracy(accuracy, runs)
-        if _decades(loss) > 1:
+        if decades(loss) > 1:
             loss.set_yscale("log")
         for ax, what in ((accuracy, "accuracy"), (loss, "cross-entropy (nats)")):
             title_with_facts(ax, panel.title, [_fact(run) for run in runs] if ax is accuracy else [])
@@ -53,13 +61,6 @@ def _fact(run: Run) -> str:
     """When the run arrived, in words."""
     arrived = f"95 % at epoch {run.arrival}" if run.arrival else f"95 % not reached in {run.epochs} epochs"
     return f"{run.series.label}: {arrived}"
-
-
-def _decades(ax: Axes) -> float:
-    """Powers of ten between the lowest and the highest point: those of a language model's loss share one."""
-    values = np.concatenate([np.asarray(line.get_ydata(), dtype=float) for line in ax.lines])
-    values = values[np.isfinite(values) & (values > 0)]
-    return float(np.log10(values.max() / values.min())) if len(values) else 0.0
 
 
 def _draw_curves(ax: Axes, run: Run, quantity: str) -> None:
