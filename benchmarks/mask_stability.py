@@ -14,7 +14,7 @@ from functools import partial
 
 import torch
 
-from semdiag.measurement.mask_stability import NoisePlan, mask_stability
+from semdiag.measurement.probes.noise.masks import NoisePlan, mask_stability
 from semdiag_models import Encoder, ModelConfig
 
 LEVELS, DRAWS, BATCH = (0.001, 0.003, 0.01, 0.03, 0.1), 5, 100

@@ -6,10 +6,10 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from semdiag.measurement.convergence import arrivals, over_seeds, speed_ups
+from semdiag.findings.convergence import arrivals, over_seeds, speed_ups
+from semdiag.findings.prediction import held_out_tasks, predictor_table
 from semdiag.measurement.measurements import Measurements
-from semdiag.measurement.prediction import held_out_tasks, predictor_table
-from semdiag.measurement.predictors import CANDIDATES, STAGES
+from semdiag.measurement.runs.predictors import CANDIDATES, STAGES
 from semdiag.measurement.tables import typed
 
 ROOT = Path(__file__).parents[1]

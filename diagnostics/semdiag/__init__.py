@@ -13,14 +13,14 @@ if TYPE_CHECKING:
     from semdiag.capturing.attention_calls import AttentionCall, watch_attention
     from semdiag.capturing.loading import LoadedModel, load
     from semdiag.mathematics.row_statistics import RowStatistics, row_statistics
-    from semdiag.measurement.capture import Calls, capture
-    from semdiag.measurement.k_sweep import SweepPlan, k_sweep
-    from semdiag.measurement.landscape import LandscapePlan, landscape
-    from semdiag.measurement.lipschitz import LipschitzPlan, lipschitz
-    from semdiag.measurement.mask_stability import NoisePlan, mask_stability
+    from semdiag.measurement.calls.capture import Calls, capture
+    from semdiag.measurement.calls.monitor import Monitor
     from semdiag.measurement.measure import measure
     from semdiag.measurement.measurements import Measurements
-    from semdiag.measurement.monitor import Monitor
+    from semdiag.measurement.probes.k_sweep import SweepPlan, k_sweep
+    from semdiag.measurement.probes.loss.landscape import LandscapePlan, landscape
+    from semdiag.measurement.probes.loss.lipschitz import LipschitzPlan, lipschitz
+    from semdiag.measurement.probes.noise.masks import NoisePlan, mask_stability
     from semdiag_models import InputError
 
 # Imported on first use: `semdiag --help` must not wait for torch and pandas.
@@ -31,19 +31,19 @@ _HOME = {
     "load": "semdiag.capturing.loading",
     "RowStatistics": "semdiag.mathematics.row_statistics",
     "row_statistics": "semdiag.mathematics.row_statistics",
-    "Calls": "semdiag.measurement.capture",
-    "capture": "semdiag.measurement.capture",
-    "SweepPlan": "semdiag.measurement.k_sweep",
-    "k_sweep": "semdiag.measurement.k_sweep",
-    "NoisePlan": "semdiag.measurement.mask_stability",
-    "mask_stability": "semdiag.measurement.mask_stability",
-    "LandscapePlan": "semdiag.measurement.landscape",
-    "landscape": "semdiag.measurement.landscape",
-    "LipschitzPlan": "semdiag.measurement.lipschitz",
-    "lipschitz": "semdiag.measurement.lipschitz",
+    "Calls": "semdiag.measurement.calls.capture",
+    "capture": "semdiag.measurement.calls.capture",
+    "SweepPlan": "semdiag.measurement.probes.k_sweep",
+    "k_sweep": "semdiag.measurement.probes.k_sweep",
+    "NoisePlan": "semdiag.measurement.probes.noise.masks",
+    "mask_stability": "semdiag.measurement.probes.noise.masks",
+    "LandscapePlan": "semdiag.measurement.probes.loss.landscape",
+    "landscape": "semdiag.measurement.probes.loss.landscape",
+    "LipschitzPlan": "semdiag.measurement.probes.loss.lipschitz",
+    "lipschitz": "semdiag.measurement.probes.loss.lipschitz",
     "measure": "semdiag.measurement.measure",
     "Measurements": "semdiag.measurement.measurements",
-    "Monitor": "semdiag.measurement.monitor",
+    "Monitor": "semdiag.measurement.calls.monitor",
     "InputError": "semdiag_models",
 }
 

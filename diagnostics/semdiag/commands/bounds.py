@@ -42,8 +42,8 @@ def bounds(
     checkpoints/even-pairs-full-seed-153476998[/]
     """
     from semdiag.commands import measuring, theory_printing
+    from semdiag.findings.theory_summaries import bounds_summary
     from semdiag.measurement.survey import Conditions
-    from semdiag.measurement.theory_summaries import bounds_summary
 
     conditions = Conditions(
         inputs=inputs,

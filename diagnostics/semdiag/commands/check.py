@@ -63,11 +63,11 @@ def check(
     """
     from semdiag.commands import check_printing
     from semdiag.commands.measuring import measured
-    from semdiag.measurement.drift import read_baseline
-    from semdiag.measurement.mask_stability import NoisePlan
-    from semdiag.measurement.rules import parse_rule
+    from semdiag.findings.gate.drift import read_baseline
+    from semdiag.findings.gate.rules import parse_rule
+    from semdiag.findings.gate.verification import PROBED, Expectations, verify
+    from semdiag.measurement.probes.noise.masks import NoisePlan
     from semdiag.measurement.survey import Conditions
-    from semdiag.measurement.verification import PROBED, Expectations, verify
     from semdiag_models import InputError
 
     if not 0 <= tolerance < float("inf"):

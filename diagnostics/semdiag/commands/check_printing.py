@@ -3,9 +3,9 @@
 from rich.table import Table
 
 from semdiag.commands.console import wide_console
-from semdiag.measurement.gate import GATED, SHOWN, GateResult
-from semdiag.measurement.layer_gate import LayerGate
-from semdiag.measurement.verification import Verification
+from semdiag.findings.gate.layers import LayerGate
+from semdiag.findings.gate.pairs import GATED, SHOWN, GateResult
+from semdiag.findings.gate.verification import Verification
 
 
 def print_check(result: Verification) -> None:

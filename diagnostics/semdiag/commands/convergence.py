@@ -73,8 +73,8 @@ def convergence(
     [bold]semdiag convergence --lengths 40,60,80[/]
     """
     from semdiag.commands import convergence_printing, measuring
-    from semdiag.measurement.convergence_summaries import convergence_summary
-    from semdiag.measurement.convergence_survey import ConvergencePlan, convergence_survey
+    from semdiag.findings.convergence_summary import convergence_summary
+    from semdiag.measurement.runs.survey import ConvergencePlan, convergence_survey
     from semdiag.measurement.survey import Conditions
 
     conditions = Conditions(

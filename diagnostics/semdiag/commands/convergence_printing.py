@@ -7,12 +7,12 @@ import pandas as pd
 from rich.table import Table
 
 from semdiag.commands.console import number_table, wide_console
-from semdiag.measurement.convergence import arrivals, over_seeds
+from semdiag.findings.convergence import arrivals, over_seeds
+from semdiag.findings.prediction import predictor_table
+from semdiag.findings.speed_and_dispersion import speed_dispersion_table
 from semdiag.measurement.measurements import Measurements
-from semdiag.measurement.prediction import predictor_table
-from semdiag.measurement.predictors import CANDIDATES, STAGES
-from semdiag.measurement.speed_and_dispersion import speed_dispersion_table
-from semdiag.presentation.convergence_words import (
+from semdiag.measurement.runs.predictors import CANDIDATES, STAGES
+from semdiag.presentation.sections.convergence.sentences import (
     along_sentences,
     arrival_words,
     convergence_sentences,
@@ -21,7 +21,7 @@ from semdiag.presentation.convergence_words import (
     target_words,
     targets_sentence,
 )
-from semdiag.presentation.predictor_words import predictor_sentences
+from semdiag.presentation.sections.predictors.sentences import predictor_sentences
 
 
 def print_convergence(measurements: Measurements) -> None:

@@ -29,7 +29,7 @@ def info(
 
     from semdiag.capturing.loading import describe, load
     from semdiag.commands.measuring import read_config
-    from semdiag.measurement.strict_json import json_ready
+    from semdiag.findings.strict_json import json_ready
     from semdiag_models.tasks import perplexity
 
     loaded = load(model, read_config(config))

@@ -45,8 +45,8 @@ def k_sweep(
     [bold]semdiag k-sweep checkpoints/even-pairs-full-seed-153476998 --rerun[/]
     """
     from semdiag.commands import k_sweep_printing, measuring
-    from semdiag.measurement.k_sweep import SweepPlan
-    from semdiag.measurement.k_sweep_summaries import sweep_summary
+    from semdiag.findings.k_sweep import sweep_summary
+    from semdiag.measurement.probes.k_sweep import SweepPlan
     from semdiag.measurement.survey import Conditions
 
     conditions = Conditions(

@@ -59,8 +59,8 @@ def landscape(
     [bold]semdiag landscape checkpoints/even-pairs-topk-5-seed-153476998 --grid 11 --samples 100[/]
     """
     from semdiag.commands import measuring, probe_printing
-    from semdiag.measurement.landscape import LandscapePlan
-    from semdiag.measurement.probe_summaries import landscape_summary
+    from semdiag.findings.probe_summaries import landscape_summary
+    from semdiag.measurement.probes.loss.landscape import LandscapePlan
     from semdiag.measurement.survey import Conditions
 
     conditions = Conditions(

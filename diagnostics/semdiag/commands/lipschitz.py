@@ -46,8 +46,8 @@ def lipschitz(
     checkpoints/even-pairs-topk-5-seed-153476998[/]
     """
     from semdiag.commands import measuring, probe_printing
-    from semdiag.measurement.lipschitz import LipschitzPlan
-    from semdiag.measurement.probe_summaries import lipschitz_summary
+    from semdiag.findings.probe_summaries import lipschitz_summary
+    from semdiag.measurement.probes.loss.lipschitz import LipschitzPlan
     from semdiag.measurement.survey import Conditions
 
     conditions = Conditions(

@@ -59,8 +59,8 @@ def mask_stability(
     [bold]semdiag mask-stability checkpoints/even-pairs-topk-5-seed-153476998 --noise 0.01[/]
     """
     from semdiag.commands import mask_printing, measuring
-    from semdiag.measurement.mask_stability import NoisePlan
-    from semdiag.measurement.mask_summaries import mask_summary
+    from semdiag.findings.mask_stability import mask_summary
+    from semdiag.measurement.probes.noise.masks import NoisePlan
     from semdiag.measurement.survey import Conditions
 
     levels = measuring.positive_numbers(noise, "--noise")

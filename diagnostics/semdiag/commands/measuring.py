@@ -244,7 +244,7 @@ def deliver(
     """
     import typer
 
-    from semdiag.presentation.report import write_report
+    from semdiag.presentation.report.report import write_report
 
     folder = out if out is not None else report_name(command, measurements)
     page = write_report(measurements, folder, command_line(), formats, sections=sections or (command,))

@@ -42,7 +42,7 @@ def metric_command(metric: str, description: str) -> Callable[..., None]:
         quiet: options.Quiet = False,
     ) -> None:
         from semdiag.commands import measuring
-        from semdiag.measurement.summaries import SUMMARIES
+        from semdiag.findings.dispersion import SUMMARIES
         from semdiag.measurement.survey import Conditions
 
         conditions = Conditions(
@@ -92,7 +92,7 @@ def _print(metric: str, summary: dict[str, Any]) -> None:
 
 def _sections(metric: str, measurements: "Measurements") -> tuple[str, ...]:
     """Sections of the command's report: the metric, and where a k was asked for, what it would leave."""
-    from semdiag.measurement.summaries import counterfactual_ks
+    from semdiag.findings.dispersion import counterfactual_ks
 
     return (metric, "within") if counterfactual_ks(measurements.queries) else (metric,)
 

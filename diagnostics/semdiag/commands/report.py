@@ -50,13 +50,13 @@ def report(
     Opens from disk in any browser. [bold]semdiag report[/] alone reports on every run in ./checkpoints.
     """
     from semdiag.commands import measuring
-    from semdiag.measurement.k_sweep import SweepPlan
-    from semdiag.measurement.landscape import LandscapePlan
-    from semdiag.measurement.lipschitz import LipschitzPlan
-    from semdiag.measurement.mask_stability import NoisePlan
     from semdiag.measurement.measurements import Measurements
+    from semdiag.measurement.probes.k_sweep import SweepPlan
+    from semdiag.measurement.probes.loss.landscape import LandscapePlan
+    from semdiag.measurement.probes.loss.lipschitz import LipschitzPlan
+    from semdiag.measurement.probes.noise.masks import NoisePlan
     from semdiag.measurement.survey import Conditions
-    from semdiag.presentation.report import write_report
+    from semdiag.presentation.report.report import write_report
     from semdiag_models import InputError
 
     formats = measuring.figure_formats(figures)

@@ -28,8 +28,8 @@ def stability(
     [bold]semdiag stability checkpoints/even-pairs-topk-5-seed-153476998 --noise 0.01[/]
     """
     from semdiag.commands import measuring, theory_printing
+    from semdiag.findings.theory_summaries import stability_summary
     from semdiag.measurement.survey import Conditions
-    from semdiag.measurement.theory_summaries import stability_summary
 
     conditions = Conditions(
         inputs=inputs,

@@ -12,9 +12,9 @@ import typer
 from semdiag.commands.training_progress import tell
 
 if TYPE_CHECKING:
-    from semdiag_models.sweep_grid import SweepRun
-    from semdiag_models.sweep_runs import RunResult
-    from semdiag_models.sweep_workers import Workers
+    from semdiag_models.sweeps.grid import SweepRun
+    from semdiag_models.sweeps.runs import RunResult
+    from semdiag_models.sweeps.workers import Workers
 
 _WHERE, _OUTPUT = "Where it runs", "Output"
 
@@ -84,9 +84,9 @@ def sweep(
     from semdiag.commands.sweep_display import print_estimates, print_results
     from semdiag_models import InputError
     from semdiag_models.device import find_device
-    from semdiag_models.sweep_estimates import estimate
-    from semdiag_models.sweep_grid import SweepError, read_sweep
-    from semdiag_models.sweep_workers import cores
+    from semdiag_models.sweeps.estimates import estimate
+    from semdiag_models.sweeps.grid import SweepError, read_sweep
+    from semdiag_models.sweeps.workers import cores
 
     if jobs is not None and jobs < 1:
         raise InputError(f"--jobs must be at least 1. Got {jobs}.")
@@ -119,10 +119,10 @@ def sweep(
 
 
 def _workers(ray: str, gpus_per_run: float, jobs: int | None) -> "Workers":
-    from semdiag_models.sweep_workers import LocalWorkers, cores
+    from semdiag_models.sweeps.workers import LocalWorkers, cores
 
     if ray:
-        from semdiag_models.sweep_ray import RayWorkers
+        from semdiag_models.sweeps.ray import RayWorkers
 
         return RayWorkers(ray, gpus_per_run, jobs)
     return LocalWorkers(jobs if jobs is not None else cores())
@@ -140,9 +140,9 @@ def _train(
     """Train what is left; return the rows of all runs, which are also written after every run."""
     from semdiag.commands.sweep_display import SweepProgress
     from semdiag_models.run_lock import RunLock
-    from semdiag_models.sweep_results import write_results
-    from semdiag_models.sweep_runs import Order, result
-    from semdiag_models.sweep_workers import train_all
+    from semdiag_models.sweeps.results import write_results
+    from semdiag_models.sweeps.runs import Order, result
+    from semdiag_models.sweeps.workers import train_all
 
     provenance = {"command": shlex.join(["semdiag", *sys.argv[1:]]), "target": target}
     with ExitStack() as undo:

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 if TYPE_CHECKING:
-    from semdiag_models.sweep_estimates import Estimate
-    from semdiag_models.sweep_grid import SweepRun
-    from semdiag_models.sweep_runs import RunResult
+    from semdiag_models.sweeps.estimates import Estimate
+    from semdiag_models.sweeps.grid import SweepRun
+    from semdiag_models.sweeps.runs import RunResult
 
 _ROWS = 100  # printed; the files hold all
 _SOURCES = {
@@ -86,7 +86,7 @@ def _echo_json(content: dict[str, Any]) -> None:
 
 def print_results(rows: "list[RunResult]", folder: Path, target: float, as_json: bool, quiet: bool) -> None:
     """Print the table of results; of very many runs only those that are not done."""
-    from semdiag_models.sweep_results import results_document
+    from semdiag_models.sweeps.results import results_document
 
     if as_json:
         import sys
@@ -159,7 +159,7 @@ class SweepProgress:
 
     def tick(self) -> None:
         """Look at how far the running ones are."""
-        from semdiag_models.sweep_runs import epochs_so_far
+        from semdiag_models.sweeps.runs import epochs_so_far
 
         so_far = sum(epochs_so_far(self._folder / name) for name in self.open)
         self._bar.update(self._task, completed=self._closed + so_far)

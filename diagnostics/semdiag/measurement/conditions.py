@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
-from semdiag.measurement.k_sweep import SweepPlan
-from semdiag.measurement.landscape import LandscapePlan
-from semdiag.measurement.lipschitz import LipschitzPlan
-from semdiag.measurement.mask_stability import NoisePlan
-from semdiag.measurement.perturbation import check_levels
+from semdiag.measurement.probes.k_sweep import SweepPlan
+from semdiag.measurement.probes.loss.landscape import LandscapePlan
+from semdiag.measurement.probes.loss.lipschitz import LipschitzPlan
+from semdiag.measurement.probes.noise.masks import NoisePlan
+from semdiag.measurement.probes.noise.secants import check_levels
 from semdiag_models import InputError
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}

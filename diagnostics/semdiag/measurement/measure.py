@@ -12,11 +12,11 @@ from semdiag.capturing import batches as batching
 from semdiag.capturing.audit import Audit
 from semdiag.capturing.batches import Batch
 from semdiag.capturing.loading import LoadedModel
-from semdiag.measurement.collecting import Collector
-from semdiag.measurement.encoder_inputs import checked_tokens
-from semdiag.measurement.layers import remarks_table, skipped_table
+from semdiag.measurement.calls.collector import Collector
+from semdiag.measurement.calls.layers import remarks_table, skipped_table
+from semdiag.measurement.calls.running import running, unnamed
+from semdiag.measurement.encoders.inputs import checked_tokens
 from semdiag.measurement.measurements import Measurements
-from semdiag.measurement.running import running, unnamed
 from semdiag_models import Encoder, InputError
 
 

@@ -45,30 +45,30 @@ class Measurements:
         remarks: one row per thing to know about a captured attention, as a mask that adds -10,000.
         skipped: one row per operation that looks like attention and was not captured, with the reason.
         secants: one row per query, noise level and clean-noisy pair; see
-            :func:`~semdiag.measurement.perturbation.measure_secants`. Empty if not measured.
+            :func:`~semdiag.measurement.probes.noise.secants.measure_secants`. Empty if not measured.
         constants: one row per constant of the theory and form; see
-            :func:`~semdiag.measurement.constants.measure_constants`. Empty if not measured.
+            :func:`~semdiag.measurement.probes.bounds.constants.measure_constants`. Empty if not measured.
         parameters: one row per parameter tensor, bounds beside measured slopes; same function.
         masks: one row per noise level and query that drops a key; see
-            :func:`~semdiag.measurement.mask_stability.mask_stability`. Empty if not measured.
+            :func:`~semdiag.measurement.probes.noise.masks.mask_stability`. Empty if not measured.
         noise_effects: one row per noise level and sample, what the noise does to the output; same function.
         sweep: one row per k, layer, head and quantity, percentiles within a model; see
-            :func:`~semdiag.measurement.k_sweep.k_sweep`. Empty if not measured.
+            :func:`~semdiag.measurement.probes.k_sweep.k_sweep`. Empty if not measured.
         landscape: one row per evaluated point of a plane in parameter space; see
-            :func:`~semdiag.measurement.landscape.landscape`. Empty if not measured.
+            :func:`~semdiag.measurement.probes.loss.landscape.landscape`. Empty if not measured.
         loss_secants: one row per pair of parameter settings; this and the next three: see
-            :func:`~semdiag.measurement.lipschitz.lipschitz`. Empty if not measured.
+            :func:`~semdiag.measurement.probes.loss.lipschitz.lipschitz`. Empty if not measured.
         loss_gradients: one row per random parameter setting and group of tensors.
         end_points: one row per group of tensors.
         jacobians: one row per block and sample.
-        runs: one row per training run; see :func:`~semdiag.measurement.training_runs.run_table`. Empty unless
+        runs: one row per training run; see :func:`~semdiag.measurement.runs.training_runs.run_table`. Empty unless
             convergence was asked for.
         along: one row per snapshot of a run, layer and number; see
-            :func:`~semdiag.measurement.along_training.measure_along`. Empty if not measured.
+            :func:`~semdiag.measurement.runs.along.measure_along`. Empty if not measured.
         predictors: one row per run, stage of its training and number that may predict its speed; see
-            :func:`~semdiag.measurement.predictors.measure_predictors`. Empty if not measured.
+            :func:`~semdiag.measurement.runs.predictors.measure_predictors`. Empty if not measured.
         lengths: one row per length of the inputs, layer and number; see
-            :func:`~semdiag.measurement.lengths.measure_lengths`. Empty if not measured.
+            :func:`~semdiag.measurement.runs.lengths.measure_lengths`. Empty if not measured.
     """
 
     models: pd.DataFrame
@@ -185,7 +185,7 @@ class Measurements:
         return type(self)(**own, provenance=self.provenance)
 
     def _repr_html_(self) -> str:
-        from semdiag.measurement.percentiles import layer_table
+        from semdiag.findings.percentiles import layer_table
 
         columns = ["layer", "head", "queries", "mean", "p50", "p95", "p100"]
         parts = []

@@ -11,15 +11,16 @@ from torch import Tensor
 
 from semdiag.capturing.batches import Batch, first_samples, split
 from semdiag.capturing.loading import LoadedModel, load
-from semdiag.measurement import constants, perturbation
+from semdiag.measurement.calls.scored_rows import NotAvailableError
 from semdiag.measurement.conditions import DTYPES, Conditions
-from semdiag.measurement.k_sweep import k_sweep
-from semdiag.measurement.landscape import landscape
-from semdiag.measurement.lipschitz import lipschitz
-from semdiag.measurement.mask_stability import mask_stability
 from semdiag.measurement.measurements import Measurements
-from semdiag.measurement.projections import projection_norms
-from semdiag.measurement.scored_rows import NotAvailableError
+from semdiag.measurement.probes.bounds import constants
+from semdiag.measurement.probes.bounds.projections import projection_norms
+from semdiag.measurement.probes.k_sweep import k_sweep
+from semdiag.measurement.probes.loss.landscape import landscape
+from semdiag.measurement.probes.loss.lipschitz import lipschitz
+from semdiag.measurement.probes.noise import secants as perturbation
+from semdiag.measurement.probes.noise.masks import mask_stability
 from semdiag.measurement.tables import typed
 from semdiag_models import Encoder
 

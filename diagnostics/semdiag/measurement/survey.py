@@ -10,10 +10,11 @@ from torch import Tensor
 from semdiag.capturing.batches import Batch, samples_of, split
 from semdiag.capturing.inputs import read_batches, read_inputs
 from semdiag.capturing.loading import LoadedModel, load
-from semdiag.measurement import constants, perturbation
 from semdiag.measurement.conditions import DTYPES, Conditions
 from semdiag.measurement.measure import measure
 from semdiag.measurement.measurements import Measurements
+from semdiag.measurement.probes.bounds import constants
+from semdiag.measurement.probes.noise import secants as perturbation
 from semdiag.measurement.probing import ParameterProbe, encoder_tables, with_probes
 from semdiag_models import InputError
 from semdiag_models.device import find_device

@@ -10,7 +10,9 @@ from semdiag_models import Encoder, InputError
 
 SOURCE = """
 import torch
-from semdiag_models import Encoder, ModelConfig, InputError
+from semdiag_models import Encoder
+from semdiag_models import ModelConfig
+from semdiag_models import InputError
 sizes = 3
 def build():
     return torch.nn.Linear(3, 3).train()

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from semdiag.capturing.attention_calls import watch_attention
-from semdiag.measurement.residual import recomputation_residual
+from semdiag.measurement.calls.residual import recomputation_residual
 from semdiag_models import Encoder
 
 HEADS, HEAD_WIDTH, LENGTH = 2, 8, 7

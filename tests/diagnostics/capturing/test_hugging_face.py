@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from semdiag.capturing.attention_calls import watch_attention
-from semdiag.measurement.residual import recomputation_residual
+from semdiag.measurement.calls.residual import recomputation_residual
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

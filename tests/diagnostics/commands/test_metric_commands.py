@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from semdiag.measurement.summaries import SUMMARIES
+from semdiag.findings.dispersion import SUMMARIES
 from semdiag.measurement.survey import Conditions, survey
 
 

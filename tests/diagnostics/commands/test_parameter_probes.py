@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from semdiag.presentation import report
+from semdiag.presentation.report import report
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from semdiag.presentation import report
+from semdiag.presentation.report import report
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import semdiag
-from semdiag.measurement.perturbation import foreign_secants
-from semdiag.measurement.running import unnamed
+from semdiag.measurement.calls.running import unnamed
+from semdiag.measurement.probes.noise.secants import foreign_secants
 from semdiag.measurement.survey import Conditions, survey
 from semdiag_models import InputError
 

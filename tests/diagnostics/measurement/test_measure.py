@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from semdiag.capturing.attention_calls import AttentionCall, watch_attention
-from semdiag.measurement import encoder_inputs
+from semdiag.measurement.calls.residual import recomputation_residual
+from semdiag.measurement.encoders import inputs as encoder_inputs
 from semdiag.measurement.measure import measure
-from semdiag.measurement.residual import recomputation_residual
 from semdiag_models import Encoder, InputError
 
 PAD = 2

@@ -7,11 +7,11 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from semdiag.measurement.k_sweep import SweepPlan
-from semdiag.measurement.landscape import LandscapePlan
-from semdiag.measurement.lipschitz import LipschitzPlan
-from semdiag.measurement.mask_stability import NoisePlan
 from semdiag.measurement.measurements import Measurements
+from semdiag.measurement.probes.k_sweep import SweepPlan
+from semdiag.measurement.probes.loss.landscape import LandscapePlan
+from semdiag.measurement.probes.loss.lipschitz import LipschitzPlan
+from semdiag.measurement.probes.noise.masks import NoisePlan
 from semdiag.measurement.survey import Conditions, survey
 from semdiag.measurement.tables import OPTIONAL_TABLES, TABLES, empty_table
 from semdiag_models import InputError

@@ -7,8 +7,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from semdiag.findings.resampling import ratio_interval
 from semdiag.measurement.measurements import Measurements
-from semdiag.measurement.resampling import ratio_interval
 from semdiag.measurement.tables import empty_table
 from semdiag.presentation import report  # noqa: F401  # so that the modules below are loaded
 
@@ -217,9 +217,9 @@ def quick_interval(*rows, **options):
 def few_resamples(monkeypatch):
     # Not by attribute: in the package, the figure's function hides the module of the same name.
     for name in (
-        "semdiag.presentation.figures.dispersion_ratio",
-        "semdiag.presentation.verdict",
-        "semdiag.presentation.theory_verdict",
+        "semdiag.presentation.sections.dispersion.dispersion_ratio",
+        "semdiag.presentation.report.verdict",
+        "semdiag.presentation.sections.bounds.sentences",
     ):
         monkeypatch.setattr(sys.modules[name], "ratio_interval", quick_interval)
 

@@ -1,0 +1,1 @@
+"""Findings: tables to comparisons, verdicts and JSON; one file a question, no model in sight."""

@@ -1,0 +1,138 @@
+"""Everything that ``semdiag check`` judges, in one place."""
+
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from semdiag.findings.gate.drift import SCHEMA, TOLERANCE, Drift, drift, tracked_numbers
+from semdiag.findings.gate.invariants import Invariant, invariants
+from semdiag.findings.gate.layers import LayerGate, layer_gate
+from semdiag.findings.gate.pairs import GATED, GateResult, dispersion_gate
+from semdiag.findings.gate.rules import Rule, RuleResult, apply_rules
+from semdiag.findings.pairing import find_pairs
+from semdiag.findings.strict_json import json_ready
+from semdiag.measurement.measurements import Measurements
+
+PROBED = 50  # samples on which masks are put under noise
+
+
+@dataclass(frozen=True)
+class Expectations:
+    """What is asked of the models besides δ_h < δ_s.
+
+    Attributes:
+        rules: that every model must satisfy.
+        baseline: numbers of an earlier check; None if there is none.
+        tolerance: share by which they may move.
+        every_layer: whether a single layer without δ_h < δ_s at its median is a failure.
+    """
+
+    rules: list[Rule]
+    baseline: list[dict[str, Any]] | None = None
+    tolerance: float = TOLERANCE
+    every_layer: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Verification:
+    """What was judged, and how.
+
+    Attributes:
+        measurements: of the models.
+        pairs: pooled percentiles of each pair.
+        layers: medians by layer of the same pairs.
+        invariants: of capture and certificates.
+        rules: results by rule and model.
+        drifts: numbers that left the baseline.
+        judged_drift: whether there was a baseline.
+    """
+
+    measurements: Measurements
+    pairs: list[GateResult]
+    layers: list[LayerGate]
+    invariants: list[Invariant]
+    rules: list[RuleResult]
+    drifts: list[Drift]
+    judged_drift: bool
+
+    @property
+    def failures(self) -> list[str]:
+        """What fails, one statement each."""
+        said = [f"{r.pair.label}: δ_h < δ_s fails at {', '.join(r.failed)}" for r in self.pairs if not r.passed]
+        for gate in self.layers:
+            if not gate.passed:
+                layers = ", ".join(map(str, gate.failing))
+                many = f"{len(gate.failing)} of {len(gate.full)} layers"
+                said.append(f"{gate.label}: δ_h < δ_s fails at the median of {many} ({layers})")
+        said += [f"{invariant.name}: {invariant.words}" for invariant in self.invariants if not invariant.passed]
+        said += [
+            f"{result.model}: {result.rule.text} fails, {result.value:.4g}"
+            for result in self.rules
+            if not result.passed
+        ]
+        return said + [moved.words for moved in self.drifts]
+
+    def summary(self) -> dict[str, Any]:
+        """The verdicts as plain values, schema ``semdiag.check/1``."""
+        results = [
+            {
+                "full": pair.pair.full,
+                "topk": pair.pair.other,
+                "delta_s": pair.full,
+                "delta_h": pair.topk,
+                "passed": pair.passed,
+                "layers": {
+                    "delta_s": gate.full,
+                    "delta_h": gate.topk,
+                    "failing": gate.failing,
+                    "passed": gate.passed,
+                },
+            }
+            for pair, gate in zip(self.pairs, self.layers, strict=True)
+        ]
+        content: dict[str, Any] = {
+            "schema": SCHEMA,
+            "provenance": self.measurements.provenance,
+            "gated": GATED,
+            "passed": not self.failures,
+            "failures": self.failures,
+            "results": results,
+            "invariants": [asdict(invariant) for invariant in self.invariants],
+            "rules": [
+                {"rule": r.rule.text, "model": r.model, "value": r.value, "passed": r.passed} for r in self.rules
+            ],
+            "drift": [asdict(moved) for moved in self.drifts],
+            "models": tracked_numbers(self.measurements),
+        }
+        return {key: json_ready(value) for key, value in content.items()}
+
+
+def verify(measurements: Measurements, expected: Expectations) -> Verification:
+    """Judge pairs, layers, invariants, rules and drift.
+
+    Args:
+        measurements: of the models, with masks.
+        expected: rules, baseline.
+
+    Returns:
+        The verdicts.
+
+    Raises:
+        InputError: if a model has no partner or there is none to pair, and neither rules nor a baseline are
+            given; or a rule chooses nothing, or the baseline was measured otherwise.
+    """
+    judged = measurements
+    if expected.rules or expected.baseline is not None:
+        pairs, _ = find_pairs(measurements.models)
+        paired = {path for pair in pairs for path in (pair.full, pair.other)}
+        judged = replace(measurements, models=measurements.models[measurements.models["model"].isin(paired)])
+    gates = dispersion_gate(judged) if len(judged.models) else []
+    moved = [] if expected.baseline is None else drift(measurements, expected.baseline, expected.tolerance)
+    return Verification(
+        measurements=measurements,
+        pairs=gates,
+        layers=layer_gate(judged, gates, expected.every_layer),
+        invariants=invariants(measurements),
+        rules=apply_rules(measurements, expected.rules),
+        drifts=moved,
+        judged_drift=expected.baseline is not None,
+    )

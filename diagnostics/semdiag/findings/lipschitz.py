@@ -1,0 +1,117 @@
+"""Do the empirical Lipschitz estimates stay below the sound bounds, and has top-k the smaller ones?"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pandas as pd
+
+from semdiag.findings.finding import Finding, Verdict, log10, of_rows
+from semdiag.findings.pairing import Pair
+from semdiag.findings.secant_percentiles import PERCENTILES, secant_ratios
+from semdiag.measurement.measurements import Measurements
+
+GRADIENTS = "gradients of the loss are below the constants at the same parameters"
+SECANTS = "secants of the loss are below the largest constant of the drawn parameters"
+END_POINTS = "end points (low ends of their 95 % intervals) are below the largest constant of the drawn parameters"
+JACOBIANS = "block Jacobians are below λ_X of the same sample"
+ORDERING = "the loss is less steep around this model than around the full one"
+_SLACK = 1e-9
+
+
+def estimate_findings(measurements: Measurements) -> list[Finding]:
+    """Hold every empirical estimate against the sound bound.
+
+    Secants and end points are held against the largest constant at the drawn parameters, the checkpoint
+    included: that is the set the bound speaks about; what lies between the draws is not in it.
+
+    An end point is no measurement but an extrapolation: it contradicts the bound only if its whole 95 % interval
+    lies above. Estimates that exceed the bound themselves are counted in the finding's numbers and its note.
+
+    Source: docs/theory.md#empirical. Deviation: none.
+
+    Args:
+        measurements: with the tables of :func:`~semdiag.measurement.probes.loss.lipschitz.lipschitz`.
+
+    Returns:
+        Four findings per model. A violated one is a bug of semdiag.
+    """
+    found = []
+    for model in measurements.loss_gradients["model"].unique():
+        own = measurements.of(model)
+        gradients = own.loss_gradients
+        bounds = gradients.groupby("group")["ln_sound"].max()
+        known = gradients.groupby("group")["holds"].all()
+        found.append(_judged(model, GRADIENTS, gradients["slope"], gradients["ln_sound"], gradients["holds"]))
+        groups = own.loss_secants["group"]
+        found.append(_judged(model, SECANTS, own.loss_secants["slope"], groups.map(bounds), groups.map(known)))
+        points = own.end_points[own.end_points["accepted"]]
+        limits = points["group"].map(bounds).astype("float64")
+        ends = _judged(model, END_POINTS, points["low"], limits, points["group"].map(known))
+        beyond = points[np.log(points["estimate"]) > limits]
+        numbers = {**ends.numbers, "estimates above the bound": len(beyond)}
+        note = f"extrapolated beyond the bound, interval below it: {', '.join(beyond['group'])}"
+        found.append(
+            replace(ends, numbers=numbers, note=note if len(beyond) and not numbers["violated"] else ends.note)
+        )
+        norms = own.jacobians
+        finite = norms["ln_sound"] < math.inf
+        found.append(_judged(model, JACOBIANS, norms["norm"], norms["ln_sound"], finite))
+    return found
+
+
+def _judged(model: str, claim: str, measured: pd.Series, log_bound: pd.Series, holds: pd.Series) -> Finding:
+    values, bounds = measured.to_numpy(float), log_bound.to_numpy(float)
+    usable = holds.to_numpy(bool) & np.isfinite(values) & ~np.isnan(bounds) & (bounds < math.inf)
+    with np.errstate(divide="ignore"):
+        logs = np.log(np.maximum(values, 0))
+    violated = usable & (logs > bounds + _SLACK)
+    counts = {
+        "holds": int((usable & ~violated).sum()),
+        "violated": int(violated.sum()),
+        "not_met": int((~usable).sum()),
+    }
+    numbers: dict[str, float] = dict(counts)
+    gaps = bounds[usable] - logs[usable]
+    gaps = gaps[np.isfinite(gaps)]
+    if usable.any():
+        numbers["largest measured"] = float(values[usable].max())
+    if gaps.size:
+        numbers |= {"smallest log10 gap": log10(float(gaps.min())), "largest log10 gap": log10(float(gaps.max()))}
+    note = f"{counts['not_met']} have no bound or are not finite" if counts["not_met"] else ""
+    return Finding(model, claim, "sound", "all", of_rows(**counts, vacuous=0), numbers, note)
+
+
+def ordering_findings(measurements: Measurements, pairs: Sequence[Pair]) -> list[Finding]:
+    """Is the loss around a counterpart less steep than around its full model, as the paper's Fig. 10 has it?
+
+    Radius by radius: lower if the whole 95 % interval of the ratio lies below 1, higher if above.
+
+    Source: docs/theory.md#empirical, the paper's Fig. 10. Deviation: intervals by resampled planes.
+
+    Args:
+        measurements: with the table loss_secants.
+        pairs: of its models.
+
+    Returns:
+        One finding per pair and percentile: it holds if every radius is lower, is violated if every one is higher,
+        and is else nothing conclusive, with the counts.
+    """
+    found = []
+    for pair in pairs:
+        ratios = secant_ratios(measurements, pair)
+        for percentile in PERCENTILES:
+            rows = ratios[ratios["percentile"] == percentile]
+            if rows.empty:
+                continue
+            lower, higher = int((rows["high"] < 1).sum()), int((rows["low"] > 1).sum())
+            verdict = Verdict.NOTHING
+            if lower == len(rows):
+                verdict = Verdict.HOLDS
+            elif higher == len(rows):
+                verdict = Verdict.VIOLATED
+            numbers = {"radii": len(rows), "lower": lower, "higher": higher, "planes": int(rows["planes"].min())}
+            numbers |= {"smallest ratio": rows["estimate"].min(), "largest ratio": rows["estimate"].max()}
+            found.append(Finding(pair.label, ORDERING, "", f"p{percentile}", verdict, numbers))
+    return found

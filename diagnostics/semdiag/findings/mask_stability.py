@@ -1,0 +1,147 @@
+"""The findings of ``semdiag mask-stability``: by noise level, layer and head, and what is not applicable."""
+
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from semdiag.capturing.mask_kinds import DENSE
+from semdiag.findings.resampling import Interval, mean_interval, rank_correlation_interval
+from semdiag.findings.strict_json import json_ready
+from semdiag.measurement.measurements import Measurements
+from semdiag.measurement.probes.noise.mask_rows import SELECTIONS
+
+Summary = dict[str, Any]
+RESAMPLES = 200
+_MEANS = ("agreement", "exact", "certified", "predicted", "response")
+_FACTS = ("model", "sha256", "task", "attention", "k", "epoch")
+SUPPOSED = "full attention drops no key: this is the mask that top-{k} would choose from its scores"
+NOT_APPLICABLE = "not applicable: the mask of {attention} attention does not depend on the input"
+
+
+def mask_summary(measurements: Measurements) -> Summary:
+    """Agreement, certificate and prediction per noise level, layer and head, and pooled.
+
+    Args:
+        measurements: of one or more models, with masks.
+
+    Returns:
+        A JSON-ready dictionary, schema ``semdiag.mask-stability/1``; null where a number is undefined.
+    """
+    results = []
+    table = mask_table(measurements)
+    effects = effect_table(measurements)
+    for row in measurements.models.to_dict("records"):
+        own = table[table["model"] == row["model"]]
+        result = {key: row[key] for key in _FACTS} | {"mask": mask_words(measurements, row["model"])}
+        changed = int(own.loc[own["layer"] == "all", "certified_changed"].sum())
+        result |= {"applicable": not own.empty, "certified_changed": changed}
+        result["certified_rows"] = int(own.loc[own["layer"] == "all", "certified_rows"].sum())
+        levels = []
+        for level, rows in own.groupby("level"):
+            entries = rows.drop(columns=["model", "level"]).to_dict("records")
+            after = effects[(effects["model"] == row["model"]) & (effects["level"] == level)]
+            levels.append({"noise": level, "layers": entries[:-1], "all": entries[-1], "output": _first(after)})
+        results.append(result | {"levels": levels})
+    ready = {"schema": "semdiag.mask-stability/1", "provenance": measurements.provenance, "results": results}
+    return {key: json_ready(value) for key, value in ready.items()}
+
+
+def mask_words(measurements: Measurements, model: str) -> str:
+    """Which mask of a model was judged, or why none was.
+
+    Args:
+        measurements: with the model.
+        model: its path.
+    """
+    row = next(row for row in measurements.models.to_dict("records") if row["model"] == model)
+    kind = str(row["attention"])
+    if SELECTIONS.get(kind) is None:
+        return NOT_APPLICABLE.format(attention=kind)
+    own = measurements.masks.loc[measurements.masks["model"] == model, "kept"]
+    if own.empty:
+        return "no query drops a key: no mask can change"
+    return SUPPOSED.format(k=own.iloc[0]) if kind in DENSE else f"the model's own mask, k = {own.iloc[0]}"
+
+
+@lru_cache(maxsize=1)  # resampling takes a second, and page, figures and tables all ask
+def mask_table(measurements: Measurements) -> pd.DataFrame:
+    """What became of the masks, per model, noise level, layer and head, and pooled.
+
+    Means are over queries and draws; ``_low`` and ``_high`` are 95 % intervals from resampled sequences.
+    ``spearman`` is the rank correlation of Δ with disagreement (1 − agreement): -1 where the masks of
+    ill-separated queries change first.
+
+    Args:
+        measurements: with masks.
+
+    Returns:
+        model, level, layer and head (``all`` where pooled), queries, draws, separation_p50, the means and
+        intervals, swing_sd, certified_rows and certified_changed (rows × draws).
+    """
+    rows = []
+    for (model, level), own in measurements.masks.groupby(["model", "level"], sort=False):
+        for layer, head, part in _places(own):
+            rows.append({"model": model, "level": level, "layer": layer, "head": head, **_described(part)})
+    columns = ["model", "level", "layer", "head", "certified_rows", "certified_changed"]
+    return pd.DataFrame(rows) if rows else pd.DataFrame(columns=columns)
+
+
+def effect_table(measurements: Measurements) -> pd.DataFrame:
+    """What the noise does to the output, per model and level, over samples.
+
+    Args:
+        measurements: with noise effects.
+
+    Returns:
+        model, level, samples, logit_change (relative), flipped, accuracy_before, accuracy_after, with the
+        95 % interval of the last.
+    """
+    rows = []
+    for (model, level), own in measurements.noise_effects.groupby(["model", "level"], sort=False):
+        after = mean_interval(own, "correct_after", RESAMPLES)
+        rows.append(
+            {
+                "model": model, "level": level, "samples": len(own), "logit_change": own["logit_change"].mean(),
+                "flipped": own["flipped"].mean(), "accuracy_before": own["correct_before"].mean(),
+                "accuracy_after": after.estimate,
+                "accuracy_after_low": after.low, "accuracy_after_high": after.high,
+            }
+        )  # fmt: skip
+    return pd.DataFrame(rows, columns=["model", "level"] if not rows else None)
+
+
+def _places(own: pd.DataFrame) -> Iterator[tuple[int | str, int | str, pd.DataFrame]]:
+    for layer, rows in own.groupby("layer", sort=True):
+        for head, part in rows.groupby("head", sort=True):
+            yield int(str(layer)), int(str(head)), part
+    yield "all", "all", own
+
+
+def _described(part: pd.DataFrame) -> Summary:
+    means: dict[str, Any] = {}
+    for name in _MEANS:
+        means |= _named(name, mean_interval(part, name, RESAMPLES))
+    disagreement = part.assign(disagreement=1 - part["agreement"].astype(np.float64))
+    means |= _named("spearman", rank_correlation_interval(disagreement, "separation", "disagreement", RESAMPLES))
+    swing = part["swing_sd"].astype(np.float64)
+    return {
+        "queries": len(part),
+        "draws": int(part["draws"].iloc[0]),
+        "separation_p50": float(part["separation"].median()),
+        **means,
+        "swing_sd": float(np.sqrt((swing**2).mean())),
+        "certified_rows": round(float((part["certified"].astype(np.float64) * part["draws"]).sum())),
+        "certified_changed": int(part["certified_changed"].sum()),
+    }
+
+
+def _named(name: str, interval: Interval) -> dict[str, float]:
+    return {name: interval.estimate, f"{name}_low": interval.low, f"{name}_high": interval.high}
+
+
+def _first(rows: pd.DataFrame) -> Summary:
+    found = rows.drop(columns=["model", "level"]).to_dict("records")
+    return {str(key): value for key, value in found[0].items()} if found else {}

@@ -1,0 +1,1 @@
+"""One consumer of attention calls: rows, layers, residuals, a monitor."""

@@ -1,0 +1,1 @@
+"""What only semdiag's own encoders tell: weights, traces of inputs, moved parameters."""

@@ -1,0 +1,1 @@
+"""The constants of the theory, and measured slopes beside them."""

@@ -1,0 +1,1 @@
+"""The loss around a checkpoint: planes, secants, gradients, Jacobians."""

@@ -1,0 +1,1 @@
+"""What input noise does to weights and masks."""

@@ -1,0 +1,279 @@
+"""Do masks survive input noise? Every query's set S against that of noisy copies of the same input."""
+
+import copy
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import pandas as pd
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from semdiag.capturing.attention_calls import AttentionCall, watch_attention
+from semdiag.capturing.batches import Batch, repeated, samples_of, split
+from semdiag.capturing.loading import LoadedModel
+from semdiag.mathematics.mask_stability import predicted_agreement
+from semdiag.measurement.calls.running import running, unnamed
+from semdiag.measurement.probes.noise.embeddings import noisy_embeddings
+from semdiag.measurement.probes.noise.mask_rows import RowChanges, Selection, Workspace, row_changes, selection_of
+from semdiag.measurement.probes.noise.secants import NOISE, check_levels, noisy_copies, token_size
+from semdiag.measurement.tables import empty_table
+from semdiag_models import InputError
+
+DRAWS = 5
+SUPPOSED_K = 5  # heavy hitters of the mask that a full-attention model would choose
+
+
+@dataclass(frozen=True)
+class NoisePlan:
+    """Which noise is added, and how often.
+
+    Raises:
+        InputError: if a value is illegal.
+    """
+
+    levels: tuple[float, ...] = (NOISE,)  # standard deviations
+    draws: int = DRAWS
+    absolute: bool = False  # whether the levels are absolute; else relative to each token's RMS
+    block: int = 0  # the block at whose input the noise enters; 0: the embedded tokens
+    k: int = SUPPOSED_K  # of the mask that a full-attention model would choose
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_levels(self.levels)
+        for name, least in (("draws", 1), ("block", 0), ("k", 1)):
+            if getattr(self, name) < least:
+                raise InputError(f"{name} must be at least {least}. Got {getattr(self, name)}.")
+
+
+def mask_stability(
+    model: LoadedModel | nn.Module,
+    tokens: Batch | Iterable[Batch],
+    labels: Tensor | None = None,
+    plan: NoisePlan | None = None,
+    *,
+    batch_size: int = 100,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    after_batch: Callable[[int], None] = lambda samples: None,
+) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Compare the mask of every query with the masks of noisy copies of the same input.
+
+    Gaussian noise enters at the embedded tokens or at one block's input, everything downstream follows. Clean
+    samples and all their copies share a forward pass; the noise is the same at every level but for its size.
+    A full-attention model has no mask: the one that top-k would choose from its scores stands in. The model
+    itself is not changed: a copy is moved, converted and put into evaluation mode.
+
+    Source: docs/theory.md#mask-stability. Deviation: not in the paper. In float32 the certificate leaves
+    room for the rounding of the scores, so that a certified row that changes its mask is an error.
+
+    Args:
+        model: from :func:`semdiag.load`, or any module; noise enters models of others behind their embedding.
+        tokens: (N, L) int64, or what :func:`~semdiag.measurement.measure.measure` takes.
+        labels: (N,) classes, for the accuracy; None if unknown.
+        plan: levels, draws, place and seed of the noise; by default 1 % of each embedded token's RMS, 5 draws.
+        batch_size: samples at a time, noisy copies included.
+        device: where to run.
+        dtype: of the model and of the scores: float32 or float64.
+        after_batch: called with the number of clean samples of each finished batch.
+
+    Returns:
+        The tables ``masks`` (one row per noise level and query that drops a key: kept k, separation Δ,
+        agreement E|S ∩ S'|/k, exact share of draws with S = S', certified share, certified_changed count,
+        predicted probability, swing_sd its standard deviation of dz_(k) − dz_(k+1) per layer and head,
+        response ‖p − p'‖₁ of the first draw) and ``noise_effects`` (one row per level and sample:
+        logit_change relative to ‖logits‖₂, flipped share, correct before, share correct after). No rows of
+        ``masks`` for a mask that does not depend on the input.
+
+    Raises:
+        InputError: if the kind of attention is not known, or the model has no such block.
+
+    Example:
+        >>> from semdiag_models import Encoder, ModelConfig
+        >>> encoder = Encoder(ModelConfig(vocabulary_size=3, classes=2, length=4, attention="topk", k=2, blocks=1))
+        >>> masks, effects = mask_stability(encoder, torch.tensor([[0, 1, 1, 0]]), plan=NoisePlan((1e-9,)))
+        >>> masks[["query", "kept", "agreement"]].values.tolist()[0], len(effects)
+        ([0.0, 2.0, 1.0], 1)
+    """
+    plan = NoisePlan() if plan is None else plan
+    loaded = model if isinstance(model, LoadedModel) else unnamed(model)
+    copies = len(plan.levels) * plan.draws
+    cut = split(tokens, max(1, round(batch_size / (1 + copies))))
+    if loaded.foreign:
+        return _foreign(loaded, cut, plan, device, dtype, after_batch), empty_table("noise_effects")
+    config = loaded.encoder.config
+    if plan.block >= config.blocks:
+        raise InputError(f"Noise can enter at blocks 0 to {config.blocks - 1} of {loaded.path}. Got {plan.block}.")
+    runner = copy.deepcopy(loaded.encoder).to(device=device, dtype=dtype).eval()
+    probe = _Probe(plan, selection_of(config.attention), runner, runner.blocks[plan.block])
+    for batch in cut:
+        probe.run(torch.as_tensor(batch).to(device, torch.int64))
+        after_batch(len(batch))
+    return _masks(loaded.path, probe), _effects(loaded.path, probe, labels)
+
+
+def _foreign(
+    loaded: LoadedModel,
+    batches: Sequence[Batch],
+    plan: NoisePlan,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    after_batch: Callable[[int], None],
+) -> pd.DataFrame:
+    """The table ``masks`` of a model whose attention alone is known."""
+    if plan.block:
+        raise InputError(f"Noise can enter {loaded.path} behind its embedding only. Got block {plan.block}.")
+    probe = _Probe(plan, selection_of("full"), loaded.module, loaded.module)
+    with running(loaded, probe.add, device, dtype) as run:
+        for batch in batches:
+            probe.samples = samples_of(batch)
+            with noisy_embeddings(run.module, probe.samples, probe.add_noise):
+                run(repeated(batch, 1 + plan.draws * len(plan.levels)))
+            after_batch(probe.samples)
+    return _masks(loaded.path, probe)
+
+
+@dataclass
+class _Probe:
+    """Runs a model over clean and noisy inputs; collects sums over the draws.
+
+    Nothing here knows what the model is: it is called with tokens, its attention is watched, and the noise
+    enters at the input of ``place``.
+    """
+
+    plan: NoisePlan
+    selection: Selection | None
+    model: nn.Module
+    place: nn.Module
+    samples: int = 0
+    rows: dict[int, list[dict[str, Tensor]]] = field(default_factory=dict)  # by layer, one entry per batch
+    swings: dict[int, Tensor] = field(default_factory=dict)  # by layer: (3, levels, heads) count, Σ, Σ²
+    outputs: list[dict[str, Tensor]] = field(default_factory=list)
+    kept: int = 0
+    workspace: Workspace = field(default_factory=Workspace)
+
+    def __post_init__(self) -> None:
+        seeds = torch.randint(2**62, (self.plan.draws,), generator=torch.Generator().manual_seed(self.plan.seed))
+        self.generators = [torch.Generator().manual_seed(int(seed)) for seed in seeds]
+
+    def run(self, tokens: Tensor) -> None:
+        """Pass clean samples and all their copies through the model, at once."""
+        self.samples = len(tokens)
+        copies = self.plan.draws * len(self.plan.levels)
+        with (
+            torch.inference_mode(),
+            noisy_copies(self.place, self.samples, self.add_noise),
+            watch_attention(self.model, self.add),
+        ):
+            output = self.model(tokens.repeat(1 + copies, 1))
+            self.outputs.append(self.compare(output))
+
+    def add_noise(self, copies: Tensor) -> None:
+        """Add noise to copies (D·N·b, L, d) of b inputs: the same at every level but for its size."""
+        copies = copies.view(self.plan.draws, -1, self.samples, *copies.shape[1:])
+        size = 1.0 if self.plan.absolute else token_size(copies[0, 0])
+        for draw, generator in enumerate(self.generators):
+            drawn = torch.randn(copies.shape[2:], generator=generator, dtype=copies.dtype).to(copies.device) * size
+            for at, level in enumerate(self.plan.levels):
+                copies[draw, at].add_(drawn, alpha=level)
+
+    def add(self, call: AttentionCall) -> None:
+        """Reduce one attention call to sums over the draws."""
+        if self.selection is None:
+            return
+        levels = len(self.plan.levels)
+        found = row_changes(call, self.samples, levels, self.plan.k, self.selection, self.workspace)
+        self.kept = found.kept
+        lost = found.common < found.kept
+        self.rows.setdefault(call.layer, []).append(
+            {
+                "counted": found.counted,
+                "separation": found.separation,
+                "agreement": found.common.sum(0, dtype=torch.int32),
+                "changed": lost.sum(0, dtype=torch.int32),
+                "certified": found.certified.sum(0, dtype=torch.int32),
+                "certified_changed": (lost & found.certified).sum(0, dtype=torch.int32),
+                "response": found.response,
+            }
+        )
+        sums = _swing_sums(found)
+        self.swings[call.layer] = self.swings[call.layer] + sums if call.layer in self.swings else sums
+
+    def compare(self, logits: Tensor) -> dict[str, Tensor]:
+        """What the noise does to the output: shapes (levels, b), clean predictions (b,)."""
+        clean = logits[: self.samples].double()
+        noisy = logits[self.samples :].view(self.plan.draws, -1, *clean.shape).double()
+        before, after = clean.argmax(-1), noisy.argmax(-1)
+        return {
+            "logit_change": ((noisy - clean).norm(dim=-1) / clean.norm(dim=-1)).mean(0).cpu(),
+            "flipped": (after != before).double().mean(0).cpu(),
+            "before": before.cpu(),
+            "after": after.cpu(),
+        }
+
+
+def _swing_sums(found: RowChanges) -> Tensor:
+    """Count, sum and sum of squares of the counted rows' swings, per level and head: (3, N, H)."""
+    counted = found.counted
+    swing = found.swing.where(counted, 0.0).double()
+    draws, levels = swing.shape[:2]
+    count = (draws * counted.sum((0, 2))).expand(levels, -1)
+    return torch.stack([count.double(), swing.sum((0, 2, 4)), swing.square_().sum((0, 2, 4))])
+
+
+def _masks(model: str, probe: _Probe) -> pd.DataFrame:
+    parts = []
+    draws = probe.plan.draws
+    for layer, batches in sorted(probe.rows.items()):
+        most = max(b["counted"].shape[-1] for b in batches)  # rows that pad a shorter batch do not count
+        whole = {
+            name: torch.cat([F.pad(b[name], (0, most - b[name].shape[-1])) for b in batches], -3).cpu()
+            for name in batches[0]
+        }
+        count, total, squares = probe.swings[layer].cpu()
+        spread = (squares / count - (total / count).square()).clamp(min=0).sqrt()  # (levels, heads)
+        counted = whole["counted"]
+        sample, head, query = (where.to(torch.int32).numpy() for where in counted.nonzero(as_tuple=True))
+        separation = whole["separation"][counted].double()
+        for at, level in enumerate(probe.plan.levels):
+            own = {name: values[at][counted].double() for name, values in whole.items() if values.ndim == 4}
+            sd = spread[at][torch.from_numpy(head).long()]
+            columns = {
+                "sample": sample, "layer": np.int32(layer), "head": head, "query": query, "level": level,
+                "kept": np.int32(probe.kept), "draws": np.int32(draws), "separation": separation,
+                "agreement": own["agreement"] / (draws * probe.kept), "exact": 1 - own["changed"] / draws,
+                "certified": own["certified"] / draws, "certified_changed": own["certified_changed"],
+                "predicted": predicted_agreement(separation, sd), "swing_sd": sd, "response": own["response"],
+            }  # fmt: skip
+            parts.append(pd.DataFrame({"model": model, **columns}))
+    return _typed("masks", parts)
+
+
+def _effects(model: str, probe: _Probe, labels: Tensor | None) -> pd.DataFrame:
+    if not probe.outputs:
+        return empty_table("noise_effects")
+    change, flipped, before, after = (
+        torch.cat([part[name] for part in probe.outputs], -1) for name in probe.outputs[0]
+    )
+    count = len(before)
+    truth = torch.full((count,), torch.nan) if labels is None else labels[:count].cpu().double()
+    known = 1.0 if labels is not None else float("nan")
+    parts = []
+    for at, level in enumerate(probe.plan.levels):
+        columns = {
+            "level": level,
+            "sample": np.arange(count, dtype=np.int32),
+            "logit_change": change[at],
+            "flipped": flipped[at],
+            "correct_before": (before == truth).double() * known,
+            "correct_after": (after[:, at] == truth).double().mean(0) * known,
+        }
+        parts.append(pd.DataFrame({"model": model, **columns}))
+    return _typed("noise_effects", parts)
+
+
+def _typed(name: str, parts: Sequence[pd.DataFrame]) -> pd.DataFrame:
+    template = empty_table(name)
+    table = pd.concat(parts, ignore_index=True) if parts else template
+    return table[list(template)].astype(template.dtypes)

@@ -1,0 +1,256 @@
+"""What input noise does to the softmax rows of a model: secants, response, changed sets."""
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from torch import Tensor, nn
+
+from semdiag.capturing.attention_calls import AttentionCall, watch_attention
+from semdiag.capturing.batches import Batch, first_samples, longest, repeated, samples_of, split
+from semdiag.capturing.loading import LoadedModel
+from semdiag.mathematics.softmax_secants import score_change, weight_change
+from semdiag.measurement.calls.running import running
+from semdiag.measurement.calls.scored_rows import ScoredRows, scored_rows
+from semdiag.measurement.probes.noise.embeddings import noisy_embeddings
+from semdiag.measurement.tables import empty_table
+from semdiag_models import Encoder, InputError
+
+SAMPLES = 50
+NOISE = 0.01  # of each embedded token's root mean square
+_SCORES = 2**22  # scores of one forward pass, at most (or one sample's)
+_HEADS = 16  # supposed of models of others, for the size of a pass
+
+
+def measure_secants(
+    encoder: Encoder,
+    tokens: Tensor,
+    *,
+    model: str = "model",
+    levels: Sequence[float] = (NOISE,),
+    samples: int = SAMPLES,
+    seed: int = 0,
+    device: torch.device | str = "cpu",
+) -> pd.DataFrame:
+    """Compare every softmax row of clean inputs with that of noisy copies of the same inputs.
+
+    Gaussian noise is added to the embedded tokens (CLS and global ones, too), with a standard deviation of
+    ``level`` times the token's root mean square; everything downstream follows. Clean and noisy inputs share
+    one forward pass in float64, and the noise is the same at every level but for its size.
+
+    Source: docs/theory.md#secants. Deviation: not in the paper.
+
+    Args:
+        encoder: the model; a copy is run, in evaluation mode.
+        tokens: (N, L) int64; the first ``samples`` are used.
+        model: written into the column ``model``.
+        levels: relative sizes of the noise, each positive.
+        samples: inputs to perturb.
+        seed: of the noise.
+        device: where to run; float64 is needed, so ``mps`` is replaced by the CPU.
+
+    Returns:
+        One row per level, sample, layer, head and query that is not padding: kept (k_i of the clean row),
+        weight_change ‖p − p'‖₁, score_change ‖z − z'‖₁ and score_change_max ‖z − z'‖_∞ over S ∪ S', same_set
+        (S = S'), dispersion (the larger of both rows), separation (the smaller; +inf where nothing is
+        dropped, 0 at a tie).
+
+    Raises:
+        InputError: if a level is not positive and finite.
+
+    Example:
+        >>> from semdiag_models import ModelConfig
+        >>> encoder = Encoder(ModelConfig(vocabulary_size=3, classes=2, length=4, blocks=1))
+        >>> rows = measure_secants(encoder, torch.tensor([[0, 1, 1, 0]]))
+        >>> len(rows), bool((rows["weight_change"] <= 0.5 * rows["score_change"]).all())
+        (4, True)
+    """
+    check_levels(levels)
+    device = torch.device("cpu") if torch.device(device).type == "mps" else torch.device(device)
+    runner = copy.deepcopy(encoder).to(device=device, dtype=torch.float64).eval()
+    tokens = tokens[:samples].to(device, torch.int64)
+    generator = torch.Generator().manual_seed(seed)
+    length = tokens.shape[1] + encoder.config.extra_tokens
+    shape = (len(tokens), length, encoder.config.width)
+    noise = torch.randn(shape, generator=generator, dtype=torch.float64).to(device)
+    per_pass = max(1, _SCORES // (2 * encoder.config.heads * length**2))
+    parts = []
+    for level in levels:
+        for start in range(0, len(tokens), per_pass):
+            part = slice(start, start + per_pass)
+            parts += [
+                {"sample": columns.pop("sample") + start, "level": level, **columns}
+                for columns in _pass(runner, tokens[part], level * noise[part])
+            ]
+    if not parts:
+        return empty_table("secants")
+    table = pd.concat([pd.DataFrame({"model": model, **columns}) for columns in parts], ignore_index=True)
+    template = empty_table("secants")
+    return table[list(template)].astype(template.dtypes)
+
+
+def foreign_secants(
+    loaded: LoadedModel,
+    batches: Iterable[Batch],
+    *,
+    levels: Sequence[float] = (NOISE,),
+    samples: int = SAMPLES,
+    seed: int = 0,
+    device: torch.device | str = "cpu",
+) -> pd.DataFrame:
+    """As :func:`measure_secants`, for models whose attention alone is known: noise enters behind the embedding.
+
+    Args:
+        loaded: any model; a copy in float64 is run.
+        batches: its inputs.
+        levels: relative sizes of the noise, each positive.
+        samples: inputs to perturb, the first ones.
+        seed: of the noise, which is the same at every level but for its size.
+        device: where to run; ``mps`` is replaced by the CPU.
+
+    Returns:
+        The table ``secants``.
+
+    Raises:
+        NotAvailableError: if the model has no embedding that can be found, or attention sinks.
+    """
+    check_levels(levels)
+    device = torch.device("cpu") if torch.device(device).type == "mps" else torch.device(device)
+    parts: list[dict[str, Any]] = []
+    collected = _Collector([])
+    with running(loaded, collected.add, device, torch.float64) as run:
+        for level in levels:
+            generator, done = torch.Generator().manual_seed(seed), 0
+
+            def add_noise(copies: Tensor, level: float = level, generator: torch.Generator = generator) -> None:
+                drawn = torch.randn(copies.shape, generator=generator, dtype=copies.dtype).to(copies.device)
+                copies += level * token_size(copies) * drawn
+
+            for batch in first_samples(batches, samples):
+                for part in _small(batch):
+                    size = samples_of(part)
+                    with noisy_embeddings(run.module, size, add_noise):
+                        run(repeated(part, 2))
+                    for columns in collected.parts:
+                        place: dict[str, Any] = {"sample": columns.pop("sample") + done, "level": level}
+                        parts.append(place | columns)
+                    collected.parts.clear()
+                    done += size
+    if not parts:
+        return empty_table("secants")
+    table = pd.concat([pd.DataFrame({"model": loaded.path, **columns}) for columns in parts], ignore_index=True)
+    template = empty_table("secants")
+    return table[list(template)].astype(template.dtypes)
+
+
+def _small(batch: Batch) -> list[Batch]:
+    """A batch in parts whose scores fit; a tuple of arguments as it is."""
+    if isinstance(batch, tuple | list):
+        return [batch]
+    return split(batch, max(1, _SCORES // (2 * _HEADS * longest(batch) ** 2)))
+
+
+def check_levels(levels: Sequence[float]) -> None:
+    """Refuse noise levels that no noise has.
+
+    Args:
+        levels: relative sizes of the noise.
+
+    Raises:
+        InputError: if a level is not positive and finite.
+    """
+    wrong = [level for level in levels if not 0 < level < float("inf")]
+    if wrong:
+        raise InputError(f"A noise level must be a positive number, like {NOISE}. Got {wrong[0]}.")
+
+
+@contextmanager
+def noisy_second_half(encoder: Encoder, noise: Tensor) -> Iterator[None]:
+    """Add noise to the embedded tokens of the second half of each batch, inside the context.
+
+    Args:
+        encoder: gets a hook on its first block, removed when the context is left by whatever way.
+        noise: (B, L, d) in units of each token's root mean square, for batches of 2B.
+
+    Yields:
+        Nothing.
+    """
+
+    def add_noise(copies: Tensor) -> None:
+        copies += token_size(copies) * noise
+
+    with noisy_copies(encoder.blocks[0], len(noise), add_noise):
+        yield
+
+
+@contextmanager
+def noisy_copies(place: nn.Module, samples: int, add_noise: Callable[[Tensor], None]) -> Iterator[None]:
+    """Make the copies in each batch of [clean samples; copies of them] noisy, where they enter a module.
+
+    Args:
+        place: module at whose input the noise enters, like an encoder's first block for the embedded tokens;
+            its first argument is a tensor of activations. It gets a hook, removed when the context is left
+            by whatever way.
+        samples: clean samples at the head of each batch.
+        add_noise: called with the copies, which it changes.
+
+    Yields:
+        Nothing.
+    """
+
+    def perturb(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        noisy = inputs[0].clone()  # what came in may be needed elsewhere, as it was
+        add_noise(noisy[samples:])
+        return noisy, *inputs[1:]
+
+    handle = place.register_forward_pre_hook(perturb)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def token_size(tokens: Tensor) -> Tensor:
+    """Root mean square of each token's vector: (..., d) -> (..., 1)."""
+    return tokens.square().mean(-1, keepdim=True).sqrt()
+
+
+@dataclass
+class _Collector:
+    """Reduces each attention call over [clean; noisy] to columns of numbers."""
+
+    parts: list[dict[str, np.ndarray]]
+
+    def add(self, call: AttentionCall) -> None:
+        clean, noisy = scored_rows(call).halves()
+        counted = clean.counted
+        sample, head, query = (where.to(torch.int32) for where in counted.nonzero(as_tuple=True))
+        columns = {"sample": sample, "layer": torch.full_like(sample, call.layer), "head": head, "query": query}
+        columns |= {name: values[counted] for name, values in _changes(clean, noisy).items()}
+        self.parts.append({name: column.cpu().numpy() for name, column in columns.items()})
+
+
+def _pass(encoder: Encoder, tokens: Tensor, noise: Tensor) -> list[dict[str, np.ndarray]]:
+    collected = _Collector([])
+    with torch.inference_mode(), noisy_second_half(encoder, noise), watch_attention(encoder, collected.add):
+        encoder(torch.cat([tokens, tokens]))
+    return collected.parts
+
+
+def _changes(clean: ScoredRows, noisy: ScoredRows) -> dict[str, Tensor]:
+    # Rows that do not count have no softmax: they get a key, and are dropped afterwards.
+    ours, theirs = (rows.selected | ~rows.counted[..., None] for rows in (clean, noisy))
+    return {
+        "kept": clean.kept,
+        "weight_change": weight_change(clean.scores, noisy.scores, ours, theirs),
+        "score_change": score_change(clean.scores, noisy.scores, ours, theirs),
+        "score_change_max": score_change(clean.scores, noisy.scores, ours, theirs, order=float("inf")),
+        "same_set": (clean.selected == noisy.selected).all(-1),
+        "dispersion": torch.maximum(clean.dispersion, noisy.dispersion),
+        "separation": torch.minimum(clean.separation, noisy.separation),
+    }

@@ -1,0 +1,1 @@
+"""Training runs: their histories, snapshots, other lengths, candidates."""

@@ -1,0 +1,188 @@
+"""What may predict how fast a run learns: numbers at its initialisation, on its plateau and at its end."""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import torch
+from torch import Tensor
+
+from semdiag.capturing.attention_call import AttentionCall
+from semdiag.capturing.batches import split
+from semdiag.capturing.loading import LoadedModel, load
+from semdiag.mathematics.output_spread import output_spread
+from semdiag.measurement.calls.collector import statistics_of
+from semdiag.measurement.calls.running import running
+from semdiag.measurement.conditions import DTYPES
+from semdiag.measurement.encoders.movable import MovableEncoder, usable_samples
+from semdiag.measurement.measurements import Measurements
+from semdiag.measurement.probes.loss.secants import plane_secants
+from semdiag.measurement.probes.noise.masks import NoisePlan
+from semdiag.measurement.probes.noise.secants import NOISE
+from semdiag.measurement.probes.noise.softmax_bounds import local_stability, with_bounds
+from semdiag.measurement.runs.along import SAMPLES, query_key_share, snapshots_of
+from semdiag.measurement.survey import Conditions, survey
+from semdiag.measurement.tables import typed
+from semdiag_models.device import find_device
+
+STAGES = ("initialisation", "plateau", "end")
+# Each is compared with full attention's of the same task, seed and stage: of δ that makes δ_h/δ_s.
+CANDIDATES = {
+    "dispersion": "dispersion δ, median",
+    "dispersion_share": "δ over kept keys / δ over all keys, median",
+    "entropy": "entropy of the weights, mean",
+    "xi_local": "local ξ = 2p(1 − p), median",
+    "xi_sound": "sound ξ, median",
+    "xi_paper": "paper's ξ, median",
+    "lambda_sound": "sound λ of the loss",
+    "lambda_paper": "paper's λ of the loss",
+    "response": "response to 1 % noise, mean",
+    "mask_agreement": "mask agreement under 1 % noise, mean",
+    "query_key_gradient": "gradient share of queries and keys",
+    "output_spread": "spread of attention outputs, mean",
+    "loss_secant": "slope of loss secants, median",
+}
+RADIUS = 0.1  # of the loss secants, relative to each tensor's norm
+_PLANES, _DIRECTIONS = 8, 4
+_CHANGING_MASKS = ("topk", "bottomk")  # the others keep the same keys whatever the noise
+
+
+def stages_of(model: LoadedModel, target: float) -> dict[str, Path]:
+    """Snapshots of a run at three stages of its training.
+
+    The plateau is the latest named epoch before the training accuracy has gone half of the way from the first
+    epoch's to the target; of a run that never goes that far, the latest before its last.
+
+    Args:
+        model: a run, loaded from its folder or its ``last.pt``.
+        target: training accuracy that counts as having learned.
+
+    Returns:
+        Those of :data:`STAGES` of which the folder holds a snapshot.
+    """
+    if model.snapshot != "last":
+        return {}
+    files = {
+        model.epoch if path.stem == "last" else int(path.stem.removeprefix("epoch-")): path
+        for path in snapshots_of(model)
+    }
+    accuracy = model.history.get("train_accuracy", [])
+    half = (accuracy[0] + target) / 2 if accuracy else target
+    risen = next((epoch for epoch, value in enumerate(accuracy, 1) if value >= half), model.epoch or 0)
+    plateau = max((epoch for epoch in files if epoch is not None and 0 < epoch < risen), default=None)
+    chosen = {"initialisation": 0, "plateau": plateau, "end": model.epoch}
+    return {stage: files[epoch] for stage, epoch in chosen.items() if epoch in files}
+
+
+def measure_predictors(
+    model: LoadedModel,
+    conditions: Conditions,
+    target: float,
+    after_snapshot: Callable[[int], None] = lambda count: None,
+) -> pd.DataFrame:
+    """Measure every candidate at every stage of a run, on the run's first held-out samples.
+
+    Source: docs/theory.md, sections on δ, ξ, λ, secants and mask stability. Deviation: not in the paper.
+
+    Args:
+        model: a run.
+        conditions: device, precision, seed; at most 50 samples are used.
+        target: training accuracy that counts as having learned, which tells where the plateau ends.
+        after_snapshot: called with 1 after each snapshot.
+
+    Returns:
+        The table ``predictors``: one row per stage and candidate, queries of all layers and heads pooled.
+        ``ln_value`` is the natural logarithm of the number, NaN where it is unknown, zero or unbounded.
+
+    Raises:
+        InputError: if a snapshot cannot be read.
+    """
+    rows = []
+    for stage, path in stages_of(model, target).items():
+        snapshot = load(path)
+        for candidate, value in _ln_values(snapshot, conditions).items():
+            known = value if math.isfinite(value) else math.nan
+            rows.append(
+                {
+                    "model": model.path, "stage": stage, "epoch": snapshot.epoch, "candidate": candidate,
+                    "ln_value": known,
+                }
+            )  # fmt: skip
+        after_snapshot(1)
+    return typed("predictors", rows)
+
+
+def _ln_values(snapshot: LoadedModel, conditions: Conditions) -> dict[str, float]:
+    """The logarithm of every candidate."""
+    attention = snapshot.encoder.config.attention
+    masks = NoisePlan((NOISE,)) if attention in _CHANGING_MASKS else None
+    samples = min(SAMPLES, conditions.samples)
+    few = replace(
+        conditions, inputs=None, samples=samples, noise=(NOISE,), bounds=True, tensor_secants=False, masks=masks
+    )
+    tokens, labels, _ = snapshot.default_inputs(samples, conditions.seed)
+    found = survey([snapshot], few)
+    secants = with_bounds(found.secants, attention)
+    values = {
+        "dispersion": found.queries["dispersion"].median(),
+        **_weights_and_outputs(snapshot, tokens, few),
+        "xi_local": local_stability(found.queries).median(),
+        "response": secants["weight_change"].mean(),
+        "mask_agreement": found.masks["agreement"].mean() if len(found.masks) else 1.0,
+        "query_key_gradient": query_key_share(found.parameters),
+        "loss_secant": _loss_secant(snapshot, tokens, labels, few),
+    }
+    with np.errstate(divide="ignore"):
+        logarithms = {name: float(np.log(value)) for name, value in values.items()}
+    logarithms |= {f"xi_{form}": float(secants[f"ln_{form}"].median()) for form in ("sound", "paper")}
+    logarithms |= {f"lambda_{form}": _network_constant(found, form) for form in ("sound", "paper")}
+    return {name: logarithms[name] for name in CANDIDATES}
+
+
+def _network_constant(found: Measurements, form: str) -> float:
+    rows = found.constants[(found.constants["quantity"] == "network") & (found.constants["form"] == form)]
+    return float(rows["ln_value"].max())
+
+
+def _weights_and_outputs(snapshot: LoadedModel, tokens: Tensor, conditions: Conditions) -> dict[str, float]:
+    """Means over queries, heads and layers of what attention weights and outputs look like."""
+    collected: dict[str, list[Tensor]] = {"dispersion_share": [], "entropy": [], "output_spread": []}
+
+    def collect(call: AttentionCall) -> None:
+        rows = statistics_of(call)
+        counted = rows.kept > 0 if call.queries is None else (rows.kept > 0) & call.queries[:, None]
+        everything = rows.maximum - rows.minimum
+        share = rows.dispersion() / everything
+        collected["dispersion_share"].append(share[counted & (everything > 0)])
+        collected["entropy"].append(rows.entropy[counted])
+        collected["output_spread"].append(output_spread(call.mixed, counted).flatten())
+
+    device = find_device(conditions.device)
+    dtype = DTYPES[conditions.dtype] if device.type != "mps" else torch.float32
+    with running(snapshot, collect, device, dtype) as run:
+        for batch in split(tokens, conditions.batch_size):
+            run(batch)
+    pooled = {name: torch.cat([part.double().cpu() for part in parts]) for name, parts in collected.items()}
+    return {
+        "dispersion_share": float(pooled["dispersion_share"].median()),
+        "entropy": float(pooled["entropy"].mean()),
+        "output_spread": float(pooled["output_spread"].nanmean()),
+    }
+
+
+def _loss_secant(snapshot: LoadedModel, tokens: Tensor, labels: Tensor, conditions: Conditions) -> float:
+    """Median slope of the loss between the snapshot and points on circles around it."""
+    device = find_device(conditions.device)
+    device = torch.device("cpu") if device.type == "mps" else device  # which does not know float64
+    moved = MovableEncoder(snapshot.encoder, device=device, dtype=torch.float64)
+    tokens, labels = usable_samples(moved.encoder, tokens, labels, device)
+
+    def loss(point: Tensor) -> float:
+        moved.move_to(point)
+        return moved.loss_and_accuracy(tokens, labels)[0]
+
+    rows = plane_secants(moved, loss, (RADIUS,), _PLANES, _DIRECTIONS, conditions.seed)
+    return float(np.median([row["slope"] for row in rows]))

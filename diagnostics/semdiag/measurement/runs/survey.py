@@ -1,0 +1,103 @@
+"""Measuring training runs: their last checkpoints, and on request their snapshots and other lengths."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from semdiag.capturing.loading import load
+from semdiag.findings.convergence import TARGET, target_of
+from semdiag.measurement.conditions import DTYPES
+from semdiag.measurement.measurements import Measurements
+from semdiag.measurement.runs.along import measure_along, snapshots_of
+from semdiag.measurement.runs.lengths import check_lengths, measure_lengths
+from semdiag.measurement.runs.predictors import measure_predictors, stages_of
+from semdiag.measurement.runs.training_runs import run_table
+from semdiag.measurement.survey import Conditions, survey
+from semdiag.measurement.tables import empty_table
+from semdiag_models import InputError
+from semdiag_models.device import find_device
+from semdiag_models.errors import unknown_name
+
+
+@dataclass(frozen=True)
+class ConvergencePlan:
+    """What is asked of training runs.
+
+    Raises:
+        InputError: if a target is no accuracy.
+    """
+
+    target: float = TARGET  # training accuracy that counts as having learned
+    along: bool = False  # whether every snapshot is measured
+    predictors: bool = False  # whether what may predict speed is measured at three stages
+    targets: Mapping[str, float] = field(default_factory=dict)  # instead, for single tasks
+    lengths: tuple[int, ...] = ()  # of the inputs on which the last checkpoint is evaluated; none: it is not
+
+    def __post_init__(self) -> None:
+        for target in (self.target, *self.targets.values()):
+            if not 0 < target <= 1:
+                raise InputError(f"--target is a training accuracy in (0, 1], like 0.95. Got {target}.")
+
+
+def convergence_survey(
+    models: Sequence[Path],
+    conditions: Conditions,
+    announce: Callable[[str, int], None] = lambda model, steps: None,
+    after_step: Callable[[int], None] = lambda steps: None,
+    *,
+    plan: ConvergencePlan,
+) -> Measurements:
+    """Measure the last checkpoints of runs, and add what is known of the runs.
+
+    Args:
+        models: checkpoints; those without a training history are left out and named in
+            ``provenance["left_out"]``.
+        conditions: under which they are measured.
+        announce: called with a path and its number of steps before it is measured.
+        after_step: called with the number of finished steps.
+        plan: target, snapshots, predictors, lengths.
+
+    Returns:
+        Measurements with the tables runs, and if asked for along, predictors and lengths.
+
+    Raises:
+        InputError: if none of them is a training run, or something cannot be measured.
+    """
+    loaded = [load(path, conditions.config) for path in models]
+    runs = run_table(loaded)
+    left_out = [model.path for model in loaded if model.path not in set(runs["model"])]
+    if runs.empty:
+        raise InputError(
+            f"{left_out[0]} brings no training history: convergence is about runs of semdiag train. "
+            "Make one with: semdiag train even-pairs --attention topk --k 5 --epochs 5"
+        )
+    loaded = [model for model in loaded if model.path not in left_out]
+    tasks = dict(zip(runs["model"], runs["task"], strict=True))
+    for task in plan.targets:
+        if task not in tasks.values():
+            raise unknown_name("task of --target", task, [*runs["task"].unique()])
+    if plan.lengths:
+        check_lengths(loaded, plan.lengths)
+    found = survey(loaded, conditions, announce, after_step)
+    found.provenance.update(target=plan.target, **({"left_out": left_out} if left_out else {}))
+    found.provenance.update({"targets": dict(plan.targets)} if plan.targets else {})
+    device = find_device(conditions.device)
+    tables = {name: [empty_table(name)] for name in ("along", "predictors", "lengths")}
+    for model in loaded if plan.along else []:
+        announce(model.path, len(snapshots_of(model)))
+        tables["along"].append(measure_along(model, conditions, after_step))
+    for model in loaded if plan.predictors else []:
+        target = target_of(found, tasks[model.path])
+        announce(model.path, len(stages_of(model, target)))
+        tables["predictors"].append(measure_predictors(model, conditions, target, after_step))
+    for model in loaded if plan.lengths else []:
+        announce(model.path, conditions.samples * len(plan.lengths))
+        how = {"samples": conditions.samples, "seed": conditions.seed, "batch_size": conditions.batch_size}
+        dtype = DTYPES[conditions.dtype]
+        table = measure_lengths(model, plan.lengths, **how, device=device, dtype=dtype, after_batch=after_step)
+        tables["lengths"].append(table)
+    joined: dict[str, Any] = {name: pd.concat(parts, ignore_index=True) for name, parts in tables.items()}
+    return replace(found, runs=runs, **joined)

@@ -1,0 +1,127 @@
+"""Which models share a panel: only those that differ in nothing but their attention."""
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pandas as pd
+
+from semdiag.capturing.mask_kinds import foreign
+from semdiag.presentation.drawing.style import ATTENTION_STYLES, AttentionStyle, attention_style
+
+# Models that differ in one of these are never drawn on the same axes; the same as in measurement/pairing.py.
+RUN = ("task", "seed", "blocks", "heads", "width", "length", "norm", "pooling")
+RUN_AND_SNAPSHOT = (*RUN, "snapshot")
+_SNAPSHOT_NAMES = {"initialisation": "at initialisation", "best": "best snapshot"}
+
+
+class NothingToDrawError(ValueError):
+    """A figure has nothing to show for these measurements; the message says why, in words for the reader."""
+
+
+@dataclass(frozen=True)
+class Series:
+    """One model in a panel.
+
+    Attributes:
+        model: its path, as in the tables of measurements.
+        attention: its kind.
+        k: keys kept per query; None for full attention.
+        length: tokens of the longest input.
+        label: for the legend.
+        style: colour, marker, line.
+    """
+
+    model: str
+    attention: str
+    k: int | None
+    length: int
+    label: str
+    style: AttentionStyle
+
+
+@dataclass(frozen=True)
+class Panel:
+    """Models of the same task, seed, size and snapshot.
+
+    Attributes:
+        title: what they have in common, as far as other panels differ in it.
+        series: one entry per model, full attention first.
+        snapshot: ``last``, ``initialisation``, … ; empty if snapshots do not matter.
+    """
+
+    title: str
+    series: tuple[Series, ...]
+    snapshot: str = ""
+
+
+def panels_of(models: pd.DataFrame, keys: Sequence[str] = RUN_AND_SNAPSHOT) -> list[Panel]:
+    """Group models into panels, last snapshots before all others.
+
+    Args:
+        models: the table of :class:`~semdiag.measurement.measurements.Measurements`.
+        keys: columns in which the models of a panel agree.
+
+    Returns:
+        The panels in order of appearance.
+
+    Raises:
+        NothingToDrawError: if there is no model.
+    """
+    if models.empty:
+        raise NothingToDrawError("No model was measured.")
+    others = foreign(models)
+    differing = [key for key in keys if models[~others][key].nunique(dropna=False) > 1]
+    own_panel = models["model"].where(others, "")  # nothing is known that models of others have in common
+    panels = []
+    for _, group in models.groupby([*keys, own_panel.rename("_own")], dropna=False, sort=False):
+        snapshot = str(group["snapshot"].iloc[0]) if "snapshot" in keys else ""
+        name = str(own_panel[group.index[0]])
+        title = _short(name) if name else _title(group.iloc[0].to_dict(), differing)
+        panels.append(Panel(title, _series(group), snapshot))
+    return sorted(panels, key=lambda panel: panel.snapshot not in ("last", ""))
+
+
+def attention_label(kind: str, k: int | None, global_tokens: int = 0) -> str:
+    """Name an attention for a legend, like ``top-k (k = 5)`` or ``banded (k = 5 + 1 global)``.
+
+    Args:
+        kind: as in the measurements.
+        k: keys kept per query; None if not limited.
+        global_tokens: that all queries attend to besides.
+    """
+    name = attention_style(kind).name
+    more = f" + {global_tokens} global" if global_tokens else ""
+    return name if k is None or kind == "full" else f"{name} (k = {k}{more})"
+
+
+def _title(row: dict[Hashable, Any], differing: list[str]) -> str:
+    parts = ["task unknown" if pd.isna(row["task"]) else str(row["task"])]
+    for key in differing:
+        if key == "snapshot":
+            parts.append(_SNAPSHOT_NAMES.get(str(row[key]), f"{row[key]} snapshot"))
+        elif key != "task":
+            parts.append(f"{key} unknown" if pd.isna(row[key]) else f"{key} {row[key]}")
+    return ", ".join(parts)
+
+
+def _series(group: pd.DataFrame) -> tuple[Series, ...]:
+    order = {kind: place for place, kind in enumerate(ATTENTION_STYLES)}
+    rows = sorted(group.to_dict("records"), key=lambda row: order.get(row["attention"], len(order)))
+    ks = [None if pd.isna(row["k"]) else int(row["k"]) for row in rows]
+    labels = [attention_label(row["attention"], k, row["global_tokens"]) for row, k in zip(rows, ks, strict=True)]
+    return tuple(
+        Series(
+            model=str(row["model"]),
+            attention=row["attention"],
+            k=k,
+            length=int(row["length"]),
+            label=label if labels.count(label) == 1 else f"{label} {_short(str(row['model']))}",
+            style=attention_style(row["attention"]),
+        )
+        for row, k, label in zip(rows, ks, labels, strict=True)
+    )
+
+
+def _short(path: str, letters: int = 28) -> str:
+    return path if len(path) <= letters else "…" + path[-letters:]

@@ -1,0 +1,1 @@
+"""The report: a page, its figures, tables and summary."""

@@ -1,0 +1,1 @@
+"""The questions of a report, a folder each."""

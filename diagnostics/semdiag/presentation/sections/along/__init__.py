@@ -1,0 +1,1 @@
+"""The section along of a report."""

@@ -1,0 +1,101 @@
+"""The metrics against epochs, from the snapshots of each run."""
+
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, MaxNLocator, PercentFormatter
+
+from semdiag.measurement.measurements import Measurements
+from semdiag.measurement.runs.along import SAMPLES
+from semdiag.presentation.drawing.panels import NothingToDrawError
+from semdiag.presentation.drawing.style import (
+    attention_style,
+    decades,
+    legend_on_top,
+    note_below,
+    panel_grid,
+    paper_style,
+    plain_numbers,
+)
+from semdiag.presentation.sections.learning.learning_speed import runs_by_setting
+
+# Quantity, statistic of the line, of a thin second line, axis.
+_SHOWN = (
+    ("dispersion", "p50", "p95", "δ (nats)"),
+    ("separation", "p50", "p5", "Δ (nats)"),
+    ("xi_local", "p50", "p95", "local ξ (per nat)"),
+    ("xi_sound", "p50", "p95", "sound ξ (per nat)"),
+    ("response", "mean", None, "response ‖p − p′‖₁"),
+    ("gamma", "max", None, "Γ, largest layer"),
+    ("query_key_gradient", "share", None, "queries' and keys' share\nof squared gradient"),
+)
+_FEW = 3  # runs, above which thin lines would hide the others
+_SHORT = 2  # decades, below which powers of ten alone would leave an axis bare
+_LINEAR = ("xi_local", "gamma", "query_key_gradient")
+
+
+@paper_style
+def along_training(measurements: Measurements) -> Figure:
+    """Draw δ, Δ, ξ, response, Γ and the gradient's share in queries and keys against epochs.
+
+    Args:
+        measurements: with snapshots.
+
+    Returns:
+        Two rows of panels per setting, a line per run.
+
+    Raises:
+        NothingToDrawError: if no snapshot was measured.
+    """
+    pooled = measurements.along[measurements.along["layer"] == -1]
+    groups = runs_by_setting(measurements, pooled["model"], seeds_apart=False)
+    if not groups:
+        raise NothingToDrawError("No snapshot was measured: add --along.")
+    columns = 4
+    figure, axes = panel_grid(2 * columns * len(groups), height=2.3, sharey=False, columns=columns)
+    figure.set_size_inches(11, figure.get_figheight())
+    for place, (title, runs) in enumerate(groups):
+        own = axes[2 * columns * place : 2 * columns * (place + 1)]
+        for ax, shown in zip(own, _SHOWN, strict=False):
+            _draw(ax, runs, pooled, *shown)
+        own[0].set_title(title)
+        own[-1].set_visible(False)
+    legend_on_top(figure, axes)
+    samples = min(SAMPLES, int(measurements.models["samples"].max()))
+    note_below(
+        figure,
+        f"points: snapshots, each measured on the same {samples} held-out samples, layers and heads pooled, "
+        f"medians; thin, where there are at most {_FEW} runs: 95th percentile (Δ: 5th; none where not positive or "
+        "nothing is dropped); of several seeds each has its line; response to 1 % input noise, one draw",
+    )
+    return figure
+
+
+def _draw(
+    ax: Axes, runs: pd.DataFrame, pooled: pd.DataFrame, quantity: str, main: str, second: str | None, label: str
+) -> None:
+    rows = pooled[pooled["quantity"] == quantity]
+    drawn, crowded = False, len(runs) > _FEW
+    for run in runs.to_dict("records"):
+        style = attention_style(run["kind"])
+        for statistic, width in ((main, 1.5), (second, 0.6))[: 1 if crowded else 2]:
+            own = rows[(rows["model"] == run["model"]) & (rows["statistic"] == statistic)].sort_values("epoch")
+            own = own[own["value"].notna() & ((own["value"] > 0) | (quantity in _LINEAR))]
+            drawn |= len(own) > 0
+            ax.plot(
+                own["epoch"], own["value"], color=style.color, linestyle=style.line, linewidth=width,
+                marker=style.marker, markersize=4 if statistic == main else 2,
+                label=run["attention"] if statistic == main else None,
+            )  # fmt: skip
+    if quantity not in _LINEAR and drawn and (span := decades(ax)) > 1:
+        ax.set_yscale("log")
+        if span < _SHORT:
+            ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        plain_numbers(ax.yaxis)
+    if quantity == "query_key_gradient":
+        ax.yaxis.set_major_formatter(PercentFormatter(1.0))
+    if not drawn:
+        ax.text(0.5, 0.5, "nothing to show", transform=ax.transAxes, ha="center", fontsize=7)
+    ax.set_ylabel(label)
+    ax.set_xlabel("epoch")
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=5))

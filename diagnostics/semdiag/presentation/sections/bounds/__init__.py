@@ -1,0 +1,1 @@
+"""The section bounds of a report."""

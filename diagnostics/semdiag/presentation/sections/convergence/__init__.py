@@ -1,0 +1,1 @@
+"""The section convergence of a report."""

@@ -1,0 +1,100 @@
+"""Accuracy against epochs over seeds: median, range, and when each run arrived."""
+
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator, PercentFormatter
+
+from semdiag.findings.convergence import arrivals
+from semdiag.measurement.measurements import Measurements
+from semdiag.presentation.drawing.panels import NothingToDrawError
+from semdiag.presentation.drawing.style import (
+    FAINT,
+    AttentionStyle,
+    attention_style,
+    legend_on_top,
+    note_below,
+    panel_grid,
+    paper_style,
+    title_with_facts,
+)
+from semdiag.presentation.sections.convergence.sentences import arrival_words, percent
+
+_FEWEST_FOR_MEDIAN = 3
+
+
+@paper_style
+def learning_curves(measurements: Measurements) -> Figure:
+    """Draw median training accuracy over seeds with its range, single arrivals, and held-out accuracy.
+
+    Args:
+        measurements: with runs.
+
+    Returns:
+        One panel per setting.
+
+    Raises:
+        NothingToDrawError: if no run has a finished epoch.
+    """
+    found = arrivals(measurements)
+    found = found[found["epochs"] > 0]
+    if found.empty:
+        raise NothingToDrawError("No run has a finished epoch.")
+    groups = [(str(group), runs) for group, runs in found.groupby("group", sort=False)]
+    figure, axes = panel_grid(len(groups), height=3.0, sharey=False, columns=min(len(groups), 2))
+    for ax, (group, runs) in zip(axes, groups, strict=True):
+        facts, target = [], float(runs["target"].iloc[0])
+        for attention, own in runs.groupby("attention", sort=False):
+            style = attention_style(str(own["kind"].iloc[0]))
+            _draw(ax, style, _wide(measurements, own, "train_accuracy"), 1.7)
+            _draw(ax, style, _wide(measurements, own, "holdout_accuracy"), 0.7)
+            ax.plot([], [], color=style.color, linestyle=style.line, marker=style.marker, markersize=4,
+                    label=str(attention))  # fmt: skip
+            _mark(ax, style, own, target)
+            facts.append(f"{attention}: {', '.join(arrival_words(run) for run in own.to_dict('records'))}")
+        ax.axhline(target, color=FAINT, linewidth=0.8, linestyle=(0, (4, 2)), zorder=1)
+        title_with_facts(ax, f"{group}: epochs to {percent(target)}", facts)
+        ax.set_xlabel("epoch")
+        ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+        ax.yaxis.set_major_formatter(PercentFormatter(1.0))
+        ax.set_ylim(top=1.03)
+    for ax in axes[::2]:
+        ax.set_ylabel("accuracy")
+    legend_on_top(figure, axes)
+    note_below(
+        figure,
+        "above the panel: epochs to this training accuracy, seed by seed; markers: the same. thick: training, "
+        "thin: held-out; from three seeds on the lower median, with their range as a band, in which a run that "
+        "stopped when it had arrived keeps its last accuracy",
+    )
+    return figure
+
+
+def _wide(measurements: Measurements, runs: pd.DataFrame, column: str) -> pd.DataFrame:
+    """One column per run; what has arrived and stopped keeps its last value beside runs that go on."""
+    history = measurements.history[measurements.history["model"].isin(runs["model"])]
+    wide = history.dropna(subset=["epoch"]).pivot_table(index="epoch", columns="model", values=column)
+    arrived = runs.loc[runs["arrival"].notna(), "model"]
+    return wide.assign(**wide[[*arrived]].ffill()) if len(wide.columns) >= _FEWEST_FOR_MEDIAN else wide
+
+
+def _draw(ax: Axes, style: AttentionStyle, wide: pd.DataFrame, width: float) -> None:
+    """Draw every run, or from three on their median: of two, a median would be an accuracy that no run had."""
+    many = len(wide.columns) >= _FEWEST_FOR_MEDIAN
+    wide = wide.dropna() if many else wide
+    drawn = wide.quantile(0.5, axis=1, interpolation="lower").to_frame() if many else wide
+    for _, values in drawn.items():
+        ax.plot(
+            wide.index, values, color=style.color, linestyle=style.line, linewidth=width,
+            marker="." if len(wide) == 1 else "",
+        )  # fmt: skip
+    if many and width > 1:
+        ax.fill_between(wide.index, wide.min(axis=1), wide.max(axis=1), color=style.color, alpha=0.18, linewidth=0)
+
+
+def _mark(ax: Axes, style: AttentionStyle, runs: pd.DataFrame, target: float) -> None:
+    there = runs["arrival"].dropna()
+    ax.plot(
+        there, [target] * len(there), marker=style.marker, color=style.color, markersize=5.5, linestyle="none",
+        markeredgecolor="white", markeredgewidth=0.6, zorder=4,
+    )  # fmt: skip

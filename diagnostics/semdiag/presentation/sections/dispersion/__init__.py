@@ -1,0 +1,1 @@
+"""The section dispersion of a report."""

@@ -1,0 +1,1 @@
+"""The section k-sweep of a report."""

@@ -1,0 +1,1 @@
+"""The section landscape of a report."""

@@ -1,0 +1,1 @@
+"""The section learning of a report."""

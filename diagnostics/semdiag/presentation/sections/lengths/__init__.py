@@ -1,0 +1,1 @@
+"""The section lengths of a report."""

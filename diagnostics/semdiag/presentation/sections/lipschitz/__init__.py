@@ -1,0 +1,1 @@
+"""The section lipschitz of a report."""

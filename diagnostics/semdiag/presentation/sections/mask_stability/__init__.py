@@ -1,0 +1,1 @@
+"""The section mask-stability of a report."""

@@ -1,0 +1,85 @@
+"""Which share of the masks stays exactly the same, layer by layer, the more noise the less."""
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from semdiag.findings.mask_stability import mask_table
+from semdiag.measurement.measurements import Measurements
+from semdiag.presentation.drawing.style import INK, legend_on_top, note_below, panel_grid, paper_style
+from semdiag.presentation.sections.mask_stability.panels import judged_models, mask_facts, noise_words, shades
+
+_MARKERS = "osD^vP*Xh<>"
+
+
+@paper_style
+def mask_agreement(measurements: Measurements) -> Figure:
+    """Draw the share of unchanged masks: against noise, one curve per layer; with one level, against layers.
+
+    Args:
+        measurements: with masks.
+
+    Returns:
+        One panel per model; bands and bars are 95 % intervals.
+
+    Raises:
+        NothingToDrawError: if no mask was judged.
+    """
+    models = judged_models(measurements)
+    table = mask_table(measurements)
+    figure, axes = panel_grid(len(models), height=2.9)
+    for ax, (model, title) in zip(axes, models, strict=True):
+        own = table[table["model"] == model]
+        if own["level"].nunique() > 1:
+            _against_noise(ax, own, measurements)
+        else:
+            _against_layers(ax, own, measurements)
+        ax.set_title(title, fontsize=8)
+    axes[0].set_ylabel("share of masks unchanged, S′ = S")
+    legend_on_top(figure, axes)
+    note_below(
+        figure,
+        f"{mask_facts(measurements)}.\nBands and bars: 95 % intervals from resampled sequences; heads pooled by "
+        "mean; dotted: certified to be unchanged (all layers).",
+    )
+    return figure
+
+
+def _heads_pooled(own: pd.DataFrame) -> pd.DataFrame:
+    layers = own[own["layer"] != "all"]
+    columns = ["exact", "exact_low", "exact_high", "certified"]
+    pooled = layers.groupby(["level", "layer"], as_index=False)[columns].mean()
+    return pooled.sort_values(["level", "layer"])
+
+
+def _against_noise(ax: Axes, own: pd.DataFrame, measurements: Measurements) -> None:
+    pooled = _heads_pooled(own)
+    layers = sorted(pooled["layer"].unique())
+    for place, (layer, color) in enumerate(zip(layers, shades(len(layers)), strict=True)):
+        rows = pooled[pooled["layer"] == layer]
+        ax.plot(
+            rows["level"], rows["exact"], color=color, marker=_MARKERS[place % len(_MARKERS)], markersize=4,
+            label=f"layer {layer}",
+        )  # fmt: skip
+        ax.fill_between(rows["level"], rows["exact_low"], rows["exact_high"], color=color, alpha=0.25, linewidth=0)
+    whole = own[own["layer"] == "all"].sort_values("level")
+    ax.plot(whole["level"], whole["certified"], color=INK, linestyle=":", linewidth=1.3, label="certified")
+    ax.set_xscale("log")
+    ax.set_xticks(whole["level"], [noise_words(measurements, level) for level in whole["level"]])
+    ax.set_xticks([], minor=True)
+    ax.set_xlabel("noise (standard deviation)")
+    ax.set_ylim(0, 1.03)
+
+
+def _against_layers(ax: Axes, own: pd.DataFrame, measurements: Measurements) -> None:
+    rows = _heads_pooled(own)
+    layers = np.arange(len(rows))
+    ends = np.abs(np.stack([rows["exact"] - rows["exact_low"], rows["exact_high"] - rows["exact"]]))
+    color = shades(3)[1]
+    level = noise_words(measurements, float(own["level"].iloc[0]))
+    ax.errorbar(layers, rows["exact"], yerr=ends, color=color, marker="o", capsize=3, label=f"noise {level}")
+    ax.plot(layers, rows["certified"], color=INK, linestyle=":", linewidth=1.3, label="certified")
+    ax.set_xticks(layers, [str(int(layer)) for layer in rows["layer"]])
+    ax.set_xlabel("layer")
+    ax.set_ylim(0, 1.03)

@@ -1,0 +1,72 @@
+"""The models whose masks were judged, and the noise behind it, in words for a figure."""
+
+from typing import Any
+
+import seaborn as sns
+
+from semdiag.measurement.measurements import Measurements
+from semdiag.presentation.drawing.noise import percent
+from semdiag.presentation.drawing.panels import NothingToDrawError, panels_of
+
+
+def judged_models(measurements: Measurements) -> list[tuple[str, str]]:
+    """Models with an input-dependent mask that was judged, last snapshots first.
+
+    Args:
+        measurements: with masks.
+
+    Returns:
+        Path and title of each, two lines like ``even-pairs``, ``top-k (k = 5)``.
+
+    Raises:
+        NothingToDrawError: if there is none.
+    """
+    judged = set(measurements.masks["model"])
+    kept = dict(zip(measurements.masks["model"], measurements.masks["kept"], strict=True))
+    found = []
+    for panel in panels_of(measurements.models):
+        for series in panel.series:
+            if series.model in judged:
+                supposed = f": top-{kept[series.model]} it would choose" if series.attention == "full" else ""
+                found.append((series.model, f"{panel.title}\n{series.label}{supposed}"))
+    if not found:
+        raise NothingToDrawError("No mask of these models depends on the input, so none can change.")
+    return found
+
+
+def noise_words(measurements: Measurements, level: float) -> str:
+    """A size of noise: ``1 %``, or ``0.01`` where it is absolute."""
+    return f"{level:g}" if _plan(measurements).get("absolute") else percent(level)
+
+
+def mask_facts(measurements: Measurements) -> str:
+    """Noise, samples and draws behind the judged masks.
+
+    Args:
+        measurements: with masks.
+
+    Returns:
+        For instance ``noise on the embedded tokens, relative to each token's RMS; 500 samples, 5 draws (seed 0)``.
+    """
+    plan = _plan(measurements)
+    block = plan.get("block", 0)
+    where = "the embedded tokens" if not block else f"the input of block {block}"
+    size = "absolute standard deviation" if plan.get("absolute") else "relative to each token's RMS"
+    samples = int(measurements.masks.groupby("model")["sample"].nunique().max())
+    seed = "" if plan.get("seed") is None else f" (seed {plan['seed']})"
+    draws = int(measurements.masks["draws"].iloc[0])
+    return f"Noise on {where}, {size}; {samples} samples per model, {draws} draws{seed}"
+
+
+def _plan(measurements: Measurements) -> dict[str, Any]:
+    found = measurements.provenance.get("mask_noise", {})
+    return found if isinstance(found, dict) else {}
+
+
+def shades(count: int) -> list[str]:
+    """Colours of ordered things, from light to dark, tellable apart by the colour-blind.
+
+    Args:
+        count: how many.
+    """
+    return list(sns.color_palette("viridis_r", count + 1).as_hex())[1:]

@@ -1,0 +1,95 @@
+"""What became of masks under noise, and which k would qualify, in sentences."""
+
+from collections.abc import Iterator
+
+import pandas as pd
+
+from semdiag.findings.k_sweep import recommendation
+from semdiag.findings.mask_stability import effect_table, mask_table, mask_words
+from semdiag.measurement.measurements import Measurements
+from semdiag.presentation.drawing.panels import panels_of
+from semdiag.presentation.sections.mask_stability.panels import mask_facts, noise_words
+
+
+def masks_in_short(measurements: Measurements) -> list[str]:
+    """The first screen's sentence on masks under noise: pooled, last snapshots only.
+
+    Args:
+        measurements: with or without masks.
+    """
+    if measurements.masks.empty:
+        return []
+    table = mask_table(measurements)
+    table = table[table["layer"] == "all"]
+    level = table["level"].unique()[len(table["level"].unique()) // 2]
+    parts = []
+    for model, label in _labels(measurements, last_only=True).items():
+        row = table[(table["model"] == model) & (table["level"] == level)]
+        parts += (
+            [f"{label} {row['exact'].iloc[0]:.0%} (certified {row['certified'].iloc[0]:.0%})"] if len(row) else []
+        )
+    if not parts:
+        return []
+    changed = int(table["certified_changed"].sum())
+    fault = ", which is an error of semdiag" if changed else ""
+    return [
+        f"Masks that survive noise of {noise_words(measurements, float(level))} unchanged: {'; '.join(parts)}. "
+        f"Certified rows that changed: {changed:,} of {int(table['certified_rows'].sum()):,}{fault}."
+    ]
+
+
+def mask_sentences(measurements: Measurements) -> list[str]:
+    """Say of every model how many masks survive, what Δ has to do with it, and what the output does.
+
+    Args:
+        measurements: with masks.
+
+    Returns:
+        What was added, then a few sentences per model.
+    """
+    if measurements.masks.empty:
+        return ["Not applicable: no mask of these models depends on the input, so none can change."]
+    table, effects = mask_table(measurements), effect_table(measurements)
+    said = [f"{mask_facts(measurements)}."]
+    for model, label in _labels(measurements).items():
+        own = table[(table["model"] == model) & (table["layer"] == "all")]
+        if own.empty:
+            said.append(f"{label}: {mask_words(measurements, model)}.")
+            continue
+        changed, certified = int(own["certified_changed"].sum()), int(own["certified_rows"].sum())
+        fault = ", which is an error of semdiag" if changed else ""
+        parts = list(_levels(measurements, own, effects[effects["model"] == model]))
+        parts.append(f"Certified rows that changed: {changed:,} of {certified:,}{fault}.")
+        said.append(f"{label} ({mask_words(measurements, model)}): {' '.join(parts)}")
+    return said
+
+
+def _levels(measurements: Measurements, own: pd.DataFrame, effects: pd.DataFrame) -> Iterator[str]:
+    outputs = effects.set_index("level")
+    for row in own.to_dict("records"):
+        known = row["level"] in outputs.index
+        flipped = f"; {outputs.loc[row['level'], 'flipped']:.1%} of the predictions change" if known else ""
+        yield (
+            f"Under {noise_words(measurements, row['level'])} noise {row['exact']:.1%} of the masks stay exactly "
+            f"the same (95 % interval {row['exact_low']:.1%} to {row['exact_high']:.1%}; certified "
+            f"{row['certified']:.1%}, predicted {row['predicted']:.1%}), {row['agreement']:.1%} of their keys "
+            f"are kept; rank correlation of Δ with disagreement {row['spearman']:.2f} ({row['spearman_low']:.2f} "
+            f"to {row['spearman_high']:.2f}){flipped}."
+        )
+
+
+def sweep_sentences(measurements: Measurements) -> list[str]:
+    """Each model's recommendation.
+
+    Args:
+        measurements: with a sweep.
+    """
+    labels = _labels(measurements)
+    return [f"{label}: {recommendation(measurements, model).words}" for model, label in labels.items()]
+
+
+def _labels(measurements: Measurements, last_only: bool = False) -> dict[str, str]:
+    panels = panels_of(measurements.models)
+    last = [panel for panel in panels if panel.snapshot in ("last", "")]
+    shown = last if last_only and last else panels
+    return {s.model: f"{panel.title}, {s.label}" for panel in shown for s in panel.series}

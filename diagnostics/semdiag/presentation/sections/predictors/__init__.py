@@ -1,0 +1,1 @@
+"""The section predictors of a report."""

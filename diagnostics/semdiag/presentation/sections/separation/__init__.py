@@ -1,0 +1,1 @@
+"""The section separation of a report."""

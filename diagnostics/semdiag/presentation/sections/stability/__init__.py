@@ -1,0 +1,1 @@
+"""The section stability of a report."""

@@ -1,0 +1,1 @@
+"""The section within of a report."""

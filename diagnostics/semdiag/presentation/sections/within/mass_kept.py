@@ -1,0 +1,41 @@
+"""Within one full-attention model: how much of the attention weight the k largest scores hold."""
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from semdiag.measurement.measurements import Measurements
+from semdiag.presentation.drawing.letter_values import READING
+from semdiag.presentation.drawing.panels import NothingToDrawError
+from semdiag.presentation.drawing.style import legend_on_top, note_below, panel_grid, paper_style
+from semdiag.presentation.sections.within.boxes import dense_panels, draw_boxes, k_style, layer_tables
+
+
+@paper_style
+def mass_kept(measurements: Measurements) -> Figure:
+    """Draw the share of each query's attention weight on its k largest scores, per layer of each full model.
+
+    Args:
+        measurements: with columns ``mass_kK`` for full models.
+
+    Returns:
+        One panel per task, seed, size and snapshot, or per model of somebody else's.
+
+    Raises:
+        NothingToDrawError: if no full model was measured with counterfactual k.
+    """
+    panels, ks = dense_panels(measurements, "mass")
+    columns = {f"mass_k{k}": (f"the {k} largest", k_style(ks, k)) for k in ks}
+    tables = layer_tables(measurements, panels, list(columns))
+    if not any(np.isfinite(table["p50"]).any() for table in tables.values()):
+        raise NothingToDrawError("No query has a finite attention weight.")
+    figure, axes = panel_grid(len(panels))
+    for ax, panel in zip(axes, panels, strict=True):
+        ax.set_ylim(0, 1.03)
+        draw_boxes(ax, panel, columns, tables, extreme="p0")
+        ax.set_title(f"{panel.title}: within the full model")
+    axes[0].set_ylabel("share of the attention weight")
+    legend_on_top(figure, axes)
+    note_below(
+        figure, f"{READING}; marker: minimum.\n1 minus this is what dropping all other keys would throw away."
+    )
+    return figure

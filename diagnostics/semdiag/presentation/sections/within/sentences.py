@@ -1,0 +1,82 @@
+"""What the measurements say about one dense model by itself, and how much of its attention was seen."""
+
+import pandas as pd
+
+from semdiag.capturing.mask_kinds import foreign
+from semdiag.findings.dispersion import counterfactual_ks
+from semdiag.findings.percentiles import percentiles
+from semdiag.measurement.measurements import Measurements
+
+_MISSED = 1e-3  # a larger residual says that a bias, a mask or the like was not captured
+_MOST = 0.95
+
+
+def within_sentences(measurements: Measurements) -> list[str]:
+    """Say what a top-k mask would leave of the attention of models whose attention alone is known.
+
+    Args:
+        measurements: of any number of models.
+
+    Returns:
+        One sentence on the dispersion of each model, then one per k.
+    """
+    said = []
+    for row in measurements.models[foreign(measurements.models)].to_dict("records"):
+        own = measurements.queries[measurements.queries["model"] == row["model"]]
+        delta = percentiles(own["dispersion"])
+        said.append(
+            f"{row['model']}: the scores of a query span {delta['p50']:.3g} nats at the median and "
+            f"{delta['p95']:.3g} at the 95th percentile, over {own['keys'].median():g} keys at the median."
+        )
+        ks = [k for k in counterfactual_ks(own) if f"mass_k{k}" in own]
+        said += [_one_k(own, k) for k in ks]
+        said += ["This is a counterfactual within the model: nobody trained it with a mask."] if ks else []
+    return said
+
+
+def _one_k(queries: pd.DataFrame, k: int) -> str:
+    """What keeping the k largest scores would leave, of the queries that have more."""
+    dropping = queries[queries["keys"] > k]
+    if dropping.empty:
+        return f"No query has more than {k} keys: a top-{k} mask would change nothing."
+    mass, gap = dropping[f"mass_k{k}"], percentiles(dropping[f"separation_k{k}"])
+    delta, whole = (percentiles(dropping[name])["p50"] for name in (f"dispersion_k{k}", "dispersion"))
+    layers = dropping.groupby("layer")[f"mass_k{k}"].median()
+    most = "keeps" if mass.median() >= _MOST else "would keep"
+    return (
+        f"Would sparse attention help? A top-{k} mask {most} {mass.median():.0%} of the attention weight at the "
+        f"median query ({mass.quantile(0.05):.0%} at the 5th percentile; by layer, medians from "
+        f"{layers.min():.0%} in layer {layers.idxmin()} to {layers.max():.0%} in layer {layers.idxmax()}), with "
+        f"a median dispersion of {delta:.3g} instead of {whole:.3g} nats and a median separation of "
+        f"{gap['p50']:.2g} nats ({len(dropping) / len(queries):.0%} of the queries have more than {k} keys)."
+    )
+
+
+def capture_sentences(measurements: Measurements) -> list[str]:
+    """Say how much of the attention was captured, and whether what was captured is all of it.
+
+    Args:
+        measurements: of any number of models.
+
+    Returns:
+        One sentence for all models, then one per model that was not seen whole.
+    """
+    models = measurements.models
+    found, captured = int(models["attention_found"].sum()), int(models["attention_captured"].sum())
+    worst = models["residual"].max(skipna=False)
+    said = [
+        f"Captured: {captured} of {found} attention modules; the largest residual, attention recomputed from "
+        f"what was captured against what the model computed, is {worst:.1g}."
+    ]
+    for row in models.to_dict("records"):
+        skipped = measurements.skipped[measurements.skipped["model"] == row["model"]]
+        reasons = [f"{s['module'] or 'the model'}: {s['reason']}" for s in skipped.to_dict("records")]
+        if row["attention_captured"] < row["attention_found"] or reasons:
+            listed = "; ".join(reasons[:3]) + ("; …" if len(reasons) > 3 else "")
+            said.append(f"Warning: not every attention layer was captured of {row['model']}. {listed}".rstrip())
+        if not row["residual"] < _MISSED:
+            said.append(
+                f"Warning: the residual of {row['model']} is {row['residual']:.1g}. Something of its attention "
+                f"was not captured, and its numbers may mean nothing; the last section says in which layer."
+            )
+    return said

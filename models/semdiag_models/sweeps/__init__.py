@@ -1,0 +1,1 @@
+"""Grids of runs: read, planned, run on processes or Ray."""

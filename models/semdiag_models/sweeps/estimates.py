@@ -1,0 +1,130 @@
+"""How long the runs of a sweep will take."""
+
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+
+from semdiag_models.device import find_device
+from semdiag_models.errors import InputError
+from semdiag_models.random_state import random_state, restore_random_state
+from semdiag_models.sweeps.grid import SweepRun
+from semdiag_models.sweeps.runs import inspect
+from semdiag_models.training import Trainer
+
+STEPS = 3  # to time, after one that is not
+_HELD_OUT = 25  # samples to evaluate, besides those of the steps
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What is left of one run.
+
+    Attributes:
+        epochs: left to train; fewer if the accuracy to stop at is reached before.
+        epoch_seconds: of one, evaluation included.
+        source: ``history`` of runs of this sweep alike in all that costs time, or ``measured``: a few steps.
+    """
+
+    epochs: int
+    epoch_seconds: float
+    source: str
+
+    @property
+    def hours(self) -> float:
+        """At most, on one thread."""
+        return self.epochs * self.epoch_seconds / 3600
+
+
+def estimate(
+    runs: list[SweepRun],
+    folder: Path,
+    device: str,
+    tell: Callable[[str], None] = lambda line: None,
+) -> list[Estimate]:
+    """Estimate every run, from the histories of runs that are there, and else by timing a few steps.
+
+    Args:
+        runs: of the sweep.
+        folder: of the sweep; it need not exist.
+        device: where the steps are timed.
+        tell: called with what is being timed.
+
+    Returns:
+        One estimate a run, in order. Runs alike in all but seed, activation and labels share their cost.
+    """
+    epochs: list[int] = []
+    spent: dict[tuple[object, ...], list[float]] = defaultdict(list)
+    for run in runs:
+        done, past = _past(folder / run.name, run)
+        epochs.append(0 if done is None else max(0, run.training.epochs - done))
+        spent[_cost(run)].extend(past)
+    known: dict[tuple[object, ...], tuple[float, str]] = {
+        cost: (statistics.median(seconds), "history") for cost, seconds in spent.items() if seconds
+    }
+    estimates = []
+    for run, left in zip(runs, epochs, strict=True):
+        cost = _cost(run)
+        if cost not in known and left:
+            tell(f"Timing {run.training.task_label}, {run.model.attention_label}, length {run.model.length}")
+            known[cost] = time_epoch(run, device), "measured"
+        seconds, source = known.get(cost, (0.0, "history"))
+        estimates.append(Estimate(left, seconds, source))
+    return estimates
+
+
+def _past(folder: Path, run: SweepRun) -> tuple[int | None, Iterable[float]]:
+    """Finished epochs, None if there is nothing left to do, and the seconds of each."""
+    try:
+        status, saved = inspect(folder, run)
+    except InputError:
+        return None, ()
+    seconds = () if saved is None else saved.history.get("seconds", ())
+    return (None if status == "done" else 0 if saved is None else saved.epoch), seconds
+
+
+def _cost(run: SweepRun) -> tuple[object, ...]:
+    """All that decides what an epoch costs, but for percents: equal for all seeds and all tasks of one length."""
+    model = replace(run.model, activation="relu", selection_seed=0)
+    if run.training.text is None:  # a vocabulary of few symbols costs nothing
+        model = replace(model, vocabulary_size=2, classes=2)
+    training = run.training
+    sizes = training.train_samples, training.holdout_samples, training.batch_size
+    return (model, *sizes, training.optimizer, training.precision, training.compiled, training.listops)
+
+
+def time_epoch(run: SweepRun, device: str) -> float:
+    """Seconds of one epoch of a run on one thread: median step and evaluation of a few samples, multiplied.
+
+    Args:
+        run: what to time; nothing is written.
+        device: ``auto``, ``cpu``, ``cuda`` or ``mps``.
+    """
+    training, where, threads = run.training, find_device(device), torch.get_num_threads()
+    batch = min(training.batch_size, training.train_samples)
+    few = replace(
+        training,
+        epochs=1,
+        until=None,
+        snapshots=(),
+        train_samples=(STEPS + 1) * batch,
+        holdout_samples=_HELD_OUT,
+    )
+    before = random_state(where)
+    try:
+        torch.set_num_threads(1)
+        trainer = Trainer(run.model, few, where)
+        moments: list[float] = []
+        trainer.run(lambda progress: None, lambda: moments.append(time.perf_counter()))
+        sample = (time.perf_counter() - moments[-1]) / (few.train_samples + few.holdout_samples)
+        step = statistics.median(later - sooner for sooner, later in pairwise(moments))
+    finally:
+        torch.set_num_threads(threads)
+        restore_random_state(before)
+    steps = -(-training.train_samples // training.batch_size)
+    return steps * step + (training.train_samples + training.holdout_samples) * sample

@@ -1,0 +1,73 @@
+"""The workers of a sweep on a Ray cluster."""
+
+import os
+from importlib import import_module
+from typing import Any
+
+from semdiag_models.errors import InputError
+from semdiag_models.sweeps.runs import Order, Outcome, train_order
+from semdiag_models.sweeps.workers import KILLED
+
+_AT_ONCE = 10_000  # runs that wait in Ray's own queue
+
+
+class RayWorkers:
+    """Tasks of one CPU, and of a share of a GPU, wherever the cluster has room.
+
+    The runs' folders must be on a file system that all machines share, and semdiag installed on all of them.
+
+    Args:
+        address: of a running cluster, or ``auto``: the one running here, or else a new one on this machine.
+        gpus_per_run: share of a GPU that a run takes; 0 for none.
+        jobs: largest number of runs at once; None for as many as there is room for.
+
+    Raises:
+        InputError: if Ray is not installed, or no cluster answers at the address.
+    """
+
+    def __init__(self, address: str, gpus_per_run: float, jobs: int | None) -> None:
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # no reports to Ray's makers
+        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        try:
+            ray: Any = import_module("ray")
+        except ImportError:
+            raise InputError("--ray needs Ray: pip install 'semdiag[ray]'") from None
+        self._ray = ray
+        where = None if address == "auto" else address
+        try:
+            ray.init(address=where, logging_level="ERROR", log_to_driver=False, include_dashboard=None)
+        except (ConnectionError, ValueError, RuntimeError) as error:
+            reason = " ".join(str(error).split())[:200]
+            raise InputError(
+                f"No Ray cluster at {address} ({reason}). Use --ray auto to start one here."
+            ) from None
+        self.capacity = _AT_ONCE if jobs is None else jobs
+        self._train = ray.remote(num_cpus=1, num_gpus=gpus_per_run, max_retries=0)(_train_in)
+
+    def submit(self, order: Order) -> Any:
+        """See :class:`semdiag_models.sweeps.workers.Workers`."""
+        return self._train.remote(os.getcwd(), order)
+
+    def wait(self, handles: list[Any], seconds: float) -> list[Any]:
+        """See :class:`semdiag_models.sweeps.workers.Workers`."""
+        ready: list[Any] = self._ray.wait(handles, num_returns=1, timeout=seconds)[0]
+        return ready
+
+    def outcome(self, handle: Any) -> Outcome:
+        """See :class:`semdiag_models.sweeps.workers.Workers`."""
+        try:
+            outcome: Outcome = self._ray.get(handle)
+        except self._ray.exceptions.RayError:  # of a worker or a machine: the run itself raises nothing
+            return KILLED
+        return outcome
+
+    def close(self) -> None:
+        """See :class:`semdiag_models.sweeps.workers.Workers`; a cluster that was there before stays."""
+        self._ray.shutdown()
+
+
+def _train_in(folder: str, order: Order) -> Outcome:
+    """Train where the sweep was started, if there is such a folder, so that names of texts mean the same."""
+    if os.path.isdir(folder):
+        os.chdir(folder)
+    return train_order(order)

@@ -1,0 +1,41 @@
+"""The table of a sweep's results, as CSV and JSON."""
+
+import csv
+import io
+import json
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from semdiag_models.sweeps.runs import RunResult
+
+SCHEMA = "semdiag.sweep/1"
+
+
+def results_document(rows: list[RunResult], provenance: dict[str, Any]) -> dict[str, Any]:
+    """The results as plain values, as they stand in JSON.
+
+    Args:
+        rows: one a run.
+        provenance: where they come from.
+    """
+    return {"schema": SCHEMA, "provenance": provenance, "results": [row.to_dict() for row in rows]}
+
+
+def write_results(folder: Path, rows: list[RunResult], provenance: dict[str, Any]) -> None:
+    """Write ``results.csv`` and ``results.json``, each whole or not at all.
+
+    Args:
+        folder: of the sweep.
+        rows: one a run.
+        provenance: stored in the JSON.
+    """
+    table = io.StringIO()
+    writer = csv.DictWriter(table, [field.name for field in fields(RunResult)], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(row.to_dict() for row in rows)
+    document = json.dumps(results_document(rows, provenance), indent=1, allow_nan=False)
+    for name, text in (("results.csv", table.getvalue()), ("results.json", document + "\n")):
+        temporary = folder / f".{name}.tmp"
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(folder / name)

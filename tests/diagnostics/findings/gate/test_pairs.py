@@ -1,0 +1,73 @@
+"""The gate: δ_h < δ_s at p50, p75, p90 and p95 of every pair."""
+
+import numpy as np
+import pytest
+
+from semdiag.findings.gate.pairs import GATED, SHOWN, dispersion_gate
+from semdiag_models import InputError
+
+TOPK = {"attention": "topk", "k": 5}
+LARGE = np.linspace(1, 2, 100)
+
+
+def gate(made_up, full, topk):
+    return dispersion_gate(made_up(("f", full, {}), ("t", topk, TOPK)))[0]
+
+
+def test_smaller_dispersions_pass(made_up):
+    result = gate(made_up, LARGE, LARGE / 2)
+    assert (result.passed, result.failed) == (True, ())
+    assert (result.pair.full, result.pair.other) == ("f", "t")
+    for p in (50, 75, 90, 95, 100):
+        assert result.full[f"p{p}"] == np.percentile(LARGE, p)
+        assert result.topk[f"p{p}"] == np.percentile(LARGE / 2, p)
+    assert tuple(result.full) == tuple(result.topk) == SHOWN == (*GATED, "p100")
+
+
+def test_larger_dispersions_fail_everywhere(made_up):
+    result = gate(made_up, LARGE / 2, LARGE)
+    assert (result.passed, result.failed) == (False, GATED)
+
+
+def test_equal_dispersions_fail(made_up):
+    assert gate(made_up, LARGE, LARGE).failed == GATED
+
+
+@pytest.mark.parametrize(("above", "failed"), [(92, ("p95",)), (80, ("p90", "p95")), (40, GATED)])
+def test_a_pair_fails_at_the_percentiles_at_which_it_fails(made_up, above, failed):
+    topk = LARGE / 2
+    topk[above:] = 3
+    assert gate(made_up, LARGE, topk).failed == failed
+
+
+def test_the_maximum_is_shown_and_not_judged(made_up):
+    topk = LARGE / 2
+    topk[-1] = 50
+    result = gate(made_up, LARGE, topk)
+    assert result.passed
+    assert result.topk["p100"] == 50 > result.full["p100"]
+
+
+def test_dispersions_that_are_no_numbers_fail(made_up):
+    assert gate(made_up, LARGE, np.full(100, np.nan)).failed == GATED
+    assert gate(made_up, np.full(100, np.nan), LARGE).failed == GATED
+
+
+def test_every_pair_is_judged_on_its_own(made_up):
+    other = {"seed": 2}
+    models = [("f", LARGE, {}), ("t", LARGE / 2, TOPK), ("g", LARGE, other), ("u", 2 * LARGE, {**TOPK, **other})]
+    results = dispersion_gate(made_up(*models))
+    assert [(r.pair.other, r.passed) for r in results] == [("t", True), ("u", False)]
+
+
+@pytest.mark.parametrize("facts", [{}, TOPK])
+def test_a_missing_partner_is_no_pass(made_up, facts):
+    with pytest.raises(InputError, match=r"^x has no partner: .* Train the other one with semdiag train\.$"):
+        dispersion_gate(made_up(("x", LARGE, facts)))
+
+
+def test_nothing_to_pair_is_no_pass(made_up):
+    with pytest.raises(
+        InputError, match=r"^There is no full or top-k checkpoint to pair\. .*semdiag train even-pairs"
+    ):
+        dispersion_gate(made_up(("x", LARGE, {"attention": "banded", "k": 3})))

@@ -1,0 +1,109 @@
+"""Layers, invariants and drift of semdiag check."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from semdiag.findings.gate.drift import drift, read_baseline, tracked_numbers
+from semdiag.findings.gate.invariants import invariants
+from semdiag.findings.gate.layers import LayerGate, layer_gate
+from semdiag.findings.gate.pairs import dispersion_gate
+from semdiag.measurement.survey import Conditions, survey
+from semdiag.measurement.tables import empty_table
+from semdiag_models import InputError
+
+
+@pytest.mark.parametrize(
+    ("topk", "failing", "passed", "strict"),
+    [
+        ((1, 1, 1), (), True, True),
+        ((1, 9, 1), (1,), True, False),
+        ((1, 9, 2), (1, 2), False, False),
+        ((1, float("nan"), 1), (1,), True, False),
+    ],
+)
+def test_fewer_than_half_of_the_layers_may_fail_and_every_one_if_asked(topk, failing, passed, strict):
+    gate = LayerGate("pair", (2.0, 2.0, 2.0), topk, every=False)
+    assert (gate.failing, gate.passed) == (failing, passed)
+    assert replace(gate, every=True).passed == strict
+
+
+def test_half_of_the_layers_is_a_failure():
+    assert not LayerGate("pair", (2.0, 2.0), (1.0, 3.0), every=False).passed
+
+
+@pytest.fixture(scope="module")
+def measured(tiny_runs):
+    return survey([tiny_runs.full, tiny_runs.topk], Conditions(samples=10))
+
+
+def test_medians_by_layer_are_those_of_the_queries(measured, tiny_runs):
+    (gate,) = layer_gate(measured, dispersion_gate(measured))
+    own = measured.queries[measured.queries["model"] == str(tiny_runs.full)]
+    assert gate.full == pytest.approx([own[own["layer"] == n]["dispersion"].median() for n in (0, 1)])
+
+
+def test_a_true_capture_keeps_its_invariants(measured):
+    assert [(i.name, i.passed) for i in invariants(measured)] == [
+        ("residual", True), ("captured", True), ("finite", True),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        ({"residual": 1e-3}, "residual"),
+        ({"residual": np.nan}, "residual"),
+        ({"attention_captured": 1}, "captured"),
+    ],
+)
+def test_a_broken_capture_is_seen(measured, change, name):
+    broken = replace(measured, models=measured.models.assign(**change))
+    assert [i.name for i in invariants(broken) if not i.passed] == [name]
+
+
+def test_scores_that_are_not_finite_and_certified_masks_that_change_are_seen(measured):
+    bad = pd.DataFrame({"model": ["m"], "sample": [0], "layer": [0], "head": [0], "scores": [3]})
+    row = dict.fromkeys(empty_table("masks"), 0) | {"model": "m", "draws": 4, "certified": 0.5}
+    masks = pd.DataFrame([row, {**row, "certified_changed": 1}])
+    found = invariants(replace(measured, non_finite=bad, masks=masks))
+    assert [i.name for i in found if not i.passed] == ["finite", "certified"]
+    assert "1 of 4" in found[-1].words
+
+
+def test_nothing_drifts_from_itself_and_a_small_move_is_allowed(measured, tmp_path):
+    file = tmp_path / "baseline.json"
+    file.write_text(json.dumps({"schema": "semdiag.check/1", "models": tracked_numbers(measured)}))
+    baseline = read_baseline(file)
+    assert drift(measured, baseline) == []
+    entry = baseline[0]["numbers"]
+    entry["dispersion.p50"] *= 1.04
+    assert drift(measured, baseline) == []
+    entry["dispersion.p50"] *= 1.04
+    (moved,) = drift(measured, baseline)
+    assert moved.quantity == "dispersion.p50"
+    assert moved.was == entry["dispersion.p50"]
+    assert drift(measured, baseline, tolerance=0.2) == []
+
+
+def test_a_model_that_is_gone_and_other_samples_are_seen(measured):
+    gone = [{**entry, "model": "elsewhere"} for entry in tracked_numbers(measured)[:1]]
+    assert "was not measured" in drift(measured, gone)[0].words
+    fewer = [{**entry, "samples": 5} for entry in tracked_numbers(measured)]
+    with pytest.raises(InputError, match="--samples 5"):
+        drift(measured, fewer)
+
+
+@pytest.mark.parametrize(
+    "content", ["", "[]", "{}", '{"schema": "semdiag.check/1"}', '{"schema": "semdiag.check/1", "models": [{}]}']
+)
+def test_what_is_no_baseline_is_refused(tmp_path, content):
+    file = tmp_path / "baseline.json"
+    file.write_text(content)
+    with pytest.raises(InputError, match="Make one with: semdiag check --json"):
+        read_baseline(file)
+    with pytest.raises(InputError, match="cannot be read"):
+        read_baseline(tmp_path / "none.json")

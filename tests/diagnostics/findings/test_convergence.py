@@ -1,0 +1,171 @@
+"""Arrivals and speed-ups: hand-made histories, censored runs, several seeds, and real tiny runs."""
+
+import json
+import math
+from dataclasses import replace
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from semdiag.capturing.loading import load
+from semdiag.findings import convergence
+from semdiag.findings.convergence import arrivals, over_seeds, speed_up, speed_ups
+from semdiag.findings.speed_and_dispersion import speed_dispersion
+from semdiag.measurement.measurements import Measurements
+from semdiag.measurement.runs import training_runs
+from semdiag.measurement.tables import empty_table
+from semdiag_models import InputError
+
+SETTING = json.dumps({"task": "even-pairs", "width": 16})
+
+
+def measured(*runs, target=0.95):
+    """Runs as (model, kind, seed, arrival or None, epochs, setting): accuracy jumps to 1 at the arrival."""
+    rows, histories = [], []
+    for model, kind, seed, arrival, epochs, setting in runs:
+        label = kind if kind == "full" else f"{kind}-5"
+        rows.append((model, json.loads(setting)["task"], label, kind, seed, setting, epochs, 100, "finished"))
+        epoch = np.arange(1, epochs + 1)
+        accuracy = np.where(epoch >= (arrival or math.inf), 1.0, 0.5)
+        histories.append(
+            pd.DataFrame(
+                {"model": model, "epoch": epoch, "train_accuracy": accuracy, "holdout_accuracy": accuracy / 2}
+            )
+        )
+    table = pd.DataFrame(rows, columns=list(empty_table("runs")))
+    nothing = pd.DataFrame({"model": []})
+    return Measurements(
+        models=nothing, queries=nothing, loads=nothing, history=pd.concat(histories), non_finite=nothing,
+        provenance={"target": target}, runs=table,
+    )  # fmt: skip
+
+
+def test_arrival_accuracies_and_gap():
+    found = arrivals(measured(("f", "full", 1, 35, 100, SETTING), ("t", "topk", 1, 5, 50, SETTING)))
+    assert found["arrival"].tolist() == [35, 5]
+    assert found["holdout_accuracy"].tolist() == [0.5, 0.5]
+    assert found["best_epoch"].tolist() == [35, 5]
+    assert found["gap"].tolist() == [0.5, 0.5]
+
+
+def test_the_target_counts():
+    assert arrivals(measured(("f", "full", 1, 35, 100, SETTING), target=0.5))["arrival"].tolist() == [1]
+
+
+def test_a_task_can_have_a_target_of_its_own():
+    runs = measured(("f", "full", 1, 35, 100, SETTING), ("t", "topk", 1, 5, 100, SETTING))
+    task = runs.runs["task"].iloc[0]
+    eased = replace(runs, provenance={"target": 0.95, "targets": {task: 0.5, "another": 0.1}})
+    found = arrivals(eased)
+    assert found["arrival"].tolist() == [1, 1]
+    assert found["target"].tolist() == [0.5, 0.5]
+
+
+def test_a_run_that_never_arrives_stays_and_bounds_the_speed_up():
+    found = arrivals(
+        measured(
+            ("f", "full", 1, 40, 100, SETTING),
+            ("b", "block", 1, None, 80, SETTING),
+            ("t", "topk", 1, 5, 9, SETTING),
+        )
+    )
+    assert found["arrival"].isna().tolist() == [False, True, False]
+    pairs = speed_ups(found).set_index("model")
+    assert pairs.loc["b", ["low", "high", "known"]].tolist() == [0.0, 0.5, "below"]
+    assert pairs.loc["t", ["low", "high", "known"]].tolist() == [8.0, 8.0, "exactly"]
+    seeds = over_seeds(found, speed_ups(found)).set_index("attention")
+    assert seeds.loc["block-5", "median_epochs"] == math.inf
+    assert seeds.loc["block-5", "arrived"] == 0
+
+
+@pytest.mark.parametrize("full", [None, 40])
+@pytest.mark.parametrize("other", [None, 7])
+@pytest.mark.parametrize("later", [0, 1, 1000])
+def test_whenever_a_censored_run_would_have_arrived_its_speed_up_lies_in_the_range(full, other, later):
+    low, high, _ = speed_up(full, 100, other, 60)
+    truth = (full or 101 + later) / (other or 61 + later)
+    assert low <= truth <= high
+
+
+def test_full_attention_of_another_seed_or_setting_is_no_partner():
+    other = json.dumps({"task": "even-pairs", "width": 32})
+    runs = ("f", "full", 1, 40, 100, SETTING), ("t", "topk", 2, 5, 9, SETTING), ("u", "topk", 1, 5, 9, other)
+    assert speed_ups(arrivals(measured(*runs))).empty
+
+
+def test_copies_and_earlier_snapshots_of_a_run_count_once():
+    runs = ("early", "full", 1, None, 10, SETTING), ("last", "full", 1, 40, 100, SETTING)
+    assert arrivals(measured(*runs))["model"].tolist() == ["last"]
+
+
+def test_settings_are_named_by_what_they_do_not_share():
+    wide = json.dumps({"task": "even-pairs", "width": 32})
+    found = arrivals(measured(("f", "full", 1, 40, 100, SETTING), ("g", "full", 1, 40, 100, wide)))
+    assert found["group"].tolist() == ["even-pairs, width 16", "even-pairs, width 32"]
+
+
+def test_over_seeds_the_median_carries_its_bounds_and_says_its_confidence():
+    runs = [(f"f{seed}", "full", seed, at, 100, SETTING) for seed, at in enumerate((30, 40, 50))]
+    runs += [(f"t{seed}", "topk", seed, at, 100, SETTING) for seed, at in enumerate((3, 8, None))]
+    found = arrivals(measured(*runs))
+    row = over_seeds(found, speed_ups(found)).set_index("attention").loc["topk-5"]
+    assert (row["seeds"], row["arrived"], row["median_epochs"]) == (3, 2, 8)
+    assert (row["speed_up_low"], row["speed_up_high"]) == (5.0, 5.0)  # 10, 5, below 0.5
+    assert (row["interval_low"], row["interval_high"], row["interval_coverage"]) == (0.0, 10.0, 0.75)
+    # By hand: 2 arrivals, 1/2 + 2/5 + 1/4 + 1/3 + 1/2 expected; variance the sum of e(1 - e) over the five times.
+    expected = [1 / 2, 2 / 5, 1 / 4, 1 / 3, 1 / 2]
+    z = (2 - sum(expected)) / math.sqrt(sum(e * (1 - e) for e in expected))
+    assert row["logrank_p"] == pytest.approx(math.erfc(abs(z) / math.sqrt(2)), rel=1e-6)
+
+
+def test_one_seed_has_no_interval_and_too_few_no_logrank():
+    found = arrivals(measured(("f", "full", 1, 30, 100, SETTING), ("t", "topk", 1, 3, 100, SETTING)))
+    row = over_seeds(found, speed_ups(found)).set_index("attention").loc["topk-5"]
+    assert row["interval_coverage"] == 0
+    assert math.isnan(row["interval_low"])
+    assert math.isnan(row["logrank_p"])
+
+
+def relation(tasks):
+    rows = [
+        (task, seed, 0.1 * (seed + 1) + 0.01 * task, 10.0 - seed, 10.0 - seed, "exactly")
+        for task in range(tasks) for seed in range(3)
+    ]  # fmt: skip
+    return pd.DataFrame(rows, columns=["task", "seed", "ratio", "low", "high", "known"])
+
+
+def test_the_correlation_has_an_interval_only_over_enough_tasks():
+    few, many = speed_dispersion(relation(3)), speed_dispersion(relation(5))
+    assert few.tau == many.tau == -1.0
+    assert math.isnan(few.low)
+    assert "no interval" in few.sentence
+    assert (many.low, many.high) == (-1.0, -1.0)
+
+
+def test_a_real_run_knows_its_setting_and_that_it_is_finished(tiny_runs):
+    table = training_runs.run_table([load(tiny_runs.full), load(tiny_runs.topk)])
+    assert table["state"].tolist() == ["finished", "finished"]
+    assert table["attention"].tolist() == ["full", "topk-3"]
+    assert table["setting"].nunique() == 1
+    assert "seed" not in json.loads(table["setting"][0])
+
+
+@pytest.mark.parametrize(
+    ("changes", "state"),
+    [({"epochs": 5}, "unfinished"), ({"until": 0.01}, "stopped at --until"), ({"epochs": 2}, "finished")],
+)
+def test_a_run_that_has_not_ended_is_said_to_be_so(tiny_runs, changes, state):
+    model = load(tiny_runs.full)
+    table = training_runs.run_table([replace(model, training=replace(model.training, **changes))])
+    assert table["state"].tolist() == [state]
+
+
+def test_an_initialisation_is_a_snapshot_and_a_target_is_an_accuracy(tiny_runs):
+    from semdiag.measurement.runs.survey import ConvergencePlan
+
+    assert training_runs.run_table([load(tiny_runs.full / "epoch-0.pt")])["state"].tolist() == ["snapshot"]
+    for target in (0, 1.5, float("nan")):
+        with pytest.raises(InputError, match="training accuracy"):
+            ConvergencePlan(target)
+    assert convergence.TARGET == 0.95

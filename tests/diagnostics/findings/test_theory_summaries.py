@@ -1,0 +1,57 @@
+"""The summaries of stability and bounds: strict JSON, every place, the same numbers as the tables."""
+
+import json
+
+import numpy as np
+import pytest
+
+from semdiag.findings.dispersion import SUMMARIES
+from semdiag.findings.finding import Verdict
+from semdiag.measurement.probes.noise.softmax_bounds import with_bounds
+from semdiag.measurement.survey import Conditions, survey
+
+
+@pytest.fixture(scope="module")
+def measured(tiny_runs):
+    conditions = Conditions(samples=20, noise=(0.01, 0.1), bounds=True, dtype="float64")
+    return survey([tiny_runs.full, tiny_runs.topk], conditions)
+
+
+@pytest.mark.parametrize("name", ["stability", "bounds"])
+def test_summaries_are_strict_json_of_their_schema(measured, name):
+    summary = SUMMARIES[name](measured)
+    assert summary["schema"] == f"semdiag.{name}/1"
+    assert json.loads(json.dumps(summary, allow_nan=False)) == summary
+    words = {verdict["verdict"] for result in summary["results"] for verdict in result["verdicts"]}
+    assert words <= {word.value for word in Verdict}
+    assert [result["model"] for result in summary["results"]] == measured.models["model"].tolist()
+
+
+def test_stability_has_the_numbers_of_the_tables(measured):
+    for result in SUMMARIES["stability"](measured)["results"]:
+        rows = measured.secants[measured.secants["model"] == result["model"]]
+        rows = with_bounds(rows, result["attention"])
+        assert [(r["layer"], r["head"]) for r in result["layers"]] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+        assert result["all"]["secant"]["p100"] == pytest.approx(np.nanmax(rows["secant"]))
+        assert result["all"]["ln_sound"]["p50"] == pytest.approx(np.median(rows["ln_sound"]))
+        assert [r["noise"] for r in result["all"]["response"]] == [0.01, 0.1]
+        small = rows[(rows["level"] == 0.01) & (rows["layer"] == 1) & (rows["head"] == 0)]
+        assert result["layers"][2]["response"][0]["mean"] == pytest.approx(small["weight_change"].mean())
+        assert not any(v["verdict"] == "violated" and v["form"] != "paper" for v in result["verdicts"])
+
+
+def test_without_secants_the_local_constants_remain(tiny_runs):
+    summary = SUMMARIES["stability"](survey([tiny_runs.full], Conditions(samples=5)))
+    assert list(summary["results"][0]["all"]) == ["local"]
+
+
+def test_bounds_name_every_pair(measured):
+    summary = SUMMARIES["bounds"](measured)
+    (pair,) = summary["pairs"]
+    assert (pair["reference"], pair["other"]) == tuple(measured.models["model"])
+    assert pair["differences"] == []
+    for result in summary["results"]:
+        assert len(result["parameters"]) == 1 + 2 * 12 + 2
+        assert {row["form"] for row in result["constants"]} == {"measured", "sound", "paper", "paper code"}
+        assert all(v["verdict"] in ("holds", "assumption not met") for v in result["verdicts"])
+    assert "about these inputs" in summary["scope"]

@@ -1,0 +1,47 @@
+"""Which models share a panel, and what they are called."""
+
+import pandas as pd
+import pytest
+
+from semdiag.measurement.measurements import Measurements
+from semdiag.presentation.drawing.panels import attention_label, panels_of
+from semdiag.presentation.drawing.style import ATTENTION_STYLES
+from semdiag.presentation.report.verdict import sentences
+from semdiag_models import ATTENTIONS
+
+
+def test_every_attention_has_a_style():
+    assert set(ATTENTION_STYLES) == set(ATTENTIONS)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "label"),
+    [
+        (("full", None), "full"),
+        (("topk", 5), "top-k (k = 5)"),
+        (("bottomk", 5), "bottom-k (k = 5)"),
+        (("random", 5), "random-k (k = 5)"),
+        (("banded", 5, 3), "banded (k = 5 + 3 global)"),
+    ],
+)
+def test_labels(arguments, label):
+    assert attention_label(*arguments) == label
+
+
+def test_models_of_another_norm_or_pooling_get_a_panel_of_their_own(model):
+    parts = [model("full"), model("topk"), model("banded", path="post.pt"), model("banded", path="cls.pt")]
+    models = pd.concat([part.models for part in parts], ignore_index=True)
+    models.loc[2, "norm"], models.loc[3, "pooling"] = "post", "cls"
+    titles = {panel.title: len(panel.series) for panel in panels_of(models)}
+    assert titles == {
+        "even-pairs, norm pre, pooling mean": 2,
+        "even-pairs, norm post, pooling mean": 1,
+        "even-pairs, norm pre, pooling cls": 1,
+    }
+
+
+def test_bottom_k_is_not_called_a_mask_that_ignores_the_scores(model):
+    measured = Measurements.concat([model(kind) for kind in ("full", "random", "bottomk")])
+    (said,) = (s for s in sentences(measured, [], ("dispersion",)) if "masks that ignore the scores" in s)
+    assert "random-" in said
+    assert "bottomk" not in said

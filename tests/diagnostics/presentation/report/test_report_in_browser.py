@@ -1,0 +1,100 @@
+"""The page in headless Chromium: no broken image, nothing wider than the window."""
+
+import html
+import json
+import os
+import re
+import shutil
+import subprocess
+
+import pytest
+
+from semdiag.measurement.measurements import Measurements
+from semdiag.presentation.figures import FIGURES
+from semdiag.presentation.report.questions import QUESTIONS
+from semdiag.presentation.report.report import write_report
+
+# Drawn from training runs, by a command of its own.
+RUNS = [
+    s.figure
+    for q in QUESTIONS
+    if q.section in ("convergence", "along", "predictors", "lengths")
+    for s in q.figures
+]
+
+_FLAGS = [
+    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--hide-scrollbars",
+    "--disable-background-networking", "--disable-component-update", "--disable-sync",
+    "--allow-file-access-from-files", "--virtual-time-budget=8000",
+]  # fmt: skip
+# Headless windows are at least 500 pixels wide, a frame can be as narrow as a telephone.
+_PROBE = """<!DOCTYPE html><meta charset="utf-8">
+<iframe id="page" src="index.html" style="border:0;width:{width}px;height:2000px"></iframe><pre id="found"></pre>
+<script>
+document.getElementById("page").onload = async (event) => {{
+  const page = event.target.contentDocument, root = page.documentElement, images = [...page.images];
+  await Promise.all(images.map((image) => image.decode().catch(() => null)));
+  const outside = [...page.querySelectorAll("body *")].filter((element) =>
+    !element.closest(".wide") && element.getBoundingClientRect().right > {width} + 0.5);
+  document.getElementById("found").textContent = JSON.stringify({{
+    window: root.clientWidth, content: Math.max(root.scrollWidth, page.body.scrollWidth),
+    images: images.length, broken: images.filter((image) => !image.naturalWidth).map((image) => image.src),
+    shown: images.map((image) => image.currentSrc.split(".").pop()),
+    outside: outside.map((element) => element.outerHTML.slice(0, 200)),
+  }});
+}};
+</script>"""
+
+
+@pytest.fixture(scope="module")
+def chromium():
+    found = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if found is None:
+        if os.environ.get("SEMDIAG_REQUIRE_BROWSER") == "1":
+            pytest.fail("SEMDIAG_REQUIRE_BROWSER=1, but no chromium is on the PATH: apt-get install chromium")
+        pytest.skip("no chromium on the PATH; SEMDIAG_REQUIRE_BROWSER=1 makes this a failure")
+    return found
+
+
+def look(chromium, folder, width, profile):
+    (folder / "probe.html").write_text(_PROBE.format(width=width), encoding="utf-8")
+    command = [chromium, *_FLAGS, f"--user-data-dir={profile}", "--window-size=1400,2200", "--dump-dom"]
+    done = subprocess.run(
+        [*command, (folder / "probe.html").as_uri()], capture_output=True, text=True, timeout=60, check=False
+    )
+    found = re.search(r'<pre id="found">(.+?)</pre>', done.stdout, re.DOTALL)
+    assert found, f"The browser ended with {done.returncode}: {done.stderr[-2000:]}"
+    return json.loads(html.unescape(found[1]))
+
+
+@pytest.fixture
+def long_words(model):
+    parts = [model(kind, path=f"runs/{'long-' * 30}{kind}.pt") for kind in ("full", "topk", "banded", "block")]
+    return Measurements.concat(parts)
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_nothing_is_broken_or_too_wide(
+    chromium, width, long_words, four, unequal, theory, probed, probes, tmp_path
+):
+    everything = unequal(probed(probes(theory(four))))
+    # The long words' models have neither counterfactuals nor the tables of the theory.
+    for name, measurements, images in (("four", everything, len(FIGURES) - len(RUNS)), ("long", long_words, 6)):
+        page = write_report(measurements, tmp_path / name, "semdiag report " + "x" * 300, ["svg"])
+        found = look(chromium, page.parent, width, tmp_path / "profile")
+        assert found["window"] == width
+        assert found["content"] <= width
+        assert found["outside"] == []
+        assert found["broken"] == []
+        assert found["shown"] == ["svg"] * images
+
+
+def test_the_probe_sees_what_is_broken(chromium, four, tmp_path):
+    page = write_report(four, tmp_path / "r", "x", formats=["png"], sections=["learning"])
+    (page.parent / "figures" / "training_curves.png").write_bytes(b"not a picture")
+    wide = '<div style="width:2000px">wide</div></main>'
+    page.write_text(page.read_text(encoding="utf-8").replace("</main>", wide), encoding="utf-8")
+    found = look(chromium, page.parent, 390, tmp_path / "profile")
+    assert found["content"] > 390
+    assert len(found["broken"]) == 1
+    assert len(found["outside"]) == 1

@@ -1,0 +1,180 @@
+"""Figures and words on training runs: what they show of hand-made runs, censored ones included."""
+
+import dataclasses
+import json
+import math
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from semdiag.measurement.measurements import Measurements
+from semdiag.measurement.runs.predictors import CANDIDATES, STAGES
+from semdiag.measurement.tables import empty_table, typed
+from semdiag.presentation.drawing.panels import NothingToDrawError
+from semdiag.presentation.figures import FIGURES
+from semdiag.presentation.sections.convergence.sentences import convergence_sentences, interval_words, speed_words
+from semdiag.presentation.sections.predictors.sentences import predictor_sentences
+
+
+@pytest.fixture
+def runs(model):
+    """Even pairs, three seeds: full arrives at epoch 4, top-k at 2; block never does."""
+    kinds = [(kind, seed) for seed in (7, 8, 9) for kind in ("full", "topk", "block")]
+    made = Measurements.concat([model(kind, seed=seed, epochs=6) for kind, seed in kinds])
+    setting, rows, history = json.dumps({"task": "even-pairs"}), [], made.history.copy()
+    for row in made.models.to_dict("records"):
+        label = row["attention"] if row["attention"] == "full" else f"{row['attention']}-3"
+        facts = (row["model"], "even-pairs", label, row["attention"], row["seed"], setting, 6, 6, "finished")
+        rows.append(facts)
+        if row["attention"] == "block":
+            history.loc[history["model"] == row["model"], "train_accuracy"] = 0.5
+    template = empty_table("runs")
+    table = pd.DataFrame(rows, columns=list(template)).astype(template.dtypes)
+    return dataclasses.replace(made, runs=table, history=history, provenance={**made.provenance, "target": 0.95})
+
+
+def points(ax):
+    """Markers without a line: (x, y, filled)."""
+    return [
+        (float(x), float(y), line.get_markerfacecolor() != "white")
+        for line in ax.lines if line.get_linestyle() == "None"
+        for x, y in zip(np.atleast_1d(line.get_xdata()), np.atleast_1d(line.get_ydata()), strict=True)
+    ]  # fmt: skip
+
+
+def words(figure):
+    return " ".join(text.get_text() for text in figure.findobj(lambda artist: hasattr(artist, "get_text")))
+
+
+def test_learning_curves_have_a_band_over_seeds_and_mark_arrivals(runs):
+    figure = FIGURES["learning_curves"](runs)
+    (ax,) = [a for a in figure.axes if a.get_visible()]
+    assert len(ax.collections) == 3  # one band per attention
+    assert sorted(x for x, y, _ in points(ax) if y == 0.95) == [2, 2, 2, 4, 4, 4]
+    assert "block-3: not in 6, not in 6, not in 6" in words(figure)
+
+
+def test_a_censored_speed_up_is_a_hollow_point_with_an_arrow(runs):
+    figure = FIGURES["speed_up"](runs)
+    (ax,) = figure.axes
+    drawn = points(ax)
+    assert sorted(y for _, y, filled in drawn if filled) == [2.0, 2.0, 2.0]
+    assert [y for _, y, filled in drawn if not filled] == pytest.approx([4 / 6] * 3)
+    arrows = [text for text in ax.texts if getattr(text, "arrow_patch", None) is not None]
+    assert len(arrows) == 3
+    assert all(arrow.xy[1] < arrow.get_position()[1] for arrow in arrows)  # downwards: the truth is smaller
+    assert "75%" in words(figure)
+
+
+def test_speed_up_against_dispersion_stands_at_the_ratio_of_medians(runs):
+    figure = FIGURES["speed_up_against_dispersion"](runs)
+    (ax,) = figure.axes
+    assert sorted({round(x, 6) for x, _, _ in points(ax)}) == [0.25, 0.625]  # factors 1 and 2.5 over 4
+    assert "no interval" in words(figure)
+
+
+def numbers(runs, name, places, quantities):
+    rows = [
+        (*(model, *place), quantity, statistic, value)
+        for model in runs.runs["model"] for place in places for quantity, statistic, value in quantities
+    ]  # fmt: skip
+    template = empty_table(name)
+    return pd.DataFrame(rows, columns=list(template)).astype(template.dtypes)
+
+
+def test_other_lengths_are_drawn_with_their_intervals(runs):
+    quantities = [("accuracy", s, v) for s, v in (("value", 0.7), ("low", 0.6), ("high", 0.9))]
+    quantities += [("dispersion", "p50", 2.0), ("separation", "p50", math.nan)]
+    table = numbers(runs, "lengths", [(length, -1, 30) for length in (6, 8, 16)], quantities)
+    figure = FIGURES["length_generalisation"](dataclasses.replace(runs, lengths=table))
+    accuracy, _, separation = figure.axes[:3]
+    assert list(accuracy.get_xticks()) == [6, 8, 16]
+    bar = accuracy.collections[0].get_segments()[0]
+    assert [y for _, y in bar] == pytest.approx([0.6, 0.9])
+    assert "no key is dropped" in [text.get_text() for text in separation.texts]
+
+
+def test_numbers_along_training_stand_at_their_epochs(runs):
+    table = numbers(runs, "along", [(0, -1), (6, -1)], [("dispersion", "p50", 2.0), ("gamma", "max", 0.1)])
+    figure = FIGURES["along_training"](dataclasses.replace(runs, along=table))
+    assert list(figure.axes[0].lines[0].get_xdata()) == [0, 6]
+    assert "nothing to show" in words(figure)
+
+
+def test_numbers_within_a_decade_or_two_have_labels_to_read_them_by(runs):
+    quantities = [("dispersion", "p50", 2.3), ("separation", "p50", 0.016)]
+    table = numbers(runs, "along", [(0, -1), (6, -1)], quantities)
+    late = table["epoch"] == 6
+    table.loc[late & (table["quantity"] == "separation"), "value"] = 0.022
+    table.loc[late & (table["quantity"] == "dispersion"), "value"] = 41.0
+    figure = FIGURES["along_training"](dataclasses.replace(runs, along=table))
+    figure.draw_without_rendering()
+    for ax in figure.axes[:2]:
+        low, high = ax.get_ylim()
+        ticks = zip(ax.get_yticks(), ax.get_yticklabels(), strict=True)
+        assert sum(low <= place <= high and bool(label.get_text()) for place, label in ticks) >= 2
+
+
+def test_words_say_bounds_and_confidence(runs):
+    said = convergence_sentences(runs)
+    assert "block-3 not in 6, not in 6, not in 6 (median speed-up over 3 seeds below 0.667" in said[0]
+    assert "topk-3 2, 2, 2 (median speed-up over 3 seeds 2; 2 to 2 (75%))" in said[0]
+    assert speed_words(5, math.inf) == "above 5"
+    assert speed_words(0, math.inf) == "unknown"
+    assert interval_words({"pairs": 1}) == "one seed: no interval"
+
+
+@pytest.fixture
+def predicted(runs):
+    """The runs with candidates of which the response alone follows the speed: block 2, full 1, top-k 0."""
+    size = {"block": 2.0, "full": 1.0, "topk": 0.0}
+    rows = [
+        {"model": run["model"], "stage": stage, "epoch": 0, "candidate": name,
+         "ln_value": size[run["kind"]] if name == "response" else 0.0}
+        for run in runs.runs.to_dict("records") for stage in STAGES for name in CANDIDATES
+    ]  # fmt: skip
+    return dataclasses.replace(runs, predictors=typed("predictors", rows))
+
+
+def test_correlations_stand_at_their_tau_and_stay_hollow_without_evidence(predicted):
+    figure = FIGURES["predictors"](predicted)
+    assert [ax.get_title(loc="left") or ax.get_title() for ax in figure.axes] == [*STAGES]
+    drawn = points(figure.axes[0])
+    place = [*CANDIDATES].index("response")
+    assert [(x, filled) for x, y, filled in drawn if y == place] == [(-1, False)]
+    assert {x for x, y, _ in drawn if y != place} == {0}
+    assert "39 correlations" in words(figure)
+
+
+def test_every_run_stands_at_its_ratio_and_speed_up(predicted):
+    figure = FIGURES["predictor_cells"](predicted)
+    assert len(figure.axes) >= len(CANDIDATES)
+    ax = figure.axes[[*CANDIDATES].index("response")]
+    assert sorted(set(points(ax))) == [(-1, 2, True), (0, 1, True), (1, pytest.approx(4 / 6), False)]
+
+
+def test_words_on_predictors_say_what_remains_and_what_is_predicted(predicted):
+    found, strongest = predictor_sentences(predicted)
+    assert found.startswith(
+        "Of 39 rank correlations with speed-up (13 candidates, 3 stages, up to 9 runs) none is"
+    )
+    assert (
+        "Strongest, none of them beyond chance: response to 1 % noise, initialisation: τ = -1.00, p = "
+        in strongest
+    )
+
+
+def test_without_predictors_there_is_nothing_to_draw(runs):
+    for name in ("predictors", "predictor_cells"):
+        with pytest.raises(NothingToDrawError):
+            FIGURES[name](runs)
+    assert "unknown" in predictor_sentences(runs)[0]
+
+
+def test_a_run_that_stopped_keeps_its_accuracy_in_the_band(runs):
+    history = runs.history
+    stopped = (history["model"] == runs.runs.query("kind == 'topk'")["model"].iloc[0]) & (history["epoch"] > 3)
+    figure = FIGURES["learning_curves"](dataclasses.replace(runs, history=history[~stopped]))
+    (ax,) = [a for a in figure.axes if a.get_visible()]
+    assert all(collection.get_paths()[0].vertices[:, 0].max() == 6 for collection in ax.collections)

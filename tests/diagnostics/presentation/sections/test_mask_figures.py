@@ -1,0 +1,130 @@
+"""Figures and words on masks under noise and on other k: what they show of numbers that are known."""
+
+import numpy as np
+import pytest
+from matplotlib.text import Text
+
+from semdiag.findings.mask_stability import mask_summary
+from semdiag.measurement.measurements import Measurements
+from semdiag.presentation.drawing.panels import NothingToDrawError
+from semdiag.presentation.figures import FIGURES
+from semdiag.presentation.report.report import measured_sections, write_report
+from semdiag.presentation.sections.mask_stability.sentences import mask_sentences, masks_in_short, sweep_sentences
+from semdiag.presentation.sections.mask_stability.tables import mask_tables
+
+LEVELS = (0.01, 0.1)
+
+
+def words(figure):
+    return "\n".join(text.get_text() for text in figure.findobj(Text))
+
+
+@pytest.fixture
+def pair(model):
+    """A full, a top-k and a banded model."""
+    return Measurements.concat([model("full"), model("topk"), model("banded")])
+
+
+def test_agreement_is_drawn_against_noise_by_layer(pair, probed):
+    figure = FIGURES["mask_agreement"](probed(pair))
+    full, topk = figure.axes
+    assert "top-3 it would choose" in full.get_title(loc="left")
+    assert topk.get_title(loc="left") == "even-pairs\ntop-k (k = 3)"
+    lines = {line.get_label(): line for line in topk.get_lines()}
+    for layer in (0, 1):
+        np.testing.assert_allclose(lines[f"layer {layer}"].get_xdata(), LEVELS)
+        np.testing.assert_allclose(
+            lines[f"layer {layer}"].get_ydata(), [1 - lv * (layer + 1) for lv in LEVELS], rtol=1e-6
+        )
+    assert "6 samples per model, 5 draws (seed 0)" in words(figure)
+    assert "95 % intervals" in words(figure)
+    assert [tick.get_text() for tick in topk.get_xticklabels()] == ["1 %", "10 %"]
+
+
+def test_one_level_is_drawn_against_layers(pair, probed):
+    figure = FIGURES["mask_agreement"](probed(pair, levels=(0.1,)))
+    points = figure.axes[0].containers[0].lines[0]
+    np.testing.assert_allclose(np.asarray(points.get_ydata(), float), [0.9, 0.8], rtol=1e-6)
+    assert figure.axes[0].get_xlabel() == "layer"
+
+
+def test_reliability_sets_observed_against_predicted(pair, probed):
+    figure = FIGURES["mask_reliability"](probed(pair))
+    ax = figure.axes[1]
+    diagonal, (low, high) = ax.get_lines()[0], ax.containers
+    assert list(diagonal.get_xdata()) == list(diagonal.get_ydata())
+    for container, level in ((low, LEVELS[0]), (high, LEVELS[1])):
+        points = container.lines[0]
+        assert len(points.get_xdata()) == 10
+        np.testing.assert_allclose(np.asarray(points.get_xdata(), float), 1 - level, rtol=1e-6)
+        assert np.mean(np.asarray(points.get_ydata(), float)) == pytest.approx(1 - 1.5 * level, abs=0.1 * level)
+    assert "boundary pair" in words(figure)
+
+
+def test_the_heat_map_writes_its_numbers(pair, probed):
+    figure = FIGURES["mask_heat_map"](probed(pair))
+    assert {"99%", "98%", "90%", "80%"} <= {text.get_text() for text in figure.axes[0].texts}
+    np.testing.assert_allclose(figure.axes[0].images[0].get_array(), [[0.99, 0.9], [0.98, 0.8]], rtol=1e-6)
+
+
+def test_the_sweep_shows_mass_ratio_separation_and_conditions(pair, probed):
+    figure = FIGURES["k_sweep"](probed(pair))
+    assert len(figure.axes) == 8
+    mass, ratio, separation, conditions = figure.axes[:4]
+    np.testing.assert_allclose(mass.get_lines()[0].get_ydata(), np.arange(1, 7) / 6)
+    assert "accuracy, rerun" in [line.get_label() for line in mass.get_lines()]
+    np.testing.assert_allclose(ratio.get_lines()[0].get_ydata(), np.arange(1, 7) / 6)
+    assert separation.get_yscale() == "log"
+    assert {line.get_label() for line in conditions.get_lines()} >= {"W, p75", "X, p100"}
+    assert "Within each model" in words(figure)
+
+
+@pytest.mark.parametrize("name", ["mask_agreement", "mask_reliability", "mask_heat_map", "k_sweep"])
+def test_fixed_masks_leave_nothing_to_draw(name, model, probed):
+    with pytest.raises(NothingToDrawError):
+        FIGURES[name](probed(model("banded")))
+
+
+def test_what_is_said_of_masks(pair, probed):
+    said = mask_sentences(probed(pair))
+    assert said[0].startswith("Noise on the embedded tokens, relative to each token's RMS; 6 samples")
+    full, topk, banded = said[1:]
+    assert "full attention drops no key: this is the mask that top-3 would choose" in full
+    assert "Under 1 % noise 98.5% of the masks stay exactly the same" in topk
+    assert "Certified rows that changed: 0 of" in topk
+    assert "25.0% of the predictions change" in topk
+    assert banded.endswith("not applicable: the mask of banded attention does not depend on the input.")
+    (short,) = masks_in_short(probed(pair))
+    assert "Certified rows that changed: 0 of" in short
+    assert masks_in_short(pair) == []
+
+
+def test_a_certified_row_that_changed_is_called_an_error(pair, probed):
+    found = probed(pair)
+    found.masks.loc[found.masks.index[0], "certified_changed"] = 1
+    assert "Certified rows that changed: 1 of" in masks_in_short(found)[0]
+    assert "which is an error of semdiag" in masks_in_short(found)[0]
+    assert mask_summary(found)["results"][0]["certified_changed"] == 1
+
+
+def test_what_is_said_of_other_k(pair, probed):
+    full, topk, banded = sweep_sentences(probed(pair))
+    assert "None does: k = 6 is the smallest that keeps 95 % of the mass" in full
+    assert "Trained with k = 3" in topk
+    assert "ranks no scores" in banded
+
+
+def test_tables_and_sections(pair, probed, tmp_path):
+    found = probed(pair)
+    assert measured_sections(pair)[-1] not in ("mask-stability", "k-sweep")
+    assert measured_sections(found)[-2:] == ["mask-stability", "k-sweep"]
+    tables = mask_tables(found, measured_sections(found))
+    assert set(tables) == {"mask_stability", "noise_effects", "k_sweep", "k_sweep_conditions"}
+    assert tables["k_sweep"]["swept_k"].max() == 6
+    page = write_report(found, tmp_path / "report", "semdiag report", ("svg",), keep_queries=True)
+    text = page.read_text(encoding="utf-8")
+    assert "Do masks survive noise?" in text
+    assert "What would another k leave of this attention?" in text
+    again = Measurements.load(tmp_path / "report" / "data")
+    assert mask_sentences(again) == mask_sentences(found)
+    assert sweep_sentences(again) == sweep_sentences(found)

@@ -1,0 +1,111 @@
+import pytest
+
+from semdiag_models.errors import InputError
+from semdiag_models.sweeps.config import read_sweep_file
+
+
+@pytest.fixture
+def read(tmp_path):
+    """Call with TOML: the plain values of every grid's runs, and the problems."""
+
+    def from_text(text):
+        (tmp_path / "sweep.toml").write_text(text, encoding="utf-8")
+        file = read_sweep_file(tmp_path / "sweep.toml")
+        grids = [[{key: s.value for key, s in settings.items()} for settings in grid] for grid in file.grids]
+        return grids, file.problems
+
+    return from_text
+
+
+def test_lists_multiply_and_the_first_varies_slowest(read):
+    grids, problems = read('until = 0.9\n[grid]\nseed = [1, 2]\ntask = ["parity", "listops"]\nblocks = 3\n')
+    assert not problems
+    assert grids == [
+        [
+            {"until": 0.9, "seed": seed, "task": task, "blocks": 3}
+            for seed in (1, 2)
+            for task in ("parity", "listops")
+        ]
+    ]
+
+
+def test_the_lists_of_a_table_multiply_within_it(read):
+    (grid,), problems = read('[grid]\nattention = ["full", {attention = ["banded", "block"], k = [3, 5]}]\n')
+    assert not problems
+    assert grid == [
+        {"attention": "full"},
+        *({"attention": a, "k": k} for a in ("banded", "block") for k in (3, 5)),
+    ]
+
+
+def test_several_grids_stand_side_by_side(read):
+    grids, problems = read('task = "parity"\n[[grid]]\nseed = [1, 2]\n[[grid]]\nheads = [2]\n')
+    assert not problems
+    assert grids == [
+        [{"task": "parity", "seed": 1}, {"task": "parity", "seed": 2}],
+        [{"task": "parity", "heads": 2}],
+    ]
+
+
+def test_without_a_grid_there_is_one_run(read):
+    assert read('task = "parity"\n') == ([[{"task": "parity"}]], [])
+
+
+def test_what_a_grid_says_replaces_what_the_top_says(read):
+    (grid,), _ = read("blocks = 2\n[grid]\nblocks = [3, 4]\n")
+    assert [run["blocks"] for run in grid] == [3, 4]
+
+
+def test_a_list_of_epochs_is_one_value_and_a_list_of_lists_several(read):
+    assert read("snapshots = [1, 2]\n")[0] == [[{"snapshots": [1, 2]}]]
+    assert read("[grid]\nsnapshots = [1, 2]\n")[0] == [[{"snapshots": [1, 2]}]]
+    assert read("[grid]\nsnapshots = [[1], [2, 3]]\n")[0] == [[{"snapshots": [1]}, {"snapshots": [2, 3]}]]
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("epoch = 3\n", "epoch (line 1): Unknown key 'epoch'. Did you mean 'epochs'?"),
+        ("\nseed = [1, 2]\n", "seed (line 2): a list multiplies the runs, and stands in [grid]."),
+        ("[grid]\n# a comment\nseed = []\n", "grid.seed (line 3): the list is empty."),
+        ('[grid]\nblocks = ["5"]\n', "grid.blocks[0] (line 2): blocks must be int. Got '5'."),
+        ("[grid]\nblocks = 0\n", "grid.blocks (line 2): blocks must be at least 1. Got blocks=0."),
+        ("dropout = 1.5\n", "dropout (line 1): dropout must be 0 or lie in [1e-09, 1). Got dropout=1.5."),
+        ('[grid]\nactivation = ["relu", "gleu"]\n', "grid.activation[1] (line 2): Unknown activation 'gleu'."),
+        ('[[grid]]\n[[grid]]\nnorm = "past"\n', "grid[1].norm (line 3): Unknown norm 'past'."),
+        ('[grid]\ntask = ["evenpairs"]\n', "grid.task[0] (line 2): Unknown task 'evenpairs'."),
+        ('[grid]\nx = [{attention = "topp", k = 3}]\n', "grid.x[0].attention (line 2): Unknown attention 'topp'."),
+        ("[grid]\nk = [{kk = 3}]\n", "grid.k[0].kk (line 2): Unknown key 'kk'."),
+        ("[grid]\nblocks = true\n", "grid.blocks (line 2): blocks must be int. Got True."),
+        ('text = "a.txt"\nvocabulary = "many"\n', "vocabulary (line 2): vocabulary must be int. Got 'many'."),
+        ("grid = 3\n", "grid: must be a table, [grid] or [[grid]]. Got 3."),
+        (
+            "[grid]\nseed = 3\nx = [{seed = 4}]\n",
+            "grid.x[0].seed (line 3): seed is also set at grid.seed (line 2).",
+        ),
+    ],
+)
+def test_what_is_wrong_is_told_with_its_place(read, text, problem):
+    (found,) = read(text)[1]
+    assert found.startswith(problem)
+
+
+def test_all_problems_are_found_at_once(read):
+    text = 'epoch = 1\nnorm = "no"\n[grid]\ntask = ["parrot"]\nattention = ["fool"]\nwidth = [63]\nheads = [0]\n'
+    assert [problem.split(":")[0] for problem in read(text)[1]] == [
+        "epoch (line 1)",
+        "norm (line 2)",
+        "grid.task[0] (line 4)",
+        "grid.attention[0] (line 5)",
+        "grid.width[0] (line 6)",
+        "grid.heads[0] (line 7)",
+    ]
+
+
+def test_a_file_that_is_not_there_or_no_toml_is_refused(read, tmp_path):
+    with pytest.raises(InputError, match=r"nowhere\.toml does not exist\. Name a TOML file"):
+        read_sweep_file(tmp_path / "nowhere.toml")
+    with pytest.raises(InputError, match=r"cannot be read: .*at line 2"):
+        read("task = 'parity'\nseed = = 3\n")
+    with pytest.raises(InputError, match="cannot be read"):
+        read_sweep_file(tmp_path)

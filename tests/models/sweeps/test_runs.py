@@ -1,0 +1,155 @@
+import shutil
+from dataclasses import replace
+
+import pytest
+import torch
+
+from semdiag_models import InputError, read_checkpoint, write_checkpoint
+from semdiag_models.sweeps.estimates import estimate, time_epoch
+from semdiag_models.sweeps.grid import SweepRun, name_run
+from semdiag_models.sweeps.runs import Order, Outcome, epochs_so_far, inspect, result, train_order
+
+
+@pytest.fixture
+def run(tiny_model, tiny_training):
+    """Call with fields of the training: a run of a sweep."""
+
+    def make(**fields):
+        model, training = tiny_model(attention="topk", k=3, dropout=0.1), tiny_training(**fields)
+        return SweepRun(name_run(model, training), model, training)
+
+    return make
+
+
+@pytest.fixture
+def trained(tmp_path):
+    """Call with a run: its folder, after training it."""
+
+    def train(run, folder="run"):
+        assert train_order(Order(run, tmp_path / folder, "cpu", {"command": "x"})) == Outcome("done")
+        return tmp_path / folder
+
+    return train
+
+
+def weights(folder):
+    return read_checkpoint(folder / "last.pt").state
+
+
+def same(one, other):
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_a_folder_goes_from_waiting_to_begun_to_done(run, trained, tmp_path):
+    assert inspect(tmp_path / "nowhere", run()) == ("waiting", None)
+    folder = trained(run(epochs=2))
+    assert inspect(folder, run(epochs=2))[0] == "done"
+    assert inspect(folder, run(epochs=1))[0] == "done"
+    assert inspect(folder, run(epochs=5))[0] == "begun"
+    assert inspect(folder, run(epochs=5, until=1e-9))[0] == "done"
+    assert epochs_so_far(folder) == 2
+
+
+def test_a_run_that_goes_on_ends_with_the_same_bits(run, trained):
+    in_one_go = trained(run(epochs=4), "one")
+    trained(run(epochs=2), "two")
+    assert same(weights(in_one_go), weights(trained(run(epochs=4), "two")))
+
+
+def test_a_finished_run_is_not_touched(run, trained):
+    folder = trained(run())
+    before = {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
+    trained(run())
+    assert {path.name: path.stat().st_mtime_ns for path in folder.iterdir()} == before
+
+
+@pytest.mark.parametrize("size", [0, 1000])
+def test_a_folder_half_written_by_a_crash_is_done_anew(run, trained, size):
+    whole = weights(trained(run(), "whole"))
+    folder = trained(run())
+    (folder / "last.pt").write_bytes((folder / "last.pt").read_bytes()[:size])
+    (folder / ".last.pt.abcdefgh").write_bytes(b"half")
+    assert inspect(folder, run()) == ("waiting", None)
+    assert same(weights(trained(run())), whole)
+    assert sorted(path.name for path in folder.iterdir()) == ["best.pt", "epoch-0.pt", "history.csv", "last.pt"]
+
+
+def test_a_folder_without_its_last_snapshot_is_done_anew(run, trained):
+    folder = trained(run())
+    (folder / "last.pt").unlink()
+    assert inspect(folder, run())[0] == "waiting"
+    trained(run())
+    assert inspect(folder, run())[0] == "done"
+
+
+def test_a_folder_with_another_run_is_left_alone(run, trained, tmp_path):
+    folder = trained(run())
+    before = (folder / "last.pt").read_bytes()
+    other = run(learning_rate=0.2)
+    with pytest.raises(InputError, match="holds a run of another configuration"):
+        inspect(folder, other)
+    outcome = train_order(Order(other, folder, "cpu", {}))
+    assert (outcome.status, outcome.retry) == ("failed", False)
+    row = result(other, folder, 0.95)
+    assert (row.status, row.epochs) == ("failed", 0)
+    assert "another configuration" in row.problem
+    assert (folder / "last.pt").read_bytes() == before
+
+
+def test_a_run_that_diverges_is_recorded_with_its_last_good_epoch(run, tmp_path):
+    wild = run(learning_rate=1e30, gradient_clip=1e30)
+    outcome = train_order(Order(wild, tmp_path / "run", "cpu", {}))
+    assert (outcome.status, outcome.retry) == ("diverged", False)
+    row = result(wild, tmp_path / "run", 0.95, outcome)
+    assert (row.status, row.epochs) == ("diverged", 0)
+    assert "training loss became" in row.problem
+
+
+def test_an_error_that_may_pass_asks_for_another_attempt(run, tmp_path):
+    (tmp_path / "run" / "best.pt" / "in the way").mkdir(parents=True)
+    outcome = train_order(Order(run(), tmp_path / "run", "cpu", {}))
+    assert (outcome.status, outcome.retry) == ("failed", True)
+    shutil.rmtree(tmp_path / "run" / "best.pt")
+    assert train_order(Order(run(), tmp_path / "run", "cpu", {})) == Outcome("done")
+
+
+def test_the_row_of_a_run_says_what_its_history_says(run, trained):
+    folder = trained(run(epochs=3))
+    checkpoint = read_checkpoint(folder / "last.pt")
+    checkpoint.history["train_accuracy"] = [0.5, 0.97, 0.9]
+    checkpoint.history["holdout_accuracy"] = [0.4, 0.8, 0.7]
+    checkpoint.history["seconds"] = [1.0, 2.0, 3.5]
+    write_checkpoint(folder / "last.pt", checkpoint)
+    row = result(run(epochs=3), folder, 0.95)
+    assert (row.status, row.task, row.attention, row.k, row.epochs) == ("done", "even-pairs", "topk", 3, 3)
+    assert (row.epochs_to_target, row.train_accuracy) == (2, 0.9)
+    assert (row.holdout_accuracy, row.best_holdout_accuracy, row.seconds) == (0.7, 0.8, 6.5)
+    assert result(run(epochs=3), folder, 0.98).epochs_to_target is None
+
+
+def test_hours_come_from_histories_where_there_are_some(run, trained, tmp_path):
+    runs = [run(epochs=10, seed=seed) for seed in (1, 2)] + [run(epochs=10, seed=1, batch_size=5)]
+    folder = trained(replace(runs[0], training=replace(runs[0].training, epochs=4)), runs[0].name)
+    checkpoint = read_checkpoint(folder / "last.pt")
+    checkpoint.history["seconds"] = [9.0, 36.0, 36.0, 36.0]
+    write_checkpoint(folder / "last.pt", checkpoint)
+    timed = []
+    first, second, other = estimate(runs, tmp_path, "cpu", timed.append)
+    assert (first.epochs, first.epoch_seconds, first.source, first.hours) == (6, 36.0, "history", 0.06)
+    assert (second.epochs, second.source, second.hours) == (10, "history", 0.1)
+    assert (other.epochs, other.source) == (10, "measured")
+    assert len(timed) == 1
+
+
+def test_what_is_done_costs_nothing(run, trained, tmp_path):
+    done = run(epochs=1)
+    trained(done, done.name)
+    (left,) = estimate([done], tmp_path, "cpu")
+    assert (left.epochs, left.hours) == (0, 0)
+
+
+def test_timing_an_epoch_leaves_generators_and_threads_alone(run):
+    before, threads = torch.get_rng_state(), torch.get_num_threads()
+    assert time_epoch(run(train_samples=400), "cpu") > time_epoch(run(train_samples=40), "cpu") > 0
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.get_num_threads() == threads

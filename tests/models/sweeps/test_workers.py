@@ -1,0 +1,106 @@
+import os
+import signal
+import threading
+import time
+
+import pytest
+
+from semdiag_models import read_checkpoint
+from semdiag_models.sweeps.grid import SweepRun, name_run
+from semdiag_models.sweeps.runs import Order, epochs_so_far, result, train_order
+from semdiag_models.sweeps.workers import LocalWorkers, cores, train_all
+
+
+@pytest.fixture
+def orders(tmp_path, tiny_model, tiny_training):
+    """Call with seeds and fields of the training: one order a seed."""
+
+    def make(seeds, **fields):
+        runs = []
+        for seed in seeds:
+            model, training = tiny_model(), tiny_training(seed=seed, **fields)
+            runs.append(SweepRun(name_run(model, training), model, training))
+        return [Order(run, tmp_path / run.name, "cpu", {}) for run in runs]
+
+    return make
+
+
+def ended(events):
+    return {order.run.training.seed: outcome for order, outcome in filter(None, events)}
+
+
+def test_runs_are_trained_in_processes_with_one_thread_each(orders):
+    asked = orders([1, 2, 3])
+    outcomes = ended(train_all(asked, LocalWorkers(2), retries=0))
+    assert {seed: outcome.status for seed, outcome in outcomes.items()} == dict.fromkeys([1, 2, 3], "done")
+    for order in asked:
+        assert read_checkpoint(order.folder / "last.pt").provenance["threads"] == 1
+
+
+def test_a_killed_process_loses_nothing_but_its_epoch(orders, tmp_path):
+    (order,) = orders([1], epochs=100, train_samples=200)
+    killed_at = []
+
+    def kill_after_three_epochs():
+        while epochs_so_far(order.folder) < 3:
+            time.sleep(0.005)
+        (child,) = _training_processes()
+        os.kill(child, signal.SIGKILL)
+        killed_at.append(epochs_so_far(order.folder))
+
+    killer = threading.Thread(target=kill_after_three_epochs, daemon=True)
+    killer.start()
+    assert ended(train_all([order], LocalWorkers(1), retries=0))[1].status == "done"
+    killer.join(timeout=10)
+    assert 3 <= killed_at[0] < 100
+    alone = Order(order.run, tmp_path / "alone", "cpu", {})
+    train_order(alone)
+    went_on, in_one_go = (read_checkpoint(o.folder / "last.pt") for o in (order, alone))
+    assert went_on.epoch == 100
+    assert all((went_on.state[name] == in_one_go.state[name]).all() for name in in_one_go.state)
+
+
+def _training_processes():
+    """Living processes that this one started and that have torch loaded, as the tracker of resources has not."""
+    children = []
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            with open(f"/proc/{name}/stat") as file:
+                state, parent = file.read().rpartition(")")[2].split()[:2]
+            with open(f"/proc/{name}/maps") as file:
+                torch = "libtorch" in file.read()
+        except OSError:
+            continue
+        if int(parent) == os.getpid() and state != "Z" and torch:
+            children.append(int(name))
+    return children
+
+
+@pytest.mark.parametrize("retries", [0, 2])
+def test_what_fails_is_tried_again_and_then_recorded_while_the_rest_goes_on(orders, retries):
+    bad, good = orders([1, 2])
+    (bad.folder / "best.pt" / "in the way").mkdir(parents=True)
+    attempts = []
+    workers = LocalWorkers(1)
+    submit = workers.submit
+    workers.submit = lambda order: attempts.append(order) or submit(order)  # counted, and done
+    outcomes = ended(train_all([bad, good], workers, retries))
+    assert (outcomes[1].status, outcomes[2].status) == ("failed", "done")
+    assert sum(order == bad for order in attempts) == retries + 1
+    row = result(bad.run, bad.folder, 0.95, outcomes[1])
+    assert row.status == "failed"
+    assert "best.pt" in row.problem
+
+
+def test_leaving_early_ends_the_processes(orders):
+    events = train_all(orders([1, 2], epochs=100_000), LocalWorkers(2), retries=0)
+    next(events)
+    events.close()
+    deadline = time.monotonic() + 10
+    while _training_processes() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not _training_processes()
+
+
+def test_there_is_at_least_one_core():
+    assert 1 <= cores() <= (os.cpu_count() or 1)
