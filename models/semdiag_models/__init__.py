@@ -1,9 +1,10 @@
 """A compact trainer for encoders with full, banded, block-local and top-k attention."""
 
+from semdiag_models.attention_kinds import ATTENTIONS, AttentionKind
 from semdiag_models.checkpoint import Checkpoint, read_checkpoint, sha256, write_checkpoint
 from semdiag_models.encoder import AttentionCore, Encoder
 from semdiag_models.errors import InputError
-from semdiag_models.model_config import ATTENTIONS, ModelConfig
+from semdiag_models.model_config import ModelConfig
 from semdiag_models.recipe import configure
 from semdiag_models.run_folder import open_run, run_name, train_run
 from semdiag_models.seed_runs import open_seed_runs, train_seed_runs
@@ -13,7 +14,7 @@ from semdiag_models.training_config import ListOpsTrees, TextSource, TrainingCon
 
 __all__ = [
     # architecture
-    "ATTENTIONS", "AttentionCore", "Encoder", "ModelConfig",
+    "ATTENTIONS", "AttentionCore", "AttentionKind", "Encoder", "ModelConfig",
     # tasks
     "TASKS", "ListOpsTrees", "Task", "Text", "TextSource", "find_task", "open_text",
     # training

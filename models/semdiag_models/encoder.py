@@ -7,9 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from semdiag_models.attention_kinds import DRAWN, LOCAL
 from semdiag_models.dense_attention import dense_attention
 from semdiag_models.dropout import add_dropout, dropout
-from semdiag_models.model_config import LOCAL, ModelConfig
+from semdiag_models.model_config import ModelConfig
 from semdiag_models.selected_attention import selected_attention
 from semdiag_models.selection import random_priorities, select_keys
 
@@ -105,7 +106,7 @@ class Attention(nn.Module):
         return mixed
 
     def _priorities(self, length: int, device: torch.device) -> Tensor | None:
-        if self.kind != "random":
+        if self.kind not in DRAWN:
             return None
         c, longest = self.config, self.config.length + self.config.extra_tokens
         orders = random_priorities(c.selection_seed, c.blocks, c.heads, longest, device)

@@ -3,18 +3,10 @@
 import math
 from dataclasses import dataclass
 
+from semdiag_models.attention_kinds import ATTENTIONS, DRAWN, LOCAL
 from semdiag_models.errors import InputError, unknown_name
 from semdiag_models.record import LARGEST_SIZE, Record
 
-ATTENTIONS = {
-    "full": "every query attends to every key",
-    "banded": "k neighbouring keys around the query, shifted inward at the ends (input-agnostic)",
-    "block": "the k keys of the query's own block (input-agnostic)",
-    "topk": "the k keys with the largest scores (input-dependent: the heavy hitters)",
-    "bottomk": "the k keys with the smallest scores (input-dependent: a control)",
-    "random": "k keys drawn once for each block, head and query (input-agnostic: a control)",
-}
-LOCAL = ("banded", "block")  # the kinds that take global tokens
 ACTIVATIONS = ("relu", "gelu", "mish")
 NORMS = {
     "pre": "x + attention(norm(x)), then x + mlp(norm(x)): the paper's code",
@@ -93,7 +85,7 @@ class ModelConfig(Record):
         self._check_extras()
 
     def _check_k(self) -> None:
-        if self.attention == "full":
+        if ATTENTIONS[self.attention].dense:
             if self.k is not None:
                 raise InputError(f"Full attention keeps every key and takes no k. Got k={self.k}.")
         elif self.k is None:
@@ -113,7 +105,7 @@ class ModelConfig(Record):
             )
         if not 0 <= self.selection_seed < 2**63:
             raise InputError(f"selection_seed must lie in 0 … 2^63 - 1. Got {self.selection_seed}.")
-        if self.selection_seed and self.attention != "random":
+        if self.selection_seed and self.attention not in DRAWN:
             raise InputError(f"Only random attention takes a selection_seed. Got one with {self.attention}.")
 
     @property

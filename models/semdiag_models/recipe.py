@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
+from semdiag_models.attention_kinds import DRAWN
 from semdiag_models.model_config import ModelConfig
 from semdiag_models.tasks import Classification, Text
 from semdiag_models.training_config import ListOpsTrees, TrainingConfig
@@ -40,7 +41,7 @@ def configure(
     values = {**vars(task.recipe), **{name: value for name, value in chosen.items() if value is not None}}
     if values.get("optimizer", "sgd") != "sgd" and chosen.get("learning_rate") is None:
         values["learning_rate"] = ADAM_RATE
-    if values.get("attention") == "random":  # every seed keeps keys of its own
+    if values.get("attention") in DRAWN:  # every seed keeps keys of its own
         values.setdefault("selection_seed", values.get("seed", TrainingConfig.seed))
     length, k = values["length"], values.get("k")
     padded = values.get("pad_as_token") and k is not None and k > 0

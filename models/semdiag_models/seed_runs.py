@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from semdiag_models.attention_kinds import DRAWN
 from semdiag_models.errors import InputError
 from semdiag_models.model_config import ModelConfig
 from semdiag_models.random_state import RandomState, random_state, restore_random_state
@@ -60,7 +61,7 @@ def open_seed_runs(
         raise InputError(
             "Several seeds at once cannot be compiled. Leave out --compile, or train them one by one."
         )
-    if model.attention == "random":
+    if model.attention in DRAWN:
         raise InputError("Random attention keeps other keys for every seed: train the seeds one by one.")
     configurations = [replace(training, seed=seed) for seed in seeds]
     folders = [parent / run_name(model, configuration) for configuration in configurations]

@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from semdiag_models.attention_kinds import ATTENTIONS
+
 _STRIP = 2**20  # scores held at a time
 
 
@@ -49,8 +51,8 @@ def select_keys(
     if k is None:
         return None
     batch, heads, length, _ = q.shape
-    if attention in ("topk", "bottomk"):
-        signed = scale if attention == "topk" else -scale
+    if ATTENTIONS[attention].input_dependent:
+        signed = scale if ATTENTIONS[attention].keeps == "largest" else -scale
         return _heavy_hitters(q, keys, signed, valid, min(k, length))
     if priorities is not None:
         return _most_wanted(priorities, valid, batch, min(k, length))

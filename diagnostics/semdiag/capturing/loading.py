@@ -46,7 +46,7 @@ class LoadedModel:
     batches: Any = None
 
     @property
-    def foreign(self) -> bool:
+    def external(self) -> bool:
         """Whether this is a model of somebody else's: of its parts only the attention is known."""
         return not isinstance(self.module, Encoder)
 
@@ -166,7 +166,7 @@ def describe(model: LoadedModel) -> dict[str, Any]:
         Hugging Face models carry the plain numbers and words. The number of parameters in any case.
     """
     parameters = sum(p.numel() for p in model.module.parameters())
-    if not model.foreign:
+    if not model.external:
         return {**model.encoder.config.to_dict(), "parameters": parameters}
     kinds = sorted({str(p.dtype).removeprefix("torch.") for p in model.module.parameters()})
     found: dict[str, Any] = {"class": type(model.module).__name__, "dtype": ", ".join(kinds)}

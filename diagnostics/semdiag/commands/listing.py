@@ -29,8 +29,8 @@ def list_names(
         tasks.add_row(task.name, task.summary, str(task.classes), *numbers)
     tasks.add_row(Text.name, f"{Text.summary} (--text FILE)", "pieces", "–", "–", "–")
     attentions = Table("attention", "what a query attends to", title="Attentions", box=SIMPLE_HEAD)
-    for name, meaning in ATTENTIONS.items():
-        attentions.add_row(name, meaning)
+    for name, kind in ATTENTIONS.items():
+        attentions.add_row(name, kind.meaning)
     metrics = Table("metric", "definition", "command", title="Metrics", box=SIMPLE_HEAD)
     for row in _METRICS:
         metrics.add_row(*row)

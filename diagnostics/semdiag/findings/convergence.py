@@ -9,9 +9,8 @@ from scipy.stats import CensoredData, logrank
 
 from semdiag.mathematics.censored import kaplan_meier_median, median_interval
 from semdiag.measurement.measurements import Measurements
-from semdiag.measurement.runs.training_runs import NOT_BEGUN, UNFINISHED, setting_labels
+from semdiag.measurement.runs.training_runs import NOT_BEGUN, TARGET, UNFINISHED, setting_labels
 
-TARGET = 0.95
 _FEWEST_FOR_LOGRANK = 3  # runs on either side, below which its large-sample distribution says nothing
 _IDENTITY = ["setting", "kind", "attention", "seed"]
 

@@ -7,9 +7,9 @@ import numpy as np
 import pandas as pd
 import torch
 
+from semdiag.capturing.attention_kinds import BOUNDED, HEAVY_HITTERS
 from semdiag.findings.finding import Finding, Verdict, agreed
 from semdiag.findings.pairing import Pair, differences
-from semdiag.findings.percentiles import PAPER_PERCENTILES
 from semdiag.mathematics.attention_bounds import HeadNorms, attention_map_bound_from_load
 from semdiag.mathematics.attention_rows import AttentionRows, fixed_mask_rows
 from semdiag.mathematics.corollary import (
@@ -20,9 +20,10 @@ from semdiag.mathematics.corollary import (
     sound_input_margin,
     sound_weight_margin,
 )
-from semdiag.measurement.encoders.traces import FIXED_MASKS, HEAVY_HITTERS, rows_of
+from semdiag.measurement.encoders.traces import rows_of
 from semdiag.measurement.measurements import Measurements
-from semdiag_models.model_config import LOCAL
+from semdiag.measurement.percentiles import PAPER_PERCENTILES
+from semdiag_models.attention_kinds import LOCAL
 
 HEURISTIC = "percentiles of different queries are combined, as the paper does: a heuristic"
 CLAIM = "the mask has the better guarantee in {}"
@@ -69,7 +70,7 @@ def corollary_findings(measurements: Measurements, pairs: list[Pair]) -> list[Fi
     models = {row["model"]: row for row in measurements.models.to_dict("records")}
     for pair in pairs:
         full, masked = models[pair.full], models[pair.other]
-        known = full["attention"] == "full" and masked["attention"] in (*FIXED_MASKS[1:], *HEAVY_HITTERS)
+        known = full["attention"] == "full" and masked["attention"] in BOUNDED and masked["attention"] != "full"
         if not known or pd.isna(masked["k"]):
             found.append(_not_comparable(measurements, pair, str(full["attention"]), str(masked["attention"])))
             continue

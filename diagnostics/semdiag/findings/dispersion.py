@@ -5,10 +5,10 @@ from typing import Any
 
 import pandas as pd
 
-from semdiag.findings.percentiles import percentiles
 from semdiag.findings.strict_json import json_ready
 from semdiag.findings.theory_summaries import bounds_summary, stability_summary
 from semdiag.measurement.measurements import Measurements
+from semdiag.measurement.percentiles import percentiles
 
 Summary = dict[str, Any]
 

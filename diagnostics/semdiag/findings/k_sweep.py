@@ -9,11 +9,11 @@ import numpy as np
 import pandas as pd
 import torch
 
-from semdiag.findings.percentiles import PAPER_PERCENTILES
+from semdiag.capturing.attention_kinds import SCORED
 from semdiag.findings.strict_json import json_ready
 from semdiag.mathematics.corollary import paper_input_condition, paper_weight_condition
 from semdiag.measurement.measurements import Measurements
-from semdiag.measurement.probes.k_sweep import SCORED
+from semdiag.measurement.percentiles import PAPER_PERCENTILES
 
 Summary = dict[str, Any]
 MASS = 0.95  # of the attention weight, to be kept for half of the queries

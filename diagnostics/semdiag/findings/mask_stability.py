@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from semdiag.capturing.mask_kinds import DENSE
+from semdiag.capturing.attention_kinds import DENSE
 from semdiag.findings.resampling import Interval, mean_interval, rank_correlation_interval
 from semdiag.findings.strict_json import json_ready
 from semdiag.measurement.measurements import Measurements

@@ -5,7 +5,7 @@ from typing import Any
 
 import pandas as pd
 
-from semdiag.capturing.mask_kinds import foreign
+from semdiag.capturing.attention_kinds import external
 from semdiag.measurement.measurements import Measurements
 
 _SAME = ["task", "seed", "blocks", "heads", "width", "length", "norm", "pooling", "snapshot"]
@@ -37,7 +37,7 @@ def find_pairs(models: pd.DataFrame, attention: str | None = "topk") -> tuple[li
         The pairs, and the paths of full models and counterparts that have no partner.
     """
     pairs, alone = [], []
-    models = models[~foreign(models)]  # of which nobody knows how they were trained
+    models = models[~external(models)]  # of which nobody knows how they were trained
     sparse = models["attention"] != "full" if attention is None else models["attention"] == attention
     for _, group in models[sparse | (models["attention"] == "full")].groupby(_SAME, dropna=False, sort=False):
         full = group[group["attention"] == "full"]["model"].tolist()

@@ -8,11 +8,11 @@ import pandas as pd
 from semdiag.findings.landscape import landscape_facts
 from semdiag.findings.lipschitz import estimate_findings, ordering_findings
 from semdiag.findings.pairing import compared_pairs
-from semdiag.findings.percentiles import percentiles
 from semdiag.findings.secant_percentiles import secant_percentiles, secant_ratios
 from semdiag.findings.strict_json import json_ready
 from semdiag.findings.theory_summaries import verdicts_of
 from semdiag.measurement.measurements import Measurements
+from semdiag.measurement.percentiles import percentiles
 
 Summary = dict[str, Any]
 SCOPE = (
@@ -51,7 +51,8 @@ def lipschitz_summary(measurements: Measurements) -> Summary:
     """Secants by radius, gradients, end points and Jacobians beside their bounds, and who has the steeper loss.
 
     Args:
-        measurements: of one or more models, with the tables of :func:`~semdiag.measurement.probes.loss.lipschitz.lipschitz`.
+        measurements: of one or more models, with the tables of
+            :func:`~semdiag.measurement.probes.loss.lipschitz.lipschitz`.
 
     Returns:
         A JSON-ready dictionary, schema ``semdiag.lipschitz/1``; null where a number is undefined or infinite.

@@ -6,9 +6,9 @@ import numpy as np
 import pandas as pd
 import torch
 
+from semdiag.capturing.attention_kinds import BOUNDED
 from semdiag.findings.finding import Finding, Verdict, of_rows
 from semdiag.mathematics.softmax_stability import fixed_mask_stability
-from semdiag.measurement.encoders.traces import FIXED_MASKS, HEAVY_HITTERS
 from semdiag.measurement.measurements import Measurements
 from semdiag.measurement.probes.noise.softmax_bounds import local_stability, with_bounds
 
@@ -37,7 +37,7 @@ def stability_findings(measurements: Measurements) -> list[Finding]:
         found.append(_local(row["model"], own.queries, tolerance))
         if own.secants.empty:
             continue
-        if row["attention"] not in (*FIXED_MASKS, *HEAVY_HITTERS):
+        if row["attention"] not in BOUNDED:
             note = f"no ξ is known for {row['attention']} attention; secants and response are still given"
             found.append(
                 Finding(row["model"], "ξ bounds the measured secants", "", "all", Verdict.NOT_MET, {}, note)

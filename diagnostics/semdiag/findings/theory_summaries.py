@@ -10,10 +10,10 @@ from semdiag.findings.consequences import consequence_findings
 from semdiag.findings.corollary import corollary_findings
 from semdiag.findings.finding import Finding
 from semdiag.findings.pairing import compared_pairs, differences
-from semdiag.findings.percentiles import percentiles
 from semdiag.findings.stability import stability_findings
 from semdiag.findings.strict_json import json_ready
 from semdiag.measurement.measurements import Measurements
+from semdiag.measurement.percentiles import percentiles
 from semdiag.measurement.probes.noise.softmax_bounds import local_stability, with_bounds
 
 Summary = dict[str, Any]

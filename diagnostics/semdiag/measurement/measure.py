@@ -70,7 +70,7 @@ def measure(
     cut: Sequence[Batch] = batching.split(batches, batch_size)
     if not cut:
         raise InputError("There are no inputs to measure on: the number of samples is 0.")
-    if loaded.foreign and any(value < 1 for value in k):
+    if loaded.external and any(value < 1 for value in k):
         raise InputError(f"k must be at least 1. Got k={min(k)}.")
     if isinstance(loaded.module, Encoder):
         cut = checked_tokens(loaded.module, cut, k)
@@ -83,7 +83,7 @@ def measure(
             answers.append(None if logits is None else logits.argmax(1).cpu())  # all logits of a text are large
             after_batch(batching.samples_of(batch))
     _check_found(loaded, collected, run.audit, k)
-    accuracy = None if labels is None or loaded.foreign else _accuracy(answers, labels)
+    accuracy = None if labels is None or loaded.external else _accuracy(answers, labels)
     return Measurements(
         models=_model_row(loaded, collected, run.audit, {"inputs": inputs, "accuracy": accuracy}),
         queries=collected.queries(),

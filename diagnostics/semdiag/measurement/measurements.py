@@ -185,7 +185,7 @@ class Measurements:
         return type(self)(**own, provenance=self.provenance)
 
     def _repr_html_(self) -> str:
-        from semdiag.findings.percentiles import layer_table
+        from semdiag.measurement.percentiles import layer_table
 
         columns = ["layer", "head", "queries", "mean", "p50", "p95", "p100"]
         parts = []

@@ -81,7 +81,7 @@ def with_probes(
     missing: dict[str, str] = {}
     if conditions.noise:
         try:
-            tables["secants"] = perturbation.foreign_secants(
+            tables["secants"] = perturbation.external_secants(
                 model, batches, levels=conditions.noise, seed=conditions.seed, device=device
             )
         except NotAvailableError as reason:

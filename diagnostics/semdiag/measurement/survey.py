@@ -54,20 +54,20 @@ def survey(
     probe = ParameterProbe.of(conditions)
     parts: list[Measurements] = []
     for model, (batches, labels, source) in zip(loaded, inputs, strict=True):
-        announce(model.path, sum(map(samples_of, batches)) + (0 if model.foreign else probe.steps))
-        if model.foreign and not isinstance(models[len(parts)], LoadedModel):
+        announce(model.path, sum(map(samples_of, batches)) + (0 if model.external else probe.steps))
+        if model.external and not isinstance(models[len(parts)], LoadedModel):
             model.module.to(device, DTYPES[conditions.dtype])  # ours alone: no copy, however large it is
         part = measure(
             model,
             batches,
             labels=labels,
             inputs=source,
-            k=conditions.k if model.foreign or model.encoder.config.attention == "full" else (),
+            k=conditions.k if model.external or model.encoder.config.attention == "full" else (),
             device=device,
             dtype=DTYPES[conditions.dtype],
             after_batch=after_batch,
         )
-        if model.foreign:
+        if model.external:
             part = with_probes(part, model, batches, conditions, device)
         else:
             tokens = torch.cat([batch for batch in batches if isinstance(batch, Tensor)])
@@ -94,7 +94,7 @@ def survey(
 def _inputs(model: LoadedModel, conditions: Conditions) -> tuple[list[Batch], Tensor | None, str]:
     """Batches, labels, and where they come from."""
     given, size = conditions.inputs, conditions.batch_size
-    if given is not None and model.foreign:
+    if given is not None and model.external:
         return read_batches(given, model, size), None, f"{given} (given)"
     if given is not None and given.suffix == ".txt":
         tokens, labels, source = model.text_inputs(given, conditions.samples, conditions.seed)
@@ -103,7 +103,7 @@ def _inputs(model: LoadedModel, conditions: Conditions) -> tuple[list[Batch], Te
         return split(read_inputs(given), size), None, f"{given} (given)"
     if model.batches is not None:
         return split(model.batches, size), None, "came with the model"
-    if model.foreign:
+    if model.external:
         raise InputError(
             f"Name inputs for {model.path} with --inputs FILE: {_TEXTS if model.source == 'hugging face' else ''}"
             "token ids (.npy, .npz, .pt), or a .pt with a dictionary of the model's arguments."

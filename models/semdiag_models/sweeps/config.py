@@ -8,8 +8,9 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from semdiag_models.attention_kinds import ATTENTIONS
 from semdiag_models.errors import InputError, unknown_name
-from semdiag_models.model_config import ATTENTIONS, ModelConfig
+from semdiag_models.model_config import ModelConfig
 from semdiag_models.tasks import Text, find_task
 from semdiag_models.training_config import ListOpsTrees, TrainingConfig
 

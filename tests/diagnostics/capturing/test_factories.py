@@ -50,7 +50,7 @@ def test_the_current_folder_is_imported_from_and_the_path_is_as_before():
     model = load("ownmodels.made:build")
     assert isinstance(model.module, torch.nn.Linear)
     assert not model.module.training
-    assert (model.foreign, model.source, model.sha256, model.batches) == (True, "factory", "", None)
+    assert (model.external, model.source, model.sha256, model.batches) == (True, "factory", "", None)
     assert sys.path == before
 
 
@@ -59,10 +59,10 @@ def test_inputs_may_come_with_the_model():
     assert batch.shape == (2, 3)
 
 
-def test_an_encoder_of_ours_is_no_foreign_model():
+def test_an_encoder_of_ours_is_no_external_model():
     model = load("ownmodels.made:ours")
     assert isinstance(model.encoder, Encoder)
-    assert (model.foreign, model.source) == (False, "python")
+    assert (model.external, model.source) == (False, "python")
 
 
 @pytest.mark.parametrize(

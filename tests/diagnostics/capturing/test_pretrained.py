@@ -45,7 +45,7 @@ def test_the_model_is_that_of_the_folder(bert):
     own = transformers.BertModel.from_pretrained(bert)
     ids = torch.tensor([[2, 4, 5, 3]])
     assert torch.equal(model.module(ids).last_hidden_state, own.eval()(ids).last_hidden_state)
-    assert (model.foreign, model.source, model.module.training) == (True, "hugging face", False)
+    assert (model.external, model.source, model.module.training) == (True, "hugging face", False)
     assert model.sha256 == hashlib.sha256((bert / "model.safetensors").read_bytes()).hexdigest()
     assert model.provenance == {"transformers": transformers.__version__}
 

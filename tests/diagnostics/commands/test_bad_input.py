@@ -64,7 +64,7 @@ def k_zero(path, last):
     torch.save(content, path)
 
 
-def foreign(path, last):
+def external(path, last):
     torch.save(torch.nn.Linear(2, 2).state_dict(), path)
 
 
@@ -78,7 +78,7 @@ def foreign(path, last):
         (bare_pickle, "odd.pt refused: it holds the code object posix.mkdir"),
         (misshapen, "parameter 'blocks.0.expand.weight' has shape (3, 3); its configuration says (16, 16)."),
         (k_zero, "k must be at least 1. Got k=0."),
-        (foreign, "odd.pt is a bare state dict of an unknown model."),
+        (external, "odd.pt is a bare state dict of an unknown model."),
     ],
 )
 @pytest.mark.parametrize("command", ["info", "dispersion", "check", "report"])

@@ -188,7 +188,7 @@ def sized(q_length, k_length):
 
 
 def parts(**more):
-    """A grouped, causal call with everything that foreign models add to their scores."""
+    """A grouped, causal call with everything that external models add to their scores."""
 
     def case(numbers):
         found = {"q": numbers(2, 4, 5, WIDTH), "k": numbers(2, 2, 7, WIDTH, seed=1)}

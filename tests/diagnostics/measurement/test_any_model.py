@@ -11,7 +11,7 @@ from torch import nn
 
 import semdiag
 from semdiag.measurement.calls.running import unnamed
-from semdiag.measurement.probes.noise.secants import foreign_secants
+from semdiag.measurement.probes.noise.secants import external_secants
 from semdiag.measurement.survey import Conditions, survey
 from semdiag_models import InputError
 
@@ -256,19 +256,19 @@ def test_an_empty_capture_has_empty_tables(decoder):
 
 
 def test_secants_lie_below_the_sound_constants_and_follow_the_seed(decoder, batch):
-    rows = foreign_secants(unnamed(decoder), [batch], levels=(0.01, 0.5), samples=4)
+    rows = external_secants(unnamed(decoder), [batch], levels=(0.01, 0.5), samples=4)
     assert len(rows) == 2 * (9 + 4 + 1 + 9) * BLOCKS * HEADS
     assert (rows["weight_change"] <= 0.5 * rows["score_change"] * (1 + 1e-12)).all()
     assert rows["weight_change"].max() > 1e-3
-    again = foreign_secants(unnamed(decoder), [batch], levels=(0.01, 0.5), samples=4)
+    again = external_secants(unnamed(decoder), [batch], levels=(0.01, 0.5), samples=4)
     pd.testing.assert_frame_equal(rows, again)
-    other = foreign_secants(unnamed(decoder), [batch], levels=(0.01, 0.5), samples=4, seed=1)
+    other = external_secants(unnamed(decoder), [batch], levels=(0.01, 0.5), samples=4, seed=1)
     assert not rows["weight_change"].equals(other["weight_change"])
     assert not any(m._forward_hooks for m in decoder.modules())
 
 
 def test_clean_rows_of_the_secants_are_those_of_the_measurement(decoder, batch):
-    rows = foreign_secants(unnamed(decoder), [batch], levels=(1e-12,))
+    rows = external_secants(unnamed(decoder), [batch], levels=(1e-12,))
     found = semdiag.measure(decoder, batch, dtype=torch.float64).queries
     merged = rows.merge(found, on=["sample", "layer", "head", "query"])
     assert len(merged) == len(found)

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 from semdiag.findings.gate.pairs import GateResult
-from semdiag.findings.percentiles import pooled_table
 from semdiag.measurement.measurements import Measurements
+from semdiag.measurement.percentiles import pooled_table
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 from semdiag.findings.pairing import Pair, find_pairs
-from semdiag.findings.percentiles import percentiles
 from semdiag.measurement.measurements import Measurements
+from semdiag.measurement.percentiles import percentiles
 from semdiag_models import InputError
 
 GATED = ("p50", "p75", "p90", "p95")

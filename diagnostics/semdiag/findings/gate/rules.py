@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
-from semdiag.findings.percentiles import PERCENTILES, percentiles
 from semdiag.measurement.measurements import Measurements
+from semdiag.measurement.percentiles import PERCENTILES, percentiles
 from semdiag_models import ATTENTIONS, InputError
 from semdiag_models.errors import unknown_name
 

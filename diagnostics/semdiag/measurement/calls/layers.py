@@ -7,8 +7,8 @@ import pandas as pd
 from torch import Tensor
 
 from semdiag.capturing.attention_calls import AttentionCall
+from semdiag.capturing.attention_kinds import joint_kind, mask_kind
 from semdiag.capturing.audit import Audit
-from semdiag.capturing.mask_kinds import joint_kind, mask_kind
 from semdiag.measurement.calls.residual import recomputation_residual
 from semdiag.measurement.tables import typed
 

@@ -62,7 +62,7 @@ class Run:
         else:
             self._real = {"queries": self._queries[self._samples : self._samples + size].bool().to(self.device)}
         self._samples += size
-        if not self._loaded.foreign:
+        if not self._loaded.external:
             return self.module(batch)
         try:
             batching.call(self.module, batch)
@@ -83,7 +83,7 @@ class Run:
             shape = (call.q.shape[0], call.q.shape[2])
             queries = batching.real_queries(self._real, call.module, shape, call.first_query)
         layer = call.layer
-        if self._loaded.foreign:
+        if self._loaded.external:
             layer = self._layers.setdefault((call.module, call.occurrence), len(self._layers))
         try:
             self._consume(replace(call, queries=queries, layer=layer))

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from semdiag.capturing.attention_kinds import BOUNDED, HEAVY_HITTERS
 from semdiag.mathematics.attention_bounds import HeadNorms
 from semdiag.mathematics.block_bounds import AttentionConstants, BlockConstants, MlpConstants
 from semdiag.mathematics.bound import Assumption, Bound
@@ -20,7 +21,7 @@ from semdiag.mathematics.network_bounds import (
 )
 from semdiag.mathematics.paper_attention_bounds import paper_attention_map_bound, paper_bilinear_form_bound
 from semdiag.mathematics.spectral_norms import spectral_norm
-from semdiag.measurement.encoders.traces import FIXED_MASKS, HEAVY_HITTERS, InputTraces, LayerTrace
+from semdiag.measurement.encoders.traces import InputTraces, LayerTrace
 from semdiag.measurement.encoders.weights import BlockWeights, block_weights, embedding_scale
 from semdiag_models import Encoder
 
@@ -177,7 +178,7 @@ def _normalisation(std: Tensor) -> Tensor:
 
 
 def _covered(encoder: Encoder) -> bool:
-    return encoder.config.attention in (*FIXED_MASKS, *HEAVY_HITTERS)
+    return encoder.config.attention in BOUNDED
 
 
 def _assumptions(encoder: Encoder, trace: LayerTrace) -> tuple[Assumption, ...]:

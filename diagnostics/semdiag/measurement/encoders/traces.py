@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from semdiag.capturing.attention_kinds import FIXED_MASKS, HEAVY_HITTERS
 from semdiag.capturing.block_calls import BlockCall, watch_blocks
 from semdiag.mathematics.attention_bounds import HeadNorms, attention_map_bound, bilinear_form_bound
 from semdiag.mathematics.attention_rows import AttentionRows, fixed_mask_rows, heavy_hitter_rows
@@ -15,8 +16,6 @@ from semdiag.measurement.calls.scored_rows import ScoredRows, scored_rows
 from semdiag.measurement.encoders.weights import block_weights
 from semdiag_models import Encoder
 
-FIXED_MASKS = ("full", "causal", "masked", "banded", "block", "random")  # random: drawn once for all inputs
-HEAVY_HITTERS = ("topk",)
 _MLP_NORM_EPS = 1e-5  # of the normalisation before the MLP (pre-norm) or after it (post-norm)
 _SCORES = 2**22  # scores of one forward pass, at most (or one sample's)
 

@@ -11,19 +11,18 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from semdiag.capturing.attention_call import AttentionCall
+from semdiag.capturing.attention_kinds import SCORED
 from semdiag.capturing.batches import Batch, longest, split
 from semdiag.capturing.loading import LoadedModel
-from semdiag.capturing.mask_kinds import DENSE
-from semdiag.findings.percentiles import percentiles
 from semdiag.mathematics.paper_stability import paper_heavy_hitter_stability
 from semdiag.mathematics.softmax_stability import fixed_mask_stability, heavy_hitter_stability
 from semdiag.measurement.calls.collector import statistics_of
 from semdiag.measurement.calls.running import running, unnamed
+from semdiag.measurement.percentiles import percentiles
 from semdiag.measurement.tables import empty_table
 from semdiag_models import Encoder, InputError
 
 LARGEST_K = 48
-SCORED = (*DENSE, "topk")  # attention whose scores rank all allowed keys, so that every k can be asked
 _MOST_NUMBERS = 200_000_000  # top scores held at once: 800 MB
 
 
@@ -71,7 +70,7 @@ def k_sweep(
 
     Returns:
         The table ``sweep``: one row per k, layer and head (-1: pooled) and quantity, with the columns of
-        :func:`~semdiag.findings.percentiles.percentiles`. Quantities: dispersion δ_h(k), ratio
+        :func:`~semdiag.measurement.percentiles.percentiles`. Quantities: dispersion δ_h(k), ratio
         δ_h(k)/δ_s, separation Δ_h(k), mass (attention weight of the k largest scores), load, ln_sound and
         ln_paper (ξ of the heavy-hitter mask), sound_better (share of queries whose sound ξ is below that of
         full attention); after a rerun accuracy and same_prediction. k = 0: all keys kept. Empty for a mask
@@ -89,7 +88,7 @@ def k_sweep(
     """
     plan = SweepPlan() if plan is None else plan
     loaded = model if isinstance(model, LoadedModel) else unnamed(model)
-    if not loaded.foreign and loaded.encoder.config.attention not in SCORED:
+    if not loaded.external and loaded.encoder.config.attention not in SCORED:
         return empty_table("sweep")
     if plan.rerun:
         _ = loaded.encoder  # only ours can be run with another attention

@@ -9,8 +9,8 @@ import numpy as np
 import pandas as pd
 
 from semdiag.capturing.loading import LoadedModel, load
-from semdiag.findings.percentiles import percentiles
 from semdiag.measurement.measurements import Measurements
+from semdiag.measurement.percentiles import percentiles
 from semdiag.measurement.probes.noise.secants import NOISE
 from semdiag.measurement.probes.noise.softmax_bounds import local_stability, with_bounds
 from semdiag.measurement.survey import Conditions, survey

@@ -9,11 +9,12 @@ import torch
 from scipy.stats import binomtest
 
 from semdiag.capturing.loading import LoadedModel
-from semdiag.findings.percentiles import percentiles
 from semdiag.measurement.measure import measure
 from semdiag.measurement.measurements import Measurements
+from semdiag.measurement.percentiles import percentiles
 from semdiag.measurement.tables import empty_table
 from semdiag_models import Encoder, InputError, find_task
+from semdiag_models.attention_kinds import DRAWN
 
 SHOWN = ("p5", "p50", "p95")
 _SEED_OF_LENGTHS = 2**32  # fresh samples must not be the training data, which come from the run's own seed
@@ -44,7 +45,7 @@ def longer(encoder: Encoder, length: int) -> Encoder:
     config = encoder.config
     if length <= config.length:
         return encoder
-    if config.attention == "random":
+    if config.attention in DRAWN:
         raise InputError(
             f"Random attention drew its keys for inputs up to length {config.length}: there are none for length "
             f"{length}. Leave it out, or use lengths up to {config.length}."

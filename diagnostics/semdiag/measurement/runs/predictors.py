@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from semdiag.capturing.attention_call import AttentionCall
+from semdiag.capturing.attention_kinds import CHANGING
 from semdiag.capturing.batches import split
 from semdiag.capturing.loading import LoadedModel, load
 from semdiag.mathematics.output_spread import output_spread
@@ -47,7 +48,6 @@ CANDIDATES = {
 }
 RADIUS = 0.1  # of the loss secants, relative to each tensor's norm
 _PLANES, _DIRECTIONS = 8, 4
-_CHANGING_MASKS = ("topk", "bottomk")  # the others keep the same keys whatever the noise
 
 
 def stages_of(model: LoadedModel, target: float) -> dict[str, Path]:
@@ -118,7 +118,7 @@ def measure_predictors(
 def _ln_values(snapshot: LoadedModel, conditions: Conditions) -> dict[str, float]:
     """The logarithm of every candidate."""
     attention = snapshot.encoder.config.attention
-    masks = NoisePlan((NOISE,)) if attention in _CHANGING_MASKS else None
+    masks = NoisePlan((NOISE,)) if attention in CHANGING else None
     samples = min(SAMPLES, conditions.samples)
     few = replace(
         conditions, inputs=None, samples=samples, noise=(NOISE,), bounds=True, tensor_secants=False, masks=masks

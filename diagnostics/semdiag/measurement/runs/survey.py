@@ -8,13 +8,12 @@ from typing import Any
 import pandas as pd
 
 from semdiag.capturing.loading import load
-from semdiag.findings.convergence import TARGET, target_of
 from semdiag.measurement.conditions import DTYPES
 from semdiag.measurement.measurements import Measurements
 from semdiag.measurement.runs.along import measure_along, snapshots_of
 from semdiag.measurement.runs.lengths import check_lengths, measure_lengths
 from semdiag.measurement.runs.predictors import measure_predictors, stages_of
-from semdiag.measurement.runs.training_runs import run_table
+from semdiag.measurement.runs.training_runs import TARGET, run_table
 from semdiag.measurement.survey import Conditions, survey
 from semdiag.measurement.tables import empty_table
 from semdiag_models import InputError
@@ -90,7 +89,7 @@ def convergence_survey(
         announce(model.path, len(snapshots_of(model)))
         tables["along"].append(measure_along(model, conditions, after_step))
     for model in loaded if plan.predictors else []:
-        target = target_of(found, tasks[model.path])
+        target = plan.targets.get(tasks[model.path], plan.target)
         announce(model.path, len(stages_of(model, target)))
         tables["predictors"].append(measure_predictors(model, conditions, target, after_step))
     for model in loaded if plan.lengths else []:

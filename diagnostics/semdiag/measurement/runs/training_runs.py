@@ -12,6 +12,7 @@ from semdiag.measurement.tables import empty_table
 # What may differ between runs that are compared: the attention itself, and how long was trained.
 _ATTENTION = ("attention", "k", "global_tokens", "selection_seed")
 _NOT_A_SETTING = ("seed", "epochs", "snapshots", "until", "compiled")
+TARGET = 0.95  # training accuracy that counts as having learned, where nothing else is said
 FINISHED, STOPPED, UNFINISHED, NOT_BEGUN = "finished", "stopped at --until", "unfinished", "not begun"
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pandas as pd
 
-from semdiag.capturing.mask_kinds import foreign
+from semdiag.capturing.attention_kinds import external
 from semdiag.presentation.drawing.style import ATTENTION_STYLES, AttentionStyle, attention_style
 
 # Models that differ in one of these are never drawn on the same axes; the same as in measurement/pairing.py.
@@ -70,7 +70,7 @@ def panels_of(models: pd.DataFrame, keys: Sequence[str] = RUN_AND_SNAPSHOT) -> l
     """
     if models.empty:
         raise NothingToDrawError("No model was measured.")
-    others = foreign(models)
+    others = external(models)
     differing = [key for key in keys if models[~others][key].nunique(dropna=False) > 1]
     own_panel = models["model"].where(others, "")  # nothing is known that models of others have in common
     panels = []

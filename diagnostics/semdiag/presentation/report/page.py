@@ -7,7 +7,7 @@ from typing import Any, TypedDict
 import pandas as pd
 from jinja2 import Environment, StrictUndefined
 
-from semdiag.capturing.mask_kinds import FOREIGN_SOURCES
+from semdiag.capturing.attention_kinds import EXTERNAL_SOURCES
 from semdiag.presentation.report.question import Question
 
 
@@ -46,7 +46,7 @@ def render_page(
     environment.filters["percent"] = _percent
     source = files("semdiag.presentation.report").joinpath("templates/report.html.j2").read_text(encoding="utf-8")
     rows = whole["results"]
-    others = [row["source"] in FOREIGN_SOURCES for row in rows]
+    others = [row["source"] in EXTERNAL_SOURCES for row in rows]
     named = {
         f"{row['attention_label']} ({row['model'] if other else row['task'] or 'task unknown'})"
         for row, other in zip(rows, others, strict=True)
@@ -56,7 +56,7 @@ def render_page(
         questions=questions,
         pictures=pictures,
         models=", ".join(sorted(named)),
-        foreign=all(others),
+        external=all(others),
         sections={question.section for question in questions},
         non_finite=non_finite.to_dict("records"),
         keep_queries=keep_queries,

@@ -10,7 +10,7 @@ from pathlib import Path
 import pandas as pd
 from matplotlib.figure import Figure
 
-from semdiag.capturing.mask_kinds import foreign
+from semdiag.capturing.attention_kinds import external
 from semdiag.findings.dispersion import counterfactual_ks
 from semdiag.measurement.measurements import Measurements
 from semdiag.presentation.drawing.panels import NothingToDrawError
@@ -25,7 +25,7 @@ from semdiag.presentation.sections.convergence.tables import convergence_tables
 from semdiag.presentation.sections.dispersion.dispersion_ratio import dispersion_ratio, layer_ratios
 from semdiag.presentation.sections.lipschitz.tables import probe_tables
 from semdiag.presentation.sections.mask_stability.tables import mask_tables
-from semdiag.presentation.sections.within.questions import FOREIGN_QUESTIONS
+from semdiag.presentation.sections.within.questions import EXTERNAL_QUESTIONS
 from semdiag_models import InputError
 
 _PIXELS_PER_INCH = 96  # of CSS
@@ -95,7 +95,7 @@ def measured_sections(measurements: Measurements) -> list[str]:
     missing = set()
     if not counterfactual_ks(measurements.queries):
         missing.add("within")
-    if foreign(measurements.models).all():
+    if external(measurements.models).all():
         missing |= {"separation", "learning"}
     if measurements.secants.empty:
         missing.add("stability")
@@ -161,7 +161,7 @@ def _write(
     keep_queries: bool,
     sections: Sequence[str],
 ) -> None:
-    compared = "dispersion" in sections and not foreign(measurements.models).all()
+    compared = "dispersion" in sections and not external(measurements.models).all()
     ratios = layer_ratios(measurements) if compared else None
     findings = theory_findings(measurements, sections)
     theory = theory_tables(measurements, findings) | mask_tables(measurements, sections)
@@ -170,7 +170,7 @@ def _write(
     if keep_queries:
         measurements.save(folder / "data")
     verdicts = pair_verdicts(measurements)
-    asked = FOREIGN_QUESTIONS if foreign(measurements.models).all() else QUESTIONS
+    asked = EXTERNAL_QUESTIONS if external(measurements.models).all() else QUESTIONS
     questions = [question for question in asked if question.section in sections]
     drawers: dict[str, Callable[[Measurements], Figure]] = {
         **FIGURES,

@@ -10,9 +10,9 @@ import pandas as pd
 from semdiag.findings.convergence import epochs_to
 from semdiag.findings.dispersion import counterfactual_ks, dispersion_summary, separation_summary
 from semdiag.findings.finding import Finding
-from semdiag.findings.percentiles import layer_table, percentiles
 from semdiag.findings.strict_json import json_ready
 from semdiag.measurement.measurements import Measurements
+from semdiag.measurement.percentiles import layer_table, percentiles
 from semdiag.presentation.drawing.panels import attention_label
 from semdiag.presentation.report.verdict import PairVerdict
 from semdiag.presentation.sections.bounds.tables import findings_table
@@ -30,7 +30,7 @@ def percentile_table(measurements: Measurements, quantity: str) -> pd.DataFrame:
 
     Returns:
         The model's facts, layer and head (``all`` where pooled), then the columns of
-        :func:`~semdiag.findings.percentiles.percentiles`.
+        :func:`~semdiag.measurement.percentiles.percentiles`.
     """
     rows = measurements.loads if quantity == "load" else measurements.queries
     table: list[dict[Any, Any]] = []
@@ -49,7 +49,7 @@ def within_table(measurements: Measurements) -> pd.DataFrame:
 
     Returns:
         Columns model, quantity (dispersion, separation, mass or load), k, layer and head (``all`` where pooled),
-        then those of :func:`~semdiag.findings.percentiles.percentiles`.
+        then those of :func:`~semdiag.measurement.percentiles.percentiles`.
     """
     table: list[dict[Any, Any]] = []
     for model in measurements.models["model"]:

@@ -5,14 +5,13 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
-from semdiag.capturing.mask_kinds import DENSE, foreign
+from semdiag.capturing.attention_kinds import DENSE, FIXED_MASKS, external
 from semdiag.findings.finding import Finding
 from semdiag.findings.gate.pairs import GateResult, dispersion_gate
 from semdiag.findings.pairing import find_pairs
-from semdiag.findings.percentiles import percentiles
 from semdiag.findings.resampling import Interval, ratio_interval
-from semdiag.measurement.encoders.traces import FIXED_MASKS
 from semdiag.measurement.measurements import Measurements
+from semdiag.measurement.percentiles import percentiles
 from semdiag.presentation.drawing.panels import panels_of
 from semdiag.presentation.sections.bounds.sentences import bounds_sentences, in_short, stability_sentences
 from semdiag.presentation.sections.convergence.sentences import (
@@ -126,7 +125,7 @@ def sentences(
         What was found on dispersion, learning and separation, the theory in short, how much of the attention was
         captured, then warnings. Of models of others: what a sparse mask would leave of their attention.
     """
-    if foreign(measurements.models).all():
+    if external(measurements.models).all():
         masks = masks_in_short(measurements) if "mask-stability" in sections else []
         said = within_sentences(measurements)
         return [*said, *in_short(findings), *masks, *capture_sentences(measurements), *_warnings(measurements)]

@@ -11,11 +11,11 @@ import torch
 
 from semdiag.capturing.attention_calls import watch_attention
 from semdiag.findings.k_sweep import condition_table, recommendation, sweep_summary
-from semdiag.findings.percentiles import percentiles
 from semdiag.mathematics.corollary import paper_input_condition, paper_weight_condition
 from semdiag.mathematics.paper_stability import paper_heavy_hitter_stability
 from semdiag.mathematics.softmax_stability import fixed_mask_stability, heavy_hitter_stability
 from semdiag.measurement.measure import measure
+from semdiag.measurement.percentiles import percentiles
 from semdiag.measurement.probes.k_sweep import SweepPlan, k_sweep, with_heavy_hitters
 from semdiag.measurement.tables import OPTIONAL_TABLES, empty_table
 from semdiag_models import InputError

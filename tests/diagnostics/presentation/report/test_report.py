@@ -8,8 +8,8 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from semdiag.findings.percentiles import PERCENTILES, layer_table, percentiles
 from semdiag.measurement.measurements import Measurements
+from semdiag.measurement.percentiles import PERCENTILES, layer_table, percentiles
 from semdiag.presentation.figures import FIGURES
 from semdiag.presentation.report.questions import QUESTIONS, SECTIONS
 from semdiag.presentation.report.report import write_report

@@ -10,8 +10,8 @@ from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
 from semdiag.findings.pairing import find_pairs
-from semdiag.findings.percentiles import percentiles
 from semdiag.measurement.measurements import Measurements
+from semdiag.measurement.percentiles import percentiles
 from semdiag.presentation.drawing.panels import NothingToDrawError, panels_of
 from semdiag.presentation.drawing.save import save_figure
 from semdiag.presentation.drawing.style import ATTENTION_STYLES, PAPER

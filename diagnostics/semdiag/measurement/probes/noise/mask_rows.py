@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from semdiag.capturing.attention_calls import AttentionCall
-from semdiag.capturing.mask_kinds import DENSE
+from semdiag.capturing.attention_kinds import KINDS
 from semdiag.mathematics.mask_stability import certified, kept_in_common, score_rounding, top_set
 from semdiag.measurement.calls.scored_rows import NotAvailableError
 from semdiag_models import InputError
@@ -31,12 +31,10 @@ class Selection:
 
 # By kind of attention; None where the mask does not depend on the input.
 SELECTIONS: dict[str, Selection | None] = {
-    **dict.fromkeys(DENSE, Selection(1, own=False)),
-    "topk": Selection(1, own=True),
-    "bottomk": Selection(-1, own=True),
-    "banded": None,
-    "block": None,
-    "random": None,
+    name: None
+    if kind.keeps == "fixed"
+    else Selection(-1 if kind.keeps == "smallest" else 1, own=kind.input_dependent)
+    for name, kind in KINDS.items()
 }
 
 

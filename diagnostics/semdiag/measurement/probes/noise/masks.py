@@ -100,8 +100,8 @@ def mask_stability(
     loaded = model if isinstance(model, LoadedModel) else unnamed(model)
     copies = len(plan.levels) * plan.draws
     cut = split(tokens, max(1, round(batch_size / (1 + copies))))
-    if loaded.foreign:
-        return _foreign(loaded, cut, plan, device, dtype, after_batch), empty_table("noise_effects")
+    if loaded.external:
+        return _external(loaded, cut, plan, device, dtype, after_batch), empty_table("noise_effects")
     config = loaded.encoder.config
     if plan.block >= config.blocks:
         raise InputError(f"Noise can enter at blocks 0 to {config.blocks - 1} of {loaded.path}. Got {plan.block}.")
@@ -113,7 +113,7 @@ def mask_stability(
     return _masks(loaded.path, probe), _effects(loaded.path, probe, labels)
 
 
-def _foreign(
+def _external(
     loaded: LoadedModel,
     batches: Sequence[Batch],
     plan: NoisePlan,

@@ -94,7 +94,7 @@ def measure_secants(
     return table[list(template)].astype(template.dtypes)
 
 
-def foreign_secants(
+def external_secants(
     loaded: LoadedModel,
     batches: Iterable[Batch],
     *,

@@ -7,6 +7,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
+from semdiag.capturing.attention_kinds import FIXED_MASKS, HEAVY_HITTERS
 from semdiag.mathematics.paper_stability import paper_fixed_mask_stability, paper_heavy_hitter_stability
 from semdiag.mathematics.softmax_secants import local_stability_of_weight
 from semdiag.mathematics.softmax_stability import (
@@ -15,7 +16,6 @@ from semdiag.mathematics.softmax_stability import (
     heavy_hitter_row_stability,
     heavy_hitter_stability,
 )
-from semdiag.measurement.encoders.traces import FIXED_MASKS, HEAVY_HITTERS
 
 
 def with_bounds(secants: pd.DataFrame, attention: str) -> pd.DataFrame:

@@ -8,8 +8,8 @@ from matplotlib.figure import Figure
 from semdiag.findings.corollary import HEURISTIC, corollary_findings
 from semdiag.findings.finding import Verdict, log10
 from semdiag.findings.pairing import compared_pairs
-from semdiag.findings.percentiles import PAPER_PERCENTILES
 from semdiag.measurement.measurements import Measurements
+from semdiag.measurement.percentiles import PAPER_PERCENTILES
 from semdiag.presentation.drawing.panels import NothingToDrawError
 from semdiag.presentation.drawing.style import (
     INK,

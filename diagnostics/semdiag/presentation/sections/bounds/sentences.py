@@ -7,9 +7,9 @@ import pandas as pd
 from semdiag.findings.corollary import CLAIM, HEURISTIC
 from semdiag.findings.finding import Finding, Verdict
 from semdiag.findings.pairing import compared_pairs
-from semdiag.findings.percentiles import percentiles
 from semdiag.findings.resampling import ratio_interval
 from semdiag.measurement.measurements import Measurements
+from semdiag.measurement.percentiles import percentiles
 from semdiag.presentation.drawing.noise import percent
 from semdiag.presentation.drawing.panels import panels_of
 

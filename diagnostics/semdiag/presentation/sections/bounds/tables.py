@@ -11,9 +11,9 @@ from semdiag.findings.corollary import CLAIM, corollary_findings
 from semdiag.findings.finding import Finding
 from semdiag.findings.lipschitz import estimate_findings, ordering_findings
 from semdiag.findings.pairing import compared_pairs
-from semdiag.findings.percentiles import percentiles
 from semdiag.findings.stability import stability_findings
 from semdiag.measurement.measurements import Measurements
+from semdiag.measurement.percentiles import percentiles
 from semdiag.measurement.probes.noise.softmax_bounds import local_stability, with_bounds
 
 _FACTS = ["model", "task", "attention", "k", "seed", "snapshot", "epoch"]
@@ -81,7 +81,7 @@ def stability_table(measurements: Measurements) -> pd.DataFrame:
     Returns:
         The model's facts, noise, layer, head (``all`` where pooled), quantity (local, secant, response,
         ln_sound, ln_paper, ln_row), then the columns of
-        :func:`~semdiag.findings.percentiles.percentiles`.
+        :func:`~semdiag.measurement.percentiles.percentiles`.
     """
     rows: list[dict[Any, Any]] = []
     for facts in measurements.models[_FACTS].to_dict("records"):

@@ -6,10 +6,10 @@ from typing import Any
 
 import pandas as pd
 
-from semdiag.findings.convergence import TARGET, arrivals, over_seeds, target_of
+from semdiag.findings.convergence import arrivals, over_seeds, target_of
 from semdiag.findings.speed_and_dispersion import speed_dispersion, speed_dispersion_table
 from semdiag.measurement.measurements import Measurements
-from semdiag.measurement.runs.training_runs import NOT_BEGUN, UNFINISHED
+from semdiag.measurement.runs.training_runs import NOT_BEGUN, TARGET, UNFINISHED
 
 
 def target_words(measurements: Measurements) -> str:

@@ -4,9 +4,9 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from semdiag.capturing.mask_kinds import DENSE
-from semdiag.findings.percentiles import percentiles
+from semdiag.capturing.attention_kinds import DENSE
 from semdiag.measurement.measurements import Measurements
+from semdiag.measurement.percentiles import percentiles
 from semdiag.presentation.drawing.curves import cumulative_curve
 from semdiag.presentation.drawing.panels import NothingToDrawError, Panel, panels_of
 from semdiag.presentation.drawing.style import legend_on_top, note_below, panel_grid, paper_style, plain_numbers

@@ -5,8 +5,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from semdiag.findings.convergence import TARGET
 from semdiag.measurement.measurements import Measurements
+from semdiag.measurement.runs.training_runs import TARGET
 from semdiag.presentation.drawing.curves import POINTS
 from semdiag.presentation.drawing.panels import NothingToDrawError
 from semdiag.presentation.drawing.style import (

@@ -6,8 +6,8 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from semdiag.findings.percentiles import percentiles
 from semdiag.measurement.measurements import Measurements
+from semdiag.measurement.percentiles import percentiles
 from semdiag.presentation.drawing.curves import exceedance_curve
 from semdiag.presentation.drawing.panels import NothingToDrawError, Panel, Series, panels_of
 from semdiag.presentation.drawing.style import (

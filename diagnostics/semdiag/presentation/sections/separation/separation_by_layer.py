@@ -4,8 +4,8 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from semdiag.findings.percentiles import percentiles, pooled_table
 from semdiag.measurement.measurements import Measurements
+from semdiag.measurement.percentiles import percentiles, pooled_table
 from semdiag.presentation.drawing.letter_values import (
     READING,
     draw_letter_values,

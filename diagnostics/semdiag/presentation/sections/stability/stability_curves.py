@@ -8,7 +8,7 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from semdiag.capturing.mask_kinds import DENSE
+from semdiag.capturing.attention_kinds import DENSE
 from semdiag.mathematics.paper_stability import paper_fixed_mask_stability, paper_form_threshold
 from semdiag.mathematics.softmax_stability import fixed_mask_stability
 from semdiag.measurement.measurements import Measurements

@@ -3,10 +3,10 @@
 import pandas as pd
 from matplotlib.axes import Axes
 
-from semdiag.capturing.mask_kinds import DENSE
+from semdiag.capturing.attention_kinds import DENSE
 from semdiag.findings.dispersion import counterfactual_ks
-from semdiag.findings.percentiles import pooled_table
 from semdiag.measurement.measurements import Measurements
+from semdiag.measurement.percentiles import pooled_table
 from semdiag.presentation.drawing.letter_values import draw_letter_values, legend_entry
 from semdiag.presentation.drawing.panels import NothingToDrawError, Panel, panels_of
 from semdiag.presentation.drawing.style import AttentionStyle, attention_style, lightened

@@ -80,4 +80,4 @@ _SPREAD = Question(
 )
 
 # Of models whose attention alone is known.
-FOREIGN_QUESTIONS = (_SPREAD, WITHIN, *(q for q in THEORY_QUESTIONS if q.section == "stability"), *MASK_QUESTIONS)
+EXTERNAL_QUESTIONS = (_SPREAD, WITHIN, *(q for q in THEORY_QUESTIONS if q.section == "stability"), *MASK_QUESTIONS)

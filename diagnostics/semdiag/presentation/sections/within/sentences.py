@@ -2,10 +2,10 @@
 
 import pandas as pd
 
-from semdiag.capturing.mask_kinds import foreign
+from semdiag.capturing.attention_kinds import external
 from semdiag.findings.dispersion import counterfactual_ks
-from semdiag.findings.percentiles import percentiles
 from semdiag.measurement.measurements import Measurements
+from semdiag.measurement.percentiles import percentiles
 
 _MISSED = 1e-3  # a larger residual says that a bias, a mask or the like was not captured
 _MOST = 0.95
@@ -21,7 +21,7 @@ def within_sentences(measurements: Measurements) -> list[str]:
         One sentence on the dispersion of each model, then one per k.
     """
     said = []
-    for row in measurements.models[foreign(measurements.models)].to_dict("records"):
+    for row in measurements.models[external(measurements.models)].to_dict("records"):
         own = measurements.queries[measurements.queries["model"] == row["model"]]
         delta = percentiles(own["dispersion"])
         said.append(

@@ -1,23 +1,35 @@
-"""Kinds of attention, as the tables name them."""
+"""Kinds of attention, as the tables name them: the trainer's, and those that external models' masks show."""
 
 import numpy as np
 import pandas as pd
 from torch import Tensor
 
-# A query attends to every key its mask allows. Models of others are one of these three: every key, those up to its
-# own position, or another set that ignores the scores.
-DENSE = ("full", "causal", "masked")
-# Models whose attention alone is known: nothing of their task, data or training.
-FOREIGN_SOURCES = ("hugging face", "factory", "module")
+from semdiag_models import ATTENTIONS, AttentionKind
+
+# What the masks of external models may be: every key, those up to its own position, or another set that ignores
+# the scores.
+KINDS = {
+    **ATTENTIONS,
+    "causal": AttentionKind("every query attends to the keys up to its own position", "all"),
+    "masked": AttentionKind("every query attends to the keys that its mask allows", "all"),
+}
+DENSE = tuple(name for name, kind in KINDS.items() if kind.dense)
+FIXED_MASKS = tuple(name for name, kind in KINDS.items() if not kind.input_dependent)  # dense ones among them
+HEAVY_HITTERS = tuple(name for name, kind in KINDS.items() if kind.keeps == "largest")
+BOUNDED = tuple(name for name, kind in KINDS.items() if kind.has_bounds)
+SCORED = tuple(name for name, kind in KINDS.items() if kind.ranks_scores)
+CHANGING = tuple(name for name, kind in KINDS.items() if kind.input_dependent)
+# An external model was not made by semdiag_models or the paper's code: of its parts the attention alone is known.
+EXTERNAL_SOURCES = ("hugging face", "factory", "module")
 
 
-def foreign(models: pd.DataFrame) -> "pd.Series[bool]":
-    """Whether each model is somebody else's, of which the attention alone is known.
+def external(models: pd.DataFrame) -> "pd.Series[bool]":
+    """Whether each model is external: of its parts the attention alone is known.
 
     Args:
         models: the table of :class:`~semdiag.measurement.measurements.Measurements`.
     """
-    return models["source"].isin(FOREIGN_SOURCES)
+    return models["source"].isin(EXTERNAL_SOURCES)
 
 
 def mask_kind(keys: Tensor, queries: Tensor | None) -> str:
