@@ -42,7 +42,6 @@ def bounds(
     checkpoints/even-pairs-full-seed-153476998[/]
     """
     from semdiag.commands import measuring, theory_printing
-    from semdiag.findings.theory_summaries import bounds_summary
     from semdiag.measurement.survey import Conditions
 
     conditions = Conditions(
@@ -59,13 +58,13 @@ def bounds(
     )
     formats = measuring.figure_formats(figures)
     if against is None:
-        found = measuring.measured(models, conditions, quiet)
+        findings = measuring.measured(models, conditions, quiet)
     else:
         paths = _with_reference(models, against)
-        found = measuring.measured(paths, conditions, quiet)
-        found.provenance["against"] = str(paths[-1])
+        findings = measuring.measured(paths, conditions, quiet)
+        findings.measurements.provenance["against"] = str(paths[-1])
     measuring.deliver(
-        "bounds", found, bounds_summary(found), theory_printing.print_bounds,
+        "bounds", findings, theory_printing.print_bounds,
         out=out, formats=formats, as_json=as_json, quiet=quiet,
     )  # fmt: skip
 

@@ -73,7 +73,6 @@ def convergence(
     [bold]semdiag convergence --lengths 40,60,80[/]
     """
     from semdiag.commands import convergence_printing, measuring
-    from semdiag.findings.convergence_summary import convergence_summary
     from semdiag.measurement.runs.survey import ConvergencePlan, convergence_survey
     from semdiag.measurement.survey import Conditions
 
@@ -85,9 +84,9 @@ def convergence(
         lengths=measuring.whole_numbers(lengths, "--lengths"),
     )  # fmt: skip
     formats = measuring.figure_formats(figures)
-    found = measuring.measured(runs, conditions, quiet, run=partial(convergence_survey, plan=plan))
+    findings = measuring.measured(runs, conditions, quiet, run=partial(convergence_survey, plan=plan))
     measuring.deliver(
-        "convergence", found, convergence_summary(found), lambda _: convergence_printing.print_convergence(found),
+        "convergence", findings, convergence_printing.print_convergence,
         out=out, formats=formats, as_json=as_json, quiet=quiet,
         sections=[
             "convergence", *["along"] * along, *["predictors"] * predictors, *["lengths"] * bool(plan.lengths),

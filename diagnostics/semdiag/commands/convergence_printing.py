@@ -7,13 +7,13 @@ import pandas as pd
 from rich.table import Table
 
 from semdiag.commands.console import number_table, wide_console
-from semdiag.findings.convergence import arrivals, over_seeds
+from semdiag.findings.convergence import arrivals
+from semdiag.findings.findings import Findings
 from semdiag.findings.prediction import predictor_table
-from semdiag.findings.speed_and_dispersion import speed_dispersion_table
-from semdiag.measurement.measurements import Measurements
+from semdiag.findings.speed_and_dispersion import run_statistics, speed_dispersion_table
 from semdiag.measurement.runs.predictors import CANDIDATES, STAGES
+from semdiag.presentation.sections.along.sentences import along_sentences
 from semdiag.presentation.sections.convergence.sentences import (
-    along_sentences,
     arrival_words,
     convergence_sentences,
     interval_words,
@@ -24,34 +24,35 @@ from semdiag.presentation.sections.convergence.sentences import (
 from semdiag.presentation.sections.predictors.sentences import predictor_sentences
 
 
-def print_convergence(measurements: Measurements) -> None:
+def print_convergence(findings: Findings) -> None:
     """Print one table of runs and one over seeds, then what else was found, in sentences.
 
     Args:
-        measurements: with runs.
+        findings: with runs.
     """
     console = wide_console()
-    found, pairs = arrivals(measurements), speed_dispersion_table(measurements)
-    console.print(_runs(measurements, found, pairs))
+    measurements = findings.measurements
+    found, pairs = findings(arrivals), findings(speed_dispersion_table)
+    console.print(_runs(findings, found, pairs))
     if measurements.provenance.get("targets"):
-        console.print(targets_sentence(measurements))
-    if len(pairs) and (over := over_seeds(found, pairs))["seeds"].max() > 1:
+        console.print(targets_sentence(findings))
+    if len(pairs) and (over := findings(run_statistics))["seeds"].max() > 1:
         console.print(_seeds(over))
     tasks = found["group"].nunique()
-    for sentence in convergence_sentences(measurements)[tasks:]:  # what the tables do not say
+    for sentence in convergence_sentences(findings)[tasks:]:  # what the tables do not say
         console.print(sentence)
     if len(measurements.lengths):
-        console.print(_lengths(measurements, found))
+        console.print(_lengths(findings, found))
     if len(measurements.predictors):
-        console.print(_predictors(measurements))
-        for sentence in predictor_sentences(measurements):
+        console.print(_predictors(findings))
+        for sentence in predictor_sentences(findings):
             console.print(sentence)
-    for sentence in along_sentences(measurements):
+    for sentence in along_sentences(findings):
         console.print(sentence)
 
 
-def _runs(measurements: Measurements, found: pd.DataFrame, pairs: pd.DataFrame) -> Table:
-    heads = ["task", "attention", "seed", f"epochs to {target_words(measurements)}", "speed-up", "δ ratio",
+def _runs(findings: Findings, found: pd.DataFrame, pairs: pd.DataFrame) -> Table:
+    heads = ["task", "attention", "seed", f"epochs to {target_words(findings)}", "speed-up", "δ ratio",
              "train", "held-out", "best", "gap"]  # fmt: skip
     table = number_table(heads, names=2)
     speeds = pairs.set_index("model")
@@ -87,8 +88,9 @@ def _seeds(over: pd.DataFrame) -> Table:
     return table
 
 
-def _lengths(measurements: Measurements, found: pd.DataFrame) -> Table:
-    rows = measurements.lengths[measurements.lengths["layer"] == -1]
+def _lengths(findings: Findings, found: pd.DataFrame) -> Table:
+    lengths_measured = findings.measurements.lengths
+    rows = lengths_measured[lengths_measured["layer"] == -1]
     lengths = sorted(rows["length"].unique())
     table = number_table(["accuracy, median δ on length", "attention", "seed", *map(str, lengths)], names=2)
     value = rows.set_index(["model", "length", "quantity", "statistic"])["value"]
@@ -99,9 +101,9 @@ def _lengths(measurements: Measurements, found: pd.DataFrame) -> Table:
     return table
 
 
-def _predictors(measurements: Measurements) -> Table:
+def _predictors(findings: Findings) -> Table:
     table = number_table(["rank correlation with speed-up (corrected p)", *STAGES], names=1)
-    found = {(row["candidate"], row["stage"]): row for row in predictor_table(measurements).to_dict("records")}
+    found = {(row["candidate"], row["stage"]): row for row in findings(predictor_table).to_dict("records")}
     for candidate, words in CANDIDATES.items():
         cells = [_correlation(found.get((candidate, stage))) for stage in STAGES]
         table.add_row(words, *cells)

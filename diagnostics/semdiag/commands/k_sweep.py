@@ -45,7 +45,6 @@ def k_sweep(
     [bold]semdiag k-sweep checkpoints/even-pairs-full-seed-153476998 --rerun[/]
     """
     from semdiag.commands import k_sweep_printing, measuring
-    from semdiag.findings.k_sweep import sweep_summary
     from semdiag.measurement.probes.k_sweep import SweepPlan
     from semdiag.measurement.survey import Conditions
 
@@ -60,8 +59,8 @@ def k_sweep(
         sweep=SweepPlan(max_k, rerun),
     )
     formats = measuring.figure_formats(figures)
-    found = measuring.measured(models, conditions, quiet)
+    findings = measuring.measured(models, conditions, quiet)
     measuring.deliver(
-        "k-sweep", found, sweep_summary(found), k_sweep_printing.print_sweep,
+        "k-sweep", findings, k_sweep_printing.print_sweep,
         out=out, formats=formats, as_json=as_json, quiet=quiet,
     )  # fmt: skip

@@ -4,6 +4,8 @@ from typing import Any
 
 from semdiag.commands.console import number, number_table, wide_console
 from semdiag.commands.titles import title
+from semdiag.findings.findings import Findings
+from semdiag.findings.k_sweep import sweep_summary
 
 Summary = dict[str, Any]
 _FIRST, _STEP = 8, 4  # every k is shown up to the first, then every fourth; all stand in the CSV file
@@ -13,13 +15,14 @@ _COLUMNS = (
 )  # fmt: skip
 
 
-def print_sweep(summary: Summary) -> None:
+def print_sweep(findings: Findings) -> None:
     """Print one table per model, all layers and heads together, and the recommendation.
 
     Args:
-        summary: schema ``semdiag.k-sweep/1``.
+        findings: of what was measured.
     """
     screen = wide_console()
+    summary = findings(sweep_summary)
     for result in summary["results"]:
         screen.print(f"\n{title(result)}: within this model, for every k")
         if result["sweep"]:

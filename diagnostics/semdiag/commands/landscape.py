@@ -59,7 +59,6 @@ def landscape(
     [bold]semdiag landscape checkpoints/even-pairs-topk-5-seed-153476998 --grid 11 --samples 100[/]
     """
     from semdiag.commands import measuring, probe_printing
-    from semdiag.findings.probe_summaries import landscape_summary
     from semdiag.measurement.probes.loss.landscape import LandscapePlan
     from semdiag.measurement.survey import Conditions
 
@@ -81,8 +80,8 @@ def landscape(
         ),
     )
     formats = measuring.figure_formats(figures)
-    found = measuring.measured(models, conditions, quiet)
+    findings = measuring.measured(models, conditions, quiet)
     measuring.deliver(
-        "landscape", found, landscape_summary(found), probe_printing.print_landscape,
+        "landscape", findings, probe_printing.print_landscape,
         out=out, formats=formats, as_json=as_json, quiet=quiet,
     )  # fmt: skip

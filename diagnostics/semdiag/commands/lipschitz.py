@@ -46,7 +46,6 @@ def lipschitz(
     checkpoints/even-pairs-topk-5-seed-153476998[/]
     """
     from semdiag.commands import measuring, probe_printing
-    from semdiag.findings.probe_summaries import lipschitz_summary
     from semdiag.measurement.probes.loss.lipschitz import LipschitzPlan
     from semdiag.measurement.survey import Conditions
 
@@ -62,8 +61,8 @@ def lipschitz(
         lipschitz=LipschitzPlan(samples, planes, directions, draws, radius),
     )
     formats = measuring.figure_formats(figures)
-    found = measuring.measured(models, conditions, quiet)
+    findings = measuring.measured(models, conditions, quiet)
     measuring.deliver(
-        "lipschitz", found, lipschitz_summary(found), probe_printing.print_lipschitz,
+        "lipschitz", findings, probe_printing.print_lipschitz,
         out=out, formats=formats, as_json=as_json, quiet=quiet,
     )  # fmt: skip

@@ -4,6 +4,8 @@ from typing import Any
 
 from semdiag.commands.console import number, number_table, wide_console
 from semdiag.commands.titles import title
+from semdiag.findings.findings import Findings
+from semdiag.findings.mask_stability import mask_summary
 
 Summary = dict[str, Any]
 _MASKS = (
@@ -12,13 +14,14 @@ _MASKS = (
 )  # fmt: skip
 
 
-def print_masks(summary: Summary) -> None:
+def print_masks(findings: Findings) -> None:
     """Print one table per model: exact agreement as certified, predicted and observed, and what goes with it.
 
     Args:
-        summary: schema ``semdiag.mask-stability/1``.
+        findings: of what was measured.
     """
     screen = wide_console()
+    summary = findings(mask_summary)
     for result in summary["results"]:
         screen.print(f"\n{title(result)}: {result['mask']}")
         if not result["applicable"]:

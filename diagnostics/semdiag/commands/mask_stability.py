@@ -59,7 +59,6 @@ def mask_stability(
     [bold]semdiag mask-stability checkpoints/even-pairs-topk-5-seed-153476998 --noise 0.01[/]
     """
     from semdiag.commands import mask_printing, measuring
-    from semdiag.findings.mask_stability import mask_summary
     from semdiag.measurement.probes.noise.masks import NoisePlan
     from semdiag.measurement.survey import Conditions
 
@@ -76,8 +75,8 @@ def mask_stability(
         masks=NoisePlan(levels, draws, absolute, at_block, k, seed),
     )
     formats = measuring.figure_formats(figures)
-    found = measuring.measured(models, conditions, quiet)
+    findings = measuring.measured(models, conditions, quiet)
     measuring.deliver(
-        "mask-stability", found, mask_summary(found), mask_printing.print_masks,
+        "mask-stability", findings, mask_printing.print_masks,
         out=out, formats=formats, as_json=as_json, quiet=quiet,
     )  # fmt: skip

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from semdiag.findings.findings import Findings
     from semdiag.measurement.measurements import Measurements
     from semdiag.measurement.survey import Conditions
 
@@ -122,7 +123,7 @@ def measured(
     conditions: "Conditions",
     quiet: bool,
     run: Callable[..., "Measurements"] | None = None,
-) -> "Measurements":
+) -> "Findings":
     """Find the checkpoints and measure them, telling how far it is on stderr.
 
     Args:
@@ -133,12 +134,13 @@ def measured(
             :func:`~semdiag.measurement.survey.survey`.
 
     Returns:
-        What was measured, with the command in its provenance.
+        On what was measured, with the command in its provenance.
     """
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     from semdiag.capturing.discovery import find_checkpoints
+    from semdiag.findings.findings import Findings
     from semdiag.measurement.survey import survey
 
     paths = find_checkpoints(list(models) if models else None)
@@ -161,7 +163,7 @@ def measured(
 
         found = (run or survey)(paths, conditions, announce, lambda samples: bar.advance(current, samples))
     found.provenance["command"] = ["semdiag", *sys.argv[1:]]
-    return found
+    return Findings(found)
 
 
 def report_name(command: str, measurements: "Measurements") -> Path:
@@ -215,9 +217,8 @@ def write_per_query(path: Path, measurements: "Measurements") -> None:
 
 def deliver(
     command: str,
-    measurements: "Measurements",
-    summary: dict[str, Any],
-    show: Callable[[dict[str, Any]], None],
+    findings: "Findings",
+    show: Callable[["Findings"], None],
     *,
     out: Path | None,
     formats: Sequence[str],
@@ -232,9 +233,8 @@ def deliver(
 
     Args:
         command: its name.
-        measurements: what it measured.
-        summary: what goes to stdout, if asked for.
-        show: prints the summary as tables.
+        findings: of what it measured.
+        show: prints them as tables.
         out: folder of the page; None: the default one.
         formats: of figures.
         as_json: whether the summary goes to stdout.
@@ -244,14 +244,15 @@ def deliver(
     """
     import typer
 
+    from semdiag.findings.summaries import SUMMARIES
     from semdiag.presentation.report.report import write_report
 
-    folder = out if out is not None else report_name(command, measurements)
-    page = write_report(measurements, folder, command_line(), formats, sections=sections or (command,))
+    folder = out if out is not None else report_name(command, findings.measurements)
+    page = write_report(findings, folder, command_line(), formats, sections=sections or (command,))
     if per_query is not None:
-        write_per_query(per_query, measurements)
+        write_per_query(per_query, findings.measurements)
     if as_json:
-        typer.echo(json.dumps(summary, allow_nan=False))
+        typer.echo(json.dumps(findings(SUMMARIES[command]), allow_nan=False))
     if not quiet:
-        show(summary)
+        show(findings)
         typer.echo(f"Figures and tables: {page}", err=True)

@@ -10,7 +10,7 @@ from semdiag.commands.titles import title
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from semdiag.measurement.measurements import Measurements
+    from semdiag.findings.findings import Findings
 
 
 def metric_command(metric: str, description: str) -> Callable[..., None]:
@@ -42,7 +42,6 @@ def metric_command(metric: str, description: str) -> Callable[..., None]:
         quiet: options.Quiet = False,
     ) -> None:
         from semdiag.commands import measuring
-        from semdiag.findings.dispersion import SUMMARIES
         from semdiag.measurement.survey import Conditions
 
         conditions = Conditions(
@@ -58,10 +57,10 @@ def metric_command(metric: str, description: str) -> Callable[..., None]:
         )
         formats = measuring.figure_formats(figures)
         measuring.check_per_query(per_query)
-        found = measuring.measured(models, conditions, quiet)
+        findings = measuring.measured(models, conditions, quiet)
         measuring.deliver(
-            metric, found, SUMMARIES[metric](found), partial(_print, metric),
-            out=out, formats=formats, as_json=as_json, quiet=quiet, sections=_sections(metric, found),
+            metric, findings, partial(_print, metric),
+            out=out, formats=formats, as_json=as_json, quiet=quiet, sections=_sections(metric, findings),
             per_query=per_query,
         )  # fmt: skip
 
@@ -69,14 +68,15 @@ def metric_command(metric: str, description: str) -> Callable[..., None]:
     return command
 
 
-def _print(metric: str, summary: dict[str, Any]) -> None:
+def _print(metric: str, findings: "Findings") -> None:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
     from semdiag.commands.console import wide_console
+    from semdiag.findings.summaries import SUMMARIES
 
     console = wide_console()
-    for result in summary["results"]:
+    for result in findings(SUMMARIES[metric])["results"]:
         for part in ("separation", "load") if metric == "separation" else ("dispersion",):
             table = Table(
                 title=f"{title(result)}: {_TITLES[part]}",
@@ -90,11 +90,11 @@ def _print(metric: str, summary: dict[str, Any]) -> None:
             console.print(table)
 
 
-def _sections(metric: str, measurements: "Measurements") -> tuple[str, ...]:
+def _sections(metric: str, findings: "Findings") -> tuple[str, ...]:
     """Sections of the command's report: the metric, and where a k was asked for, what it would leave."""
-    from semdiag.findings.dispersion import counterfactual_ks
+    from semdiag.findings.counterfactuals import counterfactual_ks
 
-    return (metric, "within") if counterfactual_ks(measurements.queries) else (metric,)
+    return (metric, "within") if counterfactual_ks(findings.measurements.queries) else (metric,)
 
 
 _SHOWN = ("mean", "p5", "p50", "p75", "p90", "p95", "p100")

@@ -3,17 +3,21 @@
 from typing import Any
 
 from semdiag.commands.console import number, number_table, wide_console
+from semdiag.findings.findings import Findings
+from semdiag.findings.landscape import landscape_summary
+from semdiag.findings.lipschitz import lipschitz_summary
 
 Summary = dict[str, Any]
 
 
-def print_landscape(summary: Summary) -> None:
+def print_landscape(findings: Findings) -> None:
     """Print one row per plane of every model.
 
     Args:
-        summary: schema ``semdiag.landscape/1``.
+        findings: of what was measured.
     """
     console = wide_console()
+    summary = findings(landscape_summary)
     for result in summary["results"]:
         console.print(f"\n{result['model']}  {result['task']} {result['attention']}: landscape")
         planes = [plane for plane in result["planes"] if "checkpoint_loss" in plane]
@@ -32,13 +36,14 @@ def print_landscape(summary: Summary) -> None:
             console.print(f"plane {plane['plane']}: " + "; ".join(said).translate(_PLAIN))
 
 
-def print_lipschitz(summary: Summary) -> None:
+def print_lipschitz(findings: Findings) -> None:
     """Print estimates and bounds of every model by group, and the ratios of every pair by radius.
 
     Args:
-        summary: schema ``semdiag.lipschitz/1``.
+        findings: of what was measured.
     """
     console = wide_console()
+    summary = findings(lipschitz_summary)
     for result in summary["results"]:
         console.print(
             f"\n{result['model']}  {result['task']} {result['attention']}: Lipschitz estimates of the loss"

@@ -50,6 +50,7 @@ def report(
     Opens from disk in any browser. [bold]semdiag report[/] alone reports on every run in ./checkpoints.
     """
     from semdiag.commands import measuring
+    from semdiag.findings.findings import Findings
     from semdiag.measurement.measurements import Measurements
     from semdiag.measurement.probes.k_sweep import SweepPlan
     from semdiag.measurement.probes.loss.landscape import LandscapePlan
@@ -65,7 +66,7 @@ def report(
             raise InputError("--from draws saved measurements: name no models with it.")
         if thorough:
             raise InputError("--from draws saved measurements as they are: leave --thorough away.")
-        found = Measurements.load(redraw)
+        findings = Findings(Measurements.load(redraw))
     else:
         conditions = Conditions(
             inputs=inputs,
@@ -85,9 +86,9 @@ def report(
             landscape=LandscapePlan(metrics=("loss", "dispersion")) if thorough else None,
             lipschitz=LipschitzPlan() if thorough else None,
         )
-        found = measuring.measured(models, conditions, quiet)
-    folder = out if out is not None else measuring.report_name("report", found)
-    page = write_report(found, folder, measuring.command_line(), formats, keep_queries)
+        findings = measuring.measured(models, conditions, quiet)
+    folder = out if out is not None else measuring.report_name("report", findings.measurements)
+    page = write_report(findings, folder, measuring.command_line(), formats, keep_queries)
     if as_json:
         typer.echo(json.dumps(json.loads((folder / "summary.json").read_text(encoding="utf-8"))))
     if not quiet:

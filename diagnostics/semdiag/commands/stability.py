@@ -28,7 +28,6 @@ def stability(
     [bold]semdiag stability checkpoints/even-pairs-topk-5-seed-153476998 --noise 0.01[/]
     """
     from semdiag.commands import measuring, theory_printing
-    from semdiag.findings.theory_summaries import stability_summary
     from semdiag.measurement.survey import Conditions
 
     conditions = Conditions(
@@ -43,8 +42,8 @@ def stability(
         noise=measuring.positive_numbers(noise, "--noise"),
     )
     formats = measuring.figure_formats(figures)
-    found = measuring.measured(models, conditions, quiet)
+    findings = measuring.measured(models, conditions, quiet)
     measuring.deliver(
-        "stability", found, stability_summary(found), theory_printing.print_stability,
+        "stability", findings, theory_printing.print_stability,
         out=out, formats=formats, as_json=as_json, quiet=quiet,
     )  # fmt: skip

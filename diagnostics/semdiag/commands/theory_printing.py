@@ -9,6 +9,9 @@ from rich.table import Table
 
 from semdiag.commands.console import number, number_table, wide_console
 from semdiag.commands.titles import title
+from semdiag.findings.bounds import bounds_summary
+from semdiag.findings.findings import Findings
+from semdiag.findings.stability import stability_summary
 
 Summary = dict[str, Any]
 _CONSTANTS = (
@@ -26,13 +29,14 @@ _CONSTANTS = (
 )
 
 
-def print_stability(summary: Summary) -> None:
+def print_stability(findings: Findings) -> None:
     """Print one table per model and its verdicts.
 
     Args:
-        summary: schema ``semdiag.stability/1``.
+        findings: of what was measured.
     """
     console = wide_console()
+    summary = findings(stability_summary)
     for result in summary["results"]:
         heads = ["layer", "head", "local p50", "p100", "secant p50", "p100"]
         heads += ["ln ξ p50", "p100", "ln ξ paper p50", "p100", "same set"]
@@ -50,13 +54,14 @@ def print_stability(summary: Summary) -> None:
         _verdicts(console, result["verdicts"])
 
 
-def print_bounds(summary: Summary) -> None:
+def print_bounds(findings: Findings) -> None:
     """Print constants and slopes of every model, and the conditions of every pair.
 
     Args:
-        summary: schema ``semdiag.bounds/1``.
+        findings: of what was measured.
     """
     console = wide_console()
+    summary = findings(bounds_summary)
     for result in summary["results"]:
         console.print(f"\n{title(result)}: constants")
         console.print(_constants(result["constants"]))

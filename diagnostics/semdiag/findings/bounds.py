@@ -6,13 +6,21 @@ from typing import Any
 
 import pandas as pd
 
-from semdiag.findings.finding import Finding, Verdict, log10, of_rows
-from semdiag.measurement.measurements import Measurements
+from semdiag.findings.consequences import consequence_findings
+from semdiag.findings.corollary import corollary_findings
+from semdiag.findings.finding import Finding, Verdict, log10, of_rows, verdicts_of
+from semdiag.findings.findings import Findings
+from semdiag.findings.pairing import compared_pairs, differences
+from semdiag.findings.strict_json import MODEL_FACTS, Summary, json_object
 
+SCOPE = (
+    "The largest over the evaluated inputs at this checkpoint: a bound speaks about these inputs and parameters, "
+    "and about no others. Heavy-hitter masks: sums over a token's queries are doubled, for the union of two masks."
+)
 CLAIM = "the loss is no steeper in a tensor than its constant"
 
 
-def parameter_findings(measurements: Measurements) -> list[Finding]:
+def parameter_findings(findings: Findings) -> list[Finding]:
     """Judge the constants of Theorem 2, tensor by tensor and all together.
 
     The gap is log10 of the bound over the largest measured slope; a large one is looseness, not failure.
@@ -20,11 +28,12 @@ def parameter_findings(measurements: Measurements) -> list[Finding]:
     Source: docs/theory.md#network. Deviation: none.
 
     Args:
-        measurements: with the tables constants and parameters.
+        findings: with the tables constants and parameters.
 
     Returns:
         One finding per model and form for all tensors together, then one per tensor (sound form).
     """
+    measurements = findings.measurements
     found = []
     for model, rows in measurements.parameters.groupby("model", sort=False):
         own = measurements.constants[measurements.constants["model"] == model]
@@ -68,3 +77,53 @@ def _together(model: str, tensors: list[Finding], form: str, reason: str) -> Fin
     if len(gaps):
         numbers |= {"smallest log10 gap": float(gaps.min()), "largest log10 gap": float(gaps.max())}
     return Finding(model, CLAIM, form, "all", of_rows(**counts, vacuous=0), numbers, reason)
+
+
+def bounds_findings(findings: Findings) -> list[Finding]:
+    """What became of the constants of every model, then of Corollary 1 and its consequences on every pair.
+
+    Args:
+        findings: with the tables constants and parameters.
+    """
+    pairs = findings(compared_pairs)
+    return [
+        *findings(parameter_findings),
+        *corollary_findings(findings, pairs),
+        *consequence_findings(findings, pairs),
+    ]
+
+
+def bounds_summary(findings: Findings) -> Summary:
+    """Constants, bounds and slopes of every model, and what Corollary 1 says about every pair.
+
+    Args:
+        findings: of one or more models, with constants and parameters.
+
+    Returns:
+        A JSON-ready dictionary, schema ``semdiag.bounds/1``; null where a number is undefined or infinite.
+    """
+    measurements = findings.measurements
+    pairs = findings(compared_pairs)
+    of_models = findings(parameter_findings)
+    results = []
+    for row in measurements.models.to_dict("records"):
+        own = measurements.of(row["model"])
+        tables = {
+            name: getattr(own, name).drop(columns="model").to_dict("records")
+            for name in ("constants", "parameters")
+        }
+        result = {key: row[key] for key in MODEL_FACTS} | {"unit": "natural logarithm", **tables}
+        results.append(result | {"verdicts": verdicts_of(of_models, row["model"])})
+    compared = [
+        {
+            "label": pair.label,
+            "reference": pair.full,
+            "other": pair.other,
+            "differences": differences(measurements.models, pair),
+            "verdicts": verdicts_of(
+                corollary_findings(findings, [pair]) + consequence_findings(findings, [pair]), pair.label
+            ),
+        }
+        for pair in pairs
+    ]
+    return json_object("bounds", findings, scope=SCOPE, results=results, pairs=compared)

@@ -6,6 +6,7 @@ import pandas as pd
 
 from semdiag.findings.convergence import epochs_to
 from semdiag.findings.finding import Finding, Verdict
+from semdiag.findings.findings import Findings
 from semdiag.findings.pairing import Pair, attention_word, differences
 from semdiag.mathematics.learning import gap_ratio
 from semdiag.measurement.measurements import Measurements
@@ -13,7 +14,7 @@ from semdiag.measurement.measurements import Measurements
 SMOOTHNESS = (0.0, 1.0, 9.0)  # stated γc; 0 gives the convex case's power 2
 
 
-def consequence_findings(measurements: Measurements, pairs: list[Pair]) -> list[Finding]:
+def consequence_findings(findings: Findings, pairs: list[Pair]) -> list[Finding]:
     """Ratios of Lipschitz constants, and of the generalisation bounds that would follow, beside the observed.
 
     Always marked "assumption not met": training breaks the step sizes of Hardt, Recht and Singer, and the
@@ -22,12 +23,13 @@ def consequence_findings(measurements: Measurements, pairs: list[Pair]) -> list[
     Source: docs/theory.md#learning. Deviation: none.
 
     Args:
-        measurements: with the table constants; histories where they are known.
+        findings: with the table constants; histories where they are known.
         pairs: full model and counterpart.
 
     Returns:
         One finding per pair and form; fewer where a constant is not known.
     """
+    measurements = findings.measurements
     rows = measurements.constants
     network = rows[rows["quantity"] == "network"].set_index(["model", "form"])["ln_value"]
     found = []

@@ -7,6 +7,7 @@ import numpy as np
 import pandas as pd
 from scipy.stats import CensoredData, logrank
 
+from semdiag.findings.findings import Findings
 from semdiag.mathematics.censored import kaplan_meier_median, median_interval
 from semdiag.measurement.measurements import Measurements
 from semdiag.measurement.runs.training_runs import NOT_BEGUN, TARGET, UNFINISHED, setting_labels
@@ -15,13 +16,13 @@ _FEWEST_FOR_LOGRANK = 3  # runs on either side, below which its large-sample dis
 _IDENTITY = ["setting", "kind", "attention", "seed"]
 
 
-def arrivals(measurements: Measurements) -> pd.DataFrame:
+def arrivals(findings: Findings) -> pd.DataFrame:
     """When each run first had the target's training accuracy, and how it generalises.
 
     A run that never had it is censored: all that is known is that it needs more epochs than it was trained.
 
     Args:
-        measurements: with runs; the target stands in ``provenance["target"]``, those of single tasks in
+        findings: with runs; the target stands in ``provenance["target"]``, those of single tasks in
             ``provenance["targets"]``.
 
     Returns:
@@ -31,6 +32,7 @@ def arrivals(measurements: Measurements) -> pd.DataFrame:
         (trained), planned, state, train_accuracy and holdout_accuracy (last epoch), best_holdout_accuracy,
         best_epoch, gap (last training minus last held-out accuracy), model, setting.
     """
+    measurements = findings.measurements
     labels = setting_labels(measurements.runs["setting"].tolist())
     histories = {str(model): rows for model, rows in measurements.history.groupby("model", sort=False)}
     rows: list[dict[Any, Any]] = []

@@ -9,6 +9,7 @@ import torch
 
 from semdiag.capturing.attention_kinds import BOUNDED, HEAVY_HITTERS
 from semdiag.findings.finding import Finding, Verdict, agreed
+from semdiag.findings.findings import Findings
 from semdiag.findings.pairing import Pair, differences
 from semdiag.mathematics.attention_bounds import HeadNorms, attention_map_bound_from_load
 from semdiag.mathematics.attention_rows import AttentionRows, fixed_mask_rows
@@ -50,7 +51,7 @@ class PercentileTable:
     rounding: float
 
 
-def corollary_findings(measurements: Measurements, pairs: list[Pair]) -> list[Finding]:
+def corollary_findings(findings: Findings, pairs: list[Pair]) -> list[Finding]:
     """Judge both conditions of Corollary 1, in both forms, at every percentile, for every pair.
 
     Top-k pairs get the paper's equations 304 and 305; banded, block-local and random pairs the control of
@@ -60,12 +61,13 @@ def corollary_findings(measurements: Measurements, pairs: list[Pair]) -> list[Fi
     Source: docs/theory.md#corollary, docs/theory.md#sound-comparison. Deviation: none.
 
     Args:
-        measurements: of the pairs' models; with the table constants the sound X-form, too.
+        findings: of the pairs' models; with the table constants the sound X-form, too.
         pairs: full model and counterpart.
 
     Returns:
         Per pair, condition and form: one finding over all percentiles, then one per percentile.
     """
+    measurements = findings.measurements
     found = []
     models = {row["model"]: row for row in measurements.models.to_dict("records")}
     for pair in pairs:
@@ -74,7 +76,7 @@ def corollary_findings(measurements: Measurements, pairs: list[Pair]) -> list[Fi
         if not known or pd.isna(masked["k"]):
             found.append(_not_comparable(measurements, pair, str(full["attention"]), str(masked["attention"])))
             continue
-        table = percentile_table(measurements, pair)
+        table = percentile_table(findings, pair)
         note = "; ".join([HEURISTIC, *differences(measurements.models, pair)])
         for form, parameter, condition, why in _conditions(measurements, pair, table):
             found += _judged(pair.label, form, parameter, condition, "; ".join(filter(None, [note, why])), table)
@@ -82,16 +84,17 @@ def corollary_findings(measurements: Measurements, pairs: list[Pair]) -> list[Fi
     return found
 
 
-def percentile_table(measurements: Measurements, pair: Pair) -> PercentileTable:
+def percentile_table(findings: Findings, pair: Pair) -> PercentileTable:
     """Read δ_s, δ_h, Δ_h and loads of a pair at percentiles 75, 90, 95, 100 of the pooled queries.
 
     Args:
-        measurements: of the pair's models.
+        findings: of the pair's models.
         pair: full model and counterpart.
 
     Returns:
         The table; a separation within the rounding of the scores counts as a tie, Δ = 0.
     """
+    measurements = findings.measurements
     full, masked = measurements.of(pair.full), measurements.of(pair.other)
     eps = float(np.finfo(measurements.provenance.get("dtype", "float32")).eps)
     rounding = 8 * eps * max(1.0, _finite(masked.queries["dispersion"]).max(initial=0.0))

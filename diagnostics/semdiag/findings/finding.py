@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 
 class Verdict(StrEnum):
@@ -84,3 +85,24 @@ def agreed(verdicts: Iterable[Verdict]) -> Verdict:
 def log10(natural: float) -> float:
     """Decimal logarithm from a natural one."""
     return natural / math.log(10)
+
+
+def verdicts_of(judged: Iterable[Finding], subject: str) -> list[dict[str, Any]]:
+    """What became of the claims about a model or a pair, as plain values.
+
+    Args:
+        judged: findings on any subjects.
+        subject: a model's path, or a pair's label.
+    """
+    return [
+        {
+            "claim": f.claim,
+            "form": f.form,
+            "where": f.where,
+            "verdict": f.verdict.value,
+            "numbers": {name: float(value) for name, value in f.numbers.items()},
+            "note": f.note,
+        }
+        for f in judged
+        if f.subject == subject
+    ]

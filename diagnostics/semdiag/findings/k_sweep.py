@@ -2,30 +2,25 @@
 
 import math
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any
 
 import numpy as np
 import pandas as pd
 import torch
 
 from semdiag.capturing.attention_kinds import SCORED
-from semdiag.findings.strict_json import json_ready
+from semdiag.findings.findings import Findings
+from semdiag.findings.strict_json import MODEL_FACTS, Summary, json_object
 from semdiag.mathematics.corollary import paper_input_condition, paper_weight_condition
-from semdiag.measurement.measurements import Measurements
 from semdiag.measurement.percentiles import PAPER_PERCENTILES
 
-Summary = dict[str, Any]
 MASS = 0.95  # of the attention weight, to be kept for half of the queries
 SCOPE = (
     "Within one model: its own scores, had each query kept its k largest. A model trained with that k has other "
     "scores; nothing here is the comparison of trained models."
 )
-_FACTS = ("model", "sha256", "task", "attention", "k", "epoch")
 
 
-@lru_cache(maxsize=1)  # every model's recommendation asks for it
-def condition_table(measurements: Measurements) -> pd.DataFrame:
+def condition_table(findings: Findings) -> pd.DataFrame:
     """Both conditions of Corollary 1 within each model, for every k, at matching percentiles.
 
     δ_s and δ_h(k) at percentiles 75, 90, 95 and 100 of the pooled queries, Δ_h(k) at the mirrored ones, and
@@ -35,13 +30,13 @@ def condition_table(measurements: Measurements) -> pd.DataFrame:
     compares two trained ones; percentiles of different queries are combined, as the paper does.
 
     Args:
-        measurements: with a sweep.
+        findings: with a sweep.
 
     Returns:
         model, k, percentile, parameter (W or X), left_side (+inf where Δ ≤ 0), met.
     """
     rows = []
-    for model, own in measurements.sweep.groupby("model", sort=False):
+    for model, own in findings.measurements.sweep.groupby("model", sort=False):
         pooled = own[own["layer"] == -1].set_index(["quantity", "k"])
         if ("dispersion", 0) not in pooled.index:
             continue
@@ -86,16 +81,17 @@ class Recommendation:
     words: str
 
 
-def recommendation(measurements: Measurements, model: str) -> Recommendation:
+def recommendation(findings: Findings, model: str) -> Recommendation:
     """Judge a model's sweep.
 
     A k qualifies if it keeps 95 % of the attention mass for half of the queries, and meets both of the
     paper's conditions (in W and in X) at all four percentiles.
 
     Args:
-        measurements: with a sweep.
+        findings: with a sweep.
         model: a model's path.
     """
+    measurements = findings.measurements
     row = next(row for row in measurements.models.to_dict("records") if row["model"] == model)
     own = measurements.sweep[(measurements.sweep["model"] == model) & (measurements.sweep["layer"] == -1)]
     if own.empty:
@@ -105,7 +101,7 @@ def recommendation(measurements: Measurements, model: str) -> Recommendation:
     mass = _by_k(own, "mass", "p50")
     largest = max(mass)
     enough = [k for k, kept in mass.items() if kept >= MASS]
-    conditions = condition_table(measurements)
+    conditions = findings(condition_table)
     conditions = conditions[conditions["model"] == model]
     counts = conditions.groupby("k")["met"].sum()
     met = dict(zip(counts.index.to_list(), counts.to_list(), strict=True))
@@ -178,21 +174,22 @@ def _ranges(numbers: list[int]) -> str:
     return f"k = {', '.join(said)}" if said else "no k"
 
 
-def sweep_summary(measurements: Measurements) -> Summary:
+def sweep_summary(findings: Findings) -> Summary:
     """Everything a sweep found, and its recommendation, for every model.
 
     Args:
-        measurements: of one or more models, with a sweep.
+        findings: of one or more models, with a sweep.
 
     Returns:
         A JSON-ready dictionary, schema ``semdiag.k-sweep/1``; null where a number is undefined or infinite.
     """
-    conditions = condition_table(measurements)
+    measurements = findings.measurements
+    conditions = findings(condition_table)
     results = []
     for row in measurements.models.to_dict("records"):
         own = measurements.sweep[measurements.sweep["model"] == row["model"]]
-        found = recommendation(measurements, row["model"])
-        result = {key: row[key] for key in _FACTS} | {"unit": "nats", "verdict": found.verdict}
+        found = recommendation(findings, row["model"])
+        result = {key: row[key] for key in MODEL_FACTS} | {"unit": "nats", "verdict": found.verdict}
         result |= {"recommended_k": found.k, "k_for_mass": found.k_for_mass}
         result |= {"k_for_conditions": found.k_for_conditions, "words": found.words}
         result["conditions"] = (
@@ -200,10 +197,4 @@ def sweep_summary(measurements: Measurements) -> Summary:
         )
         result["sweep"] = own.drop(columns="model").to_dict("records")
         results.append(result)
-    ready = {
-        "schema": "semdiag.k-sweep/1",
-        "provenance": measurements.provenance,
-        "scope": SCOPE,
-        "results": results,
-    }
-    return {key: json_ready(value) for key, value in ready.items()}
+    return json_object("k-sweep", findings, scope=SCOPE, results=results)

@@ -5,16 +5,17 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from semdiag.measurement.measurements import Measurements
+from semdiag.findings.findings import Findings
+from semdiag.findings.strict_json import MODEL_FACTS, Summary, json_object
 
 WORKING = 0.95  # accuracy
 
 
-def landscape_facts(measurements: Measurements) -> pd.DataFrame:
+def landscape_facts(findings: Findings) -> pd.DataFrame:
     """Summarise every plane on which the loss was measured.
 
     Args:
-        measurements: with the table landscape.
+        findings: with the table landscape.
 
     Returns:
         One row per model and plane: cells, samples, checkpoint_loss, checkpoint_accuracy, lowest_loss and
@@ -27,7 +28,7 @@ def landscape_facts(measurements: Measurements) -> pd.DataFrame:
         >>> working_distance(pd.DataFrame(cells, columns=["x", "y", "accuracy"]))
         1.0
     """
-    table = measurements.landscape
+    table = findings.measurements.landscape
     rows = []
     for (model, plane), cells in table[table["loss"].notna()].groupby(["model", "plane"], sort=False):
         grid, checkpoint = cells[cells["place"] == "grid"], cells[cells["place"] == "checkpoint"].iloc[0]
@@ -56,3 +57,41 @@ def working_distance(cells: pd.DataFrame) -> float:
     fails = away[~(cells["accuracy"].to_numpy() >= WORKING)]
     within = away[away < fails.min()] if fails.size else away
     return float(within.max()) if within.size else float("nan")
+
+
+_CELLS = ("loss", "accuracy", "dispersion_p50", "dispersion_p95", "separation_p50", "separation_p5", "load_max")
+
+
+def landscape_summary(findings: Findings) -> Summary:
+    """Every plane of every model, cell by cell, with what it says in numbers.
+
+    Args:
+        findings: of one or more models, with the table landscape.
+
+    Returns:
+        A JSON-ready dictionary, schema ``semdiag.landscape/1``; matrices have one list per y, null where a value
+        is not finite; quantities that were not measured are absent.
+    """
+    measurements = findings.measurements
+    facts = findings(landscape_facts)
+    results = []
+    for row in measurements.models.to_dict("records"):
+        own = measurements.landscape[measurements.landscape["model"] == row["model"]]
+        planes = []
+        for number, cells in own.groupby("plane", sort=True):
+            said = facts[(facts["model"] == row["model"]) & (facts["plane"] == number)]
+            plane = said.drop(columns="model").to_dict("records")[0] if len(said) else {"plane": number}
+            planes.append({**plane, **_matrices(cells)})
+        result = {key: row[key] for key in MODEL_FACTS} | {"unit": "nats", "planes": planes}
+        results.append(result)
+    return json_object("landscape", findings, results=results)
+
+
+def _matrices(cells: pd.DataFrame) -> Summary:
+    """Coordinates and values of a plane's grid, and the values at its marks."""
+    measured = [name for name in _CELLS if cells[name].notna().any()]
+    grid = cells[cells["place"] == "grid"].sort_values(["y", "x"], kind="stable")
+    x, y = (np.unique(grid[name]) for name in ("x", "y"))
+    marks = cells[cells["place"] != "grid"][["place", "x", "y", "distance", *measured]]
+    matrices = {name: grid[name].to_numpy(float).reshape(len(y), len(x)).tolist() for name in measured}
+    return {"x": x.tolist(), "y": y.tolist(), "marks": marks.to_dict("records"), **matrices}

@@ -7,11 +7,17 @@ from dataclasses import replace
 import numpy as np
 import pandas as pd
 
-from semdiag.findings.finding import Finding, Verdict, log10, of_rows
-from semdiag.findings.pairing import Pair
-from semdiag.findings.secant_percentiles import PERCENTILES, secant_ratios
-from semdiag.measurement.measurements import Measurements
+from semdiag.findings.finding import Finding, Verdict, log10, of_rows, verdicts_of
+from semdiag.findings.findings import Findings
+from semdiag.findings.pairing import Pair, compared_pairs
+from semdiag.findings.secant_percentiles import PERCENTILES, secant_percentiles, secant_ratios
+from semdiag.findings.strict_json import MODEL_FACTS, Summary, json_object
+from semdiag.measurement.percentiles import percentiles
 
+SCOPE = (
+    "Every estimate is a lower end. Bounds speak about these samples at the drawn parameters, the checkpoint "
+    "included; an end point is that of the sampling law, not the supremum over the ball."
+)
 GRADIENTS = "gradients of the loss are below the constants at the same parameters"
 SECANTS = "secants of the loss are below the largest constant of the drawn parameters"
 END_POINTS = "end points (low ends of their 95 % intervals) are below the largest constant of the drawn parameters"
@@ -20,7 +26,7 @@ ORDERING = "the loss is less steep around this model than around the full one"
 _SLACK = 1e-9
 
 
-def estimate_findings(measurements: Measurements) -> list[Finding]:
+def estimate_findings(findings: Findings) -> list[Finding]:
     """Hold every empirical estimate against the sound bound.
 
     Secants and end points are held against the largest constant at the drawn parameters, the checkpoint
@@ -32,14 +38,14 @@ def estimate_findings(measurements: Measurements) -> list[Finding]:
     Source: docs/theory.md#empirical. Deviation: none.
 
     Args:
-        measurements: with the tables of :func:`~semdiag.measurement.probes.loss.lipschitz.lipschitz`.
+        findings: with the tables of :func:`~semdiag.measurement.probes.loss.lipschitz.lipschitz`.
 
     Returns:
         Four findings per model. A violated one is a bug of semdiag.
     """
     found = []
-    for model in measurements.loss_gradients["model"].unique():
-        own = measurements.of(model)
+    for model in findings.measurements.loss_gradients["model"].unique():
+        own = findings.measurements.of(model)
         gradients = own.loss_gradients
         bounds = gradients.groupby("group")["ln_sound"].max()
         known = gradients.groupby("group")["holds"].all()
@@ -83,7 +89,7 @@ def _judged(model: str, claim: str, measured: pd.Series, log_bound: pd.Series, h
     return Finding(model, claim, "sound", "all", of_rows(**counts, vacuous=0), numbers, note)
 
 
-def ordering_findings(measurements: Measurements, pairs: Sequence[Pair]) -> list[Finding]:
+def ordering_findings(findings: Findings, pairs: Sequence[Pair]) -> list[Finding]:
     """Is the loss around a counterpart less steep than around its full model, as the paper's Fig. 10 has it?
 
     Radius by radius: lower if the whole 95 % interval of the ratio lies below 1, higher if above.
@@ -91,7 +97,7 @@ def ordering_findings(measurements: Measurements, pairs: Sequence[Pair]) -> list
     Source: docs/theory.md#empirical, the paper's Fig. 10. Deviation: intervals by resampled planes.
 
     Args:
-        measurements: with the table loss_secants.
+        findings: with the table loss_secants.
         pairs: of its models.
 
     Returns:
@@ -100,7 +106,7 @@ def ordering_findings(measurements: Measurements, pairs: Sequence[Pair]) -> list
     """
     found = []
     for pair in pairs:
-        ratios = secant_ratios(measurements, pair)
+        ratios = secant_ratios(findings, pair)
         for percentile in PERCENTILES:
             rows = ratios[ratios["percentile"] == percentile]
             if rows.empty:
@@ -115,3 +121,69 @@ def ordering_findings(measurements: Measurements, pairs: Sequence[Pair]) -> list
             numbers |= {"smallest ratio": rows["estimate"].min(), "largest ratio": rows["estimate"].max()}
             found.append(Finding(pair.label, ORDERING, "", f"p{percentile}", verdict, numbers))
     return found
+
+
+def lipschitz_findings(findings: Findings) -> list[Finding]:
+    """What became of the estimates of every model, then of the paper's ordering on every pair.
+
+    Args:
+        findings: with the tables of :func:`~semdiag.measurement.probes.loss.lipschitz.lipschitz`.
+    """
+    return [*findings(estimate_findings), *ordering_findings(findings, findings(compared_pairs))]
+
+
+def lipschitz_summary(findings: Findings) -> Summary:
+    """Secants by radius, gradients, end points and Jacobians beside their bounds, and who has the steeper loss.
+
+    Args:
+        findings: of one or more models, with the tables of
+            :func:`~semdiag.measurement.probes.loss.lipschitz.lipschitz`.
+
+    Returns:
+        A JSON-ready dictionary, schema ``semdiag.lipschitz/1``; null where a number is undefined or infinite.
+    """
+    measurements = findings.measurements
+    judged, curves = findings(estimate_findings), findings(secant_percentiles)
+    results = []
+    for row in measurements.models.to_dict("records"):
+        own = measurements.of(row["model"])
+        gradients = own.loss_gradients.groupby("group", sort=False)
+        groups = [
+            {
+                "group": group,
+                "gradient": percentiles(rows["slope"]),
+                "at_checkpoint": float(rows.loc[rows["draw"] == 0, "slope"].iloc[0]),
+                "largest_secant": own.loss_secants.loc[own.loss_secants["group"] == group, "slope"].max(),
+                "ln_sound": rows["ln_sound"].max(),
+                "end_point": own.end_points[own.end_points["group"] == group]
+                .drop(columns=["model", "group"])
+                .to_dict("records")[0],
+            }
+            for group, rows in gradients
+        ]
+        result = {key: row[key] for key in MODEL_FACTS} | {
+            "unit": "nats per unit of the parameters",
+            "groups": groups,
+        }
+        result["secants"] = _of(curves, row["model"])
+        result["blocks"] = [
+            {"layer": layer, "stretch": percentiles(rows["norm"]), "ln_sound": rows["ln_sound"].max()}
+            for layer, rows in own.jacobians.groupby("layer", sort=True)
+        ]
+        results.append(result | {"verdicts": verdicts_of(judged, row["model"])})
+    pairs = [
+        {
+            "label": pair.label,
+            "reference": pair.full,
+            "other": pair.other,
+            "ratios": secant_ratios(findings, pair).to_dict("records"),
+            "verdicts": verdicts_of(ordering_findings(findings, [pair]), pair.label),
+        }
+        for pair in findings(compared_pairs)
+    ]
+    return json_object("lipschitz", findings, scope=SCOPE, results=results, pairs=pairs)
+
+
+def _of(table: pd.DataFrame, model: str) -> list[Summary]:
+    rows = table[table["model"] == model].drop(columns="model").to_dict("records")
+    return [{str(name): value for name, value in row.items()} for row in rows]

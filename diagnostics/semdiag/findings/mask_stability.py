@@ -1,41 +1,38 @@
 """The findings of ``semdiag mask-stability``: by noise level, layer and head, and what is not applicable."""
 
 from collections.abc import Iterator
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from semdiag.capturing.attention_kinds import DENSE
+from semdiag.findings.findings import Findings
 from semdiag.findings.resampling import Interval, mean_interval, rank_correlation_interval
-from semdiag.findings.strict_json import json_ready
-from semdiag.measurement.measurements import Measurements
+from semdiag.findings.strict_json import MODEL_FACTS, Summary, json_object
 from semdiag.measurement.probes.noise.mask_rows import SELECTIONS
 
-Summary = dict[str, Any]
 RESAMPLES = 200
 _MEANS = ("agreement", "exact", "certified", "predicted", "response")
-_FACTS = ("model", "sha256", "task", "attention", "k", "epoch")
 SUPPOSED = "full attention drops no key: this is the mask that top-{k} would choose from its scores"
 NOT_APPLICABLE = "not applicable: the mask of {attention} attention does not depend on the input"
 
 
-def mask_summary(measurements: Measurements) -> Summary:
+def mask_summary(findings: Findings) -> Summary:
     """Agreement, certificate and prediction per noise level, layer and head, and pooled.
 
     Args:
-        measurements: of one or more models, with masks.
+        findings: of one or more models, with masks.
 
     Returns:
         A JSON-ready dictionary, schema ``semdiag.mask-stability/1``; null where a number is undefined.
     """
     results = []
-    table = mask_table(measurements)
-    effects = effect_table(measurements)
-    for row in measurements.models.to_dict("records"):
+    table = findings(mask_table)
+    effects = findings(effect_table)
+    for row in findings.measurements.models.to_dict("records"):
         own = table[table["model"] == row["model"]]
-        result = {key: row[key] for key in _FACTS} | {"mask": mask_words(measurements, row["model"])}
+        result = {key: row[key] for key in MODEL_FACTS} | {"mask": mask_words(findings, row["model"])}
         changed = int(own.loc[own["layer"] == "all", "certified_changed"].sum())
         result |= {"applicable": not own.empty, "certified_changed": changed}
         result["certified_rows"] = int(own.loc[own["layer"] == "all", "certified_rows"].sum())
@@ -45,17 +42,17 @@ def mask_summary(measurements: Measurements) -> Summary:
             after = effects[(effects["model"] == row["model"]) & (effects["level"] == level)]
             levels.append({"noise": level, "layers": entries[:-1], "all": entries[-1], "output": _first(after)})
         results.append(result | {"levels": levels})
-    ready = {"schema": "semdiag.mask-stability/1", "provenance": measurements.provenance, "results": results}
-    return {key: json_ready(value) for key, value in ready.items()}
+    return json_object("mask-stability", findings, results=results)
 
 
-def mask_words(measurements: Measurements, model: str) -> str:
+def mask_words(findings: Findings, model: str) -> str:
     """Which mask of a model was judged, or why none was.
 
     Args:
-        measurements: with the model.
+        findings: with the model.
         model: its path.
     """
+    measurements = findings.measurements
     row = next(row for row in measurements.models.to_dict("records") if row["model"] == model)
     kind = str(row["attention"])
     if SELECTIONS.get(kind) is None:
@@ -66,8 +63,7 @@ def mask_words(measurements: Measurements, model: str) -> str:
     return SUPPOSED.format(k=own.iloc[0]) if kind in DENSE else f"the model's own mask, k = {own.iloc[0]}"
 
 
-@lru_cache(maxsize=1)  # resampling takes a second, and page, figures and tables all ask
-def mask_table(measurements: Measurements) -> pd.DataFrame:
+def mask_table(findings: Findings) -> pd.DataFrame:
     """What became of the masks, per model, noise level, layer and head, and pooled.
 
     Means are over queries and draws; ``_low`` and ``_high`` are 95 % intervals from resampled sequences.
@@ -75,32 +71,32 @@ def mask_table(measurements: Measurements) -> pd.DataFrame:
     ill-separated queries change first.
 
     Args:
-        measurements: with masks.
+        findings: with masks.
 
     Returns:
         model, level, layer and head (``all`` where pooled), queries, draws, separation_p50, the means and
         intervals, swing_sd, certified_rows and certified_changed (rows × draws).
     """
     rows = []
-    for (model, level), own in measurements.masks.groupby(["model", "level"], sort=False):
+    for (model, level), own in findings.measurements.masks.groupby(["model", "level"], sort=False):
         for layer, head, part in _places(own):
             rows.append({"model": model, "level": level, "layer": layer, "head": head, **_described(part)})
     columns = ["model", "level", "layer", "head", "certified_rows", "certified_changed"]
     return pd.DataFrame(rows) if rows else pd.DataFrame(columns=columns)
 
 
-def effect_table(measurements: Measurements) -> pd.DataFrame:
+def effect_table(findings: Findings) -> pd.DataFrame:
     """What the noise does to the output, per model and level, over samples.
 
     Args:
-        measurements: with noise effects.
+        findings: with noise effects.
 
     Returns:
         model, level, samples, logit_change (relative), flipped, accuracy_before, accuracy_after, with the
         95 % interval of the last.
     """
     rows = []
-    for (model, level), own in measurements.noise_effects.groupby(["model", "level"], sort=False):
+    for (model, level), own in findings.measurements.noise_effects.groupby(["model", "level"], sort=False):
         after = mean_interval(own, "correct_after", RESAMPLES)
         rows.append(
             {

@@ -6,7 +6,7 @@ from typing import Any
 import pandas as pd
 
 from semdiag.capturing.attention_kinds import external
-from semdiag.measurement.measurements import Measurements
+from semdiag.findings.findings import Findings
 
 _SAME = ["task", "seed", "blocks", "heads", "width", "length", "norm", "pooling", "snapshot"]
 
@@ -53,15 +53,16 @@ def find_pairs(models: pd.DataFrame, attention: str | None = "topk") -> tuple[li
     return pairs, alone
 
 
-def compared_pairs(measurements: Measurements) -> list[Pair]:
+def compared_pairs(findings: Findings) -> list[Pair]:
     """Find what a report compares: with the model named by --against, or full models with their counterparts.
 
     Args:
-        measurements: of any number of models; the reference's path stands in ``provenance["against"]``.
+        findings: of any number of models; the reference's path stands in ``provenance["against"]``.
 
     Returns:
         The pairs, of every kind of attention.
     """
+    measurements = findings.measurements
     against = measurements.provenance.get("against")
     if against is not None and against in set(measurements.models["model"]):
         return pairs_against(measurements.models, against)

@@ -3,16 +3,15 @@
 import math
 import warnings
 from dataclasses import dataclass
-from functools import lru_cache
 
 import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
 from semdiag.findings.convergence import arrivals, speed_ups
+from semdiag.findings.findings import Findings
 from semdiag.findings.speed_and_dispersion import FEWEST_TASKS
 from semdiag.mathematics.censored import certain_order
-from semdiag.measurement.measurements import Measurements
 from semdiag.measurement.runs.predictors import CANDIDATES, STAGES
 
 SIGNIFICANCE = 0.05
@@ -20,11 +19,11 @@ _CELL = ["group", "attention", "seed"]
 Matrix = NDArray[np.float64]
 
 
-def prediction_cells(measurements: Measurements) -> pd.DataFrame:
+def prediction_cells(findings: Findings) -> pd.DataFrame:
     """Every candidate of every run against full attention's, beside the speed-up.
 
     Args:
-        measurements: with runs and predictors.
+        findings: with runs and predictors.
 
     Returns:
         One row per run with a full-attention run of the same setting and seed and a speed-up that is at least
@@ -32,14 +31,14 @@ def prediction_cells(measurements: Measurements) -> pd.DataFrame:
         candidate, and ln_ratio, the logarithm of the run's number over that of full attention at the same stage;
         NaN where one is unknown. Full attention itself is among them, with a speed-up of 1 and ratios of 1.
     """
-    pairs = speed_ups(arrivals(measurements))
+    pairs = speed_ups(findings(arrivals))
     pairs = pairs[pairs["known"] != "unknown"]
     full = pairs.drop_duplicates("full").assign(attention="full", kind="full", low=1.0, high=1.0, known="exactly")
     itself = full.assign(arrival=full["full_arrival"], epochs=full["full_epochs"], model=full["full"])
     pairs = pd.concat([itself, pairs], ignore_index=True)
     values = {
         model: rows.set_index(["stage", "candidate"])["ln_value"]
-        for model, rows in measurements.predictors.groupby("model", sort=False)
+        for model, rows in findings.measurements.predictors.groupby("model", sort=False)
     }
     names = pd.MultiIndex.from_product([STAGES, CANDIDATES], names=["stage", "candidate"])
     parts = [
@@ -94,9 +93,8 @@ def _cells(table: pd.DataFrame) -> _Cells:
     return _Cells(facts, [*wide.columns], order, np.sign(values[:, :, None] - values[:, None, :]))
 
 
-@lru_cache(maxsize=1)  # resampling takes seconds, and page, figure, tables and summary all ask
 def predictor_table(
-    measurements: Measurements, seed: int = 0, permutations: int = 4000, resamples: int = 1000
+    findings: Findings, seed: int = 0, permutations: int = 4000, resamples: int = 1000
 ) -> pd.DataFrame:
     """Rank correlation of each candidate at each stage with speed-up, with interval and corrected p-value.
 
@@ -108,7 +106,7 @@ def predictor_table(
     Source: Westfall and Young, Resampling-Based Multiple Testing (1993), single-step max-T. Deviation: none.
 
     Args:
-        measurements: with runs and predictors.
+        findings: with runs and predictors.
         seed: of resampling and permutations.
         permutations: behind the p-values.
         resamples: behind the intervals.
@@ -118,7 +116,7 @@ def predictor_table(
         cells), cells, p, p_corrected; NaN where nothing is comparable.
     """
     columns = ["stage", "candidate", "tau", "low", "high", "comparable", "cells", "p", "p_corrected"]
-    table = prediction_cells(measurements)
+    table = findings(prediction_cells)
     if table.empty:
         return pd.DataFrame(columns=columns)
     cells, rng = _cells(table), np.random.default_rng(seed)
@@ -183,11 +181,11 @@ def _interval(cells: _Cells, rng: np.random.Generator, resamples: int) -> tuple[
     return low, high
 
 
-def held_out_tasks(measurements: Measurements) -> pd.DataFrame:
+def held_out_tasks(findings: Findings) -> pd.DataFrame:
     """Predict each task from the others: the strongest candidate there, applied here with its sign.
 
     Args:
-        measurements: with runs and predictors.
+        findings: with runs and predictors.
 
     Returns:
         One row per task and choice (``any stage``, and ``initialisation`` alone): group, choice, stage and
@@ -196,7 +194,7 @@ def held_out_tasks(measurements: Measurements) -> pd.DataFrame:
         none; comparable (pairs). Empty with fewer than two tasks.
     """
     columns = ["group", "choice", "stage", "candidate", "tau_others", "tau", "comparable"]
-    table = prediction_cells(measurements)
+    table = findings(prediction_cells)
     tasks = table["group"].unique()
     rows = []
     for group in tasks if len(tasks) > 1 else ():

@@ -7,6 +7,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
+from semdiag.findings.findings import Findings
 from semdiag.findings.pairing import Pair
 from semdiag.measurement.measurements import Measurements
 
@@ -15,7 +16,7 @@ RESAMPLES = 500
 Array = NDArray[np.float64]
 
 
-def secant_percentiles(measurements: Measurements, seed: int = 0) -> pd.DataFrame:
+def secant_percentiles(findings: Findings, seed: int = 0) -> pd.DataFrame:
     """Percentiles of the secants in random planes, radius by radius, all tensors moving.
 
     Intervals come from drawing whole planes with replacement: the secants of one plane are dependent.
@@ -23,7 +24,7 @@ def secant_percentiles(measurements: Measurements, seed: int = 0) -> pd.DataFram
     Source: docs/theory.md#empirical, the paper's Fig. 10. Deviation: intervals.
 
     Args:
-        measurements: with the table loss_secants.
+        findings: with the table loss_secants.
         seed: of the resampling.
 
     Returns:
@@ -31,7 +32,7 @@ def secant_percentiles(measurements: Measurements, seed: int = 0) -> pd.DataFram
         and high (95 %).
     """
     rows: list[dict[str, Any]] = []
-    for model, radius, secants in _circles(measurements):
+    for model, radius, secants in _circles(findings.measurements):
         planes = _by_plane(secants)
         draws = _resampled([planes], seed)
         shared = {"model": model, "radius": radius, "distance": float(secants["distance"].median())}
@@ -44,7 +45,7 @@ def secant_percentiles(measurements: Measurements, seed: int = 0) -> pd.DataFram
     return pd.DataFrame(rows, columns=columns)
 
 
-def secant_ratios(measurements: Measurements, pair: Pair, seed: int = 0) -> pd.DataFrame:
+def secant_ratios(findings: Findings, pair: Pair, seed: int = 0) -> pd.DataFrame:
     """Percentiles of a counterpart's secants over those of its full model, radius by radius.
 
     Both models were moved along the same random numbers, each tensor scaled by its own norm, and both sides
@@ -53,7 +54,7 @@ def secant_ratios(measurements: Measurements, pair: Pair, seed: int = 0) -> pd.D
     Source: docs/theory.md#empirical. Deviation: not in the paper.
 
     Args:
-        measurements: with the table loss_secants.
+        findings: with the table loss_secants.
         pair: two of its models.
         seed: of the resampling.
 
@@ -61,7 +62,7 @@ def secant_ratios(measurements: Measurements, pair: Pair, seed: int = 0) -> pd.D
         One row per radius and percentile: planes, estimate, low, high (95 %); NaN where the full model's is 0.
         No row for a radius at which one of the two has no secants.
     """
-    found = {(model, radius): _by_plane(secants) for model, radius, secants in _circles(measurements)}
+    found = {(model, radius): _by_plane(secants) for model, radius, secants in _circles(findings.measurements)}
     rows: list[dict[str, Any]] = []
     for radius in sorted({radius for _, radius in found}):
         sides = [found.get((model, radius)) for model in (pair.other, pair.full)]

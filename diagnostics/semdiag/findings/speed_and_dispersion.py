@@ -2,15 +2,14 @@
 
 import math
 from dataclasses import dataclass
-from functools import lru_cache
 
 import numpy as np
 import pandas as pd
 
-from semdiag.findings.convergence import arrivals, speed_ups
+from semdiag.findings.convergence import arrivals, over_seeds, speed_ups
+from semdiag.findings.findings import Findings
 from semdiag.findings.resampling import ratio_interval
 from semdiag.mathematics.censored import rank_agreement
-from semdiag.measurement.measurements import Measurements
 
 FEWEST_TASKS = 4  # below which resampling tasks says nothing about other tasks
 _RESAMPLES_OF_SEQUENCES, _RESAMPLES_OF_TASKS = 200, 1000
@@ -51,20 +50,19 @@ class SpeedDispersion:
         return f"{start}, 95 % interval {self.low:.2f} to {self.high:.2f} (tasks and seeds resampled)."
 
 
-@lru_cache(maxsize=1)  # resampling takes seconds, and page, figure, tables and summary all ask
-def speed_dispersion_table(measurements: Measurements) -> pd.DataFrame:
+def speed_dispersion_table(findings: Findings) -> pd.DataFrame:
     """Speed-up of every pair of runs beside the ratio of their pooled median dispersions.
 
     Args:
-        measurements: with runs and the queries of their last checkpoints.
+        findings: with runs and the queries of their last checkpoints.
 
     Returns:
         The rows of :func:`~semdiag.findings.convergence.speed_ups` with ratio (median δ of the sparse model
         over that of the full one), ratio_low and ratio_high (95 % interval, whole sequences resampled).
     """
-    pairs = speed_ups(arrivals(measurements))
+    pairs = speed_ups(findings(arrivals))
     names = {*pairs["model"], *pairs["full"]}
-    queries = {str(m): own for m, own in measurements.queries.groupby("model", sort=False) if m in names}
+    queries = {str(m): own for m, own in findings.measurements.queries.groupby("model", sort=False) if m in names}
     intervals = [
         ratio_interval(queries[pair["model"]], queries[pair["full"]], resamples=_RESAMPLES_OF_SEQUENCES)
         for pair in pairs.to_dict("records")
@@ -74,6 +72,16 @@ def speed_dispersion_table(measurements: Measurements) -> pd.DataFrame:
         ratio_low=[i.low for i in intervals],
         ratio_high=[i.high for i in intervals],
     )
+
+
+def run_statistics(findings: Findings) -> pd.DataFrame:
+    """Each kind of attention over the seeds of a setting: :func:`~semdiag.findings.convergence.over_seeds`."""
+    return over_seeds(findings(arrivals), findings(speed_dispersion_table))
+
+
+def run_correlation(findings: Findings) -> SpeedDispersion:
+    """Whether runs with the smaller dispersion learn faster: :func:`speed_dispersion` of all pairs of runs."""
+    return speed_dispersion(findings(speed_dispersion_table))
 
 
 def speed_dispersion(table: pd.DataFrame, seed: int = 0) -> SpeedDispersion:

@@ -7,11 +7,16 @@ import pandas as pd
 import torch
 
 from semdiag.capturing.attention_kinds import BOUNDED
-from semdiag.findings.finding import Finding, Verdict, of_rows
+from semdiag.findings.finding import Finding, Verdict, of_rows, verdicts_of
+from semdiag.findings.findings import Findings
+from semdiag.findings.pairing import compared_pairs
+from semdiag.findings.resampling import ratio_interval
+from semdiag.findings.strict_json import MODEL_FACTS, Summary, json_object
 from semdiag.mathematics.softmax_stability import fixed_mask_stability
-from semdiag.measurement.measurements import Measurements
+from semdiag.measurement.percentiles import percentiles
 from semdiag.measurement.probes.noise.softmax_bounds import local_stability, with_bounds
 
+RESAMPLES = 300
 _LOG_HALF = math.log(0.5)
 _SLACK = 1e-9  # relative, of quantities in float64
 _TOLERANCE = {"float32": 1e-3, "float64": 1e-9}  # relative, of ξ_loc against ξ* from rounded scores
@@ -19,17 +24,18 @@ _TOLERANCE = {"float32": 1e-3, "float64": 1e-9}  # relative, of ξ_loc against �
 _HALF = 1e-2  # of models in half precision
 
 
-def stability_findings(measurements: Measurements) -> list[Finding]:
+def stability_findings(findings: Findings) -> list[Finding]:
     """Judge every form of ξ on every measured model.
 
     Source: docs/theory.md#secants. Deviation: none.
 
     Args:
-        measurements: with secants, or without: then only the local constants are judged.
+        findings: with secants, or without: then only the local constants are judged.
 
     Returns:
         Findings per model. A violated ``sound`` form is a bug of semdiag; a violated ``paper`` form is not.
     """
+    measurements = findings.measurements
     tolerance = _TOLERANCE.get(measurements.provenance.get("dtype", "float32"), _HALF)
     found = []
     for row in measurements.models.to_dict("records"):
@@ -106,3 +112,80 @@ def _local(model: str, queries: pd.DataFrame, tolerance: float) -> Finding:
         factor = local / bound
     numbers = {**counts, "largest measured over bound": float(np.nanmax(factor, initial=0.0))}
     return Finding(model, "local ξ_loc ≤ ξ*(δ, k)", "sound", "all", of_rows(**counts), numbers)
+
+
+def response_table(findings: Findings) -> pd.DataFrame:
+    """Whose attention weights move more under the same noise.
+
+    Args:
+        findings: with secants.
+
+    Returns:
+        One row per compared pair and noise level: pair, level, mean and full_mean (of ‖p − p'‖₁), ratio of the
+        medians with its 95 % interval low … high (whole sequences resampled).
+    """
+    secants = findings.measurements.secants
+    rows = dict(iter(secants.groupby(["model", "level"], sort=False)))
+    found = []
+    for pair in findings(compared_pairs):
+        for level in sorted(secants["level"].unique()):
+            if (pair.full, level) not in rows or (pair.other, level) not in rows:
+                continue
+            other, full = rows[pair.other, level], rows[pair.full, level]
+            ratio = ratio_interval(other, full, "weight_change", resamples=RESAMPLES)
+            found.append(
+                {
+                    "pair": pair.label, "level": level, "mean": percentiles(other["weight_change"])["mean"],
+                    "full_mean": percentiles(full["weight_change"])["mean"], "ratio": ratio.estimate,
+                    "low": ratio.low, "high": ratio.high,
+                }
+            )  # fmt: skip
+    return pd.DataFrame(found, columns=["pair", "level", "mean", "full_mean", "ratio", "low", "high"])
+
+
+def stability_summary(findings: Findings) -> Summary:
+    """Percentiles of the local constant, secants, response and both forms of ξ, per layer and head and pooled.
+
+    Args:
+        findings: of one or more models, with secants.
+
+    Returns:
+        A JSON-ready dictionary, schema ``semdiag.stability/1``; null where a number is undefined or infinite.
+    """
+    measurements = findings.measurements
+    judged = findings(stability_findings)
+    results = []
+    for row in measurements.models.to_dict("records"):
+        own = measurements.of(row["model"])
+        secants = with_bounds(own.secants, str(row["attention"]))
+        layers = []
+        for layer, head in sorted({*zip(own.queries["layer"], own.queries["head"], strict=True)}):
+            parts = (t[(t["layer"] == layer) & (t["head"] == head)] for t in (own.queries, secants))
+            layers.append({"layer": int(layer), "head": int(head), **_describe(*parts)})
+        result = {key: row[key] for key in MODEL_FACTS} | {"unit": "per nat", "layers": layers}
+        result |= {"all": _describe(own.queries, secants), "verdicts": verdicts_of(judged, row["model"])}
+        results.append(result)
+    return json_object("stability", findings, results=results)
+
+
+def _describe(queries: pd.DataFrame, secants: pd.DataFrame) -> Summary:
+    """Percentiles over the queries; bounds as natural logarithms."""
+    described: Summary = {"local": _percentiles(local_stability(queries))}
+    if secants.empty:
+        return described
+    described |= {
+        "secant": _percentiles(secants["secant"]),
+        "response": [
+            {"noise": float(str(level)), **_percentiles(rows["weight_change"])}
+            for level, rows in secants.groupby("level")
+        ],
+        "ln_sound": _percentiles(secants["ln_sound"]),
+        "ln_paper": _percentiles(secants["ln_paper"]),
+        "same_set": float(secants["same_set"].mean()),
+    }
+    return described
+
+
+def _percentiles(values: "pd.Series[float]") -> Summary:
+    table = percentiles(values.to_numpy(np.float64))
+    return {key: value for key, value in table.items() if key != "not_positive"}

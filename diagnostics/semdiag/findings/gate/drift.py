@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from semdiag.measurement.measurements import Measurements
+from semdiag.findings.findings import Findings
 from semdiag.measurement.percentiles import percentiles
 from semdiag_models import InputError
 
@@ -39,15 +39,16 @@ class Drift:
         return f"{self.model}: {self.quantity} was {self.was:.4g} and is {self.now:.4g}"
 
 
-def tracked_numbers(measurements: Measurements) -> list[dict[str, Any]]:
+def tracked_numbers(findings: Findings) -> list[dict[str, Any]]:
     """Give the numbers that a later check can be compared with.
 
     Args:
-        measurements: of one or more models.
+        findings: of one or more models.
 
     Returns:
         Per model: model, sha256, samples, numbers (accuracy where known, and δ at p50, p75, p90, p95).
     """
+    measurements = findings.measurements
     rows = []
     for row in measurements.models.to_dict("records"):
         table = percentiles(measurements.queries.loc[measurements.queries["model"] == row["model"], "dispersion"])
@@ -93,14 +94,14 @@ def _is_entry(entry: Any) -> bool:
     )
 
 
-def drift(measurements: Measurements, baseline: list[dict[str, Any]], tolerance: float = TOLERANCE) -> list[Drift]:
+def drift(findings: Findings, baseline: list[dict[str, Any]], tolerance: float = TOLERANCE) -> list[Drift]:
     """Numbers that moved by more than a share of what they were.
 
     Models are matched by their path as named on the command line; models that the baseline does not know are not
     judged.
 
     Args:
-        measurements: of now.
+        findings: of now.
         baseline: from :func:`read_baseline`.
         tolerance: largest allowed |now − was| / |was|.
 
@@ -110,7 +111,7 @@ def drift(measurements: Measurements, baseline: list[dict[str, Any]], tolerance:
     Raises:
         InputError: if a model was measured on another number of samples.
     """
-    now = {entry["model"]: entry for entry in tracked_numbers(measurements)}
+    now = {entry["model"]: entry for entry in findings(tracked_numbers)}
     moved = []
     for entry in baseline:
         current = now.get(entry["model"])

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from semdiag.measurement.measurements import Measurements
+from semdiag.findings.findings import Findings
 
 RESIDUAL = {"float32": 1e-4, "float64": 1e-9}  # a missed bias or mask shows as 1e-3 or more
 
@@ -23,16 +23,17 @@ class Invariant:
     words: str
 
 
-def invariants(measurements: Measurements) -> list[Invariant]:
+def invariants(findings: Findings) -> list[Invariant]:
     """Check the residual of every capture, its completeness, the scores, and certified masks under noise.
 
     Args:
-        measurements: of one or more models; with masks, certificates are checked, too.
+        findings: of one or more models; with masks, certificates are checked, too.
 
     Returns:
         Three or four statements. Certified rows: those whose mask provably cannot change under the noise that
         was added (docs/theory.md#mask-stability); one that does is an error of semdiag.
     """
+    measurements = findings.measurements
     models = measurements.models
     allowed = RESIDUAL[str(measurements.provenance.get("dtype", "float32"))]
     largest = float(models["residual"].max(skipna=False))

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
+from semdiag.findings.findings import Findings
 from semdiag.findings.gate.pairs import GateResult
-from semdiag.measurement.measurements import Measurements
 from semdiag.measurement.percentiles import pooled_table
 
 
@@ -40,11 +40,11 @@ class LayerGate:
         return not self.failing if self.every else 2 * len(self.failing) < len(self.full)
 
 
-def layer_gate(measurements: Measurements, results: list[GateResult], every: bool = False) -> list[LayerGate]:
+def layer_gate(findings: Findings, results: list[GateResult], every: bool = False) -> list[LayerGate]:
     """Compare the median dispersion of paired models in each layer.
 
     Args:
-        measurements: of full and top-k models.
+        findings: of full and top-k models.
         results: of :func:`~semdiag.findings.gate.pairs.dispersion_gate`, for the pairs.
         every: whether a single failing layer is a failure.
 
@@ -53,7 +53,7 @@ def layer_gate(measurements: Measurements, results: list[GateResult], every: boo
     """
 
     def medians(model: str) -> tuple[float, ...]:
-        own = measurements.queries[measurements.queries["model"] == model]
+        own = findings.measurements.queries[findings.measurements.queries["model"] == model]
         table = pooled_table(own, "dispersion", by="layer").sort_values("layer")
         return tuple(float(value) for value in table["p50"])
 

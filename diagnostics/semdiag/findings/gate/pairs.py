@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
+from semdiag.findings.findings import Findings
 from semdiag.findings.pairing import Pair, find_pairs
-from semdiag.measurement.measurements import Measurements
 from semdiag.measurement.percentiles import percentiles
 from semdiag_models import InputError
 
@@ -33,13 +33,13 @@ class GateResult:
         return not self.failed
 
 
-def dispersion_gate(measurements: Measurements) -> list[GateResult]:
+def dispersion_gate(findings: Findings) -> list[GateResult]:
     """Compare pooled dispersions of paired full and top-k models.
 
     Source: paper, the comparison of δ_s and δ_h at matching percentiles. Deviation: the maximum is not gated.
 
     Args:
-        measurements: of full and top-k models.
+        findings: of full and top-k models.
 
     Returns:
         One result per pair.
@@ -47,7 +47,7 @@ def dispersion_gate(measurements: Measurements) -> list[GateResult]:
     Raises:
         InputError: if a full or top-k model has no partner, or there is nothing to pair.
     """
-    pairs, alone = find_pairs(measurements.models)
+    pairs, alone = find_pairs(findings.measurements.models)
     if alone:
         raise InputError(
             f"{alone[0]} has no partner: a full and a top-k checkpoint of the same task, seed, size and snapshot "
@@ -58,7 +58,7 @@ def dispersion_gate(measurements: Measurements) -> list[GateResult]:
             "There is no full or top-k checkpoint to pair. Train both with: semdiag train even-pairs, and: "
             "semdiag train even-pairs --attention topk --k 5."
         )
-    dispersions = {name: rows["dispersion"] for name, rows in measurements.queries.groupby("model")}
+    dispersions = {name: rows["dispersion"] for name, rows in findings.measurements.queries.groupby("model")}
     results = []
     for pair in pairs:
         full, topk = percentiles(dispersions[pair.full]), percentiles(dispersions[pair.other])

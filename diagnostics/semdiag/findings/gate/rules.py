@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
+from semdiag.findings.findings import Findings
 from semdiag.measurement.measurements import Measurements
 from semdiag.measurement.percentiles import PERCENTILES, percentiles
 from semdiag_models import ATTENTIONS, InputError
@@ -122,14 +123,14 @@ def _filters(text: str, words: list[str]) -> dict[str, Any]:
     return found
 
 
-def apply_rules(measurements: Measurements, rules: list[Rule]) -> list[RuleResult]:
+def apply_rules(findings: Findings, rules: list[Rule]) -> list[RuleResult]:
     """Apply every rule to every model that it chooses.
 
     A quantity that is undefined for a model — the separation where no key is dropped — does not concern it,
     unless the rule's filter names such models only: then nothing satisfies it, and it fails.
 
     Args:
-        measurements: of one or more models.
+        findings: of one or more models.
         rules: from :func:`parse_rule`.
 
     Returns:
@@ -140,10 +141,10 @@ def apply_rules(measurements: Measurements, rules: list[Rule]) -> list[RuleResul
     """
     results = []
     for rule in rules:
-        chosen = [row for row in measurements.models.to_dict("records") if _chooses(rule, row)]
+        chosen = [row for row in findings.measurements.models.to_dict("records") if _chooses(rule, row)]
         if not chosen:
             raise InputError(f"The rule {rule.text!r} chooses none of the models: nothing would be checked.")
-        found = [RuleResult(rule, row["model"], _value(measurements, rule, row)) for row in chosen]
+        found = [RuleResult(rule, row["model"], _value(findings.measurements, rule, row)) for row in chosen]
         known = [result for result in found if not math.isnan(result.value)]
         results += known or found
     return results

@@ -3,6 +3,7 @@
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from semdiag.findings.findings import Findings
 from semdiag.findings.gate.drift import SCHEMA, TOLERANCE, Drift, drift, tracked_numbers
 from semdiag.findings.gate.invariants import Invariant, invariants
 from semdiag.findings.gate.layers import LayerGate, layer_gate
@@ -10,7 +11,6 @@ from semdiag.findings.gate.pairs import GATED, GateResult, dispersion_gate
 from semdiag.findings.gate.rules import Rule, RuleResult, apply_rules
 from semdiag.findings.pairing import find_pairs
 from semdiag.findings.strict_json import json_ready
-from semdiag.measurement.measurements import Measurements
 
 PROBED = 50  # samples on which masks are put under noise
 
@@ -37,7 +37,7 @@ class Verification:
     """What was judged, and how.
 
     Attributes:
-        measurements: of the models.
+        findings: of the models.
         pairs: pooled percentiles of each pair.
         layers: medians by layer of the same pairs.
         invariants: of capture and certificates.
@@ -46,7 +46,7 @@ class Verification:
         judged_drift: whether there was a baseline.
     """
 
-    measurements: Measurements
+    findings: Findings
     pairs: list[GateResult]
     layers: list[LayerGate]
     invariants: list[Invariant]
@@ -91,7 +91,7 @@ class Verification:
         ]
         content: dict[str, Any] = {
             "schema": SCHEMA,
-            "provenance": self.measurements.provenance,
+            "provenance": self.findings.measurements.provenance,
             "gated": GATED,
             "passed": not self.failures,
             "failures": self.failures,
@@ -101,16 +101,16 @@ class Verification:
                 {"rule": r.rule.text, "model": r.model, "value": r.value, "passed": r.passed} for r in self.rules
             ],
             "drift": [asdict(moved) for moved in self.drifts],
-            "models": tracked_numbers(self.measurements),
+            "models": self.findings(tracked_numbers),
         }
         return {key: json_ready(value) for key, value in content.items()}
 
 
-def verify(measurements: Measurements, expected: Expectations) -> Verification:
+def verify(findings: Findings, expected: Expectations) -> Verification:
     """Judge pairs, layers, invariants, rules and drift.
 
     Args:
-        measurements: of the models, with masks.
+        findings: of the models, with masks.
         expected: rules, baseline.
 
     Returns:
@@ -120,19 +120,21 @@ def verify(measurements: Measurements, expected: Expectations) -> Verification:
         InputError: if a model has no partner or there is none to pair, and neither rules nor a baseline are
             given; or a rule chooses nothing, or the baseline was measured otherwise.
     """
-    judged = measurements
+    measurements = findings.measurements
+    judged = findings
     if expected.rules or expected.baseline is not None:
         pairs, _ = find_pairs(measurements.models)
         paired = {path for pair in pairs for path in (pair.full, pair.other)}
-        judged = replace(measurements, models=measurements.models[measurements.models["model"].isin(paired)])
-    gates = dispersion_gate(judged) if len(judged.models) else []
-    moved = [] if expected.baseline is None else drift(measurements, expected.baseline, expected.tolerance)
+        own = measurements.models[measurements.models["model"].isin(paired)]
+        judged = Findings(replace(measurements, models=own))
+    gates = dispersion_gate(judged) if len(judged.measurements.models) else []
+    moved = [] if expected.baseline is None else drift(findings, expected.baseline, expected.tolerance)
     return Verification(
-        measurements=measurements,
+        findings=findings,
         pairs=gates,
         layers=layer_gate(judged, gates, expected.every_layer),
-        invariants=invariants(measurements),
-        rules=apply_rules(measurements, expected.rules),
+        invariants=findings(invariants),
+        rules=apply_rules(findings, expected.rules),
         drifts=moved,
         judged_drift=expected.baseline is not None,
     )

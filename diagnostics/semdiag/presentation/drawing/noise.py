@@ -2,7 +2,7 @@
 
 import pandas as pd
 
-from semdiag.measurement.measurements import Measurements
+from semdiag.findings.findings import Findings
 
 
 def percent(level: float) -> str:
@@ -14,11 +14,11 @@ def percent(level: float) -> str:
     return f"{100 * level:g} %"
 
 
-def noise_facts(measurements: Measurements, secants: pd.DataFrame) -> str:
+def noise_facts(findings: Findings, secants: pd.DataFrame) -> str:
     """Noise level, samples and draws behind some secants.
 
     Args:
-        measurements: for the seed.
+        findings: for the seed.
         secants: the rows that are shown.
 
     Returns:
@@ -26,6 +26,6 @@ def noise_facts(measurements: Measurements, secants: pd.DataFrame) -> str:
     """
     levels = ", ".join(percent(float(level)) for level in sorted(secants["level"].unique()))
     samples = int(secants.groupby("model")["sample"].nunique().max())
-    seed = measurements.provenance.get("seed")
+    seed = findings.measurements.provenance.get("seed")
     said = "" if seed is None else f" (seed {seed})"
     return f"input noise {levels} of each embedded token's RMS, {samples} samples per model, one draw each{said}"

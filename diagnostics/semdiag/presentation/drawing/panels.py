@@ -82,6 +82,19 @@ def panels_of(models: pd.DataFrame, keys: Sequence[str] = RUN_AND_SNAPSHOT) -> l
     return sorted(panels, key=lambda panel: panel.snapshot not in ("last", ""))
 
 
+def model_labels(models: pd.DataFrame, *, last_only: bool = False) -> dict[str, str]:
+    """Each model in words, like ``even-pairs, top-k (k = 5)``.
+
+    Args:
+        models: the table of :class:`~semdiag.measurement.measurements.Measurements`.
+        last_only: whether other snapshots are left out where there are last ones.
+    """
+    panels = panels_of(models)
+    last = [panel for panel in panels if panel.snapshot in ("last", "")]
+    shown = last if last_only and last else panels
+    return {s.model: f"{panel.title}, {s.label}" for panel in shown for s in panel.series}
+
+
 def attention_label(kind: str, k: int | None, global_tokens: int = 0) -> str:
     """Name an attention for a legend, like ``top-k (k = 5)`` or ``banded (k = 5 + 1 global)``.
 

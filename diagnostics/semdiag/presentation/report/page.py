@@ -8,7 +8,7 @@ import pandas as pd
 from jinja2 import Environment, StrictUndefined
 
 from semdiag.capturing.attention_kinds import EXTERNAL_SOURCES
-from semdiag.presentation.report.question import Question
+from semdiag.presentation.section import Question
 
 
 class Picture(TypedDict):
@@ -22,7 +22,7 @@ class Picture(TypedDict):
 
 def render_page(
     whole: dict[str, Any],
-    questions: Sequence[Question],
+    parts: Sequence[tuple[str, Sequence[Question]]],
     pictures: dict[str, Picture],
     non_finite: pd.DataFrame,
     keep_queries: bool,
@@ -32,7 +32,7 @@ def render_page(
 
     Args:
         whole: the report's summary.
-        questions: the sections, in order.
+        parts: name and questions of each section, in order.
         pictures: by figure.
         non_finite: the table of measurements with this name.
         keep_queries: whether the measurements themselves are beside the page.
@@ -53,11 +53,11 @@ def render_page(
     }
     return environment.from_string(source).render(
         report=whole,
-        questions=questions,
+        parts=parts,
         pictures=pictures,
         models=", ".join(sorted(named)),
         external=all(others),
-        sections={question.section for question in questions},
+        sections={name for name, _ in parts},
         non_finite=non_finite.to_dict("records"),
         keep_queries=keep_queries,
         theory=theory,

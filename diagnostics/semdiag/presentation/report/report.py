@@ -1,38 +1,31 @@
-"""The report: a folder with a page, figures, percentile tables and a summary, drawn from measurements alone."""
+"""The report: a folder with a page, figures, percentile tables and a summary, drawn from findings alone."""
 
 import json
 import os
 import shutil
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pandas as pd
-from matplotlib.figure import Figure
 
 from semdiag.capturing.attention_kinds import external
-from semdiag.findings.dispersion import counterfactual_ks
-from semdiag.measurement.measurements import Measurements
+from semdiag.findings.findings import Findings
 from semdiag.presentation.drawing.panels import NothingToDrawError
 from semdiag.presentation.drawing.save import save_figure
-from semdiag.presentation.figures import FIGURES
+from semdiag.presentation.report.capture_words import capture_sentences, warnings
 from semdiag.presentation.report.page import Picture, render_page
-from semdiag.presentation.report.questions import QUESTIONS, SECTIONS
-from semdiag.presentation.report.tables import SCHEMA, percentile_table, summary, within_table, write_tables
-from semdiag.presentation.report.verdict import details, pair_verdicts, sentences
-from semdiag.presentation.sections.bounds.tables import theory_findings, theory_tables
-from semdiag.presentation.sections.convergence.tables import convergence_tables
-from semdiag.presentation.sections.dispersion.dispersion_ratio import dispersion_ratio, layer_ratios
-from semdiag.presentation.sections.lipschitz.tables import probe_tables
-from semdiag.presentation.sections.mask_stability.tables import mask_tables
-from semdiag.presentation.sections.within.questions import EXTERNAL_QUESTIONS
+from semdiag.presentation.report.summary import SCHEMA, summary
+from semdiag.presentation.section import Section, Shown
+from semdiag.presentation.sections.registry import SECTIONS
+from semdiag.presentation.tables import percentile_table
 from semdiag_models import InputError
 
 _PIXELS_PER_INCH = 96  # of CSS
+_NAMED_IN_THE_PAGE = ("dispersion", "dispersion_ratio", "separation", "load", "within", "projections")
 
 
 def write_report(
-    measurements: Measurements,
+    findings: Findings,
     folder: Path,
     command: str,
     formats: Sequence[str] = ("png", "svg"),
@@ -42,7 +35,7 @@ def write_report(
     """Write the report into a folder; an older report there is replaced only when the new one is complete.
 
     Args:
-        measurements: of one or several models.
+        findings: of one or several models.
         folder: made if absent.
         command: that was typed, to be shown.
         formats: of the figures: png, svg, pdf; none for a report without figures.
@@ -58,9 +51,9 @@ def write_report(
         InputError: if the folder holds something else than a report, cannot be written, there is no model, or
             a format is unknown.
     """
-    if measurements.models.empty:
+    if findings.measurements.models.empty:
         raise InputError("There is nothing to report: no model was measured.")
-    sections = measured_sections(measurements) if sections is None else sections
+    sections = measured_sections(findings) if sections is None else sections
     unknown = [name for name in sections if name not in SECTIONS]
     if unknown:
         raise ValueError(f"Sections of a report are {', '.join(SECTIONS)}. Got {unknown[0]!r}.")
@@ -70,7 +63,7 @@ def write_report(
     try:
         try:
             building.mkdir(parents=True)
-            _write(measurements, building, command, formats, keep_queries, sections)
+            _write(findings, building, command, formats, keep_queries, sections)
             _swap(building, folder)
         finally:
             shutil.rmtree(building, ignore_errors=True)
@@ -79,43 +72,16 @@ def write_report(
     return given / "index.html"
 
 
-def measured_sections(measurements: Measurements) -> list[str]:
+def measured_sections(findings: Findings) -> list[str]:
     """The parts of a report for which something was measured.
 
     Args:
-        measurements: of one or several models.
+        findings: of one or several models.
 
     Returns:
-        All of :data:`~semdiag.presentation.report.questions.SECTIONS` but ``within`` without counterfactual k,
-        ``stability`` without secants, ``bounds`` without constants and slopes, ``mask-stability`` without noise,
-        ``k-sweep`` without a sweep, ``lipschitz`` without gradients, ``landscape`` without planes,
-        ``convergence`` without runs, ``along`` and ``predictors`` without snapshots, and ``lengths`` without other
-        lengths; of models of others alone neither ``separation`` nor ``learning``.
+        Names of :data:`~semdiag.presentation.sections.registry.SECTIONS`, in order.
     """
-    missing = set()
-    if not counterfactual_ks(measurements.queries):
-        missing.add("within")
-    if external(measurements.models).all():
-        missing |= {"separation", "learning"}
-    if measurements.secants.empty:
-        missing.add("stability")
-    if measurements.constants.empty and measurements.parameters.empty:
-        missing.add("bounds")
-    if measurements.noise_effects.empty and measurements.masks.empty:
-        missing.add("mask-stability")
-    if measurements.sweep.empty:
-        missing.add("k-sweep")
-    if measurements.loss_gradients.empty:
-        missing.add("lipschitz")
-    if measurements.landscape.empty:
-        missing.add("landscape")
-    for section, table in (
-        ("convergence", "runs"),
-        *((name, name) for name in ("along", "predictors", "lengths")),
-    ):
-        if getattr(measurements, table).empty:
-            missing.add(section)
-    return [name for name in SECTIONS if name not in missing]
+    return [name for name, section in SECTIONS.items() if section.applies(findings)]
 
 
 def _check_replaceable(folder: Path, keep_queries: bool) -> None:
@@ -154,73 +120,78 @@ def _swap(building: Path, folder: Path) -> None:
 
 
 def _write(
-    measurements: Measurements,
+    findings: Findings,
     folder: Path,
     command: str,
     formats: Sequence[str],
     keep_queries: bool,
-    sections: Sequence[str],
+    names: Sequence[str],
 ) -> None:
-    compared = "dispersion" in sections and not external(measurements.models).all()
-    ratios = layer_ratios(measurements) if compared else None
-    findings = theory_findings(measurements, sections)
-    theory = theory_tables(measurements, findings) | mask_tables(measurements, sections)
-    theory |= probe_tables(measurements, sections) | convergence_tables(measurements, sections)
-    write_tables(_tables(measurements, sections, ratios) | theory, folder / "data")
+    sections = [section for section in SECTIONS.values() if section.name in names]
+    tables = _tables(findings, sections)
+    _write_tables(tables, folder / "data")
     if keep_queries:
-        measurements.save(folder / "data")
-    verdicts = pair_verdicts(measurements)
-    asked = EXTERNAL_QUESTIONS if external(measurements.models).all() else QUESTIONS
-    questions = [question for question in asked if question.section in sections]
-    drawers: dict[str, Callable[[Measurements], Figure]] = {
-        **FIGURES,
-        "dispersion_ratio": partial(dispersion_ratio, ratios=ratios),
-    }
+        findings.measurements.save(folder / "data")
+    parts = [(section.name, section.asked(findings)) for section in sections]
     pictures = {
-        shown.figure: _picture(drawers[shown.figure], measurements, folder, shown.figure, formats)
+        shown.figure: _picture(shown, findings, folder, formats)
+        for _, questions in parts
         for question in questions
         for shown in question.figures
     }
     paths = {name: list(picture["files"].values()) for name, picture in pictures.items()}
-    said = sentences(measurements, verdicts, sections, findings)
-    whole = summary(measurements, command, said, verdicts, sections, paths, findings)
-    whole["details"] = details(measurements, sections, findings)
+    whole = summary(findings, command, in_short(findings, sections), sections, paths)
     text = json.dumps(whole, indent=1, ensure_ascii=False, allow_nan=False)
     (folder / "summary.json").write_text(text + "\n", encoding="utf-8")
-    page = render_page(whole, questions, pictures, measurements.non_finite, keep_queries, sorted(theory))
+    others = sorted(name for name in tables if name not in _NAMED_IN_THE_PAGE)
+    non_finite = findings.measurements.non_finite
+    page = render_page(whole, parts, pictures, non_finite, keep_queries, others)
     (folder / "index.html").write_text(page, encoding="utf-8")
 
 
-def _tables(
-    measurements: Measurements, sections: Sequence[str], ratios: pd.DataFrame | None
-) -> dict[str, pd.DataFrame]:
-    tables = {"dispersion": percentile_table(measurements, "dispersion")}
-    if ratios is not None:
-        tables["dispersion_ratio"] = ratios
-    if "separation" in sections:
-        tables |= {name: percentile_table(measurements, name) for name in ("separation", "load")}
-    if len(measurements.projections):
-        tables["projections"] = measurements.projections
-    if "within" in sections:
-        tables["within"] = within_table(measurements)
+def in_short(findings: Findings, sections: Sequence[Section]) -> list[str]:
+    """What the first screen says: every section's short sentences, how much was captured, warnings.
+
+    Args:
+        findings: of any number of models.
+        sections: of the report.
+    """
+    said = [sentence for section in sections for sentence in section.in_short(findings)]
+    if not said and not external(findings.measurements.models).all():
+        said = ["What was found stands below, model by model."]
+    return [*said, *capture_sentences(findings), *warnings(findings)]
+
+
+def _tables(findings: Findings, sections: Sequence[Section]) -> dict[str, pd.DataFrame]:
+    """What is written as CSV; the percentiles of δ stand in every report."""
+    tables = {"dispersion": percentile_table(findings, "dispersion")}
+    if len(findings.measurements.projections):
+        tables["projections"] = findings.measurements.projections
+    for section in sections:
+        tables |= section.tables(findings, len(sections) == 1)
     return tables
 
 
+def _write_tables(tables: Mapping[str, pd.DataFrame], folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, table in tables.items():
+        table.to_csv(folder / f"{name}.csv", index=False, lineterminator="\n")
+
+
 def _picture(
-    draw: Callable[[Measurements], Figure],
-    measurements: Measurements,
+    shown: Shown,
+    findings: Findings,
     folder: Path,
-    name: str,
     formats: Sequence[str],
 ) -> Picture:
     """Draw and save a figure; say what the page needs to know of it, or why there is nothing to show."""
     if not formats:
         return {"files": {}, "width": 0, "height": 0, "missing": "figures were not asked for."}
     try:
-        figure = draw(measurements)
+        figure = shown.draw(findings)
     except NothingToDrawError as reason:
         return {"files": {}, "width": 0, "height": 0, "missing": str(reason)}
-    saved = save_figure(figure, folder / "figures" / name, formats)
+    saved = save_figure(figure, folder / "figures" / shown.figure, formats)
     paths = {path.suffix[1:]: path.relative_to(folder).as_posix() for path in saved}
     width, height = (round(inches * _PIXELS_PER_INCH) for inches in figure.get_size_inches())
     return {"files": paths, "width": width, "height": height, "missing": None}

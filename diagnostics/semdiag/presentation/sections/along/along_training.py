@@ -5,7 +5,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, PercentFormatter
 
-from semdiag.measurement.measurements import Measurements
+from semdiag.findings.findings import Findings
 from semdiag.measurement.runs.along import SAMPLES
 from semdiag.presentation.drawing.panels import NothingToDrawError
 from semdiag.presentation.drawing.style import (
@@ -35,11 +35,11 @@ _LINEAR = ("xi_local", "gamma", "query_key_gradient")
 
 
 @paper_style
-def along_training(measurements: Measurements) -> Figure:
+def along_training(findings: Findings) -> Figure:
     """Draw δ, Δ, ξ, response, Γ and the gradient's share in queries and keys against epochs.
 
     Args:
-        measurements: with snapshots.
+        findings: with snapshots.
 
     Returns:
         Two rows of panels per setting, a line per run.
@@ -47,8 +47,9 @@ def along_training(measurements: Measurements) -> Figure:
     Raises:
         NothingToDrawError: if no snapshot was measured.
     """
+    measurements = findings.measurements
     pooled = measurements.along[measurements.along["layer"] == -1]
-    groups = runs_by_setting(measurements, pooled["model"], seeds_apart=False)
+    groups = runs_by_setting(findings, pooled["model"], seeds_apart=False)
     if not groups:
         raise NothingToDrawError("No snapshot was measured: add --along.")
     columns = 4

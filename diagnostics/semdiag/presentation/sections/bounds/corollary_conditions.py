@@ -7,8 +7,8 @@ from matplotlib.figure import Figure
 
 from semdiag.findings.corollary import HEURISTIC, corollary_findings
 from semdiag.findings.finding import Verdict, log10
+from semdiag.findings.findings import Findings
 from semdiag.findings.pairing import compared_pairs
-from semdiag.measurement.measurements import Measurements
 from semdiag.measurement.percentiles import PAPER_PERCENTILES
 from semdiag.presentation.drawing.panels import NothingToDrawError
 from semdiag.presentation.drawing.style import (
@@ -27,11 +27,11 @@ _WIDTH = 0.36
 
 
 @paper_style
-def corollary_conditions(measurements: Measurements) -> Figure:
+def corollary_conditions(findings: Findings) -> Figure:
     """Draw the left sides of the paper's conditions as bars around 1, and the sound margins beside them.
 
     Args:
-        measurements: of full models and their counterparts; with constants also the sound margin in X.
+        findings: of full models and their counterparts; with constants also the sound margin in X.
 
     Returns:
         Two panels per pair: paper (holds below 1) and sound (holds below 0).
@@ -39,7 +39,7 @@ def corollary_conditions(measurements: Measurements) -> Figure:
     Raises:
         NothingToDrawError: if no pair can be compared.
     """
-    table = corollary_table(corollary_findings(measurements, compared_pairs(measurements)))
+    table = corollary_table(corollary_findings(findings, findings(compared_pairs)))
     finite = table[np.isfinite(table[["value", "full_dispersion", "dispersion"]]).all(axis=1)]
     pairs = [name for name in dict.fromkeys(table["pair"]) if name in set(finite["pair"])]
     if not pairs:

@@ -10,9 +10,9 @@ from matplotlib.figure import Figure
 
 from semdiag.findings.corollary import HEURISTIC, corollary_findings
 from semdiag.findings.finding import Verdict
+from semdiag.findings.findings import Findings
 from semdiag.findings.pairing import compared_pairs
 from semdiag.mathematics.corollary import paper_input_condition, paper_weight_condition
-from semdiag.measurement.measurements import Measurements
 from semdiag.presentation.drawing.panels import NothingToDrawError
 from semdiag.presentation.drawing.style import (
     ATTENTION_STYLES,
@@ -35,11 +35,11 @@ _GREY = "#777777"
 
 
 @paper_style
-def corollary_plane(measurements: Measurements) -> Figure:
+def corollary_plane(findings: Findings) -> Figure:
     """Draw the plane of δ_h/δ_s and Δ_h/δ_s with the boundary of each condition, and pairs as points.
 
     Args:
-        measurements: of full models and their top-k counterparts.
+        findings: of full models and their top-k counterparts.
 
     Returns:
         Two panels: the paper's condition in the parameters (W) and in the inputs (X).
@@ -47,7 +47,7 @@ def corollary_plane(measurements: Measurements) -> Figure:
     Raises:
         NothingToDrawError: if no top-k model has a full counterpart.
     """
-    table = _points(measurements)
+    table = _points(findings)
     points = table[(table["y"] > 0) & np.isfinite(table["y"])]  # a tie has no place on a logarithmic axis
     published = _published()
     if points.empty:
@@ -74,11 +74,11 @@ def corollary_plane(measurements: Measurements) -> Figure:
     return figure
 
 
-def _points(measurements: Measurements) -> pd.DataFrame:
+def _points(findings: Findings) -> pd.DataFrame:
     """Measured pairs in the plane."""
-    topk = set(measurements.models.loc[measurements.models["attention"] == "topk", "model"])
-    pairs = [pair for pair in compared_pairs(measurements) if pair.other in topk]
-    table = corollary_table(corollary_findings(measurements, pairs))
+    topk = set(findings.measurements.models.loc[findings.measurements.models["attention"] == "topk", "model"])
+    pairs = [pair for pair in findings(compared_pairs) if pair.other in topk]
+    table = corollary_table(corollary_findings(findings, pairs))
     table = table[(table["form"] == "paper") & (table["full_dispersion"] > 0) & np.isfinite(table["dispersion"])]
     table = table[np.isfinite(table["full_dispersion"])]
     placed: pd.DataFrame = table.assign(

@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 
 from semdiag.findings.bounds import parameter_findings
 from semdiag.findings.finding import Finding, log10
-from semdiag.measurement.measurements import Measurements
+from semdiag.findings.findings import Findings
 from semdiag.presentation.drawing.panels import NothingToDrawError, panels_of
 from semdiag.presentation.drawing.style import (
     FAINT,
@@ -28,11 +28,11 @@ _COLUMNS = ("ln_sound", "ln_paper", "ln_gradient", "ln_secant")
 
 
 @paper_style
-def secants_under_bounds(measurements: Measurements) -> Figure:
+def secants_under_bounds(findings: Findings) -> Figure:
     """Draw log10 of the largest constant and slope of each group of tensors, block by block.
 
     Args:
-        measurements: with the tables constants and parameters.
+        findings: with the tables constants and parameters.
 
     Returns:
         One panel per model.
@@ -40,6 +40,7 @@ def secants_under_bounds(measurements: Measurements) -> Figure:
     Raises:
         NothingToDrawError: if no constant of a parameter tensor is known.
     """
+    measurements = findings.measurements
     rows = measurements.parameters
     known = rows[np.isfinite(rows[list(_COLUMNS)].to_numpy(float)).any(axis=1)]
     shown = [
@@ -50,7 +51,7 @@ def secants_under_bounds(measurements: Measurements) -> Figure:
     ]
     if not shown:
         raise NothingToDrawError("No constant of a parameter tensor is known.")
-    findings = {(f.subject, f.form): f for f in parameter_findings(measurements) if f.where == "all"}
+    findings = {(f.subject, f.form): f for f in findings(parameter_findings) if f.where == "all"}
     figure, axes = panel_grid(len(shown), height=2.9, columns=min(len(shown), 2))
     for ax, (panel, series) in zip(axes, shown, strict=True):
         own = known[known["model"] == series.model]

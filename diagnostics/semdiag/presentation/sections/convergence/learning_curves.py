@@ -6,7 +6,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from semdiag.findings.convergence import arrivals
-from semdiag.measurement.measurements import Measurements
+from semdiag.findings.findings import Findings
 from semdiag.presentation.drawing.panels import NothingToDrawError
 from semdiag.presentation.drawing.style import (
     FAINT,
@@ -24,11 +24,11 @@ _FEWEST_FOR_MEDIAN = 3
 
 
 @paper_style
-def learning_curves(measurements: Measurements) -> Figure:
+def learning_curves(findings: Findings) -> Figure:
     """Draw median training accuracy over seeds with its range, single arrivals, and held-out accuracy.
 
     Args:
-        measurements: with runs.
+        findings: with runs.
 
     Returns:
         One panel per setting.
@@ -36,7 +36,7 @@ def learning_curves(measurements: Measurements) -> Figure:
     Raises:
         NothingToDrawError: if no run has a finished epoch.
     """
-    found = arrivals(measurements)
+    found = findings(arrivals)
     found = found[found["epochs"] > 0]
     if found.empty:
         raise NothingToDrawError("No run has a finished epoch.")
@@ -46,8 +46,8 @@ def learning_curves(measurements: Measurements) -> Figure:
         facts, target = [], float(runs["target"].iloc[0])
         for attention, own in runs.groupby("attention", sort=False):
             style = attention_style(str(own["kind"].iloc[0]))
-            _draw(ax, style, _wide(measurements, own, "train_accuracy"), 1.7)
-            _draw(ax, style, _wide(measurements, own, "holdout_accuracy"), 0.7)
+            _draw(ax, style, _wide(findings, own, "train_accuracy"), 1.7)
+            _draw(ax, style, _wide(findings, own, "holdout_accuracy"), 0.7)
             ax.plot([], [], color=style.color, linestyle=style.line, marker=style.marker, markersize=4,
                     label=str(attention))  # fmt: skip
             _mark(ax, style, own, target)
@@ -70,9 +70,9 @@ def learning_curves(measurements: Measurements) -> Figure:
     return figure
 
 
-def _wide(measurements: Measurements, runs: pd.DataFrame, column: str) -> pd.DataFrame:
+def _wide(findings: Findings, runs: pd.DataFrame, column: str) -> pd.DataFrame:
     """One column per run; what has arrived and stopped keeps its last value beside runs that go on."""
-    history = measurements.history[measurements.history["model"].isin(runs["model"])]
+    history = findings.measurements.history[findings.measurements.history["model"].isin(runs["model"])]
     wide = history.dropna(subset=["epoch"]).pivot_table(index="epoch", columns="model", values=column)
     arrived = runs.loc[runs["arrival"].notna(), "model"]
     return wide.assign(**wide[[*arrived]].ffill()) if len(wide.columns) >= _FEWEST_FOR_MEDIAN else wide

@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator
 
 from semdiag.findings.convergence import arrivals, over_seeds, speed_ups
-from semdiag.measurement.measurements import Measurements
+from semdiag.findings.findings import Findings
 from semdiag.presentation.drawing.panels import NothingToDrawError
 from semdiag.presentation.drawing.style import (
     FAINT,
@@ -27,11 +27,11 @@ _ARROW = 1.35  # length of an arrow, as a factor
 
 
 @paper_style
-def speed_up(measurements: Measurements) -> Figure:
+def speed_up(findings: Findings) -> Figure:
     """Draw the speed-up of every pair of runs, and its median with an interval over seeds.
 
     Args:
-        measurements: with runs.
+        findings: with runs.
 
     Returns:
         One panel, settings side by side.
@@ -39,7 +39,7 @@ def speed_up(measurements: Measurements) -> Figure:
     Raises:
         NothingToDrawError: if no run has a full-attention counterpart, or nothing is known of any speed-up.
     """
-    found = arrivals(measurements)
+    found = findings(arrivals)
     pairs = speed_ups(found)
     if pairs.empty:
         raise NothingToDrawError("No run has a full-attention run of the same setting and seed.")
@@ -60,11 +60,11 @@ def speed_up(measurements: Measurements) -> Figure:
                 _draw(ax, x, width, own, row, style)
                 ax.plot([], [], marker=style.marker, color=style.color, linestyle="none", label=attention)
     _finish(ax, groups)
-    ax.set_ylabel(f"speed-up over full attention\n(epochs to {target_words(measurements)}, ratio)")
+    ax.set_ylabel(f"speed-up over full attention\n(epochs to {target_words(findings)}, ratio)")
     legend_on_top(figure, [ax])
     note_below(
         figure,
-        f"{targets_sentence(measurements)} point: one seed; arrow: only this bound is known, one run never "
+        f"{targets_sentence(findings)} point: one seed; arrow: only this bound is known, one run never "
         "arrived; bar: interval of the median over seeds (order statistics; its confidence stands beside it), "
         "none for one seed; ?: neither arrived",
     )

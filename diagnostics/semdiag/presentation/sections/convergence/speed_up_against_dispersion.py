@@ -3,8 +3,8 @@
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator
 
+from semdiag.findings.findings import Findings
 from semdiag.findings.speed_and_dispersion import speed_dispersion, speed_dispersion_table
-from semdiag.measurement.measurements import Measurements
 from semdiag.presentation.drawing.panels import NothingToDrawError
 from semdiag.presentation.drawing.style import (
     FAINT,
@@ -21,11 +21,11 @@ from semdiag.presentation.sections.convergence.speed_up import draw_speed
 
 
 @paper_style
-def speed_up_against_dispersion(measurements: Measurements) -> Figure:
+def speed_up_against_dispersion(findings: Findings) -> Figure:
     """Draw speed-up against δ_h/δ_s for every pair of runs, with their rank correlation.
 
     Args:
-        measurements: with runs and the queries of their last checkpoints.
+        findings: with runs and the queries of their last checkpoints.
 
     Returns:
         One panel, logarithmic axes.
@@ -33,7 +33,7 @@ def speed_up_against_dispersion(measurements: Measurements) -> Figure:
     Raises:
         NothingToDrawError: if there is no pair whose speed-up is at least bounded.
     """
-    table = speed_dispersion_table(measurements)
+    table = findings(speed_dispersion_table)
     table = table[(table["known"] != "unknown") & (table["ratio"] > 0)]
     if table.empty:
         raise NothingToDrawError(
@@ -61,15 +61,15 @@ def speed_up_against_dispersion(measurements: Measurements) -> Figure:
         plain_numbers(axis)
         line(1.0, color=FAINT, linewidth=0.9, linestyle=(0, (4, 2)), zorder=0)
     ax.set_xlabel("δ of sparse / δ of full attention, pooled medians at the last checkpoint")
-    ax.set_ylabel(f"speed-up over full attention\n(epochs to {target_words(measurements)}, ratio)")
-    said = speed_dispersion(speed_dispersion_table(measurements)).sentence
+    ax.set_ylabel(f"speed-up over full attention\n(epochs to {target_words(findings)}, ratio)")
+    said = speed_dispersion(findings(speed_dispersion_table)).sentence
     title_with_facts(ax, "", said.replace(": ", ":\n", 1).replace("; ", ";\n", 1).split("\n"))
     legend_on_top(figure, [ax])
     numbers = "; ".join(f"{place} = {group}" for group, place in names.items())
     note_below(
         figure,
-        f"{targets_sentence(measurements)} {numbers}. bars: 95 % intervals over sequences (200 resamplings of "
-        f"{int(measurements.models['samples'].max())} samples); hollow with arrow: a bound, one run never arrived",
+        f"{targets_sentence(findings)} {numbers}. bars: 95 % intervals over sequences (200 resamplings of "
+        f"{int(findings.measurements.models['samples'].max())} samples); hollow with arrow: a bound, one run never arrived",
     )
     return figure
 

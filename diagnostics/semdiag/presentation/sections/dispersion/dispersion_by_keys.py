@@ -5,7 +5,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from semdiag.measurement.measurements import Measurements
+from semdiag.findings.findings import Findings
 from semdiag.presentation.drawing.panels import NothingToDrawError, Panel, panels_of
 from semdiag.presentation.drawing.style import (
     AttentionStyle,
@@ -23,11 +23,11 @@ _FEWEST = 10  # queries of a bin that is drawn
 
 
 @paper_style
-def dispersion_by_keys(measurements: Measurements) -> Figure:
+def dispersion_by_keys(findings: Findings) -> Figure:
     """Draw percentiles of δ against the number of keys n_i a query may attend to, layers and heads pooled.
 
     Args:
-        measurements: of models whose queries differ in their number of keys: causal ones, or inputs of several
+        findings: of models whose queries differ in their number of keys: causal ones, or inputs of several
             lengths.
 
     Returns:
@@ -36,8 +36,12 @@ def dispersion_by_keys(measurements: Measurements) -> Figure:
     Raises:
         NothingToDrawError: if every query has the same number of keys.
     """
-    curves = {str(model): _binned(rows) for model, rows in measurements.queries.groupby("model", sort=False)}
-    panels = [p for p in panels_of(measurements.models) if any(len(curves[s.model]) > 1 for s in p.series)]
+    curves = {
+        str(model): _binned(rows) for model, rows in findings.measurements.queries.groupby("model", sort=False)
+    }
+    panels = [
+        p for p in panels_of(findings.measurements.models) if any(len(curves[s.model]) > 1 for s in p.series)
+    ]
     if not panels:
         raise NothingToDrawError("Every query has the same number of keys.")
     figure, axes = panel_grid(len(panels))

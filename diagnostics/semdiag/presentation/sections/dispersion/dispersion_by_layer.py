@@ -5,7 +5,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from semdiag.measurement.measurements import Measurements
+from semdiag.findings.findings import Findings
 from semdiag.measurement.percentiles import pooled_table
 from semdiag.presentation.drawing.letter_values import (
     READING,
@@ -18,11 +18,11 @@ from semdiag.presentation.drawing.style import legend_on_top, note_below, panel_
 
 
 @paper_style
-def dispersion_by_layer(measurements: Measurements) -> Figure:
+def dispersion_by_layer(findings: Findings) -> Figure:
     """Draw the distribution of δ over queries per layer, heads pooled, on a logarithmic axis.
 
     Args:
-        measurements: of any number of models.
+        findings: of any number of models.
 
     Returns:
         One panel per task, seed, size and snapshot.
@@ -30,10 +30,10 @@ def dispersion_by_layer(measurements: Measurements) -> Figure:
     Raises:
         NothingToDrawError: if no query has a finite positive dispersion.
     """
-    panels = panels_of(measurements.models)
+    panels = panels_of(findings.measurements.models)
     tables = {
         str(model): pooled_table(rows, "dispersion", by="layer").sort_values("layer")
-        for model, rows in measurements.queries.groupby("model", sort=False)
+        for model, rows in findings.measurements.queries.groupby("model", sort=False)
     }
     shown = pd.concat(tables.values()) if tables else pd.DataFrame()
     low, high = positive_range(shown, "p1", "p100")

@@ -5,7 +5,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from semdiag.capturing.attention_kinds import DENSE
-from semdiag.measurement.measurements import Measurements
+from semdiag.findings.findings import Findings
 from semdiag.measurement.percentiles import percentiles
 from semdiag.presentation.drawing.curves import cumulative_curve
 from semdiag.presentation.drawing.panels import NothingToDrawError, Panel, panels_of
@@ -15,11 +15,11 @@ MARKED = (50, 75, 90, 95)
 
 
 @paper_style
-def dispersion_ecdf(measurements: Measurements) -> Figure:
+def dispersion_ecdf(findings: Findings) -> Figure:
     """Draw the share of queries whose δ is at most x, layers and heads pooled, with percentiles marked.
 
     Args:
-        measurements: of any number of models.
+        findings: of any number of models.
 
     Returns:
         One panel per task, seed, size and snapshot.
@@ -27,9 +27,10 @@ def dispersion_ecdf(measurements: Measurements) -> Figure:
     Raises:
         NothingToDrawError: if no query has a finite positive dispersion.
     """
-    panels = panels_of(measurements.models)
+    panels = panels_of(findings.measurements.models)
     values = {
-        str(model): column for model, column in measurements.queries.groupby("model", sort=False)["dispersion"]
+        str(model): column
+        for model, column in findings.measurements.queries.groupby("model", sort=False)["dispersion"]
     }
     if not any(len(cumulative_curve(column)[0]) for column in values.values()):
         raise NothingToDrawError("No query has a finite dispersion above 0.")

@@ -4,9 +4,8 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from semdiag.findings.pairing import find_pairs
-from semdiag.findings.resampling import ratio_interval
-from semdiag.measurement.measurements import Measurements
+from semdiag.findings.dispersion import RATIO_PERCENTILES, layer_ratios
+from semdiag.findings.findings import Findings
 from semdiag.presentation.drawing.panels import NothingToDrawError, Panel, panels_of
 from semdiag.presentation.drawing.style import (
     FAINT,
@@ -18,17 +17,13 @@ from semdiag.presentation.drawing.style import (
     plain_numbers,
 )
 
-SHOWN = (50, 95)
-RESAMPLES = 300  # of whole sequences; the ends of a 95 % interval are then good to about a tenth of its width
-
 
 @paper_style
-def dispersion_ratio(measurements: Measurements, ratios: pd.DataFrame | None = None) -> Figure:
+def dispersion_ratio(findings: Findings) -> Figure:
     """Draw δ_h/δ_s per layer for every pair, with 95 % intervals from resampled sequences.
 
     Args:
-        measurements: of full models and their counterparts.
-        ratios: from :func:`layer_ratios`, if already computed.
+        findings: of full models and their counterparts.
 
     Returns:
         One row of panels per task, seed, size and snapshot: median and 95th percentile.
@@ -36,56 +31,28 @@ def dispersion_ratio(measurements: Measurements, ratios: pd.DataFrame | None = N
     Raises:
         NothingToDrawError: if no sparse model has a full counterpart.
     """
-    ratios = layer_ratios(measurements) if ratios is None else ratios
+    ratios = findings(layer_ratios)
     if not ratios["ratio"].notna().any():
         raise NothingToDrawError(
             "No sparse model has a full-attention counterpart of the same task, seed, size and snapshot."
         )
     compared = set(ratios["model"])
-    panels = [p for p in panels_of(measurements.models) if any(s.model in compared for s in p.series)]
-    figure, axes = panel_grid(len(SHOWN) * len(panels), columns=len(SHOWN))
+    panels = [p for p in panels_of(findings.measurements.models) if any(s.model in compared for s in p.series)]
+    figure, axes = panel_grid(len(RATIO_PERCENTILES) * len(panels), columns=len(RATIO_PERCENTILES))
     low, high = ratios["low"].min(), ratios["high"].max()
-    places = [(panel, percentile) for panel in panels for percentile in SHOWN]
+    places = [(panel, percentile) for panel in panels for percentile in RATIO_PERCENTILES]
     for ax, (panel, percentile) in zip(axes, places, strict=True):
         _scale(ax, min(low, 0.5), max(high, 2.0))
         _draw(ax, panel, ratios[ratios["percentile"] == percentile])
         which = "median" if percentile == 50 else f"p{percentile}"
         ax.set_title(f"{panel.title}: {which}")
-        if percentile == SHOWN[0]:
+        if percentile == RATIO_PERCENTILES[0]:
             ax.set_ylabel("δ of sparse / δ of full attention")
     legend_on_top(figure, axes)
     note_below(
         figure, "bars: 95 % intervals, whole sequences resampled; below 1 = more focused than full attention"
     )
     return figure
-
-
-def layer_ratios(measurements: Measurements, resamples: int = RESAMPLES) -> pd.DataFrame:
-    """Ratios of dispersion between every sparse model and its full counterpart, layer by layer.
-
-    Args:
-        measurements: of full models and their counterparts.
-        resamples: bootstrap draws per ratio.
-
-    Returns:
-        One row per pair, percentile and layer: model, full, percentile, layer, ratio, low, high.
-    """
-    pairs, _ = find_pairs(measurements.models, attention=None)
-    rows = {
-        key: group[["sample", "dispersion"]]
-        for key, group in measurements.queries.groupby(["model", "layer"], sort=True)
-    }
-    found = []
-    for pair in pairs:
-        layers = [layer for model, layer in rows if model == pair.other and (pair.full, layer) in rows]
-        for percentile in SHOWN:
-            for layer in layers:
-                interval = ratio_interval(
-                    rows[pair.other, layer], rows[pair.full, layer], percentile=percentile, resamples=resamples
-                )
-                numbers = (interval.estimate, interval.low, interval.high)
-                found.append((pair.other, pair.full, percentile, layer, *numbers))
-    return pd.DataFrame(found, columns=["model", "full", "percentile", "layer", "ratio", "low", "high"])
 
 
 def _scale(ax: Axes, low: float, high: float) -> None:

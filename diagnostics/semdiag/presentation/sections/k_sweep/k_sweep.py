@@ -5,8 +5,8 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from semdiag.findings.findings import Findings
 from semdiag.findings.k_sweep import MASS, condition_table, recommendation
-from semdiag.measurement.measurements import Measurements
 from semdiag.presentation.drawing.panels import NothingToDrawError, panels_of
 from semdiag.presentation.drawing.style import (
     FAINT,
@@ -26,11 +26,11 @@ _LINES = {"W": "-", "X": (0, (4, 2))}
 
 
 @paper_style
-def k_sweep(measurements: Measurements) -> Figure:
+def k_sweep(findings: Findings) -> Figure:
     """Draw what k heavy hitters would leave of each model's attention.
 
     Args:
-        measurements: with a sweep.
+        findings: with a sweep.
 
     Returns:
         One row per model: attention mass kept (with accuracy, after a rerun), δ_h(k)/δ_s, Δ_h(k), and the
@@ -39,6 +39,7 @@ def k_sweep(measurements: Measurements) -> Figure:
     Raises:
         NothingToDrawError: if no model was swept.
     """
+    measurements = findings.measurements
     swept = set(measurements.sweep["model"])
     models = [
         (series.model, f"{panel.title}\n{series.label}")
@@ -48,7 +49,7 @@ def k_sweep(measurements: Measurements) -> Figure:
     ]
     if not models:
         raise NothingToDrawError("No model's scores were asked for every k.")
-    conditions = condition_table(measurements)
+    conditions = findings(condition_table)
     figure, axes = panel_grid(_COLUMNS * len(models), height=2.2, sharey=False, columns=_COLUMNS)
     for place, (model, title) in enumerate(models):
         own = measurements.sweep[(measurements.sweep["model"] == model) & (measurements.sweep["layer"] == -1)]
@@ -60,7 +61,7 @@ def k_sweep(measurements: Measurements) -> Figure:
         _conditions(row[3], conditions[conditions["model"] == model])
         for ax, name in zip(row, (title, "dispersion", "separation", "conditions"), strict=True):
             ax.set_title(name, fontsize=8)
-        found = recommendation(measurements, model).k
+        found = recommendation(findings, model).k
         for ax in row:
             ax.set_xlabel("k")
             if found is not None:

@@ -2,7 +2,7 @@
 
 from matplotlib.figure import Figure
 
-from semdiag.measurement.measurements import Measurements
+from semdiag.findings.findings import Findings
 from semdiag.measurement.probes.loss.landscape import DISPERSION_SAMPLES
 from semdiag.presentation.drawing.style import paper_style
 from semdiag.presentation.sections.landscape.landscape_contour import draw_planes
@@ -10,11 +10,11 @@ from semdiag.presentation.sections.landscape.panels import plane_cells, plane_fa
 
 
 @paper_style
-def landscape_attention(measurements: Measurements) -> Figure:
+def landscape_attention(findings: Findings) -> Figure:
     """Draw median and 95th percentile of δ and, where a mask drops keys, the median Δ on every plane.
 
     Args:
-        measurements: with the table landscape.
+        findings: with the table landscape.
 
     Returns:
         Two or three panels per plane and model; one colour scale per quantity.
@@ -22,7 +22,7 @@ def landscape_attention(measurements: Measurements) -> Figure:
     Raises:
         NothingToDrawError: if the dispersion was measured on no plane.
     """
-    cells = plane_cells(measurements, "dispersion_p50")
+    cells = plane_cells(findings, "dispersion_p50")
     quantities = {
         "dispersion_p50": ("median δ (nats)", "viridis_r"),
         "dispersion_p95": ("95th percentile of δ (nats)", "viridis_r"),
@@ -30,7 +30,7 @@ def landscape_attention(measurements: Measurements) -> Figure:
     if all(c.rows["separation_p50"].notna().all() for c in cells):
         quantities["separation_p50"] = ("median Δ (nats)", "cividis")
     note = (
-        f"{plane_facts(measurements, cells)}.\nPooled over layers, heads and the queries of the first "
+        f"{plane_facts(findings, cells)}.\nPooled over layers, heads and the queries of the first "
         f"{min(DISPERSION_SAMPLES, min(c.samples for c in cells))} samples. Contour lines are interpolated."
     )
     return draw_planes(cells, quantities, note)

@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm, Normalize
 from matplotlib.figure import Figure
 
-from semdiag.measurement.measurements import Measurements
+from semdiag.findings.findings import Findings
 from semdiag.presentation.drawing.style import (
     INK,
     legend_on_top,
@@ -32,11 +32,11 @@ _LETTERS = "AB"  # of the two snapshots, towards and beside which a plane goes
 
 
 @paper_style
-def landscape_contour(measurements: Measurements) -> Figure:
+def landscape_contour(findings: Findings) -> Figure:
     """Draw the loss and the accuracy of every plane side by side, with contour lines over the loss.
 
     Args:
-        measurements: with the table landscape.
+        findings: with the table landscape.
 
     Returns:
         Two panels per plane and model; one colour scale per quantity.
@@ -44,11 +44,11 @@ def landscape_contour(measurements: Measurements) -> Figure:
     Raises:
         NothingToDrawError: if the loss was measured on no plane.
     """
-    cells = plane_cells(measurements, "loss")
+    cells = plane_cells(findings, "loss")
     return draw_planes(
         cells,
         {"loss": ("cross-entropy (nats)", "viridis_r"), "accuracy": ("accuracy", "cividis")},
-        f"{plane_facts(measurements, cells)}.\nColours are the evaluated cells themselves; contour lines of the "
+        f"{plane_facts(findings, cells)}.\nColours are the evaluated cells themselves; contour lines of the "
         "first quantity, at the same values everywhere, are interpolated between them.",
     )
 

@@ -9,17 +9,17 @@ from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from semdiag.measurement.measurements import Measurements
+from semdiag.findings.findings import Findings
 from semdiag.presentation.drawing.style import legend_on_top, note_below, panel_grid, paper_style, title_with_facts
 from semdiag.presentation.sections.landscape.panels import PlaneCells, common_scale, plane_cells, plane_facts
 
 
 @paper_style
-def landscape_cuts(measurements: Measurements) -> Figure:
+def landscape_cuts(findings: Findings) -> Figure:
     """Draw loss and accuracy along both axes of every plane, models of a task and seed on the same axes.
 
     Args:
-        measurements: with the table landscape.
+        findings: with the table landscape.
 
     Returns:
         A panel for the loss and one for the accuracy per task, seed and size.
@@ -27,7 +27,7 @@ def landscape_cuts(measurements: Measurements) -> Figure:
     Raises:
         NothingToDrawError: if the loss was measured on no plane.
     """
-    cells = plane_cells(measurements, "loss")
+    cells = plane_cells(findings, "loss")
     titles = list(dict.fromkeys(_panel(c) for c in cells))
     logarithmic = isinstance(common_scale(cells, "loss"), LogNorm)
     figure, axes = panel_grid(2 * len(titles), height=2.7, columns=2, sharey=False)
@@ -46,7 +46,7 @@ def landscape_cuts(measurements: Measurements) -> Figure:
     legend_on_top(figure, axes)
     note_below(
         figure,
-        f"{plane_facts(measurements, cells)}. Points are evaluated cells; lines between them guide the eye.",
+        f"{plane_facts(findings, cells)}. Points are evaluated cells; lines between them guide the eye.",
     )
     return figure
 

@@ -8,7 +8,7 @@ import numpy as np
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 
-from semdiag.measurement.measurements import Measurements
+from semdiag.findings.findings import Findings
 from semdiag.presentation.drawing.style import INK, note_below, paper_style
 from semdiag.presentation.sections.landscape.panels import (
     PlaneCells,
@@ -20,11 +20,11 @@ from semdiag.presentation.sections.landscape.panels import (
 
 
 @paper_style
-def landscape_surface(measurements: Measurements) -> Figure:
+def landscape_surface(findings: Findings) -> Figure:
     """Draw the loss of every plane as a surface with one corner per evaluated cell, all on one scale.
 
     Args:
-        measurements: with the table landscape.
+        findings: with the table landscape.
 
     Returns:
         One panel per plane and model.
@@ -32,7 +32,7 @@ def landscape_surface(measurements: Measurements) -> Figure:
     Raises:
         NothingToDrawError: if the loss was measured on no plane.
     """
-    cells = plane_cells(measurements, "loss")
+    cells = plane_cells(findings, "loss")
     columns = min(len(cells), 2)
     rows = math.ceil(len(cells) / columns)
     figure = Figure(figsize=(4.6 * columns if columns > 1 else 6.0, 4.0 * rows + 0.7), layout="constrained")
@@ -45,7 +45,7 @@ def landscape_surface(measurements: Measurements) -> Figure:
         ax.set_zlabel("log10 of cross-entropy (nats)" if logarithmic else "cross-entropy (nats)", fontsize=7)
     note_below(
         figure,
-        f"{plane_facts(measurements, cells)}.\nEvery corner of the mesh is an evaluated cell; the facets between "
+        f"{plane_facts(findings, cells)}.\nEvery corner of the mesh is an evaluated cell; the facets between "
         "are flat and no data. Cross: the checkpoint.",
     )
     return figure

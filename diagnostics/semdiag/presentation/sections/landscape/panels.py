@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm, Normalize
 from numpy.typing import NDArray
 
-from semdiag.measurement.measurements import Measurements
+from semdiag.findings.findings import Findings
 from semdiag.presentation.drawing.panels import NothingToDrawError, Series, panels_of
 
 _LOGARITHMIC = 30.0  # largest over smallest value, from which on colours and heights are logarithmic
@@ -46,11 +46,11 @@ class PlaneCells:
         return np.where(np.isfinite(array), array, np.nan)
 
 
-def plane_cells(measurements: Measurements, quantity: str) -> list[PlaneCells]:
+def plane_cells(findings: Findings, quantity: str) -> list[PlaneCells]:
     """Every plane of every model on which a quantity was measured, full attention first.
 
     Args:
-        measurements: with the table landscape.
+        findings: with the table landscape.
         quantity: a column of it.
 
     Returns:
@@ -59,9 +59,9 @@ def plane_cells(measurements: Measurements, quantity: str) -> list[PlaneCells]:
     Raises:
         NothingToDrawError: if there is none.
     """
-    table = measurements.landscape
+    table = findings.measurements.landscape
     found = []
-    for panel in panels_of(measurements.models):
+    for panel in panels_of(findings.measurements.models):
         for series in panel.series:
             for number, rows in table[table["model"] == series.model].groupby("plane", sort=True):
                 grid = rows[rows["place"] == "grid"].sort_values(["y", "x"], kind="stable")
@@ -127,11 +127,11 @@ def name_axes(ax: Axes, cells: PlaneCells) -> None:
     ax.set_ylabel(up)
 
 
-def plane_facts(measurements: Measurements, cells: list[PlaneCells]) -> str:
+def plane_facts(findings: Findings, cells: list[PlaneCells]) -> str:
     """What stands behind the cells, in words for a figure.
 
     Args:
-        measurements: for the seed.
+        findings: for the seed.
         cells: the planes that are shown.
     """
     first = cells[0]
@@ -142,7 +142,7 @@ def plane_facts(measurements: Measurements, cells: list[PlaneCells]) -> str:
     else:
         planes = len({c.plane for c in cells})
         how = f"{planes} random plane{'s' * (planes > 1)}, each tensor's direction as long as the tensor"
-        seed = measurements.provenance.get("seed")
+        seed = findings.measurements.provenance.get("seed")
         how += "" if seed is None else f" (seed {seed})"
     return (
         f"{how}; {grid}, each one model that was run on {samples}, deterministic: there is no sampling interval "

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import pandas as pd
 
 from semdiag.findings.convergence import arrivals, epochs_to
-from semdiag.measurement.measurements import Measurements
+from semdiag.findings.findings import Findings
 from semdiag.presentation.drawing.panels import RUN, Panel, Series, panels_of
 
 
@@ -29,15 +29,16 @@ class Run:
         return int(self.history["epoch"].max())
 
 
-def training_runs(measurements: Measurements) -> list[tuple[Panel, list[Run]]]:
+def training_runs(findings: Findings) -> list[tuple[Panel, list[Run]]]:
     """Group the training histories by task, seed and size; snapshots of one run count once.
 
     Args:
-        measurements: of any number of models; those without a history are left out.
+        findings: of any number of models; those without a history are left out.
 
     Returns:
         Panels with their runs, full attention first.
     """
+    measurements = findings.measurements
     if "epoch" not in measurements.history:
         return []
     histories = {
@@ -56,20 +57,18 @@ def training_runs(measurements: Measurements) -> list[tuple[Panel, list[Run]]]:
     ]
 
 
-def runs_by_setting(
-    measurements: Measurements, models: pd.Series, *, seeds_apart: bool
-) -> list[tuple[str, pd.DataFrame]]:
+def runs_by_setting(findings: Findings, models: pd.Series, *, seeds_apart: bool) -> list[tuple[str, pd.DataFrame]]:
     """Group the arrivals of runs by setting.
 
     Args:
-        measurements: with runs.
+        findings: with runs.
         models: paths of those that count.
         seeds_apart: whether every seed is a group of its own.
 
     Returns:
         A title and the runs of each group; nothing if no run counts.
     """
-    found = arrivals(measurements)
+    found = findings(arrivals)
     found = found[found["model"].isin(models)]
     if not seeds_apart:
         return [(str(group), runs) for group, runs in found.groupby("group", sort=False)]

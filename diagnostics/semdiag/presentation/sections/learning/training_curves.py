@@ -5,7 +5,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from semdiag.measurement.measurements import Measurements
+from semdiag.findings.findings import Findings
 from semdiag.measurement.runs.training_runs import TARGET
 from semdiag.presentation.drawing.curves import POINTS
 from semdiag.presentation.drawing.panels import NothingToDrawError
@@ -22,11 +22,11 @@ from semdiag.presentation.sections.learning.learning_speed import Run, training_
 
 
 @paper_style
-def training_curves(measurements: Measurements) -> Figure:
+def training_curves(findings: Findings) -> Figure:
     """Draw training and held-out accuracy and loss per epoch, with the arrival at 95 % training accuracy.
 
     Args:
-        measurements: of any number of models with training histories.
+        findings: of any number of models with training histories.
 
     Returns:
         Two panels per task, seed and size: accuracy and loss.
@@ -34,7 +34,7 @@ def training_curves(measurements: Measurements) -> Figure:
     Raises:
         NothingToDrawError: if no model brings a training history.
     """
-    groups = training_runs(measurements)
+    groups = training_runs(findings)
     if not groups:
         raise NothingToDrawError("No model brings its training history.")
     figure, axes = panel_grid(2 * len(groups), sharey=False, columns=2)

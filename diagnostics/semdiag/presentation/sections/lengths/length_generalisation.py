@@ -5,7 +5,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
-from semdiag.measurement.measurements import Measurements
+from semdiag.findings.findings import Findings
 from semdiag.presentation.drawing.panels import NothingToDrawError
 from semdiag.presentation.drawing.style import (
     FAINT,
@@ -26,11 +26,11 @@ _SHOWN = (
 
 
 @paper_style
-def length_generalisation(measurements: Measurements) -> Figure:
+def length_generalisation(findings: Findings) -> Figure:
     """Draw accuracy with its interval, δ and Δ against the length of the inputs.
 
     Args:
-        measurements: with lengths.
+        findings: with lengths.
 
     Returns:
         One row of panels per setting and seed.
@@ -38,8 +38,9 @@ def length_generalisation(measurements: Measurements) -> Figure:
     Raises:
         NothingToDrawError: if no length was evaluated.
     """
+    measurements = findings.measurements
     pooled = measurements.lengths[measurements.lengths["layer"] == -1]
-    groups = runs_by_setting(measurements, pooled["model"], seeds_apart=True)
+    groups = runs_by_setting(findings, pooled["model"], seeds_apart=True)
     if not groups:
         raise NothingToDrawError("No other length was evaluated: add --lengths 40,60,80.")
     trained = measurements.models.set_index("model")["length"]

@@ -5,7 +5,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from semdiag.measurement.measurements import Measurements
+from semdiag.findings.findings import Findings
 from semdiag.presentation.drawing.panels import NothingToDrawError, Panel, panels_of
 from semdiag.presentation.drawing.style import legend_on_top, note_below, panel_grid, paper_style, title_with_facts
 
@@ -13,11 +13,11 @@ _HIGHEST = 600.0  # logarithm of what still fits an axis
 
 
 @paper_style
-def block_stretch(measurements: Measurements) -> Figure:
+def block_stretch(findings: Findings) -> Figure:
     """Draw the largest Jacobian norm of every block and sample, and the smallest and largest λ_X.
 
     Args:
-        measurements: with the table jacobians.
+        findings: with the table jacobians.
 
     Returns:
         One panel per task, seed, size and snapshot.
@@ -25,11 +25,11 @@ def block_stretch(measurements: Measurements) -> Figure:
     Raises:
         NothingToDrawError: if no Jacobian was measured.
     """
-    table = measurements.jacobians
+    table = findings.measurements.jacobians
     if table.empty:
         raise NothingToDrawError("No Jacobian of a block was measured.")
     measured = set(table["model"])
-    panels = [p for p in panels_of(measurements.models) if any(s.model in measured for s in p.series)]
+    panels = [p for p in panels_of(findings.measurements.models) if any(s.model in measured for s in p.series)]
     figure, axes = panel_grid(len(panels), height=2.8)
     for ax, panel in zip(axes, panels, strict=True):
         facts = _draw(ax, panel, table)

@@ -4,18 +4,18 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from semdiag.findings.findings import Findings
 from semdiag.findings.secant_percentiles import PERCENTILES, RESAMPLES, secant_percentiles
-from semdiag.measurement.measurements import Measurements
 from semdiag.presentation.drawing.panels import NothingToDrawError, Panel, panels_of
 from semdiag.presentation.drawing.style import legend_on_top, note_below, panel_grid, paper_style, title_with_facts
 
 
 @paper_style
-def lipschitz_percentiles(measurements: Measurements) -> Figure:
+def lipschitz_percentiles(findings: Findings) -> Figure:
     """Draw percentiles 50, 75, 95 and 99 of |f(θ) − f(θ')| / ‖θ − θ'‖ against the radius, with bands.
 
     Args:
-        measurements: with the table loss_secants.
+        findings: with the table loss_secants.
 
     Returns:
         A row per task, seed, size and snapshot; a panel per percentile.
@@ -23,12 +23,12 @@ def lipschitz_percentiles(measurements: Measurements) -> Figure:
     Raises:
         NothingToDrawError: if there are no secants in planes.
     """
-    table = secant_percentiles(measurements)
+    table = findings(secant_percentiles)
     table = table[table["estimate"] > 0]
     if table.empty:
         raise NothingToDrawError("No secant of the loss was measured in a plane.")
     measured = set(table["model"])
-    panels = [p for p in panels_of(measurements.models) if any(s.model in measured for s in p.series)]
+    panels = [p for p in panels_of(findings.measurements.models) if any(s.model in measured for s in p.series)]
     figure, axes = panel_grid(len(panels) * len(PERCENTILES), height=2.6, columns=len(PERCENTILES), sharey=True)
     places = [(panel, percentile) for panel in panels for percentile in PERCENTILES]
     for place, (ax, (panel, percentile)) in enumerate(zip(axes, places, strict=True)):
@@ -39,7 +39,7 @@ def lipschitz_percentiles(measurements: Measurements) -> Figure:
         if first:
             ax.set_ylabel("secant of the loss\n(nats per unit of θ)")
     legend_on_top(figure, axes)
-    note_below(figure, _note(measurements, table))
+    note_below(figure, _note(findings, table))
     return figure
 
 
@@ -61,10 +61,10 @@ def _draw(ax: Axes, panel: Panel, table: pd.DataFrame) -> None:
     ax.set_yscale("log")
 
 
-def _note(measurements: Measurements, table: pd.DataFrame) -> str:
+def _note(findings: Findings, table: pd.DataFrame) -> str:
     planes, pairs = int(table["planes"].min()), int(table["pairs"].min())
-    samples = measurements.provenance.get("lipschitz_samples")
-    seed = measurements.provenance.get("seed")
+    samples = findings.measurements.provenance.get("lipschitz_samples")
+    seed = findings.measurements.provenance.get("seed")
     return (
         f"{planes} random planes (seed {seed}), each tensor's direction as long as the tensor; per radius {pairs} "
         "pairs of the checkpoint and points on circles, each divided by the true distance of its parameters; loss "

@@ -9,6 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from semdiag.findings.finding import log10
+from semdiag.findings.findings import Findings
 from semdiag.measurement.measurements import Measurements
 from semdiag.measurement.probes.loss.secants import GROUPS
 from semdiag.presentation.drawing.panels import NothingToDrawError, Series, panels_of
@@ -29,11 +30,11 @@ _NAMES = {
 
 
 @paper_style
-def lipschitz_rungs(measurements: Measurements) -> Figure:
+def lipschitz_rungs(findings: Findings) -> Figure:
     """Draw log10 of the largest secant, the largest gradient, the end point and the bound of each group.
 
     Args:
-        measurements: with the tables of lipschitz.
+        findings: with the tables of lipschitz.
 
     Returns:
         One panel per model.
@@ -41,6 +42,7 @@ def lipschitz_rungs(measurements: Measurements) -> Figure:
     Raises:
         NothingToDrawError: if no gradient was measured.
     """
+    measurements = findings.measurements
     measured = set(measurements.loss_gradients["model"])
     shown = [
         (panel, series) for panel in panels_of(measurements.models) for series in panel.series
@@ -54,7 +56,7 @@ def lipschitz_rungs(measurements: Measurements) -> Figure:
         title_with_facts(ax, f"{panel.title}, {series.label}", facts)
     axes[0].set_ylabel("log10 of slope or bound")
     legend_on_top(figure, axes)
-    note_below(figure, _note(measurements))
+    note_below(figure, _note(findings))
     return figure
 
 
@@ -95,7 +97,8 @@ def _largest(table: pd.DataFrame, column: str, groups: list[str]) -> list[float]
     return [math.log10(tops[g]) if g in tops and tops[g] > 0 else math.nan for g in groups]
 
 
-def _note(measurements: Measurements) -> str:
+def _note(findings: Findings) -> str:
+    measurements = findings.measurements
     draws = int(measurements.loss_gradients["draw"].max())
     samples, seed = (measurements.provenance.get(name) for name in ("lipschitz_samples", "seed"))
     radius = float(measurements.loss_gradients["radius"].max())

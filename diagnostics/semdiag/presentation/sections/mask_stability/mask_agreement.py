@@ -5,8 +5,8 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from semdiag.findings.findings import Findings
 from semdiag.findings.mask_stability import mask_table
-from semdiag.measurement.measurements import Measurements
 from semdiag.presentation.drawing.style import INK, legend_on_top, note_below, panel_grid, paper_style
 from semdiag.presentation.sections.mask_stability.panels import judged_models, mask_facts, noise_words, shades
 
@@ -14,11 +14,11 @@ _MARKERS = "osD^vP*Xh<>"
 
 
 @paper_style
-def mask_agreement(measurements: Measurements) -> Figure:
+def mask_agreement(findings: Findings) -> Figure:
     """Draw the share of unchanged masks: against noise, one curve per layer; with one level, against layers.
 
     Args:
-        measurements: with masks.
+        findings: with masks.
 
     Returns:
         One panel per model; bands and bars are 95 % intervals.
@@ -26,21 +26,21 @@ def mask_agreement(measurements: Measurements) -> Figure:
     Raises:
         NothingToDrawError: if no mask was judged.
     """
-    models = judged_models(measurements)
-    table = mask_table(measurements)
+    models = judged_models(findings)
+    table = findings(mask_table)
     figure, axes = panel_grid(len(models), height=2.9)
     for ax, (model, title) in zip(axes, models, strict=True):
         own = table[table["model"] == model]
         if own["level"].nunique() > 1:
-            _against_noise(ax, own, measurements)
+            _against_noise(ax, own, findings)
         else:
-            _against_layers(ax, own, measurements)
+            _against_layers(ax, own, findings)
         ax.set_title(title, fontsize=8)
     axes[0].set_ylabel("share of masks unchanged, S′ = S")
     legend_on_top(figure, axes)
     note_below(
         figure,
-        f"{mask_facts(measurements)}.\nBands and bars: 95 % intervals from resampled sequences; heads pooled by "
+        f"{mask_facts(findings)}.\nBands and bars: 95 % intervals from resampled sequences; heads pooled by "
         "mean; dotted: certified to be unchanged (all layers).",
     )
     return figure
@@ -53,7 +53,7 @@ def _heads_pooled(own: pd.DataFrame) -> pd.DataFrame:
     return pooled.sort_values(["level", "layer"])
 
 
-def _against_noise(ax: Axes, own: pd.DataFrame, measurements: Measurements) -> None:
+def _against_noise(ax: Axes, own: pd.DataFrame, findings: Findings) -> None:
     pooled = _heads_pooled(own)
     layers = sorted(pooled["layer"].unique())
     for place, (layer, color) in enumerate(zip(layers, shades(len(layers)), strict=True)):
@@ -66,18 +66,18 @@ def _against_noise(ax: Axes, own: pd.DataFrame, measurements: Measurements) -> N
     whole = own[own["layer"] == "all"].sort_values("level")
     ax.plot(whole["level"], whole["certified"], color=INK, linestyle=":", linewidth=1.3, label="certified")
     ax.set_xscale("log")
-    ax.set_xticks(whole["level"], [noise_words(measurements, level) for level in whole["level"]])
+    ax.set_xticks(whole["level"], [noise_words(findings, level) for level in whole["level"]])
     ax.set_xticks([], minor=True)
     ax.set_xlabel("noise (standard deviation)")
     ax.set_ylim(0, 1.03)
 
 
-def _against_layers(ax: Axes, own: pd.DataFrame, measurements: Measurements) -> None:
+def _against_layers(ax: Axes, own: pd.DataFrame, findings: Findings) -> None:
     rows = _heads_pooled(own)
     layers = np.arange(len(rows))
     ends = np.abs(np.stack([rows["exact"] - rows["exact_low"], rows["exact_high"] - rows["exact"]]))
     color = shades(3)[1]
-    level = noise_words(measurements, float(own["level"].iloc[0]))
+    level = noise_words(findings, float(own["level"].iloc[0]))
     ax.errorbar(layers, rows["exact"], yerr=ends, color=color, marker="o", capsize=3, label=f"noise {level}")
     ax.plot(layers, rows["certified"], color=INK, linestyle=":", linewidth=1.3, label="certified")
     ax.set_xticks(layers, [str(int(layer)) for layer in rows["layer"]])

@@ -3,18 +3,18 @@
 import numpy as np
 from matplotlib.figure import Figure
 
+from semdiag.findings.findings import Findings
 from semdiag.findings.mask_stability import mask_table
-from semdiag.measurement.measurements import Measurements
 from semdiag.presentation.drawing.style import note_below, panel_grid, paper_style
 from semdiag.presentation.sections.mask_stability.panels import judged_models, mask_facts, noise_words
 
 
 @paper_style
-def mask_heat_map(measurements: Measurements) -> Figure:
+def mask_heat_map(findings: Findings) -> Figure:
     """Draw the share of unchanged masks for every layer and noise level as coloured cells.
 
     Args:
-        measurements: with masks.
+        findings: with masks.
 
     Returns:
         One panel per model, one colour scale from 0 to 1.
@@ -22,8 +22,8 @@ def mask_heat_map(measurements: Measurements) -> Figure:
     Raises:
         NothingToDrawError: if no mask was judged.
     """
-    models = judged_models(measurements)
-    table = mask_table(measurements)
+    models = judged_models(findings)
+    table = findings(mask_table)
     table = table[table["layer"] != "all"]
     layers = sorted(table["layer"].unique())
     figure, axes = panel_grid(len(models), height=1.3 + 0.28 * len(layers), sharey=False)
@@ -33,16 +33,14 @@ def mask_heat_map(measurements: Measurements) -> Figure:
         image = ax.imshow(cells.to_numpy(float), vmin=0, vmax=1, cmap="cividis", aspect="auto", origin="lower")
         for (row, column), share in np.ndenumerate(cells.to_numpy(float)):
             ax.text(column, row, f"{share:.0%}", ha="center", va="center", fontsize=7, color=_ink(share))
-        ax.set_xticks(
-            range(len(cells.columns)), [noise_words(measurements, float(level)) for level in cells.columns]
-        )
+        ax.set_xticks(range(len(cells.columns)), [noise_words(findings, float(level)) for level in cells.columns])
         ax.set_yticks(range(len(cells.index)), [str(layer) for layer in cells.index])
         ax.set_xlabel("noise (standard deviation)")
         ax.set_title(title, fontsize=8)
         ax.grid(visible=False)
     axes[0].set_ylabel("layer")
     figure.colorbar(image, ax=axes, shrink=0.8).set_label("share of masks unchanged", fontsize=8)
-    note_below(figure, f"{mask_facts(measurements)}; heads pooled by mean.")
+    note_below(figure, f"{mask_facts(findings)}; heads pooled by mean.")
     return figure
 
 

@@ -5,9 +5,9 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from semdiag.findings.findings import Findings
 from semdiag.findings.mask_stability import RESAMPLES
 from semdiag.findings.resampling import mean_interval
-from semdiag.measurement.measurements import Measurements
 from semdiag.presentation.drawing.style import FAINT, legend_on_top, note_below, panel_grid, paper_style
 from semdiag.presentation.sections.mask_stability.panels import judged_models, mask_facts, noise_words, shades
 
@@ -16,11 +16,11 @@ _MARKERS = "osD^vP*Xh<>"
 
 
 @paper_style
-def mask_reliability(measurements: Measurements) -> Figure:
+def mask_reliability(findings: Findings) -> Figure:
     """Draw the observed share of unchanged masks against the predicted one, one curve per noise level.
 
     Args:
-        measurements: with masks.
+        findings: with masks.
 
     Returns:
         One panel per model, ten bins of equal counts of Δ/sd each.
@@ -28,8 +28,8 @@ def mask_reliability(measurements: Measurements) -> Figure:
     Raises:
         NothingToDrawError: if no mask was judged.
     """
-    models = judged_models(measurements)
-    groups = dict(iter(measurements.masks.groupby(["model", "level"], sort=True)))
+    models = judged_models(findings)
+    groups = dict(iter(findings.measurements.masks.groupby(["model", "level"], sort=True)))
     levels = sorted({float(str(level)) for _, level in groups})
     binned = {key: _binned(rows) for key, rows in groups.items()}
     lowest = min(0.5, *(float(table["low"].min()) for table in binned.values()))
@@ -39,7 +39,7 @@ def mask_reliability(measurements: Measurements) -> Figure:
         for place, (level, color) in enumerate(zip(levels, shades(len(levels)), strict=True)):
             if (model, level) in binned:
                 marker = _MARKERS[place % len(_MARKERS)]
-                name = f"noise {noise_words(measurements, level)}"
+                name = f"noise {noise_words(findings, level)}"
                 _draw(ax, binned[model, level], color, marker, name)
         ax.set_xlim(0.48, 1.02)
         ax.set_ylim(lowest - 0.03, 1.03)
@@ -49,7 +49,7 @@ def mask_reliability(measurements: Measurements) -> Figure:
     legend_on_top(figure, axes)
     note_below(
         figure,
-        f"{mask_facts(measurements)}.\nTen bins of equal counts of Δ/sd, sd of dz₍ₖ₎ − dz₍ₖ₊₁₎ per layer and "
+        f"{mask_facts(findings)}.\nTen bins of equal counts of Δ/sd, sd of dz₍ₖ₎ − dz₍ₖ₊₁₎ per layer and "
         "head; bars: 95 % intervals from resampled sequences. The prediction is about the boundary pair only.",
     )
     return figure

@@ -4,16 +4,16 @@ from typing import Any
 
 import seaborn as sns
 
-from semdiag.measurement.measurements import Measurements
+from semdiag.findings.findings import Findings
 from semdiag.presentation.drawing.noise import percent
 from semdiag.presentation.drawing.panels import NothingToDrawError, panels_of
 
 
-def judged_models(measurements: Measurements) -> list[tuple[str, str]]:
+def judged_models(findings: Findings) -> list[tuple[str, str]]:
     """Models with an input-dependent mask that was judged, last snapshots first.
 
     Args:
-        measurements: with masks.
+        findings: with masks.
 
     Returns:
         Path and title of each, two lines like ``even-pairs``, ``top-k (k = 5)``.
@@ -21,6 +21,7 @@ def judged_models(measurements: Measurements) -> list[tuple[str, str]]:
     Raises:
         NothingToDrawError: if there is none.
     """
+    measurements = findings.measurements
     judged = set(measurements.masks["model"])
     kept = dict(zip(measurements.masks["model"], measurements.masks["kept"], strict=True))
     found = []
@@ -34,32 +35,32 @@ def judged_models(measurements: Measurements) -> list[tuple[str, str]]:
     return found
 
 
-def noise_words(measurements: Measurements, level: float) -> str:
+def noise_words(findings: Findings, level: float) -> str:
     """A size of noise: ``1 %``, or ``0.01`` where it is absolute."""
-    return f"{level:g}" if _plan(measurements).get("absolute") else percent(level)
+    return f"{level:g}" if _plan(findings).get("absolute") else percent(level)
 
 
-def mask_facts(measurements: Measurements) -> str:
+def mask_facts(findings: Findings) -> str:
     """Noise, samples and draws behind the judged masks.
 
     Args:
-        measurements: with masks.
+        findings: with masks.
 
     Returns:
         For instance ``noise on the embedded tokens, relative to each token's RMS; 500 samples, 5 draws (seed 0)``.
     """
-    plan = _plan(measurements)
+    plan = _plan(findings)
     block = plan.get("block", 0)
     where = "the embedded tokens" if not block else f"the input of block {block}"
     size = "absolute standard deviation" if plan.get("absolute") else "relative to each token's RMS"
-    samples = int(measurements.masks.groupby("model")["sample"].nunique().max())
+    samples = int(findings.measurements.masks.groupby("model")["sample"].nunique().max())
     seed = "" if plan.get("seed") is None else f" (seed {plan['seed']})"
-    draws = int(measurements.masks["draws"].iloc[0])
+    draws = int(findings.measurements.masks["draws"].iloc[0])
     return f"Noise on {where}, {size}; {samples} samples per model, {draws} draws{seed}"
 
 
-def _plan(measurements: Measurements) -> dict[str, Any]:
-    found = measurements.provenance.get("mask_noise", {})
+def _plan(findings: Findings) -> dict[str, Any]:
+    found = findings.measurements.provenance.get("mask_noise", {})
     return found if isinstance(found, dict) else {}
 
 

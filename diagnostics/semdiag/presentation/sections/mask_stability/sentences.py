@@ -1,29 +1,28 @@
-"""What became of masks under noise, and which k would qualify, in sentences."""
+"""What became of masks under noise, in sentences."""
 
 from collections.abc import Iterator
 
 import pandas as pd
 
-from semdiag.findings.k_sweep import recommendation
+from semdiag.findings.findings import Findings
 from semdiag.findings.mask_stability import effect_table, mask_table, mask_words
-from semdiag.measurement.measurements import Measurements
-from semdiag.presentation.drawing.panels import panels_of
+from semdiag.presentation.drawing.panels import model_labels
 from semdiag.presentation.sections.mask_stability.panels import mask_facts, noise_words
 
 
-def masks_in_short(measurements: Measurements) -> list[str]:
+def masks_in_short(findings: Findings) -> list[str]:
     """The first screen's sentence on masks under noise: pooled, last snapshots only.
 
     Args:
-        measurements: with or without masks.
+        findings: with or without masks.
     """
-    if measurements.masks.empty:
+    if findings.measurements.masks.empty:
         return []
-    table = mask_table(measurements)
+    table = findings(mask_table)
     table = table[table["layer"] == "all"]
     level = table["level"].unique()[len(table["level"].unique()) // 2]
     parts = []
-    for model, label in _labels(measurements, last_only=True).items():
+    for model, label in model_labels(findings.measurements.models, last_only=True).items():
         row = table[(table["model"] == model) & (table["level"] == level)]
         parts += (
             [f"{label} {row['exact'].iloc[0]:.0%} (certified {row['certified'].iloc[0]:.0%})"] if len(row) else []
@@ -33,63 +32,46 @@ def masks_in_short(measurements: Measurements) -> list[str]:
     changed = int(table["certified_changed"].sum())
     fault = ", which is an error of semdiag" if changed else ""
     return [
-        f"Masks that survive noise of {noise_words(measurements, float(level))} unchanged: {'; '.join(parts)}. "
+        f"Masks that survive noise of {noise_words(findings, float(level))} unchanged: {'; '.join(parts)}. "
         f"Certified rows that changed: {changed:,} of {int(table['certified_rows'].sum()):,}{fault}."
     ]
 
 
-def mask_sentences(measurements: Measurements) -> list[str]:
+def mask_sentences(findings: Findings) -> list[str]:
     """Say of every model how many masks survive, what Δ has to do with it, and what the output does.
 
     Args:
-        measurements: with masks.
+        findings: with masks.
 
     Returns:
         What was added, then a few sentences per model.
     """
-    if measurements.masks.empty:
+    if findings.measurements.masks.empty:
         return ["Not applicable: no mask of these models depends on the input, so none can change."]
-    table, effects = mask_table(measurements), effect_table(measurements)
-    said = [f"{mask_facts(measurements)}."]
-    for model, label in _labels(measurements).items():
+    table, effects = findings(mask_table), findings(effect_table)
+    said = [f"{mask_facts(findings)}."]
+    for model, label in model_labels(findings.measurements.models).items():
         own = table[(table["model"] == model) & (table["layer"] == "all")]
         if own.empty:
-            said.append(f"{label}: {mask_words(measurements, model)}.")
+            said.append(f"{label}: {mask_words(findings, model)}.")
             continue
         changed, certified = int(own["certified_changed"].sum()), int(own["certified_rows"].sum())
         fault = ", which is an error of semdiag" if changed else ""
-        parts = list(_levels(measurements, own, effects[effects["model"] == model]))
+        parts = list(_levels(findings, own, effects[effects["model"] == model]))
         parts.append(f"Certified rows that changed: {changed:,} of {certified:,}{fault}.")
-        said.append(f"{label} ({mask_words(measurements, model)}): {' '.join(parts)}")
+        said.append(f"{label} ({mask_words(findings, model)}): {' '.join(parts)}")
     return said
 
 
-def _levels(measurements: Measurements, own: pd.DataFrame, effects: pd.DataFrame) -> Iterator[str]:
+def _levels(findings: Findings, own: pd.DataFrame, effects: pd.DataFrame) -> Iterator[str]:
     outputs = effects.set_index("level")
     for row in own.to_dict("records"):
         known = row["level"] in outputs.index
         flipped = f"; {outputs.loc[row['level'], 'flipped']:.1%} of the predictions change" if known else ""
         yield (
-            f"Under {noise_words(measurements, row['level'])} noise {row['exact']:.1%} of the masks stay exactly "
+            f"Under {noise_words(findings, row['level'])} noise {row['exact']:.1%} of the masks stay exactly "
             f"the same (95 % interval {row['exact_low']:.1%} to {row['exact_high']:.1%}; certified "
             f"{row['certified']:.1%}, predicted {row['predicted']:.1%}), {row['agreement']:.1%} of their keys "
             f"are kept; rank correlation of Δ with disagreement {row['spearman']:.2f} ({row['spearman_low']:.2f} "
             f"to {row['spearman_high']:.2f}){flipped}."
         )
-
-
-def sweep_sentences(measurements: Measurements) -> list[str]:
-    """Each model's recommendation.
-
-    Args:
-        measurements: with a sweep.
-    """
-    labels = _labels(measurements)
-    return [f"{label}: {recommendation(measurements, model).words}" for model, label in labels.items()]
-
-
-def _labels(measurements: Measurements, last_only: bool = False) -> dict[str, str]:
-    panels = panels_of(measurements.models)
-    last = [panel for panel in panels if panel.snapshot in ("last", "")]
-    shown = last if last_only and last else panels
-    return {s.model: f"{panel.title}, {s.label}" for panel in shown for s in panel.series}

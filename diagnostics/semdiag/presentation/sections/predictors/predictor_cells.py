@@ -5,8 +5,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator
 
+from semdiag.findings.findings import Findings
 from semdiag.findings.prediction import prediction_cells
-from semdiag.measurement.measurements import Measurements
 from semdiag.measurement.runs.predictors import CANDIDATES, STAGES
 from semdiag.presentation.drawing.panels import NothingToDrawError
 from semdiag.presentation.drawing.style import (
@@ -25,11 +25,11 @@ _COLUMNS = 4
 
 
 @paper_style
-def predictor_cells(measurements: Measurements) -> Figure:
+def predictor_cells(findings: Findings) -> Figure:
     """Draw every run at its speed-up and at the ratio of a candidate to full attention's at the initialisation.
 
     Args:
-        measurements: with runs and predictors.
+        findings: with runs and predictors.
 
     Returns:
         One panel per candidate, logarithmic ordinate.
@@ -37,7 +37,7 @@ def predictor_cells(measurements: Measurements) -> Figure:
     Raises:
         NothingToDrawError: if no speed-up is known, or no initialisation was measured.
     """
-    table = prediction_cells(measurements)
+    table = findings(prediction_cells)
     table = table[(table["stage"] == STAGES[0]) & table["ln_ratio"].notna()]
     if table.empty:
         raise NothingToDrawError("There is no run of which a speed-up and an initialisation are known.")
@@ -53,7 +53,7 @@ def predictor_cells(measurements: Measurements) -> Figure:
     legend_on_top(figure, axes)
     note_below(
         figure,
-        f"{targets_sentence(measurements)} abscissa: natural logarithm of the ratio to full attention of the same "
+        f"{targets_sentence(findings)} abscissa: natural logarithm of the ratio to full attention of the same "
         "task and seed, both at their initialisation; hollow with arrow: only this bound of the speed-up is "
         "known, one run never arrived",
     )

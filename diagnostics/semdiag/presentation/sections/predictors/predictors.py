@@ -4,19 +4,19 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from semdiag.findings.findings import Findings
 from semdiag.findings.prediction import SIGNIFICANCE, predictor_table
-from semdiag.measurement.measurements import Measurements
 from semdiag.measurement.runs.predictors import CANDIDATES, STAGES
 from semdiag.presentation.drawing.panels import NothingToDrawError
 from semdiag.presentation.drawing.style import FAINT, INK, note_below, panel_grid, paper_style
 
 
 @paper_style
-def predictors(measurements: Measurements) -> Figure:
+def predictors(findings: Findings) -> Figure:
     """Draw the rank correlation of every candidate at every stage, with its interval.
 
     Args:
-        measurements: with runs and predictors.
+        findings: with runs and predictors.
 
     Returns:
         One panel per stage, one row per candidate.
@@ -24,7 +24,7 @@ def predictors(measurements: Measurements) -> Figure:
     Raises:
         NothingToDrawError: if nothing is comparable.
     """
-    table = predictor_table(measurements)
+    table = findings(predictor_table)
     if table.empty or table["tau"].isna().all():
         raise NothingToDrawError("No two runs have a certain order of speed-ups: nothing can be correlated.")
     figure, axes = panel_grid(len(STAGES), height=4.4)

@@ -6,21 +6,21 @@ from typing import Any
 
 import pandas as pd
 
+from semdiag.findings.findings import Findings
 from semdiag.findings.prediction import SIGNIFICANCE, held_out_tasks, predictor_table
-from semdiag.measurement.measurements import Measurements
 from semdiag.measurement.runs.predictors import CANDIDATES
 
 
-def predictor_sentences(measurements: Measurements) -> list[str]:
+def predictor_sentences(findings: Findings) -> list[str]:
     """Say which candidates go with speed-up after correction, and how well a task is predicted from the others.
 
     Args:
-        measurements: with runs and predictors.
+        findings: with runs and predictors.
 
     Returns:
         A sentence on the correlations, one on the strongest of them, and one per choice of held-out prediction.
     """
-    table = predictor_table(measurements).dropna(subset="tau")
+    table = findings(predictor_table).dropna(subset="tau")
     if table.empty:
         return ["What goes with faster learning is unknown: no two runs have a certain order of speed-ups."]
     kept = table[table["p_corrected"] < SIGNIFICANCE]
@@ -33,7 +33,12 @@ def predictor_sentences(measurements: Measurements) -> list[str]:
     shown = shown.reindex(shown["tau"].abs().sort_values(ascending=False, kind="stable").index).head(3)
     names = "; ".join(correlation_words(row) for row in shown.to_dict("records"))
     return [*said, f"{'Strongest' if len(kept) else 'Strongest, none of them beyond chance'}: {names}.",
-            *_held_out(held_out_tasks(measurements))]  # fmt: skip
+            *_held_out(findings(held_out_tasks))]  # fmt: skip
+
+
+def predictors_in_short(findings: Findings) -> list[str]:
+    """The correlations, and the strongest of them."""
+    return predictor_sentences(findings)[:2]
 
 
 def _number(count: int) -> str:

@@ -6,7 +6,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from semdiag.measurement.measurements import Measurements
+from semdiag.findings.findings import Findings
 from semdiag.measurement.percentiles import percentiles
 from semdiag.presentation.drawing.curves import exceedance_curve
 from semdiag.presentation.drawing.panels import NothingToDrawError, Panel, Series, panels_of
@@ -22,11 +22,11 @@ from semdiag.presentation.drawing.style import (
 
 
 @paper_style
-def key_load(measurements: Measurements) -> Figure:
+def key_load(findings: Findings) -> Figure:
     """Draw the share of keys that at least x queries keep, raw counts, layers and heads pooled.
 
     Args:
-        measurements: of any number of models.
+        findings: of any number of models.
 
     Returns:
         One panel per task, seed, size and snapshot, with k and the largest load marked.
@@ -34,10 +34,12 @@ def key_load(measurements: Measurements) -> Figure:
     Raises:
         NothingToDrawError: if no load was measured.
     """
-    loads = {str(model): column for model, column in measurements.loads.groupby("model", sort=False)["load"]}
+    loads = {
+        str(model): column for model, column in findings.measurements.loads.groupby("model", sort=False)["load"]
+    }
     if not loads:
         raise NothingToDrawError("No key load was measured.")
-    panels = panels_of(measurements.models)
+    panels = panels_of(findings.measurements.models)
     figure, axes = panel_grid(len(panels))
     for ax, panel in zip(axes, panels, strict=True):
         ax.set_yscale("log")

@@ -4,7 +4,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from semdiag.measurement.measurements import Measurements
+from semdiag.findings.findings import Findings
 from semdiag.measurement.percentiles import percentiles, pooled_table
 from semdiag.presentation.drawing.letter_values import (
     READING,
@@ -18,13 +18,13 @@ from semdiag.presentation.sections.dispersion.dispersion_by_layer import label_l
 
 
 @paper_style
-def separation_by_layer(measurements: Measurements) -> Figure:
+def separation_by_layer(findings: Findings) -> Figure:
     """Draw the distribution of Δ over queries per layer on a logarithmic axis, and state the share ≤ 0.
 
     Full attention drops no key, so its Δ is undefined: the panel says so and shows nothing.
 
     Args:
-        measurements: of any number of models.
+        findings: of any number of models.
 
     Returns:
         One panel per task, seed, size and snapshot.
@@ -32,13 +32,15 @@ def separation_by_layer(measurements: Measurements) -> Figure:
     Raises:
         NothingToDrawError: if no query has a finite positive separation.
     """
-    queries = measurements.queries[["model", "layer", "separation"]]
+    queries = findings.measurements.queries[["model", "layer", "separation"]]
     tables = {
         str(model): pooled_table(rows, "separation", by="layer").sort_values("layer")
         for model, rows in queries.groupby("model", sort=False)
     }
     pooled = {str(model): percentiles(rows) for model, rows in queries.groupby("model", sort=False)["separation"]}
-    panels = [p for p in panels_of(measurements.models) if any(_defined(pooled.get(s.model)) for s in p.series)]
+    panels = [
+        p for p in panels_of(findings.measurements.models) if any(_defined(pooled.get(s.model)) for s in p.series)
+    ]
     if not panels:
         raise NothingToDrawError("No model drops a key, so the separation is undefined everywhere.")
     low, high = positive_range(pd.concat(tables.values()), "p1", "p100")

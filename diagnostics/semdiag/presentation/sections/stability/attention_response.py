@@ -4,7 +4,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from semdiag.measurement.measurements import Measurements
+from semdiag.findings.findings import Findings
 from semdiag.measurement.percentiles import percentiles, pooled_table
 from semdiag.presentation.drawing.letter_values import (
     READING,
@@ -19,11 +19,11 @@ from semdiag.presentation.sections.dispersion.dispersion_by_layer import label_l
 
 
 @paper_style
-def attention_response(measurements: Measurements) -> Figure:
+def attention_response(findings: Findings) -> Figure:
     """Draw the distribution of ‖p − p'‖₁ under input noise per layer, heads pooled, with its mean.
 
     Args:
-        measurements: with secants.
+        findings: with secants.
 
     Returns:
         One panel per noise level and per task, seed, size and snapshot.
@@ -31,7 +31,7 @@ def attention_response(measurements: Measurements) -> Figure:
     Raises:
         NothingToDrawError: if nothing was perturbed, or nothing moved.
     """
-    secants = measurements.secants
+    secants = findings.measurements.secants
     if secants.empty:
         raise NothingToDrawError("No input was perturbed: no response was measured.")
     tables = {
@@ -45,7 +45,7 @@ def attention_response(measurements: Measurements) -> Figure:
     low, high = positive_range(pd.concat(tables.values()), "p1", "p99")
     levels = sorted({level for level, _ in tables})
     measured = set(secants["model"])
-    panels = [p for p in panels_of(measurements.models) if any(s.model in measured for s in p.series)]
+    panels = [p for p in panels_of(findings.measurements.models) if any(s.model in measured for s in p.series)]
     places = [(panel, level) for panel in panels for level in levels]
     figure, axes = panel_grid(len(places), height=3.0)
     for ax, (panel, level) in zip(axes, places, strict=True):
@@ -56,7 +56,7 @@ def attention_response(measurements: Measurements) -> Figure:
         title_with_facts(ax, named, facts)
     axes[0].set_ylabel("response ‖p − p′‖₁ (at most 2)")
     legend_on_top(figure, axes)
-    note_below(figure, f"{noise_facts(measurements, secants)}.\n{READING}; marker: mean")
+    note_below(figure, f"{noise_facts(findings, secants)}.\n{READING}; marker: mean")
     return figure
 
 

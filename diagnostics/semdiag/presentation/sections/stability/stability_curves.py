@@ -9,9 +9,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from semdiag.capturing.attention_kinds import DENSE
+from semdiag.findings.findings import Findings
 from semdiag.mathematics.paper_stability import paper_fixed_mask_stability, paper_form_threshold
 from semdiag.mathematics.softmax_stability import fixed_mask_stability
-from semdiag.measurement.measurements import Measurements
 from semdiag.measurement.probes.noise.softmax_bounds import with_bounds
 from semdiag.presentation.drawing.noise import noise_facts
 from semdiag.presentation.drawing.panels import NothingToDrawError
@@ -36,11 +36,11 @@ _SHADE = "#f6dcc3"
 
 
 @paper_style
-def stability_curves(measurements: Measurements) -> Figure:
+def stability_curves(findings: Findings) -> Figure:
     """Draw ξ = e^δ/n and ξ*(δ, n) against δ for n = 40 and 600 keys, and secants of full models.
 
     Args:
-        measurements: with secants of full-attention models.
+        findings: with secants of full-attention models.
 
     Returns:
         One panel per number of keys: 40, 600, and the commonest one of the measured full models.
@@ -48,7 +48,7 @@ def stability_curves(measurements: Measurements) -> Figure:
     Raises:
         NothingToDrawError: if no secant of a full model was measured.
     """
-    rows = _full_rows(measurements)
+    rows = _full_rows(findings)
     if rows.empty:
         raise NothingToDrawError("No secant of a full-attention model was measured.")
     counts = rows["kept"].value_counts()
@@ -61,15 +61,16 @@ def stability_curves(measurements: Measurements) -> Figure:
     legend_on_top(figure, axes)
     note_below(
         figure,
-        f"{noise_facts(measurements, rows)}; at most {POINTS} points per panel."
+        f"{noise_facts(findings, rows)}; at most {POINTS} points per panel."
         "\nThe five measured secants closest to ξ* are always drawn. No row exceeds ½ (dotted): a constant above "
         "it says nothing.",
     )
     return figure
 
 
-def _full_rows(measurements: Measurements) -> pd.DataFrame:
+def _full_rows(findings: Findings) -> pd.DataFrame:
     """Secants of all full models beside ξ, those with a change to show."""
+    measurements = findings.measurements
     full = measurements.models[measurements.models["attention"].isin(DENSE)]["model"]
     rows = with_bounds(measurements.secants[measurements.secants["model"].isin(list(full))], "full")
     moved = (rows["secant"] > 0) & (rows["dispersion"] > 0) & np.isfinite(rows["ln_sound"])

@@ -4,8 +4,8 @@ import pandas as pd
 from matplotlib.axes import Axes
 
 from semdiag.capturing.attention_kinds import DENSE
-from semdiag.findings.dispersion import counterfactual_ks
-from semdiag.measurement.measurements import Measurements
+from semdiag.findings.counterfactuals import counterfactual_ks
+from semdiag.findings.findings import Findings
 from semdiag.measurement.percentiles import pooled_table
 from semdiag.presentation.drawing.letter_values import draw_letter_values, legend_entry
 from semdiag.presentation.drawing.panels import NothingToDrawError, Panel, panels_of
@@ -16,11 +16,11 @@ _MARKERS = "sPXv<>*h"
 Tables = dict[tuple[str, str], pd.DataFrame]  # percentiles per layer, by model and column
 
 
-def dense_panels(measurements: Measurements, quantity: str = "dispersion") -> tuple[list[Panel], list[int]]:
+def dense_panels(findings: Findings, quantity: str = "dispersion") -> tuple[list[Panel], list[int]]:
     """Panels of the models that select no keys, and the k they were measured with.
 
     Args:
-        measurements: of any number of models.
+        findings: of any number of models.
         quantity: dispersion, separation or mass; older measurements have no mass.
 
     Returns:
@@ -29,6 +29,7 @@ def dense_panels(measurements: Measurements, quantity: str = "dispersion") -> tu
     Raises:
         NothingToDrawError: if no such model was measured with a k.
     """
+    measurements = findings.measurements
     dense = measurements.models[measurements.models["attention"].isin(DENSE)]
     ks = sorted(counterfactual_ks(measurements.queries[measurements.queries["model"].isin(dense["model"])]))
     ks = [k for k in ks if f"{quantity}_k{k}" in measurements.queries]
@@ -37,18 +38,18 @@ def dense_panels(measurements: Measurements, quantity: str = "dispersion") -> tu
     return panels_of(dense), ks
 
 
-def layer_tables(measurements: Measurements, panels: list[Panel], columns: list[str]) -> Tables:
+def layer_tables(findings: Findings, panels: list[Panel], columns: list[str]) -> Tables:
     """Percentiles per layer, heads pooled.
 
     Args:
-        measurements: of the panels' models.
+        findings: of the panels' models.
         panels: whose models are wanted.
         columns: of the table of queries.
     """
     wanted = {series.model for panel in panels for series in panel.series}
     return {
         (str(model), column): pooled_table(rows, column, by="layer").sort_values("layer")
-        for model, rows in measurements.queries.groupby("model", sort=False)
+        for model, rows in findings.measurements.queries.groupby("model", sort=False)
         if model in wanted
         for column in columns
     }

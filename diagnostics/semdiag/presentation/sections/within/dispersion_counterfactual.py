@@ -3,7 +3,7 @@
 import pandas as pd
 from matplotlib.figure import Figure
 
-from semdiag.measurement.measurements import Measurements
+from semdiag.findings.findings import Findings
 from semdiag.presentation.drawing.letter_values import READING, logarithmic_limits
 from semdiag.presentation.drawing.style import attention_style, legend_on_top, note_below, panel_grid, paper_style
 from semdiag.presentation.sections.dispersion.dispersion_by_layer import positive_range
@@ -11,13 +11,13 @@ from semdiag.presentation.sections.within.boxes import dense_panels, draw_boxes,
 
 
 @paper_style
-def dispersion_counterfactual(measurements: Measurements) -> Figure:
+def dispersion_counterfactual(findings: Findings) -> Figure:
     """Draw δ_s and δ_h(k) = z(1) − z(k) of the same rows of scores, per layer of each full model.
 
     This is the within-model comparison: no sparse model is involved.
 
     Args:
-        measurements: with columns ``dispersion_kK`` for full models.
+        findings: with columns ``dispersion_kK`` for full models.
 
     Returns:
         One panel per task, seed, size and snapshot.
@@ -25,10 +25,10 @@ def dispersion_counterfactual(measurements: Measurements) -> Figure:
     Raises:
         NothingToDrawError: if no full model was measured with counterfactual k.
     """
-    panels, ks = dense_panels(measurements)
+    panels, ks = dense_panels(findings)
     columns = {"dispersion": ("δₛ, all keys", attention_style("full"))}
     columns |= {f"dispersion_k{k}": (f"δₕ({k}), largest scores only", k_style(ks, k)) for k in ks}
-    tables = layer_tables(measurements, panels, list(columns))
+    tables = layer_tables(findings, panels, list(columns))
     low, high = positive_range(pd.concat(tables.values()), "p1", "p100")
     figure, axes = panel_grid(len(panels))
     for ax, panel in zip(axes, panels, strict=True):

@@ -4,7 +4,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from semdiag.measurement.measurements import Measurements
+from semdiag.findings.findings import Findings
 from semdiag.measurement.percentiles import percentiles
 from semdiag.presentation.drawing.curves import exceedance_curve
 from semdiag.presentation.drawing.panels import Panel
@@ -20,11 +20,11 @@ from semdiag.presentation.sections.within.boxes import dense_panels, k_style
 
 
 @paper_style
-def key_load_counterfactual(measurements: Measurements) -> Figure:
+def key_load_counterfactual(findings: Findings) -> Figure:
     """Draw the share of keys that at least x queries would keep among their k largest scores.
 
     Args:
-        measurements: with columns ``load_kK`` for full models.
+        findings: with columns ``load_kK`` for full models.
 
     Returns:
         One panel per task, seed, size and snapshot, or per model of somebody else's.
@@ -32,8 +32,8 @@ def key_load_counterfactual(measurements: Measurements) -> Figure:
     Raises:
         NothingToDrawError: if no full model was measured with counterfactual k.
     """
-    panels, ks = dense_panels(measurements)
-    loads = {str(model): rows for model, rows in measurements.loads.groupby("model", sort=False)}
+    panels, ks = dense_panels(findings)
+    loads = {str(model): rows for model, rows in findings.measurements.loads.groupby("model", sort=False)}
     figure, axes = panel_grid(len(panels))
     for ax, panel in zip(axes, panels, strict=True):
         ax.set_yscale("log")

@@ -3,7 +3,7 @@
 import numpy as np
 from matplotlib.figure import Figure
 
-from semdiag.measurement.measurements import Measurements
+from semdiag.findings.findings import Findings
 from semdiag.presentation.drawing.letter_values import READING
 from semdiag.presentation.drawing.panels import NothingToDrawError
 from semdiag.presentation.drawing.style import legend_on_top, note_below, panel_grid, paper_style
@@ -11,11 +11,11 @@ from semdiag.presentation.sections.within.boxes import dense_panels, draw_boxes,
 
 
 @paper_style
-def mass_kept(measurements: Measurements) -> Figure:
+def mass_kept(findings: Findings) -> Figure:
     """Draw the share of each query's attention weight on its k largest scores, per layer of each full model.
 
     Args:
-        measurements: with columns ``mass_kK`` for full models.
+        findings: with columns ``mass_kK`` for full models.
 
     Returns:
         One panel per task, seed, size and snapshot, or per model of somebody else's.
@@ -23,9 +23,9 @@ def mass_kept(measurements: Measurements) -> Figure:
     Raises:
         NothingToDrawError: if no full model was measured with counterfactual k.
     """
-    panels, ks = dense_panels(measurements, "mass")
+    panels, ks = dense_panels(findings, "mass")
     columns = {f"mass_k{k}": (f"the {k} largest", k_style(ks, k)) for k in ks}
-    tables = layer_tables(measurements, panels, list(columns))
+    tables = layer_tables(findings, panels, list(columns))
     if not any(np.isfinite(table["p50"]).any() for table in tables.values()):
         raise NothingToDrawError("No query has a finite attention weight.")
     figure, axes = panel_grid(len(panels))

@@ -3,23 +3,23 @@
 import pandas as pd
 
 from semdiag.capturing.attention_kinds import external
-from semdiag.findings.dispersion import counterfactual_ks
-from semdiag.measurement.measurements import Measurements
+from semdiag.findings.counterfactuals import counterfactual_ks
+from semdiag.findings.findings import Findings
 from semdiag.measurement.percentiles import percentiles
 
-_MISSED = 1e-3  # a larger residual says that a bias, a mask or the like was not captured
 _MOST = 0.95
 
 
-def within_sentences(measurements: Measurements) -> list[str]:
+def within_sentences(findings: Findings) -> list[str]:
     """Say what a top-k mask would leave of the attention of models whose attention alone is known.
 
     Args:
-        measurements: of any number of models.
+        findings: of any number of models.
 
     Returns:
         One sentence on the dispersion of each model, then one per k.
     """
+    measurements = findings.measurements
     said = []
     for row in measurements.models[external(measurements.models)].to_dict("records"):
         own = measurements.queries[measurements.queries["model"] == row["model"]]
@@ -50,33 +50,3 @@ def _one_k(queries: pd.DataFrame, k: int) -> str:
         f"a median dispersion of {delta:.3g} instead of {whole:.3g} nats and a median separation of "
         f"{gap['p50']:.2g} nats ({len(dropping) / len(queries):.0%} of the queries have more than {k} keys)."
     )
-
-
-def capture_sentences(measurements: Measurements) -> list[str]:
-    """Say how much of the attention was captured, and whether what was captured is all of it.
-
-    Args:
-        measurements: of any number of models.
-
-    Returns:
-        One sentence for all models, then one per model that was not seen whole.
-    """
-    models = measurements.models
-    found, captured = int(models["attention_found"].sum()), int(models["attention_captured"].sum())
-    worst = models["residual"].max(skipna=False)
-    said = [
-        f"Captured: {captured} of {found} attention modules; the largest residual, attention recomputed from "
-        f"what was captured against what the model computed, is {worst:.1g}."
-    ]
-    for row in models.to_dict("records"):
-        skipped = measurements.skipped[measurements.skipped["model"] == row["model"]]
-        reasons = [f"{s['module'] or 'the model'}: {s['reason']}" for s in skipped.to_dict("records")]
-        if row["attention_captured"] < row["attention_found"] or reasons:
-            listed = "; ".join(reasons[:3]) + ("; …" if len(reasons) > 3 else "")
-            said.append(f"Warning: not every attention layer was captured of {row['model']}. {listed}".rstrip())
-        if not row["residual"] < _MISSED:
-            said.append(
-                f"Warning: the residual of {row['model']} is {row['residual']:.1g}. Something of its attention "
-                f"was not captured, and its numbers may mean nothing; the last section says in which layer."
-            )
-    return said

@@ -3,7 +3,7 @@
 import pandas as pd
 from matplotlib.figure import Figure
 
-from semdiag.measurement.measurements import Measurements
+from semdiag.findings.findings import Findings
 from semdiag.presentation.drawing.letter_values import READING, logarithmic_limits
 from semdiag.presentation.drawing.style import legend_on_top, note_below, panel_grid, paper_style
 from semdiag.presentation.sections.dispersion.dispersion_by_layer import positive_range
@@ -11,11 +11,11 @@ from semdiag.presentation.sections.within.boxes import dense_panels, draw_boxes,
 
 
 @paper_style
-def separation_counterfactual(measurements: Measurements) -> Figure:
+def separation_counterfactual(findings: Findings) -> Figure:
     """Draw Δ_h(k) = z(k) − z(k+1) of each query's scores, per layer of each full model.
 
     Args:
-        measurements: with columns ``separation_kK`` for full models.
+        findings: with columns ``separation_kK`` for full models.
 
     Returns:
         One panel per task, seed, size and snapshot, or per model of somebody else's.
@@ -23,9 +23,9 @@ def separation_counterfactual(measurements: Measurements) -> Figure:
     Raises:
         NothingToDrawError: if no full model was measured with counterfactual k, or no query drops a key.
     """
-    panels, ks = dense_panels(measurements)
+    panels, ks = dense_panels(findings)
     columns = {f"separation_k{k}": (f"Δₕ({k})", k_style(ks, k)) for k in ks}
-    tables = layer_tables(measurements, panels, list(columns))
+    tables = layer_tables(findings, panels, list(columns))
     low, high = positive_range(pd.concat(tables.values()), "p1", "p100")
     figure, axes = panel_grid(len(panels), height=3.0)
     for ax, panel in zip(axes, panels, strict=True):

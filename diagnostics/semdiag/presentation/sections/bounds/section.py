@@ -1,55 +1,24 @@
-"""The sections of a report that set the theory beside what was measured."""
+"""The section ``bounds`` of a report."""
 
-from semdiag.presentation.report.question import Question, Shown
+from semdiag.findings.bounds import bounds_findings
+from semdiag.presentation.section import Question, Section, Shown
+from semdiag.presentation.sections.bounds.corollary_conditions import corollary_conditions
+from semdiag.presentation.sections.bounds.corollary_plane import corollary_plane
+from semdiag.presentation.sections.bounds.secants_under_bounds import secants_under_bounds
+from semdiag.presentation.sections.bounds.sentences import bounds_sentences, corollary_in_short
+from semdiag.presentation.sections.bounds.tables import bounds_tables
 
 _HEURISTIC = (
     "Percentiles of δ, Δ and load are combined although they come from different queries, as the paper does: "
     "that is a heuristic, not a theorem about any one query."
 )
-
-THEORY_QUESTIONS = (
-    Question(
-        "stability",
-        "stability",
-        "How far does attention move when its scores move?",
-        (
-            Shown(
-                "stability_curves",
-                "Constant ξ of a softmax row against its dispersion δ for 40 and 600 keys, logarithmic axes, "
-                "in the paper's form and the sound one, with measured secants of full attention below: "
-                "{models}.",
-                "Every point, a measured change of attention over the change of its scores, must lie below the"
-                " solid curve, the smallest constant that holds for all rows of that δ. Where the paper's "
-                "dashed curve lies below it (shaded) it is no upper bound, even if no point here exceeds it; "
-                "further right it grows without end while the sound constant stays at ½.",
-            ),
-            Shown(
-                "attention_response",
-                "Distribution of the change of attention weights ‖p − p′‖₁ under input noise per layer, as "
-                "nested boxes on a logarithmic axis with the mean marked, attention kinds side by side: "
-                "{models}.",
-                "Compare the marked means at the same layer: the higher one belongs to the attention that the "
-                "same relative noise moves more. A mean far above its box comes from few queries that exchange"
-                " a whole key, as a top-k mask does where Δ is small.",
-            ),
-        ),
-        (
-            "A constant bounds the worst pair of rows; the response is an average under one kind of noise "
-            "(level, samples and draws stand on the figures). A small δ can lower the first and leave the "
-            "second high.",
-            "ξ bounds the attention weights by the change of the scores. How much noise at the input changes "
-            "the scores depends on the layers below and on Γ, which ξ does not know.",
-            "The heavy-hitter form takes δ as the larger and Δ as the smaller of both rows; rows with Δ ≤ 0 do"
-            " not meet its assumptions and are counted, not judged.",
-        ),
-    ),
+_QUESTIONS = (
     Question(
         "constants",
-        "bounds",
         "How far below their bounds are the slopes of the loss?",
         (
             Shown(
-                "secants_under_bounds",
+                secants_under_bounds,
                 "Decimal logarithm of the constants of Theorem 2 in both forms and of measured gradients and "
                 "secants of the loss, for each group of parameters and block: {models}.",
                 "The grey lines are the distance between what the loss did and what the bound allows, in "
@@ -67,11 +36,10 @@ THEORY_QUESTIONS = (
     ),
     Question(
         "corollary",
-        "bounds",
         "Has the mask the better guarantee?",
         (
             Shown(
-                "corollary_conditions",
+                corollary_conditions,
                 "Left sides of both conditions of Corollary 1 at percentiles 75, 90, 95 and 100 as bars around"
                 " 1, and the margins of the sound comparison as bars around 0, for each pair: {models}.",
                 "Bars below the line say that the mask has the better worst-case guarantee at that percentile,"
@@ -79,7 +47,7 @@ THEORY_QUESTIONS = (
                 "constants that hold; where the two disagree, the paper's explanation rests on its form of ξ.",
             ),
             Shown(
-                "corollary_plane",
+                corollary_plane,
                 "Plane of δₕ/δₛ and Δₕ/δₛ, logarithmic ordinate, with the boundary of the paper's condition "
                 "for several δₛ and key loads, and measured pairs and the paper's four tasks as points: "
                 "{models}.",
@@ -97,4 +65,16 @@ THEORY_QUESTIONS = (
             "it prints, k = 5.",
         ),
     ),
+)
+
+
+BOUNDS = Section(
+    name="bounds",
+    needs=("constants", "parameters"),
+    questions=_QUESTIONS,
+    external=(),
+    in_short=corollary_in_short,
+    details=bounds_sentences,
+    verdicts=bounds_findings,
+    tables=bounds_tables,
 )

@@ -1,0 +1,27 @@
+"""What every command prints with ``--json``: one question each."""
+
+from collections.abc import Callable
+
+from semdiag.findings.bounds import bounds_summary
+from semdiag.findings.convergence_summary import convergence_summary
+from semdiag.findings.dispersion import dispersion_summary
+from semdiag.findings.findings import Findings
+from semdiag.findings.k_sweep import sweep_summary
+from semdiag.findings.landscape import landscape_summary
+from semdiag.findings.lipschitz import lipschitz_summary
+from semdiag.findings.mask_stability import mask_summary
+from semdiag.findings.separation import separation_summary
+from semdiag.findings.stability import stability_summary
+from semdiag.findings.strict_json import Summary
+
+SUMMARIES: dict[str, Callable[[Findings], Summary]] = {
+    "dispersion": dispersion_summary,
+    "separation": separation_summary,
+    "stability": stability_summary,
+    "bounds": bounds_summary,
+    "mask-stability": mask_summary,
+    "k-sweep": sweep_summary,
+    "lipschitz": lipschitz_summary,
+    "landscape": landscape_summary,
+    "convergence": convergence_summary,
+}

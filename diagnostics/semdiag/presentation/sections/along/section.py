@@ -1,0 +1,37 @@
+"""The section ``along`` of a report."""
+
+from semdiag.presentation.section import Question, Section, Shown
+from semdiag.presentation.sections.along.along_training import along_training
+from semdiag.presentation.sections.along.sentences import along_sentences
+from semdiag.presentation.sections.along.tables import along_tables
+
+_QUESTIONS = (
+    Question(
+        "along",
+        "How do the numbers move while the model learns?",
+        (
+            Shown(
+                along_training,
+                "Dispersion, separation, ξ, response, Γ and the share of the gradient in queries and keys against "
+                "epochs, for each run: {models}.",
+                "Each point is a snapshot, measured on the same inputs. A difference between attentions that is "
+                "there at epoch 0 is owed to the mask; what opens later was learned.",
+            ),
+        ),
+        (
+            "Between two snapshots nothing is known; lines join them for the eye. Runs keep the initialisation, "
+            "the last epoch and the epochs named by --snapshots.",
+            "At most 50 held-out samples; gradients are of the mean loss on them, not on training batches.",
+        ),
+    ),
+)
+
+
+ALONG = Section(
+    name="along",
+    needs=("along",),
+    questions=_QUESTIONS,
+    external=(),
+    details=along_sentences,
+    tables=along_tables,
+)

@@ -1,0 +1,58 @@
+"""The section ``convergence`` of a report."""
+
+from semdiag.presentation.section import Question, Section, Shown
+from semdiag.presentation.sections.convergence.learning_curves import learning_curves
+from semdiag.presentation.sections.convergence.sentences import convergence_sentences
+from semdiag.presentation.sections.convergence.speed_up import speed_up
+from semdiag.presentation.sections.convergence.speed_up_against_dispersion import speed_up_against_dispersion
+from semdiag.presentation.sections.convergence.tables import convergence_tables
+
+_QUESTIONS = (
+    Question(
+        "convergence",
+        "Which attention learns faster, and by how much?",
+        (
+            Shown(
+                learning_curves,
+                "Training and held-out accuracy against epochs, one panel per task, median and range over seeds "
+                "for each attention: {models}.",
+                "Thick lines are training accuracy, of each run or from three seeds on their median with their "
+                "range; markers on the dashed line are the epochs at which single runs arrive. A curve that ends "
+                "below the line belongs to a run that never arrived in the epochs it was given.",
+            ),
+            Shown(
+                speed_up,
+                "Speed-up over full attention by task and attention, logarithmic axis with a line at 1, arrows "
+                "where only a bound is known: {models}.",
+                "Points above the line learned in fewer epochs than full attention of the same seed. An arrow "
+                "says that one run never arrived: the true speed-up lies in its direction, however far.",
+            ),
+            Shown(
+                speed_up_against_dispersion,
+                "Speed-up over full attention against the ratio of median dispersions at the last checkpoint, "
+                "logarithmic axes: {models}.",
+                "If a smaller dispersion went with faster learning, points would fall from the upper left to the "
+                "lower right. Bars are intervals over inputs only; what stands above the panel says what the "
+                "tasks at hand can and cannot settle.",
+            ),
+        ),
+        (
+            "Runs that never arrive are censored, not dropped: medians of epochs are Kaplan–Meier's, medians of "
+            "speed-ups are ranges if a bound leaves them open.",
+            "Intervals over seeds are order statistics and hold for any distribution; their confidence is given "
+            "because with few seeds it is low. One seed has no interval.",
+            "Epochs are counted, not seconds. A correlation of final checkpoints' dispersion with speed does not "
+            "show that one causes the other: both are measured after training.",
+        ),
+    ),
+)
+
+
+CONVERGENCE = Section(
+    name="convergence",
+    needs=("runs",),
+    questions=_QUESTIONS,
+    external=(),
+    in_short=convergence_sentences,
+    tables=convergence_tables,
+)

@@ -1,0 +1,64 @@
+"""The section ``landscape`` of a report."""
+
+from semdiag.presentation.section import Question, Section, Shown
+from semdiag.presentation.sections.landscape.landscape_attention import landscape_attention
+from semdiag.presentation.sections.landscape.landscape_contour import landscape_contour
+from semdiag.presentation.sections.landscape.landscape_cuts import landscape_cuts
+from semdiag.presentation.sections.landscape.landscape_surface import landscape_surface
+from semdiag.presentation.sections.landscape.sentences import landscape_sentences
+from semdiag.presentation.sections.landscape.tables import landscape_tables
+
+_TWO_OF_MANY = (
+    "A plane shows two of more than a hundred thousand directions. Random ones miss the steep directions: a flat "
+    "picture does not mean a flat loss."
+)
+_QUESTIONS = (
+    Question(
+        "landscape",
+        "What does the loss look like around the checkpoint?",
+        (
+            Shown(
+                landscape_contour,
+                "Coloured cells of cross-entropy and of accuracy on planes in parameter space through each "
+                "checkpoint, contour lines over the loss, checkpoint and snapshots marked: {models}.",
+                "Compare the size of the region around the cross in which the accuracy stays high. Every cell is "
+                "a model that was run, and models of one figure share their colour scale.",
+            ),
+            Shown(
+                landscape_surface,
+                "The cross-entropy on the same planes as surfaces over both directions: {models}.",
+                "The same cells as heights: a wide basin with gentle walls can be left by larger steps than a "
+                "narrow one.",
+            ),
+            Shown(
+                landscape_cuts,
+                "Cross-entropy and accuracy against the way from the checkpoint along both axes of each plane, "
+                "attention kinds together: {models}.",
+                "The rows of cells through the checkpoint, exactly as evaluated. Where the curves of one model "
+                "differ much from direction to direction, one plane says little about that model.",
+            ),
+            Shown(
+                landscape_attention,
+                "Coloured cells of the median and 95th percentile of the dispersion δ, and of the separation Δ, "
+                "on the same planes: {models}.",
+                "Where the loss changes and δ does not, the dispersion is not what makes the loss steep there.",
+            ),
+        ),
+        (
+            _TWO_OF_MANY,
+            "Distances are relative to the length ‖θ‖ of all parameters, and each tensor moves by its own length "
+            "at distance 1. Models of different length walk different true distances; the tables hold both.",
+            "One trained model per surface: how surfaces of other seeds look is not in these pictures.",
+        ),
+    ),
+)
+
+
+LANDSCAPE = Section(
+    name="landscape",
+    needs=("landscape",),
+    questions=_QUESTIONS,
+    external=(),
+    details=landscape_sentences,
+    tables=landscape_tables,
+)

@@ -1,0 +1,37 @@
+"""The section ``lengths`` of a report."""
+
+from semdiag.presentation.section import Question, Section, Shown
+from semdiag.presentation.sections.lengths.length_generalisation import length_generalisation
+from semdiag.presentation.sections.lengths.sentences import length_sentences
+from semdiag.presentation.sections.lengths.tables import length_tables
+
+_QUESTIONS = (
+    Question(
+        "lengths",
+        "Does it hold on other lengths?",
+        (
+            Shown(
+                length_generalisation,
+                "Accuracy, dispersion and separation against the length of the inputs, the trained length marked: "
+                "{models}.",
+                "Compare the points right of the dotted line, the trained length, with those on it. Accuracy at "
+                "the level of guessing means that what was learned is tied to the length.",
+            ),
+        ),
+        (
+            "Inputs are fresh samples of the task, without padding, from a generator that training never used.",
+            "Longer inputs stand at sinusoidal positions that training never showed; global tokens move behind "
+            "the longest input, as the encoder places them. k stays what it was.",
+        ),
+    ),
+)
+
+
+LENGTHS = Section(
+    name="lengths",
+    needs=("lengths",),
+    questions=_QUESTIONS,
+    external=(),
+    details=length_sentences,
+    tables=length_tables,
+)

@@ -1,0 +1,16 @@
+"""The tables of the section ``predictors``."""
+
+import pandas as pd
+
+from semdiag.findings.findings import Findings
+from semdiag.findings.prediction import held_out_tasks, predictor_table
+from semdiag.presentation.tables import with_run_facts
+
+
+def predictor_tables(findings: Findings, alone: bool) -> dict[str, pd.DataFrame]:
+    """The correlations (predictors), the numbers behind them (candidates) and held_out_tasks."""
+    return {
+        "predictors": findings(predictor_table),
+        "candidates": with_run_facts(findings, findings.measurements.predictors),
+        "held_out_tasks": findings(held_out_tasks),
+    }

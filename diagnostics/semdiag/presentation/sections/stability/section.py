@@ -1,0 +1,57 @@
+"""The section ``stability`` of a report."""
+
+from semdiag.findings.stability import stability_findings
+from semdiag.presentation.section import Question, Section, Shown
+from semdiag.presentation.sections.stability.attention_response import attention_response
+from semdiag.presentation.sections.stability.sentences import stability_in_short, stability_sentences
+from semdiag.presentation.sections.stability.stability_curves import stability_curves
+from semdiag.presentation.sections.stability.tables import stability_tables
+
+_QUESTIONS = (
+    Question(
+        "stability",
+        "How far does attention move when its scores move?",
+        (
+            Shown(
+                stability_curves,
+                "Constant ξ of a softmax row against its dispersion δ for 40 and 600 keys, logarithmic axes, "
+                "in the paper's form and the sound one, with measured secants of full attention below: "
+                "{models}.",
+                "Every point, a measured change of attention over the change of its scores, must lie below the"
+                " solid curve, the smallest constant that holds for all rows of that δ. Where the paper's "
+                "dashed curve lies below it (shaded) it is no upper bound, even if no point here exceeds it; "
+                "further right it grows without end while the sound constant stays at ½.",
+            ),
+            Shown(
+                attention_response,
+                "Distribution of the change of attention weights ‖p − p′‖₁ under input noise per layer, as "
+                "nested boxes on a logarithmic axis with the mean marked, attention kinds side by side: "
+                "{models}.",
+                "Compare the marked means at the same layer: the higher one belongs to the attention that the "
+                "same relative noise moves more. A mean far above its box comes from few queries that exchange"
+                " a whole key, as a top-k mask does where Δ is small.",
+            ),
+        ),
+        (
+            "A constant bounds the worst pair of rows; the response is an average under one kind of noise "
+            "(level, samples and draws stand on the figures). A small δ can lower the first and leave the "
+            "second high.",
+            "ξ bounds the attention weights by the change of the scores. How much noise at the input changes "
+            "the scores depends on the layers below and on Γ, which ξ does not know.",
+            "The heavy-hitter form takes δ as the larger and Δ as the smaller of both rows; rows with Δ ≤ 0 do"
+            " not meet its assumptions and are counted, not judged.",
+        ),
+    ),
+)
+
+
+STABILITY = Section(
+    name="stability",
+    needs=("secants",),
+    questions=_QUESTIONS,
+    external=_QUESTIONS,
+    in_short=stability_in_short,
+    details=stability_sentences,
+    verdicts=stability_findings,
+    tables=stability_tables,
+)

@@ -1,0 +1,82 @@
+"""What became of ξ, and whose attention moves more, in sentences."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from semdiag.findings.finding import Finding, Verdict
+from semdiag.findings.findings import Findings
+from semdiag.findings.stability import response_table, stability_findings
+from semdiag.presentation.drawing.noise import percent
+from semdiag.presentation.drawing.panels import model_labels
+
+
+def stability_in_short(findings: Findings) -> list[str]:
+    """How often each form of ξ was exceeded, all models together."""
+    pairs = [f for f in findings(stability_findings) if "ξ ‖z" in f.claim and f.numbers]
+    if not pairs:
+        return []
+    exceeded = {
+        form: int(sum(f.numbers["violated"] for f in pairs if f.form == form)) for form in ("sound", "paper")
+    }
+    return [
+        f"Softmax stability, all measured pairs of rows: the sound ξ is exceeded by {exceeded['sound']:,}, "
+        f"the paper's by {exceeded['paper']:,}."
+    ]
+
+
+def stability_sentences(findings: Findings) -> list[str]:
+    """Say whether ξ bounds what was measured, form by form, and whose attention moves more.
+
+    Args:
+        findings: with secants.
+
+    Returns:
+        Sentences per model, then one per pair and noise level.
+    """
+    said = []
+    for model, label in model_labels(findings.measurements.models).items():
+        own = [f for f in findings(stability_findings) if f.subject == model]
+        parts = [part for f in own for part in (_softmax(f),) if part]
+        if parts:
+            said.append(f"{label}: {' '.join(parts)}")
+    said += [_response(row) for row in findings(response_table).to_dict("records")]
+    return said or ["Nothing was perturbed: nothing is known of the stability of these models' attention."]
+
+
+def _softmax(finding: Finding) -> str:
+    """What became of one form of ξ on one model's pairs of rows."""
+    n = finding.numbers
+    if finding.form == "":
+        return f"{finding.note[:1].upper()}{finding.note[1:]}."
+    if finding.claim.startswith("local") and finding.verdict is not Verdict.VIOLATED:
+        return ""
+    names = {"sound": "the sound ξ", "paper": "the paper's ξ", "sound, row form": "the sound row constant"}
+    name = "the local constant's bound ξ*" if finding.claim.startswith("local") else names[finding.form]
+    rows = int(n["holds"] + n["violated"] + n["vacuous"])
+    unmet = f", {int(n['not_met']):,} more do not meet its assumptions" if n["not_met"] else ""
+    highest = f"largest measured/bound {n['largest measured over bound']:.4g}"
+    if finding.verdict is Verdict.VIOLATED:
+        fault = (
+            "which contradicts the paper (read as an ℓ1 constant)"
+            if finding.form == "paper"
+            else "which is an error of semdiag"
+        )
+        start = f"{name} is exceeded by {int(n['violated']):,} of {rows:,} measured pairs of rows"
+        return f"{start[0].upper()}{start[1:]} ({highest}{unmet}), {fault}."
+    if not rows:
+        return f"{name[0].upper()}{name[1:]} speaks about no measured pair of rows: {finding.note}."
+    tail = f"; for {int(n['vacuous']):,} it is no less than the trivial ½" if n["vacuous"] else ""
+    if n.get("below the sound form"):
+        tail += f"; for {int(n['below the sound form']):,} it lies below the sound form and promises too much"
+    start = f"{name[0].upper()}{name[1:]} is not exceeded on {rows:,} measured pairs of rows"
+    return f"{start} ({highest}{unmet}){tail}."
+
+
+def _response(row: Mapping[Any, Any]) -> str:
+    """Whose attention weights move more under the same noise."""
+    more = "more" if row["mean"] > row["full_mean"] else "less"
+    return (
+        f"{row['pair']}: {percent(row['level'])} input noise moves this model's attention {more} than its "
+        f"counterpart's (mean ‖p − p′‖₁ {row['mean']:.2g} against {row['full_mean']:.2g}; ratio of the medians "
+        f"{row['ratio']:.2g}, 95 % interval {row['low']:.2g} to {row['high']:.2g})."
+    )

@@ -1,0 +1,70 @@
+"""The section ``within`` of a report."""
+
+from semdiag.findings.counterfactuals import counterfactual_ks
+from semdiag.findings.findings import Findings
+from semdiag.presentation.section import Question, Section, Shown
+from semdiag.presentation.sections.within.dispersion_counterfactual import dispersion_counterfactual
+from semdiag.presentation.sections.within.key_load_counterfactual import key_load_counterfactual
+from semdiag.presentation.sections.within.mass_kept import mass_kept
+from semdiag.presentation.sections.within.sentences import within_sentences
+from semdiag.presentation.sections.within.separation_counterfactual import separation_counterfactual
+from semdiag.presentation.sections.within.tables import within_tables
+
+_QUESTIONS = (
+    Question(
+        "within",
+        "Would sparse attention help a full model?",
+        (
+            Shown(
+                dispersion_counterfactual,
+                "Within full-attention models: dispersion over all keys beside the dispersion over the k largest "
+                "scores of the same rows, per layer: {models}.",
+                "Within one and the same full model: the spread of all its scores beside the spread of its k "
+                "largest only. It shows what a top-k mask would leave of this model's dispersion without training "
+                "it anew; it is no comparison between trained models.",
+            ),
+            Shown(
+                mass_kept,
+                "Within full-attention models: share of the attention weight on the k largest scores, per layer: "
+                "{models}.",
+                "How much of the attention a top-k mask would keep. Layers whose boxes touch 1 already attend to k "
+                "keys and would hardly notice the mask; where the boxes are low, the mask would throw away what the "
+                "model uses.",
+            ),
+            Shown(
+                separation_counterfactual,
+                "Within full-attention models: gap in nats between the k-th and the next largest score, per layer, "
+                "logarithmic axis: {models}.",
+                "The gap between the last score that a top-k mask would keep and the first it would drop. Small "
+                "gaps mean that a small change of the input would swap keys in and out of the mask.",
+            ),
+            Shown(
+                key_load_counterfactual,
+                "Within full-attention models: share of keys that at least x queries would keep, logarithmic axis: "
+                "{models}.",
+                "Which keys a top-k mask would rely on: a curve that falls near k spreads the queries evenly, a "
+                "long tail means sinks that nearly every query would keep.",
+            ),
+        ),
+        (
+            "A counterfactual within one trained model: nobody trained it with a mask. A model trained with one "
+            "moves its scores; how far, only training tells.",
+            "Queries with at most k keys lose none: their δₕ(k) is δₛ, they keep all weight and have no separation.",
+        ),
+    ),
+)
+
+
+def _measured(findings: Findings) -> bool:
+    return bool(counterfactual_ks(findings.measurements.queries))
+
+
+WITHIN = Section(
+    name="within",
+    needs=(),
+    questions=_QUESTIONS,
+    external=_QUESTIONS,
+    measured=_measured,
+    in_short=within_sentences,
+    tables=within_tables,
+)
