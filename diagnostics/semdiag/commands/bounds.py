@@ -6,8 +6,10 @@ from typing import Annotated
 import typer
 
 from semdiag.commands import options
+from semdiag.commands.shared import Shared, with_options
 
 
+@with_options(dtype="float64")
 def bounds(
     models: options.Models = None,
     against: Annotated[
@@ -19,18 +21,8 @@ def bounds(
             rich_help_panel="What is measured",
         ),
     ] = None,
-    inputs: options.Inputs = None,
-    samples: options.Samples = 500,
-    batch_size: options.BatchSize = 100,
-    device: options.Device = "auto",
-    dtype: options.Dtype = "float64",
-    seed: options.Seed = 0,
-    min_keys: options.MinKeys = 1,
-    config: options.Config = None,
-    out: options.Out = None,
-    as_json: options.Json = False,
-    figures: options.Figures = "png,svg",
-    quiet: options.Quiet = False,
+    *,
+    shared: Shared,
 ) -> None:
     """Compute the Lipschitz bounds of Theorems 2, 4 and 5 and the conditions of Corollary 1, in both forms.
 
@@ -41,32 +33,20 @@ def bounds(
     [bold]semdiag bounds checkpoints/even-pairs-topk-5-seed-153476998 --against
     checkpoints/even-pairs-full-seed-153476998[/]
     """
-    from semdiag.commands import measuring, theory_printing
-    from semdiag.measurement.survey import Conditions
+    from semdiag.commands import theory_printing
+    from semdiag.measurement.probes.bounds.probe import BoundsPlan
 
-    conditions = Conditions(
-        inputs=inputs,
-        samples=samples,
-        batch_size=batch_size,
-        device=device,
-        dtype=dtype,
-        seed=seed,
-        min_keys=min_keys,
-        config=measuring.read_config(config),
-        bounds=True,
+    conditions = shared.conditions(
+        plans=(BoundsPlan(),),
         encoders_only=True,
     )
-    formats = measuring.figure_formats(figures)
     if against is None:
-        findings = measuring.measured(models, conditions, quiet)
+        findings = shared.measured(models, conditions)
     else:
         paths = _with_reference(models, against)
-        findings = measuring.measured(paths, conditions, quiet)
+        findings = shared.measured(paths, conditions)
         findings.measurements.provenance["against"] = str(paths[-1])
-    measuring.deliver(
-        "bounds", findings, theory_printing.print_bounds,
-        out=out, formats=formats, as_json=as_json, quiet=quiet,
-    )  # fmt: skip
+    shared.deliver("bounds", findings, theory_printing.print_bounds)
 
 
 def _with_reference(models: list[Path] | None, against: Path) -> list[Path]:

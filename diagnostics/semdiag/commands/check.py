@@ -7,10 +7,12 @@ from typing import Annotated
 import typer
 
 from semdiag.commands import options
+from semdiag.commands.shared import Shared, with_options
 
 _JUDGED = "What is judged"
 
 
+@with_options(leave_out=("seed", "min_keys", "config", "out", "per_query", "figures"))
 def check(
     models: options.Models = None,
     rule: Annotated[
@@ -44,13 +46,8 @@ def check(
         bool,
         typer.Option("--exit-zero", help="Say what fails, but leave with exit code 0.", rich_help_panel=_JUDGED),
     ] = False,
-    inputs: options.Inputs = None,
-    samples: options.Samples = 500,
-    batch_size: options.BatchSize = 100,
-    device: options.Device = "auto",
-    dtype: options.Dtype = "float32",
-    as_json: options.Json = False,
-    quiet: options.Quiet = False,
+    *,
+    shared: Shared,
 ) -> None:
     """Check that top-k attention has the smaller dispersion: δ_h < δ_s. Made for CI.
 
@@ -62,35 +59,25 @@ def check(
     [bold]semdiag check --rule "dispersion.p95 < 10 attention=topk"[/]
     """
     from semdiag.commands import check_printing
-    from semdiag.commands.measuring import measured
     from semdiag.findings.gate.drift import read_baseline
     from semdiag.findings.gate.rules import parse_rule
     from semdiag.findings.gate.verification import PROBED, Expectations, verify
     from semdiag.measurement.probes.noise.masks import NoisePlan
-    from semdiag.measurement.survey import Conditions
     from semdiag_models import InputError
 
     if not 0 <= tolerance < float("inf"):
         raise InputError(f"--tolerance is a share like 0.05, not negative. Got {tolerance}.")
     known = None if baseline is None else read_baseline(baseline)
     expected = Expectations([parse_rule(text) for text in rule or ()], known, tolerance, every_layer)
-    conditions = Conditions(
-        inputs=inputs,
-        samples=samples,
-        batch_size=batch_size,
-        device=device,
-        dtype=dtype,
-        masks=NoisePlan(draws=1),
-        probe_samples=PROBED,
-    )
-    result = verify(measured(models, conditions, quiet), expected)
-    if not quiet:
+    conditions = shared.conditions(plans=(NoisePlan(draws=1),), probe_samples=PROBED)
+    result = verify(shared.measured(models, conditions), expected)
+    if not shared.values["quiet"]:
         check_printing.print_check(result)
-    if as_json:
+    if shared.values["as_json"]:
         typer.echo(json.dumps(result.summary(), allow_nan=False))
     for words in result.failures:
         typer.echo(f"semdiag: {words}.", err=True)
-    if not quiet:
+    if not shared.values["quiet"]:
         typer.echo(check_printing.conclusion(result), err=True)
     if result.failures and not exit_zero:
         raise typer.Exit(1)

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from semdiag.commands import options
+from semdiag.commands.shared import Shared, with_options
 
 Runs = Annotated[
     list[Path] | None,
@@ -19,6 +19,7 @@ Runs = Annotated[
 ]
 
 
+@with_options(leave_out=("min_keys", "config", "per_query"))
 def convergence(
     runs: Runs = None,
     target: Annotated[
@@ -53,16 +54,8 @@ def convergence(
             help="Evaluate the last checkpoints on fresh inputs of these lengths, like 40,60,80: accuracy, δ, Δ."
         ),
     ] = "",
-    inputs: options.Inputs = None,
-    samples: options.Samples = 500,
-    batch_size: options.BatchSize = 100,
-    device: options.Device = "auto",
-    dtype: options.Dtype = "float32",
-    seed: options.Seed = 0,
-    out: options.Out = None,
-    as_json: options.Json = False,
-    figures: options.Figures = "png,svg",
-    quiet: options.Quiet = False,
+    *,
+    shared: Shared,
 ) -> None:
     """Compare how fast runs learn: epochs to 95 % training accuracy, and speed-up over full attention.
 
@@ -74,21 +67,13 @@ def convergence(
     """
     from semdiag.commands import convergence_printing, measuring
     from semdiag.measurement.runs.survey import ConvergencePlan, convergence_survey
-    from semdiag.measurement.survey import Conditions
 
-    conditions = Conditions(
-        inputs=inputs, samples=samples, batch_size=batch_size, device=device, dtype=dtype, seed=seed
-    )
+    conditions = shared.conditions()
     plan = ConvergencePlan(
         **measuring.targets(target or []), along=along, predictors=predictors,
         lengths=measuring.whole_numbers(lengths, "--lengths"),
     )  # fmt: skip
-    formats = measuring.figure_formats(figures)
-    findings = measuring.measured(runs, conditions, quiet, run=partial(convergence_survey, plan=plan))
-    measuring.deliver(
-        "convergence", findings, convergence_printing.print_convergence,
-        out=out, formats=formats, as_json=as_json, quiet=quiet,
-        sections=[
-            "convergence", *["along"] * along, *["predictors"] * predictors, *["lengths"] * bool(plan.lengths),
-        ],
-    )  # fmt: skip
+    findings = shared.measured(runs, conditions, partial(convergence_survey, plan=plan))
+    asked = {"along": along, "predictors": predictors, "lengths": bool(plan.lengths)}
+    sections = ["convergence", *(name for name, wanted in asked.items() if wanted)]
+    shared.deliver("convergence", findings, convergence_printing.print_convergence, sections)

@@ -5,10 +5,12 @@ from typing import Annotated
 import typer
 
 from semdiag.commands import options
+from semdiag.commands.shared import Shared, with_options
 
 _MEASURE = "What is measured"
 
 
+@with_options(leave_out=("min_keys", "per_query"))
 def k_sweep(
     models: options.Models = None,
     max_k: Annotated[
@@ -25,17 +27,8 @@ def k_sweep(
             rich_help_panel=_MEASURE,
         ),
     ] = False,
-    inputs: options.Inputs = None,
-    samples: options.Samples = 500,
-    batch_size: options.BatchSize = 100,
-    device: options.Device = "auto",
-    dtype: options.Dtype = "float32",
-    seed: options.Seed = 0,
-    config: options.Config = None,
-    out: options.Out = None,
-    as_json: options.Json = False,
-    figures: options.Figures = "png,svg",
-    quiet: options.Quiet = False,
+    *,
+    shared: Shared,
 ) -> None:
     """Ask, within one model and for every k at once, what a top-k mask would leave of its attention.
 
@@ -44,23 +37,9 @@ def k_sweep(
 
     [bold]semdiag k-sweep checkpoints/even-pairs-full-seed-153476998 --rerun[/]
     """
-    from semdiag.commands import k_sweep_printing, measuring
+    from semdiag.commands import k_sweep_printing
     from semdiag.measurement.probes.k_sweep import SweepPlan
-    from semdiag.measurement.survey import Conditions
 
-    conditions = Conditions(
-        inputs=inputs,
-        samples=samples,
-        batch_size=batch_size,
-        device=device,
-        dtype=dtype,
-        seed=seed,
-        config=measuring.read_config(config),
-        sweep=SweepPlan(max_k, rerun),
-    )
-    formats = measuring.figure_formats(figures)
-    findings = measuring.measured(models, conditions, quiet)
-    measuring.deliver(
-        "k-sweep", findings, k_sweep_printing.print_sweep,
-        out=out, formats=formats, as_json=as_json, quiet=quiet,
-    )  # fmt: skip
+    conditions = shared.conditions(plans=(SweepPlan(max_k, rerun),))
+    findings = shared.measured(models, conditions)
+    shared.deliver("k-sweep", findings, k_sweep_printing.print_sweep)

@@ -5,10 +5,12 @@ from typing import Annotated
 import typer
 
 from semdiag.commands import options
+from semdiag.commands.shared import Shared, with_options
 
 _PANEL = "What is measured"
 
 
+@with_options(leave_out=("min_keys", "per_query"))
 def landscape(
     models: options.Models = None,
     planes: Annotated[
@@ -39,17 +41,8 @@ def landscape(
             rich_help_panel=_PANEL,
         ),
     ] = "loss",
-    inputs: options.Inputs = None,
-    samples: options.Samples = 500,
-    batch_size: options.BatchSize = 100,
-    device: options.Device = "auto",
-    dtype: options.Dtype = "float32",
-    seed: options.Seed = 0,
-    config: options.Config = None,
-    out: options.Out = None,
-    as_json: options.Json = False,
-    figures: options.Figures = "png,svg",
-    quiet: options.Quiet = False,
+    *,
+    shared: Shared,
 ) -> None:
     """Evaluate the loss on planes through each checkpoint: cells, surface, cuts.
 
@@ -60,28 +53,18 @@ def landscape(
     """
     from semdiag.commands import measuring, probe_printing
     from semdiag.measurement.probes.loss.landscape import LandscapePlan
-    from semdiag.measurement.survey import Conditions
 
-    conditions = Conditions(
-        inputs=inputs,
-        samples=samples,
-        batch_size=batch_size,
-        device=device,
-        dtype=dtype,
-        seed=seed,
-        config=measuring.read_config(config),
+    conditions = shared.conditions(
         encoders_only=True,
-        landscape=LandscapePlan(
-            planes=planes,
-            radius=radius,
-            grid=grid,
-            through=measuring.paths(through),
-            metrics=measuring.names(metrics),
+        plans=(
+            LandscapePlan(
+                planes=planes,
+                radius=radius,
+                grid=grid,
+                through=measuring.paths(through),
+                metrics=measuring.names(metrics),
+            ),
         ),
     )
-    formats = measuring.figure_formats(figures)
-    findings = measuring.measured(models, conditions, quiet)
-    measuring.deliver(
-        "landscape", findings, probe_printing.print_landscape,
-        out=out, formats=formats, as_json=as_json, quiet=quiet,
-    )  # fmt: skip
+    findings = shared.measured(models, conditions)
+    shared.deliver("landscape", findings, probe_printing.print_landscape)

@@ -5,10 +5,12 @@ from typing import Annotated
 import typer
 
 from semdiag.commands import options
+from semdiag.commands.shared import Shared, with_options
 
 _PANEL = "What is measured"
 
 
+@with_options(leave_out=("dtype", "min_keys", "per_query"), samples=100)
 def lipschitz(
     models: options.Models = None,
     planes: Annotated[
@@ -25,16 +27,8 @@ def lipschitz(
             help="The largest, relative to each tensor's norm; six smaller ones halve it.", rich_help_panel=_PANEL
         ),
     ] = 1.0,
-    inputs: options.Inputs = None,
-    samples: options.Samples = 100,
-    batch_size: options.BatchSize = 100,
-    device: options.Device = "auto",
-    seed: options.Seed = 0,
-    config: options.Config = None,
-    out: options.Out = None,
-    as_json: options.Json = False,
-    figures: options.Figures = "png,svg",
-    quiet: options.Quiet = False,
+    *,
+    shared: Shared,
 ) -> None:
     """Estimate from below how steep the loss is in the parameters, beside the bounds that hold.
 
@@ -45,24 +39,13 @@ def lipschitz(
     [bold]semdiag lipschitz checkpoints/even-pairs-full-seed-153476998
     checkpoints/even-pairs-topk-5-seed-153476998[/]
     """
-    from semdiag.commands import measuring, probe_printing
+    from semdiag.commands import probe_printing
     from semdiag.measurement.probes.loss.lipschitz import LipschitzPlan
-    from semdiag.measurement.survey import Conditions
 
-    conditions = Conditions(
-        inputs=inputs,
-        samples=samples,
-        batch_size=batch_size,
-        device=device,
+    conditions = shared.conditions(
         dtype="float64",
-        seed=seed,
-        config=measuring.read_config(config),
         encoders_only=True,
-        lipschitz=LipschitzPlan(samples, planes, directions, draws, radius),
+        plans=(LipschitzPlan(shared.values["samples"], planes, directions, draws, radius),),
     )
-    formats = measuring.figure_formats(figures)
-    findings = measuring.measured(models, conditions, quiet)
-    measuring.deliver(
-        "lipschitz", findings, probe_printing.print_lipschitz,
-        out=out, formats=formats, as_json=as_json, quiet=quiet,
-    )  # fmt: skip
+    findings = shared.measured(models, conditions)
+    shared.deliver("lipschitz", findings, probe_printing.print_lipschitz)

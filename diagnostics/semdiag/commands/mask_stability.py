@@ -5,10 +5,12 @@ from typing import Annotated
 import typer
 
 from semdiag.commands import options
+from semdiag.commands.shared import Shared, with_options
 
 _NOISE = "Which noise"
 
 
+@with_options()
 def mask_stability(
     models: options.Models = None,
     noise: Annotated[
@@ -37,18 +39,8 @@ def mask_stability(
             rich_help_panel="What is measured",
         ),
     ] = 5,
-    inputs: options.Inputs = None,
-    samples: options.Samples = 500,
-    batch_size: options.BatchSize = 100,
-    device: options.Device = "auto",
-    dtype: options.Dtype = "float32",
-    seed: options.Seed = 0,
-    min_keys: options.MinKeys = 1,
-    config: options.Config = None,
-    out: options.Out = None,
-    as_json: options.Json = False,
-    figures: options.Figures = "png,svg",
-    quiet: options.Quiet = False,
+    *,
+    shared: Shared,
 ) -> None:
     """Tell whether attention masks survive a little input noise: certified, predicted, observed.
 
@@ -60,23 +52,10 @@ def mask_stability(
     """
     from semdiag.commands import mask_printing, measuring
     from semdiag.measurement.probes.noise.masks import NoisePlan
-    from semdiag.measurement.survey import Conditions
 
     levels = measuring.positive_numbers(noise, "--noise")
-    conditions = Conditions(
-        inputs=inputs,
-        samples=samples,
-        batch_size=batch_size,
-        device=device,
-        dtype=dtype,
-        seed=seed,
-        min_keys=min_keys,
-        config=measuring.read_config(config),
-        masks=NoisePlan(levels, draws, absolute, at_block, k, seed),
+    conditions = shared.conditions(
+        plans=(NoisePlan(levels, draws, absolute, at_block, k, shared.values["seed"]),),
     )
-    formats = measuring.figure_formats(figures)
-    findings = measuring.measured(models, conditions, quiet)
-    measuring.deliver(
-        "mask-stability", findings, mask_printing.print_masks,
-        out=out, formats=formats, as_json=as_json, quiet=quiet,
-    )  # fmt: skip
+    findings = shared.measured(models, conditions)
+    shared.deliver("mask-stability", findings, mask_printing.print_masks)

@@ -5,6 +5,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from semdiag.commands import options
+from semdiag.commands.shared import Shared, with_options
 from semdiag.commands.titles import title
 
 if TYPE_CHECKING:
@@ -24,48 +25,15 @@ def metric_command(metric: str, description: str) -> Callable[..., None]:
         A function for typer.
     """
 
-    def command(
-        models: options.Models = None,
-        k: options.Counterfactual = "",
-        inputs: options.Inputs = None,
-        samples: options.Samples = 500,
-        batch_size: options.BatchSize = 100,
-        device: options.Device = "auto",
-        dtype: options.Dtype = "float32",
-        seed: options.Seed = 0,
-        min_keys: options.MinKeys = 1,
-        config: options.Config = None,
-        out: options.Out = None,
-        as_json: options.Json = False,
-        per_query: options.PerQuery = None,
-        figures: options.Figures = "png,svg",
-        quiet: options.Quiet = False,
-    ) -> None:
+    def command(models: options.Models = None, k: options.Counterfactual = "", *, shared: Shared) -> None:
         from semdiag.commands import measuring
-        from semdiag.measurement.survey import Conditions
 
-        conditions = Conditions(
-            inputs=inputs,
-            samples=samples,
-            batch_size=batch_size,
-            device=device,
-            dtype=dtype,
-            seed=seed,
-            min_keys=min_keys,
-            k=measuring.whole_numbers(k, "--k"),
-            config=measuring.read_config(config),
-        )
-        formats = measuring.figure_formats(figures)
-        measuring.check_per_query(per_query)
-        findings = measuring.measured(models, conditions, quiet)
-        measuring.deliver(
-            metric, findings, partial(_print, metric),
-            out=out, formats=formats, as_json=as_json, quiet=quiet, sections=_sections(metric, findings),
-            per_query=per_query,
-        )  # fmt: skip
+        conditions = shared.conditions(k=measuring.whole_numbers(k, "--k"))
+        findings = shared.measured(models, conditions)
+        shared.deliver(metric, findings, partial(_print, metric), _sections(metric, findings))
 
     command.__doc__ = description
-    return command
+    return with_options(leave_out=())(command)
 
 
 def _print(metric: str, findings: "Findings") -> None:

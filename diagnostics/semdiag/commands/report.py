@@ -2,34 +2,27 @@
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from semdiag.commands import options
+from semdiag.commands.shared import Shared, with_options
 
 _DRAWS, _PROBE_SAMPLES = 3, 100  # of the sections with a command of their own: enough for a first look
 
 
+@with_options()
 def report(
     models: options.Models = None,
     k: options.Counterfactual = "5",
-    inputs: options.Inputs = None,
-    samples: options.Samples = 500,
-    batch_size: options.BatchSize = 100,
-    device: options.Device = "auto",
-    dtype: options.Dtype = "float32",
-    seed: options.Seed = 0,
-    min_keys: options.MinKeys = 1,
     noise: options.Noise = "0.01",
-    config: options.Config = None,
     redraw: Annotated[
         Path | None,
         typer.Option(
             "--from", help="Draw the report from measurements saved by --keep-queries; no model is needed."
         ),
     ] = None,
-    out: options.Out = None,
     keep_queries: Annotated[
         bool, typer.Option("--keep-queries", help="Keep every query in data/, to redraw the report from.")
     ] = False,
@@ -41,9 +34,8 @@ def report(
             rich_help_panel="What is measured",
         ),
     ] = False,
-    as_json: options.Json = False,
-    figures: options.Figures = "png,svg",
-    quiet: options.Quiet = False,
+    *,
+    shared: Shared,
 ) -> None:
     """Measure everything and write one report: a page with the verdict, figures, tables and caveats.
 
@@ -52,15 +44,16 @@ def report(
     from semdiag.commands import measuring
     from semdiag.findings.findings import Findings
     from semdiag.measurement.measurements import Measurements
+    from semdiag.measurement.probes.bounds.probe import BoundsPlan
     from semdiag.measurement.probes.k_sweep import SweepPlan
     from semdiag.measurement.probes.loss.landscape import LandscapePlan
     from semdiag.measurement.probes.loss.lipschitz import LipschitzPlan
     from semdiag.measurement.probes.noise.masks import NoisePlan
-    from semdiag.measurement.survey import Conditions
+    from semdiag.measurement.probes.noise.secants import SecantsPlan
     from semdiag.presentation.report.report import write_report
     from semdiag_models import InputError
 
-    formats = measuring.figure_formats(figures)
+    formats = measuring.figure_formats(shared.values["figures"])
     if redraw is not None:
         if models:
             raise InputError("--from draws saved measurements: name no models with it.")
@@ -68,28 +61,22 @@ def report(
             raise InputError("--from draws saved measurements as they are: leave --thorough away.")
         findings = Findings(Measurements.load(redraw))
     else:
-        conditions = Conditions(
-            inputs=inputs,
-            samples=samples,
-            batch_size=batch_size,
-            device=device,
-            dtype=dtype,
-            seed=seed,
-            min_keys=min_keys,
-            k=measuring.whole_numbers(k, "--k"),
-            config=measuring.read_config(config),
-            noise=measuring.positive_numbers(noise, "--noise"),
-            bounds=True,
-            masks=NoisePlan(measuring.positive_numbers(noise, "--noise"), draws=_DRAWS, seed=seed),
-            sweep=SweepPlan(),
-            probe_samples=_PROBE_SAMPLES,
-            landscape=LandscapePlan(metrics=("loss", "dispersion")) if thorough else None,
-            lipschitz=LipschitzPlan() if thorough else None,
+        levels = measuring.positive_numbers(noise, "--noise")
+        plans: tuple[Any, ...] = (
+            SecantsPlan(levels),
+            BoundsPlan(),
+            NoisePlan(levels, draws=_DRAWS, seed=shared.values["seed"]),
+            SweepPlan(),
         )
-        findings = measuring.measured(models, conditions, quiet)
+        plans += (LandscapePlan(metrics=("loss", "dispersion")), LipschitzPlan()) if thorough else ()
+        conditions = shared.conditions(
+            k=measuring.whole_numbers(k, "--k"), plans=plans, probe_samples=_PROBE_SAMPLES
+        )
+        findings = shared.measured(models, conditions)
+    out = shared.values["out"]
     folder = out if out is not None else measuring.report_name("report", findings.measurements)
     page = write_report(findings, folder, measuring.command_line(), formats, keep_queries)
-    if as_json:
+    if shared.values["as_json"]:
         typer.echo(json.dumps(json.loads((folder / "summary.json").read_text(encoding="utf-8"))))
-    if not quiet:
+    if not shared.values["quiet"]:
         typer.echo(f"Report: {page}", err=True)

@@ -2,35 +2,29 @@
 
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from html import escape
 from pathlib import Path
 from typing import Any, Self
 
 import pandas as pd
 
-from semdiag.measurement.tables import (
-    AUDIT_TABLES,
-    EVERY_TABLE,
-    NEEDED,
-    OPTIONAL_TABLES,
-    TABLES,
-    UNLESS_SAID,
-    empty_table,
-)
+from semdiag.measurement.percentiles import layer_table
+from semdiag.measurement.schema import OPTIONAL
+from semdiag.measurement.tables import NEEDED, TABLES, UNLESS_SAID
 from semdiag_models import InputError
 
 
-@dataclass(frozen=True, eq=False)
 class Measurements:
     """Everything measured on one or several models.
 
-    Every table has the column ``model`` (the path as the user named it). Layers, heads and positions count
-    from 0; scores are in nats.
+    Every table is an attribute and has the column ``model`` (the path as the user named it). Layers, heads and
+    positions count from 0; scores are in nats. The first five are always there; the others, which stand in
+    :data:`~semdiag.measurement.schema.OPTIONAL` with what their rows are, are empty where they were not measured.
 
-    Attributes:
+    Args:
         models: one row per model: path, sha256, source, snapshot, task, attention, k, global_tokens, norm,
             pooling, seed, epoch, blocks, heads, length, parameters, samples, inputs, accuracy, found and
-            captured attention layers, residual. Of somebody else's model, what is not known is missing; blocks are
+            captured attention layers, residual. Of an external model, what is not known is missing; blocks are
             the places where attention happens, attention is ``full``, ``causal`` or ``masked``.
         queries: one row per query: sample, layer, head, query, keys (n_i), kept (k_i), dispersion,
             separation (+inf where nothing is dropped), largest_weight (of its attention weights), and
@@ -39,36 +33,10 @@ class Measurements:
         history: one row per epoch of each training run.
         non_finite: one row per sample, layer and head with scores that are NaN or infinite, and how many.
         provenance: versions, device, dtype, seed, command.
-        calls: one row per place where attention happens (a module, and which of its calls in a forward): how it
-            was captured, its mask, heads, number of calls and largest residual.
-        projections: one row per head of models of others: Γ and Υ, or why they are not available.
-        remarks: one row per thing to know about a captured attention, as a mask that adds -10,000.
-        skipped: one row per operation that looks like attention and was not captured, with the reason.
-        secants: one row per query, noise level and clean-noisy pair; see
-            :func:`~semdiag.measurement.probes.noise.secants.measure_secants`. Empty if not measured.
-        constants: one row per constant of the theory and form; see
-            :func:`~semdiag.measurement.probes.bounds.constants.measure_constants`. Empty if not measured.
-        parameters: one row per parameter tensor, bounds beside measured slopes; same function.
-        masks: one row per noise level and query that drops a key; see
-            :func:`~semdiag.measurement.probes.noise.masks.mask_stability`. Empty if not measured.
-        noise_effects: one row per noise level and sample, what the noise does to the output; same function.
-        sweep: one row per k, layer, head and quantity, percentiles within a model; see
-            :func:`~semdiag.measurement.probes.k_sweep.k_sweep`. Empty if not measured.
-        landscape: one row per evaluated point of a plane in parameter space; see
-            :func:`~semdiag.measurement.probes.loss.landscape.landscape`. Empty if not measured.
-        loss_secants: one row per pair of parameter settings; this and the next three: see
-            :func:`~semdiag.measurement.probes.loss.lipschitz.lipschitz`. Empty if not measured.
-        loss_gradients: one row per random parameter setting and group of tensors.
-        end_points: one row per group of tensors.
-        jacobians: one row per block and sample.
-        runs: one row per training run; see :func:`~semdiag.measurement.runs.training_runs.run_table`. Empty unless
-            convergence was asked for.
-        along: one row per snapshot of a run, layer and number; see
-            :func:`~semdiag.measurement.runs.along.measure_along`. Empty if not measured.
-        predictors: one row per run, stage of its training and number that may predict its speed; see
-            :func:`~semdiag.measurement.runs.predictors.measure_predictors`. Empty if not measured.
-        lengths: one row per length of the inputs, layer and number; see
-            :func:`~semdiag.measurement.runs.lengths.measure_lengths`. Empty if not measured.
+        tables: others by name; none: empty.
+
+    Raises:
+        TypeError: if a table has an unknown name.
     """
 
     models: pd.DataFrame
@@ -76,31 +44,52 @@ class Measurements:
     loads: pd.DataFrame
     history: pd.DataFrame
     non_finite: pd.DataFrame
-    provenance: dict[str, Any] = field(default_factory=dict)
-    calls: pd.DataFrame = field(default_factory=lambda: empty_table("calls"))
-    projections: pd.DataFrame = field(default_factory=lambda: empty_table("projections"))
-    remarks: pd.DataFrame = field(default_factory=lambda: empty_table("remarks"))
-    skipped: pd.DataFrame = field(default_factory=lambda: empty_table("skipped"))
-    secants: pd.DataFrame = field(default_factory=lambda: empty_table("secants"))
-    constants: pd.DataFrame = field(default_factory=lambda: empty_table("constants"))
-    parameters: pd.DataFrame = field(default_factory=lambda: empty_table("parameters"))
-    masks: pd.DataFrame = field(default_factory=lambda: empty_table("masks"))
-    noise_effects: pd.DataFrame = field(default_factory=lambda: empty_table("noise_effects"))
-    sweep: pd.DataFrame = field(default_factory=lambda: empty_table("sweep"))
-    landscape: pd.DataFrame = field(default_factory=lambda: empty_table("landscape"))
-    loss_secants: pd.DataFrame = field(default_factory=lambda: empty_table("loss_secants"))
-    loss_gradients: pd.DataFrame = field(default_factory=lambda: empty_table("loss_gradients"))
-    end_points: pd.DataFrame = field(default_factory=lambda: empty_table("end_points"))
-    jacobians: pd.DataFrame = field(default_factory=lambda: empty_table("jacobians"))
-    runs: pd.DataFrame = field(default_factory=lambda: empty_table("runs"))
-    along: pd.DataFrame = field(default_factory=lambda: empty_table("along"))
-    predictors: pd.DataFrame = field(default_factory=lambda: empty_table("predictors"))
-    lengths: pd.DataFrame = field(default_factory=lambda: empty_table("lengths"))
+    provenance: dict[str, Any]
 
-    def __post_init__(self) -> None:
-        missing = {name: value for name, value in UNLESS_SAID.items() if name not in self.models}
-        if missing:
-            object.__setattr__(self, "models", self.models.assign(**missing))
+    def __init__(
+        self,
+        models: pd.DataFrame,
+        queries: pd.DataFrame,
+        loads: pd.DataFrame,
+        history: pd.DataFrame,
+        non_finite: pd.DataFrame,
+        provenance: dict[str, Any] | None = None,
+        **tables: pd.DataFrame,
+    ) -> None:
+        unknown = [name for name in tables if name not in OPTIONAL]
+        if unknown:
+            raise TypeError(f"Tables of measurements are {', '.join([*TABLES, *OPTIONAL])}. Got {unknown[0]!r}.")
+        missing = {name: value for name, value in UNLESS_SAID.items() if name not in models}
+        self.models = models.assign(**missing) if missing else models
+        self.queries, self.loads, self.history, self.non_finite = queries, loads, history, non_finite
+        self.provenance = {} if provenance is None else provenance
+        self._tables = tables
+
+    def __getattr__(self, name: str) -> pd.DataFrame:
+        """A table that not every measurement has."""
+        if name.startswith("_") or name not in OPTIONAL:
+            raise AttributeError(f"{type(self).__name__} has no table {name!r}")
+        if name not in self._tables:
+            self._tables[name] = OPTIONAL[name].empty()
+        return self._tables[name]
+
+    def __dir__(self) -> list[str]:
+        return [*super().__dir__(), *OPTIONAL]
+
+    def __repr__(self) -> str:
+        tables = {name: getattr(self, name) for name in (*TABLES, *OPTIONAL)}
+        measured = [f"{name} ({len(table):,} rows)" for name, table in tables.items() if len(table)]
+        return f"Measurements of {len(self.models)} models: {', '.join(measured)}"
+
+    def replace(self, provenance: dict[str, Any] | None = None, **tables: pd.DataFrame) -> Self:
+        """These measurements with some tables replaced or added.
+
+        Args:
+            provenance: instead of this one; None: this one.
+            tables: by name.
+        """
+        known = {name: getattr(self, name) for name in TABLES} | self._tables | tables
+        return type(self)(**known, provenance=self.provenance if provenance is None else provenance)
 
     @classmethod
     def concat(cls, parts: Iterable[Self]) -> Self:
@@ -110,7 +99,8 @@ class Measurements:
             parts: at least one.
 
         Returns:
-            Their tables, one below the other, with the first one's provenance.
+            Their tables, one below the other, with the provenance that they share: of what differs between them
+            nothing is said.
 
         Raises:
             InputError: if two of them are of a model with the same path.
@@ -120,8 +110,14 @@ class Measurements:
         twice = sorted({path for path in paths if paths.count(path) > 1})
         if twice:
             raise InputError(f"{twice[0]} is named twice.")
-        tables = {name: _joined([getattr(part, name) for part in parts]) for name in EVERY_TABLE}
-        return cls(**tables, provenance=parts[0].provenance)
+        tables = {name: _joined([getattr(part, name) for part in parts]) for name in (*TABLES, *OPTIONAL)}
+        first, *others = (part.provenance for part in parts)
+        shared = {
+            name: value
+            for name, value in first.items()
+            if all(name in other and other[name] == value for other in others)
+        }
+        return cls(**tables, provenance=shared)
 
     def save(self, folder: Path | str) -> None:
         """Write one parquet file per table and ``provenance.json``; no file for what was not measured.
@@ -131,7 +127,7 @@ class Measurements:
         """
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        for name in EVERY_TABLE:
+        for name in (*TABLES, *OPTIONAL):
             file, table = folder / f"{name}.parquet", getattr(self, name)
             if name not in TABLES and table.empty:
                 file.unlink(missing_ok=True)
@@ -155,23 +151,24 @@ class Measurements:
         folder = Path(folder)
         try:
             tables = {name: pd.read_parquet(folder / f"{name}.parquet") for name in TABLES}
-            for name in EVERY_TABLE[len(TABLES) :]:
+            for name in OPTIONAL:
                 file = folder / f"{name}.parquet"
-                tables[name] = pd.read_parquet(file) if file.exists() else empty_table(name)
+                tables[name] = pd.read_parquet(file) if file.exists() else OPTIONAL[name].empty()
             provenance = json.loads((folder / "provenance.json").read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise InputError(
                 f"{folder} does not hold saved measurements ({str(error).splitlines()[0]}). "
                 "Make them with: semdiag report --keep-queries."
             ) from None
-        optional = {name: " ".join(columns) for name, columns in (AUDIT_TABLES | OPTIONAL_TABLES).items()}
-        for name, needed in (NEEDED | optional).items():
+        for name, needed in NEEDED.items():
             missing = [column for column in needed.split() if column not in tables[name]]
             if missing:
                 raise InputError(
                     f"{folder} does not hold saved measurements ({name}.parquet lacks {', '.join(missing)}). "
                     "Make them with: semdiag report --keep-queries."
                 )
+        for name, table in OPTIONAL.items():
+            table.check(tables[name], str(folder / f"{name}.parquet"))
         return cls(**tables, provenance=provenance)
 
     def of(self, model: str) -> Self:
@@ -180,20 +177,18 @@ class Measurements:
         Args:
             model: a value of the column ``model``.
         """
-        tables = {name: getattr(self, name) for name in EVERY_TABLE}
+        tables = {name: getattr(self, name) for name in (*TABLES, *OPTIONAL)}
         own = {name: table[table["model"] == model] for name, table in tables.items()}
         return type(self)(**own, provenance=self.provenance)
 
     def _repr_html_(self) -> str:
-        from semdiag.measurement.percentiles import layer_table
-
         columns = ["layer", "head", "queries", "mean", "p50", "p95", "p100"]
         parts = []
         for row in self.models.itertuples():
             table = layer_table(self.queries[self.queries["model"] == row.model], "dispersion")
             title = f"Semantic dispersion (nats), {row.task} {row.attention}: {row.model}"
             parts.append(
-                f"<p>{_escape(title)}</p>{table[columns].to_html(index=False, float_format='{:.3g}'.format)}"
+                f"<p>{escape(title)}</p>{table[columns].to_html(index=False, float_format='{:.3g}'.format)}"
             )
         return "".join(parts)
 
@@ -201,9 +196,3 @@ class Measurements:
 def _joined(tables: list[pd.DataFrame]) -> pd.DataFrame:
     filled = [table for table in tables if len(table)] or tables[:1]
     return pd.concat(filled, ignore_index=True)
-
-
-def _escape(text: str) -> str:
-    from html import escape
-
-    return escape(text)

@@ -1,21 +1,23 @@
 """Measuring several models under the same conditions."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
 from pathlib import Path
 
+import pandas as pd
 import torch
 from torch import Tensor
 
 from semdiag.capturing.batches import Batch, samples_of, split
 from semdiag.capturing.inputs import read_batches, read_inputs
 from semdiag.capturing.loading import LoadedModel, load
+from semdiag.measurement.calls.scored_rows import NotAvailableError
 from semdiag.measurement.conditions import DTYPES, Conditions
 from semdiag.measurement.measure import measure
 from semdiag.measurement.measurements import Measurements
-from semdiag.measurement.probes.bounds import constants
-from semdiag.measurement.probes.noise import secants as perturbation
-from semdiag.measurement.probing import ParameterProbe, encoder_tables, with_probes
+from semdiag.measurement.probe import Subject
+from semdiag.measurement.probes.registry import PROBES
+from semdiag.measurement.schema import OPTIONAL
+from semdiag.measurement.tables import REMARKS
 from semdiag_models import InputError
 from semdiag_models.device import find_device
 
@@ -51,10 +53,12 @@ def survey(
     for model in loaded if conditions.encoders_only else ():
         _ = model.encoder  # which refuses any other
     inputs = [_inputs(model, conditions) for model in loaded]
-    probe = ParameterProbe.of(conditions)
+    probes = [(PROBES[type(plan)], plan) for plan in conditions.plans]
+    prepared = [probe.prepare(plan, conditions) for probe, plan in probes]
+    steps = sum(probe.steps(plan) for probe, plan in probes)
     parts: list[Measurements] = []
     for model, (batches, labels, source) in zip(loaded, inputs, strict=True):
-        announce(model.path, sum(map(samples_of, batches)) + (0 if model.external else probe.steps))
+        announce(model.path, sum(map(samples_of, batches)) + (0 if model.external else steps))
         if model.external and not isinstance(models[len(parts)], LoadedModel):
             model.module.to(device, DTYPES[conditions.dtype])  # ours alone: no copy, however large it is
         part = measure(
@@ -67,27 +71,25 @@ def survey(
             dtype=DTYPES[conditions.dtype],
             after_batch=after_batch,
         )
-        if model.external:
-            part = with_probes(part, model, batches, conditions, device)
-        else:
-            tokens = torch.cat([batch for batch in batches if isinstance(batch, Tensor)])
-            tables = encoder_tables(model, tokens, labels, conditions, device)
-            tables |= probe.tables(model, tokens, labels, device, after_batch)
-            part = replace(part, **tables)
+        subject = Subject(
+            model, batches, labels, conditions.seed, conditions.batch_size, device, DTYPES[conditions.dtype],
+            conditions.probe_samples, after_batch,
+        )  # fmt: skip
+        tables: dict[str, pd.DataFrame] = {}
+        for (probe, plan), known in zip(probes, prepared, strict=True):
+            try:
+                tables |= probe.measure(subject, plan, known)
+            except NotAvailableError as reason:
+                subject.note(probe.name, str(reason))
+        part = part.replace(**tables, remarks=_with_missing(part.remarks, subject))
         parts.append(part)
     joined = Measurements.concat(parts)
     largest = int(joined.models["samples"].max())
     joined.provenance.update(seed=conditions.seed, samples=largest)
-    if len(joined.secants):
-        joined.provenance.update(noise=list(conditions.noise), noise_samples=min(perturbation.SAMPLES, largest))
-    if len(joined.constants):
-        joined.provenance.update(bound_samples=min(constants.SAMPLES, largest))
-    if conditions.masks is not None:
-        joined.provenance.update(mask_noise=asdict(conditions.masks))
-    if conditions.masks is not None or conditions.sweep is not None:
-        joined.provenance.update(probe_samples=min(conditions.probe_samples or largest, largest))
-    if conditions.lipschitz is not None:
-        joined.provenance.update(lipschitz_samples=min(conditions.lipschitz.samples, largest))
+    few = min(conditions.probe_samples or largest, largest)
+    for probe, plan in probes:
+        if any(len(getattr(joined, table.name)) for table in probe.tables):
+            joined.provenance.update(probe.provenance(plan, largest, few))
     return _with_keys(joined, conditions.min_keys)
 
 
@@ -123,6 +125,19 @@ def _with_keys(measurements: Measurements, least: int) -> Measurements:
     if missing:
         raise InputError(f"No query of {min(missing)} has {least} keys. Use a smaller --min-keys.")
     place = ["model", "sample", "layer", "head", "query"]
-    kept = {name: getattr(measurements, name).merge(queries[place], on=place) for name in ("secants", "masks")}
+    kept = {
+        name: getattr(measurements, name).merge(queries[place], on=place)
+        for name, table in OPTIONAL.items()
+        if {*place} <= {*table.columns}
+    }
     provenance = {**measurements.provenance, "min_keys": least}
-    return replace(measurements, queries=queries, **kept, provenance=provenance)
+    return measurements.replace(provenance, queries=queries, **kept)
+
+
+def _with_missing(remarks: pd.DataFrame, subject: Subject) -> pd.DataFrame:
+    """The remarks, and what no probe could measure."""
+    rows = [
+        {"model": subject.model.path, "module": "", "text": f"{name} not available, because {why}", "times": 1}
+        for name, why in subject.missing.items()
+    ]
+    return pd.concat([remarks, REMARKS.of_rows(rows)], ignore_index=True) if rows else remarks

@@ -10,7 +10,7 @@ from semdiag.capturing.attention_calls import AttentionCall
 from semdiag.capturing.attention_kinds import joint_kind, mask_kind
 from semdiag.capturing.audit import Audit
 from semdiag.measurement.calls.residual import recomputation_residual
-from semdiag.measurement.tables import typed
+from semdiag.measurement.tables import CALLS, REMARKS, SKIPPED
 
 
 @dataclass
@@ -103,7 +103,7 @@ class Layers:
             | {name: getattr(place, name) for name in shared}
             for (module, occurrence), place in self._places.items()
         ]
-        return typed("calls", rows)
+        return CALLS.of_rows(rows)
 
 
 def skipped_table(model: str, audit: Audit, captured: set[str]) -> pd.DataFrame:
@@ -118,7 +118,7 @@ def skipped_table(model: str, audit: Audit, captured: set[str]) -> pd.DataFrame:
     reached = captured | {seen.module for seen in audit.skipped}
     idle = [name for name in audit.modules if name not in reached]
     rows += [{"model": model, "module": n, "operation": "", "reason": "never called", "times": 0} for n in idle]
-    return typed("skipped", rows)
+    return SKIPPED.of_rows(rows)
 
 
 def remarks_table(model: str, audit: Audit) -> pd.DataFrame:
@@ -129,4 +129,4 @@ def remarks_table(model: str, audit: Audit) -> pd.DataFrame:
         audit: of the capture.
     """
     rows = [{"model": model, **remark._asdict(), "times": times} for remark, times in audit.remarks.items()]
-    return typed("remarks", rows)
+    return REMARKS.of_rows(rows)

@@ -1,6 +1,6 @@
 """Within one model, for every k at once: what its scores would be if each query kept its k largest ones."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,8 +19,23 @@ from semdiag.mathematics.softmax_stability import fixed_mask_stability, heavy_hi
 from semdiag.measurement.calls.collector import statistics_of
 from semdiag.measurement.calls.running import running, unnamed
 from semdiag.measurement.percentiles import percentiles
-from semdiag.measurement.tables import empty_table
+from semdiag.measurement.probe import Probe, Subject
+from semdiag.measurement.table import Table
 from semdiag_models import Encoder, InputError
+
+SWEEP = Table(
+    "sweep",
+    "One row per k, layer, head (-1: pooled) and quantity: percentiles within a model.",
+    {
+        "model": "str",
+        **dict.fromkeys(("layer", "head", "k"), "int64"),
+        "quantity": "str",
+        "queries": "int64",
+        "mean": "float64",
+        **{f"p{p}": "float64" for p in (0, 1, 5, 10, 25, 50, 75, 90, 95, 99, 100)},
+        **dict.fromkeys(("undefined", "not_positive"), "int64"),
+    },
+)
 
 LARGEST_K = 48
 _MOST_NUMBERS = 200_000_000  # top scores held at once: 800 MB
@@ -89,7 +104,7 @@ def k_sweep(
     plan = SweepPlan() if plan is None else plan
     loaded = model if isinstance(model, LoadedModel) else unnamed(model)
     if not loaded.external and loaded.encoder.config.attention not in SCORED:
-        return empty_table("sweep")
+        return SWEEP.empty()
     if plan.rerun:
         _ = loaded.encoder  # only ours can be run with another attention
     batches = split(tokens, batch_size)
@@ -102,9 +117,7 @@ def k_sweep(
         before = torch.cat(outputs).argmax(-1).cpu()
         whole = torch.cat([batch for batch in batches if isinstance(batch, Tensor)])
         rows += _reruns(run.module, whole, labels, before, largest, batch_size)
-    template = empty_table("sweep")
-    table = pd.DataFrame([{"model": loaded.path, **row} for row in rows], columns=list(template))
-    return table.astype(template.dtypes)
+    return SWEEP.of_rows({"model": loaded.path, **row} for row in rows)
 
 
 def _largest_k(plan: SweepPlan, batches: Sequence[Batch]) -> int:
@@ -228,3 +241,16 @@ def _reruns(
             found["accuracy"] = (after == labels.cpu()).numpy()
         for quantity, values in found.items():
             yield {"layer": -1, "head": -1, "k": k, "quantity": quantity, **percentiles(values)}
+
+
+def _measure(subject: Subject, plan: SweepPlan, prepared: Any) -> Mapping[str, pd.DataFrame]:
+    inputs, labels = subject.first
+    how: dict[str, Any] = {"batch_size": subject.batch_size, "device": subject.device, "dtype": subject.dtype}
+    return {"sweep": k_sweep(subject.model, inputs, labels, plan, **how)}
+
+
+def _provenance(plan: SweepPlan, samples: int, few: int) -> dict[str, Any]:
+    return {"probe_samples": few}
+
+
+K_SWEEP = Probe("k-sweep", SweepPlan, (SWEEP,), _measure, provenance=_provenance)

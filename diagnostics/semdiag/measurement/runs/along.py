@@ -11,10 +11,11 @@ import pandas as pd
 from semdiag.capturing.loading import LoadedModel, load
 from semdiag.measurement.measurements import Measurements
 from semdiag.measurement.percentiles import percentiles
-from semdiag.measurement.probes.noise.secants import NOISE
+from semdiag.measurement.probes.bounds.probe import BoundsPlan
+from semdiag.measurement.probes.noise.secants import SecantsPlan
 from semdiag.measurement.probes.noise.softmax_bounds import local_stability, with_bounds
+from semdiag.measurement.runs.tables import ALONG
 from semdiag.measurement.survey import Conditions, survey
-from semdiag.measurement.tables import empty_table
 
 SAMPLES = 50
 _QUERY_KEY = (".q.weight", ".q.bias", ".k.weight", ".k.bias")
@@ -67,7 +68,9 @@ def measure_along(
         InputError: if a snapshot cannot be read.
     """
     few = replace(
-        conditions, samples=min(SAMPLES, conditions.samples), noise=(NOISE,), bounds=True, tensor_secants=False
+        conditions,
+        samples=min(SAMPLES, conditions.samples),
+        plans=(SecantsPlan(), BoundsPlan(tensor_secants=False)),
     )
     rows: list[dict[str, Any]] = []
     for path in snapshots_of(model):
@@ -76,8 +79,7 @@ def measure_along(
         common = {"model": model.path, "epoch": snapshot.epoch}
         rows += [{**common, **row} for row in _numbers(found, snapshot.encoder.config.attention)]
         after_snapshot(1)
-    template = empty_table("along")
-    return pd.DataFrame(rows)[list(template)].astype(template.dtypes)
+    return ALONG.of_rows(rows)
 
 
 def _numbers(found: Measurements, attention: str) -> list[dict[str, Any]]:

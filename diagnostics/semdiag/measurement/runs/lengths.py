@@ -12,7 +12,7 @@ from semdiag.capturing.loading import LoadedModel
 from semdiag.measurement.measure import measure
 from semdiag.measurement.measurements import Measurements
 from semdiag.measurement.percentiles import percentiles
-from semdiag.measurement.tables import empty_table
+from semdiag.measurement.runs.tables import LENGTHS
 from semdiag_models import Encoder, InputError, find_task
 from semdiag_models.attention_kinds import DRAWN
 
@@ -119,8 +119,7 @@ def measure_lengths(
         found = measure(fitting, tokens, labels=labels, **batches)  # type: ignore[arg-type]
         common = {"model": model.path, "length": length, "samples": samples}
         parts += [{**common, **row} for row in (*_accuracy(found), *_percentiles(found))]
-    template = empty_table("lengths")
-    return pd.DataFrame(parts)[list(template)].astype(template.dtypes) if parts else template
+    return LENGTHS.of_rows(parts)
 
 
 def _task(model: LoadedModel) -> Any:

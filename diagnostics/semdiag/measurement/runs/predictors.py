@@ -20,13 +20,14 @@ from semdiag.measurement.calls.running import running
 from semdiag.measurement.conditions import DTYPES
 from semdiag.measurement.encoders.movable import MovableEncoder, usable_samples
 from semdiag.measurement.measurements import Measurements
+from semdiag.measurement.probes.bounds.probe import BoundsPlan
 from semdiag.measurement.probes.loss.secants import plane_secants
 from semdiag.measurement.probes.noise.masks import NoisePlan
-from semdiag.measurement.probes.noise.secants import NOISE
+from semdiag.measurement.probes.noise.secants import SecantsPlan
 from semdiag.measurement.probes.noise.softmax_bounds import local_stability, with_bounds
 from semdiag.measurement.runs.along import SAMPLES, query_key_share, snapshots_of
+from semdiag.measurement.runs.tables import PREDICTORS
 from semdiag.measurement.survey import Conditions, survey
-from semdiag.measurement.tables import typed
 from semdiag_models.device import find_device
 
 STAGES = ("initialisation", "plateau", "end")
@@ -112,17 +113,15 @@ def measure_predictors(
                 }
             )  # fmt: skip
         after_snapshot(1)
-    return typed("predictors", rows)
+    return PREDICTORS.of_rows(rows)
 
 
 def _ln_values(snapshot: LoadedModel, conditions: Conditions) -> dict[str, float]:
     """The logarithm of every candidate."""
     attention = snapshot.encoder.config.attention
-    masks = NoisePlan((NOISE,)) if attention in CHANGING else None
+    plans = (SecantsPlan(), BoundsPlan(tensor_secants=False), *[NoisePlan()] * (attention in CHANGING))
     samples = min(SAMPLES, conditions.samples)
-    few = replace(
-        conditions, inputs=None, samples=samples, noise=(NOISE,), bounds=True, tensor_secants=False, masks=masks
-    )
+    few = replace(conditions, inputs=None, samples=samples, plans=plans)
     tokens, labels, _ = snapshot.default_inputs(samples, conditions.seed)
     found = survey([snapshot], few)
     secants = with_bounds(found.secants, attention)

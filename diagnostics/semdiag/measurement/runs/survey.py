@@ -1,9 +1,8 @@
 """Measuring training runs: their last checkpoints, and on request their snapshots and other lengths."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 
@@ -15,7 +14,6 @@ from semdiag.measurement.runs.lengths import check_lengths, measure_lengths
 from semdiag.measurement.runs.predictors import measure_predictors, stages_of
 from semdiag.measurement.runs.training_runs import TARGET, run_table
 from semdiag.measurement.survey import Conditions, survey
-from semdiag.measurement.tables import empty_table
 from semdiag_models import InputError
 from semdiag_models.device import find_device
 from semdiag_models.errors import unknown_name
@@ -84,7 +82,7 @@ def convergence_survey(
     found.provenance.update(target=plan.target, **({"left_out": left_out} if left_out else {}))
     found.provenance.update({"targets": dict(plan.targets)} if plan.targets else {})
     device = find_device(conditions.device)
-    tables = {name: [empty_table(name)] for name in ("along", "predictors", "lengths")}
+    tables: dict[str, list[pd.DataFrame]] = {"along": [], "predictors": [], "lengths": []}
     for model in loaded if plan.along else []:
         announce(model.path, len(snapshots_of(model)))
         tables["along"].append(measure_along(model, conditions, after_step))
@@ -98,5 +96,5 @@ def convergence_survey(
         dtype = DTYPES[conditions.dtype]
         table = measure_lengths(model, plan.lengths, **how, device=device, dtype=dtype, after_batch=after_step)
         tables["lengths"].append(table)
-    joined: dict[str, Any] = {name: pd.concat(parts, ignore_index=True) for name, parts in tables.items()}
-    return replace(found, runs=runs, **joined)
+    joined = {name: pd.concat(parts, ignore_index=True) for name, parts in tables.items() if parts}
+    return found.replace(runs=runs, **joined)

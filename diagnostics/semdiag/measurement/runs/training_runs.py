@@ -7,7 +7,7 @@ from typing import Any
 import pandas as pd
 
 from semdiag.capturing.loading import LoadedModel
-from semdiag.measurement.tables import empty_table
+from semdiag.measurement.runs.tables import RUNS
 
 # What may differ between runs that are compared: the attention itself, and how long was trained.
 _ATTENTION = ("attention", "k", "global_tokens", "selection_seed")
@@ -29,8 +29,7 @@ def run_table(models: Sequence[LoadedModel]) -> pd.DataFrame:
         a file that is not the run's last.
     """
     rows = [_row(model) for model in models if model.training is not None and "train_accuracy" in model.history]
-    template = empty_table("runs")
-    return pd.DataFrame(rows)[list(template)].astype(template.dtypes) if rows else template
+    return RUNS.of_rows(rows)
 
 
 def _row(model: LoadedModel) -> dict[str, Any]:

@@ -17,8 +17,32 @@ from semdiag.measurement.encoders.network_constants import BlockForms, NetworkFo
 from semdiag.measurement.encoders.traces import trace_inputs
 from semdiag.measurement.encoders.weights import named_tensors, not_finite
 from semdiag.measurement.probes.bounds.slopes import Slope, parameter_slopes
-from semdiag.measurement.tables import empty_table
+from semdiag.measurement.table import Table
 from semdiag_models import Encoder
+
+CONSTANTS = Table(
+    "constants",
+    "One row per constant of the theory and form; layer and head -1: all of them.",
+    {
+        "model": "str",
+        **dict.fromkeys(("layer", "head"), "int64"),
+        **dict.fromkeys(("quantity", "form"), "str"),
+        "ln_value": "float64",
+        "holds": "bool",
+        "assumptions": "str",
+    },
+)
+PARAMETERS = Table(
+    "parameters",
+    "One row per parameter tensor: bounds beside measured slopes, natural logarithms.",
+    {
+        **dict.fromkeys(("model", "tensor"), "str"),
+        "layer": "int64",
+        "group": "str",
+        **dict.fromkeys(("ln_sound", "ln_paper", "ln_gradient", "ln_secant"), "float64"),
+        "holds": "bool",
+    },
+)
 
 SAMPLES = 100
 # Tensors that the paper's Theorem 2 speaks about, W carried to W_q and W_k and V to W_v and W_o.
@@ -82,8 +106,8 @@ def measure_constants(
         slopes = parameter_slopes(runner, tokens, labels[:samples].to(device, torch.int64), seed, secants=secants)
     rows = [row for layer, block in enumerate(forms.blocks) for row in _layer_rows(layer, block)]
     rows += list(_network_rows(forms))
-    constants = _table("constants", model, rows)
-    parameters = _table("parameters", model, [*_parameter_rows(runner, forms, slopes)])
+    constants = CONSTANTS.of_rows({"model": model, **row} for row in rows)
+    parameters = PARAMETERS.of_rows({"model": model, **row} for row in _parameter_rows(runner, forms, slopes))
     return constants, parameters
 
 
@@ -165,9 +189,6 @@ def _unknown(model: str, encoder: Encoder, broken: list[str]) -> tuple[pd.DataFr
         {"tensor": t.name, "layer": t.layer, "group": t.group, **nothing, "holds": False}
         for t in named_tensors(encoder)
     ]
-    return _table("constants", model, rows), _table("parameters", model, parameters)
-
-
-def _table(name: str, model: str, rows: list[Row]) -> pd.DataFrame:
-    template = empty_table(name)
-    return pd.DataFrame([{"model": model, **row} for row in rows])[list(template)].astype(template.dtypes)
+    return CONSTANTS.of_rows({"model": model, **row} for row in rows), PARAMETERS.of_rows(
+        {"model": model, **row} for row in parameters
+    )

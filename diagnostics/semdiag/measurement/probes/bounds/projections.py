@@ -12,7 +12,18 @@ from semdiag.capturing.batches import Batch, first_samples
 from semdiag.capturing.loading import LoadedModel
 from semdiag.mathematics.spectral_norms import bilinear_form_norm, value_output_norm
 from semdiag.measurement.calls.running import running
-from semdiag.measurement.tables import typed
+from semdiag.measurement.table import Table
+
+PROJECTIONS = Table(
+    "projections",
+    "One row per head of an external model: Γ and Υ, or why they are not available.",
+    {
+        "model": "str",
+        **dict.fromkeys(("layer", "head"), "int64"),
+        **dict.fromkeys(("gamma", "upsilon"), "float64"),
+        "reason": "str",
+    },
+)
 
 _TOLERANCE = 1e-4  # relative, between what a layer returned and what attention was given
 
@@ -44,7 +55,7 @@ def projection_norms(loaded: LoadedModel, batches: Iterable[Batch]) -> pd.DataFr
         for handle in handles:
             handle.remove()
     rows = [row for layer in sorted(seen.found) for row in _rows(loaded.path, layer, seen.found[layer])]
-    return typed("projections", rows)
+    return PROJECTIONS.of_rows(rows)
 
 
 class _Seen:

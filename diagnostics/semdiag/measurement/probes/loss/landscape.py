@@ -13,13 +13,31 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from semdiag.capturing.attention_calls import AttentionCall, watch_attention
-from semdiag.capturing.loading import LoadedModel
+from semdiag.capturing.loading import LoadedModel, load
 from semdiag.mathematics.planes import Plane, plane_through, random_plane
 from semdiag.mathematics.row_statistics import row_statistics
+from semdiag.measurement.calls.scored_rows import NotAvailableError
 from semdiag.measurement.encoders.movable import MovableEncoder, usable_samples
-from semdiag.measurement.tables import empty_table
+from semdiag.measurement.probe import Probe, Subject
+from semdiag.measurement.table import Table
 from semdiag_models import Encoder, InputError
 from semdiag_models.errors import unknown_name
+
+LANDSCAPE = Table(
+    "landscape",
+    "One row per evaluated point of a plane in parameter space.",
+    {
+        "model": "str",
+        "plane": "int64",
+        "kind": "str",
+        **dict.fromkeys(("x", "y", "distance"), "float64"),
+        "place": "str",
+        "samples": "int64",
+        **dict.fromkeys(("loss", "accuracy"), "float64"),
+        **dict.fromkeys(("dispersion_p50", "dispersion_p95", "separation_p50", "separation_p5"), "float64"),
+        "load_max": "float64",
+    },
+)
 
 METRICS = ("loss", "dispersion")
 DISPERSION_SAMPLES = 50
@@ -137,8 +155,8 @@ def landscape(
             distance = float(plane.distances(torch.tensor(x), torch.tensor(y)))
             facts = {"plane": number, "kind": kind, "x": x, "y": y, "distance": distance, "place": place}
             rows.append({"model": loaded.path, **facts, "samples": len(tokens), **evaluate(point)})
-    template = empty_table("landscape")
-    return pd.DataFrame(rows).reindex(columns=list(template)).astype(template.dtypes)
+    unknown = dict.fromkeys(LANDSCAPE.columns, math.nan)
+    return LANDSCAPE.of_rows({**unknown, **row} for row in rows)
 
 
 Mark = tuple[str, float, float, Tensor]
@@ -206,3 +224,36 @@ def _attention_statistics(encoder: Encoder, tokens: Tensor) -> Row:
 def _counted(values: Tensor, queries: Tensor | None) -> Tensor:
     """The entries of queries that are not padding, flattened."""
     return values.flatten() if queries is None else values[queries[:, None, :].expand(values.shape)]
+
+
+def _measure(
+    subject: Subject, plan: LandscapePlan, snapshots: Mapping[str, Encoder]
+) -> Mapping[str, pd.DataFrame]:
+    if subject.model.external:
+        raise NotAvailableError("its loss is not known")
+    table = landscape(
+        subject.model,
+        subject.tokens,
+        subject.labels,
+        options=plan,
+        snapshots=snapshots,
+        seed=subject.seed,
+        device=subject.device,
+        dtype=subject.dtype,
+        after_point=subject.after_point,
+    )
+    return {"landscape": table}
+
+
+def _snapshots(plan: LandscapePlan, conditions: Any) -> dict[str, Encoder]:
+    """Encoders that planes go through, by name: the file's, and its folder's where they come from several runs."""
+    one_run = len({path.parent for path in plan.through}) == 1
+    return {
+        path.stem if one_run else f"{path.parent.name}/{path.stem}": load(path, conditions.config).encoder
+        for path in plan.through
+    }
+
+
+LOSS_SURFACE = Probe(
+    "loss surface", LandscapePlan, (LANDSCAPE,), _measure, _snapshots, steps=lambda plan: int(plan.points)
+)

@@ -1,7 +1,7 @@
 """Empirical Lipschitz estimates of one model: secants, gradients, end points and Jacobians, beside the bounds."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,16 +11,60 @@ from torch import Tensor
 
 from semdiag.capturing.loading import LoadedModel
 from semdiag.mathematics.extreme_values import estimate_end_point
+from semdiag.measurement.calls.scored_rows import NotAvailableError
 from semdiag.measurement.encoders.movable import MovableEncoder, usable_samples
 from semdiag.measurement.encoders.weights import not_finite
+from semdiag.measurement.probe import Probe, Subject
 from semdiag.measurement.probes.loss.block_jacobians import block_jacobians
 from semdiag.measurement.probes.loss.gradients import ball_gradients
 from semdiag.measurement.probes.loss.secants import GROUPS, LINES, line_secants, plane_secants, radii
-from semdiag.measurement.tables import empty_table
+from semdiag.measurement.table import Table
 from semdiag_models import Encoder, InputError
 
+LOSS_SECANTS = Table(
+    "loss_secants",
+    "One row per pair of parameter settings.",
+    {
+        **dict.fromkeys(("model", "group"), "str"),
+        "draw": "int64",
+        **dict.fromkeys(("radius", "distance", "slope"), "float64"),
+    },
+)
+LOSS_GRADIENTS = Table(
+    "loss_gradients",
+    "One row per random parameter setting and group of tensors.",
+    {
+        **dict.fromkeys(("model", "group"), "str"),
+        "draw": "int64",
+        **dict.fromkeys(("radius", "distance", "slope", "ln_sound"), "float64"),
+        "holds": "bool",
+    },
+)
+END_POINTS = Table(
+    "end_points",
+    "One row per group of tensors.",
+    {
+        **dict.fromkeys(("model", "group"), "str"),
+        **dict.fromkeys(("estimate", "low", "high", "p_value"), "float64"),
+        "accepted": "bool",
+        "reason": "str",
+        "blocks": "int64",
+    },
+)
+JACOBIANS = Table(
+    "jacobians",
+    "One row per block and sample.",
+    {
+        "model": "str",
+        **dict.fromkeys(("layer", "sample"), "int64"),
+        "norm": "float64",
+        "settled": "bool",
+        "ln_sound": "float64",
+    },
+)
+
 BLOCK = 5  # draws behind each maximum of the extreme-value estimate
-TABLES = ("loss_secants", "loss_gradients", "end_points", "jacobians")
+TABLES = (LOSS_SECANTS, LOSS_GRADIENTS, END_POINTS, JACOBIANS)
 Row = dict[str, Any]
 
 
@@ -120,7 +164,9 @@ def lipschitz(
     gradients = ball_gradients(moved, tokens, labels, chosen.radius, chosen.draws, seed)
     rows["loss_gradients"] = list(_counting(gradients, after_point))
     rows["end_points"] = list(end_points(pd.DataFrame(rows["loss_gradients"]), seed))
-    return {name: _table(name, loaded.path, rows[name]) for name in TABLES}
+    return {
+        table.name: table.of_rows({"model": loaded.path, **row} for row in rows[table.name]) for table in TABLES
+    }
 
 
 def end_points(gradients: pd.DataFrame, seed: int = 0) -> Iterator[Row]:
@@ -148,6 +194,29 @@ def _counting(rows: Iterable[Row], after_point: Callable[[int], None]) -> Iterat
         yield row
 
 
-def _table(name: str, model: str, rows: list[Row]) -> pd.DataFrame:
-    template = empty_table(name)
-    return pd.DataFrame([{"model": model, **row} for row in rows])[list(template)].astype(template.dtypes)
+def _measure(subject: Subject, plan: LipschitzPlan, prepared: Any) -> Mapping[str, pd.DataFrame]:
+    if subject.model.external:
+        raise NotAvailableError("its loss is not known")
+    return lipschitz(
+        subject.model,
+        subject.tokens,
+        subject.labels,
+        options=plan,
+        seed=subject.seed,
+        device=subject.device,
+        after_point=subject.after_point,
+    )
+
+
+def _provenance(plan: LipschitzPlan, samples: int, few: int) -> dict[str, Any]:
+    return {"lipschitz_samples": min(plan.samples, samples)}
+
+
+LIPSCHITZ = Probe(
+    "Lipschitz estimates",
+    LipschitzPlan,
+    TABLES,
+    _measure,
+    steps=lambda plan: int(plan.points),
+    provenance=_provenance,
+)

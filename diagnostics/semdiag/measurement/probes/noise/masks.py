@@ -1,8 +1,9 @@
 """Do masks survive input noise? Every query's set S against that of noisy copies of the same input."""
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -15,11 +16,36 @@ from semdiag.capturing.batches import Batch, repeated, samples_of, split
 from semdiag.capturing.loading import LoadedModel
 from semdiag.mathematics.mask_stability import predicted_agreement
 from semdiag.measurement.calls.running import running, unnamed
+from semdiag.measurement.probe import Probe, Subject
 from semdiag.measurement.probes.noise.embeddings import noisy_embeddings
 from semdiag.measurement.probes.noise.mask_rows import RowChanges, Selection, Workspace, row_changes, selection_of
 from semdiag.measurement.probes.noise.secants import NOISE, check_levels, noisy_copies, token_size
-from semdiag.measurement.tables import empty_table
+from semdiag.measurement.table import Table
 from semdiag_models import InputError
+
+MASKS = Table(
+    "masks",
+    "One row per noise level and query that drops a key.",
+    {
+        "model": "str",
+        "level": "float64",
+        **dict.fromkeys(("sample", "layer", "head", "query", "kept", "draws"), "int32"),
+        "separation": "float64",
+        **dict.fromkeys(("agreement", "exact", "certified"), "float32"),
+        "certified_changed": "int32",
+        **dict.fromkeys(("predicted", "swing_sd", "response"), "float32"),
+    },
+)
+NOISE_EFFECTS = Table(
+    "noise_effects",
+    "One row per noise level and sample: what the noise does to the output.",
+    {
+        "model": "str",
+        "level": "float64",
+        "sample": "int32",
+        **dict.fromkeys(("logit_change", "flipped", "correct_before", "correct_after"), "float64"),
+    },
+)
 
 DRAWS = 5
 SUPPOSED_K = 5  # heavy hitters of the mask that a full-attention model would choose
@@ -101,7 +127,7 @@ def mask_stability(
     copies = len(plan.levels) * plan.draws
     cut = split(tokens, max(1, round(batch_size / (1 + copies))))
     if loaded.external:
-        return _external(loaded, cut, plan, device, dtype, after_batch), empty_table("noise_effects")
+        return _external(loaded, cut, plan, device, dtype, after_batch), NOISE_EFFECTS.empty()
     config = loaded.encoder.config
     if plan.block >= config.blocks:
         raise InputError(f"Noise can enter at blocks 0 to {config.blocks - 1} of {loaded.path}. Got {plan.block}.")
@@ -247,12 +273,12 @@ def _masks(model: str, probe: _Probe) -> pd.DataFrame:
                 "predicted": predicted_agreement(separation, sd), "swing_sd": sd, "response": own["response"],
             }  # fmt: skip
             parts.append(pd.DataFrame({"model": model, **columns}))
-    return _typed("masks", parts)
+    return MASKS.of_parts(parts)
 
 
 def _effects(model: str, probe: _Probe, labels: Tensor | None) -> pd.DataFrame:
     if not probe.outputs:
-        return empty_table("noise_effects")
+        return NOISE_EFFECTS.empty()
     change, flipped, before, after = (
         torch.cat([part[name] for part in probe.outputs], -1) for name in probe.outputs[0]
     )
@@ -270,10 +296,33 @@ def _effects(model: str, probe: _Probe, labels: Tensor | None) -> pd.DataFrame:
             "correct_after": (after[:, at] == truth).double().mean(0) * known,
         }
         parts.append(pd.DataFrame({"model": model, **columns}))
-    return _typed("noise_effects", parts)
+    return NOISE_EFFECTS.of_parts(parts)
 
 
-def _typed(name: str, parts: Sequence[pd.DataFrame]) -> pd.DataFrame:
-    template = empty_table(name)
-    table = pd.concat(parts, ignore_index=True) if parts else template
-    return table[list(template)].astype(template.dtypes)
+def _measure(subject: Subject, plan: NoisePlan, prepared: Any) -> Mapping[str, pd.DataFrame]:
+    inputs, labels = subject.first
+    if subject.model.external:  # cut so that a batch with all its noisy copies is as large as any other
+        copies = len(plan.levels) * plan.draws
+        size = max(1, subject.batch_size // (1 + copies))
+        inputs = [
+            piece
+            for batch in inputs
+            for piece in ([batch] if isinstance(batch, tuple | list) else split(batch, size))
+        ]
+    masks, effects = mask_stability(
+        subject.model,
+        inputs,
+        labels,
+        plan,
+        batch_size=subject.batch_size,
+        device=subject.device,
+        dtype=subject.dtype,
+    )
+    return {"masks": masks, "noise_effects": effects}
+
+
+def _provenance(plan: NoisePlan, samples: int, few: int) -> dict[str, Any]:
+    return {"mask_noise": asdict(plan), "probe_samples": few}
+
+
+MASK_STABILITY = Probe("mask stability", NoisePlan, (MASKS, NOISE_EFFECTS), _measure, provenance=_provenance)

@@ -1,7 +1,7 @@
 """What input noise does to the softmax rows of a model: secants, response, changed sets."""
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -17,9 +17,24 @@ from semdiag.capturing.loading import LoadedModel
 from semdiag.mathematics.softmax_secants import score_change, weight_change
 from semdiag.measurement.calls.running import running
 from semdiag.measurement.calls.scored_rows import ScoredRows, scored_rows
+from semdiag.measurement.probe import Probe, Subject
 from semdiag.measurement.probes.noise.embeddings import noisy_embeddings
-from semdiag.measurement.tables import empty_table
+from semdiag.measurement.table import Table
 from semdiag_models import Encoder, InputError
+
+SECANTS = Table(
+    "secants",
+    "One row per query, noise level and clean-noisy pair.",
+    {
+        "model": "str",
+        **dict.fromkeys(("sample", "layer", "head", "query"), "int32"),
+        "level": "float64",
+        "kept": "int32",
+        **dict.fromkeys(("weight_change", "score_change", "score_change_max"), "float64"),
+        "same_set": "bool",
+        **dict.fromkeys(("dispersion", "separation"), "float64"),
+    },
+)
 
 SAMPLES = 50
 NOISE = 0.01  # of each embedded token's root mean square
@@ -87,11 +102,7 @@ def measure_secants(
                 {"sample": columns.pop("sample") + start, "level": level, **columns}
                 for columns in _pass(runner, tokens[part], level * noise[part])
             ]
-    if not parts:
-        return empty_table("secants")
-    table = pd.concat([pd.DataFrame({"model": model, **columns}) for columns in parts], ignore_index=True)
-    template = empty_table("secants")
-    return table[list(template)].astype(template.dtypes)
+    return SECANTS.of_parts(pd.DataFrame({"model": model, **columns}) for columns in parts)
 
 
 def external_secants(
@@ -141,11 +152,7 @@ def external_secants(
                         parts.append(place | columns)
                     collected.parts.clear()
                     done += size
-    if not parts:
-        return empty_table("secants")
-    table = pd.concat([pd.DataFrame({"model": loaded.path, **columns}) for columns in parts], ignore_index=True)
-    template = empty_table("secants")
-    return table[list(template)].astype(template.dtypes)
+    return SECANTS.of_parts(pd.DataFrame({"model": loaded.path, **columns}) for columns in parts)
 
 
 def _small(batch: Batch) -> list[Batch]:
@@ -254,3 +261,31 @@ def _changes(clean: ScoredRows, noisy: ScoredRows) -> dict[str, Tensor]:
         "dispersion": torch.maximum(clean.dispersion, noisy.dispersion),
         "separation": torch.minimum(clean.separation, noisy.separation),
     }
+
+
+@dataclass(frozen=True)
+class SecantsPlan:
+    """Which noise is added.
+
+    Raises:
+        InputError: if a level is not positive and finite.
+    """
+
+    levels: tuple[float, ...] = (NOISE,)  # relative to each token's root mean square
+
+    def __post_init__(self) -> None:
+        check_levels(self.levels)
+
+
+def _measure(subject: Subject, plan: SecantsPlan, prepared: Any) -> Mapping[str, pd.DataFrame]:
+    how: dict[str, Any] = {"levels": plan.levels, "seed": subject.seed, "device": subject.device}
+    if subject.model.external:
+        return {"secants": external_secants(subject.model, subject.batches, **how)}
+    return {"secants": measure_secants(subject.model.encoder, subject.tokens, model=subject.model.path, **how)}
+
+
+def _provenance(plan: SecantsPlan, samples: int, few: int) -> dict[str, Any]:
+    return {"noise": list(plan.levels), "noise_samples": min(SAMPLES, samples)}
+
+
+SOFTMAX_SECANTS = Probe("secants", SecantsPlan, (SECANTS,), _measure, provenance=_provenance)

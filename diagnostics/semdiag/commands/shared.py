@@ -1,0 +1,133 @@
+"""The options that the measuring commands share, given to a command in one line."""
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from semdiag.commands import options
+
+if TYPE_CHECKING:
+    from semdiag.findings.findings import Findings
+    from semdiag.measurement.conditions import Conditions
+
+# Name, type with help, default; in the order of the help.
+_SHARED: dict[str, tuple[Any, Any]] = {
+    "inputs": (options.Inputs, None),
+    "samples": (options.Samples, 500),
+    "batch_size": (options.BatchSize, 100),
+    "device": (options.Device, "auto"),
+    "dtype": (options.Dtype, "float32"),
+    "seed": (options.Seed, 0),
+    "min_keys": (options.MinKeys, 1),
+    "config": (options.Config, None),
+    "out": (options.Out, None),
+    "as_json": (options.Json, False),
+    "per_query": (options.PerQuery, None),
+    "figures": (options.Figures, "png,svg"),
+    "quiet": (options.Quiet, False),
+}
+_OF_CONDITIONS = ("inputs", "samples", "batch_size", "device", "dtype", "seed", "min_keys")
+
+
+@dataclass(frozen=True)
+class Shared:
+    """What the user said with the shared options of one command.
+
+    Attributes:
+        values: by name; a command that does not take an option has none for it.
+    """
+
+    values: dict[str, Any]
+
+    def conditions(self, **more: Any) -> "Conditions":
+        """Under which to measure; every option is checked before anything is measured.
+
+        Args:
+            more: fields of :class:`~semdiag.measurement.conditions.Conditions` that the command decides.
+
+        Raises:
+            InputError: if an option is wrong.
+        """
+        from semdiag.commands import measuring
+        from semdiag.measurement.conditions import Conditions
+
+        measuring.figure_formats(self.values.get("figures", ""))
+        measuring.check_per_query(self.values.get("per_query"))
+        own = {name: self.values[name] for name in _OF_CONDITIONS if name in self.values}
+        return Conditions(**own, config=measuring.read_config(self.values.get("config")), **more)
+
+    def measured(
+        self, models: Sequence[Path] | None, conditions: "Conditions", run: Callable[..., Any] | None = None
+    ) -> "Findings":
+        """Measure what the user named: :func:`~semdiag.commands.measuring.measured`."""
+        from semdiag.commands import measuring
+
+        return measuring.measured(models, conditions, self.values["quiet"], run)
+
+    def deliver(
+        self,
+        command: str,
+        findings: "Findings",
+        show: Callable[["Findings"], None],
+        sections: Sequence[str] | None = None,
+    ) -> None:
+        """Give out what was found: :func:`~semdiag.commands.measuring.deliver`.
+
+        Args:
+            command: its name.
+            findings: of what was measured.
+            show: prints them as tables.
+            sections: of the page; None: the one named like the command.
+        """
+        from semdiag.commands import measuring
+
+        measuring.deliver(
+            command,
+            findings,
+            show,
+            out=self.values["out"],
+            formats=measuring.figure_formats(self.values["figures"]),
+            as_json=self.values["as_json"],
+            quiet=self.values["quiet"],
+            sections=sections,
+            per_query=self.values.get("per_query"),
+        )
+
+
+def with_options(leave_out: Sequence[str] = ("per_query",), **defaults: Any) -> Callable[..., Callable[..., None]]:
+    """Give a command the shared options; it is called with what the user said as its argument ``shared``.
+
+    Args:
+        leave_out: options that the command does not take.
+        defaults: where they differ from the usual ones.
+
+    Returns:
+        A decorator; what it returns has the options in its signature, where typer finds them.
+    """
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        names = [name for name in _SHARED if name not in leave_out]
+
+        def with_shared(**given: Any) -> None:
+            shared = Shared({name: given.pop(name) for name in names})
+            command(**given, shared=shared)
+
+        own = [p for p in inspect.signature(command).parameters.values() if p.name != "shared"]
+        added = [
+            inspect.Parameter(
+                name,
+                inspect.Parameter.POSITIONAL_OR_KEYWORD,
+                default=defaults.get(name, _SHARED[name][1]),
+                annotation=_SHARED[name][0],
+            )
+            for name in names
+        ]
+        parameters = [*own, *added]
+        with_shared.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        with_shared.__annotations__ = {p.name: p.annotation for p in parameters}
+        with_shared.__doc__, with_shared.__name__ = command.__doc__, command.__name__
+        return with_shared
+
+    return decorate
