@@ -1,6 +1,6 @@
 """Does the sparse model focus? δ of sparse models beside full attention's, pooled and layer by layer."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import pandas as pd
@@ -104,7 +104,7 @@ def pair_comparisons(findings: Findings) -> list[PairComparison]:
     queries = {str(model): rows for model, rows in measurements.queries.groupby("model", sort=False)}
     snapshots = dict(zip(models["model"], models["snapshot"], strict=True))
     found = []
-    for gate in dispersion_gate(Findings(replace(measurements, models=models))):
+    for gate in dispersion_gate(Findings(measurements.replace(models=models))):
         ratio = ratio_interval(queries[gate.pair.other], queries[gate.pair.full], resamples=RESAMPLES)
         found.append(PairComparison(gate, ratio, snapshots[gate.pair.other]))
     return sorted(found, key=lambda verdict: verdict.snapshot != "last")

@@ -81,7 +81,7 @@ class Measurements:
         measured = [f"{name} ({len(table):,} rows)" for name, table in tables.items() if len(table)]
         return f"Measurements of {len(self.models)} models: {', '.join(measured)}"
 
-    def replace(self, provenance: dict[str, Any] | None = None, **tables: pd.DataFrame) -> Self:
+    def replace(self, provenance: dict[str, Any] | None = None, /, **tables: pd.DataFrame) -> Self:
         """These measurements with some tables replaced or added.
 
         Args:

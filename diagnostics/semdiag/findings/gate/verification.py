@@ -1,6 +1,6 @@
 """Everything that ``semdiag check`` judges, in one place."""
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from semdiag.findings.findings import Findings
@@ -126,7 +126,7 @@ def verify(findings: Findings, expected: Expectations) -> Verification:
         pairs, _ = find_pairs(measurements.models)
         paired = {path for pair in pairs for path in (pair.full, pair.other)}
         own = measurements.models[measurements.models["model"].isin(paired)]
-        judged = Findings(replace(measurements, models=own))
+        judged = Findings(measurements.replace(models=own))
     gates = dispersion_gate(judged) if len(judged.measurements.models) else []
     moved = [] if expected.baseline is None else drift(findings, expected.baseline, expected.tolerance)
     return Verification(

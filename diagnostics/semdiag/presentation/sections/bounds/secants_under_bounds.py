@@ -51,12 +51,12 @@ def secants_under_bounds(findings: Findings) -> Figure:
     ]
     if not shown:
         raise NothingToDrawError("No constant of a parameter tensor is known.")
-    findings = {(f.subject, f.form): f for f in findings(parameter_findings) if f.where == "all"}
+    judged = {(f.subject, f.form): f for f in findings(parameter_findings) if f.where == "all"}
     figure, axes = panel_grid(len(shown), height=2.9, columns=min(len(shown), 2))
     for ax, (panel, series) in zip(axes, shown, strict=True):
         own = known[known["model"] == series.model]
         _draw(ax, own, attention_style(series.attention).color)
-        facts = [line for form in ("sound", "paper") for line in _facts(findings[series.model, form])]
+        facts = [line for form in ("sound", "paper") for line in _facts(judged[series.model, form])]
         title_with_facts(ax, f"{panel.title}, {series.label}", facts)
         ax.set_xlabel("block")
     axes[0].set_ylabel("log10 of slope or constant")

@@ -4,7 +4,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator
 
 from semdiag.findings.findings import Findings
-from semdiag.findings.speed_and_dispersion import speed_dispersion, speed_dispersion_table
+from semdiag.findings.speed_and_dispersion import run_correlation, speed_dispersion_table
 from semdiag.presentation.drawing.panels import NothingToDrawError
 from semdiag.presentation.drawing.style import (
     FAINT,
@@ -62,14 +62,15 @@ def speed_up_against_dispersion(findings: Findings) -> Figure:
         line(1.0, color=FAINT, linewidth=0.9, linestyle=(0, (4, 2)), zorder=0)
     ax.set_xlabel("δ of sparse / δ of full attention, pooled medians at the last checkpoint")
     ax.set_ylabel(f"speed-up over full attention\n(epochs to {target_words(findings)}, ratio)")
-    said = speed_dispersion(findings(speed_dispersion_table)).sentence
+    said = findings(run_correlation).sentence
     title_with_facts(ax, "", said.replace(": ", ":\n", 1).replace("; ", ";\n", 1).split("\n"))
     legend_on_top(figure, [ax])
+    samples = int(findings.measurements.models["samples"].max())
     numbers = "; ".join(f"{place} = {group}" for group, place in names.items())
     note_below(
         figure,
         f"{targets_sentence(findings)} {numbers}. bars: 95 % intervals over sequences (200 resamplings of "
-        f"{int(findings.measurements.models['samples'].max())} samples); hollow with arrow: a bound, one run never arrived",
+        f"{samples} samples); hollow with arrow: a bound, one run never arrived",
     )
     return figure
 

@@ -87,7 +87,8 @@ _EXTERNAL = (
         (
             Shown(
                 dispersion_by_layer,
-                "Distribution of the semantic dispersion δ in nats per layer, as nested boxes on a logarithmic axis: "
+                "Distribution of the semantic dispersion δ in nats per layer, as nested boxes on a logarithmic "
+                "axis: "
                 "{models}.",
                 "δ is the range, largest minus smallest, of the scores that a query's softmax mixes. A small δ "
                 "means that all keys compete on nearly equal terms: none can take more than e^δ/(e^δ + n − 1) of "

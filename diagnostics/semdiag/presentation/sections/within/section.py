@@ -27,20 +27,24 @@ _QUESTIONS = (
                 mass_kept,
                 "Within full-attention models: share of the attention weight on the k largest scores, per layer: "
                 "{models}.",
-                "How much of the attention a top-k mask would keep. Layers whose boxes touch 1 already attend to k "
-                "keys and would hardly notice the mask; where the boxes are low, the mask would throw away what the "
+                "How much of the attention a top-k mask would keep. Layers whose boxes touch 1 already attend to "
+                "k "
+                "keys and would hardly notice the mask; where the boxes are low, the mask would throw away what "
+                "the "
                 "model uses.",
             ),
             Shown(
                 separation_counterfactual,
-                "Within full-attention models: gap in nats between the k-th and the next largest score, per layer, "
+                "Within full-attention models: gap in nats between the k-th and the next largest score, per "
+                "layer, "
                 "logarithmic axis: {models}.",
                 "The gap between the last score that a top-k mask would keep and the first it would drop. Small "
                 "gaps mean that a small change of the input would swap keys in and out of the mask.",
             ),
             Shown(
                 key_load_counterfactual,
-                "Within full-attention models: share of keys that at least x queries would keep, logarithmic axis: "
+                "Within full-attention models: share of keys that at least x queries would keep, logarithmic "
+                "axis: "
                 "{models}.",
                 "Which keys a top-k mask would rely on: a curve that falls near k spreads the queries evenly, a "
                 "long tail means sinks that nearly every query would keep.",
@@ -49,7 +53,8 @@ _QUESTIONS = (
         (
             "A counterfactual within one trained model: nobody trained it with a mask. A model trained with one "
             "moves its scores; how far, only training tells.",
-            "Queries with at most k keys lose none: their δₕ(k) is δₛ, they keep all weight and have no separation.",
+            "Queries with at most k keys lose none: their δₕ(k) is δₛ, they keep all weight and have no "
+            "separation.",
         ),
     ),
 )
