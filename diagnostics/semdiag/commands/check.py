@@ -48,7 +48,7 @@ def check(
     samples: options.Samples = 500,
     batch_size: options.BatchSize = 100,
     device: options.Device = "auto",
-    dtype: options.Dtype = "float32",
+    dtype: options.Dtype = "auto",
     as_json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:

@@ -57,7 +57,7 @@ def convergence(
     samples: options.Samples = 500,
     batch_size: options.BatchSize = 100,
     device: options.Device = "auto",
-    dtype: options.Dtype = "float32",
+    dtype: options.Dtype = "auto",
     seed: options.Seed = 0,
     out: options.Out = None,
     as_json: options.Json = False,

@@ -29,7 +29,7 @@ def k_sweep(
     samples: options.Samples = 500,
     batch_size: options.BatchSize = 100,
     device: options.Device = "auto",
-    dtype: options.Dtype = "float32",
+    dtype: options.Dtype = "auto",
     seed: options.Seed = 0,
     config: options.Config = None,
     out: options.Out = None,

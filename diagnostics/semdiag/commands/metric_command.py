@@ -31,7 +31,7 @@ def metric_command(metric: str, description: str) -> Callable[..., None]:
         samples: options.Samples = 500,
         batch_size: options.BatchSize = 100,
         device: options.Device = "auto",
-        dtype: options.Dtype = "float32",
+        dtype: options.Dtype = "auto",
         seed: options.Seed = 0,
         min_keys: options.MinKeys = 1,
         config: options.Config = None,
