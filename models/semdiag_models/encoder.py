@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from typing import Self
 
 import torch
 import torch.nn.functional as F
@@ -183,6 +184,20 @@ class Encoder(nn.Module):
         nn.init.uniform_(self.head.weight, -0.1, 0.1)
         nn.init.zeros_(self.head.bias)
 
+    def with_exact_positions(self) -> Self:
+        """Put positions in the place of the trainer's that are the same on every processor.
+
+        Those of training are made in float32, whose sine is the processor's; at length 40 they are off by up to
+        2e-6. These are computed in float64 and rounded once: in float64 a trained model then is the same function
+        everywhere.
+
+        Returns:
+            The encoder itself.
+        """
+        length, width = self.positions.shape
+        self.positions.copy_(_sinusoids(length, width, torch.float64))
+        return self
+
     def forward(self, tokens: Tensor, padded: bool | None = None) -> Tensor:
         """Classify.
 
@@ -257,7 +272,8 @@ def _mean(x: Tensor, valid: Tensor | None) -> Tensor:
     return (x * valid[:, :, None]).sum(1) / valid.sum(1, keepdim=True)
 
 
-def _sinusoids(length: int, width: int) -> Tensor:
-    """(L, d) positions: sines on even channels, cosines on odd ones, base 10000."""
-    angle = torch.arange(length)[:, None] * torch.exp(torch.arange(0, width, 2) * (-math.log(10000) / width))
+def _sinusoids(length: int, width: int, dtype: torch.dtype | None = None) -> Tensor:
+    """(L, d) positions: sines on even channels, cosines on odd ones, base 10000; None: torch's default dtype."""
+    channels = torch.arange(0, width, 2, dtype=dtype)
+    angle = torch.arange(length)[:, None] * torch.exp(channels * (-math.log(10000) / width))
     return torch.stack([angle.sin(), angle.cos()], -1).view(length, width)

@@ -107,6 +107,7 @@ def test_provenance_says_what_made_the_run(run, folder):
     }
 
 
+@pytest.mark.processor
 @pytest.mark.parametrize("where", ["after_epoch", "after_batch"])
 @pytest.mark.parametrize("at", [1, 2, 7])
 def test_an_interrupted_and_resumed_run_is_the_uninterrupted_one_bit_for_bit(run, folder, where, at):

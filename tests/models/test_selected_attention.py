@@ -100,6 +100,7 @@ def test_its_gradient_is_that_of_finite_differences():
     assert torch.autograd.gradcheck(seeded, inputs)
 
 
+@pytest.mark.processor
 def test_the_backward_pass_repeats_itself_bit_for_bit():
     gradients = []
     inputs = [torch.randn(4, 2, 50, 8, requires_grad=True) for _ in range(3)]
@@ -139,9 +140,7 @@ def test_the_plain_path_is_the_fast_one_and_so_are_its_gradients(kind, k, padded
     torch.testing.assert_close(*gradients, rtol=0, atol=1e-12)
 
 
-@pytest.mark.filterwarnings(
-    "ignore:.torch.jit.script. is deprecated:DeprecationWarning"
-)  # torch's own jvp calls it
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is ")  # torch's own jvp calls it
 def test_the_plain_path_has_forward_derivatives_alone_and_vectorised():
     _, (q, keys, v) = projected(2)
     inputs = tuple(t.detach() for t in (q, keys, v))

@@ -39,6 +39,7 @@ def ignore(trainer, progress):
     """Take no notice of an epoch."""
 
 
+@pytest.mark.processor
 @pytest.mark.parametrize("length", [8, 9])  # 9: with PAD
 @pytest.mark.parametrize(("kind", "k"), KINDS)
 def test_together_is_alone_with_dropout_clipping_and_a_short_last_batch(
@@ -55,8 +56,10 @@ def test_together_is_alone_with_dropout_clipping_and_a_short_last_batch(
         assert one.history["train_loss"] == pytest.approx(other.history["train_loss"], rel=1e-5)
 
 
+@pytest.mark.processor
 def test_in_single_precision_it_is_alone_up_to_rounding(tiny_model, tiny_training):
-    model = tiny_model(attention="topk", k=3, dropout=0.1)
+    """Of full attention: where rounding exchanged two of the largest keys, it could grow to anything."""
+    model = tiny_model(dropout=0.1)
     trainings = [tiny_training(seed=seed) for seed in SEEDS]
     trainers, states = opened(model, trainings, double=False)
     train_together(trainers, states, ignore)

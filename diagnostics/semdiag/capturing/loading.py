@@ -200,7 +200,7 @@ def _load_checkpoint(path: str | Path, config: Mapping[str, Any] | None) -> Load
     return LoadedModel(
         path=str(path),
         sha256=sha256(file),
-        module=checkpoint.build(),
+        module=checkpoint.build().with_exact_positions(),
         source="semdiag",
         snapshot=snapshot,
         task=checkpoint.training.task_label,

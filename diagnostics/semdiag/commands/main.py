@@ -91,6 +91,8 @@ def main() -> None:
             raise
         _refuse(str(error))
     else:
+        if len(sys.argv) == 1:  # the help has been shown; before click 8.2 that is no error
+            sys.exit(2)
         sys.exit(code if isinstance(code, int) else 0)
 
 

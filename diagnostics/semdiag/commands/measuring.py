@@ -4,6 +4,7 @@ import json
 import shlex
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -151,8 +152,9 @@ def measured(
         TimeRemainingColumn(),
     )
     console = Console(stderr=True)
-    hidden = quiet or not console.is_terminal  # elsewhere even a hidden bar leaves an empty line
-    with Progress(*columns, console=console, disable=hidden, transient=True) as bar:
+    hidden = quiet or not console.is_terminal  # elsewhere even a transient bar leaves an empty line
+    bar = Progress(*columns, console=console, disable=hidden, transient=True)
+    with nullcontext() if hidden else bar:  # before rich 14.3 even a disabled one leaves it
         whole = bar.add_task("models", total=len(paths))
         current = bar.add_task("samples")
 

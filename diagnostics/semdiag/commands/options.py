@@ -30,7 +30,14 @@ Inputs = Annotated[
 Samples = Annotated[int, typer.Option(help="How many default inputs.", rich_help_panel=_MEASURE)]
 BatchSize = Annotated[int, typer.Option(help="Samples at a time.", rich_help_panel=_MEASURE)]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or mps.", rich_help_panel=_MEASURE)]
-Dtype = Annotated[str, typer.Option(help="float32 or float64, of model and scores.", rich_help_panel=_MEASURE)]
+Dtype = Annotated[
+    str,
+    typer.Option(
+        help="float32 or float64, of model and scores. auto: float64 for semdiag's and the paper's encoders, so "
+        "that numbers are the same on every processor; float32 with any other model among them, or on mps.",
+        rich_help_panel=_MEASURE,
+    ),
+]
 Seed = Annotated[int, typer.Option(help="Of fresh samples.", rich_help_panel=_MEASURE)]
 MinKeys = Annotated[
     int, typer.Option(help="Leave out queries with fewer keys to attend to.", rich_help_panel=_MEASURE)

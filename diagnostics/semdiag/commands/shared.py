@@ -18,7 +18,7 @@ _SHARED: dict[str, tuple[Any, Any]] = {
     "samples": (options.Samples, 500),
     "batch_size": (options.BatchSize, 100),
     "device": (options.Device, "auto"),
-    "dtype": (options.Dtype, "float32"),
+    "dtype": (options.Dtype, "auto"),
     "seed": (options.Seed, 0),
     "min_keys": (options.MinKeys, 1),
     "config": (options.Config, None),

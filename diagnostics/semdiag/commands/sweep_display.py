@@ -155,7 +155,8 @@ class SweepProgress:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._bar.stop()
+        if not self._bar.disable:  # before rich 14.3 it would leave an empty line
+            self._bar.stop()
 
     def tick(self) -> None:
         """Look at how far the running ones are."""

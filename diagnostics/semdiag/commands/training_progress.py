@@ -86,7 +86,8 @@ class TrainingProgress:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._bar.stop()
+        if not self._bar.disable:  # before rich 14.3 it would leave an empty line
+            self._bar.stop()
 
     def batch(self, trainer: "Trainer") -> None:
         """Move on by one step of one run."""

@@ -1,11 +1,13 @@
 """Under which conditions models are measured."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 
+from semdiag.capturing.loading import LoadedModel
 from semdiag.measurement.probes.registry import PROBES
 from semdiag_models import InputError
 
@@ -24,7 +26,7 @@ class Conditions:
     samples: int = 500  # of the default inputs, and windows of a text
     batch_size: int = 100
     device: str = "auto"
-    dtype: str = "float32"
+    dtype: str = "auto"  # or a key of DTYPES; see decided()
     seed: int = 0  # of fresh samples and of resampling
     min_keys: int = 1  # queries with fewer keys are left out
     k: tuple[int, ...] = ()  # counterfactual heavy hitters, on full models
@@ -37,8 +39,27 @@ class Conditions:
         for name in ("samples", "batch_size", "min_keys"):
             if getattr(self, name) < 1:
                 raise InputError(f"{name} must be at least 1. Got {getattr(self, name)}.")
-        if self.dtype not in DTYPES:
-            raise InputError(f"dtype must be float32 or float64. Got {self.dtype!r}.")
+        if self.dtype not in {"auto", *DTYPES}:
+            raise InputError(f"dtype must be auto, float32 or float64. Got {self.dtype!r}.")
         for plan in self.plans:
             if type(plan) not in PROBES:
                 raise TypeError(f"Plans are {', '.join(kind.__name__ for kind in PROBES)}. Got {plan!r}.")
+
+    def decided(self, models: Sequence[LoadedModel], device: torch.device) -> Self:
+        """Decide what ``auto`` means, one dtype for all models.
+
+        In float32 the smallest of many separations, and which of two nearly equal scores is kept, are the
+        processor's rounding. So it is float64, where every model is an encoder (of which large ones are rare);
+        of other models it is float32, and on mps, which knows nothing else.
+
+        Args:
+            models: that will be measured.
+            device: where.
+
+        Returns:
+            The conditions with a key of ``DTYPES`` as dtype.
+        """
+        if self.dtype != "auto":
+            return self
+        single = device.type == "mps" or any(model.external for model in models)
+        return replace(self, dtype="float32" if single else "float64")

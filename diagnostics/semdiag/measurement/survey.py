@@ -45,11 +45,12 @@ def survey(
     Raises:
         InputError: if a model or the inputs cannot be used, or no query has enough keys.
     """
-    device = find_device(conditions.device)
-    if device.type == "mps" and conditions.dtype == "float64":  # which it does not know
-        device = torch.device("cpu")
     # All are loaded before the first is measured: a wrong path should not cost minutes.
     loaded = [m if isinstance(m, LoadedModel) else load(m, conditions.config) for m in models]
+    device = find_device(conditions.device)
+    conditions = conditions.decided(loaded, device)
+    if device.type == "mps" and conditions.dtype == "float64":  # which it does not know
+        device = torch.device("cpu")
     for model in loaded if conditions.encoders_only else ():
         _ = model.encoder  # which refuses any other
     inputs = [_inputs(model, conditions) for model in loaded]

@@ -33,6 +33,7 @@ def encoder(request, tiny_config):
         return Encoder(tiny_config(*request.param)).eval()
 
 
+@pytest.mark.processor
 def test_outputs_are_the_same_to_the_last_bit(encoder):
     calls = []
     before = encoder(TOKENS)
@@ -43,6 +44,7 @@ def test_outputs_are_the_same_to_the_last_bit(encoder):
     assert torch.equal(before, encoder(TOKENS))
 
 
+@pytest.mark.processor
 def test_training_goes_on_bit_by_bit_under_watch(encoder):
     encoder.train()
     gradients = []

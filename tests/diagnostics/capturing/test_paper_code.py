@@ -28,6 +28,7 @@ def run(paper_code):
     return logits, calls
 
 
+@pytest.mark.processor
 def test_logits_and_loss_are_those_of_the_released_code(paper_code, run):
     logits = run[0]
     torch.testing.assert_close(logits, paper_code.true["logits"], **CLOSE)
@@ -35,6 +36,7 @@ def test_logits_and_loss_are_those_of_the_released_code(paper_code, run):
     torch.testing.assert_close(loss, paper_code.true["ce_loss"].reshape(()), **CLOSE)
 
 
+@pytest.mark.processor
 def test_scores_and_masks_are_those_of_the_released_code(paper_code, run):
     assert len(run[1]) == len(paper_code.true["dots"]) == 5
     for call, dots, mask in zip(run[1], paper_code.true["dots"], paper_code.true["mask"], strict=True):
@@ -44,6 +46,7 @@ def test_scores_and_masks_are_those_of_the_released_code(paper_code, run):
         assert torch.equal(selected, mask)
 
 
+@pytest.mark.processor
 def test_dispersion_separation_and_loads_are_those_of_the_released_code(paper_code, run):
     true = paper_code.true
     for call in run[1]:

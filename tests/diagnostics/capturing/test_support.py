@@ -323,6 +323,7 @@ def line(name):
     return f"| {name} | {calls} | {', '.join(mechanisms)} | {outputs} | {below(residual)} |"
 
 
+@pytest.mark.processor
 @pytest.mark.parametrize("name", ROWS)
 def test_every_call_is_captured_with_everything_it_is_made_of(name):
     row = ROWS[name]
@@ -335,6 +336,7 @@ def test_every_call_is_captured_with_everything_it_is_made_of(name):
     assert deviation == 0 if row.same else deviation < 1e-5
 
 
+@pytest.mark.processor
 def test_the_document_says_what_was_found():
     packages = ("torch", "transformers", "timm")
     rows = [name for name, row in ROWS.items() if imported(row.needs)]

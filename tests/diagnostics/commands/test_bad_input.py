@@ -125,7 +125,7 @@ def test_inputs_that_do_not_fit(refusal, here, untouched, tiny_runs, command, ma
         (["--samples", "0"], "samples must be at least 1. Got 0."),
         (["--samples", "41"], "has 40 held-out samples. Got --samples 41."),
         (["--batch-size", "-1"], "batch_size must be at least 1. Got -1."),
-        (["--dtype", "float16"], "dtype must be float32 or float64. Got 'float16'."),
+        (["--dtype", "float16"], "dtype must be auto, float32 or float64. Got 'float16'."),
         (["--device", "abacus"], "Unknown device 'abacus'. Known: auto, cuda, mps, cpu."),
         (["--inputs", "nowhere.npy"], "The inputs nowhere.npy do not exist."),
         (

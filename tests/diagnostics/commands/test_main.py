@@ -67,7 +67,7 @@ def test_without_a_command_the_help_is_shown(run_semdiag):
     [
         (["dispersoin"], "No such command 'dispersoin'. Did you mean 'dispersion'?"),
         (["info"], "Missing argument"),
-        (["list", "--colour"], "No such option: --colour"),
+        (["list", "--colour"], "No such option"),
         (["check", "--samples", "many"], "Invalid value for '--samples'"),
     ],
 )

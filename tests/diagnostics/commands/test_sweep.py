@@ -86,7 +86,8 @@ def test_a_sweep_trains_every_run_and_the_same_command_again_none(sweep, here):
     assert [row["epochs"] for row in table(here)] == ["2", "2"]
     assert "2 runs: 2 done. Table: out/results.csv" in first.err
     before = modified(full), modified(topk)
-    again = sweep(text, "--json")
+    again = sweep(text, "--json", "--quiet")
+    assert again.err == ""
     assert (modified(full), modified(topk)) == before
     document = json.loads(again.out)
     assert document["schema"] == "semdiag.sweep/1"

@@ -9,6 +9,7 @@ import pytest
 
 from semdiag.findings.prediction import held_out_tasks, prediction_cells, predictor_table
 from semdiag.mathematics.censored import rank_agreement
+from semdiag.measurement import prediction
 from semdiag.measurement.measurements import Measurements
 from semdiag.measurement.runs.predictors import CANDIDATES, STAGES
 from semdiag.measurement.tables import empty_table, typed
@@ -111,14 +112,26 @@ def test_ratios_are_to_full_attention_of_the_same_task_and_seed(planted):
     assert (itself["low"] == 1).all()
 
 
-def test_corrected_p_values_of_chance_are_rarely_small():
-    """40 studies in which nothing predicts anything: at most about one in ten has a p below 0.1."""
+@pytest.mark.slow
+def test_corrected_p_values_of_chance_are_rarely_small(monkeypatch):
+    """40 studies in which nothing predicts anything: about one in ten has a p of at most 0.1.
+
+    The arrivals stay, the candidates are drawn anew: what is not known to depend on them is exchangeable. More
+    than 13 of 40 has a probability of 2e-5 (binomial); corrected for nothing, nearly all would.
+    """
+    rng = np.random.default_rng(100)
+    cells = prediction_cells(made(random_arrivals(rng), noise(rng)))
+    runs, full = (cells[name].astype("category").cat.codes.to_numpy() for name in ("model", "full"))
+    quantity = cells.groupby(["stage", "candidate"], sort=False).ngroup().to_numpy()
+    monkeypatch.setattr(prediction, "prediction_cells", lambda study: study)
     smallest = []
     for seed in range(40):
-        rng = np.random.default_rng(100 + seed)
-        study = made(random_arrivals(rng), noise(rng))
-        smallest.append(predictor_table(study, permutations=99, resamples=1)["p_corrected"].min())
-    assert sum(p <= 0.1 for p in smallest) <= 9  # binomial(40, 0.1): 10 or more has probability 0.005
+        drawn = np.random.default_rng(seed).normal(size=(1 + runs.max(), 1 + quantity.max()))
+        itself = np.random.default_rng(1000 + seed).normal(size=(1 + full.max(), 1 + quantity.max()))
+        ratios = np.where(cells["kind"] == "full", 0.0, drawn[runs, quantity] - itself[full, quantity])
+        table = predictor_table.__wrapped__(cells.assign(ln_ratio=ratios), seed, 99, 1)
+        smallest.append(table["p_corrected"].min())
+    assert sum(p <= 0.1 for p in smallest) <= 13
     assert min(smallest) >= 0.01
 
 

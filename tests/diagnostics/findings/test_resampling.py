@@ -32,7 +32,8 @@ def test_the_interval_covers_a_known_ratio_about_as_often_as_it_says():
         above, below = np.exp(shared + 0.3 * own)
         found = ratio_interval(queries(2 * above), queries(below), resamples=120, seed=repetition)
         covered += found.low <= 2 <= found.high
-    assert covered / repetitions >= 0.88  # three standard errors below 0.95
+    # 94.5 % of 600 were covered; P(Binomial(100, 0.945) < 84) < 1e-4. Queries for sequences would cover 55 %.
+    assert covered >= 84
 
 
 def test_copies_of_a_query_within_its_sample_do_not_narrow_the_interval():
@@ -41,13 +42,14 @@ def test_copies_of_a_query_within_its_sample_do_not_narrow_the_interval():
     once = ratio_interval(queries(above), queries(below))
     copied = ratio_interval(queries(np.repeat(above, 25, 1)), queries(np.repeat(below, 25, 1)))
     assert copied.estimate == pytest.approx(once.estimate)
-    assert width(copied) == pytest.approx(width(once), rel=0.2)
+    assert width(copied) == pytest.approx(width(once))  # the medians of a draw are the same, copies or not
 
 
 def test_strongly_dependent_queries_give_a_wider_interval_than_independent_ones():
+    """√25 times as wide in theory; over 100 seeds at least 2.4 times. Taken as independent: as wide."""
     rng = np.random.default_rng(2)
     alike, apart = np.exp(rng.normal(size=(2, 60, 1))).repeat(25, 2), np.exp(rng.normal(size=(2, 60, 25)))
-    assert width(ratio_interval(*map(queries, alike))) > 3 * width(ratio_interval(*map(queries, apart)))
+    assert width(ratio_interval(*map(queries, alike))) > 2 * width(ratio_interval(*map(queries, apart)))
 
 
 def test_what_both_sides_have_in_common_cancels():

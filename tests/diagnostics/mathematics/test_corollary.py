@@ -47,6 +47,7 @@ def printed(left_side: torch.Tensor) -> str:
     return " ".join(f"{value:.3f}" for value in left_side.tolist())
 
 
+@pytest.mark.processor
 @pytest.mark.parametrize("task", TABLE)
 def test_left_sides_of_the_papers_table(task):
     full, masked, separation, load = (torch.tensor(column).double() for column in TABLE[task])

@@ -33,8 +33,9 @@ def test_the_fit_is_no_less_likely_than_any_other_on_a_grid(seed):
 
 def test_many_maxima_find_the_end_point():
     fit = fit_reverse_weibull(drawn(20_000, 0))
-    assert fit.end == pytest.approx(END, rel=0.02)
-    assert fit.shape == pytest.approx(SHAPE, rel=0.1)
+    # Five standard deviations, which are 0.14 % and 0.83 % over 30 seeds.
+    assert fit.end == pytest.approx(END, rel=0.007)
+    assert fit.shape == pytest.approx(SHAPE, rel=0.042)
 
 
 @pytest.mark.parametrize("factor", [1e-9, 1e6])
@@ -45,12 +46,23 @@ def test_units_do_not_matter(factor):
     assert other.p_value == one.p_value
 
 
-def test_intervals_hold_the_end_point_mostly():
-    found = [estimate_end_point(drawn(40, seed), seed, replicates=20) for seed in range(20)]
+def test_intervals_hold_the_end_point_nine_times_in_ten():
+    """Of 300 samples 91 % had an end point, and of these 91 % had it in their interval, whatever the bootstrap.
+
+    Both bounds are 4.5 standard errors of 50 cases below: other draws fail once in 10 000 times.
+    """
+    found = [estimate_end_point(drawn(40, seed), seed, replicates=1) for seed in range(50)]
     accepted = [f for f in found if f.accepted]
-    assert len(accepted) >= 10
-    assert sum(f.low <= END <= f.high for f in accepted) >= 0.7 * len(accepted)
+    assert len(accepted) >= 50 * (0.91 - 4.5 * (0.91 * 0.09 / 50) ** 0.5)
+    held = sum(f.low <= END <= f.high for f in accepted)
+    assert held >= len(accepted) * (0.91 - 4.5 * (0.91 * 0.09 / len(accepted)) ** 0.5)
     assert all(f.estimate > drawn(40, seed).max() for seed, f in enumerate(found) if f.accepted)
+
+
+def test_a_fit_that_is_right_is_refused_once_in_twenty_one():
+    """20 bootstrap samples: p < 0.05 only if all fit better, 1 in 21. More than 4 of 8 refused: 1 in 70 000."""
+    found = [estimate_end_point(drawn(40, seed), seed, replicates=20) for seed in range(8)]
+    assert sum(f.reason.startswith("the fit is bad") for f in found) <= 4
 
 
 def test_two_heaps_are_refused_with_their_p_value():

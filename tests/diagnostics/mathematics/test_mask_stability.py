@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from semdiag.mathematics.mask_stability import (
@@ -84,7 +84,6 @@ def test_all_keys_can_be_lost():
     assert kept_in_common(torch.tensor([[-3.0, -2.0, 1.0, 0.0]]), before).tolist() == [0]
 
 
-@settings(deadline=None, max_examples=100)
 @given(seed=st.integers(0, 2**31), k=st.integers(1, 7), size=st.floats(1e-3, 2.0), towards=st.floats(0, 1))
 def test_a_certified_set_never_changes(seed, k, size, towards):
     """Random changes, mixed with the worst there is: kept keys down, dropped ones up."""
@@ -92,7 +91,8 @@ def test_a_certified_set_never_changes(seed, k, size, towards):
     before = top_set(clean, k)
     worst = torch.where(before.outside == 0, 1.0, -1.0)
     change = size * (towards * worst + (1 - towards) * random_rows(seed + 1, 50, 8))
-    proven = certified(change.amax(-1) - change.amin(-1), before.separation)
+    rounding = torch.finfo(torch.float64).eps * (clean.abs().amax(-1) + change.abs().amax(-1))  # of clean + change
+    proven = certified(change.amax(-1) - change.amin(-1), before.separation, rounding)
     assert (kept_in_common((clean + change)[None], before)[0][proven] == k).all()
 
 
@@ -106,9 +106,10 @@ def test_the_certificate_is_sharp(below, says):
     assert (kept_in_common((scores + change)[None], before)[0] == 1).item() is says
 
 
-@settings(deadline=None, max_examples=50)
+@pytest.mark.processor
 @given(seed=st.integers(0, 2**31), width=st.integers(1, 64), size=st.floats(0.01, 100))
 def test_no_rounding_exceeds_its_bound(seed, width, size):
+    """A theorem for every order of the products, hence every processor's: D + 2 roundings, D + 4 allowed."""
     q, k = (size * random_rows(seed + i, 6, width).float() for i in (0, 1))
     exact = (0.3 * q.double()) @ k.double().T
     bound = score_rounding(q, k, 0.3, torch.finfo(torch.float32).eps)
@@ -120,7 +121,8 @@ def test_the_prediction_is_that_of_a_gaussian_change():
     gap, sd, draws = 0.3, 0.25, 200_000
     swing = sd * torch.randn(draws, generator=torch.Generator().manual_seed(7))
     survived = (swing > -gap).double().mean().item()
-    assert predicted_agreement(torch.tensor(gap), torch.tensor(sd)).item() == pytest.approx(survived, abs=0.003)
+    margin = 4.5 * (survived * (1 - survived) / draws) ** 0.5  # standard errors: other draws fail 7 in a million
+    assert predicted_agreement(torch.tensor(gap), torch.tensor(sd)).item() == pytest.approx(survived, abs=margin)
 
 
 def test_where_nothing_moves_nothing_swaps():

@@ -1,7 +1,8 @@
 """Power iteration in the sum over tokens of the 2-norm, against all matrices written out."""
 
+import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from semdiag.mathematics.power_iteration import token_jacobian_norm
@@ -19,8 +20,16 @@ def maps(count, seed):
     return spread * torch.randn(shape, generator=generator, dtype=torch.float64)
 
 
+def random_start(count, seed):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(count, LENGTH, WIDTH, generator=generator, dtype=torch.float64)
+
+
 def found_of(j, seed=0, iterations=50):
-    start = torch.randn(len(j), LENGTH, WIDTH, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return found_from(j, random_start(len(j), seed), iterations)
+
+
+def found_from(j, start, iterations=50):
     return token_jacobian_norm(
         lambda x: torch.einsum("naibj,nbj->nai", j, x),
         lambda y: torch.einsum("naibj,nai->nbj", j, y),
@@ -34,26 +43,76 @@ def upper(j):
     return torch.linalg.matrix_norm(j.permute(0, 1, 3, 2, 4), ord=2).sum(1).amax(-1)
 
 
-@settings(deadline=None)
-@given(st.integers(0, 10_000))
-def test_no_value_is_above_the_norm_and_none_below_what_is_easily_found(seed):
+ROUNDING = 1e-12  # relative: sums of at most 12 products of float64 numbers, a few times over
+SEEDS = st.integers(0, 2**31)
+
+
+def best_coordinate(j):
+    """‖J x‖ of the single coordinate of a single token that J stretches most, and that x."""
+    size = j.norm(dim=2).sum(1).flatten(1)  # (N, L d)
+    x = torch.nn.functional.one_hot(size.argmax(1), LENGTH * WIDTH).double().view(-1, LENGTH, WIDTH)
+    return size.amax(1), x
+
+
+@given(SEEDS)
+def test_no_value_is_above_the_norm_and_none_below_that_of_its_start(seed):
+    """Both by definition: a value is a ratio ‖J x‖ / ‖x‖ that was met, and the start's is the first one."""
     j = maps(5, seed)
-    found = found_of(j, seed)
-    assert (found.value <= upper(j) * (1 + 1e-9)).all()
-    tokens = torch.einsum("naibj->nabij", j)
-    single = tokens.norm(dim=-2).sum(1)  # ‖J x‖ of every single coordinate of every token: (N, L, d)
-    several = torch.stack([found_of(j, s).value for s in range(8)]).amax(0)
-    assert (several >= 0.9 * single.amax((-1, -2))).all()
+    assert (found_of(j, seed).value <= upper(j) * (1 + ROUNDING)).all()
+    size, start = best_coordinate(j)
+    assert (found_from(j, start).value >= size * (1 - ROUNDING)).all()
 
 
-def test_one_output_token_is_the_spectral_norm():
+@given(SEEDS)
+def test_no_step_lowers_the_ratio(seed):
+    """‖J x'‖ ≥ ⟨y*, J x'⟩ = max_l ‖(Jᵀy*)_l‖ ≥ ⟨Jᵀy*, x⟩ = ‖J x‖, y* the dual of y = J x (Boyd 1974)."""
+    j, ratios = maps(5, seed), []
+
+    def jvp(x):
+        torch.testing.assert_close(x.norm(dim=-1).sum(-1), torch.ones(5, dtype=torch.float64))
+        y = torch.einsum("naibj,nbj->nai", j, x)
+        ratios.append(y.norm(dim=-1).sum(-1))
+        return y
+
+    token_jacobian_norm(jvp, lambda y: torch.einsum("naibj,nai->nbj", j, y), random_start(5, seed), 20)
+    ratios = torch.stack(ratios)
+    assert (ratios[1:] >= ratios[:-1] * (1 - ROUNDING)).all()
+
+
+@pytest.mark.processor
+def test_a_few_random_starts_find_what_a_single_coordinate_shows():
+    """No theorem: it may settle on a local maximum. With 8 starts 2 of 2000 random maps fell short; here 10 of
+    200 may, which a rate of 2 in 2000 exceeds with a probability below 1e-14."""
+    j = maps(200, 0)
+    found = torch.stack([found_of(j, seed).value for seed in range(8)]).amax(0)
+    assert int((found < best_coordinate(j)[0]).sum()) <= 10
+
+
+@given(SEEDS)
+def test_one_token_has_the_spectral_norm(seed):
+    """Singular values 3, 1, 0.2. One of the three coordinates has a share of at least 1/√3 in the first singular
+    vector: from there the rest dies out by 1/9 a step in the square."""
+    generator = torch.Generator().manual_seed(seed)
+    left, right = torch.linalg.qr(torch.randn(2, WIDTH, WIDTH, generator=generator, dtype=torch.float64)).Q
+    j = torch.zeros(1, LENGTH, WIDTH, LENGTH, WIDTH, dtype=torch.float64)
+    j[0, 2, :, 1] = left @ torch.diag(torch.tensor([3.0, 1.0, 0.2], dtype=torch.float64)) @ right
+    starts = torch.zeros(WIDTH, LENGTH, WIDTH, dtype=torch.float64)
+    starts[:, 1] = torch.eye(WIDTH)
+    found = found_from(j.expand(WIDTH, -1, -1, -1, -1), starts).value.amax().item()
+    assert 3 * (1 - 1e-4) <= found <= 3 * (1 + ROUNDING)  # settled: the last step added less than 1e-4
+
+
+@pytest.mark.processor
+def test_one_output_token_mostly_has_the_largest_spectral_norm_of_its_inputs():
+    """No theorem, since a step may be stuck at the wrong input. Of 900 random maps about 15 were, with 5 starts;
+    here 20 of 200 may, which a rate of 15 in 900 exceeds with a probability below 1e-9."""
     generator = torch.Generator().manual_seed(0)
-    j = torch.zeros(3, LENGTH, WIDTH, LENGTH, WIDTH, dtype=torch.float64)
-    j[:, 2] = torch.randn(3, WIDTH, LENGTH, WIDTH, generator=generator, dtype=torch.float64)
+    j = torch.zeros(200, LENGTH, WIDTH, LENGTH, WIDTH, dtype=torch.float64)
+    j[:, 2] = torch.randn(200, WIDTH, LENGTH, WIDTH, generator=generator, dtype=torch.float64)
     spectral = torch.linalg.matrix_norm(j[:, 2].permute(0, 2, 1, 3), ord=2).amax(-1)
-    found = torch.stack([found_of(j, seed, 500).value for seed in range(5)]).amax(0)
-    torch.testing.assert_close(found, spectral, rtol=1e-2, atol=0)
-    assert (found <= spectral * (1 + 1e-12)).all()
+    found = torch.stack([found_of(j, seed, 200).value for seed in range(5)]).amax(0)
+    assert int((found < 0.99 * spectral).sum()) <= 20
+    assert (found <= spectral * (1 + ROUNDING)).all()
 
 
 def test_more_steps_never_lower_the_value():

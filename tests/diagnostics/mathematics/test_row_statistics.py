@@ -477,7 +477,8 @@ def test_entropy_and_mass_kept_stay_in_their_ranges(scores, data):
     assert (found.entropy[some] <= found.keys[some].double().log() + 1e-12).all()
     masses = torch.stack([found.mass_kept(k)[some] for k in range(1, columns + 1)])
     assert ((masses > 0) & (masses <= 1)).all()
-    assert (masses.diff(dim=0) >= -1e-15).all()
+    # A mass is exp(a difference of logsumexps), which are at most 32 in size and off by (32 + 9) eps each.
+    assert (masses.diff(dim=0) >= -4 * 41 * torch.finfo(torch.float64).eps).all()
     torch.testing.assert_close(masses[-1], torch.ones_like(masses[-1]))
     torch.testing.assert_close(masses[0], found.largest_weight()[some])
 

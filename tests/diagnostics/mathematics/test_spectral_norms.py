@@ -77,6 +77,7 @@ def test_layers_without_bias():
     torch.testing.assert_close(paper_code_layer_norm(weight, None), spectral_norm(weight))
 
 
+@pytest.mark.processor
 def test_agrees_with_the_papers_released_code():
     weights = torch.load(FIXTURE.with_suffix(".pt"), weights_only=True)
     with np.load(FIXTURE.with_suffix(".npz")) as stored:

@@ -144,6 +144,7 @@ def test_padded_queries_and_keys_are_left_out(encoder, tokens):
     assert found.loads["load"].sum() == found.queries["kept"].sum()
 
 
+@pytest.mark.processor
 @pytest.mark.parametrize("batch_size", [1, 2, 100])
 def test_the_batch_size_does_not_matter(encoder, tokens, batch_size):
     def sorted_by_place(table, last):
@@ -206,6 +207,7 @@ def test_what_is_unknown_about_an_encoder_is_missing(full, tokens):
     assert found.history.empty
 
 
+@pytest.mark.processor
 def test_nothing_in_the_model_changes(encoder, tokens):
     encoder.train()
     before = {name: t.clone() for name, t in encoder.state_dict().items()}
@@ -227,6 +229,7 @@ def calls_of(encoder, tokens):
     return calls
 
 
+@pytest.mark.processor
 def test_the_residual_is_rounding_if_everything_was_captured(encoder, tokens):
     assert 0 < measure(encoder, tokens).models["residual"].item() < 2e-6
     assert measure(encoder, tokens, dtype=torch.float64).models["residual"].item() < 1e-14

@@ -26,7 +26,7 @@ def padded_inputs(tmp_path):
 
 
 def test_every_model_is_measured_on_its_own_held_out_samples(tiny_runs, tiny_models):
-    found = survey([tiny_runs.full, tiny_runs.topk], Conditions(samples=10, batch_size=4))
+    found = survey([tiny_runs.full, tiny_runs.topk], Conditions(samples=10, batch_size=4, dtype="float32"))
     assert found.models["model"].tolist() == [str(tiny_runs.full), str(tiny_runs.topk)]
     for model in tiny_models:
         tokens, labels, source = model.default_inputs(10, 0)
@@ -88,7 +88,7 @@ def test_the_dtype_is_that_of_model_and_scores(tiny_runs):
         ({"samples": 0}, r"^samples must be at least 1\. Got 0\.$"),
         ({"batch_size": 0}, r"^batch_size must be at least 1\. Got 0\.$"),
         ({"min_keys": -1}, r"^min_keys must be at least 1\. Got -1\.$"),
-        ({"dtype": "float16"}, r"^dtype must be float32 or float64\. Got 'float16'\.$"),
+        ({"dtype": "float16"}, r"^dtype must be auto, float32 or float64\. Got 'float16'\.$"),
     ],
 )
 def test_illegal_conditions_are_refused(condition, message):
@@ -146,6 +146,7 @@ def test_a_checkpoint_of_the_papers_code_is_measured_on_fresh_samples(paper_code
     assert not first.queries.equals(other.queries)
 
 
+@pytest.mark.processor
 def test_the_papers_fixture_has_its_true_dispersions_from_end_to_end(paper_code, tmp_path):
     np.save(tmp_path / "tokens.npy", paper_code.true["tokens"].numpy())
     conditions = Conditions(

@@ -10,6 +10,8 @@ from semdiag_models.sweeps.grid import SweepRun, name_run
 from semdiag_models.sweeps.runs import Order, epochs_so_far, result, train_order
 from semdiag_models.sweeps.workers import LocalWorkers, cores, train_all
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def orders(tmp_path, tiny_model, tiny_training):

@@ -51,9 +51,10 @@ def test_the_shortcut_answers_zero_whatever_the_root_operator_is(assert_share):
 
 
 def test_tokens_have_the_shares_of_the_specification():
-    shares = sample(50_000, 40)[0].flatten().bincount(minlength=11) / (50_000 * 40)
+    shares = torch.nn.functional.one_hot(sample(50_000, 40)[0], 12).float().mean(1)[:, :11]  # of each string
+    margin = 0.0005 + 4.5 * shares.std(0) / 50_000**0.5  # the digits that are not printed, and standard errors
     expected = [0.043] * 5 + [0.064, 0.145, 0.064, 0.256, 0.256, 0]
-    assert shares.tolist() == pytest.approx(expected, abs=6e-4)
+    assert ((shares.mean(0) - torch.tensor(expected)).abs() <= margin).all()
 
 
 def test_samples_have_the_digits_and_the_depth_of_the_specification():

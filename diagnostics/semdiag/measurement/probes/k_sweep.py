@@ -222,6 +222,7 @@ def with_heavy_hitters(encoder: Encoder, k: int) -> Encoder:
     like = next(encoder.parameters())
     swapped = swapped.to(device=like.device, dtype=like.dtype)  # before, so that no weight is rounded
     swapped.load_state_dict(encoder.state_dict())
+    swapped.positions.copy_(encoder.positions)
     return swapped.eval()
 
 

@@ -50,10 +50,12 @@ def longer(encoder: Encoder, length: int) -> Encoder:
             f"Random attention drew its keys for inputs up to length {config.length}: there are none for length "
             f"{length}. Leave it out, or use lengths up to {config.length}."
         )
-    copy = Encoder(replace(config, length=length))
-    copy.load_state_dict(encoder.state_dict())
     first = next(encoder.parameters())
-    return copy.to(device=first.device, dtype=first.dtype).eval()
+    copy = Encoder(replace(config, length=length)).with_exact_positions()
+    copy = copy.to(device=first.device, dtype=first.dtype)
+    copy.load_state_dict(encoder.state_dict())
+    copy.positions[: len(encoder.positions)] = encoder.positions
+    return copy.eval()
 
 
 def check_lengths(models: Sequence[LoadedModel], lengths: Sequence[int]) -> None:

@@ -160,7 +160,8 @@ def _weights_and_outputs(snapshot: LoadedModel, tokens: Tensor, conditions: Cond
         collected["output_spread"].append(output_spread(call.mixed, counted).flatten())
 
     device = find_device(conditions.device)
-    dtype = DTYPES[conditions.dtype] if device.type != "mps" else torch.float32
+    kind = DTYPES[conditions.decided([snapshot], device).dtype]
+    dtype = kind if device.type != "mps" else torch.float32
     with running(snapshot, collect, device, dtype) as run:
         for batch in split(tokens, conditions.batch_size):
             run(batch)

@@ -78,10 +78,11 @@ def convergence_survey(
             raise unknown_name("task of --target", task, [*runs["task"].unique()])
     if plan.lengths:
         check_lengths(loaded, plan.lengths)
+    device = find_device(conditions.device)
+    conditions = conditions.decided(loaded, device)
     found = survey(loaded, conditions, announce, after_step)
     found.provenance.update(target=plan.target, **({"left_out": left_out} if left_out else {}))
     found.provenance.update({"targets": dict(plan.targets)} if plan.targets else {})
-    device = find_device(conditions.device)
     tables: dict[str, list[pd.DataFrame]] = {"along": [], "predictors": [], "lengths": []}
     for model in loaded if plan.along else []:
         announce(model.path, len(snapshots_of(model)))

@@ -66,6 +66,7 @@ def made(build):
     return build()
 
 
+@pytest.mark.processor
 @pytest.mark.parametrize("build", [encoder, lambda: encoder("topk"), Foreign, gpt2])
 def test_a_training_is_the_same_to_the_last_bit_and_nothing_stays_behind(build):
     plain, watched = made(build), made(build)

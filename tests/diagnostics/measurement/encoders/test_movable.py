@@ -33,6 +33,7 @@ def test_every_tensor_lies_where_its_place_says(encoder):
     assert covered == list(range(len(moved.origin)))
 
 
+@pytest.mark.processor
 def test_a_moved_copy_is_the_model_with_those_parameters(encoder):
     moved = MovableEncoder(encoder)
     point = moved.origin + 0.1 * torch.randn(moved.origin.shape, generator=torch.Generator().manual_seed(1))

@@ -15,6 +15,7 @@ KINDS = [
 ]  # fmt: skip
 
 
+@pytest.mark.processor
 @pytest.mark.parametrize(("attention", "k", "others"), KINDS)
 def test_a_longer_copy_answers_as_before_to_what_the_model_takes(tiny_config, attention, k, others):
     encoder = Encoder(tiny_config(attention, k, **others)).double().eval()

@@ -2,11 +2,11 @@
 
 import pandas as pd
 import pytest
+from semdiag.presentation.report.verdict import sentences
 
 from semdiag.measurement.measurements import Measurements
 from semdiag.presentation.drawing.panels import attention_label, panels_of
 from semdiag.presentation.drawing.style import ATTENTION_STYLES
-from semdiag.presentation.report.verdict import sentences
 from semdiag_models import ATTENTIONS
 
 

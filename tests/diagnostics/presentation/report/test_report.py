@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+from semdiag.presentation.figures import FIGURES
+from semdiag.presentation.report.questions import QUESTIONS, SECTIONS
 
 from semdiag.measurement.measurements import Measurements
 from semdiag.measurement.percentiles import PERCENTILES, layer_table, percentiles
-from semdiag.presentation.figures import FIGURES
-from semdiag.presentation.report.questions import QUESTIONS, SECTIONS
 from semdiag.presentation.report.report import write_report
 from semdiag_models import InputError
 

@@ -8,10 +8,10 @@ import shutil
 import subprocess
 
 import pytest
-
-from semdiag.measurement.measurements import Measurements
 from semdiag.presentation.figures import FIGURES
 from semdiag.presentation.report.questions import QUESTIONS
+
+from semdiag.measurement.measurements import Measurements
 from semdiag.presentation.report.report import write_report
 
 # Drawn from training runs, by a command of its own.

@@ -7,9 +7,9 @@ import re
 import numpy as np
 import pandas as pd
 import pytest
+from semdiag.presentation.report.tables import SCHEMA
 
 from semdiag.presentation.report.report import measured_sections, write_report
-from semdiag.presentation.report.tables import SCHEMA
 
 STABILITY = {"stability.csv", "stability_verdicts.csv"}
 BOUNDS = {"constants.csv", "parameters.csv", "corollary.csv", "bounds_verdicts.csv"}

@@ -7,12 +7,12 @@ import math
 import numpy as np
 import pandas as pd
 import pytest
+from semdiag.presentation.figures import FIGURES
 
 from semdiag.measurement.measurements import Measurements
 from semdiag.measurement.runs.predictors import CANDIDATES, STAGES
 from semdiag.measurement.tables import empty_table, typed
 from semdiag.presentation.drawing.panels import NothingToDrawError
-from semdiag.presentation.figures import FIGURES
 from semdiag.presentation.sections.convergence.sentences import convergence_sentences, interval_words, speed_words
 from semdiag.presentation.sections.predictors.sentences import predictor_sentences
 

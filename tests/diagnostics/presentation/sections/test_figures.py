@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
+from semdiag.presentation.figures import FIGURES
 
 from semdiag.findings.pairing import find_pairs
 from semdiag.measurement.measurements import Measurements
@@ -15,7 +16,6 @@ from semdiag.measurement.percentiles import percentiles
 from semdiag.presentation.drawing.panels import NothingToDrawError, panels_of
 from semdiag.presentation.drawing.save import save_figure
 from semdiag.presentation.drawing.style import ATTENTION_STYLES, PAPER
-from semdiag.presentation.figures import FIGURES
 from semdiag.presentation.sections.dispersion.dispersion_ratio import layer_ratios
 from semdiag_models import ATTENTIONS, InputError
 

@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 from matplotlib.text import Text
+from semdiag.presentation.figures import FIGURES
 
 from semdiag.findings.mask_stability import mask_summary
 from semdiag.measurement.measurements import Measurements
 from semdiag.presentation.drawing.panels import NothingToDrawError
-from semdiag.presentation.figures import FIGURES
 from semdiag.presentation.report.report import measured_sections, write_report
 from semdiag.presentation.sections.mask_stability.sentences import mask_sentences, masks_in_short, sweep_sentences
 from semdiag.presentation.sections.mask_stability.tables import mask_tables

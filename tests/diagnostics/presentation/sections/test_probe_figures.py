@@ -9,11 +9,11 @@ import pandas as pd
 import pytest
 from matplotlib.collections import QuadMesh
 from matplotlib.colors import LogNorm
+from semdiag.presentation.figures import FIGURES
 
 from semdiag.measurement.measurements import Measurements
 from semdiag.presentation.drawing.panels import NothingToDrawError
 from semdiag.presentation.drawing.style import ATTENTION_STYLES
-from semdiag.presentation.figures import FIGURES
 from semdiag.presentation.report.report import measured_sections, write_report
 from semdiag.presentation.sections.landscape.panels import common_scale, plane_cells
 

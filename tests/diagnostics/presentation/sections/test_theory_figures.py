@@ -6,6 +6,7 @@ import matplotlib
 import numpy as np
 import pandas as pd
 import pytest
+from semdiag.presentation.figures import FIGURES
 
 from semdiag.findings.corollary import corollary_findings
 from semdiag.findings.pairing import find_pairs
@@ -13,7 +14,6 @@ from semdiag.mathematics.softmax_stability import fixed_mask_stability
 from semdiag.measurement.measurements import Measurements
 from semdiag.measurement.tables import empty_table
 from semdiag.presentation.drawing.panels import NothingToDrawError
-from semdiag.presentation.figures import FIGURES
 from semdiag.presentation.sections.bounds.published import published_table
 from semdiag.presentation.sections.bounds.tables import corollary_table
 

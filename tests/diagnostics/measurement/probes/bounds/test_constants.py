@@ -141,6 +141,7 @@ def test_reading_a_cls_token_divides_by_no_length(wild_encoder, padded_tokens):
     assert forms.sound.log_value >= last
 
 
+@pytest.mark.processor
 def test_norms_in_the_convention_of_the_papers_code(paper_code):
     model = load(paper_code.checkpoint, paper_code.config)
     constants, parameters = measure_constants(model.module, paper_code.true["tokens"])

@@ -3,6 +3,8 @@
 import copy
 import dataclasses
 import math
+import subprocess
+import sys
 
 import numpy as np
 import pandas as pd
@@ -14,6 +16,7 @@ from semdiag.findings.finding import Verdict
 from semdiag.findings.lipschitz import END_POINTS, SECANTS, estimate_findings, ordering_findings
 from semdiag.findings.pairing import Pair
 from semdiag.findings.secant_percentiles import secant_percentiles, secant_ratios
+from semdiag.mathematics.power_iteration import token_jacobian_norm
 from semdiag.measurement.encoders.movable import MovableEncoder
 from semdiag.measurement.encoders.network_constants import network_forms
 from semdiag.measurement.encoders.traces import trace_inputs
@@ -119,6 +122,7 @@ def test_gradients_in_the_ball_lie_in_it_and_below_their_bounds(tiny_models, inp
     assert whole["ln_sound"].iloc[-1] == pytest.approx(float(forms.sound.log_value))
 
 
+@pytest.mark.processor
 @pytest.mark.parametrize("kind", [0, 1], ids=["full", "topk"])
 def test_jacobian_norms_lie_between_what_a_dense_jacobian_shows(tiny_models, inputs, kind):
     encoder = copy.deepcopy(tiny_models[kind].module).double().eval()
@@ -129,19 +133,55 @@ def test_jacobian_norms_lie_between_what_a_dense_jacobian_shows(tiny_models, inp
     dense = torch.autograd.functional.jacobian(lambda u: encoder.blocks[0](u[None], None)[0], x[0])  # (L, d, L, d)
     blocks = dense.permute(0, 2, 1, 3)
     upper = torch.linalg.matrix_norm(blocks, ord=2).sum(0).max()
-    lower = blocks.norm(dim=2).sum(0).max()  # the best single coordinate
     found = rows[(rows["layer"] == 0) & (rows["sample"] == 0)]["norm"].iloc[0]
-    assert 0.9 * float(lower) <= found <= float(upper) * (1 + 1e-9)
+    # By hand, from the same start. How far below the norm it settles is luck; of 80 encoders 3 stayed below 0.9
+    # of what the best single coordinate shows.
+    start = torch.randn((3, *x.shape[1:]), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    expected = token_jacobian_norm(
+        lambda v: torch.einsum("iajb,njb->nia", dense, v),
+        lambda y: torch.einsum("iajb,nia->njb", dense, y),
+        start[:1],
+    )
+    assert found == pytest.approx(expected.value.item(), rel=1e-3)  # settled: a step adds less than 1e-4
+    assert (
+        start[:1].norm(dim=-1).sum() * found >= torch.einsum("iajb,njb->nia", dense, start[:1]).norm(dim=-1).sum()
+    )
+    assert found <= float(upper) * (1 + 1e-9)
 
 
-def test_padded_tokens_neither_move_nor_count(tiny_models):
+@pytest.mark.processor
+def test_padded_tokens_neither_move_nor_count(tiny_models, monkeypatch):
     encoder = copy.deepcopy(tiny_models[0].module).double().eval()
     short = torch.tensor([[0, 1, 1, 0, 1, 0, 0, 1]])
     padded = torch.nn.functional.pad(short, (0, 4), value=encoder.config.pad_id)
+    starts = iter([torch.randn(1, 8, 16, generator=torch.Generator().manual_seed(n)) for n in range(2)] * 2)
+
+    def start(shape, **_):
+        drawn = torch.full(shape, 9.0, dtype=torch.float64)  # what stands at PAD must not count
+        drawn[:, :8] = next(starts)
+        return drawn
+
+    monkeypatch.setattr(torch, "randn", start)
     one, other = (pd.DataFrame(block_jacobians(encoder, ids)) for ids in (short, padded))
-    # The starts differ, the maximum that is found need not.
     np.testing.assert_allclose(one["ln_sound"], other["ln_sound"], rtol=1e-6)
-    np.testing.assert_allclose(one["norm"], other["norm"], rtol=0.2)
+    np.testing.assert_allclose(one["norm"], other["norm"], rtol=1e-3)  # settled: a step adds less than 1e-4
+
+
+def test_no_warning_although_torch_deprecates_what_its_forward_derivatives_call():
+    # Torch calls it once in a process: a fresh one.
+    code = """
+import warnings
+import torch
+from semdiag.measurement.probes.loss.block_jacobians import block_jacobians
+from semdiag_models import Encoder, ModelConfig
+warnings.simplefilter("error")
+encoder = Encoder(ModelConfig(3, 2, 4, blocks=1, width=8, mlp_width=8, head_width=8)).double().eval()
+print(len(list(block_jacobians(encoder, torch.zeros(1, 4, dtype=torch.int64)))))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, encoding="utf-8", timeout=120, check=False
+    )
+    assert (done.stdout, done.stderr) == ("1\n", "")
 
 
 def test_plain_attention_is_the_same_function_and_is_put_back(tiny_models, inputs):
@@ -208,9 +248,10 @@ def test_deterministic_under_its_seed_and_nothing_left_behind(tiny_models, input
     model, steps = tiny_models[1], []
     model.module.train()
     before = [p.clone() for p in model.module.parameters()], torch.get_rng_state()
-    one = lipschitz(model, *inputs, options=FEW, after_point=steps.append)
-    again, other = (lipschitz(model, *inputs, options=FEW, seed=s) for s in (0, 1))
-    assert sum(steps) == FEW.points
+    fewest = LipschitzPlan(samples=5, planes=2, directions=2, draws=5, radius=0.5)
+    one = lipschitz(model, *inputs, options=fewest, after_point=steps.append)
+    again, other = (lipschitz(model, *inputs, options=fewest, seed=s) for s in (0, 1))
+    assert sum(steps) == fewest.points
     for name, table in one.items():
         pd.testing.assert_frame_equal(table, again[name])
         assert list(table) == list(empty_table(name))

@@ -136,6 +136,7 @@ def test_noise_at_one_block_and_absolute_noise(wild_encoder, padded_tokens, plan
     assert effects["correct_after"].isna().all()
 
 
+@pytest.mark.processor
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("size", [0.5, 1.5, 6.0])
 @pytest.mark.parametrize("kind", ["full", "topk"])
