@@ -1,9 +1,10 @@
-"""The README and the program say the same."""
+"""README, docs and program say the same."""
 
 import contextlib
 import io
 import os
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -19,7 +20,18 @@ from semdiag.commands.main import main
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-EXAMPLES = re.findall(r"```console\n\$ (semdiag [^\n]*)\n(.*?)```", README, re.S)
+PAGES = {page.stem: page.read_text(encoding="utf-8") for page in sorted((ROOT / "docs" / "commands").glob("*.md"))}
+EXAMPLES = [
+    example
+    for page in PAGES.values()
+    for example in re.findall(r"```console\n\$ (semdiag [^\n]*)\n(.*?)```", page, re.S)
+]
+TEXTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PYTHON = [
+    pytest.param(example, id=f"{page.stem}-{number}")
+    for page in (ROOT / "README.md", ROOT / "docs" / "python.md")
+    for number, example in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.S))
+]
 NUMBER = re.compile(r"(?<![\w.])[-+]?\d[\d,]*(?:\.\d+)?(?:e[-+]\d+)?(?![\w])")
 
 WRITING = {
@@ -90,20 +102,21 @@ def commands() -> list[str]:
     return re.findall(r"^│ ([a-z-]+)  ", fresh("--help").split("Commands")[1], re.M)
 
 
-def test_every_command_has_a_section_with_a_real_example() -> None:
-    shown = {shlex.split(line)[1] for line, _ in EXAMPLES}
+def test_every_command_has_a_page_with_a_real_example_and_the_readme_links_it() -> None:
     assert commands(), "no command found in the help"
-    for command in commands():
-        assert f"### `semdiag {command}`" in README
-        assert command in shown
+    assert set(PAGES) == set(commands())
+    for command, page in PAGES.items():
+        assert page.startswith(f"# `semdiag {command}`\n")
+        assert f"```console\n$ semdiag {command}" in page
+        assert f"(docs/commands/{command}.md)" in README
 
 
-def test_every_section_is_about_a_command_that_exists() -> None:
-    assert set(re.findall(r"^### `semdiag ([a-z-]+)`", README, re.M)) == set(commands())
+def test_the_front_door_is_short() -> None:
+    assert len(README.splitlines()) <= 150
 
 
 @pytest.mark.parametrize("command", sorted({shlex.split(line)[1] for line, _ in EXAMPLES}))
-def test_every_option_the_readme_uses_is_known(command: str, program: Program) -> None:
+def test_every_option_of_the_examples_is_known(command: str, program: Program) -> None:
     used = {w for line, _ in EXAMPLES for w in shlex.split(line) if w.startswith("--") and f" {command} " in line}
     code, known = program(command, "--help")
     assert code == 0
@@ -215,14 +228,26 @@ def test_the_commands_for_a_fresh_machine_install_and_run_or_test() -> None:
     assert all(b.startswith("python3 -m venv .venv && .venv/bin/pip install ") for b in (first, second))
 
 
-@pytest.mark.parametrize("example", re.findall(r"```python\n(.*?)```", README, re.S))
+@pytest.mark.parametrize("example", PYTHON)
 def test_the_python_examples_run(example: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     exec(compile(example, "README.md", "exec"), {"__name__": "__main__"})
 
 
-def test_links_lead_somewhere() -> None:
-    for target in re.findall(r"\]\(([^)#]+)\)|(?:src|srcset)=\"([^\"]+)\"", README):
-        name = target[0] or target[1]
+def test_the_example_script_runs_from_top_to_bottom(capsys: pytest.CaptureFixture[str]) -> None:
+    runpy.run_path(str(ROOT / "docs" / "example.py"), run_name="__main__")
+    assert "the top-k model has the smaller dispersion" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("text", TEXTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_lead_somewhere(text: Path) -> None:
+    for name in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", text.read_text(encoding="utf-8")):
         if not name.startswith("http"):
-            assert (ROOT / name).exists(), name
+            assert (text.parent / name).exists(), name
+
+
+def test_every_page_of_the_docs_is_in_their_index() -> None:
+    index = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
+    for page in (ROOT / "docs").rglob("*.md"):
+        name = page.relative_to(ROOT / "docs").as_posix()
+        assert name == "README.md" or f"({name})" in index, name

@@ -1,0 +1,5 @@
+"""``python -m semdiag``: the program."""
+
+from semdiag.commands.main import main
+
+main()
