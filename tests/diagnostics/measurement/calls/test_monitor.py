@@ -15,6 +15,10 @@ from semdiag.mathematics.row_statistics import row_statistics
 from semdiag.measurement.calls.monitor import describe, sampled_rows
 from semdiag_models import Encoder, ModelConfig
 
+INSIDE = pytest.mark.skipif(
+    not hasattr(torch.overrides, "redispatch_function"), reason="torch's own layers are seen into from 2.13 on"
+)
+
 
 class Foreign(nn.Module):
     """A causal model of torch's own parts."""
@@ -67,7 +71,7 @@ def made(build):
 
 
 @pytest.mark.processor
-@pytest.mark.parametrize("build", [encoder, lambda: encoder("topk"), Foreign, gpt2])
+@pytest.mark.parametrize("build", [encoder, lambda: encoder("topk"), pytest.param(Foreign, marks=INSIDE), gpt2])
 def test_a_training_is_the_same_to_the_last_bit_and_nothing_stays_behind(build):
     plain, watched = made(build), made(build)
     expected, after = train(plain, 5)

@@ -18,6 +18,8 @@ from semdiag_models import AttentionCore, Encoder
 from semdiag_models.selected_attention import plain_selected_attention
 
 SAMPLES = 20
+# Torch's own forward derivatives call, once in a process, what torch deprecates; in Python 3.14 in other words.
+_TORCH_ON_ITSELF = r"`torch\.jit\.script` is (deprecated|not supported in Python 3\.14\+)"
 Row = dict[str, Any]
 
 
@@ -114,8 +116,8 @@ def _stretch(block: nn.Module, x: Tensor, valid: Tensor | None, start: Tensor) -
 
     def jvp(tangent: Tensor) -> Tensor:
         with torch.no_grad(), warnings.catch_warnings(), forward_ad.dual_level():
-            # torch's own forward derivatives call what torch deprecates
-            warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated", DeprecationWarning)
+            for category in (DeprecationWarning, FutureWarning):  # which of them, torch's version decides
+                warnings.filterwarnings("ignore", _TORCH_ON_ITSELF, category)
             dual = forward_ad.make_dual(x, tangent)  # type: ignore[no-untyped-call]
             moved: Tensor = forward_ad.unpack_dual(block(dual, valid)).tangent  # type: ignore[no-untyped-call]
         return moved * counted
