@@ -7,10 +7,11 @@ import pandas as pd
 import pytest
 
 from semdiag.findings.convergence import arrivals, over_seeds, speed_ups
+from semdiag.findings.findings import Findings
 from semdiag.findings.prediction import held_out_tasks, predictor_table
 from semdiag.measurement.measurements import Measurements
 from semdiag.measurement.runs.predictors import CANDIDATES, STAGES
-from semdiag.measurement.tables import typed
+from semdiag.measurement.schema import OPTIONAL
 
 ROOT = Path(__file__).parents[1]
 DATA = ROOT / "reports" / "study" / "data"
@@ -22,14 +23,15 @@ def table(name: str) -> pd.DataFrame:
 
 
 @pytest.fixture(scope="module")
-def study() -> Measurements:
+def study() -> Findings:
     """The study's runs as its tables tell them."""
     nothing = pd.DataFrame({"model": []})
-    return Measurements(
+    measurements = Measurements(
         nothing, nothing, nothing, table("history"), nothing, SUMMARY["provenance"],
-        runs=typed("runs", table("runs").to_dict("records")),
-        predictors=typed("predictors", table("candidates").to_dict("records")),
+        runs=OPTIONAL["runs"].of_rows(table("runs").to_dict("records")),
+        predictors=OPTIONAL["predictors"].of_rows(table("candidates").to_dict("records")),
     )  # fmt: skip
+    return Findings(measurements)
 
 
 def same(found: pd.DataFrame, written: pd.DataFrame) -> None:
@@ -86,7 +88,7 @@ def test_the_runs_are_those_of_the_experiment() -> None:
         assert run["planned"] == epochs[run["task"].split("-50-")[0]]
 
 
-def test_speed_ups_follow_from_the_histories(study: Measurements) -> None:
+def test_speed_ups_follow_from_the_histories(study: Findings) -> None:
     found = arrivals(study)
     same(found, table("runs"))
     pairs = speed_ups(found)
@@ -94,7 +96,7 @@ def test_speed_ups_follow_from_the_histories(study: Measurements) -> None:
     same(over_seeds(found, pairs), table("over_seeds"))
 
 
-def test_correlations_follow_from_speed_ups_and_candidates(study: Measurements) -> None:
+def test_correlations_follow_from_speed_ups_and_candidates(study: Findings) -> None:
     same(predictor_table(study), table("predictors"))
     same(held_out_tasks(study), table("held_out_tasks"))
 

@@ -21,7 +21,7 @@ class LoadedModel:
         path: as the user named it.
         sha256: of the file; of a Hugging Face model's weight files; empty if there is none.
         module: the model; an encoder of semdiag_models, or any other.
-        source: ``semdiag``, ``paper code``, ``hugging face``, ``factory`` or ``python``.
+        source: ``semdiag``, ``paper code``, ``hugging face``, ``factory``, ``module`` or ``python``.
         snapshot: ``initialisation``, ``last``, ``best``, ``epoch N`` or ``unknown``.
         task: the task's name; None if unknown.
         seed: of the run; None if unknown.

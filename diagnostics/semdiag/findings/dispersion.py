@@ -93,7 +93,7 @@ def pair_comparisons(findings: Findings) -> list[PairComparison]:
         findings: of any number of models; those without a partner are left out.
 
     Returns:
-        One verdict per pair.
+        One comparison per pair.
     """
     measurements = findings.measurements
     pairs, _ = find_pairs(measurements.models)
@@ -107,7 +107,7 @@ def pair_comparisons(findings: Findings) -> list[PairComparison]:
     for gate in dispersion_gate(Findings(measurements.replace(models=models))):
         ratio = ratio_interval(queries[gate.pair.other], queries[gate.pair.full], resamples=RESAMPLES)
         found.append(PairComparison(gate, ratio, snapshots[gate.pair.other]))
-    return sorted(found, key=lambda verdict: verdict.snapshot != "last")
+    return sorted(found, key=lambda comparison: comparison.snapshot != "last")
 
 
 RATIO_PERCENTILES = (50, 95)

@@ -20,6 +20,7 @@ class Conditions:
 
     Raises:
         InputError: if a value is illegal.
+        TypeError: if a plan is of no probe, or two are of the same.
     """
 
     inputs: Path | None = None  # token ids, or text (.txt); None: each checkpoint's own held-out samples
@@ -44,6 +45,10 @@ class Conditions:
         for plan in self.plans:
             if type(plan) not in PROBES:
                 raise TypeError(f"Plans are {', '.join(kind.__name__ for kind in PROBES)}. Got {plan!r}.")
+        kinds = [type(plan) for plan in self.plans]
+        twice = [kind.__name__ for kind in kinds if kinds.count(kind) > 1]
+        if twice:  # the tables of the later would replace those of the earlier
+            raise TypeError(f"Conditions take one plan of a type. Got several of {twice[0]}.")
 
     def decided(self, models: Sequence[LoadedModel], device: torch.device) -> Self:
         """Decide what ``auto`` means, one dtype for all models.

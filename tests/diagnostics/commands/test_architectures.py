@@ -63,6 +63,7 @@ def test_no_form_is_claimed_for_bottom_k(run_semdiag, runs, here):
     assert all("a bound is known for bottomk attention" in v["note"] for v in together)
 
 
+@pytest.mark.slow
 def test_a_report_names_the_global_tokens(run_semdiag, runs, here):
     outcome = run_semdiag("report", runs, "--samples", 20, "--figures", "svg", "--out", "r", "--quiet")
     assert outcome.code == 0, outcome.err

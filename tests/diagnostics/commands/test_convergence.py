@@ -10,9 +10,10 @@ import torch
 from semdiag_models import read_checkpoint, write_checkpoint
 
 
+@pytest.mark.slow
 def test_the_runs_are_compared_and_written(run_semdiag, tiny_runs, here):
     words = "--samples", 20, "--target", 0.3, "--along", "--predictors", "--lengths", "8,12,16", "--json"
-    outcome = run_semdiag("convergence", tiny_runs.folder, *words, "--figures", "png")
+    outcome = run_semdiag("convergence", tiny_runs.folder, *words, "--figures", "svg")
     assert outcome.code == 0, outcome.err
     found = json.loads(outcome.out)
     assert found["schema"] == "semdiag.convergence/1"
@@ -31,7 +32,7 @@ def test_the_runs_are_compared_and_written(run_semdiag, tiny_runs, here):
     for name in ("runs", "speed_ups", "over_seeds", "along", "predictors", "candidates", "lengths"):
         with (folder / "data" / f"{name}.csv").open(encoding="utf-8") as file:
             assert list(csv.DictReader(file))
-    figures = {path.stem for path in (folder / "figures").glob("*.png")}
+    figures = {path.stem for path in (folder / "figures").glob("*.svg")}
     assert figures == {
         "learning_curves", "speed_up", "speed_up_against_dispersion", "along_training", "length_generalisation",
         "predictor_cells",  # both arrive at once: there is nothing to correlate

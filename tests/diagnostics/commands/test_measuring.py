@@ -114,6 +114,7 @@ def test_names_for_every_query_are_checked_before_anything_is_measured(tmp_path)
 def test_measuring_keeps_the_command_that_was_typed(tiny_runs, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["semdiag", "check", "x"])
     found = measuring.measured([tiny_runs.full], Conditions(samples=4), quiet=True)
-    assert found.provenance["command"] == ["semdiag", "check", "x"]
-    assert json.dumps(found.provenance)
-    assert np.isposinf(found.queries["separation"]).all()
+    measurements = found.measurements
+    assert measurements.provenance["command"] == ["semdiag", "check", "x"]
+    assert json.dumps(measurements.provenance)
+    assert np.isposinf(measurements.queries["separation"]).all()

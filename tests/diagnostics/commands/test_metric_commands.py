@@ -7,7 +7,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from semdiag.findings.dispersion import SUMMARIES
+from semdiag.findings.findings import Findings
+from semdiag.findings.summaries import SUMMARIES
 from semdiag.measurement.survey import Conditions, survey
 
 
@@ -30,7 +31,7 @@ def test_json_is_the_summary_of_the_same_survey(run_semdiag, here, tiny_runs, co
     assert (outcome.code, outcome.err) == (0, "")
     found = strict(outcome.out)
     files = [tiny_runs.full / "last.pt", tiny_runs.topk / "last.pt"]
-    expected = SUMMARIES[command](survey(files, Conditions(samples=8, k=(2, 5))))
+    expected = SUMMARIES[command](Findings(survey(files, Conditions(samples=8, k=(2, 5)))))
     assert found["schema"] == f"semdiag.{command}/1"
     assert found["results"] == json.loads(json.dumps(expected["results"]))
     assert [within["k"] for within in found["results"][0]["within_model"]] == [2, 5]

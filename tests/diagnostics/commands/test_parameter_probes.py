@@ -12,8 +12,8 @@ def sections(monkeypatch, here):
     """What the report was asked for."""
     asked = []
 
-    def write(measurements, folder, command, formats=(), keep_queries=False, sections=None):
-        asked.append((sections, measurements, folder))
+    def write(findings, folder, command, formats=(), keep_queries=False, sections=None):
+        asked.append((sections, findings.measurements, folder))
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "summary.json").write_text("{}", encoding="utf-8")
         return folder / "index.html"
@@ -107,7 +107,7 @@ def test_inputs_without_labels_are_refused_by_name(refusal, sections, tiny_runs,
 
 
 def test_a_thorough_report_measures_both(run_semdiag, sections, tiny_runs, monkeypatch):
-    from semdiag.measurement import landscape, lipschitz
+    from semdiag.measurement.probes.loss import landscape, lipschitz
 
     small = landscape.LandscapePlan(grid=3, metrics=("loss", "dispersion"))
     monkeypatch.setattr(landscape, "LandscapePlan", lambda **_: small)

@@ -76,6 +76,7 @@ def same_weights(one, other):
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
+@pytest.mark.slow
 def test_a_sweep_trains_every_run_and_the_same_command_again_none(sweep, here):
     text = 'train_samples = 100\n[grid]\nattention = ["full", {attention = "topk", k = 3}]\nepochs = 2\n'
     first = sweep(text)
@@ -100,6 +101,7 @@ def test_a_sweep_trains_every_run_and_the_same_command_again_none(sweep, here):
     assert folders(here) == [full, topk]
 
 
+@pytest.mark.slow
 def test_after_kill_9_finished_runs_are_not_repeated_and_the_other_goes_on(here):
     short = {"attention": "full", "epochs": 3}
     long = {"attention": "topk", "k": 3, "epochs": 40}
@@ -126,6 +128,7 @@ def test_after_kill_9_finished_runs_are_not_repeated_and_the_other_goes_on(here)
     assert same_weights(begun, here / "other" / begun.name)
 
 
+@pytest.mark.slow
 def test_control_c_keeps_what_is_there_and_says_how_to_go_on(here):
     process = start(here, "train_samples = 200\nepochs = 100000\n[grid]\nseed = [1, 2]\n", "--jobs", "2")
     wait_until(lambda: folders(here) and epochs(folders(here)[0]) >= 1, process)
@@ -140,6 +143,7 @@ def test_control_c_keeps_what_is_there_and_says_how_to_go_on(here):
     assert epochs(folders(here)[0]) == at, "a process trains on"
 
 
+@pytest.mark.slow
 def test_a_second_sweep_in_the_folder_is_told(here, sweep):
     text = "train_samples = 200\nepochs = 100000\n"
     process = start(here, text, "--jobs", "1", "--quiet")
@@ -215,6 +219,7 @@ def test_without_ray_the_pip_command_is_told(here, refusal, monkeypatch):
     assert not (here / "runs").exists()
 
 
+@pytest.mark.slow
 def test_on_ray_a_killed_worker_loses_nothing_but_its_epoch(here):
     pytest.importorskip("ray", reason="Ray is not installed: pip install 'semdiag[ray]'")
     text = "train_samples = 400\nepochs = 30\n[grid]\nseed = [1, 2]\n"

@@ -170,11 +170,12 @@ def test_another_text_can_be_measured_on_without_the_first(run_semdiag, refusal,
     )
 
 
+@pytest.mark.slow
 def test_a_report_on_text_is_drawn(run_semdiag, here, trained):
-    done = run_semdiag("report", *trained, "--samples", 20, "--out", "page", "--figures", "png", "--quiet")
+    done = run_semdiag("report", *trained, "--samples", 20, "--out", "page", "--figures", "svg", "--quiet")
     assert done.code == 0, done.err
     page = (here / "page" / "index.html").read_text(encoding="utf-8")
     assert "text-corpus-" in page
     assert "windows of corpus.txt" in page
-    assert "figures/training_curves.png" in page
+    assert "figures/training_curves.svg" in page
     assert run_semdiag("check", *trained, "--samples", 20).code in (0, 1)

@@ -13,8 +13,8 @@ def sections(monkeypatch, here):
     """What the report was asked for."""
     asked = []
 
-    def write(measurements, folder, command, formats=(), keep_queries=False, sections=None):
-        asked.append((sections, measurements, folder))
+    def write(findings, folder, command, formats=(), keep_queries=False, sections=None):
+        asked.append((sections, findings.measurements, folder))
         return folder / "index.html"
 
     monkeypatch.setattr(report, "write_report", write)

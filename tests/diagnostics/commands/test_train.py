@@ -184,6 +184,7 @@ def test_an_interruption_before_the_first_epoch_is_code_130_too(semdiag, monkeyp
     assert len(lines) <= 1
 
 
+@pytest.mark.slow
 def test_control_c_in_a_real_process_leaves_a_whole_checkpoint(tmp_path):
     command = [sys.executable, "-m", "semdiag.commands.main", "train", "even-pairs", *TINY, "--epochs", "100000"]
     before = signal.signal(
@@ -224,6 +225,7 @@ def wait_for(process, path):
         time.sleep(0.01)
 
 
+@pytest.mark.slow
 def test_a_second_process_on_the_folder_is_told_and_changes_nothing(refused, tmp_path):
     process = started(tmp_path, "--epochs", "100000")
     try:
@@ -238,6 +240,7 @@ def test_a_second_process_on_the_folder_is_told_and_changes_nothing(refused, tmp
     assert (tmp_path / "run" / ".lock").exists()  # the killed process left it, and it blocks nobody
 
 
+@pytest.mark.slow
 def test_killed_at_random_moments_and_resumed_a_run_is_the_uninterrupted_one(semdiag, tmp_path):
     epochs = ["--dropout", "0.1", "--threads", "1", "--epochs", "150"]
     assert semdiag("train", "even-pairs", *TINY, *epochs, "--out", "whole")[0] == 0

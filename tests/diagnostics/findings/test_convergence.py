@@ -11,10 +11,11 @@ import pytest
 from semdiag.capturing.loading import load
 from semdiag.findings import convergence
 from semdiag.findings.convergence import arrivals, over_seeds, speed_up, speed_ups
+from semdiag.findings.findings import Findings
 from semdiag.findings.speed_and_dispersion import speed_dispersion
 from semdiag.measurement.measurements import Measurements
 from semdiag.measurement.runs import training_runs
-from semdiag.measurement.tables import empty_table
+from semdiag.measurement.runs.tables import RUNS
 from semdiag_models import InputError
 
 SETTING = json.dumps({"task": "even-pairs", "width": 16})
@@ -33,7 +34,7 @@ def measured(*runs, target=0.95):
                 {"model": model, "epoch": epoch, "train_accuracy": accuracy, "holdout_accuracy": accuracy / 2}
             )
         )
-    table = pd.DataFrame(rows, columns=list(empty_table("runs")))
+    table = pd.DataFrame(rows, columns=[*RUNS.columns])
     nothing = pd.DataFrame({"model": []})
     return Measurements(
         models=nothing, queries=nothing, loads=nothing, history=pd.concat(histories), non_finite=nothing,
@@ -42,7 +43,7 @@ def measured(*runs, target=0.95):
 
 
 def test_arrival_accuracies_and_gap():
-    found = arrivals(measured(("f", "full", 1, 35, 100, SETTING), ("t", "topk", 1, 5, 50, SETTING)))
+    found = arrivals(Findings(measured(("f", "full", 1, 35, 100, SETTING), ("t", "topk", 1, 5, 50, SETTING))))
     assert found["arrival"].tolist() == [35, 5]
     assert found["holdout_accuracy"].tolist() == [0.5, 0.5]
     assert found["best_epoch"].tolist() == [35, 5]
@@ -50,26 +51,25 @@ def test_arrival_accuracies_and_gap():
 
 
 def test_the_target_counts():
-    assert arrivals(measured(("f", "full", 1, 35, 100, SETTING), target=0.5))["arrival"].tolist() == [1]
+    assert arrivals(Findings(measured(("f", "full", 1, 35, 100, SETTING), target=0.5)))["arrival"].tolist() == [1]
 
 
 def test_a_task_can_have_a_target_of_its_own():
     runs = measured(("f", "full", 1, 35, 100, SETTING), ("t", "topk", 1, 5, 100, SETTING))
     task = runs.runs["task"].iloc[0]
-    eased = replace(runs, provenance={"target": 0.95, "targets": {task: 0.5, "another": 0.1}})
-    found = arrivals(eased)
+    eased = runs.replace({"target": 0.95, "targets": {task: 0.5, "another": 0.1}})
+    found = arrivals(Findings(eased))
     assert found["arrival"].tolist() == [1, 1]
     assert found["target"].tolist() == [0.5, 0.5]
 
 
 def test_a_run_that_never_arrives_stays_and_bounds_the_speed_up():
-    found = arrivals(
-        measured(
-            ("f", "full", 1, 40, 100, SETTING),
-            ("b", "block", 1, None, 80, SETTING),
-            ("t", "topk", 1, 5, 9, SETTING),
-        )
+    runs = measured(
+        ("f", "full", 1, 40, 100, SETTING),
+        ("b", "block", 1, None, 80, SETTING),
+        ("t", "topk", 1, 5, 9, SETTING),
     )
+    found = arrivals(Findings(runs))
     assert found["arrival"].isna().tolist() == [False, True, False]
     pairs = speed_ups(found).set_index("model")
     assert pairs.loc["b", ["low", "high", "known"]].tolist() == [0.0, 0.5, "below"]
@@ -91,24 +91,24 @@ def test_whenever_a_censored_run_would_have_arrived_its_speed_up_lies_in_the_ran
 def test_full_attention_of_another_seed_or_setting_is_no_partner():
     other = json.dumps({"task": "even-pairs", "width": 32})
     runs = ("f", "full", 1, 40, 100, SETTING), ("t", "topk", 2, 5, 9, SETTING), ("u", "topk", 1, 5, 9, other)
-    assert speed_ups(arrivals(measured(*runs))).empty
+    assert speed_ups(arrivals(Findings(measured(*runs)))).empty
 
 
 def test_copies_and_earlier_snapshots_of_a_run_count_once():
     runs = ("early", "full", 1, None, 10, SETTING), ("last", "full", 1, 40, 100, SETTING)
-    assert arrivals(measured(*runs))["model"].tolist() == ["last"]
+    assert arrivals(Findings(measured(*runs)))["model"].tolist() == ["last"]
 
 
 def test_settings_are_named_by_what_they_do_not_share():
     wide = json.dumps({"task": "even-pairs", "width": 32})
-    found = arrivals(measured(("f", "full", 1, 40, 100, SETTING), ("g", "full", 1, 40, 100, wide)))
+    found = arrivals(Findings(measured(("f", "full", 1, 40, 100, SETTING), ("g", "full", 1, 40, 100, wide))))
     assert found["group"].tolist() == ["even-pairs, width 16", "even-pairs, width 32"]
 
 
 def test_over_seeds_the_median_carries_its_bounds_and_says_its_confidence():
     runs = [(f"f{seed}", "full", seed, at, 100, SETTING) for seed, at in enumerate((30, 40, 50))]
     runs += [(f"t{seed}", "topk", seed, at, 100, SETTING) for seed, at in enumerate((3, 8, None))]
-    found = arrivals(measured(*runs))
+    found = arrivals(Findings(measured(*runs)))
     row = over_seeds(found, speed_ups(found)).set_index("attention").loc["topk-5"]
     assert (row["seeds"], row["arrived"], row["median_epochs"]) == (3, 2, 8)
     assert (row["speed_up_low"], row["speed_up_high"]) == (5.0, 5.0)  # 10, 5, below 0.5
@@ -120,7 +120,7 @@ def test_over_seeds_the_median_carries_its_bounds_and_says_its_confidence():
 
 
 def test_one_seed_has_no_interval_and_too_few_no_logrank():
-    found = arrivals(measured(("f", "full", 1, 30, 100, SETTING), ("t", "topk", 1, 3, 100, SETTING)))
+    found = arrivals(Findings(measured(("f", "full", 1, 30, 100, SETTING), ("t", "topk", 1, 3, 100, SETTING))))
     row = over_seeds(found, speed_ups(found)).set_index("attention").loc["topk-5"]
     assert row["interval_coverage"] == 0
     assert math.isnan(row["interval_low"])

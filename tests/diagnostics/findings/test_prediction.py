@@ -7,18 +7,19 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from semdiag.findings.findings import Findings
 from semdiag.findings.prediction import held_out_tasks, prediction_cells, predictor_table
 from semdiag.mathematics.censored import rank_agreement
 from semdiag.measurement import prediction
 from semdiag.measurement.measurements import Measurements
 from semdiag.measurement.runs.predictors import CANDIDATES, STAGES
-from semdiag.measurement.tables import empty_table, typed
+from semdiag.measurement.runs.tables import PREDICTORS, RUNS
 
 KINDS = ("full", "topk", "banded", "block", "bottomk", "random")
 
 
 def made(arrivals, values, epochs=50):
-    """Measurements of runs that hold nothing but histories and predictors.
+    """Findings of runs that hold nothing but histories and predictors.
 
     Args:
         arrivals: by task, attention and seed: the epoch of 95 %, None if never.
@@ -40,10 +41,11 @@ def made(arrivals, values, epochs=50):
                 facts = {"model": name, "stage": stage, "epoch": 0}
                 predictors.append({**facts, "candidate": candidate, "ln_value": number})
     none = pd.DataFrame({"model": []})
-    return Measurements(
+    measurements = Measurements(
         none, none, none, pd.DataFrame(history), none, {"target": 0.95},
-        runs=pd.DataFrame(runs)[list(empty_table("runs"))], predictors=typed("predictors", predictors),
+        runs=pd.DataFrame(runs)[[*RUNS.columns]], predictors=PREDICTORS.of_rows(predictors),
     )  # fmt: skip
+    return Findings(measurements)
 
 
 def random_arrivals(rng, tasks=4, seeds=2):

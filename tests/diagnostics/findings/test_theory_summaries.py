@@ -5,21 +5,24 @@ import json
 import numpy as np
 import pytest
 
-from semdiag.findings.dispersion import SUMMARIES
 from semdiag.findings.finding import Verdict
+from semdiag.findings.findings import Findings
+from semdiag.findings.summaries import SUMMARIES
+from semdiag.measurement.probes.bounds.probe import BoundsPlan
+from semdiag.measurement.probes.noise.secants import SecantsPlan
 from semdiag.measurement.probes.noise.softmax_bounds import with_bounds
 from semdiag.measurement.survey import Conditions, survey
 
 
 @pytest.fixture(scope="module")
 def measured(tiny_runs):
-    conditions = Conditions(samples=20, noise=(0.01, 0.1), bounds=True, dtype="float64")
+    conditions = Conditions(samples=20, plans=(SecantsPlan((0.01, 0.1)), BoundsPlan()), dtype="float64")
     return survey([tiny_runs.full, tiny_runs.topk], conditions)
 
 
 @pytest.mark.parametrize("name", ["stability", "bounds"])
 def test_summaries_are_strict_json_of_their_schema(measured, name):
-    summary = SUMMARIES[name](measured)
+    summary = SUMMARIES[name](Findings(measured))
     assert summary["schema"] == f"semdiag.{name}/1"
     assert json.loads(json.dumps(summary, allow_nan=False)) == summary
     words = {verdict["verdict"] for result in summary["results"] for verdict in result["verdicts"]}
@@ -28,7 +31,7 @@ def test_summaries_are_strict_json_of_their_schema(measured, name):
 
 
 def test_stability_has_the_numbers_of_the_tables(measured):
-    for result in SUMMARIES["stability"](measured)["results"]:
+    for result in SUMMARIES["stability"](Findings(measured))["results"]:
         rows = measured.secants[measured.secants["model"] == result["model"]]
         rows = with_bounds(rows, result["attention"])
         assert [(r["layer"], r["head"]) for r in result["layers"]] == [(0, 0), (0, 1), (1, 0), (1, 1)]
@@ -41,12 +44,12 @@ def test_stability_has_the_numbers_of_the_tables(measured):
 
 
 def test_without_secants_the_local_constants_remain(tiny_runs):
-    summary = SUMMARIES["stability"](survey([tiny_runs.full], Conditions(samples=5)))
+    summary = SUMMARIES["stability"](Findings(survey([tiny_runs.full], Conditions(samples=5))))
     assert list(summary["results"][0]["all"]) == ["local"]
 
 
 def test_bounds_name_every_pair(measured):
-    summary = SUMMARIES["bounds"](measured)
+    summary = SUMMARIES["bounds"](Findings(measured))
     (pair,) = summary["pairs"]
     assert (pair["reference"], pair["other"]) == tuple(measured.models["model"])
     assert pair["differences"] == []

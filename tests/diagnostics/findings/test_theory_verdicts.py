@@ -1,6 +1,5 @@
 """Verdicts on made-up tables, where the right word is known."""
 
-import dataclasses
 import math
 
 import numpy as np
@@ -11,10 +10,12 @@ from semdiag.findings.bounds import parameter_findings
 from semdiag.findings.consequences import consequence_findings
 from semdiag.findings.corollary import corollary_findings, percentile_table
 from semdiag.findings.finding import Finding, Verdict, agreed, of_rows
+from semdiag.findings.findings import Findings
 from semdiag.findings.pairing import compared_pairs, differences, find_pairs, pairs_against
 from semdiag.findings.stability import stability_findings
 from semdiag.mathematics.corollary import paper_input_condition, paper_weight_condition
-from semdiag.measurement.tables import OPTIONAL_TABLES
+from semdiag.measurement.probes.bounds.constants import CONSTANTS, PARAMETERS
+from semdiag.measurement.probes.noise.secants import SECANTS
 
 TOPK = {"attention": "topk", "k": 2}
 
@@ -24,7 +25,7 @@ def secants(model, rows):
     names = ("kept", "weight_change", "score_change", "score_change_max", "dispersion", "separation")
     place = {"model": model, "sample": 0, "layer": 0, "head": 0, "query": range(len(rows)), "level": 0.01}
     values = dict(zip(names, zip(*rows, strict=True), strict=True))
-    return pd.DataFrame({**place, **values, "same_set": True}).astype(OPTIONAL_TABLES["secants"])
+    return pd.DataFrame({**place, **values, "same_set": True}).astype(SECANTS.columns)
 
 
 def constants(model, **values):
@@ -35,7 +36,7 @@ def constants(model, **values):
     table = pd.DataFrame(rows, columns=["quantity", "form", "layer", "head", "ln_value"])
     unmet = ~np.isfinite(table["ln_value"])
     table = table.assign(model=model, holds=~unmet, assumptions=np.where(unmet, "a tie", ""))
-    return table[list(OPTIONAL_TABLES["constants"])].astype(OPTIONAL_TABLES["constants"])
+    return CONSTANTS.of_parts([table])
 
 
 def one(findings, **where):
@@ -60,7 +61,7 @@ def test_a_finding_in_words():
 
 def stability_of(made_up, kind, rows, **facts):
     measured = made_up(("m", [0.1] * 4, {**kind, **facts}))
-    return stability_findings(dataclasses.replace(measured, secants=secants("m", rows)))
+    return stability_findings(Findings(measured.replace(secants=secants("m", rows))))
 
 
 def test_the_paper_form_exceeded_and_the_sound_form_not(made_up):
@@ -108,16 +109,16 @@ def test_a_kind_without_a_bound_is_said(made_up):
 def test_local_constants(made_up):
     measured = made_up(("m", [0.0, 0.0, 1.0, 30.0], {}))
     weights = measured.queries.assign(largest_weight=[0.25, 0.4, 0.3, 0.999])
-    finding = one(stability_findings(dataclasses.replace(measured, queries=weights)))
+    finding = one(stability_findings(Findings(measured.replace(queries=weights))))
     assert (finding.verdict, finding.numbers["violated"], finding.numbers["vacuous"]) == (Verdict.VIOLATED, 1, 1)
     assert finding.numbers["largest measured over bound"] == pytest.approx(0.48 / 0.375)
-    assert one(stability_findings(measured)).numbers["violated"] == 0  # older tables without the column
+    assert one(stability_findings(Findings(measured))).numbers["violated"] == 0  # older tables without the column
 
 
 def parameters(rows):
     table = pd.DataFrame(rows, columns=["tensor", "ln_sound", "ln_paper", "ln_gradient", "ln_secant", "holds"])
     table = table.assign(model="m", layer=0, group="qk")
-    return table[list(OPTIONAL_TABLES["parameters"])].astype(OPTIONAL_TABLES["parameters"])
+    return PARAMETERS.of_parts([table])
 
 
 def test_tensors(made_up):
@@ -131,10 +132,8 @@ def test_tensors(made_up):
             ("e", 5.0, nan, nan, nan, True),
         ]
     )
-    measured = dataclasses.replace(
-        made_up(("m", [0.1] * 4, {})), parameters=table, constants=constants("m", sound=inf, paper=inf)
-    )
-    found = parameter_findings(measured)
+    both = {"parameters": table, "constants": constants("m", sound=inf, paper=inf)}
+    found = parameter_findings(Findings(made_up(("m", [0.1] * 4, {})).replace(**both)))
     words = [one(found, where=name).verdict for name in "abcde"]
     assert words == [Verdict.HOLDS, Verdict.VIOLATED, Verdict.HOLDS, Verdict.NOT_MET, Verdict.NOTHING]
     assert one(found, where="a").numbers["log10 gap"] == pytest.approx(4 / math.log(10))
@@ -155,7 +154,7 @@ def pair(made_up):
     def make(full, masked, kind=TOPK, **tables):
         measured = made_up(("full", full, {}), ("mask", masked, kind))
         measured.provenance["dtype"] = "float64"
-        return dataclasses.replace(measured, **tables)
+        return measured.replace(**tables)
 
     return make
 
@@ -163,7 +162,7 @@ def pair(made_up):
 def test_corollary_by_the_papers_equations(pair):
     measured = pair(np.linspace(1, 20, 8), np.linspace(0.5, 4, 8))
     pairs, _ = find_pairs(measured.models, None)
-    found, table = corollary_findings(measured, pairs), percentile_table(measured, pairs[0])
+    found, table = corollary_findings(Findings(measured), pairs), percentile_table(Findings(measured), pairs[0])
     np.testing.assert_allclose(table.separation, np.percentile(np.linspace(0.05, 0.4, 8), [25, 10, 5, 0]))
     weight = paper_weight_condition(table.full_dispersion, table.dispersion, table.separation)
     inputs = paper_input_condition(table.full_dispersion, table.dispersion, table.separation, table.load / 2)
@@ -183,7 +182,7 @@ def test_corollary_by_the_papers_equations(pair):
 
 def test_a_tie_at_the_smallest_separation(pair):
     measured = pair(np.linspace(1, 20, 8), [1e-15, 1, 1, 1, 1, 1, 1, 4])
-    found = corollary_findings(measured, find_pairs(measured.models, None)[0])
+    found = corollary_findings(Findings(measured), find_pairs(measured.models, None)[0])
     finding = one((f for f in found if f.form == "paper" and f.claim.endswith("W")), where="p100")
     assert finding.verdict is Verdict.NOT_MET
     assert "is a tie within rounding" in finding.note
@@ -195,7 +194,7 @@ def test_a_tie_at_the_smallest_separation(pair):
 
 def test_the_control_of_theorem_4(pair):
     measured = pair([4.0] * 4, [4.0] * 4, {"attention": "banded", "k": 2})
-    found = corollary_findings(measured, find_pairs(measured.models, None)[0])
+    found = corollary_findings(Findings(measured), find_pairs(measured.models, None)[0])
     for form, name, threshold in (("paper", "W", 1.0), ("sound", "W", 0.0)):
         finding = one((f for f in found if f.form == form and f.claim.endswith(name)), where="p100")
         side = finding.numbers["left side" if form == "paper" else "ln margin"]
@@ -216,7 +215,7 @@ def test_global_tokens_count_among_the_keys_of_a_fixed_mask(pair, local, k):
         pairs = pairs_against(measured.models, "full")
         return [
             f.numbers["left side"]
-            for f in corollary_findings(measured, pairs)
+            for f in corollary_findings(Findings(measured), pairs)
             if f.where == "p100" and f.form == "paper"
         ]
 
@@ -226,7 +225,7 @@ def test_global_tokens_count_among_the_keys_of_a_fixed_mask(pair, local, k):
 
 def test_bottom_k_is_not_judged_by_corollary_1(pair):
     measured = pair([4.0] * 4, [1.0] * 4, {"attention": "bottomk", "k": 2})
-    finding = one(corollary_findings(measured, find_pairs(measured.models, None)[0]))
+    finding = one(corollary_findings(Findings(measured), find_pairs(measured.models, None)[0]))
     assert finding.verdict is Verdict.NOTHING
     assert "these are full and bottomk" in finding.note
 
@@ -234,7 +233,7 @@ def test_bottom_k_is_not_judged_by_corollary_1(pair):
 def test_layer_by_layer_and_with_own_norms(pair):
     both = pd.concat([constants("full", maps=[3.0, 3.0]), constants("mask", maps=[2.0, math.inf])])
     measured = pair([4.0] * 4, [1.0] * 4, constants=both)
-    found = corollary_findings(measured, find_pairs(measured.models, None)[0])
+    found = corollary_findings(Findings(measured), find_pairs(measured.models, None)[0])
     assert one(found, where="layer 0").numbers["ln margin"] == -1
     assert [one(found, where=f"layer {n}").verdict for n in (0, 1)] == [Verdict.HOLDS, Verdict.NOT_MET]
     assert one(found, where="layer 1").note == "a tie"
@@ -244,7 +243,7 @@ def test_layer_by_layer_and_with_own_norms(pair):
 def test_masks_of_different_k_cannot_be_compared_and_it_is_said(made_up):
     measured = made_up(("a", [1] * 4, TOPK), ("b", [1] * 4, {"attention": "topk", "k": 3, "seed": 2}))
     pairs = pairs_against(measured.models, "a")
-    found = one(corollary_findings(measured, pairs))
+    found = one(corollary_findings(Findings(measured), pairs))
     assert found.verdict is Verdict.NOTHING
     assert "these are topk and topk; seed 1 and 2; k 2 and 3" in found.note
     assert differences(measured.models, pairs[0]) == ["seed 1 and 2", "k 2 and 3"]
@@ -252,11 +251,11 @@ def test_masks_of_different_k_cannot_be_compared_and_it_is_said(made_up):
 
 def test_pairs_with_a_reference(made_up):
     measured = made_up(("full", [1] * 4, {}), ("a", [1] * 4, TOPK), ("b", [1] * 4, {"attention": "block", "k": 2}))
-    assert [(p.full, p.other) for p in compared_pairs(measured)] == [("full", "a"), ("full", "b")]
+    assert [(p.full, p.other) for p in compared_pairs(Findings(measured))] == [("full", "a"), ("full", "b")]
     measured.provenance["against"] = "a"
-    assert [(p.full, p.other) for p in compared_pairs(measured)] == [("full", "a"), ("a", "b")]
+    assert [(p.full, p.other) for p in compared_pairs(Findings(measured))] == [("full", "a"), ("a", "b")]
     assert (
-        compared_pairs(measured)[0].label
+        compared_pairs(Findings(measured))[0].label
         == "even-pairs, full, seed 1, last against even-pairs, topk-2, seed 1, last"
     )
 
@@ -270,7 +269,7 @@ def test_consequences(pair):
     runs = pd.concat([history("full", [0.5, 0.6, 0.7, 1.0]), history("mask", [0.5, 1.0])])
     both = pd.concat([constants("full", sound=3.0, paper=9.0), constants("mask", sound=5.0, paper=8.0)])
     measured = pair([4.0] * 4, [1.0] * 4, constants=both, history=runs)
-    sound, paper = consequence_findings(measured, find_pairs(measured.models, None)[0])
+    sound, paper = consequence_findings(Findings(measured), find_pairs(measured.models, None)[0])
     assert {sound.verdict, paper.verdict} == {Verdict.NOT_MET}
     assert sound.numbers["ln λ_L other over reference"] == 2
     assert [sound.numbers[f"ln gap ratio, γc = {g}"] for g in (0, 1, 9)] == pytest.approx([4, 2, 0.4])
@@ -284,8 +283,8 @@ def test_consequences_of_what_is_infinite_or_never_learned(pair):
     runs = pd.concat([history("full", [0.5, 1.0]), history("mask", [0.5, 0.6])])
     both = pd.concat([constants("full", sound=3.0), constants("mask", sound=math.inf)])
     measured = pair([4.0] * 4, [1.0] * 4, constants=both, history=runs)
-    finding = one(consequence_findings(measured, find_pairs(measured.models, None)[0]))
+    finding = one(consequence_findings(Findings(measured), find_pairs(measured.models, None)[0]))
     assert "ln gap ratio, γc = 1" not in finding.numbers
     assert "the constants favour neither (a constant is infinite)" in finding.note
     assert "the training runs full" in finding.note
-    assert consequence_findings(pair([4.0] * 4, [1.0] * 4), find_pairs(measured.models, None)[0]) == []
+    assert consequence_findings(Findings(pair([4.0] * 4, [1.0] * 4)), find_pairs(measured.models, None)[0]) == []

@@ -11,7 +11,8 @@ from torch import nn
 
 import semdiag
 from semdiag.measurement.calls.running import unnamed
-from semdiag.measurement.probes.noise.secants import external_secants
+from semdiag.measurement.probes.bounds.probe import BoundsPlan
+from semdiag.measurement.probes.noise.secants import SecantsPlan, external_secants
 from semdiag.measurement.survey import Conditions, survey
 from semdiag_models import InputError
 
@@ -313,7 +314,7 @@ def test_masks_of_padded_batches_survive_no_noise_and_certified_ones_any(decoder
 def test_without_an_embedding_the_report_says_what_is_missing_and_why():
     layer = nn.TransformerEncoderLayer(8, 2, batch_first=True, dropout=0.0)
     model = semdiag.LoadedModel("own:model", "", layer, "factory", "unknown", batches=[torch.randn(2, 5, 8)])
-    found = survey([model], Conditions(noise=(0.01,), bounds=True, k=(2,)))
+    found = survey([model], Conditions(k=(2,), plans=(SecantsPlan(), BoundsPlan())))
     said = found.remarks["text"].tolist()
     assert any(text.startswith("secants not available, because no embedding of tokens was found") for text in said)
     assert any(text.startswith("bounds not available, because its normalisations") for text in said)

@@ -1,19 +1,23 @@
 """The tables: saved, loaded, joined, taken apart and shown."""
 
-import dataclasses
+import copy
 import json
+import pickle
 
 import numpy as np
 import pandas as pd
 import pytest
 
 from semdiag.measurement.measurements import Measurements
+from semdiag.measurement.probes.bounds.probe import BoundsPlan
 from semdiag.measurement.probes.k_sweep import SweepPlan
 from semdiag.measurement.probes.loss.landscape import LandscapePlan
 from semdiag.measurement.probes.loss.lipschitz import LipschitzPlan
 from semdiag.measurement.probes.noise.masks import NoisePlan
+from semdiag.measurement.probes.noise.secants import SecantsPlan
+from semdiag.measurement.schema import OPTIONAL
 from semdiag.measurement.survey import Conditions, survey
-from semdiag.measurement.tables import OPTIONAL_TABLES, TABLES, empty_table
+from semdiag.measurement.tables import TABLES
 from semdiag_models import InputError
 
 
@@ -92,7 +96,7 @@ def test_a_folder_that_does_not_exist_is_refused(tmp_path):
 
 def test_models_that_say_nothing_of_global_tokens_norm_and_pooling_have_the_usual_ones(made_up, tmp_path):
     old = made_up(("a.pt", [1, 2, 3, 4], {}))
-    older = dataclasses.replace(old, models=old.models.drop(columns=["global_tokens", "norm", "pooling"]))
+    older = old.replace(models=old.models.drop(columns=["global_tokens", "norm", "pooling"]))
     for found in (old, older):
         assert found.models[["global_tokens", "norm", "pooling"]].values.tolist() == [[0, "pre", "mean"]]
     post = made_up(("b.pt", [1, 2, 3, 4], {"norm": "post"}))
@@ -116,9 +120,22 @@ def test_joining_puts_tables_below_each_other(made_up):
 
 def test_joining_keeps_the_kinds_of_columns_whichever_table_is_empty(made_up):
     a, b = made_up(("a.pt", [1, 2, 3, 4], {})), made_up(("b.pt", [5, 6, 7, 8], {}))
-    empty = dataclasses.replace(b, history=b.history[:0].astype({"epoch": "float64"}))
+    empty = b.replace(history=b.history[:0].astype({"epoch": "float64"}))
     for parts in ([a, empty], [empty, a]):
         pd.testing.assert_frame_equal(Measurements.concat(parts).history, a.history)
+
+
+def test_joining_keeps_what_all_parts_say_of_themselves_and_nothing_else(made_up):
+    names = ("a.pt", "b.pt", "c.pt")
+    says = (
+        {"device": "cpu", "dtype": "float32", "seed": 0, "noise": [0.1]},
+        {"device": "cpu", "dtype": "float64", "seed": 0, "noise": [0.1]},
+        {"device": "cpu", "dtype": "float64", "noise": [0.1], "more": 1},
+    )
+    parts = [made_up((name, [1, 2, 3, 4], {})).replace(said) for name, said in zip(names, says, strict=True)]
+    assert Measurements.concat(parts).provenance == {"device": "cpu", "noise": [0.1]}
+    assert Measurements.concat(parts[:1]).provenance == says[0]
+    assert [part.provenance for part in parts] == [*says]
 
 
 def test_a_model_cannot_be_joined_with_itself(made_up):
@@ -162,15 +179,11 @@ def test_provenance_is_plain_json(measured, tmp_path):
 
 @pytest.fixture(scope="module")
 def with_theory(tiny_runs):
-    conditions = Conditions(
-        samples=5,
-        noise=(0.01,),
-        bounds=True,
-        masks=NoisePlan(draws=1),
-        sweep=SweepPlan(),
-        landscape=LandscapePlan(grid=3),
-        lipschitz=LipschitzPlan(5, 2, 2, 5),
-    )
+    plans = (
+        SecantsPlan(), BoundsPlan(), NoisePlan(draws=1), SweepPlan(), LandscapePlan(grid=3),
+        LipschitzPlan(5, 2, 2, 5),
+    )  # fmt: skip
+    conditions = Conditions(samples=5, plans=plans)
     return survey([tiny_runs.full, tiny_runs.topk], conditions)
 
 
@@ -178,30 +191,32 @@ def test_optional_tables_survive_a_round_trip_and_a_choice(with_theory, tmp_path
     with_theory.save(tmp_path)
     loaded = Measurements.load(tmp_path)
     first = with_theory.models["model"].iloc[0]
-    names = [name for name in OPTIONAL_TABLES if len(getattr(with_theory, name))]
+    names = [name for name in OPTIONAL if len(getattr(with_theory, name))]
     assert {"secants", "constants", "parameters", "masks", "noise_effects", "sweep"} <= set(names)
     for name in names:
         whole = getattr(with_theory, name)
         pd.testing.assert_frame_equal(getattr(loaded, name), whole, check_exact=True)
         assert set(getattr(with_theory.of(first), name)["model"]) == {first}
         assert whole["model"].nunique() == 2
-        assert {column: str(t) for column, t in whole.dtypes.items()} == OPTIONAL_TABLES[name]
+        assert {column: str(t) for column, t in whole.dtypes.items()} == OPTIONAL[name].columns
 
 
 def test_what_was_not_measured_is_empty(measured, with_theory, tmp_path):
     with_theory.save(tmp_path)
     measured.save(tmp_path)  # leaves nothing of the earlier ones
     loaded = Measurements.load(tmp_path)
-    for name in OPTIONAL_TABLES:
-        pd.testing.assert_frame_equal(getattr(loaded, name), empty_table(name))
-        pd.testing.assert_frame_equal(getattr(measured, name), empty_table(name))
+    unmeasured = set(OPTIONAL) - {"calls"}  # which every forward pass fills
+    assert {name for name in OPTIONAL if len(getattr(loaded, name))} == {"calls"}
+    for name in unmeasured:
+        pd.testing.assert_frame_equal(getattr(loaded, name), OPTIONAL[name].empty())
+        pd.testing.assert_frame_equal(getattr(measured, name), OPTIONAL[name].empty())
         assert not (tmp_path / f"{name}.parquet").exists()
 
 
 def test_a_damaged_optional_table_is_refused(with_theory, tmp_path):
     with_theory.save(tmp_path)
     pd.DataFrame({"a": [1]}).to_parquet(tmp_path / "secants.parquet")
-    with pytest.raises(InputError, match=r"secants\.parquet lacks model, sample"):
+    with pytest.raises(InputError, match=r"secants\.parquet lacks the column model\. Measure again"):
         Measurements.load(tmp_path)
 
 
@@ -209,3 +224,51 @@ def test_measured_and_unmeasured_models_join(with_theory, made_up):
     joined = Measurements.concat([made_up(("x.pt", [1, 2, 3, 4], {})), with_theory])
     assert len(joined.secants) == len(with_theory.secants)
     assert joined.of("x.pt").constants.empty
+
+
+def test_a_column_of_another_kind_is_refused_with_its_file(with_theory, tmp_path):
+    with_theory.save(tmp_path)
+    file = tmp_path / "masks.parquet"
+    with_theory.masks.assign(agreement="high").to_parquet(file)
+    with pytest.raises(
+        InputError, match=r"masks\.parquet holds \w+ in the column agreement, where float32 belongs"
+    ):
+        Measurements.load(tmp_path)
+    with_theory.masks.astype({"agreement": "float64", "sample": "int64"}).to_parquet(file)  # as once written
+    assert len(Measurements.load(tmp_path).masks) == len(with_theory.masks)
+
+
+def test_a_table_that_there_is_not_is_refused(made_up):
+    measured = made_up(("x.pt", [1, 2, 3, 4], {}))
+    with pytest.raises(TypeError, match=r"^Tables of measurements are models, .*secants.* Got 'mask'\.$"):
+        measured.replace(mask=pd.DataFrame())
+    for name in ("mask", "_masks", "provenences"):
+        with pytest.raises(AttributeError, match=f"Measurements has no table '{name}'"):
+            getattr(measured, name)
+
+
+def test_replacing_leaves_the_first_as_it_was(made_up, with_theory):
+    measured = made_up(("x.pt", [1, 2, 3, 4], {}))
+    said = dict(measured.provenance)
+    other = measured.replace({"seed": 5}, masks=with_theory.masks, queries=measured.queries[:2])
+    assert (other.masks is with_theory.masks, len(other.queries), other.provenance) == (True, 2, {"seed": 5})
+    assert other.loads is measured.loads
+    assert (len(measured.masks), len(measured.queries), measured.provenance) == (0, 4, said)
+    third = other.replace(secants=with_theory.secants)
+    assert (third.masks is other.masks, third.provenance) == (True, {"seed": 5})
+
+
+def test_tables_are_listed_and_shown(with_theory):
+    assert {*TABLES, *OPTIONAL} <= set(dir(with_theory))
+    shown = repr(with_theory)
+    assert shown.startswith("Measurements of 2 models: models (2 rows), queries (480 rows)")
+    assert f"masks ({len(with_theory.masks):,} rows)" in shown
+    assert "predictors" not in shown
+
+
+@pytest.mark.parametrize("again", [copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_a_copy_has_every_table(with_theory, again):
+    found = again(with_theory)
+    assert found.provenance == with_theory.provenance
+    for name in (*TABLES, *OPTIONAL):
+        pd.testing.assert_frame_equal(getattr(found, name), getattr(with_theory, name))

@@ -9,6 +9,8 @@ import torch
 
 from semdiag.capturing.loading import load
 from semdiag.measurement.measure import measure
+from semdiag.measurement.probes.bounds.probe import BoundsPlan
+from semdiag.measurement.probes.noise.secants import SecantsPlan
 from semdiag.measurement.survey import Conditions, survey
 from semdiag_models import InputError
 
@@ -173,7 +175,7 @@ def test_theory_is_measured_only_when_asked_for(tiny_runs):
     assert plain.secants.empty
     assert plain.constants.empty
     assert "noise" not in plain.provenance
-    noisy = survey([tiny_runs.topk], Conditions(samples=4, noise=(0.1,)))
+    noisy = survey([tiny_runs.topk], Conditions(samples=4, plans=(SecantsPlan((0.1,)),)))
     assert (len(noisy.secants), len(noisy.parameters)) == (len(noisy.queries), 0)
     assert noisy.provenance["noise_samples"] == 4
 
@@ -182,8 +184,23 @@ def test_too_few_keys_leave_out_secants_too(tiny_runs, tmp_path):
     tokens = torch.randint(2, (4, 12), generator=torch.Generator().manual_seed(0))
     tokens[0, 5:] = 2
     torch.save(tokens, tmp_path / "tokens.pt")
-    common = {"inputs": tmp_path / "tokens.pt", "noise": (0.1,)}
+    common = {"inputs": tmp_path / "tokens.pt", "plans": (SecantsPlan((0.1,)),)}
     found = survey([tiny_runs.topk], Conditions(**common, min_keys=6))
     assert set(found.secants["sample"]) == set(found.queries["sample"]) == {1, 2, 3}
+
+
+@pytest.mark.parametrize("level", [0.0, -0.1, float("inf"), float("nan")])
+def test_a_noise_level_that_no_noise_has_is_refused(level):
     with pytest.raises(InputError, match="noise level must be a positive number"):
-        Conditions(noise=(0.0,))
+        SecantsPlan((0.01, level))
+
+
+@pytest.mark.parametrize("plan", [0.1, "secants", None, SecantsPlan, Conditions()])
+def test_what_is_no_plan_is_refused_with_those_that_are(plan):
+    with pytest.raises(TypeError, match=r"^Plans are SecantsPlan, BoundsPlan, .*LipschitzPlan\. Got "):
+        Conditions(plans=(SecantsPlan(), plan))
+
+
+def test_two_plans_of_one_probe_are_refused():
+    with pytest.raises(TypeError, match=r"^Conditions take one plan of a type\. Got several of SecantsPlan\.$"):
+        Conditions(plans=(SecantsPlan((0.1,)), BoundsPlan(), SecantsPlan((0.2,))))

@@ -1,16 +1,19 @@
 """Measurements built by hand, with numbers that the tests know."""
 
-import dataclasses
-import sys
+import json
+from contextlib import contextmanager
 
 import numpy as np
 import pandas as pd
 import pytest
 
+from semdiag.findings import dispersion, speed_and_dispersion, stability
+from semdiag.findings.findings import Findings
 from semdiag.findings.resampling import ratio_interval
 from semdiag.measurement.measurements import Measurements
-from semdiag.measurement.tables import empty_table
-from semdiag.presentation import report  # noqa: F401  # so that the modules below are loaded
+from semdiag.measurement.runs.predictors import CANDIDATES, STAGES
+from semdiag.measurement.schema import OPTIONAL
+from semdiag.presentation.report.report import write_report
 
 SAMPLES, LENGTH, LAYERS = 6, 8, 2
 # Factor on the dispersions, keys kept, separation of each query.
@@ -65,11 +68,11 @@ def with_theory(measurements, noise=0.01):
         for row in measurements.models.to_dict("records")
     ]
     tables = {
-        name: pd.concat([part[name] for part in parts], ignore_index=True).astype(empty_table(name).dtypes)
+        name: pd.concat([part[name] for part in parts], ignore_index=True).astype(dict(OPTIONAL[name].columns))
         for name in ("secants", "constants", "parameters")
     }
     known = {"seed": 0, "dtype": "float64", "noise": [noise], "noise_samples": SAMPLES, "bound_samples": 5}
-    return dataclasses.replace(measurements, **tables, provenance={**measurements.provenance, **known})
+    return measurements.replace({**measurements.provenance, **known}, **tables)
 
 
 def with_masks(measurements, levels=(0.01, 0.1), draws=5):
@@ -94,14 +97,14 @@ def with_masks(measurements, levels=(0.01, 0.1), draws=5):
             )  # fmt: skip
         if row["attention"] in ("banded", "block", "odd", "never heard of"):
             del parts[-len(levels) :]
-    tables = {"masks": [empty_table("masks"), *parts], "noise_effects": effects}
+    tables = {"masks": [OPTIONAL["masks"].empty(), *parts], "noise_effects": effects}
     tables = {
-        name: pd.concat(t, ignore_index=True).astype(empty_table(name).dtypes)[list(empty_table(name))]
+        name: pd.concat(t, ignore_index=True).astype(dict(OPTIONAL[name].columns))[list(OPTIONAL[name].columns)]
         for name, t in tables.items()
     }
     plan = {"levels": list(levels), "draws": draws, "absolute": False, "block": 0, "k": 3, "seed": 0}
     known = {"mask_noise": plan, "probe_samples": SAMPLES}
-    return dataclasses.replace(measurements, **tables, provenance={**measurements.provenance, **known})
+    return measurements.replace({**measurements.provenance, **known}, **tables)
 
 
 def with_sweep(measurements):
@@ -119,11 +122,9 @@ def with_sweep(measurements):
             for k, quantity, value in found:
                 place = {"model": row["model"], "layer": layer, "head": layer, "k": k, "quantity": quantity}
                 counts = {"queries": 100, "undefined": 0, "not_positive": 0}
-                rows.append(dict.fromkeys(empty_table("sweep"), value) | place | counts)
-    template = empty_table("sweep")
-    table = pd.DataFrame(rows, columns=list(template)).astype(template.dtypes)
-    provenance = {**measurements.provenance, "probe_samples": SAMPLES}
-    return dataclasses.replace(measurements, sweep=table, provenance=provenance)
+                rows.append(dict.fromkeys(OPTIONAL["sweep"].columns, value) | place | counts)
+    table = OPTIONAL["sweep"].of_rows(rows)
+    return measurements.replace({**measurements.provenance, "probe_samples": SAMPLES}, sweep=table)
 
 
 def _theory(row, queries, noise):
@@ -145,9 +146,9 @@ def _theory(row, queries, noise):
         (f"{layer}.{g}", layer, g) for layer in range(LAYERS) for g in ("qk", "value-output", "mlp-in", "mlp-out")
     ]
     return {
-        "secants": secants[list(empty_table("secants"))],
+        "secants": secants[list(OPTIONAL["secants"].columns)],
         "constants": pd.DataFrame(constants, columns=columns).assign(model=row["model"], holds=True)[
-            list(empty_table("constants"))
+            list(OPTIONAL["constants"].columns)
         ],
         "parameters": pd.DataFrame(tensors, columns=["tensor", "layer", "group"]).assign(
             model=row["model"],
@@ -156,7 +157,7 @@ def _theory(row, queries, noise):
             ln_gradient=-2 * ten,
             ln_secant=-3 * ten,
             holds=True,
-        )[list(empty_table("parameters"))],
+        )[list(OPTIONAL["parameters"].columns)],
     }
 
 
@@ -166,12 +167,12 @@ def with_probes(measurements):
     names = ("landscape", "loss_secants", "loss_gradients", "end_points", "jacobians")
     tables = {
         name: pd.concat([part[name] for part in parts], ignore_index=True)
-        .reindex(columns=list(empty_table(name)))
-        .astype(empty_table(name).dtypes)
+        .reindex(columns=list(OPTIONAL[name].columns))
+        .astype(dict(OPTIONAL[name].columns))
         for name in names
     }
     known = {"seed": 0, "lipschitz_samples": SAMPLES}
-    return dataclasses.replace(measurements, **tables, provenance={**measurements.provenance, **known})
+    return measurements.replace({**measurements.provenance, **known}, **tables)
 
 
 def _probes(row):
@@ -208,66 +209,116 @@ def _probes(row):
     }
 
 
+def with_runs(measurements):
+    """Add a run per model with snapshots, candidates and two other lengths; all that is a number is 0.5."""
+    rows = {name: [] for name in ("runs", "along", "predictors", "lengths")}
+    quantities = [("dispersion", "p50"), ("separation", "p50"), ("response", "mean"), ("gamma", "max")]
+    quantities += [("query_key_gradient", "share"), *(("accuracy", name) for name in ("value", "low", "high"))]
+    for model in measurements.models.to_dict("records"):
+        name, kind = model["model"], model["attention"]
+        label = kind if kind == "full" else f"{kind}-3"
+        setting = json.dumps({"task": model["task"]})
+        rows["runs"].append((name, model["task"], label, kind, model["seed"], setting, 4, 4, "finished"))
+        rows["along"] += [(name, epoch, -1, *number, 0.5) for epoch in (0, 4) for number in quantities]
+        rows["predictors"] += [(name, stage, 0, one, 0.5) for stage in STAGES for one in CANDIDATES]
+        rows["lengths"] += [(name, n, -1, SAMPLES, *number, 0.5) for n in (6, 16) for number in quantities]
+    tables = {
+        name: OPTIONAL[name].of_rows(dict(zip(OPTIONAL[name].columns, row, strict=True)) for row in own)
+        for name, own in rows.items()
+    }
+    return measurements.replace({**measurements.provenance, "target": 0.95}, **tables)
+
+
 def quick_interval(*rows, **options):
     """Three draws: how good intervals are is tested beside the resampling itself."""
     return ratio_interval(*rows, **{**options, "resamples": 3})
 
 
-@pytest.fixture(autouse=True)
-def few_resamples(monkeypatch):
-    # Not by attribute: in the package, the figure's function hides the module of the same name.
-    for name in (
-        "semdiag.presentation.sections.dispersion.dispersion_ratio",
-        "semdiag.presentation.report.verdict",
-        "semdiag.presentation.sections.bounds.sentences",
-    ):
-        monkeypatch.setattr(sys.modules[name], "ratio_interval", quick_interval)
+@contextmanager
+def quick_intervals():
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (dispersion, speed_and_dispersion, stability):
+            patch.setattr(module, "ratio_interval", quick_interval)
+        yield
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True, scope="module")
+def few_resamples():
+    with quick_intervals():
+        yield
+
+
+@pytest.fixture(scope="session")
 def model():
     """Call with an attention, task, seed, snapshot, path, epochs, within: measurements of one model."""
     return one_model
 
 
+@pytest.fixture(scope="session")
+def make_four():
+    """Call: one model of each attention, the full one with a counterfactual k = 3."""
+    return lambda: Measurements.concat([one_model(kind, within=(3,) if kind == "full" else ()) for kind in KINDS])
+
+
 @pytest.fixture
-def four():
+def four(make_four):
     """One model of each attention, the full one with a counterfactual k = 3."""
-    return Measurements.concat([one_model(kind, within=(3,) if kind == "full" else ()) for kind in KINDS])
+    return make_four()
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def unequal():
     """Call with measurements: the same with one key for the first query, two for the second, …"""
 
     def change(measurements):
         queries = measurements.queries
-        return dataclasses.replace(measurements, queries=queries.assign(keys=queries["query"] + 1))
+        return measurements.replace(queries=queries.assign(keys=queries["query"] + 1))
 
     return change
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def theory():
     """Call with measurements: the same with the tables of the theory."""
     return with_theory
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def probed():
     """Call with measurements: the same with masks under noise and a sweep over k."""
     return lambda measurements, **masks: with_sweep(with_masks(measurements, **masks))
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def probes():
     """Call with measurements: the same with the tables of landscape and lipschitz."""
     return with_probes
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
+def make_everything(make_four, unequal):
+    """Call: one model of each attention with every table that a section may need; a plane of two of them."""
+
+    def make():
+        found = unequal(with_runs(with_sweep(with_masks(with_probes(with_theory(make_four()))))))
+        shown = found.landscape["model"].str.contains("full|topk") & (found.landscape["plane"] == 0)
+        return found.replace(landscape=found.landscape[shown])
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def full_report(make_everything, tmp_path_factory):
+    """Folder of a report with every section and figure. Do not write to it."""
+    folder = tmp_path_factory.mktemp("deep") / "deeper" / "report"
+    with quick_intervals():
+        page = write_report(Findings(make_everything()), folder, "semdiag report " + "x" * 300, ["svg"])
+    return page.parent
+
+
+@pytest.fixture(scope="session")
 def many():
-    """Two tasks, two seeds, last and initialisation, and a pair of models of unknown task."""
+    """Two tasks, two seeds, last and initialisation, and a pair of models of unknown task. Do not change it."""
     parts = [
         one_model(kind, task, seed, snapshot, epochs=0 if snapshot == "initialisation" else 4)
         for task in ("even-pairs", "parity")

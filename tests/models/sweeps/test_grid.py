@@ -10,7 +10,7 @@ from semdiag_models import InputError, ListOpsTrees, ModelConfig, TrainingConfig
 from semdiag_models.sweeps.grid import SweepError, identity, name_run, read_sweep
 from semdiag_models.tasks import task_of
 
-EXPERIMENTS = Path(__file__).parents[2] / "experiments"
+EXPERIMENTS = Path(__file__).parents[3] / "experiments"
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from semdiag.findings.findings import Findings
 from semdiag.findings.gate.pairs import GATED, SHOWN, dispersion_gate
 from semdiag_models import InputError
 
@@ -11,7 +12,7 @@ LARGE = np.linspace(1, 2, 100)
 
 
 def gate(made_up, full, topk):
-    return dispersion_gate(made_up(("f", full, {}), ("t", topk, TOPK)))[0]
+    return dispersion_gate(Findings(made_up(("f", full, {}), ("t", topk, TOPK))))[0]
 
 
 def test_smaller_dispersions_pass(made_up):
@@ -56,18 +57,18 @@ def test_dispersions_that_are_no_numbers_fail(made_up):
 def test_every_pair_is_judged_on_its_own(made_up):
     other = {"seed": 2}
     models = [("f", LARGE, {}), ("t", LARGE / 2, TOPK), ("g", LARGE, other), ("u", 2 * LARGE, {**TOPK, **other})]
-    results = dispersion_gate(made_up(*models))
+    results = dispersion_gate(Findings(made_up(*models)))
     assert [(r.pair.other, r.passed) for r in results] == [("t", True), ("u", False)]
 
 
 @pytest.mark.parametrize("facts", [{}, TOPK])
 def test_a_missing_partner_is_no_pass(made_up, facts):
     with pytest.raises(InputError, match=r"^x has no partner: .* Train the other one with semdiag train\.$"):
-        dispersion_gate(made_up(("x", LARGE, facts)))
+        dispersion_gate(Findings(made_up(("x", LARGE, facts))))
 
 
 def test_nothing_to_pair_is_no_pass(made_up):
     with pytest.raises(
         InputError, match=r"^There is no full or top-k checkpoint to pair\. .*semdiag train even-pairs"
     ):
-        dispersion_gate(made_up(("x", LARGE, {"attention": "banded", "k": 3})))
+        dispersion_gate(Findings(made_up(("x", LARGE, {"attention": "banded", "k": 3}))))

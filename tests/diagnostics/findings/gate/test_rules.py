@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from semdiag.findings.findings import Findings
 from semdiag.findings.gate.rules import METRICS, STATISTICS, apply_rules, parse_rule
 from semdiag_models import InputError
 
@@ -61,7 +62,8 @@ def test_any_text_is_read_or_refused(text):
 
 @pytest.fixture
 def two(made_up):
-    return made_up(("a/full.pt", VALUES, {}), ("a/top.pt", VALUES / 5, {"attention": "topk", "k": 5}))
+    models = ("a/full.pt", VALUES, {}), ("a/top.pt", VALUES / 5, {"attention": "topk", "k": 5})
+    return Findings(made_up(*models))
 
 
 @pytest.mark.parametrize(
@@ -91,7 +93,7 @@ def test_a_layer_that_is_not_there_is_refused(two):
 
 
 def test_what_is_undefined_does_not_pass(made_up):
-    found = made_up(("x", np.full(10, np.nan), {}))
+    found = Findings(made_up(("x", np.full(10, np.nan), {})))
     (result,) = apply_rules(found, [parse_rule("dispersion.p50 < 9")])
     assert not result.passed
     assert math.isnan(result.value)

@@ -7,12 +7,13 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from semdiag.findings.findings import Findings
 from semdiag.findings.gate.drift import drift, read_baseline, tracked_numbers
 from semdiag.findings.gate.invariants import invariants
 from semdiag.findings.gate.layers import LayerGate, layer_gate
 from semdiag.findings.gate.pairs import dispersion_gate
+from semdiag.measurement.probes.noise.masks import MASKS
 from semdiag.measurement.survey import Conditions, survey
-from semdiag.measurement.tables import empty_table
 from semdiag_models import InputError
 
 
@@ -40,14 +41,19 @@ def measured(tiny_runs):
     return survey([tiny_runs.full, tiny_runs.topk], Conditions(samples=10))
 
 
-def test_medians_by_layer_are_those_of_the_queries(measured, tiny_runs):
-    (gate,) = layer_gate(measured, dispersion_gate(measured))
+@pytest.fixture(scope="module")
+def findings(measured):
+    return Findings(measured)
+
+
+def test_medians_by_layer_are_those_of_the_queries(measured, findings, tiny_runs):
+    (gate,) = layer_gate(findings, dispersion_gate(findings))
     own = measured.queries[measured.queries["model"] == str(tiny_runs.full)]
     assert gate.full == pytest.approx([own[own["layer"] == n]["dispersion"].median() for n in (0, 1)])
 
 
-def test_a_true_capture_keeps_its_invariants(measured):
-    assert [(i.name, i.passed) for i in invariants(measured)] == [
+def test_a_true_capture_keeps_its_invariants(findings):
+    assert [(i.name, i.passed) for i in invariants(findings)] == [
         ("residual", True), ("captured", True), ("finite", True),
     ]  # fmt: skip
 
@@ -61,40 +67,40 @@ def test_a_true_capture_keeps_its_invariants(measured):
     ],
 )
 def test_a_broken_capture_is_seen(measured, change, name):
-    broken = replace(measured, models=measured.models.assign(**change))
+    broken = Findings(measured.replace(models=measured.models.assign(**change)))
     assert [i.name for i in invariants(broken) if not i.passed] == [name]
 
 
 def test_scores_that_are_not_finite_and_certified_masks_that_change_are_seen(measured):
     bad = pd.DataFrame({"model": ["m"], "sample": [0], "layer": [0], "head": [0], "scores": [3]})
-    row = dict.fromkeys(empty_table("masks"), 0) | {"model": "m", "draws": 4, "certified": 0.5}
+    row = dict.fromkeys(MASKS.columns, 0) | {"model": "m", "draws": 4, "certified": 0.5}
     masks = pd.DataFrame([row, {**row, "certified_changed": 1}])
-    found = invariants(replace(measured, non_finite=bad, masks=masks))
+    found = invariants(Findings(measured.replace(non_finite=bad, masks=masks)))
     assert [i.name for i in found if not i.passed] == ["finite", "certified"]
     assert "1 of 4" in found[-1].words
 
 
-def test_nothing_drifts_from_itself_and_a_small_move_is_allowed(measured, tmp_path):
+def test_nothing_drifts_from_itself_and_a_small_move_is_allowed(findings, tmp_path):
     file = tmp_path / "baseline.json"
-    file.write_text(json.dumps({"schema": "semdiag.check/1", "models": tracked_numbers(measured)}))
+    file.write_text(json.dumps({"schema": "semdiag.check/1", "models": tracked_numbers(findings)}))
     baseline = read_baseline(file)
-    assert drift(measured, baseline) == []
+    assert drift(findings, baseline) == []
     entry = baseline[0]["numbers"]
     entry["dispersion.p50"] *= 1.04
-    assert drift(measured, baseline) == []
+    assert drift(findings, baseline) == []
     entry["dispersion.p50"] *= 1.04
-    (moved,) = drift(measured, baseline)
+    (moved,) = drift(findings, baseline)
     assert moved.quantity == "dispersion.p50"
     assert moved.was == entry["dispersion.p50"]
-    assert drift(measured, baseline, tolerance=0.2) == []
+    assert drift(findings, baseline, tolerance=0.2) == []
 
 
-def test_a_model_that_is_gone_and_other_samples_are_seen(measured):
-    gone = [{**entry, "model": "elsewhere"} for entry in tracked_numbers(measured)[:1]]
-    assert "was not measured" in drift(measured, gone)[0].words
-    fewer = [{**entry, "samples": 5} for entry in tracked_numbers(measured)]
+def test_a_model_that_is_gone_and_other_samples_are_seen(findings):
+    gone = [{**entry, "model": "elsewhere"} for entry in tracked_numbers(findings)[:1]]
+    assert "was not measured" in drift(findings, gone)[0].words
+    fewer = [{**entry, "samples": 5} for entry in tracked_numbers(findings)]
     with pytest.raises(InputError, match="--samples 5"):
-        drift(measured, fewer)
+        drift(findings, fewer)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 import math
 import re
-from dataclasses import replace
 
 import numpy as np
 import pandas as pd
@@ -10,14 +9,14 @@ import pytest
 import torch
 
 from semdiag.capturing.attention_calls import watch_attention
+from semdiag.findings.findings import Findings
 from semdiag.findings.k_sweep import condition_table, recommendation, sweep_summary
 from semdiag.mathematics.corollary import paper_input_condition, paper_weight_condition
 from semdiag.mathematics.paper_stability import paper_heavy_hitter_stability
 from semdiag.mathematics.softmax_stability import fixed_mask_stability, heavy_hitter_stability
 from semdiag.measurement.measure import measure
 from semdiag.measurement.percentiles import percentiles
-from semdiag.measurement.probes.k_sweep import SweepPlan, k_sweep, with_heavy_hitters
-from semdiag.measurement.tables import OPTIONAL_TABLES, empty_table
+from semdiag.measurement.probes.k_sweep import SWEEP, SweepPlan, k_sweep, with_heavy_hitters
 from semdiag_models import InputError
 
 LENGTH, LARGEST = 12, 7
@@ -72,7 +71,7 @@ def row_quantities(z, loads):
 def test_the_table_is_as_defined(kind, wild_encoder, padded_tokens, batch_size):
     encoder, tokens = wild_encoder(kind), padded_tokens[0]
     table = k_sweep(encoder, tokens, None, SweepPlan(LARGEST), batch_size=batch_size, dtype=torch.float64)
-    assert {name: str(t) for name, t in table.dtypes.items()} == OPTIONAL_TABLES["sweep"]
+    assert {name: str(t) for name, t in table.dtypes.items()} == SWEEP.columns
     expected = naive(encoder, tokens)
     for (_, _, k, quantity), values in list(expected.items()):
         expected.setdefault((-1, -1, k, quantity), []).extend(values)
@@ -133,7 +132,7 @@ def test_nothing_is_left_behind(kind, wild_encoder, padded_tokens, untouched, re
 
 @pytest.mark.parametrize("kind", ["banded", "block"])
 def test_a_fixed_mask_is_not_swept(kind, wild_encoder, padded_tokens):
-    assert k_sweep(wild_encoder(kind), padded_tokens[0]).equals(empty_table("sweep"))
+    assert k_sweep(wild_encoder(kind), padded_tokens[0]).equals(SWEEP.empty())
 
 
 def test_a_k_that_drops_nothing_is_refused(wild_encoder, padded_tokens):
@@ -147,7 +146,7 @@ def swept(encoder, padded_tokens, **plan):
     """Measurements of one model with its sweep."""
     tokens, labels = padded_tokens
     found = measure(encoder, tokens, labels=labels)
-    return replace(found, sweep=k_sweep(encoder, tokens, labels, SweepPlan(**plan), dtype=torch.float64))
+    return found.replace(sweep=k_sweep(encoder, tokens, labels, SweepPlan(**plan), dtype=torch.float64))
 
 
 def test_conditions_are_those_of_the_corollary_at_matching_percentiles(wild_encoder, padded_tokens):
@@ -157,7 +156,7 @@ def test_conditions_are_those_of_the_corollary_at_matching_percentiles(wild_enco
     pooled = {}
     for (_, _, k, quantity), some in values.items():
         pooled.setdefault((k, quantity), []).extend(some)
-    table = condition_table(found).set_index(["k", "percentile", "parameter"])["left_side"]
+    table = condition_table(Findings(found)).set_index(["k", "percentile", "parameter"])["left_side"]
     for k in (1, 2, 3):
         for p in (75, 90, 95, 100):
             full, delta, load = (
@@ -186,11 +185,11 @@ def made_sweep(made_up, mass, met, attention="full", accuracy=None):
         ]
     rows += [(k, "accuracy", value) for k, value in enumerate(accuracy or [])]
     table = pd.DataFrame(rows, columns=["k", "quantity", "mean"])
-    for column in empty_table("sweep"):
+    for column in SWEEP.columns:
         if column.startswith("p"):
             table[column] = table["mean"]
     table = table.assign(model="m", layer=-1, head=-1, queries=1000, undefined=0, not_positive=0)
-    return replace(found, sweep=table[list(empty_table("sweep"))].astype(OPTIONAL_TABLES["sweep"]))
+    return Findings(found.replace(sweep=SWEEP.of_parts([table])))
 
 
 @pytest.mark.parametrize(
@@ -223,7 +222,7 @@ def test_the_recommendation_tells_what_a_rerun_found(made_up):
 
 
 def test_a_fixed_mask_gets_no_recommendation(made_up):
-    found = made_up(("m", np.ones(8), {"attention": "banded", "k": 5}))
+    found = Findings(made_up(("m", np.ones(8), {"attention": "banded", "k": 5})))
     assert recommendation(found, "m").verdict == "not applicable"
     (result,) = sweep_summary(found)["results"]
     assert result["words"] == "Not applicable: the mask of banded attention ranks no scores."

@@ -2,11 +2,13 @@
 
 import pandas as pd
 import pytest
-from semdiag.presentation.report.verdict import sentences
 
+from semdiag.findings.findings import Findings
 from semdiag.measurement.measurements import Measurements
 from semdiag.presentation.drawing.panels import attention_label, panels_of
 from semdiag.presentation.drawing.style import ATTENTION_STYLES
+from semdiag.presentation.report.report import in_short
+from semdiag.presentation.sections.registry import SECTIONS
 from semdiag_models import ATTENTIONS
 
 
@@ -42,6 +44,8 @@ def test_models_of_another_norm_or_pooling_get_a_panel_of_their_own(model):
 
 def test_bottom_k_is_not_called_a_mask_that_ignores_the_scores(model):
     measured = Measurements.concat([model(kind) for kind in ("full", "random", "bottomk")])
-    (said,) = (s for s in sentences(measured, [], ("dispersion",)) if "masks that ignore the scores" in s)
+    (said,) = (
+        s for s in in_short(Findings(measured), [SECTIONS["dispersion"]]) if "masks that ignore the scores" in s
+    )
     assert "random-" in said
     assert "bottomk" not in said

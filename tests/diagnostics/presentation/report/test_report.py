@@ -1,6 +1,5 @@
 """The report folder: page, figures, tables, summary."""
 
-import dataclasses
 import json
 from html.parser import HTMLParser
 from pathlib import Path
@@ -10,18 +9,13 @@ import pytest
 from semdiag.presentation.figures import FIGURES
 from semdiag.presentation.report.questions import QUESTIONS, SECTIONS
 
+from semdiag.findings.findings import Findings
 from semdiag.measurement.measurements import Measurements
 from semdiag.measurement.percentiles import PERCENTILES, layer_table, percentiles
 from semdiag.presentation.report.report import write_report
+from semdiag.presentation.sections.registry import FIGURES
 from semdiag_models import InputError
 
-PROBES = ("mask_agreement", "mask_reliability", "mask_heat_map", "k_sweep")  # which nobody measured
-RUNS = [
-    s.figure
-    for q in QUESTIONS
-    if q.section in ("convergence", "along", "predictors", "lengths")
-    for s in q.figures
-]
 HOSTILE = "<script>alert(1)</script>\"'&.pt"
 VOID = {"meta", "img", "br", "source", "link"}
 
@@ -55,19 +49,32 @@ class Page(HTMLParser):
 def hostile(model):
     full, topk = model("full", HOSTILE, path="a/" + HOSTILE), model("topk", HOSTILE)
     bad = pd.DataFrame({"model": ["a/" + HOSTILE], "sample": [0], "layer": [1], "head": [0], "scores": [17]})
-    return Measurements.concat([dataclasses.replace(full, non_finite=bad), topk])
+    return Measurements.concat([full.replace(non_finite=bad), topk])
 
 
-def test_the_page_is_whole_and_needs_nothing_from_outside(four, theory, probes, tmp_path):
-    folder = tmp_path / "deep" / "report"
-    page = Page(write_report(probes(theory(four)), folder, "semdiag report"))
+@pytest.fixture(scope="module")
+def kept(make_four, tmp_path_factory):
+    """The report on one model of each attention, queries kept. Do not write to its folder."""
+    page = write_report(Findings(make_four()), tmp_path_factory.mktemp("kept"), "x", ["svg"], keep_queries=True)
+    return page.parent
+
+
+@pytest.mark.slow
+def test_the_page_is_whole_and_needs_nothing_from_outside(full_report):
+    folder, page = full_report, Page(full_report / "index.html")
     images = page.all("img")
-    assert len(images) == len(FIGURES) - len(PROBES) - len(RUNS) - 1  # every query has as many keys
+    assert {Path(image["src"]).stem for image in images} == set(FIGURES)
+    assert len(images) == len(FIGURES)
     for image in images:
         assert (folder / image["src"]).is_file()
         assert len(image["alt"]) > 60
         assert int(image["width"]) > 300
         assert int(image["height"]) > 200
+    check_addresses(page, folder)
+
+
+def check_addresses(page, folder):
+    """Every address of the page is a file beside it or a place in it."""
     for tag, attributes in page.tags:
         assert tag not in ("script", "link", "iframe", "object")
         for name in ("src", "href", "srcset"):
@@ -83,13 +90,8 @@ def test_the_page_is_whole_and_needs_nothing_from_outside(four, theory, probes, 
     assert "@media print" in text
 
 
-def test_every_figure_stands_in_one_section():
-    assert sorted(shown.figure for q in QUESTIONS for shown in q.figures) == sorted(FIGURES)
-    assert {question.section for question in QUESTIONS} == set(SECTIONS)
-
-
-def test_the_verdict_is_in_words_and_numbers(four, tmp_path):
-    page = Page(write_report(four, tmp_path / "r", "semdiag report", formats=()))
+def test_the_verdict_is_in_words_and_numbers(kept):
+    page = Page(kept / "index.html")
     assert "the top-k model has the smaller dispersion at the 50th, 75th, 90th and 95th percentile" in page.text
     assert "ratio 0.25, 95 % interval 0.25 to 0.25" in page.text
     assert "even-pairs, banded-3, seed 7 0.5 times" in page.text
@@ -102,17 +104,17 @@ def test_a_failing_pair_and_a_lone_model_are_said(model, tmp_path):
     pair = Measurements.concat([model("full"), model("topk")])
     queries = pair.queries.copy()
     queries.loc[queries["model"].str.contains("topk"), "dispersion"] *= 100
-    worse = dataclasses.replace(pair, queries=queries)
-    page = Page(write_report(worse, tmp_path / "worse", "x", formats=()))
+    worse = pair.replace(queries=queries)
+    page = Page(write_report(Findings(worse), tmp_path / "worse", "x", formats=()))
     assert "δₕ is not below δₛ at p50" in page.text
     assert "no at p50, p75, p90, p95" in page.text
-    alone = Page(write_report(model("topk"), tmp_path / "alone", "x", ["svg"], sections=["dispersion"]))
+    alone = Page(write_report(Findings(model("topk")), tmp_path / "alone", "x", ["svg"], sections=["dispersion"]))
     assert "Nothing is compared" in alone.text
     assert "No figure dispersion_ratio" in alone.text
 
 
 def test_initialisation_is_not_mixed_with_the_trained_models(many, tmp_path):
-    write_report(many, tmp_path / "r", "x", formats=())
+    write_report(Findings(many), tmp_path / "r", "x", formats=())
     summary = json.loads((tmp_path / "r" / "summary.json").read_text(encoding="utf-8"))
     assert [pair["snapshot"] for pair in summary["pairs"]] == ["last"] * 4 + ["initialisation"] * 4
     assert all(("initialisation" in p["full"]) == ("initialisation" in p["topk"]) for p in summary["pairs"])
@@ -120,7 +122,7 @@ def test_initialisation_is_not_mixed_with_the_trained_models(many, tmp_path):
 
 
 def test_strings_from_files_are_escaped(hostile, tmp_path):
-    path = write_report(hostile, tmp_path / "r", "semdiag report " + HOSTILE, formats=["svg"])
+    path = write_report(Findings(hostile), tmp_path / "r", "semdiag report " + HOSTILE, formats=["svg"])
     assert "<script" not in path.read_text(encoding="utf-8")
     page = Page(path)
     assert page.all("script") == []
@@ -131,7 +133,7 @@ def test_strings_from_files_are_escaped(hostile, tmp_path):
 
 def test_layers_that_were_not_captured_are_said_at_the_top(four, tmp_path):
     models = four.models.assign(attention_captured=1)
-    page = Page(write_report(dataclasses.replace(four, models=models), tmp_path / "r", "x", formats=()))
+    page = Page(write_report(Findings(four.replace(models=models)), tmp_path / "r", "x", formats=()))
     assert "not every attention layer was captured" in page.text
     assert "2 / 1" in page.text
 
@@ -140,8 +142,8 @@ def test_the_summary_is_valid_json(four, tmp_path):
     queries = four.queries.copy()
     queries.loc[queries["model"].str.contains("block"), "dispersion"] = float("nan")
     models = four.models.assign(accuracy=float("nan"), residual=float("nan"))
-    broken = dataclasses.replace(four, queries=queries, models=models)
-    write_report(broken, tmp_path / "r", "the command", formats=["svg"], sections=["separation"])
+    broken = four.replace(queries=queries, models=models)
+    write_report(Findings(broken), tmp_path / "r", "the command", formats=["svg"], sections=["separation"])
     text = (tmp_path / "r" / "summary.json").read_text(encoding="utf-8")
     summary = json.loads(text, parse_constant=pytest.fail)
     assert (summary["schema"], summary["command"]) == ("semdiag.report/1", "the command")
@@ -154,9 +156,8 @@ def test_the_summary_is_valid_json(four, tmp_path):
 
 
 @pytest.mark.parametrize("quantity", ["dispersion", "separation", "load"])
-def test_csv_holds_the_percentiles(quantity, four, tmp_path):
-    write_report(four, tmp_path / "r", "x", formats=())
-    table = pd.read_csv(tmp_path / "r" / "data" / f"{quantity}.csv")
+def test_csv_holds_the_percentiles(quantity, four, kept):
+    table = pd.read_csv(kept / "data" / f"{quantity}.csv")
     columns = [*percentiles([1.0])]
     assert list(table)[-len(columns) :] == columns
     assert [f"p{p}" for p in PERCENTILES] == columns[2:-2]
@@ -168,47 +169,60 @@ def test_csv_holds_the_percentiles(quantity, four, tmp_path):
     pd.testing.assert_frame_equal(layers, layer_table(rows, quantity)[columns], check_dtype=False)
 
 
-def test_kept_queries_redraw_the_same_report(four, tmp_path):
-    write_report(four, tmp_path / "a", "x", ["svg"], keep_queries=True)
-    write_report(Measurements.load(tmp_path / "a" / "data"), tmp_path / "b", "x", ["svg"], keep_queries=True)
-    files = sorted(path.relative_to(tmp_path / "a") for path in (tmp_path / "a").rglob("*.*") if path.is_file())
+def test_kept_queries_redraw_the_same_report(kept, tmp_path):
+    again = Findings(Measurements.load(kept / "data"))
+    write_report(again, tmp_path / "r", "x", ["svg"], keep_queries=True)
+    files = sorted(path.relative_to(kept) for path in kept.rglob("*.*") if path.is_file())
     assert len(files) == 23
     for file in files:
         if file.suffix != ".parquet":
-            assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes(), file
+            assert (kept / file).read_bytes() == (tmp_path / "r" / file).read_bytes(), file
 
 
 def test_kept_queries_are_not_lost_by_a_report_without(four, tmp_path):
-    write_report(four, tmp_path / "a", "x", formats=(), keep_queries=True)
+    write_report(Findings(four), tmp_path / "a", "x", formats=(), keep_queries=True)
     with pytest.raises(InputError, match="would be lost"):
-        write_report(four, tmp_path / "a", "x", formats=())
+        write_report(Findings(four), tmp_path / "a", "x", formats=())
     assert Measurements.load(tmp_path / "a" / "data").models["model"].tolist() == four.models["model"].tolist()
-    write_report(four, tmp_path / "a", "x", formats=(), keep_queries=True)
+    write_report(Findings(four), tmp_path / "a", "x", formats=(), keep_queries=True)
 
 
 def test_queries_are_kept_on_request_only(four, tmp_path):
-    write_report(four, tmp_path / "r", "x", formats=())
+    write_report(Findings(four), tmp_path / "r", "x", formats=())
     assert not list(tmp_path.rglob("*.parquet"))
 
 
 def test_sections_are_chosen(four, tmp_path):
-    page = Page(write_report(four, tmp_path / "s", "x", formats=["svg"], sections=["separation"]))
+    page = Page(write_report(Findings(four), tmp_path / "s", "x", formats=["svg"], sections=["separation"]))
     assert {Path(image["src"]).stem for image in page.all("img")} == {"separation_by_layer", "key_load"}
     assert {path.name for path in (tmp_path / "s/data").iterdir()} == {
         "dispersion.csv", "separation.csv", "load.csv",
     }  # fmt: skip
-    page = Page(write_report(four, tmp_path / "d", "x", formats=["svg"], sections=["dispersion"]))
+    page = Page(write_report(Findings(four), tmp_path / "d", "x", formats=["svg"], sections=["dispersion"]))
     assert len(page.all("img")) == 3
-    page = Page(write_report(four, tmp_path / "w", "x", formats=["svg"], sections=["within"]))
+    page = Page(write_report(Findings(four), tmp_path / "w", "x", formats=["svg"], sections=["within"]))
     assert len(page.all("img")) == 4
     with pytest.raises(ValueError, match="dispersion, within, separation, learning"):
-        write_report(four, tmp_path / "x", "x", sections=["weather"])
+        write_report(Findings(four), tmp_path / "x", "x", sections=["weather"])
 
 
-@pytest.mark.parametrize("formats", [(), ("png",), ("pdf",), ("pdf", "svg")])
+@pytest.mark.parametrize("formats", [(), ("png",), ("pdf",), ("pdf", "svg"), ("png", "svg")])
 def test_formats(formats, four, tmp_path):
-    page = Page(write_report(four, tmp_path / "r", "x", formats=formats, sections=["learning"]))
+    page = Page(write_report(Findings(four), tmp_path / "r", "x", formats=formats, sections=["learning"]))
     found = {path.suffix[1:] for path in tmp_path.rglob("training_curves.*")}
     assert found == set(formats)
-    assert len(page.all("img")) == len({"png", "svg"} & set(formats))
+    assert len(page.all("img")) == bool({"png", "svg"} & set(formats))
+    assert len(page.all("source")) == ({"png", "svg"} <= set(formats))
+    check_addresses(page, tmp_path / "r")
     assert {a["href"] for a in page.all("a")} >= {f"figures/training_curves.{name}" for name in formats}
+
+
+@pytest.mark.parametrize("within", [(), (3,)])
+def test_how_far_the_scores_of_an_external_model_span_is_said_once(within, model, tmp_path):
+    measured = model("full", path="own:build", within=within)
+    external = measured.replace(models=measured.models.assign(source="factory"))
+    write_report(Findings(external), tmp_path / "r", "x", formats=())
+    said = json.loads((tmp_path / "r" / "summary.json").read_text(encoding="utf-8"))["verdict"]
+    assert said[0].startswith("own:build: the scores of a query span ")
+    assert sum("span" in sentence for sentence in said) == 1
+    assert any("top-3 mask" in sentence for sentence in said) == bool(within)

@@ -8,19 +8,11 @@ import shutil
 import subprocess
 
 import pytest
-from semdiag.presentation.figures import FIGURES
-from semdiag.presentation.report.questions import QUESTIONS
 
+from semdiag.findings.findings import Findings
 from semdiag.measurement.measurements import Measurements
 from semdiag.presentation.report.report import write_report
-
-# Drawn from training runs, by a command of its own.
-RUNS = [
-    s.figure
-    for q in QUESTIONS
-    if q.section in ("convergence", "along", "predictors", "lengths")
-    for s in q.figures
-]
+from semdiag.presentation.sections.registry import FIGURES
 
 _FLAGS = [
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--hide-scrollbars",
@@ -67,21 +59,22 @@ def look(chromium, folder, width, profile):
     return json.loads(html.unescape(found[1]))
 
 
-@pytest.fixture
-def long_words(model):
+@pytest.fixture(scope="module")
+def pages(full_report, model, tmp_path_factory):
+    """Folders of a report on everything and of one on models with long names, and the images in each."""
+    everything = tmp_path_factory.mktemp("everything")
+    shutil.copytree(full_report, everything, dirs_exist_ok=True)
     parts = [model(kind, path=f"runs/{'long-' * 30}{kind}.pt") for kind in ("full", "topk", "banded", "block")]
-    return Measurements.concat(parts)
+    long_words = Findings(Measurements.concat(parts))  # neither counterfactuals nor any table of a probe
+    page = write_report(long_words, tmp_path_factory.mktemp("long"), "semdiag report " + "x" * 300, ["svg"])
+    return [(everything, len(FIGURES)), (page.parent, 6)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [1280, 390])
-def test_nothing_is_broken_or_too_wide(
-    chromium, width, long_words, four, unequal, theory, probed, probes, tmp_path
-):
-    everything = unequal(probed(probes(theory(four))))
-    # The long words' models have neither counterfactuals nor the tables of the theory.
-    for name, measurements, images in (("four", everything, len(FIGURES) - len(RUNS)), ("long", long_words, 6)):
-        page = write_report(measurements, tmp_path / name, "semdiag report " + "x" * 300, ["svg"])
-        found = look(chromium, page.parent, width, tmp_path / "profile")
+def test_nothing_is_broken_or_too_wide(chromium, width, pages, tmp_path):
+    for folder, images in pages:
+        found = look(chromium, folder, width, tmp_path / "profile")
         assert found["window"] == width
         assert found["content"] <= width
         assert found["outside"] == []
@@ -90,7 +83,7 @@ def test_nothing_is_broken_or_too_wide(
 
 
 def test_the_probe_sees_what_is_broken(chromium, four, tmp_path):
-    page = write_report(four, tmp_path / "r", "x", formats=["png"], sections=["learning"])
+    page = write_report(Findings(four), tmp_path / "r", "x", formats=["png"], sections=["learning"])
     (page.parent / "figures" / "training_curves.png").write_bytes(b"not a picture")
     wide = '<div style="width:2000px">wide</div></main>'
     page.write_text(page.read_text(encoding="utf-8").replace("</main>", wide), encoding="utf-8")

@@ -1,17 +1,17 @@
 """What happens to an earlier report, and to other people's folders, when a report is written."""
 
-import dataclasses
 from pathlib import Path
 
 import pytest
 
+from semdiag.findings.findings import Findings
 from semdiag.presentation.report import report as report_module
 from semdiag.presentation.report.report import write_report
 from semdiag_models import InputError
 
 
 def test_a_failure_leaves_the_old_report_and_no_scraps(four, tmp_path, monkeypatch):
-    page = write_report(four, tmp_path / "r", "old", formats=())
+    page = write_report(Findings(four), tmp_path / "r", "old", formats=())
     before = page.read_bytes()
 
     def fail(*_, **__):
@@ -19,13 +19,13 @@ def test_a_failure_leaves_the_old_report_and_no_scraps(four, tmp_path, monkeypat
 
     monkeypatch.setattr(report_module, "render_page", fail)
     with pytest.raises(InputError, match="No space left on device"):
-        write_report(four, tmp_path / "r", "new", formats=())
+        write_report(Findings(four), tmp_path / "r", "new", formats=())
     assert page.read_bytes() == before
     assert [path.name for path in tmp_path.iterdir()] == ["r"]
 
 
 def test_a_failing_swap_puts_the_old_report_back(four, tmp_path, monkeypatch):
-    page = write_report(four, tmp_path / "r", "old", formats=())
+    page = write_report(Findings(four), tmp_path / "r", "old", formats=())
     rename = Path.rename
 
     def fail(self, target):
@@ -35,14 +35,14 @@ def test_a_failing_swap_puts_the_old_report_back(four, tmp_path, monkeypatch):
 
     monkeypatch.setattr(Path, "rename", fail)
     with pytest.raises(InputError, match="Permission denied"):
-        write_report(four, tmp_path / "r", "new", formats=())
+        write_report(Findings(four), tmp_path / "r", "new", formats=())
     assert "old" in page.read_text(encoding="utf-8")
     assert [path.name for path in tmp_path.iterdir()] == ["r"]
 
 
 def test_a_report_replaces_a_report_whole(four, tmp_path):
-    write_report(four, tmp_path / "r", "old", formats=["svg"], sections=["learning"])
-    write_report(four, tmp_path / "r", "new", formats=["png"], sections=["learning"])
+    write_report(Findings(four), tmp_path / "r", "old", formats=["svg"], sections=["learning"])
+    write_report(Findings(four), tmp_path / "r", "new", formats=["png"], sections=["learning"])
     assert not list((tmp_path / "r").rglob("*.svg"))
     assert [path.name for path in tmp_path.iterdir()] == ["r"]
 
@@ -50,17 +50,17 @@ def test_a_report_replaces_a_report_whole(four, tmp_path):
 def test_other_peoples_folders_are_refused(four, tmp_path):
     (tmp_path / "thesis.txt").write_text("years of work")
     with pytest.raises(InputError, match="not empty and not a semdiag report"):
-        write_report(four, tmp_path, "x")
+        write_report(Findings(four), tmp_path, "x")
     (tmp_path / "summary.json").write_text("[]")
     with pytest.raises(InputError, match="not empty and not a semdiag report"):
-        write_report(four, tmp_path, "x")
+        write_report(Findings(four), tmp_path, "x")
     with pytest.raises(InputError, match="is a file"):
-        write_report(four, tmp_path / "thesis.txt", "x")
+        write_report(Findings(four), tmp_path / "thesis.txt", "x")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["summary.json", "thesis.txt"]
 
 
 def test_an_empty_folder_is_used_and_no_models_are_refused(four, tmp_path):
     (tmp_path / "r").mkdir()
-    assert write_report(four, tmp_path / "r", "x", formats=()) == tmp_path / "r" / "index.html"
+    assert write_report(Findings(four), tmp_path / "r", "x", formats=()) == tmp_path / "r" / "index.html"
     with pytest.raises(InputError, match="no model"):
-        write_report(dataclasses.replace(four, models=four.models.iloc[:0]), tmp_path / "x", "x")
+        write_report(Findings(four.replace(models=four.models.iloc[:0])), tmp_path / "x", "x")

@@ -1,15 +1,15 @@
 """The sections stability and bounds of a report."""
 
-import dataclasses
 import json
 import re
 
 import numpy as np
 import pandas as pd
 import pytest
-from semdiag.presentation.report.tables import SCHEMA
 
+from semdiag.findings.findings import Findings
 from semdiag.presentation.report.report import measured_sections, write_report
+from semdiag.presentation.report.summary import SCHEMA
 
 STABILITY = {"stability.csv", "stability_verdicts.csv"}
 BOUNDS = {"constants.csv", "parameters.csv", "corollary.csv", "bounds_verdicts.csv"}
@@ -21,7 +21,7 @@ def known(four, theory):
 
 
 def report(measurements, folder, **options):
-    page = write_report(measurements, folder, "semdiag report", formats=(), **options)
+    page = write_report(Findings(measurements), folder, "semdiag report", formats=(), **options)
     summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"), parse_constant=pytest.fail)
     text = page.read_text(encoding="utf-8")
     return {path.name for path in (folder / "data").iterdir()}, summary, re.findall(r'section id="(\w+)"', text)
@@ -36,8 +36,8 @@ def test_the_sections_stand_in_a_report_only_if_something_was_measured(four, kno
     assert not files & (STABILITY | BOUNDS)
     assert not {"stability", "constants", "corollary"} & set(sections)
     assert "findings" not in summary
-    assert measured_sections(dataclasses.replace(known, secants=four.secants))[-1] == "bounds"
-    assert "bounds" not in measured_sections(dataclasses.replace(four, secants=known.secants))
+    assert measured_sections(Findings(known.replace(secants=four.secants)))[-1] == "bounds"
+    assert "bounds" not in measured_sections(Findings(four.replace(secants=known.secants)))
 
 
 @pytest.mark.parametrize(("name", "expected"), [("stability", STABILITY), ("bounds", BOUNDS)])
@@ -93,7 +93,7 @@ def test_what_contradicts_the_paper_is_said_plainly(known, tmp_path):
     secants = known.secants.copy()
     first = secants["model"].str.contains("full") & (secants["query"] == 0) & (secants["layer"] == 0)
     secants.loc[first, "weight_change"] = 0.25 * secants.loc[first, "score_change"]
-    _, summary, _ = report(dataclasses.replace(known, secants=secants), tmp_path / "r", sections=("stability",))
+    _, summary, _ = report(known.replace(secants=secants), tmp_path / "r", sections=("stability",))
     full = next(s for s in summary["details"]["stability"] if s.startswith("even-pairs, full"))
     assert "The paper's ξ is exceeded by 6 of 96 measured pairs of rows" in full
     assert "which contradicts the paper" in full
@@ -103,7 +103,7 @@ def test_what_contradicts_the_paper_is_said_plainly(known, tmp_path):
 
 def test_slopes_above_a_sound_bound_are_called_an_error(known, tmp_path):
     steep = known.parameters.assign(ln_secant=100.0)
-    _, summary, _ = report(dataclasses.replace(known, parameters=steep), tmp_path / "r", sections=("bounds",))
+    _, summary, _ = report(known.replace(parameters=steep), tmp_path / "r", sections=("bounds",))
     assert "In 10 tensors the loss is steeper than the sound constants" in "\n".join(summary["details"]["bounds"])
     assert "an error of semdiag" in "\n".join(summary["details"]["bounds"])
 

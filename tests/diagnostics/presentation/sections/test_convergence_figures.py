@@ -1,23 +1,23 @@
 """Figures and words on training runs: what they show of hand-made runs, censored ones included."""
 
-import dataclasses
 import json
 import math
 
 import numpy as np
-import pandas as pd
 import pytest
 from semdiag.presentation.figures import FIGURES
 
+from semdiag.findings.findings import Findings
 from semdiag.measurement.measurements import Measurements
 from semdiag.measurement.runs.predictors import CANDIDATES, STAGES
-from semdiag.measurement.tables import empty_table, typed
+from semdiag.measurement.schema import OPTIONAL
 from semdiag.presentation.drawing.panels import NothingToDrawError
 from semdiag.presentation.sections.convergence.sentences import convergence_sentences, interval_words, speed_words
 from semdiag.presentation.sections.predictors.sentences import predictor_sentences
+from semdiag.presentation.sections.registry import FIGURES
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def runs(model):
     """Even pairs, three seeds: full arrives at epoch 4, top-k at 2; block never does."""
     kinds = [(kind, seed) for seed in (7, 8, 9) for kind in ("full", "topk", "block")]
@@ -29,9 +29,8 @@ def runs(model):
         rows.append(facts)
         if row["attention"] == "block":
             history.loc[history["model"] == row["model"], "train_accuracy"] = 0.5
-    template = empty_table("runs")
-    table = pd.DataFrame(rows, columns=list(template)).astype(template.dtypes)
-    return dataclasses.replace(made, runs=table, history=history, provenance={**made.provenance, "target": 0.95})
+    table = OPTIONAL["runs"].of_rows(dict(zip(OPTIONAL["runs"].columns, row, strict=True)) for row in rows)
+    return made.replace({**made.provenance, "target": 0.95}, runs=table, history=history)
 
 
 def points(ax):
@@ -48,7 +47,7 @@ def words(figure):
 
 
 def test_learning_curves_have_a_band_over_seeds_and_mark_arrivals(runs):
-    figure = FIGURES["learning_curves"](runs)
+    figure = FIGURES["learning_curves"](Findings(runs))
     (ax,) = [a for a in figure.axes if a.get_visible()]
     assert len(ax.collections) == 3  # one band per attention
     assert sorted(x for x, y, _ in points(ax) if y == 0.95) == [2, 2, 2, 4, 4, 4]
@@ -56,7 +55,7 @@ def test_learning_curves_have_a_band_over_seeds_and_mark_arrivals(runs):
 
 
 def test_a_censored_speed_up_is_a_hollow_point_with_an_arrow(runs):
-    figure = FIGURES["speed_up"](runs)
+    figure = FIGURES["speed_up"](Findings(runs))
     (ax,) = figure.axes
     drawn = points(ax)
     assert sorted(y for _, y, filled in drawn if filled) == [2.0, 2.0, 2.0]
@@ -68,7 +67,7 @@ def test_a_censored_speed_up_is_a_hollow_point_with_an_arrow(runs):
 
 
 def test_speed_up_against_dispersion_stands_at_the_ratio_of_medians(runs):
-    figure = FIGURES["speed_up_against_dispersion"](runs)
+    figure = FIGURES["speed_up_against_dispersion"](Findings(runs))
     (ax,) = figure.axes
     assert sorted({round(x, 6) for x, _, _ in points(ax)}) == [0.25, 0.625]  # factors 1 and 2.5 over 4
     assert "no interval" in words(figure)
@@ -79,15 +78,14 @@ def numbers(runs, name, places, quantities):
         (*(model, *place), quantity, statistic, value)
         for model in runs.runs["model"] for place in places for quantity, statistic, value in quantities
     ]  # fmt: skip
-    template = empty_table(name)
-    return pd.DataFrame(rows, columns=list(template)).astype(template.dtypes)
+    return OPTIONAL[name].of_rows(dict(zip(OPTIONAL[name].columns, row, strict=True)) for row in rows)
 
 
 def test_other_lengths_are_drawn_with_their_intervals(runs):
     quantities = [("accuracy", s, v) for s, v in (("value", 0.7), ("low", 0.6), ("high", 0.9))]
     quantities += [("dispersion", "p50", 2.0), ("separation", "p50", math.nan)]
     table = numbers(runs, "lengths", [(length, -1, 30) for length in (6, 8, 16)], quantities)
-    figure = FIGURES["length_generalisation"](dataclasses.replace(runs, lengths=table))
+    figure = FIGURES["length_generalisation"](Findings(runs.replace(lengths=table)))
     accuracy, _, separation = figure.axes[:3]
     assert list(accuracy.get_xticks()) == [6, 8, 16]
     bar = accuracy.collections[0].get_segments()[0]
@@ -97,7 +95,7 @@ def test_other_lengths_are_drawn_with_their_intervals(runs):
 
 def test_numbers_along_training_stand_at_their_epochs(runs):
     table = numbers(runs, "along", [(0, -1), (6, -1)], [("dispersion", "p50", 2.0), ("gamma", "max", 0.1)])
-    figure = FIGURES["along_training"](dataclasses.replace(runs, along=table))
+    figure = FIGURES["along_training"](Findings(runs.replace(along=table)))
     assert list(figure.axes[0].lines[0].get_xdata()) == [0, 6]
     assert "nothing to show" in words(figure)
 
@@ -108,7 +106,7 @@ def test_numbers_within_a_decade_or_two_have_labels_to_read_them_by(runs):
     late = table["epoch"] == 6
     table.loc[late & (table["quantity"] == "separation"), "value"] = 0.022
     table.loc[late & (table["quantity"] == "dispersion"), "value"] = 41.0
-    figure = FIGURES["along_training"](dataclasses.replace(runs, along=table))
+    figure = FIGURES["along_training"](Findings(runs.replace(along=table)))
     figure.draw_without_rendering()
     for ax in figure.axes[:2]:
         low, high = ax.get_ylim()
@@ -117,7 +115,7 @@ def test_numbers_within_a_decade_or_two_have_labels_to_read_them_by(runs):
 
 
 def test_words_say_bounds_and_confidence(runs):
-    said = convergence_sentences(runs)
+    said = convergence_sentences(Findings(runs))
     assert "block-3 not in 6, not in 6, not in 6 (median speed-up over 3 seeds below 0.667" in said[0]
     assert "topk-3 2, 2, 2 (median speed-up over 3 seeds 2; 2 to 2 (75%))" in said[0]
     assert speed_words(5, math.inf) == "above 5"
@@ -125,7 +123,7 @@ def test_words_say_bounds_and_confidence(runs):
     assert interval_words({"pairs": 1}) == "one seed: no interval"
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def predicted(runs):
     """The runs with candidates of which the response alone follows the speed: block 2, full 1, top-k 0."""
     size = {"block": 2.0, "full": 1.0, "topk": 0.0}
@@ -134,7 +132,7 @@ def predicted(runs):
          "ln_value": size[run["kind"]] if name == "response" else 0.0}
         for run in runs.runs.to_dict("records") for stage in STAGES for name in CANDIDATES
     ]  # fmt: skip
-    return dataclasses.replace(runs, predictors=typed("predictors", rows))
+    return Findings(runs.replace(predictors=OPTIONAL["predictors"].of_rows(rows)))
 
 
 def test_correlations_stand_at_their_tau_and_stay_hollow_without_evidence(predicted):
@@ -168,13 +166,13 @@ def test_words_on_predictors_say_what_remains_and_what_is_predicted(predicted):
 def test_without_predictors_there_is_nothing_to_draw(runs):
     for name in ("predictors", "predictor_cells"):
         with pytest.raises(NothingToDrawError):
-            FIGURES[name](runs)
-    assert "unknown" in predictor_sentences(runs)[0]
+            FIGURES[name](Findings(runs))
+    assert "unknown" in predictor_sentences(Findings(runs))[0]
 
 
 def test_a_run_that_stopped_keeps_its_accuracy_in_the_band(runs):
     history = runs.history
     stopped = (history["model"] == runs.runs.query("kind == 'topk'")["model"].iloc[0]) & (history["epoch"] > 3)
-    figure = FIGURES["learning_curves"](dataclasses.replace(runs, history=history[~stopped]))
+    figure = FIGURES["learning_curves"](Findings(runs.replace(history=history[~stopped])))
     (ax,) = [a for a in figure.axes if a.get_visible()]
     assert all(collection.get_paths()[0].vertices[:, 0].max() == 6 for collection in ax.collections)

@@ -1,6 +1,6 @@
 """Every figure: what it shows, and what it does with little, much and broken data."""
 
-import dataclasses
+import functools
 
 import matplotlib
 import matplotlib.pyplot
@@ -8,15 +8,16 @@ import numpy as np
 import pytest
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
-from semdiag.presentation.figures import FIGURES
 
+from semdiag.findings.dispersion import layer_ratios
+from semdiag.findings.findings import Findings
 from semdiag.findings.pairing import find_pairs
 from semdiag.measurement.measurements import Measurements
 from semdiag.measurement.percentiles import percentiles
 from semdiag.presentation.drawing.panels import NothingToDrawError, panels_of
 from semdiag.presentation.drawing.save import save_figure
 from semdiag.presentation.drawing.style import ATTENTION_STYLES, PAPER
-from semdiag.presentation.sections.dispersion.dispersion_ratio import layer_ratios
+from semdiag.presentation.sections.registry import FIGURES
 from semdiag_models import ATTENTIONS, InputError
 
 THEORY = (
@@ -69,15 +70,31 @@ def boxes(ax):
     return [(p.get_x() + p.get_width() / 2, p.get_y(), p.get_height()) for p in ax.patches]
 
 
+@pytest.fixture(scope="module")
+def some(many):
+    """Two tasks, last and initialisation, and a pair of models of unknown task."""
+    seeds = many.models["seed"]
+    return Measurements.concat([many.of(model) for model in many.models["model"][seeds.isna() | (seeds == 1)]])
+
+
+@pytest.fixture(scope="module")
+def several(some, make_four, theory, probed, probes, unequal):
+    """Call with the name of a figure: findings on many models of which it can be drawn."""
+    kinds = {
+        WITHIN: make_four,
+        THEORY: lambda: theory(some),
+        MASK_PROBES: lambda: probed(some),
+        PROBES: lambda: probes(make_four()),
+        ("dispersion_by_keys",): lambda: unequal(some),
+    }
+    made = functools.cache(lambda figures: Findings(kinds[figures]() if figures else some))
+    return lambda name: made(next((figures for figures in kinds if name in figures), ()))
+
+
 @pytest.mark.parametrize("name", [name for name in FIGURES if name not in RUNS])
-def test_many_models_are_drawn_without_touching_pyplot_or_its_settings(
-    name, many, four, theory, probed, probes, unequal
-):
+def test_many_models_are_drawn_without_touching_pyplot_or_its_settings(name, several):
     before = dict(matplotlib.rcParams)
-    measurements = four if name in WITHIN else theory(many) if name in THEORY else many
-    measurements = unequal(many) if name == "dispersion_by_keys" else measurements
-    measurements = probed(many) if name in MASK_PROBES else probes(four) if name in PROBES else measurements
-    figure = FIGURES[name](measurements)
+    figure = FIGURES[name](several(name))
     figure.draw_without_rendering()
     assert isinstance(figure, Figure)
     assert dict(matplotlib.rcParams) == before
@@ -85,50 +102,66 @@ def test_many_models_are_drawn_without_touching_pyplot_or_its_settings(
     assert all(title(ax) for ax in shown(figure))
 
 
+@pytest.fixture(scope="module")
+def alone(model, theory, probes, probed):
+    """Call with an attention: findings on a single model with every table of the probes."""
+    return functools.cache(lambda attention: Findings(probed(probes(theory(model(attention))))))
+
+
 @pytest.mark.parametrize("name", FIGURES)
 @pytest.mark.parametrize("attention", ["full", "topk", "never heard of"])
-def test_one_model_is_drawn_or_the_reason_is_said(name, attention, model, theory, probes, probed):
-    probe = probed if name in MASK_PROBES else probes
+def test_one_model_is_drawn_or_the_reason_is_said(name, attention, alone):
     try:
-        figure = FIGURES[name](probe(theory(model(attention))))
+        figure = FIGURES[name](alone(attention))
     except NothingToDrawError as error:
         reason = str(error)
         figure = None
     assert reason.endswith(".") if figure is None else shown(figure)
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in FIGURES if name not in (*MASK_PROBES, *RUNS)]
-)  # not drawn from queries
-@pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_values_that_are_not_finite_do_not_stop_a_figure(name, value, four, unequal, theory, probes):
-    four = probes(theory(four)) if name in PROBES else theory(four)
-    four = unequal(four) if name == "dispersion_by_keys" else four
-    broken = four.queries.copy()
-    numbers = ["dispersion", "separation", "dispersion_k3", "separation_k3", "mass_k3"]
-    broken.loc[broken["model"].str.contains("block"), numbers] = value
-    FIGURES[name](dataclasses.replace(four, queries=broken)).draw_without_rendering()
-    broken[numbers] = value
+@pytest.fixture(scope="module")
+def not_finite(make_four, unequal, theory, probes):
+    """Call with a value: the same in all numbers of the queries of one model, and of all."""
+
+    @functools.cache
+    def make(value, keys_differ):
+        four = probes(theory(make_four()))
+        four = four.replace(landscape=four.landscape[four.landscape["plane"] == 0])
+        four = unequal(four) if keys_differ else four
+        numbers = ["dispersion", "separation", "dispersion_k3", "separation_k3", "mass_k3"]
+        one = four.queries["model"].str.contains("block")
+        some, every = four.queries.copy(), four.queries.copy()
+        some.loc[one, numbers], every[numbers] = value, value
+        return Findings(four.replace(queries=some)), Findings(four.replace(queries=every))
+
+    return make
+
+
+@pytest.mark.parametrize("name", [name for name in FIGURES if name not in (*MASK_PROBES, *RUNS)])
+@pytest.mark.parametrize("value", [np.nan, np.inf], ids=["nan", "inf"])
+def test_values_that_are_not_finite_do_not_stop_a_figure(name, value, not_finite):
+    some, every = not_finite(value, name == "dispersion_by_keys")
+    FIGURES[name](some).draw_without_rendering()
     if name in (*THEORY, *PROBES) and name not in OF_QUERIES:
         return  # not drawn from queries
     if name == "key_load_counterfactual":
         return  # drawn from loads
     if name in ("key_load", "training_curves"):
-        FIGURES[name](dataclasses.replace(four, queries=broken))
+        FIGURES[name](every)
     else:
         with pytest.raises(NothingToDrawError):
-            FIGURES[name](dataclasses.replace(four, queries=broken))
+            FIGURES[name](every)
 
 
 @pytest.mark.parametrize("name", FIGURES)
 def test_no_models_at_all(name, four):
     tables = {t: getattr(four, t).iloc[:0] for t in ("models", "queries", "loads", "history", "non_finite")}
     with pytest.raises(NothingToDrawError):
-        FIGURES[name](Measurements(**tables))
+        FIGURES[name](Findings(Measurements(**tables)))
 
 
 def test_dispersion_by_layer_shows_percentiles_of_every_layer(four):
-    (ax,) = shown(FIGURES["dispersion_by_layer"](four))
+    (ax,) = shown(FIGURES["dispersion_by_layer"](Findings(four)))
     assert (ax.get_ylabel(), ax.get_xlabel(), ax.get_yscale()) == ("semantic dispersion δ (nats)", "layer", "log")
     assert ax.get_xticks().tolist() == [0, 1]
     full = four.queries[four.queries["model"].str.contains("full") & (four.queries["layer"] == 0)]["dispersion"]
@@ -140,7 +173,7 @@ def test_dispersion_by_layer_shows_percentiles_of_every_layer(four):
 
 
 def test_ecdf_marks_the_percentiles(four):
-    (ax,) = shown(FIGURES["dispersion_ecdf"](four))
+    (ax,) = shown(FIGURES["dispersion_ecdf"](Findings(four)))
     assert (ax.get_xlabel(), ax.get_xscale()) == ("semantic dispersion δ (nats)", "log")
     assert legend(ax.figure)[:2] == ["δₛ, full", "δₕ, top-k (k = 3)"]
     table = percentiles(four.of("even-pairs-topk-7/last.pt").queries["dispersion"])
@@ -152,24 +185,24 @@ def test_ecdf_marks_the_percentiles(four):
 
 
 def test_ratio_is_known_and_never_crosses_snapshots(four, many):
-    ratios = layer_ratios(four, resamples=20)
+    ratios = layer_ratios(Findings(four), resamples=20)
     assert ratios.groupby("model", sort=False)["ratio"].unique().map(list).to_dict() == {
         "even-pairs-topk-7/last.pt": [0.25],
         "even-pairs-banded-7/last.pt": [0.5],
         "even-pairs-block-7/last.pt": [0.625],
     }
-    figure = FIGURES["dispersion_ratio"](four)
+    figure = FIGURES["dispersion_ratio"](Findings(four))
     assert [title(ax) for ax in shown(figure)] == ["even-pairs: median", "even-pairs: p95"]
     assert shown(figure)[0].get_ylabel() == "δ of sparse / δ of full attention"
     assert any(np.allclose(line.get_ydata(), 1.0) for line in shown(figure)[0].lines)
     assert "95 % intervals" in words(figure)
-    across = layer_ratios(many, resamples=2)
+    across = layer_ratios(Findings(many), resamples=2)
     compared = zip(across["model"], across["full"], strict=True)
     assert all(("initialisation" in sparse) == ("initialisation" in full) for sparse, full in compared)
 
 
 def test_separation_says_what_is_not_positive_and_what_is_undefined(four):
-    figure = FIGURES["separation_by_layer"](four)
+    figure = FIGURES["separation_by_layer"](Findings(four))
     text = words(figure)
     queries = 6 * 2 * 8
     assert "full: Δ undefined, no key is dropped" in text
@@ -181,7 +214,7 @@ def test_separation_says_what_is_not_positive_and_what_is_undefined(four):
 
 
 def test_key_load_shows_shares_and_the_largest_load(four):
-    figure = FIGURES["key_load"](four)
+    figure = FIGURES["key_load"](Findings(four))
     (ax,) = shown(figure)
     assert (ax.get_xlabel(), ax.get_yscale()) == ("load: queries that keep the key (count)", "log")
     curves = [line.get_xydata().tolist() for line in ax.lines if line.get_drawstyle() == "steps-pre"]
@@ -192,7 +225,7 @@ def test_key_load_shows_shares_and_the_largest_load(four):
 
 def test_training_curves_mark_the_arrival_or_say_there_was_none(model):
     runs = Measurements.concat([model("full", epochs=3), model("topk", epochs=3)])
-    figure = FIGURES["training_curves"](runs)
+    figure = FIGURES["training_curves"](Findings(runs))
     accuracy, loss = shown(figure)
     assert (accuracy.get_ylabel(), loss.get_ylabel()) == ("accuracy", "cross-entropy (nats)")
     assert "top-k (k = 3): 95 % at epoch 2" in words(figure)
@@ -205,12 +238,12 @@ def test_losses_that_span_decades_are_drawn_on_a_logarithmic_axis(model):
         run = model("full", epochs=3)
         for column in ("train_loss", "holdout_loss"):
             run.history[column] = np.array(factors)
-        _, loss = shown(FIGURES["training_curves"](run))
+        _, loss = shown(FIGURES["training_curves"](Findings(run)))
         assert loss.get_yscale() == scale
 
 
 def test_a_single_epoch_can_be_seen(model):
-    for ax in shown(FIGURES["training_curves"](model("full", epochs=1))):
+    for ax in shown(FIGURES["training_curves"](Findings(model("full", epochs=1)))):
         points = [line.get_marker() for line in ax.lines if len(line.get_xdata()) == 1]
         assert len(points) >= 2  # training, held-out
         assert not {"", "None"} & set(points)
@@ -222,17 +255,17 @@ def test_snapshots_of_one_run_are_one_curve(model):
         model("full", snapshot="best", epochs=3),
         model("full", snapshot="initialisation", epochs=0),
     ]
-    figure = FIGURES["training_curves"](Measurements.concat(parts))
+    figure = FIGURES["training_curves"](Findings(Measurements.concat(parts)))
     assert legend(figure) == ["full"]
     assert "full: 95 % at epoch 4" in words(figure)
 
 
 def test_counterfactual_is_labelled_within_the_model(four, model):
-    figure = FIGURES["dispersion_counterfactual"](four)
+    figure = FIGURES["dispersion_counterfactual"](Findings(four))
     assert title(shown(figure)[0]) == "even-pairs: within the full model"
     assert legend(figure) == ["δₛ, all keys", "δₕ(3), largest scores only"]
     several = model("full", within=(1, 2, 3))
-    assert len(legend(FIGURES["dispersion_counterfactual"](several))) == 4
+    assert len(legend(FIGURES["dispersion_counterfactual"](Findings(several)))) == 4
 
 
 def test_a_panel_holds_what_may_be_compared(many):
@@ -248,7 +281,10 @@ def test_a_panel_holds_what_may_be_compared(many):
 
 def test_models_of_one_attention_in_one_panel_keep_their_names_apart(model):
     twice = Measurements.concat([model("topk", path="a.pt"), model("topk", path="b" * 60)])
-    assert legend(FIGURES["dispersion_by_layer"](twice)) == ["top-k (k = 3) a.pt", "top-k (k = 3) …" + "b" * 28]
+    assert legend(FIGURES["dispersion_by_layer"](Findings(twice))) == [
+        "top-k (k = 3) a.pt",
+        "top-k (k = 3) …" + "b" * 28,
+    ]
 
 
 def test_every_attention_has_a_look_of_its_own():
@@ -263,7 +299,7 @@ def test_every_attention_has_a_look_of_its_own():
 def test_the_same_measurements_give_the_same_bytes(suffix, four, tmp_path):
     for folder in ("a", "b"):
         for name in ("dispersion_by_layer", "key_load"):
-            save_figure(FIGURES[name](four), tmp_path / folder / name, [suffix])
+            save_figure(FIGURES[name](Findings(four)), tmp_path / folder / name, [suffix])
     for name in ("dispersion_by_layer", "key_load"):
         first, second = ((tmp_path / folder / f"{name}.{suffix}").read_bytes() for folder in ("a", "b"))
         assert first == second
@@ -274,9 +310,9 @@ def test_many_queries_do_not_make_a_large_file(model, theory, tmp_path):
     queries = one.queries.loc[one.queries.index.repeat(1000)].reset_index(drop=True)
     queries["dispersion"] *= np.random.default_rng(0).lognormal(size=len(queries))
     secants = one.secants.loc[one.secants.index.repeat(1000)].reset_index(drop=True)
-    many = dataclasses.replace(one, queries=queries, secants=secants)
+    many = one.replace(queries=queries, secants=secants)
     for name in ("dispersion_by_layer", "key_load", "training_curves", "stability_curves", "attention_response"):
-        for file in save_figure(FIGURES[name](many), tmp_path / name):
+        for file in save_figure(FIGURES[name](Findings(many)), tmp_path / name):
             assert file.stat().st_size < 200_000
 
 

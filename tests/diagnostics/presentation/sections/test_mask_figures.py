@@ -5,12 +5,16 @@ import pytest
 from matplotlib.text import Text
 from semdiag.presentation.figures import FIGURES
 
+from semdiag.findings.findings import Findings
 from semdiag.findings.mask_stability import mask_summary
 from semdiag.measurement.measurements import Measurements
 from semdiag.presentation.drawing.panels import NothingToDrawError
 from semdiag.presentation.report.report import measured_sections, write_report
-from semdiag.presentation.sections.mask_stability.sentences import mask_sentences, masks_in_short, sweep_sentences
+from semdiag.presentation.sections.k_sweep.sentences import sweep_sentences
+from semdiag.presentation.sections.k_sweep.tables import sweep_tables
+from semdiag.presentation.sections.mask_stability.sentences import mask_sentences, masks_in_short
 from semdiag.presentation.sections.mask_stability.tables import mask_tables
+from semdiag.presentation.sections.registry import FIGURES
 
 LEVELS = (0.01, 0.1)
 
@@ -26,7 +30,7 @@ def pair(model):
 
 
 def test_agreement_is_drawn_against_noise_by_layer(pair, probed):
-    figure = FIGURES["mask_agreement"](probed(pair))
+    figure = FIGURES["mask_agreement"](Findings(probed(pair)))
     full, topk = figure.axes
     assert "top-3 it would choose" in full.get_title(loc="left")
     assert topk.get_title(loc="left") == "even-pairs\ntop-k (k = 3)"
@@ -42,14 +46,14 @@ def test_agreement_is_drawn_against_noise_by_layer(pair, probed):
 
 
 def test_one_level_is_drawn_against_layers(pair, probed):
-    figure = FIGURES["mask_agreement"](probed(pair, levels=(0.1,)))
+    figure = FIGURES["mask_agreement"](Findings(probed(pair, levels=(0.1,))))
     points = figure.axes[0].containers[0].lines[0]
     np.testing.assert_allclose(np.asarray(points.get_ydata(), float), [0.9, 0.8], rtol=1e-6)
     assert figure.axes[0].get_xlabel() == "layer"
 
 
 def test_reliability_sets_observed_against_predicted(pair, probed):
-    figure = FIGURES["mask_reliability"](probed(pair))
+    figure = FIGURES["mask_reliability"](Findings(probed(pair)))
     ax = figure.axes[1]
     diagonal, (low, high) = ax.get_lines()[0], ax.containers
     assert list(diagonal.get_xdata()) == list(diagonal.get_ydata())
@@ -62,13 +66,13 @@ def test_reliability_sets_observed_against_predicted(pair, probed):
 
 
 def test_the_heat_map_writes_its_numbers(pair, probed):
-    figure = FIGURES["mask_heat_map"](probed(pair))
+    figure = FIGURES["mask_heat_map"](Findings(probed(pair)))
     assert {"99%", "98%", "90%", "80%"} <= {text.get_text() for text in figure.axes[0].texts}
     np.testing.assert_allclose(figure.axes[0].images[0].get_array(), [[0.99, 0.9], [0.98, 0.8]], rtol=1e-6)
 
 
 def test_the_sweep_shows_mass_ratio_separation_and_conditions(pair, probed):
-    figure = FIGURES["k_sweep"](probed(pair))
+    figure = FIGURES["k_sweep"](Findings(probed(pair)))
     assert len(figure.axes) == 8
     mass, ratio, separation, conditions = figure.axes[:4]
     np.testing.assert_allclose(mass.get_lines()[0].get_ydata(), np.arange(1, 7) / 6)
@@ -82,11 +86,11 @@ def test_the_sweep_shows_mass_ratio_separation_and_conditions(pair, probed):
 @pytest.mark.parametrize("name", ["mask_agreement", "mask_reliability", "mask_heat_map", "k_sweep"])
 def test_fixed_masks_leave_nothing_to_draw(name, model, probed):
     with pytest.raises(NothingToDrawError):
-        FIGURES[name](probed(model("banded")))
+        FIGURES[name](Findings(probed(model("banded"))))
 
 
 def test_what_is_said_of_masks(pair, probed):
-    said = mask_sentences(probed(pair))
+    said = mask_sentences(Findings(probed(pair)))
     assert said[0].startswith("Noise on the embedded tokens, relative to each token's RMS; 6 samples")
     full, topk, banded = said[1:]
     assert "full attention drops no key: this is the mask that top-3 would choose" in full
@@ -94,21 +98,21 @@ def test_what_is_said_of_masks(pair, probed):
     assert "Certified rows that changed: 0 of" in topk
     assert "25.0% of the predictions change" in topk
     assert banded.endswith("not applicable: the mask of banded attention does not depend on the input.")
-    (short,) = masks_in_short(probed(pair))
+    (short,) = masks_in_short(Findings(probed(pair)))
     assert "Certified rows that changed: 0 of" in short
-    assert masks_in_short(pair) == []
+    assert masks_in_short(Findings(pair)) == []
 
 
 def test_a_certified_row_that_changed_is_called_an_error(pair, probed):
     found = probed(pair)
     found.masks.loc[found.masks.index[0], "certified_changed"] = 1
-    assert "Certified rows that changed: 1 of" in masks_in_short(found)[0]
-    assert "which is an error of semdiag" in masks_in_short(found)[0]
-    assert mask_summary(found)["results"][0]["certified_changed"] == 1
+    assert "Certified rows that changed: 1 of" in masks_in_short(Findings(found))[0]
+    assert "which is an error of semdiag" in masks_in_short(Findings(found))[0]
+    assert mask_summary(Findings(found))["results"][0]["certified_changed"] == 1
 
 
 def test_what_is_said_of_other_k(pair, probed):
-    full, topk, banded = sweep_sentences(probed(pair))
+    full, topk, banded = sweep_sentences(Findings(probed(pair)))
     assert "None does: k = 6 is the smallest that keeps 95 % of the mass" in full
     assert "Trained with k = 3" in topk
     assert "ranks no scores" in banded
@@ -116,15 +120,16 @@ def test_what_is_said_of_other_k(pair, probed):
 
 def test_tables_and_sections(pair, probed, tmp_path):
     found = probed(pair)
-    assert measured_sections(pair)[-1] not in ("mask-stability", "k-sweep")
-    assert measured_sections(found)[-2:] == ["mask-stability", "k-sweep"]
-    tables = mask_tables(found, measured_sections(found))
+    assert measured_sections(Findings(pair))[-1] not in ("mask-stability", "k-sweep")
+    assert measured_sections(Findings(found))[-2:] == ["mask-stability", "k-sweep"]
+    findings = Findings(found)
+    tables = mask_tables(findings, False) | sweep_tables(findings, False)
     assert set(tables) == {"mask_stability", "noise_effects", "k_sweep", "k_sweep_conditions"}
     assert tables["k_sweep"]["swept_k"].max() == 6
-    page = write_report(found, tmp_path / "report", "semdiag report", ("svg",), keep_queries=True)
+    page = write_report(Findings(found), tmp_path / "report", "semdiag report", (), keep_queries=True)
     text = page.read_text(encoding="utf-8")
     assert "Do masks survive noise?" in text
     assert "What would another k leave of this attention?" in text
     again = Measurements.load(tmp_path / "report" / "data")
-    assert mask_sentences(again) == mask_sentences(found)
-    assert sweep_sentences(again) == sweep_sentences(found)
+    assert mask_sentences(Findings(again)) == mask_sentences(Findings(found))
+    assert sweep_sentences(Findings(again)) == sweep_sentences(Findings(found))

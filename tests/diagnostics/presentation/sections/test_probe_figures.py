@@ -1,6 +1,5 @@
 """The figures and words of landscape and lipschitz: what they show of tables with known numbers."""
 
-import dataclasses
 import json
 
 import matplotlib
@@ -11,11 +10,13 @@ from matplotlib.collections import QuadMesh
 from matplotlib.colors import LogNorm
 from semdiag.presentation.figures import FIGURES
 
+from semdiag.findings.findings import Findings
 from semdiag.measurement.measurements import Measurements
 from semdiag.presentation.drawing.panels import NothingToDrawError
 from semdiag.presentation.drawing.style import ATTENTION_STYLES
 from semdiag.presentation.report.report import measured_sections, write_report
 from semdiag.presentation.sections.landscape.panels import common_scale, plane_cells
+from semdiag.presentation.sections.registry import FIGURES
 
 
 @pytest.fixture
@@ -32,7 +33,7 @@ def words(figure):
 
 
 def test_contour_shows_the_cells_themselves(pair):
-    figure = FIGURES["landscape_contour"](pair)
+    figure = FIGURES["landscape_contour"](Findings(pair))
     axes = panels(figure)
     assert len(axes) == 2 * 2 * 2  # models, planes, quantities
     assert (axes[0].get_xlabel(), axes[0].get_ylabel()) == (
@@ -56,18 +57,18 @@ def test_a_wide_range_of_losses_is_logarithmic_and_broken_cells_are_marked(pair)
     table = pair.landscape.copy()
     table["loss"] = table["loss"] ** 4
     table.loc[table.index[4], "loss"] = np.inf
-    wide = dataclasses.replace(pair, landscape=table)
-    cells = plane_cells(wide, "loss")
+    wide = pair.replace(landscape=table)
+    cells = plane_cells(Findings(wide), "loss")
     assert isinstance(common_scale(cells, "loss"), LogNorm)
     assert np.isnan(cells[0].values("loss")).sum() == 1
     for name in ("landscape_contour", "landscape_surface", "landscape_cuts"):
-        FIGURES[name](wide).draw_without_rendering()
-    for ax in panels(FIGURES["landscape_cuts"](wide))[::2]:
+        FIGURES[name](Findings(wide)).draw_without_rendering()
+    for ax in panels(FIGURES["landscape_cuts"](Findings(wide)))[::2]:
         assert ax.get_yscale() == "log"
 
 
 def test_cuts_are_the_cells_on_the_axes(pair):
-    loss, accuracy = panels(FIGURES["landscape_cuts"](pair))
+    loss, accuracy = panels(FIGURES["landscape_cuts"](Findings(pair)))
     lines = [line for line in loss.lines if len(line.get_xdata()) == 3]
     assert len(lines) == 2 * 2 * 2  # models, planes, axes
     assert {tuple(line.get_xdata()) for line in lines} == {(-1.0, 0.0, 1.0)}
@@ -76,22 +77,22 @@ def test_cuts_are_the_cells_on_the_axes(pair):
 
 
 def test_the_surface_has_a_corner_per_cell(pair):
-    figure = FIGURES["landscape_surface"](pair)
+    figure = FIGURES["landscape_surface"](Findings(pair))
     assert len(panels(figure)) == 4
     for ax in panels(figure):
         assert ax.get_zlabel().endswith("cross-entropy (nats)")
 
 
 def test_separation_is_drawn_only_where_keys_are_dropped(pair, model, probes):
-    assert len(panels(FIGURES["landscape_attention"](pair))) == 4 * 2
-    assert len(panels(FIGURES["landscape_attention"](probes(model("topk"))))) == 2 * 3
-    nothing = dataclasses.replace(pair, landscape=pair.landscape.assign(dispersion_p50=np.nan))
+    assert len(panels(FIGURES["landscape_attention"](Findings(pair)))) == 4 * 2
+    assert len(panels(FIGURES["landscape_attention"](Findings(probes(model("topk")))))) == 2 * 3
+    nothing = pair.replace(landscape=pair.landscape.assign(dispersion_p50=np.nan))
     with pytest.raises(NothingToDrawError, match="dispersion was not measured"):
-        FIGURES["landscape_attention"](nothing)
+        FIGURES["landscape_attention"](Findings(nothing))
 
 
 def test_percentile_curves_by_radius(pair):
-    axes = panels(FIGURES["lipschitz_percentiles"](pair))
+    axes = panels(FIGURES["lipschitz_percentiles"](Findings(pair)))
     assert len(axes) == 4
     own = pair.loss_secants[
         (pair.loss_secants["model"].str.contains("topk")) & (pair.loss_secants["group"] == "all")
@@ -109,7 +110,7 @@ def test_percentile_curves_by_radius(pair):
 
 
 def test_rungs_stand_below_the_bound(pair):
-    figure = FIGURES["lipschitz_rungs"](pair)
+    figure = FIGURES["lipschitz_rungs"](Findings(pair))
     for ax in panels(figure):
         bounds = next(line for line in ax.lines if line.get_label() == "sound bound").get_ydata()
         assert bounds.tolist() == pytest.approx([20 / np.log(10)] * 7)
@@ -120,7 +121,7 @@ def test_rungs_stand_below_the_bound(pair):
 
 
 def test_stretch_of_blocks_under_their_bounds(pair):
-    (ax,) = panels(FIGURES["block_stretch"](pair))
+    (ax,) = panels(FIGURES["block_stretch"](Findings(pair)))
     assert (ax.get_xlabel(), ax.get_yscale()) == ("block", "log")
     full, bound, topk, _ = (line.get_ydata() for line in ax.lines)
     assert full.tolist() == [1.0, 2.0, 3.0] * 2
@@ -129,8 +130,8 @@ def test_stretch_of_blocks_under_their_bounds(pair):
 
 
 def test_a_report_with_probes_says_what_was_found(pair, tmp_path):
-    assert measured_sections(pair)[-2:] == ["lipschitz", "landscape"]
-    page = write_report(pair, tmp_path / "r", "semdiag", formats=(), sections=("lipschitz", "landscape"))
+    assert measured_sections(Findings(pair))[-2:] == ["lipschitz", "landscape"]
+    page = write_report(Findings(pair), tmp_path / "r", "semdiag", formats=(), sections=("lipschitz", "landscape"))
     summary = json.loads((tmp_path / "r" / "summary.json").read_text(encoding="utf-8"))
     said = " ".join(summary["details"]["lipschitz"])
     assert "the paper's ordering (secants smaller than around full attention) is there" in said
@@ -151,8 +152,8 @@ def test_a_report_with_probes_says_what_was_found(pair, tmp_path):
 
 
 def test_a_violated_bound_is_loud(pair, tmp_path):
-    broken = dataclasses.replace(pair, jacobians=pair.jacobians.assign(ln_sound=-3.0))
-    write_report(broken, tmp_path / "r", "semdiag", formats=(), sections=("lipschitz",))
+    broken = pair.replace(jacobians=pair.jacobians.assign(ln_sound=-3.0))
+    write_report(Findings(broken), tmp_path / "r", "semdiag", formats=(), sections=("lipschitz",))
     summary = json.loads((tmp_path / "r" / "summary.json").read_text(encoding="utf-8"))
     assert "ERROR OF SEMDIAG, a sound bound is exceeded: block Jacobians" in " ".join(
         summary["details"]["lipschitz"]
@@ -164,7 +165,7 @@ def test_mixed_orderings_are_called_mixed(pair, tmp_path):
     high = secants["model"].str.contains("topk") & (secants["radius"] == 1.0)
     secants.loc[high, "slope"] *= 10
     write_report(
-        dataclasses.replace(pair, loss_secants=secants), tmp_path / "r", "semdiag", (), sections=("lipschitz",)
+        Findings(pair.replace(loss_secants=secants)), tmp_path / "r", "semdiag", (), sections=("lipschitz",)
     )
     summary = json.loads((tmp_path / "r" / "summary.json").read_text(encoding="utf-8"))
     assert "is mixed: p50 smaller at 1, larger at 1 of 2 radii" in " ".join(summary["details"]["lipschitz"])

@@ -1,7 +1,5 @@
 """The figures of the theory: what they show of tables with known numbers."""
 
-import dataclasses
-
 import matplotlib
 import numpy as np
 import pandas as pd
@@ -9,13 +7,15 @@ import pytest
 from semdiag.presentation.figures import FIGURES
 
 from semdiag.findings.corollary import corollary_findings
+from semdiag.findings.findings import Findings
 from semdiag.findings.pairing import find_pairs
 from semdiag.mathematics.softmax_stability import fixed_mask_stability
 from semdiag.measurement.measurements import Measurements
-from semdiag.measurement.tables import empty_table
+from semdiag.measurement.schema import OPTIONAL
 from semdiag.presentation.drawing.panels import NothingToDrawError
 from semdiag.presentation.sections.bounds.published import published_table
 from semdiag.presentation.sections.bounds.tables import corollary_table
+from semdiag.presentation.sections.registry import FIGURES
 
 # shared/theory.md, section 4: left sides of the paper's conditions at p75, p90, p95, p100.
 PUBLISHED = {
@@ -59,17 +59,17 @@ def test_the_papers_numbers_give_the_papers_conditions():
 @pytest.mark.parametrize("name", ["stability_curves", "attention_response", "secants_under_bounds"])
 def test_nothing_is_drawn_from_empty_tables(name, four):
     with pytest.raises(NothingToDrawError, match=r"\.$"):
-        FIGURES[name](four)
+        FIGURES[name](Findings(four))
 
 
 @pytest.mark.parametrize("name", ["corollary_plane", "corollary_conditions"])
 def test_nothing_is_drawn_without_a_pair(name, model, theory):
     with pytest.raises(NothingToDrawError, match="compared with a full one"):
-        FIGURES[name](theory(model("topk")))
+        FIGURES[name](Findings(theory(model("topk"))))
 
 
 def test_stability_curves_show_both_forms_where_they_cross_and_secants_below(known):
-    figure = FIGURES["stability_curves"](known)
+    figure = FIGURES["stability_curves"](Findings(known))
     panels = shown(figure)
     assert [ax.get_title(loc="left") for ax in panels] == ["n = 8 keys", "n = 40 keys", "n = 600 keys"]
     for ax, keys in zip(panels, (8, 40, 600), strict=True):
@@ -92,14 +92,14 @@ def test_stability_curves_draw_few_points_and_the_closest_one(known):
     secants = known.secants.loc[known.secants.index.repeat(20)].reset_index(drop=True)
     closest = secants.index[secants["model"].str.contains("full")][0]
     secants.loc[closest, "weight_change"] = 0.05 * secants.loc[closest, "score_change"]
-    (ax, *_) = shown(FIGURES["stability_curves"](dataclasses.replace(known, secants=secants)))
+    (ax, *_) = shown(FIGURES["stability_curves"](Findings(known.replace(secants=secants))))
     points = ax.lines[-1].get_xydata()
     assert len(points) == 300
     assert points[:, 1].max() == pytest.approx(0.05)
 
 
 def test_response_by_layer_marks_the_mean_of_every_model(known):
-    figure = FIGURES["attention_response"](known)
+    figure = FIGURES["attention_response"](Findings(known))
     (ax,) = shown(figure)
     assert (ax.get_xlabel(), ax.get_ylabel()) == ("layer", "response ‖p − p′‖₁ (at most 2)")
     text = words(figure)
@@ -112,7 +112,7 @@ def test_response_by_layer_marks_the_mean_of_every_model(known):
 
 
 def test_slopes_lie_below_constants_in_powers_of_ten(known):
-    figure = FIGURES["secants_under_bounds"](known)
+    figure = FIGURES["secants_under_bounds"](Findings(known))
     panels = shown(figure)
     assert len(panels) == 4
     for ax in panels:
@@ -133,11 +133,11 @@ def test_constants_that_are_not_numbers_leave_nothing_to_draw(known):
     columns = ["ln_sound", "ln_paper", "ln_gradient", "ln_secant"]
     broken = known.parameters.assign(**dict.fromkeys(columns, np.nan))
     with pytest.raises(NothingToDrawError, match="No constant"):
-        FIGURES["secants_under_bounds"](dataclasses.replace(known, parameters=broken))
+        FIGURES["secants_under_bounds"](Findings(known.replace(parameters=broken)))
 
 
 def test_plane_places_the_pair_and_the_papers_tasks(known):
-    figure = FIGURES["corollary_plane"](known)
+    figure = FIGURES["corollary_plane"](Findings(known))
     weight, inputs = shown(figure)
     assert (weight.get_xlabel(), weight.get_ylabel(), weight.get_yscale()) == ("δₕ / δₛ", "Δₕ / δₛ", "log")
     # KINDS: δ_h/δ_s = 1/4 at every percentile; Δ = 0.01, and δ_s is 8 at p100.
@@ -156,8 +156,8 @@ def test_plane_places_the_pair_and_the_papers_tasks(known):
 
 def test_bars_stand_on_one_and_margins_on_zero(known):
     pairs, _ = find_pairs(known.models, attention=None)
-    table = corollary_table(corollary_findings(known, pairs))
-    figure = FIGURES["corollary_conditions"](known)
+    table = corollary_table(corollary_findings(Findings(known), pairs))
+    figure = FIGURES["corollary_conditions"](Findings(known))
     panels = shown(figure)
     assert len(panels) == 2 * len(pairs) == 6
     own = table[(table["pair"] == "even-pairs, topk-3, seed 7") & (table["form"] == "paper")]
@@ -172,19 +172,19 @@ def test_bars_stand_on_one_and_margins_on_zero(known):
 def test_a_tie_is_said_and_not_drawn(known):
     queries = known.queries.copy()
     queries.loc[queries["model"].str.contains("topk") & (queries["sample"] == 0), "separation"] = 0.0
-    tied = dataclasses.replace(known, queries=queries)
-    assert "assumption not met at p90, p95, p100" in words(FIGURES["corollary_conditions"](tied))
-    assert "3 with Δₕ ≤ 0 or a tie not shown" in words(FIGURES["corollary_plane"](tied))
+    tied = known.replace(queries=queries)
+    assert "assumption not met at p90, p95, p100" in words(FIGURES["corollary_conditions"](Findings(tied)))
+    assert "3 with Δₕ ≤ 0 or a tie not shown" in words(FIGURES["corollary_plane"](Findings(tied)))
 
 
 def test_without_constants_the_sound_margin_in_x_is_not_known(known):
-    figure = FIGURES["corollary_conditions"](dataclasses.replace(known, constants=empty_table("constants")))
+    figure = FIGURES["corollary_conditions"](Findings(known.replace(constants=OPTIONAL["constants"].empty())))
     assert "X: not known (the norms were not measured)" in words(figure)
 
 
 def test_several_noise_levels_are_panels_of_their_own(model, theory):
     both = Measurements.concat([model("full"), model("topk")])
     low, high = theory(both), theory(both, noise=0.1)
-    joined = dataclasses.replace(low, secants=pd.concat([low.secants, high.secants], ignore_index=True))
-    titles = [ax.get_title(loc="left") for ax in shown(FIGURES["attention_response"](joined))]
+    joined = low.replace(secants=pd.concat([low.secants, high.secants], ignore_index=True))
+    titles = [ax.get_title(loc="left") for ax in shown(FIGURES["attention_response"](Findings(joined)))]
     assert titles == ["even-pairs, noise 1 %", "even-pairs, noise 10 %"]

@@ -1,4 +1,4 @@
-"""What the measurements say about one dense model by itself, and how much of its attention was seen."""
+"""What the measurements say about one dense model by itself, in sentences."""
 
 import pandas as pd
 
@@ -6,6 +6,7 @@ from semdiag.capturing.attention_kinds import external
 from semdiag.findings.counterfactuals import counterfactual_ks
 from semdiag.findings.findings import Findings
 from semdiag.measurement.percentiles import percentiles
+from semdiag.presentation.sections.dispersion.sentences import span_sentence
 
 _MOST = 0.95
 
@@ -21,13 +22,9 @@ def within_sentences(findings: Findings) -> list[str]:
     """
     measurements = findings.measurements
     said = []
-    for row in measurements.models[external(measurements.models)].to_dict("records"):
-        own = measurements.queries[measurements.queries["model"] == row["model"]]
-        delta = percentiles(own["dispersion"])
-        said.append(
-            f"{row['model']}: the scores of a query span {delta['p50']:.3g} nats at the median and "
-            f"{delta['p95']:.3g} at the 95th percentile, over {own['keys'].median():g} keys at the median."
-        )
+    for model in measurements.models[external(measurements.models)]["model"]:
+        own = measurements.queries[measurements.queries["model"] == model]
+        said.append(span_sentence(findings, model))
         ks = [k for k in counterfactual_ks(own) if f"mass_k{k}" in own]
         said += [_one_k(own, k) for k in ks]
         said += ["This is a counterfactual within the model: nobody trained it with a mask."] if ks else []

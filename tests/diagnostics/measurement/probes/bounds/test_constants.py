@@ -14,8 +14,7 @@ from semdiag.mathematics.paper_attention_bounds import paper_attention_map_bound
 from semdiag.measurement.encoders.network_constants import network_forms
 from semdiag.measurement.encoders.traces import trace_inputs
 from semdiag.measurement.encoders.weights import named_tensors
-from semdiag.measurement.probes.bounds.constants import measure_constants
-from semdiag.measurement.tables import OPTIONAL_TABLES
+from semdiag.measurement.probes.bounds.constants import CONSTANTS, PARAMETERS, measure_constants
 
 
 def value(constants, quantity, form, layer=-1, head=-1):
@@ -105,8 +104,8 @@ def test_the_paper_form_takes_largest_and_smallest_values(wild_encoder, padded_t
 
 def test_tables_have_their_columns_and_every_place_once(kind, wild_encoder, padded_tokens):
     constants, parameters = measure_constants(wild_encoder(kind), *padded_tokens, model="m")
-    for name, table in (("constants", constants), ("parameters", parameters)):
-        assert {column: str(t) for column, t in table.dtypes.items()} == OPTIONAL_TABLES[name]
+    for declared, table in ((CONSTANTS, constants), (PARAMETERS, parameters)):
+        assert {column: str(t) for column, t in table.dtypes.items()} == declared.columns
         assert set(table["model"]) == {"m"}
     assert not constants.duplicated(["layer", "head", "quantity", "form"]).any()
     sound = constants[constants["form"] == "sound"]

@@ -1,7 +1,6 @@
 """Landscapes: every cell is a model that was run, and the model it is about stays as it was."""
 
 import copy
-import dataclasses
 import math
 
 import numpy as np
@@ -11,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from semdiag.capturing.loading import load
+from semdiag.findings.findings import Findings
 from semdiag.findings.landscape import landscape_facts, working_distance
 from semdiag.mathematics.planes import random_plane
 from semdiag.measurement.encoders.movable import MovableEncoder
@@ -185,7 +185,7 @@ def test_facts_of_a_plane(tiny_models, inputs):
     found = measure(tiny_models[0], inputs[0])
     table = landscape(tiny_models[0], *inputs, options=FEW)
     table.loc[3, "loss"] = math.inf
-    facts = landscape_facts(dataclasses.replace(found, landscape=table)).iloc[0]
+    facts = landscape_facts(Findings(found.replace(landscape=table))).iloc[0]
     assert (facts["cells"], facts["samples"], facts["not_finite"]) == (25, 30, 1)
     finite = table["loss"][1:][np.isfinite(table["loss"][1:])]
     assert (facts["lowest_loss"], facts["highest_loss"]) == (finite.min(), finite.max())

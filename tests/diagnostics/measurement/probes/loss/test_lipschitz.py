@@ -1,7 +1,6 @@
 """Empirical Lipschitz estimates: against naive references, below the sound bounds, and nothing left behind."""
 
 import copy
-import dataclasses
 import math
 import subprocess
 import sys
@@ -13,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from semdiag.findings.finding import Verdict
+from semdiag.findings.findings import Findings
 from semdiag.findings.lipschitz import END_POINTS, SECANTS, estimate_findings, ordering_findings
 from semdiag.findings.pairing import Pair
 from semdiag.findings.secant_percentiles import secant_percentiles, secant_ratios
@@ -23,9 +23,9 @@ from semdiag.measurement.encoders.traces import trace_inputs
 from semdiag.measurement.measurements import Measurements
 from semdiag.measurement.probes.loss.block_jacobians import block_jacobians, plain_attention
 from semdiag.measurement.probes.loss.gradients import ball_gradients, gradient_norms
-from semdiag.measurement.probes.loss.lipschitz import LipschitzPlan, end_points, lipschitz
+from semdiag.measurement.probes.loss.lipschitz import LOSS_SECANTS, LipschitzPlan, end_points, lipschitz
 from semdiag.measurement.probes.loss.secants import GROUPS, LINES, line_secants, plane_secants
-from semdiag.measurement.tables import empty_table
+from semdiag.measurement.schema import OPTIONAL
 from semdiag_models import Encoder, InputError
 
 FEW = LipschitzPlan(samples=10, planes=2, directions=3, draws=10, radius=0.5)
@@ -215,7 +215,7 @@ def test_every_estimate_of_both_models_is_below_its_sound_bound(tiny_models, inp
     tops = found.loss_gradients.groupby(["model", "group"])["slope"].max()
     points = found.end_points.assign(accepted=True)  # 3 blocks are too few: as if the steepest draw were the end
     points["estimate"] = points["low"] = [tops[row.model, row.group] for row in points.itertuples()]
-    findings = estimate_findings(dataclasses.replace(found, end_points=points))
+    findings = estimate_findings(Findings(found.replace(end_points=points)))
     assert len(findings) == 8
     for finding in findings:
         assert finding.verdict is Verdict.HOLDS, str(finding)
@@ -225,7 +225,7 @@ def test_every_estimate_of_both_models_is_below_its_sound_bound(tiny_models, inp
 def test_an_estimate_above_its_bound_is_called_violated(tiny_models, inputs):
     found = found_on(tiny_models[:1], inputs)
     low = found.loss_gradients.assign(ln_sound=-100.0)
-    findings = estimate_findings(dataclasses.replace(found, loss_gradients=low))
+    findings = estimate_findings(Findings(found.replace(loss_gradients=low)))
     violated = next(f for f in findings if f.claim == SECANTS)
     assert violated.verdict is Verdict.VIOLATED
     assert violated.numbers["violated"] > 0
@@ -237,7 +237,7 @@ def test_an_end_point_contradicts_the_bound_only_with_its_whole_interval(tiny_mo
     bounds = found.loss_gradients.groupby("group")["ln_sound"].max()
     points = found.end_points[found.end_points["group"] == "head"].assign(accepted=True)
     points = points.assign(low=np.exp(bounds["head"] + low), estimate=np.exp(bounds["head"] + 2))
-    findings = estimate_findings(dataclasses.replace(found, end_points=points))
+    findings = estimate_findings(Findings(found.replace(end_points=points)))
     finding = next(f for f in findings if f.claim == END_POINTS)
     assert finding.verdict is verdict
     assert finding.numbers["estimates above the bound"] == 1
@@ -254,7 +254,7 @@ def test_deterministic_under_its_seed_and_nothing_left_behind(tiny_models, input
     assert sum(steps) == fewest.points
     for name, table in one.items():
         pd.testing.assert_frame_equal(table, again[name])
-        assert list(table) == list(empty_table(name))
+        assert list(table) == list(OPTIONAL[name].columns)
     assert not one["loss_secants"]["slope"].equals(other["loss_secants"]["slope"])
     assert all(torch.equal(a, b) for a, b in zip(before[0], model.module.parameters(), strict=True))
     assert torch.equal(before[1], torch.get_rng_state())
@@ -320,7 +320,7 @@ def secants(path, factor, planes=4, radii=(0.5, 1.0)):
         {**same, "draw": p, "radius": r, "distance": r, "slope": factor[i] * rng.uniform(1, 2)}
         for i, r in enumerate(radii) for p in range(planes) for _ in range(30)
     ]  # fmt: skip
-    return pd.DataFrame(rows).astype(empty_table("loss_secants").dtypes)
+    return pd.DataFrame(rows).astype(LOSS_SECANTS.columns)
 
 
 def made(full, topk):
@@ -331,7 +331,7 @@ def made(full, topk):
 
 
 def test_ratios_of_percentiles_by_hand():
-    ratios = secant_ratios(made((1.0, 1.0), (3.0, 0.5)), Pair("pair", "full", "topk"))
+    ratios = secant_ratios(Findings(made((1.0, 1.0), (3.0, 0.5))), Pair("pair", "full", "topk"))
     assert sorted(ratios["percentile"].unique()) == [50, 75, 95, 99]
     assert ratios[ratios["radius"] == 0.5]["estimate"].tolist() == pytest.approx([3.0] * 4)
     assert ratios[ratios["radius"] == 1.0]["high"].tolist() == pytest.approx([0.5] * 4)
@@ -343,7 +343,7 @@ def test_ratios_of_percentiles_by_hand():
     [((0.5, 0.4), Verdict.HOLDS), ((2.0, 3.0), Verdict.VIOLATED), ((0.5, 3.0), Verdict.NOTHING)],
 )
 def test_the_ordering_is_judged_radius_by_radius(topk, verdict):
-    findings = ordering_findings(made((1.0, 1.0), topk), [Pair("pair", "full", "topk")])
+    findings = ordering_findings(Findings(made((1.0, 1.0), topk)), [Pair("pair", "full", "topk")])
     assert [f.where for f in findings] == ["p50", "p75", "p95", "p99"]
     assert {f.verdict for f in findings} == {verdict}
     assert all(f.numbers["lower"] + f.numbers["higher"] == 2 for f in findings)
@@ -351,7 +351,7 @@ def test_the_ordering_is_judged_radius_by_radius(topk, verdict):
 
 def test_percentiles_with_intervals():
     found = made((1.0, 1.0), (2.0, 2.0))
-    table = secant_percentiles(found)
+    table = secant_percentiles(Findings(found))
     own = found.loss_secants[(found.loss_secants["model"] == "full") & (found.loss_secants["radius"] == 1.0)]
     for row in table[(table["model"] == "full") & (table["radius"] == 1.0)].to_dict("records"):
         assert row["estimate"] == pytest.approx(np.percentile(own["slope"], row["percentile"]))

@@ -9,8 +9,7 @@ import torch
 from semdiag.capturing.attention_calls import AttentionCall, watch_attention
 from semdiag.measurement.probes.noise import mask_rows
 from semdiag.measurement.probes.noise.mask_rows import Workspace, row_changes, selection_of
-from semdiag.measurement.probes.noise.masks import NoisePlan, mask_stability
-from semdiag.measurement.tables import OPTIONAL_TABLES
+from semdiag.measurement.probes.noise.masks import MASKS, NOISE_EFFECTS, NoisePlan, mask_stability
 from semdiag_models import InputError
 
 SAMPLES, LENGTH, K = 7, 12, 3
@@ -92,8 +91,8 @@ def test_the_tables_are_as_defined(kind, wild_encoder, padded_tokens, batch_size
     plan = NoisePlan(LEVELS, draws=3, k=K, seed=5)
     masks, effects = mask_stability(encoder, tokens, labels, plan, batch_size=batch_size, dtype=torch.float64)
     pairs, logits = naive(encoder, tokens, plan)
-    for name, table in (("masks", masks), ("noise_effects", effects)):
-        assert {column: str(t) for column, t in table.dtypes.items()} == OPTIONAL_TABLES[name]
+    for declared, table in ((MASKS, masks), (NOISE_EFFECTS, effects)):
+        assert {column: str(t) for column, t in table.dtypes.items()} == declared.columns
     found = masks.set_index(PLACE)
     assert sorted(found.index) == sorted(pairs)
     swings = {}
@@ -202,7 +201,7 @@ def test_the_lowest_scores_are_judged_by_their_own_rule(wild_encoder, padded_tok
 def test_a_fixed_mask_has_no_rows_but_its_output_is_watched(kind, wild_encoder, padded_tokens):
     masks, effects = mask_stability(wild_encoder(kind), *padded_tokens, NoisePlan((0.3,)))
     assert masks.empty
-    assert list(masks) == list(OPTIONAL_TABLES["masks"])
+    assert list(masks) == list(MASKS.columns)
     assert len(effects) == SAMPLES
     assert (effects["logit_change"] > 0).all()
 

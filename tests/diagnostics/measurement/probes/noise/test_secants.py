@@ -8,9 +8,8 @@ import torch
 
 from semdiag.capturing.attention_calls import watch_attention
 from semdiag.measurement.probes.noise import secants as perturbation
-from semdiag.measurement.probes.noise.secants import measure_secants, noisy_second_half
+from semdiag.measurement.probes.noise.secants import SECANTS, measure_secants, noisy_second_half
 from semdiag.measurement.probes.noise.softmax_bounds import with_bounds
-from semdiag.measurement.tables import OPTIONAL_TABLES
 from semdiag_models import InputError
 
 
@@ -56,7 +55,7 @@ def test_the_table_is_as_defined(kind, wild_encoder, padded_tokens, monkeypatch,
     monkeypatch.setattr(perturbation, "_SCORES", per_pass)
     encoder, (tokens, _) = wild_encoder(kind), padded_tokens
     table = measure_secants(encoder, tokens, model="m", levels=[0.1])
-    assert {name: str(t) for name, t in table.dtypes.items()} == OPTIONAL_TABLES["secants"]
+    assert {name: str(t) for name, t in table.dtypes.items()} == SECANTS.columns
     assert set(table["model"]) == {"m"}
     assert set(table["level"]) == {0.1}
     expected = naive(encoder, tokens, 0.1)
@@ -131,4 +130,4 @@ def test_no_sample_and_no_level_give_an_empty_table(wild_encoder, padded_tokens)
     encoder, (tokens, _) = wild_encoder("full"), padded_tokens
     for table in (measure_secants(encoder, tokens, levels=[]), measure_secants(encoder, tokens[:0])):
         assert table.empty
-        assert list(table) == list(OPTIONAL_TABLES["secants"])
+        assert list(table) == list(SECANTS.columns)
