@@ -89,7 +89,8 @@ def survey(
     joined.provenance.update(seed=conditions.seed, samples=largest)
     few = min(conditions.probe_samples or largest, largest)
     for probe, plan in probes:
-        if any(len(getattr(joined, table.name)) for table in probe.tables):
+        measured = any(not model.external for model in loaded) or len(getattr(joined, probe.tables[0].name))
+        if measured:  # what an external model gave instead is not what the plan asked for
             joined.provenance.update(probe.provenance(plan, largest, few))
     return _with_keys(joined, conditions.min_keys)
 

@@ -7,7 +7,6 @@ from pathlib import Path
 import pandas as pd
 import pytest
 from semdiag.presentation.figures import FIGURES
-from semdiag.presentation.report.questions import QUESTIONS, SECTIONS
 
 from semdiag.findings.findings import Findings
 from semdiag.measurement.measurements import Measurements
