@@ -40,8 +40,8 @@ def write_report(
         command: that was typed, to be shown.
         formats: of the figures: png, svg, pdf; none for a report without figures.
         keep_queries: whether to add the measurements themselves, so that everything can be redrawn.
-        sections: which parts, of :data:`~semdiag.presentation.sections.registry.SECTIONS`; by default all for which
-            something was measured.
+        sections: which parts, of :data:`~semdiag.presentation.sections.registry.SECTIONS`; by default all for
+            which something was measured.
 
     Returns:
         The page ``folder/index.html``.

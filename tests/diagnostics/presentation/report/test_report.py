@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from semdiag.presentation.figures import FIGURES
 
 from semdiag.findings.findings import Findings
 from semdiag.measurement.measurements import Measurements

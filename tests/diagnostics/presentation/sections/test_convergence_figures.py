@@ -5,7 +5,6 @@ import math
 
 import numpy as np
 import pytest
-from semdiag.presentation.figures import FIGURES
 
 from semdiag.findings.findings import Findings
 from semdiag.measurement.measurements import Measurements

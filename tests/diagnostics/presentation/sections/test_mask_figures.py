@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 from matplotlib.text import Text
-from semdiag.presentation.figures import FIGURES
 
 from semdiag.findings.findings import Findings
 from semdiag.findings.mask_stability import mask_summary

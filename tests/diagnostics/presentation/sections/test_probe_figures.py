@@ -8,7 +8,6 @@ import pandas as pd
 import pytest
 from matplotlib.collections import QuadMesh
 from matplotlib.colors import LogNorm
-from semdiag.presentation.figures import FIGURES
 
 from semdiag.findings.findings import Findings
 from semdiag.measurement.measurements import Measurements

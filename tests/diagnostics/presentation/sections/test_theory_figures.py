@@ -4,7 +4,6 @@ import matplotlib
 import numpy as np
 import pandas as pd
 import pytest
-from semdiag.presentation.figures import FIGURES
 
 from semdiag.findings.corollary import corollary_findings
 from semdiag.findings.findings import Findings
