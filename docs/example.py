@@ -29,7 +29,7 @@ inputs = torch.randn(8, 20, 64)
 with semdiag.capture(model, k=16) as calls:
     model(inputs)
 print(calls.dispersion(k=[4, 16]).groupby(["layer", "k"])["dispersion"].median())
-print(f"largest residual {calls.residual:.0e}; not captured: {len(calls.audit.skipped)}")
+print(f"largest residual {calls.residual['residual'].max():.0e}; seen but not captured: {len(calls.audit)}")
 
 # %% What another k would leave of its attention
 table = semdiag.k_sweep(model, inputs)

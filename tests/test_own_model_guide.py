@@ -20,6 +20,7 @@ def run(code: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NEEDS)
 def test_the_example_runs_and_misses_nothing(name: str) -> None:
     if importlib.util.find_spec(NEEDS[name]) is None:

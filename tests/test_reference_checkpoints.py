@@ -62,6 +62,7 @@ def test_the_history_file_is_the_history_in_the_checkpoint(entry: dict) -> None:
 
 
 @pytest.mark.processor
+@pytest.mark.slow
 @pytest.mark.parametrize("entry", RUNS)
 def test_the_last_weights_reach_the_accuracy_the_history_ends_with(entry: dict) -> None:
     """To the sample, but for those of which rounding decides the class."""

@@ -96,6 +96,7 @@ def test_speed_ups_follow_from_the_histories(study: Findings) -> None:
     same(over_seeds(found, pairs), table("over_seeds"))
 
 
+@pytest.mark.slow
 def test_correlations_follow_from_speed_ups_and_candidates(study: Findings) -> None:
     same(predictor_table(study), table("predictors"))
     same(held_out_tasks(study), table("held_out_tasks"))

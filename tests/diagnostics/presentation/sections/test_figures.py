@@ -305,6 +305,7 @@ def test_the_same_measurements_give_the_same_bytes(suffix, four, tmp_path):
         assert first == second
 
 
+@pytest.mark.slow
 def test_many_queries_do_not_make_a_large_file(model, theory, tmp_path):
     one = theory(model("full"))
     queries = one.queries.loc[one.queries.index.repeat(1000)].reset_index(drop=True)

@@ -167,6 +167,7 @@ def test_padded_tokens_neither_move_nor_count(tiny_models, monkeypatch):
     np.testing.assert_allclose(one["norm"], other["norm"], rtol=1e-3)  # settled: a step adds less than 1e-4
 
 
+@pytest.mark.slow
 def test_no_warning_although_torch_deprecates_what_its_forward_derivatives_call():
     # Torch calls it once in a process: a fresh one.
     code = """
