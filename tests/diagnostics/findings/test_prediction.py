@@ -7,10 +7,10 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from semdiag.findings import prediction
 from semdiag.findings.findings import Findings
 from semdiag.findings.prediction import held_out_tasks, prediction_cells, predictor_table
 from semdiag.mathematics.censored import rank_agreement
-from semdiag.findings import prediction
 from semdiag.measurement.measurements import Measurements
 from semdiag.measurement.runs.predictors import CANDIDATES, STAGES
 from semdiag.measurement.runs.tables import PREDICTORS, RUNS
