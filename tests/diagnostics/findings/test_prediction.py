@@ -130,7 +130,7 @@ def test_corrected_p_values_of_chance_are_rarely_small():
         itself = np.random.default_rng(1000 + seed).normal(size=(1 + full.max(), 1 + quantity.max()))
         ratios = np.where(cells["kind"] == "full", 0.0, drawn[runs, quantity] - itself[full, quantity])
         answer = cells.assign(ln_ratio=ratios)
-        table = predictor_table(lambda question, answer=answer: answer, seed, 99, 1)  # findings that know the cells
+        table = predictor_table(lambda question, answer=answer: answer, seed, 99, 1)
         smallest.append(table["p_corrected"].min())
     assert sum(p <= 0.1 for p in smallest) <= 13
     assert min(smallest) >= 0.01
