@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from semdiag.commands.main import main
+from semdiag.findings.summaries import SUMMARIES
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -34,10 +35,7 @@ PYTHON = [
 ]
 NUMBER = re.compile(r"(?<![\w.])[-+]?\d[\d,]*(?:\.\d+)?(?:e[-+]\d+)?(?![\w])")
 
-WRITING = {
-    "dispersion", "separation", "stability", "bounds", "mask-stability", "k-sweep", "report", "lipschitz",
-    "landscape", "convergence",
-}  # fmt: skip
+WRITING = {*SUMMARIES, "report"}  # commands that write a page
 # Above three seconds alone. What trains prints accuracies that are the processor's, and is not compared.
 SLOW = {"bounds", "check", "convergence", "k-sweep", "landscape", "lipschitz", "mask-stability", "report", "sweep"}
 WITHOUT_NUMBERS = {"list", "info", "report", "sweep"}
