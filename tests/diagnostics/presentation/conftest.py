@@ -10,9 +10,12 @@ import pytest
 from semdiag.findings import dispersion, speed_and_dispersion, stability
 from semdiag.findings.findings import Findings
 from semdiag.findings.resampling import ratio_interval
+from semdiag.measurement.conditions import Conditions
 from semdiag.measurement.measurements import Measurements
+from semdiag.measurement.probes.registry import PROBES
 from semdiag.measurement.runs.predictors import CANDIDATES, STAGES
 from semdiag.measurement.schema import OPTIONAL
+from semdiag.measurement.survey import survey
 from semdiag.presentation.report.report import write_report
 
 SAMPLES, LENGTH, LAYERS = 6, 8, 2
@@ -296,13 +299,27 @@ def probes():
 
 
 @pytest.fixture(scope="session")
-def make_everything(make_four, unequal):
-    """Call: one model of each attention with every table that a section may need; a plane of two of them."""
+def make_everything(make_four, unequal, tiny_runs):
+    """Call: one model of each attention with every table that a section may need; a plane of two of them.
+
+    Tables that nobody made by hand are measured on the tiny top-k run, and said of every model.
+    """
 
     def make():
         found = unequal(with_runs(with_sweep(with_masks(with_probes(with_theory(make_four()))))))
         shown = found.landscape["model"].str.contains("full|topk") & (found.landscape["plane"] == 0)
-        return found.replace(landscape=found.landscape[shown])
+        found = found.replace(landscape=found.landscape[shown])
+        new = [p for p in PROBES.values() if not any(len(getattr(found, table.name)) for table in p.tables)]
+        measured = survey([tiny_runs.topk], Conditions(samples=4, plans=tuple(probe.plan() for probe in new)))
+        tables = {
+            table.name: pd.concat(
+                [getattr(measured, table.name).assign(model=model) for model in found.models["model"]],
+                ignore_index=True,
+            )
+            for probe in new
+            for table in probe.tables
+        }
+        return found.replace({**measured.provenance, **found.provenance}, **tables)
 
     return make
 
