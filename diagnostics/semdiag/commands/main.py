@@ -16,6 +16,7 @@ from semdiag.commands.landscape import landscape
 from semdiag.commands.lipschitz import lipschitz
 from semdiag.commands.listing import list_names
 from semdiag.commands.mask_stability import mask_stability
+from semdiag.commands.overlap import overlap
 from semdiag.commands.report import report
 from semdiag.commands.separation import separation
 from semdiag.commands.stability import stability
@@ -45,6 +46,7 @@ for name, command in (
     ("landscape", landscape),
     ("bounds", bounds),
     ("k-sweep", k_sweep),
+    ("overlap", overlap),
     ("convergence", convergence),
     ("report", report),
     ("check", check),

@@ -10,6 +10,7 @@ from semdiag.findings.k_sweep import sweep_summary
 from semdiag.findings.landscape import landscape_summary
 from semdiag.findings.lipschitz import lipschitz_summary
 from semdiag.findings.mask_stability import mask_summary
+from semdiag.findings.overlap import overlap_summary
 from semdiag.findings.separation import separation_summary
 from semdiag.findings.stability import stability_summary
 from semdiag.findings.strict_json import Summary
@@ -21,6 +22,7 @@ SUMMARIES: dict[str, Callable[[Findings], Summary]] = {
     "bounds": bounds_summary,
     "mask-stability": mask_summary,
     "k-sweep": sweep_summary,
+    "overlap": overlap_summary,
     "lipschitz": lipschitz_summary,
     "landscape": landscape_summary,
     "convergence": convergence_summary,

@@ -7,6 +7,7 @@ from semdiag.measurement.probes.loss.landscape import LOSS_SURFACE
 from semdiag.measurement.probes.loss.lipschitz import LIPSCHITZ
 from semdiag.measurement.probes.noise.masks import MASK_STABILITY
 from semdiag.measurement.probes.noise.secants import SOFTMAX_SECANTS
+from semdiag.measurement.probes.overlap import MASK_OVERLAP
 
-_ORDER = (SOFTMAX_SECANTS, BOUNDS, MASK_STABILITY, K_SWEEP, LOSS_SURFACE, LIPSCHITZ)
+_ORDER = (SOFTMAX_SECANTS, BOUNDS, MASK_STABILITY, K_SWEEP, MASK_OVERLAP, LOSS_SURFACE, LIPSCHITZ)
 PROBES: dict[type, Probe] = {probe.plan: probe for probe in _ORDER}

@@ -11,6 +11,7 @@ from semdiag.presentation.sections.learning.section import LEARNING
 from semdiag.presentation.sections.lengths.section import LENGTHS
 from semdiag.presentation.sections.lipschitz.section import LIPSCHITZ
 from semdiag.presentation.sections.mask_stability.section import MASK_STABILITY
+from semdiag.presentation.sections.overlap.section import OVERLAP
 from semdiag.presentation.sections.predictors.section import PREDICTORS
 from semdiag.presentation.sections.separation.section import SEPARATION
 from semdiag.presentation.sections.stability.section import STABILITY
@@ -25,6 +26,7 @@ _ORDER = (
     BOUNDS,
     MASK_STABILITY,
     K_SWEEP,
+    OVERLAP,
     LIPSCHITZ,
     LANDSCAPE,
     CONVERGENCE,

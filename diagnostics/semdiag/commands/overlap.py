@@ -1,0 +1,53 @@
+"""``semdiag overlap``."""
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from semdiag.commands import options
+from semdiag.commands.shared import Shared, with_options
+
+if TYPE_CHECKING:
+    from semdiag.findings.findings import Findings
+
+
+@with_options(leave_out=("dtype", "min_keys", "per_query"), samples=50)
+def overlap(
+    models: options.Models = None,
+    k: Annotated[
+        int,
+        typer.Option(
+            help="Models that keep every key have no masks: compare those that top-k would choose, with this k.",
+            rich_help_panel="What is measured",
+        ),
+    ] = 5,
+    *,
+    shared: Shared,
+) -> None:
+    """Tell whether layers, heads and successive queries keep the same keys, and could share one selection.
+
+    Jaccard index of the sets of kept keys, for every two layers and heads at the same query, and for every query
+    and the one before it; beside it, what sets drawn at random would have in common.
+
+    [bold]semdiag overlap checkpoints/even-pairs-topk-5-seed-153476998[/]
+    """
+    from semdiag.measurement.probes.overlap import OverlapPlan
+
+    findings = shared.measured(models, shared.conditions(plans=(OverlapPlan(k),)))
+    shared.deliver("overlap", findings, _print)
+
+
+def _print(findings: "Findings") -> None:
+    from semdiag.commands.console import number, number_table, wide_console
+    from semdiag.commands.titles import title
+    from semdiag.findings.overlap import overlap_summary
+
+    console = wide_console()
+    for result in findings(overlap_summary)["results"]:
+        console.print(f"\n{title(result)}: Jaccard index of kept keys")
+        table = number_table(["between", "layer", "layer", "pairs", "index", "95 %", "at random"], names=1)
+        for row in result["overlap"]:
+            layers = ("all", "all") if row["layer"] == -1 else (str(row["layer"]), str(row["other_layer"]))
+            index = f"{row['jaccard']:.3f}", f"{row['low']:.3f}–{row['high']:.3f}", f"{row['chance']:.3f}"
+            table.add_row(row["what"], *layers, number(row["pairs"]), *index)
+        console.print(table)

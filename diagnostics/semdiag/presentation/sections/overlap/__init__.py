@@ -1,0 +1,1 @@
+"""The section ``overlap`` of a report."""
