@@ -4,6 +4,7 @@ import numpy as np
 import pandas as pd
 from torch import Tensor
 
+from semdiag.mathematics.attention_rows import AttentionRows, fixed_mask_rows, heavy_hitter_rows
 from semdiag_models import ATTENTIONS, AttentionKind
 
 # What the masks of external models may be: every key, those up to its own position, or another set that ignores
@@ -70,3 +71,19 @@ def joint_kind(kinds: set[str]) -> str:
         Their kind if they have one in common, else ``masked``.
     """
     return next(iter(kinds)) if len(kinds) == 1 else "masked"
+
+
+def rows_of(kind: str, dispersion: Tensor, separation: Tensor, kept: Tensor) -> AttentionRows | None:
+    """Constants of softmax rows by kind of attention; None for a kind that no bound covers.
+
+    Args:
+        kind: the attention.
+        dispersion: δ_i.
+        separation: Δ_i, used for heavy-hitter masks only.
+        kept: k_i, 0 for rows that are left out.
+    """
+    if kind in FIXED_MASKS:
+        return fixed_mask_rows(dispersion, kept)
+    if kind in HEAVY_HITTERS:
+        return heavy_hitter_rows(dispersion, separation, kept)
+    return None

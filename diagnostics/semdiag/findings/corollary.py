@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 import torch
 
-from semdiag.capturing.attention_kinds import BOUNDED, HEAVY_HITTERS
+from semdiag.capturing.attention_kinds import BOUNDED, HEAVY_HITTERS, rows_of
 from semdiag.findings.finding import Finding, Verdict, agreed
 from semdiag.findings.findings import Findings
 from semdiag.findings.pairing import Pair, differences
@@ -21,7 +21,6 @@ from semdiag.mathematics.corollary import (
     sound_input_margin,
     sound_weight_margin,
 )
-from semdiag.measurement.encoders.traces import rows_of
 from semdiag.measurement.measurements import Measurements
 from semdiag.measurement.percentiles import PAPER_PERCENTILES
 from semdiag_models.attention_kinds import LOCAL

@@ -45,7 +45,7 @@ def _of_model(own: pd.DataFrame) -> Iterator[dict[str, Any]]:
             continue
         yield _described(what, -1, -1, rows)
         for (layer, other), part in rows.groupby(["layer", "other_layer"], sort=True):
-            yield _described(what, int(layer), int(other), part)
+            yield _described(what, int(str(layer)), int(str(other)), part)
 
 
 def _described(what: str, layer: int, other: int, rows: pd.DataFrame) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from semdiag.capturing.batches import split
 from semdiag.capturing.loading import LoadedModel
 from semdiag.measurement.calls.scored_rows import NotAvailableError
 from semdiag.measurement.probe import Probe, Subject
+from semdiag.measurement.probes.bounds.probe import BoundsPlan
 from semdiag.measurement.probes.k_sweep import SweepPlan
 from semdiag.measurement.probes.loss.landscape import LandscapePlan
 from semdiag.measurement.probes.loss.lipschitz import LipschitzPlan

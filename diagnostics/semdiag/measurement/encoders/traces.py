@@ -7,10 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from semdiag.capturing.attention_kinds import FIXED_MASKS, HEAVY_HITTERS
+from semdiag.capturing.attention_kinds import rows_of
 from semdiag.capturing.block_calls import BlockCall, watch_blocks
 from semdiag.mathematics.attention_bounds import HeadNorms, attention_map_bound, bilinear_form_bound
-from semdiag.mathematics.attention_rows import AttentionRows, fixed_mask_rows, heavy_hitter_rows
 from semdiag.mathematics.layer_constants import query_norm
 from semdiag.measurement.calls.scored_rows import ScoredRows, scored_rows
 from semdiag.measurement.encoders.weights import block_weights
@@ -98,22 +97,6 @@ def trace_inputs(encoder: Encoder, tokens: Tensor) -> InputTraces:
     finally:
         handle.remove()
     return tracer.result()
-
-
-def rows_of(kind: str, dispersion: Tensor, separation: Tensor, kept: Tensor) -> AttentionRows | None:
-    """Constants of softmax rows by kind of attention; None for a kind that no bound covers.
-
-    Args:
-        kind: the attention.
-        dispersion: δ_i.
-        separation: Δ_i, used for heavy-hitter masks only.
-        kept: k_i, 0 for rows that are left out.
-    """
-    if kind in FIXED_MASKS:
-        return fixed_mask_rows(dispersion, kept)
-    if kind in HEAVY_HITTERS:
-        return heavy_hitter_rows(dispersion, separation, kept)
-    return None
 
 
 class _Tracer:

@@ -153,7 +153,7 @@ def _pairs(masks: Tensor, sizes: Tensor, keys: Tensor, places: list[tuple[int, i
         queries += counted.sum(0).cpu()
     at, to = torch.triu_indices(count, count, 1)
     # Mostly all places have as many keys and keep as many of them: chance is worked out once for all of these.
-    kinds, kind = torch.stack([sizes, keys], 1).cpu().unique(dim=0, return_inverse=True)
+    kinds, kind = torch.stack([sizes, keys], 1).cpu().unique(dim=0, return_inverse=True)  # type: ignore[no-untyped-call]
     chance = torch.tensor([[_chance(one[0], other[0], one[1]) for other in kinds] for one in kinds])
     return _table(
         "pair", [places[i] for i in at.tolist()], [places[i] for i in to.tolist()],
@@ -199,7 +199,7 @@ def _chance(first: Tensor, second: Tensor, keys: Tensor) -> float:
     if not bool(some.any()):
         return math.nan
     triples = torch.stack([first[some], second[some], keys[some]]).cpu()
-    kinds, counts = triples.unique(dim=1, return_counts=True)
+    kinds, counts = triples.unique(dim=1, return_counts=True)  # type: ignore[no-untyped-call]
     means = [expected_jaccard(*map(int, kind)) for kind in kinds.T]
     return float(torch.tensor(means, dtype=torch.float64) @ counts.double() / counts.sum())
 
