@@ -7,9 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from semdiag.capturing.attention_kinds import rows_of
+from semdiag.capturing.attention_kinds import HEAVY_HITTERS, rows_of
 from semdiag.capturing.block_calls import BlockCall, watch_blocks
 from semdiag.mathematics.attention_bounds import HeadNorms, attention_map_bound, bilinear_form_bound
+from semdiag.mathematics.attention_rows import AttentionRows
 from semdiag.mathematics.layer_constants import query_norm
 from semdiag.measurement.calls.scored_rows import ScoredRows, scored_rows
 from semdiag.measurement.encoders.weights import block_weights
