@@ -33,7 +33,7 @@ def bounds(
     [bold]semdiag bounds checkpoints/even-pairs-topk-5-seed-153476998 --against
     checkpoints/even-pairs-full-seed-153476998[/]
     """
-    from semdiag.commands import theory_printing
+    from semdiag.commands.printing.theory import print_bounds
     from semdiag.measurement.probes.bounds.probe import BoundsPlan
 
     conditions = shared.conditions(
@@ -46,7 +46,7 @@ def bounds(
         paths = _with_reference(models, against)
         findings = shared.measured(paths, conditions)
         findings.measurements.provenance["against"] = str(paths[-1])
-    shared.deliver("bounds", findings, theory_printing.print_bounds)
+    shared.deliver("bounds", findings, print_bounds)
 
 
 def _with_reference(models: list[Path] | None, against: Path) -> list[Path]:

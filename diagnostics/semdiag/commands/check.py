@@ -58,7 +58,7 @@ def check(
 
     [bold]semdiag check --rule "dispersion.p95 < 10 attention=topk"[/]
     """
-    from semdiag.commands import check_printing
+    from semdiag.commands.printing.check import conclusion, print_check
     from semdiag.findings.gate.drift import read_baseline
     from semdiag.findings.gate.rules import parse_rule
     from semdiag.findings.gate.verification import PROBED, Expectations, verify
@@ -72,12 +72,12 @@ def check(
     conditions = shared.conditions(plans=(NoisePlan(draws=1),), probe_samples=PROBED)
     result = verify(shared.measured(models, conditions), expected)
     if not shared.values["quiet"]:
-        check_printing.print_check(result)
+        print_check(result)
     if shared.values["as_json"]:
         typer.echo(json.dumps(result.summary(), allow_nan=False))
     for words in result.failures:
         typer.echo(f"semdiag: {words}.", err=True)
     if not shared.values["quiet"]:
-        typer.echo(check_printing.conclusion(result), err=True)
+        typer.echo(conclusion(result), err=True)
     if result.failures and not exit_zero:
         raise typer.Exit(1)

@@ -65,7 +65,8 @@ def convergence(
 
     [bold]semdiag convergence --lengths 40,60,80[/]
     """
-    from semdiag.commands import convergence_printing, measuring
+    from semdiag.commands import measuring
+    from semdiag.commands.printing.convergence import print_convergence
     from semdiag.measurement.runs.survey import ConvergencePlan, convergence_survey
 
     conditions = shared.conditions()
@@ -76,4 +77,4 @@ def convergence(
     findings = shared.measured(runs, conditions, partial(convergence_survey, plan=plan))
     asked = {"along": along, "predictors": predictors, "lengths": bool(plan.lengths)}
     sections = ["convergence", *(name for name, wanted in asked.items() if wanted)]
-    shared.deliver("convergence", findings, convergence_printing.print_convergence, sections)
+    shared.deliver("convergence", findings, print_convergence, sections)

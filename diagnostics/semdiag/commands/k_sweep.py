@@ -37,9 +37,9 @@ def k_sweep(
 
     [bold]semdiag k-sweep checkpoints/even-pairs-full-seed-153476998 --rerun[/]
     """
-    from semdiag.commands import k_sweep_printing
+    from semdiag.commands.printing.k_sweep import print_sweep
     from semdiag.measurement.probes.k_sweep import SweepPlan
 
     conditions = shared.conditions(plans=(SweepPlan(max_k, rerun),))
     findings = shared.measured(models, conditions)
-    shared.deliver("k-sweep", findings, k_sweep_printing.print_sweep)
+    shared.deliver("k-sweep", findings, print_sweep)

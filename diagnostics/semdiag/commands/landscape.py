@@ -51,7 +51,8 @@ def landscape(
 
     [bold]semdiag landscape checkpoints/even-pairs-topk-5-seed-153476998 --grid 11 --samples 100[/]
     """
-    from semdiag.commands import measuring, probe_printing
+    from semdiag.commands import measuring
+    from semdiag.commands.printing.probes import print_landscape
     from semdiag.measurement.probes.loss.landscape import LandscapePlan
 
     conditions = shared.conditions(
@@ -67,4 +68,4 @@ def landscape(
         ),
     )
     findings = shared.measured(models, conditions)
-    shared.deliver("landscape", findings, probe_printing.print_landscape)
+    shared.deliver("landscape", findings, print_landscape)

@@ -39,7 +39,7 @@ def lipschitz(
     [bold]semdiag lipschitz checkpoints/even-pairs-full-seed-153476998
     checkpoints/even-pairs-topk-5-seed-153476998[/]
     """
-    from semdiag.commands import probe_printing
+    from semdiag.commands.printing.probes import print_lipschitz
     from semdiag.measurement.probes.loss.lipschitz import LipschitzPlan
 
     conditions = shared.conditions(
@@ -48,4 +48,4 @@ def lipschitz(
         plans=(LipschitzPlan(shared.values["samples"], planes, directions, draws, radius),),
     )
     findings = shared.measured(models, conditions)
-    shared.deliver("lipschitz", findings, probe_printing.print_lipschitz)
+    shared.deliver("lipschitz", findings, print_lipschitz)

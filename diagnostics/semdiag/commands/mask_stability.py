@@ -50,7 +50,8 @@ def mask_stability(
 
     [bold]semdiag mask-stability checkpoints/even-pairs-topk-5-seed-153476998 --noise 0.01[/]
     """
-    from semdiag.commands import mask_printing, measuring
+    from semdiag.commands import measuring
+    from semdiag.commands.printing.mask_stability import print_masks
     from semdiag.measurement.probes.noise.masks import NoisePlan
 
     levels = measuring.positive_numbers(noise, "--noise")
@@ -58,4 +59,4 @@ def mask_stability(
         plans=(NoisePlan(levels, draws, absolute, at_block, k, shared.values["seed"]),),
     )
     findings = shared.measured(models, conditions)
-    shared.deliver("mask-stability", findings, mask_printing.print_masks)
+    shared.deliver("mask-stability", findings, print_masks)

@@ -5,8 +5,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from semdiag.commands import options
+from semdiag.commands.printing.titles import title
 from semdiag.commands.shared import Shared, with_options
-from semdiag.commands.titles import title
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -40,7 +40,7 @@ def _print(metric: str, findings: "Findings") -> None:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    from semdiag.commands.console import wide_console
+    from semdiag.commands.printing.console import wide_console
     from semdiag.findings.summaries import SUMMARIES
 
     console = wide_console()

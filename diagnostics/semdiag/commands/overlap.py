@@ -38,8 +38,8 @@ def overlap(
 
 
 def _print(findings: "Findings") -> None:
-    from semdiag.commands.console import number, number_table, wide_console
-    from semdiag.commands.titles import title
+    from semdiag.commands.printing.console import number, number_table, wide_console
+    from semdiag.commands.printing.titles import title
     from semdiag.findings.overlap import overlap_summary
 
     console = wide_console()

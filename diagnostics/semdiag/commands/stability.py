@@ -19,11 +19,12 @@ def stability(
 
     [bold]semdiag stability checkpoints/even-pairs-topk-5-seed-153476998 --noise 0.01[/]
     """
-    from semdiag.commands import measuring, theory_printing
+    from semdiag.commands import measuring
+    from semdiag.commands.printing.theory import print_stability
     from semdiag.measurement.probes.noise.secants import SecantsPlan
 
     conditions = shared.conditions(
         plans=(SecantsPlan(measuring.positive_numbers(noise, "--noise")),),
     )
     findings = shared.measured(models, conditions)
-    shared.deliver("stability", findings, theory_printing.print_stability)
+    shared.deliver("stability", findings, print_stability)

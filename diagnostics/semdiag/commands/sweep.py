@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from semdiag.commands.training_progress import tell
+from semdiag.commands.printing.training import tell
 
 if TYPE_CHECKING:
     from semdiag_models.sweeps.grid import SweepRun
@@ -81,7 +81,7 @@ def sweep(
 
     [bold]semdiag sweep experiments/study.toml --dry-run[/]
     """
-    from semdiag.commands.sweep_display import print_estimates, print_results
+    from semdiag.commands.printing.sweep import print_estimates, print_results
     from semdiag_models import InputError
     from semdiag_models.device import find_device
     from semdiag_models.sweeps.estimates import estimate
@@ -138,7 +138,7 @@ def _train(
     quiet: bool,
 ) -> "list[RunResult]":
     """Train what is left; return the rows of all runs, which are also written after every run."""
-    from semdiag.commands.sweep_display import SweepProgress
+    from semdiag.commands.printing.sweep import SweepProgress
     from semdiag_models.run_lock import RunLock
     from semdiag_models.sweeps.results import write_results
     from semdiag_models.sweeps.runs import Order, result

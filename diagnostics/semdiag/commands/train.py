@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from semdiag.commands.printing.training import TrainingProgress, summarise, tell
 from semdiag.commands.text_training import introduction, text_task
-from semdiag.commands.training_progress import TrainingProgress, summarise, tell
 
 if TYPE_CHECKING:
     from semdiag_models import Trainer

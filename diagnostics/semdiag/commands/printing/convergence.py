@@ -6,7 +6,7 @@ from typing import Any
 import pandas as pd
 from rich.table import Table
 
-from semdiag.commands.console import number_table, wide_console
+from semdiag.commands.printing.console import number_table, wide_console
 from semdiag.findings.convergence import arrivals
 from semdiag.findings.findings import Findings
 from semdiag.findings.prediction import predictor_table

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from semdiag.commands.console import number, number_table, wide_console
-from semdiag.commands.titles import title
+from semdiag.commands.printing.console import number, number_table, wide_console
+from semdiag.commands.printing.titles import title
 from semdiag.findings.findings import Findings
 from semdiag.findings.k_sweep import sweep_summary
 

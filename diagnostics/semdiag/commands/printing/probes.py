@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from semdiag.commands.console import number, number_table, wide_console
+from semdiag.commands.printing.console import number, number_table, wide_console
 from semdiag.findings.findings import Findings
 from semdiag.findings.landscape import landscape_summary
 from semdiag.findings.lipschitz import lipschitz_summary

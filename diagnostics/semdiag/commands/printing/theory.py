@@ -7,8 +7,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from semdiag.commands.console import number, number_table, wide_console
-from semdiag.commands.titles import title
+from semdiag.commands.printing.console import number, number_table, wide_console
+from semdiag.commands.printing.titles import title
 from semdiag.findings.bounds import bounds_summary
 from semdiag.findings.findings import Findings
 from semdiag.findings.stability import stability_summary

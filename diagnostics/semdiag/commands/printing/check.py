@@ -2,7 +2,7 @@
 
 from rich.table import Table
 
-from semdiag.commands.console import wide_console
+from semdiag.commands.printing.console import wide_console
 from semdiag.findings.gate.layers import LayerGate
 from semdiag.findings.gate.pairs import GATED, SHOWN, GateResult
 from semdiag.findings.gate.verification import Verification
