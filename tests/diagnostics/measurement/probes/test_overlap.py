@@ -114,6 +114,11 @@ def test_the_section_draws_says_and_tabulates(tiny_runs):
     panels = [ax for ax in figure.axes if ax.get_xlabel().startswith("layer")]
     assert len(panels) == 2
     assert panels[0].images[0].get_array().shape == (2, 4)
+    unknown = found.measurements.overlap.assign(chance=np.nan, jaccard=np.nan)
+    (blank,) = [
+        shown.draw(Findings(found.measurements.replace(overlap=unknown))) for shown in OVERLAP.questions[0].figures
+    ]
+    blank.draw_without_rendering()
     sentences = OVERLAP.details(found)
     assert len(sentences) == 2
     assert all("at random" in sentence and "samples" in sentence for sentence in sentences)

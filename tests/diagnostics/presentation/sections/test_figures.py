@@ -17,7 +17,7 @@ from semdiag.measurement.percentiles import percentiles
 from semdiag.presentation.drawing.panels import NothingToDrawError, panels_of
 from semdiag.presentation.drawing.save import save_figure
 from semdiag.presentation.drawing.style import ATTENTION_STYLES, PAPER
-from semdiag.presentation.sections.registry import FIGURES
+from semdiag.presentation.sections.registry import FIGURES, SECTIONS
 from semdiag_models import ATTENTIONS, InputError
 
 THEORY = (
@@ -38,14 +38,13 @@ PROBES = (
     "landscape_attention",
 )
 WITHIN = ("dispersion_counterfactual", "separation_counterfactual", "mass_kept", "key_load_counterfactual")
-RUNS = (  # drawn from training runs: test_convergence_figures.py
-    "learning_curves",
-    "speed_up",
-    "speed_up_against_dispersion",
-    "along_training",
-    "length_generalisation",
-    "predictors",
-    "predictor_cells",
+BY_HAND = {"secants", "constants", "parameters", "masks", "noise_effects", "sweep", "loss_gradients", "landscape"}
+ELSEWHERE = tuple(  # drawn from what is not made up here: tested beside the runs or the probe they are about
+    shown.figure
+    for section in SECTIONS.values()
+    for question in section.questions
+    for shown in question.figures
+    if not {*section.needs} <= BY_HAND
 )
 OF_QUERIES = ("corollary_plane", "corollary_conditions")
 
@@ -91,7 +90,7 @@ def several(some, make_four, theory, probed, probes, unequal):
     return lambda name: made(next((figures for figures in kinds if name in figures), ()))
 
 
-@pytest.mark.parametrize("name", [name for name in FIGURES if name not in RUNS])
+@pytest.mark.parametrize("name", [name for name in FIGURES if name not in ELSEWHERE])
 def test_many_models_are_drawn_without_touching_pyplot_or_its_settings(name, several):
     before = dict(matplotlib.rcParams)
     figure = FIGURES[name](several(name))
@@ -137,7 +136,7 @@ def not_finite(make_four, unequal, theory, probes):
     return make
 
 
-@pytest.mark.parametrize("name", [name for name in FIGURES if name not in (*MASK_PROBES, *RUNS)])
+@pytest.mark.parametrize("name", [name for name in FIGURES if name not in (*MASK_PROBES, *ELSEWHERE)])
 @pytest.mark.parametrize("value", [np.nan, np.inf], ids=["nan", "inf"])
 def test_values_that_are_not_finite_do_not_stop_a_figure(name, value, not_finite):
     some, every = not_finite(value, name == "dispersion_by_keys")
