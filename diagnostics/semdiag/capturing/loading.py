@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from semdiag.capturing import factories, paper_code, pretrained
+from semdiag.capturing.attention_kinds import EXTERNAL_SOURCES
 from semdiag_models import Encoder, InputError, Text, TrainingConfig, draw_data, find_task, read_checkpoint, sha256
 from semdiag_models.checkpoint import FORMAT, read_plain
 
@@ -47,8 +48,8 @@ class LoadedModel:
 
     @property
     def external(self) -> bool:
-        """Whether this is a model of somebody else's: of its parts only the attention is known."""
-        return not isinstance(self.module, Encoder)
+        """Whether it was not made by semdiag or the paper's code: of its parts the attention alone is known."""
+        return self.source in EXTERNAL_SOURCES
 
     @property
     def encoder(self) -> Encoder:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from semdiag.findings.findings import Findings
+    from semdiag.measurement.conditions import Conditions
     from semdiag.measurement.measurements import Measurements
-    from semdiag.measurement.survey import Conditions
 
 FORMATS = ("png", "svg", "pdf")
 

@@ -10,7 +10,7 @@ from scipy.stats import CensoredData, logrank
 from semdiag.findings.findings import Findings
 from semdiag.mathematics.censored import kaplan_meier_median, median_interval
 from semdiag.measurement.measurements import Measurements
-from semdiag.measurement.runs.training_runs import NOT_BEGUN, TARGET, UNFINISHED, setting_labels
+from semdiag.measurement.runs.training_runs import NOT_BEGUN, TARGET, setting_labels
 
 _FEWEST_FOR_LOGRANK = 3  # runs on either side, below which its large-sample distribution says nothing
 _IDENTITY = ["setting", "kind", "attention", "seed"]
@@ -225,8 +225,3 @@ def _logrank(full: pd.DataFrame, other: pd.DataFrame) -> float:
     ]
     with np.errstate(invalid="ignore", divide="ignore"):
         return float(logrank(*sides).pvalue)
-
-
-def unfinished(found: pd.DataFrame) -> pd.DataFrame:
-    """Rows of :func:`arrivals` whose run had not ended when it was looked at."""
-    return found[found["state"].isin([UNFINISHED, NOT_BEGUN])]

@@ -8,7 +8,9 @@ import pandas as pd
 from semdiag.capturing.attention_kinds import external
 from semdiag.findings.findings import Findings
 
-_SAME = ["task", "seed", "blocks", "heads", "width", "length", "norm", "pooling", "snapshot"]
+# Models that differ in one of these are never compared, nor drawn on the same axes.
+RUN = ("task", "seed", "blocks", "heads", "width", "length", "norm", "pooling")
+RUN_AND_SNAPSHOT = (*RUN, "snapshot")
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,8 @@ def find_pairs(models: pd.DataFrame, attention: str | None = "topk") -> tuple[li
     pairs, alone = [], []
     models = models[~external(models)]  # of which nobody knows how they were trained
     sparse = models["attention"] != "full" if attention is None else models["attention"] == attention
-    for _, group in models[sparse | (models["attention"] == "full")].groupby(_SAME, dropna=False, sort=False):
+    some = models[sparse | (models["attention"] == "full")]
+    for _, group in some.groupby([*RUN_AND_SNAPSHOT], dropna=False, sort=False):
         full = group[group["attention"] == "full"]["model"].tolist()
         others = group[group["attention"] != "full"]
         if not full or others.empty:
@@ -102,7 +105,7 @@ def differences(models: pd.DataFrame, pair: Pair) -> list[str]:
     """
     full, other = (models[models["model"] == path].iloc[0] for path in (pair.full, pair.other))
     both = full["attention"] != "full" and other["attention"] != "full"
-    names = [*_SAME, "k", "global_tokens"] if both else _SAME
+    names = [*RUN_AND_SNAPSHOT, *(("k", "global_tokens") if both else ())]
     return [f"{name} {full[name]} and {other[name]}" for name in names if not _equal(full[name], other[name])]
 
 

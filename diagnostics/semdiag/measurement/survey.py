@@ -21,8 +21,6 @@ from semdiag.measurement.tables import REMARKS
 from semdiag_models import InputError
 from semdiag_models.device import find_device
 
-__all__ = ["Conditions", "survey"]
-
 
 def survey(
     models: Sequence[Path | LoadedModel],

@@ -9,7 +9,8 @@ import pandas as pd
 import pytest
 
 from semdiag.commands import measuring
-from semdiag.measurement.survey import Conditions, survey
+from semdiag.measurement.conditions import Conditions
+from semdiag.measurement.survey import survey
 from semdiag_models import InputError
 
 

@@ -9,7 +9,8 @@ import pytest
 
 from semdiag.findings.findings import Findings
 from semdiag.findings.summaries import SUMMARIES
-from semdiag.measurement.survey import Conditions, survey
+from semdiag.measurement.conditions import Conditions
+from semdiag.measurement.survey import survey
 
 
 def strict(text):

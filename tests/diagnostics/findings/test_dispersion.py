@@ -13,7 +13,8 @@ from semdiag.findings.findings import Findings
 from semdiag.findings.separation import separation_summary
 from semdiag.findings.strict_json import json_ready
 from semdiag.findings.summaries import SUMMARIES
-from semdiag.measurement.survey import Conditions, survey
+from semdiag.measurement.conditions import Conditions
+from semdiag.measurement.survey import survey
 
 NUMBERS = ["queries", "mean", *(f"p{p}" for p in (0, 1, 5, 10, 25, 50, 75, 90, 95, 99, 100)), "undefined"]
 

@@ -108,8 +108,8 @@ def test_what_every_command_prints_is_a_question(measured):
 
 
 def test_what_is_said_of_runs_is_said_of_one_table(tiny_runs):
+    from semdiag.measurement.conditions import Conditions
     from semdiag.measurement.runs.survey import ConvergencePlan, convergence_survey
-    from semdiag.measurement.survey import Conditions
 
     found = convergence_survey(
         [tiny_runs.full, tiny_runs.topk], Conditions(samples=5), plan=ConvergencePlan(target=0.01)

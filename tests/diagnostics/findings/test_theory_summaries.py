@@ -8,10 +8,11 @@ import pytest
 from semdiag.findings.finding import Verdict
 from semdiag.findings.findings import Findings
 from semdiag.findings.summaries import SUMMARIES
+from semdiag.measurement.conditions import Conditions
 from semdiag.measurement.probes.bounds.probe import BoundsPlan
 from semdiag.measurement.probes.noise.secants import SecantsPlan
 from semdiag.measurement.probes.noise.softmax_bounds import with_bounds
-from semdiag.measurement.survey import Conditions, survey
+from semdiag.measurement.survey import survey
 
 
 @pytest.fixture(scope="module")

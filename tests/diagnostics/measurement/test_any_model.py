@@ -11,9 +11,10 @@ from torch import nn
 
 import semdiag
 from semdiag.measurement.calls.running import unnamed
+from semdiag.measurement.conditions import Conditions
 from semdiag.measurement.probes.bounds.probe import BoundsPlan
 from semdiag.measurement.probes.noise.secants import SecantsPlan, external_secants
-from semdiag.measurement.survey import Conditions, survey
+from semdiag.measurement.survey import survey
 from semdiag_models import InputError
 
 LENGTH, HEADS, WIDTH, BLOCKS = 9, 2, 8, 2

@@ -8,6 +8,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from semdiag.measurement.conditions import Conditions
 from semdiag.measurement.measurements import Measurements
 from semdiag.measurement.probes.bounds.probe import BoundsPlan
 from semdiag.measurement.probes.k_sweep import SweepPlan
@@ -16,7 +17,7 @@ from semdiag.measurement.probes.loss.lipschitz import LipschitzPlan
 from semdiag.measurement.probes.noise.masks import NoisePlan
 from semdiag.measurement.probes.noise.secants import SecantsPlan
 from semdiag.measurement.schema import OPTIONAL
-from semdiag.measurement.survey import Conditions, survey
+from semdiag.measurement.survey import survey
 from semdiag.measurement.tables import TABLES
 from semdiag_models import InputError
 

@@ -11,6 +11,7 @@ from torch import nn
 from semdiag.capturing.batches import split
 from semdiag.capturing.loading import LoadedModel
 from semdiag.measurement.calls.scored_rows import NotAvailableError
+from semdiag.measurement.conditions import Conditions
 from semdiag.measurement.probe import Probe, Subject
 from semdiag.measurement.probes.bounds.probe import BoundsPlan
 from semdiag.measurement.probes.k_sweep import SweepPlan
@@ -20,7 +21,7 @@ from semdiag.measurement.probes.noise.masks import NoisePlan
 from semdiag.measurement.probes.noise.secants import SecantsPlan
 from semdiag.measurement.probes.registry import PROBES
 from semdiag.measurement.schema import OPTIONAL
-from semdiag.measurement.survey import Conditions, survey
+from semdiag.measurement.survey import survey
 from semdiag.measurement.tables import TABLES
 from semdiag_models import InputError
 

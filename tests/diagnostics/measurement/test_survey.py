@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from semdiag.capturing.loading import load
+from semdiag.measurement.conditions import Conditions
 from semdiag.measurement.measure import measure
 from semdiag.measurement.probes.bounds.probe import BoundsPlan
 from semdiag.measurement.probes.noise.secants import SecantsPlan
-from semdiag.measurement.survey import Conditions, survey
+from semdiag.measurement.survey import survey
 from semdiag_models import InputError
 
 TABLES = ("models", "queries", "loads", "history", "non_finite")

@@ -34,7 +34,7 @@ def print_masks(findings: Findings) -> None:
         changed, certified = result["certified_changed"], result["certified_rows"]
         screen.print(f"Certified rows that changed: {changed:,} of {certified:,}.")
         for level in result["levels"]:
-            if level["output"]:  # nothing is known of the output of somebody else's model
+            if level["output"]:  # nothing is known of the output of an external model
                 screen.print(_output(level))
 
 

@@ -51,10 +51,10 @@ class Run:
             batch: on any device.
 
         Returns:
-            What the model returns; None for somebody else's model, of whose output nothing is known.
+            What the model returns; None for an external model, of whose output nothing is known.
 
         Raises:
-            InputError: if somebody else's model fails.
+            InputError: if an external model fails.
         """
         size, batch = batching.samples_of(batch), batching.moved(batch, self.device, self.dtype)
         if self._queries is None:

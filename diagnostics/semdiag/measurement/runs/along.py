@@ -9,13 +9,14 @@ import numpy as np
 import pandas as pd
 
 from semdiag.capturing.loading import LoadedModel, load
+from semdiag.measurement.conditions import Conditions
 from semdiag.measurement.measurements import Measurements
 from semdiag.measurement.percentiles import percentiles
 from semdiag.measurement.probes.bounds.probe import BoundsPlan
 from semdiag.measurement.probes.noise.secants import SecantsPlan
 from semdiag.measurement.probes.noise.softmax_bounds import local_stability, with_bounds
 from semdiag.measurement.runs.tables import ALONG
-from semdiag.measurement.survey import Conditions, survey
+from semdiag.measurement.survey import survey
 
 SAMPLES = 50
 _QUERY_KEY = (".q.weight", ".q.bias", ".k.weight", ".k.bias")

@@ -17,7 +17,7 @@ from semdiag.capturing.loading import LoadedModel, load
 from semdiag.mathematics.output_spread import output_spread
 from semdiag.measurement.calls.collector import statistics_of
 from semdiag.measurement.calls.running import running
-from semdiag.measurement.conditions import DTYPES
+from semdiag.measurement.conditions import DTYPES, Conditions
 from semdiag.measurement.encoders.movable import MovableEncoder, usable_samples
 from semdiag.measurement.measurements import Measurements
 from semdiag.measurement.probes.bounds.probe import BoundsPlan
@@ -27,7 +27,7 @@ from semdiag.measurement.probes.noise.secants import SecantsPlan
 from semdiag.measurement.probes.noise.softmax_bounds import local_stability, with_bounds
 from semdiag.measurement.runs.along import SAMPLES, query_key_share, snapshots_of
 from semdiag.measurement.runs.tables import PREDICTORS
-from semdiag.measurement.survey import Conditions, survey
+from semdiag.measurement.survey import survey
 from semdiag_models.device import find_device
 
 STAGES = ("initialisation", "plateau", "end")

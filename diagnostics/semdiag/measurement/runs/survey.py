@@ -7,13 +7,13 @@ from pathlib import Path
 import pandas as pd
 
 from semdiag.capturing.loading import load
-from semdiag.measurement.conditions import DTYPES
+from semdiag.measurement.conditions import DTYPES, Conditions
 from semdiag.measurement.measurements import Measurements
 from semdiag.measurement.runs.along import measure_along, snapshots_of
 from semdiag.measurement.runs.lengths import check_lengths, measure_lengths
 from semdiag.measurement.runs.predictors import measure_predictors, stages_of
 from semdiag.measurement.runs.training_runs import TARGET, run_table
-from semdiag.measurement.survey import Conditions, survey
+from semdiag.measurement.survey import survey
 from semdiag_models import InputError
 from semdiag_models.device import find_device
 from semdiag_models.errors import unknown_name

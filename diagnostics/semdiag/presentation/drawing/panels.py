@@ -7,11 +7,9 @@ from typing import Any
 import pandas as pd
 
 from semdiag.capturing.attention_kinds import external
+from semdiag.findings.pairing import RUN_AND_SNAPSHOT
 from semdiag.presentation.drawing.style import ATTENTION_STYLES, AttentionStyle, attention_style
 
-# Models that differ in one of these are never drawn on the same axes; the same as in measurement/pairing.py.
-RUN = ("task", "seed", "blocks", "heads", "width", "length", "norm", "pooling")
-RUN_AND_SNAPSHOT = (*RUN, "snapshot")
 _SNAPSHOT_NAMES = {"initialisation": "at initialisation", "best": "best snapshot"}
 
 

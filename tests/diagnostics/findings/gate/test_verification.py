@@ -12,8 +12,9 @@ from semdiag.findings.gate.drift import drift, read_baseline, tracked_numbers
 from semdiag.findings.gate.invariants import invariants
 from semdiag.findings.gate.layers import LayerGate, layer_gate
 from semdiag.findings.gate.pairs import dispersion_gate
+from semdiag.measurement.conditions import Conditions
 from semdiag.measurement.probes.noise.masks import MASKS
-from semdiag.measurement.survey import Conditions, survey
+from semdiag.measurement.survey import survey
 from semdiag_models import InputError
 
 

@@ -8,8 +8,9 @@ import torch
 import torch.nn.functional as F
 
 from semdiag.capturing.loading import load
+from semdiag.measurement.conditions import Conditions
 from semdiag.measurement.runs.along import measure_along, snapshots_of
-from semdiag.measurement.survey import Conditions, survey
+from semdiag.measurement.survey import survey
 
 
 @pytest.fixture(scope="module")

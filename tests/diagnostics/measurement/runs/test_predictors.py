@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from semdiag.capturing.loading import load
+from semdiag.measurement.conditions import Conditions
 from semdiag.measurement.probes.loss.lipschitz import LipschitzPlan, lipschitz
 from semdiag.measurement.probes.noise.masks import NoisePlan, mask_stability
 from semdiag.measurement.runs.predictors import CANDIDATES, RADIUS, STAGES, measure_predictors, stages_of
-from semdiag.measurement.survey import Conditions, survey
+from semdiag.measurement.survey import survey
 
 CONDITIONS = Conditions(samples=10, dtype="float64")
 

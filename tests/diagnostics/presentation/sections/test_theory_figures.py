@@ -8,11 +8,11 @@ import pytest
 from semdiag.findings.corollary import corollary_findings
 from semdiag.findings.findings import Findings
 from semdiag.findings.pairing import find_pairs
+from semdiag.findings.published import published_table
 from semdiag.mathematics.softmax_stability import fixed_mask_stability
 from semdiag.measurement.measurements import Measurements
 from semdiag.measurement.schema import OPTIONAL
 from semdiag.presentation.drawing.panels import NothingToDrawError
-from semdiag.presentation.sections.bounds.published import published_table
 from semdiag.presentation.sections.bounds.tables import corollary_table
 from semdiag.presentation.sections.registry import FIGURES
 

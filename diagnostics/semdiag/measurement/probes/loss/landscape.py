@@ -15,7 +15,7 @@ from torch import Tensor
 from semdiag.capturing.attention_calls import AttentionCall, watch_attention
 from semdiag.capturing.loading import LoadedModel, load
 from semdiag.mathematics.planes import Plane, plane_through, random_plane
-from semdiag.mathematics.row_statistics import row_statistics
+from semdiag.measurement.calls.collector import statistics_of
 from semdiag.measurement.calls.scored_rows import NotAvailableError
 from semdiag.measurement.encoders.movable import MovableEncoder, usable_samples
 from semdiag.measurement.probe import Probe, Subject
@@ -205,7 +205,7 @@ def _attention_statistics(encoder: Encoder, tokens: Tensor) -> Row:
     found: dict[str, list[Tensor]] = {"dispersion": [], "separation": [], "load": []}
 
     def add(call: AttentionCall) -> None:
-        rows = row_statistics(call.q, call.k, call.scale, call.allowed, call.selected, call.queries)
+        rows = statistics_of(call)
         found["dispersion"].append(_counted(rows.dispersion(), call.queries))
         found["separation"].append(_counted(rows.separation(), call.queries))
         found["load"].append(rows.load.max().reshape(1))

@@ -1,4 +1,4 @@
-"""Where noise can enter a model of somebody else's: behind its embedding of tokens, patches or the like."""
+"""Where noise can enter an external model: behind its embedding of tokens, patches or the like."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

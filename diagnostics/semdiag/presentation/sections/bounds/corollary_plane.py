@@ -12,6 +12,7 @@ from semdiag.findings.corollary import HEURISTIC, corollary_findings
 from semdiag.findings.finding import Verdict
 from semdiag.findings.findings import Findings
 from semdiag.findings.pairing import compared_pairs
+from semdiag.findings.published import published_table
 from semdiag.mathematics.corollary import paper_input_condition, paper_weight_condition
 from semdiag.presentation.drawing.panels import NothingToDrawError
 from semdiag.presentation.drawing.style import (
@@ -23,7 +24,6 @@ from semdiag.presentation.drawing.style import (
     paper_style,
     title_with_facts,
 )
-from semdiag.presentation.sections.bounds.published import published_table
 from semdiag.presentation.sections.bounds.tables import corollary_table
 
 DISPERSIONS = (3.0, 10.0, 30.0)  # δ_s of the regions, in nats

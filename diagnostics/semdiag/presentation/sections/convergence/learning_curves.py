@@ -7,6 +7,7 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from semdiag.findings.convergence import arrivals
 from semdiag.findings.findings import Findings
+from semdiag.presentation.drawing.noise import percent
 from semdiag.presentation.drawing.panels import NothingToDrawError
 from semdiag.presentation.drawing.style import (
     FAINT,
@@ -18,7 +19,7 @@ from semdiag.presentation.drawing.style import (
     paper_style,
     title_with_facts,
 )
-from semdiag.presentation.sections.convergence.sentences import arrival_words, percent
+from semdiag.presentation.sections.convergence.sentences import arrival_words
 
 _FEWEST_FOR_MEDIAN = 3
 

@@ -10,6 +10,7 @@ from semdiag.findings.convergence import arrivals, target_of
 from semdiag.findings.findings import Findings
 from semdiag.findings.speed_and_dispersion import run_correlation, run_statistics, speed_dispersion_table
 from semdiag.measurement.runs.training_runs import NOT_BEGUN, TARGET, UNFINISHED
+from semdiag.presentation.drawing.noise import percent
 
 
 def target_words(findings: Findings) -> str:
@@ -25,11 +26,6 @@ def targets_sentence(findings: Findings) -> str:
     others = findings.measurements.provenance.get("targets", {})
     single = "".join(f", for {task} {percent(value)}" for task, value in others.items())
     return f"The target is {general} training accuracy{single}."
-
-
-def percent(value: float) -> str:
-    """An accuracy in words: ``95 %``."""
-    return f"{100 * float(value):g} %"
 
 
 def arrival_words(run: Mapping[Any, Any]) -> str:

@@ -31,7 +31,7 @@ def dispersion_by_keys(findings: Findings) -> Figure:
             lengths.
 
     Returns:
-        One panel per task, seed, size and snapshot, or per model of somebody else's.
+        One panel per task, seed, size and snapshot, or per external model.
 
     Raises:
         NothingToDrawError: if every query has the same number of keys.

@@ -6,7 +6,8 @@ import pandas as pd
 
 from semdiag.findings.convergence import arrivals, epochs_to
 from semdiag.findings.findings import Findings
-from semdiag.presentation.drawing.panels import RUN, Panel, Series, panels_of
+from semdiag.findings.pairing import RUN
+from semdiag.presentation.drawing.panels import Panel, Series, panels_of
 
 
 @dataclass(frozen=True)

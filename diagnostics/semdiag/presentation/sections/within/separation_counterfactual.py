@@ -18,7 +18,7 @@ def separation_counterfactual(findings: Findings) -> Figure:
         findings: with columns ``separation_kK`` for full models.
 
     Returns:
-        One panel per task, seed, size and snapshot, or per model of somebody else's.
+        One panel per task, seed, size and snapshot, or per external model.
 
     Raises:
         NothingToDrawError: if no full model was measured with counterfactual k, or no query drops a key.
