@@ -131,13 +131,13 @@ def test_after_kill_9_finished_runs_are_not_repeated_and_the_other_goes_on(here)
 @pytest.mark.slow
 def test_control_c_keeps_what_is_there_and_says_how_to_go_on(here):
     process = start(here, "train_samples = 200\nepochs = 100000\n[grid]\nseed = [1, 2]\n", "--jobs", "2")
-    wait_until(lambda: folders(here) and epochs(folders(here)[0]) >= 1, process)
+    wait_until(lambda: len(folders(here)) == 2 and all(epochs(folder) >= 1 for folder in folders(here)), process)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130
     assert "Stopped; 0 of 2 runs are done in out. The same command goes on." in err
     assert "Traceback" not in err
-    assert table(here)[0]["status"] == "begun"
+    assert [row["status"] for row in table(here)] == ["begun", "begun"]
     at = epochs(folders(here)[0])
     time.sleep(0.5)
     assert epochs(folders(here)[0]) == at, "a process trains on"
