@@ -15,7 +15,7 @@ def numpy_generator(generator: torch.Generator) -> np.random.Generator:
 
     Example:
         >>> one, same = (numpy_generator(torch.Generator().manual_seed(3)) for _ in range(2))
-        >>> one.integers(1000) == same.integers(1000)
-        np.True_
+        >>> bool(one.integers(1000) == same.integers(1000))
+        True
     """
     return np.random.default_rng(int(torch.randint(2**63 - 1, (), generator=generator)))

@@ -54,10 +54,11 @@ class Blind(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.qkv = nn.Linear(8, 24)
 
     def forward(self, x):
-        return self.attention(x, x, x)[0]
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4)
+        return nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
 
 
 @pytest.fixture
