@@ -99,6 +99,9 @@ def test_training_again_starts_at_the_shipped_initialisation_and_follows_the_shi
     training = TrainingConfig.from_dict({**last.training.to_dict(), "epochs": 1})
     with torch.random.fork_rng():
         trainer = Trainer(model, training, torch.device("cpu"))
-        assert all(torch.equal(t, first.state[name]) for name, t in trainer.encoder.state_dict().items())
+        for name, t in trainer.encoder.state_dict().items():
+            # A uniform draw is u·(b − a) + a: with or without one rounding in between, which the kernels differ in.
+            step = torch.finfo(t.dtype).eps * float(first.state[name].abs().max())
+            torch.testing.assert_close(t, first.state[name], rtol=0, atol=step)
         trainer.run(lambda progress: None)
     assert trainer.history["train_loss"][0] == pytest.approx(last.history["train_loss"][0], rel=1e-3)
