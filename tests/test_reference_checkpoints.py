@@ -100,7 +100,7 @@ def test_training_again_starts_at_the_shipped_initialisation_and_follows_the_shi
     with torch.random.fork_rng():
         trainer = Trainer(model, training, torch.device("cpu"))
         for name, t in trainer.encoder.state_dict().items():
-            # A uniform draw is u·(b − a) + a: with or without one rounding in between, which the kernels differ in.
+            # A uniform draw is u·(b − a) + a, with or without a rounding in between: there kernels differ.
             step = torch.finfo(t.dtype).eps * float(first.state[name].abs().max())
             torch.testing.assert_close(t, first.state[name], rtol=0, atol=step)
         trainer.run(lambda progress: None)
