@@ -6,9 +6,10 @@ Run from the repository's root after training: ``python checkpoints/manifest.py`
 import json
 from pathlib import Path
 
-from semdiag_models import read_checkpoint, sha256
+from semdiag_models import read_checkpoint, sha256, weights_sha256
 
 HERE = Path(__file__).parent
+_MADE_WITH = ("semdiag", "torch", "device", "threads", "processor")
 
 
 def describe(run: Path) -> dict[str, object]:
@@ -27,9 +28,13 @@ def describe(run: Path) -> dict[str, object]:
         "epochs_to_95_percent_train_accuracy": reached[0] if reached else None,
         "train_accuracy": accuracies[-1],
         "holdout_accuracy": last.history["holdout_accuracy"][-1],
-        "trained_with": {key: last.provenance[key] for key in ("semdiag", "torch", "device", "threads")},
+        "trained_with": {key: last.provenance[key] for key in _MADE_WITH if key in last.provenance},
         "history": f"{run.name}/history.csv",
         "sha256": {file.name: sha256(file) for file in (run / "epoch-0.pt", run / "last.pt")},
+        "weights_sha256": {
+            file.name: weights_sha256(read_checkpoint(file).state)
+            for file in (run / "epoch-0.pt", run / "last.pt")
+        },
     }
 
 

@@ -29,9 +29,10 @@ inputs = torch.randn(8, 20, 64)
 with semdiag.capture(model, k=16) as calls:
     model(inputs)
 print(calls.dispersion(k=[4, 16]).groupby(["layer", "k"])["dispersion"].median())
-print(f"largest residual {calls.residual['residual'].max():.0e}; seen but not captured: {len(calls.audit)}")
+missed = calls.audit["what"] == "not captured"
+print(f"largest residual {calls.residual['residual'].max():.0e}; seen but not captured: {missed.sum()}")
 
 # %% What another k would leave of its attention
-table = semdiag.k_sweep(model, inputs)
+table = semdiag.k_sweep(model, inputs).sweep
 mass = table[(table["quantity"] == "mass") & (table["layer"] == -1)]
 print(mass[["k", "p5", "p50"]].to_string(index=False))

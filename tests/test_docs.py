@@ -63,7 +63,7 @@ def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Program:
     for name in ("checkpoints", "experiments"):
         (tmp_path / name).symlink_to(ROOT / name)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("COLUMNS", "120")
     monkeypatch.delenv("SEMDIAG_CHECKPOINTS", raising=False)
 
     def run(*words: str) -> tuple[int, str]:
@@ -87,7 +87,7 @@ def fresh(*words: str) -> str:
     done = subprocess.run(
         [sys.executable, "-c", code, *words],
         cwd=ROOT,
-        env={**os.environ, "COLUMNS": "80"},
+        env={**os.environ, "COLUMNS": "120"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -6,12 +6,14 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from semdiag.findings.convergence import arrivals, over_seeds, speed_ups
+from semdiag.findings.convergence import arrivals, epochs_to, over_seeds, speed_ups
 from semdiag.findings.findings import Findings
-from semdiag.findings.prediction import held_out_tasks, predictor_table
+from semdiag.findings.prediction import STAGES, held_out_tasks, predictor_table
 from semdiag.measurement.measurements import Measurements
-from semdiag.measurement.runs.predictors import CANDIDATES, STAGES
+from semdiag.measurement.runs.predictors import CANDIDATES
 from semdiag.measurement.schema import OPTIONAL
+from semdiag_models import TASKS, configure
+from semdiag_models.reach import cannot_represent
 
 ROOT = Path(__file__).parents[1]
 DATA = ROOT / "reports" / "study" / "data"
@@ -56,17 +58,47 @@ def arrival_table(runs: pd.DataFrame) -> str:
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
+THRESHOLDS = (0.80, 0.85, 0.90, 0.93, 0.95)
+
+
+def threshold_table(history: pd.DataFrame) -> str:
+    """Markdown: epochs of stack-manipulation to several training accuracies."""
+    own = history[history["task"] == "stack-manipulation"]
+    kinds = [*dict.fromkeys(table("runs")["attention"])]
+    lines = [["training accuracy", *kinds], ["---"] * (1 + len(kinds))]
+    for threshold in THRESHOLDS:
+        arrived = [epochs_to(own[own["attention"] == kind], threshold) for kind in kinds]
+        lines.append([f"{100 * threshold:g} %", *("never" if one is None else str(one) for one in arrived)])
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def reach_table() -> str:
+    """Markdown: which tasks each mask of the study, and its fair controls, cannot represent."""
+    lines = []
+    for label, chosen in MASKS.items():
+        configs = {name: configure(TASKS[name], chosen)[0] for name in TASKS if name != "listops"}
+        names = [name for name, config in configs.items() if cannot_represent(TASKS[name], config)]
+        lines.append(f"| {label} | {', '.join(names) or 'nothing is known'} |")
+    return "\n".join(lines)
+
+
+MASKS = {
+    "banded-5": {"attention": "banded", "k": 5},
+    "block-5": {"attention": "block", "k": 5},
+    "banded-5, one global token": {"attention": "banded", "k": 5, "global_tokens": 1},
+    "block-5, one global token": {"attention": "block", "k": 5, "global_tokens": 1},
+    "full, top-5, bottom-5, random-5": {"attention": "random", "k": 5},
+}
+
+
 def predictor_markdown(found: pd.DataFrame) -> str:
-    """Markdown: one row per candidate, one column per stage: τ, its interval, the corrected p-value."""
-    lines = [["ratio to full attention's", *STAGES], ["---"] * 4]
-    for candidate, words in CANDIDATES.items():
+    """Markdown: one row per candidate, one column per stage: ρ with the loss area, p, corrected p."""
+    found = found[found["outcome"] == "loss_area"]
+    lines = [["candidate", *STAGES], ["---"] * (1 + len(STAGES))]
+    for candidate in found["candidate"].unique():
         own = found[found["candidate"] == candidate].set_index("stage")
-        cells = []
-        for stage in STAGES:
-            row = own.loc[stage]
-            interval = "" if pd.isna(row["low"]) else f" ({row['low']:.2f} to {row['high']:.2f})"
-            cells.append(f"{row['tau']:+.2f}{interval}, {row['p_corrected']:.2f}")
-        lines.append([words, *cells])
+        cells = [f"{own['rho'][s]:+.2f}, {own['p'][s]:.2f}, {own['p_corrected'][s]:.2f}" for s in STAGES]
+        lines.append([CANDIDATES[candidate], *cells])
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
@@ -74,6 +106,8 @@ def test_what_is_written_is_what_was_found() -> None:
     text = (ROOT / "docs" / "study.md").read_text(encoding="utf-8")
     assert arrival_table(table("runs")) in text
     assert predictor_markdown(table("predictors")) in text
+    assert threshold_table(table("history")) in text
+    assert reach_table() in text
 
 
 def test_the_runs_are_those_of_the_experiment() -> None:
@@ -83,9 +117,9 @@ def test_the_runs_are_those_of_the_experiment() -> None:
     assert set(runs["kind"]) == kinds
     assert set(runs["seed"]) <= set(grid["seed"])
     epochs = {entry["task"]: entry["epochs"] for entry in grid["task"]}
-    assert {task.split("-50-")[0] for task in runs["task"]} == set(epochs)
+    assert set(runs["task"]) == set(epochs)
     for run in runs.to_dict("records"):
-        assert run["planned"] == epochs[run["task"].split("-50-")[0]]
+        assert run["planned"] == epochs[run["task"]]
 
 
 def test_speed_ups_follow_from_the_histories(study: Findings) -> None:
@@ -97,7 +131,7 @@ def test_speed_ups_follow_from_the_histories(study: Findings) -> None:
 
 
 @pytest.mark.slow
-def test_correlations_follow_from_speed_ups_and_candidates(study: Findings) -> None:
+def test_correlations_follow_from_histories_and_candidates(study: Findings) -> None:
     same(predictor_table(study), table("predictors"))
     same(held_out_tasks(study), table("held_out_tasks"))
 

@@ -7,62 +7,86 @@
 """
 
 from importlib import import_module
+from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from semdiag.capturing.attention_calls import AttentionCall, watch_attention
+    from semdiag.capturing.budgets import read_budget
+    from semdiag.capturing.kept_keys import RandomK, TopK, Window
     from semdiag.capturing.loading import LoadedModel, load
+    from semdiag.capturing.sparsify import sparsify
+    from semdiag.findings.findings import Findings
     from semdiag.mathematics.row_statistics import RowStatistics, row_statistics
+    from semdiag.measurement.asked import k_sweep, landscape, lipschitz, mask_stability
     from semdiag.measurement.calls.capture import Calls, capture
     from semdiag.measurement.calls.monitor import Monitor
     from semdiag.measurement.measure import measure
     from semdiag.measurement.measurements import Measurements
-    from semdiag.measurement.probes.k_sweep import SweepPlan, k_sweep
-    from semdiag.measurement.probes.loss.landscape import LandscapePlan, landscape
-    from semdiag.measurement.probes.loss.lipschitz import LipschitzPlan, lipschitz
-    from semdiag.measurement.probes.noise.masks import NoisePlan, mask_stability
+    from semdiag.measurement.probes.k_sweep import KSweepPlan
+    from semdiag.measurement.probes.loss.landscape import LandscapePlan
+    from semdiag.measurement.probes.loss.lipschitz import LipschitzPlan
+    from semdiag.measurement.probes.noise.masks import NoisePlan
+    from semdiag.presentation.asked import plot, report, summary
     from semdiag_models import InputError
 
 # Imported on first use: `semdiag --help` must not wait for torch and pandas.
 _HOME = {
     "AttentionCall": "semdiag.capturing.attention_calls",
     "watch_attention": "semdiag.capturing.attention_calls",
+    "sparsify": "semdiag.capturing.sparsify",
+    "TopK": "semdiag.capturing.kept_keys",
+    "Window": "semdiag.capturing.kept_keys",
+    "RandomK": "semdiag.capturing.kept_keys",
+    "read_budget": "semdiag.capturing.budgets",
     "LoadedModel": "semdiag.capturing.loading",
     "load": "semdiag.capturing.loading",
     "RowStatistics": "semdiag.mathematics.row_statistics",
     "row_statistics": "semdiag.mathematics.row_statistics",
     "Calls": "semdiag.measurement.calls.capture",
     "capture": "semdiag.measurement.calls.capture",
-    "SweepPlan": "semdiag.measurement.probes.k_sweep",
-    "k_sweep": "semdiag.measurement.probes.k_sweep",
+    "KSweepPlan": "semdiag.measurement.probes.k_sweep",
+    "k_sweep": "semdiag.measurement.asked",
     "NoisePlan": "semdiag.measurement.probes.noise.masks",
-    "mask_stability": "semdiag.measurement.probes.noise.masks",
+    "mask_stability": "semdiag.measurement.asked",
     "LandscapePlan": "semdiag.measurement.probes.loss.landscape",
-    "landscape": "semdiag.measurement.probes.loss.landscape",
+    "landscape": "semdiag.measurement.asked",
     "LipschitzPlan": "semdiag.measurement.probes.loss.lipschitz",
-    "lipschitz": "semdiag.measurement.probes.loss.lipschitz",
+    "lipschitz": "semdiag.measurement.asked",
     "measure": "semdiag.measurement.measure",
     "Measurements": "semdiag.measurement.measurements",
     "Monitor": "semdiag.measurement.calls.monitor",
+    "Findings": "semdiag.findings.findings",
+    "plot": "semdiag.presentation.asked",
+    "report": "semdiag.presentation.asked",
+    "summary": "semdiag.presentation.asked",
     "InputError": "semdiag_models",
 }
 
 __all__ = [
     # models and their attention
     "AttentionCall", "LoadedModel", "load", "watch_attention",
+    # real masks
+    "RandomK", "TopK", "Window", "read_budget", "sparsify",
     # mathematics
     "RowStatistics", "row_statistics",
     # measurement
     "Calls", "Measurements", "Monitor", "capture", "measure",
     # probes
-    "LandscapePlan", "LipschitzPlan", "NoisePlan", "SweepPlan", "k_sweep", "landscape", "lipschitz",
+    "LandscapePlan", "LipschitzPlan", "NoisePlan", "KSweepPlan", "k_sweep", "landscape", "lipschitz",
     "mask_stability",
+    # findings
+    "Findings", "plot", "report", "summary",
     # errors
     "InputError",
 ]  # fmt: skip
 
 
 def __getattr__(name: str) -> object:
+    if name == "__version__":
+        return version("semdiag")
+    if name == "mathematics":
+        return import_module("semdiag.mathematics")
     if name not in _HOME:
         raise AttributeError(f"module 'semdiag' has no attribute {name!r}")
     return getattr(import_module(_HOME[name]), name)

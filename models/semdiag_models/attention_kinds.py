@@ -10,13 +10,16 @@ class AttentionKind:
 
     Attributes:
         meaning: in words, for users.
-        keeps: ``all`` allowed keys, a ``fixed`` set of them, or those with the ``largest`` or ``smallest`` scores.
+        keeps: ``all`` allowed keys, a ``fixed`` set of them, a set ``redrawn`` at every forward pass, those with
+            the ``largest`` or ``smallest`` scores, or those that are ``hashed`` into the query's bucket or
+            ``clustered`` with it.
         local: whether the fixed set lies around the query; global tokens go with these kinds alone.
-        drawn: whether the fixed set is drawn, from a seed.
+        drawn: whether something is drawn once, from a seed of the selection: the fixed set, the hash functions,
+            the first centroids.
     """
 
     meaning: str
-    keeps: Literal["all", "fixed", "largest", "smallest"]
+    keeps: Literal["all", "fixed", "redrawn", "largest", "smallest", "hashed", "clustered"]
     local: bool = False
     drawn: bool = False
 
@@ -27,13 +30,18 @@ class AttentionKind:
 
     @property
     def input_dependent(self) -> bool:
-        """Whether the kept keys follow from the scores, and so change with the input."""
+        """Whether the kept keys follow from queries and keys, and so change with the input."""
+        return self.keeps in ("largest", "smallest", "hashed", "clustered")
+
+    @property
+    def follows_scores(self) -> bool:
+        """Whether the scores alone say which keys are kept: the k largest or smallest."""
         return self.keeps in ("largest", "smallest")
 
     @property
     def has_bounds(self) -> bool:
         """Whether the theory bounds it: fixed sets and heavy hitters."""
-        return self.keeps != "smallest"
+        return self.keeps in ("all", "fixed", "largest")
 
     @property
     def ranks_scores(self) -> bool:
@@ -52,6 +60,17 @@ ATTENTIONS = {
     "random": AttentionKind(
         "k keys drawn once for each block, head and query (input-agnostic: a control)", "fixed", drawn=True
     ),
+    "redrawn": AttentionKind(
+        "k keys drawn anew for each block, head and query at every forward pass, in evaluation, too", "redrawn"
+    ),
+    "lsh": AttentionKind(
+        "the k keys of the query's bucket of sign hashes, in each round (input-dependent)", "hashed", drawn=True
+    ),
+    "routing": AttentionKind(
+        "the k keys nearest to each centroid that has the query among its k nearest (input-dependent)",
+        "clustered",
+        drawn=True,
+    ),
 }
 LOCAL = tuple(name for name, kind in ATTENTIONS.items() if kind.local)  # these take global tokens
-DRAWN = tuple(name for name, kind in ATTENTIONS.items() if kind.drawn)  # these take a seed of their own
+DRAWN = tuple(name for name, kind in ATTENTIONS.items() if kind.drawn)  # these take a selection_seed

@@ -4,11 +4,10 @@ import hashlib
 import io
 import os
 import pickle
-import pickletools
 import re
 import tempfile
 import warnings
-import zipfile
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,11 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from semdiag_models.archive import CodeError, DamagedError, check_archive, code_in
 from semdiag_models.encoder import Encoder
 from semdiag_models.errors import InputError
 from semdiag_models.model_config import ModelConfig
 from semdiag_models.optimization import OptimizerState
+from semdiag_models.reading import open_file, require_memory
 from semdiag_models.training_config import TrainingConfig
+from semdiag_models.writing import naming, sync_folder
 
 FORMAT = "semdiag/1"
 
@@ -39,6 +41,7 @@ class Checkpoint:
         provenance: versions, command, device, threads.
         optimizer_state: what the optimiser remembers, by parameter and quantity; empty for plain SGD and in
             snapshots not to resume from.
+        recorded_weights: the hash of the parameters that the file says they have; empty if it says none.
     """
 
     model: ModelConfig
@@ -49,6 +52,7 @@ class Checkpoint:
     rng: dict[str, Tensor] = field(default_factory=dict)
     provenance: dict[str, Any] = field(default_factory=dict)
     optimizer_state: OptimizerState = field(default_factory=dict)
+    recorded_weights: str = field(default="", compare=False)
 
     def build(self) -> Encoder:
         """Return the encoder with these parameters, in evaluation mode."""
@@ -75,20 +79,24 @@ def write_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
         "history": checkpoint.history,
         "rng": {name: t.cpu() for name, t in checkpoint.rng.items()},
         "provenance": checkpoint.provenance,
+        "weights_sha256": weights_sha256(checkpoint.state),
     }
     if checkpoint.optimizer_state:
         content["optimizer_state"] = {
             name: {quantity: t.detach().cpu().contiguous() for quantity, t in values.items()}
             for name, values in checkpoint.optimizer_state.items()
         }
+    whole = io.BytesIO()  # of a full disk torch's own writer tells neither name nor reason
+    torch.save(content, whole)
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
-        with os.fdopen(descriptor, "wb") as file:
-            torch.save(content, file)
+        with naming(path), os.fdopen(descriptor, "wb") as file:
+            file.write(whole.getbuffer())
             file.flush()
             os.fsync(file.fileno())
         Path(temporary).chmod(0o644)
         Path(temporary).replace(path)
+        sync_folder(path.parent)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
@@ -107,12 +115,14 @@ def read_checkpoint(path: Path) -> Checkpoint:
         InputError: if the file is missing, not a checkpoint, damaged, holds code, or does not fit its own
             configuration.
     """
-    content = read_plain(path)
+    content, wrong = _read(path)
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise InputError(
             f"{path} is not a semdiag checkpoint (no format entry {FORMAT!r}). "
             "Make one with: semdiag train even-pairs --attention topk --k 5."
         )
+    if wrong is not None:
+        raise InputError(f"{path} is damaged: the checksum of {wrong[:80]!r} is wrong. Restore it from a copy.")
     return _checkpoint(path, content)
 
 
@@ -129,34 +139,66 @@ def read_plain(path: Path) -> Any:
         InputError: if the file is missing, unreadable, damaged, or holds anything but data; the message
             names the refused global.
     """
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of pickle protocols: the file is read, or it is refused
-            return torch.load(path, map_location="cpu", weights_only=True)
-    except FileNotFoundError:
-        raise InputError(f"{path} does not exist.") from None
-    except IsADirectoryError:
-        raise InputError(f"{path} is a folder, not a checkpoint file.") from None
-    except PermissionError:
-        raise InputError(f"{path} cannot be read: permission denied.") from None
-    except pickle.UnpicklingError as error:
-        found = re.search(r"GLOBAL (\S+)", str(error))
-        code = found[1].rstrip(".") if found else _foreign_global(path)
-        if code:
-            raise InputError(
-                f"{path} refused: it holds the code object {code}, and checkpoints are read as data "
-                "only. Save a state dict of tensors instead."
-            ) from None
-        raise InputError(f"{path} is not a checkpoint: no readable tensors in it.") from None
-    except Exception as error:  # on damaged files torch raises whatever its reader stumbles over
-        reason = str(error).split("\n", 1)[0][:120] or type(error).__name__
-        raise InputError(f"{path} is not a checkpoint, or it is truncated ({reason}).") from None
+    content, wrong = _read(path)
+    if wrong is not None:  # torch can be told to write files without checksums
+        warnings.warn(f"{path}: the checksum of {wrong[:80]!r} is wrong; it may be damaged.", stacklevel=2)
+    return content
+
+
+def _read(path: Path) -> tuple[Any, str | None]:
+    """What a file holds, and the first of its members whose bytes are not those that were written."""
+    with open_file(path) as file:
+        try:
+            wrong = check_archive(file)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of pickle protocols: the file is read, or it is refused
+                return torch.load(file, map_location="cpu", weights_only=True), wrong
+        except CodeError as error:
+            raise InputError(_REFUSED.format(path=path, code=error)) from None
+        except DamagedError as error:
+            raise InputError(f"{path} is not a checkpoint, or it is truncated ({error}).") from None
+        except pickle.UnpicklingError as error:
+            found = re.search(r"GLOBAL (\S+)", str(error))
+            code = found[1].rstrip(".")[:120] if found else code_in(file)
+            if code:
+                raise InputError(_REFUSED.format(path=path, code=code)) from None
+            raise InputError(f"{path} is not a checkpoint: no readable tensors in it.") from None
+        except Exception as error:  # on damaged files torch raises whatever its reader stumbles over
+            reason = str(error).split("\n", 1)[0][:120] or type(error).__name__
+            raise InputError(f"{path} is not a checkpoint, or it is truncated ({reason}).") from None
+
+
+_REFUSED = (
+    "{path} refused: it holds the code object {code}, and checkpoints are read as data only. Save a state dict of "
+    "tensors instead; for a model of your own name a function that builds it: package.module:function."
+)
 
 
 def sha256(path: Path) -> str:
     """Return the SHA-256 of a file as 64 hexadecimal digits."""
-    with path.open("rb") as file:
+    with open_file(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def weights_sha256(state: Mapping[str, Tensor]) -> str:
+    """SHA-256 of the weights alone: of every tensor's name, type, shape and bytes, in the order of the names.
+
+    Args:
+        state: tensors by name.
+
+    Returns:
+        64 hexadecimal digits, which do not change when the configuration of later versions gains a field.
+
+    Example:
+        >>> weights_sha256({"w": torch.zeros(2)})[:8]
+        'f03e39f8'
+    """
+    digest = hashlib.sha256()
+    for name in sorted(state):
+        tensor = state[name].detach().cpu().contiguous()
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
+        digest.update(tensor.flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
 
 
 def check_shapes(path: Path, model: Encoder, state: dict[str, Any]) -> None:
@@ -191,30 +233,6 @@ def check_shapes(path: Path, model: Encoder, state: dict[str, Any]) -> None:
             raise InputError(f"{path}: parameter {name!r} is not a plain tensor of floating-point numbers.")
 
 
-def _foreign_global(path: Path) -> str | None:
-    """Name the first global, not torch's own, in a pickle of a protocol that torch does not read."""
-    try:
-        data = path.read_bytes()
-        if zipfile.is_zipfile(path):
-            with zipfile.ZipFile(path) as archive:
-                data = archive.read(next(n for n in archive.namelist() if n.endswith("data.pkl")))
-        stream = io.BytesIO(data)
-        strings: list[str] = []  # a STACK_GLOBAL is preceded by the strings module and name
-        while True:  # torch's older format is several pickles in a row
-            for opcode, argument, _ in pickletools.genops(stream):
-                name = None
-                if opcode.name == "GLOBAL":
-                    name = str(argument).replace(" ", ".")
-                elif opcode.name == "STACK_GLOBAL":
-                    name = ".".join(strings[-2:])
-                elif isinstance(argument, str):
-                    strings.append(argument)
-                if name and not name.startswith(("torch.", "collections.OrderedDict")):
-                    return " ".join(name.split())[:120]
-    except Exception:  # the end of the pickles, or never one
-        return None
-
-
 def _checkpoint(path: Path, content: dict[str, Any]) -> Checkpoint:
     content = {"rng": {}, "provenance": {}, "optimizer_state": {}, **content}
     names = ("config", "model_state", "history", "rng", "provenance", "optimizer_state")
@@ -244,6 +262,9 @@ def _checkpoint(path: Path, content: dict[str, Any]) -> Checkpoint:
         raise InputError(f"{path} has too few parameters for its configuration's {model.blocks} blocks.")
     with torch.device("meta"):
         skeleton = Encoder(model)
+    entries = sum(tensor.numel() for tensor in (*skeleton.parameters(), *skeleton.buffers()))
+    # Of every number there is the file's, the model's in float64, and while positions are made, two more.
+    require_memory(32 * entries, f"{path} declares a model that")
     check_shapes(path, skeleton, content["model_state"])
     return Checkpoint(
         model=model,
@@ -254,4 +275,5 @@ def _checkpoint(path: Path, content: dict[str, Any]) -> Checkpoint:
         rng=content.get("rng", {}),
         provenance=content.get("provenance", {}),
         optimizer_state=content["optimizer_state"],
+        recorded_weights=str(content.get("weights_sha256", ""))[:64],
     )

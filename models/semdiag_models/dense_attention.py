@@ -7,7 +7,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from semdiag_models.dropout import dropped_positions
-from semdiag_models.random_state import on_each_stream
 
 _STRIP = 2**20  # scores held at a time: 4 MB in float32, about one core's share of the cache
 
@@ -33,7 +32,7 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, valid: Tensor
     if dropout == 0:
         return _torch_attention(q, k, v, scale, valid, 0.0)
     attend = _strip_attention if q.device.type == "cpu" else _torch_attention
-    return on_each_stream(lambda q, k, v, valid: attend(q, k, v, scale, valid, dropout), q, k, v, valid)
+    return attend(q, k, v, scale, valid, dropout)
 
 
 def _torch_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, valid: Tensor | None, p: float) -> Tensor:

@@ -1,8 +1,12 @@
-"""Which device a name means."""
+"""Which device a name means, and which processor this is."""
+
+import platform
+from pathlib import Path
 
 import torch
 
 from semdiag_models.errors import InputError, unknown_name
+from semdiag_models.reading import LARGEST_JSON, read_bytes
 
 
 def find_device(name: str) -> torch.device:
@@ -29,3 +33,12 @@ def find_device(name: str) -> torch.device:
     if not there[name]:
         raise InputError(f"No {name} device here. Use --device auto or --device cpu.")
     return torch.device(name)
+
+
+def processor() -> str:
+    """The processor's name, which decides a run's rounding beside its threads; as exact as the system says."""
+    try:
+        lines = read_bytes(Path("/proc/cpuinfo"), LARGEST_JSON).decode("utf-8", "replace").splitlines()
+        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    except (InputError, StopIteration):
+        return platform.processor() or platform.machine()

@@ -7,8 +7,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from semdiag_models.random_state import on_each_stream
-
 
 def dropped_positions(n: int, p: float) -> Tensor:
     """Indices at which an independent coin of probability p falls on "drop", among n.
@@ -54,69 +52,21 @@ def dropout(x: Tensor, p: float, training: bool) -> Tensor:
     if not training or p == 0:
         return x
     if x.device.type != "cpu":
-        return on_each_stream(lambda part: F.dropout(part, p), x)
+        return F.dropout(x, p)
     dropped: Tensor = _Dropout.apply(x, p)  # type: ignore[no-untyped-call]
     return dropped
-
-
-def add_dropout(x: Tensor, branch: Tensor, p: float, training: bool) -> Tensor:
-    """x + dropout(branch), without storing the dropped branch.
-
-    Args:
-        x: the residual stream, any shape.
-        branch: what is added, of x's shape.
-        p: drop probability, in [0, 1).
-        training: if false, nothing is dropped.
-
-    Returns:
-        A tensor of x's shape.
-    """
-    if not training or p == 0:
-        return x + branch
-    if x.device.type != "cpu":
-        return x + on_each_stream(lambda part: F.dropout(part, p), branch)
-    added: Tensor = _AddDropout.apply(x, branch, p)  # type: ignore[no-untyped-call]
-    return added
 
 
 class _Dropout(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, p: float) -> Tensor:
-        ctx.p, drops = p, _drops(x, p)
+        ctx.p, drops = p, dropped_positions(x.numel(), p)
         ctx.save_for_backward(drops)
         return _zeroed(x, p, drops)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return _zeroed(grad, ctx.p, *ctx.saved_tensors), None
-
-
-class _AddDropout(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, branch: Tensor, p: float) -> Tensor:
-        ctx.p, drops = p, _drops(x, p)
-        ctx.save_for_backward(drops)
-        x = x.contiguous()
-        added = torch.add(x, branch, alpha=1 / (1 - p))
-        added.view(-1).index_copy_(0, drops, x.view(-1).index_select(0, drops))
-        return added
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        return grad, _zeroed(grad, ctx.p, *ctx.saved_tensors), None
-
-
-def _drops(x: Tensor, p: float) -> Tensor:
-    """Flat positions in x to drop; each stream of a stacked batch drops in its own part."""
-    done = 0
-
-    def draw(part: Tensor) -> Tensor:
-        nonlocal done
-        positions: Tensor = dropped_positions(part.numel(), p).add_(done)
-        done += part.numel()
-        return positions
-
-    return on_each_stream(draw, x)
 
 
 def _zeroed(x: Tensor, p: float, drops: Tensor) -> Tensor:

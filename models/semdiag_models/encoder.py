@@ -8,14 +8,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from semdiag_models.attention_kinds import DRAWN, LOCAL
+from semdiag_models.attention_kinds import ATTENTIONS, LOCAL
+from semdiag_models.clustered_selection import first_centroids, follow
 from semdiag_models.dense_attention import dense_attention
-from semdiag_models.dropout import add_dropout, dropout
+from semdiag_models.dropout import dropout
+from semdiag_models.hashed_selection import hash_directions
 from semdiag_models.model_config import ModelConfig
 from semdiag_models.selected_attention import selected_attention
 from semdiag_models.selection import random_priorities, select_keys
 
-_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "gelu": F.gelu, "mish": F.mish}
+ACTIVATION_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "gelu": F.gelu, "mish": F.mish}
 
 
 class AttentionCore(nn.Module):
@@ -71,47 +73,77 @@ class Attention(nn.Module):
 
     Args:
         config: the architecture.
-        layer: which block's; random attention keeps other keys in every block.
+        layer: which block's; random attention keeps other keys in every block, and LSH attention hashes otherwise.
     """
+
+    centroids: Tensor | None
 
     def __init__(self, config: ModelConfig, layer: int = 0) -> None:
         super().__init__()
         self.config, self.layer = config, layer
         self.heads, self.head_width = config.heads, config.head_width
         self.kind, self.k = config.attention, config.k
+        self.draw_seed: int | None = None  # see Encoder.with_draws
         everywhere = (config.cls_tokens, config.global_tokens) if config.attention in LOCAL else (0, 0)
         self.scale = config.inverse_temperature / math.sqrt(config.head_width)
         inner = config.heads * config.head_width
         self.qkv = nn.Linear(config.width, 3 * inner)
         self.core = AttentionCore(config.dropout, everywhere)
         self.out = nn.Linear(inner, config.width)
+        centroids = None  # of routing attention: state, not a parameter; training moves them in every step
+        if config.clusters is not None:
+            size = (config.heads, config.clusters, config.head_width)
+            centroids = first_centroids(config.selection_seed, layer, size)
+        self.register_buffer("centroids", centroids)
 
     def forward(self, x: Tensor, valid: Tensor | None) -> Tensor:
         """Attend: (B, L, d), (B, L) or None -> (B, L, d)."""
         qkv: Tensor = self.qkv(x)
         if qkv.dtype == x.dtype:
-            mixed = self._mix(qkv, valid)
+            mixed = self.mix(qkv, valid)
         else:  # under autocast; scores of 8 bits would be full of ties, so attention is as precise as its input
             with torch.autocast(x.device.type, enabled=False):
-                mixed = self._mix(qkv.to(x.dtype), valid)
-        attended: Tensor = self.out(mixed.transpose(1, 2).reshape(*x.shape[:2], -1))
+                mixed = self.mix(qkv.to(x.dtype), valid)
+        attended: Tensor = self.out(mixed)
         return attended
 
-    def _mix(self, qkv: Tensor, valid: Tensor | None) -> Tensor:
-        """Select keys and mix values: (B, L, 3·H·D) -> (B, H, L, D)."""
+    def mix(self, qkv: Tensor, valid: Tensor | None) -> Tensor:
+        """Attend and put the heads side by side: (B, L, 3·H·D), (B, L) or None -> (B, L, H·D)."""
         split = qkv.view(*qkv.shape[:2], 3, self.heads, self.head_width)
-        q, k, v = split.permute(2, 0, 3, 1, 4)  # each (B, H, L, D)
-        everywhere, priorities = self.core.everywhere, self._priorities(qkv.shape[1], qkv.device)
-        selected = select_keys(self.kind, self.k, q, k, self.scale, valid, everywhere, priorities)
-        mixed: Tensor = self.core(q, k, v, self.scale, valid, selected)
+        q, k, v = split.permute(2, 0, 3, 1, 4)
+        return self.attend(q, k, v, valid).transpose(1, 2).flatten(2)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None) -> Tensor:
+        """Select keys and mix values: each (B, H, L, D), (B, L) or None -> (B, H, L, D)."""
+        mixed: Tensor = self.core(q, k, v, self.scale, valid, self.select(q, k, valid))
         return mixed
 
-    def _priorities(self, length: int, device: torch.device) -> Tensor | None:
-        if self.kind not in DRAWN:
-            return None
-        c, longest = self.config, self.config.length + self.config.extra_tokens
-        orders = random_priorities(c.selection_seed, c.blocks, c.heads, longest, device)
-        return orders[self.layer, :, :length, :length]
+    def select(self, q: Tensor, k: Tensor, valid: Tensor | None) -> Tensor | None:
+        """Positions of the keys that each query attends to, as :func:`select_keys` gives them.
+
+        In training the centroids of routing attention then follow the queries and keys.
+        """
+        by = self._selected_by(q)
+        selected = select_keys(self.kind, self.k, q, k, self.scale, valid, self.core.everywhere, **by)
+        if self.training and self.centroids is not None:
+            follow(self.centroids, q, k, valid, self.config.centroid_decay)
+        return selected
+
+    def _selected_by(self, q: Tensor) -> dict[str, Tensor]:
+        """What the keys are selected by besides the scores, by its name in :func:`select_keys`."""
+        c, length = self.config, q.shape[2]
+        if self.centroids is not None:
+            return {"centroids": self.centroids}
+        if c.hash_bits is not None:
+            entries = c.head_width + (c.hashes == "asymmetric")
+            shape = (c.blocks, c.heads, c.hash_rounds, c.hash_bits, entries)
+            return {"directions": hash_directions(c.selection_seed, shape, q.device, q.dtype)[self.layer]}
+        named = None if self.training else self.draw_seed
+        seed = c.selection_seed if ATTENTIONS[self.kind].drawn else named
+        if seed is None:
+            return {}
+        orders = random_priorities(seed, c.blocks, c.heads, c.length + c.extra_tokens, q.device)
+        return {"priorities": orders[self.layer, :, :length, :length]}
 
 
 class Block(nn.Module):
@@ -128,7 +160,7 @@ class Block(nn.Module):
         super().__init__()
         self.width, self.p, self.pre_norm = config.width, config.dropout, config.norm == "pre"
         self.attention_norm_eps = config.first_norm_eps if layer == 0 else 1e-5
-        self.activation = _ACTIVATIONS[config.activation]
+        self.activation = ACTIVATION_FUNCTIONS[config.activation]
         self.attention = Attention(config, layer)
         self.expand = nn.Linear(config.width, config.mlp_width)
         self.contract = nn.Linear(config.mlp_width, config.width)
@@ -136,9 +168,9 @@ class Block(nn.Module):
     def forward(self, x: Tensor, valid: Tensor | None) -> Tensor:
         """Transform the residual stream: (B, L, d) -> (B, L, d)."""
         if self.pre_norm:
-            x = add_dropout(x, self.attention(self._first_norm(x), valid), self.p, self.training)
+            x = x + dropout(self.attention(self._first_norm(x), valid), self.p, self.training)
             return self._with_mlp(x, F.layer_norm(x, (self.width,)))
-        x = self._first_norm(add_dropout(x, self.attention(x, valid), self.p, self.training))
+        x = self._first_norm(x + dropout(self.attention(x, valid), self.p, self.training))
         return F.layer_norm(self._with_mlp(x, x), (self.width,))
 
     def _first_norm(self, x: Tensor) -> Tensor:
@@ -147,7 +179,7 @@ class Block(nn.Module):
     def _with_mlp(self, x: Tensor, y: Tensor) -> Tensor:
         """Return x + drop(mlp(y))."""
         hidden = dropout(self.expand(y), self.p, self.training)
-        return add_dropout(x, self.contract(self.activation(hidden)), self.p, self.training)
+        return x + dropout(self.contract(self.activation(hidden)), self.p, self.training)
 
 
 class Encoder(nn.Module):
@@ -184,6 +216,20 @@ class Encoder(nn.Module):
         nn.init.uniform_(self.head.weight, -0.1, 0.1)
         nn.init.zeros_(self.head.bias)
 
+    def attention(self, layer: int) -> Attention:
+        """The attention of a block, from 0."""
+        block = self.blocks[layer]
+        assert isinstance(block, Block)
+        return block.attention
+
+    @torch.no_grad()
+    def scale_queries_and_keys(self, factor: float) -> None:
+        """Multiply W_q, W_k and their biases: the scores, and δ with them, by the square of the factor."""
+        for i in range(self.config.blocks):
+            layer = self.attention(i)
+            for parameter in (layer.qkv.weight, layer.qkv.bias):
+                parameter[: 2 * layer.heads * layer.head_width].mul_(factor)
+
     def with_exact_positions(self) -> Self:
         """Put positions in the place of the trainer's that are the same on every processor.
 
@@ -196,6 +242,22 @@ class Encoder(nn.Module):
         """
         length, width = self.positions.shape
         self.positions.copy_(_sinusoids(length, width, torch.float64))
+        return self
+
+    def with_draws(self, seed: int) -> Self:
+        """Let redrawn attention keep the same random keys in every evaluation: one model, which can be measured.
+
+        Training, and any other kind of attention, goes on as before.
+
+        Args:
+            seed: of the keys.
+
+        Returns:
+            The encoder itself.
+        """
+        if ATTENTIONS[self.config.attention].keeps == "redrawn":
+            for layer in range(self.config.blocks):
+                self.attention(layer).draw_seed = seed
         return self
 
     def forward(self, tokens: Tensor, padded: bool | None = None) -> Tensor:
@@ -212,7 +274,7 @@ class Encoder(nn.Module):
         x = self.embed(tokens)
         for block in self.blocks:
             x = block(x, valid)
-        logits: Tensor = self.head(x[:, 0] if self.config.cls_tokens else _mean(x, valid))
+        logits: Tensor = self.head(x[:, 0] if self.config.cls_tokens else mean(x, valid))
         return logits
 
     def sequence(self, tokens: Tensor) -> Tensor:
@@ -237,13 +299,17 @@ class Encoder(nn.Module):
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Scaled embedding plus sinusoidal positions: (B, L) -> (B, L + extra tokens, d)."""
-        ids, positions = self.sequence(tokens), self.positions
-        missing = len(positions) - ids.shape[1]  # of an input shorter than the longest
-        if missing and self.config.global_tokens:
-            end = self.config.cls_tokens + tokens.shape[1]
-            positions = torch.cat([positions[:end], positions[end + missing :]])
-        x = self.embedding(ids) * math.sqrt(self.config.width) + positions[: ids.shape[1]]
+        x = self.embedding(self.sequence(tokens)) * math.sqrt(self.config.width) + self.positions_of(
+            tokens.shape[1]
+        )
         return dropout(x, self.config.dropout, self.training)
+
+    def positions_of(self, length: int) -> Tensor:
+        """Positions of an input of ``length`` tokens and of the extra ones: (L + extra tokens, d)."""
+        missing, cls = self.config.length - length, self.config.cls_tokens
+        if missing and self.config.global_tokens:
+            return torch.cat([self.positions[: cls + length], self.positions[cls + length + missing :]])
+        return self.positions[: length + self.config.extra_tokens]
 
     def valid(self, tokens: Tensor, padded: bool | None = None) -> Tensor | None:
         """Which tokens of :meth:`sequence` count.
@@ -265,7 +331,7 @@ class Encoder(nn.Module):
         return F.pad(valid, (c.cls_tokens, c.global_tokens), value=True) if c.extra_tokens else valid
 
 
-def _mean(x: Tensor, valid: Tensor | None) -> Tensor:
+def mean(x: Tensor, valid: Tensor | None) -> Tensor:
     """Mean over the valid positions: (B, L, d) -> (B, d)."""
     if valid is None:
         return x.mean(1)

@@ -8,6 +8,10 @@ from semdiag_models.errors import InputError, unknown_name
 from semdiag_models.record import LARGEST_SIZE, Record
 
 ACTIVATIONS = ("relu", "gelu", "mish")
+HASHES = {
+    "shared": "sign hashes of queries and keys as they are: buckets of small angles",
+    "asymmetric": "keys get one more entry that makes all as long as the longest: buckets of large scores",
+}
 NORMS = {
     "pre": "x + attention(norm(x)), then x + mlp(norm(x)): the paper's code",
     "post": "norm(x + attention(x)), then norm(x + mlp(x)): the paper's equations",
@@ -15,6 +19,21 @@ NORMS = {
 POOLINGS = {
     "mean": "the mean over all tokens that are not PAD",
     "cls": "the output of a learnt token in front of the input",
+}
+_OF_ONE_KIND: dict[str, tuple[str, float, float]] = {  # the kind of attention, and between what it lies
+    "hash_rounds": ("lsh", 1, 100),
+    "hash_bits": ("lsh", 1, 30),
+    "hashes": ("lsh", 0, 0),
+    "clusters": ("routing", 1, LARGEST_SIZE),
+    "centroid_decay": ("routing", 0, 1),
+}
+_IN_THE_LABEL = {
+    "global_tokens": "global-",
+    "hash_rounds": "rounds-",
+    "hash_bits": "bits-",
+    "hashes": "",
+    "clusters": "clusters-",
+    "centroid_decay": "decay-",
 }
 _LEAST_DROPOUT = 1e-9  # gaps between drops are counted in 64 bits
 
@@ -49,12 +68,18 @@ class ModelConfig(Record):
     global_tokens: int = 0  # g learnt tokens behind the input: they attend to all and all attend to them
     norm: str = "pre"  # a key of NORMS
     pooling: str = "mean"  # a key of POOLINGS
-    selection_seed: int = 0  # of the keys that random attention keeps
+    selection_seed: int = 0  # of random keys, hash functions, first centroids
+    hash_rounds: int = 1  # of lsh: a query keeps the k keys of its bucket in every round
+    hash_bits: int | None = None  # of lsh, signs a hash has; None: two to four buckets for every k tokens
+    hashes: str = "shared"  # of lsh, a key of HASHES
+    clusters: int | None = None  # of routing; None: one for every k tokens
+    centroid_decay: float = 0.999  # of routing: what a centroid keeps of its old place in a training step
 
     def __post_init__(self) -> None:
         if self.attention not in ATTENTIONS:
             raise unknown_name("attention", self.attention, ATTENTIONS)
-        for name, known in (("activation", ACTIVATIONS), ("norm", NORMS), ("pooling", POOLINGS)):
+        named = (("activation", ACTIVATIONS), ("norm", NORMS), ("pooling", POOLINGS), ("hashes", HASHES))
+        for name, known in named:
             if getattr(self, name) not in known:
                 raise unknown_name(name, getattr(self, name), known)
         sizes = (
@@ -83,6 +108,7 @@ class ModelConfig(Record):
             raise InputError(f"first_norm_eps must be finite and not negative. Got {self.first_norm_eps}.")
         self._check_k()
         self._check_extras()
+        self._check_matching()
 
     def _check_k(self) -> None:
         if ATTENTIONS[self.attention].dense:
@@ -106,7 +132,29 @@ class ModelConfig(Record):
         if not 0 <= self.selection_seed < 2**63:
             raise InputError(f"selection_seed must lie in 0 … 2^63 - 1. Got {self.selection_seed}.")
         if self.selection_seed and self.attention not in DRAWN:
-            raise InputError(f"Only random attention takes a selection_seed. Got one with {self.attention}.")
+            raise InputError(
+                f"Only {', '.join(DRAWN[:-1])} and {DRAWN[-1]} attention take a selection_seed. Got one with "
+                f"{self.attention}."
+            )
+
+    def _check_matching(self) -> None:
+        """Check what goes with hashes and clusters, and settle their numbers where the user left them open."""
+        for name, (kind, _, _) in _OF_ONE_KIND.items():
+            if self.attention != kind and getattr(self, name) != getattr(type(self), name):
+                raise InputError(f"Only {kind} attention takes {name}. Got it with {self.attention}.")
+        for name, value in self._usual_numbers().items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, value)
+        for name, (_, least, most) in _OF_ONE_KIND.items():
+            value = getattr(self, name)
+            if isinstance(value, int | float) and not least <= value <= most:
+                raise InputError(f"{name} must lie in {least} … {most}. Got {value}.")
+
+    def _usual_numbers(self) -> dict[str, int]:
+        """Of hash bits or clusters, by the number of windows of k in the longest input."""
+        windows = -(-self.length // (self.k or 1))
+        usual = {"lsh": {"hash_bits": 1 + (windows - 1).bit_length()}, "routing": {"clusters": windows}}
+        return usual.get(self.attention, {})
 
     @property
     def pad_id(self) -> int:
@@ -135,6 +183,16 @@ class ModelConfig(Record):
 
     @property
     def attention_label(self) -> str:
-        """Attention, k and global tokens in one word: ``full``, ``topk-5``, ``banded-5-global-1``."""
-        label = self.attention if self.k is None else f"{self.attention}-{self.k}"
-        return f"{label}-global-{self.global_tokens}" if self.global_tokens else label
+        """Attention, k and what else tells masks apart, in one word: ``topk-5``, ``banded-5-global-1``.
+
+        Example:
+            >>> ModelConfig(3, 2, 40, "lsh", k=5, hash_rounds=2, hashes="asymmetric").attention_label
+            'lsh-5-rounds-2-asymmetric'
+        """
+        usual = {name: getattr(type(self), name) for name in _IN_THE_LABEL} | self._usual_numbers()
+        words = [self.attention, *([] if self.k is None else [str(self.k)])]
+        for name, word in _IN_THE_LABEL.items():
+            value = getattr(self, name)
+            if value != usual[name]:
+                words.append(f"{word}{value:g}" if isinstance(value, float) else f"{word}{value}")
+        return "-".join(words)

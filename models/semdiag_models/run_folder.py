@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from semdiag_models.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
+from semdiag_models.device import processor
 from semdiag_models.errors import InputError
 from semdiag_models.model_config import ModelConfig
 from semdiag_models.optimization import optimizer_state, restore_optimizer_state
@@ -21,6 +22,7 @@ from semdiag_models.random_state import random_state, restore_random_state
 from semdiag_models.run_lock import RunLock
 from semdiag_models.training import HISTORY_COLUMNS, Progress, Trainer
 from semdiag_models.training_config import TrainingConfig
+from semdiag_models.writing import write_text
 
 
 def run_name(model: ModelConfig, training: TrainingConfig) -> str:
@@ -154,6 +156,7 @@ def start_run(
         "torch": str(torch.__version__),
         "device": trainer.device.type,
         "threads": torch.get_num_threads(),
+        "processor": processor(),
         **provenance,
     }
 
@@ -232,6 +235,4 @@ def _write_history(path: Path, history: dict[str, list[float]]) -> None:
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(history)
     writer.writerows(zip(*history.values(), strict=True))
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(text.getvalue(), encoding="utf-8")
-    temporary.replace(path)
+    write_text(path, text.getvalue())

@@ -13,7 +13,7 @@ from semdiag_models.errors import InputError
 from semdiag_models.model_config import ModelConfig
 from semdiag_models.random_state import RandomState, random_state, restore_random_state
 from semdiag_models.run_folder import open_run, run_name, start_run
-from semdiag_models.stacking import train_together
+from semdiag_models.stacking import check_together, train_together
 from semdiag_models.training import Progress, Trainer
 from semdiag_models.training_config import TrainingConfig
 
@@ -57,20 +57,17 @@ def open_seed_runs(
     """
     if len(set(seeds)) != len(seeds) or not seeds:
         raise InputError(f"Seeds to train at once must all be different. Got {','.join(map(str, seeds))}.")
-    if training.compiled:
-        raise InputError(
-            "Several seeds at once cannot be compiled. Leave out --compile, or train them one by one."
-        )
-    if model.attention in DRAWN:
-        raise InputError("Random attention keeps other keys for every seed: train the seeds one by one.")
+    check_together(training)
+    drawn = model.attention in DRAWN  # every seed keeps keys of its own
+    models = [replace(model, selection_seed=seed) if drawn else model for seed in seeds]
     configurations = [replace(training, seed=seed) for seed in seeds]
-    folders = [parent / run_name(model, configuration) for configuration in configurations]
+    folders = [parent / run_name(*both) for both in zip(models, configurations, strict=True)]
     there = [(folder / "last.pt").exists() for folder in folders]
     runs: list[SeedRun] = []
     with ExitStack() as undo:
-        for folder, configuration, exists in zip(folders, configurations, there, strict=True):
+        for folder, own, configuration, exists in zip(folders, models, configurations, there, strict=True):
             go_on = resume and (exists or not any(there))
-            trainer = open_run(folder, model, configuration, device, resume=go_on, overwrite=overwrite)
+            trainer = open_run(folder, own, configuration, device, resume=go_on, overwrite=overwrite)
             undo.callback(trainer.release)
             runs.append(SeedRun(folder, trainer, random_state(device)))
         undo.pop_all()
@@ -94,7 +91,8 @@ def train_seed_runs(
         after_batch: called for each trainer after a step.
 
     Raises:
-        DivergedError: if the loss of a seed is no longer a number; the other seeds have saved the epoch.
+        DivergedError: when all others are at their ends, if the loss of a run is no longer a number.
+        InputError: if the steps are to be compiled or in bf16.
     """
     provenance = {**provenance, "seeds_at_once": len(runs)}
     finish: dict[int, Callable[[Progress], None]] = {}

@@ -26,13 +26,10 @@ def selected_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, selected: 
         Mixed values (B, H, L, D); zero for a query without a selected key.
     """
     batch, heads, length, width = q.shape
-    missing = selected < 0
     offset = torch.arange(batch * heads, device=q.device).mul_(length).view(batch, heads, 1, 1)
     index = (selected.clamp(min=0) + offset).view(-1, selected.shape[-1])  # (B·H·L, K) rows of the flat keys
-    scores = _SelectedScores.apply(flat(q) * scale, flat(k), index)  # type: ignore[no-untyped-call]
-    scores = scores.masked_fill(missing.view(index.shape), torch.finfo(q.dtype).min)
-    weights = drop(scores.softmax(-1).masked_fill(missing.view(index.shape), 0), dropout, training=True)
-    mixed: Tensor = _WeightedSum.apply(weights, flat(v), index)  # type: ignore[no-untyped-call]
+    rows = tuple(t.reshape(-1, width) for t in (q, k, v))
+    mixed: Tensor = _Selected.apply(*rows, index, (selected < 0).view(index.shape), scale, dropout)  # type: ignore[no-untyped-call]
     return mixed.view(batch, heads, length, width)
 
 
@@ -69,38 +66,31 @@ def plain_selected_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, sele
     return mixed
 
 
-def flat(x: Tensor) -> Tensor:
-    """View (B, H, L, D) as rows (B·H·L, D), copying only if the memory is laid out otherwise."""
-    return x.reshape(-1, x.shape[-1])
-
-
-class _SelectedScores(torch.autograd.Function):
-    """z[i, j] = q[i] · k[index[i, j]]."""
+class _Selected(torch.autograd.Function):
+    """softmax_j(scale · q[i] · k[index[i, j]]), dropped, times v[index[i, j]]; rows (B·H·L, D)."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, index: Tensor) -> Tensor:
-        ctx.save_for_backward(q, k, index)
-        return _row_dots(q, k, index)
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, index: Tensor, missing: Tensor, scale: float, p: float
+    ) -> Tensor:
+        scores = _row_dots(q, k, index).mul_(scale).masked_fill_(missing, torch.finfo(q.dtype).min)
+        weights = scores.softmax(-1).masked_fill_(missing, 0)
+        kept = drop(torch.ones_like(weights), p, training=True) if p else None
+        ctx.save_for_backward(q, k, v, index, weights, kept)
+        ctx.scale = scale
+        return _gather_sum(weights if kept is None else weights * kept, v, index)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        q, k, index = ctx.saved_tensors
-        return _gather_sum(grad, k, index), _scatter_sum(grad, q, index), None
-
-
-class _WeightedSum(torch.autograd.Function):
-    """out[i] = Σ_j w[i, j] v[index[i, j]]."""
-
-    @staticmethod
-    def forward(ctx: Any, weights: Tensor, v: Tensor, index: Tensor) -> Tensor:
-        ctx.save_for_backward(weights, v, index)
-        return _gather_sum(weights, v, index)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        weights, v, index = ctx.saved_tensors
-        grad = grad.contiguous()
-        return _row_dots(grad, v, index), _scatter_sum(weights, grad, index), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, index, weights, kept = ctx.saved_tensors
+        grad, of_key = grad.contiguous(), _by_key(index, len(k))
+        d_weights = _row_dots(grad, v, index)
+        dropped = weights if kept is None else weights * kept
+        d_scores = torch._softmax_backward_data(
+            d_weights if kept is None else d_weights * kept, weights, -1, weights.dtype
+        ).mul_(ctx.scale)
+        d_q, d_k = _gather_sum(d_scores, k, index), _scatter_sum(d_scores, q, *of_key)
+        return d_q, d_k, _scatter_sum(dropped, grad, *of_key), None, None, None, None
 
 
 def _row_dots(rows: Tensor, table: Tensor, index: Tensor) -> Tensor:
@@ -123,22 +113,19 @@ def _gather_sum(weights: Tensor, table: Tensor, index: Tensor) -> Tensor:
     return F.embedding_bag(index, table, per_sample_weights=weights.contiguous(), mode="sum")
 
 
-def _scatter_sum(weights: Tensor, rows: Tensor, index: Tensor) -> Tensor:
-    """out[m] = Σ over (i, j) with index[i, j] = m of weights[i, j] rows[i]: (N, K), (N, D), (N, K) -> (N, D).
+def _by_key(index: Tensor, keys: int) -> tuple[Tensor, Tensor]:
+    """The pairs (i, j) sorted by index[i, j], as flat positions, and where each key's begin: (N·K,), (M,).
 
-    The pairs are sorted by m, which turns the scatter into a gather over ragged bags: no atomics, and the
-    same order of additions in every run.
+    Sorting turns a scatter into a gather over ragged bags: no atomics, the same order of additions in every run.
     """
-    flat_index = index.view(-1)
-    order = flat_index.argsort(stable=True)
-    counts = _counts(flat_index, len(rows))
-    return F.embedding_bag(
-        order // index.shape[1],
-        rows,
-        counts.cumsum(0) - counts,
-        per_sample_weights=weights.reshape(-1)[order],
-        mode="sum",
-    )
+    counts = _counts(index.view(-1), keys)
+    return index.view(-1).argsort(stable=True), counts.cumsum(0) - counts
+
+
+def _scatter_sum(weights: Tensor, rows: Tensor, order: Tensor, starts: Tensor) -> Tensor:
+    """out[m] = Σ over (i, j) with index[i, j] = m of weights[i, j] rows[i]: (N, K), (N, D) -> (M, D)."""
+    pairs = weights.reshape(-1)[order]
+    return F.embedding_bag(order // weights.shape[1], rows, starts, per_sample_weights=pairs, mode="sum")
 
 
 def _counts(index: Tensor, n: int) -> Tensor:

@@ -7,6 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from semdiag_models.attention_kinds import ATTENTIONS
+from semdiag_models.clustered_selection import same_clusters
+from semdiag_models.hashed_selection import same_bucket
 
 _STRIP = 2**20  # scores held at a time
 
@@ -20,6 +22,8 @@ def select_keys(
     valid: Tensor | None,
     everywhere: tuple[int, int] = (0, 0),
     priorities: Tensor | None = None,
+    directions: Tensor | None = None,
+    centroids: Tensor | None = None,
 ) -> Tensor | None:
     """Positions of the keys that each query attends to.
 
@@ -35,13 +39,16 @@ def select_keys(
         valid: (B, L) bool, keys that may be attended to; None means all.
         everywhere: of banded and block-local attention, how many tokens in front and how many at the end attend
             to all valid keys and are attended to by all; the bands or blocks are those of the tokens in between.
-        priorities: of random attention, (H, L, L): each query keeps the k valid keys with the largest.
+        priorities: of random attention, (H, L, L): each query keeps the k valid keys with the largest. Redrawn
+            attention draws its own where there are none.
+        directions: of LSH attention, its hash functions; see :func:`~semdiag_models.hashed_selection.same_bucket`.
+        centroids: of routing attention, (H, C, D).
 
     Returns:
         None if every valid key is attended to; else (B, H, L, K) int64 positions, -1 where a query has fewer
-        than K valid candidates; K is k, and for local attention the tokens of ``everywhere`` besides. Banded
-        and block-local positions come in increasing order, top-k ones by falling, bottom-k ones by rising
-        score, random ones by falling priority.
+        than K valid candidates; K is k, for local attention the tokens of ``everywhere`` besides, and more where
+        a query is in several buckets or clusters. Banded and block-local positions come in increasing order,
+        top-k ones by falling, bottom-k ones by rising score, random ones by falling priority.
 
     Example:
         >>> q = torch.zeros(1, 1, 5, 2)
@@ -51,9 +58,16 @@ def select_keys(
     if k is None:
         return None
     batch, heads, length, _ = q.shape
-    if ATTENTIONS[attention].input_dependent:
-        signed = scale if ATTENTIONS[attention].keeps == "largest" else -scale
+    keeps = ATTENTIONS[attention].keeps
+    if ATTENTIONS[attention].follows_scores:
+        signed = scale if keeps == "largest" else -scale
         return _heavy_hitters(q, keys, signed, valid, min(k, length))
+    if directions is not None:
+        return same_bucket(q, keys, directions, valid, min(k, length))
+    if centroids is not None:
+        return same_clusters(q, keys, centroids, valid, min(k, length))
+    if keeps == "redrawn" and priorities is None:  # from the global generator, the same keys for all samples
+        priorities = torch.rand(heads, length, length, device=q.device)
     if priorities is not None:
         return _most_wanted(priorities, valid, batch, min(k, length))
     selected = _local(attention, length, k, *everywhere, q.device).expand(batch, heads, length, -1)
@@ -66,16 +80,18 @@ def select_keys(
 @torch.no_grad()
 def _heavy_hitters(q: Tensor, keys: Tensor, scale: float, valid: Tensor | None, k: int) -> Tensor:
     batch, heads, length, _ = q.shape
-    selected = torch.empty(batch, heads, length, k, dtype=torch.int64, device=q.device)
-    per_strip = max(1, _STRIP // (heads * length**2))
-    for start in range(0, batch, per_strip):
+    rows, of_keys = (t.reshape(batch * heads, length, -1) for t in (q, keys))
+    allowed = None if valid is None else valid.repeat_interleave(heads, 0)[:, None]
+    selected = torch.empty(batch * heads, length, k, dtype=torch.int64, device=q.device)
+    per_strip = max(1, _STRIP // length**2)
+    for start in range(0, batch * heads, per_strip):
         s = slice(start, start + per_strip)
-        scores = (q[s] * scale) @ keys[s].transpose(2, 3)  # (b, H, L, L)
-        if valid is not None:
-            scores.masked_fill_(~valid[s, None, None, :], float("-inf"))
+        scores = torch.baddbmm(q.new_empty(()), rows[s], of_keys[s].mT, beta=0, alpha=scale)
+        if allowed is not None:
+            scores.masked_fill_(~allowed[s], float("-inf"))
         best = scores.topk(k, -1)
         selected[s] = best.indices if valid is None else best.indices.masked_fill(best.values == float("-inf"), -1)
-    return selected
+    return selected.view(batch, heads, length, k)
 
 
 @torch.no_grad()

@@ -4,13 +4,15 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from semdiag_models.data import Split, draw_data, draw_fresh
 from semdiag_models.encoder import Encoder
+from semdiag_models.epoch import train_epoch
 from semdiag_models.errors import InputError
 from semdiag_models.model_config import ModelConfig
 from semdiag_models.optimization import (
@@ -22,6 +24,7 @@ from semdiag_models.optimization import (
     set_learning_rate,
 )
 from semdiag_models.run_lock import RunLock
+from semdiag_models.step import Stack
 from semdiag_models.tasks import task_of
 from semdiag_models.training_config import TrainingConfig
 
@@ -37,39 +40,11 @@ HISTORY_COLUMNS = (
 
 
 class DivergedError(RuntimeError):
-    """The training loss is no longer a number."""
+    """The training loss is no longer a number; of several runs at once, ``members`` says in which."""
 
-
-class Split(NamedTuple):
-    """Labelled samples: tokens (N, L) int64 and labels (N,) int64."""
-
-    tokens: Tensor
-    labels: Tensor
-
-
-def draw_data(config: TrainingConfig, padded_length: int, pad_id: int) -> tuple[Split, Split]:
-    """Regenerate a run's training and held-out samples from its seed.
-
-    Both are drawn from one generator, training first, so every attention of a seed sees the same data.
-
-    Args:
-        config: task, length, sizes and seed.
-        padded_length: positions of the model; samples are padded to it on the right.
-        pad_id: token id of PAD.
-
-    Returns:
-        Training and held-out split, on the CPU.
-
-    Raises:
-        InputError: if the task is unknown or has no string of that length, or the text is not what it was.
-    """
-    generator = torch.Generator().manual_seed(config.seed)
-    drawn = task_of(config).draw(config.train_samples, config.holdout_samples, config.length, generator)
-
-    def padded(tokens: Tensor, labels: Tensor) -> Split:
-        return Split(F.pad(tokens, (0, padded_length - tokens.shape[1]), value=pad_id), labels)
-
-    return padded(*drawn[0]), padded(*drawn[1])
+    def __init__(self, message: str, members: tuple[int, ...] = (0,)) -> None:
+        super().__init__(message)
+        self.members = members
 
 
 @dataclass(frozen=True)
@@ -113,12 +88,10 @@ class Trainer:
         train, holdout = draw_data(training, model.length, model.pad_id)
         self.train_split = Split(*(t.to(device) for t in train))
         self.holdout_split = Split(*(t.to(device) for t in holdout))
-        # Looked at once, here: looking at every batch would wait for the device.
-        self.padded = not model.pad_as_token and any(
-            bool((s.tokens == model.pad_id).any()) for s in (train, holdout)
-        )
+        self.padded = self._any_pads(train, holdout)
         torch.manual_seed(training.seed)
         self.encoder = Encoder(model).to(device)
+        self.encoder.scale_queries_and_keys(training.query_key_scale)
         self.optimizer = make_optimizer(self.encoder.parameters(), training)
         self._forward = compile_steps(self.encoder, device) if training.compiled else self.encoder
         self.lock: RunLock | None = None  # of the run's folder, if it has one
@@ -129,6 +102,16 @@ class Trainer:
         """Let go of the run's folder."""
         if self.lock is not None:
             self.lock.release()
+
+    @cached_property
+    def stack(self) -> Stack | None:
+        """What derives the steps by hand; None where torch does: on accelerators, compiled, and in bf16."""
+        training, by_hand = self.training, self.device.type == "cpu"
+        return (
+            Stack([self.encoder])
+            if by_hand and training.precision == "float32" and not training.compiled
+            else None
+        )
 
     @property
     def learning_rate(self) -> float:
@@ -161,6 +144,18 @@ class Trainer:
             start = time.perf_counter()
             self.check_loss(self._train_epoch(after_batch))
             after_epoch(self.close_epoch(start))
+
+    def begin_epoch(self) -> None:
+        """Draw the samples of the epoch to come, if every epoch has its own."""
+        if self.training.fresh_samples:
+            split = draw_fresh(self.training, self.epoch, self.config.length, self.config.pad_id)
+            self.padded = self._any_pads(split, self.holdout_split)
+            self.train_split = Split(*(t.to(self.device) for t in split))
+
+    def _any_pads(self, *splits: Split) -> bool:
+        """Whether PAD occurs and does not count; looking at every batch would wait for the device."""
+        pad_id = self.config.pad_id
+        return not self.config.pad_as_token and any(bool((s.tokens == pad_id).any()) for s in splits)
 
     def close_epoch(self, start: float) -> Progress:
         """Evaluate after an epoch of steps and write it into the history.
@@ -206,6 +201,9 @@ class Trainer:
             )
 
     def _train_epoch(self, after_batch: Callable[[], None]) -> float:
+        if self.stack is not None:
+            return train_epoch([self], None, lambda _: after_batch())[0]
+        self.begin_epoch()
         self.encoder.train()
         set_learning_rate(self.optimizer, self.learning_rate)
         order = torch.randperm(self.training.train_samples, device=self.device)
@@ -227,7 +225,7 @@ class Trainer:
         self.optimizer.step()
         return loss.detach()
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def evaluate(self, split: Split) -> tuple[float, float]:
         """Mean cross-entropy (nats) and accuracy in [0, 1] over a split, in evaluation mode.
 
@@ -238,12 +236,17 @@ class Trainer:
             Loss and accuracy.
         """
         self.encoder.eval()
+        if self.stack is not None:
+            self.stack.load()
         loss, correct = torch.zeros((), device=self.device), torch.zeros((), device=self.device)
         # About 10,000 tokens fit a core's cache; logits of a large vocabulary, 16 million, memory.
         per_batch = max(1, min(10_000 // split.tokens.shape[1], 2**24 // self.config.classes))
         parts = torch.split(split.tokens, per_batch), torch.split(split.labels, per_batch)
         for tokens, labels in zip(*parts, strict=True):
-            logits = self.encoder(tokens, self.padded)
+            if self.stack is not None:
+                logits = self.stack.logits(tokens[None], self.padded)[0]
+            else:
+                logits = self.encoder(tokens, self.padded)
             loss += F.cross_entropy(logits, labels, reduction="sum")
             correct += (logits.argmax(1) == labels).sum()
         return float(loss) / len(split.labels), float(correct) / len(split.labels)

@@ -102,6 +102,8 @@ class TrainingConfig(Record):
     until: float | None = None  # training accuracy in (0, 1] after which no further epoch is begun
     precision: str = "float32"  # of the training steps, a key of PRECISIONS; evaluation is in float32
     compiled: bool = False  # the steps go through torch.compile
+    query_key_scale: float = 1.0  # factor on W_q, W_k and their biases at the initialisation
+    fresh_samples: bool = False  # every epoch draws training samples of its own: the loss cannot fall by memory
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
@@ -126,6 +128,8 @@ class TrainingConfig(Record):
             )
         if self.listops is not None and self.task != "listops":
             raise InputError(f"Only the task listops has trees. Got task={self.task!r}, {self.listops}.")
+        if self.fresh_samples and self.text is not None:
+            raise InputError("A text has no fresh samples. Leave out --fresh-samples.")
         object.__setattr__(self, "snapshots", tuple(self.snapshots))
         if self.optimizer not in OPTIMIZERS:
             raise unknown_name("optimizer", self.optimizer, OPTIMIZERS)
@@ -138,12 +142,16 @@ class TrainingConfig(Record):
         for name in ("length", "epochs", "train_samples", "holdout_samples", "batch_size"):
             if getattr(self, name) < 1:
                 raise InputError(f"{name} must be at least 1. Got {name}={getattr(self, name)}.")
+            if name in ("epochs", "batch_size") and getattr(self, name) > _LARGEST_DATA:
+                raise InputError(f"{name} must be at most {_LARGEST_DATA}. Got {name}={getattr(self, name)}.")
         data = (self.train_samples + self.holdout_samples) * self.length
         if data > _LARGEST_DATA:
             raise InputError(f"The samples must be at most {_LARGEST_DATA} tokens in all. Got {data}.")
         for name in ("learning_rate", "learning_rate_decay", "gradient_clip"):
             if not getattr(self, name) > 0:
                 raise InputError(f"{name} must be positive. Got {name}={getattr(self, name)}.")
+        if not 0 < self.query_key_scale < math.inf:
+            raise InputError(f"query_key_scale must be positive and finite. Got {self.query_key_scale}.")
         if not 0 <= self.seed < 2**63:
             raise InputError(f"seed must lie in 0 … 2^63 - 1. Got seed={self.seed}.")
         wrong = [e for e in self.snapshots if not 0 <= e <= self.epochs]

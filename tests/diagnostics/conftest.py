@@ -122,7 +122,12 @@ def made_up():
             table = {**place, "query": count % 4, "keys": 4, "kept": 4, "dispersion": values}
             queries.append(pd.DataFrame({**table, "separation": values / 10}))
             loads.append(pd.DataFrame({**place, "key": count % 4, "load": count}))
-        types = {**dict.fromkeys(("k", "seed", "epoch"), "Int64"), "sha256": "str", "task": "str"}
+        types = {
+            **dict.fromkeys(("k", "seed", "epoch"), "Int64"),
+            "sha256": "str",
+            "task": "str",
+            "accuracy": "float64",
+        }
         return Measurements(
             models=pd.DataFrame(rows).astype(types),
             queries=pd.concat(queries, ignore_index=True),

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from importlib.metadata import version
 
 import pytest
 
@@ -25,3 +26,55 @@ def test_importing_the_package_does_not_import_torch():
         [sys.executable, "-c", code], capture_output=True, check=True, encoding="utf-8", timeout=60
     )
     assert done.stdout.split() == ["False", "True"]
+
+
+def test_the_version_and_the_mathematics_are_there():
+    code = (
+        "import semdiag; print(semdiag.__version__, semdiag.mathematics.softmax_stability.__name__); "
+        "print('nothing' in dir(semdiag.mathematics))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, check=True, encoding="utf-8", timeout=60
+    )
+    assert done.stdout.split() == [version("semdiag"), "semdiag.mathematics.softmax_stability", "False"]
+
+
+def test_what_was_found_is_told_drawn_and_written(tiny_models, tmp_path):
+    parts = [semdiag.measure(model, model.default_inputs(8, 0)[0]) for model in tiny_models]
+    found = semdiag.Measurements.concat(parts)
+    said = semdiag.summary(found)
+    assert repr(said) == "\n".join(said["verdict"])
+    assert said["glances"]["dispersion"]["number"].endswith(" of 1 pair")
+    figure = semdiag.plot(found, "dispersion_by_layer")
+    assert figure._repr_png_().startswith(b"\x89PNG")
+    with pytest.raises(semdiag.InputError, match=r"^Unknown figure 'dispersion_by_layers'\. Did you mean"):
+        semdiag.plot(found, "dispersion_by_layers")
+    page = semdiag.report(found, tmp_path / "out")
+    assert page == tmp_path / "out" / "index.html"
+    assert f"semdiag.report(found, &#39;{tmp_path / 'out'}&#39;)" in page.read_text(encoding="utf-8")
+
+
+def test_what_is_shown_of_objects_is_short(tiny_models):
+    found = semdiag.measure(tiny_models[0], tiny_models[0].default_inputs(4, 0)[0])
+    for shown in (tiny_models[0], found, semdiag.Findings(found)):
+        assert len(repr(shown)) < 300
+        assert "\n" not in repr(shown)
+
+
+@pytest.mark.parametrize(
+    ("probe", "plan", "table"),
+    [
+        (semdiag.k_sweep, None, "sweep"),
+        (semdiag.mask_stability, semdiag.NoisePlan(draws=1), "masks"),
+        (semdiag.landscape, semdiag.LandscapePlan(grid=3), "landscape"),
+        (semdiag.lipschitz, semdiag.LipschitzPlan(planes=2, directions=2, draws=5), "loss_gradients"),
+    ],
+)
+def test_every_probe_returns_measurements_and_runs_where_the_model_is(tiny_models, probe, plan, table):
+    tokens, labels, _ = tiny_models[1].default_inputs(4, 0)
+    found = probe(tiny_models[1], tokens, labels, plan)
+    assert isinstance(found, semdiag.Measurements)
+    assert len(getattr(found, table)) > 0
+    assert len(found.queries) > 0
+    assert found.provenance["device"] == "cpu"
+    assert found.provenance["dtype"] == "float32"

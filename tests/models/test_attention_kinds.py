@@ -7,6 +7,8 @@ import torch
 
 from semdiag_models import ATTENTIONS, AttentionKind, InputError
 from semdiag_models.attention_kinds import DRAWN, LOCAL
+from semdiag_models.clustered_selection import first_centroids
+from semdiag_models.hashed_selection import hash_directions
 from semdiag_models.selection import random_priorities, select_keys
 
 # dense, input_dependent, has_bounds, ranks_scores, local, drawn
@@ -17,6 +19,9 @@ PROPERTIES = {
     "topk": (False, True, True, True, False, False),
     "bottomk": (False, True, False, False, False, False),
     "random": (False, False, True, False, False, True),
+    "redrawn": (False, False, False, False, False, False),
+    "lsh": (False, True, False, False, False, True),
+    "routing": (False, True, False, False, False, True),
 }
 
 
@@ -46,15 +51,14 @@ def test_a_kind_is_said_in_words_and_cannot_be_changed(name):
         kind.keeps = "all"
 
 
-def test_a_set_is_local_or_drawn_only_if_it_is_fixed():
+def test_a_set_is_local_only_if_it_is_fixed_and_not_drawn():
     for kind in ATTENTIONS.values():
-        assert not (kind.local or kind.drawn) or kind.keeps == "fixed"
-        assert not (kind.local and kind.drawn)
+        assert not kind.local or (kind.keeps == "fixed" and not kind.drawn)
 
 
 def test_the_derived_names():
     assert LOCAL == ("banded", "block")
-    assert DRAWN == ("random",)
+    assert DRAWN == ("random", "lsh", "routing")
 
 
 def test_a_new_kind_follows_from_what_it_keeps():
@@ -86,7 +90,7 @@ def test_a_seed_of_the_selection_goes_with_drawn_kinds_alone(name, model_of):
     if ATTENTIONS[name].drawn:
         assert model_of(name, selection_seed=1).selection_seed == 1
         return
-    with pytest.raises(InputError, match="Only random attention takes a selection_seed"):
+    with pytest.raises(InputError, match="Only random, lsh and routing attention take a selection_seed"):
         model_of(name, selection_seed=1)
 
 
@@ -95,13 +99,20 @@ def test_the_kept_keys_follow_the_scores_exactly_where_it_says_so(name):
     """Scores turned round keep other keys if and only if the kind is input-dependent."""
     kind, k = ATTENTIONS[name], None if ATTENTIONS[name].dense else 3
     q, keys = torch.randn(2, 1, 1, 8, 4, generator=torch.Generator().manual_seed(0))
-    drawn = random_priorities(0, 1, 1, 8, q.device)[0] if kind.drawn else None
-    one, other = (select_keys(name, k, sign * q, keys, 1.0, None, priorities=drawn) for sign in (1, -1))
-    if kind.dense:
+    drawn = {
+        "random": {"priorities": random_priorities(0, 1, 1, 8, q.device)[0]},
+        "lsh": {"directions": hash_directions(0, (1, 1, 1, 3, 4), q.device, q.dtype)[0]},
+        "routing": {"centroids": first_centroids(0, 0, (1, 3, 4))},
+    }.get(name, {})
+    one, other = (select_keys(name, k, sign * q, keys, 1.0, None, **drawn) for sign in (1, -1))
+    if kind.keeps == "redrawn":
+        assert not torch.equal(one, other)
+        assert one.shape == (1, 1, 8, 3)
+    elif kind.dense:
         assert one is other is None
     else:
         assert torch.equal(one, other) != kind.input_dependent
-        assert one.shape == (1, 1, 8, 3)
+        assert one.shape == (1, 1, 8, 3) or name == "routing"
 
 
 @pytest.mark.parametrize("name", ["", "Full", "top-k", "causal", "masked", "sparse"])

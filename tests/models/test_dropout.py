@@ -7,7 +7,7 @@ import torch
 from scipy.stats import chisquare
 
 from semdiag_models import dropout as module
-from semdiag_models.dropout import add_dropout, dropout, dropped_positions
+from semdiag_models.dropout import dropout, dropped_positions
 
 ERRORS = 4.5  # standard errors
 
@@ -96,13 +96,11 @@ def test_positions_increase_and_stay_in_range(n, p):
     assert all(0 <= position < n for position in drops.tolist())
 
 
-@pytest.mark.parametrize("call", [lambda x, *a: dropout(x, *a), lambda x, *a: add_dropout(x, x, *a)])
 @pytest.mark.parametrize(("p", "training"), [(0.3, False), (0.0, True)])
-def test_nothing_is_dropped_or_drawn_outside_training(call, p, training):
+def test_nothing_is_dropped_or_drawn_outside_training(p, training):
     x = torch.randn(4, 5)
     before = torch.get_rng_state()
-    expected = x if call(x, p, training) is x else x + x
-    assert torch.equal(call(x, p, training), expected)
+    assert dropout(x, p, training) is x
     assert torch.equal(before, torch.get_rng_state())
 
 
@@ -126,41 +124,21 @@ def test_dropped_elements_are_zero_and_the_others_are_divided_by_what_is_kept(la
     torch.testing.assert_close(gradient, cotangent * kept, rtol=0, atol=1e-14)
 
 
-@pytest.mark.parametrize("layout", layouts())
-def test_adding_a_dropped_branch_is_dropping_it_and_adding_it(layout):
-    branch = layouts()[layout].requires_grad_()
-    x = torch.randn_like(branch).requires_grad_()
-    torch.manual_seed(9)
-    together = add_dropout(x, branch, 0.3, True)
-    torch.manual_seed(9)
-    apart = x + dropout(branch, 0.3, True)
-    torch.testing.assert_close(together, apart, rtol=0, atol=1e-14)
-    cotangent = torch.randn_like(apart)
-    for one, other in zip(
-        torch.autograd.grad(together, (x, branch), cotangent),
-        torch.autograd.grad(apart, (x, branch), cotangent),
-        strict=True,
-    ):
-        torch.testing.assert_close(one, other, rtol=0, atol=1e-14)
-
-
 def test_gradients_are_those_of_finite_differences():
-    x, branch = (torch.randn(3, 4, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    x = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
 
-    def seeded(x, branch):
+    def seeded(x):
         torch.manual_seed(2)
-        return dropout(x, 0.4, True), add_dropout(x, branch, 0.4, True)
+        return dropout(x, 0.4, True)
 
-    assert torch.autograd.gradcheck(seeded, (x, branch))
+    assert torch.autograd.gradcheck(seeded, x)
 
 
 def test_the_input_is_left_as_it_was():
-    x, branch = torch.randn(2, 5, 5)
-    copies = x.clone(), branch.clone()
+    x = torch.randn(5, 5)
+    copy = x.clone()
     dropout(x, 0.5, True)
-    add_dropout(x, branch, 0.5, True)
-    assert torch.equal(x, copies[0])
-    assert torch.equal(branch, copies[1])
+    assert torch.equal(x, copy)
 
 
 def test_on_another_device_torch_drops(monkeypatch):
@@ -168,5 +146,4 @@ def test_on_another_device_torch_drops(monkeypatch):
     monkeypatch.setattr(module.F, "dropout", lambda x, p: asked.append(p) or x)
     x = torch.ones(3, device="meta")
     assert dropout(x, 0.25, True).device.type == "meta"
-    assert add_dropout(x, x, 0.5, True).device.type == "meta"
-    assert asked == [0.25, 0.5]
+    assert asked == [0.25]

@@ -1,5 +1,5 @@
 import math
-from dataclasses import FrozenInstanceError
+from dataclasses import FrozenInstanceError, replace
 
 import pytest
 import torch
@@ -61,7 +61,25 @@ TRAINING = {"task": "parity", "length": 40, "epochs": 10}
         ({"global_tokens": -1}, "global_tokens must lie in 0 … 100000. Got -1."),
         ({"norm": "after"}, "Unknown norm 'after'. Known: pre, post."),
         ({"pooling": "max"}, "Unknown pooling 'max'. Known: mean, cls."),
-        ({"selection_seed": 3}, "Only random attention takes a selection_seed. Got one with full."),
+        (
+            {"attention": "topk", "k": 5, "hash_rounds": 2},
+            "Only lsh attention takes hash_rounds. Got it with topk.",
+        ),
+        ({"attention": "topk", "k": 5, "clusters": 2}, "Only routing attention takes clusters. Got it with topk."),
+        ({"hashes": "asymmetric"}, "Only lsh attention takes hashes. Got it with full."),
+        ({"attention": "lsh", "k": 5, "hashes": "both"}, "Unknown hashes 'both'. Known: shared, asymmetric."),
+        ({"attention": "lsh", "k": 5, "hash_rounds": 0}, "hash_rounds must lie in 1 … 100. Got 0."),
+        ({"attention": "lsh", "k": 5, "hash_bits": 31}, "hash_bits must lie in 1 … 30. Got 31."),
+        ({"attention": "routing", "k": 5, "clusters": 0}, "clusters must lie in 1 … 100000. Got 0."),
+        (
+            {"attention": "routing", "k": 5, "centroid_decay": math.nan},
+            "centroid_decay must lie in 0 … 1. Got nan.",
+        ),
+        ({"attention": "lsh"}, "lsh attention needs k, the number of keys kept per query."),
+        (
+            {"selection_seed": 3},
+            "Only random, lsh and routing attention take a selection_seed. Got one with full.",
+        ),
         (
             {"attention": "random", "k": 5, "selection_seed": -1},
             "selection_seed must lie in 0 … 2^63 - 1. Got -1.",
@@ -183,8 +201,35 @@ def test_records_cannot_be_changed():
 
 def test_the_label_names_attention_and_k():
     labels = [ModelConfig(**MODEL, attention=a, k=None if a == "full" else 5).attention_label for a in ATTENTIONS]
-    assert labels == ["full", "banded-5", "block-5", "topk-5", "bottomk-5", "random-5"]
+    kinds = ("banded", "block", "topk", "bottomk", "random", "redrawn", "lsh", "routing")
+    assert labels == ["full", *(f"{kind}-5" for kind in kinds)]
     assert ModelConfig(**MODEL, attention="block", k=5, global_tokens=3).attention_label == "block-5-global-3"
+
+
+@pytest.mark.parametrize(
+    ("fields", "label"),
+    [
+        ({"attention": "lsh", "hash_bits": 4}, "lsh-5"),  # 8 windows of 5, twice as many buckets: 4 bits
+        ({"attention": "lsh", "hash_rounds": 2}, "lsh-5-rounds-2"),
+        ({"attention": "lsh", "hash_bits": 2, "hashes": "asymmetric"}, "lsh-5-bits-2-asymmetric"),
+        ({"attention": "routing", "clusters": 8}, "routing-5"),
+        ({"attention": "routing", "clusters": 4, "centroid_decay": 0.9}, "routing-5-clusters-4-decay-0.9"),
+    ],
+)
+def test_the_label_tells_hashes_and_clusters_apart_where_they_are_not_the_usual_ones(fields, label):
+    assert ModelConfig(**MODEL, k=5, **fields).attention_label == label
+
+
+@pytest.mark.parametrize(
+    ("length", "k", "bits", "clusters"),
+    [(40, 5, 4, 8), (41, 5, 5, 9), (40, 40, 1, 1), (3, 2, 2, 2), (600, 10, 7, 60)],
+)
+def test_numbers_of_buckets_and_clusters_follow_from_the_length_once(length, k, bits, clusters):
+    sizes = {**MODEL, "length": length, "k": k}
+    assert ModelConfig(**sizes, attention="lsh").hash_bits == bits
+    model = ModelConfig(**sizes, attention="routing")
+    assert model.clusters == clusters
+    assert replace(model, length=2 * length).clusters == clusters  # of another length it stays the same model
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import torch
 
 from semdiag_models import run_folder as module
 from semdiag_models.checkpoint import read_checkpoint, write_checkpoint
+from semdiag_models.device import processor
 from semdiag_models.errors import InputError
 from semdiag_models.run_folder import open_run, run_name, train_run
 from semdiag_models.training import DivergedError
@@ -103,6 +104,7 @@ def test_provenance_says_what_made_the_run(run, folder):
         "torch": torch.__version__,
         "device": "cpu",
         "threads": torch.get_num_threads(),
+        "processor": processor(),
         "command": "x",
     }
 

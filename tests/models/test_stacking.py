@@ -1,9 +1,8 @@
 import pytest
 import torch
 
-from semdiag_models.errors import InputError
-from semdiag_models.random_state import on_each_stream, random_state, restore_random_state, streams
-from semdiag_models.stacking import stack_encoders, train_together
+from semdiag_models.random_state import random_state, restore_random_state
+from semdiag_models.stacking import train_together
 from semdiag_models.training import DivergedError, Trainer
 
 CPU = torch.device("cpu")
@@ -98,57 +97,26 @@ def test_a_seed_that_lags_behind_is_brought_up_and_one_that_has_converged_leaves
         close(one, other, 1e-10)
 
 
-def test_a_seed_that_diverges_is_named_and_the_others_finish_their_epoch(tiny_model, tiny_training):
+def test_a_seed_that_diverges_is_named_and_the_others_train_to_their_ends(tiny_model, tiny_training):
     trainers, states = opened(tiny_model(), [tiny_training(seed=seed) for seed in SEEDS])
     trainers[1].encoder.head.bias.data.fill_(float("nan"))
     initial = trainers[1].encoder.embedding.weight.clone()
-    with pytest.raises(DivergedError, match=r"^Seed 6: The training loss became nan in epoch 1"):
+    with pytest.raises(DivergedError, match=r"^Seed 6: The training loss became nan in epoch 1") as raised:
         train_together(trainers, states, ignore)
-    assert [trainer.epoch for trainer in trainers] == [1, 0, 1]
+    assert raised.value.members == (1,)
+    assert [trainer.epoch for trainer in trainers] == [3, 0, 3]
     assert torch.equal(trainers[1].encoder.embedding.weight, initial)
     assert all(p.isfinite().all() for i in (0, 2) for p in trainers[i].encoder.parameters())
 
 
-def test_the_stack_holds_the_parameters_of_each_bit_for_bit(tiny_model, tiny_training):
-    trainers, _ = opened(tiny_model(), [tiny_training(seed=seed) for seed in SEEDS], double=False)
-    stacked = stack_encoders([trainer.encoder for trainer in trainers])
-    for part, trainer in enumerate(trainers):
-        for p, whole in zip(trainer.encoder.parameters(), stacked.parameters(), strict=True):
-            assert torch.equal(p, whole[part])
-    assert all(
-        p.data_ptr() != q.data_ptr()
-        for p, q in zip(trainers[0].encoder.parameters(), stacked.parameters(), strict=True)
-    )
-
-
-def test_a_parameter_that_cannot_be_stacked_is_named(tiny_model, tiny_training):
-    trainers, _ = opened(tiny_model(), [tiny_training(seed=seed) for seed in SEEDS], double=False)
-    for trainer in trainers:
-        trainer.encoder.gain = torch.nn.Parameter(torch.ones(8))
-    with pytest.raises(InputError, match="its gain is not stacked"):
-        stack_encoders([trainer.encoder for trainer in trainers])
-
-
-def test_each_stream_draws_from_its_own_state_and_leaves_the_global_one():
-    states = []
-    for seed in (1, 2):
-        torch.manual_seed(seed)
-        states.append(random_state(CPU))
-    torch.manual_seed(3)
-    before = torch.get_rng_state()
-    with streams(states):
-        drawn = [on_each_stream(lambda x: x + torch.rand(x.shape), torch.zeros(4, 2)) for _ in range(2)]
-        with pytest.raises(RuntimeError, match="cannot be nested"), streams(states):
-            pass
-    assert torch.equal(before, torch.get_rng_state())
-    for part, seed in enumerate((1, 2)):
-        torch.manual_seed(seed)
-        for whole in drawn:
-            assert torch.equal(whole.chunk(2)[part], torch.rand(2, 2))
-    torch.manual_seed(3)
-    assert torch.equal(on_each_stream(lambda x: x + torch.rand(3), torch.zeros(3)), _again(3))
-
-
-def _again(n):
-    torch.manual_seed(3)
-    return torch.rand(n)
+@pytest.mark.processor
+def test_different_masks_of_one_task_train_together(tiny_model, tiny_training):
+    models = [tiny_model(attention=kind, k=k, dropout=0.2) for kind, k in KINDS]
+    trainers, states = [], []
+    for model in models:
+        (trainer,), (state,) = opened(model, [tiny_training()])
+        trainers.append(trainer)
+        states.append(state)
+    train_together(trainers, states, ignore)
+    for model, one in zip(models, trainers, strict=True):
+        close(one, alone(model, [tiny_training()])[0], 1e-10)

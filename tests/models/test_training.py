@@ -5,9 +5,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from semdiag_models.data import draw_data, draw_fresh
 from semdiag_models.encoder import Encoder
 from semdiag_models.errors import InputError
-from semdiag_models.training import HISTORY_COLUMNS, DivergedError, Trainer, draw_data
+from semdiag_models.training import HISTORY_COLUMNS, DivergedError, Trainer
 
 CPU = torch.device("cpu")
 KINDS = [("full", None), ("banded", 3), ("block", 3), ("topk", 3)]
@@ -79,8 +80,10 @@ def test_an_epoch_is_plain_clipped_sgd_with_a_decaying_learning_rate(tiny_model,
 def test_no_step_is_longer_than_the_clipped_gradient_allows(tiny_model, tiny_training):
     trainer = Trainer(tiny_model(), tiny_training(epochs=1, gradient_clip=1e-3, learning_rate=2.0), CPU)
 
+    trainer.stack.load()
+
     def flat():
-        return torch.cat([p.detach().double().flatten() for p in trainer.encoder.parameters()])
+        return trainer.stack.parameters.double().flatten()
 
     places = [flat()]
     trainer.run(ignore, lambda: places.append(flat()))
@@ -160,14 +163,38 @@ def test_after_batch_is_called_once_a_step_with_the_short_last_batch(tiny_model,
 def test_evaluation_sees_every_sample_in_pieces(monkeypatch, tiny_model, tiny_training):
     training = tiny_training(holdout_samples=3000)
     trainer = Trainer(tiny_model(), training, CPU)
-    sizes = []
-    trainer.encoder.register_forward_pre_hook(lambda _, inputs: sizes.append(len(inputs[0])))
+    sizes, logits = [], trainer.stack.logits
+    monkeypatch.setattr(trainer.stack, "logits", lambda t, padded: sizes.append(t.shape[1]) or logits(t, padded))
     loss, accuracy = trainer.evaluate(trainer.holdout_split)
     assert sizes == [1250, 1250, 500]
     with torch.no_grad():
         logits = trainer.encoder(trainer.holdout_split.tokens)
     assert loss == pytest.approx(float(F.cross_entropy(logits, trainer.holdout_split.labels)), rel=1e-5)
     assert accuracy == float((logits.argmax(1) == trainer.holdout_split.labels).double().mean())
+
+
+def test_scaled_queries_and_keys_change_the_scores_by_the_square(tiny_model, tiny_training):
+    scores = []
+    for factor in (1.0, 0.5):
+        trainer = Trainer(tiny_model(heads=2), tiny_training(query_key_scale=factor), CPU)
+        core = trainer.encoder.attention(0).core
+        core.register_forward_hook(lambda _, given, __: scores.append(given[0] @ given[1].mT))
+        trainer.encoder.eval()(trainer.train_split.tokens[:3])
+    torch.testing.assert_close(scores[1], scores[0] / 4)
+
+
+def test_fresh_samples_are_other_ones_every_epoch_and_the_same_when_resumed(tiny_model, tiny_training):
+    training, seen = tiny_training(fresh_samples=True), []
+    trainer = Trainer(tiny_model(), training, CPU)
+    trainer.run(lambda _: seen.append(trainer.train_split.tokens.clone()))
+    assert torch.equal(seen[0], draw_data(training, 8, 2)[0].tokens)
+    assert not torch.equal(seen[0], seen[1])
+    assert not torch.equal(seen[1], seen[2])
+    assert torch.equal(seen[2], draw_fresh(training, 2, 8, 2).tokens)
+    tokens, labels = draw_fresh(training, 2, 11, 2)
+    assert (tokens[:, 8:] == 2).all()
+    assert torch.equal(labels, tokens[:, 0] ^ tokens[:, 7])
+    assert not torch.equal(seen[1], draw_fresh(tiny_training(seed=6), 1, 8, 2).tokens)
 
 
 def test_a_hopeless_learning_rate_is_reported_as_divergence(tiny_model, tiny_training):
@@ -244,7 +271,8 @@ def test_the_optimisers_make_the_steps_of_their_papers(tiny_model, tiny_training
     trainer = Trainer(tiny_model(dropout=0), training, CPU)
     parameters = list(trainer.encoder.double().parameters())
     start, gradients = [p.detach().clone() for p in parameters], []
-    trainer.run(ignore, lambda: gradients.append([p.grad.clone() for p in parameters]))
+    stack = trainer.stack
+    trainer.run(ignore, lambda: gradients.append([g.clone() for _, g in stack.parts(stack.gradients, 0)]))
     assert len(gradients) == 4
     default = 0.01 if optimizer == "adamw" else 0.0
     naive = naive_steps(optimizer, default if weight_decay is None else weight_decay, (start, gradients))

@@ -1,9 +1,12 @@
 """One call of one attention layer."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 from torch import Tensor
+
+from semdiag.mathematics.score_strips import part_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,6 +41,8 @@ class AttentionCall:
         occurrence: how many calls of the same module came before in the same forward of the model. Each forward
             of the model (each step of a generation) starts from 0.
         mechanism: which adapter saw the call.
+        forbidding: the finite constant by which the model forbids keys, as -10,000; None if it is -inf or the
+            dtype's lowest number, or nothing is forbidden.
         dropout: probability with which weights were dropped; above 0, ``mixed`` is not the formula's.
     """
 
@@ -59,22 +64,56 @@ class AttentionCall:
     occurrence: int = 0
     mechanism: str = "hook"
     dropout: float = 0.0
+    forbidding: float | None = None
 
-    def allowed_keys(self, start: int, stop: int) -> Tensor | None:
-        """Which keys the queries start … stop - 1 may attend to, causal rule included.
+    @property
+    def counted(self) -> Tensor:
+        """(B, H, Lq) bool: queries that count, those that are no padding."""
+        batch, heads, length, _ = self.q.shape
+        if self.queries is None:
+            return torch.ones((), dtype=torch.bool, device=self.q.device).expand(batch, heads, length)
+        return self.queries[:, None].expand(batch, heads, length)
+
+    def part(self, samples: slice | Tensor = slice(None), queries: slice | Tensor = slice(None)) -> Self:
+        """Some samples and queries of the call; what the causal rule forbids them stands in ``allowed``.
 
         Args:
-            start: first query.
-            stop: one beyond the last; at most Lq.
+            samples: a slice, or positions (int64).
+            queries: a slice, or positions (int64).
 
         Returns:
-            Bool, broadcastable to (B, H, stop - start, Lk); None means all.
+            A call, views where slices are given.
         """
-        allowed = self.allowed
-        if allowed is not None and allowed.shape[2] > 1:
-            allowed = allowed[:, :, start:stop]
-        if not self.causal:
-            return allowed
-        query = torch.arange(self.first_query + start, self.first_query + stop, device=self.k.device)
-        past = torch.arange(self.k.shape[2], device=self.k.device) <= query[:, None]
-        return past if allowed is None else allowed & past
+        allowed = part_of(self.allowed, samples, queries)
+        if self.causal:
+            place = torch.arange(self.first_query, self.first_query + self.q.shape[2], device=self.k.device)
+            past = torch.arange(self.k.shape[2], device=self.k.device) <= place[queries][:, None]
+            allowed = past[None, None] if allowed is None else allowed & past
+        return replace(
+            self,
+            q=self.q[:, :, queries][samples],
+            k=self.k[samples],
+            v=self.v[samples],
+            allowed=allowed,
+            queries=None if self.queries is None else self.queries[samples][:, queries],
+            selected=part_of(self.selected, samples, queries),
+            mixed=self.mixed[:, :, queries][samples],
+            bias=part_of(self.bias, samples, queries),
+            causal=False,
+            first_query=0,
+        )
+
+    def scores(self, dtype: torch.dtype) -> Tensor:
+        """The scores z, nats, of forbidden keys too: take a part of a large call.
+
+        Args:
+            dtype: in which they are worked out.
+
+        Returns:
+            (B, H, Lq, Lk).
+        """
+        keys = self.k.to(dtype).repeat_interleave(self.q.shape[1] // self.k.shape[1], 1)
+        scores = (self.q.to(dtype) * self.scale) @ keys.transpose(2, 3)
+        if self.softcap is not None:
+            scores = self.softcap * torch.tanh(scores / self.softcap)
+        return scores if self.bias is None else scores + self.bias

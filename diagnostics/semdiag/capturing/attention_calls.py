@@ -1,30 +1,37 @@
 """Watching a model's attention while it runs."""
 
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from semdiag.capturing.attention_call import AttentionCall
-from semdiag.capturing.attention_core import core_call
+from semdiag.capturing.attention_core import core_call, masked_inputs
 from semdiag.capturing.audit import Audit
 from semdiag.capturing.hugging_face import intercepted_interface
-from semdiag.capturing.operations import watched_operations
-from semdiag.capturing.recording import Recorder
+from semdiag.capturing.operations import OperationWatch
+from semdiag.capturing.overlapping import SharedChange, put_on, take_off
+from semdiag.capturing.recording import Recorder, Watched
 from semdiag.capturing.torch_functions import FunctionWatch
 from semdiag_models import AttentionCore
 
+_NATIVE = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 _COMPILERS = ("torch._dynamo", "torch.nn.attention.flex_attention")
 __all__ = ["AttentionCall", "watch_attention"]
 
 
 @contextmanager
 def watch_attention(
-    model: nn.Module, consume: Callable[[AttentionCall], None], *, operations: bool = False
+    model: nn.Module,
+    consume: Callable[[AttentionCall], None],
+    *,
+    mask: Callable[[AttentionCall], Tensor | None] | None = None,
+    inside: bool = False,
 ) -> Iterator[Audit]:
     """Call ``consume`` for every softmax attention of the model inside the context.
 
@@ -33,57 +40,128 @@ def watch_attention(
     model and nothing is left behind, by whatever way the context is left. Outputs are those of the model
     without the watch, to the last bit, with two exceptions, where the rounding differs: the fused paths that
     ``nn.TransformerEncoder`` and ``nn.MultiheadAttention`` take in evaluation mode without gradients, and compiled
-    models; both run as they were written inside.
+    models; both run as they were written inside. The model is never stopped by the watch: where it fails itself,
+    the audit says so. What ``consume`` raises is raised in the model.
 
-    Not seen: attention in worker threads (``nn.DataParallel``), in jit graphs, in ``flex_attention``, and
-    attention without a softmax. Contexts may be nested.
+    Every softmax that reaches torch's dispatcher is one of three: captured; multiplied with values but not
+    followed, and in the audit; or another, which the audit counts. Attention without a softmax is not seen.
+    Contexts may be nested, and may overlap in threads and asynchronous tasks: each sees what runs in the thread
+    or task it was opened in, and in those that have no watch of their own.
 
     Args:
         model: any module. Only what runs inside it is seen.
         consume: gets each call while its tensors are alive; reduce them at once, keep none. It runs without
             gradient, autocast and modes.
-        operations: whether to watch every operation below Python, too, so that the audit lists whatever looks
-            like attention and was not captured. Slower.
+        mask: of :func:`~semdiag.capturing.sparsify.sparsify`: from a call that is about to run to the keys that it
+            leaves, bool (B, H, Lq, Lk), or None if it leaves all.
+        inside: whether the model runs already: the context is opened by a hook of its forward.
 
     Yields:
         The audit: which modules have attention, what was captured and what was not. It fills while the model
         runs; the modules of a model of semdiag_models are known from the start.
     """
-    recorder = Recorder(model, consume)
+    recorder = Recorder(Watched(model, consume, mask))
+    lent: set[int] = set()
+    here = _Modes(recorder, lent)
+    unmasked: dict[AttentionCore, tuple[int, int]] = {}
 
-    def before(module: nn.Module, inputs: tuple[object, ...]) -> None:
-        if not recorder.enter(module):
-            return
+    def restore() -> None:
+        for core, everywhere in unmasked.items():
+            core.everywhere = everywhere
+        unmasked.clear()
+
+    def before(module: nn.Module, inputs: tuple[object, ...]) -> tuple[object, ...] | None:
+        if not recorder.enter(module, inputs):
+            return None
+        here.lend()
         if isinstance(module, AttentionCore):
+            changed = None if recorder.covered else masked_inputs(recorder, module, inputs)
             recorder.covered += 1
-        elif isinstance(module, torch.jit.ScriptModule):
-            recorder.skip("jit graph", "operations of a scripted or traced module cannot be seen")
+            if changed is not None:
+                unmasked[module], module.everywhere = module.everywhere, (0, 0)
+            return changed
+        if isinstance(module, _NATIVE) and any(isinstance(x, torch.Tensor) and x.is_nested for x in inputs):
+            recorder.skip(type(module).__name__, "of nested tensors, which run below Python: give it padded ones")
+            recorder.covered += 1
+            recorder.without_watch.append((module, take_off(here.watch)))  # under a mode it refuses them
+        return None
 
     def after(module: nn.Module, inputs: tuple[object, ...], output: object) -> None:
         name = recorder.module
+        if recorder.without_watch and recorder.without_watch[-1][0] is module:
+            recorder.covered -= 1
+            if recorder.without_watch.pop()[1]:
+                put_on(here.watch)
         if recorder.leave(module) and isinstance(module, AttentionCore):
             recorder.covered -= 1
             if isinstance(output, torch.Tensor) and not recorder.covered:  # None after an exception
-                recorder.record(core_call(name, module, inputs, output))
+                try:
+                    recorder.record(core_call(name, module, inputs, output))
+                except Exception as error:
+                    recorder.failed("attention core", error, name)
+            restore()
+        if not recorder.running:
+            here.rest()
+            if recorder.closed and not lent:
+                ended.remove()
 
     with ExitStack() as stack:
-        stack.callback(recorder.close)
-        stack.callback(register_module_forward_pre_hook(before).remove)
-        stack.callback(register_module_forward_hook(after, always_call=True).remove)
+        stack.enter_context(recorder.opened())
+        stack.callback(restore)
+        stack.callback(register_module_forward_pre_hook(before).remove)  # type: ignore[arg-type]
+        ended = register_module_forward_hook(after, always_call=True)
+        stack.callback(lambda: None if lent else ended.remove())  # other threads end what they run
         stack.enter_context(intercepted_interface(recorder))
-        stack.enter_context(_uncompiled())
-        if operations:
-            stack.enter_context(watched_operations(recorder))
-        stack.enter_context(FunctionWatch(recorder, everything=operations))
+        if any(name in sys.modules for name in _COMPILERS):  # else nothing is compiled; importing takes time
+            stack.enter_context(_UNCOMPILED.held())
+        here.start()
+        stack.callback(here.stop)
+        if inside:
+            before(model, ())
         yield recorder.audit
+
+
+class _Modes(threading.local):
+    """The modes of a watch in the thread that opened it, and in others while they run the model."""
+
+    def __init__(self, recorder: Recorder, lent: set[int]) -> None:  # called again in each thread
+        self._lent = lent  # the other threads that run the model now
+        self.below = OperationWatch(recorder)
+        self.watch = FunctionWatch(recorder, self.below)
+        self._on = False
+
+    def start(self) -> None:
+        self.below.__enter__()  # type: ignore[no-untyped-call]
+        self.watch.__enter__()  # type: ignore[no-untyped-call]
+        self._on = True
+
+    def stop(self) -> None:
+        self.watch.__exit__(None, None, None)
+        self.below.settle()
+        self.below.__exit__(None, None, None)
+        self._on = False
+
+    def lend(self) -> None:
+        """The model runs in this thread."""
+        if not self._on:
+            self.start()
+            self._lent.add(threading.get_ident())
+
+    def rest(self) -> None:
+        """The model has run."""
+        if threading.get_ident() in self._lent:
+            self.stop()
+            self._lent.discard(threading.get_ident())
+        elif self._on:
+            self.below.settle()
 
 
 @contextmanager
 def _uncompiled() -> Iterator[None]:
     """Run compiled functions as they were written: inside a compiled graph there is nothing to see."""
-    if not any(name in sys.modules for name in _COMPILERS):  # nothing is compiled, and importing it takes a second
-        yield
-        return
     with torch.compiler.set_stance("force_eager"), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*when there are global hooks on modules")  # ours, and they may
         yield
+
+
+_UNCOMPILED = SharedChange(_uncompiled)

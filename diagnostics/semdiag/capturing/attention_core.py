@@ -7,6 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from semdiag.capturing.attention_call import AttentionCall
+from semdiag.capturing.kept_keys import allowed_keys
+from semdiag.capturing.recording import Recorder
 from semdiag_models import AttentionCore
 
 MECHANISM = "hook"
@@ -40,6 +42,27 @@ def core_call(name: str, core: AttentionCore, inputs: tuple[object, ...], mixed:
         mechanism=MECHANISM,
         dropout=core.p if core.training else 0.0,
     )
+
+
+def masked_inputs(
+    recorder: Recorder, core: AttentionCore, inputs: tuple[object, ...]
+) -> tuple[object, ...] | None:
+    """The inputs of a core with the keys that the recorder's mask leaves selected; None: as they are."""
+    call = core_call("", core, inputs, cast(Tensor, inputs[2]))
+    kept = recorder.kept(call)
+    return None if kept is None else (*inputs[:5], key_positions(kept & allowed_keys(call.part())))
+
+
+def key_positions(kept: Tensor) -> Tensor:
+    """Positions of kept keys, -1 for none: (B, H, L, L) bool -> (B, H, L, K) int64.
+
+    Example:
+        >>> key_positions(torch.tensor([[True, False, True], [False, True, False]])[None, None]).tolist()
+        [[[[0, 2], [1, -1]]]]
+    """
+    first, places = kept.to(torch.uint8).sort(dim=-1, descending=True, stable=True)
+    most = int(kept.sum(-1).max())
+    return places[..., :most].masked_fill(first[..., :most] == 0, -1)
 
 
 def _ragged(core: AttentionCore, selected: Tensor, valid: Tensor | None) -> Tensor:

@@ -15,10 +15,12 @@ KINDS = {
     "masked": AttentionKind("every query attends to the keys that its mask allows", "all"),
 }
 DENSE = tuple(name for name, kind in KINDS.items() if kind.dense)
-FIXED_MASKS = tuple(name for name, kind in KINDS.items() if not kind.input_dependent)  # dense ones among them
+FIXED_MASKS = tuple(name for name, kind in KINDS.items() if kind.keeps in ("all", "fixed"))
 HEAVY_HITTERS = tuple(name for name, kind in KINDS.items() if kind.keeps == "largest")
 BOUNDED = tuple(name for name, kind in KINDS.items() if kind.has_bounds)
 SCORED = tuple(name for name, kind in KINDS.items() if kind.ranks_scores)
+# Those that look for the largest scores by hashes or clusters, without seeing all.
+APPROXIMATE = tuple(name for name, kind in KINDS.items() if kind.input_dependent and not kind.follows_scores)
 CHANGING = tuple(name for name, kind in KINDS.items() if kind.input_dependent)
 # An external model was not made by semdiag_models or the paper's code: of its parts the attention alone is known.
 EXTERNAL_SOURCES = ("hugging face", "factory", "module")
@@ -33,16 +35,17 @@ def external(models: pd.DataFrame) -> "pd.Series[bool]":
     return models["source"].isin(EXTERNAL_SOURCES)
 
 
-def mask_kind(keys: Tensor, queries: Tensor | None) -> str:
+def mask_kind(keys: Tensor, queries: Tensor | None, places: Tensor | None = None) -> str:
     """Tell the kind of a mask by how many keys its queries may attend to.
 
     Args:
-        keys: (B, H, Lq) int64, n_i.
-        queries: (B, Lq) bool, false for padded queries; None means all count.
+        keys: (B, H, R) int64, n_i.
+        queries: (B, R) or (B, H, R) bool, false for padded queries; None means all count.
+        places: (B, H, R) int64, positions of the queries, -1 for none; None means one after the other.
 
     Returns:
         ``full`` if all queries of a sample have the same number, ``causal`` if each has one more than the query
-        before it, else ``masked``; ``full`` where a sample has one query only.
+        before it (as many more as it is further on), else ``masked``; ``full`` where a sample has one query only.
 
     Example:
         >>> import torch
@@ -52,13 +55,14 @@ def mask_kind(keys: Tensor, queries: Tensor | None) -> str:
         'masked'
     """
     counts = keys.cpu().numpy()
-    real = np.ones((counts.shape[0], counts.shape[2]), bool) if queries is None else queries.cpu().numpy()
-    both = (real[:, 1:] & real[:, :-1])[:, None, :]
-    steps = np.broadcast_to(both, counts[..., 1:].shape)
-    rises = np.diff(counts, axis=-1)[steps]
+    real = np.ones((counts.shape[0], 1, counts.shape[2]), bool) if queries is None else queries.cpu().numpy()
+    real = real if real.ndim == counts.ndim else real[:, None]
+    both = np.broadcast_to(real[..., 1:] & real[..., :-1], counts[..., 1:].shape)
+    rises = np.diff(counts, axis=-1)[both]
     if not rises.any():
         return "full"
-    return "causal" if (rises == 1).all() else "masked"
+    steps = 1 if places is None else np.diff(places.cpu().numpy(), axis=-1)[both]
+    return "causal" if (rises == steps).all() else "masked"
 
 
 def joint_kind(kinds: set[str]) -> str:

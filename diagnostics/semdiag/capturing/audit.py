@@ -53,15 +53,27 @@ class Audit:
         captured: number of calls of each.
         skipped: number of times each was seen.
         remarks: number of times each was noted.
+        others: number of softmaxes in each module whose result was multiplied with no values: no attention.
     """
 
     modules: list[str] = field(default_factory=list)
     captured: Counter[Captured] = field(default_factory=Counter)
     skipped: Counter[Skipped] = field(default_factory=Counter)
     remarks: Counter[Remark] = field(default_factory=Counter)
+    others: Counter[str] = field(default_factory=Counter)
 
     def layer(self, module: str) -> int:
         """Return the position of a module among the attention modules; a new one comes last."""
         if module not in self.modules:
             self.modules.append(module)
         return self.modules.index(module)
+
+
+def failure(error: Exception) -> str:
+    """Say in one line that semdiag failed, and with what.
+
+    Args:
+        error: what it raised.
+    """
+    said = " ".join(str(error).split())[:120]
+    return f"semdiag failed on it ({type(error).__name__}{said and ': '}{said}): please report it"

@@ -1,7 +1,6 @@
 """Batches of any model: tensors, dictionaries of tensors, or tuples of arguments."""
 
-import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,9 +9,6 @@ from torch import Tensor, nn
 from semdiag_models import InputError
 
 Batch = Tensor | Mapping[str, Any] | Sequence[Any]
-# Arguments that mark padding: true or 1 where a token is real; in the second group where it is not.
-_REAL = ("attention_mask", "decoder_attention_mask")
-_PADDED = ("src_key_padding_mask", "tgt_key_padding_mask", "key_padding_mask")
 
 
 def call(model: nn.Module, batch: Batch) -> Any:
@@ -52,59 +48,119 @@ def longest(batch: Batch) -> int:
     return next((t.shape[1] for t in _tensors(batch) if t.ndim > 1), 1)
 
 
-def split(batches: Batch | Iterable[Batch], size: int) -> list[Batch]:
-    """Cut what a user gives into batches of at most ``size`` samples; what is cut already stays as it is.
+def each(batches: Batch | Iterable[Batch], size: int) -> Iterator[Batch]:
+    """Go through what a user gives in batches of at most ``size`` samples; what is cut already stays as it is.
 
     Args:
         batches: one tensor or dictionary of tensors, to be cut along their first axis; or an iterable of
-            batches.
+            batches, which is read one batch at a time.
         size: samples in a batch.
 
-    Returns:
+    Yields:
         Batches that hold at least one sample.
 
     Raises:
         InputError: if it is none of these.
 
     Example:
+        >>> [len(batch) for batch in each((torch.zeros(n, 2) for n in (3, 0, 1)), 2)]
+        [3, 1]
+    """
+    cut: Iterable[Any]
+    if isinstance(batches, Tensor):
+        cut = torch.split(batches, size) if batches.ndim else ()
+    elif isinstance(batches, Mapping):
+        whole = samples_of(batches)
+        cut = (_part(batches, slice(i, i + size), whole) for i in range(0, whole, size))
+    elif isinstance(batches, Iterable) and not isinstance(batches, str | bytes):
+        cut = batches
+    else:
+        cut = (None,)  # refused below
+    for batch in cut:
+        if not isinstance(batch, Tensor | Mapping | tuple | list):
+            raise InputError(
+                "Inputs are a tensor, a dictionary of tensors (keyword arguments), or a list of batches, each a "
+                f"tensor, a dictionary or a tuple of arguments. Got {type(batch).__name__}."
+            )
+        if samples_of(batch):
+            yield batch
+
+
+def split(batches: Batch | Iterable[Batch], size: int) -> list[Batch]:
+    """All batches of :func:`each`.
+
+    Args:
+        batches: as there.
+        size: samples in a batch.
+
+    Returns:
+        Batches that hold at least one sample.
+
+    Raises:
+        InputError: as there.
+
+    Example:
         >>> [len(batch) for batch in split(torch.zeros(5, 2), 2)]
         [2, 2, 1]
     """
-    if isinstance(batches, Tensor):
-        cut: list[Batch] = list(torch.split(batches, size)) if batches.ndim else []
-    elif isinstance(batches, Mapping):
-        whole = samples_of(batches)
-        cut = [_part(batches, slice(i, i + size), whole) for i in range(0, whole, size)]
-    elif isinstance(batches, Iterable) and not isinstance(batches, str | bytes):
-        cut = list(batches)
-    else:
-        cut = [None]  # type: ignore[list-item]  # refused below
-    wrong = [batch for batch in cut if not isinstance(batch, Tensor | Mapping | tuple | list)]
-    if wrong:
-        raise InputError(
-            "Inputs are a tensor, a dictionary of tensors (keyword arguments), or a list of batches, each a "
-            f"tensor, a dictionary or a tuple of arguments. Got {type(wrong[0]).__name__}."
-        )
-    return [batch for batch in cut if samples_of(batch)]
+    return list(each(batches, size))
 
 
-def first_samples(batches: Iterable[Batch], count: int) -> list[Batch]:
-    """The first samples of batches.
+def first_samples(batches: Iterable[Batch], count: int) -> Iterator[Batch]:
+    """Go through the first samples of batches, and read none beyond them.
+
+    Args:
+        batches: from :func:`each` or :func:`split`.
+        count: of samples; batches that are tuples of arguments are not cut, and stay whole.
+
+    Yields:
+        Batches with ``count`` samples together, or all there are.
+
+    Example:
+        >>> import itertools
+        >>> [len(batch) for batch in first_samples((torch.zeros(2, 1) for _ in itertools.count()), 5)]
+        [2, 2, 1]
+    """
+    for batch in batches:
+        part = batch if isinstance(batch, tuple | list) else next(each(batch, count))
+        yield part
+        count -= samples_of(part)
+        if count <= 0:
+            return
+
+
+def without_first(batches: Iterable[Batch], count: int) -> list[Batch]:
+    """What :func:`first_samples` left of batches.
 
     Args:
         batches: from :func:`split`.
-        count: of samples; batches that are tuples of arguments are not cut, and stay whole.
+        count: of samples that were taken.
 
-    Returns:
-        Batches with ``count`` samples together, or all there are.
+    Example:
+        >>> [len(batch) for batch in without_first([torch.zeros(2, 1), torch.zeros(3, 1)], 3)]
+        [2]
     """
     found: list[Batch] = []
     for batch in batches:
-        missing = count - sum(map(samples_of, found))
-        if missing <= 0:
-            break
-        found.append(batch if isinstance(batch, tuple | list) else split(batch, missing)[0])
+        size = samples_of(batch)
+        if count <= 0:
+            found.append(batch)
+        elif count < size:
+            rest = slice(count, size)
+            found.append(batch[rest] if isinstance(batch, Tensor) else _part(batch, rest, size))  # type: ignore[arg-type]
+        count -= size
     return found
+
+
+def with_tensor(batch: Batch, old: Tensor, new: Tensor) -> Batch:
+    """The batch with one of its tensors replaced.
+
+    Args:
+        batch: a tensor, a dictionary or a tuple.
+        old: the tensor.
+        new: what takes its place.
+    """
+    return _each(batch, lambda value: new if value is old else value)
 
 
 def repeated(batch: Batch, times: int) -> Batch:
@@ -164,74 +220,6 @@ def moved(batch: Batch, device: torch.device | str, dtype: torch.dtype | None = 
         return value.to(device, dtype if value.is_floating_point() else None)
 
     return _each(batch, one)
-
-
-def real_tokens(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-    """Which tokens of a batch are real, from the usual arguments of the model.
-
-    Read are ``attention_mask`` and ``decoder_attention_mask`` (1 or true: real) and the ``key_padding_mask``
-    of PyTorch's own layers (true: padding), by name or by position in ``model.forward``.
-
-    Args:
-        model: whose signature names positional arguments.
-        batch: a tensor, a dictionary or a tuple.
-
-    Returns:
-        (B, L) bool by argument; empty where nothing marks padding.
-
-    Example:
-        >>> real_tokens(nn.Identity(), {"attention_mask": torch.tensor([[1, 1, 0]])})["attention_mask"].tolist()
-        [[True, True, False]]
-    """
-    arguments = _arguments(model, batch)
-    found = {}
-    for name in (*_REAL, *_PADDED):
-        value = arguments.get(name)
-        if isinstance(value, Tensor) and value.ndim == 2:
-            padded = value.bool() if value.dtype == torch.bool else value != 0
-            found[name] = padded if name in _REAL else ~padded
-    ids = arguments.get("decoder_input_ids")
-    if isinstance(ids, Tensor) and ids.ndim == 2:
-        found.setdefault("decoder_attention_mask", torch.ones_like(ids, dtype=torch.bool))
-    return found
-
-
-def real_queries(real: Mapping[str, Tensor], module: str, shape: tuple[int, int], first: int) -> Tensor | None:
-    """Which queries of an attention call are real tokens.
-
-    Args:
-        real: from :func:`real_tokens`.
-        module: name of the attention module; in one of a decoder, the decoder's own arguments count if there
-            are any.
-        shape: (B, Lq) of the call.
-        first: position of its first query.
-
-    Returns:
-        (B, Lq) bool; None if no argument has one entry per query, so that nothing is known.
-
-    Example:
-        >>> real = {"attention_mask": torch.tensor([[True, True, False]])}
-        >>> real_queries(real, "encoder.layer.0", (1, 3), 0).tolist()
-        [[True, True, False]]
-        >>> real_queries(real, "pool", (1, 1), 0) is None
-        True
-    """
-    decoders = {name: mask for name, mask in real.items() if name.startswith(("decoder", "tgt"))}
-    others = {name: mask for name, mask in real.items() if name not in decoders}
-    for mask in (decoders if decoders and "decoder" in module else others).values():
-        if len(mask) == shape[0] and mask.shape[1] == (first + shape[1] if first else shape[1]):
-            return mask[:, mask.shape[1] - shape[1] :]
-    return None
-
-
-def _arguments(model: nn.Module, batch: Batch) -> Mapping[str, Any]:
-    if isinstance(batch, Mapping):
-        return batch
-    values = (batch,) if isinstance(batch, Tensor) else tuple(batch)
-    try:
-        return inspect.signature(model.forward).bind_partial(*values).arguments
-    except (TypeError, ValueError):  # the call itself will say what is wrong
-        return {}
 
 
 def _tensors(batch: Batch) -> list[Tensor]:

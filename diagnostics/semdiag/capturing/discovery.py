@@ -3,6 +3,7 @@
 import os
 from pathlib import Path
 
+from semdiag.capturing.hints import refuse_other_kinds
 from semdiag_models import InputError
 
 FOLDER_VARIABLE = "SEMDIAG_CHECKPOINTS"
@@ -23,7 +24,7 @@ def find_checkpoints(models: list[Path] | None) -> list[Path]:
     """
     if models:
         return [file for model in models for file in _files(model)]
-    folder = Path(os.environ.get(FOLDER_VARIABLE, "checkpoints"))
+    folder = _folder()
     found = _below(folder)
     if not found:
         raise InputError(
@@ -33,11 +34,21 @@ def find_checkpoints(models: list[Path] | None) -> list[Path]:
     return found
 
 
+def known_runs() -> list[Path]:
+    """Folders of the runs that are meant when none is named."""
+    return [file.parent for file in _below(_folder()) if file.name == "last.pt"]
+
+
+def _folder() -> Path:
+    return Path(os.environ.get(FOLDER_VARIABLE, "checkpoints"))
+
+
 def _files(model: Path) -> list[Path]:
     if not model.is_dir():
         return [model]
     found = _below(model)
     if not found:
+        refuse_other_kinds(model, [])
         raise InputError(f"The folder {model} holds no checkpoint (.pt).")
     return found
 

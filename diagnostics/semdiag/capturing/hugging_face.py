@@ -4,16 +4,23 @@ import contextlib
 import math
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from semdiag.capturing.attention_call import AttentionCall
-from semdiag.capturing.recording import Recorder, four_axes, is_plain, split_mask
+from semdiag.capturing.flash import NotFollowedError, flash_call
+from semdiag.capturing.flex import mask_of
+from semdiag.capturing.overlapping import SharedChange
+from semdiag.capturing.recording import Recorder, four_axes, is_plain, not_plain, split_mask
 
 MECHANISM = "transformers attention interface"
-_UNDERSTOOD = ("eager", "sdpa")  # their mask is a tensor over queries and keys
+_UNDERSTOOD = ("eager", "sdpa", "flex_attention")  # their masks are tensors over queries and keys, or functions
+_LOAD = "load the model with attn_implementation='sdpa' or 'eager' to capture it"
 _NAMES = ("attention_mask", "scaling", "dropout")
+_RECORDERS: list[Recorder] = []  # those that record now, in the order in which they began
 
 
 @contextlib.contextmanager
@@ -30,20 +37,40 @@ def intercepted_interface(recorder: Recorder) -> Iterator[None]:
     Yields:
         Nothing.
     """
-    interface = getattr(sys.modules.get("transformers.modeling_utils"), "AttentionInterface", None)
-    original = getattr(interface, "get_interface", None)
-    if interface is None or original is None:  # not imported, or too old: then the other mechanisms see its models
+    if not hasattr(_interface(), "get_interface"):  # not imported, or too old: the other mechanisms see its models
         yield
         return
+    _RECORDERS.append(recorder)
+    try:
+        with _PATCHED.held():
+            yield
+    finally:
+        _RECORDERS.remove(recorder)
+
+
+def _interface() -> Any:
+    return getattr(sys.modules.get("transformers.modeling_utils"), "AttentionInterface", None)
+
+
+@contextlib.contextmanager
+def _patched() -> Iterator[None]:
+    interface = _interface()
+    original = interface.get_interface
 
     def get_interface(self: object, implementation: str, default: Callable[..., Any]) -> Callable[..., Any]:
-        return _recorded(recorder, implementation, original(self, implementation, default))
+        attend: Callable[..., Any] = original(self, implementation, default)
+        for recorder in tuple(_RECORDERS):
+            attend = _recorded(recorder, implementation, attend)
+        return attend
 
     interface.get_interface = get_interface
     try:
         yield
     finally:
         interface.get_interface = original
+
+
+_PATCHED = SharedChange(_patched)
 
 
 def _recorded(recorder: Recorder, implementation: str, attend: Callable[..., Any]) -> Callable[..., Any]:
@@ -53,25 +80,82 @@ def _recorded(recorder: Recorder, implementation: str, attend: Callable[..., Any
         name = recorder.names.get(id(module))
         if name is None or not recorder.listening:
             return attend(module, query, key, value, *args, **kwargs)  # type: ignore[no-any-return]
+        options = dict(zip(_NAMES, args, strict=False)) | kwargs
+        if recorder.masking and _maskable(implementation, query, options):
+            options |= _masked(recorder, name, implementation, module, (query, key, value), options)
+            args, kwargs = (), options
         with recorder.covering():
             output: tuple[Tensor, Tensor | None] = attend(module, query, key, value, *args, **kwargs)
-        options = dict(zip(_NAMES, args, strict=False)) | kwargs
-        mask = options.get("attention_mask")
-        if implementation not in _UNDERSTOOD:
-            recorder.skip(
-                implementation, "load the model with attn_implementation='sdpa' or 'eager' to capture it", name
-            )
-        elif not is_plain(query):
-            recorder.skip(
-                implementation, f"tensors of type {type(query).__name__}: only plain ones are captured", name
-            )
-        elif mask is not None and not (isinstance(mask, Tensor) and mask.ndim == 4):
-            recorder.skip(implementation, f"its mask is a {type(mask).__name__} of an unknown kind", name)
-        else:
-            recorder.record(_call(name, implementation, module, (query, key, value), options, output[0]))
+        try:
+            _record(recorder, name, implementation, module, (query, key, value), options, output[0])
+        except Exception as error:
+            recorder.failed(implementation, error, name)
         return output
 
     return attention
+
+
+def _maskable(implementation: str, query: Tensor, options: dict[str, Any]) -> bool:
+    """Whether a mask of the recorder's can be combined with that of the call."""
+    mask = options.get("attention_mask")
+    plain = mask is None or (isinstance(mask, Tensor) and mask.ndim == 4)
+    return implementation in ("eager", "sdpa") and is_plain(query) and plain
+
+
+def _masked(
+    recorder: Recorder,
+    name: str,
+    implementation: str,
+    module: nn.Module,
+    qkv: tuple[Tensor, Tensor, Tensor],
+    options: dict[str, Any],
+) -> dict[str, Any]:
+    """The options that change under the recorder's mask."""
+    kept = recorder.kept(_call(name, implementation, module, qkv, options, qkv[0].transpose(1, 2)))
+    if kept is None:
+        return {}
+    mask, q = options.get("attention_mask"), qkv[0]
+    if mask is None and implementation == "eager":  # which adds it to the scores
+        mask = q.new_zeros(())
+    if mask is None or mask.dtype == torch.bool:
+        found = kept if mask is None else kept & mask[..., : kept.shape[-1]]
+    else:
+        mask = mask if mask.ndim < 4 else mask[..., : kept.shape[-1]]
+        found = mask.expand(kept.shape).masked_fill(~kept, torch.finfo(mask.dtype).min)
+    return {"attention_mask": found, **({"is_causal": False} if "is_causal" in options else {})}
+
+
+def _record(
+    recorder: Recorder,
+    name: str,
+    implementation: str,
+    module: nn.Module,
+    qkv: tuple[Tensor, Tensor, Tensor],
+    options: dict[str, Any],
+    output: Tensor,
+) -> None:
+    query = qkv[0]
+    mask: Any = options.get("attention_mask")
+    if not is_plain(query):
+        recorder.skip(implementation, not_plain(query), name)
+    elif "flash" in implementation and not implementation.startswith("paged|"):
+        try:
+            call = flash_call(name, module, qkv, options, output)
+        except NotFollowedError as error:
+            recorder.skip(implementation, f"{error}: {_LOAD}", name)
+            return
+        recorder.record(replace(call, mechanism=MECHANISM))
+    elif implementation not in _UNDERSTOOD:
+        recorder.skip(implementation, _LOAD, name)
+    else:
+        if implementation == "flex_attention" and hasattr(mask, "mask_mod"):
+            with recorder.covering():
+                mask = mask_of(mask.mask_mod, (*mask.shape[:2], query.shape[2], qkv[1].shape[2]), query.device)
+        if mask is None or (isinstance(mask, Tensor) and mask.ndim == 4):
+            options = options | {"attention_mask": mask}
+            recorder.record(_call(name, implementation, module, qkv, options, output))
+        else:
+            recorder.skip(implementation, f"its mask is a {type(mask).__name__} of an unknown kind", name)
 
 
 def _call(
@@ -87,9 +171,9 @@ def _call(
     q_length, k_length = q.shape[2], k.shape[2]
     given = options.get("is_causal")
     causal = bool(getattr(module, "is_causal", implementation == "sdpa") if given is None else given)
-    allowed = None
+    allowed, forbidding = None, None
     if mask is not None:
-        allowed, added = split_mask(mask[..., :k_length])
+        allowed, added, forbidding = split_mask(mask[..., :k_length])
         bias = added if bias is None else bias if added is None else bias + added
     scale, sinks = options.get("scaling"), options.get("s_aux")
     if sinks is None and implementation == "eager":
@@ -113,6 +197,7 @@ def _call(
         first_query=0 if by_rule or not causal else _first_query(allowed, q_length, k_length),
         mechanism=MECHANISM,
         dropout=float(options.get("dropout") or 0.0),
+        forbidding=forbidding,
     )
 
 

@@ -1,8 +1,9 @@
 """Reading inputs that a user names."""
 
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -13,6 +14,7 @@ from semdiag.capturing.batches import Batch
 from semdiag.capturing.loading import LoadedModel
 from semdiag_models import InputError
 from semdiag_models.checkpoint import read_plain
+from semdiag_models.reading import LARGEST_TEXT, open_file, read_bytes, require_memory
 
 
 def read_inputs(path: Path) -> Tensor:
@@ -69,10 +71,8 @@ def read_batches(path: Path, model: LoadedModel, size: int) -> list[Batch]:
 
 
 def _texts(path: Path) -> list[str]:
-    if not path.is_file():
-        raise InputError(f"The inputs {path} do not exist.")
     try:
-        lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
+        lines = [line.strip() for line in read_bytes(path, LARGEST_TEXT).decode("utf-8").splitlines()]
     except UnicodeDecodeError as error:
         raise InputError(f"{path} is not a text in UTF-8 ({error.reason} at byte {error.start}).") from None
     texts = [line for line in lines if line]
@@ -82,15 +82,14 @@ def _texts(path: Path) -> list[str]:
 
 
 def _read(path: Path) -> Any:
-    if not path.is_file():
-        raise InputError(f"The inputs {path} do not exist.")
     if path.suffix == ".pt":
         return read_plain(path)
     if path.suffix in (".npy", ".npz"):
         return _read_numpy(path)
+    as_array = f'numpy.save("{path.stem}.npy", numpy.loadtxt("{path.name}", delimiter=",", dtype=int))'
     raise InputError(
         "Inputs come as .npy, .npz or .pt token ids of shape (N, L), or as .txt for hf: models and models of "
-        f"text. Got {path.name}."
+        f"text. Got {path.name}." + f" A table becomes an array with: {as_array}." * (path.suffix == ".csv")
     )
 
 
@@ -101,7 +100,8 @@ def _whole(tokens: Tensor) -> bool:
 
 def _read_numpy(path: Path) -> Tensor | None:
     try:
-        with path.open("rb") as file:
+        with open_file(path) as file:
+            _check_size(path, file)
             content = np.load(file, allow_pickle=False)
             if isinstance(content, np.ndarray):
                 return torch.from_numpy(content)
@@ -115,3 +115,11 @@ def _read_numpy(path: Path) -> Tensor | None:
     except Exception as error:  # on damaged files numpy raises whatever its reader stumbles over
         reason = str(error).split("\n", 1)[0][:120] or type(error).__name__
         raise InputError(f"{path} cannot be read as an array of numbers ({reason}).") from None
+
+
+def _check_size(path: Path, file: BinaryIO) -> None:
+    """Refuse arrays that are larger, once unpacked, than a file may make them."""
+    if zipfile.is_zipfile(file):
+        with zipfile.ZipFile(file) as archive:
+            require_memory(sum(member.file_size for member in archive.infolist()), f"{path}, unpacked,")
+    file.seek(0)

@@ -10,11 +10,24 @@ from torch import Tensor, nn
 
 from semdiag.capturing import factories, paper_code, pretrained
 from semdiag.capturing.attention_kinds import EXTERNAL_SOURCES
-from semdiag_models import Encoder, InputError, Text, TrainingConfig, draw_data, find_task, read_checkpoint, sha256
+from semdiag.capturing.discovery import known_runs
+from semdiag.capturing.hints import OF_YOUR_OWN, refuse_other_kinds
+from semdiag_models import (
+    Encoder,
+    InputError,
+    Text,
+    TrainingConfig,
+    draw_data,
+    find_task,
+    read_checkpoint,
+    sha256,
+    weights_sha256,
+)
 from semdiag_models.checkpoint import FORMAT, read_plain
+from semdiag_models.reading import read_json, require_memory
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class LoadedModel:
     """A model in evaluation mode and where it comes from.
 
@@ -31,6 +44,8 @@ class LoadedModel:
         history: one list per column, one entry per epoch; empty if unknown.
         provenance: versions, command, device of the training run.
         batches: inputs that came with the model; None if none did.
+        weights_sha256: of the parameters alone, of semdiag's and the paper's checkpoints; else empty.
+        recorded_weights: where such a hash is recorded, and which: in the file, in a manifest beside its folder.
     """
 
     path: str
@@ -45,6 +60,13 @@ class LoadedModel:
     history: dict[str, list[float]] = field(default_factory=dict)
     provenance: dict[str, Any] = field(default_factory=dict)
     batches: Any = None
+    weights_sha256: str = ""
+    recorded_weights: dict[str, str] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        known = ", ".join(str(part) for part in (self.task, self.snapshot) if part)
+        parameters = sum(p.numel() for p in self.module.parameters())
+        return f"LoadedModel {self.path} ({self.source}, {known}, {parameters:,} parameters)"
 
     @property
     def external(self) -> bool:
@@ -90,6 +112,8 @@ class LoadedModel:
                 raise InputError(
                     f"{self.path} has {self.training.holdout_samples} held-out samples. Got --samples {samples}."
                 )
+            drawn = self.training.train_samples + self.training.holdout_samples
+            require_memory(16 * drawn * config.length, f"Drawing the samples that {self.path} declares")
             holdout = draw_data(self.training, config.length, config.pad_id)[1]
             source = "the run's own held-out samples"
             if self.training.text is not None:
@@ -139,12 +163,17 @@ def load(path: str | Path, config: Mapping[str, Any] | None = None) -> LoadedMod
         config: for the paper's code only: its configuration, where the file name does not say it.
 
     Returns:
-        The model in evaluation mode on the CPU.
+        The model in evaluation mode on the CPU. Torch's random numbers go on as if nothing had been loaded.
 
     Raises:
         InputError: if it is missing, none of these, holds code, is incomplete, or does not fit its
             configuration.
     """
+    with torch.random.fork_rng(devices=[]):  # modules draw weights before they get theirs
+        return _load(path, config)
+
+
+def _load(path: str | Path, config: Mapping[str, Any] | None) -> LoadedModel:
     spec = str(path)
     if spec.startswith(pretrained.PREFIX):
         model, digest, versions = pretrained.build(spec)
@@ -181,10 +210,18 @@ def _load_checkpoint(path: str | Path, config: Mapping[str, Any] | None) -> Load
     file = Path(path)
     if (file / "last.pt").exists():
         file /= "last.pt"
+    refuse_other_kinds(file, known_runs())
     content = read_plain(file)
     if paper_code.recognised(content):
         encoder, description = paper_code.build(file, content, config)
-        return LoadedModel(str(path), sha256(file), encoder, source="paper code", **description)
+        return LoadedModel(
+            str(path),
+            sha256(file),
+            encoder,
+            source="paper code",
+            weights_sha256=weights_sha256(encoder.state_dict()),
+            **description,
+        )
     if (
         isinstance(content, dict)
         and content.get("format") != FORMAT
@@ -192,7 +229,12 @@ def _load_checkpoint(path: str | Path, config: Mapping[str, Any] | None) -> Load
     ):
         raise InputError(
             f"{path} is a bare state dict of an unknown model. Supported are semdiag checkpoints and those of the "
-            "paper's released code; for other models write a function that builds yours: package.module:function."
+            f"paper's released code; {OF_YOUR_OWN}."
+        )
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise InputError(
+            f"{path} is not a semdiag checkpoint (no format entry {FORMAT!r}). "
+            f"Make one with: semdiag train even-pairs --attention topk --k 5; {OF_YOUR_OWN}."
         )
     checkpoint = read_checkpoint(file)
     snapshot = {0: "initialisation"}.get(checkpoint.epoch, f"epoch {checkpoint.epoch}")
@@ -210,4 +252,22 @@ def _load_checkpoint(path: str | Path, config: Mapping[str, Any] | None) -> Load
         training=checkpoint.training,
         history=checkpoint.history,
         provenance=checkpoint.provenance,
+        weights_sha256=weights_sha256(checkpoint.state),
+        recorded_weights=_recorded(file, checkpoint.recorded_weights),
     )
+
+
+def _recorded(file: Path, inside: str) -> dict[str, str]:
+    """The hashes of a checkpoint's weights that stand in it and in ``manifest.json`` beside its run's folder."""
+    found = {"file": inside} if inside else {}
+    folder = file.absolute().parent
+    try:
+        manifest = read_json(folder.parent / "manifest.json")
+    except InputError:
+        return found
+    for entry in manifest if isinstance(manifest, list) else ():
+        if isinstance(entry, dict) and entry.get("run") == folder.name:
+            hashes = entry.get("weights_sha256")
+            said = hashes.get(file.name) if isinstance(hashes, dict) else None
+            found |= {"manifest": said} if isinstance(said, str) else {}
+    return found

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from semdiag_models import InputError
+from semdiag_models.reading import open_file, read_json
 
 PREFIX = "hf:"
 _INSTALL = "pip install 'semdiag[hf]'"
@@ -35,7 +36,10 @@ def find_folder(spec: str) -> Path:
     folder = Path(name)
     package, *inside = folder.parts or ("",)
     if not folder.is_dir() and package.isidentifier():
-        found = find_spec(package)
+        try:
+            found = find_spec(package)
+        except (ValueError, ImportError):  # of __main__, and of what is half imported
+            found = None
         places = list(found.submodule_search_locations or ()) if found is not None else []
         folder = next((p for p in (Path(place, *inside) for place in places) if p.is_dir()), folder)
     if not folder.is_dir():
@@ -43,8 +47,12 @@ def find_folder(spec: str) -> Path:
             f"{spec}: there is no folder {name}. Models are read from disk and never downloaded: name a folder "
             "that model.save_pretrained() wrote."
         )
-    if not (folder / "config.json").is_file():
+    if not (folder / "config.json").exists():
         raise InputError(f"{spec}: the folder holds no config.json, so it is not a Hugging Face model.")
+    for file in folder.iterdir():  # the library opens what it finds
+        if not file.is_dir():
+            open_file(file).close()
+    read_json(folder / "config.json")
     return folder
 
 
@@ -183,7 +191,7 @@ def _sha256(files: Sequence[Path]) -> str:
     """Of the files' content, one after the other; of one file it is that file's."""
     digest = hashlib.sha256()
     for path in files:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             while block := file.read(2**20):
                 digest.update(block)
     return digest.hexdigest()

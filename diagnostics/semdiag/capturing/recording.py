@@ -1,81 +1,189 @@
 """What all mechanisms share: which module is running, what is covered already, and handing calls on safely."""
 
 import contextlib
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from dataclasses import replace
+from typing import TypeGuard
 
 import torch
 from torch import Tensor, nn
+from torch.amp import is_autocast_available
 from torch.utils._python_dispatch import _disable_current_modes
 
 from semdiag.capturing.attention_call import AttentionCall
-from semdiag.capturing.audit import Audit, Captured, Remark, Skipped
+from semdiag.capturing.audit import Audit, Captured, Remark, Skipped, failure
 from semdiag_models import AttentionCore
 
-_STEEP = -1000.0  # a bias below this forbids a key in all but name
+_STEEP = -1000.0  # a bias below this is remarked on
+_FORBIDDING = -9_999.0  # an additive term at or below it, relative to the best of its row, can forbid a key
+_ROOM = 1_000.0  # for what stands on top of such a constant: scores, a bias
 
 
-class Recorder:
-    """Attributes attention to modules and hands calls to the consumer.
+NOTHING = "has no query or no key: there is nothing to measure"
+_OPEN: ContextVar[tuple["Recorder", ...]] = ContextVar("open", default=())  # of this thread or asynchronous task
+
+
+class Watched:
+    """What the threads that run a watched model share.
+
+    Attributes:
+        model: that is watched.
+        consume: gets the calls, one at a time.
+        mask: says which keys a call keeps; None: there is none.
+        modules: by name.
+        audit: filled on the way.
+        names: of the modules, by their id.
+        parameters: addresses of the storages of the model's parameters and buffers.
+        ran: names of all modules that have run.
+        lock: held while something is noted or handed on.
+        closed: whether the watch is over: a wrapper that someone kept does nothing.
+        failure: the last exception that the consumer raised.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        consume: Callable[[AttentionCall], None],
+        mask: Callable[[AttentionCall], Tensor | None] | None = None,
+    ) -> None:
+        named = [(name.replace("_orig_mod", "").strip("."), module) for name, module in model.named_modules()]
+        self.model, self.consume, self.mask = model, consume, mask
+        self.modules = dict(named)
+        self.audit = Audit(modules=[name for name, module in named if isinstance(module, AttentionCore)])
+        self.names = {id(module): name for name, module in named}
+        own = (*model.parameters(), *model.buffers())
+        self.parameters = {
+            t.untyped_storage().data_ptr() for t in own if is_plain(t) and t.layout == torch.strided
+        }
+        self.ran: set[str] = set()
+        self.lock, self.closed = threading.RLock(), False
+        self.failure: BaseException | None = None
+
+
+class Recorder(threading.local):
+    """Attributes attention to modules and hands calls to the consumer; each thread has its own running modules.
+
+    Args:
+        watched: what its threads share.
 
     Attributes:
         audit: filled on the way.
+        names: of the modules, by their id.
         covered: above 0 while an attention runs whose record is taken further out; what happens inside it is
             not recorded again.
+        foreign: above 0 while modules run that are not the model's.
+        generator: of rows that are checked; nobody else's.
         heads: number of heads where the surrounding function says it and the tensors do not; None otherwise.
         in_function: whether a torch function runs that was seen in Python.
+        parameters: addresses of the storages of the model's parameters and buffers.
         running: names of the modules that are running, the innermost last.
+        shapes: of the first input of each of these, as far as it is a tensor.
+        without_watch: modules that run without the function mode, which they could not run under.
     """
 
-    def __init__(self, model: nn.Module, consume: Callable[[AttentionCall], None]) -> None:
-        named = [(name.replace("_orig_mod", "").strip("."), module) for name, module in model.named_modules()]
-        cores = [name for name, module in named if isinstance(module, AttentionCore)]
-        self.audit = Audit(modules=cores)
-        self.names = {id(module): name for name, module in named}
-        self.parameters = {p.untyped_storage().data_ptr() for p in model.parameters() if is_plain(p)}
+    def __init__(self, watched: Watched) -> None:  # called again in each thread
+        self.audit, self.names, self.parameters = watched.audit, watched.names, watched.parameters
+        self.generator = torch.Generator().manual_seed(0)
         self.covered = 0
+        self.foreign = 0
         self.heads: int | None = None
         self.in_function = False
         self.running: list[str] = []
-        self._model = model
-        self._consume = consume
+        self.without_watch: list[tuple[nn.Module, bool]] = []
+        self.shapes: list[tuple[int, ...]] = []
+        self._watched = watched
         self._calls: Counter[str] = Counter()
+        self._asked: Counter[str] = Counter()
+
+    @property
+    def masking(self) -> bool:
+        """Whether the model runs with a mask of its user's: see :meth:`kept`."""
+        return self._watched.mask is not None
 
     @property
     def listening(self) -> bool:
         """Whether an attention that ran now would be recorded."""
-        return bool(self.running) and not self.covered
+        return bool(self.running) and not self.covered and not self._watched.closed
+
+    @property
+    def closed(self) -> bool:
+        """Whether the watch is over."""
+        return self._watched.closed
 
     @property
     def module(self) -> str:
         """Name of the innermost running module."""
         return self.running[-1] if self.running else ""
 
-    def enter(self, module: nn.Module) -> bool:
-        """Note that a module starts; returns whether it belongs to the model."""
+    def outside(self, kind: type[nn.Module]) -> str:
+        """Name of the innermost running module that is not of a kind."""
+        return next((n for n in reversed(self.running) if not isinstance(self._watched.modules[n], kind)), "")
+
+    def enter(self, module: nn.Module, inputs: tuple[object, ...] = ()) -> bool:
+        """Note that a module starts; returns whether it belongs to the model and to this watch."""
         name = self.names.get(id(module))
         if name is None:
+            self.foreign += not self.running
             return False
-        if module is self._model or not self.running:  # also cleans up after an interrupted forward
+        if not (self.running or self._is_meant(module)):
+            return False
+        self.foreign = 0
+        if module is self._watched.model or not self.running:  # also cleans up after an interrupted forward
             self.running.clear()
+            self.shapes.clear()
             self._calls.clear()
+            self._asked.clear()
             self.covered = 0
         self.running.append(name)
+        self.shapes.append(tuple(inputs[0].shape) if inputs and is_plain(inputs[0]) else ())
+        self._watched.ran.add(name)
         return True
+
+    def _is_meant(self, module: nn.Module) -> bool:
+        """Whether a call in this thread or task is for this watch, and not for one that was opened here."""
+        own = [r for r in _OPEN.get() if id(module) in r.names and not r._watched.closed]
+        return not own or self in own
 
     def leave(self, module: nn.Module) -> bool:
         """Note that a module ends; returns whether it belongs to the model and had started."""
         name = self.names.get(id(module))
         if name is None or name not in self.running:
+            self.foreign = max(0, self.foreign - (name is None and not self.running))
             return False
         while self.running.pop() != name:
-            pass
+            self.shapes.pop()
+        self.shapes.pop()
         return True
 
-    def close(self) -> None:
-        """Record nothing any more: a wrapper that someone kept does nothing."""
-        self.running.clear()
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[None]:
+        """Inside, it records what this thread or task runs, and what those run that have no watch of their own."""
+        _OPEN.set((*_OPEN.get(), self))
+        try:
+            yield
+        finally:
+            _OPEN.set(tuple(other for other in _OPEN.get() if other is not self))
+            self._close()
+
+    def _close(self) -> None:
+        """Record nothing any more, a wrapper that someone kept does nothing; say what has no attention."""
+        self._watched.closed = True
+        ran = self._watched.ran
+        found = {*self.audit.modules, *(seen.module for seen in self.audit.skipped)}
+        if "" in ran and not found:
+            self.audit.remarks[Remark("", "no softmax attention was seen while the model ran")] += 1
+        named = self._watched.model.named_modules()
+        lists = {name: len(m) for name, m in named if isinstance(m, nn.ModuleList)}
+        for name, length in lists.items():
+            blocks = [block for i in range(length) if (block := f"{name}.{i}") in ran]
+            bare = [b for b in blocks if not any(f"{module}.".startswith(f"{b}.") for module in found)]
+            nested = any(name.startswith(f"{other}.") for other in lists)
+            if not nested and 0 < len(bare) < len(blocks):
+                text = f"{len(bare)} of {len(blocks)} blocks ran without softmax attention"
+                self.audit.remarks[Remark(name, text)] += 1
 
     @contextlib.contextmanager
     def covering(self) -> Iterator[None]:
@@ -93,20 +201,45 @@ class Recorder:
         if reason:
             self.skip(call.mechanism, reason, module)
             return
-        call = replace(call, module=module, layer=self.audit.layer(module), occurrence=self._calls[module])
-        self._calls[module] += 1
-        self.audit.captured[Captured(module, call.mechanism)] += 1
-        with outside_all_modes(call.q.device.type):
-            if call.bias is not None and bool((call.bias <= _STEEP).any()):
-                text = (
-                    f"a mask adds {float(call.bias.min()):.3g} instead of -inf: it counts as a bias on the scores"
-                )
+        with self._watched.lock, outside_all_modes(call.q.device.type):
+            call = replace(call, module=module, layer=self.audit.layer(module), occurrence=self._calls[module])
+            self._calls[module] += 1
+            self.audit.captured[Captured(module, call.mechanism)] += 1
+            for text in _remarks(call, self.shapes[-1] if self.shapes else ()):
                 self.audit.remarks[Remark(module, text)] += 1
-            self._consume(call)
+            try:
+                self._watched.consume(call)
+            except BaseException as error:
+                self._watched.failure = error
+                raise
+
+    def kept(self, call: AttentionCall) -> Tensor | None:
+        """The keys that the mask leaves, (B, H, Lq, Lk) bool; None: those that there are.
+
+        Args:
+            call: that is about to run; of its values and output only the shape matters.
+        """
+        if self._watched.mask is None or _unusable(call):  # the latter is noted once it has run
+            return None
+        module = call.module or self.module
+        call = replace(call, module=module, layer=self.audit.layer(module), occurrence=self._asked[module])
+        self._asked[module] += 1
+        return self._watched.mask(call)
 
     def skip(self, operation: str, reason: str, module: str | None = None) -> None:
         """Note an operation that looks like attention and is not captured."""
-        self.audit.skipped[Skipped(self.module if module is None else module, operation, reason)] += 1
+        with self._watched.lock:
+            self.audit.skipped[Skipped(self.module if module is None else module, operation, reason)] += 1
+
+    def failed(self, operation: str, error: Exception, module: str | None = None) -> None:
+        """Note that the watch itself failed, which is no reason to stop the model.
+
+        Raises:
+            Exception: the error, if it is the consumer's: what becomes of it is the consumer's affair.
+        """
+        if error is self._watched.failure:
+            raise error
+        self.skip(operation, failure(error), module)
 
 
 @contextlib.contextmanager
@@ -116,7 +249,7 @@ def outside_all_modes(device: str) -> Iterator[None]:
         torch._C.DisableTorchFunction(),
         _disable_current_modes(),
         torch.no_grad(),
-        torch.autocast(device, enabled=False),
+        torch.autocast(device, enabled=False) if is_autocast_available(device) else contextlib.nullcontext(),
     ):
         yield
 
@@ -126,38 +259,107 @@ def _unusable(call: AttentionCall) -> str | None:
         return "recomputed in the backward pass (checkpointing): close the context before backward"
     if torch._C._functorch.is_functorch_wrapped_tensor(call.q):
         return "runs under a torch.func transform (vmap, jvp): its tensors have no values of their own"
+    if not (call.q[..., 0].numel() and call.k.shape[2]):
+        return NOTHING
     return None
 
 
-def is_plain(tensor: object) -> bool:
-    """Whether it is a tensor with values of its own: no subclass (nested, fake, distributed), not lazy."""
-    return type(tensor) in (Tensor, nn.Parameter)
+def is_plain(tensor: object) -> TypeGuard[Tensor]:
+    """Whether it is a tensor with values of its own: no subclass (fake, distributed), not nested, not meta."""
+    return type(tensor) in (Tensor, nn.Parameter) and not tensor.is_meta and not tensor.is_nested  # type: ignore[attr-defined]
 
 
-def split_mask(mask: Tensor) -> tuple[Tensor | None, Tensor | None]:
+def not_plain(tensor: Tensor) -> str:
+    """Say why a tensor of another kind is not captured."""
+    if tensor.is_meta:
+        return "meta tensors have no values"
+    if type(tensor).__name__ == "DTensor":
+        return (
+            "q, k and v are of type DTensor, of which each process holds a part: watch before they are distributed"
+        )
+    kind = "NestedTensor" if tensor.is_nested else type(tensor).__name__
+    return f"tensors of type {kind}: only plain ones are captured"
+
+
+def _remarks(call: AttentionCall, given: tuple[int, ...]) -> Iterator[str]:
+    if call.dropout:
+        yield (
+            f"dropout of {call.dropout:g} in training mode: what the layer returns is not what its formula gives, "
+            "so there is no residual; model.eval() first"
+        )
+    _, heads, length, width = call.q.shape
+    if len(given) == 3 and width == given[1] and heads * length == given[2] and call.k.shape[2] == length != width:
+        yield f"its queries and keys are channels, not positions: the product runs over the {given[1]} positions"
+    if call.forbidding is not None:
+        yield f"a mask of {call.forbidding:.3g} instead of -inf: the keys that it is given to count as forbidden"
+    if call.bias is not None and bool((call.bias <= _STEEP).any()):
+        yield f"a term of down to {float(call.bias.min()):.3g} counts as a bias on the scores, not as a mask"
+
+
+def lowest(dtype: torch.dtype) -> float:
+    """What is -inf in all but name: -1e36 and less, as a scaled lowest number; in float16 half of the lowest."""
+    return max(-1e36, torch.finfo(dtype).min / 2)
+
+
+def split_mask(mask: Tensor) -> tuple[Tensor | None, Tensor | None, float | None]:
     """Split a mask into the keys that it allows and the bias that it adds.
 
+    A term forbids a key if it is -inf in all but name (:func:`lowest`), or if it is a constant at or below -9,999,
+    relative to the largest term of its row, by itself or with a bias of up to 1,000 on top, and nothing lies
+    between it and half of that. Terms that fall with distance (ALiBi) are a bias, however low.
+
     Args:
-        mask: bool, true where attention is allowed; or float, added to the scores, where values at or below half
-            of the dtype's lowest number forbid a key.
+        mask: bool, true where attention is allowed; or float (…, Lq or 1, Lk), added to the scores.
 
     Returns:
-        Allowed keys, bool, or None if none is forbidden; bias, or None if it is zero.
+        Allowed keys, bool, or None if none is forbidden; bias, or None if it is zero; the constant that forbids
+        keys in place of -inf, or None if none does.
 
     Example:
         >>> split_mask(torch.tensor([0.0, -torch.inf]))
-        (tensor([ True, False]), None)
-        >>> split_mask(torch.tensor([0.0, 2.0]))
-        (None, tensor([0., 2.]))
+        (tensor([ True, False]), None, None)
+        >>> split_mask(torch.tensor([0.0, 2.0, -10000.0]))
+        (tensor([ True,  True, False]), tensor([0., 2., 0.]), -10000.0)
+        >>> split_mask(-5000 * torch.arange(4.0))[0] is None
+        True
     """
     with outside_all_modes(mask.device.type):
         mask = mask.detach()
         if not mask.is_floating_point():
-            return mask.bool(), None
-        forbidden = mask <= torch.finfo(mask.dtype).min / 2
+            return mask.bool(), None, None
+        forbidden, steep = _forbidden(mask)
         some = bool(forbidden.any())
         bias = mask.masked_fill(forbidden, 0) if some else mask
-        return (~forbidden if some else None), (bias if bool(bias.any()) else None)
+        return (~forbidden if some else None), (bias if bool(bias.any()) else None), steep
+
+
+def split_scores(scores: Tensor) -> tuple[Tensor | None, Tensor, float | None]:
+    """Split the scores that a softmax saw likewise, where what was added to them is not known by itself.
+
+    Args:
+        scores: (…, Lq, Lk).
+
+    Returns:
+        Allowed keys, bool, or None if none is forbidden; scores of allowed keys, 0 elsewhere; the lowest score
+        that stands for -inf, or None if none does.
+    """
+    forbidden, steep = _forbidden(scores)
+    some = bool(forbidden.any())
+    return (~forbidden if some else None), (scores.masked_fill(forbidden, 0) if some else scores), steep
+
+
+def _forbidden(terms: Tensor) -> tuple[Tensor, float | None]:
+    """Which terms forbid their key; and the lowest of those that are no -inf in all but name."""
+    forbidden = terms <= lowest(terms.dtype)
+    best = terms.masked_fill(forbidden, -torch.inf).amax(-1, keepdim=True)
+    below = (terms - best).masked_fill(forbidden, 0)
+    if not bool((below <= _FORBIDDING * (1 - torch.finfo(terms.dtype).eps)).any()):
+        return forbidden, None
+    steep = below <= _FORBIDDING + _ROOM
+    highest = below.masked_fill(~steep, -torch.inf).amax(-1, keepdim=True)
+    steep &= below.masked_fill(steep, 0).amin(-1, keepdim=True) > highest / 2
+    found = terms.masked_fill(~steep, 0).amin()
+    return forbidden | steep, (float(found) if bool(steep.any()) else None)
 
 
 def four_axes(tensor: Tensor, heads: int | None = None) -> Tensor:

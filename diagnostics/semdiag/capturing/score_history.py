@@ -10,7 +10,7 @@ from torch import Tensor
 from semdiag.capturing.attention_call import AttentionCall
 from semdiag.capturing.recording import four_axes, mask_axes, split_mask
 
-_FORBIDDING = -1000.0  # scores replaced by this or less are out of the softmax
+_FORBIDDING = -9_999.0  # scores replaced by this or less are out of the softmax
 
 
 class UntraceableError(Exception):
@@ -30,6 +30,8 @@ class ScoreHistory:
         bias: broadcastable to the scores; None means none.
         allowed: bool, broadcastable to the scores: entries that no mask forbids; None means all.
         floor: entries at or below it were overwritten, too; None means none was.
+        forbidding: the finite constant that was added or filled in to forbid keys; None if none was.
+        eps: of the least precise dtype the scores have had.
     """
 
     q: Tensor
@@ -40,6 +42,8 @@ class ScoreHistory:
     bias: Tensor | None = None
     allowed: Tensor | None = None
     floor: float | None = None
+    forbidding: float | None = None
+    eps: float = 0.0
 
     def times(self, factor: Any) -> "ScoreHistory":
         """Multiply by a number, or by a tensor that is constant over the keys.
@@ -76,8 +80,8 @@ class ScoreHistory:
             raise UntraceableError
         if term.shape[-1] == 1 != self.k.shape[-2]:
             return self
-        allowed, bias = split_mask(term)
-        masked = self if allowed is None else self._masked(allowed)
+        allowed, bias, forbidding = split_mask(term)
+        masked = self if allowed is None else self._masked(allowed, forbidding)
         if bias is None or self.bias is None:
             return replace(masked, bias=self.bias if bias is None else bias)
         return replace(masked, bias=self.bias + bias)
@@ -91,9 +95,11 @@ class ScoreHistory:
         number = as_number(value)
         if number is None or number > _FORBIDDING:
             raise UntraceableError
+        steep = number if number > torch.finfo(torch.float16).min else None
         if kept is not None:
-            return self._masked(kept)
-        return replace(self, floor=self._lower(max(number, torch.finfo(torch.float32).min) / 2))
+            return self._masked(kept, steep)
+        floor = self._lower(max(number, torch.finfo(torch.float32).min) / 2)
+        return replace(self, floor=floor, forbidding=self.forbidding if steep is None else steep)
 
     def bent(self) -> "ScoreHistory":
         """Apply tanh, the first half of a soft-cap.
@@ -119,6 +125,46 @@ class ScoreHistory:
         bias, allowed = (None if x is None else reshaped(x, self.lead, new) for x in (self.bias, self.allowed))
         q, k = (x if x.ndim == 2 else reshaped(x, self.lead, new) for x in (self.q, self.k))
         return replace(self, q=q, k=k, bias=bias, allowed=allowed, lead=new)
+
+    def rows(self, index: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+        """Scores of some rows, and which of them no mask forbids.
+
+        Args:
+            index: of the rows among (…, Lq), one tensor an axis.
+
+        Returns:
+            (rows, Lk) each.
+        """
+        dtype = torch.float64 if self.q.dtype == torch.float64 else torch.float32
+        shape = (*self.lead, self.q.shape[-2], self.k.shape[-2])
+        q = self.q.expand(*self.lead, *self.q.shape[-2:])[index].to(dtype)
+        k = self.k.expand(*self.lead, *self.k.shape[-2:])[index[:-1]].to(dtype)
+        scores = (k @ q[..., None])[..., 0] * self.scale
+        if self.softcap is not None:
+            scores = self.softcap * torch.tanh(scores)
+        if self.bias is not None:
+            scores = scores + self.bias.expand(shape)[index]
+        return scores, torch.ones_like(scores, dtype=torch.bool) if self.allowed is None else self.allowed.expand(
+            shape
+        )[index]
+
+    def reach(self, index: tuple[Tensor, ...]) -> Tensor:
+        """Largest |scale| · ‖q‖ · ‖k‖ among some rows: what rounding of the product is relative to."""
+        q = self.q.expand(*self.lead, *self.q.shape[-2:])[index].float().norm(dim=-1)
+        k = self.k.float().norm(dim=-1)
+        reach: Tensor = abs(self.scale) * (self.softcap or 1.0) * q.amax() * k.amax()
+        return reach
+
+    def rounding(self, scores: Tensor) -> float:
+        """Rounding of the least precise dtype that the scores have had."""
+        return max(self.eps, *(torch.finfo(x.dtype).eps for x in (self.q, self.k, scores)))
+
+    def left(self, scores: Tensor) -> Tensor | None:
+        """Entries of the scores that nothing forbids, broadcastable to them; None: all."""
+        if self.floor is None:
+            return self.allowed
+        above = scores > self.floor
+        return above if self.allowed is None else above & self.allowed
 
     def call(self, v: Tensor, mixed: Tensor, allowed: Tensor | None, heads: int | None) -> AttentionCall:
         """Describe the attention; its module, layer and occurrence are not known here.
@@ -157,10 +203,12 @@ class ScoreHistory:
             mixed=four_axes(mixed, heads),
             bias=mask(self.bias),
             softcap=self.softcap,
+            forbidding=self.forbidding,
         )
 
-    def _masked(self, kept: Tensor) -> "ScoreHistory":
-        return replace(self, allowed=kept if self.allowed is None else self.allowed & kept)
+    def _masked(self, kept: Tensor, forbidding: float | None) -> "ScoreHistory":
+        allowed = kept if self.allowed is None else self.allowed & kept
+        return replace(self, allowed=allowed, forbidding=self.forbidding if forbidding is None else forbidding)
 
     def _lower(self, floor: float) -> float:
         return floor if self.floor is None else max(self.floor, floor)
@@ -182,7 +230,7 @@ def reshaped(tensor: Tensor, old: torch.Size, new: torch.Size) -> Tensor:
 
 def _shared(x: Tensor, lead: torch.Size) -> Tensor:
     """Expand to the leading axes, but for the last one where one head serves all."""
-    if not lead:
-        return x
+    if len(lead) < 2:  # of one axis it is not known whether it is one of heads
+        return x.expand(*lead, *x.shape[-2:])
     heads = x.shape[-3] if x.ndim > 2 else 1
     return x.expand(*lead[:-1], heads, *x.shape[-2:])

@@ -1,61 +1,85 @@
-"""Capturing attention written by hand: a product of queries and keys that a softmax consumes, times values."""
+"""Following scores in Python: from the product of queries and keys to the softmax that they go into."""
 
 from collections.abc import Callable, MutableMapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from semdiag.capturing.products import product_factors, weighted_layout
+from semdiag.capturing.products import product_factors
 from semdiag.capturing.recording import Recorder, outside_all_modes
-from semdiag.capturing.score_history import ScoreHistory, UntraceableError, as_number, reshaped
+from semdiag.capturing.score_history import ScoreHistory, UntraceableError
 
 MECHANISM = "softmax provenance"
 
 
-@dataclass(frozen=True, eq=False)
-class _Weights:
-    """What is known about a tensor of attention weights; ``heads`` as the softmax saw them, if it did."""
-
-    number: int
-    heads: int | None
-    history: ScoreHistory
-    allowed: Tensor | None
-    module: str
-    dropout: float = 0.0
-
-
 class SoftmaxProvenance:
-    """Follows score tensors from the product that makes them to the product that consumes their softmax.
+    """Follows score tensors from the product that makes them to the softmax that consumes them.
 
     Tensors are tagged in a table beside them, weakly: nothing is attached to them. A tensor that goes
-    through an operation that is not understood loses its tag.
+    through an operation that is not understood loses its tag, as does one that was written to by an
+    operation that is not listed, or whose queries, keys or masks were. What is lost here is still known
+    below Python, as numbers.
 
     Args:
-        recorder: gets the calls.
-        everything: whether a softmax over an untagged tensor is noted in the audit.
+        writes: how many operations have written to a tensor's storage.
     """
 
-    def __init__(self, recorder: Recorder, everything: bool) -> None:
-        self._recorder = recorder
-        self._everything = everything
-        self._scores: MutableMapping[Tensor, ScoreHistory] = WeakIdKeyDictionary()
-        self._weights: MutableMapping[Tensor, _Weights] = WeakIdKeyDictionary()
-        self._waiting: dict[int, str] = {}  # softmaxes whose weights have not met their values yet
-        self._softmaxes = 0
+    def __init__(self, writes: Callable[[Tensor], int]) -> None:
+        self._writes = writes
+        self._scores: MutableMapping[Tensor, tuple[ScoreHistory, list[tuple[Tensor, int]]]] = WeakIdKeyDictionary()
 
     def close(self) -> None:
-        """Note what was begun and not finished; forget everything."""
-        for module in self._waiting.values():
-            self._recorder.skip("softmax", "of a product, but its weights meet no values in a known way", module)
-        self._waiting.clear()
+        """Forget everything."""
         self._scores.clear()
-        self._weights.clear()
 
     def follows(self, name: str) -> bool:
         """Whether an operation of this name can matter."""
         return name in _FOLLOWED
+
+    def before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """An operation is about to run: forget what is not true any more of its operands."""
+        for x in (*args, *kwargs.values()):
+            if isinstance(x, Tensor) and x in self._scores and self.history(x) is None:
+                del self._scores[x]
+
+    def history(self, tensor: Tensor) -> tuple[ScoreHistory, Callable[[], bool]] | None:
+        """How a tensor of scores came about, and whether that is true still; None if it is not known."""
+        history, stamps = self._scores.get(tensor, (None, []))
+        if history is None or any(self._writes(x) != count for x, count in stamps):
+            return None
+        writes, made = self._writes, stamps[:-1]
+        return history, lambda: all(writes(x) == count for x, count in made)
+
+    def masked(
+        self, recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of a softmax, with the scores of the keys that the recorder's mask drops at -inf.
+
+        Of scores whose history is not known nothing is masked; if they are attention's, they are captured
+        below Python, and :func:`~semdiag.capturing.sparsify.sparsify` says so.
+        """
+        scores: Tensor = args[0] if args else kwargs["input"]
+        dim = args[1] if len(args) > 1 else kwargs.get("dim")
+        found = self.history(scores)
+        if found is None or dim not in (-1, scores.ndim - 1):
+            return args, kwargs
+        history, stamps = self._scores[scores]
+        with outside_all_modes(scores.device.type):
+            heads = recorder.heads or (scores.shape[1] if scores.ndim == 4 else None)
+            lead = history.lead
+            call = history.call(
+                history.k, history.q.expand(*lead, *history.q.shape[-2:]), history.left(scores.detach()), heads
+            )
+        kept = recorder.kept(replace(call, module=recorder.outside(nn.Softmax), mechanism=MECHANISM))
+        if kept is None:
+            return args, kwargs
+        kept = kept.reshape(scores.shape)
+        left = scores.masked_fill(~kept, -torch.inf)
+        self._keep(left, history.filled(-torch.inf, kept), stamps[:-1])
+        return ((left, *args[1:]), kwargs) if args else (args, {**kwargs, "input": left})
 
     def follow(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """Look at an operation that has just run.
@@ -66,89 +90,46 @@ class SoftmaxProvenance:
             kwargs: its named arguments.
             result: what it returned.
         """
-        if name in _PRODUCTS:
-            self._product(name, args, kwargs, result)
-        elif name in _SOFTMAX:
-            self._softmax(args, kwargs, result)
-        elif name in _STEPS:
-            self._step(name, args, kwargs, result)
+        try:
+            if name in _PRODUCTS:
+                self._product(name, args, kwargs, result)
+            else:
+                self._step(name, args, kwargs, result)
+        except UntraceableError:
+            return
+
+    def _keep(self, tensor: Tensor, history: ScoreHistory, stamps: list[tuple[Tensor, int]]) -> None:
+        made = [x for x in (history.q, history.k, history.bias, history.allowed) if x is not None]
+        known = {id(x) for x, _ in stamps}
+        stamps = [*stamps, *((x, self._writes(x)) for x in made if id(x) not in known)]
+        detached = tensor.detach()  # of the same storage: the tag must not keep the tensor itself
+        self._scores[tensor] = (
+            history,
+            [*(s for s in stamps if s[0] is not None), (detached, self._writes(detached))],
+        )
 
     def _product(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> None:
         with outside_all_modes(result.device.type):
-            found = product_factors(name, args, kwargs, self._recorder.parameters)
+            found = product_factors(name, args, kwargs)
             if found is None:
                 return
-            weights = self._weights.get(found.first)
-            if weights is not None:
-                layout = weighted_layout(found, result)
-                if layout is not None:
-                    self._finish(weights, *layout)
-            elif found.q is not None and found.k is not None:
-                tag = ScoreHistory(found.q.detach(), found.k.detach(), result.shape[:-2], scale=found.alpha)
-                try:
-                    self._scores[result] = tag if found.added is None else tag.plus(found.added)
-                except UntraceableError:
-                    return
-
-    def _softmax(self, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor) -> None:
-        scores: Tensor = args[0] if args else kwargs["input"]
-        dim = args[1] if len(args) > 1 else kwargs.get("dim")
-        history = self._scores.get(scores)
-        if history is None or dim not in (-1, scores.ndim - 1):
-            if self._everything:
-                self._recorder.skip("softmax", "not over the keys of a product of queries and keys")
-            return
-        with outside_all_modes(scores.device.type):
-            allowed = history.allowed
-            if history.floor is not None:
-                left = scores.detach() > history.floor
-                allowed = left if allowed is None else left & allowed
-        self._softmaxes += 1
-        heads = self._recorder.heads or (scores.shape[1] if scores.ndim == 4 else None)
-        self._weights[result] = _Weights(self._softmaxes, heads, history, allowed, self._recorder.module)
-        self._waiting[self._softmaxes] = self._recorder.module
-
-    def _finish(self, weights: _Weights, v: Tensor, mixed: Tensor) -> None:
-        self._waiting.pop(weights.number, None)
-        module = self._recorder.module or weights.module
-        call = weights.history.call(v.detach(), mixed.detach(), weights.allowed, weights.heads)
-        self._recorder.record(replace(call, module=module, mechanism=MECHANISM, dropout=weights.dropout))
+            eps = torch.finfo(result.dtype).eps
+            history = ScoreHistory(
+                found.q.detach(), found.k.detach(), result.shape[:-2], scale=found.alpha, eps=eps
+            )
+            self._keep(result, history if found.added is None else history.plus(found.added), [])
 
     def _step(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        """An operation on scores or on weights: carry the tag on, or lose it."""
-        operands = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
-        for tensor in operands:
-            weights, history = self._weights.get(tensor), self._scores.get(tensor)
-            if weights is None and history is None:
+        """An operation on scores: carry the tag on, or lose it."""
+        for tensor in (x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)):
+            history, stamps = self._scores.get(tensor, (None, []))
+            if history is None:
                 continue
             target = tensor if name == "__setitem__" else result
-            try:
-                if weights is not None:
-                    self._weights[target] = _next_weights(weights, name, args, kwargs, target)
-                elif history is not None:
-                    with outside_all_modes(tensor.device.type):
-                        self._scores[target] = _STEPS[name](history, tensor, args, kwargs, target)
-            except UntraceableError:
-                self._scores.pop(target, None)
-                self._weights.pop(target, None)
+            self._scores.pop(target, None)
+            with outside_all_modes(tensor.device.type):
+                self._keep(target, _STEPS[name](history, tensor, args, kwargs, target), stamps[:-1])
             return
-
-
-def _next_weights(
-    weights: _Weights, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor
-) -> _Weights:
-    if name == "dropout":
-        return replace(weights, dropout=_dropped(args, kwargs))
-    if name in _VIEWS:
-        old, new = weights.history.lead, result.shape[:-2]
-        history = weights.history.viewed(result)
-        allowed = weights.allowed
-        return replace(weights, history=history, allowed=None if allowed is None else reshaped(allowed, old, new))
-    if name in ("masked_fill", "masked_fill_", "nan_to_num") and (
-        name == "nan_to_num" or as_number(args[2] if len(args) > 2 else kwargs["value"]) == 0
-    ):
-        return weights
-    raise UntraceableError
 
 
 def _dropped(args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
@@ -232,7 +213,6 @@ _VIEWS = (
     *("view", "reshape", "flatten", "unflatten", "unsqueeze", "squeeze", "contiguous", "clone", "detach"),
     *("to", "type", "type_as", "float", "double", "half", "bfloat16"),
 )
-_SOFTMAX = ("softmax", "_softmax")
 _STEPS: dict[str, _Step] = {
     **dict.fromkeys(("mul", "mul_", "multiply"), _times),
     **dict.fromkeys(("div", "div_", "divide", "true_divide"), _divided),
@@ -246,4 +226,4 @@ _STEPS: dict[str, _Step] = {
     "dropout": _undropped,
     "nan_to_num": lambda h, x, args, kwargs, r: h,
 }
-_FOLLOWED = frozenset((*_PRODUCTS, *_SOFTMAX, *_STEPS))
+_FOLLOWED = frozenset((*_PRODUCTS, *_STEPS))

@@ -9,8 +9,12 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from semdiag.capturing import flex
 from semdiag.capturing.attention_call import AttentionCall
-from semdiag.capturing.recording import Recorder, four_axes, is_plain, mask_axes, split_mask
+from semdiag.capturing.flex import flex_call
+from semdiag.capturing.operations import OperationWatch
+from semdiag.capturing.overlapping import take_off
+from semdiag.capturing.recording import Recorder, four_axes, is_plain, mask_axes, not_plain, split_mask
 from semdiag.capturing.softmax_provenance import SoftmaxProvenance
 
 MECHANISM = "scaled_dot_product_attention"
@@ -21,13 +25,13 @@ class FunctionWatch(TorchFunctionMode):
 
     Args:
         recorder: gets the calls.
-        everything: whether a softmax that is not recognised as attention is noted, too.
+        below: follows softmaxes below Python; is told here how their scores came about.
     """
 
-    def __init__(self, recorder: Recorder, everything: bool = False) -> None:
+    def __init__(self, recorder: Recorder, below: OperationWatch) -> None:
         super().__init__()
-        self._recorder = recorder
-        self._provenance = SoftmaxProvenance(recorder, everything)
+        self._recorder, self._below = recorder, below
+        self._provenance = SoftmaxProvenance(below.writes)
         self._special: dict[str, Callable[[Any, Sequence[type], tuple[Any, ...], dict[str, Any]], Any]] = {
             "scaled_dot_product_attention": self._scaled_dot_product,
             "multi_head_attention_forward": self._multi_head,
@@ -50,57 +54,100 @@ class FunctionWatch(TorchFunctionMode):
         special = self._special.get(name)
         if special is not None:
             return special(func, types, args, kwargs)
-        if not self._provenance.follows(name):
+        if name in _SOFTMAX:
+            if self._recorder.masking:
+                args, kwargs = self._provenance.masked(self._recorder, args, kwargs)
+            self._below.offered = self._provenance.history(args[0] if args else kwargs["input"])
+        elif not self._provenance.follows(name):
             return func(*args, **kwargs)
+        self._provenance.before(args, kwargs)
         self._recorder.in_function = True
         try:
             result = func(*args, **kwargs)
         finally:
             self._recorder.in_function = False
-        self._provenance.follow(name, args, kwargs, result)
+            self._below.offered = None
+        if name not in _SOFTMAX:
+            try:
+                self._provenance.follow(name, args, kwargs, result)
+            except Exception as error:
+                self._provenance.close()  # what it knew may be out of date
+                self._recorder.failed(name, error)
         return result
 
     def __exit__(self, *exception: Any) -> None:
-        """Leave; what was begun and not finished goes into the audit."""
+        """Leave; forget what was followed."""
         self._provenance.close()
-        super().__exit__(*exception)  # type: ignore[no-untyped-call]
+        take_off(self)
 
     def _scaled_dot_product(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
+        given = dict(zip(_SDPA, args, strict=False)) | kwargs
+        if self._recorder.masking and all(is_plain(given[name]) for name in _SDPA[:3]):
+            given |= _masked(self._recorder, given)
+            args, kwargs = (
+                tuple(given[name] for name in _SDPA[:3]),
+                {n: x for n, x in given.items() if n not in _SDPA[:3]},
+            )
         with self._recorder.covering():
             mixed: Tensor = func(*args, **kwargs)
-        given = dict(zip(_SDPA, args, strict=False)) | kwargs
-        if not is_plain(mixed):
-            self._recorder.skip(
-                MECHANISM, f"tensors of type {type(mixed).__name__}: only plain tensors are captured"
-            )
-        else:
-            self._recorder.record(_sdpa_call(given, mixed, self._recorder.heads))
+        try:
+            if is_plain(mixed):
+                self._recorder.record(_sdpa_call(given, mixed, self._recorder.heads))
+            else:
+                self._recorder.skip(MECHANISM, not_plain(mixed))
+        except Exception as error:
+            self._recorder.failed(MECHANISM, error)
         return mixed
 
     def _multi_head(self, func: Any, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Go on watching inside: with weights it is a softmax by hand, without them a fused attention."""
-        if not hasattr(torch.overrides, "redispatch_function"):
-            self._recorder.skip("multi_head_attention_forward", "it takes torch 2.13 to look inside")
-            return func(*args, **kwargs)
         outer = self._recorder.heads
         self._recorder.heads = int(kwargs["num_heads"] if "num_heads" in kwargs else args[4])
         try:
+            if not hasattr(torch.overrides, "redispatch_function"):  # before torch 2.13: it is seen below Python
+                return func(*args, **kwargs)
             with self:
                 return torch.overrides.redispatch_function(func, types, args, kwargs)  # type: ignore[no-untyped-call]
         finally:
             self._recorder.heads = outer
 
     def _flex(self, func: Any, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._recorder.skip(
-            "flex_attention", "its score and mask functions cannot be read back as a bias and a mask"
-        )
         with self._recorder.covering():
-            return func(*args, **kwargs)
+            output = func(*args, **kwargs)
+            try:
+                call = flex_call(args, kwargs, output[0]) if is_plain(args[0]) else None
+            except Exception as error:
+                self._recorder.failed(flex.MECHANISM, error)
+                return output
+        if call is None:
+            self._recorder.skip(flex.MECHANISM, not_plain(args[0]))
+        else:
+            self._recorder.record(call)
+        return output
 
 
+_SOFTMAX = ("softmax", "_softmax", "special_softmax")
 _SDPA = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+
+
+def _masked(recorder: Recorder, given: dict[str, Any]) -> dict[str, Any]:
+    """The arguments that change under the recorder's mask."""
+    q, k, v = (given[name] for name in _SDPA[:3])
+    leads = [q.shape[:-2]] if given.get("enable_gqa") else [x.shape[:-2] for x in (q, k, v)]
+    lead: torch.Size = torch.broadcast_shapes(*leads)  # type: ignore[no-untyped-call]
+    kept = recorder.kept(_sdpa_call(given, q.expand(*lead, *q.shape[-2:]), recorder.heads))
+    if kept is None:
+        return {}
+    kept, mask = kept.reshape(*lead, *kept.shape[-2:]), given.get("attn_mask")
+    if mask is None or not is_plain(mask):  # none, or a causal rule, which the kept keys follow
+        combined = kept
+    else:
+        combined = (
+            kept & mask if mask.dtype == torch.bool else mask.expand(kept.shape).masked_fill(~kept, -math.inf)
+        )
+    return {"attn_mask": combined, "is_causal": False}
 
 
 def _sdpa_call(given: dict[str, Any], mixed: Tensor, heads: int | None) -> AttentionCall:
@@ -111,7 +158,7 @@ def _sdpa_call(given: dict[str, Any], mixed: Tensor, heads: int | None) -> Atten
         causal = True
         first = k.shape[-2] - q.shape[-2] if mask.variant == biases.CausalVariant.LOWER_RIGHT else 0
         mask = None
-    allowed, bias = (None, None) if mask is None else split_mask(mask)
+    allowed, bias, forbidding = (None, None, None) if mask is None else split_mask(mask)
     lead, scale = mixed.shape[:-2], given.get("scale")
     grouped = bool(given.get("enable_gqa"))
     if not grouped:
@@ -132,4 +179,5 @@ def _sdpa_call(given: dict[str, Any], mixed: Tensor, heads: int | None) -> Atten
         first_query=first,
         mechanism=MECHANISM,
         dropout=float(given.get("dropout_p") or 0.0),
+        forbidding=forbidding,
     )

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from semdiag.commands import options
+from semdiag.commands.printing.terminal import tell
 from semdiag.commands.shared import Shared, with_options
 
 _JUDGED = "What is judged"
@@ -42,6 +43,10 @@ def check(
             rich_help_panel=_JUDGED,
         ),
     ] = False,
+    junit: Annotated[
+        Path | None,
+        typer.Option(help="Also write the verdicts to this file, as JUnit XML.", rich_help_panel=_JUDGED),
+    ] = None,
     exit_zero: Annotated[
         bool,
         typer.Option("--exit-zero", help="Say what fails, but leave with exit code 0.", rich_help_panel=_JUDGED),
@@ -60,24 +65,30 @@ def check(
     """
     from semdiag.commands.printing.check import conclusion, print_check
     from semdiag.findings.gate.drift import read_baseline
+    from semdiag.findings.gate.junit import junit_xml
     from semdiag.findings.gate.rules import parse_rule
     from semdiag.findings.gate.verification import PROBED, Expectations, verify
     from semdiag.measurement.probes.noise.masks import NoisePlan
     from semdiag_models import InputError
+    from semdiag_models.writing import write_text
 
+    if junit is not None and not junit.parent.is_dir():
+        raise InputError(f"{junit} cannot be written: there is no folder {junit.parent}.")
     if not 0 <= tolerance < float("inf"):
         raise InputError(f"--tolerance is a share like 0.05, not negative. Got {tolerance}.")
     known = None if baseline is None else read_baseline(baseline)
     expected = Expectations([parse_rule(text) for text in rule or ()], known, tolerance, every_layer)
     conditions = shared.conditions(plans=(NoisePlan(draws=1),), probe_samples=PROBED)
     result = verify(shared.measured(models, conditions), expected)
+    if junit is not None:
+        write_text(junit, junit_xml(result))
     if not shared.values["quiet"]:
         print_check(result)
     if shared.values["as_json"]:
         typer.echo(json.dumps(result.summary(), allow_nan=False))
     for words in result.failures:
-        typer.echo(f"semdiag: {words}.", err=True)
+        tell(f"semdiag: {words}.")
     if not shared.values["quiet"]:
-        typer.echo(conclusion(result), err=True)
+        tell(conclusion(result))
     if result.failures and not exit_zero:
         raise typer.Exit(1)

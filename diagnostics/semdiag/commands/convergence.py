@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from semdiag.commands import completion
 from semdiag.commands.shared import Shared, with_options
 
 Runs = Annotated[
@@ -15,6 +16,7 @@ Runs = Annotated[
         help="Run folders, folders of runs, or checkpoints (.pt) of semdiag train. None: every run in "
         "./checkpoints or in $SEMDIAG_CHECKPOINTS.",
         show_default=False,
+        autocompletion=completion.models,
     ),
 ]
 
@@ -40,14 +42,14 @@ def convergence(
         ),
     ] = False,
     predictors: Annotated[
-        bool,
+        str,
         typer.Option(
-            "--predictors",
-            help="Ask what goes with faster learning: measure candidates (δ, ξ, λ, response, entropy, …) at the "
-            "initialisation, on the plateau and at the end of every run, and correlate their ratio to full "
-            "attention's with the speed-up, corrected for their number. About a second per snapshot.",
+            metavar="all|NAME,NAME",
+            help="Ask what goes with faster learning: measure candidates like dispersion,xi_sound,lambda_sound at "
+            "every snapshot, and correlate them, at the initialisation and at matched loss, with the area under "
+            "the loss curve over the masks of each task, corrected for their number. About a second per snapshot.",
         ),
-    ] = False,
+    ] = "",
     lengths: Annotated[
         str,
         typer.Option(
@@ -67,14 +69,17 @@ def convergence(
     """
     from semdiag.commands import measuring
     from semdiag.commands.printing.convergence import print_convergence
+    from semdiag.measurement.runs.predictors import CANDIDATES
     from semdiag.measurement.runs.survey import ConvergencePlan, convergence_survey
 
     conditions = shared.conditions()
+    names = tuple(CANDIDATES) if predictors == "all" else tuple(filter(None, predictors.split(",")))
     plan = ConvergencePlan(
-        **measuring.targets(target or []), along=along, predictors=predictors,
+        **measuring.targets(target or []), along=along, predictors=names,
         lengths=measuring.whole_numbers(lengths, "--lengths"),
     )  # fmt: skip
-    findings = shared.measured(runs, conditions, partial(convergence_survey, plan=plan))
-    asked = {"along": along, "predictors": predictors, "lengths": bool(plan.lengths)}
+    asked = {"along": along, "predictors": bool(names), "lengths": bool(plan.lengths)}
+    survey = partial(convergence_survey, plan=plan)
+    findings = shared.measured(runs, conditions, survey, more_stages=sum(asked.values()))
     sections = ["convergence", *(name for name, wanted in asked.items() if wanted)]
     shared.deliver("convergence", findings, print_convergence, sections)

@@ -5,31 +5,40 @@ from typing import Annotated
 
 import typer
 
-from semdiag.commands import options
+from semdiag.commands import completion, options
+from semdiag.commands.printing.terminal import terminal
 
 _SPLITS = ("train", "holdout")
+_FACTS = {name: name for name in ("path", "sha256", "source", "snapshot", "task", "seed", "epoch")} | {
+    "weights": "weights_sha256"
+}
 
 
 def info(
     model: Annotated[
         Path,
-        typer.Argument(help="A checkpoint, a run's folder, hf:DIRECTORY, or package.module:function."),
+        typer.Argument(
+            help="A checkpoint, a run's folder, hf:DIRECTORY, or package.module:function.",
+            autocompletion=completion.models,
+        ),
     ],
     config: options.Config = None,
     as_json: options.Json = False,
 ) -> None:
     """Show what is in a checkpoint: architecture, training, accuracy, provenance.
 
+    The hash of its weights alone is compared with the one recorded in it, and in manifest.json beside its
+    folder; exit code 1 if they differ.
+
     [bold]semdiag info checkpoints/even-pairs-topk-5-seed-153476998[/]
     """
     import json
 
-    from rich.console import Console
     from rich.table import Column, Table
 
     from semdiag.capturing.loading import describe, load
     from semdiag.commands.measuring import read_config
-    from semdiag.findings.strict_json import json_ready
+    from semdiag.findings.strict_json import json_ready, schema
     from semdiag_models.tasks import perplexity
 
     loaded = load(model, read_config(config))
@@ -39,11 +48,14 @@ def info(
     if text is not None:
         text["model"] = f"SentencePiece, {len(text['model']) * 3 // 4:,} bytes"
         last.update({f"{split}_perplexity": perplexity(last[f"{split}_loss"]) for split in _SPLITS if last})
+    wrong = [place for place, said in loaded.recorded_weights.items() if said != loaded.weights_sha256]
+    places = " and ".join(wrong or loaded.recorded_weights)
+    recorded = (
+        f"NOT those recorded in {places}" if wrong else f"as recorded in {places}" if places else "not recorded"
+    )
     sections = {
-        "checkpoint": {
-            name: getattr(loaded, name)
-            for name in ("path", "sha256", "source", "snapshot", "task", "seed", "epoch")
-        },
+        "checkpoint": {name: getattr(loaded, attribute) for name, attribute in _FACTS.items()}
+        | {"verified": recorded},
         "model": describe(loaded),
         "training": training,
         **({"text": text} if text is not None else {}),
@@ -51,11 +63,12 @@ def info(
         "provenance": loaded.provenance,
     }
     if as_json:
-        typer.echo(json.dumps(json_ready({"schema": "semdiag.info/1", **sections}), allow_nan=False))
-        return
-    console = Console(markup=False)  # what a file says is shown as it is
+        typer.echo(json.dumps(json_ready({"schema": schema("info"), **sections}), allow_nan=False))
+        raise typer.Exit(bool(wrong))
+    console = terminal(markup=False)  # what a file says is shown as it is
     for title, entries in sections.items():
         table = Table("", Column(overflow="fold"), title=title, title_justify="left", show_header=False)
         for name, value in entries.items():
             table.add_row(name, f"{value:.6g}" if isinstance(value, float) else str(value))
         console.print(table if entries else f"{title}: not in this file")
+    raise typer.Exit(bool(wrong))

@@ -1,5 +1,6 @@
 """``semdiag k-sweep``."""
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -10,7 +11,7 @@ from semdiag.commands.shared import Shared, with_options
 _MEASURE = "What is measured"
 
 
-@with_options(leave_out=("min_keys", "per_query"))
+@with_options(sampling=True)
 def k_sweep(
     models: options.Models = None,
     max_k: Annotated[
@@ -23,23 +24,59 @@ def k_sweep(
         bool,
         typer.Option(
             "--rerun",
-            help="Also run the model with top-k attention for every k: accuracy.",
+            help="Run the model with real masks: change of its loss, of its output distribution and of its "
+            "predictions, for top-k and as many random keys.",
             rich_help_panel=_MEASURE,
         ),
     ] = False,
+    k: Annotated[
+        str,
+        typer.Option(
+            "--k", help="Which k are run, like 4,8,16. Default: growing steps.", rich_help_panel=_MEASURE
+        ),
+    ] = "",
+    tolerance: Annotated[
+        float | None,
+        typer.Option(
+            help="Change that counts as none. Default: 0.01 nats; 0.05 where only outputs are known.",
+            rich_help_panel=_MEASURE,
+        ),
+    ] = None,
+    budget: Annotated[
+        Path | None,
+        typer.Option(
+            help="JSON file for budgets by layer and head, found on half of the samples and run on the others.",
+            rich_help_panel="Output",
+        ),
+    ] = None,
     *,
     shared: Shared,
 ) -> None:
-    """Ask, within one model and for every k at once, what a top-k mask would leave of its attention.
+    """Would sparse attention do in this model, and with which k?
 
-    For every k: dispersion δ_h(k) against δ_s, separation Δ_h(k), attention mass kept, key load, the paper's
-    conditions; and which k qualifies. Says nothing about a model trained with that k.
+    For every k at once, from the model's scores: attention weight kept, dispersion δ_h(k) against δ_s, separation
+    Δ_h(k), key load, and the paper's conditions. With --rerun the model is run with real masks. Says nothing about
+    a model trained with that k.
 
     [bold]semdiag k-sweep checkpoints/even-pairs-full-seed-153476998 --rerun[/]
     """
-    from semdiag.commands.printing.k_sweep import print_sweep
-    from semdiag.measurement.probes.k_sweep import SweepPlan
+    import json
 
-    conditions = shared.conditions(plans=(SweepPlan(max_k, rerun),))
+    from semdiag.commands.measuring import whole_numbers
+    from semdiag.commands.printing.k_sweep import print_k_sweep
+    from semdiag.findings.rerun import budget_content
+    from semdiag.findings.strict_json import json_ready
+    from semdiag.measurement.probes.k_sweep import KSweepPlan
+    from semdiag_models import InputError
+    from semdiag_models.writing import write_text
+
+    if budget is not None and (len(models or ()) != 1 or budget.suffix != ".json" or not budget.parent.is_dir()):
+        raise InputError(f"--budget takes one MODEL and a file name in a folder that exists, .json. Got {budget}.")
+    again = rerun or budget is not None
+    plan = KSweepPlan(max_k, again, tolerance, budget is not None, whole_numbers(k, "--k"))
+    conditions = shared.conditions(plans=(plan,))
     findings = shared.measured(models, conditions)
-    shared.deliver("k-sweep", findings, print_sweep)
+    shared.deliver("k-sweep", findings, print_k_sweep)
+    if budget is not None:
+        path = findings.measurements.models["model"].iloc[0]
+        write_text(budget, json.dumps(json_ready(budget_content(findings, path)), indent=1))

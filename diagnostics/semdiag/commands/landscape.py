@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from semdiag.commands import options
+from semdiag.commands import completion, options
 from semdiag.commands.shared import Shared, with_options
 
 _PANEL = "What is measured"
@@ -39,6 +39,7 @@ def landscape(
         typer.Option(
             help="loss (with accuracy), dispersion (δ, Δ and key load over 50 samples), or both: loss,dispersion.",
             rich_help_panel=_PANEL,
+            autocompletion=completion.names(completion.PARTS),
         ),
     ] = "loss",
     *,

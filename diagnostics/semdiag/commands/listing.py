@@ -4,9 +4,17 @@ from typing import Annotated
 
 import typer
 
+from semdiag.commands import completion
+
 
 def list_names(
-    what: Annotated[str, typer.Argument(help="tasks, attentions or metrics; nothing lists all three.")] = "all",
+    what: Annotated[
+        str,
+        typer.Argument(
+            help="tasks, attentions or metrics; nothing lists all three.",
+            autocompletion=completion.names(completion.LISTS),
+        ),
+    ] = "all",
 ) -> None:
     """List what is there: tasks with their baselines, kinds of attention, metrics.
 
@@ -22,7 +30,8 @@ def list_names(
     tasks = Table("task", "question", "classes", "chance", "majority", "shortcut", title="Tasks", box=SIMPLE_HEAD)
     tasks.columns[0].no_wrap = True
     tasks.caption = (
-        "Accuracy of a uniform guess, of the commonest label, and of the best rule that looks at one token."
+        "Accuracy of a uniform guess, of the commonest label, and of the best rule that looks at one token. "
+        f"{_out_of_reach()}"
     )
     for task in TASKS.values():
         numbers = (f"{task.chance:.0%}", f"{task.majority:.0%}", f"{task.shortcut[0]:.0%}")
@@ -43,6 +52,26 @@ def list_names(
             console.print(table)
 
 
+def _out_of_reach() -> str:
+    """Which tasks local attention cannot represent, in the recipes' lengths and blocks."""
+    from semdiag_models import TASKS, configure
+    from semdiag_models.attention_kinds import LOCAL
+    from semdiag_models.reach import cannot_represent
+
+    said = []
+    for kind in LOCAL:
+        names = []
+        for task in TASKS.values():
+            config, _ = configure(task, {"attention": kind, "k": _K})
+            names += [task.name] * cannot_represent(task, config)
+        said.append(f"{kind} on {', '.join(names)}")
+    return (
+        f"No weights are right on every input, in the recipes' lengths and blocks and with k = {_K}: "
+        f"{'; '.join(said)}. One global token removes this."
+    )
+
+
+_K = 5  # of the examples
 _METRICS = (
     ("semantic dispersion δ", "range of the scores a query attends to, nats", "semdiag dispersion"),
     ("semantic separation Δ", "smallest kept score minus largest dropped one, nats", "semdiag separation"),

@@ -1,6 +1,8 @@
 """The program ``semdiag``: its commands, and the border where errors become one line."""
 
+import inspect
 import sys
+import warnings
 from importlib.metadata import version
 from typing import Annotated, Any
 
@@ -17,6 +19,7 @@ from semdiag.commands.lipschitz import lipschitz
 from semdiag.commands.listing import list_names
 from semdiag.commands.mask_stability import mask_stability
 from semdiag.commands.overlap import overlap
+from semdiag.commands.printing.terminal import speak_any_language, tell
 from semdiag.commands.report import report
 from semdiag.commands.separation import separation
 from semdiag.commands.stability import stability
@@ -26,6 +29,9 @@ from semdiag.commands.train import train
 # Typer carries click under a name that has changed between its versions; its own exports lead there.
 _UsageError: Any = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
 
+_LONGEST = 2000  # characters of a message
+_BROKEN_PIPE = 141
+
 app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="rich",
@@ -34,6 +40,13 @@ app = typer.Typer(
     help="Why does an attention mechanism learn fast or slowly? "
     "Measures semantic dispersion, separation and key load of trained transformers.",
 )
+
+
+def _reflowed(docstring: str) -> str:
+    """A command's help without the line breaks of its source: the terminal's width breaks the lines."""
+    return "\n\n".join(" ".join(part.split()) for part in inspect.cleandoc(docstring).split("\n\n"))
+
+
 for name, command in (
     ("list", list_names),
     ("train", train),
@@ -52,7 +65,7 @@ for name, command in (
     ("check", check),
     ("sweep", sweep),
 ):
-    app.command(name)(command)
+    app.command(name, help=_reflowed(command.__doc__ or ""))(command)
 
 
 def _show_version(wanted: bool) -> None:
@@ -71,19 +84,26 @@ def _options(
 
 
 def main() -> None:
-    """Run the program: exit code 0 fine, 1 a check failed, 2 the input was wrong, 130 interrupted."""
+    """Run the program: exit code 0 fine, 1 a check failed, 2 the input was wrong, 130 interrupted.
+
+    And 141, as of other programs, if the reader of our output left before its end: what failed was not told whole.
+    """
+    speak_any_language()
+    warnings.showwarning = lambda message, *_, **__: tell(f"semdiag: {message}")
     try:
         code = app(standalone_mode=False)
     except _UsageError as error:
         if not error.format_message():  # nothing was asked for, and the help has been shown
-            sys.exit(2)
+            sys.exit(0)
         _refuse(f"{error.format_message()} See: semdiag --help")
     except (typer.Abort, KeyboardInterrupt):
         typer.echo("semdiag: interrupted", err=True)
         sys.exit(130)
     except BrokenPipeError:  # the reader of our output has seen enough
         sys.stderr.close()
-        sys.exit(0)
+        sys.exit(_BROKEN_PIPE)
+    except UnicodeEncodeError as error:
+        _refuse(f"{error.object[:200]!r} holds bytes that are no text. Rename the file.")
     except OSError as error:  # a full disk, a name that is too long, a folder without permission
         _refuse(f"{error.filename or 'A file'} cannot be read or written: {error.strerror or error}.")
     except Exception as error:
@@ -93,13 +113,13 @@ def main() -> None:
             raise
         _refuse(str(error))
     else:
-        if len(sys.argv) == 1:  # the help has been shown; before click 8.2 that is no error
-            sys.exit(2)
         sys.exit(code if isinstance(code, int) else 0)
 
 
 def _refuse(message: str) -> None:
-    typer.echo(f"semdiag: {message}".replace("\n", " "), err=True)
+    if len(message) > _LONGEST:
+        message = f"{message[: _LONGEST // 2]} … {message[-_LONGEST // 2 :]}"
+    tell(f"semdiag: {message}".replace("\n", " "))
     sys.exit(2)
 
 

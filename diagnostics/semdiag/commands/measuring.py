@@ -4,7 +4,6 @@ import json
 import shlex
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -107,13 +106,14 @@ def read_config(path: Path | None) -> dict[str, Any] | None:
         InputError: if the file is not a JSON object.
     """
     from semdiag_models import InputError
+    from semdiag_models.reading import read_json
 
     if path is None:
         return None
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InputError(f"--config {path} cannot be read as JSON ({error}).") from None
+        content = read_json(path)
+    except InputError as error:
+        raise InputError(f"--config {error}") from None
     if not isinstance(content, dict):
         raise InputError(f"--config {path} must hold a JSON object. Got {type(content).__name__}.")
     return content
@@ -124,6 +124,7 @@ def measured(
     conditions: "Conditions",
     quiet: bool,
     run: Callable[..., "Measurements"] | None = None,
+    more_stages: int = 0,
 ) -> "Findings":
     """Find the checkpoints and measure them, telling how far it is on stderr.
 
@@ -133,46 +134,26 @@ def measured(
         quiet: whether to say nothing.
         run: measures paths under conditions and reports its progress; by default
             :func:`~semdiag.measurement.survey.survey`.
+        more_stages: of each model besides the clean pass and the plans of the conditions.
 
     Returns:
         On what was measured, with the command in its provenance.
     """
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
     from semdiag.capturing.discovery import find_checkpoints
+    from semdiag.commands.printing.progress import Stages
+    from semdiag.commands.printing.terminal import tell
     from semdiag.findings.findings import Findings
-    from semdiag.measurement.survey import survey
+    from semdiag.measurement.survey import SAID_AT_ONCE, survey
 
     paths = find_checkpoints(list(models) if models else None)
-    columns = (
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-    )
-    console = Console(stderr=True)
-    hidden = quiet or not console.is_terminal  # elsewhere even a transient bar leaves an empty line
-    bar = Progress(*columns, console=console, disable=hidden, transient=True)
-    with nullcontext() if hidden else bar:  # before rich 14.3 even a disabled one leaves it
-        whole = bar.add_task("models", total=len(paths))
-        current = bar.add_task("samples")
-
-        def announce(model: str, samples: int) -> None:
-            started = bar.tasks[current].total is not None
-            bar.advance(whole, 1 if started else 0)
-            bar.reset(current, total=samples, description=model[-50:])
-
-        found = (run or survey)(paths, conditions, announce, lambda samples: bar.advance(current, samples))
+    stages = len(paths) * (1 + len(conditions.plans) + more_stages)
+    with Stages("measuring", stages, quiet) as bar:
+        found = (run or survey)(paths, conditions, bar.announce, bar.advance)
+    for remark in () if quiet else found.remarks.to_dict("records"):
+        if remark["text"].startswith(SAID_AT_ONCE):
+            tell(f"semdiag: {remark['model']}: {remark['text']}.")
     found.provenance["command"] = ["semdiag", *sys.argv[1:]]
     return Findings(found)
-
-
-def report_name(command: str, measurements: "Measurements") -> Path:
-    """Default folder of a command's output: ``reports/dispersion-even-pairs-topk-5-seed-1``."""
-    models = [Path(path) for path in measurements.models["model"]]
-    first = models[0].parent.name if models[0].name == "last.pt" and models[0].parent.name else models[0].stem
-    return Path("reports") / f"{command}-{first if len(models) == 1 else f'{len(models)}-models'}"
 
 
 def check_per_query(path: Path | None) -> None:
@@ -246,15 +227,21 @@ def deliver(
     """
     import typer
 
+    from semdiag.commands.output_folder import output_folder
+    from semdiag.commands.printing.progress import Stages
+    from semdiag.commands.printing.terminal import tell
     from semdiag.findings.summaries import SUMMARIES
     from semdiag.presentation.report.report import write_report
 
-    folder = out if out is not None else report_name(command, findings.measurements)
-    page = write_report(findings, folder, command_line(), formats, sections=sections or (command,))
+    folder = output_folder(command, findings.measurements, out)
+    with Stages("drawing", 1, quiet) as bar:
+        page = write_report(
+            findings, folder, command_line(), formats, sections=sections or (command,), progress=bar
+        )
     if per_query is not None:
         write_per_query(per_query, findings.measurements)
     if as_json:
         typer.echo(json.dumps(findings(SUMMARIES[command]), allow_nan=False))
     if not quiet:
         show(findings)
-        typer.echo(f"Figures and tables: {page}", err=True)
+        tell(f"Figures and tables: {page}")

@@ -9,8 +9,7 @@ from semdiag.commands.printing.titles import title
 from semdiag.commands.shared import Shared, with_options
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
+    from semdiag.commands.printing.console import NumberTable
     from semdiag.findings.findings import Findings
 
 
@@ -33,29 +32,27 @@ def metric_command(metric: str, description: str) -> Callable[..., None]:
         shared.deliver(metric, findings, partial(_print, metric), _sections(metric, findings))
 
     command.__doc__ = description
-    return with_options(leave_out=())(command)
+    return with_options(leave_out=(), sampling=True)(command)
 
 
 def _print(metric: str, findings: "Findings") -> None:
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
-    from semdiag.commands.printing.console import wide_console
+    from semdiag.commands.printing.console import number_table, wide_console
+    from semdiag.findings.estimates import SAMPLED, drawn, sampling_sentences
     from semdiag.findings.summaries import SUMMARIES
 
     console = wide_console()
     for result in findings(SUMMARIES[metric])["results"]:
+        of = f", {SAMPLED}" if result["model"] in drawn(findings) else ""
         for part in ("separation", "load") if metric == "separation" else ("dispersion",):
-            table = Table(
-                title=f"{title(result)}: {_TITLES[part]}",
-                title_justify="left",
-                box=SIMPLE_HEAD,
-                padding=(0, 1, 0, 0),
-            )
+            more = ["≤ 0"] * (part == "separation") + ["recall", "no key"] * ("recall" in result["all"])
+            heads = ["layer", "head", *_SHOWN, *more]
+            table = number_table(heads, title=f"{title(result)}: {_TITLES[part]}{of}", least=_LEAST)
             _fill(table, result, part)
             for within in result.get("within_model", []):
                 _fill(table, within, part, f" k={within['k']}")
             console.print(table)
+    for sentence in sampling_sentences(findings):
+        console.print(sentence)
 
 
 def _sections(metric: str, findings: "Findings") -> tuple[str, ...]:
@@ -66,6 +63,7 @@ def _sections(metric: str, findings: "Findings") -> tuple[str, ...]:
 
 
 _SHOWN = ("mean", "p5", "p50", "p75", "p90", "p95", "p100")
+_LEAST = ("p75", "p90", "mean")  # which go first where the terminal is narrow
 _TITLES = {
     "dispersion": "dispersion δ (nats)",
     "separation": "separation Δ (nats)",
@@ -73,15 +71,11 @@ _TITLES = {
 }
 
 
-def _fill(table: "Table", result: dict[str, Any], part: str, suffix: str = "") -> None:
-    if not table.columns:
-        for name in ("layer", "head", *_SHOWN):
-            table.add_column(name, justify="right")
-        if part == "separation":
-            table.add_column("≤ 0", justify="right")
+def _fill(table: "NumberTable", result: dict[str, Any], part: str, suffix: str = "") -> None:
     for row in [*result["layers"], {"layer": "all", "head": "", **result["all"]}]:
         numbers = row.get(part, row)
         cells = ["–" if numbers[p] is None else f"{numbers[p]:.3g}" for p in _SHOWN]
         if part == "separation":
             cells.append(f"{numbers['not_positive'] / max(1, numbers['queries']):.1%}")
+        cells += [f"{row[name]:.1%}" for name in ("recall", "without_keys") if name in row]
         table.add_row(f"{row['layer']}{suffix}", str(row["head"]), *cells)

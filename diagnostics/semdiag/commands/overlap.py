@@ -41,13 +41,14 @@ def _print(findings: "Findings") -> None:
     from semdiag.commands.printing.console import number, number_table, wide_console
     from semdiag.commands.printing.titles import title
     from semdiag.findings.overlap import overlap_summary
+    from semdiag.measurement.table import ALL
 
     console = wide_console()
     for result in findings(overlap_summary)["results"]:
         console.print(f"\n{title(result)}: Jaccard index of kept keys")
-        table = number_table(["between", "layer", "layer", "pairs", "index", "95 %", "at random"], names=1)
+        table = number_table(["between", "layer", "and layer", "pairs", "index", "95 %", "at random"], names=1)
         for row in result["overlap"]:
-            layers = ("all", "all") if row["layer"] == -1 else (str(row["layer"]), str(row["other_layer"]))
+            layers = ("all", "all") if row["layer"] == ALL else (str(row["layer"]), str(row["other_layer"]))
             index = f"{row['jaccard']:.3f}", f"{row['low']:.3f}–{row['high']:.3f}", f"{row['chance']:.3f}"
             table.add_row(row["what"], *layers, number(row["pairs"]), *index)
         console.print(table)

@@ -1,18 +1,20 @@
 """``semdiag report``."""
 
 import json
+import webbrowser
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from semdiag.commands import options
+from semdiag.commands.printing.terminal import tell
 from semdiag.commands.shared import Shared, with_options
 
 _DRAWS, _PROBE_SAMPLES = 3, 100  # of the sections with a command of their own: enough for a first look
 
 
-@with_options()
+@with_options(sampling=True)
 def report(
     models: options.Models = None,
     k: options.Counterfactual = "5",
@@ -34,6 +36,9 @@ def report(
             rich_help_panel="What is measured",
         ),
     ] = False,
+    show: Annotated[
+        bool, typer.Option("--open", help="Show the page in the browser.", rich_help_panel="Output")
+    ] = False,
     *,
     shared: Shared,
 ) -> None:
@@ -42,16 +47,19 @@ def report(
     Opens from disk in any browser. [bold]semdiag report[/] alone reports on every run in ./checkpoints.
     """
     from semdiag.commands import measuring
+    from semdiag.commands.output_folder import output_folder
+    from semdiag.commands.printing.progress import Stages
     from semdiag.findings.findings import Findings
     from semdiag.measurement.measurements import Measurements
     from semdiag.measurement.probes.bounds.probe import BoundsPlan
-    from semdiag.measurement.probes.k_sweep import SweepPlan
+    from semdiag.measurement.probes.k_sweep import KSweepPlan
     from semdiag.measurement.probes.loss.landscape import LandscapePlan
     from semdiag.measurement.probes.loss.lipschitz import LipschitzPlan
     from semdiag.measurement.probes.noise.masks import NoisePlan
     from semdiag.measurement.probes.noise.secants import SecantsPlan
     from semdiag.presentation.report.report import write_report
     from semdiag_models import InputError
+    from semdiag_models.reading import read_json
 
     formats = measuring.figure_formats(shared.values["figures"])
     if redraw is not None:
@@ -66,17 +74,27 @@ def report(
             SecantsPlan(levels),
             BoundsPlan(),
             NoisePlan(levels, draws=_DRAWS, seed=shared.values["seed"]),
-            SweepPlan(),
+            KSweepPlan(),
         )
         plans += (LandscapePlan(metrics=("loss", "dispersion")), LipschitzPlan()) if thorough else ()
         conditions = shared.conditions(
             k=measuring.whole_numbers(k, "--k"), plans=plans, probe_samples=_PROBE_SAMPLES
         )
         findings = shared.measured(models, conditions)
-    out = shared.values["out"]
-    folder = out if out is not None else measuring.report_name("report", findings.measurements)
-    page = write_report(findings, folder, measuring.command_line(), formats, keep_queries)
+    folder = output_folder("report", findings.measurements, shared.values["out"])
+    try:
+        with Stages("drawing", 1, shared.values["quiet"]) as bar:
+            page = write_report(findings, folder, measuring.command_line(), formats, keep_queries, progress=bar)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        if redraw is None or isinstance(error, InputError):
+            raise
+        said = " ".join(str(error).split())[:120]
+        raise InputError(
+            f"{redraw} cannot be drawn: its files do not fit together ({type(error).__name__}: {said})."
+        ) from error
     if shared.values["as_json"]:
-        typer.echo(json.dumps(json.loads((folder / "summary.json").read_text(encoding="utf-8"))))
+        typer.echo(json.dumps(read_json(folder / "summary.json")))
     if not shared.values["quiet"]:
-        typer.echo(f"Report: {page}", err=True)
+        tell(f"Report: {page}")
+    if show:
+        webbrowser.open(page.resolve().as_uri())

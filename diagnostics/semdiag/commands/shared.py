@@ -21,6 +21,8 @@ _SHARED: dict[str, tuple[Any, Any]] = {
     "dtype": (options.Dtype, "auto"),
     "seed": (options.Seed, 0),
     "min_keys": (options.MinKeys, 1),
+    "queries": (options.Queries, None),
+    "max_queries": (options.MaxQueries, 20_000_000),
     "config": (options.Config, None),
     "out": (options.Out, None),
     "as_json": (options.Json, False),
@@ -28,7 +30,8 @@ _SHARED: dict[str, tuple[Any, Any]] = {
     "figures": (options.Figures, "png,svg"),
     "quiet": (options.Quiet, False),
 }
-_OF_CONDITIONS = ("inputs", "samples", "batch_size", "device", "dtype", "seed", "min_keys")
+_SAMPLING = ("queries", "max_queries")
+_OF_CONDITIONS = ("inputs", "samples", "batch_size", "device", "dtype", "seed", "min_keys", *_SAMPLING)
 
 
 @dataclass(frozen=True)
@@ -59,12 +62,16 @@ class Shared:
         return Conditions(**own, config=measuring.read_config(self.values.get("config")), **more)
 
     def measured(
-        self, models: Sequence[Path] | None, conditions: "Conditions", run: Callable[..., Any] | None = None
+        self,
+        models: Sequence[Path] | None,
+        conditions: "Conditions",
+        run: Callable[..., Any] | None = None,
+        more_stages: int = 0,
     ) -> "Findings":
         """Measure what the user named: :func:`~semdiag.commands.measuring.measured`."""
         from semdiag.commands import measuring
 
-        return measuring.measured(models, conditions, self.values["quiet"], run)
+        return measuring.measured(models, conditions, self.values["quiet"], run, more_stages)
 
     def deliver(
         self,
@@ -96,11 +103,14 @@ class Shared:
         )
 
 
-def with_options(leave_out: Sequence[str] = ("per_query",), **defaults: Any) -> Callable[..., Callable[..., None]]:
+def with_options(
+    leave_out: Sequence[str] = ("per_query",), *, sampling: bool = False, **defaults: Any
+) -> Callable[..., Callable[..., None]]:
     """Give a command the shared options; it is called with what the user said as its argument ``shared``.
 
     Args:
         leave_out: options that the command does not take.
+        sampling: whether it can do with queries that were drawn.
         defaults: where they differ from the usual ones.
 
     Returns:
@@ -108,7 +118,7 @@ def with_options(leave_out: Sequence[str] = ("per_query",), **defaults: Any) -> 
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        names = [name for name in _SHARED if name not in leave_out]
+        names = [name for name in _SHARED if name not in leave_out and (sampling or name not in _SAMPLING)]
 
         def with_shared(**given: Any) -> None:
             shared = Shared({name: given.pop(name) for name in names})

@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from semdiag.commands.printing.training import TrainingProgress, summarise, tell
+from semdiag.commands import completion
+from semdiag.commands.printing.terminal import tell
+from semdiag.commands.printing.training import TrainingProgress, summarise
 from semdiag.commands.text_training import introduction, text_task
 
 if TYPE_CHECKING:
@@ -19,13 +21,51 @@ _MODEL, _DATA, _TEXT, _OPTIMISATION, _RUN = "Model", "Data", "Text", "Optimisati
 
 
 def train(
-    task: Annotated[str, typer.Argument(help="What to learn; see [bold]semdiag list tasks[/].")],
+    task: Annotated[
+        str,
+        typer.Argument(
+            help="What to learn; see [bold]semdiag list tasks[/].",
+            autocompletion=completion.names(completion.TASKS),
+        ),
+    ],
     attention: Annotated[
-        str, typer.Option(help="See [bold]semdiag list attentions[/].", rich_help_panel=_MODEL)
+        str,
+        typer.Option(
+            help="See [bold]semdiag list attentions[/].",
+            rich_help_panel=_MODEL,
+            autocompletion=completion.names(completion.ATTENTIONS),
+        ),
     ] = "full",
     k: Annotated[
-        int | None, typer.Option(help="Keys kept per query; not for full.", rich_help_panel=_MODEL)
+        int | None,
+        typer.Option(
+            help="Keys kept per query; not for full. Of lsh those of a bucket, of routing those of a cluster.",
+            rich_help_panel=_MODEL,
+        ),
     ] = None,
+    hash_rounds: Annotated[
+        int,
+        typer.Option(help="Of lsh: buckets of a query, each by hashes of its own.", rich_help_panel=_MODEL),
+    ] = 1,
+    hash_bits: Annotated[
+        int | None,
+        typer.Option(
+            help="Of lsh: signs of a hash. Default: two to four buckets for every k tokens.",
+            rich_help_panel=_MODEL,
+        ),
+    ] = None,
+    hashes: Annotated[
+        str,
+        typer.Option(help="Of lsh: shared, by angles, or asymmetric, by scores.", rich_help_panel=_MODEL),
+    ] = "shared",
+    clusters: Annotated[
+        int | None,
+        typer.Option(help="Of routing. Default: one for every k tokens.", rich_help_panel=_MODEL),
+    ] = None,
+    centroid_decay: Annotated[
+        float,
+        typer.Option(help="Of routing: what a centroid keeps of its old place in a step.", rich_help_panel=_MODEL),
+    ] = 0.999,
     global_tokens: Annotated[
         int,
         typer.Option(
@@ -147,6 +187,21 @@ def train(
             rich_help_panel=_OPTIMISATION,
         ),
     ] = False,
+    query_key_scale: Annotated[
+        float | None,
+        typer.Option(
+            help="Factor on W_q and W_k at the initialisation; scores and δ change by its square. Default: 1.",
+            rich_help_panel=_OPTIMISATION,
+        ),
+    ] = None,
+    fresh_samples: Annotated[
+        bool,
+        typer.Option(
+            "--fresh-samples",
+            help="Every epoch draws training samples of its own, so that the loss cannot fall by memorising.",
+            rich_help_panel=_DATA,
+        ),
+    ] = False,
     snapshots: Annotated[
         str, typer.Option(help="Epochs to keep as files, like 1,5,20.", rich_help_panel=_RUN)
     ] = "",
@@ -206,6 +261,11 @@ def train(
     chosen = {
         "attention": attention,
         "k": k,
+        "hash_rounds": hash_rounds,
+        "hash_bits": hash_bits,
+        "hashes": hashes,
+        "clusters": clusters,
+        "centroid_decay": centroid_decay,
         "blocks": blocks,
         "width": width,
         "mlp_width": mlp_width,
@@ -233,6 +293,8 @@ def train(
         "until": until,
         "precision": precision,
         "compiled": compiled,
+        "query_key_scale": query_key_scale,
+        "fresh_samples": fresh_samples,
     }
     model, training = configure(found, chosen)
     where = find_device(device)

@@ -10,11 +10,13 @@ from semdiag.findings.findings import Findings
 from semdiag.findings.pairing import Pair, attention_word, differences
 from semdiag.mathematics.learning import gap_ratio
 from semdiag.measurement.measurements import Measurements
+from semdiag.measurement.tables import OUT_OF_REACH
 
+LEARNING = "the smaller Lipschitz constant learns faster and generalises better"
 SMOOTHNESS = (0.0, 1.0, 9.0)  # stated γc; 0 gives the convex case's power 2
 
 
-def consequence_findings(findings: Findings, pairs: list[Pair]) -> list[Finding]:
+def consequence_findings(findings: Findings, pair: Pair) -> list[Finding]:
     """Ratios of Lipschitz constants, and of the generalisation bounds that would follow, beside the observed.
 
     Always marked "assumption not met": training breaks the step sizes of Hardt, Recht and Singer, and the
@@ -24,33 +26,32 @@ def consequence_findings(findings: Findings, pairs: list[Pair]) -> list[Finding]
 
     Args:
         findings: with the table constants; histories where they are known.
-        pairs: full model and counterpart.
+        pair: full model and counterpart.
 
     Returns:
-        One finding per pair and form; fewer where a constant is not known.
+        One finding per form; fewer where a constant is not known.
     """
     measurements = findings.measurements
     rows = measurements.constants
     network = rows[rows["quantity"] == "network"].set_index(["model", "form"])["ln_value"]
-    found = []
-    for pair in pairs:
-        observed = _observed(measurements, pair)
-        for form in ("sound", "paper"):
-            keys = [(pair.other, form), (pair.full, form)]
-            if not all(key in network.index for key in keys):
-                continue
-            other, full = (float(network[key]) for key in keys)
-            numbers = {"ln λ_L other over reference": other - full if math.isfinite(full) else math.nan}
-            for gamma in SMOOTHNESS if math.isfinite(other - full) else ():
-                numbers[f"ln gap ratio, γc = {gamma:g}"] = gap_ratio(other, full, gamma).log_value.item()
-            said = _leaning(numbers, observed, _names(measurements, pair))
-            note = "; ".join([said, *differences(measurements.models, pair)])
-            claim = "the smaller Lipschitz constant learns faster and generalises better"
-            found.append(Finding(pair.label, claim, form, "all", Verdict.NOT_MET, numbers | observed, note))
+    found, observed = [], _observed(measurements, pair)
+    for form in ("sound", "paper"):
+        keys = [(pair.other, form), (pair.full, form)]
+        if not all(key in network.index for key in keys):
+            continue
+        other, full = (float(network[key]) for key in keys)
+        numbers = {"ln λ_L other over reference": other - full if math.isfinite(full) else math.nan}
+        for gamma in SMOOTHNESS if math.isfinite(other - full) else ():
+            numbers[f"ln gap ratio, γc = {gamma:g}"] = gap_ratio(other, full, gamma).log_value.item()
+        said = _leaning(numbers, observed, _names(measurements, pair), _out_of_reach(measurements, pair))
+        note = "; ".join([said, *differences(measurements.models, pair)])
+        found.append(Finding(pair.label, LEARNING, form, "all", Verdict.NOT_MET, numbers | observed, note))
     return found
 
 
-def _leaning(numbers: dict[str, float], observed: dict[str, float], names: tuple[str, str]) -> str:
+def _leaning(
+    numbers: dict[str, float], observed: dict[str, float], names: tuple[str, str], out_of_reach: bool
+) -> str:
     """Say in words which way bound and observation point."""
     ratio, speed = numbers["ln λ_L other over reference"], observed["speed-up of the other"]
     reference, other = names
@@ -61,8 +62,16 @@ def _leaning(numbers: dict[str, float], observed: dict[str, float], names: tuple
     seen = other if speed > 1 else reference if speed < 1 else "neither"
     if arrived[0] != arrived[1]:
         seen = reference if arrived[0] else other
+    if out_of_reach:
+        seen = "neither (a mask that cannot represent the task says nothing about speed)"
     said = f"other: {other}, reference: {reference}; the constants favour {bound}, the training runs {seen}"
     return f"{said}; steps and smoothness are not as assumed"
+
+
+def _out_of_reach(measurements: Measurements, pair: Pair) -> bool:
+    """Whether a mask of the pair cannot represent its task."""
+    remarks = measurements.remarks
+    return bool((remarks["model"].isin((pair.full, pair.other)) & (remarks["text"] == OUT_OF_REACH)).any())
 
 
 def _names(measurements: Measurements, pair: Pair) -> tuple[str, str]:

@@ -111,13 +111,14 @@ def speed_ups(found: pd.DataFrame) -> pd.DataFrame:
 
     Returns:
         One row per pair: group, task, attention, kind, seed, full_arrival, full_epochs, arrival, epochs, low
-        and high (both the speed-up if it is known), known (``exactly``, ``above``, ``below`` or
-        ``unknown``), full, model.
+        and high (both the speed-up if it is known), epoch_low and epoch_high (the speed-up with both arrivals one
+        epoch off: epochs are whole, and an evaluation at another step would have moved them), known
+        (``exactly``, ``above``, ``below`` or ``unknown``), full, model.
     """
     rows = []
     for _, runs in found.groupby(["setting", "seed"], sort=False):
-        full = runs[runs["kind"] == "full"]
-        for run in runs[runs["kind"] != "full"].to_dict("records") if len(full) else []:
+        full = runs[runs["attention"] == "full"]
+        for run in runs[runs["attention"] != "full"].to_dict("records") if len(full) else []:
             base = full.iloc[0]
             low, high, known = speed_up(base["arrival"], base["epochs"], run["arrival"], run["epochs"])
             facts = {name: run[name] for name in ("group", "task", "attention", "kind", "seed")}
@@ -125,14 +126,23 @@ def speed_ups(found: pd.DataFrame) -> pd.DataFrame:
                 {
                     **facts, "full_arrival": base["arrival"], "full_epochs": base["epochs"],
                     "arrival": run["arrival"], "epochs": run["epochs"], "low": low, "high": high,
+                    **_one_epoch_off(base["arrival"], run["arrival"], low, high),
                     "known": known, "full": base["model"], "model": run["model"],
                 }
             )  # fmt: skip
     columns = [
         "group", "task", "attention", "kind", "seed", "full_arrival", "full_epochs", "arrival", "epochs", "low",
-        "high", "known", "full", "model",
+        "high", "epoch_low", "epoch_high", "known", "full", "model",
     ]  # fmt: skip
     return pd.DataFrame(rows, columns=columns).astype({"full_arrival": "Int64", "arrival": "Int64"})
+
+
+def _one_epoch_off(full: Any, other: Any, low: float, high: float) -> dict[str, float]:
+    """The range of a speed-up when both arrivals may be one epoch off; its bounds where one is censored."""
+    if pd.isna(full) or pd.isna(other):
+        return {"epoch_low": low, "epoch_high": high}
+    later = (int(full) + 1) / (int(other) - 1) if other > 1 else math.inf
+    return {"epoch_low": (int(full) - 1) / (int(other) + 1), "epoch_high": later}
 
 
 def speed_up(full: Any, full_epochs: int, other: Any, other_epochs: int) -> tuple[float, float, str]:
@@ -171,9 +181,10 @@ def over_seeds(found: pd.DataFrame, pairs: pd.DataFrame) -> pd.DataFrame:
         One row per setting and attention: group, task, attention, kind, seeds, arrived, median_epochs
         (Kaplan–Meier; +inf if fewer than half arrive), epochs_low and epochs_high (interval of the median;
         NaN for one seed), coverage (its confidence), pairs, median and interval of the speed-up
-        (speed_up_low … speed_up_high: the range of the median that the bounds leave; interval_low,
-        interval_high, interval_coverage), logrank_p (whole arrival curves against full attention; missing
-        below 3 runs a side), best_holdout_accuracy and gap (medians over seeds).
+        (speed_up_low … speed_up_high: the range of the median that the bounds leave; epoch_low … epoch_high: the
+        same with every arrival one epoch off; interval_low, interval_high, interval_coverage), logrank_p (whole
+        arrival curves against full attention; missing below 3 runs a side), best_holdout_accuracy and gap
+        (medians over seeds).
     """
     rows = []
     for (setting, _), runs in found.groupby(["setting", "attention"], sort=False):
@@ -184,7 +195,9 @@ def over_seeds(found: pd.DataFrame, pairs: pd.DataFrame) -> pd.DataFrame:
         there = runs["arrival"].notna().to_numpy()
         epochs = median_interval(watched.tolist(), np.where(there, watched, np.inf).tolist())
         own = pairs[pairs["model"].isin(runs["model"])]
-        full = found[(found["setting"] == setting) & (found["kind"] == "full") & (found["state"] != NOT_BEGUN)]
+        full = found[
+            (found["setting"] == setting) & (found["attention"] == "full") & (found["state"] != NOT_BEGUN)
+        ]
         rows.append(
             {
                 **{name: runs[name].iloc[0] for name in ("group", "task", "attention", "kind")},
@@ -195,7 +208,7 @@ def over_seeds(found: pd.DataFrame, pairs: pd.DataFrame) -> pd.DataFrame:
                 "epochs_high": epochs.interval_high,
                 "coverage": epochs.coverage,
                 **_speed_up_over_seeds(own),
-                "logrank_p": _logrank(full, runs) if runs["kind"].iloc[0] != "full" else math.nan,
+                "logrank_p": _logrank(full, runs) if runs["attention"].iloc[0] != "full" else math.nan,
                 "best_holdout_accuracy": float(runs["best_holdout_accuracy"].median()),
                 "gap": float(runs["gap"].median()),
             }
@@ -204,11 +217,13 @@ def over_seeds(found: pd.DataFrame, pairs: pd.DataFrame) -> pd.DataFrame:
 
 
 def _speed_up_over_seeds(pairs: pd.DataFrame) -> dict[str, Any]:
-    names = ("speed_up_low", "speed_up_high", "interval_low", "interval_high", "interval_coverage")
+    names = ("speed_up_low", "speed_up_high", "epoch_low", "epoch_high", "interval_low", "interval_high",
+             "interval_coverage")  # fmt: skip
     if pairs.empty:
         return {"pairs": 0, **dict.fromkeys(names, math.nan)}
     found = median_interval(pairs["low"].tolist(), pairs["high"].tolist())
-    values = (found.low, found.high, found.interval_low, found.interval_high, found.coverage)
+    off = median_interval(pairs["epoch_low"].tolist(), pairs["epoch_high"].tolist())
+    values = (found.low, found.high, off.low, off.high, found.interval_low, found.interval_high, found.coverage)
     return {"pairs": len(pairs), **dict(zip(names, values, strict=True))}
 
 
@@ -225,3 +240,27 @@ def _logrank(full: pd.DataFrame, other: pd.DataFrame) -> float:
     ]
     with np.errstate(invalid="ignore", divide="ignore"):
         return float(logrank(*sides).pvalue)
+
+
+FEWEST_FOR_MEDIAN = 3  # of two runs, a median would be an accuracy that no run had
+
+
+def seed_curves(findings: Findings, runs: pd.DataFrame, column: str) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Join runs of several seeds; what has arrived and stopped keeps its last value beside runs that go on.
+
+    Args:
+        findings: with histories.
+        runs: rows of :func:`arrivals`.
+        column: of the history.
+
+    Returns:
+        By epoch a column per run, or their lower median from three on; and then low and high of all runs.
+    """
+    history = findings.measurements.history[findings.measurements.history["model"].isin(runs["model"])]
+    wide = history.dropna(subset=["epoch"]).pivot_table(index="epoch", columns="model", values=column)
+    if len(wide.columns) < FEWEST_FOR_MEDIAN:
+        return wide, pd.DataFrame()
+    arrived = runs.loc[runs["arrival"].notna(), "model"]
+    wide = wide.assign(**wide[[*arrived]].ffill()).dropna()
+    median = wide.quantile(0.5, axis=1, interpolation="lower").to_frame()
+    return median, pd.DataFrame({"low": wide.min(axis=1), "high": wide.max(axis=1)})

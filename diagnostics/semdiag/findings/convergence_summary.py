@@ -1,15 +1,10 @@
 """The findings of ``semdiag convergence`` as plain values."""
 
-from dataclasses import asdict
-from typing import Any
-
-import pandas as pd
-
 from semdiag.findings.convergence import arrivals
 from semdiag.findings.findings import Findings
 from semdiag.findings.prediction import held_out_tasks, predictor_table
-from semdiag.findings.speed_and_dispersion import run_correlation, run_statistics, speed_dispersion_table
-from semdiag.findings.strict_json import Summary, json_object
+from semdiag.findings.speed_and_dispersion import run_statistics, speed_dispersion_table
+from semdiag.findings.strict_json import Summary, json_object, records
 
 
 def convergence_summary(findings: Findings) -> Summary:
@@ -19,9 +14,9 @@ def convergence_summary(findings: Findings) -> Summary:
         findings: with runs.
 
     Returns:
-        A JSON-ready dictionary, schema ``semdiag.convergence/1``: target, targets (of single tasks), runs,
-        speed_ups, over_seeds, speed_up_and_dispersion, along, predictors, held_out_tasks, lengths; null where a
-        number is unknown, undefined or unbounded.
+        A JSON-ready dictionary, schema ``semdiag.convergence/2``: target, targets (of single tasks), runs,
+        speed_ups, over_seeds, along, predictors, held_out_tasks, lengths; null where a
+        number is unknown or undefined.
     """
     measurements = findings.measurements
     found, table = findings(arrivals), findings(speed_dispersion_table)
@@ -30,16 +25,11 @@ def convergence_summary(findings: Findings) -> Summary:
         findings,
         target=measurements.provenance.get("target"),
         targets=measurements.provenance.get("targets", {}),
-        runs=_records(found.drop(columns="setting")),
-        speed_ups=_records(table),
-        over_seeds=_records(findings(run_statistics)),
-        speed_up_and_dispersion=asdict(findings(run_correlation)),
-        along=_records(measurements.along),
-        predictors=_records(findings(predictor_table)),
-        held_out_tasks=_records(findings(held_out_tasks)),
-        lengths=_records(measurements.lengths),
+        runs=records(found.drop(columns="setting")),
+        speed_ups=records(table),
+        over_seeds=records(findings(run_statistics)),
+        along=records(measurements.along),
+        predictors=records(findings(predictor_table)),
+        held_out_tasks=records(findings(held_out_tasks)),
+        lengths=records(measurements.lengths),
     )
-
-
-def _records(table: pd.DataFrame) -> list[dict[str, Any]]:
-    return [{str(key): value for key, value in row.items()} for row in table.to_dict("records")]

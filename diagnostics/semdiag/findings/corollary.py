@@ -1,6 +1,7 @@
 """Corollary 1 on measured pairs: does a mask have the better guarantee than full attention?"""
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -8,6 +9,7 @@ import pandas as pd
 import torch
 
 from semdiag.capturing.attention_kinds import BOUNDED, HEAVY_HITTERS, rows_of
+from semdiag.findings.estimates import require_every_query
 from semdiag.findings.finding import Finding, Verdict, agreed
 from semdiag.findings.findings import Findings
 from semdiag.findings.pairing import Pair, differences
@@ -22,15 +24,20 @@ from semdiag.mathematics.corollary import (
     sound_weight_margin,
 )
 from semdiag.measurement.measurements import Measurements
-from semdiag.measurement.percentiles import PAPER_PERCENTILES
 from semdiag_models.attention_kinds import LOCAL
 
+# Read from the other end where small values are the bad ones: the paper's table of separations.
+PAPER_PERCENTILES = (75, 90, 95, 100)
 HEURISTIC = "percentiles of different queries are combined, as the paper does: a heuristic"
+ONE_K = "one k stands for rows of {} to {} keys: no bound, as the comparison of layers is"
 CLAIM = "the mask has the better guarantee in {}"
+CLAIMS = {CLAIM.format(name): name for name in ("W", "X")}  # to the parameters that a condition speaks about
+NOT_COMPARABLE = CLAIM.format("W and X")
+LEFT_SIDES = {"paper": ("left side", 1.0), "sound": ("ln margin", 0.0)}  # name and threshold, by form
 
 
 @dataclass(frozen=True)
-class PercentileTable:
+class PairPercentiles:
     """Pooled quantities of a pair at the paper's percentiles; separations at the mirrored ones.
 
     Attributes:
@@ -50,8 +57,8 @@ class PercentileTable:
     rounding: float
 
 
-def corollary_findings(findings: Findings, pairs: list[Pair]) -> list[Finding]:
-    """Judge both conditions of Corollary 1, in both forms, at every percentile, for every pair.
+def corollary_findings(findings: Findings, pair: Pair) -> list[Finding]:
+    """Judge both conditions of Corollary 1, in both forms, at every percentile, for a pair.
 
     Top-k pairs get the paper's equations 304 and 305; banded, block-local and random pairs the control of
     Theorem 4, where there are global tokens with the k of the ordinary queries. The word over all percentiles
@@ -60,30 +67,26 @@ def corollary_findings(findings: Findings, pairs: list[Pair]) -> list[Finding]:
     Source: docs/theory.md#corollary, docs/theory.md#sound-comparison. Deviation: none.
 
     Args:
-        findings: of the pairs' models; with the table constants the sound X-form, too.
-        pairs: full model and counterpart.
+        findings: of the pair's models; with the table constants the sound X-form, too.
+        pair: full model and counterpart.
 
     Returns:
-        Per pair, condition and form: one finding over all percentiles, then one per percentile.
+        Per condition and form: one finding over all percentiles, then one per percentile.
     """
     measurements = findings.measurements
-    found = []
     models = {row["model"]: row for row in measurements.models.to_dict("records")}
-    for pair in pairs:
-        full, masked = models[pair.full], models[pair.other]
-        known = full["attention"] == "full" and masked["attention"] in BOUNDED and masked["attention"] != "full"
-        if not known or pd.isna(masked["k"]):
-            found.append(_not_comparable(measurements, pair, str(full["attention"]), str(masked["attention"])))
-            continue
-        table = percentile_table(findings, pair)
-        note = "; ".join([HEURISTIC, *differences(measurements.models, pair)])
-        for form, parameter, condition, why in _conditions(measurements, pair, table):
-            found += _judged(pair.label, form, parameter, condition, "; ".join(filter(None, [note, why])), table)
-        found += _by_layer(measurements, pair)
-    return found
+    full, masked = models[pair.full], models[pair.other]
+    known = full["attention"] == "full" and masked["attention"] in BOUNDED and masked["attention"] != "full"
+    if not known or pd.isna(masked["k"]):
+        return [_not_comparable(measurements, pair, str(full["attention"]), str(masked["attention"]))]
+    found, table = [], pair_percentiles(findings, pair)
+    note = "; ".join([HEURISTIC, *differences(measurements.models, pair)])
+    for form, parameter, condition, why in _conditions(measurements, pair, table):
+        found += _judged(pair.label, form, parameter, condition, "; ".join(filter(None, [note, why])), table)
+    return found + _by_layer(measurements, pair)
 
 
-def percentile_table(findings: Findings, pair: Pair) -> PercentileTable:
+def pair_percentiles(findings: Findings, pair: Pair) -> PairPercentiles:
     """Read δ_s, δ_h, Δ_h and loads of a pair at percentiles 75, 90, 95, 100 of the pooled queries.
 
     Args:
@@ -93,12 +96,14 @@ def percentile_table(findings: Findings, pair: Pair) -> PercentileTable:
     Returns:
         The table; a separation within the rounding of the scores counts as a tie, Δ = 0.
     """
+    require_every_query(findings, "Corollary 1")
     measurements = findings.measurements
     full, masked = measurements.of(pair.full), measurements.of(pair.other)
-    eps = float(np.finfo(measurements.provenance.get("dtype", "float32")).eps)
-    rounding = 8 * eps * max(1.0, _finite(masked.queries["dispersion"]).max(initial=0.0))
+    rounding = separation_rounding(
+        measurements, pair.other, _finite(masked.queries["dispersion"]).max(initial=0.0)
+    )
     gap = _percentiles(masked.queries["separation"], [100 - p for p in PAPER_PERCENTILES])
-    return PercentileTable(
+    return PairPercentiles(
         full_dispersion=_percentiles(full.queries["dispersion"], PAPER_PERCENTILES),
         dispersion=_percentiles(masked.queries["dispersion"], PAPER_PERCENTILES),
         separation=np.where(np.abs(gap) <= rounding, 0.0, gap),
@@ -106,6 +111,20 @@ def percentile_table(findings: Findings, pair: Pair) -> PercentileTable:
         keys=int(full.queries["keys"].max()),
         rounding=rounding,
     )
+
+
+def separation_rounding(measurements: Measurements, model: str, dispersion: float) -> float:
+    """How large a separation rounding can make of a tie: 8 eps of what bounds the scores.
+
+    Args:
+        measurements: with the table constants; without it the largest dispersion stands for the scores.
+        model: a model's path.
+        dispersion: its largest, in nats.
+    """
+    rows = measurements.constants
+    reach = rows.loc[(rows["model"] == model) & (rows["quantity"] == "score_reach"), "ln_value"].max()
+    eps = float(np.finfo(measurements.provenance.get("dtype", "float32")).eps)
+    return 8 * eps * max(1.0, dispersion, 0.0 if pd.isna(reach) else math.exp(reach))
 
 
 def _finite(values: "pd.Series[float]") -> np.ndarray:
@@ -122,7 +141,7 @@ def _percentiles(values: "pd.Series[float]", at: tuple[int, ...] | list[int]) ->
 Row = tuple[str, str, Condition | None, str]  # form, the parameters it speaks about, condition, why there is none
 
 
-def _conditions(measurements: Measurements, pair: Pair, table: PercentileTable) -> list[Row]:
+def _conditions(measurements: Measurements, pair: Pair, table: PairPercentiles) -> list[Row]:
     kind, k = _kind(measurements, pair.other)
     delta_s, delta, gap = (torch.tensor(a) for a in (table.full_dispersion, table.dispersion, table.separation))
     beta = torch.tensor(table.load) / k
@@ -138,20 +157,30 @@ def _conditions(measurements: Measurements, pair: Pair, table: PercentileTable) 
     full_rows = fixed_mask_rows(delta_s[:, None], torch.full_like(kept, table.keys)[:, None])
     assert masked_rows is not None  # the kind was checked
     margin = sound_weight_margin(masked_rows, full_rows)
+    ragged = _ragged(measurements, pair)
     return [
         ("paper", "W", weight, ""),
         ("paper", "X", inputs, "2ΓΞ² is taken as δ_s"),
-        ("sound", "W", margin, "norms taken as equal"),
-        _sound_inputs(measurements, pair, table, masked_rows, full_rows),
+        ("sound", "W", margin, "; ".join(["norms taken as equal", *ragged])),
+        _sound_inputs(measurements, pair, table, masked_rows, full_rows, ragged),
     ]
+
+
+def _ragged(measurements: Measurements, pair: Pair) -> list[str]:
+    """Say that the rows of a pair's models differ in length, if they do."""
+    kept = [measurements.of(model).queries["kept"] for model in (pair.full, pair.other)]
+    lengths = [(int(rows.min()), int(rows.max())) for rows in kept]
+    differing = [ONE_K.format(low, high) for low, high in lengths if low != high]
+    return differing[-1:]  # the mask's, where both do
 
 
 def _sound_inputs(
     measurements: Measurements,
     pair: Pair,
-    table: PercentileTable,
+    table: PairPercentiles,
     masked_rows: AttentionRows,
     full_rows: AttentionRows,
+    ragged: list[str],
 ) -> Row:
     """Compare the two λ_A, each with the largest Γ and Ξ of its model."""
     norms = [_largest_norms(measurements, model) for model in (pair.other, pair.full)]
@@ -160,7 +189,8 @@ def _sound_inputs(
     heavy = _kind(measurements, pair.other)[0] in HEAVY_HITTERS
     masked = attention_map_bound_from_load(masked_rows, torch.tensor(table.load), norms[0], heavy_hitter=heavy)
     full = attention_map_bound_from_load(full_rows, table.keys, norms[1], heavy_hitter=False)
-    return ("sound", "X", sound_input_margin(masked, full), "each with the largest Γ and Ξ of its layers")
+    why = "; ".join(["each with the largest Γ and Ξ of its layers", *ragged])
+    return ("sound", "X", sound_input_margin(masked, full), why)
 
 
 def _kind(measurements: Measurements, model: str) -> tuple[str, int]:
@@ -180,17 +210,17 @@ def _largest_norms(measurements: Measurements, model: str) -> HeadNorms | None:
 
 
 def _judged(
-    label: str, form: str, parameter: str, condition: Condition | None, note: str, table: PercentileTable
+    label: str, form: str, parameter: str, condition: Condition | None, note: str, table: PairPercentiles
 ) -> list[Finding]:
     claim = CLAIM.format(parameter)
     if condition is None:
         return [Finding(label, claim, form, "all", Verdict.NOTHING, {}, note)]
-    name = "left side" if condition.threshold else "ln margin"
+    name, threshold = LEFT_SIDES[form]
     parts = []
     for at, p in enumerate(PAPER_PERCENTILES):
         left = float(condition.left_side[at])
         tie = table.separation[at] == 0 and left == math.inf
-        verdict = Verdict.HOLDS if left < condition.threshold else Verdict.VIOLATED
+        verdict = Verdict.HOLDS if left < threshold else Verdict.VIOLATED
         why = note
         if left == math.inf or math.isnan(left):
             verdict = Verdict.NOT_MET
@@ -202,7 +232,7 @@ def _judged(
             "Δ": table.separation[at],
             "load": table.load[at],
         }
-        parts.append(Finding(label, claim, form, f"p{p}", verdict, numbers, why))
+        parts.append(Finding(label, claim, form, f"p{p}", verdict, numbers, why, percentile=p))
     sides = {f"{name} p{p}": f.numbers[name] for p, f in zip(PAPER_PERCENTILES, parts, strict=True)}
     return [Finding(label, claim, form, "all", agreed(f.verdict for f in parts), sides, note), *parts]
 
@@ -232,4 +262,39 @@ def _by_layer(measurements: Measurements, pair: Pair) -> list[Finding]:
 def _not_comparable(measurements: Measurements, pair: Pair, full: str, other: str) -> Finding:
     reasons = [f"Corollary 1 compares full attention with a mask it covers; these are {full} and {other}"]
     reasons += differences(measurements.models, pair)
-    return Finding(pair.label, CLAIM.format("W and X"), "", "all", Verdict.NOTHING, {}, "; ".join(reasons))
+    return Finding(pair.label, NOT_COMPARABLE, "", "all", Verdict.NOTHING, {}, "; ".join(reasons))
+
+
+_PAIRED = {"full_dispersion": "δ_s", "dispersion": "δ", "separation": "Δ", "load": "load"}
+COROLLARY_COLUMNS = ["pair", "parameter", "form", "percentile", "value", "threshold", "verdict", *_PAIRED, "note"]
+
+
+def corollary_table(findings: Findings, pairs: Iterable[Pair]) -> pd.DataFrame:
+    """Both conditions of Corollary 1 for every pair, form and percentile, as measured.
+
+    Args:
+        findings: of the pairs' models.
+        pairs: full models and counterparts.
+
+    Returns:
+        One row per pair, parameter (W or X), form and percentile: value (left side, or difference of natural
+        logarithms), threshold (1 or 0), verdict, and the percentiles of the pair it rests on.
+    """
+    rows = []
+    for finding in (finding for pair in pairs for finding in findings(corollary_findings, pair)):
+        if finding.percentile is None:
+            continue
+        name, threshold = LEFT_SIDES[finding.form]
+        row = {
+            "pair": finding.subject,
+            "parameter": CLAIMS[finding.claim],
+            "form": finding.form,
+            "percentile": finding.percentile,
+            "value": float(finding.numbers[name]),
+            "threshold": threshold,
+            "verdict": finding.verdict.value,
+        }
+        row |= {column: float(finding.numbers[key]) for column, key in _PAIRED.items()}
+        rows.append({**row, "note": finding.note})
+    numbers = dict.fromkeys(["value", "threshold", *_PAIRED], "float64")
+    return pd.DataFrame(rows, columns=COROLLARY_COLUMNS).astype(numbers)

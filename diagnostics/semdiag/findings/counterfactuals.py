@@ -1,6 +1,9 @@
-"""Which k were asked of full-attention models."""
+"""Which k were asked of full-attention models, and what a mask of that size would keep."""
 
 import pandas as pd
+
+from semdiag.findings.findings import Findings
+from semdiag.measurement.percentiles import percentiles
 
 
 def counterfactual_ks(queries: pd.DataFrame) -> list[int]:
@@ -8,3 +11,30 @@ def counterfactual_ks(queries: pd.DataFrame) -> list[int]:
     prefix = "dispersion_k"
     named = [str(column) for column in queries if str(column).startswith(prefix)]
     return [int(name.removeprefix(prefix)) for name in named if queries[name].notna().any()]
+
+
+def what_k_keeps(findings: Findings, model: str, k: int) -> dict[str, float]:
+    """Ask of one model's own scores what a top-k mask would keep, of the queries that have more than k keys.
+
+    Args:
+        findings: with counterfactual columns for k.
+        model: a value of the column ``model``.
+        k: keys kept.
+
+    Returns:
+        share (of the queries that have more), mass and mass_p5 (attention weight kept at the median and at the 5th
+        percentile), lowest and highest (median mass of a layer), lowest_layer and highest_layer, and medians:
+        dispersion, whole (δ over all keys), separation. Empty if no query has more.
+    """
+    queries = findings.measurements.queries[findings.measurements.queries["model"] == model]
+    dropping = queries[queries["keys"] > k]
+    if dropping.empty:
+        return {}
+    mass, layers = dropping[f"mass_k{k}"], dropping.groupby("layer")[f"mass_k{k}"].median()
+    medians = {"dispersion": f"dispersion_k{k}", "whole": "dispersion", "separation": f"separation_k{k}"}
+    return {
+        "share": len(dropping) / len(queries), "mass": mass.median(), "mass_p5": mass.quantile(0.05),
+        "lowest": layers.min(), "lowest_layer": layers.idxmin(),
+        "highest": layers.max(), "highest_layer": layers.idxmax(),
+        **{name: percentiles(dropping[column])["p50"] for name, column in medians.items()},
+    }  # fmt: skip

@@ -3,15 +3,18 @@
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
+from semdiag.capturing.attention_kinds import FIXED_MASKS
+from semdiag.findings.distributions import pooled_percentiles
+from semdiag.findings.estimates import in_part
 from semdiag.findings.findings import Findings
 from semdiag.findings.gate.pairs import GateResult, dispersion_gate
-from semdiag.findings.layered_summary import by_layer, without
-from semdiag.findings.pairing import find_pairs
+from semdiag.findings.layered_summary import Percentile, by_layer, without
+from semdiag.findings.pairing import Pair, find_pairs
 from semdiag.findings.resampling import Interval, ratio_interval
 from semdiag.findings.strict_json import Summary
-from semdiag.measurement.percentiles import percentiles
 
 _WHEN = {"last": "", "initialisation": "At initialisation: ", "best": "Best snapshots: "}
 
@@ -19,17 +22,24 @@ _WHEN = {"last": "", "initialisation": "At initialisation: ", "best": "Best snap
 def dispersion_summary(findings: Findings) -> Summary:
     """Percentiles of δ per layer and head, and pooled; with counterfactual columns also δ_h(k) and the mass kept.
 
+    Of models that select by hashes or clusters also the mean recall of their k largest scores, and the share of
+    queries without any key.
+
     Args:
         findings: of one or more models.
 
     Returns:
-        A JSON-ready dictionary, schema ``semdiag.dispersion/1``; null where a number is undefined.
+        A JSON-ready dictionary, schema ``semdiag.dispersion/2``.
     """
+    queries = findings.measurements.queries
 
-    def describe(rows: pd.DataFrame, loads: pd.DataFrame, suffix: str) -> Summary:
-        found = without(percentiles(rows["dispersion" + suffix]), "not_positive")
-        if suffix and "mass" + suffix in rows:
-            found["mass"] = without(percentiles(rows["mass" + suffix]), "not_positive")
+    def describe(of: Percentile, suffix: str) -> Summary:
+        found = without(of("dispersion" + suffix), "not_positive")
+        if suffix and "mass" + suffix in queries:
+            found["mass"] = without(of("mass" + suffix), "not_positive")
+        if not suffix and "recall" in queries and of("recall")["queries"] > of("recall")["undefined"]:
+            undefined = found["undefined"] / max(1, found["queries"])  # of a query that keeps no key
+            found |= {"recall": of("recall")["mean"], "without_keys": undefined}
         return found
 
     return by_layer("dispersion", findings, describe)
@@ -93,12 +103,12 @@ def pair_comparisons(findings: Findings) -> list[PairComparison]:
         findings: of any number of models; those without a partner are left out.
 
     Returns:
-        One comparison per pair.
+        One comparison per pair; none where not every query was looked at and kept: a verdict rests on all.
     """
     measurements = findings.measurements
     pairs, _ = find_pairs(measurements.models)
     paired = {model for pair in pairs for model in (pair.full, pair.other)}
-    if not paired:
+    if not paired or in_part(findings):
         return []
     models = measurements.models[measurements.models["model"].isin(sorted(paired))]
     queries = {str(model): rows for model, rows in measurements.queries.groupby("model", sort=False)}
@@ -142,3 +152,54 @@ def layer_ratios(findings: Findings, resamples: int = RESAMPLES) -> pd.DataFrame
                 numbers = (interval.estimate, interval.low, interval.high)
                 found.append((pair.other, pair.full, percentile, layer, *numbers))
     return pd.DataFrame(found, columns=["model", "full", "percentile", "layer", "ratio", "low", "high"])
+
+
+def fixed_mask_ratios(findings: Findings) -> list[tuple[Pair, float]]:
+    """Controls: pooled median of δ under masks that ignore the input, over full attention's; last snapshots only.
+
+    Args:
+        findings: of full models and their counterparts.
+
+    Returns:
+        Pairs with their ratio.
+    """
+    models = findings.measurements.models[findings.measurements.models["snapshot"] == "last"]
+    pairs, _ = find_pairs(models[models["attention"].isin(FIXED_MASKS)], attention=None)
+    medians = {model: table["p50"] for model, table in findings(pooled_percentiles, "dispersion").items()}
+    return [
+        (pair, medians[pair.other] / medians[pair.full])
+        for pair in pairs
+        if medians.get(pair.full, 0) > 0 and pair.other in medians
+    ]
+
+
+_BINS = 24
+FEWEST = 10  # queries with about as many keys of which percentiles are given
+
+
+def dispersion_by_number_of_keys(findings: Findings) -> dict[str, pd.DataFrame]:
+    """Percentiles of δ by the number of keys a query may attend to, from two on, in bins of equal ratio.
+
+    Args:
+        findings: of any number of models.
+
+    Returns:
+        By model a row per bin: 0.05, 0.25, 0.5, 0.75, 0.95 (quantiles of δ), keys (their mean number), queries.
+    """
+    return {
+        str(model): _binned(rows) for model, rows in findings.measurements.queries.groupby("model", sort=False)
+    }
+
+
+def _binned(rows: pd.DataFrame) -> pd.DataFrame:
+    finite = rows[np.isfinite(rows["dispersion"]) & (rows["keys"] > 1)]
+    if finite.empty:
+        return pd.DataFrame()
+    keys = finite["keys"].to_numpy(float)
+    edges = np.unique(np.round(np.geomspace(2, keys.max() + 1, _BINS + 1)))
+    bins = np.digitize(keys, edges)
+    groups = finite.assign(bin=bins).groupby("bin")
+    table = groups["dispersion"].quantile([0.05, 0.25, 0.5, 0.75, 0.95]).unstack()
+    table["keys"], table["queries"] = groups["keys"].mean(), groups.size()
+    shown: pd.DataFrame = table[table["queries"] >= FEWEST]
+    return shown

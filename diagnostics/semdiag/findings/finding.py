@@ -29,6 +29,7 @@ class Finding:
         verdict: the word.
         numbers: what decided it, by name; logarithms are natural and named ``ln …``.
         note: what a reader must know besides; empty if nothing.
+        percentile: at which the claim was judged; None: not at one.
     """
 
     subject: str
@@ -38,6 +39,7 @@ class Finding:
     verdict: Verdict
     numbers: Mapping[str, float] = field(default_factory=dict)
     note: str = ""
+    percentile: int | None = None
 
     def __str__(self) -> str:
         numbers = ", ".join(f"{name} = {value:.4g}" for name, value in self.numbers.items())

@@ -1,10 +1,11 @@
 """Findings: everything that follows from measurements, each answer made when first asked for, and once."""
 
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 from semdiag.measurement.measurements import Measurements
 
+Asked = ParamSpec("Asked")
 Answer = TypeVar("Answer")
 
 
@@ -33,14 +34,22 @@ class Findings:
 
     def __init__(self, measurements: Measurements) -> None:
         self.measurements = measurements
-        self._answers: dict[Callable[[Findings], Any], Any] = {}
+        self._answers: dict[Any, Any] = {}
 
-    def __call__(self, question: "Callable[[Findings], Answer]") -> Answer:
+    def __repr__(self) -> str:
+        return f"Findings on {self.measurements!r}"
+
+    def __call__(
+        self, question: "Callable[Concatenate[Findings, Asked], Answer]", *asked: Asked.args, **named: Asked.kwargs
+    ) -> Answer:
         """The answer to a question, worked out at the first time of asking.
 
         Args:
             question: a function of findings. What it returns is shared: nobody may change it.
+            *asked: further arguments of the question, hashable.
+            **named: further arguments of the question, by name.
         """
-        if question not in self._answers:
-            self._answers[question] = question(self)
-        return cast("Answer", self._answers[question])
+        key = question, asked, *sorted(named.items())
+        if key not in self._answers:
+            self._answers[key] = question(self, *asked, **named)
+        return cast("Answer", self._answers[key])

@@ -69,8 +69,8 @@ def landscape_summary(findings: Findings) -> Summary:
         findings: of one or more models, with the table landscape.
 
     Returns:
-        A JSON-ready dictionary, schema ``semdiag.landscape/1``; matrices have one list per y, null where a value
-        is not finite; quantities that were not measured are absent.
+        A JSON-ready dictionary, schema ``semdiag.landscape/2``; matrices have one list per y; quantities that were
+        not measured are absent.
     """
     measurements = findings.measurements
     facts = findings(landscape_facts)

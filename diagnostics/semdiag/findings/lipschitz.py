@@ -1,7 +1,6 @@
 """Do the empirical Lipschitz estimates stay below the sound bounds, and has top-k the smaller ones?"""
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -11,7 +10,7 @@ from semdiag.findings.finding import Finding, Verdict, log10, of_rows, verdicts_
 from semdiag.findings.findings import Findings
 from semdiag.findings.pairing import Pair, compared_pairs
 from semdiag.findings.secant_percentiles import PERCENTILES, secant_percentiles, secant_ratios
-from semdiag.findings.strict_json import MODEL_FACTS, Summary, json_object
+from semdiag.findings.strict_json import MODEL_FACTS, Summary, json_object, records
 from semdiag.measurement.percentiles import percentiles
 
 SCOPE = (
@@ -20,7 +19,7 @@ SCOPE = (
 )
 GRADIENTS = "gradients of the loss are below the constants at the same parameters"
 SECANTS = "secants of the loss are below the largest constant of the drawn parameters"
-END_POINTS = "end points (low ends of their 95 % intervals) are below the largest constant of the drawn parameters"
+END_POINTS = "end points are below the largest constant of the drawn parameters"
 JACOBIANS = "block Jacobians are below λ_X of the same sample"
 ORDERING = "the loss is less steep around this model than around the full one"
 _SLACK = 1e-9
@@ -32,8 +31,8 @@ def estimate_findings(findings: Findings) -> list[Finding]:
     Secants and end points are held against the largest constant at the drawn parameters, the checkpoint
     included: that is the set the bound speaks about; what lies between the draws is not in it.
 
-    An end point is no measurement but an extrapolation: it contradicts the bound only if its whole 95 % interval
-    lies above. Estimates that exceed the bound themselves are counted in the finding's numbers and its note.
+    An end point is no measurement but an extrapolation without an interval: beyond the bound it is nothing
+    conclusive, and contradicts nothing.
 
     Source: docs/theory.md#empirical. Deviation: none.
 
@@ -54,13 +53,13 @@ def estimate_findings(findings: Findings) -> list[Finding]:
         found.append(_judged(model, SECANTS, own.loss_secants["slope"], groups.map(bounds), groups.map(known)))
         points = own.end_points[own.end_points["accepted"]]
         limits = points["group"].map(bounds).astype("float64")
-        ends = _judged(model, END_POINTS, points["low"], limits, points["group"].map(known))
-        beyond = points[np.log(points["estimate"]) > limits]
-        numbers = {**ends.numbers, "estimates above the bound": len(beyond)}
-        note = f"extrapolated beyond the bound, interval below it: {', '.join(beyond['group'])}"
-        found.append(
-            replace(ends, numbers=numbers, note=note if len(beyond) and not numbers["violated"] else ends.note)
-        )
+        ends = _judged(model, END_POINTS, points["estimate"], limits, points["group"].map(known))
+        if ends.numbers["violated"]:
+            beyond = ", ".join(points["group"][np.log(points["estimate"]) > limits])
+            numbers = {**ends.numbers, "violated": 0, "beyond the bound": ends.numbers["violated"]}
+            note = f"extrapolated beyond the bound, which contradicts nothing: {beyond}"
+            ends = replace(ends, verdict=Verdict.NOTHING, numbers=numbers, note=note)
+        found.append(ends)
         norms = own.jacobians
         finite = norms["ln_sound"] < math.inf
         found.append(_judged(model, JACOBIANS, norms["norm"], norms["ln_sound"], finite))
@@ -89,7 +88,7 @@ def _judged(model: str, claim: str, measured: pd.Series, log_bound: pd.Series, h
     return Finding(model, claim, "sound", "all", of_rows(**counts, vacuous=0), numbers, note)
 
 
-def ordering_findings(findings: Findings, pairs: Sequence[Pair]) -> list[Finding]:
+def ordering_findings(findings: Findings, pair: Pair) -> list[Finding]:
     """Is the loss around a counterpart less steep than around its full model, as the paper's Fig. 10 has it?
 
     Radius by radius: lower if the whole 95 % interval of the ratio lies below 1, higher if above.
@@ -98,28 +97,26 @@ def ordering_findings(findings: Findings, pairs: Sequence[Pair]) -> list[Finding
 
     Args:
         findings: with the table loss_secants.
-        pairs: of its models.
+        pair: of its models.
 
     Returns:
-        One finding per pair and percentile: it holds if every radius is lower, is violated if every one is higher,
+        One finding per percentile: it holds if every radius is lower, is violated if every one is higher,
         and is else nothing conclusive, with the counts.
     """
-    found = []
-    for pair in pairs:
-        ratios = secant_ratios(findings, pair)
-        for percentile in PERCENTILES:
-            rows = ratios[ratios["percentile"] == percentile]
-            if rows.empty:
-                continue
-            lower, higher = int((rows["high"] < 1).sum()), int((rows["low"] > 1).sum())
-            verdict = Verdict.NOTHING
-            if lower == len(rows):
-                verdict = Verdict.HOLDS
-            elif higher == len(rows):
-                verdict = Verdict.VIOLATED
-            numbers = {"radii": len(rows), "lower": lower, "higher": higher, "planes": int(rows["planes"].min())}
-            numbers |= {"smallest ratio": rows["estimate"].min(), "largest ratio": rows["estimate"].max()}
-            found.append(Finding(pair.label, ORDERING, "", f"p{percentile}", verdict, numbers))
+    found, ratios = [], findings(secant_ratios, pair)
+    for percentile in PERCENTILES:
+        rows = ratios[ratios["percentile"] == percentile]
+        if rows.empty:
+            continue
+        lower, higher = int((rows["high"] < 1).sum()), int((rows["low"] > 1).sum())
+        verdict = Verdict.NOTHING
+        if lower == len(rows):
+            verdict = Verdict.HOLDS
+        elif higher == len(rows):
+            verdict = Verdict.VIOLATED
+        numbers = {"radii": len(rows), "lower": lower, "higher": higher, "planes": int(rows["planes"].min())}
+        numbers |= {"smallest ratio": rows["estimate"].min(), "largest ratio": rows["estimate"].max()}
+        found.append(Finding(pair.label, ORDERING, "", f"p{percentile}", verdict, numbers, percentile=percentile))
     return found
 
 
@@ -129,7 +126,8 @@ def lipschitz_findings(findings: Findings) -> list[Finding]:
     Args:
         findings: with the tables of :func:`~semdiag.measurement.probes.loss.lipschitz.lipschitz`.
     """
-    return [*findings(estimate_findings), *ordering_findings(findings, findings(compared_pairs))]
+    pairs = findings(compared_pairs)
+    return [*findings(estimate_findings), *(f for pair in pairs for f in findings(ordering_findings, pair))]
 
 
 def lipschitz_summary(findings: Findings) -> Summary:
@@ -140,7 +138,7 @@ def lipschitz_summary(findings: Findings) -> Summary:
             :func:`~semdiag.measurement.probes.loss.lipschitz.lipschitz`.
 
     Returns:
-        A JSON-ready dictionary, schema ``semdiag.lipschitz/1``; null where a number is undefined or infinite.
+        A JSON-ready dictionary, schema ``semdiag.lipschitz/2``.
     """
     measurements = findings.measurements
     judged, curves = findings(estimate_findings), findings(secant_percentiles)
@@ -165,7 +163,7 @@ def lipschitz_summary(findings: Findings) -> Summary:
             "unit": "nats per unit of the parameters",
             "groups": groups,
         }
-        result["secants"] = _of(curves, row["model"])
+        result["secants"] = records(curves[curves["model"] == row["model"]].drop(columns="model"))
         result["blocks"] = [
             {"layer": layer, "stretch": percentiles(rows["norm"]), "ln_sound": rows["ln_sound"].max()}
             for layer, rows in own.jacobians.groupby("layer", sort=True)
@@ -176,14 +174,9 @@ def lipschitz_summary(findings: Findings) -> Summary:
             "label": pair.label,
             "reference": pair.full,
             "other": pair.other,
-            "ratios": secant_ratios(findings, pair).to_dict("records"),
-            "verdicts": verdicts_of(ordering_findings(findings, [pair]), pair.label),
+            "ratios": findings(secant_ratios, pair).to_dict("records"),
+            "verdicts": verdicts_of(findings(ordering_findings, pair), pair.label),
         }
         for pair in findings(compared_pairs)
     ]
     return json_object("lipschitz", findings, scope=SCOPE, results=results, pairs=pairs)
-
-
-def _of(table: pd.DataFrame, model: str) -> list[Summary]:
-    rows = table[table["model"] == model].drop(columns="model").to_dict("records")
-    return [{str(name): value for name, value in row.items()} for row in rows]

@@ -7,12 +7,16 @@ import numpy as np
 import pandas as pd
 
 from semdiag.capturing.attention_kinds import DENSE
+from semdiag.findings.distributions import all_by_name
 from semdiag.findings.findings import Findings
+from semdiag.findings.layered_summary import without
 from semdiag.findings.resampling import Interval, mean_interval, rank_correlation_interval
-from semdiag.findings.strict_json import MODEL_FACTS, Summary, json_object
+from semdiag.findings.strict_json import MODEL_FACTS, Summary, json_object, records
 from semdiag.measurement.probes.noise.mask_rows import SELECTIONS
+from semdiag.measurement.table import ALL
 
 RESAMPLES = 200
+_BINS = 10  # of equal counts
 _MEANS = ("agreement", "exact", "certified", "predicted", "response")
 SUPPOSED = "full attention drops no key: this is the mask that top-{k} would choose from its scores"
 NOT_APPLICABLE = "not applicable: the mask of {attention} attention does not depend on the input"
@@ -25,7 +29,7 @@ def mask_summary(findings: Findings) -> Summary:
         findings: of one or more models, with masks.
 
     Returns:
-        A JSON-ready dictionary, schema ``semdiag.mask-stability/1``; null where a number is undefined.
+        A JSON-ready dictionary, schema ``semdiag.mask-stability/2``.
     """
     results = []
     table = findings(mask_table)
@@ -33,14 +37,15 @@ def mask_summary(findings: Findings) -> Summary:
     for row in findings.measurements.models.to_dict("records"):
         own = table[table["model"] == row["model"]]
         result = {key: row[key] for key in MODEL_FACTS} | {"mask": mask_words(findings, row["model"])}
-        changed = int(own.loc[own["layer"] == "all", "certified_changed"].sum())
+        changed = int(own.loc[own["layer"] == ALL, "certified_changed"].sum())
         result |= {"applicable": not own.empty, "certified_changed": changed}
-        result["certified_rows"] = int(own.loc[own["layer"] == "all", "certified_rows"].sum())
+        result["certified_rows"] = int(own.loc[own["layer"] == ALL, "certified_rows"].sum())
         levels = []
         for level, rows in own.groupby("level"):
-            entries = rows.drop(columns=["model", "level"]).to_dict("records")
-            after = effects[(effects["model"] == row["model"]) & (effects["level"] == level)]
-            levels.append({"noise": level, "layers": entries[:-1], "all": entries[-1], "output": _first(after)})
+            entries = all_by_name(rows).drop(columns=["model", "level"]).to_dict("records")
+            after = records(effects[(effects["model"] == row["model"]) & (effects["level"] == level)])
+            output = without(after[0], "model", "level") if after else {}
+            levels.append({"noise": level, "layers": entries[:-1], "all": entries[-1], "output": output})
         results.append(result | {"levels": levels})
     return json_object("mask-stability", findings, results=results)
 
@@ -60,6 +65,9 @@ def mask_words(findings: Findings, model: str) -> str:
     own = measurements.masks.loc[measurements.masks["model"] == model, "kept"]
     if own.empty:
         return "no query drops a key: no mask can change"
+    if not SELECTIONS[kind].ranked:  # type: ignore[union-attr]  # of a fixed mask it was None
+        kept = f"{own.min()} to {own.max()} keys" if own.min() < own.max() else f"k = {own.iloc[0]}"
+        return f"the model's own mask, {kept}; no certificate is known for {kind} attention"
     return SUPPOSED.format(k=own.iloc[0]) if kind in DENSE else f"the model's own mask, k = {own.iloc[0]}"
 
 
@@ -74,7 +82,7 @@ def mask_table(findings: Findings) -> pd.DataFrame:
         findings: with masks.
 
     Returns:
-        model, level, layer and head (``all`` where pooled), queries, draws, separation_p50, the means and
+        model, level, layer and head (ALL where pooled), queries, draws, separation_p50, the means and
         intervals, swing_sd, certified_rows and certified_changed (rows × draws).
     """
     rows = []
@@ -83,6 +91,33 @@ def mask_table(findings: Findings) -> pd.DataFrame:
             rows.append({"model": model, "level": level, "layer": layer, "head": head, **_described(part)})
     columns = ["model", "level", "layer", "head", "certified_rows", "certified_changed"]
     return pd.DataFrame(rows) if rows else pd.DataFrame(columns=columns)
+
+
+def reliability_tables(findings: Findings) -> dict[tuple[str, float], pd.DataFrame]:
+    """Does Δ tell which masks change? Mean prediction and observed share, in ten bins of equal counts of Δ/sd.
+
+    Args:
+        findings: with masks.
+
+    Returns:
+        By model and noise level a row per bin: predicted, exact, and low and high of its 95 % interval. None for
+        models whose masks have no prediction.
+    """
+    masks = findings.measurements.masks
+    groups = masks[masks["predicted"].notna()].groupby(["model", "level"], sort=True)
+    return {(str(model), float(str(level))): _binned(rows) for (model, level), rows in groups}
+
+
+def heads_pooled(findings: Findings) -> pd.DataFrame:
+    """Means over the heads of :func:`mask_table`, by model, level and layer: exact with its interval, certified.
+
+    Args:
+        findings: with masks.
+    """
+    layers = findings(mask_table)
+    layers = layers[layers["layer"] != ALL]
+    columns = ["exact", "exact_low", "exact_high", "certified"]
+    return layers.groupby(["model", "level", "layer"], as_index=False)[columns].mean()
 
 
 def effect_table(findings: Findings) -> pd.DataFrame:
@@ -109,11 +144,23 @@ def effect_table(findings: Findings) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=["model", "level"] if not rows else None)
 
 
-def _places(own: pd.DataFrame) -> Iterator[tuple[int | str, int | str, pd.DataFrame]]:
+def _binned(rows: pd.DataFrame) -> pd.DataFrame:
+    spread = rows["swing_sd"].astype(np.float64)
+    order = (rows["separation"] / spread.where(spread > 0, np.nan)).fillna(np.inf).rank(method="first")
+    bins = np.minimum((order - 1) * _BINS // len(rows), _BINS - 1)
+    table = []
+    for _, part in rows.groupby(bins):
+        found = mean_interval(part, "exact", RESAMPLES)
+        predicted = float(part["predicted"].mean())
+        table.append({"predicted": predicted, "exact": found.estimate, "low": found.low, "high": found.high})
+    return pd.DataFrame(table)
+
+
+def _places(own: pd.DataFrame) -> Iterator[tuple[int, int, pd.DataFrame]]:
     for layer, rows in own.groupby("layer", sort=True):
         for head, part in rows.groupby("head", sort=True):
             yield int(str(layer)), int(str(head)), part
-    yield "all", "all", own
+    yield ALL, ALL, own
 
 
 def _described(part: pd.DataFrame) -> Summary:
@@ -136,8 +183,3 @@ def _described(part: pd.DataFrame) -> Summary:
 
 def _named(name: str, interval: Interval) -> dict[str, float]:
     return {name: interval.estimate, f"{name}_low": interval.low, f"{name}_high": interval.high}
-
-
-def _first(rows: pd.DataFrame) -> Summary:
-    found = rows.drop(columns=["model", "level"]).to_dict("records")
-    return {str(key): value for key, value in found[0].items()} if found else {}

@@ -8,6 +8,7 @@ import pandas as pd
 from semdiag.findings.findings import Findings
 from semdiag.findings.resampling import mean_interval
 from semdiag.findings.strict_json import MODEL_FACTS, Summary, json_object
+from semdiag.measurement.table import ALL
 
 _RESAMPLES = 500
 _COLUMNS = [
@@ -25,8 +26,8 @@ def overlap_table(findings: Findings) -> pd.DataFrame:
 
     Returns:
         One row per model and: two layers (``layers``, over all pairs of their heads), a layer with several heads
-        (``heads``), a layer (``previous``), each of these three in all (layer -1); pairs (of places), queries (sum
-        over pairs and samples), samples, jaccard, low, high, chance (of random sets of the same sizes).
+        (``heads``), a layer (``previous``), each of these three in all (layer ALL); pairs (of places), queries
+        (sum over pairs and samples), samples, jaccard, low, high, chance (of random sets of the same sizes).
     """
     rows = [
         {"model": model, **row}
@@ -43,7 +44,7 @@ def _of_model(own: pd.DataFrame) -> Iterator[dict[str, Any]]:
     for what, rows in parts.items():
         if rows.empty:
             continue
-        yield _described(what, -1, -1, rows)
+        yield _described(what, ALL, ALL, rows)
         for (layer, other), part in rows.groupby(["layer", "other_layer"], sort=True):
             yield _described(what, int(str(layer)), int(str(other)), part)
 
@@ -65,7 +66,7 @@ def overlap_summary(findings: Findings) -> Summary:
         findings: with the table overlap.
 
     Returns:
-        A JSON-ready dictionary, schema ``semdiag.overlap/1``.
+        A JSON-ready dictionary, schema ``semdiag.overlap/2``.
     """
     table = findings(overlap_table)
     results = []

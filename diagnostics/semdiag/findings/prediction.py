@@ -1,217 +1,308 @@
-"""What goes with faster learning? Rank correlations of candidates with speed-up, corrected for their number."""
+"""What goes with faster learning? Rank correlations of candidates with learning, the mask as the unit."""
 
+import json
 import math
-import warnings
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from semdiag.findings.convergence import arrivals, speed_ups
+from semdiag.findings.convergence import arrivals, epochs_to
 from semdiag.findings.findings import Findings
-from semdiag.findings.speed_and_dispersion import FEWEST_TASKS
-from semdiag.mathematics.censored import certain_order
-from semdiag.measurement.runs.predictors import CANDIDATES, STAGES
+from semdiag.mathematics.joint_permutation import Matrix, complete_cells, joint_rank_tests, spearman
+from semdiag.measurement.runs.predictors import CANDIDATES
+from semdiag.measurement.runs.training_runs import FINISHED, STOPPED
+from semdiag_models import InputError
+from semdiag_models.tasks import ListOps, find_task
+from semdiag_models.tasks.shortcuts import shortcut
 
 SIGNIFICANCE = 0.05
-_CELL = ["group", "attention", "seed"]
-Matrix = NDArray[np.float64]
+STAGES = ("initialisation", "matched loss")
+# The first is the primary one: it is known of every run. Of both a larger number is slower learning.
+OUTCOMES = {
+    "loss_area": "log area under the training-loss curve",
+    "epochs": "epochs to 90 % of the way from the shortcut to 100 %",
+}
+WAY = 0.9  # from the shortcut's accuracy to 1
+_RUN = ["group", "task", "attention", "kind", "seed", "model"]
+_NAMES = ["stage", "candidate"]
 
 
-def prediction_cells(findings: Findings) -> pd.DataFrame:
-    """Every candidate of every run against full attention's, beside the speed-up.
+def run_outcomes(findings: Findings) -> pd.DataFrame:
+    """How fast every run learned, and when it had the loss at which the runs of its task are compared.
+
+    loss_area = ln((1/E) Σ_e loss(e)) over the first E epochs, E being the fewest that a run of the task was
+    trained. The matched loss of a task is the lowest training loss that every run of it reached.
+
+    Args:
+        findings: with runs and their histories.
+
+    Returns:
+        One row per run that is finished or stopped at --until, copies left out: group, task, attention, kind,
+        seed, model, common_epochs (E), loss_area, target (training accuracy 90 % of the way from the task's
+        shortcut to 1; NaN where the task is none of ours), epochs (to the target; +inf if it was never reached,
+        NaN if unknown: no target, or the run was stopped before), matched_loss and matched_epoch (where the
+        loss falls to it, linear between epochs, at the earliest 1).
+    """
+    found = findings(arrivals)
+    found = found[found["state"].isin((FINISHED, STOPPED))]
+    histories = {
+        str(model): rows.dropna(subset=["epoch"]).sort_values("epoch")
+        for model, rows in findings.measurements.history.groupby("model", sort=False)
+    }
+    rows: list[dict[str, Any]] = []
+    for _, runs in found.groupby("group", sort=False):
+        own = [histories[model] for model in runs["model"]]
+        common = min(len(history) for history in own)
+        level = max(float(history["train_loss"].min()) for history in own)
+        target = _target(json.loads(runs["setting"].iloc[0]))
+        for run, history in zip(runs.to_dict("records"), own, strict=True):
+            loss = history["train_loss"].to_numpy(float)
+            arrival = epochs_to(history, target) if target < 1 else None
+            censored = math.nan if math.isnan(target) or run["state"] == STOPPED else math.inf
+            rows.append(
+                {
+                    **{name: run[name] for name in _RUN}, "common_epochs": common,
+                    "loss_area": math.log(loss[:common].mean()), "target": target,
+                    "epochs": censored if arrival is None else float(arrival),
+                    "matched_loss": level, "matched_epoch": _crossing(loss, level),
+                }
+            )  # fmt: skip
+    columns = [*_RUN, "common_epochs", "loss_area", "target", "epochs", "matched_loss", "matched_epoch"]
+    return pd.DataFrame(rows, columns=columns)
+
+
+def _target(setting: dict[str, Any]) -> float:
+    """Accuracy 90 % of the way from the shortcut to 1; NaN for a task that is none of ours."""
+    trees = setting.get("listops")
+    try:
+        task = ListOps(**trees) if trees else find_task(setting["task"])
+        level = shortcut(task, setting["length"]).accuracy
+    except (InputError, KeyError):
+        return math.nan
+    return level + WAY * (1 - level)
+
+
+def _crossing(loss: Matrix, level: float) -> float:
+    """Epoch, counted from 1, at which the loss first falls to the level."""
+    at = int(np.argmax(loss <= level))
+    if at == 0:
+        return 1.0
+    return at + float((loss[at - 1] - level) / (loss[at - 1] - loss[at]))
+
+
+def mask_cells(findings: Findings) -> pd.DataFrame:
+    """Outcomes and candidates of every task × mask, averaged over seeds.
+
+    A candidate at the matched loss is interpolated between the snapshots before and after that epoch, linearly in
+    epochs.
 
     Args:
         findings: with runs and predictors.
 
     Returns:
-        One row per run with a full-attention run of the same setting and seed and a speed-up that is at least
-        bounded, stage and candidate: the columns of :func:`~semdiag.findings.convergence.speed_ups`, stage,
-        candidate, and ln_ratio, the logarithm of the run's number over that of full attention at the same stage;
-        NaN where one is unknown. Full attention itself is among them, with a speed-up of 1 and ratios of 1.
+        One row per task (group), attention (the mask), stage and candidate: seeds, loss_area (mean), epochs
+        (median; +inf where half of the seeds or more never arrive), ln_value (mean; NaN where a seed's is
+        unknown).
     """
-    pairs = speed_ups(findings(arrivals))
-    pairs = pairs[pairs["known"] != "unknown"]
-    full = pairs.drop_duplicates("full").assign(attention="full", kind="full", low=1.0, high=1.0, known="exactly")
-    itself = full.assign(arrival=full["full_arrival"], epochs=full["full_epochs"], model=full["full"])
-    pairs = pd.concat([itself, pairs], ignore_index=True)
-    values = {
-        model: rows.set_index(["stage", "candidate"])["ln_value"]
-        for model, rows in findings.measurements.predictors.groupby("model", sort=False)
-    }
-    names = pd.MultiIndex.from_product([STAGES, CANDIDATES], names=["stage", "candidate"])
-    parts = [
-        pd.DataFrame(
-            {**pair, "ln_ratio": values[pair["model"]].reindex(names) - values[pair["full"]].reindex(names)}
-        )
-        for pair in pairs.to_dict("records")
-        if pair["model"] in values and pair["full"] in values
-    ]
-    columns = [*pairs, "stage", "candidate", "ln_ratio"]
-    return pd.concat(parts).reset_index()[columns] if parts else pd.DataFrame(columns=columns)
+    outcomes = findings(run_outcomes)
+    values = findings.measurements.predictors
+    snapshots = {str(model): rows for model, rows in values.groupby("model", sort=False)}
+    parts: list[dict[Any, Any]] = []
+    for run in outcomes.to_dict("records"):
+        own = snapshots.get(run["model"], values.iloc[:0])
+        for candidate, rows in own.sort_values("epoch").groupby("candidate", sort=False):
+            epochs, numbers = rows["epoch"].to_numpy(float), rows["ln_value"].to_numpy(float)
+            for stage, epoch in zip(STAGES, (0.0, run["matched_epoch"]), strict=True):
+                value = _between(epochs, numbers, epoch)
+                parts.append({**run, "stage": stage, "candidate": candidate, "ln_value": value})
+    names = ["group", "attention", "kind", *_NAMES]
+    columns = [*names, "seeds", *OUTCOMES, "ln_value"]
+    if not parts:
+        return pd.DataFrame(columns=columns)
+    averaged = [
+        {
+            **dict(zip(names, name, strict=True)), "seeds": len(cell), "loss_area": cell["loss_area"].mean(),
+            "epochs": _median(cell["epochs"].to_numpy(float)), "ln_value": cell["ln_value"].mean(skipna=False),
+        }
+        for name, cell in pd.DataFrame(parts).groupby(names, sort=False)
+    ]  # fmt: skip
+    return pd.DataFrame(averaged)[columns]
+
+
+def _between(epochs: Matrix, numbers: Matrix, epoch: float) -> float:
+    """A number at an epoch, linear between the snapshots around it; NaN outside of them."""
+    if not epochs[0] <= epoch <= epochs[-1]:
+        return math.nan
+    after = int(np.searchsorted(epochs, epoch))
+    if epochs[after] == epoch:
+        return float(numbers[after])
+    low, high = numbers[after - 1 : after + 1]
+    share = (epoch - epochs[after - 1]) / (epochs[after] - epochs[after - 1])
+    return -math.inf if -math.inf in (low, high) else float(low + share * (high - low))
+
+
+def _median(epochs: Matrix) -> float:
+    """The median, +inf where a middle one is censored; NaN where a seed is unknown."""
+    return math.nan if np.isnan(epochs).any() else float(np.median(epochs))
 
 
 @dataclass(frozen=True, eq=False)
-class _Cells:
-    """Runs as matrices: n of them, c candidates at all stages.
+class Blocks:
+    """Tasks × masks as matrices.
 
     Attributes:
-        facts: group, attention and seed of each run.
-        names: stage and candidate.
-        order: (n, n) certain order of the speed-ups.
-        signs: (c, n, n) order of the candidates' ratios; NaN where one is unknown.
+        tasks: T of them.
+        masks: M of them.
+        names: stage and candidate, C of them; those of which nothing is known anywhere are left out.
+        outcome: (T, M).
+        candidates: (C, T, M).
     """
 
-    facts: pd.DataFrame
+    tasks: list[str]
+    masks: list[str]
     names: list[tuple[str, str]]
-    order: Matrix
-    signs: Matrix
+    outcome: Matrix
+    candidates: Matrix
 
     @property
-    def codes(self) -> tuple[NDArray[np.int64], ...]:
-        """Group, attention and seed of each run as numbers from 0."""
-        return tuple(pd.factorize(self.facts[name])[0] for name in _CELL)
-
-    def correlations(self, order: Matrix) -> tuple[Matrix, Matrix]:
-        """τ of every candidate with an order (n, n), and its number of comparable pairs: (c,)."""
-        flat = order.ravel()
-        agreeing = np.nan_to_num(self.signs).reshape(len(self.signs), -1) @ flat
-        comparable = (~np.isnan(self.signs)).reshape(len(self.signs), -1) @ np.abs(flat)
-        with np.errstate(invalid="ignore"):
-            return agreeing / comparable, comparable / 2
+    def runs(self) -> int:
+        """Cells of which the outcome is known."""
+        return int((~np.isnan(self.outcome)).sum())
 
 
-def _cells(table: pd.DataFrame) -> _Cells:
-    wide = table.set_index([*_CELL, "low", "high", "stage", "candidate"])["ln_ratio"].unstack(
-        ["stage", "candidate"]
-    )
-    wide = wide[[(stage, name) for stage in STAGES for name in CANDIDATES if (stage, name) in wide]]
-    facts = wide.index.to_frame(index=False)
-    order = certain_order(facts["low"].tolist(), facts["high"].tolist()).astype(float)
-    values = wide.to_numpy(float).T
-    return _Cells(facts, [*wide.columns], order, np.sign(values[:, :, None] - values[:, None, :]))
+def blocks(cells: pd.DataFrame, outcome: str) -> Blocks:
+    """Lay task × mask cells out as matrices.
+
+    Args:
+        cells: from :func:`mask_cells`, or any table with its columns.
+        outcome: a key of :data:`OUTCOMES`, or another column.
+    """
+    tasks, masks = ([*cells[name].unique()] for name in ("group", "attention"))
+    known = cells[cells["ln_value"].notna()]
+    names = [*known[_NAMES].drop_duplicates().itertuples(index=False, name=None)]
+
+    def laid_out(rows: pd.DataFrame, column: str) -> Matrix:
+        rows = rows.drop_duplicates(["group", "attention"])
+        wide = rows.pivot(index="group", columns="attention", values=column)
+        return wide.reindex(index=tasks, columns=masks).to_numpy(float)
+
+    of_names = dict([*cells.groupby(_NAMES, sort=False)])
+    shape = len(tasks), len(masks)
+    candidates = [laid_out(of_names[name], "ln_value") for name in names]
+    return Blocks(tasks, masks, names, laid_out(cells, outcome), np.array(candidates).reshape(len(names), *shape))
 
 
-def predictor_table(
-    findings: Findings, seed: int = 0, permutations: int = 4000, resamples: int = 1000
-) -> pd.DataFrame:
-    """Rank correlation of each candidate at each stage with speed-up, with interval and corrected p-value.
-
-    τ (:func:`~semdiag.mathematics.censored.rank_agreement`) is taken over all pairs of task × attention × seed
-    cells. Its interval resamples tasks, then seeds of each. Its p-value permutes the sparse attentions' speed-ups
-    within each task, the same way for all of a task's seeds, which do not count as independent; the corrected one
-    compares with the largest |τ| of all candidates and stages in the same permutation.
-
-    Source: Westfall and Young, Resampling-Based Multiple Testing (1993), single-step max-T. Deviation: none.
+def predictor_table(findings: Findings, seed: int = 0, draws: int = 9999, resamples: int = 2000) -> pd.DataFrame:
+    """Rank correlation of each candidate at each stage with learning, tested by :func:`joint_rank_tests`.
 
     Args:
         findings: with runs and predictors.
-        seed: of resampling and permutations.
-        permutations: behind the p-values.
+        seed: of relabellings and resamples.
+        draws: relabellings, where there are too many to try all.
         resamples: behind the intervals.
 
     Returns:
-        One row per stage and candidate: tau, low, high (95 %; NaN with fewer than 4 tasks), comparable (pairs of
-        cells), cells, p, p_corrected; NaN where nothing is comparable.
+        The rows of :func:`rank_candidates` for every outcome.
     """
-    columns = ["stage", "candidate", "tau", "low", "high", "comparable", "cells", "p", "p_corrected"]
-    table = findings(prediction_cells)
-    if table.empty:
+    cells = findings(mask_cells)
+    parts = [rank_candidates(cells, outcome, seed, draws, resamples) for outcome in OUTCOMES]
+    return pd.concat(parts, ignore_index=True)
+
+
+def rank_candidates(
+    cells: pd.DataFrame, outcome: str = "loss_area", seed: int = 0, draws: int = 9999, resamples: int = 2000
+) -> pd.DataFrame:
+    """Test all candidates of a table of cells against one outcome, as one family on the same cells.
+
+    Source: :func:`~semdiag.mathematics.joint_permutation.joint_rank_tests`. Deviation: none.
+
+    Args:
+        cells: from :func:`mask_cells`.
+        outcome: its column.
+        seed: of relabellings and resamples.
+        draws: relabellings, where there are too many to try all.
+        resamples: behind the intervals.
+
+    Returns:
+        One row per stage and candidate: outcome, stage, candidate, rho (mean over tasks; positive: the larger the
+        number, the slower), low and high (95 %, masks resampled), p, p_corrected (for all candidates and stages),
+        held_out (mean over tasks of ρ with the sign that it has on the other tasks: 1 is a perfect prediction of
+        each task's order, 0 none), tasks, cells (task × mask) and left_out (of those with an outcome, for want of
+        a candidate or of enough masks), relabellings (that differ; no p is below 1 over it), tried.
+    """
+    columns = ["outcome", *_NAMES, "rho", "low", "high", "p", "p_corrected", "held_out", "tasks", "cells",
+               "left_out", "relabellings", "tried"]  # fmt: skip
+    laid_out = blocks(cells, outcome)
+    if not laid_out.names:
         return pd.DataFrame(columns=columns)
-    cells, rng = _cells(table), np.random.default_rng(seed)
-    tau, comparable = cells.correlations(cells.order)
-    drawn = np.stack([cells.correlations(_permuted(cells, rng))[0] for _ in range(permutations)])
-    sizes = np.abs(np.nan_to_num(drawn))
-    low, high = _interval(cells, rng, resamples)
-    counts = table[table["ln_ratio"].notna()].groupby(["stage", "candidate"]).size()
-    found = pd.DataFrame(cells.names, columns=["stage", "candidate"]).assign(
-        tau=tau, low=low, high=high, comparable=comparable.astype(int),
-        cells=[int(counts.get(name, 0)) for name in cells.names],
-        p=[_p(own, value) for own, value in zip(sizes.T, tau, strict=True)],
-        p_corrected=[_p(sizes.max(1), value) for value in tau],
+    found = joint_rank_tests(laid_out.outcome, laid_out.candidates, draws=draws, resamples=resamples, seed=seed)
+    table = pd.DataFrame(laid_out.names, columns=_NAMES).assign(
+        outcome=outcome, rho=found.correlation, low=found.low, high=found.high, p=found.p,
+        p_corrected=found.p_family, held_out=[_held_out(own) for own in found.by_task], tasks=found.tasks,
+        cells=found.cells, left_out=laid_out.runs - found.cells, relabellings=float(found.relabellings),
+        tried=found.tried,
     )  # fmt: skip
-    return found[columns]
+    return table[columns]
 
 
-def _p(drawn: Matrix, value: float) -> float:
-    """Share of draws at least as strong, the observation counted among them."""
-    return math.nan if math.isnan(value) else float((1 + (drawn >= abs(value) - 1e-12).sum()) / (1 + len(drawn)))
-
-
-def _permuted(cells: _Cells, rng: np.random.Generator) -> Matrix:
-    """The order of the speed-ups with attentions exchanged within tasks; 0 where a cell has no counterpart.
-
-    Full attention stays: all numbers of a task are ratios to its, so that it is not one like the others.
-    """
-    task, kind, seed = cells.codes
-    full = (cells.facts["attention"] == "full").to_numpy()
-    where = np.full(1 + np.array([task.max(), kind.max(), seed.max()]), -1)
-    where[task, kind, seed] = np.arange(len(task))
-    exchanged = np.zeros(where.shape[:2], int)
-    for at in range(len(where)):
-        kinds = np.unique(kind[task == at])
-        sparse = np.setdiff1d(kinds, kind[full])
-        exchanged[at, kinds] = kinds
-        exchanged[at, sparse] = rng.permutation(sparse)
-    source = where[task, exchanged[task, kind], seed]
-    order: Matrix = cells.order[np.ix_(source, source)]
-    order[source < 0], order[:, source < 0] = 0, 0
-    return order
-
-
-def _interval(cells: _Cells, rng: np.random.Generator, resamples: int) -> tuple[Matrix, Matrix]:
-    """Ends of the 95 % intervals of all τ: tasks and, of each, seeds drawn with replacement."""
-    task, _, seed = cells.codes
-    tasks = task.max() + 1
-    if tasks < FEWEST_TASKS:
-        nothing = np.full(len(cells.names), math.nan)
-        return nothing, nothing
-    drawn = []
-    for _ in range(resamples):
-        times = np.zeros(len(task))
-        for at in rng.integers(tasks, size=tasks):
-            seeds = np.unique(seed[task == at])
-            for chosen in rng.choice(seeds, len(seeds)):
-                times += (task == at) & (seed == chosen)
-        drawn.append(cells.correlations(cells.order * times[:, None] * times)[0])
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # a candidate that is nowhere known has no interval
-        low, high = np.nanpercentile(np.stack(drawn), [2.5, 97.5], axis=0)
-    return low, high
+def _held_out(by_task: Matrix) -> float:
+    """Mean over tasks of ρ times the sign of the mean ρ of the others; NaN with fewer than two tasks."""
+    known = by_task[~np.isnan(by_task)]
+    if len(known) < 2:
+        return math.nan
+    return float((known * np.sign(known.sum() - known)).mean())
 
 
 def held_out_tasks(findings: Findings) -> pd.DataFrame:
-    """Predict each task from the others: the strongest candidate there, applied here with its sign.
+    """Predict the order of masks on each task from the others.
 
     Args:
         findings: with runs and predictors.
 
     Returns:
-        One row per task and choice (``any stage``, and ``initialisation`` alone): group, choice, stage and
-        candidate with the largest |τ| over the other tasks, tau_others, and tau, that candidate's rank correlation
-        over the pairs of cells within the task, times the sign it had elsewhere: 1 is a perfect prediction, 0
-        none; comparable (pairs). Empty with fewer than two tasks.
+        One row per outcome, task and choice: outcome, group, choice, stage, candidate, rho_others, rho. Choices:
+        ``strongest elsewhere`` (the candidate whose ρ over the other tasks is the largest in size, with its sign
+        there) and ``the mask itself`` (its mean rank on the other tasks: what a candidate has to beat to say more
+        than which mask it is). rho is Spearman's correlation of the prediction with the outcome, over the same
+        cells. Empty with fewer than two tasks.
     """
-    columns = ["group", "choice", "stage", "candidate", "tau_others", "tau", "comparable"]
-    table = findings(prediction_cells)
-    tasks = table["group"].unique()
+    columns = ["outcome", "group", "choice", *_NAMES, "rho_others", "rho"]
     rows = []
-    for group in tasks if len(tasks) > 1 else ():
-        for choice in ("any stage", "initialisation"):
-            asked = table if choice == "any stage" else table[table["stage"] == choice]
-            others, own = _cells(asked[asked["group"] != group]), _cells(asked[asked["group"] == group])
-            elsewhere = others.correlations(others.order)[0]
-            if np.isnan(elsewhere).all():
-                continue
-            best = int(np.nanargmax(np.abs(elsewhere)))
-            here, comparable = own.correlations(own.order)
-            at = own.names.index(others.names[best])
+    for outcome in OUTCOMES:
+        laid_out = blocks(findings(mask_cells), outcome)
+        if not laid_out.names:
+            continue
+        by_task = joint_rank_tests(laid_out.outcome, laid_out.candidates, draws=1, resamples=0).by_task
+        known = complete_cells(laid_out.outcome, laid_out.candidates)
+        usable = np.flatnonzero(~np.isnan(by_task).any(0))
+        for t in usable if len(usable) > 1 else ():
+            others = usable[usable != t]
+            elsewhere = by_task[:, others].mean(1)
+            best = int(np.abs(elsewhere).argmax())
+            stage, candidate = laid_out.names[best]
+            common = {"outcome": outcome, "group": laid_out.tasks[t]}
             rows.append(
                 {
-                    "group": group, "choice": choice, "stage": others.names[best][0],
-                    "candidate": others.names[best][1], "tau_others": elsewhere[best],
-                    "tau": here[at] * np.sign(elsewhere[best]), "comparable": int(comparable[at]),
+                    **common, "choice": "strongest elsewhere", "stage": stage, "candidate": candidate,
+                    "rho_others": elsewhere[best], "rho": by_task[best, t] * np.sign(elsewhere[best]),
                 }
             )  # fmt: skip
+            itself = _by_mask(laid_out.outcome, known, int(t), others)
+            rows.append({**common, "choice": "the mask itself", "rho": itself})
     return pd.DataFrame(rows, columns=columns)
+
+
+def _by_mask(outcome: Matrix, known: NDArray[np.bool_], task: int, others: NDArray[np.int64]) -> float:
+    """Correlation of a task's outcomes with the mean rank, in 0 … 1, of the masks on the others."""
+    ranks = pd.DataFrame(np.where(known, outcome, math.nan)).rank(axis=1, pct=True).to_numpy()
+    seen = known[task] & known[others].any(0)
+    mean = pd.DataFrame(ranks[others][:, seen]).mean().to_numpy()
+    return spearman(mean, outcome[task, seen])
+
+
+def quantity(candidate: str) -> str:
+    """A candidate's name in words; its own name where it is none of :data:`CANDIDATES`."""
+    return CANDIDATES.get(candidate, candidate)

@@ -1,6 +1,8 @@
 """Does ξ bound what softmax rows do? Sound and paper form against measured secants and local constants."""
 
 import math
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -9,14 +11,20 @@ import torch
 from semdiag.capturing.attention_kinds import BOUNDED
 from semdiag.findings.finding import Finding, Verdict, of_rows, verdicts_of
 from semdiag.findings.findings import Findings
+from semdiag.findings.layered_summary import without
 from semdiag.findings.pairing import compared_pairs
 from semdiag.findings.resampling import ratio_interval
 from semdiag.findings.strict_json import MODEL_FACTS, Summary, json_object
 from semdiag.mathematics.softmax_stability import fixed_mask_stability
-from semdiag.measurement.percentiles import percentiles
+from semdiag.measurement.percentiles import percentiles, pooled_table
 from semdiag.measurement.probes.noise.softmax_bounds import local_stability, with_bounds
+from semdiag.measurement.table import ALL
 
 RESAMPLES = 300
+SECANTS = "‖p − p'‖₁ ≤ ξ ‖z − z'‖₁ on the measured pairs"
+ROWS = "‖p − p'‖₁ ≤ row constant · ‖z − z'‖_∞ on the measured pairs"
+LOCAL = "local ξ_loc ≤ ξ*(δ, k)"
+UNKNOWN = "ξ bounds the measured secants"  # of a kind of attention without a ξ
 _LOG_HALF = math.log(0.5)
 _SLACK = 1e-9  # relative, of quantities in float64
 _TOLERANCE = {"float32": 1e-3, "float64": 1e-9}  # relative, of ξ_loc against ξ* from rounded scores
@@ -45,9 +53,7 @@ def stability_findings(findings: Findings) -> list[Finding]:
             continue
         if row["attention"] not in BOUNDED:
             note = f"no ξ is known for {row['attention']} attention; secants and response are still given"
-            found.append(
-                Finding(row["model"], "ξ bounds the measured secants", "", "all", Verdict.NOT_MET, {}, note)
-            )
+            found.append(Finding(row["model"], UNKNOWN, "", "all", Verdict.NOT_MET, {}, note))
             continue
         rows = with_bounds(own.secants, row["attention"])
         distances = (("sound", "ln_sound", "score_change"), ("paper", "ln_paper", "score_change"))
@@ -82,8 +88,7 @@ def _secants(model: str, rows: pd.DataFrame, form: str, bound: str, distance: st
     }
     if form == "paper":
         numbers["below the sound form"] = int((rows["ln_paper"] < rows["ln_sound"] - 1e-12).sum())
-    words = {"score_change": "‖p − p'‖₁ ≤ ξ ‖z − z'‖₁ on the measured pairs"}
-    claim = words.get(distance, "‖p − p'‖₁ ≤ row constant · ‖z − z'‖_∞ on the measured pairs")
+    claim = SECANTS if distance == "score_change" else ROWS
     return Finding(model, claim, form, "all", of_rows(**counts), numbers, _note(rows, counts["not_met"]))
 
 
@@ -96,7 +101,8 @@ def _note(rows: pd.DataFrame, not_met: int) -> str:
 
 def _local(model: str, queries: pd.DataFrame, tolerance: float) -> Finding:
     """Judge ξ_loc ≤ ξ*(δ, k), query by query."""
-    usable = queries[np.isfinite(queries["dispersion"]) & (queries["kept"] > 0)]
+    queries = queries[queries["kept"] > 0]  # without a key there is no softmax
+    usable = queries[np.isfinite(queries["dispersion"])]
     delta, kept = (torch.tensor(usable[name].to_numpy(np.float64)) for name in ("dispersion", "kept"))
     bound = fixed_mask_stability(delta, kept).log_value.exp().numpy()
     local = local_stability(usable).to_numpy()
@@ -111,7 +117,55 @@ def _local(model: str, queries: pd.DataFrame, tolerance: float) -> Finding:
     with np.errstate(invalid="ignore", divide="ignore"):
         factor = local / bound
     numbers = {**counts, "largest measured over bound": float(np.nanmax(factor, initial=0.0))}
-    return Finding(model, "local ξ_loc ≤ ξ*(δ, k)", "sound", "all", of_rows(**counts), numbers)
+    return Finding(model, LOCAL, "sound", "all", of_rows(**counts), numbers)
+
+
+def response_by_layer(findings: Findings) -> dict[tuple[float, str], pd.DataFrame]:
+    """Percentiles of ‖p − p'‖₁ in every layer, heads pooled.
+
+    Args:
+        findings: with secants.
+
+    Returns:
+        By noise level and model a row per layer, in their order.
+    """
+    groups = findings.measurements.secants.groupby(["level", "model"], sort=True)
+    return {
+        (float(str(level)), str(model)): pooled_table(rows, "weight_change", by="layer").sort_values("layer")
+        for (level, model), rows in groups
+    }
+
+
+def stability_table(findings: Findings) -> pd.DataFrame:
+    """Percentiles of measured changes and of both forms of ξ, per layer and head, and pooled.
+
+    Args:
+        findings: with the table secants.
+
+    Returns:
+        model, noise, layer, head (ALL where pooled), quantity (local, secant, response,
+        ln_sound, ln_paper, ln_row), then the columns of
+        :func:`~semdiag.measurement.percentiles.percentiles`.
+    """
+    rows: list[dict[Any, Any]] = []
+    for facts in findings.measurements.models[["model", "attention"]].to_dict("records"):
+        own, model = findings.measurements.of(facts["model"]), {"model": facts["model"]}
+        local = own.queries.assign(local=local_stability(own.queries))
+        rows += [{**model, "noise": None, **row} for row in _by_place(local, {"local": "local"})]
+        named = {"secant": "secant", "response": "weight_change"}
+        named |= {name: name for name in ("ln_sound", "ln_paper", "ln_row")}
+        for noise, secants in with_bounds(own.secants, str(facts["attention"])).groupby("level"):
+            rows += [{**model, "noise": noise, **row} for row in _by_place(secants, named)]
+    return pd.DataFrame(rows)
+
+
+def _by_place(rows: pd.DataFrame, columns: dict[str, str]) -> Iterator[dict[str, Any]]:
+    places: list[tuple[Any, Any, pd.DataFrame]] = [
+        (layer, head, part) for (layer, head), part in rows.groupby(["layer", "head"], sort=True)
+    ]
+    for layer, head, part in [*places, (ALL, ALL, rows)]:
+        for quantity, column in columns.items():
+            yield {"layer": layer, "head": head, "quantity": quantity, **percentiles(part[column])}
 
 
 def response_table(findings: Findings) -> pd.DataFrame:
@@ -150,7 +204,7 @@ def stability_summary(findings: Findings) -> Summary:
         findings: of one or more models, with secants.
 
     Returns:
-        A JSON-ready dictionary, schema ``semdiag.stability/1``; null where a number is undefined or infinite.
+        A JSON-ready dictionary, schema ``semdiag.stability/2``.
     """
     measurements = findings.measurements
     judged = findings(stability_findings)
@@ -170,22 +224,17 @@ def stability_summary(findings: Findings) -> Summary:
 
 def _describe(queries: pd.DataFrame, secants: pd.DataFrame) -> Summary:
     """Percentiles over the queries; bounds as natural logarithms."""
-    described: Summary = {"local": _percentiles(local_stability(queries))}
+    described: Summary = {"local": without(percentiles(local_stability(queries)), "not_positive")}
     if secants.empty:
         return described
     described |= {
-        "secant": _percentiles(secants["secant"]),
+        "secant": without(percentiles(secants["secant"]), "not_positive"),
         "response": [
-            {"noise": float(str(level)), **_percentiles(rows["weight_change"])}
+            {"noise": float(str(level)), **without(percentiles(rows["weight_change"]), "not_positive")}
             for level, rows in secants.groupby("level")
         ],
-        "ln_sound": _percentiles(secants["ln_sound"]),
-        "ln_paper": _percentiles(secants["ln_paper"]),
+        "ln_sound": without(percentiles(secants["ln_sound"]), "not_positive"),
+        "ln_paper": without(percentiles(secants["ln_paper"]), "not_positive"),
         "same_set": float(secants["same_set"].mean()),
     }
     return described
-
-
-def _percentiles(values: "pd.Series[float]") -> Summary:
-    table = percentiles(values.to_numpy(np.float64))
-    return {key: value for key, value in table.items() if key != "not_positive"}

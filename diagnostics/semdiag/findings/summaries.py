@@ -6,7 +6,7 @@ from semdiag.findings.bounds import bounds_summary
 from semdiag.findings.convergence_summary import convergence_summary
 from semdiag.findings.dispersion import dispersion_summary
 from semdiag.findings.findings import Findings
-from semdiag.findings.k_sweep import sweep_summary
+from semdiag.findings.k_sweep import k_sweep_summary
 from semdiag.findings.landscape import landscape_summary
 from semdiag.findings.lipschitz import lipschitz_summary
 from semdiag.findings.mask_stability import mask_summary
@@ -21,7 +21,7 @@ SUMMARIES: dict[str, Callable[[Findings], Summary]] = {
     "stability": stability_summary,
     "bounds": bounds_summary,
     "mask-stability": mask_summary,
-    "k-sweep": sweep_summary,
+    "k-sweep": k_sweep_summary,
     "overlap": overlap_summary,
     "lipschitz": lipschitz_summary,
     "landscape": landscape_summary,

@@ -50,7 +50,7 @@ class HeadNorms:
 def attention_map_bound(rows: AttentionRows, selected: Tensor, norms: HeadNorms) -> Bound:
     """λ_A of u ↦ (Σ_j p_ij u_j)_i, from each token's own load.
 
-    λ_A = max_l [ Σ_{i : l∈S_i} p̄_i + Ξ( ΓΞ min(s_l ξ_l, row_l) + ΓΞ̃ Σ_{i : l∈S_i} ξ_i ) ]:
+    λ_A = max_l [ Σ_{i : l∈S_i} p̄_i + Ξ( ΓΞ min(s_l ξ_l, split_l) + ΓΞ̃ Σ_{i : l∈S_i} ξ_i ) ]:
     token l as value, as query and as key. Ragged rows and global tokens are covered.
 
     Source: docs/theory.md#attention-map. Deviation: the paper takes the largest load and one ξ for
@@ -82,7 +82,7 @@ def attention_map_bound(rows: AttentionRows, selected: Tensor, norms: HeadNorms)
             f"Got a mask of {tuple(selected.shape[-2:])} and {rows.log_xi.shape[-1]} rows."
         )
     log_gamma, log_xi = log(norms.gamma), log(norms.token)
-    as_query = log_product((log_gamma + 2 * log_xi)[..., None], rows.log_row)
+    as_query = log_product((log_gamma + 2 * log_xi)[..., None], rows.log_split)
     as_key = log_product(norms.log_form_reach[..., None], key_sums(rows.log_xi, selected))
     per_token = log_sum(key_sums(rows.log_weight, selected), as_query, as_key)
     return Bound(per_token.amax(dim=-1), rows.assumptions, "docs/theory.md#attention-map")
@@ -93,7 +93,7 @@ def attention_map_bound_from_load(
 ) -> Bound:
     """λ_A where the mask itself was not kept, only the largest key load.
 
-    λ_A ≤ l·max_i p̄_i + Ξ( ΓΞ max_i min(s_i ξ_i, row_i) + ΓΞ̃ m l max_i ξ_i ), with l = max_j l_j and
+    λ_A ≤ l·max_i p̄_i + Ξ( ΓΞ max_i min(s_i ξ_i, split_i) + ΓΞ̃ m l max_i ξ_i ), with l = max_j l_j and
     m = 2 for heavy-hitter masks, whose unions can double a load.
 
     Source: docs/theory.md#attention-map. Deviation: coarser than :func:`attention_map_bound`, never smaller.
@@ -116,7 +116,7 @@ def attention_map_bound_from_load(
     """
     log_load = log(largest_load)
     log_xi = log(norms.token)
-    as_query = log_product(log(norms.gamma) + 2 * log_xi, rows.log_row.amax(dim=-1))
+    as_query = log_product(log(norms.gamma) + 2 * log_xi, rows.log_split.amax(dim=-1))
     union = math.log(2) if heavy_hitter else 0.0
     as_key = log_product(norms.log_form_reach, log_load + union, rows.log_xi.amax(dim=-1))
     log_map = log_sum(log_load + rows.log_weight.amax(dim=-1), as_query, as_key)

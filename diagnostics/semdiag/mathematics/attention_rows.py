@@ -13,10 +13,13 @@ from semdiag.mathematics.softmax_stability import (
     fixed_mask_row_stability,
     fixed_mask_stability,
     heavy_hitter_row_stability,
+    heavy_hitter_split_stability,
     heavy_hitter_stability,
     log_largest_weight,
     positive_separation,
 )
+
+Constants = tuple[Tensor, Tensor, Tensor, Tensor]  # the tensors of AttentionRows
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,12 +30,15 @@ class AttentionRows:
         log_weight: ln p̄_i, the largest weight the row can give.
         log_xi: ln ξ_i, constant of the row against ‖z − z'‖₁.
         log_row: ln min(s_i ξ_i, row_i), constant of the row against ‖z − z'‖_∞.
+        log_split: ln of the constant against ‖a‖_∞ where z − z' = a + b and b counts with ξ_i: as ``log_row``, but
+            for heavy hitters, where the sum of 1 and 2/Δ_i stands for the larger.
         assumptions: what the constants rest on.
     """
 
     log_weight: Tensor
     log_xi: Tensor
     log_row: Tensor
+    log_split: Tensor
     assumptions: tuple[Assumption, ...]
 
 
@@ -57,9 +63,9 @@ def fixed_mask_rows(dispersion: Real, keys: Real) -> AttentionRows:
     """
     delta, k = broadcast(dispersion, keys)
 
-    def constants(d: Tensor, n: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        xi = fixed_mask_stability(d, n).log_value
-        return log_largest_weight(d, n), xi, fixed_mask_row_stability(d, n).log_value
+    def constants(d: Tensor, n: Tensor) -> Constants:
+        row = fixed_mask_row_stability(d, n).log_value
+        return log_largest_weight(d, n), fixed_mask_stability(d, n).log_value, row, row
 
     return AttentionRows(*_where_attended(k, constants, delta), assumptions=())
 
@@ -83,13 +89,14 @@ def heavy_hitter_rows(dispersion: Real, separation: Real, keys: Real) -> Attenti
 
     Example:
         >>> heavy_hitter_rows(2.0, [0.5, float("inf")], 5).log_row.exp()
-        tensor([5.0000, 1.0000], dtype=torch.float64)
+        tensor([4., 1.], dtype=torch.float64)
     """
     delta, gap, k = broadcast(dispersion, separation, keys)
 
-    def constants(d: Tensor, n: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        xi = heavy_hitter_stability(d, g, n).log_value
-        return log_largest_weight(d, n), xi, heavy_hitter_row_stability(d, g, n).log_value
+    def constants(d: Tensor, n: Tensor, g: Tensor) -> Constants:
+        row, split = heavy_hitter_row_stability(d, g, n), heavy_hitter_split_stability(d, g, n)
+        xi = heavy_hitter_stability(d, g, n)
+        return log_largest_weight(d, n), xi.log_value, row.log_value, split.log_value
 
     assumption = positive_separation(gap[k != 0])
     return AttentionRows(*_where_attended(k, constants, delta, gap), assumptions=(assumption,))
@@ -114,16 +121,15 @@ def key_sums(log_values: Tensor, selected: Tensor) -> Tensor:
     return torch.where(selected, log_values[..., None], -math.inf).logsumexp(dim=-2)
 
 
-def _where_attended(
-    keys: Tensor, constants: Callable[..., tuple[Tensor, Tensor, Tensor]], *rows: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+def _where_attended(keys: Tensor, constants: Callable[..., Constants], *rows: Tensor) -> Constants:
     """Constants of the rows that have keys; −∞ (they contribute nothing) for the others."""
     padded = keys == 0
     delta, *rest = (torch.where(padded, 0.0, row) for row in rows)
-    weight, xi, row = constants(delta, torch.where(padded, 1.0, keys), *rest)
+    weight, xi, row, split = constants(delta, torch.where(padded, 1.0, keys), *rest)
     nothing = -math.inf
     return (
         torch.where(padded, nothing, weight),
         torch.where(padded, nothing, xi),
         torch.where(padded, nothing, row),
+        torch.where(padded, nothing, split),
     )

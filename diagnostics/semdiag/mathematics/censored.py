@@ -1,11 +1,10 @@
-"""Medians and rank correlations of numbers of which some are known only from one side."""
+"""Medians of numbers of which some are known only from one side."""
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy.stats import CensoredData, binom, ecdf
 
 
@@ -102,57 +101,6 @@ def kaplan_meier_median(durations: Sequence[float], arrived: Sequence[bool]) -> 
     share = ecdf(CensoredData.right_censored(np.asarray(durations, dtype=float), censored)).cdf
     there = share.quantiles[share.probabilities >= 0.5 - 1e-12]
     return float(there[0]) if len(there) else math.inf
-
-
-def rank_agreement(x: Sequence[float], lows: Sequence[float], highs: Sequence[float]) -> tuple[float, int]:
-    """Rank correlation of known numbers with numbers that may be known only from one side.
-
-    τ = Σ sign(x_i − x_j) · order_ij / Σ |order_ij| over all pairs, with the order of :func:`certain_order`: pairs
-    whose order is not certain do not count, and a tie among the known numbers counts as half right, half wrong.
-
-    Source: Somers' D (1962) on the comparable pairs of Harrell's C (1982), D = 2C − 1; Kendall's τ where nothing
-    is censored and nothing tied. Deviation: none.
-
-    Args:
-        x: known numbers.
-        lows: smallest value of each other number.
-        highs: its largest value.
-
-    Returns:
-        τ in [-1, 1], NaN if no pair is comparable, and the number of comparable pairs.
-
-    Example:
-        >>> rank_agreement([1, 2, 3], [5, 4, 0], [5, 4, 2])
-        (-1.0, 3)
-    """
-    order, numbers = certain_order(lows, highs), np.asarray(x, dtype=float)
-    comparable = int(np.abs(order).sum()) // 2
-    agreeing = int((np.sign(numbers[:, None] - numbers) * order).sum()) // 2
-    return (agreeing / comparable if comparable else math.nan), comparable
-
-
-def certain_order(lows: Sequence[float], highs: Sequence[float]) -> NDArray[np.int64]:
-    """Order of every two of some numbers that may be known only from one side.
-
-    Args:
-        lows: smallest value of each number.
-        highs: its largest value; equal to the low one where the number is known. An end that is not the low one
-            is never attained: "above 5" is larger than 5.
-
-    Returns:
-        (n, n): 1 where the row's number is surely larger than the column's, -1 where it is surely smaller, 0 where
-        that is unknown or both are equal.
-
-    Example:
-        >>> certain_order([5, 4, 0], [5, 4, 4.5]).tolist()
-        [[0, 1, 1], [-1, 0, 0], [-1, 0, 0]]
-    """
-    low, high = np.asarray(lows, dtype=float), np.asarray(highs, dtype=float)
-    known = low == high
-    apart = ~(known[:, None] & known & (low[:, None] == low))
-    larger = (low[:, None] >= high) & apart
-    order: NDArray[np.int64] = larger.astype(np.int64) - larger.T.astype(np.int64)
-    return order
 
 
 def _coverage(n: int, rank: int) -> float:

@@ -130,7 +130,7 @@ def paper_fixed_mask_control(full_dispersion: Real, masked_dispersion: Real, loa
 def sound_weight_margin(masked_rows: AttentionRows, full_rows: AttentionRows) -> Condition:
     """Sound comparison in the parameters W, norms taken as equal: Σ_i min(s_i ξ_i, row_i) of mask and full.
 
-    ln Σ_i min(2k ξ_h, 1 + 2/Δ_h) − ln L. Never negative for k ≥ 2: the worst-case W-guarantee of a
+    ln Σ_i min(2k ξ_h, max(1, 2/Δ_h)) − ln L. Never negative for k ≥ 2: the worst-case W-guarantee of a
     heavy-hitter mask is never better than that of full attention, nor is a fixed mask's.
 
     Source: docs/theory.md#sound-comparison. Deviation: replaces eq. 304, whose full constant grows
@@ -147,7 +147,7 @@ def sound_weight_margin(masked_rows: AttentionRows, full_rows: AttentionRows) ->
         >>> from semdiag.mathematics.attention_rows import fixed_mask_rows, heavy_hitter_rows
         >>> full = fixed_mask_rows([90.0] * 4, 40)
         >>> sound_weight_margin(heavy_hitter_rows([1.0] * 4, 0.5, 5), full).left_side.exp()
-        tensor(5.0000, dtype=torch.float64)
+        tensor(4., dtype=torch.float64)
     """
     margin = masked_rows.log_row.logsumexp(dim=-1) - full_rows.log_row.logsumexp(dim=-1)
     assumptions = merged([masked_rows.assumptions, full_rows.assumptions])

@@ -21,7 +21,7 @@ def convex_stability_bound(log_lipschitz: Real, samples: int, step_sum: float) -
         step_sum: Σ_t η_t > 0 over all steps.
 
     Returns:
-        ln ε; the loss of a transformer is not convex, which is reported as not met.
+        ln ε, with the assumptions that our recipes break or leave unknown: convex, γ-smooth, steps ≤ 2/γ.
 
     Raises:
         ValueError: if ``samples`` < 1 or ``step_sum`` ≤ 0.
@@ -33,7 +33,8 @@ def convex_stability_bound(log_lipschitz: Real, samples: int, step_sum: float) -
     if samples < 1 or step_sum <= 0:
         raise ValueError(f"Needs a sample and positive steps. Got samples={samples}, step_sum={step_sum}.")
     log_gap = math.log(2 * step_sum / samples) + 2 * float64(log_lipschitz)
-    return Bound(log_gap, _not_met("the loss is convex in the parameters"), "Hardt et al. 2016, Thm 3.8")
+    assumptions = _not_met("the loss is convex in the parameters", *_SHARED, "every step is at most 2/γ")
+    return Bound(log_gap, assumptions, "Hardt et al. 2016, Thm 3.8")
 
 
 def nonconvex_stability_bound(
@@ -72,8 +73,7 @@ def nonconvex_stability_bound(
     log_lead = math.log1p(1 / gc) - math.log(samples - 1)
     log_alpha = (math.log(2 * step_constant) + 2 * float64(log_lipschitz)) / (gc + 1)
     log_gap = log_lead + log_alpha + gc / (gc + 1) * math.log(steps)
-    assumptions = _not_met("steps shrink as c/t", "the loss is smooth with the stated γ")
-    return Bound(log_gap, assumptions, "Hardt et al. 2016, Thm 3.12")
+    return Bound(log_gap, _not_met(*_NONCONVEX), "Hardt et al. 2016, Thm 3.12")
 
 
 def gap_ratio(log_lipschitz: Real, log_other: Real, smoothness_times_step: float) -> Bound:
@@ -100,8 +100,15 @@ def gap_ratio(log_lipschitz: Real, log_other: Real, smoothness_times_step: float
     if smoothness_times_step < 0:
         raise ValueError(f"γc is a product of positive numbers. Got {smoothness_times_step}.")
     log_ratio = 2 / (smoothness_times_step + 1) * (float64(log_lipschitz) - float64(log_other))
-    assumptions = _not_met("steps shrink as c/t", "the loss is smooth with the stated γ")
-    return Bound(log_ratio, assumptions, "Hardt et al. 2016, Thm 3.12")
+    return Bound(log_ratio, _not_met(*_NONCONVEX), "Hardt et al. 2016, Thm 3.12")
+
+
+# γ is not measured, and α is measured at single parameters.
+_SHARED = (
+    "the loss of every sample is smooth with the stated γ",
+    "α is a Lipschitz constant wherever the training goes",
+)
+_NONCONVEX = ("steps never grow and are at most c/t", *_SHARED, "the loss of every sample lies in [0, 1]")
 
 
 def _not_met(*statements: str) -> tuple[Assumption, ...]:

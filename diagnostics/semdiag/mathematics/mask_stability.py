@@ -126,7 +126,7 @@ def predicted_agreement(separation: Tensor, spread: Tensor) -> Tensor:
         spread: sd > 0 in nats, broadcastable; where it is 0 nothing moves.
 
     Returns:
-        In [½, 1] for Δ ≥ 0.
+        In [½, 1] for Δ ≥ 0; NaN where the spread is not known.
 
     Example:
         >>> predicted_agreement(torch.tensor([0.0, 1.0]), torch.tensor(1.0))
@@ -134,7 +134,7 @@ def predicted_agreement(separation: Tensor, spread: Tensor) -> Tensor:
     """
     ratio = torch.where(spread > 0, separation / spread, torch.inf)
     chance: Tensor = torch.special.ndtr(torch.where(separation == 0, torch.zeros_like(ratio), ratio))
-    return chance
+    return torch.where(torch.isnan(spread), torch.nan, chance)
 
 
 def kept_in_common(scores: Tensor, before: TopSet, out: Tensor | None = None) -> Tensor:

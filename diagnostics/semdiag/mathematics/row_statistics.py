@@ -5,10 +5,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from semdiag.mathematics.score_strips import Scores
+from semdiag.mathematics.score_strips import Scores, rows_of
 from semdiag.mathematics.strip_statistics import nan_where, strip_statistics, with_sinks
 
-_STRIP = 2**20  # scores held at a time
+_STRIP = 2**21  # scores held at a time: fewer leave the work of each strip uncovered
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,7 +36,7 @@ class RowStatistics:
         entropy: -Σ p ln p of the attention weights over S_i and the sink, nats; NaN for a row without keys.
         load: (B, H, Lk) int64, number of queries that attend to the key.
         top: (B, H, Lq, K+1), the largest scores over A_i in falling order, -inf where there are fewer.
-        top_load: (K, B, H, Lk) int64; entry k-1 is the key load if every query kept its k largest scores.
+        top_load: (K, B, H, Lk) int32; entry k-1 is the key load if every query kept its k largest scores.
     """
 
     keys: Tensor
@@ -147,7 +147,7 @@ class RowStatistics:
         if k is None:
             return self.load
         self._check(k)
-        return self.top_load[k - 1]
+        return self.top_load[k - 1].long()
 
     def _check(self, k: int) -> None:
         if not 1 <= k <= len(self.top_load):
@@ -168,8 +168,9 @@ def row_statistics(
     sinks: Tensor | None = None,
     causal: bool = False,
     first_query: int = 0,
+    places: Tensor | None = None,
 ) -> RowStatistics:
-    """Statistics of the scores z of every query, in one pass and in strips of about a million scores.
+    """Statistics of the scores z of every query, in one pass and in strips of about two million scores.
 
     z_ij = scale · q_i · k_j; z_ij ← softcap · tanh(z_ij / softcap); z_ij ← z_ij + bias_ij.
     Nothing of size Lq × Lk is ever held. Half precision is scored in float32, also under autocast; no gradient
@@ -192,6 +193,8 @@ def row_statistics(
         causal: whether query i may only attend to keys j ≤ first_query + i, beyond what ``allowed`` says. Strips
             then leave out the keys that come after their last query.
         first_query: position of query 0 among the keys.
+        places: (B, H, R) int64, which queries of every head are looked at, -1 for none: the statistics then
+            have R queries, and loads count these alone. None means all, in their order.
 
     Returns:
         The statistics; float64 if q is, else float32.
@@ -210,23 +213,26 @@ def row_statistics(
     _check_shapes(q, k, top)
     (batch, heads), k_length = q.shape[:2], k.shape[2]
     load = torch.zeros(batch, heads, k_length, dtype=torch.int64, device=q.device)
-    ranks = torch.zeros(batch, heads, top, k_length, dtype=torch.int64, device=q.device)
+    ranks = torch.zeros(batch, heads, top, k_length, dtype=torch.int32, device=q.device)
+    length = q.shape[2] if places is None else places.shape[2]
     rows: dict[str, Tensor] = {}
     with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
         if q.dtype in (torch.float16, torch.bfloat16):
             q, k = q.float(), k.float()
         if allowed is not None and bool(allowed.all()):
             allowed = None  # the usual mask of a batch without padding: nothing to look up in it
-        scores = Scores(q, k.contiguous(), scale, allowed, bias, softcap, causal, first_query, queries)
+        scores = Scores(q, k.contiguous(), scale, allowed, bias, softcap, causal, first_query, queries, places)
         for strip in scores.strips(_STRIP):
-            b, seen = strip.samples, strip.scores.shape[3]
-            own = None if selected is None else selected[b, :, strip.queries]
-            found = strip_statistics(strip, own, top, load[b, :, :seen], ranks[b, :, :, :seen])
-            for name, values in (found if sinks is None else with_sinks(found, sinks)).items():
+            b, h, r, seen = strip.samples, strip.heads, strip.queries, strip.scores.shape[3]
+            own = None
+            if selected is not None:
+                own = selected[b, h, r] if places is None else rows_of(selected[b, h], places[b, h, r])
+            found = strip_statistics(strip, own, top, load[b, h, :seen], ranks[b, h, :, :seen])
+            for name, values in (found if sinks is None else with_sinks(found, sinks[h])).items():
                 # Written into one tensor at once: thousands of small ones would leave holes in memory.
                 if name not in rows:
-                    rows[name] = values.new_empty(*q.shape[:3], *values.shape[3:])
-                rows[name][b, :, strip.queries] = values
+                    rows[name] = values.new_empty(batch, heads, length, *values.shape[3:])
+                rows[name][b, h, r] = values
     for rank in range(1, top):  # in place: the ranks are the largest thing here, K × Lk
         ranks[:, :, rank] += ranks[:, :, rank - 1]
     return RowStatistics(**rows, load=load, top_load=ranks.movedim(2, 0))

@@ -8,6 +8,7 @@ from torch import Tensor
 
 _CAUSAL_STRIPS = 8  # per sample, in long causal calls: a strip scores no key beyond its last query's
 _LONG = 256  # queries from which on that pays
+_LEAST_ROWS = 8  # of a head, in a strip: products with fewer read all keys for little; so not all heads at once
 
 
 @dataclass(frozen=True, eq=False)
@@ -16,15 +17,17 @@ class ScoreStrip:
 
     Attributes:
         samples: which samples.
+        heads: which heads.
         queries: which queries.
         scores: (b, H, r, n) in nats, of forbidden keys too; overwritten by the next strip.
         spare: memory of the same shape, for the reader's use.
         allowed: bool, broadcastable to (b, H, r, n): A_i; None means all but ``future``.
         future: (r, t) bool, forbidden among the last t keys by the causal rule; None means none.
-        counted: (b, 1, r, 1) bool, queries that count towards key loads; None means all.
+        counted: (b, 1 or H, r, 1) bool, queries that count towards key loads; None means all.
     """
 
     samples: slice
+    heads: slice
     queries: slice
     scores: Tensor
     spare: Tensor
@@ -81,9 +84,10 @@ class Scores:
     causal: bool = False
     first_query: int = 0
     queries: Tensor | None = None
+    places: Tensor | None = None
 
     def strips(self, size: int) -> Iterator[ScoreStrip]:
-        """Score strip by strip; rows in their order, for one group of samples after the other.
+        """Score strip by strip; rows in their order, for one group of samples and heads after the other.
 
         Args:
             size: scores held at a time, as far as whole rows allow.
@@ -91,49 +95,102 @@ class Scores:
         Yields:
             Strips that share their memory: be done with one before taking the next.
         """
-        batch, heads, q_length, _ = self.q.shape
-        k_length = self.k.shape[2]
-        rows = min(q_length, max(1, size // (heads * k_length)))
-        if self.causal and q_length >= _LONG:
-            rows = min(rows, -(-q_length // _CAUSAL_STRIPS))
-        samples = min(batch, max(1, size // (heads * rows * k_length)))
+        batch, all_heads = self.q.shape[:2]
+        length, k_length = self.q.shape[2] if self.places is None else self.places.shape[2], self.k.shape[2]
+        shared = all_heads // self.k.shape[1]  # query heads that share a key head stay together
+        fitting = size // (shared * k_length * min(_LEAST_ROWS, length))
+        heads = shared * min(self.k.shape[1], max(1, fitting))
+        rows = min(length, max(1, size // (heads * k_length)))
+        if self.causal and length >= _LONG:
+            rows = min(rows, -(-length // _CAUSAL_STRIPS))
+        samples = min(batch, max(1, size // (heads * rows * k_length))) if heads == all_heads else 1
         memory = self.q.new_empty(2, samples * heads * rows * k_length)
         for first in range(0, batch, samples):
-            for start in range(0, q_length, rows):
-                b, r = slice(first, min(first + samples, batch)), slice(start, min(start + rows, q_length))
-                yield self._strip(b, r, memory)
+            for head in range(0, all_heads, heads):
+                for start in range(0, length, rows):
+                    b, h = slice(first, min(first + samples, batch)), slice(head, min(head + heads, all_heads))
+                    yield self._strip(b, h, slice(start, min(start + rows, length)), memory)
 
-    def _strip(self, b: slice, r: slice, memory: Tensor) -> ScoreStrip:
-        seen = min(self.k.shape[2], self.first_query + r.stop) if self.causal else self.k.shape[2]
-        shape = b.stop - b.start, self.q.shape[1], r.stop - r.start, seen
+    def _strip(self, b: slice, h: slice, r: slice, memory: Tensor) -> ScoreStrip:
+        places = None if self.places is None else self.places[b, h, r]
+        last = r.stop if places is None else int(places.max()) + 1
+        seen = min(self.k.shape[2], max(1, self.first_query + last)) if self.causal else self.k.shape[2]
+        shape = b.stop - b.start, h.stop - h.start, r.stop - r.start, seen
         scores, spare = (part[: shape[0] * shape[1] * shape[2] * shape[3]].view(shape) for part in memory)
         # One product per key head: the queries of all heads that share it stand below each other.
-        grouped = shape[0] * self.k.shape[1], -1, self.q.shape[3]
-        q = (self.q[b, :, r] * self.scale).reshape(grouped)
-        k = self.k[b, :, :seen].reshape(grouped[0], seen, grouped[2])
-        torch.bmm(q, k.transpose(1, 2), out=scores.view(grouped[0], -1, seen))
+        shared = self.q.shape[1] // self.k.shape[1]
+        k = self.k[b, h.start // shared : h.stop // shared, :seen].flatten(0, 1)
+        q = self.q[b, h, r] if places is None else rows_of(self.q[b, h], places)
+        q = (q * self.scale).reshape(len(k), -1, self.q.shape[3])
+        torch.bmm(q, k.transpose(1, 2), out=scores.view(len(k), -1, seen))
         if self.softcap is not None:
             scores.div_(self.softcap).tanh_().mul_(self.softcap)
-        bias = _part(self.bias, b, r, seen)
+        bias, allowed = (_part(values, b, h, r, seen, places) for values in (self.bias, self.allowed))
         if bias is not None:
             scores += bias
-        allowed, future = _part(self.allowed, b, r, seen), None
+        future = None
         start = self.first_query + r.start + 1  # the first key that a query of the strip may not see
-        if self.causal and start < seen:
-            places = torch.arange(start, seen, device=scores.device)
-            future = places > torch.arange(start - 1, start - 1 + shape[2], device=scores.device)[:, None]
+        if self.causal and places is not None:
+            past = torch.arange(seen, device=scores.device) <= self.first_query + places[..., None]
+            allowed = past if allowed is None else allowed & past
+        elif self.causal and start < seen:
+            keys = torch.arange(start, seen, device=scores.device)
+            future = keys > torch.arange(start - 1, start - 1 + shape[2], device=scores.device)[:, None]
             if allowed is not None:
                 hidden = torch.nn.functional.pad(future, (start, 0))
                 allowed, future = allowed & ~hidden, None
-        counted = None if self.queries is None else self.queries[b, None, r, None]
-        return ScoreStrip(b, r, scores, spare, allowed, future, counted)
+        return ScoreStrip(b, h, r, scores, spare, allowed, future, self._counted(b, r, places))
+
+    def _counted(self, b: slice, r: slice, places: Tensor | None) -> Tensor | None:
+        if places is None:
+            return None if self.queries is None else self.queries[b, None, r, None]
+        counted = places[..., None] >= 0
+        return counted if self.queries is None else counted & rows_of(self.queries[b, None, :, None], places)
 
 
-def _part(values: Tensor | None, b: slice, r: slice, seen: int) -> Tensor | None:
-    """The strip's part of a tensor that is broadcastable to (B, H, Lq, Lk)."""
+def _part(values: Tensor | None, b: slice, h: slice, r: slice, seen: int, places: Tensor | None) -> Tensor | None:
+    """A strip's part of a tensor that is broadcastable to (B, H, Lq, Lk)."""
+    part = part_of(values, b, r if places is None else slice(None), seen)
+    if part is None:
+        return None
+    part = part[:, h] if part.shape[1] > 1 else part
+    return part if places is None else rows_of(part, places)
+
+
+def rows_of(values: Tensor, places: Tensor) -> Tensor:
+    """Some queries' rows of a tensor, others in every sample and head.
+
+    Args:
+        values: (b, H, Lq, n), each of the first three axes its length or 1.
+        places: (b, H, r) int64 positions of queries; those below 0 give some row.
+
+    Returns:
+        (b, H, r, n); the tensor itself if its queries have one row in common.
+    """
+    if values.shape[2] == 1:
+        return values
+    sample, head = (torch.arange(length, device=values.device) for length in places.shape[:2])
+    sample, head = sample * (values.shape[0] > 1), head * (values.shape[1] > 1)
+    return values[sample[:, None, None], head[:, None], places.clamp(min=0)]
+
+
+def part_of(
+    values: Tensor | None, samples: slice | Tensor, queries: slice | Tensor, seen: int | None = None
+) -> Tensor | None:
+    """Some samples, queries and first keys of a tensor that is broadcastable to (B, H, Lq, Lk).
+
+    Args:
+        values: at most four axes; None stays None.
+        samples: a slice, or positions.
+        queries: a slice, or positions.
+        seen: how many keys; None: all.
+
+    Returns:
+        Four axes, of length 1 where they were.
+    """
     if values is None:
         return None
     values = values[(None,) * (4 - values.ndim)]
-    values = values[b] if values.shape[0] > 1 else values
-    values = values[:, :, r] if values.shape[2] > 1 else values
+    values = values[samples] if values.shape[0] > 1 else values
+    values = values[:, :, queries] if values.shape[2] > 1 else values
     return values[..., :seen] if values.shape[3] > 1 else values

@@ -133,9 +133,11 @@ def fixed_mask_row_stability(dispersion: Real, keys: Real) -> Bound:
 
 
 def heavy_hitter_row_stability(dispersion: Real, separation: Real, keys: Real) -> Bound:
-    """Row form for a top-k set: ‖p(z) − p(z')‖₁ ≤ min(2k ξ_h, 1 + 2/Δ_h) ‖z − z'‖_∞.
+    """Row form for a top-k set: ‖p(z) − p(z')‖₁ ≤ min(2k ξ_h, max(1, 2/Δ_h)) ‖z − z'‖_∞.
 
-    Where nothing is masked (Δ_h = +inf) it is the fixed set's min(k ξ*, 1).
+    With the same set the constant is 1. With another, a key i that leaves and a key j that comes have
+    (z_i − z'_i) + (z'_j − z_j) ≥ 2Δ_h, so ‖z − z'‖_∞ ≥ Δ_h, and ‖p − p'‖₁ ≤ 2. Where nothing is masked
+    (Δ_h = +inf) it is the fixed set's min(k ξ*, 1).
 
     Source: docs/theory.md#row-form. Deviation: not in the paper.
 
@@ -152,13 +154,44 @@ def heavy_hitter_row_stability(dispersion: Real, separation: Real, keys: Real) -
 
     Example:
         >>> heavy_hitter_row_stability(2.0, [0.01, float("inf")], 5).log_value.exp()
+        tensor([200.0000,   1.0000], dtype=torch.float64)
+    """
+    delta, k = _checked(dispersion, keys)
+    gap = _checked_separation(separation)
+    log_xi = heavy_hitter_stability(delta, gap, k).log_value
+    log_swap = math.log(2) - torch.log(gap.clamp(min=0))
+    log_row = torch.minimum(torch.log(2 * k) + log_xi, log_swap.clamp(min=0))
+    return Bound(log_row, (positive_separation(gap),), "docs/theory.md#row-form")
+
+
+def heavy_hitter_split_stability(dispersion: Real, separation: Real, keys: Real) -> Bound:
+    """Row form for a top-k set whose scores change by two parts, as they do when tokens move.
+
+    ‖p(z) − p(z')‖₁ ≤ min(2k ξ_h, 1 + 2/Δ_h) ‖a‖_∞ + ξ_h ‖b‖₁ for every z − z' = a + b.
+
+    Source: docs/theory.md#attention-map. Deviation: not in the paper. That the larger of the row form's 1 and
+    2/Δ_h would do in the place of their sum is not proved.
+
+    Args:
+        dispersion: δ_h ≥ 0 in nats, over both rows.
+        separation: Δ_h in nats, over both rows; +inf where every allowed key is unmasked.
+        keys: k ≥ 1, number of unmasked keys, the same in both rows.
+
+    Returns:
+        ln of the constant of ‖a‖_∞ per entry; +inf where Δ_h ≤ 0.
+
+    Raises:
+        ValueError: if δ < 0 or NaN, Δ is NaN, or k is not an integer ≥ 1.
+
+    Example:
+        >>> heavy_hitter_split_stability(2.0, [0.01, float("inf")], 5).log_value.exp()
         tensor([201.,   1.], dtype=torch.float64)
     """
     delta, k = _checked(dispersion, keys)
     gap = _checked_separation(separation)
     log_xi = heavy_hitter_stability(delta, gap, k).log_value
-    log_row = torch.minimum(torch.log(2 * k) + log_xi, log_one_plus_inverse(gap.clamp(min=0) / 2))
-    return Bound(log_row, (positive_separation(gap),), "docs/theory.md#row-form")
+    log_split = torch.minimum(torch.log(2 * k) + log_xi, log_one_plus_inverse(gap.clamp(min=0) / 2))
+    return Bound(log_split, (positive_separation(gap),), "docs/theory.md#attention-map")
 
 
 def positive_separation(separation: Real) -> Assumption:

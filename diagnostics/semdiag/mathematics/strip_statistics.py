@@ -17,7 +17,7 @@ def strip_statistics(
         selected: (b, H, r, S) int64, S_i; None means S_i = A_i.
         top: K.
         load: (b, H, n) int64, the key loads, added to in place.
-        ranks: (b, H, K, n) int64, how often each key has each rank, added to in place.
+        ranks: (b, H, K, n) int32, how often each key has each rank, added to in place.
 
     Returns:
         The attributes of :class:`~semdiag.mathematics.row_statistics.RowStatistics` per query, without sinks.

@@ -8,10 +8,14 @@ from typing import Any, Self
 import torch
 
 from semdiag.capturing.loading import LoadedModel
+from semdiag.measurement.calls.collector import MAX_QUERIES
+from semdiag.measurement.calls.query_draws import QueryDraws
 from semdiag.measurement.probes.registry import PROBES
 from semdiag_models import InputError
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
+
+_MOST = 10**9  # of samples, in a batch or in all
 
 
 @dataclass(frozen=True)
@@ -24,12 +28,14 @@ class Conditions:
     """
 
     inputs: Path | None = None  # token ids, or text (.txt); None: each checkpoint's own held-out samples
-    samples: int = 500  # of the default inputs, and windows of a text
+    samples: int = 500  # of the default inputs, of inputs of unknown length, and windows of a text
     batch_size: int = 100
     device: str = "auto"
     dtype: str = "auto"  # or a key of DTYPES; see decided()
     seed: int = 0  # of fresh samples and of resampling
     min_keys: int = 1  # queries with fewer keys are left out
+    queries: int | None = None  # drawn per sample and head of the longest sequence; None: all
+    max_queries: int = MAX_QUERIES  # of a model, kept row by row
     k: tuple[int, ...] = ()  # counterfactual heavy hitters, on full models
     config: dict[str, Any] | None = None  # of checkpoints of the paper's code
     encoders_only: bool = False  # whether models of which the attention alone is known are refused
@@ -37,9 +43,12 @@ class Conditions:
     plans: tuple[Any, ...] = ()  # what is measured besides: of the types in the registry of probes
 
     def __post_init__(self) -> None:
-        for name in ("samples", "batch_size", "min_keys"):
+        QueryDraws(self.queries, self.seed)  # which refuses too few
+        for name in ("samples", "batch_size", "min_keys", "max_queries"):
             if getattr(self, name) < 1:
                 raise InputError(f"{name} must be at least 1. Got {getattr(self, name)}.")
+            if getattr(self, name) > _MOST:
+                raise InputError(f"{name} must be at most {_MOST}. Got {getattr(self, name)}.")
         if self.dtype not in {"auto", *DTYPES}:
             raise InputError(f"dtype must be auto, float32 or float64. Got {self.dtype!r}.")
         for plan in self.plans:

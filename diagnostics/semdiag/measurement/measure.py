@@ -1,6 +1,7 @@
 """Running a model over inputs and reducing its attention to measurements."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from importlib.metadata import version
 from typing import Any
 
@@ -9,15 +10,20 @@ import torch
 from torch import Tensor, nn
 
 from semdiag.capturing import batches as batching
-from semdiag.capturing.audit import Audit
+from semdiag.capturing.attention_kinds import APPROXIMATE
+from semdiag.capturing.audit import Audit, Remark
 from semdiag.capturing.batches import Batch
 from semdiag.capturing.loading import LoadedModel
-from semdiag.measurement.calls.collector import Collector
+from semdiag.measurement.calls.collector import MAX_QUERIES, Collector
 from semdiag.measurement.calls.layers import remarks_table, skipped_table
+from semdiag.measurement.calls.query_draws import QueryDraws
 from semdiag.measurement.calls.running import running, unnamed
-from semdiag.measurement.encoders.inputs import checked_tokens
+from semdiag.measurement.encoders.inputs import checked_batch, checked_tokens, fitting
 from semdiag.measurement.measurements import Measurements
-from semdiag_models import Encoder, InputError
+from semdiag.measurement.tables import OUT_OF_REACH
+from semdiag_models import TASKS, Encoder, InputError
+from semdiag_models.device import find_device
+from semdiag_models.reach import cannot_represent
 
 
 def measure(
@@ -25,12 +31,17 @@ def measure(
     batches: Batch | Iterable[Batch],
     *,
     labels: Tensor | None = None,
-    queries: Tensor | None = None,
+    queries: int | None = None,
+    real: Tensor | None = None,
     inputs: str = "given by the user",
     k: Sequence[int] = (),
     batch_size: int = 100,
+    samples: int | None = None,
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
+    seed: int = 0,
+    min_keys: int = 1,
+    max_queries: int = MAX_QUERIES,
     after_batch: Callable[[int], None] = lambda samples: None,
 ) -> Measurements:
     """Measure dispersion, separation and key load of every query of every attention layer, of any model.
@@ -41,24 +52,34 @@ def measure(
     Args:
         model: from :func:`semdiag.load`, or any module of one's own.
         batches: what the model is called with: a tensor, a dictionary of keyword arguments or a tuple of
-            positional ones; or an iterable of them. One tensor or dictionary is cut into batches.
+            positional ones; or an iterable of them, which is read one batch at a time. One tensor or dictionary
+            is cut into batches.
         labels: (N,) classes, for the accuracy of semdiag's own models; None if unknown.
-        queries: (N, L) bool over all samples, false for padding. By default read from the usual arguments
+        queries: how many are drawn per sample and head of the longest sequence, and of all others the same share;
+            None: every query is looked at. Every query has the same chance, so that plain means and percentiles
+            are estimates; of those not drawn no score is worked out. Extremes and key loads are those of the
+            drawn queries.
+        real: (N, L) bool over all samples, false for padding. By default read from the usual arguments
             (``attention_mask``, ``key_padding_mask``, …); padded queries are left out.
         inputs: where the inputs come from, for the report.
-        k: counterfactual numbers of heavy hitters; their columns are added for every query.
+        k: counterfactual numbers of heavy hitters; their columns are added for every query. Of several, those
+            that exceed the number of keys are left out, with a remark.
         batch_size: samples at a time, if ``batches`` is one tensor or dictionary.
+        samples: the first so many samples are measured, and no batch after them is read; None: all.
         device: where to run; None: where the model is.
         dtype: of the model and of the scores: float32 or float64; None: the model's own.
+        seed: of the queries that are drawn.
+        min_keys: queries with fewer keys are left out.
+        max_queries: rows kept of the tables of queries and of loads. With more, the table ``sketches`` holds exact
+            numbers, means and extremes and close percentiles, and of the rows a sample is kept.
         after_batch: called with the number of samples of each finished batch.
 
     Returns:
         Measurements of this one model.
 
     Raises:
-        InputError: if there is no sample or nothing but PAD, the model cannot be run on the inputs or has no
-            attention that can be captured, a k is not in 1 … length, or there would be more than 20 million
-            queries.
+        InputError: if an argument is illegal, there is no sample or nothing but PAD, the model cannot be run on
+            the inputs or has no attention that can be captured, or no k is in 1 … length.
 
     Example:
         >>> from semdiag_models import ModelConfig
@@ -67,42 +88,79 @@ def measure(
         [[0, 0, 4], [0, 1, 4], [0, 2, 4], [0, 3, 4]]
     """
     loaded = model if isinstance(model, LoadedModel) else unnamed(model)
-    cut: Sequence[Batch] = batching.split(batches, batch_size)
-    if not cut:
-        raise InputError("There are no inputs to measure on: the number of samples is 0.")
+    if batch_size < 1:
+        raise InputError(f"batch_size must be at least 1. Got {batch_size}.")
+    if device is not None:
+        find_device(str(device).partition(":")[0])  # which refuses one that is not here
+    if samples is not None and samples < 1:
+        raise InputError(f"samples must be at least 1. Got {samples}.")
     if loaded.external and any(value < 1 for value in k):
         raise InputError(f"k must be at least 1. Got k={min(k)}.")
-    if isinstance(loaded.module, Encoder):
-        cut = checked_tokens(loaded.module, cut, k)
-    collected = Collector(loaded.path, k)
-    with running(loaded, collected.add, device, dtype, queries) as run:
-        answers = []
+    cut: Iterable[Batch] = batching.each(batches, batch_size)
+    longest = 1
+    if samples is not None:
+        cut, labels = batching.first_samples(cut, samples), None if labels is None else labels[:samples]
+    if isinstance(batches, Tensor | Mapping | Sequence):  # all there: what is wrong is said before anything runs
+        cut = list(cut)
+        _check_samples(sum(map(batching.samples_of, cut)), labels)
+        if isinstance(loaded.module, Encoder):
+            cut = checked_tokens(loaded.module, cut, k)
+        longest = max(map(batching.longest, cut))
+    elif isinstance(loaded.module, Encoder):
+        cut = map(partial(checked_batch, loaded.module), cut)
+    draws = QueryDraws(queries, seed)
+    draws.expect(longest)
+    collected = Collector(loaded.path, k, draws, _wanted(loaded), min_keys, max_queries)
+    with running(loaded, collected.add, device, dtype, real) as run:
+        answers: list[Any] = []
         for batch in cut:
             collected.start(batching.samples_of(batch))
             logits = run(batch)
             answers.append(None if logits is None else logits.argmax(1).cpu())  # all logits of a text are large
             after_batch(batching.samples_of(batch))
-    _check_found(loaded, collected, run.audit, k)
+    _check_samples(collected.samples + collected.batch, labels)
+    _check_found(loaded, collected, run.audit)
+    fits = fitting(k, int(collected.layers.largest("longest")), "the largest number of keys") if k else []
+    for left in sorted(set(k) - set(fits)):
+        run.audit.remarks[Remark("", f"k = {left} is left out: no query has so many keys")] += 1
     accuracy = None if labels is None or loaded.external else _accuracy(answers, labels)
     return Measurements(
         models=_model_row(loaded, collected, run.audit, {"inputs": inputs, "accuracy": accuracy}),
-        queries=collected.queries(),
-        loads=collected.loads(),
+        queries=_with_ks(collected.queries(), k, fits),
+        loads=_with_ks(collected.loads(), k, fits),
         history=pd.DataFrame({"model": loaded.path, "epoch": [], **loaded.history}),
         non_finite=collected.non_finite(),
         calls=collected.calls(),
-        remarks=remarks_table(loaded.path, run.audit),
+        remarks=remarks_table(loaded.path, _noted(loaded, run.audit)),
         skipped=skipped_table(loaded.path, run.audit, collected.layers.modules),
+        sketches=_sketches(collected, k, fits),
         provenance={
             "semdiag": version("semdiag"),
             "torch": str(torch.__version__),
             "device": run.device.type,
             "dtype": str(run.dtype).removeprefix("torch."),
+            **({} if queries is None else {"queries": queries}),
         },
     )
 
 
-def _check_found(loaded: LoadedModel, collected: Collector, audit: Audit, k: Sequence[int]) -> None:
+def _noted(loaded: LoadedModel, audit: Audit) -> Audit:
+    """The audit, with a remark if the model's mask cannot represent its task."""
+    if isinstance(loaded.module, Encoder) and loaded.task in TASKS:
+        length = loaded.training.length if loaded.training is not None else None
+        if cannot_represent(TASKS[loaded.task], loaded.module.config, length):
+            audit.remarks[Remark("", OUT_OF_REACH)] += 1
+    return audit
+
+
+def _check_samples(samples: int, labels: Tensor | None) -> None:
+    if labels is not None and len(labels) != samples:
+        raise InputError(f"There must be a label for every sample. Got {len(labels)} labels of {samples} samples.")
+    if not samples:
+        raise InputError("There are no inputs to measure on: the number of samples is 0.")
+
+
+def _check_found(loaded: LoadedModel, collected: Collector, audit: Audit) -> None:
     if not len(collected.layers):
         reasons = "; ".join(sorted({f"{seen.operation}: {seen.reason}" for seen in audit.skipped}))
         raise InputError(
@@ -110,10 +168,27 @@ def _check_found(loaded: LoadedModel, collected: Collector, audit: Audit, k: Seq
         )
     if not sum(collected.counted.values()):
         raise InputError("There is no query to measure: every token of the inputs is padding.")
-    longest = int(collected.layers.largest("longest"))
-    wrong = [value for value in k if not 1 <= value <= longest]
-    if wrong:
-        raise InputError(f"k must lie in 1 … {longest}, the largest number of keys. Got k={wrong[0]}.")
+
+
+def _sketches(collected: Collector, k: Sequence[int], fits: Sequence[int]) -> pd.DataFrame:
+    """Likewise the rows of the table of sketches."""
+    table = collected.sketches()
+    left = tuple(f"_k{value}" for value in set(k) - set(fits))
+    return table[~table["quantity"].str.endswith(left)] if left and len(table) else table
+
+
+def _with_ks(table: pd.DataFrame, k: Sequence[int], fits: Sequence[int]) -> pd.DataFrame:
+    """Without the columns of a k that no query has keys for."""
+    left = tuple(f"_k{value}" for value in set(k) - set(fits))
+    return table.drop(columns=[name for name in table if left and str(name).endswith(left)])
+
+
+def _wanted(loaded: LoadedModel) -> int | None:
+    """How many of a query's largest scores the model's hashes or clusters look for."""
+    if not isinstance(loaded.module, Encoder):
+        return None
+    config = loaded.module.config
+    return config.k if config.attention in APPROXIMATE else None
 
 
 def _accuracy(answers: list[Any], labels: Tensor) -> float:
@@ -130,6 +205,7 @@ def _model_row(loaded: LoadedModel, collected: Collector, audit: Audit, facts: d
     row: dict[str, object] = {
         "model": loaded.path,
         "sha256": loaded.sha256,
+        "weights_sha256": loaded.weights_sha256,
         "source": loaded.source,
         "snapshot": loaded.snapshot,
         "task": loaded.task,
@@ -146,7 +222,8 @@ def _model_row(loaded: LoadedModel, collected: Collector, audit: Audit, facts: d
         "length": int(layers.largest("longest")),
         "parameters": sum(p.numel() for p in loaded.module.parameters()),
         "samples": collected.samples + collected.batch,
-        "attention_found": len(audit.modules),
+        "share": collected.share,
+        "attention_found": len({*audit.modules, *(seen.module for seen in audit.skipped)}),
         "attention_captured": len(layers.modules),
         "residual": layers.largest("residual"),
         **facts,
@@ -155,5 +232,5 @@ def _model_row(loaded: LoadedModel, collected: Collector, audit: Audit, facts: d
         config = loaded.module.config
         row |= {name: getattr(config, name) for name in _OF_ENCODERS}
     whole = dict.fromkeys(("k", "seed", "epoch", "width"), "Int64")
-    text = dict.fromkeys(("sha256", "task"), "str")
+    text = dict.fromkeys(("sha256", "weights_sha256", "task"), "str")
     return pd.DataFrame([row]).astype({**whole, **text, "accuracy": "float64"})

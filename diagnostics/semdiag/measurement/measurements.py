@@ -10,8 +10,10 @@ import pandas as pd
 
 from semdiag.measurement.percentiles import layer_table
 from semdiag.measurement.schema import OPTIONAL
-from semdiag.measurement.tables import NEEDED, TABLES, UNLESS_SAID
+from semdiag.measurement.table import read_parquet
+from semdiag.measurement.tables import CORE, TABLES, UNLESS_SAID
 from semdiag_models import InputError
+from semdiag_models.reading import read_json
 
 
 class Measurements:
@@ -22,12 +24,14 @@ class Measurements:
     :data:`~semdiag.measurement.schema.OPTIONAL` with what their rows are, are empty where they were not measured.
 
     Args:
-        models: one row per model: path, sha256, source, snapshot, task, attention, k, global_tokens, norm,
-            pooling, seed, epoch, blocks, heads, length, parameters, samples, inputs, accuracy, found and
-            captured attention layers, residual. Of an external model, what is not known is missing; blocks are
-            the places where attention happens, attention is ``full``, ``causal`` or ``masked``.
+        models: one row per model: path, sha256, weights_sha256, source, snapshot, task, attention, k,
+            global_tokens, norm, pooling, seed, epoch, blocks, heads, length, parameters, samples, inputs,
+            accuracy, found and captured attention layers, residual. Of an external model, what is not known is
+            missing; blocks are the places where attention happens, attention is ``full``, ``causal`` or
+            ``masked``.
         queries: one row per query: sample, layer, head, query, keys (n_i), kept (k_i), dispersion,
-            separation (+inf where nothing is dropped), largest_weight (of its attention weights), and
+            separation (+inf where nothing is dropped), largest_weight (of its attention weights), of models with
+            hashes or clusters recall (of the model's k largest scores), and
             dispersion_kK, separation_kK, mass_kK (share of the weight on the K largest) for each counterfactual K.
         loads: one row per key: sample, layer, head, key, load, and load_kK.
         history: one row per epoch of each training run.
@@ -79,7 +83,8 @@ class Measurements:
     def __repr__(self) -> str:
         tables = {name: getattr(self, name) for name in (*TABLES, *OPTIONAL)}
         measured = [f"{name} ({len(table):,} rows)" for name, table in tables.items() if len(table)]
-        return f"Measurements of {len(self.models)} models: {', '.join(measured)}"
+        some = f"{len(self.models)} model{'s' * (len(self.models) != 1)}"
+        return f"Measurements of {some}: {', '.join(measured)}"
 
     def replace(self, provenance: dict[str, Any] | None = None, /, **tables: pd.DataFrame) -> Self:
         """These measurements with some tables replaced or added.
@@ -146,29 +151,23 @@ class Measurements:
             The measurements.
 
         Raises:
-            InputError: if a file is missing or damaged.
+            InputError: if a file is missing or damaged, or a column is missing or of another kind.
         """
         folder = Path(folder)
         try:
-            tables = {name: pd.read_parquet(folder / f"{name}.parquet") for name in TABLES}
+            tables = {name: read_parquet(folder / f"{name}.parquet") for name in TABLES}
             for name in OPTIONAL:
                 file = folder / f"{name}.parquet"
-                tables[name] = pd.read_parquet(file) if file.exists() else OPTIONAL[name].empty()
-            provenance = json.loads((folder / "provenance.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+                tables[name] = read_parquet(file) if file.exists() else OPTIONAL[name].empty()
+            provenance = read_json(folder / "provenance.json")
+        except (OSError, ValueError, KeyError, TypeError) as error:
             raise InputError(
                 f"{folder} does not hold saved measurements ({str(error).splitlines()[0]}). "
                 "Make them with: semdiag report --keep-queries."
             ) from None
-        for name, needed in NEEDED.items():
-            missing = [column for column in needed.split() if column not in tables[name]]
-            if missing:
-                raise InputError(
-                    f"{folder} does not hold saved measurements ({name}.parquet lacks {', '.join(missing)}). "
-                    "Make them with: semdiag report --keep-queries."
-                )
-        for name, table in OPTIONAL.items():
-            table.check(tables[name], str(folder / f"{name}.parquet"))
+        for table in (*CORE, *OPTIONAL.values()):
+            table.check(tables[table.name], str(folder / f"{table.name}.parquet"))
+        _check_together(folder, tables, provenance)
         return cls(**tables, provenance=provenance)
 
     def of(self, model: str) -> Self:
@@ -196,3 +195,19 @@ class Measurements:
 def _joined(tables: list[pd.DataFrame]) -> pd.DataFrame:
     filled = [table for table in tables if len(table)] or tables[:1]
     return pd.concat(filled, ignore_index=True)
+
+
+def _check_together(folder: Path, tables: dict[str, pd.DataFrame], provenance: Any) -> None:
+    """Refuse tables that contradict each other.
+
+    Raises:
+        InputError: if a model stands twice, or a table speaks of an unknown one; or provenance is none.
+    """
+    models = tables["models"]["model"]
+    if not isinstance(provenance, dict):
+        raise InputError(f"{folder / 'provenance.json'} must hold a JSON object.")
+    if not len(models) or models.isna().any() or models.duplicated().any():
+        raise InputError(f"{folder / 'models.parquet'} must hold every model once, and at least one.")
+    for name, table in tables.items():
+        if not table["model"].isin(models).all():
+            raise InputError(f"{folder / name}.parquet speaks of a model that models.parquet does not hold.")

@@ -5,8 +5,6 @@ import pandas as pd
 from numpy.typing import ArrayLike
 
 PERCENTILES = (0, 1, 5, 10, 25, 50, 75, 90, 95, 99, 100)
-# Read from the other end where small values are the bad ones: the paper's table of separations.
-PAPER_PERCENTILES = (75, 90, 95, 100)
 
 
 def percentiles(values: ArrayLike) -> dict[str, float | int]:

@@ -25,6 +25,7 @@ class Subject:
         batch_size: samples at a time.
         device: where to run.
         dtype: of the model and of its scores.
+        queries: drawn per sample and head; None: all are looked at.
         few: of the inputs those that costly probes use; None: all.
         after_point: called with the number of finished steps.
         missing: why what is not available, by name; probes fill it.
@@ -37,6 +38,7 @@ class Subject:
     batch_size: int
     device: torch.device
     dtype: torch.dtype
+    queries: int | None = None
     few: int | None = None
     after_point: Callable[[int], None] = lambda points: None
     missing: dict[str, str] = field(default_factory=dict)
@@ -59,7 +61,7 @@ class Subject:
     def first(self) -> tuple[list[Batch] | Tensor, Tensor | None]:
         """The few inputs, and their labels."""
         if self.model.external:
-            return (first_samples(self.batches, self.few) if self.few else self.batches), None
+            return (list(first_samples(self.batches, self.few)) if self.few else self.batches), None
         return self.tokens[: self.few], None if self.labels is None else self.labels[: self.few]
 
 
@@ -81,6 +83,7 @@ class Probe:
         prepare: what must be there before the first model is measured, from plan and conditions, so that a wrong
             path does not cost minutes.
         steps: of one encoder, from the plan, for the progress bar.
+        draws: whether it can do with queries that were drawn; others rest on every query.
         provenance: what is recorded, from the plan, the largest number of samples of a model, and the few of them.
     """
 
@@ -91,3 +94,4 @@ class Probe:
     prepare: Callable[[Any, Any], Any] = _none
     steps: Callable[[Any], int] = lambda plan: 0
     provenance: Callable[[Any, int, int], dict[str, Any]] = _none
+    draws: bool = False

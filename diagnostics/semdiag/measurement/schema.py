@@ -1,9 +1,11 @@
 """Every table that measurements may have besides those that all have."""
 
+from semdiag.measurement.kept_rows import SKETCHES
 from semdiag.measurement.probes.registry import PROBES
 from semdiag.measurement.runs.tables import RUN_TABLES
 from semdiag.measurement.table import Table
 from semdiag.measurement.tables import CALLS, REMARKS, SKIPPED
 
 _PROBED = tuple(table for probe in PROBES.values() for table in probe.tables)
-OPTIONAL: dict[str, Table] = {table.name: table for table in (CALLS, REMARKS, SKIPPED, *_PROBED, *RUN_TABLES)}
+_ALL = (CALLS, REMARKS, SKIPPED, SKETCHES, *_PROBED, *RUN_TABLES)
+OPTIONAL: dict[str, Table] = {table.name: table for table in _ALL}

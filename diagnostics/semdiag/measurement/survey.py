@@ -2,12 +2,14 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pandas as pd
 import torch
 from torch import Tensor
 
-from semdiag.capturing.batches import Batch, samples_of, split
+from semdiag.capturing.batches import Batch, each, first_samples, longest, samples_of, split
 from semdiag.capturing.inputs import read_batches, read_inputs
 from semdiag.capturing.loading import LoadedModel, load
 from semdiag.measurement.calls.scored_rows import NotAvailableError
@@ -18,7 +20,7 @@ from semdiag.measurement.probe import Subject
 from semdiag.measurement.probes.registry import PROBES
 from semdiag.measurement.schema import OPTIONAL
 from semdiag.measurement.tables import REMARKS
-from semdiag_models import InputError
+from semdiag_models import Encoder, InputError
 from semdiag_models.device import find_device
 
 
@@ -33,8 +35,8 @@ def survey(
     Args:
         models: checkpoints, or models already loaded.
         conditions: inputs, precision, counterfactuals.
-        announce: called with a model's path and its number of steps (samples, then points of planes) before it is
-            measured.
+        announce: called before each stage (the clean pass over the inputs, then every probe) with the model's
+            path, and the probe's name, and the number of steps; 0 if that is not known.
         after_batch: called with the number of finished steps.
 
     Returns:
@@ -51,13 +53,15 @@ def survey(
         device = torch.device("cpu")
     for model in loaded if conditions.encoders_only else ():
         _ = model.encoder  # which refuses any other
+    for model in loaded:
+        if isinstance(model.module, Encoder):
+            model.module.with_draws(conditions.seed)
     inputs = [_inputs(model, conditions) for model in loaded]
     probes = [(PROBES[type(plan)], plan) for plan in conditions.plans]
     prepared = [probe.prepare(plan, conditions) for probe, plan in probes]
-    steps = sum(probe.steps(plan) for probe, plan in probes)
     parts: list[Measurements] = []
     for model, (batches, labels, source) in zip(loaded, inputs, strict=True):
-        announce(model.path, sum(map(samples_of, batches)) + (0 if model.external else steps))
+        announce(model.path, sum(map(samples_of, batches)))
         if model.external and not isinstance(models[len(parts)], LoadedModel):
             model.module.to(device, DTYPES[conditions.dtype])  # ours alone: no copy, however large it is
         part = measure(
@@ -68,19 +72,31 @@ def survey(
             k=conditions.k if model.external or model.encoder.config.attention == "full" else (),
             device=device,
             dtype=DTYPES[conditions.dtype],
+            queries=conditions.queries,
+            seed=conditions.seed,
+            min_keys=conditions.min_keys,
+            max_queries=conditions.max_queries,
             after_batch=after_batch,
         )
         subject = Subject(
             model, batches, labels, conditions.seed, conditions.batch_size, device, DTYPES[conditions.dtype],
-            conditions.probe_samples, after_batch,
+            conditions.queries, conditions.probe_samples, after_batch,
         )  # fmt: skip
         tables: dict[str, pd.DataFrame] = {}
+        diverged = has_diverged(part)
         for (probe, plan), known in zip(probes, prepared, strict=True):
+            if diverged:
+                subject.note(probe.name, "its attention scores are not finite numbers")
+                continue
+            if conditions.queries is not None and not probe.draws:
+                subject.note(probe.name, "it rests on every query and --queries drew some")
+                continue
+            announce(f"{model.path}: {probe.name}", 0 if model.external else probe.steps(plan))
             try:
                 tables |= probe.measure(subject, plan, known)
             except NotAvailableError as reason:
                 subject.note(probe.name, str(reason))
-        part = part.replace(**tables, remarks=_with_missing(part.remarks, subject))
+        part = part.replace(**tables, remarks=_with_remarks(part.remarks, subject))
         parts.append(part)
     joined = Measurements.concat(parts)
     largest = int(joined.models["samples"].max())
@@ -91,6 +107,16 @@ def survey(
         if measured:  # what an external model gave instead is not what the plan asked for
             joined.provenance.update(probe.provenance(plan, largest, few))
     return _with_keys(joined, conditions.min_keys)
+
+
+def has_diverged(part: Measurements) -> bool:
+    """Whether a model's scores, or how far they lie apart, are no longer numbers: what probes say would be none.
+
+    Args:
+        part: measurements of the model.
+    """
+    queries = part.queries[part.queries["kept"] > 0]  # a query that keeps no key has no dispersion
+    return len(part.non_finite) > 0 or not np.isfinite(queries["dispersion"]).all()
 
 
 def _inputs(model: LoadedModel, conditions: Conditions) -> tuple[list[Batch], Tensor | None, str]:
@@ -104,7 +130,10 @@ def _inputs(model: LoadedModel, conditions: Conditions) -> tuple[list[Batch], Te
     if given is not None:
         return split(read_inputs(given), size), None, f"{given} (given)"
     if model.batches is not None:
-        return split(model.batches, size), None, "came with the model"
+        if _counted(model.batches):
+            return split(model.batches, size), None, "came with the model"
+        first = list(first_samples(each(model.batches, size), conditions.samples))  # there may be no end of them
+        return first, None, f"came with the model, the first {sum(map(samples_of, first))} samples"
     if model.external:
         raise InputError(
             f"Name inputs for {model.path} with --inputs FILE: {_TEXTS if model.source == 'hugging face' else ''}"
@@ -112,6 +141,14 @@ def _inputs(model: LoadedModel, conditions: Conditions) -> tuple[list[Batch], Te
         )
     tokens, labels, source = model.default_inputs(conditions.samples, conditions.seed)
     return split(tokens, size), labels, source
+
+
+def _counted(batches: Any) -> bool:
+    """Whether it says how many it has, which a generator does not, nor a loader of a stream."""
+    try:
+        return len(batches) >= 0
+    except TypeError:
+        return False
 
 
 _TEXTS = "texts, one a line (.txt), "
@@ -134,10 +171,24 @@ def _with_keys(measurements: Measurements, least: int) -> Measurements:
     return measurements.replace(provenance, queries=queries, **kept)
 
 
-def _with_missing(remarks: pd.DataFrame, subject: Subject) -> pd.DataFrame:
-    """The remarks, and what no probe could measure."""
-    rows = [
-        {"model": subject.model.path, "module": "", "text": f"{name} not available, because {why}", "times": 1}
-        for name, why in subject.missing.items()
-    ]
+SAID_AT_ONCE = ("k = ", "the inputs are ")  # remarks about what the user asked for: not in the report alone
+
+
+def _other_length(model: LoadedModel, batches: Sequence[Batch]) -> list[str]:
+    """Say that an encoder sees inputs of another length than it was trained on, if so."""
+    if not isinstance(model.module, Encoder):
+        return []
+    own = model.module.config.length if model.training is None else model.training.length
+    given = sorted({longest(batch) for batch in batches})
+    said = ", ".join(map(str, given))
+    return [] if given == [own] else [f"the inputs are {said} tokens long, and the model was trained on {own}"]
+
+
+def _with_remarks(remarks: pd.DataFrame, subject: Subject) -> pd.DataFrame:
+    """The remarks, what no probe could measure, and which of all random keys were looked at."""
+    texts = [f"{name} not available, because {why}" for name, why in subject.missing.items()]
+    texts += _other_length(subject.model, subject.batches)
+    if not subject.model.external and subject.model.encoder.config.attention == "redrawn":
+        texts.append(f"keeps other random keys in every forward pass; measured with those of seed {subject.seed}")
+    rows = [{"model": subject.model.path, "module": "", "text": text, "times": 1} for text in texts]
     return pd.concat([remarks, REMARKS.of_rows(rows)], ignore_index=True) if rows else remarks

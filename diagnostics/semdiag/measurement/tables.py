@@ -4,18 +4,42 @@ from typing import Any
 
 from semdiag.measurement.table import Table
 
-TABLES = ("models", "queries", "loads", "history", "non_finite")
-# Columns without which nothing can be drawn.
-NEEDED = {
-    "models": "model sha256 source snapshot task attention k seed epoch blocks heads width "
-    "length parameters samples inputs accuracy attention_found attention_captured residual",
-    "queries": "model sample layer head query keys kept dispersion separation",
-    "loads": "model sample layer head key load",
-    "history": "model epoch",
-    "non_finite": "model sample layer head scores",
-}
+_PLACE = {"model": "str", **dict.fromkeys(("sample", "layer", "head"), "int32")}
+# What every measurement has; the columns without which nothing can be drawn.
+CORE = (
+    Table(
+        "models",
+        "One row per model.",
+        {
+            **dict.fromkeys(("model", "sha256", "source", "snapshot", "task", "attention", "inputs"), "str"),
+            **dict.fromkeys(("k", "seed", "epoch", "width"), "Int64"),
+            **dict.fromkeys(("blocks", "heads", "length", "parameters", "samples"), "int64"),
+            **dict.fromkeys(("attention_found", "attention_captured"), "int64"),
+            **dict.fromkeys(("accuracy", "residual"), "float64"),
+        },
+    ),
+    Table(
+        "queries",
+        "One row per query.",
+        {
+            **_PLACE,
+            **dict.fromkeys(("query", "keys", "kept"), "int32"),
+            **dict.fromkeys(("dispersion", "separation"), "float32"),
+        },
+    ),
+    Table("loads", "One row per key.", {**_PLACE, "key": "int32", "load": "int32"}),
+    Table("history", "One row per epoch of each training run.", {"model": "str", "epoch": "float64"}),
+    Table(
+        "non_finite",
+        "One row per sample, layer and head with scores that are not finite.",
+        {**_PLACE, "scores": "int64"},
+    ),
+)
+TABLES = tuple(table.name for table in CORE)
 # Columns of the models that older folders and models of other kinds lack, and what that means.
-UNLESS_SAID: dict[str, Any] = {"global_tokens": 0, "norm": "pre", "pooling": "mean"}
+UNLESS_SAID: dict[str, Any] = {
+    "global_tokens": 0, "weights_sha256": "", "norm": "pre", "pooling": "mean", "share": 1.0
+}  # fmt: skip
 CALLS = Table(
     "calls",
     (
@@ -36,6 +60,11 @@ REMARKS = Table(
     "remarks",
     "One row per thing to know about a captured attention, as a mask that adds -10,000.",
     {**dict.fromkeys(("model", "module", "text"), "str"), "times": "int64"},
+)
+# Of a model that no weights make right on every input of its task: the mask keeps apart what decides the label.
+OUT_OF_REACH = (
+    "no weights make a model with this mask right on every input of its task: pooling and head are additive, and "
+    "no output sees all the tokens that decide the label together"
 )
 SKIPPED = Table(
     "skipped",

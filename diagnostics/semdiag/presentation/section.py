@@ -9,6 +9,7 @@ from matplotlib.figure import Figure
 from semdiag.capturing.attention_kinds import external
 from semdiag.findings.finding import Finding
 from semdiag.findings.findings import Findings
+from semdiag.findings.glance import Glance
 
 Sentences = Callable[[Findings], list[str]]
 Tables = Callable[[Findings, bool], Mapping[str, pd.DataFrame]]
@@ -74,6 +75,8 @@ class Section:
         external: likewise for external models, of which nothing but the attention is known; none if they have no
             such section.
         measured: what must hold besides.
+        glance: its answer at one glance, for the first screen; None: it has no tile there.
+        glanced: the anchor of the question that it answers; empty: the first.
         in_short: its sentences for the first screen.
         details: its sentences model by model and pair by pair; None: it has none.
         verdicts: what became of the claims it speaks about; None: it judges none.
@@ -86,6 +89,8 @@ class Section:
     questions: tuple[Question, ...]
     external: tuple[Question, ...]
     measured: Callable[[Findings], bool] = _always
+    glance: Callable[[Findings], Glance] | None = None
+    glanced: str = ""
     in_short: Sentences = _nothing
     details: Sentences | None = None
     verdicts: Callable[[Findings], list[Finding]] | None = None

@@ -1,13 +1,12 @@
 """What the tables of all sections have in common."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import pandas as pd
 
+from semdiag.findings.distributions import all_by_name, percentile_table
 from semdiag.findings.finding import Finding
 from semdiag.findings.findings import Findings
-from semdiag.measurement.percentiles import layer_table, percentiles
 
 FACTS = ["model", "task", "attention", "k", "seed", "snapshot", "epoch"]
 
@@ -59,22 +58,11 @@ def a_column_each(table: pd.DataFrame) -> pd.DataFrame:
     return wide.rename_axis(columns=None).reset_index()
 
 
-def percentile_table(findings: Findings, quantity: str) -> pd.DataFrame:
-    """Percentiles of a quantity per layer and head, and pooled, of every model.
+def percentile_csv(findings: Findings, quantity: str) -> pd.DataFrame:
+    """Percentiles of a quantity per layer and head, and pooled, with the model's facts, for readers.
 
     Args:
         findings: of any number of models.
         quantity: dispersion, separation or load.
-
-    Returns:
-        The model's facts, layer and head (``all`` where pooled), then the columns of
-        :func:`~semdiag.measurement.percentiles.percentiles`.
     """
-    measurements = findings.measurements
-    rows = measurements.loads if quantity == "load" else measurements.queries
-    table: list[dict[Any, Any]] = []
-    for model in measurements.models[FACTS].to_dict("records"):
-        own = rows[rows["model"] == model["model"]]
-        table += [{**model, **row} for row in layer_table(own, quantity).to_dict("records")]
-        table.append({**model, "layer": "all", "head": "all", **percentiles(own[quantity])})
-    return pd.DataFrame(table)
+    return with_facts(findings, all_by_name(findings(percentile_table, quantity)))

@@ -1,7 +1,6 @@
 """The file of a sweep: what is in it, where it stands, and all that is wrong with it."""
 
 import re
-import tomllib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 from itertools import product
@@ -11,13 +10,18 @@ from typing import Any
 from semdiag_models.attention_kinds import ATTENTIONS
 from semdiag_models.errors import InputError, unknown_name
 from semdiag_models.model_config import ModelConfig
+from semdiag_models.reading import read_toml
 from semdiag_models.tasks import Text, find_task
 from semdiag_models.training_config import ListOpsTrees, TrainingConfig
 
+MOST_RUNS = 100_000  # of one file
 _RECORDS: tuple[Any, ...] = (ModelConfig, TrainingConfig, ListOpsTrees)
 _TEXT_KEYS = {"text": str, "holdout_text": str, "tokenizer": str, "vocabulary": int}
 _DECISIVE = ("task", "attention")  # without them the other keys cannot be checked
-_TOGETHER = (*_DECISIVE, "length", "k", "global_tokens", "selection_seed", "snapshots")  # legal only with others
+_TOGETHER = (  # legal only with others
+    *_DECISIVE, "length", "k", "global_tokens", "selection_seed", "snapshots", "hash_rounds", "hash_bits",
+    "hashes", "clusters", "centroid_decay",
+)  # fmt: skip
 _OWN = ("vocabulary_size", "classes", "listops", "text")  # of the records, and not for the user to say
 KEYS = tuple(
     dict.fromkeys(
@@ -72,17 +76,16 @@ def read_sweep_file(path: Path) -> SweepFile:
     Raises:
         InputError: if the file cannot be read or is no TOML.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-        content = tomllib.loads(text)
-    except FileNotFoundError:
-        raise InputError(f"{path} does not exist. Name a TOML file, like experiments/study.toml.") from None
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise InputError(f"{path} cannot be read: {error}.") from None
+    if not path.exists():
+        raise InputError(f"{path} does not exist. Name a TOML file, like experiments/study.toml.")
+    content, text = read_toml(path)
     reader = _Reader(text)
     grid = content.pop("grid", {})
     common = reader.common(content)
     tables = grid if isinstance(grid, list) else [grid]
+    count = sum(_count(table) for table in tables if isinstance(table, dict))
+    if count > MOST_RUNS:
+        raise InputError(f"{path} asks for more than {MOST_RUNS:,} runs. Use shorter lists in [grid].")
     grids = []
     for number, table in enumerate(tables):
         name = f"grid[{number}]" if isinstance(grid, list) else "grid"
@@ -171,6 +174,14 @@ class _Reader:
             elif within == table and wanted.match(line):
                 return f"{path} (line {number})"
         return path
+
+
+def _count(table: dict[str, Any]) -> int:
+    """How many combinations a table's lists make."""
+    count = 1
+    for key, value in table.items():
+        count *= sum(_count(entry) if isinstance(entry, dict) else 1 for entry in _entries(key, value))
+    return count
 
 
 def _entries(key: str, value: Any) -> list[Any]:

@@ -20,7 +20,10 @@ from semdiag_models.training_config import ListOpsTrees, TrainingConfig
 CONTINUABLE = ("epochs", "until", "snapshots")  # may differ from what a run was begun with
 _TREES = tuple(field.name for field in fields(ListOpsTrees))
 _TEXT = ("text", "holdout_text", "tokenizer", "vocabulary")
-_IN_THE_NAME = ("task", "length", "attention", "k", "global_tokens", "seed", "selection_seed", "text", "listops")
+_IN_THE_NAME = (
+    "task", "length", "attention", "k", "global_tokens", "seed", "selection_seed", "text", "listops",
+    "hash_rounds", "hash_bits", "hashes", "clusters", "centroid_decay",
+)  # fmt: skip
 _LONGEST_NAME = 90  # without the hash; what does not fit is left out
 
 

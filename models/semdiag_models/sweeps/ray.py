@@ -6,7 +6,6 @@ from typing import Any
 
 from semdiag_models.errors import InputError
 from semdiag_models.sweeps.runs import Order, Outcome, train_order
-from semdiag_models.sweeps.workers import KILLED
 
 _AT_ONCE = 10_000  # runs that wait in Ray's own queue
 
@@ -53,20 +52,20 @@ class RayWorkers:
         ready: list[Any] = self._ray.wait(handles, num_returns=1, timeout=seconds)[0]
         return ready
 
-    def outcome(self, handle: Any) -> Outcome:
+    def outcomes(self, handle: Any) -> list[Outcome] | None:
         """See :class:`semdiag_models.sweeps.workers.Workers`."""
         try:
-            outcome: Outcome = self._ray.get(handle)
+            outcomes: list[Outcome] = self._ray.get(handle)
         except self._ray.exceptions.RayError:  # of a worker or a machine: the run itself raises nothing
-            return KILLED
-        return outcome
+            return None
+        return outcomes
 
     def close(self) -> None:
         """See :class:`semdiag_models.sweeps.workers.Workers`; a cluster that was there before stays."""
         self._ray.shutdown()
 
 
-def _train_in(folder: str, order: Order) -> Outcome:
+def _train_in(folder: str, order: Order) -> list[Outcome]:
     """Train where the sweep was started, if there is such a folder, so that names of texts mean the same."""
     if os.path.isdir(folder):
         os.chdir(folder)

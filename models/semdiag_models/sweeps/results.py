@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from semdiag_models.sweeps.runs import RunResult
+from semdiag_models.writing import write_text
 
 SCHEMA = "semdiag.sweep/1"
 
@@ -36,6 +37,4 @@ def write_results(folder: Path, rows: list[RunResult], provenance: dict[str, Any
     writer.writerows(row.to_dict() for row in rows)
     document = json.dumps(results_document(rows, provenance), indent=1, allow_nan=False)
     for name, text in (("results.csv", table.getvalue()), ("results.json", document + "\n")):
-        temporary = folder / f".{name}.tmp"
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(folder / name)
+        write_text(folder / name, text)

@@ -1,7 +1,7 @@
 """One run of a sweep: how far its folder is, and training it to its end in a process of its own."""
 
-import csv
 import os
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -11,9 +11,13 @@ import torch
 from semdiag_models.checkpoint import Checkpoint, read_checkpoint
 from semdiag_models.device import find_device
 from semdiag_models.errors import InputError
+from semdiag_models.random_state import random_state
+from semdiag_models.reading import LARGEST_JSON, read_bytes
 from semdiag_models.run_folder import open_run, train_run
+from semdiag_models.seed_runs import SeedRun, train_seed_runs
 from semdiag_models.sweeps.grid import SweepRun, identity
-from semdiag_models.training import DivergedError, Trainer
+from semdiag_models.sweeps.records import read_history, write_record
+from semdiag_models.training import DivergedError
 from semdiag_models.training_config import TrainingConfig
 
 STATUSES = {
@@ -69,14 +73,14 @@ class Order:
     """What a worker needs to know: everything can be sent to another process.
 
     Attributes:
-        run: what to train.
-        folder: the run's, absolute.
+        runs: what to train; several, alike in size, in the same steps.
+        folder: in which each has a folder of its name; absolute.
         device: ``cpu``, ``cuda`` or ``mps``.
         provenance: stored in every snapshot.
         parent: process with which the training ends, if it should end with one.
     """
 
-    run: SweepRun
+    runs: tuple[SweepRun, ...]
     folder: Path
     device: str
     provenance: dict[str, Any]
@@ -117,79 +121,111 @@ def inspect(folder: Path, run: SweepRun) -> tuple[str, Checkpoint | None]:
         return "waiting", None
     if identity(saved.model, saved.training) != identity(run.model, run.training):
         raise InputError(f"{folder} holds a run of another configuration. Move it away, or choose another --out.")
-    return ("done" if _at_its_end(saved, run.training) else "begun"), saved
+    return ("done" if _at_its_end(saved.history, run.training) else "begun"), saved
 
 
-def _at_its_end(saved: Checkpoint, training: TrainingConfig) -> bool:
-    accuracies = saved.history.get("train_accuracy", [])
+def _at_its_end(history: dict[str, list[float]], training: TrainingConfig) -> bool:
+    accuracies = history.get("train_accuracy", [])
     converged = training.until is not None and bool(accuracies) and accuracies[-1] >= training.until
-    return saved.epoch >= training.epochs or converged
+    return len(accuracies) >= training.epochs or converged
 
 
-def train_order(order: Order) -> Outcome:
-    """Train a run from where it is to its end, on one CPU thread; for a process of its own.
+def train_order(order: Order) -> list[Outcome]:
+    """Train runs from where they are to their ends, on one CPU thread; for a process of its own.
 
     Args:
         order: what, where and on which device.
 
     Returns:
-        How it ended; nothing is raised, so that one run's error stops no other.
+        How each ended; nothing is raised, so that one run's error stops no other.
     """
     torch.set_num_threads(1)
+    ended, left = [Outcome("done") for _ in order.runs], []
+    for i, run in enumerate(order.runs):
+        try:
+            status, saved = inspect(order.folder / run.name, run)
+        except InputError as error:
+            ended[i] = Outcome("failed", str(error))
+        else:
+            if status != "done":
+                left.append((i, saved is not None))
     try:
-        status, saved = inspect(order.folder, order.run)
-        if status == "done":
-            return Outcome("done")
-        device, begun = find_device(order.device), saved is not None
-        trainer = open_run(
-            order.folder, order.run.model, order.run.training, device, resume=begun, overwrite=not begun
-        )
-        train_run(order.folder, trainer, order.provenance, after_batch=lambda: _end_with_parent(order, trainer))
+        _train(order, left)
     except DivergedError as error:
-        return Outcome("diverged", str(error))
+        for member in error.members:
+            ended[left[member][0]] = Outcome("diverged", str(error))
     except InputError as error:
-        return Outcome("failed", str(error))
+        ended = [Outcome("failed", str(error)) if i in dict(left) else outcome for i, outcome in enumerate(ended)]
     except Exception as error:  # a full disk, no memory, an error of ours: recorded, and tried again
-        return Outcome("failed", f"{type(error).__name__}: {' '.join(str(error).split())}"[:300], retry=True)
-    return Outcome("done")
+        problem = f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
+        failed = Outcome("failed", problem, retry=True)
+        ended = [failed if i in dict(left) else outcome for i, outcome in enumerate(ended)]
+    return ended
 
 
-def _end_with_parent(order: Order, trainer: Trainer) -> None:
-    """Leave when the sweep was killed, so that the next one finds the folder free."""
+def _train(order: Order, left: list[tuple[int, bool]]) -> None:
+    """Train the runs at these positions, each with whether it has begun."""
+    device, runs = find_device(order.device), []
+    with ExitStack() as undo:
+        for i, begun in left:
+            run = order.runs[i]
+            folder = order.folder / run.name
+            trainer = open_run(folder, run.model, run.training, device, resume=begun, overwrite=not begun)
+            undo.callback(trainer.release)
+            runs.append(SeedRun(folder, trainer, random_state(device)))
+        if len(runs) == 1:
+            (one,) = runs
+            train_run(one.folder, one.trainer, order.provenance, after_batch=lambda: _end_with_parent(order, runs))
+        elif runs:
+            train_seed_runs(runs, order.provenance, after_batch=lambda _: _end_with_parent(order, runs))
+
+
+def _end_with_parent(order: Order, runs: list[SeedRun]) -> None:
+    """Leave when the sweep was killed, so that the next one finds the folders free."""
     if order.parent is not None and os.getppid() != order.parent:
-        trainer.release()
+        for run in runs:
+            run.trainer.release()
         os._exit(1)
 
 
 def epochs_so_far(folder: Path) -> int:
     """Finished epochs of a run that may be in training, from ``history.csv``."""
     try:
-        with (folder / "history.csv").open(encoding="utf-8", newline="") as file:
-            return sum(1 for _ in csv.reader(file)) - 1
-    except OSError:
+        return read_bytes(folder / "history.csv", LARGEST_JSON).count(b"\n") - 1
+    except InputError:
         return 0
 
 
-def result(run: SweepRun, folder: Path, target: float, outcome: Outcome | None = None) -> RunResult:
-    """Read a run's row from its folder.
+def result(
+    run: SweepRun, folder: Path, target: float, outcome: Outcome | None = None, records: Path | None = None
+) -> RunResult:
+    """Read a run's row from its folder, or, if that is not finished, from its record.
 
     Args:
         run: what was trained.
         folder: the run's.
         target: training accuracy in (0, 1].
         outcome: of the attempt just made; without one, the folder alone decides.
+        records: folder of :func:`semdiag_models.sweeps.records.write_record`, which gets that of a finished run.
 
     Returns:
         The row.
     """
     problem = "" if outcome is None else outcome.problem
+    history: dict[str, list[float]] = {}
     try:
+        recorded = None if records is None else read_history(records, run)
         status, saved = inspect(folder, run)
+        if saved is not None:
+            history = saved.history
+        if status == "done" and recorded is None and records is not None and saved is not None:
+            write_record(records, run, saved)
+        if recorded is not None and status != "done" and _at_its_end(recorded, run.training):
+            status, history = "done", recorded
     except InputError as error:
-        status, saved, problem = "failed", None, str(error)
+        status, problem = "failed", str(error)
     if outcome is not None and status != "done":
         status = outcome.status
-    history = {} if saved is None else saved.history
     train, holdout = history.get("train_accuracy", []), history.get("holdout_accuracy", [])
     return RunResult(
         run=run.name,
@@ -200,7 +236,7 @@ def result(run: SweepRun, folder: Path, target: float, outcome: Outcome | None =
         global_tokens=run.model.global_tokens,
         activation=run.model.activation,
         seed=run.training.seed,
-        epochs=0 if saved is None else saved.epoch,
+        epochs=len(history.get("epoch", ())),
         epochs_to_target=next((n for n, reached in enumerate(train, start=1) if reached >= target), None),
         train_accuracy=train[-1] if train else None,
         holdout_accuracy=holdout[-1] if holdout else None,

@@ -11,6 +11,8 @@ from typing import Any, Protocol
 from joblib.externals.loky import get_reusable_executor
 from joblib.externals.loky.process_executor import BrokenProcessPool
 
+from semdiag_models.step import ALIKE
+from semdiag_models.sweeps.grid import SweepRun
 from semdiag_models.sweeps.runs import Order, Outcome, epochs_so_far, train_order
 
 TICK = 1.0  # seconds between two looks at who is ready
@@ -28,8 +30,8 @@ class Workers(Protocol):
     def wait(self, handles: list[Any], seconds: float) -> list[Any]:
         """Wait until one of the runs ends, or the time is over; return those that have ended."""
 
-    def outcome(self, handle: Any) -> Outcome:
-        """How an ended run ended; ``KILLED`` if its process did not live to say."""
+    def outcomes(self, handle: Any) -> list[Outcome] | None:
+        """How the ended runs of an order ended; None if their process did not live to say."""
 
     def close(self) -> None:
         """End all processes at once; what they saved stays. Closing twice is closing once."""
@@ -53,22 +55,22 @@ class LocalWorkers:
             max_workers=self.capacity, timeout=3600, env=one_thread, initializer=_ignore_interrupts
         )
 
-    def submit(self, order: Order) -> Future[Outcome]:
+    def submit(self, order: Order) -> Future[list[Outcome]]:
         """See :class:`Workers`."""
         self._begun = True
-        future: Future[Outcome] = self._executor().submit(train_order, replace(order, parent=os.getpid()))
+        future: Future[list[Outcome]] = self._executor().submit(train_order, replace(order, parent=os.getpid()))
         return future
 
-    def wait(self, handles: list[Future[Outcome]], seconds: float) -> list[Future[Outcome]]:
+    def wait(self, handles: list[Future[list[Outcome]]], seconds: float) -> list[Future[list[Outcome]]]:
         """See :class:`Workers`."""
         return list(wait(handles, seconds, FIRST_COMPLETED).done)
 
-    def outcome(self, handle: Future[Outcome]) -> Outcome:
+    def outcomes(self, handle: Future[list[Outcome]]) -> list[Outcome] | None:
         """See :class:`Workers`."""
         try:
             return handle.result()
         except BrokenProcessPool:
-            return KILLED
+            return None
 
     def close(self) -> None:
         """See :class:`Workers`."""
@@ -81,11 +83,11 @@ def _ignore_interrupts() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-def train_all(orders: list[Order], workers: Workers, retries: int) -> Iterator[tuple[Order, Outcome] | None]:
+def train_all(orders: list[Order], workers: Workers, retries: int) -> Iterator[tuple[SweepRun, Outcome] | None]:
     """Train many runs, several at once, each from where it is.
 
-    A run whose process dies, or that stops with an error that may pass, is tried again; attempts after which it
-    has new epochs do not count. Leaving the iteration ends all processes.
+    Runs whose process dies, or that stop with an error that may pass, are tried again; attempts after which they
+    have new epochs do not count. Leaving the iteration ends all processes.
 
     Args:
         orders: the runs, in the order in which to begin them.
@@ -96,24 +98,49 @@ def train_all(orders: list[Order], workers: Workers, retries: int) -> Iterator[t
         A run and how it ended; or None, about once a second, when there is time to show progress.
     """
     waiting, attempts = deque(orders), Counter[str]()
-    running: dict[Any, tuple[Order, int]] = {}
+    running: dict[Any, tuple[Order, list[int]]] = {}
+
+    def epochs(order: Order) -> list[int]:
+        return [epochs_so_far(order.folder / run.name) for run in order.runs]
+
     try:
         while waiting or running:
             while waiting and len(running) < workers.capacity:
                 order = waiting.popleft()
-                running[workers.submit(order)] = order, epochs_so_far(order.folder)
+                running[workers.submit(order)] = order, epochs(order)
             for handle in workers.wait(list(running), TICK):
                 order, before = running.pop(handle)
-                outcome = workers.outcome(handle)
-                if outcome.retry:
-                    attempts[order.run.name] += epochs_so_far(order.folder) <= before
-                    if attempts[order.run.name] <= retries:
-                        waiting.append(order)
-                        continue
-                yield order, outcome
+                outcomes = workers.outcomes(handle) or [KILLED] * len(order.runs)
+                again = []
+                for run, outcome, was, now in zip(order.runs, outcomes, before, epochs(order), strict=True):
+                    if outcome.retry:
+                        attempts[run.name] += now <= was
+                        if attempts[run.name] <= retries:
+                            again.append(run)
+                            continue
+                    yield run, outcome
+                if again:
+                    waiting.append(replace(order, runs=tuple(again)))
             yield None
     finally:
         workers.close()
+
+
+def together(runs: list[SweepRun], most: int) -> list[tuple[SweepRun, ...]]:
+    """Put runs that can be trained in the same steps into groups, in their order.
+
+    Args:
+        runs: of a sweep.
+        most: runs of a group.
+
+    Returns:
+        The groups; runs differ within one in seed, attention and the scale of queries and keys alone.
+    """
+    alike: dict[Any, list[SweepRun]] = {}
+    for run in runs:
+        sizes = tuple(getattr(run.model, name) for name in ALIKE)
+        alike.setdefault((sizes, replace(run.training, seed=0, query_key_scale=1.0)), []).append(run)
+    return [tuple(group[i : i + most]) for group in alike.values() for i in range(0, len(group), most)]
 
 
 def cores() -> int:

@@ -5,6 +5,7 @@ import io
 from pathlib import Path
 
 from semdiag_models.errors import InputError
+from semdiag_models.reading import LARGEST_TEXT, read_bytes
 
 
 def read_lines(path: Path) -> tuple[list[str], str]:
@@ -19,12 +20,7 @@ def read_lines(path: Path) -> tuple[list[str], str]:
     Raises:
         InputError: if the file is missing or unreadable, is not UTF-8 text, or holds nothing but blanks.
     """
-    try:
-        content = path.read_bytes()
-    except FileNotFoundError:
-        raise InputError(f"The text {path} does not exist.") from None
-    except OSError as error:
-        raise InputError(f"The text {path} cannot be read: {error.strerror}.") from None
+    content = read_bytes(path, LARGEST_TEXT)
     if b"\0" in content:
         raise InputError(f"{path} is not a text: it holds zero bytes. Name a UTF-8 text file.")
     try:

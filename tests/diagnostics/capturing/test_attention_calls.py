@@ -24,7 +24,7 @@ NOTHING = (0, 0, 0)
 
 
 @pytest.fixture(
-    params=[("full", None), ("topk", 3), ("banded", 3), ("block", 3), ("bottomk", 3), ("random", 3)],
+    params=[("full", None), *((kind, 3) for kind in ("topk", "banded", "block", "bottomk", "random", "lsh"))],
     ids=lambda kind: kind[0],
 )
 def encoder(request, tiny_config):

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from semdiag.capturing.attention_kinds import (
+    APPROXIMATE,
     BOUNDED,
     CHANGING,
     DENSE,
@@ -39,13 +40,14 @@ def test_the_derived_names():
     assert DENSE == ("full", "causal", "masked")
     assert FIXED_MASKS == ("full", "banded", "block", "random", "causal", "masked")
     assert HEAVY_HITTERS == ("topk",)
-    assert CHANGING == ("topk", "bottomk")
+    assert CHANGING == ("topk", "bottomk", "lsh", "routing")
+    assert APPROXIMATE == ("lsh", "routing")
     assert BOUNDED == ("full", "banded", "block", "topk", "random", "causal", "masked")
     assert SCORED == ("full", "topk", "causal", "masked")
 
 
-def test_every_mask_is_fixed_or_changes_and_none_is_both():
-    assert sorted(FIXED_MASKS + CHANGING) == sorted(KINDS)
+def test_every_mask_is_fixed_or_changes_or_is_redrawn_and_none_is_both():
+    assert sorted((*FIXED_MASKS, *CHANGING, "redrawn")) == sorted(KINDS)
 
 
 def test_a_bound_is_known_of_fixed_masks_and_heavy_hitters():
@@ -61,7 +63,7 @@ def test_scores_are_ranked_where_all_keys_are_kept_or_the_largest():
 def test_a_mask_can_be_put_under_noise_unless_it_ignores_the_scores():
     assert list(SELECTIONS) == list(KINDS)
     for name, selection in SELECTIONS.items():
-        assert (selection is None) == (name in FIXED_MASKS and name not in DENSE)
+        assert (selection is None) == (name in (*FIXED_MASKS, "redrawn") and name not in DENSE)
         if selection is not None:
             assert selection.own == (name in CHANGING)
 

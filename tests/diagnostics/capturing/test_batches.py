@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from semdiag.capturing.batches import call, moved, real_queries, real_tokens, samples_of, split
+from semdiag.capturing.batches import call, moved, samples_of, split
 from semdiag_models import InputError
 
 
@@ -51,47 +51,3 @@ def test_only_floating_point_tensors_change_their_type():
         torch.int64,
         torch.float64,
     ]
-
-
-def test_padding_is_read_by_name_and_by_position():
-    tokens, mask = torch.ones(2, 3, dtype=torch.int64), torch.tensor([[1, 1, 0], [1, 0, 0]])
-    for batch in ({"tokens": tokens, "attention_mask": mask}, (tokens, mask)):
-        assert torch.equal(real_tokens(Named(), batch)["attention_mask"], mask.bool())
-    assert real_tokens(Named(), tokens) == {}
-    assert real_tokens(Named(), {"attention_mask": torch.zeros(2, 1, 3, 3)}) == {}  # a mask of keys, not of tokens
-
-
-def test_the_masks_of_pytorch_mark_padding_the_other_way_round():
-    layer = nn.TransformerEncoder(
-        nn.TransformerEncoderLayer(8, 2, batch_first=True), 1, enable_nested_tensor=False
-    )
-    padded = torch.tensor([[False, True]])
-    found = real_tokens(layer, {"src": torch.zeros(1, 2, 8), "src_key_padding_mask": padded})
-    assert found["src_key_padding_mask"].tolist() == [[True, False]]
-
-
-def test_queries_of_a_decoder_take_its_own_mask():
-    real = real_tokens(
-        nn.Identity(),
-        {
-            "attention_mask": torch.tensor([[1, 1, 0]]),
-            "decoder_attention_mask": torch.tensor([[1, 0, 0]]),
-        },
-    )
-    assert real_queries(real, "encoder.layer.0", (1, 3), 0).tolist() == [[True, True, False]]
-    assert real_queries(real, "decoder.layer.0", (1, 3), 0).tolist() == [[True, False, False]]
-    del real["decoder_attention_mask"]
-    assert real_queries(real, "decoder.layer.0", (1, 3), 0).tolist() == [[True, True, False]]
-
-
-def test_a_decoder_without_a_mask_does_not_take_the_encoders():
-    batch = {"attention_mask": torch.tensor([[1, 1, 0]]), "decoder_input_ids": torch.tensor([[4, 5, 6]])}
-    assert real_queries(real_tokens(nn.Identity(), batch), "decoder.0", (1, 3), 0).all()
-
-
-def test_with_a_cache_the_last_positions_are_the_queries():
-    real = {"attention_mask": torch.tensor([[True, True, False, True]])}
-    assert real_queries(real, "layer", (1, 1), 3).tolist() == [[True]]
-    assert real_queries(real, "layer", (1, 2), 2).tolist() == [[False, True]]
-    assert real_queries(real, "layer", (1, 1), 0) is None
-    assert real_queries(real, "layer", (2, 4), 0) is None

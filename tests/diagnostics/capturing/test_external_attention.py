@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention.bias import causal_lower_right
-from torch.nn.attention.flex_attention import flex_attention
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
@@ -195,9 +194,9 @@ def test_a_causal_rule_costs_no_mask():
 def test_allowed_keys_of_some_rows_are_those_rows_of_the_whole_mask():
     (call,) = watched(Attention(ATTENTIONS["sdpa, lower right"]), draw(2, LENGTH, WIDTH))[1]
     whole = torch.ones(3, LENGTH, dtype=torch.bool).tril(4)
-    assert torch.equal(call.allowed_keys(1, 3), whole[1:3])
+    assert torch.equal(call.part(queries=slice(1, 3)).allowed[0, 0], whole[1:3])
     padded = dataclasses.replace(call, allowed=torch.arange(LENGTH)[None, None, None] > 0)
-    assert torch.equal(padded.allowed_keys(0, 2)[0, 0], whole[:2] & (torch.arange(LENGTH) > 0))
+    assert torch.equal(padded.part(queries=slice(2)).allowed[0, 0], whole[:2] & (torch.arange(LENGTH) > 0))
 
 
 @pytest.mark.parametrize(
@@ -220,15 +219,16 @@ NOT_ATTENTION = {
     "softmax over queries": lambda q, k, v: (q @ k.mT).softmax(-2) @ v,
     "sigmoid": lambda q, k, v: (q @ k.mT).sigmoid() @ v,
     "weights scaled by hand": lambda q, k, v: ((q @ k.mT).softmax(-1) * 0.5) @ v,
-    "scores through relu": lambda q, k, v: (q @ k.mT).relu().softmax(-1) @ v,
+    "a part of the weights": lambda q, k, v: (q @ k.mT).softmax(-1)[..., :3] @ v[..., :3, :],
+    "two softmaxes subtracted": lambda q, k, v: ((q @ k.mT).softmax(-1) - (k @ q.mT).softmax(-1)) @ v,
 }
 
 
 @pytest.mark.parametrize("name", NOT_ATTENTION)
 def test_what_is_not_softmax_attention_is_not_captured_and_the_rest_is_listed(name):
-    _, calls, audit = watched(Attention(NOT_ATTENTION[name]), draw(2, LENGTH, WIDTH), operations=True)
+    _, calls, audit = watched(Attention(NOT_ATTENTION[name]), draw(2, LENGTH, WIDTH))
     assert not calls
-    assert [skipped.operation for skipped in audit.skipped] == ([] if name == "sigmoid" else ["softmax"])
+    assert {skipped.operation for skipped in audit.skipped} == (set() if name == "sigmoid" else {"softmax"})
 
 
 def test_a_language_model_head_is_not_taken_for_attention():
@@ -242,31 +242,17 @@ def test_a_language_model_head_is_not_taken_for_attention():
 
     _, calls, audit = watched(Head(), draw(2, LENGTH, WIDTH))
     assert not calls
-    assert not audit.skipped
-
-
-@pytest.mark.filterwarnings("ignore:flex_attention called")
-def test_flex_attention_is_listed_as_not_captured():
-    model = Attention(lambda q, k, v: flex_attention(q.float(), k.float(), v.float()))
-    flex_attention(*torch.randn(3, 1, 1, 2, 16).unbind())  # its warning about speed comes once a process
-    _, calls, audit = watched(model, draw(2, LENGTH, WIDTH))
-    assert not calls
-    assert {(s.module, s.operation) for s in audit.skipped} == {("", "flex_attention")}
+    assert [s.reason[:23] for s in audit.skipped] == ["its keys are parameters"]
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.trace:Warning", "ignore::torch.jit.TracerWarning")
-def test_a_traced_graph_is_listed_and_with_all_operations_so_is_what_runs_in_it():
+@pytest.mark.parametrize("kind", ["plain", "sdpa, causal", "sdpa, float mask"])
+def test_a_traced_graph_is_captured_below_python(kind):
     x = draw(2, LENGTH, WIDTH)
-    model = nn.Sequential(torch.jit.trace(Attention(ATTENTIONS["plain"]), x, check_trace=False))
-    _, calls, audit = watched(model, x, operations=True)
-    assert not calls
-    assert {("0", "jit graph"), ("0", "_softmax")} <= {(s.module, s.operation) for s in audit.skipped}
-
-
-def test_watching_all_operations_changes_no_output_and_adds_nothing_for_what_is_captured():
-    for kind in ("plain", "sdpa, causal", "sdpa, float mask", "soft-capped"):
-        _, calls, audit = watched(Attention(ATTENTIONS[kind]), draw(2, LENGTH, WIDTH), operations=True)
-        assert (len(calls), audit.skipped) == (1, {})
+    model = nn.Sequential(torch.jit.trace(Attention(ATTENTIONS[kind]), x, check_trace=False))
+    _, (call,), audit = watched(model, x)
+    torch.testing.assert_close(naive(call), call.mixed, rtol=1e-10, atol=1e-10)
+    assert (call.module, audit.skipped) == ("0", {})
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
@@ -282,14 +268,37 @@ def test_nested_tensors_are_listed_as_not_captured():
     assert [s.operation for s in audit.skipped] == ["scaled_dot_product_attention"]
 
 
-def test_a_mask_of_minus_ten_thousand_counts_as_a_bias_and_is_remarked():
-    steep = softmax_of(lambda z: z + torch.where(SEEN, 0.0, -1e4))
-    _, (call,), audit = watched(Attention(steep), draw(2, LENGTH, WIDTH))
-    assert call.allowed is None
-    assert recomputation_residual(call) < 1e-13
-    assert [remark.text for remark in audit.remarks] == [
-        "a mask adds -1e+04 instead of -inf: it counts as a bias on the scores"
-    ]
+def plus_mask(value):
+    return softmax_of(lambda z: z + torch.where(SEEN, 0.0, value))
+
+
+ALIBI = -3e3 * (torch.arange(LENGTH)[:, None] - torch.arange(LENGTH)).abs()
+FORBIDDING = {
+    "added": plus_mask(-1e4),
+    "added, huge": plus_mask(-1e30),
+    "added to a bias": softmax_of(lambda z: z + (BIAS + torch.where(SEEN, 0.0, -1e4))),
+    "filled": softmax_of(lambda z: z.masked_fill(~SEEN, -1e4)),
+    "mixed by hand": softmax_of(lambda z: z * SEEN - 1e4 * (1 - SEEN.double())),
+    "sdpa": lambda q, k, v: F.scaled_dot_product_attention(q, k, v, torch.where(SEEN, 0.0, -1e4).double()),
+}
+
+
+@pytest.mark.parametrize("kind", FORBIDDING)
+def test_a_constant_of_minus_ten_thousand_or_less_forbids_a_key_and_is_remarked(kind):
+    _, (call,), audit = watched(Attention(FORBIDDING[kind]), draw(2, LENGTH, WIDTH))
+    assert torch.equal(call.part().allowed.expand(2, HEADS, LENGTH, LENGTH), SEEN.expand(2, HEADS, LENGTH, LENGTH))
+    assert [remark.text.split(":")[0][:13] for remark in audit.remarks] == ["a mask of -1e"]
+
+
+@pytest.mark.parametrize("kind", ["by hand", "sdpa"])
+def test_a_term_that_falls_with_distance_is_a_bias_however_low(kind):
+    attend = softmax_of(lambda z: z + ALIBI)
+    if kind == "sdpa":
+        attend = lambda q, k, v: F.scaled_dot_product_attention(q, k, v, ALIBI.double())  # noqa: E731
+    _, (call,), audit = watched(Attention(attend), draw(2, LENGTH, WIDTH))
+    assert call.part().allowed is None
+    assert torch.equal(call.bias.expand(1, 1, LENGTH, LENGTH)[0, 0].float(), ALIBI)
+    assert [remark.text[:23] for remark in audit.remarks] == ["a term of down to -1.8e"]
 
 
 def test_calls_of_a_shared_module_are_told_apart_and_counted_anew_in_each_forward():
@@ -434,17 +443,18 @@ def test_padding_in_a_fused_encoder_leaves_zeros_that_the_watch_replaces_by_valu
     torch.testing.assert_close(before[~padding], during[~padding], rtol=1e-5, atol=1e-5)
 
 
-def test_where_torch_does_not_let_one_look_inside_its_layer_is_listed(monkeypatch):
+@pytest.mark.parametrize("need_weights", [False, True])
+def test_where_torch_does_not_let_one_look_inside_its_layer_it_is_seen_below_python(monkeypatch, need_weights):
     monkeypatch.delattr(torch.overrides, "redispatch_function", raising=False)  # as before torch 2.13
     layer = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True).eval()
     x = draw(2, LENGTH, WIDTH).float()
     calls = []
-    with watch_attention(layer, calls.append) as audit:
-        layer(x, x, x)
-    assert not calls
-    (skipped,) = audit.skipped
-    assert skipped.operation == "multi_head_attention_forward"
-    assert skipped.reason == "it takes torch 2.13 to look inside"
+    with torch.no_grad(), watch_attention(layer, calls.append) as audit:
+        layer(x, x, x, need_weights=need_weights)
+    (call,) = calls
+    torch.testing.assert_close(naive(call), call.mixed, rtol=1e-5, atol=1e-5)
+    assert call.mixed.shape == (2, HEADS, LENGTH, HEAD_WIDTH)
+    assert not audit.skipped
 
 
 @pytest.mark.skipif(not hasattr(torch.overrides, "redispatch_function"), reason="before torch 2.13")

@@ -5,6 +5,7 @@ import warnings
 import pytest
 import torch
 
+import semdiag
 from semdiag.capturing.attention_calls import watch_attention
 from semdiag.measurement.calls.residual import recomputation_residual
 
@@ -61,7 +62,7 @@ def test_generation_with_a_cache_attributes_queries_to_their_positions(implement
         seen = torch.zeros(2, 1, call.q.shape[2], call.k.shape[2], dtype=torch.bool)
         for i in range(call.q.shape[2]):
             seen[..., i, : call.first_query + i + 1] = True
-        allowed = call.allowed_keys(0, call.q.shape[2])
+        allowed = call.part().allowed
         if padded:
             seen[1, ..., :2] = False
         some = seen.any(-1, keepdim=True)  # a padded query may be allowed whatever the model likes
@@ -144,3 +145,34 @@ def test_gradients_in_training_mode_are_the_same_to_the_bit():
             model(prompt(), labels=prompt()).loss.backward()
         gradients.append([p.grad.clone() for p in model.parameters()])
     assert all(map(torch.equal, *gradients))
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_rows_of_a_generation_are_those_of_one_eager_forward_without_a_cache(implementation, padded, cache):
+    model = llama(implementation)
+    mask = torch.ones(2, PROMPT, dtype=torch.int64)
+    mask[1, : 2 if padded else 0] = 0
+    options = {"max_new_tokens": NEW, "do_sample": False, "cache_implementation": cache, "disable_compile": True}
+    with torch.no_grad(), semdiag.capture(model, k=2) as calls:
+        ids = model.generate(prompt(), attention_mask=mask, **options)
+    eager = llama("eager")
+    whole = torch.nn.functional.pad(mask, (0, NEW - 1), value=1)
+    positions = (whole.cumsum(1) - 1).clamp(min=0)  # as generate counts them
+    with torch.no_grad(), semdiag.capture(eager, k=2) as reference:
+        eager(ids[:, :-1], attention_mask=whole, position_ids=positions)
+    place = ["layer", "sample", "head", "query"]
+    for table, other in zip(_rows(calls), _rows(reference), strict=True):
+        step = table["call"] // 2  # two layers
+        table["query"] += (step > 0) * (PROMPT + step - 1)
+        both = table.merge(other, on=place, how="outer", validate="one_to_one")
+        if padded:  # padded queries of the prompt are the reference's affair, and generate's
+            both = both[(both["sample"] == 0) | (both["query"] >= 2)]
+        assert both["keys_x"].tolist() == both["keys_y"].tolist()
+        name = table.columns[-1]
+        assert both[f"{name}_x"].to_numpy() == pytest.approx(both[f"{name}_y"].to_numpy(), abs=1e-4)
+
+
+def _rows(calls):
+    return calls.dispersion(), calls.dispersion(k=2), calls.separation(k=2)

@@ -71,7 +71,7 @@ def test_a_path_that_does_not_exist_is_named(tmp_path, name):
 
 
 def test_a_folder_without_a_last_snapshot_is_not_a_checkpoint(tmp_path):
-    with pytest.raises(InputError, match=r"is a folder, not a checkpoint file\.$"):
+    with pytest.raises(InputError, match=r"is a folder, not a file\.$"):
         load(tmp_path)
 
 
@@ -122,3 +122,11 @@ def test_parameters_that_do_not_fit_the_configuration_are_refused(tiny_runs, tmp
     torch.save(content, tmp_path / "misshapen.pt")
     with pytest.raises(InputError, match=r"'head.weight' has shape \(2, 5\); its configuration says \(2, 16\)\.$"):
         load(tmp_path / "misshapen.pt")
+
+
+def test_loading_leaves_the_random_numbers_as_they_were(tiny_runs):
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    load(tiny_runs.full)
+    assert torch.equal(torch.rand(3), expected)

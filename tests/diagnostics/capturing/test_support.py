@@ -284,8 +284,6 @@ def lacking(name):
     """Why a row cannot be as the document says with the packages that are here; empty if it can."""
     if not imported(ROWS[name].needs):
         return f"{ROWS[name].needs} cannot be imported here"
-    if name.startswith("nn.") and not hasattr(torch.overrides, "redispatch_function"):
-        return "before torch 2.13 nn.MultiheadAttention is listed as not captured"
     if name.startswith("T5"):
         import transformers
 

@@ -127,7 +127,7 @@ def test_inputs_that_do_not_fit(refusal, here, untouched, tiny_runs, command, ma
         (["--batch-size", "-1"], "batch_size must be at least 1. Got -1."),
         (["--dtype", "float16"], "dtype must be auto, float32 or float64. Got 'float16'."),
         (["--device", "abacus"], "Unknown device 'abacus'. Known: auto, cuda, mps, cpu."),
-        (["--inputs", "nowhere.npy"], "The inputs nowhere.npy do not exist."),
+        (["--inputs", "nowhere.npy"], "nowhere.npy does not exist."),
         (
             ["--inputs", "kept.csv"],
             "token ids of shape (N, L), or as .txt for hf: models and models of text. Got kept.csv.",
@@ -161,7 +161,7 @@ def test_cuda_where_there_is_none(refusal, here, tiny_runs, command):
         (["--min-keys", "0"], "min_keys must be at least 1. Got 0."),
         (["--min-keys", "13"], "has 13 keys. Use a smaller --min-keys."),
         (["--figures", "pgn"], "Unknown figure format 'pgn'. Did you mean 'png'? Known: png, svg, pdf, none."),
-        (["--config", "nowhere.json"], "--config nowhere.json cannot be read as JSON"),
+        (["--config", "nowhere.json"], "--config nowhere.json does not exist."),
         (["--config", "broken.json"], "--config broken.json cannot be read as JSON"),
         (["--config", "list.json"], "--config list.json must hold a JSON object. Got list."),
         (["--out", "broken.json"], "broken.json"),

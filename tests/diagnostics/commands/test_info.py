@@ -37,7 +37,7 @@ def test_json_holds_everything(run_semdiag, tiny_runs, tiny_models):
     assert (outcome.code, outcome.err) == (0, "")
     found = strict(outcome.out)
     assert list(found) == ["schema", "checkpoint", "model", "training", "last epoch", "provenance"]
-    assert found["schema"] == "semdiag.info/1"
+    assert found["schema"] == "semdiag.info/2"
     assert found["checkpoint"]["sha256"] == sha256(tiny_runs.topk / "best.pt")
     assert (found["checkpoint"]["snapshot"], found["checkpoint"]["task"]) == ("best", "even-pairs")
     assert (found["model"]["attention"], found["model"]["k"], found["model"]["heads"]) == ("topk", 3, 2)

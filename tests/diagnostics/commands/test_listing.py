@@ -10,7 +10,7 @@ METRICS = ("dispersion", "separation", "load")
 @pytest.mark.parametrize(
     ("what", "shown", "hidden"),
     [
-        ("tasks", TASKS, ("banded",)),
+        ("tasks", TASKS, ("every query",)),
         ("attentions", ATTENTIONS, ("parity",)),
         ("metrics", METRICS, ("parity", "banded")),
     ],
@@ -20,6 +20,12 @@ def test_one_kind_of_thing_is_listed(run_semdiag, what, shown, hidden):
     assert (outcome.code, outcome.err) == (0, "")
     assert all(name in outcome.out for name in shown)
     assert not any(name in outcome.out for name in hidden)
+
+
+def test_tasks_say_what_local_masks_cannot_represent(run_semdiag):
+    words = " ".join(run_semdiag("list", "tasks").out.split())
+    assert "banded on parity, even-pairs, stack-manipulation," in words
+    assert "block on parity, even-pairs, missing-duplicate," in words
 
 
 def test_everything_is_listed_if_nothing_is_named(run_semdiag):

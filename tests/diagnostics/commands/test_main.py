@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from importlib.metadata import version
+from itertools import pairwise
 
 import pytest
 import typer
@@ -56,9 +57,28 @@ def test_every_command_stands_in_the_help(run_semdiag):
     assert all(f" {name} " in outcome.out for name in COMMANDS)
 
 
+@pytest.mark.parametrize("columns", [80, 120])
+def test_the_help_breaks_its_lines_where_the_terminal_ends(columns, run_semdiag, monkeypatch):
+    """A line of a paragraph ends where the next word would not have fit; nowhere because the source's line did."""
+    monkeypatch.setenv("COLUMNS", str(columns))
+    for command in module.app.registered_commands:
+        lines = [line.strip() for line in run_semdiag(command.name, "--help").out.splitlines()]
+        text = lines[: next(at for at, line in enumerate(lines) if line.startswith("╭"))]
+        assert len(text) > 4
+        for line, following in pairwise(text):
+            if line and following:
+                assert len(line) + 1 + len(following.split()[0]) > columns - 2, (command.name, line)
+
+
+def test_no_help_of_an_option_breaks_its_lines():
+    for command in typer.main.get_command(module.app).commands.values():
+        helps = [getattr(parameter, "help", None) or "" for parameter in command.params]
+        assert not [text for text in helps if "\n" in text]
+
+
 def test_without_a_command_the_help_is_shown(run_semdiag):
     outcome = run_semdiag()
-    assert (outcome.code, outcome.err) == (2, "")
+    assert (outcome.code, outcome.err) == (0, "")
     assert "Usage:" in outcome.out
 
 
@@ -119,7 +139,7 @@ def test_what_the_system_refuses_is_one_line_and_code_2(program, error, message)
     assert (outcome.code, outcome.out, outcome.err) == (2, "", f"semdiag: {message}\n")
 
 
-def test_a_reader_who_has_seen_enough_is_no_error(monkeypatch):
+def test_a_reader_who_has_seen_enough_is_told_so(monkeypatch):
     def fail(standalone_mode):
         raise BrokenPipeError
 
@@ -127,7 +147,7 @@ def test_a_reader_who_has_seen_enough_is_no_error(monkeypatch):
     monkeypatch.setattr(sys, "stderr", io.StringIO())
     with pytest.raises(SystemExit) as left:
         module.main()
-    assert left.value.code == 0
+    assert left.value.code == 141  # as of any program whose reader left: what failed was not told whole
     assert sys.stderr.closed
 
 

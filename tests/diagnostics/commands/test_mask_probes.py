@@ -5,6 +5,8 @@ import json
 import pandas as pd
 import pytest
 
+import semdiag
+
 FEW = ("--samples", 8, "--figures", "none")
 
 
@@ -14,12 +16,12 @@ def test_json_is_one_object_and_tables_go_to_stderr(run_semdiag, here, tiny_runs
     assert outcome.code == 0, outcome.err
     assert outcome.out.count("\n") == 1
     found = json.loads(outcome.out)
-    assert found["schema"] == f"semdiag.{command}/1"
+    assert found["schema"] == f"semdiag.{command}/2"
     assert len(found["results"]) == 2
     assert f"{tiny_runs.full}/last.pt" in outcome.err
     assert "…" not in outcome.err
     page = (here / "out" / "index.html").read_text(encoding="utf-8")
-    assert {"mask-stability": "Do masks survive noise?", "k-sweep": "What would another k"}[command] in page
+    assert {"mask-stability": "Do masks survive noise?", "k-sweep": "Would sparse attention do"}[command] in page
     quiet = run_semdiag(command, tiny_runs.full, *FEW, "--quiet", "--out", here / "quiet")
     assert (quiet.code, quiet.out, quiet.err) == (0, "", "")
 
@@ -62,25 +64,62 @@ def test_a_fixed_mask_is_not_applicable(run_semdiag, here, paper_code):
     words = (paper_code.checkpoint, "--config", paper_code.config_file, "--inputs", here / "tokens.pt", "--json")
     for command, said in (
         ("mask-stability", "not applicable: the mask of banded attention does not depend on the input"),
-        ("k-sweep", "Not applicable: the mask of banded attention ranks no scores."),
+        ("k-sweep", "not applicable: its mask ranks no scores."),
     ):
         outcome = run_semdiag(command, *words)
         assert outcome.code == 0, outcome.err
-        assert said in outcome.err
+        assert said in " ".join(outcome.err.split())
         (result,) = json.loads(outcome.out)["results"]
         assert not result.get("applicable", False)
         assert not result.get("sweep", [])
 
 
-def test_a_sweep_tells_every_k_and_a_rerun_its_accuracy(run_semdiag, here, tiny_runs):
+def test_a_sweep_tells_every_k_and_a_rerun_what_masks_change(run_semdiag, here, tiny_runs):
     outcome = run_semdiag("k-sweep", tiny_runs.full, *FEW, "--rerun", "--json", "--max-k", 4)
     (result,) = json.loads(outcome.out)["results"]
     accuracy = {row["k"]: row["mean"] for row in result["sweep"] if row["quantity"] == "accuracy"}
     assert sorted(accuracy) == [0, 1, 2, 3, 4]
-    assert result["words"].replace("\n", " ") in " ".join(outcome.err.split())
+    changes = {(row["mask"], row["k"]) for row in result["rerun"]}
+    assert changes == {("none", 0)} | {(mask, k) for mask in ("topk", "random") for k in (1, 2, 3, 4)}
+    assert result["verdict"]["answer"] in ("plausible", "not without loss", "cannot tell")
+    lines = [line.strip() for line in outcome.err.splitlines()]
+    first = next(at for at, line in enumerate(lines) if "within this model, for every k" in line) + 1
+    assert lines[first].startswith(result["verdict"]["answer"])
     assert "Within one model" in outcome.err
     table = pd.read_csv(here / "reports" / "k-sweep-full" / "data" / "k_sweep.csv")
     assert table["swept_k"].max() == 4
+    rerun = pd.read_csv(here / "reports" / "k-sweep-full" / "data" / "k_sweep_rerun.csv")
+    assert set(rerun["mask"]) == {"none", "topk", "random"}
+
+
+def test_a_sweep_without_a_rerun_names_the_command_that_runs_the_model(run_semdiag, here, tiny_runs):
+    outcome = run_semdiag("k-sweep", tiny_runs.topk, *FEW, "--json", "--max-k", 11, "--min-keys", 12)
+    (result,) = json.loads(outcome.out)["results"]
+    said = " ".join(outcome.err.split())
+    if result["verdict"]["answer"] == "not rerun":
+        assert f"semdiag k-sweep {tiny_runs.topk} --rerun" in said.replace("/last.pt", "")
+    assert "trained with top-k attention, k = 3" in said
+
+
+def test_a_budget_is_written_and_read(run_semdiag, here, tiny_runs):
+    outcome = run_semdiag(
+        "k-sweep",
+        tiny_runs.full,
+        *FEW,
+        "--max-k",
+        4,
+        "--k",
+        "2,4",
+        "--tolerance",
+        5,
+        "--budget",
+        here / "budget.json",
+    )
+    assert outcome.code == 0, outcome.err
+    content = json.loads((here / "budget.json").read_text(encoding="utf-8"))
+    assert content["tolerance"] == 5
+    keep = semdiag.read_budget(here / "budget.json")
+    assert sorted(keep) == [("blocks.0.attention.core", 0), ("blocks.1.attention.core", 0)]
 
 
 @pytest.mark.parametrize(
@@ -91,6 +130,9 @@ def test_a_sweep_tells_every_k_and_a_rerun_its_accuracy(run_semdiag, here, tiny_
         (("mask-stability", "--at-block", 7), "Noise can enter at blocks 0 to 1"),
         (("k-sweep", "--max-k", 12), "must be below the length of the inputs, 12"),
         (("k-sweep", "--max-k", 0), "at least 1"),
+        (("k-sweep", "--rerun", "--k", "0"), "k must be at least 1"),
+        (("k-sweep", "--rerun", "--tolerance", -1), "must be above 0"),
+        (("k-sweep", "--budget", "budget.txt"), "--budget takes one MODEL"),
     ],
 )
 def test_bad_input_is_refused_in_one_line(refusal, here, tiny_runs, words, said):

@@ -1,14 +1,17 @@
 """What the measuring commands share: reading options, naming folders, writing every query."""
 
 import json
+import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
 import pytest
 
 from semdiag.commands import measuring
+from semdiag.commands.output_folder import output_folder
 from semdiag.measurement.conditions import Conditions
 from semdiag.measurement.survey import survey
 from semdiag_models import InputError
@@ -55,15 +58,35 @@ def test_a_configuration_is_a_json_object(tmp_path):
         (["checkpoints/even-pairs-topk-5-seed-1"], "dispersion-even-pairs-topk-5-seed-1"),
         (["last.pt"], "dispersion-last"),
         (["epoch-0.pt"], "dispersion-epoch-0"),
+        (["runs/a/epoch-0.pt"], "dispersion-a-epoch-0"),
         (["a.pt", "b.pt", "c.pt"], "dispersion-3-models"),
+        (["hf:models/MiniLM"], "dispersion-hf-MiniLM"),
+        (["mypkg.models:a"], "dispersion-mypkg.models-a"),
+        (["mypkg.models:b"], "dispersion-mypkg.models-b"),
     ],
 )
-def test_a_report_is_named_after_its_models(models, name):
-    class Named:
-        models = pd.DataFrame()
+def test_a_report_is_named_after_its_models(here, models, name):
+    assert output_folder("dispersion", named(models), None) == Path("reports") / name
 
-    Named.models = pd.DataFrame({"model": models})
-    assert measuring.report_name("dispersion", Named) == Path("reports") / name
+
+def named(models):
+    """What the name of a folder is made from."""
+    return SimpleNamespace(models=pd.DataFrame({"model": models}))
+
+
+def test_no_report_takes_the_place_of_one_on_other_models(here, capsys):
+    mine, yours = ["a/x.pt", "b/x.pt"], ["c/x.pt", "d/x.pt"]
+    first = output_folder("report", named(mine), None)
+    first.mkdir(parents=True)
+    (first / "summary.json").write_text(json.dumps({"results": [{"model": model} for model in mine]}))
+    assert output_folder("report", named(mine), None) == first
+    other = output_folder("report", named(yours), None)
+    assert other.parent == first.parent
+    assert re.fullmatch(r"report-2-models-[0-9a-f]{8}", other.name)
+    assert output_folder("report", named(yours), None) == other
+    assert capsys.readouterr().err == ""
+    assert output_folder("report", named(yours), first) == first
+    assert capsys.readouterr().err == f"Replaces in {first}: a report on a/x.pt, b/x.pt.\n"
 
 
 @pytest.fixture(scope="module")

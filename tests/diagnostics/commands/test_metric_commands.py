@@ -33,7 +33,7 @@ def test_json_is_the_summary_of_the_same_survey(run_semdiag, here, tiny_runs, co
     found = strict(outcome.out)
     files = [tiny_runs.full / "last.pt", tiny_runs.topk / "last.pt"]
     expected = SUMMARIES[command](Findings(survey(files, Conditions(samples=8, k=(2, 5)))))
-    assert found["schema"] == f"semdiag.{command}/1"
+    assert found["schema"] == f"semdiag.{command}/2"
     assert found["results"] == json.loads(json.dumps(expected["results"]))
     assert [within["k"] for within in found["results"][0]["within_model"]] == [2, 5]
     assert f"{command} {tiny_runs.full}" in str(found["provenance"]["command"]).replace("', '", " ")

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 
 from semdiag.measurement.measurements import Measurements
 
@@ -45,3 +46,28 @@ def test_a_report_is_redrawn_from_what_was_kept(run_semdiag, here, tiny_runs):
 def test_queries_are_kept_on_request_only(run_semdiag, here, tiny_runs):
     assert run_semdiag("report", tiny_runs.full, *FEW, "--out", "out", "--quiet").code == 0
     assert not list(here.rglob("queries.parquet"))
+
+
+def made_of(value, source, target):
+    """A run's last snapshot with every parameter multiplied by the value."""
+    content = torch.load(source / "last.pt", weights_only=True)
+    content["model_state"] = {name: tensor * value for name, tensor in content["model_state"].items()}
+    torch.save(content, target)
+
+
+@pytest.mark.parametrize("value", [float("nan"), 1e38])
+def test_a_diverged_run_is_reported_as_one(run_semdiag, here, tiny_runs, value):
+    made_of(value, tiny_runs.full, here / "full.pt")
+    made_of(value, tiny_runs.topk, here / "topk.pt")
+    outcome = run_semdiag(
+        "report", "full.pt", "topk.pt", "--samples", 4, "--figures", "none", "--out", "out", "--json"
+    )
+    assert outcome.code == 0
+    said = " ".join(json.loads(outcome.out)["verdict"])
+    assert ("Diverged: " in said) == (value != value)
+
+
+@pytest.mark.parametrize("command", ["mask-stability", "k-sweep", "bounds", "landscape", "overlap"])
+def test_a_probe_of_a_diverged_run_is_no_error_of_ours(run_semdiag, here, tiny_runs, command):
+    made_of(float("nan"), tiny_runs.topk, here / "topk.pt")
+    assert run_semdiag(command, "topk.pt", "--samples", 4, "--figures", "none", "--out", "out").code == 0

@@ -91,7 +91,7 @@ def test_interrupted_and_resumed_is_uninterrupted(run_semdiag, here, corpus):
         (["text"], "The task text needs a file to learn: semdiag train text --text FILE."),
         (["even-pairs", "--text", "corpus.txt"], "--text and its options belong to one task: "),
         (["even-pairs", "--vocabulary", "9"], "--text and its options belong to one task: "),
-        (["text", "--text", "nowhere.txt"], "The text nowhere.txt does not exist."),
+        (["text", "--text", "nowhere.txt"], "nowhere.txt does not exist."),
         (["text", "--text", "empty.txt"], "empty.txt is empty: "),
         (["text", "--text", "one.txt"], "one.txt has one line; "),
         (["text", "--text", "latin.txt"], "latin.txt is not UTF-8: byte 0xe9 in line 1."),

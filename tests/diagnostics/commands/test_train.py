@@ -314,7 +314,7 @@ def test_the_options_of_the_optimiser_reach_the_checkpoint(semdiag, tmp_path):
         (["even-pairs", "--until", 1.5], "until is a training accuracy in (0, 1], like 0.999. Got until=1.5."),
         (["even-pairs", "--seeds", "1;2"], "--seeds takes whole numbers separated by commas, like 1,5,20. Got"),
         (["even-pairs", "--seeds", "1,1"], "Seeds to train at once must all be different. Got 1,1."),
-        (["even-pairs", "--seeds", "1,2", "--compile"], "Several seeds at once cannot be compiled."),
+        (["even-pairs", "--seeds", "1,2", "--compile"], "Several runs at once cannot be compiled, nor in bf16."),
         (["evenpairs"], "Unknown task 'evenpairs'. Did you mean 'even-pairs'? Known: "),
         (["even-pairs", "--attention", "top-k", "--k", 3], "Unknown attention 'top-k'. Did you mean 'topk'?"),
         (["even-pairs", "--activation", "rel"], "Unknown activation 'rel'. Did you mean 'relu'?"),

@@ -12,7 +12,6 @@ from semdiag.capturing.loading import load
 from semdiag.findings import convergence
 from semdiag.findings.convergence import arrivals, over_seeds, speed_up, speed_ups
 from semdiag.findings.findings import Findings
-from semdiag.findings.speed_and_dispersion import speed_dispersion
 from semdiag.measurement.measurements import Measurements
 from semdiag.measurement.runs import training_runs
 from semdiag.measurement.runs.tables import RUNS
@@ -119,30 +118,23 @@ def test_over_seeds_the_median_carries_its_bounds_and_says_its_confidence():
     assert row["logrank_p"] == pytest.approx(math.erfc(abs(z) / math.sqrt(2)), rel=1e-6)
 
 
+def test_a_speed_up_of_few_epochs_is_known_to_one_epoch_only():
+    """35 and 46 epochs against 3 and 4: 11.6; one epoch off 34/4 or 45/5 at least, 36/2 or 47/3 at most."""
+    runs = [(f"f{seed}", "full", seed, at, 100, SETTING) for seed, at in enumerate((35, 46))]
+    runs += [(f"t{seed}", "topk", seed, at, 100, SETTING) for seed, at in enumerate((3, 4))]
+    found = arrivals(Findings(measured(*runs)))
+    row = over_seeds(found, speed_ups(found)).set_index("attention").loc["topk-5"]
+    assert row["speed_up_low"] == row["speed_up_high"] == pytest.approx((35 / 3 + 46 / 4) / 2)
+    assert row["epoch_low"] == pytest.approx(8.75)
+    assert row["epoch_high"] == pytest.approx((18 + 47 / 3) / 2)
+
+
 def test_one_seed_has_no_interval_and_too_few_no_logrank():
     found = arrivals(Findings(measured(("f", "full", 1, 30, 100, SETTING), ("t", "topk", 1, 3, 100, SETTING))))
     row = over_seeds(found, speed_ups(found)).set_index("attention").loc["topk-5"]
     assert row["interval_coverage"] == 0
     assert math.isnan(row["interval_low"])
     assert math.isnan(row["logrank_p"])
-
-
-def relation(tasks):
-    rows = [
-        (task, seed, 0.1 * (seed + 1) + 0.01 * task, 10.0 - seed, 10.0 - seed, "exactly")
-        for task in range(tasks) for seed in range(3)
-    ]  # fmt: skip
-    return pd.DataFrame(rows, columns=["task", "seed", "ratio", "low", "high", "known"])
-
-
-def test_the_correlation_has_an_interval_only_over_enough_tasks(monkeypatch):
-    """Every resample of perfectly ordered points has τ = -1, so 20 of them show what 1000 would."""
-    monkeypatch.setattr("semdiag.findings.speed_and_dispersion._RESAMPLES_OF_TASKS", 20)
-    few, many = speed_dispersion(relation(3)), speed_dispersion(relation(5))
-    assert few.tau == many.tau == -1.0
-    assert math.isnan(few.low)
-    assert "no interval" in few.sentence
-    assert (many.low, many.high) == (-1.0, -1.0)
 
 
 def test_a_real_run_knows_its_setting_and_that_it_is_finished(tiny_runs):

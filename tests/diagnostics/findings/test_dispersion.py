@@ -38,7 +38,7 @@ def measured(tiny_runs):
 def test_the_shape_is_that_of_the_contract(measured, tiny_runs, command):
     summary = strict(SUMMARIES[command](Findings(measured)))
     assert list(summary) == ["schema", "provenance", "results"]
-    assert summary["schema"] == f"semdiag.{command}/1"
+    assert summary["schema"] == f"semdiag.{command}/2"
     assert {"semdiag", "torch", "device", "dtype", "seed", "samples"} <= set(summary["provenance"])
     full, topk = summary["results"]
     facts = ["model", "sha256", "task", "attention", "k", "epoch", "unit", "layers", "all", "capture"]
@@ -113,6 +113,6 @@ def test_counterfactual_columns_are_found_only_where_they_hold_something():
     assert counterfactual_ks(table) == [4]
 
 
-def test_what_json_has_no_number_for_becomes_null_at_any_depth():
+def test_what_json_has_no_number_for_is_written_at_any_depth():
     value = {"a": [1.0, math.nan, (math.inf, -math.inf)], 2: {"b": pd.NA, "c": np.float64("nan")}, "d": "x"}
-    assert json_ready(value) == {"a": [1.0, None, [None, None]], "2": {"b": None, "c": None}, "d": "x"}
+    assert json_ready(value) == {"a": [1.0, None, ["inf", "-inf"]], "2": {"b": None, "c": None}, "d": "x"}

@@ -1,4 +1,4 @@
-"""Rank correlations with speed-up, from runs made by hand: what is planted is found, chance is not."""
+"""What goes with learning, from runs made by hand: what is planted is found, chance is not."""
 
 import json
 import math
@@ -8,37 +8,48 @@ import pandas as pd
 import pytest
 
 from semdiag.findings.findings import Findings
-from semdiag.findings.prediction import held_out_tasks, prediction_cells, predictor_table
-from semdiag.mathematics.censored import rank_agreement
+from semdiag.findings.prediction import (
+    OUTCOMES,
+    STAGES,
+    held_out_tasks,
+    mask_cells,
+    predictor_table,
+    rank_candidates,
+    run_outcomes,
+)
 from semdiag.measurement.measurements import Measurements
-from semdiag.measurement.runs.predictors import CANDIDATES, STAGES
 from semdiag.measurement.runs.tables import PREDICTORS, RUNS
 
-KINDS = ("full", "topk", "banded", "block", "bottomk", "random")
+MASKS = ("full", "topk-1", "topk-5", "banded-5", "block-5", "bottomk-5", "random-5", "random-8")
+TASKS = ("even-pairs", "parity", "cycle-navigation")
+NAMES = ("response", "entropy")
 
 
-def made(arrivals, values, epochs=50):
+def made(losses, values, *, accuracy=None, state="finished", snapshots=(0, 2, 4)):
     """Findings of runs that hold nothing but histories and predictors.
 
     Args:
-        arrivals: by task, attention and seed: the epoch of 95 %, None if never.
-        values: ln of every candidate from (task, attention, seed, stage, candidate).
-        epochs: trained, by the runs that never arrive.
+        losses: training losses by task, attention and seed.
+        values: ln of a candidate from (task, attention, seed, epoch, candidate).
+        accuracy: training accuracies likewise; 0.5 throughout where there are none.
+        state: of all runs.
+        snapshots: epochs that are measured.
     """
     runs, history, predictors = [], [], []
-    for (task, kind, seed), arrival in arrivals.items():
-        name = f"{task}-{kind}-{seed}"
-        trained = arrival or epochs
-        facts = {"model": name, "task": task, "attention": kind, "kind": kind, "seed": seed, "state": "finished"}
-        runs.append({**facts, "setting": json.dumps({"task": task}), "epochs": trained, "planned": epochs})
-        for epoch in range(1, trained + 1):
-            there = 0.96 if epoch == arrival else 0.5
-            history.append({"model": name, "epoch": epoch, "train_accuracy": there, "holdout_accuracy": 0.5})
-        for stage in STAGES:
-            for candidate in CANDIDATES:
-                number = values(task, kind, seed, stage, candidate)
-                facts = {"model": name, "stage": stage, "epoch": 0}
-                predictors.append({**facts, "candidate": candidate, "ln_value": number})
+    for (task, mask, seed), loss in losses.items():
+        name = f"{task}-{mask}-{seed}"
+        facts = {"model": name, "task": task, "attention": mask, "kind": mask.split("-")[0], "seed": seed}
+        setting = json.dumps({"task": task, "length": 8, "listops": None})
+        runs.append({**facts, "setting": setting, "epochs": len(loss), "planned": len(loss), "state": state})
+        right = (accuracy or {}).get((task, mask, seed), [0.5] * len(loss))
+        history += [
+            {"model": name, "epoch": e, "train_loss": one, "train_accuracy": a, "holdout_accuracy": 0.5}
+            for e, (one, a) in enumerate(zip(loss, right, strict=True), 1)
+        ]
+        predictors += [
+            {"model": name, "epoch": e, "candidate": c, "ln_value": values(task, mask, seed, e, c)}
+            for e in snapshots for c in NAMES
+        ]  # fmt: skip
     none = pd.DataFrame({"model": []})
     measurements = Measurements(
         none, none, none, pd.DataFrame(history), none, {"target": 0.95},
@@ -47,126 +58,151 @@ def made(arrivals, values, epochs=50):
     return Findings(measurements)
 
 
-def random_arrivals(rng, tasks=4, seeds=2):
-    """Full attention at 20; the others anywhere, a third of them never."""
-    return {
-        (f"task-{t}", kind, s): 20 if kind == "full" else int(rng.integers(1, 50)) if rng.random() < 0.7 else None
-        for t in range(tasks) for kind in KINDS for s in range(seeds)
-    }  # fmt: skip
-
-
-def noise(rng):
-    return lambda *_: float(rng.normal())
+def falling(rate, epochs=4):
+    return [math.exp(-rate * e) for e in range(1, epochs + 1)]
 
 
 @pytest.fixture(scope="module")
 def planted():
-    """Four tasks: the response at the initialisation falls with speed; all else is noise."""
+    """Three tasks: the response at the initialisation falls with the speed of each mask; entropy is noise."""
     rng = np.random.default_rng(0)
-    arrivals, anything = random_arrivals(rng), noise(rng)
+    rate = {(task, mask): rng.uniform(0.1, 1) for task in TASKS for mask in MASKS}
+    losses = {(task, mask, seed): falling(rate[task, mask]) for task, mask in rate for seed in (1, 2)}
 
-    def values(task, kind, seed, stage, candidate):
-        if (stage, candidate) == ("initialisation", "response"):
-            return math.log(arrivals[task, kind, seed] or 60)
-        return math.nan if candidate == "xi_paper" else anything()
+    def values(task, mask, seed, epoch, candidate):
+        return -rate[task, mask] if (candidate, epoch) == ("response", 0) else float(rng.normal())
 
-    return made(arrivals, values)
+    return made(losses, values)
 
 
 @pytest.fixture(scope="module")
 def table(planted):
-    return predictor_table(planted, permutations=400, resamples=100).set_index(["stage", "candidate"])
+    found = predictor_table(planted, draws=199, resamples=100)
+    return found.set_index(["outcome", "stage", "candidate"])
 
 
 def test_what_was_planted_is_found_and_nothing_else(table):
-    row = table.loc[("initialisation", "response")]
-    assert (row["tau"], row["low"], row["high"]) == (-1, -1, -1)
+    row = table.loc["loss_area", "initialisation", "response"]
+    assert row[["rho", "low", "high", "held_out"]].tolist() == pytest.approx([1, 1, 1, 1])
     assert row["p_corrected"] <= 0.01
-    others = table.drop([("initialisation", "response")])["p_corrected"].dropna()
-    assert (others > 0.05).all()
+    others = table.loc["loss_area"].xs("entropy", level="candidate")
+    assert (others["p_corrected"] > 0.05).all()
 
 
-def test_every_correlation_is_that_of_its_runs_taken_alone(planted, table):
-    for name, rows in prediction_cells(planted).groupby(["stage", "candidate"]):
-        known = rows.dropna(subset="ln_ratio")
-        tau, comparable = rank_agreement(known["ln_ratio"].tolist(), known["low"].tolist(), known["high"].tolist())
-        row = table.loc[name]
-        assert row["comparable"] == comparable
-        assert row["cells"] == len(known)
-        assert row["tau"] == pytest.approx(tau, nan_ok=True)
+def test_all_candidates_and_stages_share_cells_and_family(table):
+    primary = table.loc["loss_area"]
+    assert len(primary) == len(STAGES) * len(NAMES)
+    assert set(primary["tasks"]) == {3}
+    assert set(primary["cells"]) == {24}
+    assert (primary["p_corrected"] >= primary["p"]).all()
+    assert set(primary["relabellings"]) == {math.factorial(8)}
 
 
-def test_what_is_nowhere_known_has_no_correlation(table):
-    row = table.loc[("end", "xi_paper")]
-    assert row["cells"] == 0
-    assert row[["tau", "low", "high", "p", "p_corrected"]].isna().all()
+def test_where_nothing_arrives_epochs_order_nothing(table):
+    assert "epochs" not in table.index.get_level_values(0) or table.loc["epochs"]["rho"].isna().all()
 
 
-def test_ratios_are_to_full_attention_of_the_same_task_and_seed(planted):
-    rows = prediction_cells(planted)
-    rows = rows[(rows["stage"] == "initialisation") & (rows["candidate"] == "response")]
-    assert len(rows) == 4 * 6 * 2
-    for row in rows[rows["known"] == "exactly"].to_dict("records"):
-        assert row["ln_ratio"] == pytest.approx(-math.log(row["low"]))  # ln of arrival / 20
-    itself = rows[rows["kind"] == "full"]
-    assert (itself["ln_ratio"] == 0).all()
-    assert (itself["low"] == 1).all()
+def test_the_area_is_that_of_the_common_epochs():
+    study = made({("parity", "full", 1): [1.0, 0.5, 0.1], ("parity", "topk-5", 1): [0.8, 0.2]}, lambda *_: 0.0)
+    found = run_outcomes(study).set_index("attention")
+    assert found["common_epochs"].tolist() == [2, 2]
+    assert found.loc["full", "loss_area"] == pytest.approx(math.log(0.75))
+    assert found.loc["topk-5", "loss_area"] == pytest.approx(math.log(0.5))
 
 
-@pytest.mark.slow
-def test_corrected_p_values_of_chance_are_rarely_small():
-    """40 studies in which nothing predicts anything: about one in ten has a p of at most 0.1.
-
-    The arrivals stay, the candidates are drawn anew: what is not known to depend on them is exchangeable. More
-    than 13 of 40 has a probability of 2e-5 (binomial); corrected for nothing, nearly all would.
-    """
-    rng = np.random.default_rng(100)
-    cells = prediction_cells(made(random_arrivals(rng), noise(rng)))
-    runs, full = (cells[name].astype("category").cat.codes.to_numpy() for name in ("model", "full"))
-    quantity = cells.groupby(["stage", "candidate"], sort=False).ngroup().to_numpy()
-    smallest = []
-    for seed in range(40):
-        drawn = np.random.default_rng(seed).normal(size=(1 + runs.max(), 1 + quantity.max()))
-        itself = np.random.default_rng(1000 + seed).normal(size=(1 + full.max(), 1 + quantity.max()))
-        ratios = np.where(cells["kind"] == "full", 0.0, drawn[runs, quantity] - itself[full, quantity])
-        answer = cells.assign(ln_ratio=ratios)
-        table = predictor_table(lambda question, answer=answer: answer, seed, 99, 1)
-        smallest.append(table["p_corrected"].min())
-    assert sum(p <= 0.1 for p in smallest) <= 13
-    assert min(smallest) >= 0.01
+def test_matched_loss_is_the_lowest_that_every_run_reached():
+    study = made(
+        {("parity", "full", 1): [1.0, 0.6, 0.1], ("parity", "topk-5", 1): [0.9, 0.4, 0.5]}, lambda *_: 0.0
+    )
+    found = run_outcomes(study).set_index("attention")
+    assert found["matched_loss"].tolist() == [0.4, 0.4]
+    assert found.loc["topk-5", "matched_epoch"] == 2
+    assert found.loc["full", "matched_epoch"] == pytest.approx(2 + 0.2 / 0.5)
 
 
-def test_seeds_do_not_count_as_independent():
-    """Two sparse attentions that differ in every seed: however many seeds, one exchange in two does as well."""
-    speeds = {"full": 20, "topk": 4, "block": 10}
-    arrivals = {("task", kind, seed): speeds[kind] for kind in speeds for seed in range(8)}
-    study = made(arrivals, lambda task, kind, *_: float(-speeds[kind]))
-    row = predictor_table(study, permutations=400, resamples=1).iloc[0]
-    assert row["tau"] == 1
-    assert row["p"] > 0.3
-    assert math.isnan(row["low"])  # and of other tasks nothing is known
+def test_candidates_at_the_matched_loss_lie_between_their_snapshots():
+    losses = {("parity", "full", 1): [1.0, 0.6, 0.1], ("parity", "topk-5", 1): [0.9, 0.4, 0.5]}
+    study = made(losses, lambda task, mask, seed, epoch, candidate: 10.0 * epoch, snapshots=(0, 2, 3))
+    found = mask_cells(study)
+    found = found[found["stage"] == "matched loss"].set_index(["attention", "candidate"])["ln_value"]
+    assert found["topk-5", "response"] == 20
+    assert found["full", "response"] == pytest.approx(24)
 
 
-def test_a_task_is_predicted_by_what_was_strongest_on_the_others(planted):
+def test_a_candidate_of_zero_is_the_smallest_and_not_unknown():
+    study = made({("parity", "topk-1", 1): [1.0, 0.5, 0.4]}, lambda *_: -math.inf, snapshots=(0, 2, 3))
+    assert (mask_cells(study)["ln_value"] == -math.inf).all()
+
+
+def test_epochs_are_counted_from_the_shortcut_and_censored_runs_are_last():
+    rising = [0.5, 0.94, 0.96, 1.0]
+    runs = {("parity", "full", 1): falling(1), ("parity", "topk-5", 1): falling(1)}
+    found = run_outcomes(made(runs, lambda *_: 0.0, accuracy={("parity", "full", 1): rising}))
+    found = found.set_index("attention")
+    assert found["target"].tolist() == [pytest.approx(0.95, abs=1e-3)] * 2  # 50 % and 90 % of the rest
+    assert found["epochs"].to_dict() == {"full": 3, "topk-5": math.inf}
+
+
+def test_a_run_that_was_stopped_before_it_arrived_is_unknown_not_slow():
+    study = made({("parity", "full", 1): falling(1)}, lambda *_: 0.0, state="stopped at --until")
+    assert run_outcomes(study)["epochs"].isna().all()
+
+
+def test_unfinished_runs_are_left_out():
+    study = made({("parity", "full", 1): falling(1)}, lambda *_: 0.0, state="unfinished")
+    assert run_outcomes(study).empty
+    assert predictor_table(study).empty
+    assert held_out_tasks(study).empty
+
+
+def test_seeds_are_averaged_and_add_no_cells():
+    runs = {("parity", "full", seed): [loss] * 3 for seed, loss in ((1, 1.0), (2, 4.0))}
+    found = mask_cells(made(runs, lambda task, mask, seed, *_: float(seed)))
+    assert len(found) == len(STAGES) * len(NAMES)
+    assert set(found["seeds"]) == {2}
+    assert found["loss_area"].unique().tolist() == [pytest.approx(math.log(2))]
+    assert found["ln_value"].unique().tolist() == [1.5]
+
+
+def test_a_mask_of_which_one_candidate_is_unknown_is_left_out_for_all():
+    rng = np.random.default_rng(2)
+    runs = {("parity", mask, 1): falling(rng.uniform()) for mask in MASKS}
+
+    def values(task, mask, seed, epoch, candidate):
+        return math.nan if (mask, candidate) == ("bottomk-5", "entropy") else float(rng.normal())
+
+    found = rank_candidates(mask_cells(made(runs, values)), draws=1, resamples=0)
+    assert set(found["cells"]) == {7}
+    assert set(found["left_out"]) == {1}
+
+
+def test_a_task_is_predicted_by_what_was_strongest_on_the_others_and_by_the_masks(planted):
     found = held_out_tasks(planted)
-    assert found["group"].tolist() == [f"task-{t}" for t in range(4) for _ in range(2)]
-    assert set(found["candidate"]) == {"response"}
-    assert found["tau"].tolist() == [1] * 8  # with the sign it has elsewhere
+    found = found[found["outcome"] == "loss_area"]
+    strongest = found[found["choice"] == "strongest elsewhere"]
+    assert strongest["group"].tolist() == [*TASKS]
+    assert set(strongest["candidate"]) == {"response"}
+    assert strongest["rho"].tolist() == [1, 1, 1]
+    itself = found[found["choice"] == "the mask itself"]["rho"]
+    assert (itself.abs() < 0.9).all()  # rates are drawn anew for each task: the mask itself tells nothing
 
 
 def test_a_rule_that_turns_round_on_one_task_is_wrong_there():
     rng = np.random.default_rng(5)
-    arrivals = random_arrivals(rng, tasks=3)
+    rate = {(task, mask): rng.uniform(0.1, 1) for task in TASKS for mask in MASKS}
+    study = made(
+        {(*name, 1): falling(one) for name, one in rate.items()},
+        lambda task, mask, *_: (1 if task == "parity" else -1) * rate[task, mask],
+    )
+    found = held_out_tasks(study)
+    found = found[(found["outcome"] == "loss_area") & (found["choice"] == "strongest elsewhere")].set_index(
+        "group"
+    )
+    assert found.loc["parity", "rho"] == -1
+    table = predictor_table(study, draws=19, resamples=0)
+    assert table.loc[0, "rho"] == pytest.approx(1 / 3)
+    assert table.loc[0, "held_out"] == pytest.approx((0 + 0 - 1) / 3)  # the sign of two that disagree is none
 
-    def values(task, kind, seed, stage, candidate):
-        sign = -1 if task == "task-2" else 1
-        return sign * math.log(arrivals[task, kind, seed] or 60)
 
-    found = held_out_tasks(made(arrivals, values)).set_index(["group", "choice"])
-    assert found.loc[("task-2", "initialisation"), "tau"] == -1
-
-
-def test_without_speed_ups_there_is_nothing_to_correlate():
-    study = made({("task", "topk", 0): 3, ("task", "block", 0): None}, lambda *_: 0.0)
-    assert predictor_table(study).empty
-    assert held_out_tasks(study).empty
+def test_every_outcome_has_words():
+    assert [*OUTCOMES] == ["loss_area", "epochs"]

@@ -5,8 +5,10 @@ import json
 import numpy as np
 import pytest
 
+from semdiag.commands.printing.theory import print_bounds
 from semdiag.findings.finding import Verdict
 from semdiag.findings.findings import Findings
+from semdiag.findings.strict_json import number_from_json
 from semdiag.findings.summaries import SUMMARIES
 from semdiag.measurement.conditions import Conditions
 from semdiag.measurement.probes.bounds.probe import BoundsPlan
@@ -24,11 +26,28 @@ def measured(tiny_runs):
 @pytest.mark.parametrize("name", ["stability", "bounds"])
 def test_summaries_are_strict_json_of_their_schema(measured, name):
     summary = SUMMARIES[name](Findings(measured))
-    assert summary["schema"] == f"semdiag.{name}/1"
+    assert summary["schema"] == f"semdiag.{name}/2"
     assert json.loads(json.dumps(summary, allow_nan=False)) == summary
     words = {verdict["verdict"] for result in summary["results"] for verdict in result["verdicts"]}
     assert words <= {word.value for word in Verdict}
     assert [result["model"] for result in summary["results"]] == measured.models["model"].tolist()
+
+
+def test_a_constant_of_0_no_guarantee_and_the_unknown_stay_apart_in_json(measured):
+    """−∞ for b_k, +∞ where a separation is not positive, NaN for what the paper says nothing about."""
+    first = measured.constants["quantity"] == "network"
+    constants = measured.constants.assign(ln_value=measured.constants["ln_value"].mask(first, np.inf))
+    summary = SUMMARIES["bounds"](Findings(measured.replace(constants=constants)))
+    whole = json.loads(json.dumps(summary, allow_nan=False))
+    for result in whole["results"]:
+        keys = [row for row in result["parameters"] if row["tensor"].endswith("k.bias")]
+        assert {(row["ln_sound"], row["ln_paper"], row["ln_secant"]) for row in keys} == {("-inf", None, None)}
+        network = [row["ln_value"] for row in result["constants"] if row["quantity"] == "network"]
+        assert set(network) == {"inf"}
+        values = [row["ln_sound"] for row in result["parameters"]]
+        own = measured.parameters[measured.parameters["model"] == result["model"]]
+        assert [number_from_json(value) for value in values] == own["ln_sound"].tolist()
+    print_bounds(Findings(measured.replace(constants=constants)))
 
 
 def test_stability_has_the_numbers_of_the_tables(measured):
@@ -56,6 +75,12 @@ def test_bounds_name_every_pair(measured):
     assert pair["differences"] == []
     for result in summary["results"]:
         assert len(result["parameters"]) == 1 + 2 * 12 + 2
-        assert {row["form"] for row in result["constants"]} == {"measured", "sound", "paper", "paper code"}
+        assert {row["form"] for row in result["constants"]} == {
+            "measured",
+            "sound",
+            "paper",
+            "local",
+            "paper code",
+        }
         assert all(v["verdict"] in ("holds", "assumption not met") for v in result["verdicts"])
     assert "about these inputs" in summary["scope"]

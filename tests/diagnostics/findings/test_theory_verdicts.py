@@ -6,9 +6,9 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from semdiag.findings.bounds import parameter_findings
+from semdiag.findings.bounds import bounds_summary, parameter_findings
 from semdiag.findings.consequences import consequence_findings
-from semdiag.findings.corollary import corollary_findings, percentile_table
+from semdiag.findings.corollary import corollary_findings, pair_percentiles
 from semdiag.findings.finding import Finding, Verdict, agreed, of_rows
 from semdiag.findings.findings import Findings
 from semdiag.findings.pairing import compared_pairs, differences, find_pairs, pairs_against
@@ -16,6 +16,8 @@ from semdiag.findings.stability import stability_findings
 from semdiag.mathematics.corollary import paper_input_condition, paper_weight_condition
 from semdiag.measurement.probes.bounds.constants import CONSTANTS, PARAMETERS
 from semdiag.measurement.probes.noise.secants import SECANTS
+from semdiag.measurement.tables import OUT_OF_REACH, REMARKS
+from semdiag.presentation.sections.bounds.sentences import bounds_sentences
 
 TOPK = {"attention": "topk", "k": 2}
 
@@ -36,6 +38,7 @@ def constants(model, **values):
     table = pd.DataFrame(rows, columns=["quantity", "form", "layer", "head", "ln_value"])
     unmet = ~np.isfinite(table["ln_value"])
     table = table.assign(model=model, holds=~unmet, assumptions=np.where(unmet, "a tie", ""))
+    table = table.assign(infinite=unmet.astype(int), ln_finite=table["ln_value"].where(~unmet))
     return CONSTANTS.of_parts([table])
 
 
@@ -117,7 +120,7 @@ def test_local_constants(made_up):
 
 def parameters(rows):
     table = pd.DataFrame(rows, columns=["tensor", "ln_sound", "ln_paper", "ln_gradient", "ln_secant", "holds"])
-    table = table.assign(model="m", layer=0, group="qk")
+    table = table.assign(model="m", layer=0, group="qk", ln_local=table["ln_sound"] - 1, infinite=0)
     return PARAMETERS.of_parts([table])
 
 
@@ -126,16 +129,19 @@ def test_tensors(made_up):
     table = parameters(
         [
             ("a", 5.0, 4.0, 0.0, 1.0, True),
-            ("b", 0.5, nan, 0.0, 1.0, True),
+            ("b", 0.5, nan, 1.0, 0.0, True),
             ("c", -inf, nan, -inf, -inf, True),
             ("d", inf, inf, 0.0, 0.0, False),
             ("e", 5.0, nan, nan, nan, True),
+            ("f", 0.5, nan, 0.0, 1.0, True),
         ]
     )
-    both = {"parameters": table, "constants": constants("m", sound=inf, paper=inf)}
+    both = {"parameters": table, "constants": constants("m", sound=inf, paper=1.0)}
     found = parameter_findings(Findings(made_up(("m", [0.1] * 4, {})).replace(**both)))
-    words = [one(found, where=name).verdict for name in "abcde"]
-    assert words == [Verdict.HOLDS, Verdict.VIOLATED, Verdict.HOLDS, Verdict.NOT_MET, Verdict.NOTHING]
+    words = [one(found, where=name).verdict for name in "abcdef"]
+    assert words[:3] == [Verdict.HOLDS, Verdict.VIOLATED, Verdict.HOLDS]
+    assert words[3:] == [Verdict.NOT_MET, Verdict.NOTHING, Verdict.NOT_MET]
+    assert "leaves the parameter vector" in one(found, where="f").note  # a bound there is one of the gradient
     assert one(found, where="a").numbers["log10 gap"] == pytest.approx(4 / math.log(10))
     assert one(found, where="d").note == "a tie"
     together = one(found, where="all", form="sound")
@@ -145,6 +151,12 @@ def test_tensors(made_up):
         1,
     )
     assert one(found, where="all", form="paper").numbers["holds"] == 1
+    assert one(found, where="all", form="local").numbers["violated"] == 2  # b and f: gradients above 0.5 − 1
+
+
+def on_pairs(question, measured, pairs=None):
+    pairs = find_pairs(measured.models, None)[0] if pairs is None else pairs
+    return [finding for pair in pairs for finding in question(Findings(measured), pair)]
 
 
 @pytest.fixture
@@ -162,7 +174,7 @@ def pair(made_up):
 def test_corollary_by_the_papers_equations(pair):
     measured = pair(np.linspace(1, 20, 8), np.linspace(0.5, 4, 8))
     pairs, _ = find_pairs(measured.models, None)
-    found, table = corollary_findings(Findings(measured), pairs), percentile_table(Findings(measured), pairs[0])
+    found, table = on_pairs(corollary_findings, measured), pair_percentiles(Findings(measured), pairs[0])
     np.testing.assert_allclose(table.separation, np.percentile(np.linspace(0.05, 0.4, 8), [25, 10, 5, 0]))
     weight = paper_weight_condition(table.full_dispersion, table.dispersion, table.separation)
     inputs = paper_input_condition(table.full_dispersion, table.dispersion, table.separation, table.load / 2)
@@ -180,9 +192,32 @@ def test_corollary_by_the_papers_equations(pair):
     assert missing.note.endswith("norms are not known: measure them with semdiag bounds")
 
 
+def test_one_k_for_rows_of_different_length_is_said(pair):
+    measured = pair(np.linspace(1, 20, 8), np.linspace(0.5, 4, 8))
+    words = "one k stands for rows of 2 to 4 keys: no bound"
+    for tables in (measured, measured.replace(queries=measured.queries.assign(kept=[2, 3, 4, 4] * 4))):
+        for finding in on_pairs(corollary_findings, tables):
+            if finding.form == "sound" and finding.claim.endswith("W"):
+                assert (words in finding.note) == (tables is not measured)
+
+
+def test_the_papers_form_claims_nothing_where_its_assumptions_are_not_met(made_up):
+    """Above the slopes, but the theorem speaks about another network: as in the sound form, assumption not met."""
+    table = parameters([("a", 5.0, 4.0, 0.0, 1.0, True), ("b", 5.0, -1.0, 0.0, 1.0, True)])
+    known = constants("m", sound=1.0, paper=1.0)
+    at = known["form"] == "paper"
+    known = known.assign(holds=~at, assumptions=np.where(at, "assumption not met: post-norm", ""))
+    tables = {"parameters": table, "constants": known}
+    found = parameter_findings(Findings(made_up(("m", [0.1] * 4, {})).replace(**tables)))
+    paper = one(found, where="all", form="paper")
+    assert (paper.verdict, paper.numbers["not_met"], paper.numbers["violated"]) == (Verdict.NOT_MET, 2, 0)
+    assert paper.numbers["largest log10 gap"] == pytest.approx(4 / math.log(10) - 1 / math.log(10))
+    assert one(found, where="all", form="sound").verdict is Verdict.HOLDS
+
+
 def test_a_tie_at_the_smallest_separation(pair):
     measured = pair(np.linspace(1, 20, 8), [1e-15, 1, 1, 1, 1, 1, 1, 4])
-    found = corollary_findings(Findings(measured), find_pairs(measured.models, None)[0])
+    found = on_pairs(corollary_findings, measured)
     finding = one((f for f in found if f.form == "paper" and f.claim.endswith("W")), where="p100")
     assert finding.verdict is Verdict.NOT_MET
     assert "is a tie within rounding" in finding.note
@@ -192,9 +227,24 @@ def test_a_tie_at_the_smallest_separation(pair):
     )
 
 
+def test_what_is_a_tie_grows_with_the_scores(pair):
+    """Scores around 10^4 of a range of 20 nats are rounded at 10^-12: a separation of 10^-12 may be a tie."""
+    measured = pair(np.linspace(1, 20, 8), [1e-11, 1, 1, 1, 1, 1, 1, 4])
+    measured.provenance["dtype"] = "float64"
+    pairs = find_pairs(measured.models, None)[0]
+    assert pair_percentiles(Findings(measured), pairs[0]).separation[-1] == pytest.approx(1e-12)
+    reach = constants(pairs[0].other, sound=1.0)
+    reach.loc[0, ["quantity", "form", "ln_value"]] = ["score_reach", "measured", math.log(1e4)]
+    large = Findings(measured.replace(constants=reach))
+    assert pair_percentiles(large, pairs[0]).separation[-1] == 0
+    for finding in on_pairs(corollary_findings, measured.replace(constants=reach)):
+        if finding.where == "p100":
+            assert (finding.verdict, finding.numbers["Δ"]) == (Verdict.NOT_MET, 0.0)
+
+
 def test_the_control_of_theorem_4(pair):
     measured = pair([4.0] * 4, [4.0] * 4, {"attention": "banded", "k": 2})
-    found = corollary_findings(Findings(measured), find_pairs(measured.models, None)[0])
+    found = on_pairs(corollary_findings, measured)
     for form, name, threshold in (("paper", "W", 1.0), ("sound", "W", 0.0)):
         finding = one((f for f in found if f.form == form and f.claim.endswith(name)), where="p100")
         side = finding.numbers["left side" if form == "paper" else "ln margin"]
@@ -215,7 +265,7 @@ def test_global_tokens_count_among_the_keys_of_a_fixed_mask(pair, local, k):
         pairs = pairs_against(measured.models, "full")
         return [
             f.numbers["left side"]
-            for f in corollary_findings(Findings(measured), pairs)
+            for f in on_pairs(corollary_findings, measured, pairs)
             if f.where == "p100" and f.form == "paper"
         ]
 
@@ -225,7 +275,7 @@ def test_global_tokens_count_among_the_keys_of_a_fixed_mask(pair, local, k):
 
 def test_bottom_k_is_not_judged_by_corollary_1(pair):
     measured = pair([4.0] * 4, [1.0] * 4, {"attention": "bottomk", "k": 2})
-    finding = one(corollary_findings(Findings(measured), find_pairs(measured.models, None)[0]))
+    finding = one(on_pairs(corollary_findings, measured))
     assert finding.verdict is Verdict.NOTHING
     assert "these are full and bottomk" in finding.note
 
@@ -233,7 +283,7 @@ def test_bottom_k_is_not_judged_by_corollary_1(pair):
 def test_layer_by_layer_and_with_own_norms(pair):
     both = pd.concat([constants("full", maps=[3.0, 3.0]), constants("mask", maps=[2.0, math.inf])])
     measured = pair([4.0] * 4, [1.0] * 4, constants=both)
-    found = corollary_findings(Findings(measured), find_pairs(measured.models, None)[0])
+    found = on_pairs(corollary_findings, measured)
     assert one(found, where="layer 0").numbers["ln margin"] == -1
     assert [one(found, where=f"layer {n}").verdict for n in (0, 1)] == [Verdict.HOLDS, Verdict.NOT_MET]
     assert one(found, where="layer 1").note == "a tie"
@@ -243,7 +293,7 @@ def test_layer_by_layer_and_with_own_norms(pair):
 def test_masks_of_different_k_cannot_be_compared_and_it_is_said(made_up):
     measured = made_up(("a", [1] * 4, TOPK), ("b", [1] * 4, {"attention": "topk", "k": 3, "seed": 2}))
     pairs = pairs_against(measured.models, "a")
-    found = one(corollary_findings(Findings(measured), pairs))
+    found = one(on_pairs(corollary_findings, measured, pairs))
     assert found.verdict is Verdict.NOTHING
     assert "these are topk and topk; seed 1 and 2; k 2 and 3" in found.note
     assert differences(measured.models, pairs[0]) == ["seed 1 and 2", "k 2 and 3"]
@@ -269,7 +319,7 @@ def test_consequences(pair):
     runs = pd.concat([history("full", [0.5, 0.6, 0.7, 1.0]), history("mask", [0.5, 1.0])])
     both = pd.concat([constants("full", sound=3.0, paper=9.0), constants("mask", sound=5.0, paper=8.0)])
     measured = pair([4.0] * 4, [1.0] * 4, constants=both, history=runs)
-    sound, paper = consequence_findings(Findings(measured), find_pairs(measured.models, None)[0])
+    sound, paper = on_pairs(consequence_findings, measured)
     assert {sound.verdict, paper.verdict} == {Verdict.NOT_MET}
     assert sound.numbers["ln λ_L other over reference"] == 2
     assert [sound.numbers[f"ln gap ratio, γc = {g}"] for g in (0, 1, 9)] == pytest.approx([4, 2, 0.4])
@@ -279,12 +329,40 @@ def test_consequences(pair):
     assert "the constants favour topk-2, the training runs topk-2" in paper.note
 
 
+def test_a_mask_that_cannot_represent_the_task_says_nothing_about_speed(pair):
+    runs = pd.concat([history("full", [0.5, 1.0]), history("mask", [0.5, 0.6])])
+    both = pd.concat([constants("full", sound=3.0), constants("mask", sound=2.0)])
+    remarks = REMARKS.of_rows([{"model": "mask", "module": "", "text": OUT_OF_REACH, "times": 1}])
+    measured = pair([4.0] * 4, [1.0] * 4, constants=both, history=runs).replace(remarks=remarks)
+    note = one(on_pairs(consequence_findings, measured)).note
+    assert "the training runs neither (a mask that cannot represent the task says nothing about speed)" in note
+
+
 def test_consequences_of_what_is_infinite_or_never_learned(pair):
     runs = pd.concat([history("full", [0.5, 1.0]), history("mask", [0.5, 0.6])])
     both = pd.concat([constants("full", sound=3.0), constants("mask", sound=math.inf)])
     measured = pair([4.0] * 4, [1.0] * 4, constants=both, history=runs)
-    finding = one(consequence_findings(Findings(measured), find_pairs(measured.models, None)[0]))
+    finding = one(on_pairs(consequence_findings, measured))
     assert "ln gap ratio, γc = 1" not in finding.numbers
     assert "the constants favour neither (a constant is infinite)" in finding.note
     assert "the training runs full" in finding.note
-    assert consequence_findings(Findings(pair([4.0] * 4, [1.0] * 4)), find_pairs(measured.models, None)[0]) == []
+    assert on_pairs(consequence_findings, pair([4.0] * 4, [1.0] * 4)) == []
+
+
+def test_pairs_with_the_same_label_are_told_apart(made_up):
+    """Labels name task, attention and seed: two sizes of a model share one."""
+    measured = made_up(*(
+        (f"{kind} {width}", [scale * d for d in (1, 2, 3, 4)], {**facts, "width": width})
+        for width, scale in ((16, 1.0), (32, 2.0))
+        for kind, facts in (("full", {}), ("mask", TOPK))
+    ))  # fmt: skip
+    findings = Findings(measured)
+    (small, large) = findings(compared_pairs)
+    assert small.label == large.label
+    sentences = [said for said in bounds_sentences(findings) if said.startswith(small.label)]
+    assert len(sentences) == 2
+    for said in sentences:
+        assert said.count("A better guarantee of the mask in the parameters (W), paper form") == 1
+        assert said.split("paper form")[1].count("p75") == 1
+    summary = bounds_summary(findings)["pairs"]
+    assert [len(pair["verdicts"]) for pair in summary] == [16, 16]

@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scipy.stats import somersd
 
-from semdiag.mathematics.censored import certain_order, kaplan_meier_median, median_interval, rank_agreement
+from semdiag.mathematics.censored import kaplan_meier_median, median_interval
 
 numbers = st.lists(st.floats(0.01, 100), min_size=1, max_size=12)
 ranges = st.lists(st.tuples(st.floats(0.01, 100), st.floats(0, 50)), min_size=1, max_size=12)
@@ -93,40 +92,3 @@ def test_dropping_runs_that_never_arrive_would_make_the_median_smaller():
 def test_no_run_has_no_median():
     with pytest.raises(ValueError, match="no run"):
         kaplan_meier_median([], [])
-
-
-@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=2, max_size=10))
-def test_the_rank_correlation_of_known_numbers_is_scipys_somers_d(points):
-    x, y = [a for a, _ in points], [float(b) for _, b in points]
-    tau, count = rank_agreement(x, y, y)
-    assert count == sum(y[i] != y[j] for i in range(len(y)) for j in range(i))
-    if not count:
-        assert math.isnan(tau)
-    else:  # of one value everywhere scipy says NaN; ties are half right
-        assert tau == (pytest.approx(somersd(y, x).statistic) if len(set(x)) > 1 else 0)
-
-
-def test_bounds_take_part_only_where_their_order_is_certain():
-    assert rank_agreement([1, 2], [5.0, 0.0], [math.inf, 2.0]) == (-1.0, 1)  # above 5, below 2
-    assert rank_agreement([1, 2], [1.0, 0.0], [math.inf, 2.0])[1] == 0  # above 1, below 2
-    assert rank_agreement([1, 2], [0.0, 0.0], [math.inf, math.inf])[1] == 0
-
-
-@st.composite
-def partly_known(draw):
-    """Numbers known exactly, or only to lie above or below something."""
-    ends = st.tuples(st.integers(0, 4), st.sampled_from(["exactly", "above", "below", "unknown"]))
-    made = {"exactly": lambda v: (v, v), "above": lambda v: (v, math.inf), "below": lambda v: (0, v or 1)}
-    return [made.get(how, lambda v: (0, math.inf))(value) for value, how in draw(st.lists(ends, max_size=9))]
-
-
-@given(partly_known())
-def test_an_order_is_certain_if_all_numbers_within_the_ranges_have_it(ranges):
-    """Naive: any two numbers strictly within an open range, or at the end of a known one."""
-    order = certain_order([low for low, _ in ranges], [high for _, high in ranges])
-    for i, j in itertools.product(range(len(ranges)), repeat=2):
-        one, other = (
-            [low + t * (min(high, 99) - low) for t in (1e-6, 1 - 1e-6)] for low, high in (ranges[i], ranges[j])
-        )
-        signs = {int(np.sign(a - b)) for a in one for b in other}
-        assert order[i, j] == (signs.pop() if len(signs) == 1 and i != j else 0)

@@ -57,7 +57,7 @@ def test_the_best_may_all_stand_in_one_group():
 
 
 def test_ranks_are_counted_where_they_are_present():
-    ranks = torch.ones(1, 1, 2, 3, dtype=torch.int64)
+    ranks = torch.ones(1, 1, 2, 3, dtype=torch.int32)
     positions = torch.tensor([[[[2, 0], [2, 1], [0, 2]]]])
     present = torch.tensor([[[[True, True], [True, False], [True, True]]]])
     add_ranks_(ranks, positions, present)

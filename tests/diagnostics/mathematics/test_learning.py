@@ -34,6 +34,15 @@ def test_assumptions_are_never_claimed():
     assert gap_ratio(5.0, 4.0, 0.0).log_value.item() == 2.0
 
 
+def test_every_assumption_of_the_theorems_is_named():
+    """Hardt, Recht and Singer 2016: Thm 3.8 and Thm 3.12."""
+    convex = " ".join(a.statement for a in convex_stability_bound(0.0, 10, 1.0).unmet)
+    assert all(word in convex for word in ("convex", "smooth", "at most 2/γ", "Lipschitz"))
+    for bound in (nonconvex_stability_bound(0.0, 10, 10, 1.0, 1.0), gap_ratio(0.0, 1.0, 0.0)):
+        named = " ".join(a.statement for a in bound.unmet)
+        assert all(word in named for word in ("smooth", "at most c/t", "in [0, 1]", "Lipschitz"))
+
+
 def test_impossible_quantities_are_refused():
     with pytest.raises(ValueError, match="samples=0"):
         convex_stability_bound(0.0, 0, 1.0)

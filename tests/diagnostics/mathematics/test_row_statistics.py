@@ -268,6 +268,31 @@ def test_causal_strips_leave_out_the_future_and_nothing_else(strip, first_query,
     assert torch.equal(found.key_load(2), row_statistics(q, k, 0.7, allowed=past, top=3).key_load(2))
 
 
+@pytest.mark.parametrize("strip", [1, 2**20])
+@pytest.mark.parametrize("case", CASES)
+def test_some_queries_of_every_head_have_the_rows_of_the_whole(case, strip, monkeypatch):
+    given = CASES[case](whole)
+    (batch, heads, length, _), none = given["q"].shape, torch.tensor(-1)
+    order = torch.rand(batch, heads, length, generator=torch.Generator().manual_seed(9)).argsort(-1)
+    places = torch.where(order < max(1, length - 2), order, none)  # two of them are none
+    expected = row_statistics(scale=1.0, top=TOP, **given)
+    monkeypatch.setattr(module, "_STRIP", strip)
+    found = row_statistics(scale=1.0, top=TOP, places=places, **given)
+    for name in (*PER_QUERY, "entropy", "top"):
+        ours, theirs = getattr(found, name), getattr(expected, name)
+        there = places if ours.ndim == 3 else places[..., None].expand_as(ours)
+        theirs = theirs.gather(2, there.clamp(min=0))[there >= 0]
+        torch.testing.assert_close(ours[there >= 0], theirs, rtol=1e-12, atol=1e-12, equal_nan=True, msg=name)
+    # The loads of the others are those of a call in which they do not count.
+    counted = given.pop("queries", None)
+    alone = torch.zeros_like(expected.load)
+    for b, h, i in (places >= 0).nonzero().tolist():
+        only = torch.zeros(batch, length, dtype=torch.bool)
+        only[b, places[b, h, i]] = counted is None or counted[b, places[b, h, i]]
+        alone[:, h] += row_statistics(scale=1.0, queries=only, **given).load[:, h]
+    assert torch.equal(found.load, alone)
+
+
 def test_a_sink_takes_weight_and_no_part_in_ranges_and_gaps():
     scores = torch.tensor([[math.log(3), 0.0]], dtype=torch.float64)
     found = of_scores(scores, top=1, sinks=torch.tensor([math.log(4)]))  # weights 3/8, 1/8 and the sink's 1/2
@@ -520,5 +545,5 @@ def test_nothing_as_large_as_all_scores_is_ever_held():
     selected = torch.arange(length)[None, None, :, None].clone()
     with _Allocations() as watch:
         row_statistics(q, k, 0.25, selected=selected, top=8)
-    assert 2**20 <= watch.largest <= length**2 // 32
+    assert 2**20 <= watch.largest <= length**2 // 16  # of strips of 2²¹ scores
     assert watch.peak <= 4 * length**2 // 5  # a fifth of all scores, in bytes

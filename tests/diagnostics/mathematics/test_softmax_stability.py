@@ -18,6 +18,7 @@ from semdiag.mathematics.softmax_stability import (
     fixed_mask_row_stability,
     fixed_mask_stability,
     heavy_hitter_row_stability,
+    heavy_hitter_split_stability,
     heavy_hitter_stability,
     log_largest_weight,
 )
@@ -59,7 +60,9 @@ def test_matches_naive_formula(delta, k):
     both = heavy_hitter_stability(delta, 0.25, k).log_value.exp().item()
     assert both == pytest.approx(naive_stability(delta, k) + 4 * p, rel=1e-12)
     row = heavy_hitter_row_stability(delta, 0.25, k).log_value.exp().item()
-    assert row == pytest.approx(min(2 * k * both, 9.0), rel=1e-12)
+    assert row == pytest.approx(min(2 * k * both, 8.0), rel=1e-12)
+    split = heavy_hitter_split_stability(delta, 0.25, k).log_value.exp().item()
+    assert split == pytest.approx(min(2 * k * both, 9.0), rel=1e-12)
     paper = paper_heavy_hitter_stability(delta, 0.25, k).log_value.item()
     assert paper == pytest.approx(delta - math.log(k) + math.log(5), rel=1e-12)
 

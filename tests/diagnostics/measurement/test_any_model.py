@@ -1,6 +1,10 @@
 """Measuring and capturing models of others: what is measured is what a loop over their scores gives."""
 
+import itertools
 import math
+import warnings
+import weakref
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
@@ -15,7 +19,7 @@ from semdiag.measurement.conditions import Conditions
 from semdiag.measurement.probes.bounds.probe import BoundsPlan
 from semdiag.measurement.probes.noise.secants import SecantsPlan, external_secants
 from semdiag.measurement.survey import survey
-from semdiag_models import InputError
+from semdiag_models import Encoder, InputError, ModelConfig
 
 LENGTH, HEADS, WIDTH, BLOCKS = 9, 2, 8, 2
 
@@ -154,7 +158,7 @@ def test_in_float64_a_copy_is_measured(decoder, batch):
 
 def test_padding_may_be_given_where_the_model_takes_none(decoder, batch):
     real = batch["attention_mask"].bool()
-    found = semdiag.measure(decoder, batch["ids"], queries=real, batch_size=2)
+    found = semdiag.measure(decoder, batch["ids"], real=real, batch_size=2)
     assert found.queries.groupby("sample").size().tolist() == (real.sum(1) * BLOCKS * HEADS).tolist()
     assert len(semdiag.measure(decoder, batch["ids"]).queries) == real.numel() * BLOCKS * HEADS
 
@@ -196,7 +200,8 @@ def test_a_model_without_attention_is_refused():
 
 def test_a_k_beyond_the_keys_is_refused(decoder, batch):
     with pytest.raises(InputError, match=r"^k must lie in 1 … 9, the largest number of keys\. Got k=10\.$"):
-        semdiag.measure(decoder, batch, k=(2, 10))
+        semdiag.measure(decoder, batch, k=(10,))
+    assert not [name for name in semdiag.measure(decoder, batch, k=(2, 10)).queries if name.endswith("_k10")]
     with pytest.raises(InputError, match=r"^k must be at least 1\. Got k=0\.$"):
         semdiag.measure(decoder, batch, k=(0, 2))
 
@@ -281,22 +286,23 @@ def test_clean_rows_of_the_secants_are_those_of_the_measurement(decoder, batch):
 
 
 def test_a_sweep_asks_what_a_measurement_asks(decoder, batch):
-    sweep = semdiag.k_sweep(decoder, batch, batch_size=2, dtype=torch.float64)
+    sweep = semdiag.k_sweep(decoder, batch, batch_size=2, dtype=torch.float64).sweep
     found = semdiag.measure(decoder, batch, k=(3,), dtype=torch.float64).queries
     for layer in (-1, 0):
         rows = found if layer == -1 else found[(found["layer"] == layer) & (found["head"] == 0)]
         own = sweep[(sweep["layer"] == layer) & (sweep["head"] == min(layer, 0)) & (sweep["k"] == 3)]
         own = own.set_index("quantity")["p50"]
         assert own["dispersion"] == pytest.approx(rows["dispersion_k3"].median(), rel=1e-5)
-        assert own["mass"] == pytest.approx(rows["mass_k3"].median(), rel=1e-5)
-    with pytest.raises(InputError, match=r"^model is a Decoder: this needs one of semdiag's encoders"):
-        semdiag.k_sweep(decoder, batch, plan=semdiag.SweepPlan(rerun=True))
+        assert own["mass"] == pytest.approx(rows[rows["keys"] > 3]["mass_k3"].median(), rel=1e-5)
+    again = semdiag.k_sweep(decoder, batch, plan=semdiag.KSweepPlan(3, rerun=True))
+    assert "same_prediction" not in set(again.sweep["quantity"])  # its outputs are representations
 
 
 def test_masks_of_padded_batches_survive_no_noise_and_certified_ones_any(decoder, batch):
     batches = [{name: value[:2, :9] for name, value in batch.items()}, {n: v[4:, :7] for n, v in batch.items()}]
     plan = semdiag.NoisePlan((1e-12, 0.02, 3.0), draws=4, k=2)
-    masks, effects = semdiag.mask_stability(decoder, batches, plan=plan, dtype=torch.float64)
+    found = semdiag.mask_stability(decoder, batches, plan=plan, dtype=torch.float64)
+    masks, effects = found.masks, found.noise_effects
     by_level = masks.groupby("level")
     dropping = sum(max(0, n - 2) for n in (9, 4, 7)) * BLOCKS * HEADS  # the first two queries see two keys at most
     assert by_level.size().tolist() == [dropping] * 3
@@ -307,7 +313,7 @@ def test_masks_of_padded_batches_survive_no_noise_and_certified_ones_any(decoder
     assert by_level["certified"].mean().iloc[1] > 0.0
     assert masks["certified_changed"].sum() == 0
     assert effects.empty
-    again, _ = semdiag.mask_stability(decoder, batches, plan=plan, dtype=torch.float64)
+    again = semdiag.mask_stability(decoder, batches, plan=plan, dtype=torch.float64).masks
     pd.testing.assert_frame_equal(masks, again)
 
 
@@ -329,3 +335,89 @@ def test_commands_for_our_encoders_refuse_others_before_anything_runs(decoder):
         survey([model], Conditions(encoders_only=True))
     with pytest.raises(InputError, match=r"^Name inputs for own:model with --inputs FILE: token ids"):
         survey([model], Conditions())
+
+
+class Stream:
+    """Batches of token ids without end; counts those that were read and remembers which are still held."""
+
+    def __init__(self):
+        self.read, self.alive = 0, []
+
+    def __iter__(self):
+        generator = torch.Generator().manual_seed(0)
+        while True:
+            batch = torch.randint(11, (4, LENGTH), generator=generator)
+            self.read += 1
+            self.alive.append(weakref.ref(batch))
+            assert sum(known() is not None for known in self.alive) <= 3  # the last, this one, a view
+            yield batch
+
+
+def test_batches_are_read_one_at_a_time_and_no_further_than_asked(decoder):
+    stream = Stream()
+    found = semdiag.measure(decoder, stream, samples=30)
+    assert stream.read == 8
+    assert int(found.models["samples"].iloc[0]) == 30
+    assert found.queries["sample"].nunique() == 30
+    kept = torch.cat(list(itertools.islice(Unheld(), 8)))[:30]
+    pd.testing.assert_frame_equal(found.queries, semdiag.measure(decoder, kept, batch_size=4).queries)
+
+
+class Unheld(Stream):
+    """The same, without a word about who holds them."""
+
+    def __iter__(self):
+        generator = torch.Generator().manual_seed(0)
+        while True:
+            yield torch.randint(11, (4, LENGTH), generator=generator)
+
+
+def test_a_generator_is_checked_as_it_comes(decoder):
+    ids = torch.zeros(2, LENGTH, dtype=torch.int64)
+    with pytest.raises(InputError, match="There are no inputs to measure on"):
+        semdiag.measure(decoder, iter([]))
+    with pytest.raises(InputError, match=r"samples must be at least 1\. Got 0\."):
+        semdiag.measure(decoder, ids, samples=0)
+    encoder = Encoder(ModelConfig(vocabulary_size=3, classes=2, length=LENGTH, blocks=1)).eval()
+    with pytest.raises(InputError, match="Got 3 labels of 4 samples"):
+        semdiag.measure(encoder, iter([ids, ids]), labels=torch.zeros(3))
+    with pytest.raises(InputError, match="Token id 7 is out of range"):
+        semdiag.measure(encoder, iter([ids, ids + 7]))
+    with pytest.raises(InputError, match=r"k must lie in 1 … 9"):
+        semdiag.measure(encoder, iter([ids]), k=[10])
+    found = semdiag.measure(encoder, iter([ids, ids]), labels=torch.zeros(9), samples=3)
+    assert int(found.models["samples"].iloc[0]) == 3
+
+
+def test_a_survey_takes_the_first_samples_of_inputs_without_an_end(decoder):
+    loaded = replace(unnamed(decoder), batches=Unheld())
+    found = survey([loaded], Conditions(samples=10))
+    assert int(found.models["samples"].iloc[0]) == 10
+    assert found.models["inputs"].iloc[0] == "came with the model, the first 10 samples"
+
+
+def test_a_mixture_of_experts_in_bfloat16_says_why_it_has_no_stability():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        transformers = pytest.importorskip("transformers")
+        config = transformers.MixtralConfig(
+            vocab_size=11, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
+            intermediate_size=8, num_local_experts=2,
+        )  # fmt: skip
+        model = transformers.MixtralModel._from_config(config, attn_implementation="sdpa", dtype=torch.bfloat16)
+    if getattr(config, "_experts_implementation", None) != "grouped_mm":
+        pytest.skip("this transformers has no grouped experts")
+    loaded = replace(unnamed(model), batches=[torch.ones(2, 4, dtype=torch.int64)])
+    conditions = Conditions(plans=(SecantsPlan((0.01,)),))
+    found = survey([loaded], conditions)
+    (text,) = found.remarks["text"]
+    assert text.startswith(
+        "secants not available, because model cannot run in float64, in which it is measured here"
+    )
+    assert text.endswith(
+        "experts are one grouped matrix product, which knows no float64; "
+        'model.set_experts_implementation("eager") multiplies them one by one'
+    )
+    assert len(found.queries)
+    model.set_experts_implementation("eager")
+    assert len(survey([loaded], conditions).secants)

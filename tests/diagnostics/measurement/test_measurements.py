@@ -11,7 +11,7 @@ import pytest
 from semdiag.measurement.conditions import Conditions
 from semdiag.measurement.measurements import Measurements
 from semdiag.measurement.probes.bounds.probe import BoundsPlan
-from semdiag.measurement.probes.k_sweep import SweepPlan
+from semdiag.measurement.probes.k_sweep import KSweepPlan
 from semdiag.measurement.probes.loss.landscape import LandscapePlan
 from semdiag.measurement.probes.loss.lipschitz import LipschitzPlan
 from semdiag.measurement.probes.noise.masks import NoisePlan
@@ -86,7 +86,14 @@ def test_a_missing_file_is_refused(measured, tmp_path, name):
 def test_a_table_without_its_columns_is_refused(measured, tmp_path, table):
     measured.save(tmp_path)
     pd.DataFrame({"a": [1]}).to_parquet(tmp_path / f"{table}.parquet")
-    with pytest.raises(InputError, match=f"does not hold saved measurements .*{table}"):
+    with pytest.raises(InputError, match=rf"{table}\.parquet lacks the column model\. Measure again"):
+        Measurements.load(tmp_path)
+
+
+def test_a_column_of_another_kind_is_refused(measured, tmp_path):
+    measured.save(tmp_path)
+    measured.queries.astype({"layer": "float64"}).to_parquet(tmp_path / "queries.parquet")
+    with pytest.raises(InputError, match=r"queries\.parquet holds float64 in the column layer, where int32"):
         Measurements.load(tmp_path)
 
 
@@ -181,7 +188,7 @@ def test_provenance_is_plain_json(measured, tmp_path):
 @pytest.fixture(scope="module")
 def with_theory(tiny_runs):
     plans = (
-        SecantsPlan(), BoundsPlan(), NoisePlan(draws=1), SweepPlan(), LandscapePlan(grid=3),
+        SecantsPlan(), BoundsPlan(), NoisePlan(draws=1), KSweepPlan(), LandscapePlan(grid=3),
         LipschitzPlan(5, 2, 2, 5),
     )  # fmt: skip
     conditions = Conditions(samples=5, plans=plans)

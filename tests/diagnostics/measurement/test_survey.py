@@ -103,7 +103,7 @@ def test_conditions_that_cannot_be_met_are_refused_before_anything_is_measured(t
     announced = []
     for models, conditions, message in (
         ([tiny_runs.full, tmp_path / "nowhere.pt"], Conditions(samples=4), "nowhere.pt does not exist"),
-        ([tiny_runs.full], Conditions(inputs=tmp_path / "nowhere.npy"), "nowhere.npy do not exist"),
+        ([tiny_runs.full], Conditions(inputs=tmp_path / "nowhere.npy"), "nowhere.npy does not exist"),
         ([tiny_runs.full], Conditions(device="abacus"), "Unknown device 'abacus'"),
         ([tiny_runs.full], Conditions(samples=4000), "has 40 held-out samples"),
     ):

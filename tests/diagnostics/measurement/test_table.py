@@ -98,6 +98,9 @@ def test_a_missing_column_is_named_with_its_file(things, column):
         ("model", [True, False]),
         ("layer", ["0", "1"]),
         ("layer", [True, False]),
+        ("layer", [0.0, 1.0]),
+        ("model", ["a", 1]),
+        ("size", [True, False]),
         ("size", ["small", "large"]),
         ("size", [None, None]),
         ("holds", ["yes", "no"]),
@@ -120,13 +123,23 @@ def test_of_several_wrong_columns_the_first_is_named(things):
 @pytest.mark.parametrize(
     "older",
     [
-        {"layer": "int64"}, {"layer": "int8"}, {"layer": "float64"}, {"layer": "Int64"},
+        {"layer": "int64"}, {"layer": "int8"}, {"layer": "Int64"}, {"size": "int64"},
         {"size": "float32"}, {"level": "float64"}, {"size": "Float64"},
         {"model": "object"}, {"model": "category"}, {"holds": "boolean"},
     ],
 )  # fmt: skip
 def test_other_precisions_of_older_files_are_read(things, older):
-    TABLE.check(things.astype(older), "things.parquet")
+    finite = things.replace({"size": {np.inf: 1.0, 0.5: 2.0}})
+    TABLE.check(finite.astype(older), "things.parquet")
+
+
+def test_missing_words_are_no_fault(things):
+    TABLE.check(things.astype({"model": "object"}).replace({"model": {"b": None}}), "things.parquet")
+
+
+def test_a_type_that_no_table_knows_is_refused():
+    with pytest.raises(ValueError, match="Got complex128"):
+        Table("things", "", {"size": "complex128"})
 
 
 def test_further_columns_are_no_fault(things):

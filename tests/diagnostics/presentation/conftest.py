@@ -13,7 +13,7 @@ from semdiag.findings.resampling import ratio_interval
 from semdiag.measurement.conditions import Conditions
 from semdiag.measurement.measurements import Measurements
 from semdiag.measurement.probes.registry import PROBES
-from semdiag.measurement.runs.predictors import CANDIDATES, STAGES
+from semdiag.measurement.runs.predictors import CANDIDATES
 from semdiag.measurement.schema import OPTIONAL
 from semdiag.measurement.survey import survey
 from semdiag.presentation.report.report import write_report
@@ -150,15 +150,17 @@ def _theory(row, queries, noise):
     ]
     return {
         "secants": secants[list(OPTIONAL["secants"].columns)],
-        "constants": pd.DataFrame(constants, columns=columns).assign(model=row["model"], holds=True)[
-            list(OPTIONAL["constants"].columns)
-        ],
+        "constants": pd.DataFrame(constants, columns=columns).assign(
+            model=row["model"], holds=True, infinite=0, ln_finite=1.0
+        )[list(OPTIONAL["constants"].columns)],
         "parameters": pd.DataFrame(tensors, columns=["tensor", "layer", "group"]).assign(
             model=row["model"],
             ln_sound=6 * ten,
             ln_paper=8 * ten,
+            ln_local=3 * ten,
             ln_gradient=-2 * ten,
             ln_secant=-3 * ten,
+            infinite=0,
             holds=True,
         )[list(OPTIONAL["parameters"].columns)],
     }
@@ -199,7 +201,7 @@ def _probes(row):
         for d in range(4) for g in groups
     ]  # fmt: skip
     ends = [
-        {"group": g, "estimate": 2.0, "low": 1.5, "high": 3.0, "p_value": 0.4, "accepted": g != "qk", "reason": "",
+        {"group": g, "estimate": 2.0, "p_value": 0.4, "p_endless": 0.005, "accepted": g != "qk", "reason": "",
          "blocks": 24} for g in groups
     ]  # fmt: skip
     norms = [
@@ -223,7 +225,7 @@ def with_runs(measurements):
         setting = json.dumps({"task": model["task"]})
         rows["runs"].append((name, model["task"], label, kind, model["seed"], setting, 4, 4, "finished"))
         rows["along"] += [(name, epoch, -1, *number, 0.5) for epoch in (0, 4) for number in quantities]
-        rows["predictors"] += [(name, stage, 0, one, 0.5) for stage in STAGES for one in CANDIDATES]
+        rows["predictors"] += [(name, epoch, one, 0.5) for epoch in (0, 4) for one in CANDIDATES]
         rows["lengths"] += [(name, n, -1, SAMPLES, *number, 0.5) for n in (6, 16) for number in quantities]
     tables = {
         name: OPTIONAL[name].of_rows(dict(zip(OPTIONAL[name].columns, row, strict=True)) for row in own)

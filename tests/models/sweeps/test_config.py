@@ -107,5 +107,5 @@ def test_a_file_that_is_not_there_or_no_toml_is_refused(read, tmp_path):
         read_sweep_file(tmp_path / "nowhere.toml")
     with pytest.raises(InputError, match=r"cannot be read: .*at line 2"):
         read("task = 'parity'\nseed = = 3\n")
-    with pytest.raises(InputError, match="cannot be read"):
+    with pytest.raises(InputError, match="is a folder"):
         read_sweep_file(tmp_path)

@@ -179,7 +179,14 @@ def test_a_field_at_its_default_does_not_count():
 
 @pytest.mark.parametrize(
     ("file", "runs"),
-    [("first.toml", 6), ("study.toml", 4 * 6 * 3), ("paper.toml", 8 * 15 * 10), ("listops-ablations.toml", 340)],
+    [
+        ("first.toml", 6),
+        ("study.toml", 3 * 6 * 3),
+        ("speed.toml", 360),
+        ("dose.toml", 378),
+        ("paper.toml", 8 * 15 * 10),
+        ("listops-ablations.toml", 340),
+    ],
 )
 def test_the_shipped_sweeps_have_the_runs_they_promise(file, runs):
     assert len(read_sweep(EXPERIMENTS / file)) == runs

@@ -1,3 +1,4 @@
+import json
 import shutil
 from dataclasses import replace
 
@@ -5,6 +6,7 @@ import pytest
 import torch
 
 from semdiag_models import InputError, read_checkpoint, write_checkpoint
+from semdiag_models.checkpoint import weights_sha256
 from semdiag_models.sweeps.estimates import estimate, time_epoch
 from semdiag_models.sweeps.grid import SweepRun, name_run
 from semdiag_models.sweeps.runs import Order, Outcome, epochs_so_far, inspect, result, train_order
@@ -25,9 +27,9 @@ def run(tiny_model, tiny_training):
 def trained(tmp_path):
     """Call with a run: its folder, after training it."""
 
-    def train(run, folder="run"):
-        assert train_order(Order(run, tmp_path / folder, "cpu", {"command": "x"})) == Outcome("done")
-        return tmp_path / folder
+    def train(run, folder="runs"):
+        assert train_order(Order((run,), tmp_path / folder, "cpu", {"command": "x"})) == [Outcome("done")]
+        return tmp_path / folder / run.name
 
     return train
 
@@ -88,7 +90,8 @@ def test_a_folder_with_another_run_is_left_alone(run, trained, tmp_path):
     other = run(learning_rate=0.2)
     with pytest.raises(InputError, match="holds a run of another configuration"):
         inspect(folder, other)
-    outcome = train_order(Order(other, folder, "cpu", {}))
+    folder = folder.rename(folder.with_name(other.name))
+    (outcome,) = train_order(Order((other,), tmp_path / "runs", "cpu", {}))
     assert (outcome.status, outcome.retry) == ("failed", False)
     row = result(other, folder, 0.95)
     assert (row.status, row.epochs) == ("failed", 0)
@@ -98,19 +101,82 @@ def test_a_folder_with_another_run_is_left_alone(run, trained, tmp_path):
 
 def test_a_run_that_diverges_is_recorded_with_its_last_good_epoch(run, tmp_path):
     wild = run(learning_rate=1e30, gradient_clip=1e30)
-    outcome = train_order(Order(wild, tmp_path / "run", "cpu", {}))
+    (outcome,) = train_order(Order((wild,), tmp_path, "cpu", {}))
     assert (outcome.status, outcome.retry) == ("diverged", False)
-    row = result(wild, tmp_path / "run", 0.95, outcome)
+    row = result(wild, tmp_path / wild.name, 0.95, outcome)
     assert (row.status, row.epochs) == ("diverged", 0)
     assert "training loss became" in row.problem
 
 
 def test_an_error_that_may_pass_asks_for_another_attempt(run, tmp_path):
-    (tmp_path / "run" / "best.pt" / "in the way").mkdir(parents=True)
-    outcome = train_order(Order(run(), tmp_path / "run", "cpu", {}))
+    in_the_way = tmp_path / run().name / "best.pt"
+    (in_the_way / "something").mkdir(parents=True)
+    (outcome,) = train_order(Order((run(),), tmp_path, "cpu", {}))
     assert (outcome.status, outcome.retry) == ("failed", True)
-    shutil.rmtree(tmp_path / "run" / "best.pt")
-    assert train_order(Order(run(), tmp_path / "run", "cpu", {})) == Outcome("done")
+    shutil.rmtree(in_the_way)
+    assert train_order(Order((run(),), tmp_path, "cpu", {})) == [Outcome("done")]
+
+
+def test_runs_in_one_step_end_as_they_would_alone_and_one_that_diverges_stops_none(run, trained, tmp_path):
+    wild = run(seed=9)
+    wild = replace(wild, name="wild")
+    several = [run(seed=seed) for seed in (1, 2)]
+    alone = [trained(one, "alone") for one in several]
+    train_order(
+        Order((replace(several[0], training=replace(several[0].training, epochs=1)),), tmp_path, "cpu", {})
+    )
+    order = Order((*several, wild), tmp_path, "cpu", {"command": "x"})
+    assert train_order(order) == [Outcome("done")] * 3  # the first one has begun
+    for one, folder in zip(several, alone, strict=True):
+        mine, theirs = (read_checkpoint(f / "last.pt") for f in (tmp_path / one.name, folder))
+        assert mine.epoch == theirs.epoch
+        for name in mine.state:
+            torch.testing.assert_close(mine.state[name], theirs.state[name], rtol=0, atol=1e-5)
+    diverging = read_checkpoint(tmp_path / "wild" / "last.pt")
+    diverging.state["head.bias"].fill_(float("nan"))
+    write_checkpoint(tmp_path / "wild" / "last.pt", diverging)
+    longer = [replace(one, training=replace(one.training, epochs=5)) for one in (*several, wild)]
+    outcomes = train_order(Order(tuple(longer), tmp_path, "cpu", {}))
+    assert [outcome.status for outcome in outcomes] == ["done", "done", "diverged"]
+    assert [read_checkpoint(tmp_path / one.name / "last.pt").epoch for one in longer] == [5, 5, 3]
+
+
+def test_a_record_stands_for_a_run_whose_folder_is_gone(run, trained, tmp_path):
+    folder, records = trained(run()), tmp_path / "records"
+    row = result(run(), folder, 0.95, records=records)
+    assert result(run(), folder, 0.95, records=records) == row
+    (record,) = records.iterdir()
+    content = json.loads(record.read_text())
+    assert content["weights"] == weights_sha256(weights(folder))
+    assert content["history"]["epoch"] == [1, 2, 3]
+    shutil.rmtree(folder)
+    again = result(run(), folder, 0.95, records=records)
+    assert (again.status, again.epochs, again.train_accuracy) == ("done", 3, pytest.approx(row.train_accuracy))
+    assert (
+        result(run(epochs=9), folder, 0.95, records=records).status == "waiting"
+    )  # it must be trained for longer
+    assert result(run(seed=4), folder, 0.95, records=records).status == "waiting"
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda text: text[:50],
+        lambda text: "[" * 100_000,
+        lambda text: text.replace('"semdiag.run/1"', '"other/1"'),
+        lambda text: text.replace('"epoch": [1', '"epoch": ["1"'),
+        lambda text: text.replace('"epoch": [1, ', '"epoch": ['),
+        lambda text: text.replace('"even-pairs"', '"parity"'),
+    ],
+)
+def test_a_damaged_record_is_named_and_nothing_is_trained_over_it(run, trained, tmp_path, damage):
+    folder, records = trained(run()), tmp_path / "records"
+    result(run(), folder, 0.95, records=records)
+    (record,) = records.iterdir()
+    record.write_text(damage(record.read_text()))
+    row = result(run(), folder, 0.95, records=records)
+    assert row.status == "failed"
+    assert str(record) in row.problem
 
 
 def test_the_row_of_a_run_says_what_its_history_says(run, trained):
@@ -129,7 +195,7 @@ def test_the_row_of_a_run_says_what_its_history_says(run, trained):
 
 def test_hours_come_from_histories_where_there_are_some(run, trained, tmp_path):
     runs = [run(epochs=10, seed=seed) for seed in (1, 2)] + [run(epochs=10, seed=1, batch_size=5)]
-    folder = trained(replace(runs[0], training=replace(runs[0].training, epochs=4)), runs[0].name)
+    folder = trained(replace(runs[0], training=replace(runs[0].training, epochs=4)), "")
     checkpoint = read_checkpoint(folder / "last.pt")
     checkpoint.history["seconds"] = [9.0, 36.0, 36.0, 36.0]
     write_checkpoint(folder / "last.pt", checkpoint)
@@ -143,7 +209,7 @@ def test_hours_come_from_histories_where_there_are_some(run, trained, tmp_path):
 
 def test_what_is_done_costs_nothing(run, trained, tmp_path):
     done = run(epochs=1)
-    trained(done, done.name)
+    trained(done, "")
     (left,) = estimate([done], tmp_path, "cpu")
     assert (left.epochs, left.hours) == (0, 0)
 

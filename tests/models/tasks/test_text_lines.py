@@ -52,7 +52,7 @@ def test_what_is_no_text_is_refused(file, content, message):
 def test_files_that_cannot_be_read_are_refused(tmp_path):
     with pytest.raises(InputError, match=r"nowhere\.txt does not exist\.$"):
         read_lines(tmp_path / "nowhere.txt")
-    with pytest.raises(InputError, match=r"cannot be read: Is a directory\.$"):
+    with pytest.raises(InputError, match=r"is a folder, not a file\.$"):
         read_lines(tmp_path)
 
 

@@ -1,8 +1,6 @@
 """Tables of ``semdiag check`` on stderr."""
 
-from rich.table import Table
-
-from semdiag.commands.printing.console import wide_console
+from semdiag.commands.printing.console import NumberTable, number_table, wide_console
 from semdiag.findings.gate.layers import LayerGate
 from semdiag.findings.gate.pairs import GATED, SHOWN, GateResult
 from semdiag.findings.gate.verification import Verification
@@ -40,8 +38,8 @@ def conclusion(result: Verification) -> str:
     return f"{'; '.join(parts)}."
 
 
-def _pair(result: GateResult) -> Table:
-    table = Table("nats", *SHOWN, title=result.pair.label, title_justify="left")
+def _pair(result: GateResult) -> NumberTable:
+    table = number_table(["nats", *SHOWN], names=1, title=result.pair.label)
     table.add_row("δ_s, full", *(f"{result.full[p]:.4g}" for p in SHOWN))
     table.add_row("δ_h, top-k", *(f"{result.topk[p]:.4g}" for p in SHOWN))
     verdicts = ("–" if p not in GATED else "FAILS" if p in result.failed else "holds" for p in SHOWN)

@@ -1,30 +1,128 @@
 """What the tables on stderr have in common."""
 
-from collections.abc import Iterable
+import math
+import os
+import textwrap
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
+
+from semdiag.commands.printing.terminal import terminal
+from semdiag.findings.strict_json import number_from_json
+
+_ENDLESS = 10_000
+_LOG = 150  # columns of a file: it has room, and a reader who turns its lines
 
 
 def wide_console() -> Console:
-    """Stderr, wide enough for a table where it is not a terminal."""
-    console = Console(stderr=True, markup=False, highlight=False)
-    if not console.is_terminal:
-        console.width = max(console.width, 150)  # a log has room; a number cut short would be a wrong one
+    """Stderr, as wide as the terminal or as ``COLUMNS`` says; wide where it is neither."""
+    console = terminal(stderr=True, markup=False, highlight=False)
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = max(console.width, _LOG)
     return console
 
 
-def number_table(columns: Iterable[str], names: int = 0) -> Table:
-    """A table without rows; its cells are aligned right, but for those of the first columns, which are names."""
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for place, name in enumerate(columns):
-        table.add_column(name, justify="left" if place < names else "right")
-    return table
+class NumberTable:
+    """A table that knows how wide the terminal is: columns that do not fit are left away, and named.
+
+    A number is shown whole or not at all: one cut short would be a wrong one. Before that, headings are broken
+    between words.
+
+    Args:
+        columns: their headings.
+        names: how many of the first are names, aligned left; they are never left away.
+        title: above the table; empty: none.
+        least: headings of the columns that go first, in this order; then the others from the right.
+
+    Attributes:
+        caption: below the table; empty: none.
+
+    Example:
+        >>> table = NumberTable(["task", "best loss", "epochs"], names=1, least=["best loss"])
+        >>> table.add_row("parity", "0.0123", "17")
+        >>> Console(width=18).print(table)  # doctest: +NORMALIZE_WHITESPACE
+        <BLANKLINE>
+        task     epochs
+        ───────────────
+        parity       17
+        <BLANKLINE>
+        18 columns have no room for: best loss.
+    """
+
+    def __init__(self, columns: Iterable[str], names: int = 0, title: str = "", least: Sequence[str] = ()) -> None:
+        self.columns, self.names, self.title, self.caption = list(columns), names, title, ""
+        self.rows: list[tuple[str, ...]] = []
+        first = [self.columns.index(name) for name in least if name in self.columns]
+        rest = [place for place in reversed(range(names, len(self.columns))) if place not in first]
+        self._going = [*first, *rest][: max(0, len(self.columns) - names - 1)]
+
+    @property
+    def row_count(self) -> int:
+        """Number of rows."""
+        return len(self.rows)
+
+    def add_row(self, *cells: str) -> None:
+        """Add a row; cells that are missing on the right are empty."""
+        self.rows.append((*cells, *[""] * (len(self.columns) - len(cells))))
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """What rich asks for to print it."""
+        left: list[int] = []
+        endless = options.update(max_width=_ENDLESS)
+        table = self._without(left, breaking=False)
+        breaking = console.measure(table, options=endless).maximum > options.max_width
+        while breaking:
+            table = self._without(left)
+            breaking = console.measure(table, options=endless).maximum > options.max_width
+            if not breaking or len(left) == len(self._going):
+                break
+            left.append(self._going[len(left)])
+        if self.title:
+            yield self.title
+        yield table
+        if left:
+            missing = ", ".join(self.columns[place] for place in sorted(left))
+            yield f"{options.max_width} columns have no room for: {missing}."
+
+    def _without(self, left: Sequence[int], breaking: bool = True) -> Table:
+        table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), caption=self.caption or None)
+        shown = [place for place in range(len(self.columns)) if place not in left]
+        for place in shown:
+            name = self.columns[place]
+            words = [*name.split(), *(row[place] for row in self.rows)]
+            width = max(map(cell_len, words if breaking else [name]), default=1)
+            heading = textwrap.wrap(name, width, break_long_words=False)
+            table.add_column(
+                "\n".join(heading), justify="left" if place < self.names else "right",
+                no_wrap=place >= self.names, overflow="fold", vertical="top",
+            )  # fmt: skip
+        for row in self.rows:
+            table.add_row(*(row[place] for place in shown))
+        return table
 
 
-def number(value: float | None) -> str:
-    """A number to three digits; whole numbers, which are mostly counts, with all of theirs."""
-    if value is None:
+def number_table(columns: Iterable[str], names: int = 0, **more: Any) -> NumberTable:
+    """A :class:`NumberTable` without rows."""
+    return NumberTable(columns, names, **more)
+
+
+def number(value: float | str | None) -> str:
+    """A number of a summary to three digits; whole numbers, which are mostly counts, with all of theirs."""
+    value = number_from_json(value)
+    if math.isnan(value):
         return "–"
-    return f"{value:.0f}" if float(value).is_integer() and abs(value) < 1e9 else f"{value:.3g}"
+    return f"{value:.0f}" if value.is_integer() and abs(value) < 1e9 else f"{value:.3g}"
+
+
+def interval(low: float, high: float) -> str:
+    """An interval in three digits, like ``92.6–93.1``; ``-0.2 to 0.1`` where a dash would look like a sign.
+
+    Example:
+        >>> interval(92.61, 93.08), interval(-0.2, 0.1)
+        ('92.6–93.1', '-0.2 to 0.1')
+    """
+    return f"{low:.3g}{' to ' if low < 0 or high < 0 else '–'}{high:.3g}"

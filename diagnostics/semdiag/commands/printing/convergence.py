@@ -4,18 +4,18 @@ import math
 from typing import Any
 
 import pandas as pd
-from rich.table import Table
 
-from semdiag.commands.printing.console import number_table, wide_console
+from semdiag.commands.printing.console import NumberTable, number_table, wide_console
 from semdiag.findings.convergence import arrivals
 from semdiag.findings.findings import Findings
-from semdiag.findings.prediction import predictor_table
+from semdiag.findings.prediction import OUTCOMES, STAGES, predictor_table, quantity
 from semdiag.findings.speed_and_dispersion import run_statistics, speed_dispersion_table
-from semdiag.measurement.runs.predictors import CANDIDATES, STAGES
+from semdiag.measurement.table import ALL
 from semdiag.presentation.sections.along.sentences import along_sentences
 from semdiag.presentation.sections.convergence.sentences import (
     arrival_words,
     convergence_sentences,
+    epoch_words,
     interval_words,
     speed_words,
     target_words,
@@ -51,7 +51,7 @@ def print_convergence(findings: Findings) -> None:
         console.print(sentence)
 
 
-def _runs(findings: Findings, found: pd.DataFrame, pairs: pd.DataFrame) -> Table:
+def _runs(findings: Findings, found: pd.DataFrame, pairs: pd.DataFrame) -> NumberTable:
     heads = ["task", "attention", "seed", f"epochs to {target_words(findings)}", "speed-up", "δ ratio",
              "train", "held-out", "best", "gap"]  # fmt: skip
     table = number_table(heads, names=2)
@@ -71,8 +71,17 @@ def _runs(findings: Findings, found: pd.DataFrame, pairs: pd.DataFrame) -> Table
     return table
 
 
-def _seeds(over: pd.DataFrame) -> Table:
-    heads = ["task", "attention", "seeds", "arrived", "median epochs", "median speed-up", "interval"]
+def _seeds(over: pd.DataFrame) -> NumberTable:
+    heads = [
+        "task",
+        "attention",
+        "seeds",
+        "arrived",
+        "median epochs",
+        "median speed-up",
+        "one epoch off",
+        "interval",
+    ]
     table = number_table(heads, names=2)
     for row in over.to_dict("records"):
         median = row["median_epochs"]
@@ -83,14 +92,15 @@ def _seeds(over: pd.DataFrame) -> Table:
             str(row["arrived"]),
             "not reached" if math.isinf(median) else f"{median:g}",
             "–" if row["pairs"] == 0 else speed_words(row["speed_up_low"], row["speed_up_high"]),
+            epoch_words(row),
             interval_words(row),
         )
     return table
 
 
-def _lengths(findings: Findings, found: pd.DataFrame) -> Table:
+def _lengths(findings: Findings, found: pd.DataFrame) -> NumberTable:
     lengths_measured = findings.measurements.lengths
-    rows = lengths_measured[lengths_measured["layer"] == -1]
+    rows = lengths_measured[lengths_measured["layer"] == ALL]
     lengths = sorted(rows["length"].unique())
     table = number_table(["accuracy, median δ on length", "attention", "seed", *map(str, lengths)], names=2)
     value = rows.set_index(["model", "length", "quantity", "statistic"])["value"]
@@ -101,17 +111,19 @@ def _lengths(findings: Findings, found: pd.DataFrame) -> Table:
     return table
 
 
-def _predictors(findings: Findings) -> Table:
-    table = number_table(["rank correlation with speed-up (corrected p)", *STAGES], names=1)
-    found = {(row["candidate"], row["stage"]): row for row in findings(predictor_table).to_dict("records")}
-    for candidate, words in CANDIDATES.items():
-        cells = [_correlation(found.get((candidate, stage))) for stage in STAGES]
-        table.add_row(words, *cells)
+def _predictors(findings: Findings) -> NumberTable:
+    outcome = next(iter(OUTCOMES))
+    table = number_table([f"rank correlation with the {OUTCOMES[outcome]} (corrected p)", *STAGES], names=1)
+    rows = findings(predictor_table)
+    rows = rows[rows["outcome"] == outcome]
+    found = {(row["candidate"], row["stage"]): row for row in rows.to_dict("records")}
+    for candidate in rows["candidate"].unique():
+        table.add_row(quantity(candidate), *(_correlation(found.get((candidate, stage))) for stage in STAGES))
     return table
 
 
 def _correlation(row: dict[Any, Any] | None) -> str:
-    return "–" if row is None or math.isnan(row["tau"]) else f"{row['tau']:+.2f} ({row['p_corrected']:.2g})"
+    return "–" if row is None or math.isnan(row["rho"]) else f"{row['rho']:+.2f} ({row['p_corrected']:.2g})"
 
 
 def _percent(value: float) -> str:

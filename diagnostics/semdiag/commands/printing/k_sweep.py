@@ -1,11 +1,16 @@
 """The table of ``semdiag k-sweep`` on stderr."""
 
+import math
+from collections.abc import Callable
 from typing import Any
 
 from semdiag.commands.printing.console import number, number_table, wide_console
 from semdiag.commands.printing.titles import title
 from semdiag.findings.findings import Findings
-from semdiag.findings.k_sweep import sweep_summary
+from semdiag.findings.k_sweep import k_sweep_summary
+from semdiag.findings.strict_json import number_from_json
+from semdiag.measurement.table import ALL
+from semdiag.presentation.sections.k_sweep.sentences import verdict_lines
 
 Summary = dict[str, Any]
 _FIRST, _STEP = 8, 4  # every k is shown up to the first, then every fourth; all stand in the CSV file
@@ -15,37 +20,77 @@ _COLUMNS = (
 )  # fmt: skip
 
 
-def print_sweep(findings: Findings) -> None:
-    """Print one table per model, all layers and heads together, and the recommendation.
+def print_k_sweep(findings: Findings) -> None:
+    """Print the verdict and one table per model, all layers and heads together; after a rerun what it changed.
 
     Args:
         findings: of what was measured.
     """
     screen = wide_console()
-    summary = findings(sweep_summary)
+    summary = findings(k_sweep_summary)
     for result in summary["results"]:
+        first, *more = verdict_lines(findings, result["model"])
         screen.print(f"\n{title(result)}: within this model, for every k")
+        screen.print(first, soft_wrap=True)
+        if result["rerun"]:
+            screen.print(_rerun_table(result))
         if result["sweep"]:
             screen.print(_table(result))
-        screen.print(result["words"])
+        for line in more:
+            screen.print(line, soft_wrap=True)
     screen.print(summary["scope"])
 
 
+def _rerun_table(result: Summary) -> Any:
+    """What the masks changed: columns without a number are left out."""
+    rows = result["rerun"]
+    control = {row["k"]: row["change"] for row in rows if row["mask"] == "random"}
+    measure = rows[0]["measure"].replace("_", " ")
+    named: dict[str, Callable[[Summary], str]] = {
+        "mask": lambda r: r["mask"] if r["k"] < 0 else f"k = {r['k']}",
+        "keys": lambda r: _share(r["share"]),
+        "weight": lambda r: _share(r["mass"]),
+        f"Δ {measure}": lambda r: _change(r["change"]),
+        "95 % interval": lambda r: f"{_change(r['low'])} to {_change(r['high'])}",
+        "by weight": lambda r: _change(r["by_mass"]),
+        "random": lambda r: _change(control.get(r["k"])),
+        "ppl ×": lambda r: number(math.exp(min(r["change"], 700))) if measure == "loss" else "–",
+        "KL": lambda r: _change(r["divergence"]),
+        "changed": lambda r: _share(r["changed"]),
+        "accuracy": lambda r: _share(r["accuracy"]),
+    }
+    shown = [row for row in rows if row["mask"] not in ("none", "random")]
+    cells = [[text(row) for text in named.values()] for row in shown]
+    kept = [at for at in range(len(named)) if any(line[at] != "–" for line in cells)]
+    table = number_table([list(named)[at] for at in kept], names=1)
+    for line in cells:
+        table.add_row(*(line[at] for at in kept))
+    return table
+
+
+def _change(value: float | str | None) -> str:
+    """Below a tenth of a thousandth it is rounding, or might as well be."""
+    return "0" if abs(number_from_json(value)) < 5e-5 else number(value)
+
+
+def _share(value: float | str | None) -> str:
+    value = number_from_json(value)
+    return "–" if math.isnan(value) else f"{value:.1%}"
+
+
 def _table(result: Summary) -> Any:
-    pooled = {(row["quantity"], row["k"]): row for row in result["sweep"] if row["layer"] == -1}
-    rerun = [name for name in ("accuracy", "same_prediction") if (name, 0) in pooled]
-    table = number_table([*_COLUMNS, *(name.replace("_", " ") for name in rerun)])
+    pooled = {(row["quantity"], row["k"]): row for row in result["sweep"] if row["layer"] == ALL}
+    table = number_table(_COLUMNS)
     known = sorted({k for name, k in pooled if name == "mass"})
-    asked = {result["k_for_mass"], result["k_for_conditions"], result["recommended_k"], result["k"], known[-1]}
+    asked = {result["verdict"]["k"], result["k"], known[-1]}
     for k in (k for k in known if k <= _FIRST or k % _STEP == 0 or k in asked):
         cells = [pooled[name, k][p] for name, percentiles in _SHOWN.items() for p in percentiles]
         met = {
             name: [row["met"] for row in result["conditions"] if row["k"] == k and row["parameter"] == name]
             for name in "WX"
         }
-        answers = [f"{sum(values)} of {len(values)}" for values in met.values()]
-        means = [f"{pooled[name, k]['mean']:.1%}" for name in rerun]
-        table.add_row(str(k), *map(number, cells), *answers, *means)
+        answers = [f"{sum(values)} of {len(values)}" if values else "–" for values in met.values()]
+        table.add_row(str(k), *map(number, cells), *answers)
     return table
 
 

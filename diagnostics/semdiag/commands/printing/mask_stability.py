@@ -2,16 +2,18 @@
 
 from typing import Any
 
-from semdiag.commands.printing.console import number, number_table, wide_console
+from semdiag.commands.printing.console import interval, number, number_table, wide_console
 from semdiag.commands.printing.titles import title
 from semdiag.findings.findings import Findings
 from semdiag.findings.mask_stability import mask_summary
+from semdiag.findings.strict_json import number_from_json
 
 Summary = dict[str, Any]
 _MASKS = (
-    "noise", "layer", "head", "Δ p50", "certified", "predicted", "observed", "95 %", "agreement", "response",
-    "Spearman Δ", "95 %",
+    "noise", "layer", "head", "Δ p50", "certified", "predicted", "observed", "observed 95 %", "agreement",
+    "response", "Spearman Δ", "Spearman 95 %",
 )  # fmt: skip
+_LEAST = ("Spearman 95 %", "response", "agreement", "Spearman Δ")
 
 
 def print_masks(findings: Findings) -> None:
@@ -26,7 +28,7 @@ def print_masks(findings: Findings) -> None:
         screen.print(f"\n{title(result)}: {result['mask']}")
         if not result["applicable"]:
             continue
-        rows = number_table(_MASKS)
+        rows = number_table(_MASKS, least=_LEAST)
         for level in result["levels"]:
             for row in [*level["layers"], level["all"]]:
                 rows.add_row(number(level["noise"]), *_mask_cells(row))
@@ -54,11 +56,11 @@ def _mask_cells(row: Summary) -> list[str]:
 
 def _range(row: Summary, name: str, factor: float) -> str:
     ends = [row[f"{name}_low"], row[f"{name}_high"]]
-    return "–" if None in ends else " to ".join(f"{factor * end:.3g}" for end in ends)
+    return "–" if None in ends else interval(*(factor * number_from_json(end) for end in ends))
 
 
 def _share(value: float | None) -> str:
-    return "–" if value is None else f"{value:.1%}"
+    return "–" if value is None else f"{number_from_json(value):.1%}"
 
 
 def _output(level: Summary) -> str:

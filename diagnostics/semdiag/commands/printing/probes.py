@@ -3,9 +3,12 @@
 from typing import Any
 
 from semdiag.commands.printing.console import number, number_table, wide_console
+from semdiag.commands.printing.titles import title
+from semdiag.commands.printing.verdicts import verdict_line
 from semdiag.findings.findings import Findings
 from semdiag.findings.landscape import landscape_summary
 from semdiag.findings.lipschitz import lipschitz_summary
+from semdiag.findings.strict_json import number_from_json
 
 Summary = dict[str, Any]
 
@@ -17,9 +20,8 @@ def print_landscape(findings: Findings) -> None:
         findings: of what was measured.
     """
     console = wide_console()
-    summary = findings(landscape_summary)
-    for result in summary["results"]:
-        console.print(f"\n{result['model']}  {result['task']} {result['attention']}: landscape")
+    for result in findings(landscape_summary)["results"]:
+        console.print(f"\n{title(result)}: landscape")
         planes = [plane for plane in result["planes"] if "checkpoint_loss" in plane]
         if planes:
             heads = ["plane", "cells", "loss here", "lowest", "highest", "accuracy here", "≥ 95 % up to (‖θ‖)"]
@@ -45,10 +47,9 @@ def print_lipschitz(findings: Findings) -> None:
     console = wide_console()
     summary = findings(lipschitz_summary)
     for result in summary["results"]:
-        console.print(
-            f"\n{result['model']}  {result['task']} {result['attention']}: Lipschitz estimates of the loss"
-        )
-        heads = ["tensors", "gradient here", "p50", "largest", "largest secant", "end point", "p", "ln bound"]
+        console.print(f"\n{title(result)}: Lipschitz estimates of the loss")
+        heads = ["tensors", "gradient here", "gradient p50", "largest gradient", "largest secant", "end point",
+                 "p", "ln bound"]  # fmt: skip
         table = number_table(heads, names=1)
         for row in result["groups"]:
             gradient, end = row["gradient"], row["end_point"]
@@ -59,11 +60,8 @@ def print_lipschitz(findings: Findings) -> None:
             )
         console.print(table)
         for verdict in result["verdicts"]:
-            loud = "ERROR OF SEMDIAG, " if verdict["verdict"] == "violated" else ""
-            said = ", ".join(f"{name} = {number(value)}" for name, value in verdict["numbers"].items())
-            console.print(
-                f"{loud}{verdict['verdict']}: {verdict['claim']} ({said})", style="red" if loud else None
-            )
+            line = verdict_line(verdict["verdict"], verdict["claim"], verdict["form"], verdict["numbers"])
+            console.print(line, style="red" if line.startswith("ERROR") else None)
     for pair in summary["pairs"]:
         console.print(f"\n{pair['label']}: secants of {pair['other']} over those of {pair['reference']}")
         percentiles = sorted({row["percentile"] for row in pair["ratios"]})
@@ -80,6 +78,6 @@ _NAMED = ("dispersion_p50", "dispersion_p95", "separation_p50", "load_max")
 _PLAIN = str.maketrans({"_": " "})
 
 
-def _spread(matrix: list[list[float | None]]) -> str:
-    values = [value for row in matrix for value in row if value is not None]
+def _spread(matrix: list[list[float | str | None]]) -> str:
+    values = [number_from_json(value) for row in matrix for value in row if value is not None]
     return f"{min(values):.3g} to {max(values):.3g}" if values else "–"

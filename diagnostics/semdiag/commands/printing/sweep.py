@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from semdiag.commands.printing.terminal import tell, terminal
+
 if TYPE_CHECKING:
     from semdiag_models.sweeps.estimates import Estimate
     from semdiag_models.sweeps.grid import SweepRun
@@ -18,25 +20,6 @@ _SOURCES = {
 }
 
 
-def _table(title: str, *columns: str) -> Any:
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
-    for number, column in enumerate(columns):
-        table.add_column(column, justify="left" if number < 2 else "right", no_wrap=number > 0, overflow="fold")
-    return table
-
-
-def _print(table: Any) -> None:
-    from rich.console import Console
-
-    console = Console(stderr=True)
-    if not console.is_terminal:  # a file is as wide as its lines
-        console.width = 160
-    console.print(table)
-
-
 def print_estimates(
     runs: "list[SweepRun]", estimates: "list[Estimate]", jobs: int, as_json: bool, quiet: bool
 ) -> None:
@@ -46,7 +29,10 @@ def print_estimates(
         groups.setdefault((run.training.task_label, run.model.attention_label), []).append((run, left))
     hours = sum(left.hours for left in estimates)
     if not quiet:
-        table = _table("Runs", "task", "attention", "runs", "left", "epochs left", "s/epoch", "hours", "from")
+        from semdiag.commands.printing.console import number_table, wide_console
+
+        heads = ["task", "attention", "runs", "left", "epochs left", "s/epoch", "hours", "from"]
+        table = number_table(heads, names=2, title="Runs", least=["from", "runs"])
         for (task, attention), members in groups.items():
             epochs, open_runs = sum(e.epochs for _, e in members), sum(e.epochs > 0 for _, e in members)
             total = sum(left.hours for _, left in members)
@@ -54,7 +40,7 @@ def print_estimates(
             sources = "+".join(sorted({left.source for _, left in members if left.epochs}))
             numbers = (str(len(members)), str(open_runs), str(epochs), seconds, f"{total:.2f}", sources)
             table.add_row(task, attention, *numbers)
-        _print(table)
+        wide_console().print(table)
         used = {left.source for left in estimates if left.epochs}
         for name in sorted(used):
             typer.echo(f"{name}: {_SOURCES[name]}", err=True)
@@ -94,18 +80,21 @@ def print_results(rows: "list[RunResult]", folder: Path, target: float, as_json:
         _echo_json(results_document(rows, {"command": ["semdiag", *sys.argv[1:]], "target": target}))
     if quiet:
         return
+    from semdiag.commands.printing.console import number_table, wide_console
+
     to_target = f"to {target:.0%}"
-    table = _table("Results", "run", "status", "epochs", to_target, "train", "held-out", "best", "seconds")
+    heads = ["run", "status", "epochs", to_target, "train", "held-out", "best", "seconds"]
+    table = number_table(heads, names=2, title="Results", least=["best", "seconds"])
     for row in rows if len(rows) <= _ROWS else [row for row in rows if row.status != "done"]:
         reached = "–" if row.epochs_to_target is None else str(row.epochs_to_target)
         accuracies = (row.train_accuracy, row.holdout_accuracy, row.best_holdout_accuracy)
         shown = ("–" if accuracy is None else f"{accuracy:.1%}" for accuracy in accuracies)
         table.add_row(row.run, row.status, str(row.epochs), reached, *shown, f"{row.seconds:.0f}")
     if table.row_count:
-        _print(table)
+        wide_console().print(table)
     for row in rows:
         if row.problem:
-            typer.echo(f"{row.run}: {row.problem}", err=True)
+            tell(f"{row.run}: {row.problem}")
     counts = Counter(row.status for row in rows)
     summary = ", ".join(f"{number} {status}" for status, number in counts.items())
     typer.echo(f"{len(rows)} runs: {summary}. Table: {folder / 'results.csv'}", err=True)
@@ -122,7 +111,6 @@ class SweepProgress:
     """
 
     def __init__(self, runs: "list[SweepRun]", rows: "dict[str, RunResult]", folder: Path, quiet: bool) -> None:
-        from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
         self._folder, self._quiet, self._count = folder, quiet, len(runs)
@@ -139,7 +127,7 @@ class SweepProgress:
             TextColumn("left at most"),
             TimeRemainingColumn(),
             TextColumn("{task.fields[failed]}"),
-            console=Console(stderr=True),
+            console=terminal(stderr=True),
             disable=quiet,
         )
         total = sum(run.training.epochs for run in runs)

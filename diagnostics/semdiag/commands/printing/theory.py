@@ -1,17 +1,20 @@
 """Tables of ``semdiag stability`` and ``semdiag bounds`` on stderr."""
 
 import math
-from collections.abc import Iterable
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
-from semdiag.commands.printing.console import number, number_table, wide_console
+from semdiag.commands.printing.console import NumberTable, number, number_table, wide_console
 from semdiag.commands.printing.titles import title
-from semdiag.findings.bounds import bounds_summary
+from semdiag.commands.printing.verdicts import print_verdicts
+from semdiag.findings.bounds import bounds_summary, parameter_findings
+from semdiag.findings.consequences import consequence_findings
+from semdiag.findings.corollary import CLAIMS, LEFT_SIDES, corollary_findings
+from semdiag.findings.finding import Finding, Verdict, agreed
 from semdiag.findings.findings import Findings
-from semdiag.findings.stability import stability_summary
+from semdiag.findings.pairing import compared_pairs
+from semdiag.findings.stability import stability_findings, stability_summary
+from semdiag.findings.strict_json import number_from_json
+from semdiag.measurement.table import ALL
 
 Summary = dict[str, Any]
 _CONSTANTS = (
@@ -21,11 +24,11 @@ _CONSTANTS = (
     ("λ_LN1", "norm_lipschitz_attention", "measured"),
     ("λ_LN2", "norm_lipschitz_mlp", "measured"),
     ("ln λ_A", "attention_map", "sound"),
-    ("paper", "attention_map", "paper"),
+    ("ln λ_A paper", "attention_map", "paper"),
     ("ln λ_M", "bilinear_form", "sound"),
-    ("paper", "bilinear_form", "paper"),
+    ("ln λ_M paper", "bilinear_form", "paper"),
     ("ln λ_X", "block_input", "sound"),
-    ("paper", "block_input", "paper"),
+    ("ln λ_X paper", "block_input", "paper"),
 )
 
 
@@ -38,11 +41,11 @@ def print_stability(findings: Findings) -> None:
     console = wide_console()
     summary = findings(stability_summary)
     for result in summary["results"]:
-        heads = ["layer", "head", "local p50", "p100", "secant p50", "p100"]
-        heads += ["ln ξ p50", "p100", "ln ξ paper p50", "p100", "same set"]
+        heads = ["layer", "head", "local p50", "local p100", "secant p50", "secant p100"]
+        heads += ["ln ξ p50", "ln ξ p100", "ln ξ paper p50", "ln ξ paper p100", "same set"]
         heads += [f"response {r['noise']:g}" for r in result["all"].get("response", [])]
         console.print(f"\n{title(result)}: softmax stability")
-        table = number_table(heads)
+        table = number_table(heads, least=["ln ξ paper p100", "ln ξ p100", "local p100", "same set"])
         for row in [*result["layers"], {"layer": "all", "head": "", **result["all"]}]:
             cells = [str(row["layer"]), str(row["head"])]
             for name in ("local", "secant", "ln_sound", "ln_paper"):
@@ -51,7 +54,7 @@ def print_stability(findings: Findings) -> None:
             cells += [number(level["mean"]) for level in row.get("response", [])]
             table.add_row(*cells)
         console.print(table)
-        _verdicts(console, result["verdicts"])
+        print_verdicts(console, (f for f in findings(stability_findings) if f.subject == result["model"]))
 
 
 def print_bounds(findings: Findings) -> None:
@@ -61,28 +64,32 @@ def print_bounds(findings: Findings) -> None:
         findings: of what was measured.
     """
     console = wide_console()
-    summary = findings(bounds_summary)
+    summary, judged = findings(bounds_summary), findings(parameter_findings)
     for result in summary["results"]:
         console.print(f"\n{title(result)}: constants")
         console.print(_constants(result["constants"]))
         console.print("Slopes of the loss, the largest of each group's tensors:")
         console.print(_slopes(result["parameters"]))
-        _verdicts(console, (v for v in result["verdicts"] if v["where"] == "all"))
-    for pair in summary["pairs"]:
-        console.print(f"\n{pair['label']}: {pair['reference']} and {pair['other']}")
+        print_verdicts(console, (f for f in judged if f.subject == result["model"] and f.where == "all"))
+    for pair in findings(compared_pairs):
+        console.print(f"\n{pair.label}: {pair.full} and {pair.other}")
+        conditions = findings(corollary_findings, pair)
+        at: dict[tuple[str, str], list[Finding]] = {}
+        for finding in conditions:
+            if finding.percentile is not None:
+                at.setdefault((finding.claim, finding.form), []).append(finding)
         table = number_table(_PAIR_COLUMNS)
-        for verdict in pair["verdicts"]:
-            sides = [
-                v for name, v in verdict["numbers"].items() if name.startswith(("left side p", "ln margin p"))
-            ]
-            if sides:
-                name = "X" if verdict["claim"].endswith("X") else "W"
-                kind = "left side < 1" if "left side p75" in verdict["numbers"] else "ln margin < 0"
-                table.add_row(name, verdict["form"], kind, *map(number, sides), _ANSWERS[verdict["verdict"]])
+        for (claim, form), parts in at.items():
+            name, threshold = LEFT_SIDES[form]
+            sides = [_finite(part.numbers[name]) for part in parts]
+            answer = _ANSWERS[agreed(part.verdict for part in parts)]
+            one_k = ", one k" if any("one k" in part.note for part in parts) else ""
+            table.add_row(CLAIMS[claim], form + one_k, f"{name} < {threshold:g}", *sides, answer)
         if table.row_count:
             console.print(table)
-        shown = (v for v in pair["verdicts"] if not any(n.endswith("p75") for n in v["numbers"]))
-        _verdicts(console, (v for v in shown if not v["where"].startswith("p")))
+        others = [f for f in conditions if f.percentile is None]
+        others = [f for f in others if f.where != "all" or (f.claim, f.form) not in at]  # which the table says
+        print_verdicts(console, [*others, *findings(consequence_findings, pair)])
     console.print(summary["scope"])
 
 
@@ -90,47 +97,48 @@ _PAIR_COLUMNS = ("better guarantee in", "form", "condition", "p75", "p90", "p95"
 
 
 _ANSWERS = {
-    "holds": "yes",
-    "violated": "no",
-    "assumption not met": "not met",
-    "nothing conclusive": "inconclusive",
+    Verdict.HOLDS: "yes",
+    Verdict.VIOLATED: "no",
+    Verdict.NOT_MET: "not met",
+    Verdict.NOTHING: "inconclusive",
 }
 
 
-def _constants(rows: list[Summary]) -> Table:
+def _constants(rows: list[Summary]) -> NumberTable:
     found = {(r["layer"], r["head"], r["quantity"], r["form"]): r["ln_value"] for r in rows}
-    table = number_table(["layer", "head", *(name for name, _, _ in _CONSTANTS)])
+    table = number_table(["layer", "head", *(name for name, _, _ in _CONSTANTS)], least=["λ_LN1", "λ_LN2"])
     places = sorted({(layer, head) for layer, head, *_ in found if layer >= 0 and head >= 0})
     for layer, head in places:
         cells = []
         for name, quantity, form in _CONSTANTS:
-            value = found.get((layer, head, quantity, form), found.get((layer, -1, quantity, form)))
+            value = found.get((layer, head, quantity, form), found.get((layer, ALL, quantity, form)))
             logarithm = name.startswith("ln") or form == "paper"
-            cells.append(number(value if logarithm or value is None else math.exp(value)))
+            cells.append(number(value if logarithm or value is None else math.exp(number_from_json(value))))
         table.add_row(str(layer), str(head), *cells)
-    network = [number(found.get((-1, -1, "network", form))) for form in ("sound", "paper")]
-    table.caption = f"ln λ_L of the network: {network[0]} sound, {network[1]} paper"
+    forms = ("sound", "paper", "local")
+    network = (f"{number(found.get((ALL, ALL, 'network', form)))} {form}" for form in forms)
+    table.caption = f"ln λ_L of the network: {', '.join(network)}"
+    tied = next((r for r in rows if r["quantity"] == "network" and r["form"] == "sound" and r["infinite"]), None)
+    if tied is not None:
+        table.caption += (
+            f"; {tied['infinite']} inputs have no sound one, {number(tied['ln_finite'])} for the others"
+        )
     return table
 
 
-def _slopes(rows: list[Summary]) -> Table:
+def _slopes(rows: list[Summary]) -> NumberTable:
     """Largest measured slope and constants of each group of tensors, as natural logarithms."""
-    table = number_table(["layer", "tensors", "ln measured", "ln sound", "ln paper"])
+    table = number_table(["layer", "tensors", "ln measured", "ln sound", "ln paper", "ln local"])
     for layer, group in dict.fromkeys((r["layer"], r["group"]) for r in rows):
         own = [r for r in rows if (r["layer"], r["group"]) == (layer, group)]
-        columns = (("ln_gradient", "ln_secant"), ("ln_sound",), ("ln_paper",))
+        columns = (("ln_gradient", "ln_secant"), ("ln_sound",), ("ln_paper",), ("ln_local",))
         cells = []
         for names in columns:
-            known = [r[name] for r in own for name in names if r[name] is not None]
+            known = [number_from_json(r[name]) for r in own for name in names if r[name] is not None]
             cells.append(number(max(known, default=None)))
         table.add_row("–" if layer < 0 else str(layer), group, *cells)
     return table
 
 
-def _verdicts(console: Console, verdicts: Iterable[Summary]) -> None:
-    for v in verdicts:
-        numbers = ", ".join(f"{name} = {number(value)}" for name, value in v["numbers"].items())
-        form = f" [{v['form']}]" if v["form"] else ""
-        where = "" if v["where"] == "all" else f", {v['where']}"
-        note = f"; {v['note']}" if v["note"] else ""
-        console.print(f"{v['verdict']}: {v['claim']}{form}{where} ({numbers}){note}")
+def _finite(value: float) -> str:
+    return number(value if math.isfinite(value) else None)

@@ -3,15 +3,10 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-import typer
+from semdiag.commands.printing.terminal import tell, terminal
 
 if TYPE_CHECKING:
     from semdiag_models.training import Progress, Trainer
-
-
-def tell(line: str) -> None:
-    """Print a line on stderr."""
-    typer.echo(line, err=True)
 
 
 def summarise(trainer: "Trainer", several: bool) -> None:
@@ -55,7 +50,6 @@ class TrainingProgress:
     """A bar on stderr: steps within the runs, time left, latest accuracies."""
 
     def __init__(self, trainers: "list[Trainer]", quiet: bool) -> None:
-        from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
         training = trainers[0].training
@@ -69,7 +63,7 @@ class TrainingProgress:
             TextColumn("left"),
             TimeRemainingColumn(),
             TextColumn("{task.fields[accuracy]}"),
-            console=Console(stderr=True),
+            console=terminal(stderr=True),
             disable=quiet,
         )
         self._task = self._bar.add_task(

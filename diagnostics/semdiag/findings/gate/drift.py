@@ -1,18 +1,22 @@
 """Drift: whether the numbers of a check are still those of an earlier one."""
 
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
+
 from semdiag.findings.findings import Findings
+from semdiag.findings.strict_json import has_schema, number_from_json
 from semdiag.measurement.percentiles import percentiles
 from semdiag_models import InputError
+from semdiag_models.reading import read_json
 
-SCHEMA = "semdiag.check/1"
 TRACKED = ("p50", "p75", "p90", "p95")  # of δ, pooled; p100 is one query
 TOLERANCE = 0.05
+_RUN = ("task", "attention", "k", "seed", "snapshot")
+_CONTENT = ("weights_sha256", *_RUN)
 
 
 @dataclass(frozen=True)
@@ -46,7 +50,8 @@ def tracked_numbers(findings: Findings) -> list[dict[str, Any]]:
         findings: of one or more models.
 
     Returns:
-        Per model: model, sha256, samples, numbers (accuracy where known, and δ at p50, p75, p90, p95).
+        Per model: model, sha256, samples, what its content is known by, numbers (accuracy where known, and δ at
+        p50, p75, p90, p95).
     """
     measurements = findings.measurements
     rows = []
@@ -55,7 +60,9 @@ def tracked_numbers(findings: Findings) -> list[dict[str, Any]]:
         numbers = {f"dispersion.{p}": float(table[p]) for p in TRACKED}
         if row["accuracy"] is not None and not math.isnan(row["accuracy"]):
             numbers["accuracy"] = float(row["accuracy"])
-        facts = {name: row[name] for name in ("model", "sha256", "samples")}
+        facts = {
+            name: None if pd.isna(row[name]) else row[name] for name in ("model", "sha256", "samples", *_CONTENT)
+        }
         rows.append({**facts, "numbers": numbers})
     return rows
 
@@ -74,11 +81,10 @@ def read_baseline(path: Path) -> list[dict[str, Any]]:
     """
     make = "Make one with: semdiag check --json > baseline.json."
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        reason = str(error).splitlines()[0]
-        raise InputError(f"The baseline {path} cannot be read as JSON ({reason}). {make}") from None
-    models = content.get("models") if isinstance(content, dict) and content.get("schema") == SCHEMA else None
+        content = read_json(path)
+    except InputError as error:
+        raise InputError(f"The baseline {error} {make}") from None
+    models = content.get("models") if has_schema(content, "check") else None
     if not isinstance(models, list) or not models or not all(map(_is_entry, models)):
         raise InputError(f"The baseline {path} is not the output of semdiag check --json. {make}")
     return models
@@ -88,17 +94,17 @@ def _is_entry(entry: Any) -> bool:
     if not isinstance(entry, dict) or not isinstance(entry.get("model"), str):
         return False
     numbers = entry.get("numbers")
-    values = (*numbers.values(), entry.get("samples")) if isinstance(numbers, dict) else (None,)
-    return all(isinstance(value, int | float) or value is None for value in values[:-1]) and isinstance(
-        values[-1], int
-    )
+    if not isinstance(numbers, dict) or not isinstance(entry.get("samples"), int):
+        return False
+    return all(isinstance(value, int | float) or value in (None, "inf", "-inf") for value in numbers.values())
 
 
 def drift(findings: Findings, baseline: list[dict[str, Any]], tolerance: float = TOLERANCE) -> list[Drift]:
     """Numbers that moved by more than a share of what they were.
 
-    Models are matched by their path as named on the command line; models that the baseline does not know are not
-    judged.
+    Models are matched by content, wherever they lie: by their weights' hash, else by task, attention, seed and
+    snapshot, of several the one with the same path; of external models the path alone is known. Models that the
+    baseline does not know are not judged.
 
     Args:
         findings: of now.
@@ -111,10 +117,10 @@ def drift(findings: Findings, baseline: list[dict[str, Any]], tolerance: float =
     Raises:
         InputError: if a model was measured on another number of samples.
     """
-    now = {entry["model"]: entry for entry in findings(tracked_numbers)}
+    now = findings(tracked_numbers)
     moved = []
     for entry in baseline:
-        current = now.get(entry["model"])
+        current = _match(entry, now)
         if current is None:
             moved.append(Drift(entry["model"], "model", math.nan, math.nan))
             continue
@@ -125,13 +131,23 @@ def drift(findings: Findings, baseline: list[dict[str, Any]], tolerance: float =
             )
         for quantity, was in entry["numbers"].items():
             value = current["numbers"].get(quantity, math.nan)
-            before = math.nan if was is None else float(was)
+            before = number_from_json(was)
             if not _same(before, value, tolerance):
                 moved.append(Drift(entry["model"], quantity, before, value))
     return moved
 
 
+def _match(entry: dict[str, Any], models: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """The model now that an entry of the baseline speaks about."""
+    for names in (("weights_sha256",), _RUN, ("model",)):
+        wanted = [entry.get(name) for name in names]
+        same = [m for m in models if wanted[0] and [m[name] for name in names] == wanted]
+        if same:
+            return next((m for m in same if m["model"] == entry["model"]), same[0])
+    return None
+
+
 def _same(was: float, now: float, tolerance: float) -> bool:
     if math.isnan(was) or math.isnan(now):
         return math.isnan(was) and math.isnan(now)
-    return abs(now - was) <= tolerance * abs(was)
+    return now == was or abs(now - was) <= tolerance * abs(was) < math.inf

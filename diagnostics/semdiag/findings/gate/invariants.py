@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 from semdiag.findings.findings import Findings
 
-RESIDUAL = {"float32": 1e-4, "float64": 1e-9}  # a missed bias or mask shows as 1e-3 or more
+# By the dtype that was computed in: rounding, with a margin. A missed bias or mask shows as 1e-3 or more.
+RESIDUAL = {"float64": 1e-9, "float32": 1e-4, "float16": 4e-3, "bfloat16": 3e-2}
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ def invariants(findings: Findings) -> list[Invariant]:
     """
     measurements = findings.measurements
     models = measurements.models
-    allowed = RESIDUAL[str(measurements.provenance.get("dtype", "float32"))]
+    allowed = RESIDUAL.get(str(measurements.provenance.get("dtype")), RESIDUAL["float32"])
     largest = float(models["residual"].max(skipna=False))
     found, captured = int(models["attention_found"].sum()), int(models["attention_captured"].sum())
     bad = int(measurements.non_finite["scores"].sum())

@@ -1,13 +1,16 @@
 """The gate of ``semdiag check``: heavy hitters must have the smaller dispersion."""
 
+import shlex
 from dataclasses import dataclass
 
+from semdiag.findings.estimates import require_every_query
 from semdiag.findings.findings import Findings
 from semdiag.findings.pairing import Pair, find_pairs
 from semdiag.measurement.percentiles import percentiles
-from semdiag_models import InputError
+from semdiag_models import InputError, configure, find_task
 
 GATED = ("p50", "p75", "p90", "p95")
+_USUAL_K = 5  # the paper's
 SHOWN = (*GATED, "p100")  # p100 is one query among hundreds of thousands: printed, not gated
 
 
@@ -47,11 +50,12 @@ def dispersion_gate(findings: Findings) -> list[GateResult]:
     Raises:
         InputError: if a full or top-k model has no partner, or there is nothing to pair.
     """
+    require_every_query(findings, "The gate")
     pairs, alone = find_pairs(findings.measurements.models)
     if alone:
         raise InputError(
             f"{alone[0]} has no partner: a full and a top-k checkpoint of the same task, seed, size and snapshot "
-            "are needed. Train the other one with semdiag train."
+            f"are needed. Train the other one with: {partner_command(findings, alone[0])}."
         )
     if not pairs:
         raise InputError(
@@ -65,3 +69,30 @@ def dispersion_gate(findings: Findings) -> list[GateResult]:
         failed = tuple(p for p in GATED if not topk[p] < full[p])
         results.append(GateResult(pair, {p: full[p] for p in SHOWN}, {p: topk[p] for p in SHOWN}, failed))
     return results
+
+
+def partner_command(findings: Findings, model: str) -> str:
+    """The command that trains the counterpart of a full or top-k model, as ``semdiag train parity --seed 3``.
+
+    Args:
+        findings: of the model.
+        model: its path.
+
+    Returns:
+        The command, with every option in which the model differs from its task's recipe.
+    """
+    models = findings.measurements.models
+    row = models[models["model"] == model].iloc[0]
+    chosen = {} if row["attention"] == "topk" else {"attention": "topk", "k": _USUAL_K}
+    try:
+        usual, training = configure(find_task(str(row["task"])), chosen)
+    except InputError:  # a text, or trees of another law: their own files and options are needed
+        return "semdiag train"
+    words = ["semdiag", "train", str(row["task"])]
+    for name, value in chosen.items():
+        words += [f"--{name}", str(value)]
+    for name in ("blocks", "heads", "width", "length", "norm", "pooling"):
+        if row[name] != getattr(usual, name):
+            words += [f"--{name}", str(row[name])]
+    words += [] if row["seed"] == training.seed else ["--seed", str(row["seed"])]
+    return shlex.join(words)

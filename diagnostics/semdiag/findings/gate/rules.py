@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
+from semdiag.capturing.attention_kinds import KINDS
 from semdiag.findings.findings import Findings
 from semdiag.measurement.measurements import Measurements
 from semdiag.measurement.percentiles import PERCENTILES, percentiles
-from semdiag_models import ATTENTIONS, InputError
+from semdiag_models import InputError
 from semdiag_models.errors import unknown_name
 
 METRICS = {"dispersion": "queries", "separation": "queries", "load": "loads"}  # and the table each stands in
@@ -118,8 +119,8 @@ def _filters(text: str, words: list[str]) -> dict[str, Any]:
         if not re.fullmatch(r"\d{1,6}", found["layer"]):
             raise InputError(f"The rule {text!r}: layers are counted 0, 1, 2 … Got layer={found['layer']}.")
         found["layer"] = int(found["layer"])
-    if "attention" in found and found["attention"] not in ATTENTIONS:
-        raise unknown_name("attention in a rule", found["attention"], ATTENTIONS)
+    if "attention" in found and found["attention"] not in KINDS:
+        raise unknown_name("attention in a rule", found["attention"], KINDS)
     return found
 
 

@@ -3,14 +3,15 @@
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from semdiag.findings.estimates import require_every_query
 from semdiag.findings.findings import Findings
-from semdiag.findings.gate.drift import SCHEMA, TOLERANCE, Drift, drift, tracked_numbers
+from semdiag.findings.gate.drift import TOLERANCE, Drift, drift, tracked_numbers
 from semdiag.findings.gate.invariants import Invariant, invariants
 from semdiag.findings.gate.layers import LayerGate, layer_gate
 from semdiag.findings.gate.pairs import GATED, GateResult, dispersion_gate
 from semdiag.findings.gate.rules import Rule, RuleResult, apply_rules
 from semdiag.findings.pairing import find_pairs
-from semdiag.findings.strict_json import json_ready
+from semdiag.findings.strict_json import json_ready, schema
 
 PROBED = 50  # samples on which masks are put under noise
 
@@ -72,7 +73,7 @@ class Verification:
         return said + [moved.words for moved in self.drifts]
 
     def summary(self) -> dict[str, Any]:
-        """The verdicts as plain values, schema ``semdiag.check/1``."""
+        """The verdicts as plain values, schema ``semdiag.check/2``."""
         results = [
             {
                 "full": pair.pair.full,
@@ -90,7 +91,7 @@ class Verification:
             for pair, gate in zip(self.pairs, self.layers, strict=True)
         ]
         content: dict[str, Any] = {
-            "schema": SCHEMA,
+            "schema": schema("check"),
             "provenance": self.findings.measurements.provenance,
             "gated": GATED,
             "passed": not self.failures,
@@ -120,6 +121,7 @@ def verify(findings: Findings, expected: Expectations) -> Verification:
         InputError: if a model has no partner or there is none to pair, and neither rules nor a baseline are
             given; or a rule chooses nothing, or the baseline was measured otherwise.
     """
+    require_every_query(findings, "The gate")
     measurements = findings.measurements
     judged = findings
     if expected.rules or expected.baseline is not None:

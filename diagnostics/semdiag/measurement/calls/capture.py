@@ -1,8 +1,9 @@
 """``with semdiag.capture(model) as calls``: what the attention of one's own forward passes says."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -11,11 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from semdiag.capturing.attention_calls import AttentionCall, watch_attention
-from semdiag.capturing.audit import Audit
-from semdiag.capturing.batches import real_queries, real_tokens
+from semdiag.capturing.audit import Audit, Skipped, failure
+from semdiag.capturing.padding import Padding
 from semdiag.mathematics.row_statistics import RowStatistics
-from semdiag.measurement.calls.collector import statistics_of
-from semdiag.measurement.calls.layers import Layers, skipped_table
+from semdiag.measurement.calls.counted_rows import counted_rows
+from semdiag.measurement.calls.layers import Layers, remarks_table, skipped_table
+from semdiag.measurement.calls.query_draws import QueryDraws
 
 LARGEST_K = 32
 
@@ -25,7 +27,8 @@ class _Reduced:
     """What is kept of a call: which one it was, which of its queries and keys are real, its row statistics."""
 
     place: dict[str, Any]
-    queries: np.ndarray  # (B, H, Lq) bool
+    queries: np.ndarray  # (B, H, R) bool
+    places: np.ndarray | None  # (B, H, R), positions of the queries; None: all, in their order
     keys: np.ndarray  # (B, H, Lk) bool
     statistics: RowStatistics
 
@@ -38,8 +41,8 @@ class Calls:
     left out. Everything counts from 0; scores are in nats.
     """
 
-    def __init__(self, k: int) -> None:
-        self._k, self._layers, self._reduced = k, Layers(), list[_Reduced]()
+    def __init__(self, k: int, draws: QueryDraws) -> None:
+        self._k, self._layers, self._reduced, self._draws = k, Layers(), list[_Reduced](), draws
         self._audit = Audit()
 
     def __len__(self) -> int:
@@ -59,7 +62,7 @@ class Calls:
         Raises:
             ValueError: if a k is not in 1 … the capture's k.
         """
-        return self._per_query("dispersion", k, lambda statistics, n: statistics.dispersion(n))
+        return self._table("query", "dispersion", k, lambda statistics, n: statistics.dispersion(n))
 
     def separation(self, k: int | Sequence[int] | None = None) -> pd.DataFrame:
         """Semantic separation Δ of every query: the smallest kept score minus the largest dropped one.
@@ -73,7 +76,7 @@ class Calls:
         Raises:
             ValueError: if a k is not in 1 … the capture's k.
         """
-        return self._per_query("separation", k, lambda statistics, n: statistics.separation(n))
+        return self._table("query", "separation", k, lambda statistics, n: statistics.separation(n))
 
     def loads(self, k: int | Sequence[int] | None = None) -> pd.DataFrame:
         """Key load: how many queries attend to each key, a raw count.
@@ -87,24 +90,40 @@ class Calls:
         Raises:
             ValueError: if a k is not in 1 … the capture's k.
         """
-        return self._table("key", "load", k, lambda statistics, n: statistics.key_load(n), with_keys=False)
+        return self._table("key", "load", k, lambda statistics, n: statistics.key_load(n))
+
+    @property
+    def share(self) -> float:
+        """Share of the queries that was drawn, 1 if all are looked at: extremes and loads are over these alone."""
+        return self._draws.share
 
     @property
     def residual(self) -> pd.DataFrame:
         """One row per layer: mechanism, mask, heads, calls, and the largest residual.
 
-        The residual is the largest relative deviation of softmax(scale · q kᵀ + …) v, recomputed on a few
-        queries, from what the layer returned: about 1e-7 in float32 if nothing was missed.
+        The residual is the largest relative deviation of softmax(scale · q kᵀ + …) v, recomputed on random rows
+        of all samples, heads and queries, from what the layer returned: about 1e-7 in float32 if nothing was
+        missed; NaN where weights were dropped at random, in training mode.
         """
         return self._layers.table("").drop(columns="model")
 
     @property
     def audit(self) -> pd.DataFrame:
-        """What looks like attention and was not captured: module, operation, reason, times."""
-        return skipped_table("", self._audit, self._layers.modules).drop(columns="model")
+        """What was not captured, and what to know of what was: what, module, operation, reason, times.
 
-    def _per_query(self, name: str, k: Any, value: Callable[[RowStatistics, int | None], Tensor]) -> pd.DataFrame:
-        return self._table("query", name, k, value, with_keys=True)
+        The column ``what`` is ``not captured`` for an operation that looks like attention, else ``remark``.
+        """
+        skipped = skipped_table("", self._audit, self._layers.modules).drop(columns="model")
+        remarks = remarks_table("", self._audit).drop(columns="model").rename(columns={"text": "reason"})
+        skipped.insert(0, "what", "not captured")
+        remarks.insert(0, "what", "remark")
+        remarks.insert(2, "operation", "")
+        return pd.concat([skipped, remarks], ignore_index=True)
+
+    @property
+    def other_softmaxes(self) -> int:
+        """How many softmaxes ran whose result met no values: routers, losses, outputs. They are no attention."""
+        return self._audit.others.total()
 
     def _table(
         self,
@@ -112,7 +131,6 @@ class Calls:
         name: str,
         k: int | Sequence[int] | None,
         value: Callable[[RowStatistics, int | None], Tensor],
-        with_keys: bool,
     ) -> pd.DataFrame:
         ks: list[int | None] = [None] if k is None else [k] if isinstance(k, int) else list(k)
         wrong = [n for n in ks if n is not None and not 1 <= n <= self._k]
@@ -121,7 +139,7 @@ class Calls:
                 f"k must lie in 1 … {self._k}, the capture's k. Got {wrong[0]}: use capture(model, k={wrong[0]})."
             )
         parts = [
-            _rows(reduced, position, name, n, value(reduced.statistics, n), with_keys)
+            _rows(reduced, position, name, n, value(reduced.statistics, n))
             for reduced in self._reduced
             for n in ks
         ]
@@ -135,59 +153,64 @@ class Calls:
             "sample",
             "head",
             position,
-            *["keys"] * with_keys,
+            *["keys"] * (position == "query"),
             "k",
             name,
         ]
         return pd.DataFrame({column: [] for column in head})
 
     @torch.no_grad()
-    def _add(self, call: AttentionCall, real: Mapping[str, Tensor]) -> None:
-        if call.queries is None and real:
-            shape = (call.q.shape[0], call.q.shape[2])
-            call = replace(call, queries=real_queries(real, call.module, shape, call.first_query))
-        statistics = statistics_of(call, self._k)
-        layer = self._layers.add(call, statistics.keys)
+    def _add(self, call: AttentionCall, padding: Padding) -> None:
+        call = padding.marked(call, self._audit)
+        rows = counted_rows(call, self._k, self._draws.places(call))
+        layer = self._layers.add(rows)
         place = {"call": len(self._reduced), "module": call.module, "layer": layer, "occurrence": call.occurrence}
-        ones = torch.ones(call.q.shape[0], call.q.shape[2], dtype=torch.bool)
-        queries = (ones if call.queries is None else call.queries.cpu())[:, None].expand(statistics.keys.shape)
-        # Where every allowed key is kept, a key that nobody keeps is padding.
-        keys = statistics.load.cpu() > 0 if call.selected is None else queries
-        on_cpu = {field.name: getattr(statistics, field.name).cpu() for field in fields(statistics)}
-        self._reduced.append(_Reduced(place, queries.numpy(), keys.numpy(), RowStatistics(**on_cpu)))
+        on_cpu = {field.name: getattr(rows.statistics, field.name).cpu() for field in fields(RowStatistics)}
+        queries, keys = rows.queries.cpu().numpy(), rows.keys.cpu().numpy()
+        places = None if rows.places is None else rows.places.cpu().numpy()
+        self._reduced.append(_Reduced(place, queries, places, keys, RowStatistics(**on_cpu)))
 
 
-def _rows(
-    reduced: _Reduced, position: str, name: str, k: int | None, values: Tensor, with_keys: bool
-) -> pd.DataFrame:
+def _rows(reduced: _Reduced, position: str, name: str, k: int | None, values: Tensor) -> pd.DataFrame:
     """One call's rows: an entry per sample, head and position of (B, H, L)."""
     sample, head, where = (axis.ravel() for axis in np.indices(values.shape))
     columns = {**reduced.place, "sample": sample, "head": head, position: where}
-    if with_keys:
+    if position == "query":
         columns["keys"] = reduced.statistics.keys.numpy().ravel()
+        columns["query"] = where if reduced.places is None else reduced.places.ravel()
     table = pd.DataFrame({**columns, "k": pd.NA if k is None else k, name: values.numpy().ravel()})
-    return table[(reduced.queries if with_keys else reduced.keys).ravel()]
+    return table[(reduced.queries if position == "query" else reduced.keys).ravel()]
 
 
 @contextmanager
-def capture(model: nn.Module, k: int = LARGEST_K, queries: Tensor | None = None) -> Iterator[Calls]:
+def capture(
+    model: nn.Module, k: int = LARGEST_K, queries: int | None = None, *, real: Tensor | None = None, seed: int = 0
+) -> Iterator[Calls]:
     """Watch every softmax attention of a model while you run it.
 
-    The model's outputs, parameters, mode and gradients are its own; nothing stays behind after the context.
-    Dropout in training mode is part of what the model does, and of the residual.
+    The model's outputs, parameters, mode and gradients are its own; nothing stays behind after the context. It
+    is never stopped: where the capture itself fails, :attr:`Calls.audit` says so. Watches may overlap, in
+    threads and in asynchronous tasks: each sees the calls of the thread or task it was opened in, and of others
+    that have no watch of their own.
+    Dropout in training mode is part of what the model does; its layers then have no residual.
 
     Args:
         model: any module, unmodified.
         k: the largest k that :meth:`Calls.dispersion` and its like can be asked for. Each query keeps k + 1
             scores.
-        queries: (B, L) bool, false for padded queries. By default read from the arguments of each forward
+        queries: how many of the first call's queries are drawn per sample and head, and of all others the same
+            share; None: every query is looked at. Every query has the same chance, and of the others no score is
+            worked out: for sequences of 100,000 tokens.
+        real: (B, L) bool, false for padded queries. By default read from the arguments of each forward
             (``attention_mask``, ``key_padding_mask``, …).
+        seed: of the draws.
 
     Yields:
         The calls, which fill as the model runs.
 
     Raises:
         ValueError: if k is negative.
+        InputError: if ``queries`` is no number of at least 2.
 
     Example:
         >>> from semdiag_models import Encoder, ModelConfig
@@ -201,19 +224,16 @@ def capture(model: nn.Module, k: int = LARGEST_K, queries: Tensor | None = None)
     """
     if k < 0:
         raise ValueError(f"k must not be negative. Got k={k}.")
-    calls = Calls(k)
-    real: dict[str, Tensor] = {} if queries is None else {"queries": queries.bool()}
+    calls = Calls(k, QueryDraws(queries, seed))
+    padding = Padding(model, None if real is None else real.bool())
 
-    def read_padding(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        real.clear()
-        real.update(real_tokens(module, kwargs) | real_tokens(module, args))
+    def consume(call: AttentionCall) -> None:
+        try:
+            calls._add(call, padding)
+        except Exception as error:
+            calls._audit.skipped[Skipped(call.module, call.mechanism, failure(error))] += 1
 
-    handle = model.register_forward_pre_hook(read_padding, with_kwargs=True) if queries is None else None
-    try:
-        with watch_attention(model, lambda call: calls._add(call, real)) as audit:
-            calls._audit = audit
-            yield calls
-    finally:
-        real.clear()
-        if handle is not None:
-            handle.remove()
+    with padding.watched(), watch_attention(model, consume) as calls._audit:
+        yield calls
+    if not len(calls) and (calls._audit.skipped or calls._audit.remarks):
+        warnings.warn("No softmax attention was captured: calls.audit says what was seen.", stacklevel=3)

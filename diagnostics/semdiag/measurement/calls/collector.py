@@ -9,34 +9,17 @@ import torch
 from torch import Tensor
 
 from semdiag.capturing.attention_calls import AttentionCall
-from semdiag.mathematics.row_statistics import RowStatistics, row_statistics
+from semdiag.mathematics.query_draws import PER_STRATUM
+from semdiag.mathematics.score_strips import rows_of
+from semdiag.mathematics.top_recall import top_recall
+from semdiag.measurement.calls.counted_rows import CountedRows, counted_rows
 from semdiag.measurement.calls.layers import Layers
-from semdiag_models import InputError
+from semdiag.measurement.calls.query_draws import QueryDraws
+from semdiag.measurement.kept_rows import SKETCHES, KeptRows
 
 MAX_QUERIES = 20_000_000  # rows held in memory at once: about 1 GB
-
-
-def statistics_of(call: AttentionCall, top: int = 0) -> RowStatistics:
-    """Row statistics of an attention call.
-
-    Args:
-        call: its scores, masks and selections.
-        top: K, the number of heavy hitters for which counterfactuals can be asked.
-    """
-    return row_statistics(
-        call.q,
-        call.k,
-        call.scale,
-        call.allowed,
-        call.selected,
-        call.queries,
-        top,
-        bias=call.bias,
-        softcap=call.softcap,
-        sinks=call.sinks,
-        causal=call.causal,
-        first_query=call.first_query,
-    )
+_QUERY_PLACES = ("sample", "layer", "head", "query", "stratum", "keys", "kept")
+_KEY_PLACES = ("sample", "layer", "head", "key")
 
 
 class Collector:
@@ -45,15 +28,28 @@ class Collector:
     Args:
         model: written into the column ``model``.
         k: counterfactual numbers of heavy hitters.
+        draws: which queries are looked at.
+        wanted: of a model that looks for its largest scores without seeing all, how many; None of any other.
+        min_keys: queries with fewer are left out.
+        max_queries: rows that are kept of a table; see :class:`~semdiag.measurement.kept_rows.KeptRows`.
     """
 
-    def __init__(self, model: str, k: Sequence[int]) -> None:
-        self.model, self.k, self.samples, self.rows = model, k, 0, 0
+    def __init__(
+        self,
+        model: str,
+        k: Sequence[int],
+        draws: QueryDraws,
+        wanted: int | None = None,
+        min_keys: int = 1,
+        max_queries: int = MAX_QUERIES,
+    ) -> None:
+        self.model, self.k, self.draws, self.wanted, self.samples = model, k, draws, wanted, 0
+        self._min_keys = min_keys
         self.batch = 0  # samples of the running batch
         self.layers = Layers()
         self.counted: Counter[int] = Counter()  # queries of each layer that are no padding
-        self._queries: list[dict[str, np.ndarray]] = []
-        self._loads: list[dict[str, np.ndarray]] = []
+        self._queries = KeptRows(max_queries, _QUERY_PLACES)
+        self._loads = KeptRows(max_queries, _KEY_PLACES)
         self._non_finite: list[dict[str, np.ndarray]] = []
 
     def start(self, samples: int) -> None:
@@ -66,21 +62,11 @@ class Collector:
         self.batch = samples
 
     def add(self, call: AttentionCall) -> None:
-        """Reduce a call, its padded queries marked.
-
-        Raises:
-            InputError: if there are more queries than can be kept.
-        """
-        self.rows += call.q[..., 0].numel()
-        if self.rows > MAX_QUERIES:
-            done = self.samples + self.batch
-            raise InputError(
-                f"More than the {MAX_QUERIES:,} queries that are kept, after {done} samples. Measure on fewer."
-            )
-        statistics = statistics_of(call, max(self.k, default=0))
-        layer = self.layers.add(call, statistics.keys)
-        self._add_rows(call, layer, statistics)
-        self._add_loads(call, layer, statistics)
+        """Reduce a call, its padded queries marked."""
+        rows = counted_rows(call, max(self.k, default=0), self.draws.places(call))
+        layer = self.layers.add(rows)
+        self._add_rows(rows, layer)
+        self._add_loads(rows, layer)
 
     def _places(self, values: Tensor, layer: int, position: str) -> dict[str, np.ndarray]:
         """Sample, layer, head and position of each entry of (B, H, L), flattened."""
@@ -90,45 +76,61 @@ class Collector:
         sample = index + np.int32(self.samples)
         return {"sample": sample, "layer": np.full_like(sample, layer), "head": head, position: where}
 
-    def _add_rows(self, call: AttentionCall, layer: int, statistics: RowStatistics) -> None:
-        columns = self._places(statistics.keys, layer, "query") | {
+    def _add_rows(self, rows: CountedRows, layer: int) -> None:
+        call, statistics = rows.call, rows.statistics
+        columns = self._places(statistics.keys, layer, "query")
+        if rows.places is not None:
+            stratum = columns["query"] // PER_STRATUM
+            columns |= {"query": _flat(rows.places, np.int32), "stratum": stratum}
+        columns |= {
             "keys": _flat(statistics.keys, np.int32),
             "kept": _flat(statistics.kept, np.int32),
             "dispersion": _flat(statistics.dispersion()),
             "separation": _flat(statistics.separation()),
             "largest_weight": _flat(statistics.largest_weight()),
         }
+        if self.wanted is not None and call.selected is not None:
+            q, selected, allowed = call.q, call.selected, call.allowed
+            if rows.places is not None:
+                q, selected = rows_of(q, rows.places), rows_of(selected, rows.places)
+                allowed = None if allowed is None else rows_of(allowed, rows.places)
+            columns["recall"] = _flat(top_recall(q, call.k, call.scale, selected, self.wanted, allowed))
         for k in self.k:
             columns[f"dispersion_k{k}"] = _flat(statistics.dispersion(k))
             columns[f"separation_k{k}"] = _flat(statistics.separation(k))
             columns[f"mass_k{k}"] = _flat(statistics.mass_kept(k))
-        rows = _only(columns, call.queries, statistics.keys)
-        self.counted[layer] += len(rows["sample"])
-        self._queries.append(rows)
-        counted = 1 if call.queries is None else call.queries[:, None]
-        bad = (statistics.non_finite * counted).sum(2)
+        self.counted[layer] += int(rows.queries.sum())
+        self._queries.add(_where(columns, rows.queries & (statistics.keys >= self._min_keys)))
+        bad = (statistics.non_finite * rows.queries).sum(2)
         if bool(bad.any()):
             columns = self._places(bad[..., None], layer, "query") | {"scores": _flat(bad)}
-            some = columns["scores"] > 0
             del columns["query"]
-            self._non_finite.append(_where(columns, some))
+            self._non_finite.append(_where(columns, bad > 0))
 
-    def _add_loads(self, call: AttentionCall, layer: int, statistics: RowStatistics) -> None:
+    def _add_loads(self, rows: CountedRows, layer: int) -> None:
+        statistics = rows.statistics
         columns = self._places(statistics.load, layer, "key") | {"load": _flat(statistics.load, np.int32)}
         for k in self.k:
             columns[f"load_k{k}"] = _flat(statistics.key_load(k), np.int32)
-        if call.selected is not None:
-            self._loads.append(_only(columns, call.queries, statistics.load))
-        else:  # where every allowed key is kept, a key that nobody keeps is padding
-            self._loads.append(_where(columns, columns["load"] > 0))
+        self._loads.add(_where(columns, rows.keys))
 
     def queries(self) -> pd.DataFrame:
         """The table ``queries``."""
-        return self._table(self._queries, ())
+        return self._table(self._queries.parts, ())
 
     def loads(self) -> pd.DataFrame:
         """The table ``loads``."""
-        return self._table(self._loads, ())
+        return self._table(self._loads.parts, ())
+
+    def sketches(self) -> pd.DataFrame:
+        """The table ``sketches``: percentiles of a table that has more rows than are kept."""
+        rows = [*self._queries.sketched(), *self._loads.sketched()]
+        return SKETCHES.of_rows({"model": self.model, **row} for row in rows)
+
+    @property
+    def share(self) -> float:
+        """The chance of a query to stand in the table: below 1 if queries were drawn, or not all were kept."""
+        return self.draws.share * self._queries.share
 
     def non_finite(self) -> pd.DataFrame:
         """The table ``non_finite``."""
@@ -153,12 +155,9 @@ def _flat(values: Tensor, dtype: type[np.generic] | None = None) -> np.ndarray:
     return array if dtype is None else array.astype(dtype)
 
 
-def _only(columns: dict[str, np.ndarray], valid: Tensor | None, like: Tensor) -> dict[str, np.ndarray]:
-    """Drop the rows of padded positions."""
-    if valid is None:
+def _where(columns: dict[str, np.ndarray], keep: Tensor) -> dict[str, np.ndarray]:
+    """The rows of the entries that are kept."""
+    if bool(keep.all()):
         return columns
-    return _where(columns, valid[:, None, :].expand(like.shape).cpu().numpy().ravel())
-
-
-def _where(columns: dict[str, np.ndarray], keep: np.ndarray) -> dict[str, np.ndarray]:
-    return {name: column[keep] for name, column in columns.items()}
+    kept = _flat(keep)
+    return {name: column[kept] for name, column in columns.items()}

@@ -4,11 +4,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pandas as pd
-from torch import Tensor
+import torch
 
 from semdiag.capturing.attention_calls import AttentionCall
 from semdiag.capturing.attention_kinds import joint_kind, mask_kind
 from semdiag.capturing.audit import Audit
+from semdiag.measurement.calls.counted_rows import CountedRows
 from semdiag.measurement.calls.residual import recomputation_residual
 from semdiag.measurement.tables import CALLS, REMARKS, SKIPPED
 
@@ -39,13 +40,13 @@ class Layer:
     calls: int = 0
     residual: float = 0.0
 
-    def add(self, call: AttentionCall, kind: str) -> None:
-        """Count a call."""
+    def add(self, call: AttentionCall, kind: str, generator: torch.Generator) -> None:
+        """Count a call; the generator draws the rows of its residual."""
         self.kinds.add(kind)
         self.heads, self.key_heads, self.width = call.q.shape[1], call.k.shape[1], call.q.shape[3]
         self.longest = max(self.longest, call.k.shape[2])
         self.calls += 1
-        self.residual = float(np.maximum(self.residual, recomputation_residual(call)))  # keeps a NaN
+        self.residual = float(np.maximum(self.residual, recomputation_residual(call, generator)))  # keeps a NaN
 
 
 class Layers:
@@ -53,23 +54,24 @@ class Layers:
 
     def __init__(self) -> None:
         self._places: dict[tuple[str, int], Layer] = {}
+        self._generator = torch.Generator().manual_seed(0)
 
     def __len__(self) -> int:
         return len(self._places)
 
-    def add(self, call: AttentionCall, keys: Tensor) -> int:
+    def add(self, rows: CountedRows) -> int:
         """Count a call.
 
         Args:
-            call: any.
-            keys: (B, H, Lq) int64, how many keys each of its queries may attend to.
+            rows: of any call.
 
         Returns:
             The number of its place.
         """
+        call = rows.call
         new = Layer(len(self._places), call.mechanism)
         place = self._places.setdefault((call.module, call.occurrence), new)
-        place.add(call, mask_kind(keys, call.queries))
+        place.add(call, mask_kind(rows.statistics.keys, rows.queries, rows.places), self._generator)
         return place.number
 
     @property

@@ -3,23 +3,29 @@
 import math
 import time
 import warnings
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
 
 import pandas as pd
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from semdiag.capturing.attention_calls import AttentionCall, watch_attention
-from semdiag.mathematics.row_statistics import RowStatistics, row_statistics
+from semdiag.capturing.audit import failure
 from semdiag.mathematics.softmax_secants import local_stability_of_weight
+from semdiag.measurement.calls.counted_rows import CountedRows, counted_rows
 from semdiag.measurement.calls.monitor_log import MonitorLog
 from semdiag_models import InputError
 
-_QUERIES, _SAMPLES = 8, 4  # looked at in each attention call: rows of scores = their product × heads
+_COMPILED = (
+    "The hooks of a module inside a compiled one do not look, also not under fullgraph: give the monitor the "
+    "compiled model, Monitor(torch.compile(model))."
+)
+_SAMPLES = 4  # looked at in each attention call: rows of scores = their number × queries × heads
 
 
 class ScalarWriter(Protocol):
@@ -32,10 +38,15 @@ class ScalarWriter(Protocol):
 class Monitor:
     """Follow dispersion, separation, stability and entropy of a model's attention during training.
 
-    Every ``every``-th forward call in training mode, a few query rows of each attention call are scored: 8 random
-    queries of 4 random samples, all heads. Nothing else happens at the other calls. Outputs, gradients and
-    random numbers are those of the training without a monitor. With gradient accumulation, forward calls are
-    more than optimiser steps.
+    Every ``every``-th forward call in training mode, a few query rows of each attention call are scored: 8 (or
+    ``queries``) random queries of 4 random samples, all heads. Nothing else happens at the other calls. Outputs,
+    gradients and random numbers are those of the training without a monitor, to the last bit. A training is
+    never stopped: where the monitor fails, on a full disk too, it warns. With gradient accumulation, forward
+    calls are more than optimiser steps.
+
+    Of a compiled training, give it the compiled model: ``Monitor(torch.compile(model))``. The forward calls that
+    are looked at then run as they were written, and round otherwise (about 1e-7); the others are those of the
+    compiled model. The hooks of a module inside a compiled one are compiled with it and cannot look.
 
     One row per step, attention layer and occurrence of the layer in that step:
     ``step, layer, module, occurrence, rows`` (scored queries, padded ones left out), and medians over these rows
@@ -51,11 +62,12 @@ class Monitor:
         path: ``.csv`` or ``.parquet`` to which the rows are added as they come; an existing one is continued.
         tensorboard: a directory for TensorBoard, or a SummaryWriter.
         seed: of the choice of samples and queries.
+        queries: looked at of each of the samples; medians of more rows vary less from look to look.
         first_step: number of the first step, for resumed trainings.
 
     Raises:
         InputError: if an argument is illegal, the file cannot be continued, TensorBoard is not installed, or
-            (on start) the model has no attention that can be watched.
+            (on start) the model has no attention that can be watched or was compiled in place.
 
     Example:
         >>> from semdiag_models import Encoder, ModelConfig
@@ -77,12 +89,21 @@ class Monitor:
         tensorboard: Path | str | ScalarWriter | None = None,
         seed: int = 0,
         first_step: int = 0,
+        queries: int = 8,
     ) -> None:
+        if not isinstance(model, nn.Module):
+            raise InputError(f"A monitor watches a module, like Encoder(config). Got {model!r}.")
+        if not any(model.children()) and type(model) in vars(nn).values():
+            raise InputError(f"{type(model).__name__} has no attention to watch.")
         if every < 1:
             raise InputError(f"every must be at least 1 forward call. Got {every}.")
         if any(value < 1 for value in k):
             raise InputError(f"k must be at least 1. Got {min(k)}.")
+        if queries < 1:
+            raise InputError(f"queries must be at least 1. Got {queries}.")
+        self._queries = queries
         self.model, self.every, self.k, self.step = model, every, tuple(k), first_step
+        self._first_step = first_step
         self.seconds = 0.0
         self._log = MonitorLog(None if path is None else Path(path), columns(self.k))
         self._tensorboard, self._own_writer = tensorboard, False
@@ -92,6 +113,7 @@ class Monitor:
         self._look = ExitStack()
         self._looked_at: int | None = None
         self._rows: list[dict[str, Any]] = []
+        self._seen = False  # whether the running look has seen attention
 
     @property
     def table(self) -> pd.DataFrame:
@@ -105,10 +127,16 @@ class Monitor:
             This monitor.
 
         Raises:
-            InputError: if the model has no attention that can be watched, or TensorBoard is not installed.
+            InputError: if the model has no attention that can be watched or was compiled in place, or TensorBoard
+                is not installed.
         """
         if self._handles:
             return self
+        if getattr(self.model, "_compiled_call_impl", None) is not None:
+            raise InputError(
+                "A monitor cannot look into a module that was compiled in place, by its compile(): its hooks "
+                "would be compiled too. Give it the compiled model: Monitor(torch.compile(model))."
+            )
         with watch_attention(self.model, lambda call: None):
             pass  # a model that cannot be watched is refused here, not in the middle of a training
         self._writer, self._own_writer = _writer(self._tensorboard)
@@ -122,8 +150,12 @@ class Monitor:
         """Leave the model as it was found; rows stay readable."""
         for handle in self._handles:
             handle.remove()
+        if self._handles and self.step == self._first_step:
+            warnings.warn(f"The monitor saw no forward call in training mode. {_COMPILED}", stacklevel=2)
         self._handles = []
         self._look.close()
+        with _carrying_on():
+            self._log.write()
         if self._own_writer and self._writer is not None:
             self._writer.close()
         self._writer, self._own_writer = None, False
@@ -137,44 +169,76 @@ class Monitor:
         self.stop()
 
     def _before(self, model: nn.Module, inputs: object) -> None:
-        if not model.training:
-            return
+        if torch.compiler.is_compiling():
+            _warn_while_compiling()
+        elif model.training:
+            self._begin(model)
+
+    def _begin(self, model: nn.Module) -> None:
         self._look.close()  # of a call that was interrupted
         self._looked_at = None
         step, self.step = self.step, self.step + 1
         if step % self.every == 0:
-            self._rows = []
-            self._look.enter_context(watch_attention(model, lambda call: self._reduce(call, step)))
-            self._looked_at = step
+            self._rows, self._seen = [], False
+            with _carrying_on():
+                look = watch_attention(model, lambda call: self._reduce(call, step), inside=True)
+                self._look.enter_context(look)
+                self._looked_at = step
 
     def _after(self, model: nn.Module, inputs: object, output: object) -> None:
+        if torch.compiler.is_compiling() or self._looked_at is None:
+            return
         self._look.close()
         step, self._looked_at = self._looked_at, None
-        if step is not None and output is not None:  # None: the forward raised an exception
-            self._finish(step)
+        if output is not None:  # None: the forward raised an exception
+            with _carrying_on():
+                self._finish(step)
 
     def _reduce(self, call: AttentionCall, step: int) -> None:
-        start = time.perf_counter()
-        place = {"step": step, "layer": call.layer, "module": call.module, "occurrence": call.occurrence}
-        self._rows.append(place | describe(*sampled_rows(call, self.k, self._generator), self.k))
+        start, self._seen = time.perf_counter(), True
+        with _carrying_on():
+            place = {"step": step, "layer": call.layer, "module": call.module, "occurrence": call.occurrence}
+            rows = sampled_rows(call, self.k, self._generator, self._queries)
+            self._rows.append(place | describe(rows, self.k))
         self.seconds += time.perf_counter() - start
 
     def _finish(self, step: int) -> None:
         start = time.perf_counter()
-        if not self._rows:
+        if not self._seen:
             warnings.warn(f"No attention was captured in step {step}.", stacklevel=2)
-        self._log.add(self._rows)
+        rows, self._rows = self._rows, []
         if self._writer is not None:
-            self._write_scalars(step)
-        self._rows = []
+            with _carrying_on():
+                self._write_scalars(step, rows)
+        self._log.add(rows)
         self.seconds += time.perf_counter() - start
 
-    def _write_scalars(self, step: int) -> None:
-        for row in self._rows:
+    def _write_scalars(self, step: int, rows: list[dict[str, Any]]) -> None:
+        for row in rows:
             again = f".{row['occurrence']}" if row["occurrence"] else ""
             for name in columns(self.k)[5:]:
                 if not math.isnan(row[name]):
                     self._writer.add_scalar(f"{name}/layer {row['layer']}{again}", row[name], step)
+
+
+@contextmanager
+def _carrying_on() -> Iterator[None]:
+    """Warn of what goes wrong inside, which is no reason to stop a training."""
+    try:
+        yield
+    except OSError as error:
+        said = f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}"
+        text = f"The monitor cannot write ({said}). Its rows stay in memory and are written when they can be."
+        warnings.warn(text, stacklevel=4)
+    except Exception as error:
+        warnings.warn(f"The monitor of a training: {failure(error)}.", stacklevel=4)
+
+
+def _warn_while_compiling() -> None:
+    warnings.warn(f"A monitored module is being compiled. {_COMPILED}", stacklevel=2)
+
+
+_warn_while_compiling._dynamo_marked_constant = True  # type: ignore[attr-defined]  # run while compiling, not compiled
 
 
 def columns(k: Sequence[int]) -> list[str]:
@@ -184,44 +248,29 @@ def columns(k: Sequence[int]) -> list[str]:
 
 
 def sampled_rows(
-    call: AttentionCall, k: Sequence[int], generator: torch.Generator
-) -> tuple[RowStatistics, Tensor]:
-    """Statistics of a few random rows of an attention call.
+    call: AttentionCall, k: Sequence[int], generator: torch.Generator, queries: int = 8
+) -> CountedRows:
+    """A few random rows of an attention call.
 
     Args:
         call: one attention call.
         k: counterfactual numbers of heavy hitters.
         generator: on CPU; chooses samples and queries, the same for all heads.
+        queries: of each sample, at most.
 
     Returns:
-        The statistics (b, H, r), and which of the rows count, bool (b, 1, r).
+        The rows, shapes (b, H, r).
     """
     batch, _, length, _ = call.q.shape
-    device = call.q.device
-    b = torch.randperm(batch, generator=generator)[:_SAMPLES].sort().values.to(device)
-    r = torch.randperm(length, generator=generator)[:_QUERIES].sort().values.to(device)
-    allowed = _rows_of(call.allowed, b, r)
-    if call.causal:
-        past = torch.arange(call.k.shape[2], device=device) <= (call.first_query + r)[:, None]
-        allowed = past if allowed is None else allowed & past
-    statistics = row_statistics(
-        call.q[b][:, :, r],
-        call.k[b],
-        call.scale,
-        allowed,
-        _rows_of(call.selected, b, r),
-        top=min(max(k, default=0), call.k.shape[2]),
-        bias=_rows_of(call.bias, b, r),
-        softcap=call.softcap,
-        sinks=call.sinks,
-    )
-    everyone = torch.ones(len(b), len(r), dtype=torch.bool, device=device)
-    counted = everyone if call.queries is None else call.queries[b][:, r]
-    return statistics, counted[:, None]
+    b = torch.randperm(batch, generator=generator)[:_SAMPLES].sort().values.to(call.q.device)
+    r = torch.randperm(length, generator=generator)[:queries].sort().values.to(call.q.device)
+    call = replace(call, v=call.v[..., :0], mixed=call.mixed[..., :0])  # nobody looks at values: none are copied
+    return counted_rows(call.part(b, r), top=min(max(k, default=0), call.k.shape[2]))
 
 
-def describe(statistics: RowStatistics, counted: Tensor, k: Sequence[int]) -> dict[str, float | int]:
+def describe(rows: CountedRows, k: Sequence[int]) -> dict[str, float | int]:
     """Medians over the rows that count and have keys; NaN where no row has the quantity."""
+    statistics, used = rows.statistics, rows.attending
     weight = statistics.largest_weight()
     values = {
         "keys": statistics.keys.to(weight.dtype),
@@ -235,21 +284,11 @@ def describe(statistics: RowStatistics, counted: Tensor, k: Sequence[int]) -> di
         values[f"dispersion_k{value}"] = statistics.dispersion(most)
         values[f"separation_k{value}"] = statistics.separation(most)
         values[f"mass_k{value}"] = statistics.mass_kept(most)
-    used = (counted & (statistics.keys > 0)).expand(weight.shape)
     found: dict[str, float | int] = {"rows": int(used.sum())}
     for name, numbers in values.items():
         there = numbers[used & numbers.isfinite()]
         found[name] = float(there.quantile(0.5)) if len(there) else math.nan
     return found
-
-
-def _rows_of(values: Tensor | None, b: Tensor, r: Tensor) -> Tensor | None:
-    """Rows of a tensor that has four axes and is broadcastable to (B, H, Lq, …)."""
-    if values is None:
-        return None
-    values = values[(None,) * (4 - values.ndim)]
-    values = values[b] if values.shape[0] > 1 else values
-    return values[:, :, r] if values.shape[2] > 1 else values
 
 
 def _writer(tensorboard: Path | str | ScalarWriter | None) -> tuple[Any, bool]:

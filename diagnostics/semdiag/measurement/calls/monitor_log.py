@@ -1,15 +1,23 @@
 """The rows of a training monitor, in memory and in a file that grows with them."""
 
+import os
+import warnings
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
+from semdiag.measurement.table import read_parquet
 from semdiag_models import InputError
+from semdiag_models.reading import open_file
 
 
 class MonitorLog:
     """Rows that are added step by step, to a CSV file line by line or to a parquet file that is replaced.
+
+    A CSV file whose last line is torn, as a training leaves it that was killed while it wrote, is continued
+    without that line. Rows that could not be written are written with the next.
 
     Args:
         path: ``.csv`` or ``.parquet``; None keeps the rows in memory only.
@@ -22,6 +30,7 @@ class MonitorLog:
     def __init__(self, path: Path | None, columns: list[str]) -> None:
         self.path, self.columns = path, columns
         self._rows: list[dict[str, Any]] = []
+        self._written = 0
         self._earlier = pd.DataFrame(columns=columns)
         if path is None:
             return
@@ -44,22 +53,60 @@ class MonitorLog:
 
         Args:
             rows: a value or None for every column.
+
+        Raises:
+            OSError: if the file cannot be written; the rows are kept, and the file is as it was.
         """
         self._rows += rows
-        if self.path is None or not rows:
+        self.write()
+
+    def write(self) -> None:
+        """Write the rows that are not in the file yet.
+
+        Raises:
+            OSError: if the file cannot be written; it is as it was.
+        """
+        new = self._rows[self._written :]
+        if self.path is None or not new:
             return
         if self.path.suffix == ".csv":
-            new = pd.DataFrame(rows, columns=self.columns)
-            new.to_csv(self.path, mode="a", index=False, header=not self.path.exists())
+            _append(self.path, pd.DataFrame(new, columns=self.columns))
         else:
             unfinished = self.path.with_name(f".{self.path.name}.unfinished")
-            self.table().to_parquet(unfinished, index=False)
-            unfinished.replace(self.path)
+            try:
+                self.table().to_parquet(unfinished, index=False)
+                unfinished.replace(self.path)
+            finally:
+                unfinished.unlink(missing_ok=True)
+        self._written = len(self._rows)
+
+
+def _append(path: Path, table: pd.DataFrame) -> None:
+    """Add lines to a CSV file, all or none."""
+    with path.open("ab", buffering=0) as file:
+        end = file.seek(0, os.SEEK_END)
+        try:
+            left = table.to_csv(index=False, header=end == 0).encode()
+            while left:
+                left = left[file.write(left) :]
+        except OSError:
+            file.truncate(end)
+            raise
 
 
 def _read(path: Path, columns: list[str]) -> pd.DataFrame:
+    torn = 0
     try:
-        table = pd.read_csv(path) if path.suffix == ".csv" else pd.read_parquet(path)
+        if path.suffix == ".csv":
+            with open_file(path) as file:
+                content = file.read()
+            torn = len(content) - content.rfind(b"\n") - 1
+            if torn == len(content) and ",".join(columns).encode().startswith(content):
+                table = pd.DataFrame(columns=columns)  # not even the head was written
+            else:
+                table = pd.read_csv(BytesIO(content[: len(content) - torn]))
+        else:
+            table = read_parquet(path)
     except (OSError, ValueError) as error:
         raise InputError(f"{path} cannot be continued ({str(error).splitlines()[0]}). Name a new file.") from None
     if list(table) != columns:
@@ -67,4 +114,7 @@ def _read(path: Path, columns: list[str]) -> pd.DataFrame:
             f"{path} cannot be continued: its columns are {', '.join(map(str, table))}, "
             f"not {', '.join(columns)}. Name a new file."
         )
+    if torn:
+        os.truncate(path, path.stat().st_size - torn)
+        warnings.warn(f"The last line of {path} was torn and is left out.", stacklevel=4)
     return table

@@ -1,27 +1,30 @@
 """Whether a captured call is all that the layer's attention is made of."""
 
+import math
+
 import torch
 from torch import Tensor
 
 from semdiag.capturing.attention_call import AttentionCall
 
-_CHECKED_ROWS = 4  # queries at each end of the first sample on which the output is recomputed
+_CHECKED_ROWS = 32  # of all samples, heads and queries, drawn at random
 
 
-def recomputation_residual(call: AttentionCall) -> float:
-    """Largest deviation of the attention's formula, recomputed on a few queries, from what the layer returned.
+def recomputation_residual(call: AttentionCall, generator: torch.Generator | None = None) -> float:
+    """Largest deviation of the attention's formula, recomputed on random rows, from what the layer returned.
 
     The formula is that of :class:`AttentionCall`, with soft-cap, bias, sinks, grouped heads and selection. It
     tells whether the captured tensors are all that the layer's attention is made of: about 1e-7 in
     float32 if they are; a missed bias, soft-cap or mask shows as 1e-4 or more. Rows without an allowed key
-    are left out: what a layer returns for them is its own choice.
+    and padded queries are left out: what a layer returns for them is its own choice.
 
     Args:
         call: one attention call.
+        generator: on CPU; draws 32 rows of all samples, heads and queries. None: one of a fixed seed.
 
     Returns:
-        The deviation, relative to the largest output; NaN if an output is not finite, or if weights were
-        dropped at random (training mode with dropout).
+        The deviation, relative to the largest output of these rows; NaN if an output is not finite, or if weights
+        were dropped at random (training mode with dropout).
 
     Example:
         >>> one, two = torch.ones(1, 1, 1, 1), torch.tensor([[[[1.0], [3.0]]]])
@@ -31,46 +34,48 @@ def recomputation_residual(call: AttentionCall) -> float:
     """
     if call.dropout:
         return float("nan")
-    length = call.q.shape[2]
-    ends = [(0, min(_CHECKED_ROWS, length)), (max(_CHECKED_ROWS, length - _CHECKED_ROWS), length)]
-    deviations, largest = [], []
-    for start, stop in ends:
-        if start < stop:
-            mixed = call.mixed[:1, :, start:stop].to(_dtype(call.q))
-            again, some = _attend(call, start, stop)
-            deviations.append(((again - mixed) * some).abs().max())
-            largest.append((mixed * some).abs().max())
-    scale = torch.stack(largest).max()
-    return float(torch.stack(deviations).max() / scale.clamp(min=torch.finfo(scale.dtype).tiny))  # zeros: no fault
+    generator = torch.Generator().manual_seed(0) if generator is None else generator
+    shape = call.q.shape[:3]
+    rows = math.prod(shape)
+    drawn = (
+        torch.randperm(rows, generator=generator)[:_CHECKED_ROWS]
+        if rows <= 2**20
+        else torch.randint(rows, (_CHECKED_ROWS,), generator=generator)
+    )
+    index = torch.unravel_index(drawn.to(call.q.device), shape)
+    again, some = _attend(call, index)
+    mixed = call.mixed[index].to(again.dtype)
+    scale = (mixed * some).abs().max()
+    deviation = ((again - mixed) * some).abs().max()
+    return float(deviation / scale.clamp(min=torch.finfo(scale.dtype).tiny))  # zeros: no fault
 
 
-def _attend(call: AttentionCall, start: int, stop: int) -> tuple[Tensor, Tensor]:
-    """Mixed values of some queries of the first sample, and (1, H, rows, 1) which of them have a key."""
-    dtype, groups = _dtype(call.q), call.q.shape[1] // call.k.shape[1]
-    k, v = (x[:1].to(dtype).repeat_interleave(groups, 1) for x in (call.k, call.v))
-    scores = (call.scale * call.q[:1, :, start:stop].to(dtype)) @ k.transpose(2, 3)
+def _attend(call: AttentionCall, index: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+    """Mixed values of some rows (r, Dv), and (r, 1) which of them have a key."""
+    sample, head, query = index
+    dtype = torch.float32 if call.q.dtype in (torch.float16, torch.bfloat16) else call.q.dtype
+    full = (*call.q.shape[:3], call.k.shape[2])
+    shared = head // (call.q.shape[1] // call.k.shape[1])
+    scores = (call.k[sample, shared].to(dtype) @ (call.q[index].to(dtype) * call.scale)[..., None])[..., 0]
     if call.softcap is not None:
         scores = call.softcap * torch.tanh(scores / call.softcap)
     if call.bias is not None:
-        bias = call.bias[:1]
-        scores = scores + (bias[:, :, start:stop] if bias.shape[2] > 1 else bias)
+        scores = scores + call.bias.expand(full)[index]
     keep = torch.ones_like(scores, dtype=torch.bool)
-    allowed = call.allowed_keys(start, stop)
-    if allowed is not None:
-        keep = keep & (allowed[:1] if allowed.ndim == 4 else allowed)
+    if call.allowed is not None:
+        keep = keep & call.allowed.expand(full)[index]
+    if call.causal:
+        keep = keep & (torch.arange(full[3], device=keep.device) <= call.first_query + query[:, None])
     some = keep.any(-1, keepdim=True)
+    if call.queries is not None:  # what a layer returns for padding is its own choice, too
+        some = some & call.queries[sample, query, None]
     if call.selected is not None:
-        chosen = call.selected[:1, :, start:stop]
-        padded = keep.new_zeros(*keep.shape[:3], keep.shape[3] + 1)
-        keep = keep & padded.scatter(-1, chosen.where(chosen >= 0, keep.shape[3]), True)[..., :-1]
+        chosen = call.selected[index]
+        mask = torch.zeros(len(keep), full[3] + 1, dtype=torch.bool, device=keep.device)
+        keep = keep & mask.scatter(-1, chosen.where(chosen >= 0, full[3]), True)[:, :-1]
     scores = scores.masked_fill(~keep, torch.finfo(dtype).min)
     if call.sinks is not None:
-        sinks = call.sinks.to(dtype)[None, :, None, None].expand(*scores.shape[:3], 1)
-        weights = torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
+        weights = torch.cat([scores, call.sinks.to(dtype)[head][:, None]], -1).softmax(-1)[..., :-1]
     else:
         weights = scores.softmax(-1)
-    return (weights * keep) @ v, some
-
-
-def _dtype(q: Tensor) -> torch.dtype:
-    return torch.float32 if q.dtype in (torch.float16, torch.bfloat16) else q.dtype
+    return ((weights * keep)[:, None] @ call.v[sample, shared].to(dtype))[:, 0], some

@@ -1,8 +1,9 @@
 """Running a model of any kind while its attention is watched: in evaluation mode, without gradients, unchanged."""
 
 import copy
+import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +15,14 @@ from semdiag.capturing.attention_calls import AttentionCall, watch_attention
 from semdiag.capturing.audit import Audit
 from semdiag.capturing.batches import Batch
 from semdiag.capturing.loading import LoadedModel
+from semdiag.capturing.padding import Padding
+from semdiag.measurement.calls.scored_rows import NotAvailableError
 from semdiag_models import Encoder, InputError
+
+_GROUPED = (
+    ": its experts are one grouped matrix product, which knows no float64; "
+    'model.set_experts_implementation("eager") multiplies them one by one'
+)
 
 
 class Run:
@@ -28,18 +36,19 @@ class Run:
         device: of the module.
         dtype: of the module.
         audit: of the capture.
+        padding: which queries are padding.
     """
 
     module: nn.Module
     device: torch.device
     dtype: torch.dtype
     audit: Audit
+    padding: Padding
 
     def __init__(
         self, loaded: LoadedModel, consume: Callable[[AttentionCall], None], queries: Tensor | None
     ) -> None:
         self._loaded, self._consume, self._queries = loaded, consume, queries
-        self._real: dict[str, Tensor] = {}
         self._layers: dict[tuple[str, int], int] = {}
         self._samples = 0
         self._failure: BaseException | None = None
@@ -54,13 +63,12 @@ class Run:
             What the model returns; None for an external model, of whose output nothing is known.
 
         Raises:
-            InputError: if an external model fails.
+            NotAvailableError: if an external model fails in float64, which not every operation knows.
+            InputError: if it fails otherwise.
         """
         size, batch = batching.samples_of(batch), batching.moved(batch, self.device, self.dtype)
-        if self._queries is None:
-            self._real = batching.real_tokens(self.module, batch)
-        else:
-            self._real = {"queries": self._queries[self._samples : self._samples + size].bool().to(self.device)}
+        if self._queries is not None:
+            self.padding.given = self._queries[self._samples : self._samples + size].bool().to(self.device)
         self._samples += size
         if not self._loaded.external:
             return self.module(batch)
@@ -70,6 +78,12 @@ class Run:
             if error is self._failure:  # it is ours, not the model's
                 raise
             said = " ".join(str(error).split())[:200]
+            if self.dtype == torch.float64:
+                grouped = "grouped_mm" in "".join(traceback.format_tb(error.__traceback__))
+                raise NotAvailableError(
+                    f"{self._loaded.path} cannot run in float64, in which it is measured here "
+                    f"({type(error).__name__}: {said}){_GROUPED if grouped else ''}"
+                ) from error
             raise InputError(
                 f"{self._loaded.path} cannot be run on these inputs ({type(error).__name__}: {said}). It is "
                 "called with a batch's tensor, the entries of its dictionary by name, or those of its tuple."
@@ -78,15 +92,11 @@ class Run:
 
     def add(self, call: AttentionCall) -> None:
         """Hand a call on."""
-        queries = call.queries
-        if queries is None and self._real:
-            shape = (call.q.shape[0], call.q.shape[2])
-            queries = batching.real_queries(self._real, call.module, shape, call.first_query)
         layer = call.layer
         if self._loaded.external:
             layer = self._layers.setdefault((call.module, call.occurrence), len(self._layers))
         try:
-            self._consume(replace(call, queries=queries, layer=layer))
+            self._consume(replace(self.padding.marked(call, self.audit), layer=layer))
         except BaseException as error:
             self._failure = error
             raise
@@ -115,12 +125,34 @@ def running(
         A function from batches to what the model returns.
     """
     run = Run(loaded, consume, queries)
-    run.module, run.device, run.dtype = _placed(loaded.module, device, dtype)
-    modes = [(part, part.training) for part in run.module.modules()]
+    with ExitStack() as stack:
+        run.module, run.device, run.dtype = stack.enter_context(in_evaluation(loaded, device, dtype))
+        run.padding = Padding(run.module)
+        stack.enter_context(run.padding.watched())
+        run.audit = stack.enter_context(watch_attention(run.module, run.add))
+        yield run
+
+
+@contextmanager
+def in_evaluation(
+    loaded: LoadedModel, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+) -> Iterator[tuple[nn.Module, torch.device, torch.dtype]]:
+    """A model on a device, in evaluation mode and without gradients; the mode of every module is restored.
+
+    Args:
+        loaded: the model; it is copied only if it has to be moved or converted.
+        device: where to run; None: where the model is.
+        dtype: of the model; None: its own.
+
+    Yields:
+        The module that runs, its device and its dtype.
+    """
+    module, place, kind = _placed(loaded.module, device, dtype)
+    modes = [(part, part.training) for part in module.modules()]
     try:
-        run.module.eval()
-        with torch.no_grad(), watch_attention(run.module, run.add) as run.audit:
-            yield run
+        module.eval()
+        with torch.no_grad():
+            yield module, place, kind
     finally:
         for part, mode in modes:
             part.training = mode

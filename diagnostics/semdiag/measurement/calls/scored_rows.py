@@ -36,6 +36,12 @@ class ScoredRows:
     dispersion: Tensor
     separation: Tensor
 
+    @property
+    def weights(self) -> Tensor:
+        """(B, H, L, L) softmax of the scores over S_i, 0 elsewhere; rows without keys are zeros."""
+        weights = self.scores.masked_fill(~self.selected, -torch.inf).softmax(-1)
+        return weights.where(self.selected, 0.0)
+
     def halves(self) -> tuple["ScoredRows", "ScoredRows"]:
         """Return the rows of the first and of the second half of the batch."""
         first, second = zip(*(getattr(self, name).chunk(2) for name in self.__dataclass_fields__), strict=True)
@@ -61,23 +67,18 @@ def scored_rows(call: AttentionCall) -> ScoredRows:
     """
     if call.sinks is not None:
         raise NotAvailableError("its softmax has attention sinks, which a row of scores does not show")
-    q, k = call.q.double(), call.k.double().repeat_interleave(call.q.shape[1] // call.k.shape[1], 1)
-    scores = (q * call.scale) @ k.transpose(2, 3)
-    if call.softcap is not None:
-        scores = call.softcap * torch.tanh(scores / call.softcap)
-    if call.bias is not None:
-        scores = scores + call.bias
-    seen = call.allowed_keys(0, q.shape[2])
-    allowed = (torch.ones_like(scores, dtype=torch.bool) if seen is None else seen).expand(scores.shape)
-    if call.queries is not None:
-        allowed = allowed & call.queries[:, None, :, None]
-    selected = allowed if call.selected is None else allowed & _as_mask(call.selected, scores.shape[-1])
+    scores, seen = call.scores(torch.float64), call.part().allowed
+    allowed = call.counted[..., None] if seen is None else call.counted[..., None] & seen
+    allowed = allowed.expand(scores.shape)
+    selected = allowed if call.selected is None else allowed & as_mask(call.selected, scores.shape[-1])
     lowest = scores.masked_fill(~selected, torch.inf).amin(-1)
     highest = scores.masked_fill(~selected, -torch.inf).amax(-1)
     passed_over = scores.masked_fill(~(allowed & ~selected), -torch.inf).amax(-1)
     counted = selected.any(-1)
     gap = torch.where(counted, lowest - passed_over, torch.inf)
-    rounding = _TIE * abs(call.scale) * q.norm(dim=-1) * k.norm(dim=-1).amax(-1, keepdim=True)
+    longest_key = call.k.double().norm(dim=-1).amax(-1, keepdim=True)
+    longest_key = longest_key.repeat_interleave(call.q.shape[1] // call.k.shape[1], 1)
+    rounding = _TIE * abs(call.scale) * call.q.double().norm(dim=-1) * longest_key
     return ScoredRows(
         scores=scores.masked_fill(~allowed, -torch.inf),
         selected=selected,
@@ -88,7 +89,7 @@ def scored_rows(call: AttentionCall) -> ScoredRows:
     )
 
 
-def _as_mask(selected: Tensor, length: int) -> Tensor:
+def as_mask(selected: Tensor, length: int) -> Tensor:
     """Key positions (B, H, L, K), -1 for none, as a mask (B, H, L, length)."""
     mask = torch.zeros(*selected.shape[:3], length + 1, dtype=torch.bool, device=selected.device)
     return mask.scatter(-1, selected.where(selected >= 0, length), True)[..., :-1]

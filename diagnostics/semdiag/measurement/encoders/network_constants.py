@@ -11,6 +11,7 @@ from semdiag.mathematics.attention_bounds import HeadNorms
 from semdiag.mathematics.block_bounds import AttentionConstants, BlockConstants, MlpConstants
 from semdiag.mathematics.bound import Assumption, Bound
 from semdiag.mathematics.layer_constants import ACTIVATION_LIPSCHITZ, normalisation_lipschitz, query_norm
+from semdiag.mathematics.local_bounds import ONE_PARAMETER_VECTOR
 from semdiag.mathematics.network_bounds import (
     Readout,
     log_embedding_constant,
@@ -37,12 +38,14 @@ class BlockForms:
         trace: what the inputs showed.
         sound: per sample, shape (N,) and (N, H).
         paper: of the whole set of inputs, shape () and (H,).
+        local: per sample, like ``sound``, with λ_A and λ_M of the weights that the rows really have.
     """
 
     weights: BlockWeights
     trace: LayerTrace
     sound: BlockConstants
     paper: BlockConstants
+    local: BlockConstants
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,6 +58,10 @@ class NetworkForms:
         log_paper: the paper's ln λ_g by name: of its W, V, P, R, and carried to our tensors by the chain rule.
         sound: λ_L, the largest over the samples.
         paper: the paper's λ_L, over its W, V, P, R.
+        log_local: like ``log_sound``, in the local form: of the gradient at these parameters.
+        local: likewise λ_L.
+        infinite: of how many samples the sound λ_g is infinite, by name.
+        each: ln λ_L of every sample, shape (N,), by form: ``sound``, ``local``.
     """
 
     blocks: list[BlockForms]
@@ -62,6 +69,10 @@ class NetworkForms:
     log_paper: dict[str, Tensor]
     sound: Bound
     paper: Bound
+    log_local: dict[str, Tensor]
+    local: Bound
+    infinite: dict[str, int]
+    each: dict[str, Tensor]
 
 
 def network_forms(encoder: Encoder, traces: InputTraces) -> NetworkForms:
@@ -81,19 +92,35 @@ def network_forms(encoder: Encoder, traces: InputTraces) -> NetworkForms:
     shares = torch.ones(()) if encoder.config.cls_tokens else 1 / traces.tokens.double()
     readout = Readout(head, traces.pooled_norm, shares)
     embedding = log_embedding_constant(traces.counts, embedding_scale(encoder))
-    bounds = log_parameter_bounds([b.sound for b in blocks], readout, embedding)
     whole = Readout(head, traces.pooled_norm.max(), shares.min())
     paper_blocks = [b.paper for b in blocks]
     own = log_paper_parameter_bounds(paper_blocks, whole)
     carried = log_parameter_bounds(paper_blocks, whole)
-    sound = network_bound(bounds, network_assumptions([b.sound for b in blocks]))
+    by_tensor, sound = _by_sample([b.sound for b in blocks], readout, embedding)
+    local_by_tensor, local = _by_sample([b.local for b in blocks], readout, embedding)
     return NetworkForms(
         blocks=blocks,
-        log_sound={name: value.max() for name, value in bounds.items()},
+        log_sound={name: value.max() for name, value in by_tensor.items()},
         log_paper=carried | own,
-        sound=Bound(sound.log_value.max(), sound.assumptions, sound.source),
+        sound=_largest(sound),
         paper=network_bound(own, network_assumptions(paper_blocks)),
+        log_local={name: value.max() for name, value in local_by_tensor.items()},
+        local=_largest(local),
+        infinite={name: int((value == math.inf).sum()) for name, value in by_tensor.items()},
+        each={"sound": sound.log_value, "local": local.log_value},
     )
+
+
+def _by_sample(
+    blocks: list[BlockConstants], readout: Readout, embedding: Tensor
+) -> tuple[dict[str, Tensor], Bound]:
+    """Constants of every tensor and of all together, of every sample."""
+    bounds = log_parameter_bounds(blocks, readout, embedding)
+    return bounds, network_bound(bounds, network_assumptions(blocks))
+
+
+def _largest(bound: Bound) -> Bound:
+    return replace(bound, log_value=bound.log_value.max())
 
 
 def _block(encoder: Encoder, layer: int, traces: InputTraces) -> BlockForms:
@@ -109,7 +136,9 @@ def _block(encoder: Encoder, layer: int, traces: InputTraces) -> BlockForms:
         pre_norm=encoder.config.norm == "pre",
         assumptions=_assumptions(encoder, trace),
     )
-    return BlockForms(weights, trace, sound, _paper(encoder, weights, trace, sound))
+    at_the_rows = replace(sound.attention, log_map=trace.local_map, log_form=trace.local_form)
+    local = replace(sound, attention=at_the_rows)
+    return BlockForms(weights, trace, sound, _paper(encoder, weights, trace, sound), local)
 
 
 def _attention(weights: BlockWeights, trace: LayerTrace) -> AttentionConstants:
@@ -145,7 +174,7 @@ def _paper(encoder: Encoder, weights: BlockWeights, trace: LayerTrace, sound: Bl
     norms = HeadNorms(weights.gamma, weights.upsilon, xi, query_norm(xi, query_bias=True))
     delta = trace.dispersion.amax(0)
     gap = trace.separation.amin(0) if heavy else None
-    beta = torch.ones_like(delta) if k is None else trace.load.amax(0) / k
+    beta = torch.ones_like(delta) if k is None else trace.load.amax(0).double() / k
     tokens = float(torch.as_tensor(sound.tokens).max())
     log_map = paper_attention_map_bound(delta, norms, beta, gap)
     log_form = paper_bilinear_form_bound(delta, norms, tokens, gap)
@@ -186,6 +215,7 @@ def _assumptions(encoder: Encoder, trace: LayerTrace) -> tuple[Assumption, ...]:
     kind, activation = encoder.config.attention, encoder.config.activation
     bad = int(trace.not_finite.sum())
     checks = [
+        ONE_PARAMETER_VECTOR,
         Assumption("every score is finite", {"rows that are not": bad}, holds=bad == 0),
         Assumption(f"a bound is known for {kind} attention", {}, holds=_covered(encoder)),
         Assumption(f"the slope of {activation} is known", {}, holds=activation in ACTIVATION_LIPSCHITZ),

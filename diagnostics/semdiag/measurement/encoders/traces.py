@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,7 @@ from semdiag.capturing.block_calls import BlockCall, watch_blocks
 from semdiag.mathematics.attention_bounds import HeadNorms, attention_map_bound, bilinear_form_bound
 from semdiag.mathematics.attention_rows import AttentionRows
 from semdiag.mathematics.layer_constants import query_norm
+from semdiag.mathematics.local_bounds import local_attention_map_bound, local_rows
 from semdiag.measurement.calls.scored_rows import ScoredRows, scored_rows
 from semdiag.measurement.encoders.weights import block_weights
 from semdiag_models import Encoder
@@ -26,12 +27,15 @@ class LayerTrace:
 
     Attributes:
         token_norm: (N,) Ξ, largest norm at the attention's input.
+        score_reach: (N,) largest |scale|·‖q‖·‖k‖, which no score exceeds and their rounding grows with.
         attention_std: (N,) smallest sqrt(var + eps) that the first normalisation sees.
         mlp_std: (N,) likewise the second.
         mlp_token_norm: (N,) Ξ_P, largest norm at the MLP's input.
         hidden_norm: (N,) largest norm at the MLP's second matrix.
         log_map: (N, H) ln λ_A; +inf where the kind of attention is not covered, or Δ ≤ 0.
         log_form: (N, H) ln λ_M.
+        local_map: (N, H) ln λ_A in the local form, from the rows' own weights.
+        local_form: (N, H) ln λ_M, likewise.
         dispersion: (N, H) largest δ of a query.
         separation: (N, H) smallest Δ of a query.
         not_positive: (N, H) int64, queries with Δ ≤ 0.
@@ -40,12 +44,15 @@ class LayerTrace:
     """
 
     token_norm: Tensor
+    score_reach: Tensor
     attention_std: Tensor
     mlp_std: Tensor
     mlp_token_norm: Tensor
     hidden_norm: Tensor
     log_map: Tensor
     log_form: Tensor
+    local_map: Tensor
+    local_form: Tensor
     dispersion: Tensor
     separation: Tensor
     not_positive: Tensor
@@ -126,8 +133,10 @@ class _Tracer:
         eps = float(self.encoder.blocks[call.layer].attention_norm_eps)  # type: ignore[arg-type]
         pre = self.encoder.config.norm == "pre"
         seen = (call.stream, call.middle) if pre else (call.middle, call.end)
+        q, k = (heads.norm(dim=-1).amax(1) for heads in (call.attention.q, call.attention.k))
         found = {
             "token_norm": self._largest(call.tokens.norm(dim=-1)),
+            "score_reach": abs(call.attention.scale) * self._largest(q) * self._largest(k),
             "attention_std": -self._largest(-_token_std(seen[0], eps)),
             "mlp_std": -self._largest(-_token_std(seen[1], _MLP_NORM_EPS)),
             "mlp_token_norm": self._largest(call.mlp_tokens.norm(dim=-1)),
@@ -153,21 +162,27 @@ class _Tracer:
         constants = rows_of(self.kind, delta, gap, rows.kept.where(finite, 0))
         if constants is None:
             nothing = torch.full_like(found["dispersion"], math.inf)
-            return found | {"log_map": nothing, "log_form": nothing}
+            return found | dict.fromkeys(("log_map", "log_form", "local_map", "local_form"), nothing)
         xi = token_norm[:, None]
         norms = HeadNorms(self.gammas[layer], self.upsilons[layer], xi, query_norm(xi, query_bias=True))
         bounds = {
             "log_map": attention_map_bound(self._united(constants), rows.selected, norms),
             "log_form": bilinear_form_bound(constants, norms),
+            "local_map": local_attention_map_bound(rows.weights, norms),
+            "local_form": bilinear_form_bound(local_rows(rows.weights), norms),
         }
-        return found | {name: bound.log_value.where(finite.all(-1), math.inf) for name, bound in bounds.items()}
+        known = {name: bound.log_value.where(finite.all(-1), math.inf) for name, bound in bounds.items()}
+        if self.kind in HEAVY_HITTERS:  # at a tie the masks change nearby
+            tied = found["not_positive"] > 0
+            known |= {name: known[name].masked_fill(tied, math.inf) for name in ("local_map", "local_form")}
+        return found | known
 
     def _united(self, rows: AttentionRows) -> AttentionRows:
         """For heavy hitters, double the sums over a token's queries: the union of two masks."""
         if self.kind not in HEAVY_HITTERS:
             return rows
         double = math.log(2)
-        return AttentionRows(rows.log_weight + double, rows.log_xi + double, rows.log_row, rows.assumptions)
+        return replace(rows, log_weight=rows.log_weight + double, log_xi=rows.log_xi + double)
 
     def result(self) -> InputTraces:
         layers = [

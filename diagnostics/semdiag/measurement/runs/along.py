@@ -17,6 +17,7 @@ from semdiag.measurement.probes.noise.secants import SecantsPlan
 from semdiag.measurement.probes.noise.softmax_bounds import local_stability, with_bounds
 from semdiag.measurement.runs.tables import ALONG
 from semdiag.measurement.survey import survey
+from semdiag.measurement.table import ALL
 
 SAMPLES = 50
 _QUERY_KEY = (".q.weight", ".q.bias", ".k.weight", ".k.bias")
@@ -89,7 +90,7 @@ def _numbers(found: Measurements, attention: str) -> list[dict[str, Any]]:
     with np.errstate(over="ignore"):
         secants = secants.assign(xi_sound=np.exp(secants["ln_sound"]))
     rows = []
-    for layer in [-1, *sorted(int(n) for n in queries["layer"].unique())]:
+    for layer in [ALL, *sorted(int(n) for n in queries["layer"].unique())]:
         own, noisy = (t if layer < 0 else t[t["layer"] == layer] for t in (queries, secants))
         described = {
             **{("dispersion", p): value for p, value in _cuts(own["dispersion"], "p5", "p50", "p95")},
@@ -115,14 +116,14 @@ def _gamma(constants: pd.DataFrame, layer: int) -> float:
     return float(np.exp(rows["ln_value"].max())) if len(rows) else float("nan")
 
 
-def query_key_share(parameters: pd.DataFrame, layer: int = -1) -> float:
+def query_key_share(parameters: pd.DataFrame, layer: int = ALL) -> float:
     """Share of the squared norm of the loss's gradient that lies in the queries' and keys' weights and biases.
 
     Source: docs/theory.md#empirical. Deviation: not in the paper.
 
     Args:
         parameters: the table ``parameters`` of one model.
-        layer: of which one; -1: of the whole network.
+        layer: of which one; ALL: of the whole network.
 
     Returns:
         In [0, 1]; NaN where the gradient is zero or unknown.

@@ -13,8 +13,8 @@ from semdiag.measurement.measure import measure
 from semdiag.measurement.measurements import Measurements
 from semdiag.measurement.percentiles import percentiles
 from semdiag.measurement.runs.tables import LENGTHS
+from semdiag.measurement.table import ALL
 from semdiag_models import Encoder, InputError, find_task
-from semdiag_models.attention_kinds import DRAWN
 
 SHOWN = ("p5", "p50", "p95")
 _SEED_OF_LENGTHS = 2**32  # fresh samples must not be the training data, which come from the run's own seed
@@ -45,13 +45,14 @@ def longer(encoder: Encoder, length: int) -> Encoder:
     config = encoder.config
     if length <= config.length:
         return encoder
-    if config.attention in DRAWN:
+    if config.attention == "random":
         raise InputError(
             f"Random attention drew its keys for inputs up to length {config.length}: there are none for length "
             f"{length}. Leave it out, or use lengths up to {config.length}."
         )
     first = next(encoder.parameters())
-    copy = Encoder(replace(config, length=length)).with_exact_positions()
+    with torch.random.fork_rng(devices=[]):  # the first weights, which are drawn and not used
+        copy = Encoder(replace(config, length=length)).with_exact_positions()
     copy = copy.to(device=first.device, dtype=first.dtype)
     copy.load_state_dict(encoder.state_dict())
     copy.positions[: len(encoder.positions)] = encoder.positions
@@ -116,7 +117,7 @@ def measure_lengths(
     for length in sorted(set(lengths)):
         generator = torch.Generator().manual_seed(_SEED_OF_LENGTHS + seed)
         tokens, labels = task.sample(samples, length, generator)
-        fitting = replace(model, module=longer(model.encoder, length))
+        fitting = replace(model, module=longer(model.encoder, length).with_draws(seed))
         batches = {"batch_size": batch_size, "device": device, "dtype": dtype, "after_batch": after_batch}
         found = measure(fitting, tokens, labels=labels, **batches)  # type: ignore[arg-type]
         common = {"model": model.path, "length": length, "samples": samples}
@@ -137,13 +138,13 @@ def _accuracy(found: Measurements) -> list[dict[str, Any]]:
     count, share = int(row["samples"]), float(row["accuracy"])
     interval = binomtest(round(share * count), count).proportion_ci(0.95, method="wilson")
     numbers = {"value": share, "low": float(interval.low), "high": float(interval.high)}
-    return [{"layer": -1, "quantity": "accuracy", "statistic": s, "value": v} for s, v in numbers.items()]
+    return [{"layer": ALL, "quantity": "accuracy", "statistic": s, "value": v} for s, v in numbers.items()]
 
 
 def _percentiles(found: Measurements) -> list[dict[str, Any]]:
     rows = []
     layers = [(int(str(layer)), own) for layer, own in found.queries.groupby("layer")]
-    for layer, own in [(-1, found.queries), *layers]:
+    for layer, own in [(ALL, found.queries), *layers]:
         for quantity in ("dispersion", "separation"):
             table = percentiles(own[quantity])
             rows += [{"layer": layer, "quantity": quantity, "statistic": s, "value": table[s]} for s in SHOWN]

@@ -1,9 +1,8 @@
-"""What may predict how fast a run learns: numbers at its initialisation, on its plateau and at its end."""
+"""What may predict how fast a run learns: numbers at its initialisation and at every snapshot after it."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -15,7 +14,7 @@ from semdiag.capturing.attention_kinds import CHANGING
 from semdiag.capturing.batches import split
 from semdiag.capturing.loading import LoadedModel, load
 from semdiag.mathematics.output_spread import output_spread
-from semdiag.measurement.calls.collector import statistics_of
+from semdiag.measurement.calls.counted_rows import counted_rows
 from semdiag.measurement.calls.running import running
 from semdiag.measurement.conditions import DTYPES, Conditions
 from semdiag.measurement.encoders.movable import MovableEncoder, usable_samples
@@ -30,8 +29,6 @@ from semdiag.measurement.runs.tables import PREDICTORS
 from semdiag.measurement.survey import survey
 from semdiag_models.device import find_device
 
-STAGES = ("initialisation", "plateau", "end")
-# Each is compared with full attention's of the same task, seed and stage: of δ that makes δ_h/δ_s.
 CANDIDATES = {
     "dispersion": "dispersion δ, median",
     "dispersion_share": "δ over kept keys / δ over all keys, median",
@@ -51,73 +48,53 @@ RADIUS = 0.1  # of the loss secants, relative to each tensor's norm
 _PLANES, _DIRECTIONS = 8, 4
 
 
-def stages_of(model: LoadedModel, target: float) -> dict[str, Path]:
-    """Snapshots of a run at three stages of its training.
-
-    The plateau is the latest named epoch before the training accuracy has gone half of the way from the first
-    epoch's to the target; of a run that never goes that far, the latest before its last.
-
-    Args:
-        model: a run, loaded from its folder or its ``last.pt``.
-        target: training accuracy that counts as having learned.
-
-    Returns:
-        Those of :data:`STAGES` of which the folder holds a snapshot.
-    """
-    if model.snapshot != "last":
-        return {}
-    files = {
-        model.epoch if path.stem == "last" else int(path.stem.removeprefix("epoch-")): path
-        for path in snapshots_of(model)
-    }
-    accuracy = model.history.get("train_accuracy", [])
-    half = (accuracy[0] + target) / 2 if accuracy else target
-    risen = next((epoch for epoch, value in enumerate(accuracy, 1) if value >= half), model.epoch or 0)
-    plateau = max((epoch for epoch in files if epoch is not None and 0 < epoch < risen), default=None)
-    chosen = {"initialisation": 0, "plateau": plateau, "end": model.epoch}
-    return {stage: files[epoch] for stage, epoch in chosen.items() if epoch in files}
-
-
 def measure_predictors(
     model: LoadedModel,
     conditions: Conditions,
-    target: float,
+    candidates: Sequence[str] = tuple(CANDIDATES),
     after_snapshot: Callable[[int], None] = lambda count: None,
 ) -> pd.DataFrame:
-    """Measure every candidate at every stage of a run, on the run's first held-out samples.
+    """Measure candidates at every snapshot of a run, on the run's first held-out samples.
 
     Source: docs/theory.md, sections on δ, ξ, λ, secants and mask stability. Deviation: not in the paper.
 
     Args:
         model: a run.
         conditions: device, precision, seed; at most 50 samples are used.
-        target: training accuracy that counts as having learned, which tells where the plateau ends.
+        candidates: of :data:`CANDIDATES`.
         after_snapshot: called with 1 after each snapshot.
 
     Returns:
-        The table ``predictors``: one row per stage and candidate, queries of all layers and heads pooled.
-        ``ln_value`` is the natural logarithm of the number, NaN where it is unknown, zero or unbounded.
+        The table ``predictors``: one row per snapshot and candidate, queries of all layers and heads pooled.
+        ``ln_value`` is the natural logarithm of the number: -inf of zero, NaN where it is unknown or unbounded.
 
     Raises:
         InputError: if a snapshot cannot be read.
     """
     rows = []
-    for stage, path in stages_of(model, target).items():
+    for path in snapshots_of(model):
         snapshot = load(path)
-        for candidate, value in _ln_values(snapshot, conditions).items():
-            known = value if math.isfinite(value) else math.nan
-            rows.append(
-                {
-                    "model": model.path, "stage": stage, "epoch": snapshot.epoch, "candidate": candidate,
-                    "ln_value": known,
-                }
-            )  # fmt: skip
+        for candidate, value in candidates_at(snapshot, conditions, candidates).items():
+            known = math.nan if value == math.inf else value
+            row = {"model": model.path, "epoch": snapshot.epoch, "candidate": candidate, "ln_value": known}
+            rows.append(row)
         after_snapshot(1)
     return PREDICTORS.of_rows(rows)
 
 
-def _ln_values(snapshot: LoadedModel, conditions: Conditions) -> dict[str, float]:
-    """The logarithm of every candidate."""
+def candidates_at(
+    snapshot: LoadedModel, conditions: Conditions, wanted: Sequence[str] = tuple(CANDIDATES)
+) -> dict[str, float]:
+    """Measure candidates of one snapshot, on the run's first held-out samples.
+
+    Args:
+        snapshot: of a run of semdiag train.
+        conditions: device, precision, seed; at most 50 samples are used.
+        wanted: of :data:`CANDIDATES`.
+
+    Returns:
+        Natural logarithms by name: -inf of zero, +inf where there is no bound, NaN where the number is unknown.
+    """
     attention = snapshot.encoder.config.attention
     plans = (SecantsPlan(), BoundsPlan(tensor_secants=False), *[NoisePlan()] * (attention in CHANGING))
     samples = min(SAMPLES, conditions.samples)
@@ -132,13 +109,14 @@ def _ln_values(snapshot: LoadedModel, conditions: Conditions) -> dict[str, float
         "response": secants["weight_change"].mean(),
         "mask_agreement": found.masks["agreement"].mean() if len(found.masks) else 1.0,
         "query_key_gradient": query_key_share(found.parameters),
-        "loss_secant": _loss_secant(snapshot, tokens, labels, few),
     }
+    if "loss_secant" in wanted:
+        values["loss_secant"] = _loss_secant(snapshot, tokens, labels, few)
     with np.errstate(divide="ignore"):
         logarithms = {name: float(np.log(value)) for name, value in values.items()}
     logarithms |= {f"xi_{form}": float(secants[f"ln_{form}"].median()) for form in ("sound", "paper")}
     logarithms |= {f"lambda_{form}": _network_constant(found, form) for form in ("sound", "paper")}
-    return {name: logarithms[name] for name in CANDIDATES}
+    return {name: logarithms[name] for name in wanted}
 
 
 def _network_constant(found: Measurements, form: str) -> float:
@@ -151,8 +129,8 @@ def _weights_and_outputs(snapshot: LoadedModel, tokens: Tensor, conditions: Cond
     collected: dict[str, list[Tensor]] = {"dispersion_share": [], "entropy": [], "output_spread": []}
 
     def collect(call: AttentionCall) -> None:
-        rows = statistics_of(call)
-        counted = rows.kept > 0 if call.queries is None else (rows.kept > 0) & call.queries[:, None]
+        counted_call = counted_rows(call)
+        rows, counted = counted_call.statistics, counted_call.attending
         everything = rows.maximum - rows.minimum
         share = rows.dispersion() / everything
         collected["dispersion_share"].append(share[counted & (everything > 0)])

@@ -11,7 +11,7 @@ from semdiag.measurement.conditions import DTYPES, Conditions
 from semdiag.measurement.measurements import Measurements
 from semdiag.measurement.runs.along import measure_along, snapshots_of
 from semdiag.measurement.runs.lengths import check_lengths, measure_lengths
-from semdiag.measurement.runs.predictors import measure_predictors, stages_of
+from semdiag.measurement.runs.predictors import CANDIDATES, measure_predictors
 from semdiag.measurement.runs.training_runs import TARGET, run_table
 from semdiag.measurement.survey import survey
 from semdiag_models import InputError
@@ -24,12 +24,12 @@ class ConvergencePlan:
     """What is asked of training runs.
 
     Raises:
-        InputError: if a target is no accuracy.
+        InputError: if a target is no accuracy, or a candidate is unknown.
     """
 
     target: float = TARGET  # training accuracy that counts as having learned
     along: bool = False  # whether every snapshot is measured
-    predictors: bool = False  # whether what may predict speed is measured at three stages
+    predictors: tuple[str, ...] = ()  # of CANDIDATES, what may predict speed: measured at every snapshot
     targets: Mapping[str, float] = field(default_factory=dict)  # instead, for single tasks
     lengths: tuple[int, ...] = ()  # of the inputs on which the last checkpoint is evaluated; none: it is not
 
@@ -37,6 +37,9 @@ class ConvergencePlan:
         for target in (self.target, *self.targets.values()):
             if not 0 < target <= 1:
                 raise InputError(f"--target is a training accuracy in (0, 1], like 0.95. Got {target}.")
+        for name in self.predictors:
+            if name not in CANDIDATES:
+                raise unknown_name("candidate", name, [*CANDIDATES])
 
 
 def convergence_survey(
@@ -88,9 +91,8 @@ def convergence_survey(
         announce(model.path, len(snapshots_of(model)))
         tables["along"].append(measure_along(model, conditions, after_step))
     for model in loaded if plan.predictors else []:
-        target = plan.targets.get(tasks[model.path], plan.target)
-        announce(model.path, len(stages_of(model, target)))
-        tables["predictors"].append(measure_predictors(model, conditions, target, after_step))
+        announce(model.path, len(snapshots_of(model)))
+        tables["predictors"].append(measure_predictors(model, conditions, plan.predictors, after_step))
     for model in loaded if plan.lengths else []:
         announce(model.path, conditions.samples * len(plan.lengths))
         how = {"samples": conditions.samples, "seed": conditions.seed, "batch_size": conditions.batch_size}

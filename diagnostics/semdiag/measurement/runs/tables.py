@@ -15,7 +15,7 @@ RUNS = Table(
 )
 ALONG = Table(
     "along",
-    "One row per snapshot of a run, layer (-1: pooled) and number.",
+    "One row per snapshot of a run, layer (ALL: pooled) and number.",
     {
         "model": "str",
         "epoch": "int64",
@@ -26,9 +26,9 @@ ALONG = Table(
 )
 PREDICTORS = Table(
     "predictors",
-    "One row per run, stage of its training and number that may predict its speed.",
+    "One row per snapshot of a run and number that may predict its speed.",
     {
-        **dict.fromkeys(("model", "stage"), "str"),
+        "model": "str",
         "epoch": "int64",
         "candidate": "str",
         "ln_value": "float64",
@@ -36,7 +36,7 @@ PREDICTORS = Table(
 )
 LENGTHS = Table(
     "lengths",
-    "One row per length of the inputs, layer (-1: pooled) and number.",
+    "One row per length of the inputs, layer (ALL: pooled) and number.",
     {
         "model": "str",
         **dict.fromkeys(("length", "layer", "samples"), "int64"),

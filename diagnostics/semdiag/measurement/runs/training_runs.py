@@ -8,9 +8,13 @@ import pandas as pd
 
 from semdiag.capturing.loading import LoadedModel
 from semdiag.measurement.runs.tables import RUNS
+from semdiag_models import ModelConfig
 
 # What may differ between runs that are compared: the attention itself, and how long was trained.
-_ATTENTION = ("attention", "k", "global_tokens", "selection_seed")
+_ATTENTION = (
+    "attention", "k", "global_tokens", "selection_seed", "inverse_temperature", "hash_rounds", "hash_bits",
+    "hashes", "clusters", "centroid_decay",
+)  # fmt: skip
 _NOT_A_SETTING = ("seed", "epochs", "snapshots", "until", "compiled")
 TARGET = 0.95  # training accuracy that counts as having learned, where nothing else is said
 FINISHED, STOPPED, UNFINISHED, NOT_BEGUN = "finished", "stopped at --until", "unfinished", "not begun"
@@ -23,10 +27,10 @@ def run_table(models: Sequence[LoadedModel]) -> pd.DataFrame:
         models: any; those that bring no training history are left out.
 
     Returns:
-        One row per model: model, task, attention (in one word), kind, seed, setting (every other choice of
-        architecture and training, as JSON: runs of one setting may be compared), epochs (trained), planned,
-        and state: ``finished``, ``stopped at --until``, ``unfinished``, ``not begun``, or ``snapshot`` for
-        a file that is not the run's last.
+        One row per model: model, task, attention (in one word, with the inverse temperature where it is not 1),
+        kind, seed, setting (every other choice of architecture and training, as JSON: runs of one setting may be
+        compared), epochs (trained), planned, and state: ``finished``, ``stopped at --until``, ``unfinished``,
+        ``not begun``, or ``snapshot`` for a file that is not the run's last.
     """
     rows = [_row(model) for model in models if model.training is not None and "train_accuracy" in model.history]
     return RUNS.of_rows(rows)
@@ -42,7 +46,7 @@ def _row(model: LoadedModel) -> dict[str, Any]:
     return {
         "model": model.path,
         "task": model.training.task_label,
-        "attention": model.encoder.config.attention_label,
+        "attention": _mask(model.encoder.config),
         "kind": model.encoder.config.attention,
         "seed": model.training.seed,
         "setting": json.dumps(setting, sort_keys=True),
@@ -50,6 +54,12 @@ def _row(model: LoadedModel) -> dict[str, Any]:
         "planned": model.training.epochs,
         "state": _state(model),
     }
+
+
+def _mask(config: ModelConfig) -> str:
+    """Attention in one word, like ``topk-5``, or ``topk-5-times-2`` with an inverse temperature of 2."""
+    factor = config.inverse_temperature
+    return config.attention_label if factor == 1 else f"{config.attention_label}-times-{factor:g}"
 
 
 def _state(model: LoadedModel) -> str:

@@ -1,11 +1,13 @@
 """Nested boxes from percentiles: a distribution with a heavy tail in a handful of shapes."""
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 
 import numpy as np
+import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 
+from semdiag.presentation.drawing.panels import NothingToDrawError
 from semdiag.presentation.drawing.style import AttentionStyle, lightened, plain_numbers
 
 # (lower percentile, upper percentile, share of the full width, share of white), drawn from the outside in.
@@ -48,15 +50,31 @@ def draw_letter_values(
         ax.plot(x, table[extreme], marker=style.marker, color=style.color, markersize=3.2, linestyle="none")
 
 
-def legend_entry(ax: Axes, label: str, style: AttentionStyle) -> None:
-    """Add an invisible line that brings a filled marker of this style into the legend.
+def layer_boxes(
+    ax: Axes, boxes: Sequence[tuple[str, AttentionStyle, pd.DataFrame]], extreme: str = "p100"
+) -> list[tuple[float, dict[Hashable, float], AttentionStyle]]:
+    """Draw one group of boxes per layer, one box of each table, and number the layers from 0.
 
     Args:
-        ax: the panel.
-        label: for the legend.
-        style: of the attention kind.
+        ax: with its scale set.
+        boxes: label for the legend, style, and percentiles by layer.
+        extreme: the percentile marked as a point.
+
+    Returns:
+        Where each box stands, with its row and style.
     """
-    ax.plot([], [], marker=style.marker, color=style.color, linestyle="none", markersize=6, label=label)
+    width, drawn = 0.84 / max(len(boxes), 1), []
+    for place, (label, style, table) in enumerate(boxes):
+        ax.plot([], [], marker=style.marker, color=style.color, linestyle="none", markersize=6, label=label)
+        for row in table.to_dict("records"):
+            x = row["layer"] + (place - (len(boxes) - 1) / 2) * width
+            draw_letter_values(ax, x, 0.85 * width, row, style, extreme)
+            drawn.append((x, row, style))
+    layers = sorted({int(layer) for _, _, table in boxes for layer in table["layer"]})
+    ax.set_xticks(layers)
+    ax.set_xlim(min(layers, default=0) - 0.6, max(layers, default=0) + 0.6)
+    ax.set_xlabel("layer")
+    return drawn
 
 
 def logarithmic_limits(ax: Axes, low: float, high: float) -> None:
@@ -70,3 +88,30 @@ def logarithmic_limits(ax: Axes, low: float, high: float) -> None:
     ax.set_yscale("log")
     ax.set_ylim(low / 1.3, high * 1.5)
     plain_numbers(ax.yaxis)
+
+
+def positive_range(tables: pd.DataFrame, low: str, high: str) -> tuple[float, float]:
+    """Smallest and largest positive percentile, for a logarithmic axis.
+
+    Args:
+        tables: percentile tables, one below the other.
+        low: column of the smallest values to be seen; a column further up is taken where none is positive.
+        high: column of the largest.
+
+    Returns:
+        Two positive numbers.
+
+    Raises:
+        NothingToDrawError: if there are none.
+    """
+    nothing = "No query has a finite value above 0, so there is nothing to show on a logarithmic axis."
+    tops = tables[high].to_numpy(float) if len(tables) else np.zeros(0)
+    tops = tops[np.isfinite(tops) & (tops > 0)]
+    if not tops.size:
+        raise NothingToDrawError(nothing)
+    for column in (low, "p5", "p25", "p50", "p95", high):
+        bottoms = tables[column].to_numpy(float)
+        bottoms = bottoms[np.isfinite(bottoms) & (bottoms > 0)]
+        if bottoms.size:
+            return float(bottoms.min()), float(tops.max())
+    raise NothingToDrawError(nothing)

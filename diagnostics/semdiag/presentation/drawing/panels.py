@@ -93,6 +93,20 @@ def model_labels(models: pd.DataFrame, *, last_only: bool = False) -> dict[str, 
     return {s.model: f"{panel.title}, {s.label}" for panel in shown for s in panel.series}
 
 
+def short_labels(models: pd.DataFrame) -> dict[str, str]:
+    """Each model in few words, for ticks: what it differs in from the others.
+
+    Args:
+        models: the table of :class:`~semdiag.measurement.measurements.Measurements`.
+    """
+    whole = model_labels(models)
+    tasks = dict(zip(models["model"], models["task"], strict=True)) if models["task"].nunique() > 1 else {}
+    labels = {s.model: s.label for panel in panels_of(models) for s in panel.series}
+    short = {model: f"{tasks[model]}, {label}" if model in tasks else label for model, label in labels.items()}
+    said = list(short.values())
+    return {model: label if said.count(label) == 1 else whole[model] for model, label in short.items()}
+
+
 def attention_label(kind: str, k: int | None, global_tokens: int = 0) -> str:
     """Name an attention for a legend, like ``top-k (k = 5)`` or ``banded (k = 5 + 1 global)``.
 

@@ -1,8 +1,11 @@
 """One look for all figures: colours, markers and line styles per attention kind, fonts, grids of panels."""
 
+import io
 import math
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
@@ -14,12 +17,13 @@ from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
+from matplotlib.text import Text
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_BLUE, _ORANGE, _GREEN, _RED, _PINK, _BROWN, _, _GREY, *_ = sns.color_palette("colorblind").as_hex()
+_BLUE, _ORANGE, _GREEN, _RED, _PINK, _BROWN, _ROSE, _GREY, _YELLOW, _SKY = sns.color_palette("colorblind").as_hex()
 INK, FAINT = "#222222", "#6b6b6b"
 _SMALL = 8.0
 _LETTERS_PER_INCH = 17.5  # of 7-point text
@@ -79,6 +83,9 @@ ATTENTION_STYLES = {
     "block": AttentionStyle("block-local", _PINK, "D", (0, (1, 1)), 1.1),
     "bottomk": AttentionStyle("bottom-k", _BROWN, "v", (0, (4, 2)), 1.1),
     "random": AttentionStyle("random-k", _RED, "P", (0, (2, 2)), 1.1),
+    "redrawn": AttentionStyle("redrawn-k", _YELLOW, "p", (0, (1, 3)), 1.1),
+    "lsh": AttentionStyle("LSH", _SKY, "*", (0, (8, 1, 1, 1)), 1.9),
+    "routing": AttentionStyle("routing", _ROSE, "h", (0, (5, 1, 1, 1, 1, 1)), 1.9),
 }
 
 # Of models of others, which never share a panel: full attention in all but its mask.
@@ -123,6 +130,61 @@ def paper_style(draw: Callable[P, R]) -> Callable[P, R]:
     return styled
 
 
+class PageFigure(Figure):
+    """A figure that a notebook shows, though pyplot knows nothing of it."""
+
+    def _repr_png_(self) -> bytes:
+        file = io.BytesIO()
+        self.savefig(file, format="png", dpi=110)
+        return file.getvalue()
+
+
+_STACKED: ContextVar[bool] = ContextVar("stacked", default=False)
+
+
+@contextmanager
+def stacked() -> Iterator[None]:
+    """Let figures be drawn for a telephone: as wide as one, their panels one above the other."""
+    token = _STACKED.set(True)
+    try:
+        yield
+    finally:
+        _STACKED.reset(token)
+
+
+def page_width() -> float:
+    """Width of a figure in inches: that of the page's text, or of a telephone."""
+    return 4.2 if _STACKED.get() else 10.0
+
+
+def wrapped(ax: Axes, text: str, size: float = 9.0) -> str:
+    """A text broken into lines that are no wider than a panel.
+
+    Args:
+        ax: the panel.
+        text: one or several lines.
+        size: of the letters in points.
+    """
+    place = ax.get_subplotspec()
+    columns = 1 if place is None else place.get_gridspec().ncols
+    inches = page_width() / columns - (1.0 if _STACKED.get() else 0.55)  # beside the panel
+    letters = max(12, int(_LETTERS_PER_INCH * 7.0 / size * inches))
+    return "\n".join(piece for line in text.splitlines() for piece in textwrap.wrap(line, letters))
+
+
+def wrap_titles(figure: Figure) -> None:
+    """Break the titles of panels that are wider than these.
+
+    Args:
+        figure: with its panels drawn.
+    """
+    for ax in figure.axes:
+        title = ax.get_title(loc="left")
+        for text in ax.findobj(Text) if title else ():
+            if text.get_text() == title:
+                text.set_text(wrapped(ax, title, float(text.get_fontsize())))
+
+
 def panel_grid(
     panels: int, height: float = 2.7, *, sharex: bool = False, sharey: bool = True, columns: int | None = None
 ) -> tuple[Figure, list[Axes]]:
@@ -136,12 +198,13 @@ def panel_grid(
         columns: panels side by side; by default one to three, as their number asks.
 
     Returns:
-        The figure, at most 10 inches wide, and its axes, row by row.
+        The figure, as wide as the page, and its axes, row by row.
     """
     columns = columns or (panels if panels <= 3 else 2 if panels == 4 else 3)
+    height *= 1.3 if panels == 1 else 1.1 if columns == 2 else 1.0
+    columns = 1 if _STACKED.get() else columns
     rows = math.ceil(panels / columns)
-    width = {1: 6.4, 2: 7.4}.get(columns, 10.0)
-    figure = Figure(figsize=(width, rows * height + 0.8), layout="constrained")
+    figure = PageFigure(figsize=(page_width(), rows * height + 0.8), layout="constrained")
     grid = figure.subplots(rows, columns, squeeze=False, sharex=sharex, sharey=sharey)
     axes = list(grid.ravel())
     for spare in axes[panels:]:
@@ -154,31 +217,37 @@ def panel_grid(
     return figure, axes[:panels]
 
 
-def legend_on_top(figure: Figure, axes: list[Axes]) -> None:
-    """Put one legend for all panels above them, each label once.
+def finished(figure: Figure, note: str) -> Figure:
+    """A figure with one legend for all panels above them, each label once, and below them how to read the marks.
 
     Args:
         figure: with its panels drawn.
-        axes: the panels.
+        note: one or two lines.
     """
-    entries = {label: handle for ax in axes for handle, label in zip(*ax.get_legend_handles_labels(), strict=True)}
+    panels = figure.axes
+    entries = {
+        label: handle for ax in panels for handle, label in zip(*ax.get_legend_handles_labels(), strict=True)
+    }
     if entries:
-        inches = 0.55 + max(len(label) for label in entries) / 20
+        inches = 0.65 + max(len(label) for label in entries) / 17
         rows = math.ceil(len(entries) / max(1, int(figure.get_figwidth() / inches)))
         columns = math.ceil(len(entries) / rows)
         figure.legend(
             entries.values(), entries.keys(), loc="outside upper center", ncols=columns, handlelength=2.4,
             columnspacing=1.4, handletextpad=0.5,
         )  # fmt: skip
+    note_below(figure, note)
+    return figure
 
 
 def note_below(figure: Figure, text: str) -> None:
-    """Say below the panels how to read the marks.
+    """Say below the panels how to read the marks; and break titles that are too wide.
 
     Args:
         figure: with its panels drawn.
         text: one or two lines.
     """
+    wrap_titles(figure)
     letters = int(_LETTERS_PER_INCH * figure.get_figwidth())
     lines = [piece for line in text.splitlines() for piece in textwrap.wrap(line, letters)]
     figure.supxlabel("\n".join(lines), fontsize=7.0, color=FAINT)
@@ -192,8 +261,9 @@ def title_with_facts(ax: Axes, title: str, facts: Sequence[str]) -> None:
         title: of the panel.
         facts: one line each.
     """
-    ax.set_title(title, pad=9.2 * len(facts) + 6)
-    ax.text(0.0, 1.01, "\n".join(facts), transform=ax.transAxes, fontsize=7, linespacing=1.2, va="bottom")
+    lines = wrapped(ax, "\n".join(facts), 7.0)
+    ax.set_title(title, pad=9.2 * (lines.count("\n") + 1) + 6 if lines else 6)
+    ax.text(0.0, 1.01, lines, transform=ax.transAxes, fontsize=7, linespacing=1.2, va="bottom")
 
 
 def plain_numbers(axis: Axis) -> None:

@@ -1,6 +1,7 @@
 """How much of the attention was captured, in sentences."""
 
 from semdiag.findings.findings import Findings
+from semdiag.findings.gate.invariants import RESIDUAL
 
 _MISSED = 1e-3  # a larger residual says that a bias, a mask or the like was not captured
 
@@ -28,7 +29,7 @@ def capture_sentences(findings: Findings) -> list[str]:
         if row["attention_captured"] < row["attention_found"] or reasons:
             listed = "; ".join(reasons[:3]) + ("; …" if len(reasons) > 3 else "")
             said.append(f"Warning: not every attention layer was captured of {row['model']}. {listed}".rstrip())
-        if not row["residual"] < _MISSED:
+        if not row["residual"] < max(_MISSED, RESIDUAL.get(str(measurements.provenance.get("dtype")), 0)):
             said.append(
                 f"Warning: the residual of {row['model']} is {row['residual']:.1g}. Something of its attention "
                 f"was not captured, and its numbers may mean nothing; the last section says in which layer."
@@ -39,7 +40,11 @@ def capture_sentences(findings: Findings) -> list[str]:
 def warnings(findings: Findings) -> list[str]:
     """What makes the numbers doubtful."""
     said = []
-    if len(findings.measurements.non_finite):
-        count = int(findings.measurements.non_finite["scores"].sum())
-        said.append(f"Warning: {count:,} attention scores were NaN or infinite; see the last section.")
+    bad = findings.measurements.non_finite
+    for model, rows in bad.groupby("model", sort=False):
+        said.append(
+            f"Diverged: {int(rows['scores'].sum()):,} attention scores of {model} are NaN or infinite, so what is "
+            "said of it means nothing, and of probes nothing was measured. Train it again with a smaller "
+            "--learning-rate or --gradient-clip; the last section says where they are."
+        )
     return said

@@ -8,16 +8,22 @@ import pandas as pd
 from jinja2 import Environment, StrictUndefined
 
 from semdiag.capturing.attention_kinds import EXTERNAL_SOURCES
+from semdiag.findings.strict_json import number_from_json
 from semdiag.presentation.section import Question
+from semdiag.presentation.sections.registry import SECTIONS
 
 
 class Picture(TypedDict):
-    """What the page must know of a figure: files by format, size in CSS pixels, or why it is missing."""
+    """What the page must know of a figure: files by format, size in CSS pixels, or why it is missing.
+
+    ``narrow`` is the file for telephones, where the panels stand one above the other.
+    """
 
     files: dict[str, str]
     width: int
     height: int
     missing: str | None
+    narrow: str | None
 
 
 def render_page(
@@ -46,6 +52,9 @@ def render_page(
     environment.filters["percent"] = _percent
     source = files("semdiag.presentation.report").joinpath("templates/report.html.j2").read_text(encoding="utf-8")
     rows = whole["results"]
+    glances = whole["glances"]
+    places = [(name, question) for name, questions in parts for question in questions]
+    best = next((s for _, q in places for s in q.figures if not pictures[s.figure]["missing"]), None)
     others = [row["source"] in EXTERNAL_SOURCES for row in rows]
     named = {
         f"{row['attention_label']} ({row['model'] if other else row['task'] or 'task unknown'})"
@@ -56,6 +65,10 @@ def render_page(
         parts=parts,
         pictures=pictures,
         models=", ".join(sorted(named)),
+        title=_title(rows),
+        tiles=[(_glanced(name, asked), glances[name]) for name, asked in parts if name in glances],
+        lead=_lead(whole),
+        best=best,
         external=all(others),
         sections={name for name, _ in parts},
         non_finite=non_finite.to_dict("records"),
@@ -64,10 +77,31 @@ def render_page(
     )
 
 
-def _number(value: float | None) -> str:
+def _glanced(name: str, questions: Sequence[Question]) -> Question:
+    """The question of a section that its answer at one glance is about."""
+    anchor = SECTIONS[name].glanced
+    return next((question for question in questions if question.anchor == anchor), questions[0])
+
+
+def _title(rows: Sequence[dict[str, Any]]) -> str:
+    """For the tab of a browser: the one model, or how many."""
+    return str(rows[0]["model"])[-60:] if len(rows) == 1 else f"{len(rows)} models"
+
+
+def _lead(whole: dict[str, Any]) -> str:
+    """The one sentence of the first screen: the first question's answer."""
+    glance = whole["glances"].get("dispersion")
+    if glance is not None and glance["answer"] in ("holds", "does not hold"):
+        smaller, _, words = f"{glance['number']} {glance['words']}".partition(" in which ")
+        start = "The sparse model focuses" if glance["answer"] == "holds" else "Not every sparse model focuses"
+        return f"{start}: in {smaller} {words}."
+    return str(whole["verdict"][0])
+
+
+def _number(value: float | str | None) -> str:
     """Three digits, an en dash where there is no number."""
-    return "–" if value is None else f"{value:.3g}"
+    return "–" if value is None else f"{number_from_json(value):.3g}"
 
 
-def _percent(value: float | None) -> str:
-    return "–" if value is None else f"{100 * value:.1f} %"
+def _percent(value: float | str | None) -> str:
+    return "–" if value is None else f"{100 * number_from_json(value):.1f} %"

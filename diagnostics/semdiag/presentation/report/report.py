@@ -2,25 +2,44 @@
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Protocol
 
 import pandas as pd
 
 from semdiag.capturing.attention_kinds import external
+from semdiag.findings.estimates import estimate_table, sampling_sentences
 from semdiag.findings.findings import Findings
+from semdiag.findings.strict_json import has_schema
 from semdiag.presentation.drawing.panels import NothingToDrawError
 from semdiag.presentation.drawing.save import save_figure
+from semdiag.presentation.drawing.style import stacked
 from semdiag.presentation.report.capture_words import capture_sentences, warnings
 from semdiag.presentation.report.page import Picture, render_page
-from semdiag.presentation.report.summary import SCHEMA, summary
+from semdiag.presentation.report.summary import summary
 from semdiag.presentation.section import Section, Shown
 from semdiag.presentation.sections.registry import SECTIONS
-from semdiag.presentation.tables import percentile_table
+from semdiag.presentation.tables import percentile_csv
 from semdiag_models import InputError
+from semdiag_models.reading import read_json
 
 _PIXELS_PER_INCH = 96  # of CSS
+_ON_SCREEN = ("png", "svg")
+
+
+class Progress(Protocol):
+    """Who is told how far the report is."""
+
+    def announce(self, stage: str, steps: int) -> None:
+        """A stage of so many steps begins."""
+
+    def advance(self, steps: int) -> None:
+        """So many steps are done."""
+
+
 _NAMED_IN_THE_PAGE = ("dispersion", "dispersion_ratio", "separation", "load", "within", "projections")
 
 
@@ -31,6 +50,7 @@ def write_report(
     formats: Sequence[str] = ("png", "svg"),
     keep_queries: bool = False,
     sections: Sequence[str] | None = None,
+    progress: Progress | None = None,
 ) -> Path:
     """Write the report into a folder; an older report there is replaced only when the new one is complete.
 
@@ -42,6 +62,7 @@ def write_report(
         keep_queries: whether to add the measurements themselves, so that everything can be redrawn.
         sections: which parts, of :data:`~semdiag.presentation.sections.registry.SECTIONS`; by default all for
             which something was measured.
+        progress: told how many figures there will be, and of each that is drawn.
 
     Returns:
         The page ``folder/index.html``.
@@ -58,12 +79,13 @@ def write_report(
     if unknown:
         raise ValueError(f"Sections of a report are {', '.join(SECTIONS)}. Got {unknown[0]!r}.")
     given, folder = folder, Path(os.path.abspath(folder))
+    _tidy(folder)
     _check_replaceable(folder, keep_queries)
     building = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
     try:
         try:
             building.mkdir(parents=True)
-            _write(findings, building, command, formats, keep_queries, sections)
+            _write(findings, building, command, formats, keep_queries, sections, progress)
             _swap(building, folder)
         finally:
             shutil.rmtree(building, ignore_errors=True)
@@ -93,16 +115,42 @@ def _check_replaceable(folder: Path, keep_queries: bool) -> None:
     try:
         if not any(folder.iterdir()):
             return
-        found = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        found = read_json(folder / "summary.json")
+    except (OSError, InputError):
         found = None
-    if not isinstance(found, dict) or found.get("schema") != SCHEMA:
+    if not has_schema(found, "report"):
         raise InputError(f"{folder} is not empty and not a semdiag report. Name another folder with --out DIR.")
     if (folder / "data" / "queries.parquet").exists() and not keep_queries:
         raise InputError(
             f"{folder} holds the queries of an earlier report, which would be lost. "
             "Add --keep-queries, or name another folder with --out DIR."
         )
+
+
+def _tidy(folder: Path) -> None:
+    """Put right what a killed process left: an older report goes back, half a new one away."""
+    if not folder.parent.is_dir():
+        return
+    for path in sorted(folder.parent.iterdir()):
+        found = re.fullmatch(rf"\.{re.escape(folder.name)}\.(\d+)\.(partial|old)", path.name)
+        if found is None or _runs(int(found[1])):
+            continue
+        if found[2] == "old" and not folder.exists():
+            path.rename(folder)
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _runs(process: int) -> bool:
+    """Whether another process of this number is there, whose folder is to be left alone."""
+    if process == os.getpid() or os.name == "nt":
+        return False
+    try:
+        os.kill(process, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:  # somebody else's
+        return True
+    return True
 
 
 def _swap(building: Path, folder: Path) -> None:
@@ -126,6 +174,7 @@ def _write(
     formats: Sequence[str],
     keep_queries: bool,
     names: Sequence[str],
+    progress: Progress | None,
 ) -> None:
     sections = [section for section in SECTIONS.values() if section.name in names]
     tables = _tables(findings, sections)
@@ -133,20 +182,23 @@ def _write(
     if keep_queries:
         findings.measurements.save(folder / "data")
     parts = [(section.name, section.asked(findings)) for section in sections]
-    pictures = {
-        shown.figure: _picture(shown, findings, folder, formats)
-        for _, questions in parts
-        for question in questions
-        for shown in question.figures
-    }
+    figures = [shown for _, questions in parts for question in questions for shown in question.figures]
+    if progress is not None:
+        progress.announce("figures", len(figures))
+    pictures = {}
+    for shown in figures:
+        pictures[shown.figure] = _picture(shown, findings, folder, formats)
+        if progress is not None:
+            progress.advance(1)
     paths = {name: list(picture["files"].values()) for name, picture in pictures.items()}
     whole = summary(findings, command, in_short(findings, sections), sections, paths)
+    whole["cautions"] = [*capture_sentences(findings)[1:], *warnings(findings)]
     text = json.dumps(whole, indent=1, ensure_ascii=False, allow_nan=False)
-    (folder / "summary.json").write_text(text + "\n", encoding="utf-8")
+    (folder / "summary.json").write_text(text + "\n", encoding="utf-8", errors="backslashreplace")
     others = sorted(name for name in tables if name not in _NAMED_IN_THE_PAGE)
     non_finite = findings.measurements.non_finite
     page = render_page(whole, parts, pictures, non_finite, keep_queries, others)
-    (folder / "index.html").write_text(page, encoding="utf-8")
+    (folder / "index.html").write_text(page, encoding="utf-8", errors="backslashreplace")
 
 
 def in_short(findings: Findings, sections: Sequence[Section]) -> list[str]:
@@ -159,17 +211,19 @@ def in_short(findings: Findings, sections: Sequence[Section]) -> list[str]:
     said = [sentence for section in sections for sentence in section.in_short(findings)]
     if not said and not external(findings.measurements.models).all():
         said = ["What was found stands below, model by model."]
-    return [*said, *capture_sentences(findings), *warnings(findings)]
+    return [*said, *sampling_sentences(findings), *capture_sentences(findings), *warnings(findings)]
 
 
 def _tables(findings: Findings, sections: Sequence[Section]) -> dict[str, pd.DataFrame]:
     """What is written as CSV; the percentiles of δ stand in every report."""
-    tables = {"dispersion": percentile_table(findings, "dispersion")}
+    tables = {"dispersion": percentile_csv(findings, "dispersion")}
     if len(findings.measurements.projections):
         tables["projections"] = findings.measurements.projections
     for section in sections:
         tables |= section.tables(findings, len(sections) == 1)
-    return tables
+    estimates = findings(estimate_table), findings.measurements.sweep_estimates, findings.measurements.sketches
+    named = zip(("estimates", "sweep_estimates", "sketches"), estimates, strict=True)
+    return tables | {name: table for name, table in named if len(table)}
 
 
 def _write_tables(tables: Mapping[str, pd.DataFrame], folder: Path) -> None:
@@ -186,12 +240,20 @@ def _picture(
 ) -> Picture:
     """Draw and save a figure; say what the page needs to know of it, or why there is nothing to show."""
     if not formats:
-        return {"files": {}, "width": 0, "height": 0, "missing": "figures were not asked for."}
+        return {"files": {}, "width": 0, "height": 0, "missing": "figures were not asked for.", "narrow": None}
     try:
         figure = shown.draw(findings)
+        with stacked():
+            narrow = shown.draw(findings) if set(formats) & set(_ON_SCREEN) else None
     except NothingToDrawError as reason:
-        return {"files": {}, "width": 0, "height": 0, "missing": str(reason)}
-    saved = save_figure(figure, folder / "figures" / shown.figure, formats)
+        return {"files": {}, "width": 0, "height": 0, "missing": str(reason), "narrow": None}
+    files = folder / "figures"
+    saved = save_figure(figure, files / shown.figure, formats)
     paths = {path.suffix[1:]: path.relative_to(folder).as_posix() for path in saved}
+    telephone = None
+    if narrow is not None:
+        kind = "svg" if "svg" in formats else "png"
+        (file,) = save_figure(narrow, files / f"{shown.figure}-narrow", [kind])
+        telephone = file.relative_to(folder).as_posix()
     width, height = (round(inches * _PIXELS_PER_INCH) for inches in figure.get_size_inches())
-    return {"files": paths, "width": width, "height": height, "missing": None}
+    return {"files": paths, "width": width, "height": height, "missing": None, "narrow": telephone}

@@ -9,12 +9,10 @@ from semdiag.findings.convergence import epochs_to
 from semdiag.findings.dispersion import dispersion_summary, pair_comparisons
 from semdiag.findings.findings import Findings
 from semdiag.findings.separation import separation_summary
-from semdiag.findings.strict_json import json_ready
+from semdiag.findings.strict_json import json_ready, schema
 from semdiag.presentation.drawing.panels import attention_label
 from semdiag.presentation.section import Section
 from semdiag.presentation.tables import verdict_table
-
-SCHEMA = "semdiag.report/1"
 
 
 def model_rows(findings: Findings, sections: Sequence[str]) -> Any:
@@ -73,14 +71,17 @@ def summary(
         figures: files by figure, relative to the report.
 
     Returns:
-        A dictionary for JSON: no NaN or infinity, null instead; the key ``findings`` is there only if a section
+        A dictionary for JSON: no NaN or infinity; the key ``findings`` is there only if a section
         judges claims.
     """
     whole: dict[str, Any] = {
-        "schema": SCHEMA,
+        "schema": schema("report"),
         "command": command,
         "provenance": json_ready(findings.measurements.provenance),
         "verdict": said,
+        "glances": {
+            section.name: findings(section.glance).to_dict() for section in sections if section.glance is not None
+        },
         "pairs": json_ready([comparison.to_dict() for comparison in findings(pair_comparisons)]),
         "results": model_rows(findings, [section.name for section in sections]),
         "figures": figures,

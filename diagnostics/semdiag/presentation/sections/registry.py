@@ -5,6 +5,7 @@ from semdiag.presentation.sections.along.section import ALONG
 from semdiag.presentation.sections.bounds.section import BOUNDS
 from semdiag.presentation.sections.convergence.section import CONVERGENCE
 from semdiag.presentation.sections.dispersion.section import DISPERSION
+from semdiag.presentation.sections.heads.section import HEADS
 from semdiag.presentation.sections.k_sweep.section import K_SWEEP
 from semdiag.presentation.sections.landscape.section import LANDSCAPE
 from semdiag.presentation.sections.learning.section import LEARNING
@@ -19,6 +20,7 @@ from semdiag.presentation.sections.within.section import WITHIN
 
 _ORDER = (
     DISPERSION,
+    HEADS,
     WITHIN,
     SEPARATION,
     LEARNING,

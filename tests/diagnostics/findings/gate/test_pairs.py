@@ -63,7 +63,9 @@ def test_every_pair_is_judged_on_its_own(made_up):
 
 @pytest.mark.parametrize("facts", [{}, TOPK])
 def test_a_missing_partner_is_no_pass(made_up, facts):
-    with pytest.raises(InputError, match=r"^x has no partner: .* Train the other one with semdiag train\.$"):
+    with pytest.raises(
+        InputError, match=r"^x has no partner: .* Train the other one with: semdiag train even-pairs .*--seed 1\.$"
+    ):
         dispersion_gate(Findings(made_up(("x", LARGE, facts))))
 
 

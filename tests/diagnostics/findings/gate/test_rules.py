@@ -54,6 +54,14 @@ def test_what_is_no_rule_is_refused_in_a_line(text, reason):
     assert "\n" not in str(refused.value)
 
 
+@pytest.mark.parametrize("kind", ["causal", "masked"])
+def test_a_rule_may_choose_the_models_that_an_external_mask_makes(kind, made_up):
+    """Models of others are causal or masked in the table of models, and are checked like any."""
+    measured = made_up(("model", [1.0, 2.0], {"attention": kind}), ("other", [9.0], {}))
+    (result,) = apply_rules(Findings(measured), [parse_rule(f"dispersion.p100 < 5 attention={kind}")])
+    assert (result.model, result.value, result.passed) == ("model", 2.0, True)
+
+
 @given(st.text(max_size=40))
 def test_any_text_is_read_or_refused(text):
     with suppress(InputError):

@@ -1,6 +1,7 @@
 """Layers, invariants and drift of semdiag check."""
 
 import json
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -12,6 +13,7 @@ from semdiag.findings.gate.drift import drift, read_baseline, tracked_numbers
 from semdiag.findings.gate.invariants import invariants
 from semdiag.findings.gate.layers import LayerGate, layer_gate
 from semdiag.findings.gate.pairs import dispersion_gate
+from semdiag.findings.strict_json import json_ready
 from semdiag.measurement.conditions import Conditions
 from semdiag.measurement.probes.noise.masks import MASKS
 from semdiag.measurement.survey import survey
@@ -83,7 +85,7 @@ def test_scores_that_are_not_finite_and_certified_masks_that_change_are_seen(mea
 
 def test_nothing_drifts_from_itself_and_a_small_move_is_allowed(findings, tmp_path):
     file = tmp_path / "baseline.json"
-    file.write_text(json.dumps({"schema": "semdiag.check/1", "models": tracked_numbers(findings)}))
+    file.write_text(json.dumps({"schema": "semdiag.check/2", "models": tracked_numbers(findings)}))
     baseline = read_baseline(file)
     assert drift(findings, baseline) == []
     entry = baseline[0]["numbers"]
@@ -96,8 +98,21 @@ def test_nothing_drifts_from_itself_and_a_small_move_is_allowed(findings, tmp_pa
     assert drift(findings, baseline, tolerance=0.2) == []
 
 
+def test_an_infinite_number_is_read_back_and_an_older_baseline_still_is(findings, tmp_path):
+    entry = {**tracked_numbers(findings)[0], "numbers": {"dispersion.p95": math.inf}}
+    file = tmp_path / "baseline.json"
+    file.write_text(json.dumps(json_ready({"schema": "semdiag.check/2", "models": [entry]}), allow_nan=False))
+    (moved,) = drift(findings, read_baseline(file))
+    assert (moved.quantity, moved.was) == ("dispersion.p95", math.inf)
+    file.write_text(json.dumps({"schema": "semdiag.check/1", "models": tracked_numbers(findings)}))
+    assert drift(findings, read_baseline(file)) == []
+
+
 def test_a_model_that_is_gone_and_other_samples_are_seen(findings):
-    gone = [{**entry, "model": "elsewhere"} for entry in tracked_numbers(findings)[:1]]
+    gone = [
+        {**entry, "model": "elsewhere", "weights_sha256": "", "seed": 99}
+        for entry in tracked_numbers(findings)[:1]
+    ]
     assert "was not measured" in drift(findings, gone)[0].words
     fewer = [{**entry, "samples": 5} for entry in tracked_numbers(findings)]
     with pytest.raises(InputError, match="--samples 5"):
@@ -105,12 +120,12 @@ def test_a_model_that_is_gone_and_other_samples_are_seen(findings):
 
 
 @pytest.mark.parametrize(
-    "content", ["", "[]", "{}", '{"schema": "semdiag.check/1"}', '{"schema": "semdiag.check/1", "models": [{}]}']
+    "content", ["", "[]", "{}", '{"schema": "semdiag.check/2"}', '{"schema": "semdiag.check/2", "models": [{}]}']
 )
 def test_what_is_no_baseline_is_refused(tmp_path, content):
     file = tmp_path / "baseline.json"
     file.write_text(content)
     with pytest.raises(InputError, match="Make one with: semdiag check --json"):
         read_baseline(file)
-    with pytest.raises(InputError, match="cannot be read"):
+    with pytest.raises(InputError, match="does not exist"):
         read_baseline(tmp_path / "none.json")

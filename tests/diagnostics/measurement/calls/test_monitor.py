@@ -2,6 +2,8 @@
 
 import csv
 import math
+import subprocess
+import sys
 
 import pandas as pd
 import pytest
@@ -10,8 +12,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from semdiag import InputError, Monitor
-from semdiag.capturing.attention_calls import watch_attention
+from semdiag.capturing.attention_calls import AttentionCall, watch_attention
 from semdiag.mathematics.row_statistics import row_statistics
+from semdiag.measurement.calls import monitor as monitoring
+from semdiag.measurement.calls.counted_rows import counted_rows
 from semdiag.measurement.calls.monitor import describe, sampled_rows
 from semdiag_models import Encoder, ModelConfig
 
@@ -122,11 +126,11 @@ def test_sampled_rows_are_rows_of_the_whole_call(build):
         model(tokens)
     generator = torch.Generator().manual_seed(5)
     for call in calls:
-        found, counted = sampled_rows(call, [2], generator)
-        allowed = call.allowed_keys(0, 12)
+        sample = sampled_rows(call, [2], generator)
+        found, allowed = sample.statistics, call.part().allowed
         whole = row_statistics(call.q, call.k, call.scale, allowed, call.selected, top=2, bias=call.bias)
         assert found.keys.shape == (4, call.q.shape[1], 8)
-        assert counted.all()
+        assert sample.queries.all()
         entire = torch.stack([whole.entropy, whole.dispersion(), whole.dispersion(2)], -1).flatten(0, 2)
         sampled = torch.stack([found.entropy, found.dispersion(), found.dispersion(2)], -1).flatten(0, 2)
         nearest = (sampled[:, None] - entire).abs().amax(-1).amin(1)
@@ -235,8 +239,155 @@ def test_wrong_arguments_are_refused(tmp_path):
 
 
 def test_rows_without_any_key_have_no_numbers():
-    found = row_statistics(torch.zeros(1, 1, 2, 1), torch.zeros(1, 1, 3, 1), 1.0, torch.zeros(1, 1, 2, 3).bool())
-    described = describe(found, torch.ones(1, 1, 2, dtype=torch.bool), ())
+    q, keys, nothing = torch.zeros(1, 1, 2, 1), torch.zeros(1, 1, 3, 1), torch.zeros(1, 1, 2, 3).bool()
+    described = describe(counted_rows(AttentionCall("", 0, q, keys, keys, 1.0, nothing, None, None, q)), ())
     assert described.pop("rows") == 0
     assert list(described) == ["keys", "dispersion", "separation", "xi", "entropy"]
     assert all(math.isnan(number) for number in described.values())
+
+
+def test_a_module_that_attends_itself_is_watched():
+    model = nn.MultiheadAttention(8, 2)
+    with Monitor(model, every=1) as monitor:
+        model(*[torch.randn(4, 3, 8, generator=torch.Generator().manual_seed(0))] * 3)
+    assert monitor.table[["module", "rows"]].values.tolist() == [["", 3 * 2 * 4]]
+
+
+class Simple(nn.Module):
+    """Compiles into one graph."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.qkv, self.head = nn.Embedding(3, 16), nn.Linear(16, 48), nn.Linear(16, 2)
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        q, k, v = self.qkv(x).view(*x.shape[:2], 3, 2, 8).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(q, k, v)
+        return self.head((x + mixed.transpose(1, 2).reshape(x.shape)).mean(1))
+
+
+@pytest.fixture
+def compiled():
+    """A model and what compiles it without a break."""
+    torch._dynamo.reset()
+    model = made(Simple).train()
+    yield model, torch.compile(model, fullgraph=True, backend="aot_eager")
+    torch._dynamo.reset()
+
+
+def loss(run):
+    tokens = torch.randint(2, (6, 12), generator=torch.Generator().manual_seed(0))
+    return F.cross_entropy(run(tokens), tokens.sum(1) % 2)
+
+
+def test_a_monitor_of_a_compiled_model_looks_and_leaves_one_graph(compiled):
+    _, run = compiled
+    expected = loss(run)
+    with Monitor(run, every=2) as monitor:
+        losses = [loss(run) for _ in range(3)]
+    assert torch.equal(losses[1], expected)  # of a step that was not looked at: compiled
+    torch.testing.assert_close(losses[::2], [expected] * 2, rtol=1e-6, atol=0)  # as written: rounds otherwise
+    assert monitor.table["step"].tolist() == [0, 2]
+
+
+def test_a_monitor_inside_a_compiled_model_says_so_before_the_first_step_and_breaks_no_graph(compiled):
+    model, run = compiled
+    expected = loss(run)
+    torch._dynamo.reset()
+    monitor = Monitor(model).start()
+    with pytest.warns(UserWarning, match="A monitored module is being compiled. .* not under fullgraph: give"):
+        found = loss(run)
+    assert torch.equal(found, expected)
+    with pytest.warns(UserWarning, match="The monitor saw no forward call in training mode"):
+        monitor.stop()
+    assert monitor.table.empty
+
+
+def test_a_module_compiled_in_place_is_refused_before_the_training():
+    model = made(Simple)
+    model.compile(backend="aot_eager")
+    with pytest.raises(InputError, match=r"compiled in place.*Monitor\(torch\.compile\(model\)\)\.$"):
+        Monitor(model).start()
+
+
+def test_a_torn_last_line_is_left_out_and_the_file_goes_on(tmp_path):
+    path = tmp_path / "attention.csv"
+    model = made(encoder)
+    with Monitor(model, every=1, path=path) as monitor:
+        train(model, 2)
+    whole = path.read_bytes()
+    for kept in (len(whole) - 1, len(whole) - 9, whole.index(b"\n") + 4, 5):
+        path.write_bytes(whole[:kept])
+        with (
+            pytest.warns(UserWarning, match=r"The last line of .*attention\.csv was torn and is left out\."),
+            Monitor(model, every=1, path=path, first_step=2) as later,
+        ):
+            train(model, 1)
+        lines = max(0, whole[:kept].count(b"\n") - 1)
+        read = pd.read_csv(path)
+        assert read["step"].tolist() == later.table["step"].tolist() == [*[0, 0, 1, 1][:lines], 2, 2]
+        pd.testing.assert_frame_equal(read[:lines], monitor.table[:lines], check_dtype=False)
+
+
+FULL = """
+import resource, sys, warnings, torch
+from pathlib import Path
+from semdiag import Monitor
+from semdiag_models import Encoder, ModelConfig
+
+model = Encoder(ModelConfig(vocabulary_size=3, classes=2, length=4, blocks=2)).train()
+path, said = sys.argv[1], []
+warnings.showwarning = lambda message, *others: said.append(str(message))
+warnings.simplefilter("always")
+with Monitor(model, every=1, path=path) as monitor:
+    for step in range(4):
+        # From the second step on no file may grow beyond 400 bytes; in the fourth it may again.
+        most = {0: 10**6, 1: 400, 2: 400, 3: 10**6}[step]
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most, resource.RLIM_INFINITY))
+        model(torch.tensor([[0, 1, 1, 0]])).sum().backward()
+        print(Path(path).read_bytes().count(b"\\n") if path.endswith("csv") else "", len(said))
+print(said[0] if said else "")
+"""
+
+
+@pytest.mark.parametrize("suffix", ["csv", "parquet"])
+def test_a_training_goes_on_while_the_disk_is_full_and_the_rows_are_written_later(tmp_path, suffix):
+    path = tmp_path / f"attention.{suffix}"
+    done = subprocess.run([sys.executable, "-c", FULL, path], capture_output=True, text=True, check=True)
+    *steps, said = done.stdout.splitlines()
+    assert said.startswith("The monitor cannot write (")
+    if suffix == "csv":
+        assert [line.split() for line in steps] == [["3", "0"], ["3", "1"], ["3", "2"], ["9", "2"]]
+    read = pd.read_csv(path) if suffix == "csv" else pd.read_parquet(path)
+    assert read["step"].tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert [file.name for file in tmp_path.iterdir()] == [path.name]
+
+
+@pytest.mark.parametrize("place", ["sampled_rows", "watch_attention"])
+def test_a_failure_of_the_monitor_is_a_warning_and_the_training_goes_on(monkeypatch, place):
+    def fail(*arguments, **options):
+        raise RuntimeError("broken")
+
+    plain, watched = made(encoder), made(encoder)
+    expected, _ = train(plain, 3)
+    with Monitor(watched, every=1) as monitor:
+        monkeypatch.setattr(monitoring, place, fail)
+        with pytest.warns(UserWarning, match=r"semdiag failed on it \(RuntimeError: broken\): please report it"):
+            found, _ = train(watched, 3)
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+    assert monitor.table.empty
+
+
+def test_a_writer_that_fails_stops_neither_the_training_nor_the_file(tmp_path):
+    class Writer:
+        def add_scalar(self, tag, scalar_value, global_step):
+            raise OSError(28, "No space left on device")
+
+    model, path = made(encoder), tmp_path / "attention.csv"
+    with (
+        pytest.warns(UserWarning, match=r"The monitor cannot write \(No space left on device\)"),
+        Monitor(model, every=1, tensorboard=Writer(), path=path) as monitor,
+    ):
+        train(model, 2)
+    assert len(pd.read_csv(path)) == len(monitor.table) == 4

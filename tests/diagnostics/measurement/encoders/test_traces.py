@@ -12,15 +12,15 @@ from semdiag.measurement.encoders.weights import block_weights
 
 
 def stabilities(delta, gap, k, heavy):
-    """p̄, ξ and min(s ξ, row) of docs/theory.md, in plain floats."""
+    """p̄, ξ, min(s ξ, row) and min(s ξ, split) of docs/theory.md, in plain floats."""
     if k == 1 and not heavy:
-        return 1.0, 0.0, 0.0
+        return 1.0, 0.0, 0.0, 0.0
     p = 1 / (1 + (k - 1) * math.exp(-delta))
     xi = 0.0 if k == 1 else 2 * p * (1 - p) if p < 0.5 else 0.5
     if not heavy:
-        return p, xi, min(k * xi, 1.0)
+        return p, xi, min(k * xi, 1.0), min(k * xi, 1.0)
     xi += p / gap
-    return p, xi, min(2 * k * xi, 1 + 2 / gap)
+    return p, xi, min(2 * k * xi, max(1, 2 / gap)), min(2 * k * xi, 1 + 2 / gap)
 
 
 def valid_of(encoder, row):
@@ -45,7 +45,7 @@ def naive(call, weights, encoder, tokens):
                 times = 2 if heavy else 1  # the union of two masks
                 value = times * sum(rows[i][1] for i in users)
                 key = gamma * query_norm * times * sum(rows[i][2] for i in users)
-                per_token.append(value + xi_norm * (gamma * xi_norm * rows[token][3] + key))
+                per_token.append(value + xi_norm * (gamma * xi_norm * rows[token][4] + key))
             form = upsilon * xi_norm**2 * query_norm * sum(rows[i][3] for i in valid)
             load = max(sum(token in rows[i][0] for i in valid) for token in valid)
             per_head.append((max(per_token), form, load))

@@ -77,3 +77,12 @@ def test_accuracy_and_percentiles_are_those_of_the_model_on_fresh_samples(tiny_r
     for n in (8, 12, 20):
         assert value[n, "accuracy", "low"] <= value[n, "accuracy", "value"] <= value[n, "accuracy", "high"]
         assert 0 <= value[n, "dispersion", "p5"] <= value[n, "dispersion", "p50"] <= value[n, "dispersion", "p95"]
+
+
+def test_a_longer_copy_leaves_the_random_numbers_as_they_were(tiny_config):
+    encoder = Encoder(tiny_config())
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    longer(encoder, 30)
+    assert torch.equal(torch.rand(3), expected)

@@ -27,7 +27,7 @@ document.getElementById("page").onload = async (event) => {{
   const page = event.target.contentDocument, root = page.documentElement, images = [...page.images];
   await Promise.all(images.map((image) => image.decode().catch(() => null)));
   const outside = [...page.querySelectorAll("body *")].filter((element) =>
-    !element.closest(".wide") && element.getBoundingClientRect().right > {width} + 0.5);
+    !element.closest(".wide, nav") && element.getBoundingClientRect().right > {width} + 0.5);
   document.getElementById("found").textContent = JSON.stringify({{
     window: root.clientWidth, content: Math.max(root.scrollWidth, page.body.scrollWidth),
     images: images.length, broken: images.filter((image) => !image.naturalWidth).map((image) => image.src),
@@ -67,7 +67,7 @@ def pages(full_report, model, tmp_path_factory):
     parts = [model(kind, path=f"runs/{'long-' * 30}{kind}.pt") for kind in ("full", "topk", "banded", "block")]
     long_words = Findings(Measurements.concat(parts))  # neither counterfactuals nor any table of a probe
     page = write_report(long_words, tmp_path_factory.mktemp("long"), "semdiag report " + "x" * 300, ["svg"])
-    return [(everything, len(FIGURES)), (page.parent, 6)]
+    return [(everything, len(FIGURES) - 1), (page.parent, 7)]  # predictors take five masks
 
 
 @pytest.mark.slow
@@ -82,9 +82,53 @@ def test_nothing_is_broken_or_too_wide(chromium, width, pages, tmp_path):
         assert found["shown"] == ["svg"] * images
 
 
+_USE = """<!DOCTYPE html><meta charset="utf-8">
+<iframe id="page" src="index.html" style="border:0;width:1280px;height:2000px"></iframe><pre id="found"></pre>
+<script>
+document.getElementById("page").onload = (event) => {
+  const page = event.target.contentDocument, rows = () => [...page.querySelector("#models tbody").rows];
+  const heads = [...page.querySelectorAll("#models th")];
+  const place = heads.findIndex((head) => head.textContent === "δ p50");
+  const numbers = () => rows().map((row) => +row.cells[place].textContent);
+  const found = {};
+  heads[place].querySelector("button").click();
+  found.rising = numbers();
+  heads[place].querySelector("button").click();
+  found.falling = numbers();
+  rows()[0].click();
+  found.marked = [...page.querySelectorAll("tr.marked")].map((row) => row.dataset.model);
+  const filter = page.querySelector("input.filter");
+  filter.value = "TOP-K";
+  filter.oninput();
+  found.left = rows().filter((row) => !row.hidden).length;
+  page.querySelector("figure > a").click();
+  found.large = page.querySelector("dialog").open;
+  document.getElementById("found").textContent = JSON.stringify(found);
+};
+</script>"""
+
+
+@pytest.mark.slow
+def test_tables_sort_and_filter_a_model_is_marked_and_figures_grow(chromium, pages, tmp_path):
+    folder = pages[0][0]
+    (folder / "use.html").write_text(_USE, encoding="utf-8")
+    command = [chromium, *_FLAGS, f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom"]
+    done = subprocess.run(
+        [*command, (folder / "use.html").as_uri()], capture_output=True, text=True, timeout=60, check=False
+    )
+    found = json.loads(html.unescape(re.search(r'<pre id="found">(.+?)</pre>', done.stdout, re.DOTALL)[1]))
+    assert found["rising"] == sorted(found["rising"])
+    assert found["falling"] == sorted(found["rising"], reverse=True)
+    assert len(set(found["rising"])) > 1
+    assert len(found["marked"]) == 2  # in both tables of models
+    assert len(set(found["marked"])) == 1
+    assert found["left"] == 1
+    assert found["large"]
+
+
 def test_the_probe_sees_what_is_broken(chromium, four, tmp_path):
     page = write_report(Findings(four), tmp_path / "r", "x", formats=["png"], sections=["learning"])
-    (page.parent / "figures" / "training_curves.png").write_bytes(b"not a picture")
+    (page.parent / "figures" / "training_curves-narrow.png").write_bytes(b"not a picture")
     wide = '<div style="width:2000px">wide</div></main>'
     page.write_text(page.read_text(encoding="utf-8").replace("</main>", wide), encoding="utf-8")
     found = look(chromium, page.parent, 390, tmp_path / "profile")

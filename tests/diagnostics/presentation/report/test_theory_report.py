@@ -9,7 +9,6 @@ import pytest
 
 from semdiag.findings.findings import Findings
 from semdiag.presentation.report.report import measured_sections, write_report
-from semdiag.presentation.report.summary import SCHEMA
 
 STABILITY = {"stability.csv", "stability_verdicts.csv"}
 BOUNDS = {"constants.csv", "parameters.csv", "corollary.csv", "bounds_verdicts.csv"}
@@ -44,10 +43,10 @@ def test_the_sections_stand_in_a_report_only_if_something_was_measured(four, kno
 def test_a_section_of_its_own(name, expected, known, tmp_path):
     files, summary, sections = report(known, tmp_path / name, sections=(name,))
     assert files == {"dispersion.csv", *expected}
-    assert summary["schema"] == SCHEMA
+    assert summary["schema"] == "semdiag.report/2"
     assert list(summary["findings"]) == [name]
     assert sections[-1] == "measured"
-    assert sections[:-1] == (["stability"] if name == "stability" else ["constants", "corollary"])
+    assert sections[:-1] == [*(["stability"] if name == "stability" else ["constants", "corollary"]), "models"]
 
 
 @pytest.mark.parametrize("name", ["stability", "bounds"])
@@ -55,6 +54,15 @@ def test_a_section_asked_for_without_data_says_so(name, four, tmp_path):
     _, summary, sections = report(four, tmp_path / name, sections=(name,))
     assert len(sections) >= 2
     assert summary["verdict"]
+
+
+def test_csv_keep_infinities_and_leave_the_unknown_empty(known, tmp_path):
+    unknown = [-np.inf, np.inf, np.nan]
+    table = known.parameters.assign(ln_secant=np.resize(unknown, len(known.parameters)))
+    report(known.replace(parameters=table), tmp_path / "r")
+    lines = (tmp_path / "r/data/parameters.csv").read_text().splitlines()
+    place = lines[0].split(",").index("ln_secant")
+    assert [line.split(",")[place] for line in lines[1:4]] == ["-inf", "inf", ""]
 
 
 def test_csv_hold_the_measured_numbers(known, tmp_path):
@@ -77,15 +85,16 @@ def test_sentences_say_form_percentile_and_contradiction(known, tmp_path):
     assert "1 % input noise moves this model's attention more than its counterpart's" in said
     assert "mean ‖p − p′‖₁ 0.045 against 0.015" in said
     assert "In 10 tensors the loss is no steeper than the sound constants of Theorem 2" in said
-    assert "10^8.0 to 10^8.0 times the measured slopes" in said
+    assert "about 10⁸ times the measured slopes" in said
     assert re.search(
         r"parameters \(W\), paper form \(eq\. 304, left side below 1\), (holds|does not hold) at p75", said
     )
     assert "a heuristic" in said
-    assert "Corollary 1" in summary["verdict"][1]
-    assert re.search(
-        r"better guarantee in \d+ of \d+ cases in the paper form, in \d+ of \d+ cases", summary["verdict"][1]
-    )
+    heavy, control = summary["verdict"][1:3]
+    counts = r" in \d+ of \d+ cases in the paper form[^,]*, in \d+ of \d+ cases in the sound form"
+    assert re.search(r"Corollary 1, over pairs with top-k masks, .* better guarantee" + counts, heavy)
+    assert re.search(r"fixed masks, a control of which the corollary claims nothing.*" + counts, control)
+    assert "Control: a smaller constant of the fixed mask in the parameters (W), paper form (Theorem 4, " in said
 
 
 def test_what_contradicts_the_paper_is_said_plainly(known, tmp_path):
@@ -98,11 +107,16 @@ def test_what_contradicts_the_paper_is_said_plainly(known, tmp_path):
     assert "The paper's ξ is exceeded by 6 of 96 measured pairs of rows" in full
     assert "which contradicts the paper" in full
     assert "The sound ξ is not exceeded" in full
-    assert "the sound ξ is exceeded by 0, the paper's by 6." in summary["verdict"][0]
+    verdict = summary["verdict"][0]
+    assert "0 of 384 exceed the sound ξ (228 could not: their constant is ½ or more)" in verdict
+    assert "6 of 384 exceed the paper's ξ" in verdict
+    assert "(258 could not: " in verdict
+    assert summary["glances"]["stability"]["answer"] == "does not hold"
+    assert summary["glances"]["stability"]["number"] == "6 of 384"
 
 
 def test_slopes_above_a_sound_bound_are_called_an_error(known, tmp_path):
-    steep = known.parameters.assign(ln_secant=100.0)
+    steep = known.parameters.assign(ln_gradient=100.0)
     _, summary, _ = report(known.replace(parameters=steep), tmp_path / "r", sections=("bounds",))
     assert "In 10 tensors the loss is steeper than the sound constants" in "\n".join(summary["details"]["bounds"])
     assert "an error of semdiag" in "\n".join(summary["details"]["bounds"])

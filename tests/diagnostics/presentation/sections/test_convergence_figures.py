@@ -4,11 +4,12 @@ import json
 import math
 
 import numpy as np
+import pandas as pd
 import pytest
 
 from semdiag.findings.findings import Findings
+from semdiag.findings.prediction import STAGES
 from semdiag.measurement.measurements import Measurements
-from semdiag.measurement.runs.predictors import CANDIDATES, STAGES
 from semdiag.measurement.schema import OPTIONAL
 from semdiag.presentation.drawing.panels import NothingToDrawError
 from semdiag.presentation.sections.convergence.sentences import convergence_sentences, interval_words, speed_words
@@ -69,7 +70,6 @@ def test_speed_up_against_dispersion_stands_at_the_ratio_of_medians(runs):
     figure = FIGURES["speed_up_against_dispersion"](Findings(runs))
     (ax,) = figure.axes
     assert sorted({round(x, 6) for x, _, _ in points(ax)}) == [0.25, 0.625]  # factors 1 and 2.5 over 4
-    assert "no interval" in words(figure)
 
 
 def numbers(runs, name, places, quantities):
@@ -100,10 +100,10 @@ def test_numbers_along_training_stand_at_their_epochs(runs):
 
 
 def test_numbers_within_a_decade_or_two_have_labels_to_read_them_by(runs):
-    quantities = [("dispersion", "p50", 2.3), ("separation", "p50", 0.016)]
+    quantities = [("dispersion", "p50", 2.3), ("response", "mean", 0.016)]
     table = numbers(runs, "along", [(0, -1), (6, -1)], quantities)
     late = table["epoch"] == 6
-    table.loc[late & (table["quantity"] == "separation"), "value"] = 0.022
+    table.loc[late & (table["quantity"] == "response"), "value"] = 0.022
     table.loc[late & (table["quantity"] == "dispersion"), "value"] = 41.0
     figure = FIGURES["along_training"](Findings(runs.replace(along=table)))
     figure.draw_without_rendering()
@@ -116,49 +116,59 @@ def test_numbers_within_a_decade_or_two_have_labels_to_read_them_by(runs):
 def test_words_say_bounds_and_confidence(runs):
     said = convergence_sentences(Findings(runs))
     assert "block-3 not in 6, not in 6, not in 6 (median speed-up over 3 seeds below 0.667" in said[0]
-    assert "topk-3 2, 2, 2 (median speed-up over 3 seeds 2; 2 to 2 (75%))" in said[0]
+    assert "topk-3 2, 2, 2 (median speed-up over 3 seeds 2; one epoch off 1 to 5; 2 to 2 (75%))" in said[0]
     assert speed_words(5, math.inf) == "above 5"
     assert speed_words(0, math.inf) == "unknown"
     assert interval_words({"pairs": 1}) == "one seed: no interval"
 
 
 @pytest.fixture(scope="module")
-def predicted(runs):
-    """The runs with candidates of which the response alone follows the speed: block 2, full 1, top-k 0."""
-    size = {"block": 2.0, "full": 1.0, "topk": 0.0}
-    rows = [
-        {"model": run["model"], "stage": stage, "epoch": 0, "candidate": name,
-         "ln_value": size[run["kind"]] if name == "response" else 0.0}
-        for run in runs.runs.to_dict("records") for stage in STAGES for name in CANDIDATES
-    ]  # fmt: skip
-    return Findings(runs.replace(predictors=OPTIONAL["predictors"].of_rows(rows)))
+def predicted():
+    """Six masks of one task: the response falls with the speed, the entropy is the same everywhere."""
+    masks = ("full", "topk-5", "banded-5", "block-5", "bottomk-5", "random-5")
+    runs, history, predictors = [], [], []
+    for n, mask in enumerate(masks):
+        facts = (mask, "made", mask, mask.split("-")[0], 1, json.dumps({"task": "made"}), 2, 2, "finished")
+        runs.append(dict(zip(OPTIONAL["runs"].columns, facts, strict=True)))
+        history += [
+            {"model": mask, "epoch": epoch, "train_loss": loss, "train_accuracy": 0.5, "holdout_accuracy": 0.5}
+            for epoch, loss in ((1, 1.0), (2, 1 - 0.1 * n))
+        ]
+        predictors += [
+            {"model": mask, "epoch": epoch, "candidate": name, "ln_value": -float(n) * (name == "response")}
+            for epoch in (0, 2) for name in ("response", "entropy")
+        ]  # fmt: skip
+    none = pd.DataFrame({"model": []})
+    tables = {name: OPTIONAL[name].of_rows(rows) for name, rows in (("runs", runs), ("predictors", predictors))}
+    return Findings(Measurements(none, none, none, pd.DataFrame(history), none, {"target": 0.95}, **tables))
 
 
-def test_correlations_stand_at_their_tau_and_stay_hollow_without_evidence(predicted):
+def test_correlations_stand_at_their_rho(predicted):
     figure = FIGURES["predictors"](predicted)
     assert [ax.get_title(loc="left") or ax.get_title() for ax in figure.axes] == [*STAGES]
     drawn = points(figure.axes[0])
-    place = [*CANDIDATES].index("response")
-    assert [(x, filled) for x, y, filled in drawn if y == place] == [(-1, False)]
-    assert {x for x, y, _ in drawn if y != place} == {0}
-    assert "39 correlations" in words(figure)
+    assert [(x, filled) for x, y, filled in drawn if y == 0] == [(pytest.approx(1), True)]  # p = 2 / 720
+    assert {x for x, y, _ in drawn if y != 0} == {0}
+    assert "4 correlations" in words(figure)
 
 
-def test_every_run_stands_at_its_ratio_and_speed_up(predicted):
+def test_every_mask_stands_at_its_ranks(predicted):
     figure = FIGURES["predictor_cells"](predicted)
-    assert len(figure.axes) >= len(CANDIDATES)
-    ax = figure.axes[[*CANDIDATES].index("response")]
-    assert sorted(set(points(ax))) == [(-1, 2, True), (0, 1, True), (1, pytest.approx(4 / 6), False)]
+    ax = figure.axes[0]
+    found = sorted(tuple(line.get_xydata()[0]) for line in ax.lines)
+    assert found == [(pytest.approx(n / 5), pytest.approx(n / 5)) for n in range(6)]
 
 
-def test_words_on_predictors_say_what_remains_and_what_is_predicted(predicted):
-    found, strongest = predictor_sentences(predicted)
+def test_words_on_predictors_say_what_remains_and_of_how_many(predicted):
+    found, strongest, *_ = predictor_sentences(predicted)
     assert found.startswith(
-        "Of 39 rank correlations with speed-up (13 candidates, 3 stages, up to 9 runs) none is"
+        "Of 4 rank correlations with the log area under the training-loss curve (2 candidates, 2 stages) within 1 "
+        "task, over 6 cells of task × mask (0 left out,"
     )
-    assert (
-        "Strongest, none of them beyond chance: response to 1 % noise, initialisation: τ = -1.00, p = "
-        in strongest
+    assert "2 are below p = 0.05 after correction" in found
+    assert "(720 ways that differ, 720 tried: no p-value is below 0.0014)" in found
+    assert strongest.startswith(
+        "Strongest: response to 1 % noise, initialisation: ρ = 1.00, p = 0.0028, corrected"
     )
 
 

@@ -9,10 +9,10 @@ from semdiag.findings.mask_stability import mask_summary
 from semdiag.measurement.measurements import Measurements
 from semdiag.presentation.drawing.panels import NothingToDrawError
 from semdiag.presentation.report.report import measured_sections, write_report
-from semdiag.presentation.sections.k_sweep.sentences import sweep_sentences
-from semdiag.presentation.sections.k_sweep.tables import sweep_tables
+from semdiag.presentation.sections.k_sweep.section import k_sweep_tables
+from semdiag.presentation.sections.k_sweep.sentences import k_sweep_sentences
+from semdiag.presentation.sections.mask_stability.section import mask_tables
 from semdiag.presentation.sections.mask_stability.sentences import mask_sentences, masks_in_short
-from semdiag.presentation.sections.mask_stability.tables import mask_tables
 from semdiag.presentation.sections.registry import FIGURES
 
 LEVELS = (0.01, 0.1)
@@ -70,15 +70,25 @@ def test_the_heat_map_writes_its_numbers(pair, probed):
     np.testing.assert_allclose(figure.axes[0].images[0].get_array(), [[0.99, 0.9], [0.98, 0.8]], rtol=1e-6)
 
 
+def test_one_level_is_one_panel_of_models_by_layers(pair, probed):
+    found = probed(pair)
+    found = found.replace(masks=found.masks[found.masks["level"] == LEVELS[0]])
+    ax, _ = FIGURES["mask_heat_map"](Findings(found)).axes
+    np.testing.assert_allclose(ax.images[0].get_array(), [[0.99, 0.98], [0.99, 0.98]], rtol=1e-6)
+    assert [label.get_text().split("\n")[1] for label in ax.get_yticklabels()][1] == "top-k (k = 3)"
+
+
 def test_the_sweep_shows_mass_ratio_separation_and_conditions(pair, probed):
     figure = FIGURES["k_sweep"](Findings(probed(pair)))
-    assert len(figure.axes) == 8
-    mass, ratio, separation, conditions = figure.axes[:4]
+    mass, ratio, separation, conditions = figure.axes
     np.testing.assert_allclose(mass.get_lines()[0].get_ydata(), np.arange(1, 7) / 6)
-    assert "accuracy, rerun" in [line.get_label() for line in mass.get_lines()]
+    assert any(np.allclose(line.get_ydata(), 0.1 * np.arange(1, 7)) for line in mass.get_lines()[1:] if
+               len(line.get_ydata()) == 6)  # fmt: skip
+    assert "points: accuracy of the rerun model" in words(figure).replace("\n", " ")
     np.testing.assert_allclose(ratio.get_lines()[0].get_ydata(), np.arange(1, 7) / 6)
     assert separation.get_yscale() == "log"
-    assert {line.get_label() for line in conditions.get_lines()} >= {"W, p75", "X, p100"}
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["full", "top-k (k = 3)", "95%"]
+    assert len(conditions.get_lines()) == 2 + 1  # a line for each model, and that at 1
     assert "Within each model" in words(figure)
 
 
@@ -111,9 +121,9 @@ def test_a_certified_row_that_changed_is_called_an_error(pair, probed):
 
 
 def test_what_is_said_of_other_k(pair, probed):
-    full, topk, banded = sweep_sentences(Findings(probed(pair)))
-    assert "None does: k = 6 is the smallest that keeps 95 % of the mass" in full
-    assert "Trained with k = 3" in topk
+    full, topk, banded = k_sweep_sentences(Findings(probed(pair)))
+    assert "not rerun: k = 6 keeps 100.0% of the weight" in full
+    assert "trained with top-k attention, k = 3" in topk
     assert "ranks no scores" in banded
 
 
@@ -122,13 +132,13 @@ def test_tables_and_sections(pair, probed, tmp_path):
     assert measured_sections(Findings(pair))[-1] not in ("mask-stability", "k-sweep")
     assert measured_sections(Findings(found))[-2:] == ["mask-stability", "k-sweep"]
     findings = Findings(found)
-    tables = mask_tables(findings, False) | sweep_tables(findings, False)
+    tables = mask_tables(findings, False) | k_sweep_tables(findings, False)
     assert set(tables) == {"mask_stability", "noise_effects", "k_sweep", "k_sweep_conditions"}
     assert tables["k_sweep"]["swept_k"].max() == 6
     page = write_report(Findings(found), tmp_path / "report", "semdiag report", (), keep_queries=True)
     text = page.read_text(encoding="utf-8")
     assert "Do masks survive noise?" in text
-    assert "What would another k leave of this attention?" in text
+    assert "Would sparse attention do in this model, and with which k?" in text
     again = Measurements.load(tmp_path / "report" / "data")
     assert mask_sentences(Findings(again)) == mask_sentences(Findings(found))
-    assert sweep_sentences(Findings(again)) == sweep_sentences(Findings(found))
+    assert k_sweep_sentences(Findings(again)) == k_sweep_sentences(Findings(found))

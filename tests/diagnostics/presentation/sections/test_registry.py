@@ -17,7 +17,7 @@ MODULES = [path for path in sorted(FOLDER.glob("*/*.py")) if path.stem not in ("
 FIGURE_FILES = [
     path for path in MODULES if f"\ndef {path.stem}(findings: Findings) -> Figure:" in path.read_text()
 ]
-WITHOUT_TABLES = ("dispersion", "separation", "learning")  # drawn from what every measurement has
+WITHOUT_TABLES = ("dispersion", "heads", "separation", "learning")  # drawn from what every measurement has
 SHOWN = [
     pytest.param(shown, id=f"{section.name}-{kind}-{shown.figure}")
     for section in SECTIONS.values()

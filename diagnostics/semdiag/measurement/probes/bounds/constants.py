@@ -17,29 +17,33 @@ from semdiag.measurement.encoders.network_constants import BlockForms, NetworkFo
 from semdiag.measurement.encoders.traces import trace_inputs
 from semdiag.measurement.encoders.weights import named_tensors, not_finite
 from semdiag.measurement.probes.bounds.slopes import Slope, parameter_slopes
-from semdiag.measurement.table import Table
+from semdiag.measurement.table import ALL, Table
 from semdiag_models import Encoder
 
 CONSTANTS = Table(
     "constants",
-    "One row per constant of the theory and form; layer and head -1: all of them.",
+    "One row per constant of the theory and form; layer and head may be ALL. ln_value is the largest over "
+    "the inputs, ln_finite that of the inputs whose constant is finite, infinite how many have none.",
     {
         "model": "str",
         **dict.fromkeys(("layer", "head"), "int64"),
         **dict.fromkeys(("quantity", "form"), "str"),
-        "ln_value": "float64",
+        **dict.fromkeys(("ln_value", "ln_finite"), "float64"),
+        "infinite": "int64",
         "holds": "bool",
         "assumptions": "str",
     },
 )
 PARAMETERS = Table(
     "parameters",
-    "One row per parameter tensor: bounds beside measured slopes, natural logarithms.",
+    "One row per parameter tensor: bounds beside measured slopes, natural logarithms; infinite: of how many "
+    "inputs the sound constant is.",
     {
         **dict.fromkeys(("model", "tensor"), "str"),
         "layer": "int64",
         "group": "str",
-        **dict.fromkeys(("ln_sound", "ln_paper", "ln_gradient", "ln_secant"), "float64"),
+        **dict.fromkeys(("ln_sound", "ln_paper", "ln_local", "ln_gradient", "ln_secant"), "float64"),
+        "infinite": "int64",
         "holds": "bool",
     },
 )
@@ -81,7 +85,7 @@ def measure_constants(
 
     Returns:
         The tables ``constants`` (layer −1: the whole network, head −1: the whole layer; ``measured``
-        values, ``sound`` and ``paper`` bounds, ``paper code`` norms) and ``parameters``.
+        values, ``sound``, ``paper`` and ``local`` bounds, ``paper code`` norms) and ``parameters``.
 
     Example:
         >>> from semdiag_models import ModelConfig
@@ -100,10 +104,19 @@ def measure_constants(
     broken = not_finite(runner)
     if broken:
         return _unknown(model, runner, broken)
-    forms = network_forms(runner, trace_inputs(runner, tokens))
+    traces = trace_inputs(runner, tokens)
+    forms = network_forms(runner, traces)
     slopes = {}
     if labels is not None:
-        slopes = parameter_slopes(runner, tokens, labels[:samples].to(device, torch.int64), seed, secants=secants)
+        slopes = parameter_slopes(
+            runner,
+            tokens,
+            labels[:samples].to(device, torch.int64),
+            seed,
+            secants=secants,
+            score_reach=max(float(trace.score_reach.max()) for trace in traces.layers),
+            constant={t.name for t in named_tensors(runner) if forms.log_sound[t.bound] == -math.inf},
+        )
     rows = [row for layer, block in enumerate(forms.blocks) for row in _layer_rows(layer, block)]
     rows += list(_network_rows(forms))
     constants = CONSTANTS.of_rows({"model": model, **row} for row in rows)
@@ -112,13 +125,14 @@ def measure_constants(
 
 
 def _layer_rows(layer: int, block: BlockForms) -> Iterator[Row]:
-    weights, trace, sound, paper = block.weights, block.trace, block.sound, block.paper
+    weights, trace, sound = block.weights, block.trace, block.sound
     token = trace.token_norm.max()
     measured = {
         "gamma": weights.gamma,
         "upsilon": weights.upsilon,
         "token_norm": token[None],
         "query_norm": query_norm(token, query_bias=True)[None],
+        "score_reach": trace.score_reach.max()[None],
         "mlp_in": torch.as_tensor(sound.mlp.weight_in)[None],
         "mlp_out": torch.as_tensor(sound.mlp.weight_out)[None],
         "mlp_token_norm": trace.mlp_token_norm.max()[None],
@@ -130,12 +144,12 @@ def _layer_rows(layer: int, block: BlockForms) -> Iterator[Row]:
         yield from _rows(layer, name, "measured", log(values))
     for name, values in weights.paper_code_norms().items():
         yield from _rows(layer, name, "paper code", log(values))
-    for form, constants in (("sound", sound), ("paper", paper)):
+    for form, constants in (("sound", sound), ("paper", block.paper), ("local", block.local)):
         said = constants.assumptions
         maps = constants.attention.log_map, constants.attention.log_form
         for name, values in zip(("attention_map", "bilinear_form"), maps, strict=True):
-            yield from _rows(layer, name, form, values if form == "paper" else values.amax(0), said)
-        yield from _rows(layer, "block_input", form, log_input_constant(constants).max()[None], said)
+            yield from _rows(layer, name, form, values, said)
+        yield from _rows(layer, "block_input", form, log_input_constant(constants).reshape(-1, 1), said)
 
 
 _PER_HEAD = ("gamma", "upsilon", "attention_map", "bilinear_form")
@@ -144,21 +158,28 @@ _PER_HEAD = ("gamma", "upsilon", "attention_map", "bilinear_form")
 def _rows(
     layer: int, quantity: str, form: str, values: Tensor, assumptions: Sequence[Assumption] = ()
 ) -> Iterator[Row]:
-    for head, value in enumerate(values.tolist()):
+    """Rows of values of shape (heads,), or (inputs, heads), of which the largest counts."""
+    each = values.reshape(-1, values.shape[-1])
+    infinite = each == math.inf
+    finite = each.masked_fill(infinite, -math.inf).amax(0).where(~infinite.all(0), math.nan)
+    for head, value in enumerate(each.amax(0).tolist()):
         yield {
             "layer": layer,
-            "head": head if quantity in _PER_HEAD else -1,
+            "head": head if quantity in _PER_HEAD else ALL,
             "quantity": quantity,
             "form": form,
             "ln_value": value,
+            "ln_finite": finite[head].item(),
+            "infinite": int(infinite[:, head].sum()),
             "holds": all(a.holds for a in assumptions),
             "assumptions": "; ".join(dict.fromkeys(str(a) for a in assumptions if not a.holds)),
         }
 
 
 def _network_rows(forms: NetworkForms) -> Iterator[Row]:
-    for form, bound in (("sound", forms.sound), ("paper", forms.paper)):
-        yield from _rows(-1, "network", form, bound.log_value.reshape(1), bound.assumptions)
+    for form, bound in (("sound", forms.sound), ("paper", forms.paper), ("local", forms.local)):
+        values = forms.each.get(form, bound.log_value).reshape(-1, 1)
+        yield from _rows(-1, "network", form, values, bound.assumptions)
 
 
 def _parameter_rows(encoder: Encoder, forms: NetworkForms, slopes: dict[str, Slope]) -> Iterator[Row]:
@@ -172,8 +193,10 @@ def _parameter_rows(encoder: Encoder, forms: NetworkForms, slopes: dict[str, Slo
             "group": tensor.group,
             "ln_sound": float(forms.log_sound[tensor.bound]),
             "ln_paper": float(forms.log_paper[tensor.bound]) if paper else math.nan,
+            "ln_local": float(forms.log_local[tensor.bound]),
             "ln_gradient": slope.log_gradient,
             "ln_secant": slope.log_secant,
+            "infinite": forms.infinite[tensor.bound],
             "holds": forms.sound.holds,
         }
 
@@ -181,12 +204,11 @@ def _parameter_rows(encoder: Encoder, forms: NetworkForms, slopes: dict[str, Slo
 def _unknown(model: str, encoder: Encoder, broken: list[str]) -> tuple[pd.DataFrame, pd.DataFrame]:
     """Tables of a model whose parameters are not numbers: nothing is known, and why."""
     finite = Assumption(f"parameters are finite ({broken[0]} is not)", {"tensors": len(broken)}, holds=False)
-    rows = [
-        r for form in ("sound", "paper") for r in _rows(-1, "network", form, torch.tensor([math.nan]), (finite,))
-    ]
-    nothing = dict.fromkeys(("ln_sound", "ln_paper", "ln_gradient", "ln_secant"), math.nan)
+    nan = torch.tensor([math.nan])
+    rows = [row for form in ("sound", "paper", "local") for row in _rows(-1, "network", form, nan, (finite,))]
+    nothing = dict.fromkeys(("ln_sound", "ln_paper", "ln_local", "ln_gradient", "ln_secant"), math.nan)
     parameters = [
-        {"tensor": t.name, "layer": t.layer, "group": t.group, **nothing, "holds": False}
+        {"tensor": t.name, "layer": t.layer, "group": t.group, **nothing, "infinite": 0, "holds": False}
         for t in named_tensors(encoder)
     ]
     return CONSTANTS.of_rows({"model": model, **row} for row in rows), PARAMETERS.of_rows(

@@ -1,7 +1,7 @@
 """How steep the loss really is in each parameter tensor: gradients, and secants of a stated radius."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import torch
@@ -21,7 +21,7 @@ _ROUNDING = 64 * torch.finfo(torch.float64).eps
 class Slope:
     """The loss in one tensor, as natural logarithms; −inf for a slope that rounding hides.
 
-    A loss that is not finite has slopes NaN.
+    A loss that is not finite has slopes NaN, and so has a secant that was not taken.
 
     Attributes:
         log_gradient: ln ‖gradient‖ (Frobenius) of the mean loss.
@@ -33,11 +33,19 @@ class Slope:
 
 
 def parameter_slopes(
-    encoder: Encoder, tokens: Tensor, labels: Tensor, seed: int = 0, *, secants: bool = True
+    encoder: Encoder,
+    tokens: Tensor,
+    labels: Tensor,
+    seed: int = 0,
+    *,
+    secants: bool = True,
+    score_reach: float = 0.0,
+    constant: Collection[str] = (),
 ) -> dict[str, Slope]:
     """Measure the mean cross-entropy's slopes in every parameter tensor.
 
-    Secants go along the gradient and along random directions, over the first inputs only (1000 tokens).
+    Secants go along the gradient and along random directions, over the first inputs only (1000 tokens). What
+    rounding can do to a loss or a gradient grows with the scores: the softmax takes their absolute errors.
 
     Source: docs/theory.md#network, the measured side. Deviation: not in the paper.
 
@@ -47,12 +55,16 @@ def parameter_slopes(
         labels: (N,) int64.
         seed: of the directions.
         secants: whether they are taken: nine parts in ten of the time. NaN if not.
+        score_reach: |scale|·‖q‖·‖k‖ at most, which the rounding of the scores grows with.
+        constant: names of the tensors in which the loss is constant, by theory: they have no secant, as its
+            numerator would be rounding and nothing else.
 
     Returns:
         Slopes by name, as in :func:`~semdiag.measurement.encoders.weights.named_tensors`.
     """
     _set_gradients(encoder, tokens, labels)
     tensors = named_tensors(encoder)
+    rounding = _ROUNDING * (1 + score_reach)
     total = math.sqrt(sum(float(t.gradient.square().sum()) for t in tensors if t.gradient is not None))
     few = max(1, _SECANT_TOKENS // tokens.shape[1])
     generator = torch.Generator().manual_seed(seed)
@@ -66,10 +78,10 @@ def parameter_slopes(
     for tensor in tensors:
         gradient = tensor.values * 0 if tensor.gradient is None else tensor.gradient
         size = float(gradient.norm())
-        slopes[tensor.name] = Slope(
-            log_gradient=_log(size, _ROUNDING * total),
-            log_secant=_largest_secant(tensor, gradient, loss, start, generator) if secants else math.nan,
-        )
+        log_secant = math.nan
+        if secants and tensor.name not in constant:
+            log_secant = _largest_secant(tensor, gradient, loss, start, rounding * (1 + abs(start)), generator)
+        slopes[tensor.name] = Slope(_log(size, rounding * total), log_secant)
     encoder.zero_grad(set_to_none=True)
     return slopes
 
@@ -83,7 +95,12 @@ def _set_gradients(encoder: Encoder, tokens: Tensor, labels: Tensor) -> None:
 
 
 def _largest_secant(
-    tensor: NamedTensor, gradient: Tensor, loss: Callable[[], float], start: float, generator: torch.Generator
+    tensor: NamedTensor,
+    gradient: Tensor,
+    loss: Callable[[], float],
+    start: float,
+    rounding: float,
+    generator: torch.Generator,
 ) -> float:
     """Natural logarithm of the steepest secant of the tensor alone."""
     values, before = tensor.values, tensor.values.clone()
@@ -101,11 +118,11 @@ def _largest_secant(
         values.copy_(before)
     if not math.isfinite(start + sum(changes)):
         return math.nan
-    return _log(max(changes, default=0.0), _ROUNDING * (1 + abs(start))) - math.log(radius)
+    return _log(max(changes, default=0.0), rounding) - math.log(radius)
 
 
 def _log(size: float, rounding: float) -> float:
-    """Natural logarithm of a size; −inf if rounding hides it, NaN if it is not finite."""
-    if not math.isfinite(size):
+    """Natural logarithm of a size; −inf if rounding hides it, NaN if it or its rounding is not finite."""
+    if not math.isfinite(size + rounding):
         return math.nan
     return math.log(size) if size > rounding else -math.inf

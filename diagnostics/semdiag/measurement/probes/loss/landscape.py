@@ -15,7 +15,7 @@ from torch import Tensor
 from semdiag.capturing.attention_calls import AttentionCall, watch_attention
 from semdiag.capturing.loading import LoadedModel, load
 from semdiag.mathematics.planes import Plane, plane_through, random_plane
-from semdiag.measurement.calls.collector import statistics_of
+from semdiag.measurement.calls.counted_rows import counted_rows
 from semdiag.measurement.calls.scored_rows import NotAvailableError
 from semdiag.measurement.encoders.movable import MovableEncoder, usable_samples
 from semdiag.measurement.probe import Probe, Subject
@@ -205,10 +205,10 @@ def _attention_statistics(encoder: Encoder, tokens: Tensor) -> Row:
     found: dict[str, list[Tensor]] = {"dispersion": [], "separation": [], "load": []}
 
     def add(call: AttentionCall) -> None:
-        rows = statistics_of(call)
-        found["dispersion"].append(_counted(rows.dispersion(), call.queries))
-        found["separation"].append(_counted(rows.separation(), call.queries))
-        found["load"].append(rows.load.max().reshape(1))
+        rows = counted_rows(call)
+        found["dispersion"].append(rows.statistics.dispersion()[rows.queries])
+        found["separation"].append(rows.statistics.separation()[rows.queries])
+        found["load"].append(rows.statistics.load.max().reshape(1))
 
     with torch.inference_mode(), watch_attention(encoder, add):
         encoder(tokens)
@@ -219,11 +219,6 @@ def _attention_statistics(encoder: Encoder, tokens: Tensor) -> Row:
         values = np.percentile(finite, wanted) if finite.size else (math.nan, math.nan)
         row |= {f"{name}_p{p}": float(value) for p, value in zip(wanted, values, strict=True)}
     return row | {"load_max": float(joined["load"].max())}
-
-
-def _counted(values: Tensor, queries: Tensor | None) -> Tensor:
-    """The entries of queries that are not padding, flattened."""
-    return values.flatten() if queries is None else values[queries[:, None, :].expand(values.shape)]
 
 
 def _measure(

@@ -45,7 +45,7 @@ END_POINTS = Table(
     "One row per group of tensors.",
     {
         **dict.fromkeys(("model", "group"), "str"),
-        **dict.fromkeys(("estimate", "low", "high", "p_value"), "float64"),
+        **dict.fromkeys(("estimate", "p_value", "p_endless"), "float64"),
         "accepted": "bool",
         "reason": "str",
         "blocks": "int64",
@@ -184,7 +184,7 @@ def end_points(gradients: pd.DataFrame, seed: int = 0) -> Iterator[Row]:
         slopes = rows.sort_values("draw")["slope"].to_numpy(float)
         blocks = len(slopes) // BLOCK
         maxima = slopes[: blocks * BLOCK].reshape(blocks, BLOCK).max(1)
-        yield {"group": group, **vars(estimate_end_point(maxima, seed))}
+        yield {"group": group, **vars(estimate_end_point(maxima, BLOCK, seed))}
 
 
 def _counting(rows: Iterable[Row], after_point: Callable[[int], None]) -> Iterator[Row]:

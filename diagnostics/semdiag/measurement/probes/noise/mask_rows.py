@@ -10,6 +10,7 @@ from torch import Tensor
 from semdiag.capturing.attention_calls import AttentionCall
 from semdiag.capturing.attention_kinds import KINDS
 from semdiag.mathematics.mask_stability import certified, kept_in_common, score_rounding, top_set
+from semdiag.mathematics.score_strips import part_of
 from semdiag.measurement.calls.scored_rows import NotAvailableError
 from semdiag_models import InputError
 
@@ -23,17 +24,19 @@ class Selection:
     Attributes:
         sign: 1 if the largest scores are kept, -1 if the smallest.
         own: whether the model selects by itself; otherwise the set is the one it would choose.
+        ranked: whether the scores alone say which keys are kept; otherwise nothing is certified or predicted.
     """
 
     sign: int
     own: bool
+    ranked: bool = True
 
 
 # By kind of attention; None where the mask does not depend on the input.
 SELECTIONS: dict[str, Selection | None] = {
     name: None
-    if kind.keeps == "fixed"
-    else Selection(-1 if kind.keeps == "smallest" else 1, own=kind.input_dependent)
+    if kind.keeps in ("fixed", "redrawn")
+    else Selection(-1 if kind.keeps == "smallest" else 1, kind.input_dependent, kind.dense or kind.follows_scores)
     for name, kind in KINDS.items()
 }
 
@@ -63,22 +66,24 @@ class RowChanges:
     """What became of each row; D draws, N noise levels, b samples.
 
     Attributes:
-        counted: (b, H, L) bool: queries that drop a key; the others mean nothing below.
+        counted: (b, H, L) bool: queries that keep a key and drop one; the others mean nothing below.
         separation: (b, H, L) Δ of the clean row, nats.
         common: (D, N, b, H, L) int, |S ∩ S'|.
+        changed: (D, N, b, H, L) bool, S ≠ S'.
         certified: (D, N, b, H, L) bool.
-        swing: (D, N, b, H, L) dz_(k) − dz_(k+1), nats.
+        swing: (D, N, b, H, L) dz_(k) − dz_(k+1), nats; NaN where the scores alone do not say which keys are kept.
         response: (N, b, H, L) ‖p − p'‖₁ of the model's own weights in the first of the draws.
-        kept: k.
+        kept: (b, H, L) int, |S|.
     """
 
     counted: Tensor
     separation: Tensor
     common: Tensor
+    changed: Tensor
     certified: Tensor
     swing: Tensor
     response: Tensor
-    kept: int
+    kept: Tensor
 
 
 class Workspace:
@@ -141,17 +146,20 @@ def row_changes(
         scores = _scores(q[:, :, part], keys, selection.sign * call.scale, workspace)
         if call.softcap is not None:  # which moves no two scores further apart
             scores = call.softcap * torch.tanh(scores / call.softcap)
-        if call.bias is not None:
-            scores = scores + selection.sign * _rows_of(call.bias, part)
-        allowed = _allowed(call, samples, part)
-        chosen = call.selected[:, :, part] if selection.own and call.selected is not None else None
+        bias, chosen = (part_of(values, slice(None), part) for values in (call.bias, call.selected))
+        if bias is not None:
+            scores = scores + selection.sign * bias
+        allowed = call.part(slice(samples), part).allowed  # of the clean samples, which are those of their copies
+        chosen = chosen if selection.own else None
+        if chosen is not None and not selection.ranked:
+            parts.append(_matched_strip(scores, allowed, chosen, samples, levels))
+            continue
         parts.append(
             _strip(scores, allowed, chosen, rounding[..., part], samples, kept, selection.sign, workspace)
         )
     joined = {name: torch.cat([part[name] for part in parts], -1) for name in parts[0]}
-    if call.queries is not None:
-        joined["counted"] &= call.queries[:samples, None, :]
-    return RowChanges(**joined, kept=kept)
+    joined["counted"] &= call.counted[:samples]
+    return RowChanges(**joined)
 
 
 def _scores(q: Tensor, keys: Tensor, scale: float, workspace: Workspace) -> Tensor:
@@ -166,20 +174,6 @@ def _scores(q: Tensor, keys: Tensor, scale: float, workspace: Workspace) -> Tens
 def _copies(values: Tensor, samples: int, levels: int) -> Tensor:
     """The noisy part of a batch: (b + D·N·b, …) -> (D, N, b, …)."""
     return values[samples:].view(-1, levels, samples, *values.shape[1:])
-
-
-def _allowed(call: AttentionCall, samples: int, part: slice) -> Tensor | None:
-    """Allowed keys of the clean samples, which are those of their copies: (b or 1, H or 1, rows or 1, L)."""
-    allowed = call.allowed_keys(part.start, min(part.stop, call.q.shape[2]))
-    if allowed is None:
-        return None
-    allowed = allowed[(None,) * (4 - allowed.ndim)]
-    return allowed[:samples] if allowed.shape[0] > 1 else allowed
-
-
-def _rows_of(values: Tensor, part: slice) -> Tensor:
-    """Some queries of (B or 1, H or 1, Lq or 1, Lk)."""
-    return values[:, :, part] if values.shape[2] > 1 else values
 
 
 def _strip(
@@ -219,9 +213,38 @@ def _strip(
         "counted": counted,
         "separation": before.separation,
         "common": common,
+        "changed": common < kept,
         "certified": certified(width, before.separation, rounding),
         "swing": swing,
         "response": moved,
+        "kept": torch.full_like(before.separation, kept, dtype=torch.int64),
+    }
+
+
+def _matched_strip(
+    scores: Tensor, allowed: Tensor | None, chosen: Tensor, samples: int, levels: int
+) -> dict[str, Tensor]:
+    """As :func:`_strip`, of sets of any size that the scores alone do not determine."""
+    length = scores.shape[-1]
+    masks = torch.zeros(*scores.shape[:-1], length + 1, dtype=torch.bool, device=scores.device)
+    masks = masks.scatter_(-1, chosen.where(chosen >= 0, length), True)[..., :-1]
+    before, after = masks[:samples], _copies(masks, samples, levels)
+    clean, noisy = scores[:samples], _copies(scores, samples, levels)[0]
+    dropped = ~before if allowed is None else allowed & ~before
+    highest = clean.masked_fill(~dropped, -torch.inf).amax(-1)
+    moved = [
+        z.masked_fill(~kept, torch.finfo(z.dtype).min).softmax(-1) * kept
+        for z, kept in ((clean, before), (noisy, after[0]))
+    ]
+    return {
+        "counted": before.any(-1) & dropped.any(-1),
+        "separation": clean.masked_fill(~before, torch.inf).amin(-1) - highest,
+        "common": (before & after).sum(-1),
+        "changed": (before != after).any(-1),
+        "certified": torch.zeros(after.shape[:-1], dtype=torch.bool, device=scores.device),
+        "swing": torch.full(after.shape[:-1], torch.nan, dtype=scores.dtype, device=scores.device),
+        "response": (moved[1] - moved[0]).abs().sum(-1),
+        "kept": before.sum(-1),
     }
 
 

@@ -19,7 +19,13 @@ from semdiag.measurement.calls.running import running, unnamed
 from semdiag.measurement.probe import Probe, Subject
 from semdiag.measurement.probes.noise.embeddings import noisy_embeddings
 from semdiag.measurement.probes.noise.mask_rows import RowChanges, Selection, Workspace, row_changes, selection_of
-from semdiag.measurement.probes.noise.secants import NOISE, check_levels, noisy_copies, token_size
+from semdiag.measurement.probes.noise.secants import (
+    NOISE,
+    check_levels,
+    noise_of_samples,
+    noisy_copies,
+    token_size,
+)
 from semdiag.measurement.table import Table
 from semdiag_models import InputError
 
@@ -106,7 +112,7 @@ def mask_stability(
 
     Returns:
         The tables ``masks`` (one row per noise level and query that drops a key: kept k, separation Δ,
-        agreement E|S ∩ S'|/k, exact share of draws with S = S', certified share, certified_changed count,
+        agreement E|S ∩ S'|/|S|, exact share of draws with S = S', certified share, certified_changed count,
         predicted probability, swing_sd its standard deviation of dz_(k) − dz_(k+1) per layer and head,
         response ‖p − p'‖₁ of the first draw) and ``noise_effects`` (one row per level and sample:
         logit_change relative to ‖logits‖₂, flipped share, correct before, share correct after). No rows of
@@ -176,7 +182,6 @@ class _Probe:
     rows: dict[int, list[dict[str, Tensor]]] = field(default_factory=dict)  # by layer, one entry per batch
     swings: dict[int, Tensor] = field(default_factory=dict)  # by layer: (3, levels, heads) count, Σ, Σ²
     outputs: list[dict[str, Tensor]] = field(default_factory=list)
-    kept: int = 0
     workspace: Workspace = field(default_factory=Workspace)
 
     def __post_init__(self) -> None:
@@ -200,7 +205,7 @@ class _Probe:
         copies = copies.view(self.plan.draws, -1, self.samples, *copies.shape[1:])
         size = 1.0 if self.plan.absolute else token_size(copies[0, 0])
         for draw, generator in enumerate(self.generators):
-            drawn = torch.randn(copies.shape[2:], generator=generator, dtype=copies.dtype).to(copies.device) * size
+            drawn = noise_of_samples(copies.shape[2:], generator, copies.dtype).to(copies.device) * size
             for at, level in enumerate(self.plan.levels):
                 copies[draw, at].add_(drawn, alpha=level)
 
@@ -210,17 +215,16 @@ class _Probe:
             return
         levels = len(self.plan.levels)
         found = row_changes(call, self.samples, levels, self.plan.k, self.selection, self.workspace)
-        self.kept = found.kept
-        lost = found.common < found.kept
         self.rows.setdefault(call.layer, []).append(
             {
                 "counted": found.counted,
                 "separation": found.separation,
                 "agreement": found.common.sum(0, dtype=torch.int32),
-                "changed": lost.sum(0, dtype=torch.int32),
+                "changed": found.changed.sum(0, dtype=torch.int32),
                 "certified": found.certified.sum(0, dtype=torch.int32),
-                "certified_changed": (lost & found.certified).sum(0, dtype=torch.int32),
+                "certified_changed": (found.changed & found.certified).sum(0, dtype=torch.int32),
                 "response": found.response,
+                "kept": found.kept,
             }
         )
         sums = _swing_sums(found)
@@ -261,14 +265,14 @@ def _masks(model: str, probe: _Probe) -> pd.DataFrame:
         spread = (squares / count - (total / count).square()).clamp(min=0).sqrt()  # (levels, heads)
         counted = whole["counted"]
         sample, head, query = (where.to(torch.int32).numpy() for where in counted.nonzero(as_tuple=True))
-        separation = whole["separation"][counted].double()
+        separation, kept = whole["separation"][counted].double(), whole["kept"][counted]
         for at, level in enumerate(probe.plan.levels):
             own = {name: values[at][counted].double() for name, values in whole.items() if values.ndim == 4}
             sd = spread[at][torch.from_numpy(head).long()]
             columns = {
                 "sample": sample, "layer": np.int32(layer), "head": head, "query": query, "level": level,
-                "kept": np.int32(probe.kept), "draws": np.int32(draws), "separation": separation,
-                "agreement": own["agreement"] / (draws * probe.kept), "exact": 1 - own["changed"] / draws,
+                "kept": kept.to(torch.int32), "draws": np.int32(draws), "separation": separation,
+                "agreement": own["agreement"] / (draws * kept), "exact": 1 - own["changed"] / draws,
                 "certified": own["certified"] / draws, "certified_changed": own["certified_changed"],
                 "predicted": predicted_agreement(separation, sd), "swing_sd": sd, "response": own["response"],
             }  # fmt: skip

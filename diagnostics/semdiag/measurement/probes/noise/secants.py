@@ -139,7 +139,7 @@ def external_secants(
             generator, done = torch.Generator().manual_seed(seed), 0
 
             def add_noise(copies: Tensor, level: float = level, generator: torch.Generator = generator) -> None:
-                drawn = torch.randn(copies.shape, generator=generator, dtype=copies.dtype).to(copies.device)
+                drawn = noise_of_samples(copies.shape, generator, copies.dtype).to(copies.device)
                 copies += level * token_size(copies) * drawn
 
             for batch in first_samples(batches, samples):
@@ -220,6 +220,20 @@ def noisy_copies(place: nn.Module, samples: int, add_noise: Callable[[Tensor], N
         yield
     finally:
         handle.remove()
+
+
+def noise_of_samples(shape: Sequence[int], generator: torch.Generator, dtype: torch.dtype) -> Tensor:
+    """Standard normal numbers, drawn sample by sample: how samples are shared among batches changes none of them.
+
+    Torch fills a tensor in groups of 16 numbers, and the last group otherwise if it is not full: two draws of half
+    a tensor are not one draw of the whole.
+
+    Args:
+        shape: (B, …).
+        generator: whose state moves on.
+        dtype: of the numbers.
+    """
+    return torch.stack([torch.randn(shape[1:], generator=generator, dtype=dtype) for _ in range(shape[0])])
 
 
 def token_size(tokens: Tensor) -> Tensor:

@@ -7,12 +7,12 @@ from matplotlib.ticker import LogLocator, MaxNLocator, PercentFormatter
 
 from semdiag.findings.findings import Findings
 from semdiag.measurement.runs.along import SAMPLES
+from semdiag.measurement.table import ALL
 from semdiag.presentation.drawing.panels import NothingToDrawError
 from semdiag.presentation.drawing.style import (
     attention_style,
     decades,
-    legend_on_top,
-    note_below,
+    finished,
     panel_grid,
     paper_style,
     plain_numbers,
@@ -22,58 +22,51 @@ from semdiag.presentation.sections.learning.learning_speed import runs_by_settin
 # Quantity, statistic of the line, of a thin second line, axis.
 _SHOWN = (
     ("dispersion", "p50", "p95", "δ (nats)"),
-    ("separation", "p50", "p5", "Δ (nats)"),
-    ("xi_local", "p50", "p95", "local ξ (per nat)"),
-    ("xi_sound", "p50", "p95", "sound ξ (per nat)"),
     ("response", "mean", None, "response ‖p − p′‖₁"),
-    ("gamma", "max", None, "Γ, largest layer"),
-    ("query_key_gradient", "share", None, "queries' and keys' share\nof squared gradient"),
+    ("query_key_gradient", "share", None, "queries' and keys' share of squared gradient"),
 )
 _FEW = 3  # runs, above which thin lines would hide the others
 _SHORT = 2  # decades, below which powers of ten alone would leave an axis bare
-_LINEAR = ("xi_local", "gamma", "query_key_gradient")
+_LINEAR = ("query_key_gradient",)
 
 
 @paper_style
 def along_training(findings: Findings) -> Figure:
-    """Draw δ, Δ, ξ, response, Γ and the gradient's share in queries and keys against epochs.
+    """Draw δ, response and the gradient's share in queries and keys against epochs; Δ, ξ and Γ stand in the CSV.
 
     Args:
         findings: with snapshots.
 
     Returns:
-        Two rows of panels per setting, a line per run.
+        A row of panels per setting, a line per run.
 
     Raises:
         NothingToDrawError: if no snapshot was measured.
     """
     measurements = findings.measurements
-    pooled = measurements.along[measurements.along["layer"] == -1]
+    pooled = measurements.along[measurements.along["layer"] == ALL]
     groups = runs_by_setting(findings, pooled["model"], seeds_apart=False)
     if not groups:
         raise NothingToDrawError("No snapshot was measured: add --along.")
-    columns = 4
-    figure, axes = panel_grid(2 * columns * len(groups), height=2.3, sharey=False, columns=columns)
-    figure.set_size_inches(11, figure.get_figheight())
+    columns = len(_SHOWN)
+    figure, axes = panel_grid(columns * len(groups), height=2.5, sharey=False, columns=columns)
     for place, (title, runs) in enumerate(groups):
-        own = axes[2 * columns * place : 2 * columns * (place + 1)]
-        for ax, shown in zip(own, _SHOWN, strict=False):
+        own = axes[columns * place : columns * (place + 1)]
+        for ax, shown in zip(own, _SHOWN, strict=True):
             _draw(ax, runs, pooled, *shown)
-        own[0].set_title(title)
-        own[-1].set_visible(False)
-    legend_on_top(figure, axes)
+        for ax, (*_, label) in zip(own, _SHOWN, strict=True):
+            ax.set_title(f"{title}: {label}" if ax is own[0] else label)
     samples = min(SAMPLES, int(measurements.models["samples"].max()))
-    note_below(
+    return finished(
         figure,
         f"points: snapshots, each measured on the same {samples} held-out samples, layers and heads pooled, "
-        f"medians; thin, where there are at most {_FEW} runs: 95th percentile (Δ: 5th; none where not positive or "
-        "nothing is dropped); of several seeds each has its line; response to 1 % input noise, one draw",
+        f"medians; thin, where there are at most {_FEW} runs: 95th percentile; of several seeds each has its "
+        "line; response to 1 % input noise, one draw. Δ, ξ and Γ against epochs: data/along.csv",
     )
-    return figure
 
 
 def _draw(
-    ax: Axes, runs: pd.DataFrame, pooled: pd.DataFrame, quantity: str, main: str, second: str | None, label: str
+    ax: Axes, runs: pd.DataFrame, pooled: pd.DataFrame, quantity: str, main: str, second: str | None, _: str
 ) -> None:
     rows = pooled[pooled["quantity"] == quantity]
     drawn, crowded = False, len(runs) > _FEW
@@ -97,6 +90,5 @@ def _draw(
         ax.yaxis.set_major_formatter(PercentFormatter(1.0))
     if not drawn:
         ax.text(0.5, 0.5, "nothing to show", transform=ax.transAxes, ha="center", fontsize=7)
-    ax.set_ylabel(label)
     ax.set_xlabel("epoch")
     ax.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=5))

@@ -1,9 +1,19 @@
 """The section ``along`` of a report."""
 
+import pandas as pd
+
+from semdiag.findings.findings import Findings
+from semdiag.findings.glance import measured_glance
 from semdiag.presentation.section import Question, Section, Shown
 from semdiag.presentation.sections.along.along_training import along_training
 from semdiag.presentation.sections.along.sentences import along_sentences
-from semdiag.presentation.sections.along.tables import along_tables
+from semdiag.presentation.tables import a_column_each, with_run_facts
+
+
+def along_tables(findings: Findings, alone: bool) -> dict[str, pd.DataFrame]:
+    """Every snapshot of every run, a column for each quantity and statistic."""
+    return {"along": with_run_facts(findings, a_column_each(findings.measurements.along))}
+
 
 _QUESTIONS = (
     Question(
@@ -12,8 +22,8 @@ _QUESTIONS = (
         (
             Shown(
                 along_training,
-                "Dispersion, separation, ξ, response, Γ and the share of the gradient in queries and keys against "
-                "epochs, for each run: {models}.",
+                "Dispersion, response and the share of the gradient in queries and keys against epochs, "
+                "for each run: {models}.",
                 "Each point is a snapshot, measured on the same inputs. A difference between attentions that is "
                 "there at epoch 0 is owed to the mask; what opens later was learned.",
             ),
@@ -30,6 +40,7 @@ _QUESTIONS = (
 ALONG = Section(
     name="along",
     needs=("along",),
+    glance=measured_glance("along"),
     questions=_QUESTIONS,
     external=(),
     details=along_sentences,

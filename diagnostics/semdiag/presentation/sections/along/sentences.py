@@ -2,6 +2,7 @@
 
 from semdiag.findings.convergence import arrivals
 from semdiag.findings.findings import Findings
+from semdiag.measurement.table import ALL
 
 
 def along_sentences(findings: Findings) -> list[str]:
@@ -12,7 +13,7 @@ def along_sentences(findings: Findings) -> list[str]:
     """
     found = findings(arrivals).set_index("model")
     said = []
-    pooled = findings.measurements.along[findings.measurements.along["layer"] == -1]
+    pooled = findings.measurements.along[findings.measurements.along["layer"] == ALL]
     for model, rows in pooled.groupby("model", sort=False):
         if model not in found.index:
             continue

@@ -5,21 +5,12 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from semdiag.findings.corollary import HEURISTIC, corollary_findings
+from semdiag.findings.corollary import HEURISTIC, PAPER_PERCENTILES, corollary_table
 from semdiag.findings.finding import Verdict, log10
 from semdiag.findings.findings import Findings
 from semdiag.findings.pairing import compared_pairs
-from semdiag.measurement.percentiles import PAPER_PERCENTILES
 from semdiag.presentation.drawing.panels import NothingToDrawError
-from semdiag.presentation.drawing.style import (
-    INK,
-    legend_on_top,
-    note_below,
-    panel_grid,
-    paper_style,
-    title_with_facts,
-)
-from semdiag.presentation.sections.bounds.tables import corollary_table
+from semdiag.presentation.drawing.style import INK, finished, panel_grid, paper_style, title_with_facts
 
 _COLORS = {"W": "#4c72b0", "X": "#dd8452"}
 _HATCHES = {"W": "", "X": "///"}
@@ -39,7 +30,7 @@ def corollary_conditions(findings: Findings) -> Figure:
     Raises:
         NothingToDrawError: if no pair can be compared.
     """
-    table = corollary_table(corollary_findings(findings, findings(compared_pairs)))
+    table = corollary_table(findings, findings(compared_pairs))
     finite = table[np.isfinite(table[["value", "full_dispersion", "dispersion"]]).all(axis=1)]
     pairs = [name for name in dict.fromkeys(table["pair"]) if name in set(finite["pair"])]
     if not pairs:
@@ -51,14 +42,13 @@ def corollary_conditions(findings: Findings) -> Figure:
             _draw(ax, form, rows)
             title = pair if form == "paper" else "the same pair, sound form"
             title_with_facts(ax, title, [_fact(rows, name) for name in ("W", "X")])
-    legend_on_top(figure, axes)
-    note_below(
+    return finished(
         figure,
         "Bars down from the line at 1 or 0: the mask has the better guarantee; up: full attention has. "
         f"Separation at the mirrored percentiles (25, 10, 5, 0). {HEURISTIC[0].upper()}{HEURISTIC[1:]}."
-        "\nSound margin: W with norms taken as equal, X with each model's own largest norms.",
+        "\nSound margin: W with norms taken as equal, X with each model's own largest norms; where rows differ in "
+        "length, one k stands for all of them, and the margin is no bound.",
     )
-    return figure
 
 
 def _draw(ax: Axes, form: str, rows: pd.DataFrame) -> None:

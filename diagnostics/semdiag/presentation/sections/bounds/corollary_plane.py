@@ -8,7 +8,7 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from semdiag.findings.corollary import HEURISTIC, corollary_findings
+from semdiag.findings.corollary import HEURISTIC, corollary_table
 from semdiag.findings.finding import Verdict
 from semdiag.findings.findings import Findings
 from semdiag.findings.pairing import compared_pairs
@@ -18,13 +18,11 @@ from semdiag.presentation.drawing.panels import NothingToDrawError
 from semdiag.presentation.drawing.style import (
     ATTENTION_STYLES,
     FAINT,
-    legend_on_top,
-    note_below,
+    finished,
     panel_grid,
     paper_style,
     title_with_facts,
 )
-from semdiag.presentation.sections.bounds.tables import corollary_table
 
 DISPERSIONS = (3.0, 10.0, 30.0)  # δ_s of the regions, in nats
 LOADS = (1.0, 8.0)  # β of the regions; the condition in W does not know β
@@ -54,7 +52,7 @@ def corollary_plane(findings: Findings) -> Figure:
         raise NothingToDrawError("No top-k model is compared with a full one, with δ and Δ above 0.")
     everything = pd.concat([points, published])
     low, high = everything["y"].min() / 3, max(everything["y"].max() * 3, 1.0)
-    figure, axes = panel_grid(2, height=4.0)
+    figure, axes = panel_grid(2, height=4.4)
     for ax, parameter in zip(axes, ("W", "X"), strict=True):
         _draw_boundaries(ax, parameter, np.geomspace(low, high, 300))
         _draw_pairs(ax, published[published["parameter"] == parameter], measured=False)
@@ -64,21 +62,19 @@ def corollary_plane(findings: Findings) -> Figure:
         equation = "eq. 304" if parameter == "W" else "eq. 305, 2ΓΞ² = δₛ"
         title_with_facts(ax, f"Condition in {parameter} ({equation})", _facts(table, points, parameter))
     axes[0].set_ylabel("Δₕ / δₛ")
-    legend_on_top(figure, axes)
-    note_below(
+    return finished(
         figure,
         "A condition holds left of the curve of the point's own δₛ (and β): filled = holds, hollow = does not. "
         "Lines join percentiles 75, 90, 95, 100 (separation 25, 10, 5, 0), 100 is ringed; grey: the paper's "
         f"numbers, k = 5. {HEURISTIC[0].upper()}{HEURISTIC[1:]}.",
     )
-    return figure
 
 
 def _points(findings: Findings) -> pd.DataFrame:
     """Measured pairs in the plane."""
     topk = set(findings.measurements.models.loc[findings.measurements.models["attention"] == "topk", "model"])
     pairs = [pair for pair in findings(compared_pairs) if pair.other in topk]
-    table = corollary_table(corollary_findings(findings, pairs))
+    table = corollary_table(findings, pairs)
     table = table[(table["form"] == "paper") & (table["full_dispersion"] > 0) & np.isfinite(table["dispersion"])]
     table = table[np.isfinite(table["full_dispersion"])]
     placed: pd.DataFrame = table.assign(

@@ -6,17 +6,18 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from semdiag.findings.bounds import parameter_findings
-from semdiag.findings.finding import Finding, log10
+from semdiag.findings.finding import Finding, Verdict, log10
 from semdiag.findings.findings import Findings
 from semdiag.presentation.drawing.panels import NothingToDrawError, panels_of
+from semdiag.presentation.drawing.powers import power_of_ten, powers_of_ten
 from semdiag.presentation.drawing.style import (
     FAINT,
     INK,
     attention_style,
-    legend_on_top,
-    note_below,
+    finished,
     panel_grid,
     paper_style,
     title_with_facts,
@@ -24,7 +25,8 @@ from semdiag.presentation.drawing.style import (
 
 GROUPS = ("qk", "value-output", "mlp-in", "mlp-out")
 _PAPER = "#b0622a"
-_COLUMNS = ("ln_sound", "ln_paper", "ln_gradient", "ln_secant")
+_LOCAL = "#2a7f62"
+_COLUMNS = ("ln_sound", "ln_paper", "ln_local", "ln_gradient", "ln_secant")
 
 
 @paper_style
@@ -56,30 +58,37 @@ def secants_under_bounds(findings: Findings) -> Figure:
     for ax, (panel, series) in zip(axes, shown, strict=True):
         own = known[known["model"] == series.model]
         _draw(ax, own, attention_style(series.attention).color)
-        facts = [line for form in ("sound", "paper") for line in _facts(judged[series.model, form])]
+        facts = [line for form in ("sound", "paper", "local") for line in _facts(judged[series.model, form])]
         title_with_facts(ax, f"{panel.title}, {series.label}", facts)
         ax.set_xlabel("block")
-    axes[0].set_ylabel("log10 of slope or constant")
-    legend_on_top(figure, axes)
+    axes[0].set_ylabel("slope or constant")
+    for ax in axes:
+        ax.yaxis.set_major_locator(MaxNLocator(integer=True))
+        ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: power_of_ten(value)))
     samples = measurements.provenance.get("bound_samples")
     scope = f"the {samples} evaluated inputs" if samples else "the evaluated inputs"
-    note_below(
+    return finished(
         figure,
         f"within a block, left to right: {', '.join(GROUPS)}; the largest of a group's tensors. Constants speak "
         f"about {scope} at this checkpoint, and about nothing else.\nGradient and secant are two measurements: "
         "neither need be the larger (gradient of the mean loss over these inputs, secants over the first few).",
     )
-    return figure
+
+
+_WORDS = {Verdict.VIOLATED: "exceeded"}
 
 
 def _facts(finding: Finding) -> list[str]:
     """What became of the constants of one form, in lines."""
     numbers = finding.numbers
     if "smallest log10 gap" not in numbers:
-        return [f"{finding.form}: {finding.verdict}"]
-    gaps = f"10^{numbers['smallest log10 gap']:.1f} to 10^{numbers['largest log10 gap']:.1f}"
+        return [f"{finding.form}: {_WORDS.get(finding.verdict, finding.verdict)}"]
+    gaps = powers_of_ten(numbers["smallest log10 gap"], numbers["largest log10 gap"])
     unmet = [f"{finding.form}: assumptions not all met, see the verdict"] if finding.note else []
-    return [f"{finding.form}: {finding.verdict}, constants {gaps} times the slope", *unmet]
+    return [
+        f"{finding.form}: {_WORDS.get(finding.verdict, finding.verdict)}, constants {gaps} times the slope",
+        *unmet,
+    ]
 
 
 def _draw(ax: Axes, rows: pd.DataFrame, color: str) -> None:
@@ -93,6 +102,7 @@ def _draw(ax: Axes, rows: pd.DataFrame, color: str) -> None:
     dash: dict[str, Any] = {"marker": "_", "markersize": 8, "linestyle": "none"}
     ax.plot(x, y["ln_sound"], color=INK, markeredgewidth=2, label="sound constant", **dash)
     ax.plot(x, y["ln_paper"], color=_PAPER, markeredgewidth=1.2, label="paper's constant", **dash)
+    ax.plot(x, y["ln_local"], color=_LOCAL, markeredgewidth=1.2, label="local constant", **dash)
     for name, marker, label in (("ln_gradient", "o", "measured gradient"), ("ln_secant", "x", "measured secant")):
         ax.plot([], [], marker=marker, markersize=4, color=FAINT, linestyle="none", label=label)
         ax.plot(x, y[name], marker=marker, markersize=4, color=color, linestyle="none")

@@ -1,12 +1,30 @@
 """The section ``bounds`` of a report."""
 
+import pandas as pd
+
 from semdiag.findings.bounds import bounds_findings
+from semdiag.findings.corollary import corollary_table
+from semdiag.findings.estimates import in_part
+from semdiag.findings.findings import Findings
+from semdiag.findings.glance import bounds_glance
+from semdiag.findings.pairing import compared_pairs
 from semdiag.presentation.section import Question, Section, Shown
 from semdiag.presentation.sections.bounds.corollary_conditions import corollary_conditions
 from semdiag.presentation.sections.bounds.corollary_plane import corollary_plane
 from semdiag.presentation.sections.bounds.secants_under_bounds import secants_under_bounds
 from semdiag.presentation.sections.bounds.sentences import bounds_sentences, corollary_in_short
-from semdiag.presentation.sections.bounds.tables import bounds_tables
+from semdiag.presentation.tables import verdict_table, with_facts
+
+
+def bounds_tables(findings: Findings, alone: bool) -> dict[str, pd.DataFrame]:
+    """Constants and tensors of every model, conditions of every pair, verdicts."""
+    return {
+        "constants": with_facts(findings, findings.measurements.constants),
+        "parameters": with_facts(findings, findings.measurements.parameters),
+        "corollary": corollary_table(findings, findings(compared_pairs)),
+        "bounds_verdicts": verdict_table(findings(bounds_findings)),
+    }
+
 
 _HEURISTIC = (
     "Percentiles of δ, Δ and load are combined although they come from different queries, as the paper does: "
@@ -19,7 +37,7 @@ _QUESTIONS = (
         (
             Shown(
                 secants_under_bounds,
-                "Decimal logarithm of the constants of Theorem 2 in both forms and of measured gradients and "
+                "Decimal logarithm of the constants of Theorem 2 in three forms and of measured gradients and "
                 "secants of the loss, for each group of parameters and block: {models}.",
                 "The grey lines are the distance between what the loss did and what the bound allows, in "
                 "powers of ten. Where they are long, the bound is true and explains nothing: a difference "
@@ -28,8 +46,9 @@ _QUESTIONS = (
         ),
         (
             "A constant is the largest over the evaluated inputs at this checkpoint, not over all inputs, nor "
-            "along training. Gradient and secant are lower ends of the true constant and not ordered among "
-            "themselves.",
+            "along training: it bounds the gradient there and is no Lipschitz constant of a region. The local "
+            "form takes the attention weights as they are, instead of the worst that δ, Δ and k allow. Gradient "
+            "and secant are lower ends of the true constant and not ordered among themselves.",
             "The paper's form is computed for its own equations (post-norm, no biases). Where a model differs,"
             " the verdict says so: there the paper's theorem claims nothing.",
         ),
@@ -71,10 +90,13 @@ _QUESTIONS = (
 BOUNDS = Section(
     name="bounds",
     needs=("constants", "parameters"),
+    measured=lambda findings: not in_part(findings),
     questions=_QUESTIONS,
     external=(),
     in_short=corollary_in_short,
     details=bounds_sentences,
     verdicts=bounds_findings,
+    glance=bounds_glance,
+    glanced="corollary",
     tables=bounds_tables,
 )

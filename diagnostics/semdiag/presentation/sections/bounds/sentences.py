@@ -4,33 +4,56 @@ from collections.abc import Iterator, Sequence
 
 import pandas as pd
 
-from semdiag.findings.bounds import bounds_findings
-from semdiag.findings.corollary import CLAIM, HEURISTIC
+from semdiag.capturing.attention_kinds import FIXED_MASKS
+from semdiag.findings.bounds import bounds_findings, parameter_findings
+from semdiag.findings.consequences import consequence_findings
+from semdiag.findings.corollary import CLAIMS, HEURISTIC, LEFT_SIDES, NOT_COMPARABLE, corollary_findings
 from semdiag.findings.finding import Finding, Verdict
 from semdiag.findings.findings import Findings
-from semdiag.findings.pairing import compared_pairs
+from semdiag.findings.pairing import Pair, compared_pairs
 from semdiag.presentation.drawing.panels import model_labels
+from semdiag.presentation.drawing.powers import powers_of_ten
 
 _PAPERS = {"W": "eq. 304", "X": "eq. 305"}
 _GUARANTEE = {"W": "in the parameters (W)", "X": "in the inputs (X)"}
 
 
 def corollary_in_short(findings: Findings) -> list[str]:
-    """In how many cases the mask has the better guarantee, all pairs together."""
-    cases = [
-        f for f in findings(bounds_findings) if f.claim in map(CLAIM.format, "WX") and f.where.startswith("p")
-    ]
+    """In how many cases a heavy-hitter mask has the better guarantee, all pairs together; fixed masks apart."""
+    cases = [f for f in findings(bounds_findings) if f.claim in CLAIMS and f.percentile not in (None, 100)]
+    fixed = {pair.label for pair in findings(compared_pairs) if _is_fixed(findings, pair)}
+    heavy, control = ([f for f in cases if (f.subject in fixed) == wanted] for wanted in (False, True))
+    said = []
+    if parts := _counts(heavy):
+        said.append(
+            "Corollary 1, over pairs with top-k masks, percentiles 75 to 95 and both conditions: the mask has the "
+            f"better guarantee {parts}; which ones, and whether those masks learn faster, stands under the bounds."
+        )
+    if parts := _counts(control):
+        said.append(
+            "The same of fixed masks, a control of which the corollary claims nothing: the mask's constants are "
+            f"the smaller ones {parts}."
+        )
+    return said
+
+
+def _counts(cases: Sequence[Finding]) -> str:
+    """``in 2 of 18 cases in the paper form (assumption not met in 6 more), …``."""
     parts = []
     for form in ("paper", "sound"):
-        own = [f for f in cases if f.form == form and f.verdict is not Verdict.NOT_MET]
-        met = sum(f.verdict is Verdict.HOLDS for f in own)
-        parts += [f"in {met} of {len(own)} cases in the {form} form"] if own else []
-    if not parts:
-        return []
-    return [
-        f"Corollary 1, over pairs, percentiles and both conditions: the mask has the better guarantee "
-        f"{', '.join(parts)}; which ones, and whether those masks learn faster, stands under the bounds."
-    ]
+        own = [f for f in cases if f.form == form]
+        stated = [f for f in own if f.verdict is not Verdict.NOT_MET]
+        met = sum(f.verdict is Verdict.HOLDS for f in stated)
+        unmet = len(own) - len(stated)
+        more = f" (assumption not met in {unmet} more)" if unmet else ""
+        parts += [f"in {met} of {len(stated)} cases in the {form} form{more}"] if own else []
+    return ", ".join(parts)
+
+
+def _is_fixed(findings: Findings, pair: Pair) -> bool:
+    """Whether a pair's mask ignores the scores."""
+    models = findings.measurements.models
+    return bool(models.loc[models["model"] == pair.other, "attention"].isin(FIXED_MASKS).all())
 
 
 def bounds_sentences(findings: Findings) -> list[str]:
@@ -44,15 +67,14 @@ def bounds_sentences(findings: Findings) -> list[str]:
     """
     said = []
     for model, label in model_labels(findings.measurements.models).items():
-        parts = [_constants(f) for f in findings(bounds_findings) if f.subject == model and f.where == "all"]
+        parts = [_constants(f) for f in findings(parameter_findings) if f.subject == model and f.where == "all"]
         said += [f"{label}: {' '.join(parts)}"] if parts else []
     for pair in findings(compared_pairs):
-        parts = list(_corollary([f for f in findings(bounds_findings) if f.subject == pair.label]))
+        parts = list(_corollary(findings(corollary_findings, pair), _is_fixed(findings, pair)))
         said += [f"{pair.label}: {' '.join(parts)} ({HEURISTIC[0].upper()}{HEURISTIC[1:]}.)"] if parts else []
         said += [
             f"{pair.label}, {f.form} constants of the whole network: {f.note}."
-            for f in findings(bounds_findings)
-            if f.subject == pair.label and "ln λ_L other over reference" in f.numbers
+            for f in findings(consequence_findings, pair)
         ]
     return said or ["No constant of these models is known."]
 
@@ -67,30 +89,32 @@ def _constants(finding: Finding) -> str:
         return f"In {n['violated']:.0f} tensors the loss is steeper than {name}, {fault}{reason}."
     if finding.verdict is not Verdict.HOLDS:
         return f"On {name}: {finding.verdict}{reason}."
-    gaps = f"10^{n['smallest log10 gap']:.1f} to 10^{n['largest log10 gap']:.1f}"
     start = f"In {n['holds']:.0f} tensors the loss is no steeper than {name}"
+    if "smallest log10 gap" not in n:  # no slope to compare with: of weights that are no numbers
+        return f"{start}{reason}."
+    gaps = powers_of_ten(n["smallest log10 gap"], n["largest log10 gap"])
     return f"{start}, which are {gaps} times the measured slopes{reason}."
 
 
-def _corollary(judged: Sequence[Finding]) -> Iterator[str]:
+def _corollary(judged: Sequence[Finding], fixed: bool) -> Iterator[str]:
     for form in ("paper", "sound"):
-        for parameter in ("W", "X"):
-            own = [f for f in judged if f.claim == CLAIM.format(parameter) and f.form == form]
-            parts = [f for f in own if f.where.startswith("p")]
+        for claim, parameter in CLAIMS.items():
+            own = [f for f in judged if f.claim == claim and f.form == form]
+            parts = [f for f in own if f.percentile is not None]
             if parts:
-                yield _condition(form, parameter, parts)
+                yield _condition(form, parameter, parts, fixed)
             elif own:
                 yield f"Nothing conclusive {_GUARANTEE[parameter]}, {form} form: {own[0].note}."
     for f in judged:
-        if f.claim == CLAIM.format("W and X"):
+        if f.claim == NOT_COMPARABLE:
             yield f"Nothing conclusive: {f.note}."
 
 
-def _condition(form: str, parameter: str, parts: Sequence[Finding]) -> str:
+def _condition(form: str, parameter: str, parts: Sequence[Finding], fixed: bool) -> str:
     """At which percentiles one condition says that the mask has the better guarantee."""
     where: dict[Verdict, list[str]] = {}
     for f in parts:
-        value = f.numbers.get("left side", f.numbers.get("ln margin", float("nan")))
+        value = f.numbers[LEFT_SIDES[form][0]]
         shown = f.where if f.verdict is Verdict.NOT_MET or pd.isna(value) else f"{f.where} ({value:.2f})"
         where.setdefault(f.verdict, []).append(shown)
     words = {
@@ -99,5 +123,7 @@ def _condition(form: str, parameter: str, parts: Sequence[Finding]) -> str:
         Verdict.NOT_MET: "cannot be stated at",
     }
     said = ", ".join(f"{words[v]} {', '.join(at)}" for v, at in where.items())
-    what = f"{_PAPERS[parameter]}, left side below 1" if form == "paper" else "ln margin below 0"
-    return f"A better guarantee of the mask {_GUARANTEE[parameter]}, {form} form ({what}), {said}."
+    equation = "Theorem 4" if fixed else _PAPERS[parameter]
+    what = f"{equation}, left side below 1" if form == "paper" else "ln margin below 0"
+    whose = "Control: a smaller constant of the fixed mask" if fixed else "A better guarantee of the mask"
+    return f"{whose} {_GUARANTEE[parameter]}, {form} form ({what}), {said}."

@@ -5,7 +5,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from semdiag.findings.convergence import arrivals
+from semdiag.findings.convergence import arrivals, seed_curves
 from semdiag.findings.findings import Findings
 from semdiag.presentation.drawing.noise import percent
 from semdiag.presentation.drawing.panels import NothingToDrawError
@@ -13,15 +13,12 @@ from semdiag.presentation.drawing.style import (
     FAINT,
     AttentionStyle,
     attention_style,
-    legend_on_top,
-    note_below,
+    finished,
     panel_grid,
     paper_style,
     title_with_facts,
 )
 from semdiag.presentation.sections.convergence.sentences import arrival_words
-
-_FEWEST_FOR_MEDIAN = 3
 
 
 @paper_style
@@ -47,8 +44,8 @@ def learning_curves(findings: Findings) -> Figure:
         facts, target = [], float(runs["target"].iloc[0])
         for attention, own in runs.groupby("attention", sort=False):
             style = attention_style(str(own["kind"].iloc[0]))
-            _draw(ax, style, _wide(findings, own, "train_accuracy"), 1.7)
-            _draw(ax, style, _wide(findings, own, "holdout_accuracy"), 0.7)
+            _draw(ax, style, *seed_curves(findings, own, "train_accuracy"), 1.7)
+            _draw(ax, style, *seed_curves(findings, own, "holdout_accuracy"), 0.7)
             ax.plot([], [], color=style.color, linestyle=style.line, marker=style.marker, markersize=4,
                     label=str(attention))  # fmt: skip
             _mark(ax, style, own, target)
@@ -61,36 +58,23 @@ def learning_curves(findings: Findings) -> Figure:
         ax.set_ylim(top=1.03)
     for ax in axes[::2]:
         ax.set_ylabel("accuracy")
-    legend_on_top(figure, axes)
-    note_below(
+    return finished(
         figure,
         "above the panel: epochs to this training accuracy, seed by seed; markers: the same. thick: training, "
         "thin: held-out; from three seeds on the lower median, with their range as a band, in which a run that "
         "stopped when it had arrived keeps its last accuracy",
     )
-    return figure
 
 
-def _wide(findings: Findings, runs: pd.DataFrame, column: str) -> pd.DataFrame:
-    """One column per run; what has arrived and stopped keeps its last value beside runs that go on."""
-    history = findings.measurements.history[findings.measurements.history["model"].isin(runs["model"])]
-    wide = history.dropna(subset=["epoch"]).pivot_table(index="epoch", columns="model", values=column)
-    arrived = runs.loc[runs["arrival"].notna(), "model"]
-    return wide.assign(**wide[[*arrived]].ffill()) if len(wide.columns) >= _FEWEST_FOR_MEDIAN else wide
-
-
-def _draw(ax: Axes, style: AttentionStyle, wide: pd.DataFrame, width: float) -> None:
-    """Draw every run, or from three on their median: of two, a median would be an accuracy that no run had."""
-    many = len(wide.columns) >= _FEWEST_FOR_MEDIAN
-    wide = wide.dropna() if many else wide
-    drawn = wide.quantile(0.5, axis=1, interpolation="lower").to_frame() if many else wide
-    for _, values in drawn.items():
+def _draw(ax: Axes, style: AttentionStyle, curves: pd.DataFrame, band: pd.DataFrame, width: float) -> None:
+    epochs = curves.index
+    for _, values in curves.items():
         ax.plot(
-            wide.index, values, color=style.color, linestyle=style.line, linewidth=width,
-            marker="." if len(wide) == 1 else "",
+            epochs, values, color=style.color, linestyle=style.line, linewidth=width,
+            marker="." if len(epochs) == 1 else "",
         )  # fmt: skip
-    if many and width > 1:
-        ax.fill_between(wide.index, wide.min(axis=1), wide.max(axis=1), color=style.color, alpha=0.18, linewidth=0)
+    if len(band) and width > 1:
+        ax.fill_between(epochs, band["low"], band["high"], color=style.color, alpha=0.18, linewidth=0)
 
 
 def _mark(ax: Axes, style: AttentionStyle, runs: pd.DataFrame, target: float) -> None:

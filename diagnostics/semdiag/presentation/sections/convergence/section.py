@@ -1,11 +1,28 @@
 """The section ``convergence`` of a report."""
 
+import pandas as pd
+
+from semdiag.findings.convergence import arrivals
+from semdiag.findings.findings import Findings
+from semdiag.findings.glance import measured_glance
+from semdiag.findings.speed_and_dispersion import run_statistics, speed_dispersion_table
 from semdiag.presentation.section import Question, Section, Shown
 from semdiag.presentation.sections.convergence.learning_curves import learning_curves
 from semdiag.presentation.sections.convergence.sentences import convergence_sentences
 from semdiag.presentation.sections.convergence.speed_up import speed_up
 from semdiag.presentation.sections.convergence.speed_up_against_dispersion import speed_up_against_dispersion
-from semdiag.presentation.sections.convergence.tables import convergence_tables
+from semdiag.presentation.tables import with_run_facts
+
+
+def convergence_tables(findings: Findings, alone: bool) -> dict[str, pd.DataFrame]:
+    """Runs, history (of their epochs), speed_ups, over_seeds."""
+    return {
+        "runs": findings(arrivals),
+        "speed_ups": findings(speed_dispersion_table),
+        "over_seeds": findings(run_statistics),
+        "history": with_run_facts(findings, findings.measurements.history),
+    }
+
 
 _QUESTIONS = (
     Question(
@@ -32,8 +49,8 @@ _QUESTIONS = (
                 "Speed-up over full attention against the ratio of median dispersions at the last checkpoint, "
                 "logarithmic axes: {models}.",
                 "If a smaller dispersion went with faster learning, points would fall from the upper left to the "
-                "lower right. Bars are intervals over inputs only; what stands above the panel says what the "
-                "tasks at hand can and cannot settle.",
+                "lower right. Bars are intervals over inputs only. Runs of one attention are no independent "
+                "points: what goes with speed is asked of masks, with --predictors.",
             ),
         ),
         (
@@ -51,6 +68,7 @@ _QUESTIONS = (
 CONVERGENCE = Section(
     name="convergence",
     needs=("runs",),
+    glance=measured_glance("runs"),
     questions=_QUESTIONS,
     external=(),
     in_short=convergence_sentences,

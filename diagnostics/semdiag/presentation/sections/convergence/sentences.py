@@ -8,9 +8,10 @@ import pandas as pd
 
 from semdiag.findings.convergence import arrivals, target_of
 from semdiag.findings.findings import Findings
-from semdiag.findings.speed_and_dispersion import run_correlation, run_statistics, speed_dispersion_table
+from semdiag.findings.speed_and_dispersion import run_statistics
 from semdiag.measurement.runs.training_runs import NOT_BEGUN, TARGET, UNFINISHED
 from semdiag.presentation.drawing.noise import percent
+from semdiag.presentation.sections.learning.sentences import reach_sentences
 
 
 def target_words(findings: Findings) -> str:
@@ -47,6 +48,16 @@ def speed_words(low: float, high: float) -> str:
     return f"below {high:.3g}" if low == 0 else f"{low:.3g} to {high:.3g}"
 
 
+def epoch_words(row: Mapping[Any, Any]) -> str:
+    """The range of a median speed-up when every arrival may be one epoch off, where it is known at all.
+
+    Args:
+        row: of :func:`~semdiag.findings.convergence.over_seeds`.
+    """
+    known = row["pairs"] and row["speed_up_low"] == row["speed_up_high"]
+    return speed_words(row["epoch_low"], row["epoch_high"]) if known else "–"
+
+
 def interval_words(row: Mapping[Any, Any]) -> str:
     """The interval of a median speed-up over seeds, or why there is none.
 
@@ -69,17 +80,15 @@ def convergence_sentences(findings: Findings) -> list[str]:
         findings: with runs.
 
     Returns:
-        One sentence per setting, then the correlation with dispersion, then what is unfinished or left out.
+        One sentence per setting, then what no weights can learn, what is unfinished or left out.
     """
-    found, table, seeds = findings(arrivals), findings(speed_dispersion_table), findings(run_statistics)
+    found, seeds = findings(arrivals), findings(run_statistics)
     said = []
     for group, rows in seeds.groupby("group", sort=False) if len(seeds) else []:
         parts = [_attention_words(row, found[found["group"] == group]) for row in rows.to_dict("records")]
         target = percent(target_of(findings.measurements, rows["task"].iloc[0]))
         said.append(f"{group}, epochs to {target} training accuracy: {'; '.join(parts)}.")
-    if len(table):
-        said.append(findings(run_correlation).sentence)
-    return said + _reservations(findings, found)
+    return said + reach_sentences(findings) + _reservations(findings, found)
 
 
 def _attention_words(row: dict[Any, Any], runs: pd.DataFrame) -> str:
@@ -89,7 +98,8 @@ def _attention_words(row: dict[Any, Any], runs: pd.DataFrame) -> str:
     if row["pairs"]:
         speed = speed_words(row["speed_up_low"], row["speed_up_high"])
         which = "speed-up" if row["pairs"] == 1 else f"median speed-up over {row['pairs']} seeds"
-        words += f" ({which} {speed}; {interval_words(row)})"
+        off = f"; one epoch off {epoch_words(row)}" if epoch_words(row) != "–" else ""
+        words += f" ({which} {speed}{off}; {interval_words(row)})"
     return words
 
 

@@ -15,8 +15,7 @@ from semdiag.presentation.drawing.style import (
     FAINT,
     AttentionStyle,
     attention_style,
-    legend_on_top,
-    note_below,
+    finished,
     panel_grid,
     paper_style,
     plain_numbers,
@@ -61,14 +60,12 @@ def speed_up(findings: Findings) -> Figure:
                 ax.plot([], [], marker=style.marker, color=style.color, linestyle="none", label=attention)
     _finish(ax, groups)
     ax.set_ylabel(f"speed-up over full attention\n(epochs to {target_words(findings)}, ratio)")
-    legend_on_top(figure, [ax])
-    note_below(
+    return finished(
         figure,
         f"{targets_sentence(findings)} point: one seed; arrow: only this bound is known, one run never "
         "arrived; bar: interval of the median over seeds (order statistics; its confidence stands beside it), "
         "none for one seed; ?: neither arrived",
     )
-    return figure
 
 
 def draw_speed(ax: Axes, x: float, pair: pd.Series, style: AttentionStyle) -> None:

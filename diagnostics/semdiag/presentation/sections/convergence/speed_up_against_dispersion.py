@@ -4,17 +4,16 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator
 
 from semdiag.findings.findings import Findings
-from semdiag.findings.speed_and_dispersion import run_correlation, speed_dispersion_table
+from semdiag.findings.speed_and_dispersion import speed_dispersion_table
 from semdiag.presentation.drawing.panels import NothingToDrawError
 from semdiag.presentation.drawing.style import (
     FAINT,
     attention_style,
-    legend_on_top,
-    note_below,
+    finished,
     panel_grid,
     paper_style,
     plain_numbers,
-    title_with_facts,
+    wrapped,
 )
 from semdiag.presentation.sections.convergence.sentences import target_words, targets_sentence
 from semdiag.presentation.sections.convergence.speed_up import draw_speed
@@ -22,7 +21,7 @@ from semdiag.presentation.sections.convergence.speed_up import draw_speed
 
 @paper_style
 def speed_up_against_dispersion(findings: Findings) -> Figure:
-    """Draw speed-up against δ_h/δ_s for every pair of runs, with their rank correlation.
+    """Draw speed-up against δ_h/δ_s for every pair of runs.
 
     Args:
         findings: with runs and the queries of their last checkpoints.
@@ -60,19 +59,15 @@ def speed_up_against_dispersion(findings: Findings) -> Figure:
         axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         plain_numbers(axis)
         line(1.0, color=FAINT, linewidth=0.9, linestyle=(0, (4, 2)), zorder=0)
-    ax.set_xlabel("δ of sparse / δ of full attention, pooled medians at the last checkpoint")
+    ax.set_xlabel(wrapped(ax, "δ of sparse / δ of full attention, pooled medians at the last checkpoint"))
     ax.set_ylabel(f"speed-up over full attention\n(epochs to {target_words(findings)}, ratio)")
-    said = findings(run_correlation).sentence
-    title_with_facts(ax, "", said.replace(": ", ":\n", 1).replace("; ", ";\n", 1).split("\n"))
-    legend_on_top(figure, [ax])
     samples = int(findings.measurements.models["samples"].max())
     numbers = "; ".join(f"{place} = {group}" for group, place in names.items())
-    note_below(
+    return finished(
         figure,
         f"{targets_sentence(findings)} {numbers}. bars: 95 % intervals over sequences (200 resamplings of "
         f"{samples} samples); hollow with arrow: a bound, one run never arrived",
     )
-    return figure
 
 
 def _with_one(limits: tuple[float, float]) -> tuple[float, float]:

@@ -1,25 +1,21 @@
 """How the dispersion grows with the number of keys: a range over more scores is wider to begin with."""
 
-import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from semdiag.findings.dispersion import FEWEST, dispersion_by_number_of_keys
 from semdiag.findings.findings import Findings
 from semdiag.presentation.drawing.panels import NothingToDrawError, Panel, panels_of
 from semdiag.presentation.drawing.style import (
     AttentionStyle,
-    legend_on_top,
+    finished,
     lightened,
-    note_below,
     panel_grid,
     paper_style,
     plain_numbers,
     title_with_facts,
 )
-
-_BINS = 24
-_FEWEST = 10  # queries of a bin that is drawn
 
 
 @paper_style
@@ -36,9 +32,7 @@ def dispersion_by_keys(findings: Findings) -> Figure:
     Raises:
         NothingToDrawError: if every query has the same number of keys.
     """
-    curves = {
-        str(model): _binned(rows) for model, rows in findings.measurements.queries.groupby("model", sort=False)
-    }
+    curves = findings(dispersion_by_number_of_keys)
     panels = [
         p for p in panels_of(findings.measurements.models) if any(len(curves[s.model]) > 1 for s in p.series)
     ]
@@ -48,28 +42,11 @@ def dispersion_by_keys(findings: Findings) -> Figure:
     for ax, panel in zip(axes, panels, strict=True):
         _draw(ax, panel, curves)
     axes[0].set_ylabel("semantic dispersion δ (nats)")
-    legend_on_top(figure, axes)
-    note_below(
+    return finished(
         figure,
         "line: median; dark band: 25–75 %, light band: 5–95 % of the queries with about this many keys "
-        f"(at least {_FEWEST}). A query with one key has δ = 0.",
+        f"(at least {FEWEST}). A query with one key has δ = 0.",
     )
-    return figure
-
-
-def _binned(rows: pd.DataFrame) -> pd.DataFrame:
-    """Percentiles of δ by number of keys, in bins of equal ratio."""
-    finite = rows[np.isfinite(rows["dispersion"]) & (rows["keys"] > 1)]
-    if finite.empty:
-        return pd.DataFrame()
-    keys = finite["keys"].to_numpy(float)
-    edges = np.unique(np.round(np.geomspace(2, keys.max() + 1, _BINS + 1)))
-    bins = np.digitize(keys, edges)
-    groups = finite.assign(bin=bins).groupby("bin")
-    table = groups["dispersion"].quantile([0.05, 0.25, 0.5, 0.75, 0.95]).unstack()
-    table["keys"], table["queries"] = groups["keys"].mean(), groups.size()
-    shown: pd.DataFrame = table[table["queries"] >= _FEWEST]
-    return shown
 
 
 def _draw(ax: Axes, panel: Panel, curves: dict[str, pd.DataFrame]) -> None:

@@ -5,11 +5,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from semdiag.capturing.attention_kinds import DENSE
+from semdiag.findings.distributions import Percentiles, pooled_percentiles
 from semdiag.findings.findings import Findings
-from semdiag.measurement.percentiles import percentiles
 from semdiag.presentation.drawing.curves import cumulative_curve
 from semdiag.presentation.drawing.panels import NothingToDrawError, Panel, panels_of
-from semdiag.presentation.drawing.style import legend_on_top, note_below, panel_grid, paper_style, plain_numbers
+from semdiag.presentation.drawing.style import finished, panel_grid, paper_style, plain_numbers
 
 MARKED = (50, 75, 90, 95)
 
@@ -38,16 +38,14 @@ def dispersion_ecdf(findings: Findings) -> Figure:
     for ax, panel in zip(axes, panels, strict=True):
         ax.set_xscale("log")
         plain_numbers(ax.xaxis)
-        _draw(ax, panel, values)
+        _draw(ax, panel, values, findings(pooled_percentiles, "dispersion"))
         ax.set_title(panel.title)
         ax.set_xlabel("semantic dispersion δ (nats)")
     axes[0].set_ylabel("share of queries with δ ≤ x")
-    legend_on_top(figure, axes)
-    note_below(figure, "markers: 50th, 75th, 90th and 95th percentile; further left = more focused")
-    return figure
+    return finished(figure, "markers: 50th, 75th, 90th and 95th percentile; further left = more focused")
 
 
-def _draw(ax: Axes, panel: Panel, values: dict[str, "pd.Series[float]"]) -> None:
+def _draw(ax: Axes, panel: Panel, values: dict[str, "pd.Series[float]"], pooled: dict[str, Percentiles]) -> None:
     ax.set_ylim(0, 1.02)
     for share in MARKED:
         ax.axhline(share / 100, color="#e4e4e4", linewidth=0.6, zorder=0)
@@ -63,7 +61,6 @@ def _draw(ax: Axes, panel: Panel, values: dict[str, "pd.Series[float]"]) -> None
         if not len(x):
             continue
         ax.plot(x, y, color=style.color, linestyle=style.line, linewidth=style.width)
-        table = percentiles(column)
-        marks = [table[f"p{share}"] for share in MARKED]
+        marks = [pooled[series.model][f"p{share}"] for share in MARKED]
         heights = [share / 100 for share in MARKED]
         ax.plot(marks, heights, color=style.color, marker=style.marker, linestyle="none", markersize=4)

@@ -7,15 +7,7 @@ from matplotlib.figure import Figure
 from semdiag.findings.dispersion import RATIO_PERCENTILES, layer_ratios
 from semdiag.findings.findings import Findings
 from semdiag.presentation.drawing.panels import NothingToDrawError, Panel, panels_of
-from semdiag.presentation.drawing.style import (
-    FAINT,
-    legend_on_top,
-    lightened,
-    note_below,
-    panel_grid,
-    paper_style,
-    plain_numbers,
-)
+from semdiag.presentation.drawing.style import FAINT, finished, lightened, panel_grid, paper_style, plain_numbers
 
 
 @paper_style
@@ -48,16 +40,15 @@ def dispersion_ratio(findings: Findings) -> Figure:
         ax.set_title(f"{panel.title}: {which}")
         if percentile == RATIO_PERCENTILES[0]:
             ax.set_ylabel("δ of sparse / δ of full attention")
-    legend_on_top(figure, axes)
-    note_below(
+    return finished(
         figure, "bars: 95 % intervals, whole sequences resampled; below 1 = more focused than full attention"
     )
-    return figure
 
 
 def _scale(ax: Axes, low: float, high: float) -> None:
     ax.set_yscale("log", base=2)
-    ax.set_ylim(low / 1.1, high * 1.1)
+    if 0 < low < high < float("inf"):  # of a diverged model neither need hold
+        ax.set_ylim(low / 1.1, high * 1.1)
     plain_numbers(ax.yaxis)
     ax.axhline(1.0, color=FAINT, linewidth=1.0, linestyle=(0, (4, 2)))
 

@@ -1,12 +1,27 @@
 """The section ``dispersion`` of a report."""
 
+import pandas as pd
+
+from semdiag.capturing.attention_kinds import external
+from semdiag.findings.dispersion import layer_ratios
+from semdiag.findings.findings import Findings
+from semdiag.findings.glance import dispersion_glance
 from semdiag.presentation.section import Question, Section, Shown
 from semdiag.presentation.sections.dispersion.dispersion_by_keys import dispersion_by_keys
 from semdiag.presentation.sections.dispersion.dispersion_by_layer import dispersion_by_layer
 from semdiag.presentation.sections.dispersion.dispersion_ecdf import dispersion_ecdf
 from semdiag.presentation.sections.dispersion.dispersion_ratio import dispersion_ratio
 from semdiag.presentation.sections.dispersion.sentences import dispersion_in_short
-from semdiag.presentation.sections.dispersion.tables import dispersion_tables
+from semdiag.presentation.tables import percentile_csv
+
+
+def dispersion_tables(findings: Findings, alone: bool) -> dict[str, pd.DataFrame]:
+    """Percentiles of δ, and its ratio to full attention's where models can be compared."""
+    tables = {"dispersion": percentile_csv(findings, "dispersion")}
+    if not external(findings.measurements.models).all():
+        tables["dispersion_ratio"] = findings(layer_ratios)
+    return tables
+
 
 _BY_KEYS = Shown(
     dispersion_by_keys,
@@ -112,5 +127,6 @@ DISPERSION = Section(
     questions=_QUESTIONS,
     external=_EXTERNAL,
     in_short=dispersion_in_short,
+    glance=dispersion_glance,
     tables=dispersion_tables,
 )

@@ -1,14 +1,18 @@
 """Does the sparse model focus? In sentences."""
 
-from semdiag.capturing.attention_kinds import FIXED_MASKS, external
+from semdiag.capturing.attention_kinds import external
 from semdiag.findings.counterfactuals import counterfactual_ks
-from semdiag.findings.dispersion import pair_comparisons
+from semdiag.findings.dispersion import fixed_mask_ratios, pair_comparisons
+from semdiag.findings.distributions import pooled_percentiles
+from semdiag.findings.estimates import in_part
 from semdiag.findings.findings import Findings
-from semdiag.findings.pairing import find_pairs
-from semdiag.measurement.percentiles import percentiles
 
 _NO_PAIR = (
     "Nothing is compared: there is no full and top-k model of the same task, seed, size and snapshot. "
+    "The figures show each model by itself."
+)
+_NOT_JUDGED = (
+    "Pairs of models are not judged: a verdict rests on every query, and of these only some were drawn or kept. "
     "The figures show each model by itself."
 )
 
@@ -21,7 +25,12 @@ def dispersion_in_short(findings: Findings) -> list[str]:
             [] if counterfactual else [span_sentence(findings, m) for m in findings.measurements.models["model"]]
         )
     said = [comparison.sentence for comparison in findings(pair_comparisons)]
-    return (said or [_NO_PAIR]) + _controls(findings)
+    ratios = [f"{pair.label} {ratio:.2g} times" for pair, ratio in findings(fixed_mask_ratios)]
+    control = (
+        f"For comparison, masks that ignore the scores have a median δ of: {'; '.join(ratios)} full attention's. "
+        "A smaller range is in part only a range over fewer keys."
+    )
+    return [*(said or [_NOT_JUDGED if in_part(findings) else _NO_PAIR]), *([control] if ratios else [])]
 
 
 def span_sentence(findings: Findings, model: str) -> str:
@@ -31,28 +40,8 @@ def span_sentence(findings: Findings, model: str) -> str:
         findings: of any number of models.
         model: a value of the column ``model``.
     """
-    own = findings.measurements.queries[findings.measurements.queries["model"] == model]
-    delta = percentiles(own["dispersion"])
+    delta, keys = (findings(pooled_percentiles, name)[model] for name in ("dispersion", "keys"))
     return (
         f"{model}: the scores of a query span {delta['p50']:.3g} nats at the median and "
-        f"{delta['p95']:.3g} at the 95th percentile, over {own['keys'].median():g} keys at the median."
+        f"{delta['p95']:.3g} at the 95th percentile, over {keys['p50']:g} keys at the median."
     )
-
-
-def _controls(findings: Findings) -> list[str]:
-    """What masks that ignore the input do to the pooled median, last snapshots only."""
-    measurements = findings.measurements
-    models = measurements.models[measurements.models["snapshot"] == "last"]
-    pairs, _ = find_pairs(models[models["attention"].isin(FIXED_MASKS)], attention=None)
-    medians = {str(m): percentiles(d)["p50"] for m, d in measurements.queries.groupby("model")["dispersion"]}
-    parts = [
-        f"{pair.label} {medians[pair.other] / medians[pair.full]:.2g} times"
-        for pair in pairs
-        if medians.get(pair.full, 0) > 0 and pair.other in medians
-    ]
-    if not parts:
-        return []
-    return [
-        f"For comparison, masks that ignore the scores have a median δ of: {'; '.join(parts)} full attention's. "
-        "A smaller range is in part only a range over fewer keys."
-    ]

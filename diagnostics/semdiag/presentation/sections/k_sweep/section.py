@@ -1,14 +1,37 @@
 """The section ``k-sweep`` of a report."""
 
+import pandas as pd
+
+from semdiag.findings.findings import Findings
+from semdiag.findings.glance import measured_glance
+from semdiag.findings.k_sweep import condition_table
+from semdiag.findings.rerun import change_table
+from semdiag.measurement.table import ALL
 from semdiag.presentation.section import Question, Section, Shown
 from semdiag.presentation.sections.k_sweep.k_sweep import k_sweep
-from semdiag.presentation.sections.k_sweep.sentences import sweep_sentences
-from semdiag.presentation.sections.k_sweep.tables import sweep_tables
+from semdiag.presentation.sections.k_sweep.sentences import k_sweep_sentences
+from semdiag.presentation.tables import with_facts
+
+
+def k_sweep_tables(findings: Findings, alone: bool) -> dict[str, pd.DataFrame]:
+    """What every k would leave, the paper's conditions, and what real masks changed.
+
+    The model's own k is ``k``, that of the sweep ``swept_k``. Layers and heads are told apart where the sweep is
+    the report's only section: every layer, head and k would outweigh a whole report.
+    """
+    sweep = findings.measurements.sweep
+    sweep = sweep if alone else sweep[sweep["layer"] == ALL]
+    tables = {"k_sweep": sweep, "k_sweep_conditions": findings(condition_table)}
+    again = findings(change_table)
+    if len(again):
+        tables["k_sweep_rerun"] = again
+    return {name: with_facts(findings, table.rename(columns={"k": "swept_k"})) for name, table in tables.items()}
+
 
 _QUESTIONS = (
     Question(
         "k-sweep",
-        "What would another k leave of this attention?",
+        "Would sparse attention do in this model, and with which k?",
         (
             Shown(
                 k_sweep,
@@ -34,8 +57,9 @@ _QUESTIONS = (
 K_SWEEP = Section(
     name="k-sweep",
     needs=("sweep",),
+    glance=measured_glance("sweep"),
     questions=_QUESTIONS,
     external=_QUESTIONS,
-    details=sweep_sentences,
-    tables=sweep_tables,
+    details=k_sweep_sentences,
+    tables=k_sweep_tables,
 )

@@ -1,15 +1,117 @@
-"""Which k would qualify, in sentences."""
+"""Would sparse attention do? The verdict in a sentence, and what stands behind it."""
 
+import math
+
+from semdiag.findings.estimates import drawn
 from semdiag.findings.findings import Findings
-from semdiag.findings.k_sweep import recommendation
+from semdiag.findings.k_sweep import conditions_met
+from semdiag.findings.rerun import MASS, SparseVerdict, sparse_verdict
 from semdiag.presentation.drawing.panels import model_labels
 
+_CHANGES = {
+    "loss": "changes the loss by {}",
+    "divergence": "changes the output distribution by {} (KL divergence)",
+    "output_change": "changes the outputs by {} of their norm",
+}
+_ROUNDING = 5e-5  # nats: what is smaller is rounding, or might as well be
+_WHY = {
+    "near_uniform": "the attention is near uniform (untrained?)",
+    "chance": "the model predicts no better than chance (untrained?)",
+    "control": "as many random keys do as little harm: what is measured does not hang on the attention",
+    "few_samples": "too few samples for an interval",
+    "fixed_mask": "its mask ranks no scores",
+    "not_measured": "it was not measured",
+}
 
-def sweep_sentences(findings: Findings) -> list[str]:
-    """Each model's recommendation.
+
+def verdict_sentence(found: SparseVerdict, model: str) -> str:
+    """The verdict in one sentence, the first that is said of a sweep anywhere.
+
+    Args:
+        found: the verdict.
+        model: its path, for the command that would tell more.
+    """
+    if found.answer in ("cannot tell", "not applicable"):
+        return f"{found.answer}: {_WHY[found.reason]}."
+    if found.answer == "not rerun":
+        weight = (
+            f"no k that was asked keeps {MASS:.0%} of the weight"
+            if found.k is None
+            else f"k = {found.k}{_share(found)} keeps {found.mass:.1%} of the weight"
+        )
+        return f"not rerun: {weight}; what that does to the loss tells semdiag k-sweep {model} --rerun."
+    said = _CHANGES[found.measure].format(_number(found, found.change))
+    interval = f"(95 % interval {_number(found, found.low, False)} to {_number(found, found.high, False)})"
+    if found.answer == "plausible":
+        return (
+            f"plausible: k = {found.k} per query{_share(found)} {said} {interval}, keeps {found.mass:.1%} of the "
+            "weight."
+        )
+    if found.high <= found.tolerance:
+        return (
+            f"not without loss: of the k that were run, {found.k}{_share(found)} is the smallest that stays "
+            f"within {found.tolerance:g}."
+        )
+    return f"not without loss: even k = {found.k} per query{_share(found)} {said} {interval}."
+
+
+def k_sweep_sentences(findings: Findings) -> list[str]:
+    """Each model's verdict; then how it was found, and in how many cases the paper's conditions are met.
 
     Args:
         findings: with a sweep.
     """
     labels = model_labels(findings.measurements.models)
-    return [f"{label}: {recommendation(findings, model).words}" for model, label in labels.items()]
+    return [f"{label}: {' '.join(verdict_lines(findings, model))}" for model, label in labels.items()]
+
+
+def verdict_lines(findings: Findings, model: str) -> list[str]:
+    """The verdict's sentence first; the others say what it rests on.
+
+    Args:
+        findings: with a sweep.
+        model: its path.
+    """
+    found = findings(sparse_verdict, model)
+    lines = [verdict_sentence(found, model)]
+    if found.samples:
+        before = 0.0 if abs(found.before) < _ROUNDING else found.before
+        what = f"a loss of {before:.4g} nats without a mask; " if found.measure == "loss" else ""
+        lines.append(
+            f"Run again on {found.samples} samples: {what}a change up to {found.tolerance:g} counts as none, in "
+            "the whole of its interval and for every larger k."
+        )
+    elif found.answer == "cannot tell":
+        lines.append(f"Its loss may tell, when it is run: semdiag k-sweep {model} --rerun.")
+    if found.queries and not math.isnan(found.share):
+        lines.append(
+            f"Weight kept is the mean over {found.queries:,} queries with more than {found.k} keys; "
+            f"{found.left_out:,} with fewer are left out: a mask drops nothing of them."
+        )
+    facts = findings.measurements.models.set_index("model").loc[model]
+    if facts["attention"] == "topk":
+        lines.append(f"The model was trained with top-k attention, k = {facts['k']}: these are its scores.")
+    if model in drawn(findings):
+        lines.append(
+            "Queries were drawn: the weight kept is estimated from them, and the paper's conditions, which rest "
+            "on extremes and loads over every query, are not judged."
+        )
+    met = conditions_met(findings, model)
+    if met:
+        best = max(met, key=lambda k: met[k])
+        own = f"k = {found.k} in {met[found.k]} of 8 cases; " if found.k in met else ""
+        lines.append(
+            f"The paper's conditions of Corollary 1 are met by {own}most often by k = {best}, in {met[best]}."
+        )
+    return lines
+
+
+def _share(found: SparseVerdict) -> str:
+    return f" ({found.share:.0%} of the keys)" if not math.isnan(found.share) else ""
+
+
+def _number(found: SparseVerdict, value: float, unit: bool = True) -> str:
+    if found.measure == "output_change":
+        return f"{value:.1%}"
+    value = 0.0 if abs(value) < _ROUNDING else value
+    return f"{value:+.3g} nats" if unit else f"{value:+.3g}"

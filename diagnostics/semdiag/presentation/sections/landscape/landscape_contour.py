@@ -10,14 +10,7 @@ from matplotlib.colors import LogNorm, Normalize
 from matplotlib.figure import Figure
 
 from semdiag.findings.findings import Findings
-from semdiag.presentation.drawing.style import (
-    INK,
-    legend_on_top,
-    note_below,
-    panel_grid,
-    paper_style,
-    title_with_facts,
-)
+from semdiag.presentation.drawing.style import INK, finished, panel_grid, paper_style, title_with_facts
 from semdiag.presentation.sections.landscape.panels import (
     PlaneCells,
     common_scale,
@@ -76,9 +69,7 @@ def draw_planes(cells: list[PlaneCells], quantities: dict[str, tuple[str, str]],
         bar.ax.tick_params(labelsize=7)
         title = plane.title if plane.kind == "through" else f"{plane.title}, plane {plane.plane}"
         title_with_facts(ax, title if name == next(iter(quantities)) else label, _facts(plane, name))
-    legend_on_top(figure, axes)
-    note_below(figure, note)
-    return figure
+    return finished(figure, note)
 
 
 def _cells(ax: Axes, plane: PlaneCells, name: str, scale: Normalize, colors: str, *, contours: bool) -> Any:

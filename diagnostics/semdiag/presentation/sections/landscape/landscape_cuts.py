@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from semdiag.findings.findings import Findings
-from semdiag.presentation.drawing.style import legend_on_top, note_below, panel_grid, paper_style, title_with_facts
+from semdiag.presentation.drawing.style import finished, panel_grid, paper_style, title_with_facts
 from semdiag.presentation.sections.landscape.panels import PlaneCells, common_scale, plane_cells, plane_facts
 
 
@@ -43,12 +43,9 @@ def landscape_cuts(findings: Findings) -> Figure:
         axes[2 * place + 1].set_ylim(-0.02, 1.02)
         if logarithmic:
             axes[2 * place].set_yscale("log")
-    legend_on_top(figure, axes)
-    note_below(
-        figure,
-        f"{plane_facts(findings, cells)}. Points are evaluated cells; lines between them guide the eye.",
+    return finished(
+        figure, f"{plane_facts(findings, cells)}. Points are evaluated cells; lines between them guide the eye."
     )
-    return figure
 
 
 def _panel(cells: PlaneCells) -> str:

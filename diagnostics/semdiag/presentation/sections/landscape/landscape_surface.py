@@ -7,9 +7,10 @@ import matplotlib
 import numpy as np
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from semdiag.findings.findings import Findings
-from semdiag.presentation.drawing.style import INK, note_below, paper_style
+from semdiag.presentation.drawing.style import INK, PageFigure, note_below, page_width, paper_style
 from semdiag.presentation.sections.landscape.panels import (
     PlaneCells,
     axis_names,
@@ -33,9 +34,9 @@ def landscape_surface(findings: Findings) -> Figure:
         NothingToDrawError: if the loss was measured on no plane.
     """
     cells = plane_cells(findings, "loss")
-    columns = min(len(cells), 2)
+    columns = min(len(cells), 2) if page_width() > 5 else 1
     rows = math.ceil(len(cells) / columns)
-    figure = Figure(figsize=(4.6 * columns if columns > 1 else 6.0, 4.0 * rows + 0.7), layout="constrained")
+    figure = PageFigure(figsize=(page_width(), 4.0 * rows + 0.7), layout="constrained")
     logarithmic = isinstance(common_scale(cells, "loss"), LogNorm)
     heights = [_heights(c, logarithmic=logarithmic) for c in cells]
     low, high = min(np.nanmin(h) for h in heights), max(np.nanmax(h) for h in heights)
@@ -72,6 +73,9 @@ def _draw(ax: Any, plane: PlaneCells, height: np.ndarray, limits: tuple[float, f
     ax.plot([0], [0], [height[row, column]], marker="X", color="white", markeredgecolor=INK, zorder=10)
     ax.set_zlim(low, high)
     across, up = axis_names(plane.kind)
+    for axis in (ax.xaxis, ax.yaxis, ax.zaxis):
+        axis.set_major_locator(MaxNLocator(4))
+        axis.labelpad = 7
     ax.set_xlabel(across, fontsize=7)
     ax.set_ylabel(up, fontsize=7)
     ax.tick_params(labelsize=6, pad=0)

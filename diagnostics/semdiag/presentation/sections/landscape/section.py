@@ -1,12 +1,28 @@
 """The section ``landscape`` of a report."""
 
+import pandas as pd
+
+from semdiag.findings.findings import Findings
+from semdiag.findings.glance import measured_glance
+from semdiag.findings.landscape import landscape_facts
 from semdiag.presentation.section import Question, Section, Shown
 from semdiag.presentation.sections.landscape.landscape_attention import landscape_attention
 from semdiag.presentation.sections.landscape.landscape_contour import landscape_contour
 from semdiag.presentation.sections.landscape.landscape_cuts import landscape_cuts
 from semdiag.presentation.sections.landscape.landscape_surface import landscape_surface
 from semdiag.presentation.sections.landscape.sentences import landscape_sentences
-from semdiag.presentation.sections.landscape.tables import landscape_tables
+from semdiag.presentation.tables import with_facts
+
+
+def landscape_tables(findings: Findings, alone: bool) -> dict[str, pd.DataFrame]:
+    """Every evaluated cell, and what each plane says."""
+    table = findings.measurements.landscape
+    cells = table.dropna(axis=1, how="all") if len(table) else table
+    return {
+        "landscape": with_facts(findings, cells),
+        "landscape_planes": with_facts(findings, findings(landscape_facts)),
+    }
+
 
 _TWO_OF_MANY = (
     "A plane shows two of more than a hundred thousand directions. Random ones miss the steep directions: a flat "
@@ -57,6 +73,7 @@ _QUESTIONS = (
 LANDSCAPE = Section(
     name="landscape",
     needs=("landscape",),
+    glance=measured_glance("landscape"),
     questions=_QUESTIONS,
     external=(),
     details=landscape_sentences,

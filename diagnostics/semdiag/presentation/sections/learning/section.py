@@ -1,5 +1,6 @@
 """The section ``learning`` of a report."""
 
+from semdiag.findings.glance import learning_glance
 from semdiag.presentation.section import Question, Section, Shown
 from semdiag.presentation.sections.learning.sentences import learning_in_short
 from semdiag.presentation.sections.learning.training_curves import training_curves
@@ -11,16 +12,15 @@ _QUESTIONS = (
         (
             Shown(
                 training_curves,
-                "Training and held-out accuracy and cross-entropy loss against epochs, first epoch with 95 "
+                "Training and held-out accuracy and training loss against epochs, first epoch with 95 "
                 "% training accuracy marked: {models}.",
-                "Compare where the thick curves cross the dashed line: the first epoch with 95 % training "
-                "accuracy. The gap between thick (training) and thin (held-out) curves is what was "
+                "Compare where the curves of the first panel cross the dashed line: the first epoch with 95 % "
+                "training accuracy. What a curve of the second panel stays below that of the first is what was "
                 "memorised instead of learned.",
             ),
         ),
         (
             "One run per curve: a different seed can shift the arrival by many epochs. A smaller dispersion "
-            ""
             "and faster learning seen together in one pair do not show that one causes the other.",
             "Epochs are counted, not seconds: an epoch does not cost the same for every attention.",
         ),
@@ -33,5 +33,6 @@ LEARNING = Section(
     needs=(),
     questions=_QUESTIONS,
     external=(),
+    glance=learning_glance,
     in_short=learning_in_short,
 )

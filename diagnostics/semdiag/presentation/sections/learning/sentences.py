@@ -1,6 +1,8 @@
 """How fast the models learned, in sentences."""
 
 from semdiag.findings.findings import Findings
+from semdiag.measurement.tables import OUT_OF_REACH
+from semdiag.presentation.drawing.panels import model_labels
 from semdiag.presentation.sections.learning.learning_speed import training_runs
 
 
@@ -15,4 +17,23 @@ def learning_in_short(findings: Findings) -> list[str]:
             for run in runs
         ]
         said.append(f"{panel.title}, 95 % training accuracy: {', '.join(parts)}.")
-    return said or ["Nothing is known of the training: no model brings its history."]
+    said = said or ["Nothing is known of the training: no model brings its history."]
+    return [*said, *reach_sentences(findings)]
+
+
+def reach_sentences(findings: Findings) -> list[str]:
+    """Name the models whose masks cannot represent their tasks, and say what follows.
+
+    Args:
+        findings: of any number of models.
+    """
+    remarks = findings.measurements.remarks
+    models = [*dict.fromkeys(remarks.loc[remarks["text"] == OUT_OF_REACH, "model"])]
+    if not models:
+        return []
+    labels = model_labels(findings.measurements.models)
+    names = "; ".join(labels[model] for model in models)
+    return [
+        f"Out of reach for {len(models)} of {len(labels)} models ({names}): {OUT_OF_REACH}. That they do not "
+        "learn it says nothing about their speed; a global token removes this."
+    ]

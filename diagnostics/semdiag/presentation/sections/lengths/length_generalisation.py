@@ -6,12 +6,12 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
 from semdiag.findings.findings import Findings
+from semdiag.measurement.table import ALL
 from semdiag.presentation.drawing.panels import NothingToDrawError
 from semdiag.presentation.drawing.style import (
     FAINT,
     attention_style,
-    legend_on_top,
-    note_below,
+    finished,
     panel_grid,
     paper_style,
     plain_numbers,
@@ -39,7 +39,7 @@ def length_generalisation(findings: Findings) -> Figure:
         NothingToDrawError: if no length was evaluated.
     """
     measurements = findings.measurements
-    pooled = measurements.lengths[measurements.lengths["layer"] == -1]
+    pooled = measurements.lengths[measurements.lengths["layer"] == ALL]
     groups = runs_by_setting(findings, pooled["model"], seeds_apart=True)
     if not groups:
         raise NothingToDrawError("No other length was evaluated: add --lengths 40,60,80.")
@@ -51,14 +51,12 @@ def length_generalisation(findings: Findings) -> Figure:
             _draw(ax, runs, pooled, *shown)
             ax.axvline(int(trained[runs["model"].iloc[0]]), color=FAINT, linewidth=1.0, linestyle=(0, (1, 2)))
         own[0].set_title(title)
-    legend_on_top(figure, axes)
-    note_below(
+    return finished(
         figure,
         f"{int(pooled['samples'].max())} fresh samples of each length, no padding; bars: 95 % Wilson intervals; "
         "thin: 95th percentile of δ, 5th of Δ (left out where Δ is not positive or nothing is dropped); dotted: "
         "the longest input of training",
     )
-    return figure
 
 
 def _draw(

@@ -1,9 +1,19 @@
 """The section ``lengths`` of a report."""
 
+import pandas as pd
+
+from semdiag.findings.findings import Findings
+from semdiag.findings.glance import measured_glance
 from semdiag.presentation.section import Question, Section, Shown
 from semdiag.presentation.sections.lengths.length_generalisation import length_generalisation
 from semdiag.presentation.sections.lengths.sentences import length_sentences
-from semdiag.presentation.sections.lengths.tables import length_tables
+from semdiag.presentation.tables import a_column_each, with_run_facts
+
+
+def length_tables(findings: Findings, alone: bool) -> dict[str, pd.DataFrame]:
+    """Every model on every length, a column for each quantity and statistic."""
+    return {"lengths": with_run_facts(findings, a_column_each(findings.measurements.lengths))}
+
 
 _QUESTIONS = (
     Question(
@@ -30,6 +40,7 @@ _QUESTIONS = (
 LENGTHS = Section(
     name="lengths",
     needs=("lengths",),
+    glance=measured_glance("lengths"),
     questions=_QUESTIONS,
     external=(),
     details=length_sentences,

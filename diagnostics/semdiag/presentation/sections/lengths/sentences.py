@@ -4,6 +4,7 @@ import pandas as pd
 
 from semdiag.findings.convergence import arrivals
 from semdiag.findings.findings import Findings
+from semdiag.measurement.table import ALL
 
 
 def length_sentences(findings: Findings) -> list[str]:
@@ -14,7 +15,7 @@ def length_sentences(findings: Findings) -> list[str]:
     """
     found = findings(arrivals).set_index("model")
     said = []
-    for model, rows in findings.measurements.lengths[findings.measurements.lengths["layer"] == -1].groupby(
+    for model, rows in findings.measurements.lengths[findings.measurements.lengths["layer"] == ALL].groupby(
         "model", sort=False
     ):
         if model not in found.index:  # a copy of another run

@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 
 from semdiag.findings.findings import Findings
 from semdiag.presentation.drawing.panels import NothingToDrawError, Panel, panels_of
-from semdiag.presentation.drawing.style import legend_on_top, note_below, panel_grid, paper_style, title_with_facts
+from semdiag.presentation.drawing.style import finished, panel_grid, paper_style, title_with_facts
 
 _HIGHEST = 600.0  # logarithm of what still fits an axis
 
@@ -36,14 +36,12 @@ def block_stretch(findings: Findings) -> Figure:
         title_with_facts(ax, panel.title, facts)
         ax.set_xlabel("block")
     axes[0].set_ylabel("largest stretch ‖J‖ (token norm)")
-    legend_on_top(figure, axes)
     samples = int(table.groupby(["model", "layer"]).size().max())
-    note_below(
+    return finished(
         figure,
         f"points: one of {samples} samples each, power iteration from one random start, a lower bound of ‖J‖ in "
         "the sum over tokens of 2-norms. Bars: λ_X, smallest to largest over the same samples.",
     )
-    return figure
 
 
 def _draw(ax: Axes, panel: Panel, table: pd.DataFrame) -> list[str]:

@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 from semdiag.findings.findings import Findings
 from semdiag.findings.secant_percentiles import PERCENTILES, RESAMPLES, secant_percentiles
 from semdiag.presentation.drawing.panels import NothingToDrawError, Panel, panels_of
-from semdiag.presentation.drawing.style import legend_on_top, note_below, panel_grid, paper_style, title_with_facts
+from semdiag.presentation.drawing.style import finished, panel_grid, paper_style, title_with_facts
 
 
 @paper_style
@@ -38,9 +38,7 @@ def lipschitz_percentiles(findings: Findings) -> Figure:
         ax.set_xlabel("radius, in ‖θ‖")
         if first:
             ax.set_ylabel("secant of the loss\n(nats per unit of θ)")
-    legend_on_top(figure, axes)
-    note_below(figure, _note(findings, table))
-    return figure
+    return finished(figure, _note(findings, table))
 
 
 def _draw(ax: Axes, panel: Panel, table: pd.DataFrame) -> None:

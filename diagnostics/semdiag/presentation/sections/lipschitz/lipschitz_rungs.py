@@ -13,15 +13,7 @@ from semdiag.findings.findings import Findings
 from semdiag.measurement.measurements import Measurements
 from semdiag.measurement.probes.loss.secants import GROUPS
 from semdiag.presentation.drawing.panels import NothingToDrawError, Series, panels_of
-from semdiag.presentation.drawing.style import (
-    FAINT,
-    INK,
-    legend_on_top,
-    note_below,
-    panel_grid,
-    paper_style,
-    title_with_facts,
-)
+from semdiag.presentation.drawing.style import FAINT, INK, finished, panel_grid, paper_style, title_with_facts
 
 _NAMES = {
     "all": "all", "qk": "W_qk", "value-output": "V", "mlp-in": "P", "mlp-out": "R", "embedding": "emb.",
@@ -55,9 +47,7 @@ def lipschitz_rungs(findings: Findings) -> Figure:
         facts = _draw(ax, series, measurements.of(series.model))
         title_with_facts(ax, f"{panel.title}, {series.label}", facts)
     axes[0].set_ylabel("log10 of slope or bound")
-    legend_on_top(figure, axes)
-    note_below(figure, _note(findings))
-    return figure
+    return finished(figure, _note(findings))
 
 
 def _draw(ax: Axes, series: Series, own: Measurements) -> list[str]:
@@ -78,13 +68,11 @@ def _draw(ax: Axes, series: Series, own: Measurements) -> list[str]:
     ):
         ax.plot([], [], marker=marker, markersize=4, color=FAINT, linestyle="none", label=label)
         ax.plot(x + shift, tops[label], marker=marker, markersize=4, color=series.style.color, linestyle="none")
-    ax.plot([], [], marker="D", markersize=4, color=FAINT, linestyle="-", label="end point, 95 % interval")
+    ax.plot([], [], marker="D", markersize=4, color=FAINT, linestyle="none", label="end point")
     for place, group in enumerate(groups):
         if group in points.index:
-            row = points[["low", "estimate", "high"]].loc[group].to_numpy(float)
-            low, middle, top = np.log10(np.maximum(row, 1e-300))
-            ax.vlines(place + 0.18, low, top, color=series.style.color, linewidth=1.2)
-            ax.plot(place + 0.18, middle, marker="D", markersize=4, color=series.style.color, linestyle="none")
+            end = math.log10(max(float(points["estimate"][group]), 1e-300))
+            ax.plot(place + 0.18, end, marker="D", markersize=4, color=series.style.color, linestyle="none")
     ax.set_xticks(x, [_NAMES[g] for g in groups])
     ax.axhline(0, color=FAINT, linewidth=0.6)
     refused = [_NAMES[str(g)] for g in own.end_points[~own.end_points["accepted"]]["group"]]
@@ -105,7 +93,7 @@ def _note(findings: Findings) -> str:
     return (
         f"Gradients at the checkpoint and {draws} random parameters up to {radius:.2g} of each tensor's norm away "
         f"(seed {seed}), {samples} samples; secants in planes (all) and on lines. End point: reverse Weibull on "
-        "maxima of 5 gradients, of the sampling law and not of the ball.\nBound: the largest at the drawn "
-        "parameters; it speaks about them and these samples. W_qk: queries and keys, V: values and outputs, P and "
-        "R: the MLP's matrices."
+        "maxima of 5 gradients, of the sampling law and not of the ball; it has no interval.\nBound: the largest "
+        "at the drawn parameters; it speaks about them and these samples. W_qk: queries and keys, V: values and "
+        "outputs, P and R: the MLP's matrices."
     )

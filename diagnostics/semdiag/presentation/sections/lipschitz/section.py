@@ -1,12 +1,28 @@
 """The section ``lipschitz`` of a report."""
 
+import pandas as pd
+
+from semdiag.findings.findings import Findings
+from semdiag.findings.glance import measured_glance
 from semdiag.findings.lipschitz import lipschitz_findings
+from semdiag.findings.pairing import compared_pairs
+from semdiag.findings.secant_percentiles import secant_percentiles, secant_ratios
 from semdiag.presentation.section import Question, Section, Shown
 from semdiag.presentation.sections.lipschitz.block_stretch import block_stretch
 from semdiag.presentation.sections.lipschitz.lipschitz_percentiles import lipschitz_percentiles
 from semdiag.presentation.sections.lipschitz.lipschitz_rungs import lipschitz_rungs
 from semdiag.presentation.sections.lipschitz.sentences import lipschitz_sentences
-from semdiag.presentation.sections.lipschitz.tables import lipschitz_tables
+from semdiag.presentation.tables import with_facts
+
+
+def lipschitz_tables(findings: Findings, alone: bool) -> dict[str, pd.DataFrame]:
+    """Secants by radius, gradients, end points, Jacobians, and one model's secants over another's."""
+    tables = {"lipschitz_secants": with_facts(findings, findings(secant_percentiles))}
+    for name in ("loss_gradients", "end_points", "jacobians"):
+        tables[name] = with_facts(findings, getattr(findings.measurements, name))
+    ratios = [findings(secant_ratios, pair).assign(pair=pair.label) for pair in findings(compared_pairs)]
+    return tables | ({"lipschitz_ratios": pd.concat(ratios, ignore_index=True)} if ratios else {})
+
 
 _QUESTIONS = (
     Question(
@@ -51,6 +67,7 @@ _QUESTIONS = (
 LIPSCHITZ = Section(
     name="lipschitz",
     needs=("loss_gradients",),
+    glance=measured_glance("loss_gradients"),
     questions=_QUESTIONS,
     external=(),
     details=lipschitz_sentences,

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from semdiag.findings.finding import Finding, Verdict
 from semdiag.findings.findings import Findings
-from semdiag.findings.lipschitz import ORDERING, lipschitz_findings
+from semdiag.findings.lipschitz import estimate_findings, ordering_findings
 from semdiag.findings.pairing import compared_pairs
 from semdiag.presentation.drawing.panels import model_labels
 
@@ -20,10 +20,10 @@ def lipschitz_sentences(findings: Findings) -> list[str]:
     """
     said = []
     for pair in findings(compared_pairs):
-        own = [f for f in findings(lipschitz_findings) if f.subject == pair.label and f.claim == ORDERING]
+        own = findings(ordering_findings, pair)
         said += [f"{pair.label}: {_ordering(own)}"] if own else []
     for model, label in model_labels(findings.measurements.models).items():
-        own = [f for f in findings(lipschitz_findings) if f.subject == model]
+        own = [f for f in findings(estimate_findings) if f.subject == model]
         said += [f"{label}: {_below_bounds(own)}"] if own else []
     return said or ["Nothing is known of the steepness of these models' loss."]
 

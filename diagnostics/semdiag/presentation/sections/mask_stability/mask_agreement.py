@@ -6,8 +6,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from semdiag.findings.findings import Findings
-from semdiag.findings.mask_stability import mask_table
-from semdiag.presentation.drawing.style import INK, legend_on_top, note_below, panel_grid, paper_style
+from semdiag.findings.mask_stability import heads_pooled, mask_table
+from semdiag.measurement.table import ALL
+from semdiag.presentation.drawing.style import INK, finished, panel_grid, paper_style
 from semdiag.presentation.sections.mask_stability.panels import judged_models, mask_facts, noise_words, shades
 
 _MARKERS = "osD^vP*Xh<>"
@@ -27,34 +28,24 @@ def mask_agreement(findings: Findings) -> Figure:
         NothingToDrawError: if no mask was judged.
     """
     models = judged_models(findings)
-    table = findings(mask_table)
+    table, by_layer = findings(mask_table), findings(heads_pooled)
     figure, axes = panel_grid(len(models), height=2.9)
     for ax, (model, title) in zip(axes, models, strict=True):
-        own = table[table["model"] == model]
-        if own["level"].nunique() > 1:
-            _against_noise(ax, own, findings)
+        layers = by_layer[by_layer["model"] == model]
+        if layers["level"].nunique() > 1:
+            _against_noise(ax, layers, table[(table["model"] == model) & (table["layer"] == ALL)], findings)
         else:
-            _against_layers(ax, own, findings)
+            _against_layers(ax, layers, findings)
         ax.set_title(title, fontsize=8)
     axes[0].set_ylabel("share of masks unchanged, S′ = S")
-    legend_on_top(figure, axes)
-    note_below(
+    return finished(
         figure,
         f"{mask_facts(findings)}.\nBands and bars: 95 % intervals from resampled sequences; heads pooled by "
         "mean; dotted: certified to be unchanged (all layers).",
     )
-    return figure
 
 
-def _heads_pooled(own: pd.DataFrame) -> pd.DataFrame:
-    layers = own[own["layer"] != "all"]
-    columns = ["exact", "exact_low", "exact_high", "certified"]
-    pooled = layers.groupby(["level", "layer"], as_index=False)[columns].mean()
-    return pooled.sort_values(["level", "layer"])
-
-
-def _against_noise(ax: Axes, own: pd.DataFrame, findings: Findings) -> None:
-    pooled = _heads_pooled(own)
+def _against_noise(ax: Axes, pooled: pd.DataFrame, whole: pd.DataFrame, findings: Findings) -> None:
     layers = sorted(pooled["layer"].unique())
     for place, (layer, color) in enumerate(zip(layers, shades(len(layers)), strict=True)):
         rows = pooled[pooled["layer"] == layer]
@@ -63,7 +54,7 @@ def _against_noise(ax: Axes, own: pd.DataFrame, findings: Findings) -> None:
             label=f"layer {layer}",
         )  # fmt: skip
         ax.fill_between(rows["level"], rows["exact_low"], rows["exact_high"], color=color, alpha=0.25, linewidth=0)
-    whole = own[own["layer"] == "all"].sort_values("level")
+    whole = whole.sort_values("level")
     ax.plot(whole["level"], whole["certified"], color=INK, linestyle=":", linewidth=1.3, label="certified")
     ax.set_xscale("log")
     ax.set_xticks(whole["level"], [noise_words(findings, level) for level in whole["level"]])
@@ -72,12 +63,11 @@ def _against_noise(ax: Axes, own: pd.DataFrame, findings: Findings) -> None:
     ax.set_ylim(0, 1.03)
 
 
-def _against_layers(ax: Axes, own: pd.DataFrame, findings: Findings) -> None:
-    rows = _heads_pooled(own)
+def _against_layers(ax: Axes, rows: pd.DataFrame, findings: Findings) -> None:
     layers = np.arange(len(rows))
     ends = np.abs(np.stack([rows["exact"] - rows["exact_low"], rows["exact_high"] - rows["exact"]]))
     color = shades(3)[1]
-    level = noise_words(findings, float(own["level"].iloc[0]))
+    level = noise_words(findings, float(rows["level"].iloc[0]))
     ax.errorbar(layers, rows["exact"], yerr=ends, color=color, marker="o", capsize=3, label=f"noise {level}")
     ax.plot(layers, rows["certified"], color=INK, linestyle=":", linewidth=1.3, label="certified")
     ax.set_xticks(layers, [str(int(layer)) for layer in rows["layer"]])

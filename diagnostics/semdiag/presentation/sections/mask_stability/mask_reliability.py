@@ -6,12 +6,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from semdiag.findings.findings import Findings
-from semdiag.findings.mask_stability import RESAMPLES
-from semdiag.findings.resampling import mean_interval
-from semdiag.presentation.drawing.style import FAINT, legend_on_top, note_below, panel_grid, paper_style
+from semdiag.findings.mask_stability import reliability_tables
+from semdiag.presentation.drawing.panels import NothingToDrawError
+from semdiag.presentation.drawing.style import FAINT, finished, panel_grid, paper_style
 from semdiag.presentation.sections.mask_stability.panels import judged_models, mask_facts, noise_words, shades
 
-_BINS = 10
 _MARKERS = "osD^vP*Xh<>"
 
 
@@ -26,12 +25,14 @@ def mask_reliability(findings: Findings) -> Figure:
         One panel per model, ten bins of equal counts of Δ/sd each.
 
     Raises:
-        NothingToDrawError: if no mask was judged.
+        NothingToDrawError: if no mask was judged, or for none of them there is a prediction.
     """
-    models = judged_models(findings)
-    groups = dict(iter(findings.measurements.masks.groupby(["model", "level"], sort=True)))
-    levels = sorted({float(str(level)) for _, level in groups})
-    binned = {key: _binned(rows) for key, rows in groups.items()}
+    binned = findings(reliability_tables)
+    known = {model for model, _ in binned}
+    models = [(model, title) for model, title in judged_models(findings) if model in known]
+    if not models:
+        raise NothingToDrawError("no prediction is known for masks that the scores alone do not determine")
+    levels = sorted({level for _, level in binned})
     lowest = min(0.5, *(float(table["low"].min()) for table in binned.values()))
     figure, axes = panel_grid(len(models), height=2.9)
     for ax, (model, title) in zip(axes, models, strict=True):
@@ -46,26 +47,11 @@ def mask_reliability(findings: Findings) -> Figure:
         ax.set_xlabel("predicted P = Φ(Δ / sd)")
         ax.set_title(title, fontsize=8)
     axes[0].set_ylabel("observed share with S′ = S")
-    legend_on_top(figure, axes)
-    note_below(
+    return finished(
         figure,
         f"{mask_facts(findings)}.\nTen bins of equal counts of Δ/sd, sd of dz₍ₖ₎ − dz₍ₖ₊₁₎ per layer and "
         "head; bars: 95 % intervals from resampled sequences. The prediction is about the boundary pair only.",
     )
-    return figure
-
-
-def _binned(rows: pd.DataFrame) -> pd.DataFrame:
-    """Mean prediction and observed share, with its interval, in bins of equal counts of Δ/sd."""
-    spread = rows["swing_sd"].astype(np.float64)
-    order = (rows["separation"] / spread.where(spread > 0, np.nan)).fillna(np.inf).rank(method="first")
-    bins = np.minimum((order - 1) * _BINS // len(rows), _BINS - 1)
-    table = []
-    for _, part in rows.groupby(bins):
-        found = mean_interval(part, "exact", RESAMPLES)
-        predicted = float(part["predicted"].mean())
-        table.append({"predicted": predicted, "exact": found.estimate, "low": found.low, "high": found.high})
-    return pd.DataFrame(table)
 
 
 def _draw(ax: Axes, table: pd.DataFrame, color: str, marker: str, label: str) -> None:

@@ -1,11 +1,26 @@
 """The section ``mask-stability`` of a report."""
 
+import pandas as pd
+
+from semdiag.findings.distributions import all_by_name
+from semdiag.findings.findings import Findings
+from semdiag.findings.glance import masks_glance
+from semdiag.findings.mask_stability import effect_table, mask_table
 from semdiag.presentation.section import Question, Section, Shown
 from semdiag.presentation.sections.mask_stability.mask_agreement import mask_agreement
 from semdiag.presentation.sections.mask_stability.mask_heat_map import mask_heat_map
 from semdiag.presentation.sections.mask_stability.mask_reliability import mask_reliability
 from semdiag.presentation.sections.mask_stability.sentences import mask_sentences, masks_in_short
-from semdiag.presentation.sections.mask_stability.tables import mask_tables
+from semdiag.presentation.tables import with_facts
+
+
+def mask_tables(findings: Findings, alone: bool) -> dict[str, pd.DataFrame]:
+    """Masks by noise level, layer and head; what the noise does to the output, where it is known."""
+    tables = {"mask_stability": with_facts(findings, all_by_name(findings(mask_table)))}
+    if len(findings.measurements.noise_effects):
+        tables["noise_effects"] = with_facts(findings, findings(effect_table))
+    return tables
+
 
 _QUESTIONS = (
     Question(
@@ -30,8 +45,8 @@ _QUESTIONS = (
             ),
             Shown(
                 mask_heat_map,
-                "Share of unchanged masks as coloured cells, layers by noise levels: {models}.",
-                "Read a column from bottom to top: noise is passed on from layer to layer, so that later masks "
+                "Share of unchanged masks as coloured cells, layers by noise levels, or by models: {models}.",
+                "Read the layers in their order: noise is passed on from layer to layer, so that later masks "
                 "can change although nothing was added there. --at-block puts the noise into one block's input "
                 "and leaves those below clean.",
             ),
@@ -57,5 +72,6 @@ MASK_STABILITY = Section(
     external=_QUESTIONS,
     in_short=masks_in_short,
     details=mask_sentences,
+    glance=masks_glance,
     tables=mask_tables,
 )

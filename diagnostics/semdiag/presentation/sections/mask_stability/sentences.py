@@ -2,10 +2,12 @@
 
 from collections.abc import Iterator
 
+import numpy as np
 import pandas as pd
 
 from semdiag.findings.findings import Findings
 from semdiag.findings.mask_stability import effect_table, mask_table, mask_words
+from semdiag.measurement.table import ALL
 from semdiag.presentation.drawing.panels import model_labels
 from semdiag.presentation.sections.mask_stability.panels import mask_facts, noise_words
 
@@ -19,7 +21,7 @@ def masks_in_short(findings: Findings) -> list[str]:
     if findings.measurements.masks.empty:
         return []
     table = findings(mask_table)
-    table = table[table["layer"] == "all"]
+    table = table[table["layer"] == ALL]
     level = table["level"].unique()[len(table["level"].unique()) // 2]
     parts = []
     for model, label in model_labels(findings.measurements.models, last_only=True).items():
@@ -51,7 +53,7 @@ def mask_sentences(findings: Findings) -> list[str]:
     table, effects = findings(mask_table), findings(effect_table)
     said = [f"{mask_facts(findings)}."]
     for model, label in model_labels(findings.measurements.models).items():
-        own = table[(table["model"] == model) & (table["layer"] == "all")]
+        own = table[(table["model"] == model) & (table["layer"] == ALL)]
         if own.empty:
             said.append(f"{label}: {mask_words(findings, model)}.")
             continue
@@ -68,10 +70,11 @@ def _levels(findings: Findings, own: pd.DataFrame, effects: pd.DataFrame) -> Ite
     for row in own.to_dict("records"):
         known = row["level"] in outputs.index
         flipped = f"; {outputs.loc[row['level'], 'flipped']:.1%} of the predictions change" if known else ""
+        promised = f"; certified {row['certified']:.1%}, predicted {row['predicted']:.1%}"
         yield (
             f"Under {noise_words(findings, row['level'])} noise {row['exact']:.1%} of the masks stay exactly "
-            f"the same (95 % interval {row['exact_low']:.1%} to {row['exact_high']:.1%}; certified "
-            f"{row['certified']:.1%}, predicted {row['predicted']:.1%}), {row['agreement']:.1%} of their keys "
+            f"the same (95 % interval {row['exact_low']:.1%} to {row['exact_high']:.1%}"
+            f"{'' if np.isnan(row['predicted']) else promised}), {row['agreement']:.1%} of their keys "
             f"are kept; rank correlation of Δ with disagreement {row['spearman']:.2f} ({row['spearman_low']:.2f} "
             f"to {row['spearman_high']:.2f}){flipped}."
         )

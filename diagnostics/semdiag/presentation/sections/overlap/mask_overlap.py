@@ -5,6 +5,7 @@ from matplotlib.figure import Figure
 
 from semdiag.findings.findings import Findings
 from semdiag.findings.overlap import overlap_table
+from semdiag.measurement.table import ALL
 from semdiag.presentation.drawing.panels import NothingToDrawError, model_labels
 from semdiag.presentation.drawing.style import note_below, panel_grid, paper_style
 
@@ -30,12 +31,12 @@ def mask_overlap(findings: Findings) -> Figure:
     labels = {m: label for m, label in model_labels(findings.measurements.models).items() if m in compared}
     if not labels:
         raise NothingToDrawError("No masks were compared.")
-    layers = sorted({*table["layer"], *table["other_layer"]} - {-1})
+    layers = sorted({*table["layer"], *table["other_layer"]} - {ALL})
     figure, axes = panel_grid(len(labels), height=1.5 + 0.26 * min(len(layers), 24), sharey=False)
     for ax, (model, label) in zip(axes, labels.items(), strict=True):
         own = table[table["model"] == model]
         cells = np.full((len(layers), len(layers) + 2), np.nan)
-        for row in own[own["layer"] >= 0].to_dict("records"):
+        for row in own[own["layer"] != ALL].to_dict("records"):
             at, to = layers.index(row["layer"]), layers.index(row["other_layer"])
             if row["what"] == "previous":
                 cells[at, -1] = row["jaccard"]
@@ -51,7 +52,7 @@ def mask_overlap(findings: Findings) -> Figure:
         ax.set_xticks([*shown, len(layers) + 1], [*(str(layers[at]) for at in shown), "prev."])
         ax.set_yticks(list(shown), [str(layers[at]) for at in shown])
         ax.set_xlabel("layer; prev.: the query before")
-        chance = own.loc[own["layer"] == -1, "chance"]
+        chance = own.loc[own["layer"] == ALL, "chance"]
         ax.set_title(f"{label}\nat random {chance.mean():.2f}", fontsize=8)
         ax.grid(visible=False)
     axes[0].set_ylabel("layer")

@@ -4,7 +4,9 @@ import pandas as pd
 
 from semdiag.capturing.attention_kinds import DENSE
 from semdiag.findings.findings import Findings
+from semdiag.findings.glance import measured_glance
 from semdiag.findings.overlap import overlap_table
+from semdiag.measurement.table import ALL
 from semdiag.presentation.drawing.panels import model_labels
 from semdiag.presentation.section import Question, Section, Shown
 from semdiag.presentation.sections.overlap.mask_overlap import mask_overlap
@@ -30,7 +32,7 @@ def overlap_sentences(findings: Findings) -> list[str]:
     kinds = dict(zip(models["model"], models["attention"], strict=True))
     said = []
     for model, label in model_labels(models).items():
-        own = table[(table["model"] == model) & (table["layer"] == -1)]
+        own = table[(table["model"] == model) & (table["layer"] == ALL)]
         parts = [
             f"{_BETWEEN[row['what']]} {row['jaccard']:.2f} ({row['low']:.2f} to {row['high']:.2f}; at random "
             f"{row['chance']:.2f}; {row['pairs']:,} pairs, {row['samples']:,} samples)"
@@ -79,6 +81,7 @@ _QUESTIONS = (
 OVERLAP = Section(
     name="overlap",
     needs=("overlap",),
+    glance=measured_glance("overlap"),
     questions=_QUESTIONS,
     external=_QUESTIONS,
     details=overlap_sentences,

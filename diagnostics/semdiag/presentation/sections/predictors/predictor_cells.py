@@ -1,70 +1,58 @@
-"""Speed-up against what may predict it, run by run."""
+"""Learning against what may predict it, mask by mask."""
 
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator
 
 from semdiag.findings.findings import Findings
-from semdiag.findings.prediction import prediction_cells
-from semdiag.measurement.runs.predictors import CANDIDATES, STAGES
+from semdiag.findings.prediction import OUTCOMES, STAGES, mask_cells
 from semdiag.presentation.drawing.panels import NothingToDrawError
-from semdiag.presentation.drawing.style import (
-    FAINT,
-    attention_style,
-    legend_on_top,
-    note_below,
-    panel_grid,
-    paper_style,
-    plain_numbers,
-)
-from semdiag.presentation.sections.convergence.sentences import targets_sentence
-from semdiag.presentation.sections.convergence.speed_up import draw_speed
+from semdiag.presentation.drawing.style import attention_style, finished, panel_grid, paper_style
+from semdiag.presentation.sections.predictors.sentences import short
 
 _COLUMNS = 4
 
 
 @paper_style
 def predictor_cells(findings: Findings) -> Figure:
-    """Draw every run at its speed-up and at the ratio of a candidate to full attention's at the initialisation.
+    """Draw every task × mask at its ranks, within the task, by a candidate at the initialisation and by outcome.
 
     Args:
         findings: with runs and predictors.
 
     Returns:
-        One panel per candidate, logarithmic ordinate.
+        One panel per candidate.
 
     Raises:
-        NothingToDrawError: if no speed-up is known, or no initialisation was measured.
+        NothingToDrawError: if no task has two masks of which a candidate is known.
     """
-    table = findings(prediction_cells)
-    table = table[(table["stage"] == STAGES[0]) & table["ln_ratio"].notna()]
+    table, outcome = findings(mask_cells), next(iter(OUTCOMES))
+    table = table[(table["stage"] == STAGES[0]) & table["ln_value"].notna()]
+    tasks = table.groupby(["candidate", "group"], sort=False)
+    x, y, masks = tasks["ln_value"].rank(), tasks[outcome].rank(), tasks["ln_value"].transform("size")
+    table = table.assign(x=x, y=y, masks=masks)
+    table = table[table["masks"] > 1]
     if table.empty:
-        raise NothingToDrawError("There is no run of which a speed-up and an initialisation are known.")
-    shown = [name for name in CANDIDATES if name in set(table["candidate"])]
+        raise NothingToDrawError("No task has two masks of which a candidate is known.")
+    shown = [*table["candidate"].unique()]
     figure, axes = panel_grid(len(shown), height=2.1, columns=_COLUMNS)
     for ax, candidate in zip(axes, shown, strict=True):
         _draw(ax, table[table["candidate"] == candidate])
-        ax.set_title(CANDIDATES[candidate].rsplit(",", 1)[0], fontsize=8)
+        ax.set_title(short(candidate), fontsize=8)
+    for ax in axes:
+        ax.set_xlabel("candidate, rank", fontsize=7.5)
     for ax in axes[::_COLUMNS]:
-        ax.set_ylabel("speed-up over full attention", fontsize=7.5)
-    axes[0].yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    plain_numbers(axes[0].yaxis)
-    legend_on_top(figure, axes)
-    note_below(
+        ax.set_ylabel("slowness, rank", fontsize=7.5)
+    return finished(
         figure,
-        f"{targets_sentence(findings)} abscissa: natural logarithm of the ratio to full attention of the same "
-        "task and seed, both at their initialisation; hollow with arrow: only this bound of the speed-up is "
-        "known, one run never arrived",
+        "ranks among the masks of a task, from 0 (smallest) to 1; abscissa: the candidate at the initialisation, "
+        f"ordinate: the {OUTCOMES[outcome]}, of which a large one is slow; seeds averaged, a point per "
+        "task and mask",
     )
-    return figure
 
 
 def _draw(ax: Axes, rows: pd.DataFrame) -> None:
-    ax.set_yscale("log")
-    for _, pair in rows.iterrows():
-        style = attention_style(pair["kind"])
-        draw_speed(ax, pair["ln_ratio"], pair, style)
-        ax.plot([], [], marker=style.marker, color=style.color, linestyle="none", label=pair["attention"])
-    for line, at in ((ax.axvline, 0.0), (ax.axhline, 1.0)):
-        line(at, color=FAINT, linewidth=0.9, linestyle=(0, (4, 2)), zorder=0)
+    for row in rows.to_dict("records"):
+        style = attention_style(row["kind"])
+        x, y = ((row[name] - 1) / (row["masks"] - 1) for name in ("x", "y"))
+        ax.plot(x, y, marker=style.marker, color=style.color, linestyle="none", label=row["attention"])

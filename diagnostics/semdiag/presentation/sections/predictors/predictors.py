@@ -1,19 +1,18 @@
-"""Rank correlations of what may predict speed with the speed-up itself."""
+"""Rank correlations of what may predict learning with the area under the loss curve."""
 
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from semdiag.findings.findings import Findings
-from semdiag.findings.prediction import SIGNIFICANCE, predictor_table
-from semdiag.measurement.runs.predictors import CANDIDATES, STAGES
+from semdiag.findings.prediction import OUTCOMES, SIGNIFICANCE, STAGES, predictor_table, quantity
 from semdiag.presentation.drawing.panels import NothingToDrawError
 from semdiag.presentation.drawing.style import FAINT, INK, note_below, panel_grid, paper_style
 
 
 @paper_style
 def predictors(findings: Findings) -> Figure:
-    """Draw the rank correlation of every candidate at every stage, with its interval.
+    """Draw the rank correlation of every candidate at every stage with the primary outcome, with its interval.
 
     Args:
         findings: with runs and predictors.
@@ -25,31 +24,34 @@ def predictors(findings: Findings) -> Figure:
         NothingToDrawError: if nothing is comparable.
     """
     table = findings(predictor_table)
-    if table.empty or table["tau"].isna().all():
-        raise NothingToDrawError("No two runs have a certain order of speed-ups: nothing can be correlated.")
-    figure, axes = panel_grid(len(STAGES), height=4.4)
+    table = table[table["outcome"] == next(iter(OUTCOMES))]
+    if table.empty or table["rho"].isna().all():
+        raise NothingToDrawError("No task has 5 masks of which all candidates are known.")
+    names = [*table["candidate"].unique()]
+    figure, axes = panel_grid(len(STAGES), height=1.2 + 0.25 * len(names))
     for ax, stage in zip(axes, STAGES, strict=True):
-        _draw(ax, table[table["stage"] == stage])
+        _draw(ax, table[table["stage"] == stage], names)
         ax.set_title(stage)
-        ax.set_xlabel("rank correlation τ with speed-up")
-    axes[0].set_yticks(range(len(CANDIDATES)), list(CANDIDATES.values()))
-    axes[0].set_ylim(len(CANDIDATES) - 0.4, -0.6)
-    interval = "bars: 95 % intervals (tasks and seeds resampled); " if table["low"].notna().any() else ""
+        ax.set_xlabel("rank correlation ρ (right: slower)")
+    axes[0].set_yticks(range(len(names)), [quantity(name) for name in names])
+    axes[0].set_ylim(len(names) - 0.4, -0.6)
+    first = table.iloc[0]
     note_below(
         figure,
-        f"numbers are ratios to full attention of the same task, seed and stage; {interval}filled: "
-        f"p < {SIGNIFICANCE:g} after correction for all {int(table['tau'].notna().sum())} correlations "
-        "(attentions exchanged within tasks); no point: nothing comparable",
+        f"Spearman's ρ with the {OUTCOMES[first['outcome']]}, mean over {first['tasks']} tasks, {first['cells']} "
+        "cells of task × mask, seeds averaged; bars: 95 % intervals (masks resampled); filled: p < "
+        f"{SIGNIFICANCE:g} after correction for all {int(table['rho'].notna().sum())} correlations (masks "
+        "relabelled alike in all tasks)",
     )
     return figure
 
 
-def _draw(ax: Axes, rows: pd.DataFrame) -> None:
+def _draw(ax: Axes, rows: pd.DataFrame, names: list[str]) -> None:
     ax.grid(axis="x")
     ax.axvline(0.0, color=FAINT, linewidth=1.0, linestyle=(0, (4, 2)), zorder=0)
     ax.set_xlim(-1.08, 1.08)
-    for row in rows.dropna(subset="tau").to_dict("records"):
-        place = [*CANDIDATES].index(row["candidate"])
+    for row in rows.dropna(subset="rho").to_dict("records"):
+        place = names.index(row["candidate"])
         ax.plot([row["low"], row["high"]], [place, place], color=INK, linewidth=1.1, zorder=1)
         filled = row["p_corrected"] < SIGNIFICANCE
-        ax.plot(row["tau"], place, "o", color=INK, markerfacecolor=INK if filled else "white", zorder=2)
+        ax.plot(row["rho"], place, "o", color=INK, markerfacecolor=INK if filled else "white", zorder=2)

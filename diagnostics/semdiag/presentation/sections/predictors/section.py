@@ -1,5 +1,6 @@
 """The section ``predictors`` of a report."""
 
+from semdiag.findings.glance import measured_glance
 from semdiag.presentation.section import Question, Section, Shown
 from semdiag.presentation.sections.predictors.predictor_cells import predictor_cells
 from semdiag.presentation.sections.predictors.predictors import predictors
@@ -13,28 +14,30 @@ _QUESTIONS = (
         (
             Shown(
                 predictors,
-                "Rank correlation of each candidate with speed-up, at the initialisation, on the plateau and at "
-                "the end, with intervals and a line at 0: {models}.",
-                "A point right of 0 says: the larger the number against full attention's, the faster the run. "
-                "Filled points remain after correction for the number of candidates and stages tried; a bar is "
-                "what other tasks and seeds could have given.",
+                "Rank correlation of each candidate with the area under the training-loss curve, at the "
+                "initialisation and at matched loss, with intervals and a line at 0: {models}.",
+                "A point right of 0 says: the larger the number, the slower the mask learns. Filled points remain "
+                "after correction for the number of candidates and stages tried; a bar is what other masks could "
+                "have given.",
             ),
             Shown(
                 predictor_cells,
-                "Speed-up against the ratio of each candidate to full attention's at the initialisation, one "
-                "panel per candidate, arrows where only a bound is known: {models}.",
-                "A candidate that predicts speed orders the points across attentions and tasks alike. One that "
-                "only sets one kind of attention apart tells which mask it is, not how fast it learns.",
+                "Rank of the area under the training-loss curve against the rank of each candidate at the "
+                "initialisation, one panel per candidate: {models}.",
+                "A candidate that predicts slowness orders the points along the rising diagonal, one that "
+                "predicts speed along the falling one. One that only sets one kind of attention apart tells which "
+                "mask it is, not how fast it learns.",
             ),
         ),
         (
-            "A correlation over a handful of attentions on a handful of tasks does not show what causes what: "
-            "whatever is peculiar to the attention that learns fastest correlates with speed.",
-            "Seeds of one task and attention are not independent tests; p-values exchange attentions within "
-            "tasks, for all seeds at once. With few tasks and attentions only strong relations can be seen.",
-            "Every number is a ratio to full attention of the same task and seed at the same stage; full "
-            "attention itself stands at 1 and 1. Plateau: the latest snapshot before half of the rise in "
-            "training accuracy.",
+            "A correlation over masks does not show what causes what: masks differ in many things at once.",
+            "The mask is the unit: seeds are averaged within task and mask, ranks are taken within each task and "
+            "correlations averaged over the tasks, and p-values relabel masks alike in all tasks, since what a "
+            "mask does to speed it may do everywhere. With few masks only strong relations can be seen.",
+            "The area is that of the first epochs, as many as every run of the task was trained. Matched loss: "
+            "the lowest training loss that every run of the task reached; candidates are interpolated between the "
+            "snapshots around it. The second outcome, epochs to 90 % of the way from the task's shortcut (the "
+            "best rule on one or two tokens) to 100 % training accuracy, ranks what never arrives last, tied.",
         ),
     ),
 )
@@ -43,6 +46,7 @@ _QUESTIONS = (
 PREDICTORS = Section(
     name="predictors",
     needs=("predictors",),
+    glance=measured_glance("predictors"),
     questions=_QUESTIONS,
     external=(),
     in_short=predictors_in_short,

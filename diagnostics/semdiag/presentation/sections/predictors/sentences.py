@@ -7,38 +7,50 @@ from typing import Any
 import pandas as pd
 
 from semdiag.findings.findings import Findings
-from semdiag.findings.prediction import SIGNIFICANCE, held_out_tasks, predictor_table
-from semdiag.measurement.runs.predictors import CANDIDATES
+from semdiag.findings.prediction import OUTCOMES, SIGNIFICANCE, held_out_tasks, predictor_table, quantity
 
 
 def predictor_sentences(findings: Findings) -> list[str]:
-    """Say which candidates go with speed-up after correction, and how well a task is predicted from the others.
+    """Say which candidates go with learning after correction, and how well a task is predicted from the others.
 
     Args:
         findings: with runs and predictors.
 
     Returns:
-        A sentence on the correlations, one on the strongest of them, and one per choice of held-out prediction.
+        For each outcome a sentence on the correlations, one on the strongest of them, and those on held-out tasks.
     """
-    table = findings(predictor_table).dropna(subset="tau")
-    if table.empty:
-        return ["What goes with faster learning is unknown: no two runs have a certain order of speed-ups."]
-    kept = table[table["p_corrected"] < SIGNIFICANCE]
-    said = [
-        f"Of {len(table)} rank correlations with speed-up ({table['candidate'].nunique()} candidates, "
-        f"{table['stage'].nunique()} stages, up to {table['cells'].max()} runs) "
-        f"{_number(len(kept))} below p = {SIGNIFICANCE:g} after correction for their number."
-    ]
-    shown = kept if len(kept) else table
-    shown = shown.reindex(shown["tau"].abs().sort_values(ascending=False, kind="stable").index).head(3)
-    names = "; ".join(correlation_words(row) for row in shown.to_dict("records"))
-    return [*said, f"{'Strongest' if len(kept) else 'Strongest, none of them beyond chance'}: {names}.",
-            *_held_out(findings(held_out_tasks))]  # fmt: skip
+    said = []
+    for outcome, words in OUTCOMES.items():
+        table = findings(predictor_table)
+        table = table[table["outcome"] == outcome].dropna(subset="rho")
+        unknown = f"What goes with the {words} is unknown: no task has 5 masks of which all is known."
+        said += _sentences(table, words) if len(table) else [unknown]
+        rows = findings(held_out_tasks)
+        said += _held_out(rows[rows["outcome"] == outcome], words)
+    return said
 
 
 def predictors_in_short(findings: Findings) -> list[str]:
-    """The correlations, and the strongest of them."""
+    """The correlations with the primary outcome, and the strongest of them."""
     return predictor_sentences(findings)[:2]
+
+
+def _sentences(table: pd.DataFrame, words: str) -> list[str]:
+    kept = table[table["p_corrected"] < SIGNIFICANCE]
+    first = table.iloc[0]
+    count, tried, tasks = int(first["relabellings"]), int(first["tried"]), int(first["tasks"])
+    said = (
+        f"Of {len(table)} rank correlations with the {words} ({table['candidate'].nunique()} candidates, "
+        f"{table['stage'].nunique()} stages) within {tasks} task{'s' * (tasks != 1)}, over "
+        f"{first['cells']} cells of task × mask ({first['left_out']} left out, where something is unknown or a "
+        f"task has fewer than 5 masks), {_number(len(kept))} below p = {SIGNIFICANCE:g} after correction for "
+        f"their number; masks relabelled alike in all tasks ({count:.3g} ways that differ, {tried} tried: no "
+        f"p-value is below {max(1 / count, 1 / tried):.2g})."
+    )
+    shown = kept if len(kept) else table
+    shown = shown.reindex(shown["rho"].abs().sort_values(ascending=False, kind="stable").index).head(3)
+    names = "; ".join(correlation_words(row) for row in shown.to_dict("records"))
+    return [said, f"{'Strongest' if len(kept) else 'Strongest, none of them beyond chance'}: {names}."]
 
 
 def _number(count: int) -> str:
@@ -52,34 +64,37 @@ def correlation_words(row: Mapping[Any, Any]) -> str:
         row: of the table.
 
     Returns:
-        Like ``sound ξ, plateau: τ = -0.62 (-0.81 to -0.30), p = 0.002, corrected 0.04``.
+        Like ``sound ξ, initialisation: ρ = -0.62 (-0.81 to -0.30), p = 0.002, corrected 0.04``.
     """
     interval = "" if math.isnan(row["low"]) else f" ({row['low']:.2f} to {row['high']:.2f})"
     return (
-        f"{_quantity(row['candidate'])}, {row['stage']}: τ = {row['tau']:.2f}{interval}, p = {row['p']:.2g}, "
+        f"{short(row['candidate'])}, {row['stage']}: ρ = {row['rho']:.2f}{interval}, p = {row['p']:.2g}, "
         f"corrected {row['p_corrected']:.2g}"
     )
 
 
-def _held_out(table: pd.DataFrame) -> list[str]:
+def _held_out(table: pd.DataFrame, words: str) -> list[str]:
     said = []
     for choice, rows in table.groupby("choice", sort=False):
+        by = (
+            "the candidate that was strongest" if choice == "strongest elsewhere" else "the mean rank of each mask"
+        )
         parts = [
-            f"{row['group']} {_tau(row['tau'])} (by {_quantity(row['candidate'])}, {row['stage']})"
+            f"{row['group']} {_rho(row['rho'])}"
+            + (f" (by {short(row['candidate'])}, {row['stage']})" if isinstance(row["candidate"], str) else "")
             for row in rows.to_dict("records")
         ]
-        which = "any stage" if choice == "any stage" else "the initialisation alone"
         said.append(
-            f"Each task predicted by what was strongest on the others, from {which}, τ between prediction and "
-            f"speed-up: {'; '.join(parts)}."
+            f"Each task predicted by {by} on the others, ρ between prediction and {words}: {'; '.join(parts)}; "
+            f"mean {_rho(float(rows['rho'].mean()))}."
         )
     return said
 
 
-def _quantity(candidate: str) -> str:
-    """The candidate's name without its statistic."""
-    return CANDIDATES[candidate].rsplit(",", 1)[0]
+def short(candidate: str) -> str:
+    """A candidate's name without its statistic."""
+    return quantity(candidate).rsplit(",", 1)[0]
 
 
-def _tau(value: float) -> str:
+def _rho(value: float) -> str:
     return "nothing comparable" if math.isnan(value) else f"{value:.2f}"

@@ -3,14 +3,16 @@
 import pandas as pd
 
 from semdiag.findings.findings import Findings
-from semdiag.findings.prediction import held_out_tasks, predictor_table
+from semdiag.findings.prediction import held_out_tasks, mask_cells, predictor_table, run_outcomes
 from semdiag.presentation.tables import with_run_facts
 
 
 def predictor_tables(findings: Findings, alone: bool) -> dict[str, pd.DataFrame]:
-    """The correlations (predictors), the numbers behind them (candidates) and held_out_tasks."""
+    """The correlations (predictors), what they are taken over (cells), the numbers behind, held_out_tasks."""
     return {
         "predictors": findings(predictor_table),
+        "cells": findings(mask_cells),
+        "outcomes": findings(run_outcomes),
         "candidates": with_run_facts(findings, findings.measurements.predictors),
         "held_out_tasks": findings(held_out_tasks),
     }

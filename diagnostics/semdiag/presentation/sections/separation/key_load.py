@@ -6,14 +6,14 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from semdiag.findings.distributions import Percentiles, pooled_percentiles
 from semdiag.findings.findings import Findings
-from semdiag.measurement.percentiles import percentiles
 from semdiag.presentation.drawing.curves import exceedance_curve
-from semdiag.presentation.drawing.panels import NothingToDrawError, Panel, Series, panels_of
+from semdiag.presentation.drawing.panels import NothingToDrawError, Panel, panels_of
 from semdiag.presentation.drawing.style import (
     FAINT,
-    legend_on_top,
-    note_below,
+    AttentionStyle,
+    finished,
     panel_grid,
     paper_style,
     plain_numbers,
@@ -39,20 +39,20 @@ def key_load(findings: Findings) -> Figure:
     }
     if not loads:
         raise NothingToDrawError("No key load was measured.")
-    panels = panels_of(findings.measurements.models)
+    panels, pooled = panels_of(findings.measurements.models), findings(pooled_percentiles, "load")
     figure, axes = panel_grid(len(panels))
     for ax, panel in zip(axes, panels, strict=True):
         ax.set_yscale("log")
         plain_numbers(ax.yaxis)
         _draw(ax, panel, loads)
-        title_with_facts(ax, panel.title, [_fact(s, loads) for s in panel.series if s.model in loads])
+        title_with_facts(
+            ax, panel.title, [load_fact(s.label, pooled[s.model]) for s in panel.series if s.model in pooled]
+        )
         ax.set_xlabel("load: queries that keep the key (count)")
     axes[0].set_ylabel("share of keys with at least this load")
-    legend_on_top(figure, axes)
-    note_below(
+    return finished(
         figure, "marker: the largest load; dashed: k, which is the mean load where every query keeps k keys"
     )
-    return figure
 
 
 def _draw(ax: Axes, panel: Panel, loads: dict[str, "pd.Series[int]"]) -> None:
@@ -63,26 +63,30 @@ def _draw(ax: Axes, panel: Panel, loads: dict[str, "pd.Series[int]"]) -> None:
             fontsize=7, color=FAINT,
         )  # fmt: skip
     for series in panel.series:
-        x, y = exceedance_curve(loads.get(series.model, pd.Series(dtype=float)))
-        style = series.style
-        handle: dict[str, Any] = {
-            "color": style.color,
-            "linestyle": style.line,
-            "marker": style.marker,
-            "label": series.label,
-        }
-        ax.plot([], [], markersize=4, **handle)
-        if not len(x):
-            continue
-        start = [0.0, *x], [1.0, *y]  # every key has a load of at least 0
-        ax.step(*start, where="pre", color=style.color, linestyle=style.line, linewidth=style.width)
-        ax.plot(x[-1], y[-1], marker=style.marker, color=style.color, markersize=5, linestyle="none")
+        draw_loads(ax, loads.get(series.model, pd.Series(dtype=float)), series.style, series.label)
     ax.set_xlim(left=0)
     ax.margins(y=0.12)
 
 
-def _fact(series: Series, loads: dict[str, "pd.Series[int]"]) -> str:
-    """Unused keys and largest load in words."""
-    table = percentiles(loads[series.model])
-    unused = table["not_positive"] / max(table["queries"], 1)
-    return f"{series.label}: largest load {table['p100']:g}; {unused:.0%} of keys never kept"
+def draw_loads(ax: Axes, loads: "pd.Series[Any]", style: AttentionStyle, label: str) -> None:
+    """Draw the share of keys with at least a load, and mark the largest load.
+
+    Args:
+        ax: with its scale set.
+        loads: raw counts.
+        style: of the curve.
+        label: for the legend.
+    """
+    x, y = exceedance_curve(loads)
+    line: dict[str, Any] = {"color": style.color, "linestyle": style.line}
+    ax.plot([], [], markersize=4, marker=style.marker, label=label, **line)
+    if len(x):
+        start = [0.0, *x], [1.0, *y]  # every key has a load of at least 0
+        ax.step(*start, where="pre", linewidth=style.width, **line)
+        ax.plot(x[-1], y[-1], marker=style.marker, color=style.color, markersize=5, linestyle="none")
+
+
+def load_fact(label: str, *tables: Percentiles) -> str:
+    """Unused keys and largest load in words, of one or several models together."""
+    unused = sum(table["not_positive"] for table in tables) / max(sum(table["queries"] for table in tables), 1)
+    return f"{label}: largest load {max(table['p100'] for table in tables):g}; {unused:.0%} of keys never kept"

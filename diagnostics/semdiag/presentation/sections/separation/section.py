@@ -1,10 +1,20 @@
 """The section ``separation`` of a report."""
 
+import pandas as pd
+
+from semdiag.findings.findings import Findings
+from semdiag.findings.glance import separation_glance
 from semdiag.presentation.section import Question, Section, Shown
 from semdiag.presentation.sections.separation.key_load import key_load
 from semdiag.presentation.sections.separation.sentences import separation_in_short
 from semdiag.presentation.sections.separation.separation_by_layer import separation_by_layer
-from semdiag.presentation.sections.separation.tables import separation_tables
+from semdiag.presentation.tables import percentile_csv
+
+
+def separation_tables(findings: Findings, alone: bool) -> dict[str, pd.DataFrame]:
+    """Percentiles of Δ and of the key loads."""
+    return {name: percentile_csv(findings, name) for name in ("separation", "load")}
+
 
 _QUESTIONS = (
     Question(
@@ -55,5 +65,6 @@ SEPARATION = Section(
     questions=_QUESTIONS,
     external=(),
     in_short=separation_in_short,
+    glance=separation_glance,
     tables=separation_tables,
 )

@@ -1,20 +1,13 @@
 """Semantic separation in every layer: how far the last kept key stands above the first dropped one."""
 
 import pandas as pd
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from semdiag.findings.distributions import Percentiles, layer_percentiles, pooled_percentiles
 from semdiag.findings.findings import Findings
-from semdiag.measurement.percentiles import percentiles, pooled_table
-from semdiag.presentation.drawing.letter_values import (
-    READING,
-    draw_letter_values,
-    legend_entry,
-    logarithmic_limits,
-)
+from semdiag.presentation.drawing.letter_values import READING, layer_boxes, logarithmic_limits, positive_range
 from semdiag.presentation.drawing.panels import NothingToDrawError, Panel, panels_of
-from semdiag.presentation.drawing.style import legend_on_top, note_below, panel_grid, paper_style, title_with_facts
-from semdiag.presentation.sections.dispersion.dispersion_by_layer import label_layers, positive_range
+from semdiag.presentation.drawing.style import finished, panel_grid, paper_style, title_with_facts
 
 
 @paper_style
@@ -32,12 +25,7 @@ def separation_by_layer(findings: Findings) -> Figure:
     Raises:
         NothingToDrawError: if no query has a finite positive separation.
     """
-    queries = findings.measurements.queries[["model", "layer", "separation"]]
-    tables = {
-        str(model): pooled_table(rows, "separation", by="layer").sort_values("layer")
-        for model, rows in queries.groupby("model", sort=False)
-    }
-    pooled = {str(model): percentiles(rows) for model, rows in queries.groupby("model", sort=False)["separation"]}
+    tables, pooled = findings(layer_percentiles, "separation"), findings(pooled_percentiles, "separation")
     panels = [
         p for p in panels_of(findings.measurements.models) if any(_defined(pooled.get(s.model)) for s in p.series)
     ]
@@ -47,34 +35,20 @@ def separation_by_layer(findings: Findings) -> Figure:
     figure, axes = panel_grid(len(panels), height=3.0)
     for ax, panel in zip(axes, panels, strict=True):
         logarithmic_limits(ax, low, high)
-        _draw(ax, panel, tables, pooled)
+        shown = [series for series in panel.series if _defined(pooled.get(series.model))]
+        layer_boxes(ax, [(series.label, series.style, tables[series.model]) for series in shown])
+        title_with_facts(ax, panel.title, _facts(panel, pooled))
     axes[0].set_ylabel("semantic separation Δ (nats)")
-    legend_on_top(figure, axes)
-    note_below(
+    return finished(
         figure, f"{READING}; marker: maximum.\nPercentiles are of all queries: what is ≤ 0 lies below the axis."
     )
-    return figure
 
 
-def _defined(table: dict[str, float | int] | None) -> bool:
+def _defined(table: Percentiles | None) -> bool:
     return table is not None and table["undefined"] < table["queries"]
 
 
-def _draw(
-    ax: Axes, panel: Panel, tables: dict[str, pd.DataFrame], pooled: dict[str, dict[str, float | int]]
-) -> None:
-    shown = [series for series in panel.series if _defined(pooled.get(series.model))]
-    width = 0.84 / len(shown)
-    for place, series in enumerate(shown):
-        legend_entry(ax, series.label, series.style)
-        shift = (place - (len(shown) - 1) / 2) * width
-        for row in tables[series.model].to_dict("records"):
-            draw_letter_values(ax, row["layer"] + shift, 0.85 * width, row, series.style)
-    label_layers(ax, panel, tables)
-    title_with_facts(ax, panel.title, _facts(panel, pooled))
-
-
-def _facts(panel: Panel, pooled: dict[str, dict[str, float | int]]) -> list[str]:
+def _facts(panel: Panel, pooled: dict[str, Percentiles]) -> list[str]:
     """What share of queries has a separation of at most 0, in words."""
     lines = []
     for series in panel.series:

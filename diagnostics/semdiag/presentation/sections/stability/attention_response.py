@@ -5,17 +5,12 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from semdiag.findings.findings import Findings
-from semdiag.measurement.percentiles import percentiles, pooled_table
-from semdiag.presentation.drawing.letter_values import (
-    READING,
-    draw_letter_values,
-    legend_entry,
-    logarithmic_limits,
-)
+from semdiag.findings.stability import response_by_layer, stability_table
+from semdiag.measurement.table import ALL
+from semdiag.presentation.drawing.letter_values import READING, layer_boxes, logarithmic_limits, positive_range
 from semdiag.presentation.drawing.noise import noise_facts, percent
 from semdiag.presentation.drawing.panels import NothingToDrawError, Panel, panels_of
-from semdiag.presentation.drawing.style import legend_on_top, note_below, panel_grid, paper_style, title_with_facts
-from semdiag.presentation.sections.dispersion.dispersion_by_layer import label_layers, positive_range
+from semdiag.presentation.drawing.style import finished, panel_grid, paper_style, title_with_facts
 
 
 @paper_style
@@ -34,14 +29,9 @@ def attention_response(findings: Findings) -> Figure:
     secants = findings.measurements.secants
     if secants.empty:
         raise NothingToDrawError("No input was perturbed: no response was measured.")
-    tables = {
-        (float(str(level)), str(model)): pooled_table(rows, "weight_change", by="layer").sort_values("layer")
-        for (level, model), rows in secants.groupby(["level", "model"], sort=True)
-    }
-    means = {
-        (float(str(level)), str(model)): percentiles(rows)["mean"]
-        for (level, model), rows in secants.groupby(["level", "model"])["weight_change"]
-    }
+    tables, pooled = findings(response_by_layer), findings(stability_table)
+    pooled = pooled[(pooled["layer"] == ALL) & (pooled["quantity"] == "response")]
+    means = {(row["noise"], row["model"]): row["mean"] for row in pooled.to_dict("records")}
     low, high = positive_range(pd.concat(tables.values()), "p1", "p99")
     levels = sorted({level for level, _ in tables})
     measured = set(secants["model"])
@@ -55,21 +45,13 @@ def attention_response(findings: Findings) -> Figure:
         facts = [f"{s.label}: mean {means[level, s.model]:.3g}" for s in panel.series if (level, s.model) in means]
         title_with_facts(ax, named, facts)
     axes[0].set_ylabel("response ‖p − p′‖₁ (at most 2)")
-    legend_on_top(figure, axes)
-    note_below(figure, f"{noise_facts(findings, secants)}.\n{READING}; marker: mean")
-    return figure
+    return finished(figure, f"{noise_facts(findings, secants)}.\n{READING}; marker: mean")
 
 
 def _draw(ax: Axes, panel: Panel, tables: dict[str, pd.DataFrame]) -> None:
-    shown = [series for series in panel.series if series.model in tables]
-    width = 0.84 / max(len(shown), 1)
-    for place, series in enumerate(shown):
-        legend_entry(ax, series.label, series.style)
-        shift = (place - (len(shown) - 1) / 2) * width
-        for row in tables[series.model].to_dict("records"):
-            draw_letter_values(ax, row["layer"] + shift, 0.85 * width, row, series.style, extreme="mean")
-            ax.plot(
-                row["layer"] + shift, row["mean"], marker=series.style.marker, color=series.style.color,
-                markersize=5, markeredgecolor="white", markeredgewidth=0.8, linestyle="none", zorder=4,
-            )  # fmt: skip
-    label_layers(ax, panel, tables)
+    boxes = [(s.label, s.style, tables[s.model]) for s in panel.series if s.model in tables]
+    for x, row, style in layer_boxes(ax, boxes, extreme="mean"):
+        ax.plot(
+            x, row["mean"], marker=style.marker, color=style.color, markersize=5, markeredgecolor="white",
+            markeredgewidth=0.8, linestyle="none", zorder=4,
+        )  # fmt: skip

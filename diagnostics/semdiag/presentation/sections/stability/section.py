@@ -1,11 +1,25 @@
 """The section ``stability`` of a report."""
 
-from semdiag.findings.stability import stability_findings
+import pandas as pd
+
+from semdiag.findings.distributions import all_by_name
+from semdiag.findings.findings import Findings
+from semdiag.findings.glance import stability_glance
+from semdiag.findings.stability import stability_findings, stability_table
 from semdiag.presentation.section import Question, Section, Shown
 from semdiag.presentation.sections.stability.attention_response import attention_response
 from semdiag.presentation.sections.stability.sentences import stability_in_short, stability_sentences
 from semdiag.presentation.sections.stability.stability_curves import stability_curves
-from semdiag.presentation.sections.stability.tables import stability_tables
+from semdiag.presentation.tables import verdict_table, with_facts
+
+
+def stability_tables(findings: Findings, alone: bool) -> dict[str, pd.DataFrame]:
+    """Percentiles by layer and head, and the verdicts."""
+    return {
+        "stability": with_facts(findings, all_by_name(findings(stability_table))),
+        "stability_verdicts": verdict_table(findings(stability_findings)),
+    }
+
 
 _QUESTIONS = (
     Question(
@@ -14,7 +28,8 @@ _QUESTIONS = (
         (
             Shown(
                 stability_curves,
-                "Constant ξ of a softmax row against its dispersion δ for 40 and 600 keys, logarithmic axes, "
+                "Constant ξ of a softmax row against its dispersion δ for the commonest numbers of keys, "
+                "logarithmic axes, "
                 "in the paper's form and the sound one, with measured secants of full attention below: "
                 "{models}.",
                 "Every point, a measured change of attention over the change of its scores, must lie below the"
@@ -53,5 +68,6 @@ STABILITY = Section(
     in_short=stability_in_short,
     details=stability_sentences,
     verdicts=stability_findings,
+    glance=stability_glance,
     tables=stability_tables,
 )

@@ -5,23 +5,26 @@ from typing import Any
 
 from semdiag.findings.finding import Finding, Verdict
 from semdiag.findings.findings import Findings
-from semdiag.findings.stability import response_table, stability_findings
+from semdiag.findings.glance import exceeding_pairs
+from semdiag.findings.stability import LOCAL, UNKNOWN, response_table, stability_findings
 from semdiag.presentation.drawing.noise import percent
 from semdiag.presentation.drawing.panels import model_labels
 
 
 def stability_in_short(findings: Findings) -> list[str]:
     """How often each form of ξ was exceeded, all models together."""
-    pairs = [f for f in findings(stability_findings) if "ξ ‖z" in f.claim and f.numbers]
-    if not pairs:
-        return []
-    exceeded = {
-        form: int(sum(f.numbers["violated"] for f in pairs if f.form == form)) for form in ("sound", "paper")
-    }
-    return [
-        f"Softmax stability, all measured pairs of rows: the sound ξ is exceeded by {exceeded['sound']:,}, "
-        f"the paper's by {exceeded['paper']:,}."
-    ]
+    exceeded = findings(exceeding_pairs)
+    parts = []
+    for form, name in (("sound", "the sound ξ"), ("paper", "the paper's ξ")):
+        counts = exceeded.get(form)
+        if counts is None:
+            continue
+        fixed = ", all of fixed masks" if counts["violated"] and counts["violated"] == counts["fixed"] else ""
+        parts.append(
+            f"{counts['violated']:,} of {counts['rows']:,} exceed {name}{fixed} ({counts['vacuous']:,} could not: "
+            "their constant is ½ or more)"
+        )
+    return [f"Softmax stability, measured pairs of rows: {'; '.join(parts)}."] if parts else []
 
 
 def stability_sentences(findings: Findings) -> list[str]:
@@ -46,12 +49,12 @@ def stability_sentences(findings: Findings) -> list[str]:
 def _softmax(finding: Finding) -> str:
     """What became of one form of ξ on one model's pairs of rows."""
     n = finding.numbers
-    if finding.form == "":
+    if finding.claim == UNKNOWN:
         return f"{finding.note[:1].upper()}{finding.note[1:]}."
-    if finding.claim.startswith("local") and finding.verdict is not Verdict.VIOLATED:
+    if finding.claim == LOCAL and finding.verdict is not Verdict.VIOLATED:
         return ""
     names = {"sound": "the sound ξ", "paper": "the paper's ξ", "sound, row form": "the sound row constant"}
-    name = "the local constant's bound ξ*" if finding.claim.startswith("local") else names[finding.form]
+    name = "the local constant's bound ξ*" if finding.claim == LOCAL else names[finding.form]
     rows = int(n["holds"] + n["violated"] + n["vacuous"])
     unmet = f", {int(n['not_met']):,} more do not meet its assumptions" if n["not_met"] else ""
     highest = f"largest measured/bound {n['largest measured over bound']:.4g}"

@@ -19,16 +19,15 @@ from semdiag.presentation.drawing.style import (
     FAINT,
     INK,
     attention_style,
-    legend_on_top,
+    finished,
     lightened,
-    note_below,
     panel_grid,
     paper_style,
     plain_numbers,
     title_with_facts,
 )
 
-KEYS = (40, 600)  # of the paper's short tasks and of ListOps
+_MOST = 3  # numbers of keys, the commonest
 POINTS = 300
 _RANGE = (0.1, 100.0)
 _TOP, _FLOOR = 10.0, 1e-5
@@ -37,13 +36,13 @@ _SHADE = "#f6dcc3"
 
 @paper_style
 def stability_curves(findings: Findings) -> Figure:
-    """Draw ξ = e^δ/n and ξ*(δ, n) against δ for n = 40 and 600 keys, and secants of full models.
+    """Draw ξ = e^δ/n and ξ*(δ, n) against δ for the numbers of keys that full models have, and their secants.
 
     Args:
         findings: with secants of full-attention models.
 
     Returns:
-        One panel per number of keys: 40, 600, and the commonest one of the measured full models.
+        One panel per number of keys: the commonest of the measured full models, at most three.
 
     Raises:
         NothingToDrawError: if no secant of a full model was measured.
@@ -51,21 +50,18 @@ def stability_curves(findings: Findings) -> Figure:
     rows = _full_rows(findings)
     if rows.empty:
         raise NothingToDrawError("No secant of a full-attention model was measured.")
-    counts = rows["kept"].value_counts()
-    panels = sorted({*KEYS, int(counts.index[0])})
+    panels = sorted(int(keys) for keys in rows["kept"].value_counts().index[:_MOST])
     figure, axes = panel_grid(len(panels), height=3.0)
     for ax, keys in zip(axes, panels, strict=True):
         _draw_curves(ax, keys)
         _draw_points(ax, keys, rows[rows["kept"] == keys])
     axes[0].set_ylabel("‖p − p′‖₁ / ‖z − z′‖₁ (per nat)")
-    legend_on_top(figure, axes)
-    note_below(
+    return finished(
         figure,
         f"{noise_facts(findings, rows)}; at most {POINTS} points per panel."
         "\nThe five measured secants closest to ξ* are always drawn. No row exceeds ½ (dotted): a constant above "
         "it says nothing.",
     )
-    return figure
 
 
 def _full_rows(findings: Findings) -> pd.DataFrame:
@@ -99,10 +95,8 @@ def _draw_points(ax: Axes, keys: int, rows: pd.DataFrame) -> None:
     )
     threshold = paper_form_threshold(torch.tensor([keys])).item()
     facts = [f"paper form below the sound one for δ < {threshold:.2f}"] if threshold else []
-    facts.append(f"{len(rows):,} measured pairs of rows" if len(rows) else "no measured row has this many keys")
+    facts.append(f"{len(rows):,} measured pairs of rows")
     title_with_facts(ax, f"n = {keys} keys", facts)
-    if rows.empty:
-        return
     closest = (np.log(rows["secant"]) - rows["ln_sound"]).nlargest(5).index
     others = rows.drop(index=closest)
     chosen = others.sample(min(POINTS - len(closest), len(others)), random_state=0).index.union(closest)

@@ -1,16 +1,18 @@
 """Within one dense model: its quantities as if each query kept its k largest scores, as boxes per layer."""
 
+from collections.abc import Callable
+
 import pandas as pd
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from semdiag.capturing.attention_kinds import DENSE
 from semdiag.findings.counterfactuals import counterfactual_ks
+from semdiag.findings.distributions import layer_percentiles
 from semdiag.findings.findings import Findings
-from semdiag.measurement.percentiles import pooled_table
-from semdiag.presentation.drawing.letter_values import draw_letter_values, legend_entry
+from semdiag.presentation.drawing.letter_values import READING, layer_boxes
 from semdiag.presentation.drawing.panels import NothingToDrawError, Panel, panels_of
-from semdiag.presentation.drawing.style import AttentionStyle, attention_style, lightened
-from semdiag.presentation.sections.dispersion.dispersion_by_layer import label_layers
+from semdiag.presentation.drawing.style import AttentionStyle, attention_style, finished, lightened, panel_grid
 
 _MARKERS = "sPXv<>*h"
 Tables = dict[tuple[str, str], pd.DataFrame]  # percentiles per layer, by model and column
@@ -48,10 +50,10 @@ def layer_tables(findings: Findings, panels: list[Panel], columns: list[str]) ->
     """
     wanted = {series.model for panel in panels for series in panel.series}
     return {
-        (str(model), column): pooled_table(rows, column, by="layer").sort_values("layer")
-        for model, rows in findings.measurements.queries.groupby("model", sort=False)
-        if model in wanted
+        (model, column): table
         for column in columns
+        for model, table in findings(layer_percentiles, column).items()
+        if model in wanted
     }
 
 
@@ -65,32 +67,37 @@ def k_style(ks: list[int], k: int) -> AttentionStyle:
     place, topk = ks.index(k), attention_style("topk")
     shade = lightened(topk.color, 0.6 * place / max(len(ks) - 1, 1))
     color = "#" + "".join(f"{round(255 * part):02x}" for part in shade)
-    return AttentionStyle(topk.name, color, _MARKERS[place % len(_MARKERS)], topk.line, topk.width)
+    return AttentionStyle(topk.name, color, _MARKERS[place % len(_MARKERS)], "-", 1.6)
 
 
-def draw_boxes(
-    ax: Axes,
-    panel: Panel,
+def within_boxes(
+    panels: list[Panel],
     columns: dict[str, tuple[str, AttentionStyle]],
     tables: Tables,
+    scale: Callable[[Axes], None],
+    ylabel: str,
+    note: str,
+    *,
     extreme: str = "p100",
-) -> None:
-    """Draw one group of boxes per layer, a box per column of the table of queries.
+    height: float = 2.7,
+) -> Figure:
+    """Draw one group of boxes per layer of each model, a box per column of the table of queries.
 
     Args:
-        ax: with its scale set.
-        panel: of models.
+        panels: of models.
         columns: label and style by column.
         tables: from :func:`layer_tables`.
+        scale: sets a panel's ordinate.
+        ylabel: of the ordinate.
+        note: below the panels, after how to read the boxes.
         extreme: the percentile marked as a point.
+        height: of a panel, in inches.
     """
-    boxes = [(series, name) for series in panel.series for name in columns]
-    width = 0.84 / len(boxes)
-    for place, (series, name) in enumerate(boxes):
-        label, style = columns[name]
-        legend_entry(ax, label, style)
-        shift = (place - (len(boxes) - 1) / 2) * width
-        for row in tables[series.model, name].to_dict("records"):
-            draw_letter_values(ax, row["layer"] + shift, 0.85 * width, row, style, extreme)
-    first = next(iter(columns))
-    label_layers(ax, panel, {series.model: tables[series.model, first] for series in panel.series})
+    figure, axes = panel_grid(len(panels), height=height)
+    for ax, panel in zip(axes, panels, strict=True):
+        scale(ax)
+        boxes = [(*columns[name], tables[series.model, name]) for series in panel.series for name in columns]
+        layer_boxes(ax, boxes, extreme)
+        ax.set_title(panel.title)
+    axes[0].set_ylabel(ylabel)
+    return finished(figure, f"Within each full model; {READING}; {note}")

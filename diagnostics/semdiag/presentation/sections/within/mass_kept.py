@@ -1,13 +1,13 @@
 """Within one full-attention model: how much of the attention weight the k largest scores hold."""
 
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from semdiag.findings.findings import Findings
-from semdiag.presentation.drawing.letter_values import READING
 from semdiag.presentation.drawing.panels import NothingToDrawError
-from semdiag.presentation.drawing.style import legend_on_top, note_below, panel_grid, paper_style
-from semdiag.presentation.sections.within.boxes import dense_panels, draw_boxes, k_style, layer_tables
+from semdiag.presentation.drawing.style import paper_style
+from semdiag.presentation.sections.within.boxes import dense_panels, k_style, layer_tables, within_boxes
 
 
 @paper_style
@@ -28,14 +28,11 @@ def mass_kept(findings: Findings) -> Figure:
     tables = layer_tables(findings, panels, list(columns))
     if not any(np.isfinite(table["p50"]).any() for table in tables.values()):
         raise NothingToDrawError("No query has a finite attention weight.")
-    figure, axes = panel_grid(len(panels))
-    for ax, panel in zip(axes, panels, strict=True):
+
+    def scale(ax: Axes) -> None:
         ax.set_ylim(0, 1.03)
-        draw_boxes(ax, panel, columns, tables, extreme="p0")
-        ax.set_title(f"{panel.title}: within the full model")
-    axes[0].set_ylabel("share of the attention weight")
-    legend_on_top(figure, axes)
-    note_below(
-        figure, f"{READING}; marker: minimum.\n1 minus this is what dropping all other keys would throw away."
-    )
-    return figure
+
+    return within_boxes(
+        panels, columns, tables, scale, "share of the attention weight",
+        "marker: minimum.\n1 minus this is what dropping all other keys would throw away.", extreme="p0",
+    )  # fmt: skip

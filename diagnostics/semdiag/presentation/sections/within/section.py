@@ -1,14 +1,24 @@
 """The section ``within`` of a report."""
 
+import pandas as pd
+
 from semdiag.findings.counterfactuals import counterfactual_ks
+from semdiag.findings.distributions import all_by_name, within_table
 from semdiag.findings.findings import Findings
+from semdiag.findings.glance import within_glance
 from semdiag.presentation.section import Question, Section, Shown
 from semdiag.presentation.sections.within.dispersion_counterfactual import dispersion_counterfactual
 from semdiag.presentation.sections.within.key_load_counterfactual import key_load_counterfactual
 from semdiag.presentation.sections.within.mass_kept import mass_kept
 from semdiag.presentation.sections.within.sentences import within_sentences
 from semdiag.presentation.sections.within.separation_counterfactual import separation_counterfactual
-from semdiag.presentation.sections.within.tables import within_tables
+
+
+def within_tables(findings: Findings, alone: bool) -> dict[str, pd.DataFrame]:
+    """Percentiles of what every counterfactual k would leave."""
+    table = findings(within_table)
+    return {"within": table if table.empty else all_by_name(table)}
+
 
 _QUESTIONS = (
     Question(
@@ -71,5 +81,6 @@ WITHIN = Section(
     external=_QUESTIONS,
     measured=_measured,
     in_short=within_sentences,
+    glance=within_glance,
     tables=within_tables,
 )

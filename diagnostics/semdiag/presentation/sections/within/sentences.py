@@ -1,11 +1,8 @@
 """What the measurements say about one dense model by itself, in sentences."""
 
-import pandas as pd
-
 from semdiag.capturing.attention_kinds import external
-from semdiag.findings.counterfactuals import counterfactual_ks
+from semdiag.findings.counterfactuals import counterfactual_ks, what_k_keeps
 from semdiag.findings.findings import Findings
-from semdiag.measurement.percentiles import percentiles
 from semdiag.presentation.sections.dispersion.sentences import span_sentence
 
 _MOST = 0.95
@@ -26,24 +23,21 @@ def within_sentences(findings: Findings) -> list[str]:
         own = measurements.queries[measurements.queries["model"] == model]
         said.append(span_sentence(findings, model))
         ks = [k for k in counterfactual_ks(own) if f"mass_k{k}" in own]
-        said += [_one_k(own, k) for k in ks]
+        said += [_one_k(findings(what_k_keeps, model, k), k) for k in ks]
         said += ["This is a counterfactual within the model: nobody trained it with a mask."] if ks else []
     return said
 
 
-def _one_k(queries: pd.DataFrame, k: int) -> str:
+def _one_k(kept: dict[str, float], k: int) -> str:
     """What keeping the k largest scores would leave, of the queries that have more."""
-    dropping = queries[queries["keys"] > k]
-    if dropping.empty:
+    if not kept:
         return f"No query has more than {k} keys: a top-{k} mask would change nothing."
-    mass, gap = dropping[f"mass_k{k}"], percentiles(dropping[f"separation_k{k}"])
-    delta, whole = (percentiles(dropping[name])["p50"] for name in (f"dispersion_k{k}", "dispersion"))
-    layers = dropping.groupby("layer")[f"mass_k{k}"].median()
-    most = "keeps" if mass.median() >= _MOST else "would keep"
+    most = "keeps" if kept["mass"] >= _MOST else "would keep"
     return (
-        f"Would sparse attention help? A top-{k} mask {most} {mass.median():.0%} of the attention weight at the "
-        f"median query ({mass.quantile(0.05):.0%} at the 5th percentile; by layer, medians from "
-        f"{layers.min():.0%} in layer {layers.idxmin()} to {layers.max():.0%} in layer {layers.idxmax()}), with "
-        f"a median dispersion of {delta:.3g} instead of {whole:.3g} nats and a median separation of "
-        f"{gap['p50']:.2g} nats ({len(dropping) / len(queries):.0%} of the queries have more than {k} keys)."
+        f"Would sparse attention help? A top-{k} mask {most} {kept['mass']:.0%} of the attention weight at the "
+        f"median query ({kept['mass_p5']:.0%} at the 5th percentile; by layer, medians from {kept['lowest']:.0%} "
+        f"in layer {kept['lowest_layer']} to {kept['highest']:.0%} in layer {kept['highest_layer']}), with a "
+        f"median dispersion of {kept['dispersion']:.3g} instead of {kept['whole']:.3g} nats and a median "
+        f"separation of {kept['separation']:.2g} nats ({kept['share']:.0%} of the queries have more than {k} "
+        "keys)."
     )

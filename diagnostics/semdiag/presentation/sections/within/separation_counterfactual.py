@@ -4,10 +4,9 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from semdiag.findings.findings import Findings
-from semdiag.presentation.drawing.letter_values import READING, logarithmic_limits
-from semdiag.presentation.drawing.style import legend_on_top, note_below, panel_grid, paper_style
-from semdiag.presentation.sections.dispersion.dispersion_by_layer import positive_range
-from semdiag.presentation.sections.within.boxes import dense_panels, draw_boxes, k_style, layer_tables
+from semdiag.presentation.drawing.letter_values import logarithmic_limits, positive_range
+from semdiag.presentation.drawing.style import paper_style
+from semdiag.presentation.sections.within.boxes import dense_panels, k_style, layer_tables, within_boxes
 
 
 @paper_style
@@ -27,14 +26,7 @@ def separation_counterfactual(findings: Findings) -> Figure:
     columns = {f"separation_k{k}": (f"Δₕ({k})", k_style(ks, k)) for k in ks}
     tables = layer_tables(findings, panels, list(columns))
     low, high = positive_range(pd.concat(tables.values()), "p1", "p100")
-    figure, axes = panel_grid(len(panels), height=3.0)
-    for ax, panel in zip(axes, panels, strict=True):
-        logarithmic_limits(ax, low, high)
-        draw_boxes(ax, panel, columns, tables)
-        ax.set_title(f"{panel.title}: within the full model")
-    axes[0].set_ylabel("separation Δₕ(k) (nats)")
-    legend_on_top(figure, axes)
-    note_below(
-        figure, f"{READING}; marker: maximum.\nQueries with at most k keys drop none: they have no separation."
-    )
-    return figure
+    return within_boxes(
+        panels, columns, tables, lambda ax: logarithmic_limits(ax, low, high), "separation Δₕ(k) (nats)",
+        "marker: maximum.\nQueries with at most k keys drop none: they have no separation.", height=3.0,
+    )  # fmt: skip

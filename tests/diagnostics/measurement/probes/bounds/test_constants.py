@@ -1,6 +1,7 @@
 """Theorem 2 on encoders: every slope below its bound, in every tensor; tables, ties, and what is not known."""
 
 import math
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -9,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from semdiag.capturing.loading import load
+from semdiag.findings.bounds import SCOPE
 from semdiag.mathematics.logarithms import log
 from semdiag.mathematics.paper_attention_bounds import paper_attention_map_bound
 from semdiag.measurement.encoders.network_constants import network_forms
@@ -31,9 +33,13 @@ def test_every_slope_is_below_its_bound(kind, wild_encoder, padded_tokens, activ
     constants, parameters = measure_constants(encoder, *padded_tokens)
     measured = parameters[["ln_gradient", "ln_secant"]].max(axis=1)
     assert (measured <= parameters["ln_sound"]).all()
+    assert (parameters["ln_gradient"] <= parameters["ln_local"]).all()
+    assert (parameters["ln_local"] <= parameters["ln_sound"] + 1e-12).all()
+    assert value(constants, "network", "local") < value(constants, "network", "sound")
     assert parameters["holds"].all()
     keys = parameters["tensor"].str.endswith("k.bias")
-    assert (parameters.loc[keys, ["ln_gradient", "ln_secant", "ln_sound"]] == -math.inf).all(axis=None)
+    assert (parameters.loc[keys, ["ln_gradient", "ln_sound"]] == -math.inf).all(axis=None)
+    assert parameters.loc[keys, "ln_secant"].isna().all()  # its numerator would be rounding and nothing else
     assert np.isfinite(parameters.loc[~keys, ["ln_gradient", "ln_secant", "ln_sound"]]).all(axis=None)
     together = 0.5 * np.logaddexp.reduce(2 * parameters["ln_gradient"].to_numpy())
     assert together <= value(constants, "network", "sound")
@@ -43,6 +49,20 @@ def test_every_slope_is_below_its_bound(kind, wild_encoder, padded_tokens, activ
 def test_every_slope_of_a_trained_model_is_below_its_bound(tiny_models, which):
     model = tiny_models[which]
     _, parameters = measure_constants(model.module, *model.default_inputs(40, 0)[:2])
+    assert (parameters[["ln_gradient", "ln_secant"]].max(axis=1) <= parameters["ln_sound"]).all()
+
+
+@pytest.mark.parametrize("factor", [10, 1000])
+def test_no_rounding_of_large_scores_is_taken_for_a_slope(factor):
+    """Scores 100 times and a million times as large as trained; only b_k's constant is exactly 0."""
+    folder = Path(__file__).parents[5] / "checkpoints" / "missing-duplicate-full-seed-153476998"
+    model = load(folder / "last.pt")
+    with torch.no_grad():
+        for tensor in named_tensors(model.encoder):
+            if tensor.bound.endswith(("W_q", "W_k", "b_k")):
+                tensor.values.mul_(factor)
+    _, parameters = measure_constants(model.encoder, *model.default_inputs(25, 0)[:2])
+    assert parameters["ln_gradient"].notna().all()
     assert (parameters[["ln_gradient", "ln_secant"]].max(axis=1) <= parameters["ln_sound"]).all()
 
 
@@ -94,12 +114,43 @@ def test_the_paper_form_takes_largest_and_smallest_values(wild_encoder, padded_t
         for h in range(2):
             norms = HeadNorms(weights.gamma[h], weights.upsilon[h], trace.token_norm.max(), trace.token_norm.max())
             delta, gap = trace.dispersion[:, h].max(), trace.separation[:, h].min()
-            bound = paper_attention_map_bound(delta, norms, trace.load[:, h].max() / 3, gap)
-            assert value(constants, "attention_map", "paper", layer, h) == pytest.approx(bound.log_value.item())
+            beta = trace.load[:, h].max().double() / 3
+            bound = paper_attention_map_bound(delta, norms, beta, gap)
+            found = value(constants, "attention_map", "paper", layer, h)
+            assert found == pytest.approx(bound.log_value.item(), rel=1e-13)  # β in float64
     has_paper = parameters["ln_paper"].notna()
     assert has_paper.equals(
         parameters["tensor"].str.contains(r"blocks\.\d\.(?:attention|expand|contract).*weight")
     )
+
+
+def test_one_tie_does_not_hide_the_other_inputs(wild_encoder, padded_tokens):
+    """Zero keys tie every row; only the inputs whose rows are all kept whole have a constant."""
+    encoder, tokens = wild_encoder("topk"), padded_tokens[0]
+    with torch.no_grad():
+        encoder.blocks[1].attention.qkv.weight[16:32] = 0  # W_k of the last block, and b_k
+        encoder.blocks[1].attention.qkv.bias[16:32] = 0
+    constants, parameters = measure_constants(encoder, tokens)
+    forms = network_forms(encoder, trace_inputs(encoder, tokens))
+    rows = constants[(constants["quantity"] == "network") & (constants["form"] == "sound")].iloc[0]
+    finite = forms.each["sound"][forms.each["sound"].isfinite()]
+    assert len(finite) == 1  # one sample has a single token
+    assert (rows["ln_value"], rows["infinite"]) == (math.inf, len(tokens) - 1)
+    assert rows["ln_finite"] == pytest.approx(finite.max().item())
+    counts = parameters.set_index("tensor")["infinite"]
+    assert counts["blocks.1.attention.k.weight"] == len(tokens) - 1
+    assert counts["head.weight"] == 0
+    untied, _ = measure_constants(wild_encoder("topk"), tokens)
+    assert (untied["infinite"] == 0).all()
+    assert untied["ln_finite"].equals(untied["ln_value"])
+
+
+def test_that_the_constants_are_of_one_parameter_vector_is_returned(wild_encoder, padded_tokens):
+    encoder = wild_encoder("topk")
+    forms = network_forms(encoder, trace_inputs(encoder, padded_tokens[0]))
+    for bound in (forms.sound, forms.paper, forms.local):
+        assert any("one parameter vector" in a.statement for a in bound.assumptions)
+    assert "no Lipschitz constant of a region" in SCOPE  # printed under the tables
 
 
 def test_tables_have_their_columns_and_every_place_once(kind, wild_encoder, padded_tokens):

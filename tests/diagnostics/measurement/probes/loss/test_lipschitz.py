@@ -215,7 +215,7 @@ def test_every_estimate_of_both_models_is_below_its_sound_bound(tiny_models, inp
     found = found_on(tiny_models, inputs, LipschitzPlan(10, 2, 3, 15, 1.0))
     tops = found.loss_gradients.groupby(["model", "group"])["slope"].max()
     points = found.end_points.assign(accepted=True)  # 3 blocks are too few: as if the steepest draw were the end
-    points["estimate"] = points["low"] = [tops[row.model, row.group] for row in points.itertuples()]
+    points["estimate"] = [tops[row.model, row.group] for row in points.itertuples()]
     findings = estimate_findings(Findings(found.replace(end_points=points)))
     assert len(findings) == 8
     for finding in findings:
@@ -232,17 +232,17 @@ def test_an_estimate_above_its_bound_is_called_violated(tiny_models, inputs):
     assert violated.numbers["violated"] > 0
 
 
-@pytest.mark.parametrize(("low", "verdict"), [(-1.0, Verdict.HOLDS), (1.0, Verdict.VIOLATED)])
-def test_an_end_point_contradicts_the_bound_only_with_its_whole_interval(tiny_models, inputs, low, verdict):
+@pytest.mark.parametrize(("above", "verdict"), [(-1.0, Verdict.HOLDS), (1.0, Verdict.NOTHING)])
+def test_an_end_point_is_an_extrapolation_and_contradicts_no_bound(tiny_models, inputs, above, verdict):
     found = found_on(tiny_models[:1], inputs)
     bounds = found.loss_gradients.groupby("group")["ln_sound"].max()
     points = found.end_points[found.end_points["group"] == "head"].assign(accepted=True)
-    points = points.assign(low=np.exp(bounds["head"] + low), estimate=np.exp(bounds["head"] + 2))
+    points = points.assign(estimate=np.exp(bounds["head"] + above))
     findings = estimate_findings(Findings(found.replace(end_points=points)))
     finding = next(f for f in findings if f.claim == END_POINTS)
     assert finding.verdict is verdict
-    assert finding.numbers["estimates above the bound"] == 1
-    assert ("head" in finding.note) == (verdict is Verdict.HOLDS)
+    assert finding.numbers["violated"] == 0
+    assert finding.numbers.get("beyond the bound", 0) == ("head" in finding.note) == (verdict is Verdict.NOTHING)
 
 
 def test_deterministic_under_its_seed_and_nothing_left_behind(tiny_models, inputs):
@@ -344,7 +344,7 @@ def test_ratios_of_percentiles_by_hand():
     [((0.5, 0.4), Verdict.HOLDS), ((2.0, 3.0), Verdict.VIOLATED), ((0.5, 3.0), Verdict.NOTHING)],
 )
 def test_the_ordering_is_judged_radius_by_radius(topk, verdict):
-    findings = ordering_findings(Findings(made((1.0, 1.0), topk)), [Pair("pair", "full", "topk")])
+    findings = ordering_findings(Findings(made((1.0, 1.0), topk)), Pair("pair", "full", "topk"))
     assert [f.where for f in findings] == ["p50", "p75", "p95", "p99"]
     assert {f.verdict for f in findings} == {verdict}
     assert all(f.numbers["lower"] + f.numbers["higher"] == 2 for f in findings)

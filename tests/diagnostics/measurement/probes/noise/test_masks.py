@@ -169,6 +169,18 @@ def test_noise_is_the_same_at_every_level_but_for_its_size(wild_encoder, padded_
     np.testing.assert_allclose(large[small > 1e-9], 2 * small[small > 1e-9], rtol=1e-2)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_every_sample_has_its_own_draws_whatever_the_batch(wild_encoder, padded_tokens, dtype):
+    """11 tokens of 10 numbers: not whole groups of the 16 in which torch draws."""
+    encoder, tokens = wild_encoder("topk", 0.7, width=10, length=11), padded_tokens[0][:, :11]
+    plan = NoisePlan((0.01,), draws=2)
+    whole, parts = (
+        mask_stability(encoder, tokens, None, plan, batch_size=size, dtype=dtype)[1] for size in (100, 6)
+    )
+    rounding = 1e-9 if dtype == torch.float64 else 1e-3  # relative to changes of a percent
+    np.testing.assert_allclose(parts["logit_change"], whole["logit_change"], rtol=rounding)
+
+
 def test_the_seed_decides_and_the_batch_size_does_not(wild_encoder, padded_tokens):
     encoder, (tokens, _) = wild_encoder("topk"), padded_tokens
     plan = NoisePlan(LEVELS, draws=2)
@@ -207,8 +219,8 @@ def test_a_fixed_mask_has_no_rows_but_its_output_is_watched(kind, wild_encoder, 
 
 
 def test_an_unknown_kind_is_refused():
-    with pytest.raises(InputError, match="How lsh attention selects its keys is not known"):
-        selection_of("lsh")
+    with pytest.raises(InputError, match="How entmax attention selects its keys is not known"):
+        selection_of("entmax")
 
 
 def test_a_mask_that_drops_nothing_has_no_rows(wild_encoder, padded_tokens):

@@ -1,0 +1,49 @@
+"""How often 95 % intervals of few sequences hold the truth: plain percentiles of the bootstrap, and semdiag's.
+
+    python benchmarks/intervals.py
+
+prints the table of docs/reading-a-report.md: means and medians of n independent sequences, normal, exponential and
+lognormal, 4,000 cases of 500 resamples each. About three minutes on one core.
+"""
+
+import numpy as np
+
+from semdiag.findings.resampling import tail_levels
+
+CASES, RESAMPLES, PART = 4000, 500, 100
+LAWS = {
+    "normal": (lambda rng, shape: rng.normal(size=shape), {"mean": 0.0, "median": 0.0}),
+    "exponential": (lambda rng, shape: rng.exponential(size=shape), {"mean": 1.0, "median": np.log(2)}),
+    "lognormal": (lambda rng, shape: np.exp(rng.normal(size=shape)), {"mean": np.exp(0.5), "median": 1.0}),
+}
+
+
+def coverage(law: str, statistic: str, units: int, seed: int = 0) -> dict[str, float]:
+    """Share of the cases in which the interval holds the truth, by way of reading it off the resamples."""
+    rng = np.random.default_rng(seed)
+    draw, truths = LAWS[law]
+    truth, held = truths[statistic], {"percentile": 0, "semdiag": 0}
+    for _ in range(CASES // PART):
+        values = draw(rng, (PART, units))
+        drawn = rng.integers(units, size=(PART, RESAMPLES, units))
+        found = getattr(np, statistic)(np.take_along_axis(values[:, None], drawn, 2), axis=2)
+        for name, levels in (("percentile", (2.5, 97.5)), ("semdiag", tail_levels(units))):
+            low, high = np.percentile(found, levels, axis=1)
+            held[name] += int(((low <= truth) & (truth <= high)).sum())
+    return {name: count / CASES for name, count in held.items()}
+
+
+def main() -> None:
+    """Print the table."""
+    print("| law | of | n = 8 | n = 20 | n = 50 |\n|---|---|---|---|---|")
+    for law in LAWS:
+        for statistic in ("mean", "median"):
+            cells = []
+            for units in (8, 20, 50):
+                found = coverage(law, statistic, units)
+                cells.append(f"{found['percentile']:.3f} → {found['semdiag']:.3f}")
+            print(f"| {law} | {statistic} | {' | '.join(cells)} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

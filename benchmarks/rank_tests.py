@@ -1,0 +1,125 @@
+"""False alarms, coverage and power of the joint rank tests (docs/study.md), from simulated studies.
+
+A study has tasks × masks × seeds. The outcome of a run is a mask's effect that all tasks share, plus one of the
+cell task × mask, plus one of the run; a candidate is a mask's value plus a cell's. Variances are shares of the
+outcome's: a pilot says which. Effects of outcome and candidate have correlation r: 0 under the nulls.
+
+    python benchmarks/rank_tests.py nulls
+    python benchmarks/rank_tests.py power --tasks 7 --masks 18 --seeds 3 --mask-share 0.5 --cell-share 0.3
+"""
+
+import argparse
+import math
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from semdiag.mathematics.joint_permutation import Matrix, joint_rank_tests
+
+LEVEL = 0.05
+
+
+@dataclass(frozen=True)
+class Study:
+    """Sizes and variances of simulated studies."""
+
+    tasks: int
+    masks: int
+    seeds: int
+    candidates: int
+    mask_share: float  # of the outcome's variance over runs, in effects of masks that all tasks share
+    cell_share: float  # in effects of task × mask; the rest is the seeds'
+    candidate_share: float  # of a candidate's variance, in values of masks that all tasks share
+    correlation: float = 0.0  # of the first candidate's effects with the outcome's; the others have none
+    missing: float = 0.0  # share of cells of which the outcome is unknown
+    censored: float = 0.0  # share of cells, the slowest of each task, that count as equally slow
+
+    def draw(self, rng: np.random.Generator) -> tuple[Matrix, Matrix]:
+        """Outcomes (T, M) and candidates (C, T, M)."""
+        shape = self.tasks, self.masks
+        own, of_cell = rng.normal(size=self.masks), rng.normal(size=shape)
+        seed_share = max(0.0, 1 - self.mask_share - self.cell_share) / self.seeds
+        outcome = math.sqrt(self.mask_share) * own + math.sqrt(self.cell_share) * of_cell
+        outcome = outcome + math.sqrt(seed_share) * rng.normal(size=shape)
+        r = np.zeros(self.candidates)
+        r[0] = self.correlation
+        value = r[:, None] * own + np.sqrt(1 - r * r)[:, None] * rng.normal(size=(self.candidates, self.masks))
+        cell = r[:, None, None] * of_cell + np.sqrt(1 - r * r)[:, None, None] * rng.normal(size=(len(r), *shape))
+        candidates = math.sqrt(self.candidate_share) * value[:, None] + math.sqrt(1 - self.candidate_share) * cell
+        if self.censored:
+            cut = np.quantile(outcome, 1 - self.censored, axis=1, keepdims=True)
+            outcome = np.where(outcome > cut, math.inf, outcome)
+        return np.where(rng.random(shape) < self.missing, math.nan, outcome), candidates
+
+    def truth(self) -> float:
+        """ρ of the first candidate in a task of very many masks."""
+        many = replace(self, tasks=1, masks=20_000, candidates=1, missing=0.0)
+        outcome, candidates = many.draw(np.random.default_rng(0))
+        ranks = (np.unique(row, return_inverse=True)[1].astype(float) for row in (outcome[0], candidates[0, 0]))
+        return float(np.corrcoef(*ranks)[0, 1])
+
+
+def simulate(study: Study, repeats: int, draws: int, resamples: int) -> tuple[float, float, float, float]:
+    """Shares of studies: first candidate p ≤ 5 %, any corrected p ≤ 5 %, the first's corrected, interval right."""
+    truth = study.truth()
+    counts = np.zeros(4)
+    for number in range(repeats):
+        rng = np.random.default_rng([number, 7])
+        found = joint_rank_tests(*study.draw(rng), draws=draws, resamples=resamples, seed=number)
+        counts += (
+            found.p[0] <= LEVEL,
+            found.p_family.min() <= LEVEL,
+            found.p_family[0] <= LEVEL,
+            found.low[0] <= truth <= found.high[0],
+        )
+    alone, family, first, covered = counts / repeats
+    return alone, family, first, covered
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("nulls", "power"))
+    parser.add_argument("--tasks", type=int, default=7)
+    parser.add_argument("--masks", type=int, default=18)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--candidates", type=int, default=3)
+    parser.add_argument("--mask-share", type=float, default=0.5)
+    parser.add_argument("--cell-share", type=float, default=0.3)
+    parser.add_argument("--candidate-share", type=float, default=0.98)
+    parser.add_argument("--correlations", type=float, nargs="+", default=[0.3, 0.5, 0.7, 0.9])
+    parser.add_argument("--repeats", type=int, default=2000)
+    parser.add_argument("--draws", type=int, default=999)
+    parser.add_argument("--resamples", type=int, default=500)
+    given = parser.parse_args()
+    sizes = given.tasks, given.masks, given.seeds, given.candidates
+    shared = Study(*sizes, given.mask_share, given.cell_share, given.candidate_share)
+    how = given.repeats, given.draws, given.resamples
+    print(
+        f"{given.tasks} tasks, {given.masks} masks, {given.seeds} seeds, {given.candidates} candidates; shares: "
+        f"masks {given.mask_share:g}, cells {given.cell_share:g}, candidates' masks {given.candidate_share:g}; "
+        f"{given.repeats} studies, standard error at 5 %: {math.sqrt(LEVEL * 0.95 / given.repeats):.1%}"
+    )
+    if given.what == "nulls":
+        nulls = {
+            "independent cells": replace(shared, mask_share=0.0, cell_share=given.mask_share + given.cell_share,
+                                         candidate_share=0.0),
+            "mask effects shared by all tasks": shared,
+            "shared, 15 % of the cells missing": replace(shared, missing=0.15),
+            "shared, 40 % of the cells censored": replace(shared, censored=0.4),
+        }  # fmt: skip
+        print("| null | p ≤ 5 %, one candidate | corrected p ≤ 5 %, any | 95 % interval holds 0 |")
+        print("|---|---|---|---|")
+        for name, study in nulls.items():
+            alone, family, _, covered = simulate(study, *how)
+            print(f"| {name} | {alone:.1%} | {family:.1%} | {covered:.1%} |", flush=True)
+        return
+    print("| r of the effects | ρ within tasks | power, one candidate | power, corrected | interval holds ρ |")
+    print("|---|---|---|---|---|")
+    for r in given.correlations:
+        study = replace(shared, correlation=r)
+        alone, _, first, covered = simulate(study, *how)
+        print(f"| {r:g} | {study.truth():.2f} | {alone:.0%} | {first:.0%} | {covered:.1%} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

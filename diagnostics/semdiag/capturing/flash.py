@@ -1,0 +1,145 @@
+"""Capturing flash-attention kernels at Hugging Face's interface: which keys of packed rows each query sees."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from semdiag.capturing.attention_call import AttentionCall
+
+_PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")  # read if all are given
+# What the interface's function understands besides; a test holds them against the installed transformers.
+OPTIONS = ("attention_mask", "dropout", "scaling", "sliding_window", "softcap", "is_causal", "s_aux", "cache")
+
+
+class NotFollowedError(Exception):
+    """A form of the kernels' arguments that is not followed; the message says which."""
+
+
+def flash_call(
+    name: str, module: nn.Module, qkv: tuple[Tensor, Tensor, Tensor], options: dict[str, Any], output: Tensor
+) -> AttentionCall:
+    """Describe a call of a flash-attention kernel.
+
+    The kernels get real tokens only, as sequences one behind the other: those of a mask (B, Lk), those between
+    ``cu_seq_lens``, or those that begin anew in ``position_ids``. Within a sequence of n queries and m keys, query
+    r sees key s if s ≤ r + m - n (causal) and |s - (r + m - n)| < ``sliding_window``.
+
+    Args:
+        name: of the module.
+        module: that attends.
+        qkv: (B, H, Lq, D), (B, Hk, Lk, D), (B, Hk, Lk, Dv), as the interface gets them.
+        options: the interface's.
+        output: (B, Lq, H, Dv).
+
+    Returns:
+        The call; its layer and occurrence are not known here.
+
+    Raises:
+        NotFollowedError: if keys come from a paged cache, or a mask or packed sequences are of another form.
+    """
+    if options.get("cache") is not None or options.get("block_table") is not None:
+        raise NotFollowedError("its keys stand in the pages of a cache")
+    q, k, v = (x.detach().to(output.dtype) for x in qkv)  # what the kernel is given in mixed precision
+    given, window = options.get("is_causal"), options.get("sliding_window")
+    causal = bool(getattr(module, "is_causal", True) if given is None else given)
+    if window is not None and k.shape[2] <= window:
+        window = None
+    mask = options.get("attention_mask")
+    if mask is not None:
+        if mask.ndim != 2:
+            raise NotFollowedError(f"its mask has {mask.ndim} axes, not 2")
+        mask = mask.bool()
+        k, v = k[:, :, : mask.shape[1]], v[:, :, : mask.shape[1]]  # a static cache has room left
+    q_length, k_length = q.shape[2], k.shape[2]
+    allowed: Tensor | None = None
+    queries: Tensor | None = None
+    by_rule = causal and k_length >= q_length
+    sequences = None if mask is not None else _sequences(options, q, k)
+    if mask is not None and q_length == k_length and window is None:
+        allowed, queries = mask[:, None, None], mask
+    elif mask is not None:
+        queries = mask if q_length == k_length else mask[:, -q_length:] if q_length > 1 else None
+        real = mask.new_ones(len(q), 1) if queries is None else queries
+        allowed, by_rule = _seen((real, mask), (real.long() * 0, mask.long() * 0), causal, window), False
+    elif sequences is not None or window is not None or (causal and not by_rule):
+        one = torch.zeros(len(q), max(q_length, k_length), dtype=torch.long, device=q.device)
+        numbers = sequences or (one[:, :q_length], one[:, :k_length])
+        queries = numbers[0] >= 0
+        allowed, by_rule = _seen((queries, numbers[1] >= 0), numbers, causal, window), False
+    scale, sinks = options.get("scaling"), options.get("s_aux")
+    return AttentionCall(
+        module=name,
+        layer=0,
+        q=q,
+        k=k,
+        v=v,
+        scale=1 / math.sqrt(q.shape[3]) if scale is None else float(scale),
+        allowed=allowed,
+        queries=queries,
+        selected=None,
+        mixed=output.detach().transpose(1, 2),
+        softcap=options.get("softcap"),
+        sinks=None if sinks is None else sinks.detach().flatten(),
+        causal=by_rule,
+        first_query=max(0, k_length - q_length) if causal else 0,
+        dropout=float(options.get("dropout") or 0.0),
+    )
+
+
+def _sequences(options: dict[str, Any], q: Tensor, k: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Which sequence each query (1, Lq) and key (1, Lk) belongs to, -1 for none; None if they are not packed."""
+    lengths = q.shape[2], k.shape[2]
+    if all(options.get(name) is not None for name in _PACKED):
+        if len(q) != 1:
+            raise NotFollowedError("packed sequences stand in more than one row")
+        first, second = (_numbered(options[x], n) for x, n in zip(_PACKED[:2], lengths, strict=True))
+        return first, second
+    positions = options.get("position_ids")
+    if positions is None or len(q) != 1 or positions.shape[-1] == 1:
+        return None
+    if positions.numel() != lengths[0]:
+        raise NotFollowedError("its positions are not one for each query")
+    positions = positions.reshape(1, -1)
+    lowest = positions.min()
+    if bool((positions == lowest + torch.arange(lengths[0], device=positions.device)).all()):
+        return None
+    if lengths[0] != lengths[1]:
+        raise NotFollowedError("packed sequences have other keys than their own")
+    number = (positions == lowest).cumsum(-1) - 1
+    return number, number
+
+
+def _numbered(ends: Tensor, length: int) -> Tensor:
+    places = torch.arange(length, device=ends.device)
+    number = torch.bucketize(places, ends[1:].long(), right=True)
+    return number.masked_fill((places < ends[0]) | (places >= ends[-1]), -1)[None]
+
+
+def _seen(real: tuple[Tensor, Tensor], numbers: tuple[Tensor, Tensor], causal: bool, window: int | None) -> Tensor:
+    """(B, 1, Lq, Lk) bool: which keys each query sees.
+
+    Args:
+        real: (B, Lq) and (B, Lk) bool: what the kernel is given.
+        numbers: likewise: of the sequence each belongs to, rising; -1 where it is not given.
+        causal: whether keys after the query's place are hidden.
+        window: keys on each side, the query's own place counted; None means all.
+    """
+    ranks, counts = [], []
+    for there, number in zip(real, numbers, strict=True):
+        number = number.clamp(min=0)
+        size = len(there), int(max(n.max() for n in numbers)) + 1
+        count = torch.zeros(size, dtype=torch.long, device=there.device).scatter_add_(1, number, there.long())
+        before = (count.cumsum(1) - count).gather(1, number)
+        ranks.append(there.cumsum(1) - 1 - before)
+        counts.append(count)
+    own = numbers[0].clamp(min=0)
+    place = (ranks[0] + (counts[1] - counts[0]).gather(1, own))[:, :, None]
+    keys = ranks[1][:, None]
+    seen = real[0][:, :, None] & real[1][:, None] & (numbers[0][:, :, None] == numbers[1][:, None])
+    if causal:
+        seen = seen & (keys <= place)
+    if window is not None:
+        seen = seen & ((keys - place).abs() < window)
+    return seen[:, None]

@@ -1,0 +1,40 @@
+"""What was probably meant, where a path is no checkpoint of ours."""
+
+from difflib import get_close_matches
+from pathlib import Path
+
+from semdiag_models import InputError
+
+OF_YOUR_OWN = "for a model of your own write a function that builds it: package.module:function"
+_OTHERS = {
+    ".safetensors": "holds weights without the model they belong to",
+    ".ckpt": "is a checkpoint of another program",
+    ".bin": "holds weights without the model they belong to",
+    ".onnx": "is an exported graph",
+    ".csv": "is a table, not a model",
+    ".npy": "is an array, not a model; inputs go to --inputs",
+    ".npz": "is an array, not a model; inputs go to --inputs",
+    ".txt": "is a text, not a model; inputs go to --inputs",
+}
+
+
+def refuse_other_kinds(path: Path, runs: list[Path]) -> None:
+    """Refuse a path that names no checkpoint of ours, and say what would work.
+
+    Args:
+        path: what the user named.
+        runs: folders of the runs that are here, of which a name may have been mistyped.
+
+    Raises:
+        InputError: if there is no such path, or it is something else.
+    """
+    if path.is_dir() and (path / "config.json").exists():
+        raise InputError(f"{path} is a folder of the Hugging Face format: name it hf:{path}")
+    if path.suffix in _OTHERS and path.is_file():
+        folder = f"name its folder: hf:{path.parent}; " if (path.parent / "config.json").exists() else ""
+        raise InputError(f"{path} {_OTHERS[path.suffix]}. Models are .pt files of semdiag; {folder}{OF_YOUR_OWN}.")
+    if not path.exists():
+        known = {name: run for run in runs for name in (run.name, str(run))}
+        near = get_close_matches(str(path), known, n=1) or get_close_matches(path.name, known, n=1)
+        hint = f" Did you mean {known[near[0]]}?" if near else ""
+        raise InputError(f"{path} does not exist.{hint}")

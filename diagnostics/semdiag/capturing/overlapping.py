@@ -1,0 +1,109 @@
+"""Watches that overlap: in threads, in asynchronous tasks, ending in any order."""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+
+import torch
+from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import _pop_mode as _pop_dispatch
+from torch.utils._python_dispatch import _push_mode as _push_dispatch
+
+
+class SharedChange:
+    """A change of the process's state that watches need: made for the first, undone after the last.
+
+    If each watch made and undid it by itself, the first to end would take it from the others, and the last would
+    bring back what the first had set.
+
+    Args:
+        change: gives the context that makes and undoes it.
+
+    Example:
+        >>> import contextlib
+        >>> change = SharedChange(lambda: contextlib.nullcontext(print("made")))
+        >>> with change.held(), change.held():
+        ...     pass
+        made
+    """
+
+    def __init__(self, change: Callable[[], AbstractContextManager[object]]) -> None:
+        self._change, self._lock, self._holders = change, threading.Lock(), 0
+        self._made: AbstractContextManager[object]
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Inside, the change is in force.
+
+        Yields:
+            Nothing.
+        """
+        with self._lock:
+            if not self._holders:
+                self._made = self._change()
+                self._made.__enter__()
+            self._holders += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._holders -= 1
+                if not self._holders:
+                    self._made.__exit__(None, None, None)
+
+
+def take_off(mode: TorchFunctionMode) -> bool:
+    """Remove a function mode from this thread's stack, wherever it stands; those above it stay in their order.
+
+    Args:
+        mode: one that may have been entered before others that last longer, or in another thread.
+
+    Returns:
+        Whether it stood there.
+    """
+    above: list[TorchFunctionMode] = []
+    while torch._C._len_torch_function_stack():
+        top = _pop_mode()  # type: ignore[no-untyped-call]
+        if top is mode:
+            break
+        above.append(top)
+    else:
+        top = None
+    for other in reversed(above):
+        _push_mode(other)  # type: ignore[no-untyped-call]
+    return top is mode
+
+
+def take_off_dispatch(mode: TorchDispatchMode) -> bool:
+    """Remove a dispatch mode from this thread's stack, if it is not the top: it leaves the top by itself.
+
+    Args:
+        mode: as in :func:`take_off`.
+
+    Returns:
+        Whether it was not the top.
+    """
+    stack = _get_current_dispatch_mode_stack()
+    if stack and stack[-1] is mode:
+        return False
+    above: list[TorchDispatchMode] = []
+    while mode in stack and (top := _pop_dispatch()) is not mode:
+        above.append(top)
+    for name in vars(mode):
+        if name.startswith("old_") and name.endswith("_flags") and (kept := getattr(mode, name)):
+            flag = kept.pop()  # what it found; to be brought back by the mode that stood on it
+            if above and getattr(above[-1], name, None):
+                getattr(above[-1], name)[-1] = flag
+    for other in reversed(above):
+        _push_dispatch(other)
+    return True
+
+
+def put_on(mode: TorchFunctionMode) -> None:
+    """Put a function mode that was taken off onto this thread's stack again.
+
+    Args:
+        mode: the mode.
+    """
+    _push_mode(mode)  # type: ignore[no-untyped-call]

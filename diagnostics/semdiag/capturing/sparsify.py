@@ -1,0 +1,221 @@
+"""Real masks in any model: every attention that capture finds runs with the keys that a rule keeps."""
+
+import sys
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+
+import pandas as pd
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+from semdiag.capturing.attention_call import AttentionCall
+from semdiag.capturing.attention_calls import watch_attention
+from semdiag.capturing.audit import Audit, Skipped
+from semdiag.capturing.kept_keys import Keep, RandomK, TopK, Window, allowed_keys, kept_keys, rule_for
+from semdiag.capturing.recording import outside_all_modes
+from semdiag_models import InputError
+
+__all__ = ["Keep", "Masked", "RandomK", "TopK", "Window", "sparsify"]
+
+
+@dataclass
+class _Counts:
+    """Kept keys of one place where attention happens, by head."""
+
+    layer: int
+    calls: int
+    queries: Tensor
+    kept: Tensor
+    keys: Tensor
+    least: Tensor
+    most: Tensor
+
+
+@dataclass
+class Masked:
+    """What :func:`sparsify` did. It fills while the model runs.
+
+    Attributes:
+        audit: what was found, and what was not masked although it looks like attention.
+    """
+
+    audit: Audit = field(default_factory=Audit)
+    _counts: dict[tuple[str, int], _Counts] = field(default_factory=dict)
+
+    @property
+    def calls(self) -> int:
+        """Number of attention calls that were masked, those included in which the rule dropped no key."""
+        return sum(counts.calls for counts in self._counts.values())
+
+    @property
+    def unmasked(self) -> list[Skipped]:
+        """Operations that look like attention and ran without the mask; empty unless ``partial``."""
+        found = list(self.audit.skipped)
+        if self.audit.captured.total() <= self.calls:
+            return found
+        asked: Counter[str] = Counter()
+        for (module, _), counts in self._counts.items():
+            asked[module] += counts.calls
+        reason = "captured, but it takes no mask here"
+        return found + [
+            Skipped(c.module, c.mechanism, reason) for c, n in self.audit.captured.items() if n > asked[c.module]
+        ]
+
+    @property
+    def kept(self) -> pd.DataFrame:
+        """One row per place and head: queries with a key; their least, most and mean kept keys; mean keys."""
+        rows = []
+        for (module, occurrence), c in self._counts.items():
+            for head in range(len(c.queries)):
+                queries = int(c.queries[head])
+                rows.append(
+                    {
+                        "layer": c.layer,
+                        "module": module,
+                        "occurrence": occurrence,
+                        "head": head,
+                        "queries": queries,
+                        "least": int(c.least[head]) if queries else 0,
+                        "most": int(c.most[head]),
+                        "kept": float(c.kept[head]) / max(1, queries),
+                        "keys": float(c.keys[head]) / max(1, queries),
+                    }
+                )
+        return pd.DataFrame(rows)
+
+    def _add(self, call: AttentionCall, kept: Tensor, allowed: Tensor) -> None:
+        kept, keys = (x.sum(-1).movedim(1, 0).flatten(1) for x in (kept & allowed, allowed))  # (H, B · Lq)
+        some = keys > 0
+        new = _Counts(
+            call.layer,
+            1,
+            some.sum(1).cpu(),
+            kept.sum(1).cpu(),
+            keys.sum(1).cpu(),
+            kept.where(some, sys.maxsize).amin(1).cpu(),
+            kept.amax(1).cpu(),
+        )
+        place = call.module, call.occurrence
+        old = self._counts.get(place)
+        if old is not None:
+            new = _Counts(
+                old.layer,
+                old.calls + 1,
+                old.queries + new.queries,
+                old.kept + new.kept,
+                old.keys + new.keys,
+                torch.minimum(old.least, new.least),
+                torch.maximum(old.most, new.most),
+            )
+        self._counts[place] = new
+
+
+@contextmanager
+def sparsify(model: nn.Module, keep: Keep, *, partial: bool = False) -> Iterator[Masked]:
+    """Run a model with a real mask in every attention: each query attends to the keys that a rule keeps.
+
+    p_i = softmax of z_i over K_i ⊆ A_i, zero elsewhere, where the rule chooses K_i from the scores z_i of the
+    masked model itself: a mask in one layer moves the scores of the next. Where the rule drops no key, the model
+    runs as it is, to the last bit (but for fused and compiled paths: see
+    :func:`~semdiag.capturing.attention_calls.watch_attention`). Gradients are those of the masked model, so that
+    it can be trained; the choice of keys has none. Nothing is attached to the model, and nothing is left behind,
+    by whatever way the context is left. To see what the masked model attends to, open :func:`semdiag.capture`
+    *around* this context.
+
+    Costs: each call scores its keys once more and holds a mask of B · H · Lq · Lk bytes.
+
+    Source: the masks are those of docs/theory.md#quantities (S_i); sinks and window as in Xiao et al. 2023,
+    Efficient Streaming Language Models with Attention Sinks. Deviation: none.
+
+    Args:
+        model: any module that capture understands. What runs outside of it is left alone.
+        keep: :class:`TopK`, :func:`Window`, :class:`RandomK`; or a dictionary of them by layer, module name, or
+            (module name, occurrence); or what :func:`~semdiag.capturing.budgets.read_budget` returns.
+        partial: whether to go on where some attention cannot be masked; ``unmasked`` then lists it.
+
+    Yields:
+        What was masked: ``kept`` is a table of kept keys by layer and head.
+
+    Raises:
+        InputError: (in the model's forward, or at the end of the context) if some attention that was found cannot
+            be masked and not ``partial``, or none was found; if it runs in another thread, or under activation
+            checkpointing, which would run it again without the mask; if a window or sinks are asked for where
+            positions are not known; or if ``keep`` does not fit the model.
+
+    Example:
+        >>> model = nn.TransformerEncoderLayer(8, 2, 8, dropout=0.0, batch_first=True)
+        >>> with sparsify(model, keep=TopK(3)) as masked:
+        ...     _ = model(torch.randn(1, 6, 8))
+        >>> masked.kept[["head", "least", "most", "keys"]].to_numpy().tolist()
+        [[0.0, 3.0, 3.0, 6.0], [1.0, 3.0, 3.0, 6.0]]
+    """
+    masked, own = Masked(), threading.get_ident()
+    parts = {id(module): name for name, module in model.named_modules()}
+
+    def mask(call: AttentionCall) -> Tensor | None:
+        if _checkpointed():
+            raise InputError(
+                f"{call.module} runs under activation checkpointing, which would run it again in the backward "
+                "pass, where no mask may be left. Turn checkpointing off (Hugging Face models: "
+                "gradient_checkpointing_disable())."
+            )
+        with outside_all_modes(call.q.device.type):
+            found = kept_keys(rule_for(keep, call), call)
+            masked._add(call, *_counted(found, call))
+        return None if found is None else found[0]
+
+    def before(module: nn.Module, inputs: tuple[object, ...]) -> None:
+        if id(module) in parts and threading.get_ident() != own:
+            raise InputError(
+                f"{parts[id(module)] or 'The model'} runs in another thread, where no mask can reach it."
+            )
+        if id(module) in parts and isinstance(module, nn.DataParallel) and len(module.device_ids) > 1:
+            raise InputError("nn.DataParallel runs the model in other threads: sparsify the module inside of it.")
+
+    def after(module: nn.Module, inputs: tuple[object, ...], output: object) -> None:
+        if module is model:
+            _check(masked, partial)
+
+    with ExitStack() as stack:
+        stack.callback(register_module_forward_pre_hook(before).remove)
+        masked.audit = stack.enter_context(watch_attention(model, lambda call: None, mask=mask))
+        stack.callback(register_module_forward_hook(after).remove)
+        yield masked
+    if masked.calls or masked.audit.skipped:  # not where the model never ran
+        _check(masked, partial)
+
+
+def _counted(found: tuple[Tensor, Tensor] | None, call: AttentionCall) -> tuple[Tensor, Tensor]:
+    if found is not None:
+        return found
+    allowed = allowed_keys(call.part())
+    return allowed, allowed
+
+
+def _check(masked: Masked, partial: bool) -> None:
+    """Raise if some attention ran without the mask."""
+    if not masked.calls and not masked.audit.skipped:
+        raise InputError("No softmax attention was found in the model: there is nothing to mask.")
+    if partial:
+        return
+    missed = [f"{s.module or 'the model itself'}: {s.operation} ({s.reason})" for s in masked.unmasked]
+    if missed:
+        raise InputError(
+            f"Not all of the model's attention can be masked. {'; '.join(missed)}. With partial=True the rest is "
+            "masked: that answers another question."
+        )
+
+
+def _checkpointed() -> bool:
+    """Whether torch.utils.checkpoint runs this forward in order to run it again."""
+    frame, gradients = sys._getframe(1), torch.is_grad_enabled()
+    home = getattr(sys.modules.get("torch.utils.checkpoint"), "__file__", None)
+    while frame is not None and home is not None:
+        if frame.f_code.co_filename == home and (gradients or frame.f_code.co_name == "forward"):
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False

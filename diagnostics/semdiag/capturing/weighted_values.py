@@ -1,0 +1,219 @@
+"""From a softmax whose result has met values in a product to the attention call that they are."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from semdiag.capturing.attention_call import AttentionCall
+from semdiag.capturing.axes import Axes, Axis, total
+from semdiag.capturing.recording import four_axes, lowest, mask_axes, split_mask, split_scores
+from semdiag.capturing.score_history import ScoreHistory
+
+_CHECKED = 16  # rows of scores, drawn at random, on which a history is checked against the softmax's input
+
+
+class UnfollowedError(Exception):
+    """An attention that cannot be described; the message says why."""
+
+
+@dataclass(frozen=True, eq=False)
+class Weighted:
+    """A softmax's result in a product.
+
+    Attributes:
+        scores: the softmax's input.
+        key: its axis that the softmax runs over.
+        history: how the scores came from queries and keys, if that is known.
+        heads: number of heads, where the surrounding function says it.
+        number: origin of ``axes`` that belong to the softmax.
+        axes: of the factor that holds the weights.
+        weights: that factor, if it is not sure that its entries are the softmax's; None if it is.
+        dropout: probability with which weights were dropped.
+        left: whether the weights are the left factor.
+    """
+
+    scores: Tensor
+    key: int
+    history: ScoreHistory | None
+    heads: int | None
+    number: int
+    axes: Axes
+    weights: Tensor | None
+    dropout: float
+    left: bool
+
+
+def attention_of(
+    found: Weighted, shape: torch.Size, other: Tensor, result: Tensor, generator: torch.Generator
+) -> AttentionCall:
+    """Describe the attention; its module, layer, occurrence and mechanism are not known here.
+
+    Args:
+        found: the weights.
+        shape: of the factor that holds them.
+        other: the other factor, the values.
+        result: the product.
+        generator: draws the rows on which a history is checked.
+
+    Raises:
+        UnfollowedError: if the axes of the weights are not all there, or their entries are not the softmax's.
+    """
+    batch, rows = _sides(found, shape)
+    v, mixed, weights = other, result, found.weights
+    if v.ndim == 1:
+        v, mixed = v[:, None], mixed[:, None]
+    elif not found.left:
+        v, mixed, weights = v.mT, mixed.mT, None if weights is None else weights.mT
+    s, key = found.scores, found.key
+    places = [d for d in range(s.ndim) if d != key]
+    pieces = (*batch, *rows)
+    if any(p.origin != found.number or p.step == 0 or p.place == key for p in pieces):
+        raise UnfollowedError("its weights were spread over other axes before they met values")
+    for place in places:
+        if math.prod(p.size for p in pieces if p.place == place) != s.shape[place]:
+            raise UnfollowedError("only some of its rows met values in one product")
+    candidates = [p.place for p in rows] + [d for d in places if s.shape[d] == 1]
+    query = max(candidates, default=None)
+    lead = [d for d in places if d != query]
+    if any(p.place == query for p in batch) and any(p.place == query for p in rows):
+        raise UnfollowedError("its queries are spread over two axes of one product")
+    if any(p.place == query for p in batch):  # keys of their own for each query
+        query, lead = None, places
+    order = [*lead, *([] if query is None else [query])]
+    wanted = [s.shape[d] for d in lead] + [1 if query is None else s.shape[query]]
+    mixed = _arranged(mixed, pieces, len(batch), order, wanted, whole=True)
+    v = _arranged(v, pieces, len(batch), order, [*wanted[:-1], v.shape[-2]], whole=False, rows=query)
+    s = s.permute(*lead, *([] if query is None else [query]), key)
+    s = s.unsqueeze(-2) if query is None else s
+    if weights is not None:
+        _check_weights(_arranged(weights, pieces, len(batch), order, wanted, whole=True), s, found.dropout)
+    natural = key == found.scores.ndim - 1 and query == key - 1
+    heads = found.heads or (s.shape[1] if s.ndim == 4 else None)
+    history = found.history if natural else None
+    if history is None or not _agrees(history, s, generator):
+        history = _as_bias(s, v)
+    elif len(history.lead) == 3 and history.k.shape[-3] == 1 < v.shape[-3] and bool((v == v[:, :, :1]).all()):
+        v = v[:, :, :1]
+    return history.call(v, mixed, history.left(s), heads)
+
+
+def _sides(found: Weighted, shape: torch.Size) -> tuple[tuple[Axis, ...], tuple[Axis, ...]]:
+    """The pieces that the product shares between its factors, and those of the weights alone."""
+    if len(shape) == 1:
+        return (), ()
+    batch = found.axes[0] if len(shape) == 3 else ()
+    return batch, found.axes[-2 if found.left else -1]
+
+
+def _arranged(
+    x: Tensor,
+    pieces: tuple[Axis, ...],
+    shared: int,
+    order: list[int],
+    wanted: list[int],
+    *,
+    whole: bool,
+    rows: int | None = None,
+) -> Tensor:
+    """Bring (N, M, D), or (N, K, D) if not ``whole``, into (*lead, M or K, D) with the softmax's axes in order."""
+    batch, own = pieces[:shared], pieces[shared:]
+    x = x if x.ndim == 3 else x[None] if x.ndim == 2 else x[None, None]
+    length, width = x.shape[-2:]
+    if whole:
+        x = x.reshape(*[p.size for p in batch], *[p.size for p in own], width)
+        keep = pieces
+    else:
+        x = x.reshape(*[p.size for p in batch], *[1 for p in own if p.place != rows], length, width)
+        keep = (*batch, *(p for p in own if p.place != rows))
+    rank = {place: i for i, place in enumerate(order)}
+    by = sorted(range(len(keep)), key=lambda i: (rank[keep[i].place], -keep[i].step))
+    tail = list(range(len(keep), x.ndim))
+    x = x.permute(*by, *tail)
+    if whole:
+        return x.reshape(*wanted, width)
+    if total(own) > 1 and any({p.place for p in batch} & {p.place for p in own}):
+        x = x.expand(*[keep[i].size for i in by], length, width)
+    lead = []
+    for place in order[: len(wanted) - 1]:
+        here = math.prod(x.shape[j] for j, i in enumerate(by) if keep[i].place == place)
+        lead.append(here)
+    return x.reshape(*lead, length, width)
+
+
+def _check_weights(weights: Tensor, s: Tensor, dropout: float) -> None:
+    """Compare weights with the softmax of the scores, all of them.
+
+    Raises:
+        UnfollowedError: if they differ by more than rounding.
+    """
+    dtype = torch.promote_types(torch.float32, torch.promote_types(s.dtype, weights.dtype))
+    expected = s.to(dtype).softmax(-1)
+    there = (s > lowest(s.dtype)).any(-1, keepdim=True) & expected.isfinite()
+    given = weights.to(dtype) * (1 - dropout)
+    there = there & (given != 0) if dropout else there
+    allowed = 8 * max(torch.finfo(s.dtype).eps, torch.finfo(weights.dtype).eps)
+    if not bool((((given - expected).abs() <= allowed) | ~there).all()):
+        raise UnfollowedError("its weights were changed between the softmax and the values")
+
+
+def _as_bias(s: Tensor, v: Tensor) -> ScoreHistory:
+    """Scores that are known as they are, and not as a product: all of them stand in the bias."""
+    allowed, bias, forbidding = split_scores(s)
+    q = s.new_zeros(()).expand(*s.shape[:-1], 1)
+    k = s.new_zeros(()).expand(*v.shape[:-1], 1)
+    return ScoreHistory(q, k, s.shape[:-2], bias=bias, allowed=allowed, forbidding=forbidding)
+
+
+def _agrees(history: ScoreHistory, s: Tensor, generator: torch.Generator) -> bool:
+    """Whether a history gives the scores that the softmax saw, up to a constant in each row, on random rows."""
+    if history.lead != s.shape[:-2] or not s.numel() or (history.q.shape[-2], history.k.shape[-2]) != s.shape[-2:]:
+        return False
+    where = torch.randint(math.prod(s.shape[:-1]), (_CHECKED,), generator=generator).to(s.device)
+    index = torch.unravel_index(where, s.shape[:-1])
+    scores, allowed = history.rows(index)
+    given = s[index].to(scores.dtype)
+    low = given.masked_fill(~allowed, -torch.inf).amax(-1, keepdim=True)
+    some = allowed.any(-1)
+    steep = given - low <= -9_000
+    if bool((~allowed & ~steep & some[:, None] & (given > lowest(s.dtype))).any()):
+        return False
+    off = (scores - given).masked_fill(~allowed, torch.nan)[some]
+    if not off.numel():
+        return True
+    size = torch.maximum(given.masked_fill(~allowed, 0).abs().amax(), scores.masked_fill(~allowed, 0).abs().amax())
+    size = torch.maximum(size, history.reach(index))
+    spread = off.nan_to_num(nan=-torch.inf).amax(-1) - off.nan_to_num(nan=torch.inf).amin(-1)
+    if not bool(spread.isfinite().all()):
+        return not bool(given[allowed].isfinite().all())  # a score that is not finite is the model's
+    return bool((spread <= 64 * history.rounding(s) * size).all())
+
+
+def fused_call(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> AttentionCall | None:
+    """Describe a fused attention by the arguments of its operation; None if it is not known how."""
+    if name != "_scaled_dot_product_flash_attention_for_cpu":
+        return None
+    given = dict(zip(("query", "key", "value", "dropout_p", "is_causal"), args, strict=False)) | kwargs
+    q, k, v = (given[part].detach() for part in ("query", "key", "value"))
+    mask, scale, mixed = given.get("attn_mask"), given.get("scale"), result[0].detach()
+    allowed, bias, forbidding = (None, None, None) if mask is None else split_mask(mask)
+    lead = mixed.shape[:-2]
+    return AttentionCall(
+        module="",
+        layer=0,
+        q=four_axes(q),
+        k=four_axes(k),
+        v=four_axes(v),
+        scale=1 / math.sqrt(q.shape[-1]) if scale is None else float(scale),
+        allowed=None if allowed is None else mask_axes(allowed, lead),
+        queries=None,
+        selected=None,
+        mixed=four_axes(mixed),
+        bias=None if bias is None else mask_axes(bias, lead),
+        causal=bool(given.get("is_causal")),
+        mechanism="scaled_dot_product_attention",
+        dropout=float(given.get("dropout_p") or 0.0),
+        forbidding=forbidding,
+    )

@@ -1,0 +1,47 @@
+"""What the shell offers for the word being typed; nothing here imports torch, so the names stand here again.
+
+A test compares them with the registries.
+"""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+TASKS = ("parity", "even-pairs", "missing-duplicate", "stack-manipulation", "cycle-navigation",
+         "modular-arithmetic", "solve-equation", "listops", "text")  # fmt: skip
+ATTENTIONS = ("full", "banded", "block", "topk", "bottomk", "random", "redrawn", "lsh", "routing")
+PARTS = ("loss", "dispersion")  # of a landscape
+LISTS = ("tasks", "attentions", "metrics")
+_MOST = 200  # runs that are offered
+
+
+def names(known: tuple[str, ...]) -> Callable[[str], list[str]]:
+    """Complete one of several names.
+
+    Args:
+        known: all of them.
+
+    Example:
+        >>> names(TASKS)("par")
+        ['parity']
+    """
+    return lambda incomplete: [name for name in known if name.startswith(incomplete)]
+
+
+def models(incomplete: str) -> list[str]:
+    """Complete a model: the folders of runs among the checkpoints, and whatever lies where the word leads.
+
+    Args:
+        incomplete: the word so far; the beginning of a path or of a run's name.
+    """
+    folder = Path(os.environ.get("SEMDIAG_CHECKPOINTS", "checkpoints"))
+    runs = sorted(file.parent for file in folder.rglob("last.pt"))[:_MOST]
+    found = [str(run) for run in runs if run.name.startswith(incomplete) or str(run).startswith(incomplete)]
+    parent, start = os.path.split(incomplete)
+    try:
+        there = sorted(Path(parent or ".").iterdir())
+    except OSError:
+        return found
+    beside = [path for path in there if path.name.startswith(start) and (start or path.name[0] != ".")]
+    paths = [os.path.join(parent, path.name) + os.sep * path.is_dir() for path in beside]
+    return [*found, *(path for path in paths if path.rstrip(os.sep) not in found)]

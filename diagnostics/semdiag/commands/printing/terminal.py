@@ -1,0 +1,56 @@
+"""The way to the terminal: what files say reaches it as text, and never as something that it obeys."""
+
+import re
+import sys
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+# Control characters but tabs and line ends, and marks that turn the direction of what follows.
+_OBEYED = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+
+
+def visible(text: str) -> str:
+    r"""A text with its control characters as their escapes.
+
+    Args:
+        text: whatever a file says.
+
+    Example:
+        >>> print(visible("a title" + chr(27) + "[31m"))
+        a title\x1b[31m
+    """
+    return _OBEYED.sub(lambda found: found[0].encode("unicode_escape").decode("ascii"), text)
+
+
+def tell(line: str) -> None:
+    """Print a line on stderr."""
+    typer.echo(visible(line), err=True)
+
+
+def terminal(**options: Any) -> "Console":
+    """A console of rich whose own escapes reach the terminal, and no others.
+
+    Args:
+        options: of :class:`rich.console.Console`.
+    """
+    from rich.console import Console
+    from rich.segment import Segment
+
+    class Careful(Console):
+        def render(self, renderable: Any, options: Any = None) -> Iterable[Segment]:
+            for segment in super().render(renderable, options):
+                yield segment if segment.control else Segment(visible(segment.text), segment.style)
+
+    return Careful(**options)
+
+
+def speak_any_language() -> None:
+    """Print what a stream's encoding lacks as its escape, instead of ending with an error."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")

@@ -1,0 +1,50 @@
+"""The verdicts of a check in the form that CI systems show: JUnit's XML."""
+
+import re
+from collections.abc import Iterator
+from xml.etree import ElementTree
+
+from semdiag.findings.gate.verification import Verification
+
+_NOT_IN_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+
+
+def junit_xml(result: Verification) -> str:
+    """One test case per pair, layer gate, invariant, rule and model, and number that left the baseline.
+
+    Args:
+        result: of the check.
+
+    Returns:
+        XML; without what XML cannot hold.
+    """
+    cases = list(_cases(result))
+    failures = sum(said is not None for _, _, said in cases)
+    suite = ElementTree.Element("testsuite", name="semdiag check", tests=str(len(cases)), failures=str(failures))
+    for group, name, said in cases:
+        case = ElementTree.SubElement(suite, "testcase", classname=f"semdiag.{group}", name=_clean(name))
+        if said is not None:
+            ElementTree.SubElement(case, "failure", message=_clean(said))
+    return '<?xml version="1.0" encoding="utf-8"?>\n' + ElementTree.tostring(suite, encoding="unicode") + "\n"
+
+
+def _cases(result: Verification) -> Iterator[tuple[str, str, str | None]]:
+    """Group, name, and what fails of each thing that was judged."""
+    for pair in result.pairs:
+        said = None if pair.passed else f"δ_h < δ_s fails at {', '.join(pair.failed)}"
+        yield "pair", pair.pair.label, said
+    for gate in result.layers:
+        said = f"δ_h < δ_s fails at the median of layers {', '.join(map(str, gate.failing))}"
+        yield "layers", gate.label, None if gate.passed else said
+    for invariant in result.invariants:
+        yield "invariant", invariant.name, None if invariant.passed else invariant.words
+    for rule in result.rules:
+        yield "rule", f"{rule.rule.text}: {rule.model}", None if rule.passed else f"it is {rule.value:.4g}"
+    if result.judged_drift and not result.drifts:
+        yield "baseline", "nothing has drifted", None
+    for moved in result.drifts:
+        yield "baseline", f"{moved.model}: {moved.quantity}", moved.words
+
+
+def _clean(text: str) -> str:
+    return _NOT_IN_XML.sub("?", text)

@@ -1,0 +1,227 @@
+"""The answer to each question of a report at one glance: a word, a number with its denominator, what it counts."""
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+
+import numpy as np
+
+from semdiag.capturing.attention_kinds import DENSE, FIXED_MASKS, external
+from semdiag.findings.bounds import bounds_findings
+from semdiag.findings.convergence import epochs_to
+from semdiag.findings.corollary import CLAIMS
+from semdiag.findings.counterfactuals import counterfactual_ks, what_k_keeps
+from semdiag.findings.dispersion import pair_comparisons
+from semdiag.findings.distributions import pooled_percentiles
+from semdiag.findings.estimates import drawn, in_part
+from semdiag.findings.finding import Verdict
+from semdiag.findings.findings import Findings
+from semdiag.findings.mask_stability import mask_table
+from semdiag.findings.pairing import compared_pairs, find_pairs
+from semdiag.findings.stability import SECANTS, stability_findings
+from semdiag.measurement.table import ALL
+
+
+class Answer(StrEnum):
+    """What a question of a report was answered with."""
+
+    HOLDS = "holds"
+    DOES_NOT = "does not hold"
+    OPEN = "cannot tell"
+    MEASURED = "measured"  # the question has no yes or no
+
+
+@dataclass(frozen=True)
+class Glance:
+    """An answer at one glance.
+
+    Attributes:
+        answer: in a word.
+        number: with its denominator, like ``3 of 3 pairs``; empty where there is none.
+        words: what the number counts.
+    """
+
+    answer: Answer
+    number: str
+    words: str
+
+    def to_dict(self) -> dict[str, str]:
+        """As plain values."""
+        return {**asdict(self), "answer": self.answer.value}
+
+
+def dispersion_glance(findings: Findings) -> Glance:
+    """In how many pairs the top-k model has the smaller dispersion; of models without a pair, the dispersion."""
+    pairs = findings(pair_comparisons)
+    pairs = [pair for pair in pairs if pair.snapshot == "last"] or pairs
+    if pairs:
+        passed = sum(pair.gate.passed for pair in pairs)
+        answer = Answer.HOLDS if passed == len(pairs) else Answer.DOES_NOT
+        words = "in which the top-k model has the smaller dispersion δ at the 50th, 75th, 90th and 95th percentile"
+        return Glance(answer, _of(passed, len(pairs), "pair"), words)
+    found = findings(pooled_percentiles, "dispersion").values()
+    queries = sum(int(each["queries"]) for each in found)
+    span = _span([each["p50"] for each in found], "{:.3g}")
+    words = f"is the median dispersion δ of {_models(len(found))} ({queries:,} queries{_drawn(findings)})"
+    if external(findings.measurements.models).all():
+        return Glance(Answer.MEASURED, f"{span} nats", words)
+    why = (
+        "only some queries were drawn or kept, and a verdict on pairs rests on all"
+        if in_part(findings)
+        else ("no pair of a full and a top-k model to compare")
+    )
+    return Glance(Answer.OPEN, f"{span} nats", f"{words}; {why}")
+
+
+def within_glance(findings: Findings) -> Glance:
+    """What the smallest k asked for would keep of the attention weight of the models that keep every key."""
+    measurements = findings.measurements
+    queries = measurements.queries
+    ks = [k for k in counterfactual_ks(queries) if f"mass_k{k}" in queries]
+    if not ks:
+        return Glance(Answer.OPEN, "0 models", "were measured with the weight that their largest scores have")
+    k = min(ks)
+    dense = measurements.models[measurements.models["attention"].isin(DENSE)]["model"]
+    kept = [found for model in dense if (found := findings(what_k_keeps, model, k))]
+    if not kept:
+        return Glance(Answer.OPEN, "0 queries", f"have more than {k} keys")
+    count = int(((queries["keys"] > k) & queries["model"].isin(dense)).sum())
+    words = f"of its weight the median query has on its {k} largest scores"
+    words += f" ({count:,} queries{' drawn or kept' * in_part(findings)} of {_models(len(kept))})"
+    return Glance(Answer.MEASURED, f"{_span([100 * each['mass'] for each in kept], '{:.0f}')} %", words)
+
+
+def separation_glance(findings: Findings) -> Glance:
+    """How many queries of the models that keep their largest scores have Δ ≤ 0."""
+    models = findings.measurements.models
+    sparse = models[models["attention"] == "topk"]["model"]
+    found = findings(pooled_percentiles, "separation")
+    tables = [found[model] for model in sparse if model in found]
+    if not tables:
+        return Glance(Answer.OPEN, "0 models", "keep the keys with the largest scores")
+    bad, queries = (sum(int(table[name]) for table in tables) for name in ("not_positive", "queries"))
+    judged = Answer.DOES_NOT if bad else Answer.HOLDS
+    return Glance(
+        Answer.MEASURED if drawn(findings) else judged, f"{bad:,} of {queries:,}{_drawn(findings)}",
+        f"queries of {_models(len(tables))} with top-k masks have a separation Δ that is not positive",
+    )  # fmt: skip
+
+
+def learning_glance(findings: Findings) -> Glance:
+    """In how many pairs the top-k model was the first to learn its training data."""
+    measurements = findings.measurements
+    pairs = find_pairs(measurements.models[measurements.models["snapshot"] == "last"])[0]
+    arrived = {
+        str(model): epochs_to(rows.sort_values("epoch")) or np.inf
+        for model, rows in measurements.history.groupby("model")
+    }
+    known = [pair for pair in pairs if {pair.full, pair.other} <= arrived.keys()]
+    judged = [p for p in known if np.isfinite(min(arrived[p.full], arrived[p.other]))]
+    if not judged:
+        return Glance(Answer.OPEN, "0 pairs", "of a full and a top-k model of which one learned its training data")
+    first = sum(arrived[p.other] < arrived[p.full] for p in judged)
+    answer = Answer.HOLDS if first == len(judged) else Answer.DOES_NOT
+    words = (
+        "in which the top-k model reached 95 % training accuracy in fewer epochs; full attention has the others"
+    )
+    return Glance(answer, _of(first, len(judged), "pair"), words)
+
+
+def stability_glance(findings: Findings) -> Glance:
+    """How many measured pairs of rows exceed the paper's bound."""
+    exceeded = findings(exceeding_pairs)
+    if "paper" not in exceeded:
+        return Glance(Answer.OPEN, "0 pairs of rows", "were measured of an attention whose ξ is known")
+    paper, sound = exceeded["paper"], exceeded["sound"]
+    mostly_vacuous = 2 * paper["vacuous"] > paper["rows"]
+    answer = Answer.DOES_NOT if paper["violated"] else Answer.OPEN if mostly_vacuous else Answer.HOLDS
+    return Glance(
+        answer, f"{paper['violated']:,} of {paper['rows']:,}",
+        f"measured pairs of rows exceed the paper's bound ξ ({paper['vacuous']:,} could not, whatever was "
+        f"measured), {sound['violated']:,} the sound one",
+    )  # fmt: skip
+
+
+def exceeding_pairs(findings: Findings) -> dict[str, dict[str, int]]:
+    """By form of ξ: pairs of rows that it speaks about, that exceed it, and that cannot; those of fixed masks.
+
+    Args:
+        findings: with or without secants.
+    """
+    models = findings.measurements.models
+    fixed = set(models[models["attention"].isin(FIXED_MASKS)]["model"])
+    found = {}
+    for form in ("sound", "paper"):
+        own = [f for f in findings(stability_findings) if f.claim == SECANTS and f.form == form]
+        if own:
+            counts = {n: int(sum(f.numbers[n] for f in own)) for n in ("violated", "vacuous", "holds")}
+            of_fixed = int(sum(f.numbers["violated"] for f in own if f.subject in fixed))
+            found[form] = {**counts, "rows": sum(counts.values()), "fixed": of_fixed}
+    return found
+
+
+def bounds_glance(findings: Findings) -> Glance:
+    """In how many cases the paper's corollary gives a top-k mask the better guarantee."""
+    models = findings.measurements.models
+    fixed = set(models[models["attention"].isin(FIXED_MASKS)]["model"])
+    heavy = {pair.label for pair in findings(compared_pairs) if pair.other not in fixed}
+    cases = [
+        f
+        for f in findings(bounds_findings)
+        if f.claim in CLAIMS and f.form == "paper" and f.percentile not in (None, 100) and f.subject in heavy
+    ]
+    stated = [f for f in cases if f.verdict is not Verdict.NOT_MET]
+    if not stated:
+        return Glance(Answer.OPEN, "0 cases", "in which the corollary says anything about a top-k mask")
+    met = sum(f.verdict is Verdict.HOLDS for f in stated)
+    return Glance(
+        Answer.HOLDS if met == len(stated) else Answer.DOES_NOT, f"{met:,} of {len(stated):,} cases",
+        "in which the top-k mask has the better guarantee by Corollary 1 as printed (p75 to p95, W and X)",
+    )  # fmt: skip
+
+
+def masks_glance(findings: Findings) -> Glance:
+    """How many masks stay the same under the middle noise level."""
+    table = findings(mask_table)
+    table = table[table["layer"] == ALL]
+    if table.empty:
+        return Glance(Answer.OPEN, "0 models", "have a mask that depends on the input")
+    levels = sorted(table["level"].unique())
+    rows = table[table["level"] == levels[len(levels) // 2]]
+    certified, changed = int(table["certified_rows"].sum()), int(table["certified_changed"].sum())
+    words = f"of the masks of {_models(len(rows))} stay the same under noise of {levels[len(levels) // 2]:g}"
+    span = _span([100 * share for share in rows["exact"]], "{:.0f}")
+    return Glance(Answer.MEASURED, f"{span} %", f"{words}; {changed:,} of {certified:,} certified ones changed")
+
+
+def measured_glance(*tables: str) -> Callable[[Findings], Glance]:
+    """Of a question that has no one number: how many models it was asked of.
+
+    Args:
+        tables: of measurements, that hold what was measured.
+    """
+
+    def glance(findings: Findings) -> Glance:
+        measurements = findings.measurements
+        models = {model for name in tables for model in getattr(measurements, name)["model"]}
+        return Glance(Answer.MEASURED, f"{len(models)} of {_models(len(measurements.models))}", "measured")
+
+    return glance
+
+
+def _drawn(findings: Findings) -> str:
+    return " drawn" if drawn(findings) else ""
+
+
+def _of(some: int, every: int, thing: str) -> str:
+    return f"{some:,} of {every:,} {thing}{'s' * (every != 1)}"
+
+
+def _models(count: int) -> str:
+    return f"{count} model{'s' * (count != 1)}"
+
+
+def _span(values: list[float], form: str) -> str:
+    """One number, or the smallest and the largest of several."""
+    low, high = (form.format(end) for end in (min(values), max(values)))
+    return low if low == high else f"{low}–{high}"

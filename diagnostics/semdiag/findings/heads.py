@@ -1,0 +1,47 @@
+"""What every head of every layer does: the picture that tools for attention show first."""
+
+import pandas as pd
+
+from semdiag.findings.counterfactuals import counterfactual_ks
+from semdiag.findings.findings import Findings
+
+_PLACE = ["model", "layer", "head"]
+
+
+def head_table(findings: Findings) -> pd.DataFrame:
+    """One row per model, layer and head; layers and heads count from 0.
+
+    Args:
+        findings: of any number of models.
+
+    Returns:
+        model, layer, head, then: ``dispersion``, the median δ in nats; ``largest_weight``, the median of the
+        largest attention weight of a query; ``first_key``, the share of queries that keep the first key (of a
+        model that keeps every key: that have it among their k largest scores; NaN where no k was asked for, or
+        more queries were measured than are kept); ``mass``, the median share of the weight on the k largest scores
+        (NaN likewise). k is the smallest asked for.
+    """
+    measurements = findings.measurements
+    queries, loads = measurements.queries, measurements.loads
+    finite = queries[queries["dispersion"].abs() < float("inf")]
+    table = finite.groupby(_PLACE, sort=False)["dispersion"].median().rename("dispersion").to_frame()
+    if "largest_weight" in queries:
+        table["largest_weight"] = queries.groupby(_PLACE, sort=False)["largest_weight"].median()
+    k = first_k(findings)
+    dense = queries.groupby(_PLACE, sort=False)[["kept", "keys"]].sum()
+    keeps_all = dense["kept"] == dense["keys"]
+    first = loads[loads["key"] == 0].groupby(_PLACE, sort=False)
+    counts = queries.groupby(_PLACE, sort=False).size()
+    table["first_key"] = (first["load"].sum() / counts).mask(keeps_all)
+    if k is not None and f"load_k{k}" in loads:
+        table["first_key"] = table["first_key"].fillna(first[f"load_k{k}"].sum(min_count=1) / counts)
+    if k is not None and f"mass_k{k}" in queries:
+        table["mass"] = queries.groupby(_PLACE, sort=False)[f"mass_k{k}"].median()
+    table = table.reset_index()
+    sampled = table["model"].isin(set(measurements.sketches["model"]))  # of queries and loads apart
+    return table.assign(first_key=table["first_key"].mask(sampled))
+
+
+def first_k(findings: Findings) -> int | None:
+    """The smallest k asked for within models that keep every key; None if there is none."""
+    return min(counterfactual_ks(findings.measurements.queries), default=None)

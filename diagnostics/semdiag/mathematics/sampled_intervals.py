@@ -1,0 +1,142 @@
+"""Mean and percentiles of drawn queries, with two intervals each: about these sequences, and about such."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.stats import t
+
+from semdiag.mathematics.query_draws import PER_STRATUM
+
+# What is expected beyond a percentile at least: of draws, so that all lie on one side of it in less than 2.5 %
+# of the cases; of sequences, so that their spread tells its error (benchmarks/sampled_intervals.py).
+_BEYOND = 3.7, 2.0
+_SIDES: tuple[Literal["left"], Literal["right"]] = "left", "right"
+TARGETS = "all queries of these inputs", "inputs like these"  # what the intervals speak about
+Ends = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class SampledEstimate:
+    """A statistic of drawn queries, estimated.
+
+    Attributes:
+        statistic: ``mean``, ``p1``, ….
+        estimate: from the drawn queries.
+        these: interval for the same statistic of all queries of these sequences: the draws vary, nothing else.
+        such: interval for that of all sequences like these: whole sequences vary. NaN for a single one.
+    """
+
+    statistic: str
+    estimate: float
+    these: Ends
+    such: Ends
+
+
+def sampled_estimates(
+    values: NDArray[np.float64],
+    samples: NDArray[np.int64],
+    strata: NDArray[np.int64],
+    share: float,
+    percentiles: Sequence[int] = (1, 5, 10, 25, 50, 75, 90, 95, 99),
+    confidence: float = 0.95,
+) -> list[SampledEstimate]:
+    """Estimate mean and percentiles of all queries from drawn ones, of which each had the same chance.
+
+    A statistic is linear in the queries up to its residuals e_i: (y_i - ȳ)/n for the mean, (u_i - p)/n for a
+    percentile, where u_i is 1 below it and 0 above. The variance of Σe_i is
+
+        these sequences:   (1 - share) Σ over strata of 2 Σ e_i² - (Σ e_i)², two draws in each
+        such sequences:    c/(c-1) Σ over sequences of (Σ e_i)², c sequences (clusters)
+
+    (A draw that is left out, as one with too few keys, has the residual 0.)
+
+    The interval of the mean is that of Student. That of a percentile lies between the percentiles at the ends of
+    Wilson's interval of its level; it is missing (NaN) where too few draws, or parts of sequences, lie beyond.
+
+    Source: Cochran 1977, Sampling Techniques, §5.4 and §11; Woodruff 1952, Confidence Intervals for Medians;
+    Wilson 1927.
+    Deviation: Wilson's interval with an effective number of draws, where Woodruff has the normal one.
+
+    Args:
+        values: (n,), of drawn queries; those that are not finite are left out.
+        samples: (n,) the sequence of each.
+        strata: (n,) the same number for those drawn from one stratum of one sequence and head.
+        share: chance of a query to be drawn.
+        percentiles: which, between 1 and 99.
+        confidence: of the intervals, in (0, 1).
+
+    Returns:
+        The mean, then the percentiles; NaN where nothing is finite.
+
+    Example:
+        >>> one = np.zeros(4, np.int64)
+        >>> sampled_estimates(np.array([1.0, 2.0, 3.0, 4.0]), one, one, share=1.0, percentiles=[50])[0]
+        SampledEstimate(statistic='mean', estimate=2.5, these=(2.5, 2.5), such=(nan, nan))
+    """
+    known = np.isfinite(values)
+    finite = np.sort(values[known])
+    count = len(finite)
+    names = ["mean", *(f"p{p}" for p in percentiles)]
+    nothing = float("nan"), float("nan")
+    if not count:
+        return [SampledEstimate(name, float("nan"), nothing, nothing) for name in names]
+    spread = _Spread(samples, strata, share, confidence)
+    mean = float(finite.mean())
+    both = spread.errors(np.where(known, values - mean, 0.0) / count)
+    ends = [nothing if math.isnan(e) else (mean - c * e, mean + c * e) for e, c in both]
+    found = [SampledEstimate("mean", mean, *ends)]
+    for percentile in percentiles:
+        level, cut = percentile / 100, float(np.percentile(finite, percentile))
+        first, last = (int(np.searchsorted(finite, cut, side)) for side in _SIDES)
+        # Of values that equal the percentile as large a part is below it as makes its level exact.
+        part = min(max((level * count - first) / max(last - first, 1), 0.0), 1.0)
+        below = np.where(known, (values < cut) + part * (values == cut), 0.0)
+        residuals = np.where(known, below - below.sum() / count, 0.0) / count
+        units = zip(spread.errors(residuals), (count, spread.clusters), _BEYOND, strict=True)
+        ends = [
+            _woodruff(finite, level, *error) if least <= many * min(level, 1 - level) else nothing
+            for error, many, least in units
+        ]
+        found.append(SampledEstimate(f"p{percentile}", cut, *ends))
+    return found
+
+
+class _Spread:
+    """Standard errors of sums of residuals, with the factor of Student that goes with each."""
+
+    def __init__(
+        self, samples: NDArray[np.int64], strata: NDArray[np.int64], share: float, confidence: float
+    ) -> None:
+        self._share = share
+        sequences, self._cluster = np.unique(samples, return_inverse=True)
+        drawn, self._stratum = np.unique(strata, return_inverse=True)
+        self.clusters, self._strata, level = len(sequences), len(drawn), (1 + confidence) / 2
+        freedom = max(1, len(strata) - len(drawn)), max(1, len(sequences) - 1)
+        self._critical = float(t.ppf(level, freedom[0])), float(t.ppf(level, freedom[1]))
+
+    def errors(self, residuals: NDArray[np.float64]) -> tuple[Ends, Ends]:
+        """Standard error and factor, about these sequences and about such; NaN where nothing tells the error."""
+        squares, sums = (np.bincount(self._stratum, e, self._strata) for e in (residuals**2, residuals))
+        these = (1 - self._share) * float((PER_STRATUM * squares - sums**2).sum())
+        sums = np.bincount(self._cluster, residuals, self.clusters)
+        c = self.clusters
+        such = math.sqrt(c / (c - 1) * float(sums @ sums)) if c > 1 else float("nan")
+        return (math.sqrt(max(these, 0.0)), self._critical[0]), (such, self._critical[1])
+
+
+def _woodruff(ordered: NDArray[np.float64], level: float, error: float, critical: float) -> Ends:
+    """The values at the ends of the interval of a level."""
+    if math.isnan(error):
+        return float("nan"), float("nan")
+    if error == 0:
+        return (float(np.quantile(ordered, level)),) * 2
+    draws = level * (1 - level) / error**2  # independent ones that would have this error
+    shrink = 1 + critical**2 / draws
+    centre = (level + critical**2 / (2 * draws)) / shrink
+    reach = critical / shrink * math.sqrt(level * (1 - level) / draws + (critical / (2 * draws)) ** 2)
+    low, high = (float(end) for end in np.quantile(ordered, np.clip([centre - reach, centre + reach], 0, 1)))
+    return low, high

@@ -1,0 +1,168 @@
+"""One probe asked of one model and its inputs, in Python: measurements, like those of measure()."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from semdiag.capturing import batches as batching
+from semdiag.capturing.batches import Batch
+from semdiag.capturing.loading import LoadedModel
+from semdiag.measurement.calls.running import unnamed
+from semdiag.measurement.calls.scored_rows import NotAvailableError
+from semdiag.measurement.measure import measure
+from semdiag.measurement.measurements import Measurements
+from semdiag.measurement.probe import Subject
+from semdiag.measurement.probes.k_sweep import KSweepPlan
+from semdiag.measurement.probes.loss.landscape import LandscapePlan
+from semdiag.measurement.probes.loss.lipschitz import LipschitzPlan
+from semdiag.measurement.probes.noise.masks import NoisePlan
+from semdiag.measurement.probes.registry import PROBES
+from semdiag_models import Encoder, InputError
+
+Model = LoadedModel | nn.Module
+Batches = Batch | Iterable[Batch]
+
+
+def k_sweep(
+    model: Model, batches: Batches, labels: Tensor | None = None, plan: KSweepPlan | None = None, **how: Any
+) -> Measurements:
+    """Ask of one model's scores, for every k at once, what top-k attention would make of them.
+
+    Source: docs/theory.md#k-sweep. Deviation: not in the paper.
+
+    Args:
+        model: from :func:`semdiag.load`, or any module.
+        batches: what the model is called with, as of :func:`~semdiag.measurement.measure.measure`.
+        labels: (N,) classes, for the accuracy of reruns; None if unknown.
+        plan: the largest k; whether the model is run again with every k.
+        how: ``batch_size`` (100), ``device`` (the model's), ``dtype`` (the model's), ``seed`` (0).
+
+    Returns:
+        Measurements with the table ``sweep``, described at :func:`semdiag.measurement.probes.k_sweep.k_sweep`.
+
+    Raises:
+        InputError: if it cannot be measured of this model or these inputs.
+
+    Example:
+        >>> from semdiag_models import ModelConfig
+        >>> encoder = Encoder(ModelConfig(vocabulary_size=3, classes=2, length=4, blocks=1))
+        >>> found = k_sweep(encoder, torch.tensor([[0, 1, 1, 0]]))
+        >>> sorted(set(found.sweep["k"]))
+        [0, 1, 2, 3]
+    """
+    return _asked(model, batches, labels, plan or KSweepPlan(), **how)
+
+
+def mask_stability(
+    model: Model, batches: Batches, labels: Tensor | None = None, plan: NoisePlan | None = None, **how: Any
+) -> Measurements:
+    """Compare the mask of every query with the masks of noisy copies of the same input.
+
+    Source: docs/theory.md#mask-stability. Deviation: not in the paper.
+
+    Args:
+        model: from :func:`semdiag.load`, or any module.
+        batches: what the model is called with.
+        labels: (N,) classes, for the accuracy; None if unknown.
+        plan: levels, draws, place and seed of the noise.
+        how: as of :func:`k_sweep`.
+
+    Returns:
+        Measurements with the tables ``masks`` and ``noise_effects``, described at
+        :func:`semdiag.measurement.probes.noise.masks.mask_stability`.
+
+    Raises:
+        InputError: if it cannot be measured of this model or these inputs.
+    """
+    return _asked(model, batches, labels, plan or NoisePlan(), **how)
+
+
+def landscape(
+    model: LoadedModel | Encoder,
+    batches: Batches,
+    labels: Tensor,
+    plan: LandscapePlan | None = None,
+    *,
+    snapshots: Mapping[str, Encoder] | None = None,
+    **how: Any,
+) -> Measurements:
+    """Evaluate the loss on every cell of planes through a checkpoint.
+
+    Source: docs/theory.md#empirical. Deviation: the directions of a random plane are orthogonal tensor by tensor.
+
+    Args:
+        model: from :func:`semdiag.load`, or an encoder of one's own.
+        batches: token ids (N, L).
+        labels: (N,) classes.
+        plan: planes, size, resolution and metrics.
+        snapshots: two other parameter settings of the same shapes, by name, if the plane is to go through them.
+        how: as of :func:`k_sweep`.
+
+    Returns:
+        Measurements with the table ``landscape``, described at
+        :func:`semdiag.measurement.probes.loss.landscape.landscape`.
+
+    Raises:
+        InputError: if it cannot be measured of this model or these inputs.
+    """
+    return _asked(model, batches, labels, plan or LandscapePlan(), prepared=snapshots or {}, **how)
+
+
+def lipschitz(
+    model: LoadedModel | Encoder,
+    batches: Batches,
+    labels: Tensor,
+    plan: LipschitzPlan | None = None,
+    **how: Any,
+) -> Measurements:
+    """Estimate from below how steep the loss is in the parameters, and each block in its input; in float64.
+
+    Source: docs/theory.md#empirical. Deviation: see each part.
+
+    Args:
+        model: from :func:`semdiag.load`, or an encoder of one's own.
+        batches: token ids (N, L); the first ``plan.samples`` are used.
+        labels: (N,) classes.
+        plan: how much is drawn, and how far.
+        how: as of :func:`k_sweep`.
+
+    Returns:
+        Measurements with the tables ``loss_secants``, ``loss_gradients``, ``end_points`` and ``jacobians``,
+        described at :func:`semdiag.measurement.probes.loss.lipschitz.lipschitz`.
+
+    Raises:
+        InputError: if it cannot be measured of this model or these inputs.
+    """
+    return _asked(model, batches, labels, plan or LipschitzPlan(), **how)
+
+
+def _asked(
+    model: Model,
+    batches: Batches,
+    labels: Tensor | None,
+    plan: Any,
+    *,
+    prepared: Any = None,
+    batch_size: int = 100,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+    seed: int = 0,
+) -> Measurements:
+    """The attention of a clean pass, and what one probe makes of the model."""
+    loaded = model if isinstance(model, LoadedModel) else unnamed(model)
+    cut: Sequence[Batch] = batching.split(batches, batch_size)
+    how: dict[str, Any] = {"device": device, "dtype": dtype}
+    found = measure(loaded, cut, labels=labels, batch_size=batch_size, **how)
+    own = next((p for p in loaded.module.parameters() if p.is_floating_point()), torch.zeros(0))
+    place = torch.device(device) if device is not None else own.device
+    subject = Subject(loaded, list(cut), labels, seed, batch_size, place, dtype or own.dtype)
+    probe = PROBES[type(plan)]
+    try:
+        tables = probe.measure(subject, plan, prepared)
+    except NotAvailableError as reason:
+        raise InputError(f"{probe.name} of {loaded.path} not available, because {reason}.") from None
+    samples = int(found.models["samples"].max())
+    known = {"seed": seed, "samples": samples, **probe.provenance(plan, samples, samples)}
+    return found.replace({**found.provenance, **known}, **tables)

@@ -1,0 +1,79 @@
+"""What counts in an attention call, and what its rows say: made once a call, read by whoever looks at calls."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from semdiag.capturing.attention_call import AttentionCall
+from semdiag.mathematics.row_statistics import RowStatistics, row_statistics
+
+_STRIP = 2**24  # entries of a mask looked at together
+
+
+@dataclass(frozen=True, eq=False)
+class CountedRows:
+    """The row statistics of an attention call, and which of its queries and keys count.
+
+    Attributes:
+        call: what they are of.
+        statistics: of every row that is looked at, of padded queries too.
+        queries: (B, H, R) bool, false for padded queries.
+        attending: (B, H, R) bool, queries that count and keep a key: those that have a softmax.
+        places: (B, H, R) int64, which queries they are, -1 for none; None: all, in their order.
+    """
+
+    call: AttentionCall
+    statistics: RowStatistics
+    queries: Tensor
+    attending: Tensor
+    places: Tensor | None = None
+
+    @property
+    def keys(self) -> Tensor:
+        """(B, H, Lk) bool: keys that a query that counts may attend to, drawn or not; the others are padding."""
+        call, load = self.call, self.statistics.load
+        if call.selected is None and self.places is None:
+            return load > 0
+        counted, allowed, first = call.counted[:, :1], call.allowed, call.first_query
+        rows, keys = (torch.arange(length, device=load.device) for length in (counted.shape[2], load.shape[2]))
+        if allowed is None or allowed.shape[2] == 1:  # the last query that counts sees whatever the others do
+            last = torch.where(counted, rows, -1 - first).amax(-1, keepdim=True)
+            seen = keys <= first + last if call.causal else last >= 0
+            return (seen if allowed is None else seen & allowed[:, :, 0]).expand(load.shape)
+        seen, some = torch.zeros_like(load, dtype=torch.bool), max(1, _STRIP // load.numel())
+        for start in range(0, len(rows), some):
+            part = slice(start, start + some)
+            reached = counted[:, :, part, None] & allowed[:, :, part]
+            if call.causal:
+                reached = reached & (keys <= first + rows[part, None])
+            seen = seen | reached.any(2)
+        return seen
+
+
+def counted_rows(call: AttentionCall, top: int = 0, places: Tensor | None = None) -> CountedRows:
+    """Reduce an attention call to statistics of its rows.
+
+    Args:
+        call: its scores, masks and selections.
+        top: K, the number of heavy hitters for which counterfactuals can be asked.
+        places: (B, H, R) int64, queries to be looked at, as
+            :meth:`~semdiag.measurement.calls.query_draws.QueryDraws.places` gives them; None: all.
+    """
+    statistics = row_statistics(
+        call.q,
+        call.k,
+        call.scale,
+        call.allowed,
+        call.selected,
+        call.queries,
+        top,
+        bias=call.bias,
+        softcap=call.softcap,
+        sinks=call.sinks,
+        causal=call.causal,
+        first_query=call.first_query,
+        places=places,
+    )
+    counted = call.counted if places is None else (places >= 0) & call.counted.gather(2, places.clamp(min=0))
+    return CountedRows(call, statistics, counted, counted & (statistics.kept > 0), places)

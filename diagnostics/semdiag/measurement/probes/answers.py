@@ -1,0 +1,139 @@
+"""What a model says of a batch: a distribution over classes or tokens, or a representation; and what is right."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from semdiag.capturing import batches as batching
+from semdiag.capturing.batches import Batch
+from semdiag.capturing.padding import real_tokens
+from semdiag_models import Encoder
+
+IGNORED = -100  # as a target: no prediction counts here, as in torch's cross-entropy
+_SAME = 1e-4  # relative to the largest logit: what is left of a position that does not see a changed token
+
+
+@dataclass(frozen=True, eq=False)
+class Answers:
+    """A model's output on a batch of B samples at P positions each.
+
+    Attributes:
+        values: (B, P, C) logits, or (B, P, D) representations.
+        likely: (B, P, C) logarithms of probabilities; None for representations.
+        targets: (B, P) int64, what is right, ``IGNORED`` where nothing is known; None: nothing is.
+        counted: (B, P) bool, positions that are no padding.
+    """
+
+    values: Tensor
+    likely: Tensor | None
+    targets: Tensor | None
+    counted: Tensor
+
+
+class Reader:
+    """Knows how to read a model's outputs, from its output on a first batch.
+
+    A distribution is what an encoder of semdiag_models returns, what is called ``logits``, and what labels or the
+    next token can be compared with; any other output is a representation. The next token is what is right where
+    there are no labels, the output has one row for each token and one column for each row of an embedding, and no
+    position's output changes with a later token (this is tried out).
+
+    Args:
+        module: the model.
+        batch: on its device.
+        labelled: whether labels come with the batches.
+        run: calls the model.
+    """
+
+    def __init__(self, module: nn.Module, batch: Batch, labelled: bool, run: Any) -> None:
+        self._module, self._labelled = module, labelled
+        values, named = _values(run(batch))
+        sizes = {m.num_embeddings for m in module.modules() if isinstance(m, nn.Embedding)}
+        ids = _ids(batch)
+        self.causal = (
+            ids is not None
+            and values.ndim == 3
+            and values.shape[:2] == ids.shape
+            and values.shape[2] in sizes
+            and _looks_back(batch, ids, values, run)
+        )
+        own = isinstance(batch, Mapping) and isinstance(batch.get("labels"), Tensor)
+        self.distribution = isinstance(module, Encoder) or named or self.causal or labelled or own
+
+    def read(self, output: Any, batch: Batch, labels: Tensor | None) -> Answers:
+        """Read the output on a batch.
+
+        Args:
+            output: what the model returned.
+            batch: its input.
+            labels: (B,) classes; None if unknown.
+        """
+        values, _ = _values(output)
+        values = values if values.ndim == 3 else values.reshape(len(values), 1, -1)
+        counted = self._counted(batch, values)
+        if not self.distribution:
+            return Answers(values, None, None, counted)
+        targets = self._targets(batch, values, labels, counted)
+        kind = torch.float64 if values.dtype == torch.float64 else torch.float32
+        return Answers(values, values.to(kind).log_softmax(-1), targets, counted)
+
+    def _counted(self, batch: Batch, values: Tensor) -> Tensor:
+        real = real_tokens(self._module, batch)
+        for name in ("decoder_attention_mask", *real):
+            if name in real and real[name].shape == values.shape[:2]:
+                return real[name]
+        return torch.ones(values.shape[:2], dtype=torch.bool, device=values.device)
+
+    def _targets(self, batch: Batch, values: Tensor, labels: Tensor | None, counted: Tensor) -> Tensor | None:
+        if labels is not None:
+            return labels.to(values.device).reshape(len(values), -1)
+        given = batch.get("labels") if isinstance(batch, Mapping) else None
+        shift = self.causal and not getattr(getattr(self._module, "config", None), "is_encoder_decoder", False)
+        if isinstance(given, Tensor) and not given.is_floating_point():
+            given = given.reshape(len(values), -1)
+            return _next(given, torch.ones_like(given, dtype=torch.bool)) if shift else given
+        ids = _ids(batch)
+        return _next(ids, counted) if self.causal and ids is not None else None
+
+
+def _next(ids: Tensor, real: Tensor) -> Tensor:
+    """The token after each one; nothing after the last, and nothing to or from padding."""
+    found = torch.full_like(ids, IGNORED)
+    found[:, :-1] = ids[:, 1:].where(real[:, 1:] & real[:, :-1], IGNORED)
+    return found
+
+
+def _values(output: Any) -> tuple[Tensor, bool]:
+    """The output's tensor, and whether it is called logits."""
+    if isinstance(output, Tensor):
+        return output, False
+    if isinstance(output, Mapping) and isinstance(output.get("logits"), Tensor):
+        return output["logits"], True
+    parts = output.values() if isinstance(output, Mapping) else output if isinstance(output, tuple | list) else ()
+    found = next((x for x in parts if isinstance(x, Tensor) and x.is_floating_point() and x.ndim >= 2), None)
+    if found is None:
+        raise TypeError(f"its output, a {type(output).__name__}, holds no tensor of floating-point numbers")
+    return found, False
+
+
+def _ids(batch: Batch) -> Tensor | None:
+    """Token ids (B, L) of a batch; of a decoder, its own."""
+    if isinstance(batch, Mapping):
+        listed = [batch.get("decoder_input_ids"), batch.get("input_ids"), *batch.values()]
+    else:
+        listed = [batch] if isinstance(batch, Tensor) else list(batch)
+    whole = (x for x in listed if isinstance(x, Tensor) and x.ndim == 2 and x.dtype in (torch.int64, torch.int32))
+    return next(whole, None)
+
+
+def _looks_back(batch: Batch, ids: Tensor, values: Tensor, run: Any) -> bool:
+    """Whether outputs change at the last token and not before it, if the last token is another one."""
+    changed = ids.clone()
+    changed[:, -1] = (ids[:, -1] + 1) % values.shape[2]
+    other = batching.with_tensor(batch, ids, changed)
+    moved = (_values(run(other))[0] - values).abs().amax(-1)  # (B, L)
+    noise = _SAME * float(values.abs().max())
+    return bool(moved[:, :-1].max() <= noise) and bool(moved[:, -1].max() > noise)

@@ -1,0 +1,205 @@
+"""Budgets of keys by layer and head: what keeps a share of the attention weight, and what keeps the loss."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from numpy.typing import NDArray
+
+from semdiag.capturing.attention_call import AttentionCall
+from semdiag.capturing.kept_keys import TopK, allowed_keys
+from semdiag.measurement.table import Table
+
+BUDGET_TABLE = Table(
+    "budgets",
+    (
+        "One row per budget, layer and head. k: keys, or blocks of keys if block is above 1, that each query "
+        "keeps; mean_keys: how many it has."
+    ),
+    {
+        "model": "str",
+        "budget": "str",
+        **dict.fromkeys(("block", "layer", "head"), "int64"),
+        "module": "str",
+        **dict.fromkeys(("occurrence", "k"), "int64"),
+        "mean_keys": "float64",
+    },
+)
+BY_MASS = (0.95, 0.99)  # of the attention weight
+QUERIES = 0.95  # of which a head's k must keep as much
+BLOCKS = (1, 64, 128)
+_LEVELS = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 0.999)
+_AT_ONCE = 2**22
+GREEDY = "loss"  # name of the budget that keeps the loss
+Place = tuple[str, int]  # module, occurrence
+
+
+@dataclass
+class NeededKeys:
+    """How many of its largest keys, or blocks of keys, each query needs for a share of its weight.
+
+    Attributes:
+        min_keys: queries with fewer keys are left out.
+        layers: number of each place.
+        counts: by place, block and level: (H, 1 + most) queries that need so many.
+        keys: by place: keys and queries counted, by head.
+    """
+
+    min_keys: int = 1
+    layers: dict[Place, int] = field(default_factory=dict)
+    counts: dict[tuple[Place, int, float], NDArray[np.int64]] = field(default_factory=dict)
+    keys: dict[Place, NDArray[np.float64]] = field(default_factory=dict)
+
+    def add(self, call: AttentionCall) -> None:
+        """Count the queries of a call."""
+        batch, heads, queries, _ = call.q.shape
+        size = max(1, _AT_ONCE // (heads * queries * call.k.shape[2]))
+        for at in range(0, batch, size):
+            self._add(replace(call, selected=None).part(slice(at, min(at + size, batch))), call)
+
+    def _add(self, part: AttentionCall, call: AttentionCall) -> None:
+        place = call.module, call.occurrence
+        self.layers.setdefault(place, call.layer)
+        allowed = allowed_keys(part)
+        number = allowed.sum(-1)
+        counted = part.counted & (number >= max(1, self.min_keys))
+        scores = part.scores(torch.float64).masked_fill(~allowed, -torch.inf)
+        weights = scores.softmax(-1).masked_fill(~allowed, 0)
+        sums = torch.stack([(number * counted).sum((0, 2)), counted.sum((0, 2))]).cpu().numpy().astype(np.float64)
+        self.keys[place] = self.keys.get(place, 0) + sums
+        for block in BLOCKS:
+            if block > 1 and weights.shape[-1] <= block:
+                continue
+            kept = _by_block(weights, block).sort(-1, descending=True).values.cumsum(-1)
+            for level in _LEVELS:
+                need = 1 + (kept < level).sum(-1).clamp(max=kept.shape[-1] - 1)
+                for head in range(need.shape[1]):
+                    found = torch.bincount(need[:, head][counted[:, head]], minlength=kept.shape[-1] + 1)
+                    self._count((place, block, level), head, need.shape[1], found.cpu().numpy())
+
+    def _count(self, key: tuple[Place, int, float], head: int, heads: int, found: NDArray[np.int64]) -> None:
+        old = self.counts.get(key, np.zeros((heads, 1), np.int64))
+        if old.shape[1] < len(found):
+            old = np.pad(old, ((0, 0), (0, len(found) - old.shape[1])))
+        old[head, : len(found)] += found
+        self.counts[key] = old
+
+    def smallest(self, level: float, block: int = 1) -> dict[Place, list[int]]:
+        """The smallest k of each head with which 95 % of its queries keep a share of their weight.
+
+        Args:
+            level: the share.
+            block: size of the blocks that k counts.
+        """
+        found = {}
+        for place in self.layers:
+            if (place, block, level) in self.counts:
+                shares = self.counts[place, block, level].cumsum(1)
+                enough = shares >= QUERIES * np.maximum(shares[:, -1:], 1)
+                found[place] = [max(1, int(k)) for k in enough.argmax(1)]
+        return found
+
+    @property
+    def blocks(self) -> list[int]:
+        """Sizes of blocks of which some layer has several."""
+        return [block for block in BLOCKS if any(key[1] == block for key in self.counts)]
+
+    def table(self, model: str, budgets: Mapping[tuple[str, int], Mapping[Place, Sequence[int]]]) -> pd.DataFrame:
+        """The table of budgets.
+
+        Args:
+            model: its path.
+            budgets: by name and block.
+        """
+        rows: list[dict[str, Any]] = []
+        for (name, block), budget in budgets.items():
+            for place, numbers in budget.items():
+                keys, queries = self.keys[place]
+                rows += [
+                    {
+                        "model": model,
+                        "budget": name,
+                        "block": block,
+                        "layer": self.layers[place],
+                        "head": head,
+                        "module": place[0],
+                        "occurrence": place[1],
+                        "k": k,
+                        "mean_keys": keys[head] / max(1.0, queries[head]),
+                    }
+                    for head, k in enumerate(numbers)
+                ]
+        return BUDGET_TABLE.of_rows(rows)
+
+
+def budget_name(level: float, block: int = 1) -> str:
+    """Name of a budget that keeps a share of the weight: ``mass-95``, ``mass-99-blocks-of-64``."""
+    return f"mass-{100 * level:.0f}" + (f"-blocks-of-{block}" if block > 1 else "")
+
+
+def rules(budget: Mapping[Place, Sequence[int]], block: int = 1) -> dict[int | str | Place, TopK]:
+    """A budget as :func:`~semdiag.capturing.sparsify.sparsify` takes it."""
+    return {place: TopK(tuple(numbers), block=block) for place, numbers in budget.items()}
+
+
+def greedy(
+    needed: NeededKeys, cost: Callable[[Mapping[Place, Sequence[int]]], float], tolerance: float, most_runs: int
+) -> dict[Place, list[int]] | None:
+    """A budget with a small total whose cost is within a tolerance.
+
+    All heads start with the k that keeps the smallest share of their weight with which the cost is within the
+    tolerance; then, always the head that keeps most keys, k is lowered to the next smaller share, as long as the
+    cost stays within. No smaller total is excluded: only single steps are tried.
+
+    Args:
+        needed: how many keys queries need.
+        cost: of running the model with a budget.
+        tolerance: the largest cost.
+        most_runs: of the model.
+
+    Returns:
+        The budget; None if even 99.9 % of the weight costs more.
+    """
+    ladder = [needed.smallest(level) for level in _LEVELS]
+    runs, start = 0, None
+    for step, budget in enumerate(ladder):
+        runs += 1
+        if cost(budget) <= tolerance:
+            start = step
+            break
+    if start is None:
+        return None
+    at = {(place, head): start for place, numbers in ladder[0].items() for head in range(len(numbers))}
+
+    def budget_of(steps: Mapping[tuple[Place, int], int]) -> dict[Place, list[int]]:
+        return {
+            place: [1 if steps[place, h] < 0 else ladder[steps[place, h]][place][h] for h in range(len(numbers))]
+            for place, numbers in ladder[0].items()
+        }
+
+    fixed: set[tuple[Place, int]] = set()
+    while runs < most_runs:
+        now = budget_of(at)
+        free = [one for one in at if one not in fixed and now[one[0]][one[1]] > 1]
+        if not free:
+            break
+        one = max(free, key=lambda one: now[one[0]][one[1]])
+        lower = dict(at)
+        while budget_of(lower)[one[0]][one[1]] == now[one[0]][one[1]]:
+            lower[one] -= 1
+        runs += 1
+        if cost(budget_of(lower)) <= tolerance:
+            at = lower
+        else:
+            fixed.add(one)
+    return budget_of(at)
+
+
+def _by_block(weights: torch.Tensor, block: int) -> torch.Tensor:
+    if block == 1:
+        return weights
+    rest = -weights.shape[-1] % block
+    return torch.nn.functional.pad(weights, (0, rest)).view(*weights.shape[:-1], -1, block).sum(-1)

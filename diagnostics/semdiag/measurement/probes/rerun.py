@@ -1,0 +1,196 @@
+"""A model run again with real masks, sample by sample: loss, divergence of its outputs, changed predictions."""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pandas as pd
+import torch
+from torch import Tensor
+
+from semdiag.capturing import batches as batching
+from semdiag.capturing.batches import Batch
+from semdiag.capturing.kept_keys import Keep, RandomK, TopK
+from semdiag.capturing.loading import LoadedModel
+from semdiag.capturing.sparsify import sparsify
+from semdiag.measurement.calls.running import in_evaluation
+from semdiag.measurement.probes.answers import IGNORED, Answers, Reader
+from semdiag.measurement.table import Table
+from semdiag_models import InputError
+
+RERUN_TABLE = Table(
+    "rerun",
+    (
+        "One row per mask, k and sample of a model that was run with it. mask: none, topk, random (of the same "
+        "size), or a budget's name (k = -1). Sums over the sample's targets (loss, nats; correct) and over its "
+        "positions with a distribution (predictions, changed; divergence KL(without mask || with it), nats); "
+        "output_change: norm of the change of its outputs relative to their norm."
+    ),
+    {
+        "model": "str",
+        "mask": "str",
+        "k": "int64",
+        "sample": "int32",
+        **dict.fromkeys(("targets", "correct", "predictions", "changed", "classes"), "int64"),
+        **dict.fromkeys(("loss", "divergence", "output_change"), "float64"),
+    },
+)
+NO_MASK, TOP_K, RANDOM = "none", "topk", "random"
+# Up to which mean change a mask does no harm: of the loss and of the divergence 0.01 nats (1 % of a perplexity);
+# where nothing but outputs is known, 5 % of their norm.
+TOLERANCES = {"loss": 0.01, "divergence": 0.01, "output_change": 0.05}
+Masks = Sequence[tuple[str, int, Keep]]
+
+
+def rerun_ks(largest: int) -> list[int]:
+    """Which k a model is run again with: powers of 2, half-way between them, and the largest.
+
+    Args:
+        largest: of the sweep.
+
+    Example:
+        >>> rerun_ks(40)
+        [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 40]
+    """
+    steps = sorted({1, *(2**n for n in range(31)), *(3 * 2**n for n in range(30))})
+    return [*(k for k in steps if k < largest), largest]
+
+
+def masks_of(ks: Sequence[int], seed: int) -> list[tuple[str, int, Keep]]:
+    """Top-k and, as a control, as many random keys.
+
+    Args:
+        ks: numbers of keys.
+        seed: of the control.
+    """
+    return [(TOP_K, k, TopK(k)) for k in ks] + [(RANDOM, k, RandomK(k, seed)) for k in ks]
+
+
+def measure_of(again: pd.DataFrame) -> str:
+    """What a model's reruns are judged by: its loss if targets are known, else divergence or change of outputs."""
+    if again["targets"].sum():
+        return "loss"
+    return "divergence" if again["predictions"].sum() else "output_change"
+
+
+def mean_change(again: pd.DataFrame, mask: str, k: int) -> tuple[str, float]:
+    """What a mask changes on average.
+
+    Args:
+        again: the table ``rerun`` of one model.
+        mask: name.
+        k: number of keys.
+
+    Returns:
+        The measure, and its mean change: of the loss per target, the divergence per position, or per sample.
+    """
+    measure = measure_of(again)
+    rows, before = again[(again["mask"] == mask) & (again["k"] == k)], again[again["mask"] == NO_MASK]
+    if measure == "output_change":
+        return measure, float(rows[measure].mean())
+    unit = {"loss": "targets", "divergence": "predictions"}[measure]
+    return measure, float((rows[measure].sum() - before[measure].sum()) / rows[unit].sum())
+
+
+def upper_change(again: pd.DataFrame, mask: str, k: int) -> float:
+    """What a mask changes on average, and twice its standard error over samples.
+
+    Args:
+        again: the table ``rerun`` of one model.
+        mask: name.
+        k: number of keys.
+    """
+    measure, mean = mean_change(again, mask, k)
+    rows = again[(again["mask"] == mask) & (again["k"] == k)].set_index("sample")
+    before = again[again["mask"] == NO_MASK].set_index("sample").loc[rows.index]
+    unit = {"loss": "targets", "divergence": "predictions"}.get(measure)
+    weights = rows[unit] if unit else pd.Series(1, rows.index)
+    rest = rows[measure] - before[measure] - mean * weights
+    samples = max(2, len(rows))
+    return mean + 2 * math.sqrt(samples / (samples - 1) * float((rest**2).sum())) / float(weights.sum())
+
+
+def rerun(
+    loaded: LoadedModel,
+    batches: Sequence[Batch],
+    labels: Tensor | None,
+    masks: Masks,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+    after_run: Callable[[], None] = lambda: None,
+) -> pd.DataFrame:
+    """Run a model without a mask and with each of several, in evaluation mode and without gradients.
+
+    Args:
+        loaded: any model.
+        batches: from :func:`~semdiag.capturing.batches.split`.
+        labels: (N,) classes; None: what the batches say, else the next token of a causal language model.
+        masks: name, k and rule of each.
+        device: where to run; None: where the model is.
+        dtype: of the model; None: its own.
+        after_run: called after each run of a batch.
+
+    Returns:
+        The table ``rerun``; its first rows are those without a mask.
+
+    Raises:
+        InputError: if the model cannot be run, some of its attention cannot be masked, or its output is of an
+            unknown kind.
+    """
+    rows: list[dict[str, Any]] = []
+    with in_evaluation(loaded, device, dtype) as (module, place, kind):
+
+        def run(batch: Batch) -> Any:
+            return batching.call(module, batch)
+
+        def masked(batch: Batch, keep: Keep) -> Any:
+            with sparsify(module, keep):
+                return run(batch)
+
+        first, reader = 0, None
+        for given in batches:
+            batch, size = batching.moved(given, place, kind), batching.samples_of(given)
+            own = None if labels is None else labels[first : first + size]
+            try:
+                reader = reader or Reader(module, batch, labels is not None, run)
+                before = reader.read(run(batch), batch, own)
+                rows += _rows(NO_MASK, 0, first, before, before)
+                for name, k, keep in masks:
+                    rows += _rows(name, k, first, before, reader.read(masked(batch, keep), batch, own))
+                    after_run()
+            except InputError:
+                raise
+            except Exception as error:  # whatever the model raises
+                said = " ".join(str(error).split())[:200]
+                raise InputError(
+                    f"{loaded.path} cannot be run with a mask ({type(error).__name__}: {said})."
+                ) from error
+            first += size
+    return RERUN_TABLE.of_rows({"model": loaded.path, **row} for row in rows)
+
+
+def _rows(mask: str, k: int, first: int, before: Answers, after: Answers) -> Iterator[dict[str, Any]]:
+    """One row per sample."""
+    counted, values = before.counted, {}
+    some = counted[..., None]
+    change = torch.linalg.vector_norm((after.values - before.values).double() * some, dim=(1, 2))
+    values["output_change"] = change / torch.linalg.vector_norm(before.values.double() * some, dim=(1, 2))
+    none = torch.zeros(len(counted), dtype=torch.int64, device=counted.device)
+    values |= dict.fromkeys(("targets", "correct", "predictions", "changed", "loss", "divergence"), none)
+    if before.likely is not None and after.likely is not None:
+        terms = before.likely.exp() * (before.likely - after.likely)
+        choices, others = before.likely.argmax(-1), after.likely.argmax(-1)
+        values["predictions"] = counted.sum(1)
+        values["changed"] = ((choices != others) & counted).sum(1)
+        values["divergence"] = (terms.double().sum(-1) * counted).sum(1)
+        if before.targets is not None:
+            known = before.targets != IGNORED
+            right = before.targets.where(known, 0)
+            loss = -after.likely.gather(-1, right[..., None])[..., 0].double()
+            values |= {"targets": known.sum(1), "correct": ((others == right) & known).sum(1)}
+            values["loss"] = (loss * known).sum(1)
+    classes = 0 if before.likely is None else before.likely.shape[-1]
+    listed = {name: x.tolist() for name, x in values.items()}
+    for at in range(len(counted)):
+        row = {name: x[at] for name, x in listed.items()}
+        yield {"mask": mask, "k": k, "sample": first + at, "classes": classes, **row}

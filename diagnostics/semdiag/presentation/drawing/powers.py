@@ -1,0 +1,31 @@
+"""Very large and very small factors in words."""
+
+_SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+
+
+def powers_of_ten(low: float, high: float) -> str:
+    """The smallest and the largest of several factors.
+
+    Args:
+        low: decimal logarithm of the smallest.
+        high: and of the largest.
+
+    Example:
+        >>> powers_of_ten(6.3, 12.1), powers_of_ten(7.9, 8.1)
+        ('10⁶ to 10¹²', 'about 10⁸')
+    """
+    ends = power_of_ten(low), power_of_ten(high)
+    return f"about {ends[0]}" if ends[0] == ends[1] else " to ".join(ends)
+
+
+def power_of_ten(exponent: float) -> str:
+    """A factor as the nearest whole power of ten, as one writes it by hand.
+
+    Args:
+        exponent: decimal logarithm of the factor.
+
+    Example:
+        >>> power_of_ten(6.3), power_of_ten(-12.0)
+        ('10⁶', '10⁻¹²')
+    """
+    return "10" + str(round(exponent)).translate(_SUPERSCRIPT)

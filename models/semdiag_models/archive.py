@@ -1,0 +1,175 @@
+"""Looking at a file of torch.save before torch does: zip members, and what its pickle would build."""
+
+import io
+import pickletools
+import zipfile
+from typing import Any, BinaryIO
+
+_LARGEST_PICKLE = 64 * 2**20  # bytes; tensors are stored beside it
+_LONGEST_NAME = 300  # characters of a member
+_DEEPEST = 50  # containers in containers
+_SAVE_AGAIN = "A file of torch before 1.6 can be saved again: torch.save(torch.load(OLD, weights_only=True), NEW)"
+
+
+class DamagedError(Exception):
+    """A file is not what torch.save writes; the message says why, in a phrase."""
+
+
+class CodeError(Exception):
+    """A file holds code; the message names it."""
+
+
+def check_archive(file: BinaryIO) -> str | None:
+    """Refuse what would harm torch's reader: compressed members, deep nesting, storages larger than their member.
+
+    Args:
+        file: at its beginning, where it is left.
+
+    Returns:
+        None; or the name of the first member whose bytes do not have their checksum, which torch itself ignores.
+
+    Raises:
+        DamagedError: if it is no such archive.
+        CodeError: if it is a pickle of something else than data.
+    """
+    try:
+        with zipfile.ZipFile(file) as archive:
+            wrong = _check_members(archive, file)
+    except DamagedError:
+        raise
+    except (zipfile.BadZipFile, ValueError, OSError, NotImplementedError, RuntimeError, EOFError) as error:
+        code = code_in(file)
+        if code is not None:
+            raise CodeError(code) from None
+        raise DamagedError(f"no zip archive as torch.save writes it. {_SAVE_AGAIN}") from error
+    file.seek(0)
+    return wrong
+
+
+def _check_members(archive: zipfile.ZipFile, file: BinaryIO) -> str | None:
+    members = archive.infolist()
+    size = file.seek(0, io.SEEK_END)
+    if any(member.compress_type != zipfile.ZIP_STORED for member in members):
+        raise DamagedError("compressed members, which torch.save never writes")
+    if any(len(member.filename) > _LONGEST_NAME for member in members):
+        raise DamagedError("names of members that are too long")
+    if sum(member.file_size for member in members) > size:
+        raise DamagedError("members that are larger than the file")
+    wrong = None
+    sizes: dict[str, int] = {}
+    for member in members:
+        sizes[member.filename.lower().rpartition("/")[2]] = member.file_size
+        if not _has_its_checksum(archive, member):
+            wrong = wrong or member.filename
+    for member in members:
+        if member.filename.lower().endswith("data.pkl"):
+            if member.file_size > _LARGEST_PICKLE:
+                raise DamagedError("a pickle that is too large")
+            _check_pickle(_content(file, member.header_offset, member.file_size), sizes)
+    return wrong
+
+
+def _has_its_checksum(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> bool:
+    with archive.open(member) as content:
+        try:
+            while content.read(2**20):
+                pass
+        except zipfile.BadZipFile:
+            return False
+    return True
+
+
+def _content(file: BinaryIO, header: int, size: int) -> bytes:
+    """The bytes of a stored member, whatever their checksum."""
+    file.seek(header + 26)
+    name, extra = (int.from_bytes(file.read(2), "little") for _ in range(2))
+    file.seek(header + 30 + name + extra)
+    return file.read(size)
+
+
+def _check_pickle(data: bytes, sizes: dict[str, int]) -> None:
+    """Follow a pickle without building anything.
+
+    On the stack lie depths, and the values of what a storage's name is made of.
+
+    Raises:
+        DamagedError: if it is damaged, nested too deeply, or names a storage larger than its member.
+    """
+    stack: list[tuple[int, Any]] = []
+    marks: list[int] = []
+    memo: dict[Any, tuple[int, Any]] = {}
+    try:
+        for opcode, argument, _ in pickletools.genops(io.BytesIO(data)):
+            name = opcode.name
+            if name == "MARK":
+                marks.append(len(stack))
+            elif name in ("BINPUT", "LONG_BINPUT", "PUT", "MEMOIZE"):
+                memo[len(memo) if argument is None else argument] = stack[-1]
+            elif name in ("BINGET", "LONG_BINGET", "GET"):
+                stack.append(memo[argument])
+            elif name not in ("PROTO", "FRAME"):
+                _step(opcode, argument, stack, marks, sizes)
+    except (IndexError, KeyError, TypeError, ValueError, OverflowError) as error:
+        raise DamagedError("a damaged pickle") from error
+
+
+def _step(
+    opcode: Any, argument: Any, stack: list[tuple[int, Any]], marks: list[int], sizes: dict[str, int]
+) -> None:
+    """Take from the stack what an operation takes, and put down what it leaves."""
+    before = [kind.name for kind in opcode.stack_before]
+    first = marks.pop() - before.index("mark") if "mark" in before else len(stack) - len(before)
+    if first < 0:
+        raise IndexError
+    taken = stack[first:]
+    del stack[first:]
+    if opcode.name == "BINPERSID":
+        _check_storage(taken[0][1], sizes)
+    changed = opcode.name in ("APPEND", "APPENDS", "SETITEM", "SETITEMS", "ADDITEMS", "BUILD")
+    inner = max((depth for depth, _ in taken[changed:]), default=0)
+    depth = max(taken[0][0], inner + 1) if changed else inner + 1 if taken else 0
+    if depth > _DEEPEST:
+        raise DamagedError("containers that are nested too deeply")
+    value = tuple(value for _, value in taken) if opcode.name.startswith("TUPLE") else argument
+    for _ in opcode.stack_after:
+        stack.append((depth, value))
+
+
+def _check_storage(name: Any, sizes: dict[str, int]) -> None:
+    """Torch takes a storage's number of elements from the pickle, and reads beyond the member."""
+    _, kind, key, _, elements = name
+    width = next((n for word, n in _WIDTHS.items() if word in str(kind)), 1)
+    if not isinstance(elements, int) or not 0 <= elements * width <= sizes[str(key).lower()]:
+        raise DamagedError("a storage that is larger than what is stored of it")
+
+
+_WIDTHS = {  # bytes of an element, by the name of the storage's class; the first that fits
+    "ComplexDouble": 16, "ComplexFloat": 8, "Double": 8, "Long": 8, "BFloat16": 2, "Float": 4, "Int": 4, "Half": 2,
+    "Short": 2,
+}  # fmt: skip
+
+
+def code_in(file: BinaryIO) -> str | None:
+    """Name the first global, not torch's own, in pickles of any protocol: bare, or in an archive."""
+    try:
+        file.seek(0)
+        data = file.read(2**20)
+        if zipfile.is_zipfile(file):
+            with zipfile.ZipFile(file) as archive:
+                member = next(m for m in archive.infolist() if m.filename.lower().endswith("data.pkl"))
+                data = _content(file, member.header_offset, member.file_size)
+        stream = io.BytesIO(data)
+        strings: list[str] = []  # a STACK_GLOBAL is preceded by the strings module and name
+        while True:
+            for opcode, argument, _ in pickletools.genops(stream):
+                name = None
+                if opcode.name == "GLOBAL":
+                    name = str(argument).replace(" ", ".")
+                elif opcode.name == "STACK_GLOBAL":
+                    name = ".".join(strings[-2:])
+                elif isinstance(argument, str):
+                    strings.append(argument)
+                if name and not name.startswith(("torch.", "collections.OrderedDict")):
+                    return " ".join(name.split())[:120]
+    except Exception:  # the end of the pickles, or never one
+        return None

@@ -1,0 +1,96 @@
+"""Which keys a query attends to in routing attention: those in its clusters."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from semdiag_models.hashed_selection import distinct
+
+
+@torch.no_grad()
+def same_clusters(q: Tensor, keys: Tensor, centroids: Tensor, valid: Tensor | None, k: int) -> Tensor:
+    """Positions of the keys in each query's clusters.
+
+    A centroid's cluster are the k queries and the k keys with the largest cosines to it, all if there are fewer;
+    its queries attend to its keys. A query in several clusters attends to the keys of all, each once. A query in
+    none attends to nothing: no value is mixed into its token.
+
+    Source: Roy et al., Efficient content-based sparse attention with routing transformers (2021). Deviations: one
+    softmax over the union where a query is in several clusters; scores are those of q and k as they are, and only
+    the routing looks at unit vectors; not causal.
+
+    Args:
+        q: queries (B, H, L, D).
+        keys: keys (B, H, L, D).
+        centroids: (H, C, D).
+        valid: (B, L) bool, tokens that belong to clusters; None means all.
+        k: queries, and keys, of a cluster, at most L.
+
+    Returns:
+        (B, H, L, K) int64, distinct in a row, -1 for none; K is the most keys of a query, at least 1.
+    """
+    batch, heads, length, _ = q.shape
+    cosines = cosines_to(centroids, torch.stack([q, keys])).transpose(-1, -2)  # (2, B, H, C, L)
+    if valid is not None:
+        cosines = cosines.masked_fill(~valid[:, None, None, :], float("-inf"))
+    nearest = cosines.topk(k, -1)
+    queries, own = nearest.indices.masked_fill(nearest.values == float("-inf"), length)  # (B, H, C, k)
+    inside = torch.zeros(*queries.shape[:3], length + 1, dtype=torch.int8, device=q.device)
+    inside = inside.scatter_(-1, queries, 1)[..., :-1].transpose(2, 3)  # (B, H, L, C)
+    most = max(1, int(inside.sum(-1).max()))
+    member, cluster = inside.topk(most, -1)
+    rows = cluster.flatten(-2)[..., None].expand(-1, -1, -1, k)
+    found = own.gather(2, rows).view(batch, heads, length, most, k)
+    found = found.masked_fill((member == 0)[..., None] | (found == length), -1)
+    found = distinct(found.flatten(-2))
+    return found[..., : max(1, int((found >= 0).sum(-1).max()))]
+
+
+def cosines_to(centroids: Tensor, x: Tensor) -> Tensor:
+    """Cosines of vectors and centroids: (H, C, D), (…, H, L, D) -> (…, H, L, C)."""
+    return F.normalize(x, dim=-1) @ F.normalize(centroids, dim=-1).transpose(1, 2)
+
+
+@torch.no_grad()
+def follow(centroids: Tensor, q: Tensor, keys: Tensor, valid: Tensor | None, decay: float) -> None:
+    """One step of k-means on unit vectors, as a moving average; the centroids are changed in place.
+
+    Every valid query and key belongs to the centroid of the largest cosine. A centroid μ moves towards the mean
+    direction m of its own: μ ← normalised (decay · μ + (1 − decay) · m); one without any stays.
+
+    Source: Roy et al. (2021), eq. 8. Deviation: the mean direction in the place of the sum, so that a step
+    does not grow with the batch; centroids stay on the sphere.
+
+    Args:
+        centroids: (H, C, D), unit vectors.
+        q: queries (B, H, L, D).
+        keys: keys (B, H, L, D).
+        valid: (B, L) bool, tokens that count; None means all.
+        decay: what a centroid keeps of its place, in [0, 1].
+    """
+    both = F.normalize(torch.cat([q, keys], 2), dim=-1)  # (B, H, 2L, D)
+    member = F.one_hot(cosines_to(centroids, both).argmax(-1), centroids.shape[1]).to(both.dtype)
+    if valid is not None:
+        member = member * valid.repeat(1, 2)[:, None, :, None]
+    total = torch.einsum("bhlc,bhld->hcd", member, both)
+    moved = F.normalize(decay * centroids + (1 - decay) * F.normalize(total, dim=-1), dim=-1)
+    some = member.sum((0, 2)) > 0  # (H, C)
+    centroids.copy_(torch.where(some[..., None], moved, centroids))
+
+
+def first_centroids(seed: int, layer: int, shape: tuple[int, int, int]) -> Tensor:
+    """Draw where the centroids of a block begin: uniform on the unit sphere, on the CPU.
+
+    Args:
+        seed: of the selection.
+        layer: which block's.
+        shape: heads, clusters, entries of a vector.
+
+    Returns:
+        Unit vectors in torch's default dtype; nothing but their shape inside ``torch.device("meta")``.
+    """
+    if torch.empty(()).is_meta:
+        return torch.empty(shape)
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.randn((layer + 1, *shape), generator=generator, dtype=torch.float64, device="cpu")[layer]
+    return F.normalize(drawn, dim=-1).to(torch.get_default_dtype())

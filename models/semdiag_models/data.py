@@ -1,0 +1,63 @@
+"""A run's samples, drawn again from its seed."""
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from semdiag_models.tasks import task_of
+from semdiag_models.training_config import TrainingConfig
+
+
+class Split(NamedTuple):
+    """Labelled samples: tokens (N, L) int64 and labels (N,) int64."""
+
+    tokens: Tensor
+    labels: Tensor
+
+
+def draw_data(config: TrainingConfig, padded_length: int, pad_id: int) -> tuple[Split, Split]:
+    """Regenerate a run's training and held-out samples from its seed.
+
+    Both are drawn from one generator, training first, so every attention of a seed sees the same data.
+
+    Args:
+        config: task, length, sizes and seed.
+        padded_length: positions of the model; samples are padded to it on the right.
+        pad_id: token id of PAD.
+
+    Returns:
+        Training and held-out split, on the CPU; with fresh samples, the training split of the first epoch.
+
+    Raises:
+        InputError: if the task is unknown or has no string of that length, or the text is not what it was.
+    """
+    generator = torch.Generator().manual_seed(config.seed)
+    train, holdout = task_of(config).draw(config.train_samples, config.holdout_samples, config.length, generator)
+    return _padded(*train, padded_length, pad_id), _padded(*holdout, padded_length, pad_id)
+
+
+def draw_fresh(config: TrainingConfig, epoch: int, padded_length: int, pad_id: int) -> Split:
+    """Draw an epoch's own training samples, from seed and epoch alone, so that a resumed run sees the same.
+
+    Args:
+        config: task, length, sizes and seed.
+        epoch: from 0; the samples of epoch 0 are those of :func:`draw_data`.
+        padded_length: positions of the model.
+        pad_id: token id of PAD.
+
+    Returns:
+        The samples, on the CPU; those of the held-out split may be among them.
+    """
+    if epoch == 0:
+        return draw_data(config, padded_length, pad_id)[0]
+    words = np.random.SeedSequence([config.seed, epoch]).generate_state(1, np.uint64)
+    generator = torch.Generator().manual_seed(int(words[0] >> np.uint64(1)))
+    train, _ = task_of(config).draw(config.train_samples, 1, config.length, generator)
+    return _padded(*train, padded_length, pad_id)
+
+
+def _padded(tokens: Tensor, labels: Tensor, length: int, pad_id: int) -> Split:
+    return Split(F.pad(tokens, (0, length - tokens.shape[1]), value=pad_id), labels)

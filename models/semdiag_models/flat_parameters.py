@@ -1,0 +1,62 @@
+"""Parameters and gradients of several encoders of a size, each in one buffer: a row an encoder."""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from semdiag_models.encoder import Encoder
+
+_ALIGNMENT = 16  # elements: parameters begin at multiples of 64 bytes
+
+
+class FlatParameters:
+    """Parameters of encoders as views of one buffer, and their gradients of another.
+
+    Args:
+        encoders: with parameters of the same names and shapes.
+
+    Attributes:
+        parameters: (S, P), filled by :meth:`load` and handed back by :meth:`store`.
+        gradients: (S, P).
+    """
+
+    def __init__(self, encoders: Sequence[Encoder]) -> None:
+        self.encoders = list(encoders)
+        self._places: dict[str, tuple[int, torch.Size]] = {}
+        end = 0
+        for name, parameter in self.encoders[0].named_parameters():
+            self._places[name] = end, parameter.shape
+            end += -(-parameter.numel() // _ALIGNMENT) * _ALIGNMENT
+        weight = self.encoders[0].head.weight.detach()
+        self.parameters, self.gradients = (weight.new_zeros(len(self.encoders), end) for _ in range(2))
+
+    def views(self, name: str) -> tuple[Tensor, Tensor]:
+        """A parameter of all encoders and its gradient, in place; without the first dimension if there is one."""
+        start, shape = self._places[name]
+        size = () if len(self.encoders) == 1 else (len(self.encoders),)
+        values, gradients = (b[:, start : start + shape.numel()] for b in (self.parameters, self.gradients))
+        return values.view(*size, *shape), gradients.view(*size, *shape)
+
+    def parts(self, rows: Tensor, i: int) -> Iterator[tuple[str, Tensor]]:
+        """Names and views of the i-th encoder's parameters in a buffer laid out as ``parameters`` is."""
+        for name, (start, shape) in self._places.items():
+            yield name, rows[i, start : start + shape.numel()].view(shape)
+
+    @torch.no_grad()
+    def load(self) -> None:
+        """Copy the encoders' parameters into the buffer."""
+        for i, encoder in enumerate(self.encoders):
+            for name, part in self.parts(self.parameters, i):
+                part.copy_(encoder.get_parameter(name))
+
+    @torch.no_grad()
+    def store(self, i: int) -> None:
+        """Copy the i-th encoder's parameters back."""
+        for name, part in self.parts(self.parameters, i):
+            self.encoders[i].get_parameter(name).copy_(part)
+
+    def clip_gradients(self, largest: float) -> None:
+        """Scale each encoder's gradient to a 2-norm of at most ``largest``, as ``clip_grad_norm_`` does."""
+        norms = torch.linalg.vector_norm(self.gradients, dim=1, keepdim=True)
+        self.gradients.mul_((largest / (norms + 1e-6)).clamp_(max=1))

@@ -1,0 +1,209 @@
+"""What a mask lets a model see together, and the tasks that it cannot represent for it, whatever its weights."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from itertools import islice
+
+import torch
+from torch import Tensor
+
+from semdiag_models.attention_kinds import ATTENTIONS, DRAWN, LOCAL
+from semdiag_models.model_config import ModelConfig
+from semdiag_models.selection import random_priorities, select_keys
+from semdiag_models.tasks import Task
+from semdiag_models.tasks.bracket_expressions import MODULUS
+from semdiag_models.tasks.stack_manipulation import POP, PUSH_0
+
+LONGEST = 256  # inputs above are not looked at
+_TRIED = 1000  # sets of inputs
+Witness = list[tuple[list[int], int]]  # inputs, and for each a label that is not its own
+
+
+def receptive_fields(config: ModelConfig) -> Tensor:
+    """Which tokens of the input each pooled output can depend on.
+
+    A block adds to the residual stream of a position what its queries mix, so after B blocks a position depends on
+    what it reaches in at most B steps. Where the kept keys follow from the input, or are drawn anew, any key may
+    be kept, and one step reaches everything.
+
+    Args:
+        config: the architecture; its length is that of the inputs.
+
+    Returns:
+        (P, L) bool: a row per position that is pooled (all, global tokens included; with CLS pooling CLS alone).
+
+    Example:
+        >>> receptive_fields(ModelConfig(3, 2, 6, "block", k=3, blocks=2)).int()[0].tolist()
+        [1, 1, 1, 0, 0, 0]
+        >>> receptive_fields(ModelConfig(3, 2, 6, "block", k=3, blocks=2, global_tokens=1)).all().item()
+        True
+    """
+    length, front = config.length, config.cls_tokens
+    positions = length + config.extra_tokens
+    seen = torch.zeros(positions, length)
+    seen[front : front + length] = torch.eye(length)
+    for layer in range(config.blocks):
+        seen = ((_steps(config, layer) @ seen) > 0).float()
+    return (seen[:1] if config.pooling == "cls" else seen) > 0
+
+
+def _steps(config: ModelConfig, layer: int) -> Tensor:
+    """(P, P): 1 where a position sees another in one block, itself by the residual stream."""
+    positions = config.length + config.extra_tokens
+    if ATTENTIONS[config.attention].keeps != "fixed":
+        return torch.ones(positions, positions)
+    everywhere = (config.cls_tokens, config.global_tokens) if config.attention in LOCAL else (0, 0)
+    blank, order = torch.zeros(1, config.heads, positions, 1), None
+    if config.attention in DRAWN:
+        cpu = torch.device("cpu")
+        order = random_priorities(config.selection_seed, config.blocks, config.heads, positions, cpu)[layer]
+    kept = select_keys(config.attention, config.k, blank, blank, 1.0, None, everywhere, order)
+    assert kept is not None  # a fixed set
+    steps = torch.zeros(config.heads, positions, positions + 1)
+    steps = steps.scatter(2, kept[0].where(kept[0] >= 0, positions), 1.0).amax(0)[:, :positions]
+    steps[: everywhere[0]] = 1.0
+    steps[positions - everywhere[1] :] = 1.0
+    return steps + torch.eye(positions)
+
+
+@lru_cache(maxsize=256)
+def cannot_represent(task: Task, config: ModelConfig, length: int | None = None) -> bool:
+    """Whether no weights whatever make a model with this mask right on every input of the task.
+
+    Pooling and head are additive: a logit is a sum of terms of which each depends on one receptive field. Take
+    inputs x_s with labels y_s, and other labels y'_s ≠ y_s, so that for every field and class the restrictions of
+    the inputs with label y_s = c are those with y'_s = c. Then Σ_s logit_{y_s}(x_s) = Σ_s logit_{y'_s}(x_s); but a
+    model that is right on all of them has every term on the left larger. Such inputs are looked for, and checked.
+
+    Source: this project. Deviation: not in the paper.
+
+    Args:
+        task: of :data:`~semdiag_models.tasks.TASKS`.
+        config: the architecture.
+        length: of the inputs, where what follows in the model's length is padding; None: the model's.
+
+    Returns:
+        True: it cannot. False: nothing was found that says so; of listops, of inputs above 256 tokens and of masks
+        that are not fixed nothing is looked for.
+
+    Example:
+        >>> from semdiag_models import find_task
+        >>> banded = ModelConfig(3, 2, 40, "banded", k=5)  # ten positions in five blocks
+        >>> cannot_represent(find_task("even-pairs"), banded)
+        True
+    """
+    length = config.length if length is None else length
+    fixed = ATTENTIONS[config.attention].keeps == "fixed"
+    if not fixed or task.name not in WITNESSES or length > LONGEST:
+        return False
+    fields = {tuple(row.nonzero().flatten().tolist()) for row in receptive_fields(config)[:, :length]}
+    if any(len(field) == length for field in fields):
+        return False
+    return any(_contradicts(task, inputs, fields) for inputs in islice(WITNESSES[task.name](task, length), _TRIED))
+
+
+def _contradicts(task: Task, inputs: Witness, fields: set[tuple[int, ...]]) -> bool:
+    labels = [task.label(tokens) for tokens, _ in inputs]
+    assert all(label != other for label, (_, other) in zip(labels, inputs, strict=True))
+
+    def seen(field: tuple[int, ...], of: list[int]) -> Counter[tuple[object, ...]]:
+        return Counter((c, *(tokens[at] for at in field)) for (tokens, _), c in zip(inputs, of, strict=True))
+
+    return all(seen(field, labels) == seen(field, [other for _, other in inputs]) for field in fields)
+
+
+def _two_bits(length: int, places: Iterator[tuple[int, int]]) -> Iterator[Witness]:
+    """Zeros but for two bits, of which the label is the sum modulo 2."""
+    for a, b in places:
+        inputs: Witness = []
+        for first, second in ((0, 0), (0, 1), (1, 0), (1, 1)):
+            tokens = [0] * length
+            tokens[a], tokens[b] = first, second
+            inputs.append((tokens, 1 - (first ^ second)))
+        yield inputs
+
+
+def _parity(task: Task, length: int) -> Iterator[Witness]:
+    return _two_bits(length, ((a, b) for b in reversed(range(length)) for a in range(b)))
+
+
+def _even_pairs(task: Task, length: int) -> Iterator[Witness]:
+    return _two_bits(length, iter([(0, length - 1)] * (length > 1)))
+
+
+def _missing_duplicate(task: Task, length: int) -> Iterator[Witness]:
+    """Two pairs of twins, one of which hides a token: whatever one pair shows, the other may show elsewhere."""
+    half = length // 2
+
+    def hidden(at: int, bit: int, other: int, value: int) -> Iterator[list[int]]:
+        for place in (at, at + half):
+            tokens = [0] * (2 * half) + [task.pad_id] * (length % 2)
+            for position, one in ((at, bit), (at + half, bit), (other, value), (other + half, value)):
+                tokens[position] = one
+            tokens[place] = 2
+            yield tokens
+
+    for a in range(half):
+        for b in range(a + 1, half):
+            inputs: Witness = []
+            for at, other in ((a, b), (b, a)):
+                inputs += [(tokens, 0) for tokens in hidden(at, 1, other, 0)] * 2
+                inputs += [(tokens, 1) for value in (0, 1) for tokens in hidden(at, 0, other, value)]
+            yield inputs
+
+
+def _stack_manipulation(task: Task, length: int) -> Iterator[Witness]:
+    """Which of two bits at the bottom comes to the top is decided by the last two actions."""
+    bits = 3 + (length - 5) % 2
+    fill = (length - bits - 2) // 2
+    if fill < 0:
+        return
+    inputs: Witness = []
+    for top, third in ((0, 1), (1, 0)):
+        start = [0] * (bits - 3) + [third, 0, top] + [PUSH_0, POP] * fill
+        inputs += [([*start, PUSH_0, POP], 1 - top), ([*start, POP, POP], 1 - third)]
+    yield inputs
+
+
+def _cycle_navigation(task: Task, length: int) -> Iterator[Witness]:
+    """Steps forward at both ends, up to four at each: every sum of two residues."""
+    ends = MODULUS - 1
+    if length < 2 * ends:
+        return
+    middle = [1] * (length - 2 * ends)
+    residues = {n: [2] * n + [1] * (ends - n) for n in range(MODULUS)}
+    yield [([*residues[a], *middle, *residues[b]], (a + b + 1) % MODULUS) for a in residues for b in residues]
+
+
+def _filler(length: int) -> str:
+    """An expression of that many characters, of value 0."""
+    short = {1: "0", 2: "-0", 3: "(0)", 4: "(-0)"}
+    return short[length] if length in short else f"(0+{_filler(length - 4)})"
+
+
+def _modular_arithmetic(task: Task, length: int) -> Iterator[Witness]:
+    """The sum of a digit at the front and one at the end."""
+    if length >= 9:
+        digits = range(MODULUS)
+        middle = _filler(length - 8)
+        yield [(task.parse(f"({a}+({middle}+{b}))"), (a + b + 1) % MODULUS) for a in digits for b in digits]
+
+
+def _solve_equation(task: Task, length: int) -> Iterator[Witness]:
+    """What has to be added to a digit at the front for the sum behind the equals sign."""
+    if length >= 11:
+        digits = range(MODULUS)
+        middle = _filler(length - 10)
+        yield [(task.parse(f"({a}+({middle}+x))={v}"), (v - a + 1) % MODULUS) for a in digits for v in digits]
+
+
+WITNESSES: dict[str, Callable[[Task, int], Iterator[Witness]]] = {
+    "parity": _parity,
+    "even-pairs": _even_pairs,
+    "missing-duplicate": _missing_duplicate,
+    "stack-manipulation": _stack_manipulation,
+    "cycle-navigation": _cycle_navigation,
+    "modular-arithmetic": _modular_arithmetic,
+    "solve-equation": _solve_equation,
+}

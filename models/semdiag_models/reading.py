@@ -1,0 +1,153 @@
+"""The one way in which files are opened: regular files only, no larger than what is expected of their kind."""
+
+import json
+import os
+import stat
+import tomllib
+from io import BufferedReader
+from pathlib import Path
+from typing import Any
+
+from semdiag_models.errors import InputError
+
+MEBIBYTE = 2**20
+LARGEST_TEXT = 2**30  # bytes, of a text to learn or to measure on
+LARGEST_JSON = 64 * MEBIBYTE  # of a configuration, a summary, a baseline
+LARGEST_TOML = MEBIBYTE
+MEMORY_SHARE = 0.25  # of what the machine has: more is asked for by no honest file
+_DEEPEST = 50  # tables in tables
+
+
+def open_file(path: Path, largest: int | None = None) -> BufferedReader:
+    """Open a regular file for reading; nothing else, for a pipe would wait and a device never end.
+
+    Args:
+        path: the file.
+        largest: bytes that it may have; None: the share of memory that a file may take.
+
+    Returns:
+        The file, at its beginning.
+
+    Raises:
+        InputError: if it is missing, unreadable, no regular file, or larger.
+    """
+    try:
+        # Without waiting: opening a pipe would last until somebody writes to it.
+        flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+        descriptor = os.open(path, flags)
+    except FileNotFoundError:
+        raise InputError(f"{path} does not exist.") from None
+    except IsADirectoryError:
+        raise InputError(f"{path} is a folder, not a file.") from None
+    except PermissionError:
+        raise InputError(f"{path} cannot be read: permission denied.") from None
+    except (OSError, ValueError) as error:  # a name that is too long, or holds a zero byte
+        raise InputError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}.") from None
+    file = os.fdopen(descriptor, "rb") if stat.S_ISREG(os.fstat(descriptor).st_mode) else None
+    if file is None:
+        folder = stat.S_ISDIR(os.fstat(descriptor).st_mode)
+        os.close(descriptor)
+        kind = "a folder, not a file" if folder else "no regular file, but a pipe, a device or a socket"
+        raise InputError(f"{path} is {kind}.")
+    size, allowed = os.fstat(descriptor).st_size, memory_share() if largest is None else largest
+    if size > allowed:
+        file.close()
+        raise InputError(f"{path} has {size:,} bytes; of its kind, files of at most {allowed:,} are read.")
+    return file
+
+
+def read_bytes(path: Path, largest: int) -> bytes:
+    """Read a regular file whole.
+
+    Raises:
+        InputError: as :func:`open_file`.
+    """
+    with open_file(path, largest) as file:
+        content = file.read(largest + 1)  # some systems' regular files say that they are empty
+    if len(content) > largest:
+        raise InputError(f"{path} has more than {largest:,} bytes, the most that are read of its kind.")
+    return content
+
+
+def read_json(path: Path) -> Any:
+    """Read a JSON file.
+
+    Raises:
+        InputError: as :func:`open_file`, and if it is no JSON or nested deeper than 50.
+    """
+    content = read_bytes(path, LARGEST_JSON)
+    try:
+        found = json.loads(content)
+        _check_depth(found)
+    except (ValueError, RecursionError) as error:
+        reason = "nested too deeply" if isinstance(error, RecursionError) else str(error).splitlines()[0]
+        raise InputError(f"{path} cannot be read as JSON ({reason}).") from None
+    return found
+
+
+def read_toml(path: Path) -> tuple[dict[str, Any], str]:
+    """Read a TOML file: its content, and its text.
+
+    Raises:
+        InputError: as :func:`open_file`, and if it is no TOML or nested deeper than 50.
+    """
+    content = read_bytes(path, LARGEST_TOML)
+    try:
+        text = content.decode("utf-8")
+        found = tomllib.loads(text)
+        _check_depth(found)
+    except (ValueError, RecursionError) as error:  # of digits that are too many, too
+        reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise InputError(f"{path} cannot be read: {reason}.") from None
+    return found, text
+
+
+def _check_depth(content: Any) -> None:
+    """Refuse what is nested so deeply that printing or copying it would end the program."""
+    layer = [content]
+    for _ in range(_DEEPEST):
+        layer = [
+            inner
+            for entry in layer
+            if isinstance(entry, dict | list)
+            for inner in (entry.values() if isinstance(entry, dict) else entry)
+        ]
+        if not layer:
+            return
+    raise RecursionError
+
+
+def memory_share() -> int:
+    """Bytes that what one file declares may take: a quarter of the machine's memory, or of its cgroup's."""
+    return int(MEMORY_SHARE * _memory())
+
+
+def require_memory(size: int, what: str) -> None:
+    """Refuse what would not fit, before any of it is allocated.
+
+    Args:
+        size: bytes.
+        what: a sentence's beginning, for the message.
+
+    Raises:
+        InputError: if it is more than :func:`memory_share`.
+    """
+    if size > memory_share():
+        raise InputError(
+            f"{what} would take {size / 2**30:,.1f} GiB of memory, more than a quarter of the "
+            f"{_memory() / 2**30:,.1f} GiB that this machine has. Use a smaller one, or a larger machine."
+        )
+
+
+def _memory() -> int:
+    """Bytes of memory of the machine, or those that its cgroup allows, if they are fewer."""
+    try:
+        known = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    except (AttributeError, OSError, ValueError):  # another system: it is taken for a small one
+        known = [8 * 2**30]
+    for place in ("memory.max", "memory/memory.limit_in_bytes"):
+        try:
+            known.append(int(Path("/sys/fs/cgroup", place).read_text(encoding="ascii")))
+        except (OSError, ValueError):  # no cgroup, or "max"
+            continue
+    return min(size for size in known if size > 0)

@@ -1,0 +1,308 @@
+"""Loss and gradients of a training step, derived by hand, of one encoder or of several of a size at once.
+
+:class:`Encoder` says what the network computes, and torch can differentiate it. Here the same loss and the same
+gradients take fewer passes over memory: parameters and gradients are flat buffers, matrix products write to where
+their result is wanted, biases, residual branches and the factors of dropout ride on them, and the dropped
+elements of all places are drawn at once.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from semdiag_models.encoder import ACTIVATION_FUNCTIONS, Encoder, mean
+from semdiag_models.errors import InputError
+from semdiag_models.flat_parameters import FlatParameters
+from semdiag_models.random_state import RandomState
+from semdiag_models.step_attention import SHORT, LongAttention, Members, ShortAttention
+from semdiag_models.step_dropout import Drops, Place
+
+_Attention = ShortAttention | LongAttention
+_FEW_TOKENS = 64  # rows of the embedding up to which a product with indicators is the fastest scatter
+ALIKE = (  # fields of the configuration that fix the sizes and everything but attention
+    *("vocabulary_size", "classes", "length", "blocks", "width", "mlp_width", "heads", "head_width", "activation"),
+    *("dropout", "first_norm_eps", "pad_as_token", "global_tokens", "norm", "pooling"),
+)
+_ACTIVATION_BACKWARD: dict[str, Callable[[Tensor, Tensor], Tensor]] = {  # of the output's gradient and the input
+    "relu": lambda grad, x: torch.ops.aten.threshold_backward.grad_input(grad, x, 0, grad_input=grad),
+    "gelu": torch.ops.aten.gelu_backward,
+    "mish": torch.ops.aten.mish_backward,
+}
+
+
+class _Linear:
+    """A linear layer of the stack and its gradients: matrices with one encoder, batches of them with several."""
+
+    def __init__(self, stack: "Stack", name: str) -> None:
+        self.weight, self._d_weight = stack.views(f"{name}.weight")
+        bias, self._d_bias = stack.views(f"{name}.bias")
+        self._bias = bias.unsqueeze(-2)
+        self._product: Callable[..., Tensor] = torch.addmm if self.weight.ndim == 2 else torch.baddbmm
+
+    def forward(self, x: Tensor, out: Tensor, factor: float = 1.0) -> Tensor:
+        """Write factor · (x Wᵀ + b) to ``out``."""
+        return self._product(self._bias, x, self.weight.mT, beta=factor, alpha=factor, out=out)
+
+    def forward_onto(self, base: Tensor, x: Tensor, out: Tensor, factor: float) -> Tensor:
+        """Write base + factor · (x Wᵀ + b) to ``out``."""
+        torch.add(base, self._bias, alpha=factor, out=out)
+        return self._product(out, x, self.weight.mT, alpha=factor, out=out)
+
+    def backward(self, grad: Tensor, x: Tensor, d_x: Tensor, factor: float = 1.0) -> Tensor:
+        """Keep the gradients of W and b if that of the output is factor · grad; write that of x to ``d_x``."""
+        self._product(self._d_weight, grad.mT, x, beta=0, alpha=factor, out=self._d_weight)
+        self._d_bias.copy_(grad.sum(-2)).mul_(factor)
+        return self._product(d_x, grad, self.weight, beta=0, alpha=factor, out=d_x)
+
+
+class Stack(FlatParameters):
+    """Encoders of one size whose parameters lie in one buffer, a row an encoder.
+
+    Source of the gradients: the chain rule; tests hold them against torch's, in float64.
+
+    Args:
+        encoders: alike in everything but attention (its kind, k, seed, temperature) and values.
+        states: of the random generators, one an encoder, advanced by what is drawn; None: the global ones.
+
+    Raises:
+        InputError: if the encoders differ in more than attention.
+    """
+
+    def __init__(self, encoders: Sequence[Encoder], states: list[RandomState] | None = None) -> None:
+        first = encoders[0]
+        for field in ALIKE:
+            values = {getattr(encoder.config, field) for encoder in encoders}
+            if len(values) > 1:
+                raise InputError(
+                    f"Models trained at once must be alike in all but their attention. Got {field} of "
+                    f"{' and '.join(sorted(map(str, values)))}: train them one by one."
+                )
+        super().__init__(encoders)
+        self.config, self._states = first.config, states
+        self._kept: dict[tuple[str, int], Tensor] = {}
+        self._head = _Linear(self, "head")
+        self._table, self._d_table = self.views("embedding.weight")
+        blocks = range(self.config.blocks)
+        self._qkv, self._out, self._expand, self._contract = (
+            [_Linear(self, f"blocks.{i}.{name}") for i in blocks]
+            for name in ("attention.qkv", "attention.out", "expand", "contract")
+        )
+        short = self.config.length + self.config.extra_tokens <= SHORT
+        kind = ShortAttention if short else LongAttention
+        # Neighbours with the same attention attend together: slices of the stack; their attention by layer.
+        alike = [list(group) for _, group in groupby(range(len(encoders)), key=lambda i: encoders[i].config)]
+        self._groups = [slice(group[0], group[-1] + 1) for group in alike]
+        self._attention = [
+            [kind(Members([e.attention(i) for e in encoders[g]], states, g.start)) for g in self._groups]
+            for i in blocks
+        ]
+        self._draws_weights = short  # else attention draws the drops of its weights itself
+        self._saved: dict[tuple[str, int], tuple[Tensor, ...]] = {}  # from the forward pass
+
+    @torch.no_grad()
+    def logits(self, tokens: Tensor, padded: bool | None = None) -> Tensor:
+        """Classify without dropout, as :meth:`Encoder.forward` does in evaluation mode.
+
+        Args:
+            tokens: (S, B, L) int64 token ids, a batch an encoder.
+            padded: whether PAD may occur among them; None looks.
+
+        Returns:
+            Logits (S, B, classes).
+        """
+        return self._forward(tokens, padded, training=False)
+
+    @torch.no_grad()
+    def differentiate(self, tokens: Tensor, labels: Tensor, padded: bool | None = None) -> Tensor:
+        """Compute each encoder's mean cross-entropy, with dropout, and keep its gradient in ``gradients``.
+
+        Args:
+            tokens: (S, B, L) int64 token ids, a batch an encoder.
+            labels: (S, B) int64.
+            padded: whether PAD may occur among the tokens; None looks.
+
+        Returns:
+            Losses in nats, (S,).
+        """
+        log_p = self._forward(tokens, padded, training=True).log_softmax(-1)
+        d_logits = log_p.exp().sub_(F.one_hot(labels, log_p.shape[-1])).div_(labels.shape[1])
+        self._backward(d_logits)
+        return -log_p.gather(-1, labels[..., None]).mean((1, 2))
+
+    def _forward(self, tokens: Tensor, padded: bool | None, *, training: bool) -> Tensor:
+        c, first, (stack, batch, given) = self.config, self.encoders[0], tokens.shape
+        for encoder in self.encoders:
+            if encoder.training != training:
+                encoder.train(training)
+        flat = tokens.flatten(0, 1)
+        self._ids, self._valid = first.sequence(flat), first.valid(flat, padded)
+        self._batch, self._length = batch, self._ids.shape[1]
+        self._rows = (batch * self._length,) if stack == 1 else (stack, batch * self._length)
+        self._training, p = training, c.dropout if training else 0.0
+        self._factor = 1 / (1 - p)
+        self._drops = self._draw(p)
+        x = self._embed(first.positions_of(given))
+        for i in range(c.blocks):
+            eps = c.first_norm_eps if i == 0 else 1e-5
+            if c.norm == "pre":
+                middle = self._attend(i, self._norm(x, "attention", i, eps), x)
+                x = self._mlp(i, self._norm(middle, "mlp", i), middle)
+            else:
+                middle = self._norm(self._attend(i, x, x), "attention", i, eps)
+                x = self._norm(self._mlp(i, middle, middle), "mlp", i)
+        x = x.view(stack * batch, self._length, c.width)
+        self._pooled = (x[:, 0] if c.cls_tokens else mean(x, self._valid)).reshape(*self._lead, batch, c.width)
+        logits = self._head.forward(self._pooled, x.new_empty(*self._lead, batch, c.classes))
+        return logits.view(stack, batch, c.classes)
+
+    def _backward(self, d_logits: Tensor) -> None:
+        c, d_pooled = self.config, torch.empty_like(self._pooled)
+        self._head.backward(d_logits.view(*self._lead, *d_logits.shape[1:]), self._pooled, d_pooled)
+        d_pooled = d_pooled.view(-1, 1, c.width)
+        grad = self._memory("gradient", (*self._rows, c.width))  # of the residual stream, from here on down
+        by_token = grad.view(-1, self._length, c.width)
+        if c.cls_tokens:
+            by_token.zero_()[:, :1] = d_pooled
+        elif self._valid is None:
+            by_token.copy_(d_pooled.div_(self._length))
+        else:
+            torch.mul(d_pooled / self._valid.sum(1)[:, None, None], self._valid[:, :, None], out=by_token)
+        for i in reversed(range(c.blocks)):
+            if c.norm == "pre":
+                grad.add_(self._norm_backward(self._mlp_backward(i, grad), "mlp", i))
+                grad.add_(self._norm_backward(self._attend_backward(i, grad), "attention", i))
+            else:
+                grad.copy_(self._norm_backward(grad, "mlp", i))
+                grad.add_(self._mlp_backward(i, grad))
+                grad.copy_(self._norm_backward(grad, "attention", i))
+                grad.add_(self._attend_backward(i, grad))
+        self._embed_backward(grad)
+
+    @property
+    def _lead(self) -> tuple[int, ...]:
+        """Dimensions in front of matrices: none with one encoder."""
+        return self._rows[:-1]
+
+    def _memory(self, name: str, shape: Sequence[int], layer: int = 0) -> Tensor:
+        """Uninitialised memory: the same again in the next step; outside training, in the next layer, too."""
+        key, size = (name, layer * self._training), math.prod(shape)
+        kept = self._kept.get(key)
+        if kept is None or len(kept) < size:
+            kept = self._kept[key] = self.parameters.new_empty(size)
+        return kept[:size].view(*shape)
+
+    def _draw(self, p: float) -> Drops:
+        """Draw all that is dropped in a step."""
+        c, rows = self.config, self._batch * self._length
+        sizes: dict[Place, int] = {("embedded", 0): rows * c.width}
+        for i in range(c.blocks):
+            sizes |= {
+                ("attended", i): rows * c.width,
+                ("hidden", i): rows * c.mlp_width,
+                ("mlp", i): rows * c.width,
+            }
+        weights = [rows * c.heads * self._length] * c.blocks if self._draws_weights else []
+        return Drops(p, sizes, weights, self._states, len(self.encoders), self.parameters.device)
+
+    def _embed(self, positions: Tensor) -> Tensor:
+        width = self.config.width
+        x = self._memory("embedded", (self._ids.numel(), width))
+        scaled = (self._table * (self._factor * math.sqrt(width))).view(-1, width)
+        torch.index_select(scaled, 0, self._table_rows(), out=x)
+        x.view(-1, self._length, width).add_(positions, alpha=self._factor)
+        return self._drops.zero(x.view(*self._rows, width), ("embedded", 0))
+
+    def _embed_backward(self, grad: Tensor) -> None:
+        grad, table = self._drops.zero(grad, ("embedded", 0)), self._table
+        if (vocabulary := table.shape[-2]) <= _FEW_TOKENS:
+            tokens = torch.arange(vocabulary, device=grad.device)[:, None]
+            d_table = (self._ids.view(*self._lead, 1, -1) == tokens).to(grad.dtype) @ grad
+        else:
+            rows = table.numel() // table.shape[-1]
+            grad = grad.view(-1, table.shape[-1])
+            d_table = torch.ops.aten.embedding_dense_backward(grad, self._table_rows(), rows, -1, False)
+        torch.mul(d_table.view_as(table), self._factor * math.sqrt(table.shape[-1]), out=self._d_table)
+
+    def _table_rows(self) -> Tensor:
+        """Rows of the tokens in the tables of all encoders, one below the other."""
+        if self._table.ndim == 2:
+            return self._ids.flatten()
+        stack, vocabulary, _ = self._table.shape
+        own = torch.arange(0, stack * vocabulary, vocabulary, device=self._ids.device)
+        return (self._ids.view(stack, -1) + own[:, None]).flatten()
+
+    def _norm(self, x: Tensor, name: str, i: int, eps: float = 1e-5) -> Tensor:
+        """Rows of mean 0 and variance 1, in fewer passes than torch's kernel takes at small widths."""
+        centre = x.mean(-1, keepdim=True)
+        y = torch.sub(x, centre, out=self._memory(f"{name} norm", x.shape, i))
+        spread = torch.linalg.vector_norm(y, dim=-1, keepdim=True)
+        scale = spread.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        self._saved[f"{name} norm", i] = x, centre, scale
+        return y.mul_(scale)
+
+    def _norm_backward(self, grad: Tensor, name: str, i: int) -> Tensor:
+        x, centre, scale = self._saved[f"{name} norm", i]
+        d_x: Tensor = torch.ops.aten.native_layer_norm_backward(
+            grad, x, x.shape[-1:], centre, scale, None, None, [True, False, False]
+        )[0]
+        return d_x
+
+    def _attend(self, i: int, x: Tensor, base: Tensor) -> Tensor:
+        """Base + dropout(attention(x))."""
+        layer = self._qkv[i]
+        qkv = layer.forward(x, self._memory("qkv", (*self._rows, layer.weight.shape[-2]), i))
+        parts = []
+        for attention, members, (part,) in self._by_group(i, qkv):
+            valid = None if self._valid is None else self._valid[self._samples(members)]
+            drops = self._drops.weights[i][members] if self._drops.weights else ()
+            parts.append(attention.forward(part, valid, self._training, drops))
+        mixed = (parts[0] if len(parts) == 1 else torch.cat(parts)).view(*self._rows, -1)
+        self._saved["attention", i] = x, qkv, mixed
+        return self._onto(base, self._out[i], mixed, "attended", i)
+
+    def _attend_backward(self, i: int, grad: Tensor) -> Tensor:
+        x, qkv, mixed = self._saved["attention", i]
+        with self._drops.without(grad, ("attended", i)):
+            d_mixed = self._out[i].backward(grad, mixed, self._memory("d mixed", mixed.shape), self._factor)
+        d_qkv = self._memory("d qkv", qkv.shape)
+        for attention, _, (part, out) in self._by_group(i, d_mixed, d_qkv):
+            attention.backward(part, out)
+        return self._qkv[i].backward(d_qkv, x, self._memory("d x", x.shape))
+
+    def _samples(self, members: slice) -> slice:
+        return slice(members.start * self._batch, members.stop * self._batch)
+
+    def _by_group(self, i: int, *tensors: Tensor) -> Iterator[tuple[_Attention, slice, list[Tensor]]]:
+        """Layer i's attention, the encoders that share it, and their samples (G·B, L, …) of the tensors."""
+        for attention, members in zip(self._attention[i], self._groups, strict=True):
+            samples = self._samples(members)
+            yield attention, members, [t.view(-1, self._length, t.shape[-1])[samples] for t in tensors]
+
+    def _mlp(self, i: int, x: Tensor, base: Tensor) -> Tensor:
+        """Base + dropout(mlp(x))."""
+        size = (*self._rows, self.config.mlp_width)
+        before = self._expand[i].forward(x, self._memory("before", size, i), self._factor)
+        self._drops.zero(before, ("hidden", i))
+        relu = self.config.activation == "relu"  # whose gradient can be told from its output
+        hidden = before.relu_() if relu else ACTIVATION_FUNCTIONS[self.config.activation](before)
+        self._saved["mlp", i] = x, before, hidden
+        return self._onto(base, self._contract[i], hidden, "mlp", i)
+
+    def _mlp_backward(self, i: int, grad: Tensor) -> Tensor:
+        x, before, hidden = self._saved["mlp", i]
+        with self._drops.without(grad, ("mlp", i)):
+            d_hidden = self._contract[i].backward(
+                grad, hidden, self._memory("d hidden", hidden.shape), self._factor
+            )
+        d_before = _ACTIVATION_BACKWARD[self.config.activation](d_hidden, before)
+        self._drops.zero(d_before, ("hidden", i))
+        return self._expand[i].backward(d_before, x, self._memory("d x", x.shape), self._factor)
+
+    def _onto(self, base: Tensor, layer: _Linear, x: Tensor, name: str, i: int) -> Tensor:
+        """Base + dropout(layer(x))."""
+        y = layer.forward_onto(base, x, self._memory(name, base.shape, i), self._factor)
+        return self._drops.restore(y, base, (name, i))

@@ -1,0 +1,225 @@
+"""Attention inside the trainer's step: forward, and backward from the gradient of its output.
+
+Short sequences are attended to through masked matrices that are kept for the backward pass: at such lengths a
+dense product costs less than gathering keys. They are laid out key by key, (keys, rows, queries), so that the
+softmax and the search for each query's k largest scores run along memory. Longer sequences go through the
+encoder's own attention, which never holds a length × length tensor, and torch's differentiation of it.
+"""
+
+import math
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from semdiag_models.attention_kinds import ATTENTIONS
+from semdiag_models.encoder import Attention
+from semdiag_models.random_state import RandomState, drawing_from
+
+SHORT = 128  # tokens up to which masked matrices are used
+_FEW = 12  # keys up to which the largest scores are found by taking maxima one after another
+
+
+@dataclass
+class Members:
+    """Encoders of one configuration that attend together.
+
+    Attributes:
+        layers: the attention layer of each.
+        states: of the random generators of the whole stack, advanced by what is drawn; None: the global ones.
+        first: position of the first of these encoders among the states.
+    """
+
+    layers: Sequence[Attention]
+    states: list[RandomState] | None
+    first: int
+
+    def drawing(self, i: int, device: torch.device) -> AbstractContextManager[None]:
+        """Draw from the state of the i-th of them."""
+        return drawing_from(self.states, self.first + i, device)
+
+
+class LongAttention:
+    """Attention as the encoder computes it, differentiated by torch; it draws its own drops."""
+
+    def __init__(self, members: Members) -> None:
+        self._members = members
+        self._mixed: list[tuple[list[Tensor], Tensor]] = []  # q, k and v, and what came of them
+
+    def forward(self, qkv: Tensor, valid: Tensor | None, training: bool, drops: Sequence[Tensor] = ()) -> Tensor:
+        """Mix the values.
+
+        Args:
+            qkv: (G·B, L, 3·H·D), the encoders' batches one after another.
+            valid: (G·B, L) bool, false for PAD; None if there is none.
+            training: whether :meth:`backward` follows.
+            drops: none.
+
+        Returns:
+            (G·B, L, H·D).
+        """
+        del drops
+        layers, (rows, length, width) = self._members.layers, qkv.shape
+        by_head = qkv.view(rows, length, 3, -1, layers[0].head_width).permute(2, 0, 3, 1, 4).contiguous()
+        n, self._mixed, outputs = len(layers), [], []
+        parts = zip(layers, by_head.chunk(n, 1), [None] * n if valid is None else valid.chunk(n), strict=True)
+        for i, (layer, part, counts) in enumerate(parts):
+            q, k, v = (t.detach().requires_grad_(training) for t in part)
+            with torch.set_grad_enabled(training), self._members.drawing(i, qkv.device):
+                outputs.append(layer.attend(q, k, v, counts))
+            if training:
+                self._mixed.append(([q, k, v], outputs[-1]))
+        mixed = outputs[0].detach() if n == 1 else torch.cat([mixed.detach() for mixed in outputs])
+        return mixed.transpose(1, 2).reshape(rows, length, width // 3)
+
+    def backward(self, grad: Tensor, d_qkv: Tensor) -> None:
+        """Write the gradient of qkv to ``d_qkv``, given that of the mixed values."""
+        n, (rows, length, _) = len(self._mixed), d_qkv.shape
+        d_parts = d_qkv.view(rows, length, 3, -1, self._members.layers[0].head_width).permute(2, 0, 3, 1, 4)
+        grads = grad.view(rows, length, *d_parts.shape[2:5:2]).transpose(1, 2)
+        for (leaves, mixed), g, d in zip(self._mixed, grads.chunk(n), d_parts.chunk(n, 1), strict=True):
+            for to, d_leaf in zip(d, torch.autograd.grad(mixed, leaves, g), strict=True):
+                to.copy_(d_leaf)
+        self._mixed = []
+
+
+class ShortAttention:
+    """Attention through masked matrices (L keys, G·B·H rows, L queries)."""
+
+    def __init__(self, members: Members) -> None:
+        self._members, self._layer = members, members.layers[0]
+        self._fixed: dict[int, Tensor] = {}  # by length: keys that do not depend on the input
+        self._saved: tuple[Tensor, ...] = ()
+        self._drops: tuple[Tensor, Tensor] | None = None
+
+    def forward(self, qkv: Tensor, valid: Tensor | None, training: bool, drops: Sequence[Tensor] = ()) -> Tensor:
+        """See :meth:`LongAttention.forward`.
+
+        Args:
+            qkv: (G·B, L, 3·H·D).
+            valid: (G·B, L) bool, or None.
+            training: whether :meth:`backward` follows.
+            drops: of each of the G encoders, which of its L·B·H·L weights to drop; empty if none.
+
+        Returns:
+            (G·B, L, H·D).
+        """
+        layer, (rows, length, _) = self._layer, qkv.shape
+        split = qkv.view(rows, length, 3, layer.heads, layer.head_width).permute(2, 0, 3, 1, 4)
+        q, k, v = (t.reshape(-1, length, layer.head_width) for t in split)  # one head: views
+        weights = torch.softmax(self._masked(_by_key(k, q, layer.scale), split, valid), 0)
+        if layer.k is not None:  # a query without a key
+            weights = weights.nan_to_num(0.0)
+        factor, self._drops = 1.0, None
+        if drops:
+            factor = 1 / (1 - layer.core.p)
+            where, flat = self._places(drops, weights.shape), weights.view(-1)
+            self._drops = where, flat.index_select(0, where)
+            flat.index_fill_(0, where, 0)
+        mixed = torch.baddbmm(q.new_empty(()), weights.permute(1, 2, 0), v, beta=0, alpha=factor)
+        self._saved = (q, k, v, weights) if training else ()
+        return mixed.view(rows, -1, length, layer.head_width).transpose(1, 2).reshape(rows, length, -1)
+
+    def backward(self, grad: Tensor, d_qkv: Tensor) -> None:
+        """See :meth:`LongAttention.backward`."""
+        (q, k, v, weights), layer, self._saved = self._saved, self._layer, ()
+        rows, length, _ = grad.shape
+        grad = grad.view(rows, length, layer.heads, -1).transpose(1, 2).reshape(-1, length, layer.head_width)
+        factor = 1 / (1 - layer.core.p) if self._drops else 1.0
+        d_weights = _by_key(v, grad, factor)
+        d = q.new_empty(3, *q.shape)
+        torch.baddbmm(d[2], weights.transpose(0, 1), grad, beta=0, alpha=factor, out=d[2])
+        if self._drops:
+            where, kept = self._drops
+            d_weights.view(-1).index_fill_(0, where, 0)
+            weights.view(-1).index_copy_(0, where, kept)
+        d_scores = torch._softmax_backward_data(d_weights, weights, 0, weights.dtype)
+        torch.baddbmm(d[0], d_scores.permute(1, 2, 0), k, beta=0, alpha=layer.scale, out=d[0])
+        torch.baddbmm(d[1], d_scores.transpose(0, 1), q, beta=0, alpha=layer.scale, out=d[1])
+        heads_last = d.view(3, rows, layer.heads, length, -1).permute(1, 3, 0, 2, 4)
+        d_qkv.view(heads_last.shape).copy_(heads_last)
+
+    def _places(self, drops: Sequence[Tensor], shape: torch.Size) -> Tensor:
+        """Flat positions among the weights of all encoders, given those among each one's."""
+        if len(drops) == 1:
+            return drops[0]
+        _, rows, queries = shape
+        own = rows * queries // len(drops)  # weights of a key in one encoder
+        places = [d + (d // own) * (rows * queries - own) + i * own for i, d in enumerate(drops)]
+        return torch.cat(places)
+
+    def _masked(self, scores: Tensor, split: Tensor, valid: Tensor | None) -> Tensor:
+        """-∞ in the place of the scores of keys that a query does not attend to."""
+        layer, length = self._layer, len(scores)
+        keeps = ATTENTIONS[layer.kind].keeps
+        if valid is not None:
+            scores.masked_fill_(~valid.repeat_interleave(layer.heads, 0).T[:, :, None], -math.inf)
+        if layer.k is None:
+            return scores
+        if keeps in ("largest", "smallest"):
+            k, counts = min(layer.k, length), split.new_tensor([length]) if valid is None else valid.sum(1)
+            wanted = int((counts.clamp(max=k) + length - counts).sum()) * (scores[0].numel() // len(counts))
+            if keeps == "largest":
+                return _largest(scores, k, wanted)
+            kept = _largest(torch.where(scores == -math.inf, scores, -scores), k, wanted)
+            return torch.where(kept == -math.inf, kept, scores)
+        if keeps == "fixed" and valid is None:  # the same for every sample and step
+            if length not in self._fixed:
+                self._fixed[length] = self._kept(split, None)[:, :1]
+            kept = self._fixed[length]
+        else:
+            kept = self._kept(split, valid)
+        scores.view(length, -1, layer.heads, length).masked_fill_(~kept, -math.inf)
+        return scores
+
+    def _kept(self, split: Tensor, valid: Tensor | None) -> Tensor:
+        """(L keys, G·B, H, L queries) bool: the keys that the encoders' own layers select."""
+        layers = self._members.layers
+        n, kept = len(layers), []
+        parts = zip(layers, split.chunk(n, 1), [None] * n if valid is None else valid.chunk(n), strict=True)
+        for i, (layer, (q, k, _), counts) in enumerate(parts):
+            with self._members.drawing(i, q.device):
+                selected = layer.select(q, k, counts)
+            assert selected is not None
+            length = q.shape[2]
+            mask = torch.zeros(*q.shape[:3], length + 1, dtype=torch.bool, device=q.device)
+            mask.scatter_(3, selected.masked_fill(selected < 0, length), True)
+            first, last = layer.core.everywhere
+            mask[:, :, :first] = mask[:, :, length - last :] = True
+            kept.append(mask[..., :length])
+        return torch.cat(kept).permute(3, 0, 1, 2)
+
+
+def _by_key(a: Tensor, b: Tensor, factor: float) -> Tensor:
+    """factor · a[r] b[r]ᵀ for all rows r, laid out (keys, rows, queries)."""
+    products = torch.baddbmm(a.new_empty(()), a, b.mT, beta=0, alpha=factor)
+    return products.transpose(0, 1).contiguous()
+
+
+def _largest(scores: Tensor, k: int, wanted: int) -> Tensor:
+    """The scores, with -∞ in the place of all but each query's k largest; -∞ among them stays.
+
+    Args:
+        scores: (keys, rows, queries).
+        k: keys to keep.
+        wanted: how many scores are kept or -∞ already.
+
+    Returns:
+        (keys, rows, queries).
+    """
+    if k <= _FEW:
+        # The distance to the largest is 0 there: k times, what is nearest goes to infinity. Only operations that
+        # are vectorised on a processor: comparisons, masks and topk take many times longer.
+        distance = torch.sub(scores.amax(0), scores)
+        for step in range(k):
+            if step:
+                distance.sub_(distance.amin(0))
+            torch.threshold_(distance, 0.0, math.inf)
+        bound = torch.threshold_(distance, torch.finfo(distance.dtype).max, -math.inf)  # ∞ if kept, else -∞
+        if float(bound.clamp(0, 1).sum(dtype=torch.float64)) == wanted:
+            return torch.minimum(scores, bound)
+    # Equal scores (or many keys): torch decides which of them are kept.
+    forbidden = torch.ones_like(scores, dtype=torch.bool).scatter_(0, scores.topk(k, 0).indices, False)
+    return scores.masked_fill(forbidden, -math.inf)

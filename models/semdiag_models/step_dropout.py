@@ -1,0 +1,83 @@
+"""What a step drops: all positions of all places, drawn at once."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from semdiag_models.dropout import dropped_positions
+from semdiag_models.random_state import RandomState, drawing_from
+
+Place = tuple[str, int]  # name and layer
+
+
+class Drops:
+    """Dropped elements of one step, as flat positions by place.
+
+    Args:
+        p: probability of an element to be dropped; 0 drops nothing and draws nothing.
+        sizes: elements of one encoder at each place, in the order in which they are drawn.
+        weights: the same of each layer's attention weights, which come last.
+        states: of the random generators, one an encoder, advanced by what is drawn; None: the global ones.
+        encoders: how many; at a place their elements lie one after the other.
+        device: where the elements live.
+
+    Attributes:
+        weights: by layer, then by encoder: positions among the encoder's own attention weights.
+    """
+
+    def __init__(
+        self,
+        p: float,
+        sizes: dict[Place, int],
+        weights: list[int],
+        states: list[RandomState] | None,
+        encoders: int,
+        device: torch.device,
+    ) -> None:
+        self._positions: dict[Place, Tensor] = {}
+        self.weights: list[list[Tensor]] = []
+        if p == 0:
+            return
+        own = list(sizes.values())
+        ends = list(accumulate(own + weights))
+        drawn = []
+        for e in range(encoders):
+            with drawing_from(states, e, device):
+                positions = dropped_positions(ends[-1], p)
+            parts = positions.tensor_split(torch.searchsorted(positions, torch.tensor(ends[:-1])).tolist())
+            for j, part in enumerate(parts):
+                first = e * own[j] if j < len(own) else 0  # of the encoder's elements at this place
+                part.sub_((ends[j - 1] if j else 0) - first)
+            drawn.append([part.to(device) for part in parts])
+        by_place = list(zip(*drawn, strict=True))
+        for place, parts in zip(sizes, by_place[: len(own)], strict=True):
+            self._positions[place] = parts[0] if len(parts) == 1 else torch.cat(parts)
+        self.weights = [list(parts) for parts in by_place[len(own) :]]
+
+    def zero(self, x: Tensor, place: Place) -> Tensor:
+        """Return the same memory with zeros where the step drops."""
+        if (drops := self._positions.get(place)) is not None:
+            x.view(-1).index_fill_(0, drops, 0)
+        return x
+
+    def restore(self, y: Tensor, base: Tensor, place: Place) -> Tensor:
+        """Return ``y``'s memory with ``base`` where the step drops what was added to it."""
+        if (drops := self._positions.get(place)) is not None:
+            y.view(-1).index_copy_(0, drops, base.view(-1).index_select(0, drops))
+        return y
+
+    @contextmanager
+    def without(self, grad: Tensor, place: Place) -> Iterator[None]:
+        """Zeros in ``grad`` where the step drops, for the time being."""
+        drops = self._positions.get(place)
+        if drops is None:
+            yield
+            return
+        flat = grad.view(-1)
+        kept = flat.index_select(0, drops)
+        flat.index_fill_(0, drops, 0)
+        yield
+        flat.index_copy_(0, drops, kept)

@@ -1,0 +1,57 @@
+"""Files that are whole or not there, and on the disk before they get their name."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write atomically: a temporary file in the same folder, fsync, rename, fsync of the folder.
+
+    Args:
+        path: the file to make or replace.
+        text: its content.
+
+    Raises:
+        OSError: if the folder cannot be written to.
+    """
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        with naming(path), temporary.open("w", encoding="utf-8", errors="backslashreplace", newline="") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:  # an interruption, too, leaves nothing half-written
+        temporary.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Let an error of the system say which file it is about: of a full disk it does not.
+
+    Args:
+        path: the file that is written.
+
+    Raises:
+        OSError: as it was raised, with the file's name.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None:
+            raise
+        raise OSError(error.errno, error.strerror or str(error), str(path)) from error
+
+
+def sync_folder(folder: Path) -> None:
+    """Bring a folder's names to the disk, where the system can."""
+    with suppress(OSError):  # some systems open no folders, some file systems sync none
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

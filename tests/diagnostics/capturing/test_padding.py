@@ -1,0 +1,179 @@
+"""Padded queries: a mask of tokens counts for the module that got it, and where it is true of the keys."""
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import semdiag
+
+WIDTH, HEADS, LENGTH = 16, 2, 6
+
+
+def stream(seed=0, length=LENGTH):
+    return torch.randn(2, length, WIDTH, generator=torch.Generator().manual_seed(seed))
+
+
+PADDED = torch.tensor([[False] * 6, [False] * 3 + [True] * 3])
+REAL = (~PADDED).long()
+
+
+def counted(model, *args, call=None, **kwargs):
+    """Number of counted queries by module and occurrence, and the capture."""
+    with torch.no_grad(), semdiag.capture(model.eval(), k=1) as calls:
+        (call or model)(*args, **kwargs)
+    rows = calls.dispersion()
+    heads = rows["head"].max() + 1
+    return {name: len(part) // heads for name, part in rows.groupby(["module", "call"])["query"]}, calls
+
+
+def by_module(found):
+    return {module: n for (module, _), n in found.items()}
+
+
+def test_the_source_mask_of_a_transformer_is_the_encoders_alone():
+    model = nn.Transformer(WIDTH, HEADS, 1, 1, 16, batch_first=True)
+    found, _ = counted(model, stream(), stream(1), src_key_padding_mask=PADDED)
+    assert by_module(found) == {
+        "encoder.layers.0.self_attn": 9,
+        "decoder.layers.0.self_attn": 12,
+        "decoder.layers.0.multihead_attn": 12,
+    }
+
+
+def test_the_masks_of_source_target_and_memory_are_kept_apart():
+    model = nn.Transformer(WIDTH, HEADS, 1, 1, 16, batch_first=True)
+    target = torch.tensor([[False] * 5 + [True], [False] * 6])
+    masks = {"src_key_padding_mask": PADDED, "tgt_key_padding_mask": target, "memory_key_padding_mask": PADDED}
+    found, _ = counted(model, stream(), stream(1), **masks)
+    assert by_module(found) == {
+        "encoder.layers.0.self_attn": 9,
+        "decoder.layers.0.self_attn": 11,
+        "decoder.layers.0.multihead_attn": 11,
+    }
+
+
+def test_a_layer_of_cross_attention_has_a_mask_of_its_keys_only():
+    model = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
+    x, y = stream(), stream(1)
+    assert [*counted(model, x, y, y, key_padding_mask=PADDED)[0].values()] == [12]
+    assert [*counted(model, x, x, x, key_padding_mask=PADDED)[0].values()] == [9]
+
+
+class Ignoring(nn.Module):
+    """Takes a mask and attends to padding all the same."""
+
+    def forward(self, x, attention_mask):
+        return (x @ x.mT).softmax(-1) @ x
+
+
+def test_a_mask_that_is_not_true_of_the_keys_is_said_and_counts_for_nothing():
+    found, calls = counted(Ignoring(), stream(), REAL)
+    assert [*found.values()] == [12]
+    assert "marks padding that the keys here do not have" in calls.audit["reason"].item()
+    assert calls.audit["what"].item() == "remark"
+
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    transformers = pytest.importorskip("transformers", reason="Hugging Face models need the extra hf")
+
+SHAPE = {"vocab_size": 60, "d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2,
+         "decoder_attention_heads": 2, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16, "max_position_embeddings": 32,
+         "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2}  # fmt: skip
+IDS = torch.randint(3, 50, (2, LENGTH), generator=torch.Generator().manual_seed(0))
+DECODERS = {
+    "Bart": transformers.BartConfig(**SHAPE, forced_eos_token_id=None),
+    "Marian": transformers.MarianConfig(**SHAPE, decoder_vocab_size=60, forced_eos_token_id=None),
+    "T5": transformers.T5Config(vocab_size=60, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_decoder_layers=1,
+                                num_heads=2, pad_token_id=0, decoder_start_token_id=0),
+}  # fmt: skip
+CLASSES = {"Bart": "BartForConditionalGeneration", "Marian": "MarianMTModel", "T5": "T5ForConditionalGeneration"}
+quiet = pytest.mark.filterwarnings("ignore")
+
+
+def built(name):
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return getattr(transformers, CLASSES[name])(DECODERS[name])
+
+
+@quiet
+@pytest.mark.parametrize("name", DECODERS)
+def test_with_labels_the_decoder_has_no_padding(name):
+    found, _ = counted(built(name), input_ids=IDS, attention_mask=REAL, labels=IDS)
+    assert sorted(by_module(found).values()) == [9, 12, 12]
+    assert {n for module, n in by_module(found).items() if "decoder" in module} == {12}
+
+
+@quiet
+@pytest.mark.parametrize("name", DECODERS)
+def test_a_decoders_own_mask_is_that_of_its_self_and_cross_attention(name):
+    own = torch.tensor([[1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0]])
+    masks = {"attention_mask": REAL, "decoder_attention_mask": own}
+    found, _ = counted(built(name), input_ids=IDS, decoder_input_ids=IDS, **masks)
+    assert {"decoder" in module: n for module, n in by_module(found).items()} == {False: 9, True: 10}
+
+
+@quiet
+@pytest.mark.parametrize("name", DECODERS)
+def test_generate_runs_the_encoder_by_itself_and_its_padding_is_known(name):
+    model = built(name)
+    options = {"attention_mask": REAL, "max_new_tokens": 3, "do_sample": False}
+    found, _ = counted(model, input_ids=IDS, call=model.generate, **options)
+    encoder = {n for module, n in by_module(found).items() if "decoder" not in module}
+    assert encoder == {9}
+    assert {n for module, n in by_module(found).items() if "decoder" in module} == {2}
+
+
+@quiet
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("kind", ["sdpa", "eager"])
+def test_padding_on_the_left_is_left_out_of_a_generation(cache, kind):
+    config = transformers.LlamaConfig(
+        vocab_size=60,
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=16,
+        pad_token_id=0,
+    )
+    model = transformers.LlamaForCausalLM._from_config(config, attn_implementation=kind)
+    options = {"attention_mask": REAL.flip(1), "max_new_tokens": 3, "do_sample": False, "disable_compile": True}
+    found, _ = counted(model, IDS, call=model.generate, cache_implementation=cache, **options)
+    assert [*found.values()] == [9, 2, 2]
+
+
+@quiet
+def test_as_many_patches_as_tokens_are_not_padded():
+    text = {"vocab_size": 60, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
+            "num_attention_heads": 2, "max_position_embeddings": 16, "eos_token_id": 2}  # fmt: skip
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+              "image_size": 10, "patch_size": 2}  # fmt: skip
+    model = transformers.CLIPModel(transformers.CLIPConfig(text_config=text, vision_config=vision))
+    ids, real = torch.randint(3, 50, (2, 26)), torch.ones(2, 26, dtype=torch.int64)
+    real[1, 15:] = 0
+    text["max_position_embeddings"] = 26
+    model = transformers.CLIPModel(transformers.CLIPConfig(text_config=text, vision_config=vision))
+    found, _ = counted(model, input_ids=ids, attention_mask=real, pixel_values=torch.randn(2, 3, 10, 10))
+    assert {module.partition("_model")[0]: n for module, n in by_module(found).items()} == {
+        "text": 41,
+        "vision": 52,
+    }
+
+
+@quiet
+@pytest.mark.parametrize("name", ["Wav2Vec2", "Hubert"])
+def test_a_mask_of_samples_of_sound_is_found_where_it_has_become_one_of_frames(name):
+    config = getattr(transformers, f"{name}Config")(
+        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, conv_dim=(8, 8),
+        conv_stride=(4, 4), conv_kernel=(8, 4), num_feat_extract_layers=2, num_conv_pos_embeddings=4,
+        num_conv_pos_embedding_groups=2, feat_extract_norm="layer",
+    )  # fmt: skip
+    model = getattr(transformers, f"{name}Model")(config)
+    real = torch.ones(2, 400, dtype=torch.int64)
+    real[1, 200:] = 0
+    frames = model._get_feat_extract_output_lengths(real.sum(1))
+    found, _ = counted(model, torch.randn(2, 400), attention_mask=real)
+    assert [*found.values()] == [int(frames.sum())]

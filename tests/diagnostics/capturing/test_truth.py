@@ -1,0 +1,279 @@
+"""Whatever is composed by hand is captured as it was, or in the audit: held against an independent truth."""
+
+import warnings
+
+import hypothesis.strategies as st
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import example, given, reject, settings
+from independent_truth import Truth, agrees
+from torch import nn
+
+from semdiag.capturing.attention_calls import watch_attention
+
+BATCH, HEADS, LENGTH, WIDTH = 3, 2, 6, 4
+LOWEST = torch.finfo(torch.float32).min
+KEPT = [6, 2, 4]
+SEEN = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
+
+
+def draw(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def scores(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    return torch.matmul(q, k.transpose(-2, -1))
+
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # torch.jit is deprecated
+    scripted = torch.jit.script(scores)
+
+
+PRODUCTS = {
+    "@": lambda q, k: q @ k.mT,
+    "matmul": lambda q, k: torch.matmul(q, k.transpose(2, 3)),
+    "linalg.matmul": lambda q, k: torch.linalg.matmul(q, k.mT),
+    "einsum": lambda q, k: torch.einsum("bhid,bhjd->bhij", q, k),
+    "einsum, ...": lambda q, k: torch.einsum("...id,...jd->...ij", q, k),
+    "einsum, swapped": lambda q, k: torch.einsum("bhjd,bhid->bhij", k, q),
+    "bmm": lambda q, k: torch.bmm(q.flatten(0, 1), k.flatten(0, 1).mT).unflatten(0, (BATCH, HEADS)),
+    "bmm, out": lambda q, k: torch.bmm(
+        q.flatten(0, 1), k.flatten(0, 1).mT, out=torch.empty(BATCH * HEADS, LENGTH, LENGTH)
+    ).view(BATCH, HEADS, LENGTH, LENGTH),
+    "baddbmm": lambda q, k: torch.baddbmm(draw(6, 6, 6, seed=3), q.flatten(0, 1), k.flatten(0, 1).mT).view(
+        BATCH, HEADS, LENGTH, LENGTH
+    ),
+    "linear": lambda q, k: torch.stack([torch.stack([F.linear(*x) for x in zip(*y)]) for y in zip(q, k)]),  # noqa: B905
+    "keys first": lambda q, k: (k @ q.mT).mT,
+    "cdist": lambda q, k: -torch.cdist(q, k),
+    "products by hand": lambda q, k: (q[:, :, :, None] * k[:, :, None]).sum(-1),
+    "scripted": scripted,
+    "one head's keys": lambda q, k: q @ k[:, :1].mT,
+    "sum of two": lambda q, k: q @ k.mT + k @ q.mT,
+}
+
+
+def rows_cut(z):
+    for row, n in zip(z, KEPT, strict=True):
+        row[:, :, n:] = -torch.inf
+    return z
+
+
+def changed(z, change):
+    z = z * 1.0
+    change(z)
+    return z
+
+
+STEPS = {
+    "/": lambda z: z / 2,
+    "scale in place": lambda z: z.mul_(0.5),
+    "masked_fill": lambda z: z.masked_fill(~SEEN, -torch.inf),
+    "masked_fill, lowest": lambda z: z.masked_fill(~SEEN, LOWEST),
+    "masked_fill, -1e4": lambda z: z.masked_fill(~SEEN, -1e4),
+    "additive -1e4": lambda z: z + torch.where(SEEN, 0.0, -1e4),
+    "additive -inf": lambda z: z + torch.where(SEEN, 0.0, -torch.inf),
+    "where": lambda z: torch.where(SEEN, z, torch.tensor(-torch.inf)),
+    "where on the mask": lambda z: z + torch.where(SEEN, torch.tensor(0.0), torch.tensor(-torch.inf)),
+    "b w - 1e4 (1 - b)": lambda z: z * SEEN - 1e4 * (1 - SEEN.float()),
+    "max with lowest": lambda z: torch.max(z + torch.where(SEEN, 0.0, LOWEST), torch.tensor(LOWEST)),
+    "clamp": lambda z: z.clamp(-1, 1),
+    "clamp_": lambda z: changed(z, lambda z: z.clamp_(-1, 1)),
+    "tanh_": lambda z: changed(z, lambda z: z.tanh_()),
+    "soft-cap": lambda z: 3 * torch.tanh(z / 3),
+    "relu": lambda z: z.relu(),
+    "negated": lambda z: -z,
+    "bias": lambda z: z + draw(HEADS, LENGTH, LENGTH, seed=4),
+    "times a number per head": lambda z: z * torch.tensor([0.3, 1.4])[:, None, None],
+    "times a number per key": lambda z: z * draw(LENGTH, seed=7),
+    "rows in a loop": lambda z: rows_cut(z * 1.0),
+    "fill_ of a part": lambda z: changed(z, lambda z: z[1, :, :, 2:].fill_(-torch.inf)),
+    "masked_fill_ of a part": lambda z: changed(z, lambda z: z[1].masked_fill_(~SEEN, -torch.inf)),
+    "mul_ of a part": lambda z: changed(z, lambda z: z[:, :, 2:4].mul_(3)),
+    "add_ of a part": lambda z: changed(z, lambda z: z.narrow(3, 0, 2).add_(1.5)),
+    "copy_": lambda z: changed(z, lambda z: z.copy_(draw(*z.shape, seed=8))),
+    "index_fill_": lambda z: changed(z, lambda z: z.index_fill_(3, torch.tensor([1]), -torch.inf)),
+    "fill_diagonal_": lambda z: changed(z, lambda z: z[0, 0].fill_diagonal_(-1.0)),
+    "view, mul_": lambda z: changed(z, lambda z: z.view(-1).mul_(2)),
+    "through .data": lambda z: changed(z, lambda z: z.data[1].zero_()),
+    "out": lambda z: torch.mul(z, 2, out=torch.empty_like(z)),
+    "flattened": lambda z: (z.flatten(0, 1) * 2).view_as(z),
+    "double": lambda z: z.double().float(),
+    "talking heads": lambda z: torch.einsum("bhij,hg->bgij", z, draw(HEADS, HEADS, seed=9)),
+    "less the largest": lambda z: z - z.amax(-1, keepdim=True),
+    "sorted": lambda z: z.sort(-1).values,
+    "rolled": lambda z: z.roll(1, -1),
+}
+
+
+def in_place(z):
+    z = z * 1
+    return torch.softmax(z, -1, out=z)
+
+
+def by_exp(z):
+    e = (z - z.amax(-1, keepdim=True)).exp()
+    return e / e.sum(-1, keepdim=True)
+
+
+def over_the_queries(z):
+    return z.mT.softmax(-2).mT
+
+
+SOFTMAXES = {
+    "softmax": lambda z: z.softmax(-1),
+    "F.softmax": lambda z: F.softmax(z, dim=3, dtype=torch.float32),
+    "special.softmax": lambda z: torch.special.softmax(z, -1),
+    "module": nn.Softmax(-1),
+    "log_softmax, exp": lambda z: z.log_softmax(-1).exp(),
+    "exp / sum": by_exp,
+    "exp of less logsumexp": lambda z: (z - z.logsumexp(-1, keepdim=True)).exp(),
+    "out": lambda z: torch.softmax(z, -1, out=torch.empty_like(z)),
+    "in place": in_place,
+    "over -2": over_the_queries,
+    "with a sink": lambda z: torch.cat([z, torch.zeros(*z.shape[:-1], 1)], -1).softmax(-1)[..., :-1],
+    "twice": lambda z: z.softmax(-1).softmax(-1),
+}
+LATER = {
+    "dropout off": lambda w: F.dropout(w, 0.5, False),
+    "nan_to_num": lambda w: w.nan_to_num(0.0),
+    "masked": lambda w: w.masked_fill(~SEEN, 0.0),
+    "masked, always": lambda w: w * SEEN.roll(1),
+    "halved": lambda w: w * 0.5,
+    "halved in place": lambda w: w.mul_(0.5),
+    "one row halved": lambda w: changed(w, lambda w: w[0, 0, 0].mul_(0.5)),
+    "one entry": lambda w: changed(w, lambda w: w.__setitem__((2, 1, 5, 0), 0.9)),
+    "renormalised": lambda w: w / w.sum(-1, keepdim=True),
+    "talking heads": lambda w: torch.einsum("bhij,hg->bgij", w, draw(HEADS, HEADS, seed=9)),
+    "contiguous": lambda w: w.mT.contiguous().mT,
+    "half": lambda w: w.bfloat16().float(),
+    "cut": lambda w: torch.where(w > 0.1, w, 0.0),
+}
+
+
+def in_a_loop(w, v):
+    return torch.stack([w[b] @ v[b] for b in range(len(w))])
+
+
+VALUES = {
+    "@": lambda w, v: w @ v,
+    "einsum": lambda w, v: torch.einsum("bhij,bjhd->bihd", w, v.transpose(1, 2)).transpose(1, 2),
+    "einsum, swapped": lambda w, v: torch.einsum("bhjd,bhij->bhid", v, w),
+    "transposed": lambda w, v: (v.mT @ w.mT).mT,
+    "bmm": lambda w, v: torch.bmm(w.flatten(0, 1), v.flatten(0, 1)).unflatten(0, (BATCH, HEADS)),
+    "twice": lambda w, v: w @ v + w @ v.sin(),
+    "one head's values": lambda w, v: torch.einsum("bhij,bjd->bhid", w, v[:, 0]),
+    "multiplied and summed": lambda w, v: (w[..., None] * v[:, :, None]).sum(-2),
+    "in a loop": in_a_loop,
+    "mv": lambda w, v: torch.stack([torch.mv(x, y) for x, y in zip(w.flatten(0, 1), v.flatten(0, 1)[..., 0])]),  # noqa: B905
+}
+
+
+class Written(nn.Module):
+    """Attention that somebody wrote by hand."""
+
+    def __init__(self, product, steps, softmax, later, values):
+        super().__init__()
+        self.parts = PRODUCTS[product], [STEPS[s] for s in steps], [LATER[s] for s in later], VALUES[values]
+        self.softmax = SOFTMAXES[softmax]
+
+    def forward(self, q, k, v):
+        product, steps, later, values = self.parts
+        z = product(q, k)
+        for step in steps:
+            z = step(z)
+        w = self.softmax(z)
+        for step in later:
+            w = step(w)
+        return values(w, v)
+
+
+INPUTS = [draw(BATCH, HEADS, LENGTH, WIDTH, seed=i) for i in range(3)]
+NAMES = [st.sampled_from([*names]) for names in (PRODUCTS, STEPS, SOFTMAXES, LATER, VALUES)]
+
+
+def judged(model, grad=False):
+    """Outputs the same, and of what was computed: captured and right, or audited. Returns which."""
+    with torch.set_grad_enabled(grad):
+        inputs = [x.clone().requires_grad_(grad) for x in INPUTS]
+        with Truth() as truth:
+            before = model(*inputs)
+        calls, verdicts = [], []
+
+        def hold(call):
+            softmaxes = [t for t in truth.seen if not hasattr(t, "q")] + _written_out(truth)
+            verdicts.append(any(agrees(call, t) for t in softmaxes))
+            calls.append(call.dropout)
+
+        with watch_attention(model, hold) as audit:
+            during = model(*inputs)
+    assert torch.equal(before, during) or bool(before.isnan().any())
+    assert all(verdicts)
+    assert calls or audit.skipped, "silent"
+    return "right" if calls and not audit.skipped else "audited"
+
+
+def _written_out(truth):
+    return [type("Exp", (), {"scores": z}) for z in truth.exponentials]
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    product=NAMES[0],
+    steps=st.lists(NAMES[1], max_size=3),
+    softmax=NAMES[2],
+    later=st.lists(NAMES[3], max_size=2),
+    values=NAMES[4],
+    grad=st.booleans(),
+)
+@example("@", ["rows in a loop"], "softmax", [], "@", False)
+def test_any_composition_by_hand_is_exact_or_audited(product, steps, softmax, later, values, grad):
+    model = Written(product, steps, softmax, later, values)
+    try:
+        model(*(x.clone().requires_grad_(grad) for x in INPUTS))
+    except RuntimeError:  # in place under a gradient, or no view: torch refuses it
+        reject()
+    judged(model, grad)
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_products(name):
+    found = judged(Written(name, ["/"], "softmax", [], "@"))
+    assert found == ("audited" if name in ("cdist", "products by hand") else "right")
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_steps(name):
+    assert judged(Written("@", [name], "softmax", [], "@")) == "right"
+
+
+@pytest.mark.parametrize("name", SOFTMAXES)
+def test_softmaxes(name):
+    assert judged(Written("@", ["/"], name, [], "@")) == (
+        "audited" if name in ("with a sink", "twice") else "right"
+    )
+
+
+CHANGED = (
+    "masked, always",
+    "halved",
+    "halved in place",
+    "one row halved",
+    "one entry",
+    "talking heads",
+    "cut",
+    "masked",
+)
+
+
+@pytest.mark.parametrize("name", LATER)
+def test_weights(name):
+    assert judged(Written("@", ["/"], "softmax", [name], "@")) == ("audited" if name in CHANGED else "right")
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_values(name):
+    found = judged(Written("@", ["/"], "softmax", [], name))
+    assert found == ("audited" if name in ("multiplied and summed", "in a loop", "mv") else "right")

@@ -1,0 +1,150 @@
+"""Models that run alone run under a capture too: what it cannot measure it says, and it raises nothing itself."""
+
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import semdiag
+from semdiag.capturing import padding, torch_functions
+from semdiag.measurement.calls import capture as capturing
+
+pytestmark = pytest.mark.filterwarnings("ignore:No softmax attention was captured")
+
+
+class Attention(nn.Module):
+    """Two heads of width 4, fused or by hand; a second input gives the keys."""
+
+    def __init__(self, fused):
+        super().__init__()
+        self.qkv, self.fused = nn.Linear(8, 24), fused
+
+    def forward(self, x, other=None):
+        q, k, v = self._split(x)
+        if other is not None:
+            _, k, v = self._split(other)
+        if self.fused:
+            return F.scaled_dot_product_attention(q, k, v)
+        return (q @ k.transpose(-2, -1) / 2).softmax(-1) @ v
+
+    def _split(self, x):
+        return self.qkv(x).view(*x.shape[:-1], 3, 2, 4).permute(2, 0, 3, 1, 4)
+
+
+class Memory(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("memory", torch.randn(5, 8, generator=torch.Generator().manual_seed(0)))
+
+    def forward(self, x, memory=None):
+        memory = self.memory if memory is None else memory
+        return torch.softmax(x @ memory.T, -1) @ memory
+
+
+def encoder():
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return nn.TransformerEncoder(layer, 2).eval()
+
+
+def drawn(*shape):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(1))
+
+
+def captured(model, *inputs):
+    """The calls; asserts that the capture changes nothing."""
+    with torch.no_grad():
+        alone = model(*inputs)
+        with semdiag.capture(model) as calls:
+            watched = model(*inputs)
+    assert alone.is_meta or torch.equal(alone, watched)
+    assert torch._C._len_torch_function_stack() == 0
+    return calls
+
+
+@pytest.mark.parametrize("shape", [(4, 8), (3, 4, 8), (2, 3, 4, 8)])
+def test_a_memory_of_two_axes_serves_all_samples(shape):
+    model, x = Memory(), drawn(*shape)
+    memory = model.memory.clone()
+    calls = captured(model, x, memory)
+    scores = x @ memory.T
+    expected = (scores.amax(-1) - scores.amin(-1)).flatten()
+    torch.testing.assert_close(torch.tensor(calls.dispersion()["dispersion"].to_numpy()), expected)
+    assert float(calls.residual["residual"].max()) < 1e-6
+    calls = captured(model, x)  # its own: a codebook
+    assert len(calls) == 0
+    assert calls.audit["reason"].str.startswith("its keys are parameters").all()
+    assert len(calls.audit) == 1
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize(("queries", "keys"), [((0, 4), None), ((2, 0), (2, 3)), ((2, 3), (2, 0)), ((2, 0), None)])
+def test_no_sample_no_query_and_no_key_are_audited(fused, queries, keys):
+    inputs = [torch.zeros(*shape, 8) for shape in (queries, keys) if shape]
+    calls = captured(Attention(fused), *inputs)
+    assert len(calls) == 0
+    assert calls.audit["reason"].tolist() == ["has no query or no key: there is nothing to measure"]
+
+
+def test_meta_tensors_are_audited():
+    calls = captured(Attention(True).to("meta"), torch.empty(2, 3, 8, device="meta"))
+    assert calls.audit["reason"].tolist() == ["meta tensors have no values"]
+    assert len(captured(Attention(False).to("meta"), torch.empty(2, 3, 8, device="meta"))) == 0
+
+
+class Ragged(nn.Module):
+    """An encoder that is given nested tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder, self.after = encoder(), Attention(False)
+
+    def forward(self, x):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # nested tensors are a prototype
+            nested = torch.nested.nested_tensor([x[0], x[1, :3]])
+        return self.after(self.encoder(nested).to_padded_tensor(0.0))
+
+
+def test_nested_tensors_in_an_evaluated_encoder_are_audited_and_what_follows_is_captured():
+    calls = captured(Ragged().eval(), drawn(2, 4, 8))
+    assert calls.audit["operation"].tolist() == ["TransformerEncoderLayer"] * 2
+    assert calls.residual["module"].tolist() == ["after"]
+
+
+def test_nested_tensors_leave_nothing_behind_after_an_exception():
+    model = Ragged().eval()
+    with pytest.raises(IndexError), torch.no_grad(), semdiag.capture(model):
+        model(drawn(1, 4, 8))
+    model.encoder.layers[1].linear1 = nn.Linear(3, 3)  # does not fit
+    with pytest.raises(RuntimeError), torch.no_grad(), semdiag.capture(model) as calls:
+        model(drawn(2, 4, 8))
+    assert torch._C._len_torch_function_stack() == 0
+    assert len(captured(model.after, drawn(2, 4, 8))) == 1
+    assert len(calls) == 0
+
+
+def fail(*arguments, **options):
+    raise RuntimeError("no space left")
+
+
+@pytest.mark.parametrize(
+    ("place", "name", "fused"),
+    [
+        (capturing, "counted_rows", True),
+        (padding, "_frame", True),
+        (torch_functions, "_sdpa_call", True),
+        (torch_functions.SoftmaxProvenance, "follow", False),
+    ],
+)
+def test_a_failure_of_the_capture_is_an_audit_line_and_the_model_goes_on(monkeypatch, place, name, fused):
+    monkeypatch.setattr(place, name, fail)
+    model = Attention(fused)
+    monkeypatch.setattr(padding, "_parameters", lambda module: ("attention_mask",))
+    calls = captured(model, drawn(2, 3, 8))
+    said = "semdiag failed on it (RuntimeError: no space left): please report it"
+    assert calls.audit["reason"].str.contains(said, regex=False).any()
+    assert len(calls) == (name in ("_frame", "follow"))  # attention by hand is also followed below Python

@@ -1,0 +1,86 @@
+"""``--queries`` and ``--max-queries`` on the command line: estimates, and what is refused by name."""
+
+import json
+
+import pandas as pd
+import pytest
+
+from semdiag.findings.corollary import pair_percentiles
+from semdiag.findings.findings import Findings
+from semdiag.findings.gate.pairs import dispersion_gate
+from semdiag.findings.pairing import find_pairs
+from semdiag.measurement.conditions import Conditions
+from semdiag.measurement.survey import survey
+from semdiag_models import InputError
+
+FEW = ("--samples", 12, "--figures", "none")
+
+
+@pytest.mark.parametrize("command", ["dispersion", "separation"])
+def test_estimates_have_intervals_that_name_their_target(run_semdiag, here, tiny_runs, command):
+    outcome = run_semdiag(command, tiny_runs.full, "--k", 2, "--queries", 4, *FEW, "--out", here / "out", "--json")
+    assert outcome.code == 0, outcome.err
+    assert "over sampled queries" in " ".join(outcome.err.split())
+    found = json.loads(outcome.out)["results"][0]["sampled"]
+    assert (found["queries"], found["share"], found["extremes_and_loads"]) == (4, 4 / 12, "over sampled queries")
+    mass = [row for row in found["estimates"] if (row["quantity"], row["statistic"]) == ("mass_k2", "mean")]
+    assert [row["target"] for row in mass] == ["all queries of these inputs", "inputs like these"]
+    assert all(row["low"] < row["estimate"] < row["high"] for row in mass)
+    table = pd.read_csv(here / "out" / "data" / "estimates.csv")
+    assert {"dispersion", "separation", "mass_k2"} <= set(table["quantity"])
+
+
+def test_a_report_judges_no_bound_no_certificate_and_no_pair(run_semdiag, here, tiny_runs):
+    outcome = run_semdiag("report", tiny_runs.full, tiny_runs.topk, "--queries", 4, *FEW, "--out", here / "out")
+    assert outcome.code == 0, outcome.err
+    found = json.loads((here / "out" / "summary.json").read_text(encoding="utf-8"))
+    assert not found["pairs"]
+    assert found["verdict"][0].startswith("Pairs of models are not judged: a verdict rests on every query")
+    assert any(words.startswith("Estimated: of ") for words in found["verdict"])
+    said = {remark["text"] for row in found["results"] for remark in row["capture"]["remarks"]}
+    for name in ("bounds", "secants", "mask stability"):
+        assert f"{name} not available, because it rests on every query and --queries drew some" in said
+    assert "the paper's conditions, which rest on extremes" in found["details"]["k-sweep"][0]
+    assert not (here / "out" / "data" / "corollary.csv").exists()
+
+
+def test_the_sweep_judges_no_k(run_semdiag, here, tiny_runs):
+    outcome = run_semdiag("k-sweep", tiny_runs.full, "--queries", 4, *FEW, "--json", "--quiet")
+    found = json.loads(outcome.out)["results"][0]
+    assert found["conditions"] == []
+    assert {row["quantity"] for row in found["sampled"]["estimates"]} == {
+        "dispersion",
+        "ratio",
+        "separation",
+        "mass",
+    }
+
+
+@pytest.mark.parametrize("more", [{"queries": 4}, {"max_queries": 50}])
+def test_the_gate_and_the_corollary_refuse_what_they_do_not_rest_on(tiny_runs, more):
+    files = [run / "last.pt" for run in (tiny_runs.full, tiny_runs.topk)]
+    findings = Findings(survey(files, Conditions(samples=8, **more)))
+    with pytest.raises(InputError, match=r"^The gate rests on every query"):
+        dispersion_gate(findings)
+    with pytest.raises(InputError, match=r"^Corollary 1 rests on every query"):
+        pair_percentiles(findings, find_pairs(findings.measurements.models)[0][0])
+
+
+def test_tables_of_more_than_are_kept_come_from_the_sketch(run_semdiag, here, tiny_runs):
+    words = "dispersion", tiny_runs.full, *FEW, "--json"
+    whole = json.loads(run_semdiag(*words, "--quiet").out)["results"][0]
+    outcome = run_semdiag(*words, "--max-queries", 60)
+    assert "Sketched: " in outcome.err
+    found = json.loads(outcome.out)["results"][0]
+    for ours, exact in zip([*found["layers"], found["all"]], [*whole["layers"], whole["all"]], strict=True):
+        assert {name: ours[name] for name in ("queries", "p0", "p100")} == {
+            name: exact[name] for name in ("queries", "p0", "p100")
+        }
+        assert ours["mean"] == pytest.approx(exact["mean"])
+
+
+def test_numbers_that_mean_nothing_are_refused(refusal, here, tiny_runs):
+    assert refusal("dispersion", tiny_runs.full, "--queries", 1) == (
+        "Queries to draw per sample and head must be at least 2. Got 1."
+    )
+    assert refusal("dispersion", tiny_runs.full, "--max-queries", 0) == "max_queries must be at least 1. Got 0."

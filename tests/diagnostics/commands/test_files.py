@@ -1,0 +1,258 @@
+"""Files, terminals and kills: what a user meets on a bad day is one line, and never half a report."""
+
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from torch import nn
+
+from semdiag import Monitor, load, measure
+from semdiag.capturing.pretrained import find_folder
+from semdiag.commands.printing.terminal import terminal, visible
+from semdiag.findings.findings import Findings
+from semdiag.presentation.report.report import write_report
+from semdiag_models import InputError, weights_sha256
+
+FEW = ("--samples", 8, "--figures", "none", "--quiet")
+
+
+@pytest.fixture
+def kept(run_semdiag, here, tiny_runs):
+    """The folder of measurements that a report keeps."""
+    assert run_semdiag("report", tiny_runs.full, *FEW, "--keep-queries", "--out", "kept").code == 0
+    return here / "kept" / "data"
+
+
+@pytest.mark.parametrize(
+    ("table", "column", "value", "message"),
+    [
+        ("queries", "dispersion", -1.0, "holds a value of dispersion that is not between 0 and inf."),
+        ("queries", "layer", -7, "holds a value of layer that is not between -1 and"),
+        ("models", "accuracy", 3.0, "holds a value of accuracy that is not between 0 and 1."),
+        ("models", "heads", 0, "holds a value of heads that is not between 1 and"),
+        ("queries", "model", "another", "speaks of a model that models.parquet does not hold."),
+    ],
+)
+def test_values_that_no_measurement_has_are_refused(refusal, kept, table, column, value, message):
+    file = kept / f"{table}.parquet"
+    content = pd.read_parquet(file)
+    content[column] = np.where(np.arange(len(content)) == 0, value, content[column])
+    content.to_parquet(file, index=False)
+    assert message in refusal("report", "--from", kept, "--out", "again", "--figures", "none")
+
+
+@pytest.mark.slow
+def test_no_mutated_folder_is_an_error_of_ours(run_semdiag, kept):
+    """Of models and queries every column lost, made text, negated or huge: refused, or drawn."""
+    changes = (
+        lambda column: column.astype(str),
+        lambda column: -column if pd.api.types.is_numeric_dtype(column) and column.dtype != bool else column,
+        lambda column: pd.Series([10**9] * len(column)),
+    )
+    codes = []
+    for table in ("models", "queries"):
+        file = kept / f"{table}.parquet"
+        before = file.read_bytes()
+        content = pd.read_parquet(file)
+        for column in content:
+            for change in (None, *changes):
+                changed = content.drop(columns=column)
+                if change is not None:
+                    changed[column] = change(content[column])
+                changed.to_parquet(file, index=False)
+                outcome = run_semdiag("report", "--from", kept, "--out", "again", "--figures", "none", "--quiet")
+                codes.append(outcome.code)
+        file.write_bytes(before)
+    assert len(codes) > 100
+    assert set(codes) <= {0, 2}
+
+
+@pytest.mark.parametrize("encoding", ["cp1252", "ascii"])
+def test_help_can_be_printed_in_any_encoding(encoding):
+    environment = {**os.environ, "PYTHONIOENCODING": encoding, "PYTHONUTF8": "0"}
+    for words in (["--help"], ["check", "--help"], ["list"]):
+        command = [sys.executable, "-m", "semdiag", *words]
+        done = subprocess.run(command, capture_output=True, env=environment, timeout=100, check=False)
+        assert (done.returncode, done.stderr) == (0, b"")
+
+
+def killed_report(findings, folder, moment):
+    """What a process leaves that is killed before or after the first of a report's two renames."""
+    write_report(findings, folder, "old", formats=())
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    partial = folder.with_name(f".{folder.name}.{dead.pid}.partial")
+    partial.mkdir()
+    (partial / "index.html").write_text("half")
+    if moment == "between":
+        folder.rename(folder.with_name(f".{folder.name}.{dead.pid}.old"))
+
+
+@pytest.mark.parametrize("moment", ["before", "between"])
+def test_a_report_that_was_killed_is_put_right_at_the_next_start(made_up, tmp_path, moment, monkeypatch):
+    from semdiag.presentation.report import report
+
+    findings = Findings(made_up(("a/last.pt", range(8), {})))
+    killed_report(findings, tmp_path / "r", moment)
+    monkeypatch.setattr(report, "_write", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    with pytest.raises(InputError, match="No space left"):
+        write_report(findings, tmp_path / "r", "new", formats=())
+    assert [path.name for path in tmp_path.iterdir()] == ["r"]
+    assert "old" in (tmp_path / "r" / "index.html").read_text(encoding="utf-8")
+
+
+def test_what_a_file_says_does_not_steer_the_terminal(run_semdiag, here, tiny_runs):
+    content = torch.load(tiny_runs.full / "last.pt", weights_only=True)
+    content["provenance"]["command"] = "train \x1b]0;title\x07 \x1b[31mred \x9b2J"
+    torch.save(content, "odd.pt")
+    outcome = run_semdiag("info", "odd.pt")
+    assert outcome.code == 0
+    assert not set("\x1b\x07\x9b") & set(outcome.out)
+    assert r"\x1b]0;title" in outcome.out
+    assert "\x1b" not in run_semdiag("info", "\x1b[31mnowhere.pt").err
+    assert visible("a\tb\nc\r\u202e") == "a\tb\nc\\r\\u202e"
+
+
+def test_colours_of_our_own_still_reach_the_terminal(capsys):
+    terminal(force_terminal=True, color_system="standard", highlight=False).print("[red]x[/]\x1b[2J")
+    assert capsys.readouterr().out == "\x1b[31mx\x1b[0m\\x1b[2J\n"
+
+
+@pytest.mark.parametrize("spec", ["hf:__main__", "hf:sys", "hf:nowhere"])
+def test_names_that_are_no_packages_with_models_are_refused(spec):
+    with pytest.raises(InputError, match="there is no folder"):
+        find_folder(spec)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["dispersion", "{}", "--batch-size", 10**20], "batch_size must be at most 1000000000."),
+        (["dispersion", "{}", "--samples", 10**20], "samples must be at most 1000000000."),
+        (["train", "parity", "--batch-size", 10**20], "batch_size must be at most 1000000000."),
+        (["info", "nowhere-\udcff.pt"], "does not exist."),
+    ],
+)
+def test_wild_options_are_refused(refusal, here, tiny_runs, words, message):
+    assert message in refusal(*(tiny_runs.full if word == "{}" else word for word in words))
+
+
+def test_a_name_that_is_no_text_is_refused_where_it_cannot_be_written(refusal, here, tiny_runs):
+    name = "odd-\udcff.pt"
+    with open(name, "wb") as file:
+        file.write((tiny_runs.full / "last.pt").read_bytes())
+    line = refusal("dispersion", name, "--samples", 4, "--out", "out", "--per-query", "q.parquet")
+    assert "holds bytes that are no text" in line
+
+
+def test_an_interruption_while_the_program_is_loaded_is_one_line():
+    code = (
+        "import sys\n"
+        "class Stop:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'typer': raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Stop())\n"
+        "from semdiag.__main__ import main\n"
+        "main()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (130, b"semdiag: interrupted\n")
+
+
+def test_arguments_of_python_functions_are_refused_as_such(tiny_runs):
+    model = load(tiny_runs.full)
+    tokens = torch.zeros(3, 12, dtype=torch.int64)
+    with pytest.raises(InputError, match=r"batch_size must be at least 1\. Got 0\."):
+        measure(model, tokens, batch_size=0)
+    with pytest.raises(InputError, match=r"Got 2 labels of 3 samples\."):
+        measure(model, tokens, labels=torch.zeros(2))
+    if not torch.cuda.is_available():
+        with pytest.raises(InputError, match="No cuda device here"):
+            measure(model, tokens, device="cuda:0")
+    for wrong in (nn.Linear, nn.Linear(2, 2)):
+        with pytest.raises(InputError, match=r"A monitor watches a module|has no attention to watch"):
+            Monitor(wrong)
+
+
+def test_a_baseline_travels_with_the_weights(run_semdiag, here, tiny_runs):
+    """By an absolute path, or from another folder, a checkpoint is the same one."""
+    words = ("--rule", "dispersion.p50 < 1000", "--samples", 8, "--quiet")
+    first = run_semdiag("check", tiny_runs.full, *words, "--json")
+    (here / "base.json").write_text(first.out)
+    (here / "copy").mkdir()
+    (here / "copy" / "last.pt").write_bytes((tiny_runs.full / "last.pt").read_bytes())
+    again = run_semdiag("check", "copy/last.pt", *words, "--baseline", "base.json")
+    assert (again.code, again.err) == (0, "")
+
+
+def test_a_retrained_model_is_matched_by_task_attention_and_seed(run_semdiag, here, tiny_runs):
+    words = ("--rule", "dispersion.p50 < 1000", "--samples", 8, "--quiet")
+    document = json.loads(run_semdiag("check", tiny_runs.full, *words, "--json").out)
+    document["models"][0] |= {"weights_sha256": "0" * 64, "model": "elsewhere/last.pt"}
+    document["models"][0]["numbers"]["dispersion.p50"] *= 3
+    (here / "base.json").write_text(json.dumps(document))
+    again = run_semdiag("check", tiny_runs.full, *words, "--baseline", "base.json")
+    assert again.code == 1
+    assert "dispersion.p50 was" in again.err
+
+
+def test_the_command_that_trains_the_partner_is_printed(refusal, tiny_runs):
+    line = refusal("check", tiny_runs.full, "--samples", 8)
+    command = line.partition("Train the other one with: ")[2].removesuffix(".")
+    assert command == (
+        "semdiag train even-pairs --attention topk --k 5 --blocks 2 --heads 2 --width 16 --length 12 --seed 7"
+    )
+    assert "--attention" not in refusal("check", tiny_runs.topk, "--samples", 8)
+
+
+def test_verdicts_are_written_as_junit(run_semdiag, here, tiny_runs):
+    from xml.etree import ElementTree
+
+    words = (tiny_runs.full, "--samples", 8, "--quiet", "--junit", "check.xml")
+    assert run_semdiag("check", *words, "--rule", "dispersion.p50 < 1000").code == 0
+    suite = ElementTree.parse(here / "check.xml").getroot()
+    assert (suite.tag, suite.get("failures")) == ("testsuite", "0")
+    assert run_semdiag("check", *words, "--rule", "dispersion.p50 > 1000").code == 1
+    suite = ElementTree.parse(here / "check.xml").getroot()
+    assert suite.get("failures") == str(len(suite.findall("testcase/failure"))) == "1"
+    assert int(suite.get("tests")) == len(suite.findall("testcase"))
+    assert suite.find("testcase/failure").get("message").startswith("it is ")
+
+
+def test_info_verifies_the_hash_of_the_weights(run_semdiag, here, tiny_runs):
+    def said(path):
+        outcome = run_semdiag("info", path, "--json")
+        return outcome.code, json.loads(outcome.out)["checkpoint"]
+
+    content = torch.load(tiny_runs.full / "last.pt", weights_only=True)
+    code, facts = said(tiny_runs.full / "last.pt")
+    assert (code, facts["verified"]) == (0, "as recorded in file")
+    assert facts["weights"] == weights_sha256(content["model_state"]) == content["weights_sha256"]
+    (here / "runs" / "a").mkdir(parents=True)
+    torch.save({**content, "new field": 1}, "runs/a/last.pt")
+    entry = {"run": "a", "weights_sha256": {"last.pt": facts["weights"]}}
+    (here / "runs" / "manifest.json").write_text(json.dumps([entry]))
+    assert said("runs/a/last.pt")[1]["verified"] == "as recorded in file and manifest"
+    content["model_state"]["head.bias"][0] += 1
+    torch.save(content, "runs/a/last.pt")
+    code, facts = said("runs/a/last.pt")
+    assert (code, facts["verified"]) == (1, "NOT those recorded in file and manifest")
+
+
+def test_snapshots_say_on_which_processor_they_were_made(tiny_runs):
+    provenance = load(tiny_runs.full).provenance
+    assert provenance["processor"]
+    assert provenance["threads"] >= 1
+
+
+def test_samples_that_a_file_declares_are_counted_before_they_are_drawn(refusal, here, tiny_runs):
+    content = torch.load(tiny_runs.full / "last.pt", weights_only=True)
+    content["config"]["training"] |= {"train_samples": 10**9 // 12 - 100, "holdout_samples": 40}
+    content["config"]["model"]["length"] = 2000
+    torch.save(content, "odd.pt")
+    assert "odd.pt declares would take" in refusal("dispersion", "odd.pt", "--samples", 4)

@@ -1,0 +1,199 @@
+"""What a terminal shows: tables as wide as it is, progress, completion, hints about what was meant."""
+
+import io
+import json
+import os
+import subprocess
+import sys
+import webbrowser
+
+import numpy as np
+import pytest
+import torch
+from rich.cells import cell_len
+from rich.console import Console
+
+from semdiag.commands import completion
+from semdiag.commands.printing.console import interval, number_table
+from semdiag.commands.printing.progress import Stages
+from semdiag_models import ATTENTIONS, TASKS
+
+HEADS = ["layer", "head", *(f"quantity {n} p50" for n in range(9)), "share"]
+ROWS = [("3", "0", *(f"{-1.23e-05 * 10**n:.3g}" for n in range(9)), "100.0%"), ("all", "", *["–"] * 9, "0.0%")]
+
+
+def printed(table, width):
+    shown = io.StringIO()
+    Console(file=shown, width=width).print(table)
+    return shown.getvalue()
+
+
+@pytest.mark.parametrize("width", [20, 40, 80, 120, 200])
+def test_a_table_shows_every_number_whole_or_not_at_all(width):
+    table = number_table(HEADS, names=2, title="a title that is longer than the narrowest of these terminals")
+    for row in ROWS:
+        table.add_row(*row)
+    text = printed(table, width)
+    assert max(map(len, text.splitlines())) <= width
+    shown = [cell for cell in ROWS[0] if cell in text.split()]
+    left_out = " ".join(text.split()).partition("columns have no room for: ")[2]
+    assert len(shown) + left_out.count("quantity") + left_out.count("share") == len(HEADS)
+    assert "…" not in text
+    assert bool(left_out) == (width < 120)
+
+
+def test_what_matters_least_goes_first():
+    table = number_table(["layer", "mean", "p50", "p95"], names=1, least=["mean"])
+    table.add_row("0", "1.234567", "2.345678", "3.456789")
+    assert "1.234567" not in (text := printed(table, 30))
+    assert "2.345678" in text
+    assert "3.456789" in text
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_the_tables_of_a_command_fit(run_semdiag, here, tiny_runs, monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    few = ("--samples", 4, "--figures", "none", "--out", "out")
+    for command in ("dispersion", "separation", "stability", "mask-stability", "overlap", "bounds"):
+        lines = run_semdiag(command, tiny_runs.topk, *few).err.splitlines()
+        wide = [line for line in lines if cell_len(line) > columns and not line.startswith("Figures")]
+        assert not wide, command
+
+
+def test_an_interval_is_one_word_unless_a_sign_stands_in_it():
+    assert interval(92.61, 93.08) == "92.6–93.1"
+    assert interval(-0.5, -0.25) == "-0.5 to -0.25"
+
+
+def test_progress_counts_every_stage(capsys, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    with Stages("measuring", 3, quiet=False) as bar:
+        for stage, steps in (("a", 2), ("a: masks", 0), ("b", 1)):
+            bar.announce(stage, steps)
+            bar.advance(steps)
+        whole, step = bar._bar.tasks
+        assert (whole.completed, whole.total) == (2, 3)
+        assert (step.description, step.completed, step.total) == ("b", 1, 1)
+
+
+def test_a_survey_announces_each_probe(tiny_runs):
+    from semdiag.measurement.conditions import Conditions
+    from semdiag.measurement.probes.k_sweep import KSweepPlan
+    from semdiag.measurement.survey import survey
+
+    stages = []
+    conditions = Conditions(samples=4, plans=(KSweepPlan(),))
+    survey([tiny_runs.full], conditions, lambda stage, steps: stages.append(stage))
+    assert stages == [str(tiny_runs.full), f"{tiny_runs.full}: k-sweep"]
+
+
+def test_a_report_is_opened_on_request_only(run_semdiag, here, tiny_runs, monkeypatch):
+    opened = []
+    monkeypatch.setattr(webbrowser, "open", opened.append)
+    words = ("report", tiny_runs.full, "--samples", 4, "--figures", "none", "--out", "out", "--quiet")
+    assert run_semdiag(*words).code == 0
+    assert opened == []
+    assert run_semdiag(*words, "--open").code == 0
+    assert opened == [(here / "out" / "index.html").as_uri()]
+
+
+def test_completion_offers_the_names_of_the_registries():
+    assert completion.names(completion.TASKS)("") == [*TASKS, "text"]
+    assert tuple(ATTENTIONS) == completion.ATTENTIONS
+    assert completion.names(completion.ATTENTIONS)("b") == ["banded", "block", "bottomk"]
+
+
+def test_completion_offers_runs_and_paths(here):
+    for name in ("checkpoints/parity-1/last.pt", "checkpoints/listops-2/last.pt", "elsewhere/mine.pt"):
+        (here / name).parent.mkdir(parents=True, exist_ok=True)
+        (here / name).touch()
+    run = os.path.join("checkpoints", "parity-1")
+    assert completion.models("par") == [run]
+    assert completion.models("checkpoints/p") == [run]
+    assert completion.models("elsewhere/") == [os.path.join("elsewhere", "mine.pt")]
+    assert completion.models("nowhere/") == []
+
+
+@pytest.mark.parametrize(
+    ("words", "offered"),
+    [
+        ("semdiag train par", "parity"),
+        ("semdiag train parity --attention to", "topk"),
+        ("semdiag info che", "che"),
+    ],
+)
+def test_the_shell_is_offered_them_without_torch(here, words, offered):
+    (here / "checkpoint").touch()
+    code = (
+        "import sys\nsys.argv = ['semdiag']\nfrom semdiag.commands.main import main\n"
+        "try: main()\nfinally: print('torch' in sys.modules, file=sys.stderr)"
+    )
+    place = str(len(words.split()) - 1)
+    asked = {"_SEMDIAG_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": place}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, encoding="utf-8", timeout=60, check=False,
+        env={**os.environ, **asked},
+    )  # fmt: skip
+    assert done.stdout.split()[0].startswith(offered)
+    assert done.stderr.splitlines()[-1] == "False"
+
+
+def test_a_folder_of_hugging_face_is_to_be_named_as_one(refusal, here):
+    (here / "bert").mkdir()
+    (here / "bert" / "config.json").write_text("{}")
+    (here / "bert" / "model.safetensors").touch()
+    for command in ("info", "dispersion"):
+        assert refusal(command, "bert") == "bert is a folder of the Hugging Face format: name it hf:bert"
+    line = refusal("dispersion", "bert/model.safetensors")
+    assert "holds weights without the model they belong to." in line
+    assert "name its folder: hf:bert; for a model of your own write a function that builds it: " in line
+
+
+def test_what_is_no_checkpoint_is_said(refusal, here):
+    (here / "table.csv").write_text("1,2\n")
+    assert refusal("info", "table.csv").startswith("table.csv is a table, not a model. Models are .pt files")
+    torch.save({"state_dict": {"w": torch.zeros(2)}, "step": 3}, here / "theirs.pt")
+    assert refusal("info", "theirs.pt").endswith("a function that builds it: package.module:function.")
+
+
+def test_a_table_as_inputs_is_told_how_to_become_an_array(refusal, here, tiny_runs):
+    (here / "ids.csv").write_text("1,2\n")
+    line = refusal("dispersion", tiny_runs.full, "--inputs", "ids.csv")
+    assert 'numpy.save("ids.npy", numpy.loadtxt("ids.csv", delimiter=",", dtype=int))' in line
+
+
+def test_a_mistyped_run_is_told_the_nearest(refusal, here):
+    (here / "checkpoints" / "parity-full-seed-1").mkdir(parents=True)
+    (here / "checkpoints" / "parity-full-seed-1" / "last.pt").touch()
+    run = os.path.join("checkpoints", "parity-full-seed-1")
+    for named in ("checkpoints/parity-ful-seed-1", "parity-full-seed1"):
+        assert refusal("dispersion", named) == f"{named} does not exist. Did you mean {run}?"
+
+
+def test_inputs_of_another_length_are_said(run_semdiag, here, tiny_runs):
+    np.save(here / "short.npy", np.ones((2, 5), dtype=np.int64))
+    few = ("--inputs", "short.npy", "--figures", "none", "--out", "out")
+    outcome = run_semdiag("dispersion", tiny_runs.full, *few, "--json")
+    said = "the inputs are 5 tokens long, and the model was trained on 12"
+    assert f"semdiag: {tiny_runs.full}/last.pt: {said}.\n" in outcome.err
+    assert said in json.dumps(json.loads(outcome.out))
+
+
+def test_of_several_k_those_that_fit_are_used(run_semdiag, here, tiny_runs):
+    few = ("--samples", 4, "--figures", "none", "--out", "out", "--json", "--k", "4,16")
+    outcome = run_semdiag("dispersion", tiny_runs.full, *few)
+    assert outcome.code == 0
+    assert "k = 16 is left out: no query has so many keys" in outcome.err
+    [result] = json.loads(outcome.out)["results"]
+    assert [within["k"] for within in result["within_model"]] == [4]
+
+
+def test_a_full_disk_names_the_file(refusal, here, monkeypatch):
+    def full(descriptor):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    words = ("train", "parity", "--length", 8, "--train-samples", 8, "--holdout-samples", 4, "--epochs", 1)
+    line = refusal(*words, "--width", 8, "--blocks", 1, "--mlp-width", 8, "--out", "run", "--quiet")
+    assert line.endswith("cannot be read or written: No space left on device.")
+    assert line.startswith("run")

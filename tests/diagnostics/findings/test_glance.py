@@ -1,0 +1,97 @@
+"""Answers at one glance: the number has its denominator, and the word follows from it."""
+
+import pandas as pd
+import pytest
+
+from semdiag.findings.findings import Findings
+from semdiag.findings.glance import (
+    Answer,
+    dispersion_glance,
+    learning_glance,
+    measured_glance,
+    separation_glance,
+    stability_glance,
+    within_glance,
+)
+from semdiag.measurement.conditions import Conditions
+from semdiag.measurement.probes.noise.secants import SecantsPlan
+from semdiag.measurement.survey import survey
+
+
+@pytest.fixture(scope="module")
+def pair(tiny_runs):
+    """Measurements of the tiny runs: full and top-k."""
+    conditions = Conditions(samples=6, k=(3, 5), plans=(SecantsPlan((0.01,)),))
+    return survey([tiny_runs.full, tiny_runs.topk], conditions)
+
+
+def history(measurements, full, topk):
+    """The measurements, with training accuracies by epoch of both runs."""
+    rows = [
+        {"model": model, "epoch": epoch, "train_accuracy": value}
+        for model, values in zip(measurements.models["model"], (full, topk), strict=True)
+        for epoch, value in enumerate(values, 1)
+    ]
+    return measurements.replace(history=pd.DataFrame(rows))
+
+
+@pytest.mark.parametrize(
+    ("factor", "answer", "number"), [(100, "holds", "1 of 1 pair"), (0.01, "does not hold", "0 of 1 pair")]
+)
+def test_the_dispersion_of_a_pair(pair, factor, answer, number):
+    queries = pair.queries.copy()
+    queries.loc[queries["model"].str.contains("full"), "dispersion"] *= factor
+    glance = dispersion_glance(Findings(pair.replace(queries=queries)))
+    assert (glance.answer, glance.number) == (answer, number)
+
+
+def test_without_a_pair_nobody_can_tell(pair):
+    alone = pair.of(pair.models["model"].iloc[0])
+    glance = dispersion_glance(Findings(alone))
+    assert glance.answer is Answer.OPEN
+    assert f"of 1 model ({len(alone.queries):,} queries)" in glance.words
+    assert separation_glance(Findings(alone)).answer is Answer.OPEN
+
+
+def test_separations_that_are_not_positive_are_counted(pair):
+    topk = pair.queries["model"].str.contains("topk")
+    queries = pair.queries.copy()
+    queries.loc[queries.index[topk][:2], "separation"] = [0.0, -1.0]
+    glance = separation_glance(Findings(pair.replace(queries=queries)))
+    clean = int((pair.queries[topk]["separation"] <= 0).sum())
+    assert glance.answer is Answer.DOES_NOT
+    assert glance.number == f"{clean + 2:,} of {topk.sum():,}"
+
+
+@pytest.mark.parametrize(
+    ("full", "topk", "answer", "number"),
+    [
+        ([0.5, 0.96], [0.96, 1.0], Answer.HOLDS, "1 of 1 pair"),
+        ([0.96, 1.0], [0.5, 0.96], Answer.DOES_NOT, "0 of 1 pair"),
+        ([0.5, 0.6], [0.5, 0.96], Answer.HOLDS, "1 of 1 pair"),
+        ([0.5, 0.6], [0.5, 0.6], Answer.OPEN, "0 pairs"),
+    ],
+)
+def test_who_learned_first(pair, full, topk, answer, number):
+    glance = learning_glance(Findings(history(pair, full, topk)))
+    assert (glance.answer, glance.number) == (answer, number)
+
+
+def test_exceeded_bounds_have_their_denominator(pair):
+    glance = stability_glance(Findings(pair))
+    assert glance.answer in (Answer.HOLDS, Answer.OPEN)
+    assert glance.number == f"0 of {len(pair.secants):,}"
+    assert "could not, whatever was measured" in glance.words
+    steep = pair.secants.assign(weight_change=2.0, score_change=1e-9)
+    assert stability_glance(Findings(pair.replace(secants=steep))).answer is Answer.DOES_NOT
+
+
+def test_the_weight_kept_counts_queries_with_more_keys(pair):
+    glance = within_glance(Findings(pair))
+    full = pair.queries[pair.queries["model"].str.contains("full")]
+    assert glance.number == f"{100 * full[full['keys'] > 3]['mass_k3'].median():.0f} %"
+    assert f"({(full['keys'] > 3).sum():,} queries of 1 model)" in glance.words
+
+
+def test_what_has_no_one_number_says_of_how_many_models(pair):
+    assert measured_glance("secants")(Findings(pair)).number == "2 of 2 models"

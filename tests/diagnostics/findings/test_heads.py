@@ -1,0 +1,55 @@
+"""What every head does, on queries made up by hand."""
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from semdiag.findings.findings import Findings
+from semdiag.findings.heads import first_k, head_table
+from semdiag.measurement.measurements import Measurements
+
+
+def made(attention, kept, **columns):
+    """One layer, two heads, three queries of three keys; head 1 has twice the numbers of head 0."""
+    place = pd.MultiIndex.from_product([[0], [0], [0, 1], range(3)], names=["sample", "layer", "head", "query"])
+    rows = place.to_frame(index=False)
+    queries = rows.assign(
+        model=attention, keys=3, kept=kept, dispersion=(rows["head"] + 1) * (rows["query"] + 1.0)
+    )
+    for name, value in columns.items():
+        queries[name] = value * (rows["head"] + 1)
+    loads = rows.rename(columns={"query": "key"}).assign(
+        model=attention, load=[3, 2, 1, 0, 3, 3], load_k2=[3, 2, 1, 2, 2, 2]
+    )
+    models = pd.DataFrame(
+        {"model": [attention], "source": ["semdiag"], "attention": [attention], "task": ["parity"]}
+    )
+    nothing = pd.DataFrame({"model": []})
+    return Measurements(models, queries, loads, nothing, nothing)
+
+
+def test_a_model_with_a_mask_is_described_by_its_own_load():
+    found = Findings(made("topk", 2))
+    table = found(head_table)
+    assert table[["layer", "head"]].values.tolist() == [[0, 0], [0, 1]]
+    assert table["dispersion"].tolist() == [2.0, 4.0]
+    assert table["first_key"].tolist() == [1.0, 0.0]  # loads of key 0: 3 and 0 of three queries
+    assert "mass" not in table
+    assert first_k(found) is None
+
+
+def test_a_model_that_keeps_every_key_by_that_of_its_largest_scores():
+    table = Findings(made("full", 3, dispersion_k2=1.0, mass_k2=0.25))(head_table)
+    assert table["first_key"].tolist() == pytest.approx([1.0, 2 / 3])
+    assert table["mass"].tolist() == [0.25, 0.5]
+
+
+def test_without_a_k_nothing_is_said_of_its_first_key():
+    table = Findings(made("full", 3))(head_table)
+    assert table["first_key"].isna().all()
+
+
+def test_scores_that_are_not_finite_have_no_part_in_the_median():
+    found = made("topk", 2)
+    found.queries.loc[0, "dispersion"] = np.inf
+    assert Findings(found)(head_table)["dispersion"].tolist() == [2.5, 4.0]

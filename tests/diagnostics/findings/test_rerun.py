@@ -1,0 +1,190 @@
+"""Would sparse attention do? The verdict on made-up sweeps and reruns, and its sentence."""
+
+import math
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from semdiag.findings.findings import Findings
+from semdiag.findings.k_sweep import k_sweep_summary
+from semdiag.findings.rerun import change_table, sparse_verdict
+from semdiag.measurement.probes.k_sweep import K_SWEEP_TABLE
+from semdiag.measurement.probes.rerun import RERUN_TABLE
+from semdiag.presentation.sections.k_sweep.sentences import verdict_lines
+
+KEYS, SAMPLES = 16, 12
+HARMLESS, HARMFUL = 0.001, 0.5
+
+
+def made(made_up, top=None, random=None, *, mass=None, evenness=0.5, before=0.3, samples=SAMPLES, **facts):
+    """Findings on one model with the change of loss by k, the same for all samples but for a small wave."""
+    mass = mass or {k: min(1.0, 0.5 + k / KEYS) for k in (1, 2, 4, 8, 12)}
+    rows = [(0, "dispersion", 4.0, 0), (0, "evenness", evenness, 0)]
+    for k, kept in mass.items():
+        values = (("mass", kept), ("share", k / KEYS), ("dispersion", 1.0), ("separation", 0.5), ("load", k))
+        rows += [(k, name, value, 100 if name == "mass" else 0) for name, value in values]
+    sweep = pd.DataFrame(rows, columns=["k", "quantity", "mean", "undefined"])
+    for column in K_SWEEP_TABLE.columns:
+        if column.startswith("p"):
+            sweep[column] = sweep["mean"]
+    sweep = sweep.assign(model="m", layer=-1, head=-1, queries=1000, not_positive=0)
+    table = RERUN_TABLE.empty()
+    if top is not None:
+        runs = [("none", 0, 0.0), *(("topk", k, d) for k, d in top.items())]
+        runs += [("random", k, (random or {}).get(k, 2.0)) for k in top]
+        wave = 1e-4 * np.sin(np.arange(samples))
+        parts = [
+            {
+                "model": "m", "mask": mask, "k": k, "sample": i, "targets": 5, "correct": 4, "predictions": 6,
+                "changed": 1, "classes": 4, "loss": 5 * (before + change + (wave[i] if k else 0)),
+                "divergence": 6 * abs(change), "output_change": 0.1,
+            }
+            for mask, k, change in runs
+            for i in range(samples)
+        ]  # fmt: skip
+        table = RERUN_TABLE.of_rows(parts)
+    found = made_up(("m", np.ones(8), {"attention": "full", **facts}))
+    return Findings(found.replace(sweep=K_SWEEP_TABLE.of_parts([sweep]), rerun=table))
+
+
+def of(harmless_from):
+    return {k: HARMLESS if k >= harmless_from else HARMFUL for k in (1, 2, 4, 8, 12)}
+
+
+def first_line(findings):
+    return verdict_lines(findings, "m")[0]
+
+
+def test_a_small_k_that_changes_nothing_is_plausible(made_up):
+    findings = made(made_up, of(4))
+    found = sparse_verdict(findings, "m")
+    assert (found.answer, found.k, found.measure, found.samples) == ("plausible", 4, "loss", SAMPLES)
+    assert found.low <= found.change <= found.high <= 0.01
+    assert (found.queries, found.left_out) == (900, 100)
+    assert first_line(findings).startswith(
+        "plausible: k = 4 per query (25% of the keys) changes the loss by +0.001"
+    )
+    assert first_line(findings).endswith("keeps 75.0% of the weight.")
+
+
+def test_a_k_counts_only_if_every_larger_one_is_harmless_too(made_up):
+    changes = of(4) | {8: HARMFUL}
+    found = sparse_verdict(made(made_up, changes), "m")
+    assert (found.answer, found.k) == ("not without loss", 12)  # 12 of 16 keys is hardly sparse
+
+
+def test_the_whole_interval_must_be_within_the_tolerance(made_up):
+    findings = made(made_up, of(4))
+    rerun = findings.measurements.rerun.copy()
+    some = (rerun["mask"] == "topk") & (rerun["k"] == 4)
+    rerun.loc[some, "loss"] += 0.04 * np.where(
+        np.arange(SAMPLES) % 2, 5, -5
+    )  # the mean stays, the interval is ±0.03
+    found = sparse_verdict(Findings(findings.measurements.replace(rerun=rerun)), "m")
+    assert (found.answer, found.k) == ("plausible", 8)
+
+
+def test_half_of_the_keys_is_the_most_that_is_sparse(made_up):
+    assert sparse_verdict(made(made_up, of(8)), "m").answer == "plausible"
+    findings = made(made_up, of(12))
+    assert sparse_verdict(findings, "m").answer == "not without loss"
+    assert first_line(findings).startswith("not without loss: of the k that were run, 12 (75% of the keys) is the")
+
+
+def test_where_no_k_is_harmless_the_largest_is_named(made_up):
+    findings = made(made_up, of(99))
+    assert sparse_verdict(findings, "m").answer == "not without loss"
+    assert first_line(findings).startswith("not without loss: even k = 12 per query")
+    assert "changes the loss by +0.5 nats (95 % interval +0.5 to +0.5)" in first_line(findings)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason", "words"),
+    [
+        (
+            {"evenness": 0.97, "random": of(1)},
+            "near_uniform",
+            "cannot tell: the attention is near uniform (untrained?).",
+        ),
+        ({"before": math.log(4)}, "chance", "cannot tell: the model predicts no better than chance"),
+        ({"random": of(1)}, "control", "cannot tell: as many random keys do as little harm"),
+        ({"samples": 7}, "few_samples", "cannot tell: too few samples"),
+    ],
+)
+def test_there_are_four_reasons_for_no_answer(made_up, options, reason, words):
+    findings = made(made_up, of(4), **options)
+    found = sparse_verdict(findings, "m")
+    assert (found.answer, found.reason) == ("cannot tell", reason)
+    assert first_line(findings).startswith(words)
+
+
+def test_a_loss_that_hangs_on_the_largest_scores_is_an_answer_however_even_the_weights(made_up):
+    """Trained on even pairs, 4 of 40 keys keep 32 % of the weight and the loss; 4 random ones do not."""
+    assert sparse_verdict(made(made_up, of(4), evenness=0.97), "m").answer == "plausible"
+    assert sparse_verdict(made(made_up, evenness=0.97), "m").reason == "near_uniform"  # not rerun
+
+
+def test_without_a_rerun_the_weight_is_told_and_the_command(made_up):
+    findings = made(made_up)
+    found = sparse_verdict(findings, "m")
+    assert (found.answer, found.k) == ("not rerun", 8)
+    assert first_line(findings) == (
+        "not rerun: k = 8 (50% of the keys) keeps 100.0% of the weight; what that does to the loss tells "
+        "semdiag k-sweep m --rerun."
+    )
+    none = made(made_up, mass={1: 0.2, 2: 0.3})
+    assert "no k that was asked keeps 95% of the weight" in first_line(none)
+    assert sparse_verdict(made(made_up, evenness=0.99), "m").reason == "near_uniform"
+
+
+@pytest.mark.parametrize(
+    ("attention", "said"), [("full", False), ("causal", False), ("masked", False), ("topk", True)]
+)
+def test_only_a_top_k_model_is_called_one(made_up, attention, said):
+    """Of every causal model it was said that it was "trained with k = None, so these are … of a top-k model"."""
+    lines = verdict_lines(made(made_up, of(4), attention=attention, k=5 if said else None), "m")
+    assert any("trained with top-k attention" in line for line in lines) == said
+    assert not any("None" in line for line in lines)
+
+
+def test_the_conditions_of_the_paper_follow_as_their_own_line_and_decide_nothing(made_up):
+    findings = made(made_up, of(4))
+    said = [line for line in verdict_lines(findings, "m") if "Corollary 1" in line]
+    assert len(said) == 1
+    assert not first_line(findings).count("condition")
+
+
+def test_a_fixed_mask_is_not_judged(made_up):
+    findings = Findings(made_up(("m", np.ones(8), {"attention": "banded", "k": 5})))
+    assert sparse_verdict(findings, "m").reason == "fixed_mask"
+    assert first_line(findings) == "not applicable: its mask ranks no scores."
+    (result,) = k_sweep_summary(findings)["results"]
+    assert (result["verdict"]["answer"], result["rerun"]) == ("not applicable", [])
+
+
+def test_what_the_weight_alone_would_have_said_is_proportional_to_the_weight_dropped(made_up):
+    table = change_table(made(made_up, of(4))).set_index(["mask", "k"])
+    for k in (1, 2, 4, 8, 12):
+        dropped = 1 - min(1.0, 0.5 + k / KEYS)
+        assert table.loc[("topk", k), "by_mass"] == pytest.approx(
+            HARMFUL * dropped / (0.5 - 1 / KEYS), rel=1e-3, abs=1e-9
+        )
+    row = table.loc[("topk", 1)]
+    assert (row["accuracy"], row["changed"]) == (pytest.approx(0.8), pytest.approx(1 / 6))
+    assert row["divergence"] == pytest.approx(HARMFUL)
+    assert np.isnan(table.loc[("random", 1), "by_mass"])
+
+
+def test_unequal_samples_weigh_by_their_targets(made_up):
+    findings = made(made_up, {4: 0.1})
+    rerun = findings.measurements.rerun.copy()
+    long = rerun["sample"] == 0
+    rerun.loc[long, ["targets", "loss"]] *= 100
+    rerun.loc[long & (rerun["k"] == 4), "loss"] += 500
+    row = (
+        change_table(Findings(findings.measurements.replace(rerun=rerun)))
+        .set_index(["mask", "k"])
+        .loc[("topk", 4)]
+    )
+    assert row["change"] == pytest.approx(0.1 + 500 / (500 + 55), rel=1e-3)

@@ -1,0 +1,285 @@
+"""Models run with real masks: sums against loops, how outputs are read, and budgets."""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import semdiag
+from semdiag.capturing.attention_calls import watch_attention
+from semdiag.capturing.loading import LoadedModel
+from semdiag.capturing.sparsify import TopK, sparsify
+from semdiag.findings.findings import Findings
+from semdiag.findings.rerun import budget_content, sparse_verdict
+from semdiag.measurement.conditions import Conditions
+from semdiag.measurement.probes.k_sweep import KSweepPlan, k_sweep_tables
+from semdiag.measurement.probes.key_budgets import NeededKeys, greedy
+from semdiag.measurement.probes.rerun import RERUN_TABLE, masks_of, mean_change, rerun, upper_change
+from semdiag.measurement.survey import survey
+from semdiag_models import Encoder, InputError
+
+LETTERS, LENGTH = 7, 10
+
+
+class Causal(nn.Module):
+    """One block of causal attention, to the logits of the next token."""
+
+    def __init__(self, columns=LETTERS, causal=True, width=16):
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(LETTERS, width), nn.Embedding(LENGTH, width)
+        self.qkv, self.head, self.causal = nn.Linear(width, 3 * width), nn.Linear(width, columns), causal
+
+    def forward(self, ids):
+        x = self.tokens(ids) + self.places.weight[: ids.shape[1]]
+        q, k, v = (3 * part for part in self.qkv(x)[:, None].chunk(3, -1))
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
+        return self.head(x + mixed[:, 0])
+
+
+def made(kind=Causal, **options):
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return kind(**options).double().eval()
+
+
+def ids(samples=9):
+    return torch.randint(LETTERS, (samples, LENGTH), generator=torch.Generator().manual_seed(1))
+
+
+def loaded(module, **more):
+    return LoadedModel("own:model", "", module, "factory", "unknown", **more)
+
+
+def run(module, batches):
+    return rerun(loaded(module), batches, None, [("topk", 2, TopK(2))])
+
+
+def test_the_sums_of_an_encoder_are_those_of_the_encoder_made_with_top_k(wild_encoder, padded_tokens):
+    encoder, (tokens, labels) = wild_encoder("full", 0.7), padded_tokens
+    again = rerun(replace(loaded(encoder), source="python"), [tokens[:4], tokens[4:]], labels, masks_of([2], 0))
+    assert {name: str(t) for name, t in again.dtypes.items()} == RERUN_TABLE.columns
+    other = Encoder(replace(encoder.config, attention="topk", k=2)).double().eval()
+    other.load_state_dict(encoder.state_dict())
+    with torch.no_grad():
+        p, q = (one(tokens).log_softmax(-1) for one in (encoder, other))
+    for mask, said in (("none", p), ("topk", q)):
+        rows = again[again["mask"] == mask].sort_values("sample").reset_index(drop=True)
+        for i in range(7):
+            row = rows.loc[i]
+            assert (row["targets"], row["predictions"], row["classes"]) == (1, 1, 2)
+            assert row["loss"] == pytest.approx(-said[i, labels[i]].item(), rel=1e-9)
+            assert row["correct"] == (said[i].argmax() == labels[i])
+            assert row["changed"] == (said[i].argmax() != p[i].argmax())
+            kl = sum(math.exp(a) * (a - b) for a, b in zip(p[i].tolist(), said[i].tolist(), strict=True))
+            assert row["divergence"] == pytest.approx(kl, abs=1e-9)
+    assert sorted(again["mask"].unique()) == ["none", "random", "topk"]
+    change = mean_change(again, "topk", 2)
+    want = np.mean([(p - q)[i, labels[i]].item() for i in range(7)])
+    assert change == ("loss", pytest.approx(want, rel=1e-9))
+
+
+def test_the_upper_end_is_that_of_a_ratio_of_sums():
+    again = run(made(), [ids(30)])
+    rows = {mask: again[again["mask"] == mask].sort_values("sample") for mask in ("none", "topk")}
+    change = (rows["topk"]["loss"].to_numpy() - rows["none"]["loss"].to_numpy()) / (LENGTH - 1)
+    want = change.mean() + 2 * change.std(ddof=1) / math.sqrt(30)  # as many targets in each sample
+    assert upper_change(again, "topk", 2) == pytest.approx(want, rel=1e-9)
+
+
+def test_a_causal_model_is_judged_by_its_next_tokens():
+    model, tokens = made(), ids()
+    again = run(model, [tokens[:5], tokens[5:]])
+    with torch.no_grad(), sparsify(model, TopK(2)):
+        said = model(tokens).log_softmax(-1)
+    rows = again[again["mask"] == "topk"].set_index("sample")
+    for i in range(len(tokens)):
+        loss = -sum(said[i, t, tokens[i, t + 1]].item() for t in range(LENGTH - 1))
+        assert rows.loc[i, "loss"] == pytest.approx(loss, rel=1e-9)
+        assert (rows.loc[i, "targets"], rows.loc[i, "predictions"]) == (LENGTH - 1, LENGTH)
+
+
+@pytest.mark.parametrize(
+    ("model", "measure"),
+    [
+        (
+            lambda: made(causal=False),
+            "output_change",
+        ),  # the last token is seen by all: its logits tell the next one
+        (lambda: made(columns=LETTERS + 1), "output_change"),  # hidden states, not one column a token
+    ],
+)
+def test_what_predicts_no_next_token_is_judged_by_its_outputs(model, measure):
+    model, tokens = model(), ids()
+    again = run(model, [tokens])
+    assert again["targets"].sum() == 0
+    with torch.no_grad():
+        before = model(tokens)
+        with sparsify(model, TopK(2)):
+            change = (model(tokens) - before).flatten(1).norm(dim=1) / before.flatten(1).norm(dim=1)
+    assert mean_change(again, "topk", 2) == (measure, pytest.approx(change.mean().item(), rel=1e-9))
+
+
+def test_labels_of_a_batch_and_padding_are_respected():
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.LlamaConfig(vocab_size=LETTERS, **sizes, initializer_range=0.5)
+    model = transformers.LlamaForCausalLM(config).double().eval()
+    batch = {"input_ids": ids(3), "attention_mask": torch.ones(3, LENGTH, dtype=torch.int64)}
+    batch["attention_mask"][0, :4] = 0
+    again = run(model, [batch])
+    assert again[again["mask"] == "none"]["targets"].tolist() == [5, 9, 9]
+    labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+    labels[1] = -100
+    with_labels = run(model, [{**batch, "labels": labels}])
+    rows = with_labels[with_labels["mask"] == "none"]
+    assert rows["targets"].tolist() == [
+        6,
+        0,
+        9,
+    ]  # the first real token has no reader but padding, as in transformers
+    with torch.no_grad():
+        own = model(**batch, labels=labels).loss
+    assert rows["loss"].sum() / rows["targets"].sum() == pytest.approx(own.item(), rel=1e-5)
+
+
+def test_a_model_whose_output_holds_no_numbers_is_refused():
+    class Odd(Causal):
+        def forward(self, tokens):
+            super().forward(tokens)
+            return "done"
+
+    with pytest.raises(InputError, match="holds no tensor"):
+        run(made(Odd), [ids()])
+
+
+def test_attention_that_cannot_be_masked_stops_a_rerun():
+    class Odd(Causal):
+        def forward(self, tokens):
+            x = self.tokens(tokens)
+            return super().forward(tokens) + self.head((-torch.cdist(x, x)).softmax(-1) @ x)
+
+    with pytest.raises(InputError, match="softmax"):
+        run(made(Odd), [ids()])
+
+
+# ------------------------------------------------------------------------------------------------- budgets
+
+
+def test_needed_keys_are_those_of_sorted_weights():
+    model, tokens, calls, needed = made(), ids(), [], NeededKeys(min_keys=3)
+    with torch.no_grad(), watch_attention(model, lambda call: (calls.append(call), needed.add(call))):
+        model(tokens)
+    (call,) = calls
+    scores = call.part().scores(torch.float64)
+    found = []
+    for level in (0.5, 0.9, 0.99):
+        wants = []
+        for b in range(len(tokens)):
+            for i in range(2, LENGTH):
+                p = scores[b, 0, i, : i + 1].softmax(-1).sort(descending=True).values.tolist()
+                wants.append(next(n for n in range(1, i + 2) if sum(p[:n]) >= level - 1e-12))
+        wants.sort()
+        found.append(wants[math.ceil(0.95 * len(wants)) - 1])
+        assert needed.smallest(level) == {("", 0): [found[-1]]}
+    assert found == sorted(found)
+    assert needed.blocks == [1]
+
+
+def test_a_greedy_budget_stays_within_its_tolerance_and_is_smaller_than_the_start():
+    needed = NeededKeys()
+    needed.layers = {("a", 0): 0, ("b", 0): 1}
+    for place, factor in ((("a", 0), 1), (("b", 0), 3)):
+        for step, level in enumerate((0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 0.999)):
+            counts = np.zeros((1, 60), np.int64)
+            counts[0, (step + 1) * factor] = 1
+            needed.counts[place, 1, level] = counts
+
+    def cost(budget):  # only the first place matters
+        return max(0, 6 - budget["a", 0][0])
+
+    assert greedy(needed, cost, 0.5, 100) == {("a", 0): [6], ("b", 0): [1]}
+    assert greedy(needed, lambda budget: 1.0, 0.5, 100) is None
+
+
+def test_blocks_are_counted_where_there_are_several():
+    needed, generator = NeededKeys(), torch.Generator().manual_seed(0)
+
+    class Long(nn.Module):
+        def forward(self, q, k):
+            return F.scaled_dot_product_attention(q, k, k)
+
+    q, k = torch.randn(1, 2, 3, 4, generator=generator), torch.randn(1, 2, 150, 4, generator=generator)
+    model, calls = Long(), []
+    with torch.no_grad(), watch_attention(model, lambda call: (calls.append(call), needed.add(call))):
+        model(q, k)
+    weights = calls[0].scores(torch.float64).softmax(-1)
+    assert needed.blocks == [1, 64, 128]
+    for block, parts in ((64, (64, 64, 22)), (128, (128, 22))):
+        sums = (
+            torch.stack([part.sum(-1) for part in weights.split(parts, -1)], -1).sort(-1, descending=True).values
+        )
+        most = (1 + (sums.cumsum(-1) < 0.8).sum(-1)).amax(-1)[0].tolist()
+        assert needed.smallest(0.8, block) == {("", 0): most}
+
+
+def test_a_budget_file_reproduces_the_stated_loss(tmp_path):
+    model, tokens = made(), ids(40)
+    plan = KSweepPlan(4, rerun=True, budget=True, tolerance=0.1)
+    found = survey([loaded(model, batches=[tokens])], Conditions(plans=(plan,), dtype="float64"))
+    content = budget_content(Findings(found), "own:model")
+    path = tmp_path / "budget.json"
+    path.write_text(json.dumps(content), encoding="utf-8")
+    assert content["schema"] == "semdiag.budget/1"
+    assert list(content["budgets"]) == ["mass-95", "mass-99", "loss"]
+    for name, budget in content["budgets"].items():
+        first, last = budget["tested"]["samples"]
+        assert (first, last) == (20, 39)
+        keep = semdiag.read_budget(path, name)
+        assert keep == {("", 0): TopK(tuple(budget["layers"][0]["k"]))}
+        own = tokens[first : last + 1]
+        with torch.no_grad():
+            before = F.cross_entropy(model(own)[:, :-1].flatten(0, 1), own[:, 1:].flatten()).item()
+            with sparsify(model, keep):
+                after = F.cross_entropy(model(own)[:, :-1].flatten(0, 1), own[:, 1:].flatten()).item()
+        assert budget["tested"]["without_mask"] == pytest.approx(before, rel=1e-9)
+        assert budget["tested"]["change"] == pytest.approx(after - before, abs=1e-9)
+    assert semdiag.read_budget(path) == semdiag.read_budget(path, "loss")
+    with pytest.raises(InputError, match="no budget called mass-50"):
+        semdiag.read_budget(path, "mass-50")
+    path.write_text("{}", encoding="utf-8")
+    with pytest.raises(InputError, match="is no budget"):
+        semdiag.read_budget(path)
+
+
+def test_the_sweep_says_what_the_rerun_said():
+    tables = k_sweep_tables(made(), ids(), plan=KSweepPlan(4, rerun=True, ks=(2, 4)), dtype=torch.float64)
+    sweep, again = tables["sweep"], tables["rerun"]
+    assert set(again["k"]) == {0, 2, 4}
+    same = sweep[sweep["quantity"] == "same_prediction"].set_index("k")["mean"]
+    rows = again[again["mask"] == "topk"]
+    for k in (2, 4):
+        own = rows[rows["k"] == k]
+        assert same[k] == pytest.approx(1 - (own["changed"] / own["predictions"]).mean())
+    assert tables["budgets"].empty
+
+
+def test_plans_that_make_no_sense_are_refused():
+    for wrong in ({"tolerance": 0.0}, {"ks": (0,)}, {"budget": True}):
+        with pytest.raises(InputError):
+            KSweepPlan(**wrong)
+
+
+@pytest.mark.slow
+def test_the_untrained_model_of_the_docs_gets_no_answer(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[4]))
+    plan = KSweepPlan(8, rerun=True, ks=(4,))
+    findings = Findings(survey([semdiag.load("docs.causal_model:untrained")], Conditions(plans=(plan,))))
+    found = sparse_verdict(findings, "docs.causal_model:untrained")
+    assert (found.answer, found.reason, found.measure) == ("cannot tell", "near_uniform", "loss")
+    assert abs(found.change) < 0.01

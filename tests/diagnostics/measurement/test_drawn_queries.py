@@ -1,0 +1,173 @@
+"""Measuring some queries of every sequence and head, and more queries than are kept one by one."""
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import semdiag
+from semdiag.measurement.kept_rows import KeptRows
+from semdiag.measurement.measure import measure
+from semdiag.measurement.percentiles import percentiles
+from semdiag.measurement.probes.k_sweep import KSweepPlan, k_sweep
+from semdiag_models import Encoder, InputError
+
+PLACE = ["sample", "layer", "head", "query"]
+
+
+class Causal(nn.Module):
+    """Two heads of causal attention over vectors of 8 numbers."""
+
+    def forward(self, x, attention_mask=None):
+        q = x.unflatten(-1, (2, 4)).transpose(1, 2)
+        return nn.functional.scaled_dot_product_attention(q, 2 * q, q, is_causal=True)
+
+
+@pytest.fixture
+def vectors():
+    return torch.randn(5, 40, 8, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture
+def encoder(tiny_config):
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        return Encoder(tiny_config("topk", 3)).eval()
+
+
+def ordered(table):
+    return table.sort_values(PLACE, ignore_index=True)
+
+
+def assert_some_of(drawn, whole):
+    """Rows of the whole, to the last digit that another strip of scores leaves."""
+    assert not drawn.duplicated(PLACE).any()
+    both = drawn.merge(whole, on=PLACE, suffixes=("", "_whole"))
+    assert len(both) == len(drawn)
+    for name in whole.columns.drop([*PLACE, "model"]):
+        np.testing.assert_allclose(both[name], both[f"{name}_whole"], rtol=1e-5, atol=1e-5, err_msg=name)
+
+
+def test_drawn_queries_are_rows_of_the_whole_whatever_the_batches(vectors, encoder):
+    tokens = torch.randint(2, (6, 12), generator=torch.Generator().manual_seed(2))
+    for model, inputs, share in ((Causal(), vectors, 8 / 40), (encoder, tokens, 8 / 12)):
+        whole = measure(model, inputs, k=(2,))
+        drawn, again = (measure(model, inputs, k=(2,), queries=8, seed=3, batch_size=n) for n in (100, 2))
+        assert drawn.models["share"].item() == pytest.approx(share)
+        assert drawn.models["attention"].item() == whole.models["attention"].item()
+        assert set(drawn.queries.groupby(["sample", "layer", "head"]).size()) == {8}
+        assert_some_of(drawn.queries.drop(columns="stratum"), whole.queries)
+        pd.testing.assert_frame_equal(ordered(drawn.queries), ordered(again.queries))
+        assert not ordered(measure(model, inputs, queries=8, seed=4).queries).equals(ordered(drawn.queries))
+        assert len(drawn.loads) == len(whole.loads)
+        kept = drawn.queries["kept"].sum()
+        assert drawn.loads["load"].sum() == kept
+
+
+def test_short_sequences_give_as_large_a_share(vectors):
+    real = torch.arange(40) < torch.tensor([[40], [20], [10], [4], [0]])
+    drawn = measure(Causal(), vectors, real=real, queries=10).queries
+    assert drawn.groupby("sample").size().to_dict() == {0: 20, 1: 10, 2: pytest.approx(5, abs=1), 3: 2}
+    assert (drawn["query"] < real.sum(1).numpy()[drawn["sample"]]).all()
+
+
+def test_as_many_as_there_are_is_all_of_them(vectors):
+    whole, asked = measure(Causal(), vectors), measure(Causal(), vectors, queries=40)
+    pd.testing.assert_frame_equal(whole.queries, asked.queries)
+    assert asked.models["share"].item() == 1
+
+
+def test_nothing_of_size_length_by_length_is_held():
+    class Watch(TorchDispatchMode):
+        largest = 0
+
+        def __torch_dispatch__(self, operation, types, arguments=(), options=None):
+            result = operation(*arguments, **(options or {}))
+            for value in result if isinstance(result, tuple | list) else [result]:
+                if isinstance(value, torch.Tensor) and value.device.type == "cpu":
+                    self.largest = max(self.largest, value.untyped_storage().nbytes())
+            return result
+
+    length, model = 6000, Causal()
+    x = torch.randn(1, length, 8)
+    with semdiag.capture(model, k=2, queries=16) as calls, Watch() as watch:
+        model(x)
+    assert len(calls.dispersion()) == 32
+    assert calls.share == 16 / length
+    assert watch.largest < length**2  # bytes; a mask alone would have as many
+
+
+def test_the_sweep_draws_the_same_and_estimates(vectors):
+    whole = k_sweep(Causal(), vectors, plan=KSweepPlan(6))
+    drawn = k_sweep(Causal(), vectors, plan=KSweepPlan(6), queries=20)
+    assert set(drawn["queries"][drawn["quantity"] == "dispersion"]) == {100, 200}
+    means = [
+        table.query("quantity == 'mass' and layer == -1 and k == 4")["mean"].item() for table in (whole, drawn)
+    ]
+    assert means[1] == pytest.approx(means[0], abs=0.05)
+    rows = measure(Causal(), vectors, k=(4,), queries=20).queries
+    some = rows["keys"] > 4  # of the others all is kept
+    assert rows["mass_k4"][some].mean() == pytest.approx(means[1], rel=1e-5)
+
+
+@pytest.mark.parametrize("queries", [1, 0, -3])
+def test_too_few_are_refused(vectors, queries):
+    said = rf"^Queries to draw per sample and head must be at least 2\. Got {queries}\.$"
+    with pytest.raises(InputError, match=said):
+        measure(Causal(), vectors, queries=queries)
+    with pytest.raises(InputError, match=r"real=mask"):
+        measure(Causal(), vectors, queries=torch.ones(5, 40, dtype=torch.bool))
+
+
+def test_batches_of_a_generator_are_read_one_at_a_time(vectors, encoder):
+    open_batches = []
+
+    def batches():
+        for part in vectors.split(2):
+            open_batches.append(len(part))
+            yield part
+
+    seen = []
+    found = measure(Causal(), batches(), after_batch=lambda n: seen.append((n, len(open_batches))))
+    assert seen == [(2, 1), (2, 2), (1, 3)]
+    pd.testing.assert_frame_equal(ordered(found.queries), ordered(measure(Causal(), vectors).queries))
+    with pytest.raises(InputError, match="Token id 9 is out of range"):
+        measure(encoder, iter([torch.tensor([[0, 1, 9]])]))
+    with pytest.raises(InputError, match="number of samples is 0"):
+        measure(Causal(), iter([]))
+
+
+def test_below_the_limit_tables_are_the_same_above_it_numbers_and_extremes_are_exact(vectors):
+    whole = measure(Causal(), vectors, k=(3,))
+    same = measure(Causal(), vectors, k=(3,), max_queries=len(whole.queries))
+    pd.testing.assert_frame_equal(same.queries, whole.queries)
+    assert same.sketches.empty
+    above = measure(Causal(), vectors, k=(3,), max_queries=100, min_keys=2)
+    rows = whole.queries[whole.queries["keys"] >= 2]
+    assert len(above.queries) <= 100
+    assert 0 < above.models["share"].item() <= 1 / 4
+    for quantity, table in (("dispersion", rows), ("separation_k3", rows), ("load", whole.loads)):
+        for layer, head in ((0, 0), (0, 1), (0, -1), (-1, -1)):
+            own = table if head < 0 else table[table["head"] == head]
+            exact = percentiles(own[quantity])
+            found = above.sketches.query(f"quantity == '{quantity}' and layer == {layer} and head == {head}")
+            for name in ("queries", "p0", "p100", "undefined", "not_positive"):
+                assert found[name].item() == exact[name], (quantity, name)
+            assert found["mean"].item() == pytest.approx(exact["mean"], rel=1e-12)
+
+
+def test_a_sketch_stays_within_its_error_in_rank():
+    """60 quantiles of 400,000 numbers: the stated error holds in 99 % of streams; twice of it is far beyond."""
+    rng, kept, values = np.random.default_rng(0), KeptRows(1000, ("layer", "head")), []
+    for part in range(40):
+        values.append(rng.normal(size=10_000))
+        kept.add({"layer": np.full(10_000, part % 3), "head": np.arange(10_000) % 2, "x": values[-1]})
+    every = np.sort(np.concatenate(values))
+    assert sum(len(part["x"]) for part in kept.parts) <= 1000
+    pooled = next(row for row in kept.sketched() if row["layer"] == -1)
+    assert (pooled["queries"], pooled["p0"], pooled["p100"]) == (len(every), every[0], every[-1])
+    for level in (1, 5, 25, 50, 75, 95, 99):
+        rank = np.searchsorted(every, pooled[f"p{level}"]) / len(every)
+        assert abs(rank - level / 100) < 2 * pooled["rank_error"] < 0.003

@@ -1,0 +1,82 @@
+"""Nothing that a file says brings the program down: 5,000 mutated files, 216 reports, 100 command lines."""
+
+import json
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from semdiag.capturing.loading import load
+from semdiag.findings.findings import Findings
+from semdiag.findings.gate.drift import tracked_numbers
+from semdiag.findings.strict_json import json_ready, schema
+from semdiag.measurement.conditions import Conditions
+from semdiag.measurement.probes.bounds.probe import BoundsPlan
+from semdiag.measurement.probes.k_sweep import KSweepPlan
+from semdiag.measurement.probes.loss.lipschitz import LipschitzPlan
+from semdiag.measurement.probes.noise.masks import NoisePlan
+from semdiag.measurement.probes.noise.secants import SecantsPlan
+from semdiag.measurement.survey import survey
+
+pytestmark = pytest.mark.slow
+INPUTS, COMMANDS, REPORTS, SEED = 5000, 104, 216, 20261121
+GIBIBYTE = 2**20  # in KiB
+
+
+@pytest.fixture
+def good(tmp_path, tiny_runs, paper_code):
+    """A folder with a good file for every reader."""
+    model = load(tiny_runs.full)
+    tokens = torch.randint(2, (4, 12), generator=torch.Generator().manual_seed(0))
+    plans = SecantsPlan(), BoundsPlan(), NoisePlan(draws=1), KSweepPlan(), LipschitzPlan()
+    measured = survey([model], Conditions(samples=4, k=(3,), plans=plans))
+    (tmp_path / "last.pt").write_bytes((tiny_runs.full / "last.pt").read_bytes())
+    (tmp_path / "paper.pt").write_bytes(paper_code.checkpoint.read_bytes())
+    (tmp_path / "config.json").write_bytes(paper_code.config_file.read_bytes())
+    np.save(tmp_path / "tokens.npy", tokens.numpy())
+    np.savez_compressed(tmp_path / "tokens.npz", tokens=tokens.numpy())
+    torch.save({"tokens": tokens}, tmp_path / "tokens.pt")
+    (tmp_path / "text.txt").write_text("the cat sat on the mat\nthe dog lay in the hall\n" * 4, encoding="utf-8")
+    (tmp_path / "sweep.toml").write_text(
+        'epochs = 1\n[grid]\ntask = ["parity"]\nattention = ["full", { attention = "topk", k = [1, 2] }]\n'
+    )
+    models = Findings(measured)(tracked_numbers)
+    (tmp_path / "baseline.json").write_text(json.dumps(json_ready({"schema": schema("check"), "models": models})))
+    (tmp_path / "monitor.csv").write_text("step,layer\n0,0\n1,0\n")
+    measured.save(tmp_path)
+    if find_spec("transformers"):
+        import transformers
+
+        sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+        with torch.random.fork_rng():
+            tiny = transformers.BertModel(transformers.BertConfig(vocab_size=20, **sizes))
+        tiny.save_pretrained(tmp_path / "hf")
+    (tmp_path / "mutated").mkdir()
+    measured.save(tmp_path / "mutated")
+    if (tmp_path / "hf").exists():
+        shutil.copytree(tmp_path / "hf", tmp_path / "mutated" / "hf")
+    return tmp_path
+
+
+def test_no_mutated_file_ends_in_anything_but_a_reading_or_a_refusal(good):
+    script = Path(__file__).parents[1] / "fuzz.py"
+    words = [sys.executable, "-W", "ignore", str(script), str(good), *map(str, (SEED, INPUTS, COMMANDS, REPORTS))]
+    done = subprocess.run(words, capture_output=True, encoding="utf-8", timeout=1800, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout)
+    print(json.dumps(found, indent=1))  # shown by pytest -s
+    every = sum((Counter(classes) for classes in found["in process"].values()), Counter())
+    assert set(every) == {"read", "refused"}
+    assert sum(every.values()) >= 5000
+    assert set(found["by command line"]) <= {"exit 0", "exit 1", "exit 2"}
+    assert sum(found["by command line"].values()) >= 100
+    assert set(found["reports"]) <= {"exit 0", "exit 2"}
+    assert sum(found["reports"].values()) >= 216
+    assert not found["executed"]
+    assert found["largest KiB"] < 2 * GIBIBYTE
