@@ -24,7 +24,7 @@ from semdiag_models.optimization import (
     set_learning_rate,
 )
 from semdiag_models.run_lock import RunLock
-from semdiag_models.step import Stack
+from semdiag_models.step.stack import Stack
 from semdiag_models.tasks import task_of
 from semdiag_models.training_config import TrainingConfig
 

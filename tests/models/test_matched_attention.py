@@ -5,7 +5,6 @@ import contextlib
 import pytest
 import torch
 
-from semdiag_models import step
 from semdiag_models.checkpoint import read_checkpoint
 from semdiag_models.encoder import AttentionCore, Encoder
 from semdiag_models.model_config import ModelConfig
@@ -13,6 +12,7 @@ from semdiag_models.random_state import random_state
 from semdiag_models.run_folder import open_run, train_run
 from semdiag_models.seed_runs import open_seed_runs
 from semdiag_models.stacking import train_together
+from semdiag_models.step import stack as by_hand_step
 from semdiag_models.training import Trainer
 
 CPU = torch.device("cpu")
@@ -225,14 +225,14 @@ def test_seeds_together_draw_their_own_selections(tmp_path, tiny_model, tiny_tra
 def test_the_step_by_hand_is_torchs_step(kind, short, monkeypatch):
     """Loss, gradients and moved centroids, with masked matrices (short) and with gathered keys."""
     if not short:
-        monkeypatch.setattr(step, "SHORT", 0)
+        monkeypatch.setattr(by_hand_step, "SHORT", 0)
     labels, results = torch.tensor([0, 1, 1]), []
     for by_hand in (True, False):
         torch.manual_seed(0)
         model = encoder(kind).train()
         torch.manual_seed(1)  # redrawn keys
         if by_hand:
-            stack = step.Stack([model])
+            stack = by_hand_step.Stack([model])
             stack.load()
             loss = stack.differentiate(TOKENS[None], labels[None])[0]
             gradients = dict(stack.parts(stack.gradients, 0))

@@ -13,8 +13,8 @@ from semdiag_models.encoder import ACTIVATION_FUNCTIONS, Encoder
 from semdiag_models.errors import InputError
 from semdiag_models.model_config import ACTIVATIONS, ModelConfig
 from semdiag_models.random_state import random_state, restore_random_state
-from semdiag_models.step import Stack
-from semdiag_models.step_attention import SHORT, _largest
+from semdiag_models.step.attention import SHORT, _largest
+from semdiag_models.step.stack import Stack
 
 CPU = torch.device("cpu")
 PAD = 4

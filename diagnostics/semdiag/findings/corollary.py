@@ -13,9 +13,9 @@ from semdiag.findings.estimates import require_every_query
 from semdiag.findings.finding import Finding, Verdict, agreed
 from semdiag.findings.findings import Findings
 from semdiag.findings.pairing import Pair, differences
-from semdiag.mathematics.attention_bounds import HeadNorms, attention_map_bound_from_load
 from semdiag.mathematics.attention_rows import AttentionRows, fixed_mask_rows
-from semdiag.mathematics.corollary import (
+from semdiag.mathematics.bounds.attention_bounds import HeadNorms, attention_map_bound_from_load
+from semdiag.mathematics.bounds.corollary import (
     Condition,
     paper_fixed_mask_control,
     paper_input_condition,

@@ -11,7 +11,7 @@ from semdiag.findings.estimates import drawing, drawn
 from semdiag.findings.findings import Findings
 from semdiag.findings.rerun import change_table, sparse_verdict
 from semdiag.findings.strict_json import MODEL_FACTS, Summary, json_object
-from semdiag.mathematics.corollary import paper_input_condition, paper_weight_condition
+from semdiag.mathematics.bounds.corollary import paper_input_condition, paper_weight_condition
 from semdiag.measurement.table import ALL
 
 SCOPE = (

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from semdiag.mathematics.bound import Assumption
+from semdiag.mathematics.bounds.bound import Assumption
 from semdiag.mathematics.logarithms import Real, broadcast
 from semdiag.mathematics.softmax_stability import (
     fixed_mask_row_stability,

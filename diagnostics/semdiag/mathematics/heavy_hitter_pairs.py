@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from semdiag.mathematics.bound import Assumption, Bound, merged
+from semdiag.mathematics.bounds.bound import Assumption, Bound, merged
 from semdiag.mathematics.logarithms import float64
 from semdiag.mathematics.softmax_stability import heavy_hitter_stability
 

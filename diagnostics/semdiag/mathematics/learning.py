@@ -6,7 +6,7 @@ The bounds are here to show what the theory would say: as ratios, marked "assump
 
 import math
 
-from semdiag.mathematics.bound import Assumption, Bound
+from semdiag.mathematics.bounds.bound import Assumption, Bound
 from semdiag.mathematics.logarithms import Real, float64
 
 

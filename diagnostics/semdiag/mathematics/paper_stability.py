@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from semdiag.mathematics.bound import Assumption, Bound
+from semdiag.mathematics.bounds.bound import Assumption, Bound
 from semdiag.mathematics.logarithms import Real, float64, log_one_plus_inverse
 from semdiag.mathematics.softmax_stability import (
     fixed_mask_stability,

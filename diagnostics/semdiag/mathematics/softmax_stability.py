@@ -8,7 +8,7 @@ import math
 import torch
 from torch import Tensor
 
-from semdiag.mathematics.bound import Assumption, Bound
+from semdiag.mathematics.bounds.bound import Assumption, Bound
 from semdiag.mathematics.logarithms import Real, broadcast, float64, log_one_plus_inverse, log_sum
 
 

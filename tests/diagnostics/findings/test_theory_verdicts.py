@@ -13,7 +13,7 @@ from semdiag.findings.finding import Finding, Verdict, agreed, of_rows
 from semdiag.findings.findings import Findings
 from semdiag.findings.pairing import compared_pairs, differences, find_pairs, pairs_against
 from semdiag.findings.stability import stability_findings
-from semdiag.mathematics.corollary import paper_input_condition, paper_weight_condition
+from semdiag.mathematics.bounds.corollary import paper_input_condition, paper_weight_condition
 from semdiag.measurement.probes.bounds.constants import CONSTANTS, PARAMETERS
 from semdiag.measurement.probes.noise.secants import SECANTS
 from semdiag.measurement.tables import OUT_OF_REACH, REMARKS

@@ -10,21 +10,21 @@ import pytest
 ROOT = Path(__file__).parents[3]
 DOCUMENT = (ROOT / "docs" / "theory.md").read_text(encoding="utf-8")
 ANCHORS = set(re.findall(r'<a id="([\w-]+)"></a>', DOCUMENT))
-SOURCES = sorted((ROOT / "diagnostics" / "semdiag" / "mathematics").glob("*.py"))
+SOURCES = sorted((ROOT / "diagnostics" / "semdiag" / "mathematics").rglob("*.py"))
 WITH_FORMULAS = (
     "softmax_stability",
     "paper_stability",
     "softmax_secants",
     "heavy_hitter_pairs",
     "spectral_norms",
-    "layer_constants",
+    "bounds.layer_constants",
     "attention_rows",
-    "attention_bounds",
-    "local_bounds",
-    "paper_attention_bounds",
-    "block_bounds",
-    "network_bounds",
-    "corollary",
+    "bounds.attention_bounds",
+    "bounds.local_bounds",
+    "bounds.paper_attention_bounds",
+    "bounds.block_bounds",
+    "bounds.network_bounds",
+    "bounds.corollary",
     "learning",
     "mask_stability",
     "planes",

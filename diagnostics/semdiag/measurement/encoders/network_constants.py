@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 
 from semdiag.capturing.attention_kinds import BOUNDED, HEAVY_HITTERS
-from semdiag.mathematics.attention_bounds import HeadNorms
-from semdiag.mathematics.block_bounds import AttentionConstants, BlockConstants, MlpConstants
-from semdiag.mathematics.bound import Assumption, Bound
-from semdiag.mathematics.layer_constants import ACTIVATION_LIPSCHITZ, normalisation_lipschitz, query_norm
-from semdiag.mathematics.local_bounds import ONE_PARAMETER_VECTOR
-from semdiag.mathematics.network_bounds import (
+from semdiag.mathematics.bounds.attention_bounds import HeadNorms
+from semdiag.mathematics.bounds.block_bounds import AttentionConstants, BlockConstants, MlpConstants
+from semdiag.mathematics.bounds.bound import Assumption, Bound
+from semdiag.mathematics.bounds.layer_constants import ACTIVATION_LIPSCHITZ, normalisation_lipschitz, query_norm
+from semdiag.mathematics.bounds.local_bounds import ONE_PARAMETER_VECTOR
+from semdiag.mathematics.bounds.network_bounds import (
     Readout,
     log_embedding_constant,
     log_paper_parameter_bounds,
@@ -20,7 +20,7 @@ from semdiag.mathematics.network_bounds import (
     network_assumptions,
     network_bound,
 )
-from semdiag.mathematics.paper_attention_bounds import paper_attention_map_bound, paper_bilinear_form_bound
+from semdiag.mathematics.bounds.paper_attention_bounds import paper_attention_map_bound, paper_bilinear_form_bound
 from semdiag.mathematics.spectral_norms import spectral_norm
 from semdiag.measurement.encoders.traces import InputTraces, LayerTrace
 from semdiag.measurement.encoders.weights import BlockWeights, block_weights, embedding_scale

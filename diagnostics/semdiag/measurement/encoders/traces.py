@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 from semdiag.capturing.attention_kinds import HEAVY_HITTERS, rows_of
 from semdiag.capturing.block_calls import BlockCall, watch_blocks
-from semdiag.mathematics.attention_bounds import HeadNorms, attention_map_bound, bilinear_form_bound
 from semdiag.mathematics.attention_rows import AttentionRows
-from semdiag.mathematics.layer_constants import query_norm
-from semdiag.mathematics.local_bounds import local_attention_map_bound, local_rows
+from semdiag.mathematics.bounds.attention_bounds import HeadNorms, attention_map_bound, bilinear_form_bound
+from semdiag.mathematics.bounds.layer_constants import query_norm
+from semdiag.mathematics.bounds.local_bounds import local_attention_map_bound, local_rows
 from semdiag.measurement.calls.scored_rows import ScoredRows, scored_rows
 from semdiag.measurement.encoders.weights import block_weights
 from semdiag_models import Encoder

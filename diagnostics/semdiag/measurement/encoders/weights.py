@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from semdiag.mathematics.layer_constants import split_columns, split_rows
+from semdiag.mathematics.bounds.layer_constants import split_columns, split_rows
 from semdiag.mathematics.spectral_norms import (
     bilinear_form_norm,
     paper_code_bilinear_norm,

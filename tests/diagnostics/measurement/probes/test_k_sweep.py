@@ -10,7 +10,7 @@ import torch
 from semdiag.capturing.attention_calls import watch_attention
 from semdiag.findings.findings import Findings
 from semdiag.findings.k_sweep import condition_table, conditions_met
-from semdiag.mathematics.corollary import paper_input_condition, paper_weight_condition
+from semdiag.mathematics.bounds.corollary import paper_input_condition, paper_weight_condition
 from semdiag.mathematics.paper_stability import paper_heavy_hitter_stability
 from semdiag.mathematics.softmax_stability import fixed_mask_stability, heavy_hitter_stability
 from semdiag.measurement.measure import measure

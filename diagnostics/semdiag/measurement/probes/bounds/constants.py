@@ -9,9 +9,9 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from semdiag.mathematics.block_bounds import log_input_constant
-from semdiag.mathematics.bound import Assumption
-from semdiag.mathematics.layer_constants import query_norm
+from semdiag.mathematics.bounds.block_bounds import log_input_constant
+from semdiag.mathematics.bounds.bound import Assumption
+from semdiag.mathematics.bounds.layer_constants import query_norm
 from semdiag.mathematics.logarithms import log
 from semdiag.measurement.encoders.network_constants import BlockForms, NetworkForms, network_forms
 from semdiag.measurement.encoders.traces import trace_inputs

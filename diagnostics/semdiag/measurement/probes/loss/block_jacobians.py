@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from semdiag.mathematics.block_bounds import log_input_constant
+from semdiag.mathematics.bounds.block_bounds import log_input_constant
 from semdiag.mathematics.power_iteration import token_jacobian_norm
 from semdiag.measurement.encoders.network_constants import network_forms
 from semdiag.measurement.encoders.traces import trace_inputs

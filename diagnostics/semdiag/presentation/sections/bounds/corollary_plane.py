@@ -13,7 +13,7 @@ from semdiag.findings.finding import Verdict
 from semdiag.findings.findings import Findings
 from semdiag.findings.pairing import compared_pairs
 from semdiag.findings.published import published_table
-from semdiag.mathematics.corollary import paper_input_condition, paper_weight_condition
+from semdiag.mathematics.bounds.corollary import paper_input_condition, paper_weight_condition
 from semdiag.presentation.drawing.panels import NothingToDrawError
 from semdiag.presentation.drawing.style import (
     ATTENTION_STYLES,

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 
 from semdiag.capturing.loading import load
 from semdiag.findings.bounds import SCOPE
+from semdiag.mathematics.bounds.paper_attention_bounds import paper_attention_map_bound
 from semdiag.mathematics.logarithms import log
-from semdiag.mathematics.paper_attention_bounds import paper_attention_map_bound
 from semdiag.measurement.encoders.network_constants import network_forms
 from semdiag.measurement.encoders.traces import trace_inputs
 from semdiag.measurement.encoders.weights import named_tensors
@@ -103,7 +103,7 @@ def test_the_secant_lies_on_the_loss(wild_encoder, padded_tokens):
 
 
 def test_the_paper_form_takes_largest_and_smallest_values(wild_encoder, padded_tokens):
-    from semdiag.mathematics.attention_bounds import HeadNorms
+    from semdiag.mathematics.bounds.attention_bounds import HeadNorms
     from semdiag.measurement.encoders.traces import trace_inputs
     from semdiag.measurement.encoders.weights import block_weights
 

@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-from semdiag.mathematics.attention_bounds import HeadNorms
 from semdiag.mathematics.attention_rows import AttentionRows
-from semdiag.mathematics.bound import Assumption, Bound
+from semdiag.mathematics.bounds.attention_bounds import HeadNorms
+from semdiag.mathematics.bounds.bound import Assumption, Bound
 from semdiag.mathematics.logarithms import float64, log, log_product, log_sum
 
 ONE_PARAMETER_VECTOR = Assumption(

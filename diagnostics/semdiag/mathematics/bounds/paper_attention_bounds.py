@@ -5,8 +5,8 @@ import math
 import torch
 from torch import Tensor
 
-from semdiag.mathematics.attention_bounds import HeadNorms
-from semdiag.mathematics.bound import Assumption, Bound
+from semdiag.mathematics.bounds.attention_bounds import HeadNorms
+from semdiag.mathematics.bounds.bound import Assumption, Bound
 from semdiag.mathematics.logarithms import Real, float64, log, log_one_plus_inverse, log_sum
 from semdiag.mathematics.softmax_stability import positive_separation
 

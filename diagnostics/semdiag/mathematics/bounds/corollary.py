@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from semdiag.mathematics.attention_rows import AttentionRows
-from semdiag.mathematics.bound import Assumption, Bound, merged
+from semdiag.mathematics.bounds.bound import Assumption, Bound, merged
 from semdiag.mathematics.logarithms import Real, float64, log, log_one_plus_inverse
 from semdiag.mathematics.softmax_stability import positive_separation
 
@@ -161,7 +161,7 @@ def sound_input_margin(masked_map: Bound, full_map: Bound) -> Condition:
 
     Args:
         masked_map: λ_A of the masked model, see
-            :func:`~semdiag.mathematics.attention_bounds.attention_map_bound`.
+            :func:`~semdiag.mathematics.bounds.attention_bounds.attention_map_bound`.
         full_map: λ_A of the full model.
 
     Returns:

@@ -13,11 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from semdiag.mathematics.attention_bounds import attention_map_bound, bilinear_form_bound, head_norms
 from semdiag.mathematics.attention_rows import fixed_mask_rows, heavy_hitter_rows
-from semdiag.mathematics.block_bounds import AttentionConstants, BlockConstants, MlpConstants
-from semdiag.mathematics.layer_constants import activation_lipschitz, normalisation_lipschitz
-from semdiag.mathematics.network_bounds import (
+from semdiag.mathematics.bounds.attention_bounds import attention_map_bound, bilinear_form_bound, head_norms
+from semdiag.mathematics.bounds.block_bounds import AttentionConstants, BlockConstants, MlpConstants
+from semdiag.mathematics.bounds.layer_constants import activation_lipschitz, normalisation_lipschitz
+from semdiag.mathematics.bounds.network_bounds import (
     Readout,
     log_embedding_constant,
     log_parameter_bounds,

@@ -8,9 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from semdiag.mathematics.attention_bounds import HeadNorms, attention_map_bound, bilinear_form_bound
 from semdiag.mathematics.attention_rows import fixed_mask_rows
-from semdiag.mathematics.local_bounds import local_attention_map_bound, local_rows
+from semdiag.mathematics.bounds.attention_bounds import HeadNorms, attention_map_bound, bilinear_form_bound
+from semdiag.mathematics.bounds.local_bounds import local_attention_map_bound, local_rows
 
 ROWS = st.lists(st.floats(-40, 40), min_size=1, max_size=7)
 

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from semdiag.mathematics.attention_rows import fixed_mask_rows, heavy_hitter_rows
-from semdiag.mathematics.bound import Bound
-from semdiag.mathematics.corollary import (
+from semdiag.mathematics.bounds.bound import Bound
+from semdiag.mathematics.bounds.corollary import (
     paper_fixed_mask_control,
     paper_input_condition,
     paper_weight_condition,

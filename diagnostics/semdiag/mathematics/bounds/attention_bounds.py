@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from semdiag.mathematics.attention_rows import AttentionRows, key_sums
-from semdiag.mathematics.bound import Bound
-from semdiag.mathematics.layer_constants import query_norm
+from semdiag.mathematics.bounds.bound import Bound
+from semdiag.mathematics.bounds.layer_constants import query_norm
 from semdiag.mathematics.logarithms import Real, float64, log, log_product, log_sum
 from semdiag.mathematics.spectral_norms import bilinear_form_norm, value_output_norm
 
@@ -24,7 +24,7 @@ class HeadNorms:
         upsilon: Υ_h, see :func:`~semdiag.mathematics.spectral_norms.value_output_norm`.
         token: Ξ, largest norm of a token at the attention's input.
         query: Ξ̃, largest norm of the query side, see
-            :func:`~semdiag.mathematics.layer_constants.query_norm`.
+            :func:`~semdiag.mathematics.bounds.layer_constants.query_norm`.
 
     Example:
         >>> HeadNorms(gamma=0.5, upsilon=1.0, token=8.0, query=8.0).worst_case_dispersion.item()
@@ -54,7 +54,7 @@ def attention_map_bound(rows: AttentionRows, selected: Tensor, norms: HeadNorms)
     token l as value, as query and as key. Ragged rows and global tokens are covered.
 
     Source: docs/theory.md#attention-map. Deviation: the paper takes the largest load and one ξ for
-    all rows, see :func:`~semdiag.mathematics.paper_attention_bounds.paper_attention_map_bound`.
+    all rows, see :func:`~semdiag.mathematics.bounds.paper_attention_bounds.paper_attention_map_bound`.
 
     Args:
         rows: constants of the rows, shape (..., L).
@@ -129,7 +129,7 @@ def bilinear_form_bound(rows: AttentionRows, norms: HeadNorms) -> Bound:
     λ_M = Υ_h Ξ² Ξ̃ Σ_i min(s_i ξ_i, row_i). For full attention this is Υ Ξ² Ξ̃ L whatever the dispersion is.
 
     Source: docs/theory.md#form. Deviation: the paper has ΥΞ³L e^δ_s, see
-    :func:`~semdiag.mathematics.paper_attention_bounds.paper_bilinear_form_bound`.
+    :func:`~semdiag.mathematics.bounds.paper_attention_bounds.paper_bilinear_form_bound`.
 
     Args:
         rows: constants of the rows, shape (..., queries).

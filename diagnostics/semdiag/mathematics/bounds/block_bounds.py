@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from semdiag.mathematics.bound import Assumption
+from semdiag.mathematics.bounds.bound import Assumption
 from semdiag.mathematics.logarithms import Real, float64, log, log_one_plus, log_product, log_root_sum_squares
 
 ATTENTION_PARAMETERS = ("W_q", "W_k", "b_k", "W_v", "b_v", "W_o", "b_o")
@@ -37,8 +37,8 @@ class AttentionConstants:
     """The attention of a block as the bounds see it; tensors of shape (..., heads).
 
     Attributes:
-        log_map: ln λ_A per head, from :func:`~semdiag.mathematics.attention_bounds.attention_map_bound`.
-        log_form: ln λ_M per head, from :func:`~semdiag.mathematics.attention_bounds.bilinear_form_bound`.
+        log_map: ln λ_A per head, from :func:`~semdiag.mathematics.bounds.attention_bounds.attention_map_bound`.
+        log_form: ln λ_M per head, from :func:`~semdiag.mathematics.bounds.attention_bounds.bilinear_form_bound`.
         upsilon: Υ_h.
         query_weight: ‖[W_q b_q]‖₂ per head.
         key_weight: ‖W_k‖₂ per head.
@@ -68,7 +68,7 @@ class MlpConstants:
     Attributes:
         weight_in: B_P = ‖W_P‖₂.
         weight_out: B_R = ‖W_R‖₂.
-        activation: λ_σ, see :func:`~semdiag.mathematics.layer_constants.activation_lipschitz`.
+        activation: λ_σ, see :func:`~semdiag.mathematics.bounds.layer_constants.activation_lipschitz`.
         token_norm: Ξ_P, largest norm of a token at the MLP's input (after a pre-norm).
         hidden_norm: max_i ‖σ(W_P y_i + b_P)‖.
     """

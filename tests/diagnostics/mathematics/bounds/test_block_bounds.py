@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from semdiag.mathematics.block_bounds import (
+from semdiag.mathematics.bounds.block_bounds import (
     ATTENTION_PARAMETERS,
     MLP_PARAMETERS,
     AttentionConstants,

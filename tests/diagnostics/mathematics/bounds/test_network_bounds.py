@@ -6,15 +6,15 @@ import pytest
 import torch
 
 from semdiag.mathematics.attention_rows import heavy_hitter_rows
-from semdiag.mathematics.block_bounds import AttentionConstants, BlockConstants, MlpConstants
-from semdiag.mathematics.bound import Bound, merged
-from semdiag.mathematics.logarithms import log
-from semdiag.mathematics.network_bounds import (
+from semdiag.mathematics.bounds.block_bounds import AttentionConstants, BlockConstants, MlpConstants
+from semdiag.mathematics.bounds.bound import Bound, merged
+from semdiag.mathematics.bounds.network_bounds import (
     Readout,
     log_paper_parameter_bounds,
     log_parameter_bounds,
     network_bound,
 )
+from semdiag.mathematics.logarithms import log
 
 
 def scalar_block(log_map: float, pre_norm: bool) -> BlockConstants:

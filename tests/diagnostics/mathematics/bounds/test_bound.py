@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from semdiag.mathematics.bound import Assumption, Bound, merged
+from semdiag.mathematics.bounds.bound import Assumption, Bound, merged
 from semdiag.mathematics.logarithms import (
     broadcast,
     float64,

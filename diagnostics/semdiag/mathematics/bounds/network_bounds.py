@@ -2,7 +2,7 @@
 
 Example:
     >>> import torch
-    >>> from semdiag.mathematics.block_bounds import AttentionConstants, MlpConstants
+    >>> from semdiag.mathematics.bounds.block_bounds import AttentionConstants, MlpConstants
     >>> one = torch.ones(1, dtype=torch.float64)  # one head
     >>> attention = AttentionConstants(
     ...     log_map=log(6.0) * one, log_form=log(7.0) * one, upsilon=2 * one, query_weight=3 * one,
@@ -28,13 +28,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from semdiag.mathematics.block_bounds import (
+from semdiag.mathematics.bounds.block_bounds import (
     BlockConstants,
     log_input_constant,
     log_paper_parameter_constants,
     log_parameter_constants,
 )
-from semdiag.mathematics.bound import Assumption, Bound, merged
+from semdiag.mathematics.bounds.bound import Assumption, Bound, merged
 from semdiag.mathematics.logarithms import Real, broadcast, float64, log, log_product, log_root_sum_squares
 
 CROSS_ENTROPY_LIPSCHITZ = math.sqrt(2)  # ‖softmax − one-hot‖₂ ≤ √2

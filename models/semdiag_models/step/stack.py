@@ -16,10 +16,10 @@ from torch import Tensor
 
 from semdiag_models.encoder import ACTIVATION_FUNCTIONS, Encoder, mean
 from semdiag_models.errors import InputError
-from semdiag_models.flat_parameters import FlatParameters
 from semdiag_models.random_state import RandomState
-from semdiag_models.step_attention import SHORT, LongAttention, Members, ShortAttention
-from semdiag_models.step_dropout import Drops, Place
+from semdiag_models.step.attention import SHORT, LongAttention, Members, ShortAttention
+from semdiag_models.step.dropout import Drops, Place
+from semdiag_models.step.flat_parameters import FlatParameters
 
 _Attention = ShortAttention | LongAttention
 _FEW_TOKENS = 64  # rows of the embedding up to which a product with indicators is the fastest scatter

@@ -1,0 +1,1 @@
+"""The trainer's step: loss and gradients by hand."""
