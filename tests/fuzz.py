@@ -1,4 +1,4 @@
-"""Mutated files before every reader; run by test_fuzz.py: FOLDER SEED INPUTS COMMANDS REPORTS.
+"""Mutated files before every reader; run by test_fuzz.py: FOLDER WAY SEED NUMBER.
 
 Prints outcomes by class as JSON. ``read`` and ``refused`` are fine; any other class is an exception that got
 through.
@@ -12,7 +12,6 @@ import pickle
 import random
 import resource
 import signal
-import subprocess
 import sys
 import time
 import traceback
@@ -39,12 +38,6 @@ from semdiag_models.tasks.text_lines import read_lines
 
 SECONDS = 20  # for one input
 _SMALL = 2**32  # bytes: as on a machine of 4 GiB, where what is declared may take 1
-_ON_A_SMALL_MACHINE = f"""
-from semdiag_models import reading
-reading._memory = lambda: {_SMALL}
-from semdiag.commands.main import main
-main()
-"""
 _WILD = (
     b"\x00",
     b"\xff" * 8,
@@ -153,7 +146,7 @@ def outcome(read: Callable[[Path], object], path: Path) -> str:
 
 
 def in_process(folder: Path, draw: random.Random, inputs: int) -> dict[str, Counter[str]]:
-    """Outcomes by reader."""
+    """Outcomes by reader, of at least so many inputs."""
     found: dict[str, Counter[str]] = {}
     for name, read in readers(folder).items():
         good = (folder / name).read_bytes()
@@ -175,7 +168,7 @@ def in_process(folder: Path, draw: random.Random, inputs: int) -> dict[str, Coun
 
 
 def by_command_line(folder: Path, draw: random.Random, commands: int) -> Counter[str]:
-    """Outcomes of the program, each time in a process of its own."""
+    """Outcomes of the program with a mutated file among its words."""
     words = {
         "last.pt": ["info"],
         "paper.pt": ["info", "--config", str(folder / "config.json")],
@@ -191,30 +184,34 @@ def by_command_line(folder: Path, draw: random.Random, commands: int) -> Counter
         name = list(words)[number % len(words)]
         path = folder / "mutated" / name
         path.write_bytes(mutated((folder / name).read_bytes(), draw))
-        program = [sys.executable, "-W", "ignore", "-c", _ON_A_SMALL_MACHINE, *words[name], str(path)]
-        ended = subprocess.run(program, capture_output=True, cwd=folder / "mutated", timeout=6 * SECONDS)
-        found["traceback" if b"Traceback" in ended.stderr else f"exit {ended.returncode}"] += 1
+        found[ended([*words[name], str(path)], folder, f"{number}-{name}")] += 1
     return found
 
 
 def redrawn_reports(folder: Path, draw: random.Random, reports: int) -> Counter[str]:
-    """Outcomes of ``semdiag report --from`` on saved measurements with one table changed, in forked processes."""
+    """Outcomes of ``semdiag report --from`` on saved measurements with one table changed."""
     found: Counter[str] = Counter()
     tables = sorted((folder / "mutated").glob("*.parquet"))
+    words = ["report", "--from", ".", "--figures", "none", "--quiet", "--out", str(folder / "redrawn")]
     for number in range(reports):
         path = tables[number % len(tables)]
         mutate_table(pd.read_parquet(folder / path.name), draw).to_parquet(path, index=False)
-        words = ["report", "--from", ".", "--figures", "none", "--quiet", "--out", str(folder / "redrawn")]
-        process = os.fork()
-        if process == 0:
-            run_and_leave(words, folder)
-        code = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
-        said = (folder / "stderr").read_text(encoding="utf-8", errors="replace")
-        if "Traceback" in said:
-            (folder / f"traceback-{number}-{path.name}").write_text(said)
-        found["traceback" if "Traceback" in said else f"exit {code}"] += 1
+        found[ended(words, folder, f"{number}-{path.name}")] += 1
         path.write_bytes((folder / path.name).read_bytes())
     return found
+
+
+def ended(words: list[str], folder: Path, case: str) -> str:
+    """How a process of its own, forked with everything imported, ends that runs the program with words."""
+    process = os.fork()
+    if process == 0:
+        run_and_leave(words, folder)
+    code = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+    said = (folder / "stderr").read_text(encoding="utf-8", errors="replace")
+    if "Traceback" not in said:
+        return f"exit {code}"
+    (folder / f"traceback-{case}").write_text(said)
+    return "traceback"
 
 
 def mutate_table(table: pd.DataFrame, draw: random.Random) -> pd.DataFrame:
@@ -267,17 +264,16 @@ def hang(*_: object) -> None:
     raise HangError
 
 
+WAYS = {"in process": in_process, "reports": redrawn_reports, "command lines": by_command_line}
+
 if __name__ == "__main__":
-    place, seed, inputs, commands, reports = Path(sys.argv[1]), *map(int, sys.argv[2:])
+    place, way, seed, number = Path(sys.argv[1]), sys.argv[2], *map(int, sys.argv[3:])
     torch.set_num_threads(1)
     reading._memory = lambda: _SMALL
     signal.signal(signal.SIGALRM, hang)
-    chance = random.Random(seed)
     begun = time.process_time()
     found = {
-        "in process": in_process(place, chance, inputs),
-        "reports": redrawn_reports(place, chance, reports),
-        "by command line": by_command_line(place, chance, commands),
+        "outcomes": WAYS[way](place, random.Random(seed), number),
         "executed": (place / "executed").exists(),
     }
     own, children = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
