@@ -274,6 +274,10 @@ class Encoder(nn.Module):
         x = self.embed(tokens)
         for block in self.blocks:
             x = block(x, valid)
+        return self.classify(x, valid)
+
+    def classify(self, x: Tensor, valid: Tensor | None) -> Tensor:
+        """Logits (B, classes) of what leaves the last block: (B, L + extra tokens, d), and :meth:`valid`."""
         logits: Tensor = self.head(x[:, 0] if self.config.cls_tokens else mean(x, valid))
         return logits
 

@@ -69,11 +69,24 @@ def parameter_slopes(
     few = max(1, _SECANT_TOKENS // tokens.shape[1])
     generator = torch.Generator().manual_seed(seed)
 
-    @torch.no_grad()
-    def loss() -> float:
-        return float(F.cross_entropy(encoder(tokens[:few]), labels[:few]))
+    first, classes = tokens[:few], labels[:few]
+    valid = encoder.valid(first)
+    with torch.no_grad():
+        entering = [encoder.embed(first)]  # each block, and the classifier at last
+        for block in encoder.blocks:
+            entering.append(block(entering[-1], valid))
+        start = float(F.cross_entropy(encoder.classify(entering[-1], valid), classes))
 
-    start = loss()
+    @torch.no_grad()
+    def loss(tensor: NamedTensor) -> float:
+        """Loss of the few inputs, from the layer on that holds the tensor: what enters it has not moved."""
+        if tensor.group == "head":
+            return float(F.cross_entropy(encoder.classify(entering[-1], valid), classes))
+        x = encoder.embed(first) if tensor.group == "embedding" else entering[tensor.layer]
+        for block in encoder.blocks[max(tensor.layer, 0) :]:
+            x = block(x, valid)
+        return float(F.cross_entropy(encoder.classify(x, valid), classes))
+
     slopes = {}
     for tensor in tensors:
         gradient = tensor.values * 0 if tensor.gradient is None else tensor.gradient
@@ -97,7 +110,7 @@ def _set_gradients(encoder: Encoder, tokens: Tensor, labels: Tensor) -> None:
 def _largest_secant(
     tensor: NamedTensor,
     gradient: Tensor,
-    loss: Callable[[], float],
+    loss: Callable[[NamedTensor], float],
     start: float,
     rounding: float,
     generator: torch.Generator,
@@ -113,7 +126,7 @@ def _largest_secant(
             if length == 0:
                 continue
             values.copy_(before + radius / length * direction)
-            changes.append(abs(loss() - start))
+            changes.append(abs(loss(tensor) - start))
     finally:
         values.copy_(before)
     if not math.isfinite(start + sum(changes)):
