@@ -25,6 +25,7 @@ import numpy as np
 import pandas as pd
 import torch
 
+import semdiag.presentation.report.report  # noqa: F401 (so that forked processes need not import it)
 from semdiag.capturing.inputs import read_batches, read_inputs
 from semdiag.capturing.loading import load
 from semdiag.commands.main import main
