@@ -2,11 +2,11 @@
 
     OMP_WAIT_POLICY=PASSIVE python benchmarks/capture_overhead.py
 
-Each measured forward is paired with a plain one just before it, and the kinds take turns, so that other load on the
-machine hits all alike. CPU time; the numbers are medians of the paired ratios, and their quartiles. *empty modes*: a
-function mode and a dispatch mode of Python, without which nothing can be seen below Python; *watch*:
-``watch_attention`` with a consumer that does nothing; *capture*: ``semdiag.capture`` with its statistics; *a look*: a
-forward that ``Monitor`` looks at (it looks at one in 200 by default).
+Each measured forward is paired with a plain one just before it, and the kinds take turns, so that other load
+on the machine hits all alike. CPU time; the numbers are medians of the paired ratios, and their quartiles.
+*empty modes*: a function mode and a dispatch mode of Python, without which nothing can be seen below Python;
+*watch*: ``watch_attention`` with a consumer that does nothing; *capture*: ``semdiag.capture`` with its
+statistics; *a look*: a forward that ``Monitor`` looks at (it looks at one in 200 by default).
 """
 
 import argparse

@@ -117,3 +117,28 @@ class AttentionCall:
         if self.softcap is not None:
             scores = self.softcap * torch.tanh(scores / self.softcap)
         return scores if self.bias is None else scores + self.bias
+
+
+def four_axes(tensor: Tensor, heads: int | None = None) -> Tensor:
+    """View (…, L, D) as (B, H, L, D).
+
+    Args:
+        tensor: two axes or more. With three, the first is samples times ``heads`` (one head if unknown); with
+            more than four, those before the heads are samples.
+        heads: number of heads, for three axes.
+
+    Returns:
+        Four axes.
+    """
+    if tensor.ndim == 2:
+        return tensor[None, None]
+    if tensor.ndim == 3:
+        return tensor[:, None] if heads is None else tensor.reshape(-1, heads, *tensor.shape[1:])
+    return tensor if tensor.ndim == 4 else tensor.flatten(0, -4)
+
+
+def mask_axes(mask: Tensor, lead: torch.Size, heads: int | None = None) -> Tensor:
+    """Bring a mask that broadcasts to (*lead, Lq, Lk) into four axes that broadcast to (B, H, Lq, Lk)."""
+    if len(lead) == 2 or mask.ndim <= 2:
+        return mask[(None,) * (4 - mask.ndim)]
+    return four_axes(mask.expand(*lead, -1, -1), heads)

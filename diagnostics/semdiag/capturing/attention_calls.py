@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
+from semdiag.capturing.adapters.attention_core import core_call, masked_inputs
+from semdiag.capturing.adapters.hugging_face import intercepted_interface
+from semdiag.capturing.adapters.torch_functions import FunctionWatch
 from semdiag.capturing.attention_call import AttentionCall
-from semdiag.capturing.attention_core import core_call, masked_inputs
 from semdiag.capturing.audit import Audit
-from semdiag.capturing.hugging_face import intercepted_interface
-from semdiag.capturing.operations import OperationWatch
+from semdiag.capturing.following.operations import OperationWatch
 from semdiag.capturing.overlapping import SharedChange, put_on, take_off
 from semdiag.capturing.recording import Recorder, Watched
-from semdiag.capturing.torch_functions import FunctionWatch
 from semdiag_models import AttentionCore
 
 _NATIVE = (nn.MultiheadAttention, nn.TransformerEncoderLayer)

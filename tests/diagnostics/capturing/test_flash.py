@@ -13,7 +13,8 @@ import pytest
 import torch
 
 import semdiag
-from semdiag.capturing import flash
+from semdiag.capturing.adapters import flash
+from semdiag.capturing.adapters.interface_call import InterfaceCall
 from semdiag.capturing.attention_calls import watch_attention
 from semdiag.measurement.calls.residual import recomputation_residual
 
@@ -190,5 +191,6 @@ def test_the_interface_of_the_installed_transformers_has_no_option_that_is_not_u
 
 def test_pages_of_a_cache_are_refused_by_name():
     q = torch.zeros(1, 2, 3, 4)
+    given = InterfaceCall("", torch.nn.Identity(), "flash", q, q, q, {"cache": object()})
     with pytest.raises(flash.NotFollowedError, match="its keys stand in the pages of a cache"):
-        flash.flash_call("", torch.nn.Identity(), (q, q, q), {"cache": object()}, q.transpose(1, 2))
+        flash.flash_call(given, q.transpose(1, 2))

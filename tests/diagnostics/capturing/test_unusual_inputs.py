@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import semdiag
-from semdiag.capturing import padding, torch_functions
+from semdiag.capturing import padding
+from semdiag.capturing.adapters import torch_functions
 from semdiag.measurement.calls import capture as capturing
 
 pytestmark = pytest.mark.filterwarnings("ignore:No softmax attention was captured")

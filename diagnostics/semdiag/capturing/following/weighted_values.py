@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from semdiag.capturing.attention_call import AttentionCall
-from semdiag.capturing.axes import Axes, Axis, total
-from semdiag.capturing.recording import four_axes, lowest, mask_axes, split_mask, split_scores
-from semdiag.capturing.score_history import ScoreHistory
+from semdiag.capturing.attention_call import AttentionCall, four_axes, mask_axes
+from semdiag.capturing.following.axes import Axes, Axis, total
+from semdiag.capturing.following.score_history import ScoreHistory
+from semdiag.capturing.score_masks import lowest, split_mask, split_scores
 
 _CHECKED = 16  # rows of scores, drawn at random, on which a history is checked against the softmax's input
 

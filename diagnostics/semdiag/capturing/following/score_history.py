@@ -7,10 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from semdiag.capturing.attention_call import AttentionCall
-from semdiag.capturing.recording import four_axes, mask_axes, split_mask
-
-_FORBIDDING = -9_999.0  # scores replaced by this or less are out of the softmax
+from semdiag.capturing.attention_call import AttentionCall, four_axes, mask_axes
+from semdiag.capturing.score_masks import FORBIDDING, split_mask
 
 
 class UntraceableError(Exception):
@@ -93,7 +91,7 @@ class ScoreHistory:
             UntraceableError: if the number is not very low.
         """
         number = as_number(value)
-        if number is None or number > _FORBIDDING:
+        if number is None or number > FORBIDDING:
             raise UntraceableError
         steep = number if number > torch.finfo(torch.float16).min else None
         if kept is not None:

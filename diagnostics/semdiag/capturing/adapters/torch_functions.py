@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from semdiag.capturing import flex
-from semdiag.capturing.attention_call import AttentionCall
-from semdiag.capturing.flex import flex_call
-from semdiag.capturing.operations import OperationWatch
+from semdiag.capturing.adapters import flex
+from semdiag.capturing.adapters.flex import flex_call
+from semdiag.capturing.attention_call import AttentionCall, four_axes, mask_axes
+from semdiag.capturing.following.operations import OperationWatch
+from semdiag.capturing.following.softmax_provenance import SoftmaxProvenance
 from semdiag.capturing.overlapping import take_off
-from semdiag.capturing.recording import Recorder, four_axes, is_plain, mask_axes, not_plain, split_mask
-from semdiag.capturing.softmax_provenance import SoftmaxProvenance
+from semdiag.capturing.recording import Recorder, is_plain, not_plain
+from semdiag.capturing.score_masks import split_mask
 
 MECHANISM = "scaled_dot_product_attention"
 
@@ -57,7 +58,7 @@ class FunctionWatch(TorchFunctionMode):
         if name in _SOFTMAX:
             if self._recorder.masking:
                 args, kwargs = self._provenance.masked(self._recorder, args, kwargs)
-            self._below.offered = self._provenance.history(args[0] if args else kwargs["input"])
+            self._below.offer(self._provenance.history(args[0] if args else kwargs["input"]))
         elif not self._provenance.follows(name):
             return func(*args, **kwargs)
         self._provenance.before(args, kwargs)
@@ -66,7 +67,7 @@ class FunctionWatch(TorchFunctionMode):
             result = func(*args, **kwargs)
         finally:
             self._recorder.in_function = False
-            self._below.offered = None
+            self._below.offer(None)
         if name not in _SOFTMAX:
             try:
                 self._provenance.follow(name, args, kwargs, result)

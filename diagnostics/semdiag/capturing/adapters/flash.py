@@ -1,11 +1,12 @@
 """Capturing flash-attention kernels at Hugging Face's interface: which keys of packed rows each query sees."""
 
-import math
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from semdiag.capturing.adapters.interface_call import InterfaceCall
 from semdiag.capturing.attention_call import AttentionCall
 
 _PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")  # read if all are given
@@ -17,9 +18,7 @@ class NotFollowedError(Exception):
     """A form of the kernels' arguments that is not followed; the message says which."""
 
 
-def flash_call(
-    name: str, module: nn.Module, qkv: tuple[Tensor, Tensor, Tensor], options: dict[str, Any], output: Tensor
-) -> AttentionCall:
+def flash_call(given: InterfaceCall, output: Tensor) -> AttentionCall:
     """Describe a call of a flash-attention kernel.
 
     The kernels get real tokens only, as sequences one behind the other: those of a mask (B, Lk), those between
@@ -27,10 +26,7 @@ def flash_call(
     r sees key s if s ≤ r + m - n (causal) and |s - (r + m - n)| < ``sliding_window``.
 
     Args:
-        name: of the module.
-        module: that attends.
-        qkv: (B, H, Lq, D), (B, Hk, Lk, D), (B, Hk, Lk, Dv), as the interface gets them.
-        options: the interface's.
+        given: what the interface was given.
         output: (B, Lq, H, Dv).
 
     Returns:
@@ -39,11 +35,11 @@ def flash_call(
     Raises:
         NotFollowedError: if keys come from a paged cache, or a mask or packed sequences are of another form.
     """
+    options = given.options
     if options.get("cache") is not None or options.get("block_table") is not None:
         raise NotFollowedError("its keys stand in the pages of a cache")
-    q, k, v = (x.detach().to(output.dtype) for x in qkv)  # what the kernel is given in mixed precision
-    given, window = options.get("is_causal"), options.get("sliding_window")
-    causal = bool(getattr(module, "is_causal", True) if given is None else given)
+    q, k, v = (x.detach().to(output.dtype) for x in (given.q, given.k, given.v))  # as in mixed precision
+    causal, window = given.causal(True), options.get("sliding_window")
     if window is not None and k.shape[2] <= window:
         window = None
     mask = options.get("attention_mask")
@@ -68,23 +64,12 @@ def flash_call(
         numbers = sequences or (one[:, :q_length], one[:, :k_length])
         queries = numbers[0] >= 0
         allowed, by_rule = _seen((queries, numbers[1] >= 0), numbers, causal, window), False
-    scale, sinks = options.get("scaling"), options.get("s_aux")
-    return AttentionCall(
-        module=name,
-        layer=0,
-        q=q,
-        k=k,
-        v=v,
-        scale=1 / math.sqrt(q.shape[3]) if scale is None else float(scale),
-        allowed=allowed,
+    return replace(given, q=q, k=k, v=v).attention(
+        output,
+        allowed,
         queries=queries,
-        selected=None,
-        mixed=output.detach().transpose(1, 2),
-        softcap=options.get("softcap"),
-        sinks=None if sinks is None else sinks.detach().flatten(),
         causal=by_rule,
         first_query=max(0, k_length - q_length) if causal else 0,
-        dropout=float(options.get("dropout") or 0.0),
     )
 
 

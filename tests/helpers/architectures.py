@@ -41,7 +41,7 @@ SPEECH = {
 
 
 @dataclass(frozen=True)
-class Animal:
+class Architecture:
     """A model and how it is called.
 
     Attributes:
@@ -94,7 +94,7 @@ def hugging_face(name, inputs, implementation=None, kind="Model", **options):
         more = {} if implementation is None else {"attn_implementation": implementation}
         return getattr(transformers, f"{name}{kind}")._from_config(config, **more)
 
-    return Animal(build, lambda model: first(model(**inputs())))
+    return Architecture(build, lambda model: first(model(**inputs())))
 
 
 def text():
@@ -190,7 +190,7 @@ SPECIAL = {  # what the general numbers do not fit
 }  # fmt: skip
 
 
-def animals():
+def architectures():
     """All of them, by name."""
     found = {}
     for inputs, names in SDPA_AND_EAGER.items():
@@ -203,9 +203,9 @@ def animals():
     return found
 
 
-def ready(animal):
+def ready(architecture):
     """The model, in evaluation mode, the same each time."""
     with warnings.catch_warnings(), torch.random.fork_rng():
         warnings.simplefilter("ignore")
         torch.manual_seed(0)
-        return animal.build().eval()
+        return architecture.build().eval()

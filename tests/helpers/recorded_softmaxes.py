@@ -52,7 +52,7 @@ class TrueFused:
         return z
 
 
-class Truth(TorchDispatchMode):
+class RecordedSoftmaxes(TorchDispatchMode):
     """Records every softmax and fused attention in the order in which they run, and inputs of exp."""
 
     def __init__(self):

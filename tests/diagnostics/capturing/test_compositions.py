@@ -7,8 +7,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import example, given, reject, settings
-from independent_truth import Truth, agrees
+from recorded_softmaxes import RecordedSoftmaxes, agrees
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from semdiag.capturing.attention_calls import watch_attention
 
@@ -198,7 +199,7 @@ def judged(model, grad=False):
     """Outputs the same, and of what was computed: captured and right, or audited. Returns which."""
     with torch.set_grad_enabled(grad):
         inputs = [x.clone().requires_grad_(grad) for x in INPUTS]
-        with Truth() as truth:
+        with RecordedSoftmaxes() as truth:
             before = model(*inputs)
         calls, verdicts = [], []
 
@@ -277,3 +278,25 @@ def test_weights(name):
 def test_values(name):
     found = judged(Written("@", ["/"], "softmax", [], name))
     assert found == ("audited" if name in ("multiplied and summed", "in a loop", "mv") else "right")
+
+
+class Freed(nn.Module):
+    """Attention by hand that looks whether earlier scores are still in memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.held, self.scores = [], []
+
+    def forward(self, x):
+        self.held.append(sum(not ref.expired() for ref in self.scores))
+        z = x @ x.mT
+        self.scores.append(StorageWeakRef(z.untyped_storage()))
+        return z.softmax(-1) @ x
+
+
+def test_scores_are_freed_once_they_are_captured():
+    model = nn.Sequential(*[Freed()] * 3).eval()
+    with torch.no_grad(), watch_attention(model, lambda call: None) as audit:
+        model(INPUTS[0])
+    assert audit.captured.total() == 3
+    assert model[0].held == [0, 0, 0]

@@ -1,7 +1,6 @@
 """Capturing Hugging Face models: where they look up the function that attends."""
 
 import contextlib
-import math
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -10,13 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from semdiag.capturing.attention_call import AttentionCall
-from semdiag.capturing.flash import NotFollowedError, flash_call
-from semdiag.capturing.flex import mask_of
+from semdiag.capturing.adapters.flash import NotFollowedError, flash_call
+from semdiag.capturing.adapters.flex import mask_of
+from semdiag.capturing.adapters.interface_call import InterfaceCall
+from semdiag.capturing.attention_call import AttentionCall, four_axes
 from semdiag.capturing.overlapping import SharedChange
-from semdiag.capturing.recording import Recorder, four_axes, is_plain, not_plain, split_mask
+from semdiag.capturing.recording import Recorder, is_plain, not_plain
+from semdiag.capturing.score_masks import split_mask
 
-MECHANISM = "transformers attention interface"
 _UNDERSTOOD = ("eager", "sdpa", "flex_attention")  # their masks are tensors over queries and keys, or functions
 _LOAD = "load the model with attn_implementation='sdpa' or 'eager' to capture it"
 _NAMES = ("attention_mask", "scaling", "dropout")
@@ -81,13 +81,14 @@ def _recorded(recorder: Recorder, implementation: str, attend: Callable[..., Any
         if name is None or not recorder.listening:
             return attend(module, query, key, value, *args, **kwargs)  # type: ignore[no-any-return]
         options = dict(zip(_NAMES, args, strict=False)) | kwargs
-        if recorder.masking and _maskable(implementation, query, options):
-            options |= _masked(recorder, name, implementation, module, (query, key, value), options)
+        given = InterfaceCall(name, module, implementation, query, key, value, options)
+        if recorder.masking and _maskable(given):
+            options |= _masked(recorder, given)
             args, kwargs = (), options
         with recorder.covering():
             output: tuple[Tensor, Tensor | None] = attend(module, query, key, value, *args, **kwargs)
         try:
-            _record(recorder, name, implementation, module, (query, key, value), options, output[0])
+            _record(recorder, given, output[0])
         except Exception as error:
             recorder.failed(implementation, error, name)
         return output
@@ -95,108 +96,71 @@ def _recorded(recorder: Recorder, implementation: str, attend: Callable[..., Any
     return attention
 
 
-def _maskable(implementation: str, query: Tensor, options: dict[str, Any]) -> bool:
+def _maskable(given: InterfaceCall) -> bool:
     """Whether a mask of the recorder's can be combined with that of the call."""
-    mask = options.get("attention_mask")
+    mask = given.options.get("attention_mask")
     plain = mask is None or (isinstance(mask, Tensor) and mask.ndim == 4)
-    return implementation in ("eager", "sdpa") and is_plain(query) and plain
+    return given.implementation in ("eager", "sdpa") and is_plain(given.q) and plain
 
 
-def _masked(
-    recorder: Recorder,
-    name: str,
-    implementation: str,
-    module: nn.Module,
-    qkv: tuple[Tensor, Tensor, Tensor],
-    options: dict[str, Any],
-) -> dict[str, Any]:
+def _masked(recorder: Recorder, given: InterfaceCall) -> dict[str, Any]:
     """The options that change under the recorder's mask."""
-    kept = recorder.kept(_call(name, implementation, module, qkv, options, qkv[0].transpose(1, 2)))
+    kept = recorder.kept(_call(given, given.q.transpose(1, 2)))
     if kept is None:
         return {}
-    mask, q = options.get("attention_mask"), qkv[0]
-    if mask is None and implementation == "eager":  # which adds it to the scores
-        mask = q.new_zeros(())
+    mask = given.options.get("attention_mask")
+    if mask is None and given.implementation == "eager":  # which adds it to the scores
+        mask = given.q.new_zeros(())
     if mask is None or mask.dtype == torch.bool:
         found = kept if mask is None else kept & mask[..., : kept.shape[-1]]
     else:
         mask = mask if mask.ndim < 4 else mask[..., : kept.shape[-1]]
         found = mask.expand(kept.shape).masked_fill(~kept, torch.finfo(mask.dtype).min)
-    return {"attention_mask": found, **({"is_causal": False} if "is_causal" in options else {})}
+    return {"attention_mask": found, **({"is_causal": False} if "is_causal" in given.options else {})}
 
 
-def _record(
-    recorder: Recorder,
-    name: str,
-    implementation: str,
-    module: nn.Module,
-    qkv: tuple[Tensor, Tensor, Tensor],
-    options: dict[str, Any],
-    output: Tensor,
-) -> None:
-    query = qkv[0]
-    mask: Any = options.get("attention_mask")
-    if not is_plain(query):
-        recorder.skip(implementation, not_plain(query), name)
+def _record(recorder: Recorder, given: InterfaceCall, output: Tensor) -> None:
+    name, implementation, q = given.name, given.implementation, given.q
+    mask: Any = given.options.get("attention_mask")
+    if not is_plain(q):
+        recorder.skip(implementation, not_plain(q), name)
     elif "flash" in implementation and not implementation.startswith("paged|"):
         try:
-            call = flash_call(name, module, qkv, options, output)
+            call = flash_call(given, output)
         except NotFollowedError as error:
             recorder.skip(implementation, f"{error}: {_LOAD}", name)
             return
-        recorder.record(replace(call, mechanism=MECHANISM))
+        recorder.record(call)
     elif implementation not in _UNDERSTOOD:
         recorder.skip(implementation, _LOAD, name)
     else:
         if implementation == "flex_attention" and hasattr(mask, "mask_mod"):
             with recorder.covering():
-                mask = mask_of(mask.mask_mod, (*mask.shape[:2], query.shape[2], qkv[1].shape[2]), query.device)
+                mask = mask_of(mask.mask_mod, (*mask.shape[:2], q.shape[2], given.k.shape[2]), q.device)
         if mask is None or (isinstance(mask, Tensor) and mask.ndim == 4):
-            options = options | {"attention_mask": mask}
-            recorder.record(_call(name, implementation, module, qkv, options, output))
+            options = given.options | {"attention_mask": mask}
+            recorder.record(_call(replace(given, options=options), output))
         else:
             recorder.skip(implementation, f"its mask is a {type(mask).__name__} of an unknown kind", name)
 
 
-def _call(
-    name: str,
-    implementation: str,
-    module: nn.Module,
-    qkv: tuple[Tensor, Tensor, Tensor],
-    options: dict[str, Any],
-    output: Tensor,
-) -> AttentionCall:
-    q, k, v = (x.detach() for x in qkv)
+def _call(given: InterfaceCall, output: Tensor) -> AttentionCall:
+    implementation, options = given.implementation, given.options
     mask, bias = options.get("attention_mask"), options.get("position_bias")
-    q_length, k_length = q.shape[2], k.shape[2]
-    given = options.get("is_causal")
-    causal = bool(getattr(module, "is_causal", implementation == "sdpa") if given is None else given)
+    q_length, k_length = given.q.shape[2], given.k.shape[2]
+    causal = given.causal(implementation == "sdpa")
     allowed, forbidding = None, None
     if mask is not None:
         allowed, added, forbidding = split_mask(mask[..., :k_length])
         bias = added if bias is None else bias if added is None else bias + added
-    scale, sinks = options.get("scaling"), options.get("s_aux")
-    if sinks is None and implementation == "eager":
-        sinks = getattr(module, "sinks", None)
     by_rule = causal and mask is None and q_length > 1 and implementation == "sdpa"
-    return AttentionCall(
-        module=name,
-        layer=0,
-        q=q,
-        k=k,
-        v=v,
-        scale=1 / math.sqrt(q.shape[3]) if scale is None else float(scale),
-        allowed=allowed,
-        queries=None,
-        selected=None,
-        mixed=output.detach().transpose(1, 2),
+    return given.attention(
+        output,
+        allowed,
         bias=None if bias is None else four_axes(bias.detach()),
-        softcap=options.get("softcap"),
-        sinks=None if sinks is None else sinks.detach().flatten(),
+        sinks=getattr(given.module, "sinks", None) if implementation == "eager" else None,
         causal=by_rule,
         first_query=0 if by_rule or not causal else _first_query(allowed, q_length, k_length),
-        mechanism=MECHANISM,
-        dropout=float(options.get("dropout") or 0.0),
         forbidding=forbidding,
     )
 

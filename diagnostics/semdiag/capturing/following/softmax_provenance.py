@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from semdiag.capturing.products import product_factors
+from semdiag.capturing.following.product_factors import product_factors
+from semdiag.capturing.following.score_history import ScoreHistory, UntraceableError
 from semdiag.capturing.recording import Recorder, outside_all_modes
-from semdiag.capturing.score_history import ScoreHistory, UntraceableError
 
 MECHANISM = "softmax provenance"
 

@@ -1,7 +1,7 @@
 """Every softmax of many architectures: captured and right, in the audit, or no attention. None is missing.
 
 Held against an independent truth, which shares nothing with the capture. The counts stand in docs/support.md;
-to write them anew: SEMDIAG_WRITE_SUPPORT=1 pytest -m '' tests/diagnostics/capturing/test_zoo.py
+to write them anew: SEMDIAG_WRITE_SUPPORT=1 pytest -m '' tests/diagnostics/capturing/test_architectures.py
 """
 
 import os
@@ -12,15 +12,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from independent_truth import TrueFused, Truth, agrees
-from zoo import animals, ready
+from architectures import architectures, ready
+from recorded_softmaxes import RecordedSoftmaxes, TrueFused, agrees
 
 from semdiag.capturing.attention_calls import watch_attention
 
 pytest.importorskip("transformers", reason="the models are those of transformers")
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 DOCUMENT = Path(__file__).parents[3] / "docs" / "support.md"
-ANIMALS = animals()
+ARCHITECTURES = architectures()
 # In the audit, although its softmax is no attention: it makes the kernels of a convolution.
 FALSE_ALARMS = {"ConvBert": 2}
 # What is known not to be followed: were it counted among the others, it would be a silent miss.
@@ -42,8 +42,8 @@ class Found:
 
 @cache
 def found(name):
-    animal = ANIMALS[name]
-    model = ready(animal)
+    architecture = ARCHITECTURES[name]
+    model = ready(architecture)
     wrong, calls = [], []
 
     def hold(call):
@@ -57,13 +57,13 @@ def found(name):
 
     with torch.no_grad(), torch.random.fork_rng():
         torch.manual_seed(0)
-        with Truth() as truth:
-            before = animal.run(model)
+        with RecordedSoftmaxes() as truth:
+            before = architecture.run(model)
         written_out = [SimpleNamespace(scores=z, used=False) for z in truth.exponentials if z.ndim > 1]
         left = [*truth.seen, *written_out]
         torch.manual_seed(0)
         with watch_attention(model, hold) as audit:
-            during = animal.run(model)
+            during = architecture.run(model)
     extra = {id(t) for t in written_out}
     still = [t for t in left if id(t) not in extra]
     return Found(
@@ -83,7 +83,7 @@ def _matches(call, true):
     return agrees(call, true)
 
 
-@pytest.mark.parametrize("name", ANIMALS)
+@pytest.mark.parametrize("name", ARCHITECTURES)
 def test_no_softmax_is_wrong_or_silent(name):
     try:
         here = found(name)
@@ -98,7 +98,7 @@ def test_no_softmax_is_wrong_or_silent(name):
 
 def lines():
     """What the document says."""
-    all_found = {name: found(name) for name in ANIMALS}
+    all_found = {name: found(name) for name in ARCHITECTURES}
     whole = [n for n, f in all_found.items() if f.captured and not f.audited]
     part = {n: f for n, f in all_found.items() if f.audited and n not in FALSE_ALARMS}
     none = [n for n, f in all_found.items() if not f.captured and not f.audited]
@@ -124,12 +124,12 @@ def lines():
     )
 
 
-def test_the_document_says_what_was_found_in_the_zoo():
+def test_the_document_says_what_was_found_of_architectures():
     written = "\n".join(lines())
     text = DOCUMENT.read_text("utf-8")
-    start, _, rest = text.partition("<!-- zoo -->\n")
-    _, _, end = rest.partition("<!-- end of zoo -->\n")
+    start, _, rest = text.partition("<!-- architectures -->\n")
+    _, _, end = rest.partition("<!-- end of architectures -->\n")
     if os.environ.get("SEMDIAG_WRITE_SUPPORT"):
-        text = f"{start}<!-- zoo -->\n{written}\n<!-- end of zoo -->\n{end}"
+        text = f"{start}<!-- architectures -->\n{written}\n<!-- end of architectures -->\n{end}"
         DOCUMENT.write_text(text, "utf-8")
     assert written in text

@@ -1,0 +1,1 @@
+"""Where attention is seen: an adapter for each library, each of which gives attention calls."""

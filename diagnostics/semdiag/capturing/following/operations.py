@@ -1,0 +1,171 @@
+"""Below Python: every softmax that reaches torch's dispatcher, followed to the values that it weights.
+
+Whatever a model's author wrote (``@``, einsum, a scripted function, ``out=``), the dispatcher sees one of a few
+operations. A softmax is followed here from the product that its input came from to the product that its result
+goes into, and is one of three: captured; attention-like (its result is multiplied with values) but not followed,
+and in the audit; or another, which is counted.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from semdiag.capturing.attention_call import AttentionCall
+from semdiag.capturing.following.carrying import carry
+from semdiag.capturing.following.products import OUTSIDE, PRODUCTS, Products
+from semdiag.capturing.following.softmaxes import SOFTMAXES, Softmaxes
+from semdiag.capturing.following.tags import History, Tags, tensors
+from semdiag.capturing.following.weighted_values import fused_call
+from semdiag.capturing.overlapping import take_off_dispatch
+from semdiag.capturing.recording import NOTHING, Recorder, outside_all_modes
+
+_FUSED = ("_scaled_dot_product_", "_transformer_encoder_layer", "_native_multi_head", "flex_attention")
+_OPAQUE = ("_flash_attention_forward", "_efficient_attention_forward", "_masked_softmax")
+_EXPONENTIALS = ("exp", "exp_")
+_NOISE = ("bernoulli_", "bernoulli")
+
+
+class _Plan(NamedTuple):
+    """What is known of an operation before it runs: name, kind, and the arguments that it writes to."""
+
+    name: str
+    kind: str
+    writes: tuple[tuple[int, str], ...]
+
+
+class OperationWatch(TorchDispatchMode):
+    """Follows softmaxes below Python.
+
+    Args:
+        recorder: knows what runs and what is covered; gets the calls and the notes.
+    """
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:  # true would import the compiler, which takes a second, at the first use
+        return False
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._recorder = recorder
+        self._tags = Tags(recorder.parameters)
+        self._softmaxes = Softmaxes(recorder, self._tags)
+        self._products = Products(recorder, self._tags, self._softmaxes)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run the operation and look at it."""
+        kwargs = kwargs or {}
+        recorder = self._recorder
+        if torch._C._current_graph_task_id() != -1:  # a backward pass
+            return func(*args, **kwargs)
+        plan = _plan(func)
+        before, recorder.in_function = recorder.in_function, True  # the operator is a Python function, too
+        try:
+            if plan.writes:
+                self._guarded(plan, self._before_write, plan, args, kwargs)
+            result = func(*args, **kwargs)
+            found = self._guarded(plan, self._look, plan, args, kwargs, result)
+        finally:
+            recorder.in_function = before
+        if found is not None:
+            try:
+                recorder.record(found)
+            except Exception as error:
+                recorder.failed(plan.name, error)
+        return result
+
+    def __exit__(self, *exception: Any) -> None:
+        """Leave, also if modes that were entered later last longer."""
+        if not take_off_dispatch(self):
+            super().__exit__(*exception)  # type: ignore[no-untyped-call]
+
+    def writes(self, tensor: Tensor) -> int:
+        """How many operations have written to a tensor's storage so far."""
+        return self._tags.writes(tensor)
+
+    def offer(self, history: History | None) -> None:
+        """Tell the history of the scores that a function seen in Python is about to give to its softmax."""
+        self._softmaxes.offered = history
+
+    def settle(self) -> None:
+        """Say of every softmax what became of it, and forget it."""
+        self._softmaxes.settle()
+        self._tags.forget()
+
+    def _guarded(self, plan: _Plan, look: Callable[..., Any], *args: Any) -> Any:
+        """Look; a failure of ours is noted and never the model's."""
+        try:
+            with torch._C.DisableTorchFunction():
+                return look(*args)
+        except Exception as error:  # whatever a tensor of an unknown kind raises
+            self._recorder.skip(plan.name, f"could not be followed ({type(error).__name__}: {str(error)[:80]})")
+            return None
+
+    def _before_write(self, plan: _Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        written = (args[index] if index < len(args) else kwargs.get(name) for index, name in plan.writes)
+        self._softmaxes.before_write(plan.name, args, [*tensors(written)])
+
+    def _look(
+        self, plan: _Plan, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+    ) -> AttentionCall | None:
+        recorder, (name, kind, _) = self._recorder, plan
+        if recorder.covered or recorder.foreign:
+            return None
+        if isinstance(result, Tensor) and not result.is_nested and not result.numel():
+            if kind == "softmax" and result.ndim > 2:
+                recorder.skip("softmax", NOTHING)
+            return None
+        if kind == "product":
+            return self._products.ran(name, args, kwargs, result)
+        if kind == "fused":
+            return self._fused(name, args, kwargs, result)
+        if kind == "noise":
+            kept = float(args[1]) if len(args) > 1 and not isinstance(args[1], Tensor) else 0.5
+            self._tags.tag_noise(result, kept)
+            return None
+        given, overwritten = [*tensors((*args, *kwargs.values()) if kwargs else args)], bool(plan.writes)
+        if kind == "softmax":
+            place = args[1] if len(args) > 1 else kwargs.get("dim", -1)
+            self._softmaxes.ran(name, given[0], place, result, overwritten)
+            return None
+        if kind == "exponential" and result.ndim > 1 and result.is_floating_point():
+            self._softmaxes.exponential(given[0], result, overwritten)
+        carry(self._tags, name, args, given, result)
+        return None
+
+    def _fused(
+        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+    ) -> AttentionCall | None:
+        """A fused attention that was not seen in Python: in a scripted or compiled graph, or in C++."""
+        recorder = self._recorder
+        if not recorder.listening:
+            recorder.skip(name, OUTSIDE)
+            return None
+        with outside_all_modes("cpu"):
+            call = fused_call(name, args, kwargs, result)
+        if call is None:
+            recorder.skip(name, "runs below Python: in a compiled, traced or exported graph, or in C++")
+        return call
+
+
+@lru_cache(4096)
+def _plan(func: Any) -> _Plan:
+    schema = getattr(func, "_schema", None)
+    arguments = [] if schema is None else enumerate(schema.arguments)
+    name = func.__name__.partition(".")[0] if schema is None else schema.name.partition("::")[2]
+    writes = tuple((i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write)
+    return _Plan(name, _kind(name), writes)
+
+
+def _kind(name: str) -> str:
+    if name.startswith(_FUSED) or name in _OPAQUE:
+        return "fused"
+    kinds = {"softmax": SOFTMAXES, "product": PRODUCTS, "exponential": _EXPONENTIALS, "noise": _NOISE}
+    return next((kind for kind, names in kinds.items() if name in names), "other")

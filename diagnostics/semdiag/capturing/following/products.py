@@ -1,0 +1,160 @@
+"""Products: of queries and keys, whose result can be scores; and of weights and values, which is attention."""
+
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from semdiag.capturing.attention_call import AttentionCall
+from semdiag.capturing.following.axes import Axes, Axis, fresh, merged
+from semdiag.capturing.following.softmax_provenance import MECHANISM
+from semdiag.capturing.following.softmaxes import Softmaxes
+from semdiag.capturing.following.tags import Product, Scores, Softmax, Tags, Weights
+from semdiag.capturing.following.weighted_values import UnfollowedError, Weighted, attention_of
+from semdiag.capturing.recording import Recorder, is_plain, outside_all_modes
+
+PRODUCTS = ("mm", "bmm", "baddbmm", "addmm", "mv")
+_ADDED = ("baddbmm", "addmm")
+OUTSIDE = "runs outside of the model's modules: call the module itself inside the context"
+
+
+class Products:
+    """Looks at products.
+
+    Args:
+        recorder: knows what runs.
+        tags: of tensors.
+        softmaxes: of the forward.
+    """
+
+    def __init__(self, recorder: Recorder, tags: Tags, softmaxes: Softmaxes) -> None:
+        self._recorder, self._tags, self._softmaxes = recorder, tags, softmaxes
+
+    def ran(
+        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor
+    ) -> AttentionCall | None:
+        """A product has run.
+
+        Args:
+            name: of the operation.
+            args: its arguments.
+            kwargs: those given by name.
+            result: what it returned.
+
+        Returns:
+            The attention that it completes, if it is that of weights and values.
+        """
+        a, b = (*args, *kwargs.values())[1:3] if name in _ADDED else args[:2]
+        if not (is_plain(a) and is_plain(b)):
+            return None
+        (scores_a, of_a), (scores_b, of_b) = self._tags.of(a), self._tags.of(b)
+        if of_a is not None and of_b is not None:
+            for tag in (of_a, of_b):
+                if tag.softmax.suspect:
+                    tag.softmax.refuse("its weights are multiplied with other attention weights, not with values")
+            self._tags.tag_weights(result, of_a._replace(axes=None, exact=False))
+        elif of_a is not None:
+            return self._weighted(of_a, a, b, result, left=True, added=name in _ADDED)
+        elif of_b is not None:
+            return self._weighted(of_b, b, a, result, left=False, added=name in _ADDED)
+        elif b.ndim > 1:
+            self._scored(a, b, scores_a, scores_b, result)
+        return None
+
+    def _scored(self, a: Tensor, b: Tensor, of_a: Scores | None, of_b: Scores | None, result: Tensor) -> None:
+        """No factor is a softmax's: the result can be scores, or scores whose heads are mixed."""
+        fixed = self._tags.fixed(a), self._tags.fixed(b)
+        for scores, other_fixed in ((of_a, fixed[1]), (of_b, fixed[0])):
+            if scores is not None and other_fixed and not any(scores.product.fixed):
+                axes = _remaining(scores.axes, result, scores is of_a)
+                if scores.product.whole_in(axes):
+                    self._tags.tag_scores(result, scores._replace(axes=axes))
+                    return
+        if all(fixed):
+            self._tags.tag_fixed(result)
+            return
+        product = Product(self._tags.number(), (result.shape[-2], result.shape[-1]), fixed)
+        shape = result.shape if result.ndim == 3 else (1, *result.shape)
+        self._tags.tag_scores(result, Scores(product, fresh(shape, product.number)[-result.ndim :]))
+
+    def _weighted(
+        self, tag: Weights, weights: Tensor, other: Tensor, result: Tensor, *, left: bool, added: bool
+    ) -> AttentionCall | None:
+        """Weights meet another tensor."""
+        softmax, axes, place = tag.softmax, tag.axes, tag.softmax.place
+        if softmax.done:
+            return None
+        constant = self._tags.fixed(other)
+        if axes is None:
+            if not constant and softmax.suspect:
+                softmax.refuse("its weights were moved or changed by operations that are not followed")
+            return None
+        summed = merged(axes[-1] if left or weights.ndim == 1 else axes[-2])
+        if place is None and len(summed) == 1 and summed[0].origin == softmax.number:
+            place = summed[0].place
+            if not softmax.of_a_product:
+                return None  # an exponential of something else
+        keys = [p for p in summed if p.origin == softmax.number and p.place == place]
+        size = 0 if place is None else softmax.scores.shape[place]
+        if not keys and size != 1:
+            if constant:
+                moved = _remaining(axes, result, left)
+                self._tags.tag_weights(result, tag._replace(axes=moved, exact=False))
+            elif softmax.suspect:
+                softmax.refuse("its softmax does not run over the axis that is summed with values")
+            return None
+        whole = size == 1 or summed == (Axis(softmax.number, place or 0, size, 1),)
+        reason = _reason(softmax, place, whole=whole, constant=constant, added=added)
+        if reason is not None:
+            softmax.refuse(reason)
+            return None
+        try:
+            with outside_all_modes(result.device.type):
+                call = attention_of(
+                    Weighted(
+                        scores=softmax.scores,
+                        key=place or 0,
+                        history=softmax.history[0] if softmax.history and softmax.history[1]() else None,
+                        heads=softmax.heads,
+                        number=softmax.number,
+                        axes=axes,
+                        weights=weights.detach() if not tag.exact else None,
+                        dropout=tag.dropout,
+                        left=left,
+                    ),
+                    weights.shape,
+                    other.detach(),
+                    result.detach(),
+                    self._recorder.generator,
+                )
+        except UnfollowedError as error:
+            softmax.refuse(str(error))
+            return None
+        self._softmaxes.captured(softmax)
+        return replace(call, mechanism=MECHANISM, dropout=tag.dropout)
+
+
+def _reason(softmax: Softmax, place: int | None, *, whole: bool, constant: bool, added: bool) -> str | None:
+    """Why a softmax that meets values is not captured; None if it can be."""
+    fixed = softmax.keys_fixed(place)
+    if softmax.outside:
+        return OUTSIDE
+    if not whole:
+        return "its values meet only a part of its weights"
+    if fixed is None:
+        return "its scores are not followed to a product of queries and keys"
+    if fixed:
+        return "its keys are parameters (a codebook, a router, learned keys), not made of the input"
+    if constant:
+        return "its values are parameters, not made of the input"
+    if added:
+        return "something is added to its values in the same operation"
+    return None
+
+
+def _remaining(axes: Axes, result: Tensor, left: bool) -> Axes:
+    """The axes of a product of which one factor is known; those of the other factor are nobody's."""
+    new = (Axis(-1, 0, result.shape[-1 if left else -2], 1),)
+    if left:
+        return (*axes[:-1], new)
+    return (*axes[:-2], new, axes[-1])

@@ -1,0 +1,135 @@
+"""Softmaxes, also those that are written out with exp: what went into them, and what became of them."""
+
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from semdiag.capturing.following.axes import Axes, Axis, fresh, merged
+from semdiag.capturing.following.tags import History, Scores, Softmax, Tags, Weights, address, tensors
+from semdiag.capturing.recording import Recorder, is_plain, outside_all_modes
+
+SOFTMAXES = ("_softmax", "_safe_softmax", "softmax", "_log_softmax", "log_softmax")
+
+
+class Softmaxes:
+    """The softmaxes of a forward, until it is known what became of them.
+
+    Args:
+        recorder: knows what runs; gets the notes.
+        tags: of tensors.
+
+    Attributes:
+        offered: the history of the scores that a function seen in Python is about to give to its softmax.
+    """
+
+    def __init__(self, recorder: Recorder, tags: Tags) -> None:
+        self._recorder, self._tags = recorder, tags
+        self._open: list[Softmax] = []
+        self._held: Counter[int] = Counter()
+        self._saved: dict[int, Tensor] = {}  # inputs that a softmax is about to overwrite
+        self.offered: History | None = None
+
+    def ran(self, name: str, scores: Tensor, place: int, result: object, overwritten: bool) -> None:
+        """A softmax has run.
+
+        Args:
+            name: of the operation.
+            scores: its input.
+            place: the axis it runs over.
+            result: what it returned.
+            overwritten: whether it may have written to its input, which :meth:`before_write` kept then.
+        """
+        if not (isinstance(result, Tensor) and is_plain(scores)) or scores.layout != torch.strided:
+            self._recorder.skip("softmax", f"of a {type(scores).__name__}: only plain tensors are captured")
+            return
+        history, self.offered = self.offered, None
+        softmax = self._opened(scores, place % max(1, scores.ndim), history, overwritten)
+        axes = fresh(result.shape, softmax.number)
+        self._tags.tag_weights(result, Weights(softmax, axes, logarithm="log" in name))
+
+    def exponential(self, source: Tensor, out: Tensor, overwritten: bool) -> None:
+        """It may be a softmax that is written out: its sum divides it later, or is 1 already."""
+        if not is_plain(source) or self._tags.weights(source) is not None:  # of a log_softmax: no other softmax
+            return
+        softmax = self._opened(source, None, None, overwritten)
+        axes = fresh(out.shape, softmax.number)
+        prove(softmax, axes, out)
+        self._tags.tag_weights(out, Weights(softmax, axes, exact=False))
+
+    def _opened(self, scores: Tensor, place: int | None, history: History | None, overwritten: bool) -> Softmax:
+        tag: Scores | None = self._tags.scores(scores)
+        if overwritten:
+            scores = self._saved.pop(address(scores), scores)
+        softmax = Softmax(
+            number=self._tags.number(),
+            scores=scores.detach(),
+            place=place,
+            tag=tag,
+            history=history,
+            heads=self._recorder.heads,
+            module=self._recorder.module,
+            outside=not self._recorder.running,
+        )
+        self._open.append(softmax)
+        self._held[address(scores)] += 1
+        return softmax
+
+    def before_write(self, name: str, args: Sequence[object], written: Sequence[Tensor]) -> None:
+        """An operation is about to write to tensors: keep what is still needed as it was."""
+        self._saved = {}
+        noise = name == "mul_" and any(self._tags.noise(t) is not None for t in tensors(args[1:]))
+        for tensor in written:
+            place = address(tensor)
+            known = self._tags.written(tensor, noise)
+            if self._held.get(place, 0) > 0:
+                for softmax in self._open:
+                    if not softmax.done and address(softmax.scores) == place:
+                        with outside_all_modes(tensor.device.type):
+                            softmax.scores = softmax.scores.clone()
+                        self._held[address(softmax.scores)] += 1
+                self._held[place] = 0
+            if name in SOFTMAXES or (name == "exp_" and known):
+                source = next(tensors(args))
+                if address(source) == place:
+                    with outside_all_modes(tensor.device.type):
+                        self._saved[place] = source.detach().clone()
+
+    def captured(self, softmax: Softmax) -> None:
+        """A softmax has been described: nothing of it needs to be kept."""
+        softmax.done = True
+        self._held[address(softmax.scores)] -= 1
+        softmax.scores = softmax.scores.new_zeros(()).expand(softmax.scores.shape)  # its shape alone
+        softmax.history = None
+
+    def settle(self) -> None:
+        """Say of every softmax what became of it, and forget it."""
+        for softmax in self._open:
+            if softmax.reason is not None and not softmax.done:
+                self._recorder.skip("softmax", softmax.reason, softmax.module)
+            elif not softmax.done and softmax.place is not None and not softmax.outside:
+                self._recorder.audit.others[softmax.module] += 1
+        self._open.clear()
+        self._held.clear()
+
+
+def prove(softmax: Softmax, axes: Axes, weights: Tensor) -> None:
+    """Find the axis of a softmax that is written out, if weights sum to one along one.
+
+    Args:
+        softmax: of which the axis may not be known.
+        axes: of its axes in the weights.
+        weights: that it may have made.
+    """
+    if softmax.place is not None or not weights.numel():
+        return
+    with outside_all_modes(weights.device.type):
+        for d, pieces in enumerate(axes):
+            if not pieces or merged(pieces) != (Axis(softmax.number, pieces[0].place, weights.shape[d], 1),):
+                continue
+            off = (weights.detach().float().sum(d) - 1).abs()
+            wrong = (off > 16 * torch.finfo(weights.dtype).eps) & ~off.isnan()
+            between = (weights > 1e-3) & (weights < 0.999)  # zeros and ones are more likely those of a mask
+            if bool(between.any()) and not bool(wrong.any()):
+                softmax.place = pieces[0].place

@@ -1,0 +1,257 @@
+"""What is known of tensors below Python: which come from a product, from a softmax, or from parameters alone."""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from semdiag.capturing.following.axes import Axes
+from semdiag.capturing.following.score_history import ScoreHistory
+from semdiag.capturing.recording import is_plain
+
+History = tuple[ScoreHistory, Callable[[], bool]]
+
+
+class Product(NamedTuple):
+    """A product (N, M, D) x (N, D, K): M and K, and which of its factors are made of parameters alone."""
+
+    number: int
+    sizes: tuple[int, int]
+    fixed: tuple[bool, bool]
+
+    def whole_in(self, axes: Axes) -> bool:
+        """Whether both sides are still there, where they have more than one entry."""
+        there = {p.place for pieces in axes for p in pieces if p.origin == self.number}
+        return all(place in there or size == 1 for place, size in enumerate(self.sizes, start=1))
+
+
+class Scores(NamedTuple):
+    """A tensor that came from a product, and where the product's axes are in it."""
+
+    product: Product
+    axes: Axes
+
+
+@dataclass(eq=False)
+class Softmax:
+    """A softmax, from its input to the values that its result is multiplied with.
+
+    Attributes:
+        number: names it, and its axes.
+        scores: its input, as it was.
+        place: the axis it runs over; None where it is written out with exp, and not known before it is used.
+        tag: the product of queries and keys that the input came from; None if it came from none.
+        history: how the input came from the product, if that was seen in Python.
+        heads: number of heads where the surrounding function says it and the tensors do not.
+        module: where it ran.
+        outside: whether no module of the model was running.
+        reason: why it is not captured, once it has met values; None before.
+        done: whether it is captured.
+    """
+
+    number: int
+    scores: Tensor
+    place: int | None
+    tag: Scores | None
+    history: History | None
+    heads: int | None
+    module: str
+    outside: bool
+    reason: str | None = None
+    done: bool = False
+
+    @property
+    def of_a_product(self) -> bool:
+        """Whether its input came from a product of two tensors that are made of the model's input."""
+        return self.tag is not None and not any(self.tag.product.fixed)
+
+    @property
+    def suspect(self) -> bool:
+        """Whether it is attention if it meets values: one that is written out is not, but of a product."""
+        return self.place is not None or self.of_a_product
+
+    def refuse(self, reason: str) -> None:
+        """Note why it is not captured; the first reason counts."""
+        self.reason = self.reason or reason
+
+    def keys_fixed(self, place: int | None) -> bool | None:
+        """Whether its keys are made of parameters alone; None if no product made its scores over that axis."""
+        if self.tag is None or place is None:
+            return None
+        product, axes = self.tag
+        sides = [p.place for p in axes[place] if p.origin == product.number and p.place > 0]
+        if not sides:
+            return all(product.fixed) if not axes[place] else None
+        return product.fixed[sides[0] - 1]
+
+    def keys_in(self, axes: Axes) -> bool:
+        """Whether the axis that it runs over is still there, if it has more than one entry."""
+        there = {p.place for pieces in axes for p in pieces if p.origin == self.number}
+        return bool(there) if self.place is None else self.place in there or self.scores.shape[self.place] == 1
+
+
+class Weights(NamedTuple):
+    """A tensor that came from a softmax.
+
+    Attributes:
+        softmax: which.
+        axes: where the softmax's axes are in it; None if they cannot be told any more.
+        exact: whether its entries are still the softmax's.
+        dropout: probability with which they were dropped.
+        spread: whether they have been multiplied with a tensor that has more axes.
+        logarithm: whether they are the logarithms of a softmax's.
+    """
+
+    softmax: Softmax
+    axes: Axes | None
+    exact: bool = True
+    dropout: float = 0.0
+    spread: bool = False
+    logarithm: bool = False
+
+
+class _Store:
+    """What is known of a storage. Tags belong to tensors in it, by their geometry."""
+
+    __slots__ = ("fixed", "noise", "ref", "scores", "weights")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.ref: Any = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]  # also keeps its address from being used again
+        self.scores: dict[Any, Scores] = {}
+        self.weights: dict[Any, Weights] = {}
+        self.fixed = False
+        self.noise: float | None = None
+
+
+class Tags:
+    """What is known of the tensors of one thread.
+
+    Args:
+        parameters: addresses of the storages of the model's parameters and buffers.
+    """
+
+    def __init__(self, parameters: set[int]) -> None:
+        self._parameters = parameters
+        self._stores: dict[int, _Store] = {}
+        self._limit = 256
+        self._writes: Counter[int] = Counter()
+        self._numbers = 0
+
+    def number(self) -> int:
+        """A new number, for a product or a softmax."""
+        self._numbers += 1
+        return self._numbers
+
+    def of(self, tensor: Tensor) -> tuple[Scores | None, Weights | None]:
+        """What is known of where a tensor came from."""
+        store = self._stores.get(address(tensor))
+        if store is None or not (store.scores or store.weights):
+            return None, None
+        key = _geometry(tensor)
+        return store.scores.get(key), store.weights.get(key)
+
+    def scores(self, tensor: Tensor) -> Scores | None:
+        """The product that a tensor came from; None if it came from none."""
+        return self.of(tensor)[0]
+
+    def weights(self, tensor: Tensor) -> Weights | None:
+        """The softmax that a tensor came from; None if it came from none."""
+        return self.of(tensor)[1]
+
+    def noise(self, tensor: Tensor) -> float | None:
+        """The probability with which entries of a tensor of noise are kept; None if it is none."""
+        store = self._stores.get(address(tensor))
+        return None if store is None else store.noise
+
+    def fixed(self, tensor: Tensor) -> bool:
+        """Whether a tensor is made of parameters alone, by operations that are no products."""
+        if not is_plain(tensor):
+            return isinstance(tensor, torch.nn.Parameter)
+        storage = tensor.untyped_storage()
+        place = storage._cdata
+        if storage.data_ptr() in self._parameters:
+            return not self._writes[place]
+        store = self._stores.get(place)
+        return store is not None and store.fixed
+
+    def tag_scores(self, tensor: Tensor, tag: Scores) -> None:
+        """Note that a tensor came from a product."""
+        self._store(tensor).scores[_geometry(tensor)] = tag
+
+    def tag_weights(self, tensor: Tensor, tag: Weights) -> None:
+        """Note that a tensor came from a softmax."""
+        self._store(tensor).weights[_geometry(tensor)] = tag
+
+    def tag_noise(self, tensor: Tensor, kept: float) -> None:
+        """Note that a tensor is noise, and with which probability its entries are kept."""
+        self._store(tensor).noise = kept
+
+    def tag_fixed(self, tensor: Tensor) -> None:
+        """Note that a tensor is made of parameters alone."""
+        if tensor.untyped_storage().data_ptr() not in self._parameters:
+            self._store(tensor).fixed = True
+
+    def writes(self, tensor: Tensor) -> int:
+        """How many operations have written to a tensor's storage so far."""
+        return self._writes[address(tensor)]
+
+    def written(self, tensor: Tensor, noise: bool) -> bool:
+        """An operation writes to a tensor: the entries of all that share its storage may change.
+
+        Args:
+            tensor: that is written to.
+            noise: whether it is multiplied with noise, which is known as dropout.
+
+        Returns:
+            Whether something is known of its storage.
+        """
+        place = address(tensor)
+        self._writes[place] += 1
+        store = self._stores.get(place)
+        if store is None:
+            return False
+        store.fixed = False
+        if not noise:
+            store.weights = {key: tag._replace(exact=False) for key, tag in store.weights.items()}
+        return True
+
+    def forget(self) -> None:
+        """Forget all but which tensors are made of parameters alone."""
+        self._stores = {
+            key: store for key, store in self._stores.items() if store.fixed and not store.ref.expired()
+        }
+
+    def _store(self, tensor: Tensor) -> _Store:
+        place = address(tensor)
+        store = self._stores.get(place)
+        if store is None:
+            if len(self._stores) >= self._limit:
+                self._stores = {key: s for key, s in self._stores.items() if not s.ref.expired()}
+                self._limit = max(256, 2 * len(self._stores))
+            store = self._stores[place] = _Store(tensor)
+        return store
+
+
+def tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    """Tensors among the arguments or results of an operation."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from (v for v in value if isinstance(v, Tensor))
+
+
+def address(tensor: Tensor) -> int:
+    """Names a tensor's storage while it lives; -1 if it has none."""
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):  # sparse tensors and their like have none
+        return -1
+
+
+def _geometry(tensor: Tensor) -> Any:
+    return tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
