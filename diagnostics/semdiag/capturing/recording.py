@@ -134,7 +134,8 @@ class Recorder(threading.local):
             self._asked.clear()
             self.covered = 0
         self.running.append(name)
-        self.shapes.append(tuple(inputs[0].shape) if inputs and is_plain(inputs[0]) else ())
+        with torch._C.DisableTorchFunction():  # a function mode would see each property that is read
+            self.shapes.append(tuple(inputs[0].shape) if inputs and is_plain(inputs[0]) else ())
         self._watched.ran.add(name)
         return True
 
@@ -245,7 +246,9 @@ def outside_all_modes(device: str) -> Iterator[None]:
         torch._C.DisableTorchFunction(),
         _disable_current_modes(),
         torch.no_grad(),
-        torch.autocast(device, enabled=False) if is_autocast_available(device) else contextlib.nullcontext(),
+        torch.autocast(device, enabled=False)
+        if is_autocast_available(device) and torch.is_autocast_enabled(device)
+        else contextlib.nullcontext(),
     ):
         yield
 

@@ -14,7 +14,7 @@ from semdiag.capturing.adapters.flex import mask_of
 from semdiag.capturing.adapters.interface_call import InterfaceCall
 from semdiag.capturing.attention_call import AttentionCall, four_axes
 from semdiag.capturing.overlapping import SharedChange
-from semdiag.capturing.recording import Recorder, is_plain, not_plain
+from semdiag.capturing.recording import Recorder, is_plain, not_plain, outside_all_modes
 from semdiag.capturing.score_masks import split_mask
 
 _UNDERSTOOD = ("eager", "sdpa", "flex_attention")  # their masks are tensors over queries and keys, or functions
@@ -88,7 +88,8 @@ def _recorded(recorder: Recorder, implementation: str, attend: Callable[..., Any
         with recorder.covering():
             output: tuple[Tensor, Tensor | None] = attend(module, query, key, value, *args, **kwargs)
         try:
-            _record(recorder, given, output[0])
+            with outside_all_modes(query.device.type):
+                _record(recorder, given, output[0])
         except Exception as error:
             recorder.failed(implementation, error, name)
         return output

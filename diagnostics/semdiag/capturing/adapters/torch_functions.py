@@ -2,7 +2,7 @@
 
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,9 +13,9 @@ from semdiag.capturing.adapters import flex
 from semdiag.capturing.adapters.flex import flex_call
 from semdiag.capturing.attention_call import AttentionCall, four_axes, mask_axes
 from semdiag.capturing.following.operations import OperationWatch
-from semdiag.capturing.following.softmax_provenance import SoftmaxProvenance
+from semdiag.capturing.following.softmax_provenance import FOLLOWED, SoftmaxProvenance
 from semdiag.capturing.overlapping import take_off
-from semdiag.capturing.recording import Recorder, is_plain, not_plain
+from semdiag.capturing.recording import Recorder, is_plain, not_plain, outside_all_modes
 from semdiag.capturing.score_masks import split_mask
 
 MECHANISM = "scaled_dot_product_attention"
@@ -33,11 +33,8 @@ class FunctionWatch(TorchFunctionMode):
         super().__init__()
         self._recorder, self._below = recorder, below
         self._provenance = SoftmaxProvenance(below.writes)
-        self._special: dict[str, Callable[[Any, Sequence[type], tuple[Any, ...], dict[str, Any]], Any]] = {
-            "scaled_dot_product_attention": self._scaled_dot_product,
-            "multi_head_attention_forward": self._multi_head,
-            "flex_attention": self._flex,
-        }
+        looks = self._scaled_dot_product, self._multi_head, self._flex
+        self._special = dict(zip(_SPECIAL, looks, strict=True))
 
     def __torch_function__(
         self,
@@ -48,10 +45,9 @@ class FunctionWatch(TorchFunctionMode):
     ) -> Any:
         """Run the function, and record it if it attends."""
         kwargs = kwargs or {}
-        name: str = getattr(func, "__name__", "")
-        if not self._recorder.listening or self._recorder.in_function or name == "__get__":
+        name: str = getattr(func, "__name__", "").partition(".")[0]  # operators of exported graphs: name.overload
+        if name not in _WATCHED or self._recorder.in_function or not self._recorder.listening:
             return func(*args, **kwargs)
-        name = name.partition(".")[0]  # operators of exported graphs are called name.overload
         special = self._special.get(name)
         if special is not None:
             return special(func, types, args, kwargs)
@@ -59,8 +55,6 @@ class FunctionWatch(TorchFunctionMode):
             if self._recorder.masking:
                 args, kwargs = self._provenance.masked(self._recorder, args, kwargs)
             self._below.offer(self._provenance.history(args[0] if args else kwargs["input"]))
-        elif not self._provenance.follows(name):
-            return func(*args, **kwargs)
         self._provenance.before(args, kwargs)
         self._recorder.in_function = True
         try:
@@ -94,10 +88,11 @@ class FunctionWatch(TorchFunctionMode):
         with self._recorder.covering():
             mixed: Tensor = func(*args, **kwargs)
         try:
-            if is_plain(mixed):
-                self._recorder.record(_sdpa_call(given, mixed, self._recorder.heads))
-            else:
+            if not is_plain(mixed):
                 self._recorder.skip(MECHANISM, not_plain(mixed))
+                return mixed
+            with outside_all_modes(mixed.device.type):
+                self._recorder.record(_sdpa_call(given, mixed, self._recorder.heads))
         except Exception as error:
             self._recorder.failed(MECHANISM, error)
         return mixed
@@ -131,6 +126,8 @@ class FunctionWatch(TorchFunctionMode):
 
 _SOFTMAX = ("softmax", "_softmax", "special_softmax")
 _SDPA = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+_SPECIAL = ("scaled_dot_product_attention", "multi_head_attention_forward", "flex_attention")
+_WATCHED = frozenset((*_SOFTMAX, *_SPECIAL, *FOLLOWED))
 
 
 def _masked(recorder: Recorder, given: dict[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from semdiag.capturing.following.axes import Axes, broadcast, chosen, regrouped
 from semdiag.capturing.following.softmaxes import prove
-from semdiag.capturing.following.tags import Scores, Tags, Weights, tensors
+from semdiag.capturing.following.tags import Tags, Weights, tensors
 from semdiag.capturing.recording import is_plain
 
 _REGROUPING = ("view", "_unsafe_view", "reshape", "_reshape_alias", "unsqueeze", "squeeze", "flatten", "unflatten")
@@ -35,21 +35,16 @@ def carry(tags: Tags, name: str, args: tuple[Any, ...], given: list[Tensor], res
     outs = _outs(result)
     for source, scores, weights in tagged:
         for out in outs:
-            if scores is not None and _tells_more(tags, scores, out):
+            if scores is not None:
                 axes, _ = _followed(name, args, scores.axes, source, out)
                 if axes is scores.axes or (axes is not None and scores.product.whole_in(axes)):
-                    tags.tag_scores(out, scores._replace(axes=axes))
+                    tags.carry_scores(out, scores if axes is scores.axes else scores._replace(axes=axes))
             if weights is not None:
                 _carry_weights(tags, name, args, weights, source, given, out)
 
 
 def _outs(result: Any) -> list[Tensor]:
     return [t for t in tensors((result,)) if t.is_floating_point() and is_plain(t)]
-
-
-def _tells_more(tags: Tags, tag: Scores, out: Tensor) -> bool:
-    known = tags.scores(out)
-    return known is None or (any(known.product.fixed) and not any(tag.product.fixed))
 
 
 def _carry_weights(

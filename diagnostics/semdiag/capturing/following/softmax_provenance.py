@@ -35,12 +35,10 @@ class SoftmaxProvenance:
         """Forget everything."""
         self._scores.clear()
 
-    def follows(self, name: str) -> bool:
-        """Whether an operation of this name can matter."""
-        return name in _FOLLOWED
-
     def before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """An operation is about to run: forget what is not true any more of its operands."""
+        if not self._scores:
+            return
         for x in (*args, *kwargs.values()):
             if isinstance(x, Tensor) and x in self._scores and self.history(x) is None:
                 del self._scores[x]
@@ -121,6 +119,8 @@ class SoftmaxProvenance:
 
     def _step(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """An operation on scores: carry the tag on, or lose it."""
+        if not self._scores:
+            return
         for tensor in (x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)):
             history, stamps = self._scores.get(tensor, (None, []))
             if history is None:
@@ -226,4 +226,4 @@ _STEPS: dict[str, _Step] = {
     "dropout": _undropped,
     "nan_to_num": lambda h, x, args, kwargs, r: h,
 }
-_FOLLOWED = frozenset((*_PRODUCTS, *_STEPS))
+FOLLOWED = frozenset((*_PRODUCTS, *_STEPS))

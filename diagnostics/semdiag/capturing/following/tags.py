@@ -182,6 +182,16 @@ class Tags:
         """Note that a tensor came from a product."""
         self._store(tensor).scores[_geometry(tensor)] = tag
 
+    def carry_scores(self, tensor: Tensor, tag: Scores) -> None:
+        """Note that a tensor is made of one that came from a product, unless it is made of a better one.
+
+        A product of two factors that are made of the model's input is better than one of which one is not.
+        """
+        store, key = self._store(tensor), _geometry(tensor)
+        known = store.scores.get(key)
+        if known is None or (any(known.product.fixed) and not any(tag.product.fixed)):
+            store.scores[key] = tag
+
     def tag_weights(self, tensor: Tensor, tag: Weights) -> None:
         """Note that a tensor came from a softmax."""
         self._store(tensor).weights[_geometry(tensor)] = tag
