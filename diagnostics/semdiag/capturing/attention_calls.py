@@ -5,6 +5,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -112,8 +113,7 @@ def watch_attention(
         ended = register_module_forward_hook(after, always_call=True)
         stack.callback(lambda: None if lent else ended.remove())  # other threads end what they run
         stack.enter_context(intercepted_interface(recorder))
-        if any(name in sys.modules for name in _COMPILERS):  # else nothing is compiled; importing takes time
-            stack.enter_context(_UNCOMPILED.held())
+        stack.enter_context(_UNCOMPILED.held())
         here.start()
         stack.callback(here.stop)
         if inside:
@@ -158,9 +158,32 @@ class _Modes(threading.local):
 
 @contextmanager
 def _uncompiled() -> Iterator[None]:
-    """Run compiled functions as they were written: inside a compiled graph there is nothing to see."""
-    with torch.compiler.set_stance("force_eager"), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*when there are global hooks on modules")  # ours, and they may
+    """Run compiled functions as they were written: inside a compiled graph there is nothing to see.
+
+    While nobody has imported the compiler, which takes time, nothing is compiled; it is told when it is first asked.
+    """
+    with ExitStack() as stack:
+        if any(name in sys.modules for name in _COMPILERS):
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+            stack.enter_context(warnings.catch_warnings())
+            warnings.filterwarnings(
+                "ignore", message=".*when there are global hooks on modules"
+            )  # ours, and may be
+        else:
+            original = torch.compile
+
+            def asked(*args: Any, **kwargs: Any) -> Any:
+                if torch.compile is asked:
+                    torch.compile = original
+                    stack.enter_context(torch.compiler.set_stance("force_eager"))
+                return original(*args, **kwargs)
+
+            def restore() -> None:
+                if torch.compile is asked:
+                    torch.compile = original
+
+            stack.callback(restore)
+            torch.compile = asked
         yield
 
 

@@ -469,3 +469,32 @@ print(sum(audit.captured.values()), "transformers" in sys.modules, "torch._dynam
 """
     found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert found.stdout.split() == ["1", "False", "False"]
+
+
+FIRST_COMPILED = {
+    "compile": "return torch.compile(lambda q: (q @ q.mT).softmax(-1) @ q, backend='eager', fullgraph=True)(x)",
+    "flex": "from torch.nn.attention.flex_attention import flex_attention; return flex_attention(x, x, x)",
+}
+
+
+@pytest.mark.parametrize("name", FIRST_COMPILED)
+def test_a_compiler_that_the_model_itself_imports_does_not_hide_its_attention(name):
+    script = f"""
+import sys, torch
+from semdiag.capturing.attention_calls import watch_attention
+class Model(torch.nn.Module):
+    def forward(self, x):
+        {FIRST_COMPILED[name]}
+original = torch.compile
+assert "torch._dynamo" not in sys.modules
+with watch_attention(Model(), lambda call: None) as audit:
+    pass
+assert torch.compile is original
+model, x = Model(), torch.ones(1, 1, 3, 4)
+with torch.no_grad(), watch_attention(model, lambda call: None) as audit:
+    model(x)
+assert "torch._dynamo" in sys.modules and torch.compile is original
+print(sum(audit.captured.values()), sum(audit.skipped.values()), torch._dynamo.eval_frame._stance.stance)
+"""
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert found.stdout.split() == ["1", "0", "default"], found.stderr
