@@ -132,13 +132,24 @@ def agrees(call, truth, tolerance=1e-5):
     """Whether a captured call has the rows of a true attention, in whatever order.
 
     Args:
-        call: an attention call without sinks.
+        call: an attention call; its sinks are one more key, the first or the last, in each head.
         truth: of a softmax or a fused attention.
         tolerance: on probabilities; relative to 1 + its size on the range of the scores.
     """
-    allowed = call.part().allowed
-    allowed = torch.ones((), dtype=torch.bool) if allowed is None else allowed
-    ours, theirs = described(call.scores(torch.float64), allowed), described(truth.scores)
+    scores, allowed = call.scores(torch.float64), call.part().allowed
+    allowed = torch.ones(scores.shape, dtype=torch.bool) if allowed is None else allowed.expand(scores.shape)
+    if call.sinks is None:
+        return _alike(scores, allowed, truth, tolerance)
+    sink = call.sinks.double()[:, None, None].expand(*scores.shape[:-1], 1)
+    there = torch.ones_like(sink, dtype=torch.bool)
+    return any(
+        _alike(torch.cat(z, -1), torch.cat(a, -1), truth, tolerance)
+        for z, a in (((scores, sink), (allowed, there)), ((sink, scores), (there, allowed)))
+    )
+
+
+def _alike(scores, allowed, truth, tolerance):
+    ours, theirs = described(scores, allowed), described(truth.scores)
     if ours.shape != theirs.shape:
         return False
     if bool(((ours - theirs).abs() <= tolerance * (1 + theirs.abs())).all()):

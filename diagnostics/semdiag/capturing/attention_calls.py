@@ -160,7 +160,7 @@ class _Modes(threading.local):
 def _uncompiled() -> Iterator[None]:
     """Run compiled functions as they were written: inside a compiled graph there is nothing to see.
 
-    While nobody has imported the compiler, which takes time, nothing is compiled; it is told when it is first asked.
+    While nobody has imported the compiler, which takes time, nothing is compiled: it is told when first asked.
     """
     with ExitStack() as stack:
         if any(name in sys.modules for name in _COMPILERS):

@@ -104,6 +104,7 @@ class Products:
                 softmax.refuse("its softmax does not run over the axis that is summed with values")
             return None
         whole = size == 1 or summed == (Axis(softmax.number, place or 0, size, 1),)
+        whole |= summed == (Axis(softmax.number, place or 0, size - 1, 0),)  # one left out may be a sink
         reason = _reason(softmax, place, whole=whole, constant=constant, added=added)
         if reason is not None:
             softmax.refuse(reason)

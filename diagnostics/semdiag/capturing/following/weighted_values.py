@@ -1,7 +1,7 @@
 """From a softmax whose result has met values in a product to the attention call that they are."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from semdiag.capturing.following.axes import Axes, Axis, total
 from semdiag.capturing.following.score_history import ScoreHistory
 from semdiag.capturing.score_masks import lowest, split_mask, split_scores
 
+_REACH = 1_000.0  # above a sink the scores' own rounding is lost
 _CHECKED = 16  # rows of scores, drawn at random, on which a history is checked against the softmax's input
 
 
@@ -89,7 +90,11 @@ def attention_of(
     s = s.permute(*lead, *([] if query is None else [query]), key)
     s = s.unsqueeze(-2) if query is None else s
     if weights is not None:
-        _check_weights(_arranged(weights, pieces, len(batch), order, wanted, whole=True), s, found.dropout)
+        weights = _arranged(weights, pieces, len(batch), order, wanted, whole=True)
+        if weights.shape[-1] == s.shape[-1] - 1:
+            return _with_sink(weights, s, v, mixed, found)
+        if not _are_of(weights, s, found.dropout):
+            raise UnfollowedError("its weights were changed between the softmax and the values")
     natural = key == found.scores.ndim - 1 and query == key - 1
     heads = found.heads or (s.shape[1] if s.ndim == 4 else None)
     history = found.history if natural else None
@@ -143,20 +148,41 @@ def _arranged(
     return x.reshape(*lead, length, width)
 
 
-def _check_weights(weights: Tensor, s: Tensor, dropout: float) -> None:
-    """Compare weights with the softmax of the scores, all of them.
-
-    Raises:
-        UnfollowedError: if they differ by more than rounding.
-    """
+def _are_of(weights: Tensor, s: Tensor, dropout: float, keys: slice = slice(None)) -> bool:
+    """Whether weights are the softmax of scores, or its entries of some keys, up to rounding: all of them."""
     dtype = torch.promote_types(torch.float32, torch.promote_types(s.dtype, weights.dtype))
-    expected = s.to(dtype).softmax(-1)
+    expected = s.to(dtype).softmax(-1)[..., keys]
     there = (s > lowest(s.dtype)).any(-1, keepdim=True) & expected.isfinite()
     given = weights.to(dtype) * (1 - dropout)
     there = there & (given != 0) if dropout else there
     allowed = 8 * max(torch.finfo(s.dtype).eps, torch.finfo(weights.dtype).eps)
-    if not bool((((given - expected).abs() <= allowed) | ~there).all()):
-        raise UnfollowedError("its weights were changed between the softmax and the values")
+    return bool((((given - expected).abs() <= allowed) | ~there).all())
+
+
+def _with_sink(weights: Tensor, s: Tensor, v: Tensor, mixed: Tensor, found: Weighted) -> AttentionCall:
+    """Describe attention whose first or last column meets no value: one more logit in the denominator.
+
+    Raises:
+        UnfollowedError: if another column is left out, or the sink is no score or out of reach.
+    """
+    ends = (slice(None, -1), slice(-1, None)), (slice(1, None), slice(0, 1))
+    keys, rest = next((end for end in ends if _are_of(weights, s, found.dropout, end[0])), (None, None))
+    if keys is None or rest is None:
+        raise UnfollowedError("its values meet only a part of its weights")
+    heads = found.heads or (s.shape[1] if s.ndim == 4 else None)
+    history = _as_bias(s, v)
+    s = s.to(torch.promote_types(s.dtype, torch.float32))
+    sink, bias, allowed = s[..., rest], s[..., keys], history.allowed
+    if not bool((sink.isfinite() & (bias.amax(-1, keepdim=True) - sink < _REACH)).all()):
+        raise UnfollowedError("the column that meets no value is masked in some rows")
+    by_head = four_axes(sink, heads)[:1, :, :1]
+    if not bool((four_axes(sink, heads) == by_head).all()):  # rows were shifted: to where their sinks are 0
+        bias, by_head = bias - sink, torch.zeros_like(by_head)
+    if allowed is not None:
+        allowed = allowed[..., keys]
+        bias = bias.masked_fill(~allowed, 0)
+    history = replace(history, bias=bias, allowed=allowed)
+    return replace(history.call(v, mixed, allowed, heads), sinks=by_head.flatten())
 
 
 def _as_bias(s: Tensor, v: Tensor) -> ScoreHistory:
