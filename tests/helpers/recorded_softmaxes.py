@@ -115,12 +115,15 @@ def described(scores, allowed=None):
     """Softmax rows as numbers: probabilities (rows, keys), how many keys are allowed, the range of their scores.
 
     Rows without keys are left out. Without ``allowed``, scores that are -inf, -1e36 or less, or below the best of
-    the row by 9,000 and more, are forbidden.
+    the row by 9,000 and more with nothing between them and half of that, are forbidden.
     """
     z = scores.double().reshape(-1, scores.shape[-1])
     if allowed is None:
         z = z.masked_fill(z <= max(-1e36, torch.finfo(scores.dtype).min / 2), -torch.inf)
-        z = z.masked_fill(z - z.amax(-1, keepdim=True) <= -9_000, -torch.inf)
+        below = (z - z.amax(-1, keepdim=True)).nan_to_num(nan=0.0, neginf=0.0)
+        steep = below <= -9_000
+        gap = below.masked_fill(~steep, -torch.inf).amax(-1, keepdim=True) / 2
+        z = z.masked_fill(steep & (below.masked_fill(steep, 0.0).amin(-1, keepdim=True) > gap), -torch.inf)
     else:
         z = z.masked_fill(~allowed.expand(scores.shape).reshape(z.shape), -torch.inf)
     z = z[z.isfinite().any(-1) & (z < torch.inf).all(-1)]  # not finite: the model's own fault

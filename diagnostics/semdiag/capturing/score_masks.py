@@ -56,17 +56,17 @@ def split_scores(scores: Tensor) -> tuple[Tensor | None, Tensor, float | None]:
         Allowed keys, bool, or None if none is forbidden; scores of allowed keys, 0 elsewhere; the lowest score
         that stands for -inf, or None if none does.
     """
-    forbidden, steep = _forbidden(scores)
+    forbidden, steep = _forbidden(scores, FORBIDDING + _ROOM)  # a score stands on top of what was added
     some = bool(forbidden.any())
     return (~forbidden if some else None), (scores.masked_fill(forbidden, 0) if some else scores), steep
 
 
-def _forbidden(terms: Tensor) -> tuple[Tensor, float | None]:
+def _forbidden(terms: Tensor, enough: float = FORBIDDING) -> tuple[Tensor, float | None]:
     """Which terms forbid their key; and the lowest of those that are no -inf in all but name."""
     forbidden = terms <= lowest(terms.dtype)
     best = terms.masked_fill(forbidden, -torch.inf).amax(-1, keepdim=True)
     below = (terms - best).masked_fill(forbidden, 0)
-    if not bool((below <= FORBIDDING * (1 - torch.finfo(terms.dtype).eps)).any()):
+    if not bool((below <= enough * (1 - torch.finfo(terms.dtype).eps)).any()):
         return forbidden, None
     steep = below <= FORBIDDING + _ROOM
     highest = below.masked_fill(~steep, -torch.inf).amax(-1, keepdim=True)

@@ -185,7 +185,7 @@ def sparsify(model: nn.Module, keep: Keep, *, partial: bool = False) -> Iterator
         masked.audit = stack.enter_context(watch_attention(model, lambda call: None, mask=mask))
         stack.callback(register_module_forward_hook(after).remove)
         yield masked
-    if masked.calls or masked.audit.skipped:  # not where the model never ran
+    if masked.calls or masked.audit.skipped or masked.audit.captured:  # not where the model never ran
         _check(masked, partial)
 
 
@@ -198,7 +198,7 @@ def _counted(found: tuple[Tensor, Tensor] | None, call: AttentionCall) -> tuple[
 
 def _check(masked: Masked, partial: bool) -> None:
     """Raise if some attention ran without the mask."""
-    if not masked.calls and not masked.audit.skipped:
+    if not (masked.calls or masked.audit.skipped or masked.audit.captured):
         raise InputError("No softmax attention was found in the model: there is nothing to mask.")
     if partial:
         return

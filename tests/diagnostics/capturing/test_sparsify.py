@@ -408,6 +408,10 @@ def mixed_heads(self, q, k, v):
     return (q @ k.mT).sort(1).values.softmax(-1) @ v
 
 
+def with_a_sink(self, q, k, v):
+    return torch.nn.functional.pad(q @ k.mT, (0, 1)).softmax(-1)[..., :-1] @ v
+
+
 def flexible():
     from torch.nn.attention.flex_attention import flex_attention  # before the model runs: it brings the compiler
 
@@ -420,6 +424,7 @@ def flexible():
         (traced, "inner: .*captured, but it takes no mask here"),
         (lambda: support.Attention(unknown_scores), "softmax .its scores are not followed to a product"),
         (lambda: support.Attention(mixed_heads), "captured, but it takes no mask here"),
+        (lambda: support.Attention(with_a_sink), "captured, but it takes no mask here"),
         (flexible, "flex_attention"),
     ],
 )
@@ -440,6 +445,12 @@ def test_a_part_of_the_model_that_is_called_alone_is_checked_at_the_end():
     model = nn.Sequential(support.Attention(support.by_hand), support.Attention(unknown_scores))
     with pytest.raises(InputError, match="1: softmax"), sparsify(model, TopK(2)):
         model[1](support.stream())
+
+
+def test_where_nothing_can_be_masked_it_is_named_too():
+    model = support.Attention(with_a_sink)
+    with pytest.raises(InputError, match="it takes no mask here"), sparsify(model, TopK(2)):
+        model(support.stream())
 
 
 def test_a_model_without_attention_is_refused():
