@@ -47,20 +47,28 @@ class ScoreHistory:
         """Multiply by a number, or by a tensor that is constant over the keys.
 
         Raises:
-            UntraceableError: if the factor varies over the keys, or soft-capped scores meet a tensor.
+            UntraceableError: if the factor varies over the keys, soft-capped scores meet a tensor, or what was
+                added to forbid keys is too small for that afterwards.
         """
         number = as_number(factor)
+        forbidding = self.forbidding
+        if forbidding is not None:
+            forbidding *= float(factor.min()) if number is None else number
+            if forbidding > FORBIDDING:
+                raise UntraceableError
         if number is None:
             if self.softcap is not None or self.floor is not None or factor.shape[-1:] != (1,):
                 raise UntraceableError
             q = self.q.expand(*self.lead, *self.q.shape[-2:]) * factor.detach()
-            return replace(self, q=q, bias=None if self.bias is None else self.bias * factor.detach())
+            bias = None if self.bias is None else self.bias * factor.detach()
+            return replace(self, q=q, bias=bias, forbidding=forbidding)
         if number <= 0 and self.floor is not None:
             raise UntraceableError
         changed = replace(
             self,
             bias=None if self.bias is None else self.bias * number,
             floor=None if self.floor is None else self.floor * number,
+            forbidding=forbidding,
         )
         if self.softcap is None:
             return replace(changed, scale=self.scale * number)
