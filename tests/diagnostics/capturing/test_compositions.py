@@ -248,6 +248,7 @@ def _written_out(truth):
     grad=st.booleans(),
 )
 @example("@", ["rows in a loop"], "softmax", [], "@", False)
+@example("@", ["index_fill_", "talking heads"], "exp / sum", ["talking heads"], "@", False)
 @example("einsum, ...", ["the best one at -1e4"], "softmax", [], "@", False)
 @example("@", ["masked_fill, -1e4", "times a number per key", "/"], "softmax", [], "@", False)
 def test_any_composition_by_hand_is_exact_or_audited(product, steps, softmax, later, values, grad):

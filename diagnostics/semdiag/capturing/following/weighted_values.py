@@ -149,14 +149,14 @@ def _arranged(
 
 
 def _are_of(weights: Tensor, s: Tensor, dropout: float, keys: slice = slice(None)) -> bool:
-    """Whether weights are the softmax of scores, or its entries of some keys, up to rounding: all of them."""
+    """Whether weights are the softmax of scores, or its entries of some keys, up to rounding: all finite ones."""
     dtype = torch.promote_types(torch.float32, torch.promote_types(s.dtype, weights.dtype))
     expected = s.to(dtype).softmax(-1)[..., keys]
     there = (s > lowest(s.dtype)).any(-1, keepdim=True) & expected.isfinite()
     given = weights.to(dtype) * (1 - dropout)
     there = there & (given != 0) if dropout else there
     allowed = 8 * max(torch.finfo(s.dtype).eps, torch.finfo(weights.dtype).eps)
-    return bool((((given - expected).abs() <= allowed) | ~there).all())
+    return bool(there.any()) and bool((((given - expected).abs() <= allowed) | ~there).all())
 
 
 def _with_sink(weights: Tensor, s: Tensor, v: Tensor, mixed: Tensor, found: Weighted) -> AttentionCall:
