@@ -115,13 +115,13 @@ def described(scores, allowed=None):
     """Softmax rows as numbers: probabilities (rows, keys), how many keys are allowed, the range of their scores.
 
     Rows without keys are left out. Without ``allowed``, scores that are -inf, -1e36 or less, or below the best of
-    the row by 9,000 and more with nothing between them and half of that, are forbidden.
+    the row by 8,999 and more with nothing between them and half of that, are forbidden.
     """
     z = scores.double().reshape(-1, scores.shape[-1])
     if allowed is None:
         z = z.masked_fill(z <= max(-1e36, torch.finfo(scores.dtype).min / 2), -torch.inf)
         below = (z - z.amax(-1, keepdim=True)).nan_to_num(nan=0.0, neginf=0.0)
-        steep = below <= -9_000
+        steep = below <= -8_999
         gap = below.masked_fill(~steep, -torch.inf).amax(-1, keepdim=True) / 2
         z = z.masked_fill(steep & (below.masked_fill(steep, 0.0).amin(-1, keepdim=True) > gap), -torch.inf)
     else:
