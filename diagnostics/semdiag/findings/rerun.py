@@ -11,13 +11,12 @@ from semdiag.capturing.attention_kinds import SCORED
 from semdiag.findings.findings import Findings
 from semdiag.findings.resampling import Interval, sum_ratio_interval
 from semdiag.findings.strict_json import records
-from semdiag.measurement.probes.rerun import NO_MASK, RANDOM, TOLERANCES, TOP_K, measure_of
+from semdiag.measurement.probes.rerun import LEAST_SAMPLES, NO_MASK, RANDOM, TOLERANCES, TOP_K, measure_of
 from semdiag.measurement.table import ALL
 
 MASS = 0.95  # of the attention weight, where it is all that is known
 NEAR_UNIFORM = 0.95  # entropy of half of the queries' weights, in that of uniform weights
 MOST_KEYS = 0.5  # share of the keys above which a mask is hardly sparse
-LEAST_SAMPLES = 8  # below, an interval over samples says nothing
 _CHANCE = 0.99  # of ln C: a loss above it is no better than that of C equally likely classes
 
 

@@ -1,6 +1,6 @@
-"""Budgets of keys by layer and head: what keeps a share of the attention weight, and what keeps the loss."""
+"""Budgets of keys by layer and head: the table, and what keeps a share of the attention weight."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -31,7 +31,7 @@ BUDGET_TABLE = Table(
 BY_MASS = (0.95, 0.99)  # of the attention weight
 QUERIES = 0.95  # of which a head's k must keep as much
 BLOCKS = (1, 64, 128)
-_LEVELS = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 0.999)
+LEVELS = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 0.999)
 _AT_ONCE = 2**22
 GREEDY = "loss"  # name of the budget that keeps the loss
 Place = tuple[str, int]  # module, occurrence
@@ -74,7 +74,7 @@ class NeededKeys:
             if block > 1 and weights.shape[-1] <= block:
                 continue
             kept = _by_block(weights, block).sort(-1, descending=True).values.cumsum(-1)
-            for level in _LEVELS:
+            for level in LEVELS:
                 need = 1 + (kept < level).sum(-1).clamp(max=kept.shape[-1] - 1)
                 for head in range(need.shape[1]):
                     found = torch.bincount(need[:, head][counted[:, head]], minlength=kept.shape[-1] + 1)
@@ -143,59 +143,6 @@ def budget_name(level: float, block: int = 1) -> str:
 def rules(budget: Mapping[Place, Sequence[int]], block: int = 1) -> dict[int | str | Place, TopK]:
     """A budget as :func:`~semdiag.capturing.sparsify.sparsify` takes it."""
     return {place: TopK(tuple(numbers), block=block) for place, numbers in budget.items()}
-
-
-def greedy(
-    needed: NeededKeys, cost: Callable[[Mapping[Place, Sequence[int]]], float], tolerance: float, most_runs: int
-) -> dict[Place, list[int]] | None:
-    """A budget with a small total whose cost is within a tolerance.
-
-    All heads start with the k that keeps the smallest share of their weight with which the cost is within the
-    tolerance; then, always the head that keeps most keys, k is lowered to the next smaller share, as long as the
-    cost stays within. No smaller total is excluded: only single steps are tried.
-
-    Args:
-        needed: how many keys queries need.
-        cost: of running the model with a budget.
-        tolerance: the largest cost.
-        most_runs: of the model.
-
-    Returns:
-        The budget; None if even 99.9 % of the weight costs more.
-    """
-    ladder = [needed.smallest(level) for level in _LEVELS]
-    runs, start = 0, None
-    for step, budget in enumerate(ladder):
-        runs += 1
-        if cost(budget) <= tolerance:
-            start = step
-            break
-    if start is None:
-        return None
-    at = {(place, head): start for place, numbers in ladder[0].items() for head in range(len(numbers))}
-
-    def budget_of(steps: Mapping[tuple[Place, int], int]) -> dict[Place, list[int]]:
-        return {
-            place: [1 if steps[place, h] < 0 else ladder[steps[place, h]][place][h] for h in range(len(numbers))]
-            for place, numbers in ladder[0].items()
-        }
-
-    fixed: set[tuple[Place, int]] = set()
-    while runs < most_runs:
-        now = budget_of(at)
-        free = [one for one in at if one not in fixed and now[one[0]][one[1]] > 1]
-        if not free:
-            break
-        one = max(free, key=lambda one: now[one[0]][one[1]])
-        lower = dict(at)
-        while budget_of(lower)[one[0]][one[1]] == now[one[0]][one[1]]:
-            lower[one] -= 1
-        runs += 1
-        if cost(budget_of(lower)) <= tolerance:
-            at = lower
-        else:
-            fixed.add(one)
-    return budget_of(at)
 
 
 def _by_block(weights: torch.Tensor, block: int) -> torch.Tensor:

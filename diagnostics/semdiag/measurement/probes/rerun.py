@@ -1,7 +1,7 @@
 """A model run again with real masks, sample by sample: loss, divergence of its outputs, changed predictions."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pandas as pd
@@ -39,6 +39,7 @@ NO_MASK, TOP_K, RANDOM = "none", "topk", "random"
 # Up to which mean change a mask does no harm: of the loss and of the divergence 0.01 nats (1 % of a perplexity);
 # where nothing but outputs is known, 5 % of their norm.
 TOLERANCES = {"loss": 0.01, "divergence": 0.01, "output_change": 0.05}
+LEAST_SAMPLES = 8  # below, an interval over samples says nothing
 Masks = Sequence[tuple[str, int, Keep]]
 
 
@@ -117,7 +118,6 @@ def rerun(
     masks: Masks,
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
-    after_run: Callable[[], None] = lambda: None,
 ) -> pd.DataFrame:
     """Run a model without a mask and with each of several, in evaluation mode and without gradients.
 
@@ -128,7 +128,6 @@ def rerun(
         masks: name, k and rule of each.
         device: where to run; None: where the model is.
         dtype: of the model; None: its own.
-        after_run: called after each run of a batch.
 
     Returns:
         The table ``rerun``; its first rows are those without a mask.
@@ -157,7 +156,6 @@ def rerun(
                 rows += _rows(NO_MASK, 0, first, before, before)
                 for name, k, keep in masks:
                     rows += _rows(name, k, first, before, reader.read(masked(batch, keep), batch, own))
-                    after_run()
             except InputError:
                 raise
             except Exception as error:  # whatever the model raises

@@ -18,8 +18,9 @@ from semdiag.capturing.sparsify import TopK, sparsify
 from semdiag.findings.findings import Findings
 from semdiag.findings.rerun import budget_content, sparse_verdict
 from semdiag.measurement.conditions import Conditions
+from semdiag.measurement.probes.budget_search import greedy
 from semdiag.measurement.probes.k_sweep import KSweepPlan, k_sweep_tables
-from semdiag.measurement.probes.key_budgets import NeededKeys, greedy
+from semdiag.measurement.probes.key_budgets import NeededKeys
 from semdiag.measurement.probes.rerun import RERUN_TABLE, masks_of, mean_change, rerun, upper_change
 from semdiag.measurement.survey import survey
 from semdiag_models import Encoder, InputError
@@ -258,7 +259,7 @@ def test_a_budget_file_reproduces_the_stated_loss(tmp_path):
 
 
 def test_the_sweep_says_what_the_rerun_said():
-    tables = k_sweep_tables(made(), ids(), plan=KSweepPlan(4, rerun=True, ks=(2, 4)), dtype=torch.float64)
+    tables = k_sweep_tables(made(), ids(), None, KSweepPlan(4, rerun=True, ks=(2, 4)), dtype=torch.float64)
     sweep, again = tables["sweep"], tables["rerun"]
     assert set(again["k"]) == {0, 2, 4}
     same = sweep[sweep["quantity"] == "same_prediction"].set_index("k")["mean"]
