@@ -20,8 +20,8 @@ def command_line() -> str:
     return shlex.join(["semdiag", *sys.argv[1:]])
 
 
-def whole_numbers(text: str, option: str) -> tuple[int, ...]:
-    """Read ``"4,8,16"``.
+def listed_numbers(text: str, what: str, example: str) -> tuple[int, ...]:
+    """Read ``"5,3,3"``: whole numbers in their order.
 
     Raises:
         InputError: if a part is not a whole number.
@@ -29,9 +29,18 @@ def whole_numbers(text: str, option: str) -> tuple[int, ...]:
     from semdiag_models import InputError
 
     try:
-        return tuple(sorted({int(part) for part in text.split(",") if part.strip()}))
+        return tuple(int(part) for part in text.split(",") if part.strip())
     except ValueError:
-        raise InputError(f"{option} takes whole numbers separated by commas, like 4,8,16. Got {text!r}.") from None
+        raise InputError(f"{what} separated by commas, like {example}. Got {text!r}.") from None
+
+
+def whole_numbers(text: str, option: str) -> tuple[int, ...]:
+    """Read ``"4,8,16"``: different whole numbers in rising order.
+
+    Raises:
+        InputError: if a part is not a whole number.
+    """
+    return tuple(sorted(set(listed_numbers(text, f"{option} takes whole numbers", "4,8,16"))))
 
 
 def positive_numbers(text: str, option: str) -> tuple[float, ...]:

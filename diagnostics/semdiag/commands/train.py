@@ -3,11 +3,11 @@
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from semdiag.commands import completion
+from semdiag.commands import training_options as options
 from semdiag.commands.printing.terminal import tell
 from semdiag.commands.printing.training import TrainingProgress, summarise
 from semdiag.commands.text_training import introduction, text_task
@@ -17,213 +17,56 @@ if TYPE_CHECKING:
     from semdiag_models.seed_runs import SeedRun
     from semdiag_models.tasks import Classification
 
-_MODEL, _DATA, _TEXT, _OPTIMISATION, _RUN = "Model", "Data", "Text", "Optimisation", "Run"
-
 
 def train(
-    task: Annotated[
-        str,
-        typer.Argument(
-            help="What to learn; see [bold]semdiag list tasks[/].",
-            autocompletion=completion.names(completion.TASKS),
-        ),
-    ],
-    attention: Annotated[
-        str,
-        typer.Option(
-            help="See [bold]semdiag list attentions[/].",
-            rich_help_panel=_MODEL,
-            autocompletion=completion.names(completion.ATTENTIONS),
-        ),
-    ] = "full",
-    k: Annotated[
-        int | None,
-        typer.Option(
-            help="Keys kept per query; not for full. Of lsh those of a bucket, of routing those of a cluster.",
-            rich_help_panel=_MODEL,
-        ),
-    ] = None,
-    hash_rounds: Annotated[
-        int,
-        typer.Option(help="Of lsh: buckets of a query, each by hashes of its own.", rich_help_panel=_MODEL),
-    ] = 1,
-    hash_bits: Annotated[
-        int | None,
-        typer.Option(
-            help="Of lsh: signs of a hash. Default: two to four buckets for every k tokens.",
-            rich_help_panel=_MODEL,
-        ),
-    ] = None,
-    hashes: Annotated[
-        str,
-        typer.Option(help="Of lsh: shared, by angles, or asymmetric, by scores.", rich_help_panel=_MODEL),
-    ] = "shared",
-    clusters: Annotated[
-        int | None,
-        typer.Option(help="Of routing. Default: one for every k tokens.", rich_help_panel=_MODEL),
-    ] = None,
-    centroid_decay: Annotated[
-        float,
-        typer.Option(help="Of routing: what a centroid keeps of its old place in a step.", rich_help_panel=_MODEL),
-    ] = 0.999,
-    global_tokens: Annotated[
-        int,
-        typer.Option(
-            help="Learnt tokens that attend to all and that all attend to; for banded and block.",
-            rich_help_panel=_MODEL,
-        ),
-    ] = 0,
-    blocks: Annotated[int | None, typer.Option(help="Default: the task's recipe.", rich_help_panel=_MODEL)] = None,
-    width: Annotated[
-        int | None, typer.Option(help="Of the residual stream. Default: recipe.", rich_help_panel=_MODEL)
-    ] = None,
-    mlp_width: Annotated[int | None, typer.Option(help="Default: recipe.", rich_help_panel=_MODEL)] = None,
-    heads: Annotated[int, typer.Option(rich_help_panel=_MODEL)] = 1,
-    head_width: Annotated[
-        int | None,
-        typer.Option(
-            help="Of each head: the width (as in the paper), or width / heads. Default: recipe.",
-            rich_help_panel=_MODEL,
-        ),
-    ] = None,
-    norm: Annotated[
-        str,
-        typer.Option(help="pre (the paper's code) or post (the paper's equations).", rich_help_panel=_MODEL),
-    ] = "pre",
-    pooling: Annotated[
-        str,
-        typer.Option(
-            help="mean over the tokens, or cls: a learnt token put in front of them.", rich_help_panel=_MODEL
-        ),
-    ] = "mean",
-    activation: Annotated[str, typer.Option(help="relu, gelu or mish.", rich_help_panel=_MODEL)] = "relu",
-    dropout: Annotated[float, typer.Option(rich_help_panel=_MODEL)] = 0.01,
-    inverse_temperature: Annotated[
-        float, typer.Option(help="Factor on the scores.", rich_help_panel=_MODEL)
-    ] = 1.0,
-    pad_as_token: Annotated[
-        bool,
-        typer.Option(
-            "--pad-as-token",
-            help="Attend to PAD, pool it, and pad to a multiple of k, as the paper's runs did.",
-            rich_help_panel=_MODEL,
-        ),
-    ] = False,
-    length: Annotated[
-        int | None,
-        typer.Option(
-            "--length",
-            "--window",
-            help="Tokens per sample. Default: recipe; of a text, the mean pieces per line.",
-            rich_help_panel=_DATA,
-        ),
-    ] = None,
-    train_samples: Annotated[
-        int | None, typer.Option(help="Default: 5000; of a text, all windows.", rich_help_panel=_DATA)
-    ] = None,
-    holdout_samples: Annotated[
-        int | None, typer.Option(help="Default: 2000; of a text, all windows.", rich_help_panel=_DATA)
-    ] = None,
-    seed: Annotated[
-        int, typer.Option(help="Of data, initialisation, dropout and batch order.", rich_help_panel=_DATA)
-    ] = 153476998,
-    seeds: Annotated[
-        str,
-        typer.Option(
-            help="Several seeds at once, like 1,2,3, in one stacked step: a folder each, as if trained alone.",
-            rich_help_panel=_DATA,
-        ),
-    ] = "",
-    text: Annotated[
-        Path | None, typer.Option(help="UTF-8 file to learn; for the task text.", rich_help_panel=_TEXT)
-    ] = None,
-    holdout_text: Annotated[
-        Path | None,
-        typer.Option(help="Second file to hold out. Default: the last tenth of the lines.", rich_help_panel=_TEXT),
-    ] = None,
-    tokenizer: Annotated[
-        str | None,
-        typer.Option(help="unigram or bpe, by SentencePiece.", show_default="unigram", rich_help_panel=_TEXT),
-    ] = None,
-    vocabulary: Annotated[
-        int | None, typer.Option(help="Pieces.", show_default="4096", rich_help_panel=_TEXT)
-    ] = None,
-    epochs: Annotated[int | None, typer.Option(help="Default: recipe.", rich_help_panel=_OPTIMISATION)] = None,
-    until: Annotated[
-        float | None,
-        typer.Option(
-            help="Stop after an epoch with at least this training accuracy, like 0.999.",
-            rich_help_panel=_OPTIMISATION,
-        ),
-    ] = None,
-    batch_size: Annotated[int | None, typer.Option(help="Default: recipe.", rich_help_panel=_OPTIMISATION)] = None,
-    optimizer: Annotated[str, typer.Option(help="sgd, adam or adamw.", rich_help_panel=_OPTIMISATION)] = "sgd",
-    learning_rate: Annotated[
-        float | None,
-        typer.Option(help="Default: recipe; 0.001 for adam and adamw.", rich_help_panel=_OPTIMISATION),
-    ] = None,
-    weight_decay: Annotated[
-        float | None,
-        typer.Option(help="Default: torch's, 0.01 for adamw and 0 for the others.", rich_help_panel=_OPTIMISATION),
-    ] = None,
-    learning_rate_decay: Annotated[
-        float | None, typer.Option(help="Factor per epoch. Default: recipe.", rich_help_panel=_OPTIMISATION)
-    ] = None,
-    gradient_clip: Annotated[
-        float, typer.Option(help="Largest 2-norm of the gradient.", rich_help_panel=_OPTIMISATION)
-    ] = 0.5,
-    precision: Annotated[
-        str,
-        typer.Option(
-            help="Of the steps: float32, tf32 (CUDA) or bf16 (linear layers; attention stays float32).",
-            rich_help_panel=_OPTIMISATION,
-        ),
-    ] = "float32",
-    compiled: Annotated[
-        bool,
-        typer.Option(
-            "--compile",
-            help="Steps through torch.compile. On a CPU 1.4 to 7 times slower; CUDA untried.",
-            rich_help_panel=_OPTIMISATION,
-        ),
-    ] = False,
-    query_key_scale: Annotated[
-        float | None,
-        typer.Option(
-            help="Factor on W_q and W_k at the initialisation; scores and δ change by its square. Default: 1.",
-            rich_help_panel=_OPTIMISATION,
-        ),
-    ] = None,
-    fresh_samples: Annotated[
-        bool,
-        typer.Option(
-            "--fresh-samples",
-            help="Every epoch draws training samples of its own, so that the loss cannot fall by memorising.",
-            rich_help_panel=_DATA,
-        ),
-    ] = False,
-    snapshots: Annotated[
-        str, typer.Option(help="Epochs to keep as files, like 1,5,20.", rich_help_panel=_RUN)
-    ] = "",
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            help="Folder. Default: checkpoints/TASK-ATTENTION-seed-SEED. With --seeds: what holds such folders.",
-            rich_help_panel=_RUN,
-        ),
-    ] = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Go on after the last saved epoch.", rich_help_panel=_RUN)
-    ] = False,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Start anew in a used folder.", rich_help_panel=_RUN)
-    ] = False,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or mps.", rich_help_panel=_RUN)] = "auto",
-    threads: Annotated[
-        int | None,
-        typer.Option(help="CPU threads; part of what makes a run repeatable.", rich_help_panel=_RUN),
-    ] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", help="No progress bar.", rich_help_panel=_RUN)] = False,
+    task: options.Task,
+    attention: options.Attention = "full",
+    k: options.K = None,
+    hash_rounds: options.HashRounds = 1,
+    hash_bits: options.HashBits = None,
+    hashes: options.Hashes = "shared",
+    clusters: options.Clusters = None,
+    centroid_decay: options.CentroidDecay = 0.999,
+    global_tokens: options.GlobalTokens = 0,
+    blocks: options.Blocks = None,
+    width: options.Width = None,
+    mlp_width: options.MlpWidth = None,
+    heads: options.Heads = 1,
+    head_width: options.HeadWidth = None,
+    norm: options.Norm = "pre",
+    pooling: options.Pooling = "mean",
+    activation: options.Activation = "relu",
+    dropout: options.Dropout = 0.01,
+    inverse_temperature: options.InverseTemperature = 1.0,
+    pad_as_token: options.PadAsToken = False,
+    length: options.Length = None,
+    train_samples: options.TrainSamples = None,
+    holdout_samples: options.HoldoutSamples = None,
+    seed: options.Seed = 153476998,
+    seeds: options.Seeds = "",
+    text: options.Text = None,
+    holdout_text: options.HoldoutText = None,
+    tokenizer: options.Tokenizer = None,
+    vocabulary: options.Vocabulary = None,
+    epochs: options.Epochs = None,
+    until: options.Until = None,
+    batch_size: options.BatchSize = None,
+    optimizer: options.Optimizer = "sgd",
+    learning_rate: options.LearningRate = None,
+    weight_decay: options.WeightDecay = None,
+    learning_rate_decay: options.LearningRateDecay = None,
+    gradient_clip: options.GradientClip = 0.5,
+    precision: options.Precision = "float32",
+    compiled: options.Compiled = False,
+    query_key_scale: options.QueryKeyScale = None,
+    fresh_samples: options.FreshSamples = False,
+    snapshots: options.Snapshots = "",
+    out: options.Out = None,
+    resume: options.Resume = False,
+    overwrite: options.Overwrite = False,
+    device: options.Device = "auto",
+    threads: options.Threads = None,
+    quiet: options.Quiet = False,
 ) -> None:
     """Train an encoder and keep its checkpoints.
 
@@ -238,6 +81,7 @@ def train(
     """
     import torch
 
+    from semdiag.commands.measuring import listed_numbers
     from semdiag_models import (
         InputError,
         Text,
@@ -287,7 +131,7 @@ def train(
         "learning_rate": learning_rate,
         "learning_rate_decay": learning_rate_decay,
         "gradient_clip": gradient_clip,
-        "snapshots": _whole_numbers(snapshots, "--snapshots takes epochs"),
+        "snapshots": listed_numbers(snapshots, "--snapshots takes epochs", "1,5,20"),
         "optimizer": optimizer,
         "weight_decay": weight_decay,
         "until": until,
@@ -306,7 +150,7 @@ def train(
     choices = {"resume": resume, "overwrite": overwrite}
     if seeds:
         parent = out if out is not None else Path("checkpoints")
-        numbers = _whole_numbers(seeds, "--seeds takes whole numbers")
+        numbers = listed_numbers(seeds, "--seeds takes whole numbers", "1,5,20")
         runs = open_seed_runs(parent, model, training, numbers, where, **choices)
         _train({run.trainer: run.folder for run in runs}, runs, provenance, quiet)
         return
@@ -347,12 +191,3 @@ def _train(
 
 def _saved(folders: "dict[Trainer, Path]") -> str:
     return ", ".join(f"{folder / 'last.pt'} holds epoch {trainer.epoch}" for trainer, folder in folders.items())
-
-
-def _whole_numbers(text: str, what: str) -> tuple[int, ...]:
-    from semdiag_models import InputError
-
-    try:
-        return tuple(int(part) for part in text.split(",") if part.strip())
-    except ValueError:
-        raise InputError(f"{what} separated by commas, like 1,5,20. Got {text!r}.") from None

@@ -7,18 +7,18 @@ from enum import StrEnum
 import numpy as np
 
 from semdiag.capturing.attention_kinds import DENSE, FIXED_MASKS, external
-from semdiag.findings.bounds import bounds_findings
 from semdiag.findings.convergence import epochs_to
-from semdiag.findings.corollary import CLAIMS
 from semdiag.findings.counterfactuals import counterfactual_ks, what_k_keeps
 from semdiag.findings.dispersion import pair_comparisons
 from semdiag.findings.distributions import pooled_percentiles
 from semdiag.findings.estimates import drawn, in_part
-from semdiag.findings.finding import Verdict
 from semdiag.findings.findings import Findings
 from semdiag.findings.mask_stability import mask_table
 from semdiag.findings.pairing import compared_pairs, find_pairs
-from semdiag.findings.stability import SECANTS, stability_findings
+from semdiag.findings.theory.bounds import bounds_findings
+from semdiag.findings.theory.corollary import CLAIMS
+from semdiag.findings.theory.finding import Verdict
+from semdiag.findings.theory.stability import SECANTS, stability_findings
 from semdiag.measurement.table import ALL
 
 

@@ -138,7 +138,7 @@ def mean_interval(
         seed: of the draws.
 
     Returns:
-        Estimate and interval; NaN where nothing is finite.
+        Estimate and interval, of the finite values alone; NaN where there are none.
 
     Example:
         >>> mean_interval(pd.DataFrame({"sample": [0, 0, 1], "x": [1.0, 1.0, 1.0]}), "x")
@@ -146,13 +146,9 @@ def mean_interval(
     """
     values = rows[quantity].to_numpy(np.float64)
     finite = np.isfinite(values)
-    if not finite.any():
-        return Interval(float("nan"), float("nan"), float("nan"))
-    samples, owner = np.unique(rows["sample"].to_numpy()[finite], return_inverse=True)
-    sums, counts = np.bincount(owner, values[finite]), np.bincount(owner)
-    rng = np.random.default_rng(seed)
-    times = rng.multinomial(len(samples), np.full(len(samples), 1 / len(samples)), size=resamples)
-    return _interval(float(sums.sum() / counts.sum()), (times @ sums) / (times @ counts), len(samples), confidence)
+    owner = np.unique(rows["sample"].to_numpy()[finite], return_inverse=True)[1]
+    sums, counts = np.bincount(owner, values[finite]), np.bincount(owner).astype(np.float64)
+    return sum_ratio_interval(sums, counts, resamples, confidence, seed)
 
 
 def sum_ratio_interval(

@@ -7,9 +7,9 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from semdiag.capturing.attention_kinds import external
-from semdiag.findings.finding import Finding
 from semdiag.findings.findings import Findings
 from semdiag.findings.glance import Glance
+from semdiag.findings.theory.finding import Finding
 
 Sentences = Callable[[Findings], list[str]]
 Tables = Callable[[Findings, bool], Mapping[str, pd.DataFrame]]

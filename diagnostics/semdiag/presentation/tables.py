@@ -1,12 +1,13 @@
 """What the tables of all sections have in common."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pandas as pd
 
 from semdiag.findings.distributions import all_by_name, percentile_table
-from semdiag.findings.finding import Finding
 from semdiag.findings.findings import Findings
+from semdiag.findings.theory.finding import Finding
+from semdiag.presentation.section import Tables
 
 FACTS = ["model", "task", "attention", "k", "seed", "snapshot", "epoch"]
 
@@ -19,6 +20,16 @@ def with_facts(findings: Findings, table: pd.DataFrame) -> pd.DataFrame:
         table: with the column ``model``.
     """
     return findings.measurements.models[FACTS].merge(table, on="model")
+
+
+def one_table(name: str, question: Callable[[Findings], pd.DataFrame]) -> Tables:
+    """The tables of a section that has but one, with what is known of each model in front.
+
+    Args:
+        name: of the file, without suffix.
+        question: that the table answers.
+    """
+    return lambda findings, alone: {name: with_facts(findings, findings(question))}
 
 
 def verdict_table(judged: Sequence[Finding]) -> pd.DataFrame:

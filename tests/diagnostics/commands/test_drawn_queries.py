@@ -5,10 +5,10 @@ import json
 import pandas as pd
 import pytest
 
-from semdiag.findings.corollary import pair_percentiles
 from semdiag.findings.findings import Findings
 from semdiag.findings.gate.pairs import dispersion_gate
 from semdiag.findings.pairing import find_pairs
+from semdiag.findings.theory.corollary import pair_percentiles
 from semdiag.measurement.conditions import Conditions
 from semdiag.measurement.survey import survey
 from semdiag_models import InputError

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from semdiag.commands.printing.theory import print_bounds
-from semdiag.findings.finding import Verdict
 from semdiag.findings.findings import Findings
 from semdiag.findings.strict_json import number_from_json
 from semdiag.findings.summaries import SUMMARIES
+from semdiag.findings.theory.finding import Verdict
 from semdiag.measurement.conditions import Conditions
 from semdiag.measurement.probes.bounds.probe import BoundsPlan
 from semdiag.measurement.probes.noise.secants import SecantsPlan

@@ -6,13 +6,13 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from semdiag.findings.bounds import bounds_summary, parameter_findings
-from semdiag.findings.consequences import consequence_findings
-from semdiag.findings.corollary import corollary_findings, pair_percentiles
-from semdiag.findings.finding import Finding, Verdict, agreed, of_rows
 from semdiag.findings.findings import Findings
 from semdiag.findings.pairing import compared_pairs, differences, find_pairs, pairs_against
-from semdiag.findings.stability import stability_findings
+from semdiag.findings.theory.bounds import bounds_summary, parameter_findings
+from semdiag.findings.theory.consequences import consequence_findings
+from semdiag.findings.theory.corollary import corollary_findings, pair_percentiles
+from semdiag.findings.theory.finding import Finding, Verdict, agreed, of_rows
+from semdiag.findings.theory.stability import stability_findings
 from semdiag.mathematics.bounds.corollary import paper_input_condition, paper_weight_condition
 from semdiag.measurement.probes.bounds.constants import CONSTANTS, PARAMETERS
 from semdiag.measurement.probes.noise.secants import SECANTS

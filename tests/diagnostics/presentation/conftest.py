@@ -7,9 +7,10 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from semdiag.findings import dispersion, speed_and_dispersion, stability
+from semdiag.findings import dispersion, speed_and_dispersion
 from semdiag.findings.findings import Findings
 from semdiag.findings.resampling import ratio_interval
+from semdiag.findings.theory import stability
 from semdiag.measurement.conditions import Conditions
 from semdiag.measurement.measurements import Measurements
 from semdiag.measurement.probes.registry import PROBES

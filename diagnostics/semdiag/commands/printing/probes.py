@@ -7,8 +7,8 @@ from semdiag.commands.printing.titles import title
 from semdiag.commands.printing.verdicts import verdict_line
 from semdiag.findings.findings import Findings
 from semdiag.findings.landscape import landscape_summary
-from semdiag.findings.lipschitz import lipschitz_summary
 from semdiag.findings.strict_json import number_from_json
+from semdiag.findings.theory.lipschitz import lipschitz_summary
 
 Summary = dict[str, Any]
 

@@ -6,14 +6,14 @@ from typing import Any
 from semdiag.commands.printing.console import NumberTable, number, number_table, wide_console
 from semdiag.commands.printing.titles import title
 from semdiag.commands.printing.verdicts import print_verdicts
-from semdiag.findings.bounds import bounds_summary, parameter_findings
-from semdiag.findings.consequences import consequence_findings
-from semdiag.findings.corollary import CLAIMS, LEFT_SIDES, corollary_findings
-from semdiag.findings.finding import Finding, Verdict, agreed
 from semdiag.findings.findings import Findings
 from semdiag.findings.pairing import compared_pairs
-from semdiag.findings.stability import stability_findings, stability_summary
 from semdiag.findings.strict_json import number_from_json
+from semdiag.findings.theory.bounds import bounds_summary, parameter_findings
+from semdiag.findings.theory.consequences import consequence_findings
+from semdiag.findings.theory.corollary import CLAIMS, LEFT_SIDES, corollary_findings
+from semdiag.findings.theory.finding import Finding, Verdict, agreed
+from semdiag.findings.theory.stability import stability_findings, stability_summary
 from semdiag.measurement.table import ALL
 
 Summary = dict[str, Any]

@@ -7,8 +7,8 @@ from typing import Any
 from rich.console import Console
 
 from semdiag.commands.printing.console import number
-from semdiag.findings.finding import Finding, Verdict
 from semdiag.findings.strict_json import number_from_json
+from semdiag.findings.theory.finding import Finding, Verdict
 
 _COUNTS = ("holds", "violated", "vacuous", "not_met")
 _ANSWERS = {
@@ -37,7 +37,7 @@ def verdict_line(verdict: str, claim: str, form: str, numbers: Mapping[str, Any]
     """A claim and what became of it: of claims about many rows how many exceed it and out of how many.
 
     Args:
-        verdict: a value of :class:`~semdiag.findings.finding.Verdict`.
+        verdict: a value of :class:`~semdiag.findings.theory.finding.Verdict`.
         claim: in words, with its form.
         form: ``paper`` or another: only a sound claim that does not hold is an error of semdiag.
         numbers: behind it.

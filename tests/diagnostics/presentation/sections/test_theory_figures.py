@@ -5,10 +5,10 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from semdiag.findings.corollary import corollary_table
 from semdiag.findings.findings import Findings
 from semdiag.findings.pairing import find_pairs
-from semdiag.findings.published import published_table
+from semdiag.findings.theory.corollary import corollary_table
+from semdiag.findings.theory.published import published_table
 from semdiag.mathematics.softmax_stability import fixed_mask_stability
 from semdiag.measurement.measurements import Measurements
 from semdiag.measurement.schema import OPTIONAL

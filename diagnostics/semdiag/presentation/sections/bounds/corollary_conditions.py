@@ -5,10 +5,10 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from semdiag.findings.corollary import HEURISTIC, PAPER_PERCENTILES, corollary_table
-from semdiag.findings.finding import Verdict, log10
 from semdiag.findings.findings import Findings
 from semdiag.findings.pairing import compared_pairs
+from semdiag.findings.theory.corollary import HEURISTIC, PAPER_PERCENTILES, corollary_table
+from semdiag.findings.theory.finding import Verdict, log10
 from semdiag.presentation.drawing.panels import NothingToDrawError
 from semdiag.presentation.drawing.style import INK, finished, panel_grid, paper_style, title_with_facts
 

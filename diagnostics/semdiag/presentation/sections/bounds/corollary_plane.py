@@ -8,11 +8,11 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from semdiag.findings.corollary import HEURISTIC, corollary_table
-from semdiag.findings.finding import Verdict
 from semdiag.findings.findings import Findings
 from semdiag.findings.pairing import compared_pairs
-from semdiag.findings.published import published_table
+from semdiag.findings.theory.corollary import HEURISTIC, corollary_table
+from semdiag.findings.theory.finding import Verdict
+from semdiag.findings.theory.published import published_table
 from semdiag.mathematics.bounds.corollary import paper_input_condition, paper_weight_condition
 from semdiag.presentation.drawing.panels import NothingToDrawError
 from semdiag.presentation.drawing.style import (

@@ -8,9 +8,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from semdiag.findings.bounds import parameter_findings
-from semdiag.findings.finding import Finding, Verdict, log10
 from semdiag.findings.findings import Findings
+from semdiag.findings.theory.bounds import parameter_findings
+from semdiag.findings.theory.finding import Finding, Verdict, log10
 from semdiag.presentation.drawing.panels import NothingToDrawError, panels_of
 from semdiag.presentation.drawing.powers import power_of_ten, powers_of_ten
 from semdiag.presentation.drawing.style import (

@@ -2,12 +2,12 @@
 
 import pandas as pd
 
-from semdiag.findings.bounds import bounds_findings
-from semdiag.findings.corollary import corollary_table
 from semdiag.findings.estimates import in_part
 from semdiag.findings.findings import Findings
 from semdiag.findings.glance import bounds_glance
 from semdiag.findings.pairing import compared_pairs
+from semdiag.findings.theory.bounds import bounds_findings
+from semdiag.findings.theory.corollary import corollary_table
 from semdiag.presentation.section import Question, Section, Shown
 from semdiag.presentation.sections.bounds.corollary_conditions import corollary_conditions
 from semdiag.presentation.sections.bounds.corollary_plane import corollary_plane

@@ -5,12 +5,12 @@ from collections.abc import Iterator, Sequence
 import pandas as pd
 
 from semdiag.capturing.attention_kinds import FIXED_MASKS
-from semdiag.findings.bounds import bounds_findings, parameter_findings
-from semdiag.findings.consequences import consequence_findings
-from semdiag.findings.corollary import CLAIMS, HEURISTIC, LEFT_SIDES, NOT_COMPARABLE, corollary_findings
-from semdiag.findings.finding import Finding, Verdict
 from semdiag.findings.findings import Findings
 from semdiag.findings.pairing import Pair, compared_pairs
+from semdiag.findings.theory.bounds import bounds_findings, parameter_findings
+from semdiag.findings.theory.consequences import consequence_findings
+from semdiag.findings.theory.corollary import CLAIMS, HEURISTIC, LEFT_SIDES, NOT_COMPARABLE, corollary_findings
+from semdiag.findings.theory.finding import Finding, Verdict
 from semdiag.presentation.drawing.panels import model_labels
 from semdiag.presentation.drawing.powers import powers_of_ten
 

@@ -1,19 +1,10 @@
 """The section ``heads`` of a report."""
 
-import pandas as pd
-
-from semdiag.findings.findings import Findings
 from semdiag.findings.glance import measured_glance
 from semdiag.findings.heads import head_table
 from semdiag.presentation.section import Question, Section, Shown
 from semdiag.presentation.sections.heads.heads_map import heads_map
-from semdiag.presentation.tables import with_facts
-
-
-def heads_tables(findings: Findings, alone: bool) -> dict[str, pd.DataFrame]:
-    """One row per head."""
-    return {"heads": with_facts(findings, findings(head_table))}
-
+from semdiag.presentation.tables import one_table
 
 _QUESTIONS = (
     Question(
@@ -42,5 +33,5 @@ HEADS = Section(
     questions=_QUESTIONS,
     external=_QUESTIONS,
     glance=measured_glance("queries"),
-    tables=heads_tables,
+    tables=one_table("heads", head_table),
 )

@@ -5,7 +5,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from semdiag.findings.findings import Findings
-from semdiag.findings.secant_percentiles import PERCENTILES, RESAMPLES, secant_percentiles
+from semdiag.findings.theory.secant_percentiles import PERCENTILES, RESAMPLES, secant_percentiles
 from semdiag.presentation.drawing.panels import NothingToDrawError, Panel, panels_of
 from semdiag.presentation.drawing.style import finished, panel_grid, paper_style, title_with_facts
 

@@ -8,8 +8,8 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from semdiag.findings.finding import log10
 from semdiag.findings.findings import Findings
+from semdiag.findings.theory.finding import log10
 from semdiag.measurement.measurements import Measurements
 from semdiag.measurement.probes.loss.secants import GROUPS
 from semdiag.presentation.drawing.panels import NothingToDrawError, Series, panels_of

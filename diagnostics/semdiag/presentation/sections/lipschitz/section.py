@@ -4,9 +4,9 @@ import pandas as pd
 
 from semdiag.findings.findings import Findings
 from semdiag.findings.glance import measured_glance
-from semdiag.findings.lipschitz import lipschitz_findings
 from semdiag.findings.pairing import compared_pairs
-from semdiag.findings.secant_percentiles import secant_percentiles, secant_ratios
+from semdiag.findings.theory.lipschitz import lipschitz_findings
+from semdiag.findings.theory.secant_percentiles import secant_percentiles, secant_ratios
 from semdiag.presentation.section import Question, Section, Shown
 from semdiag.presentation.sections.lipschitz.block_stretch import block_stretch
 from semdiag.presentation.sections.lipschitz.lipschitz_percentiles import lipschitz_percentiles

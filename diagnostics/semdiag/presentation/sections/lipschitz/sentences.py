@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
-from semdiag.findings.finding import Finding, Verdict
 from semdiag.findings.findings import Findings
-from semdiag.findings.lipschitz import estimate_findings, ordering_findings
 from semdiag.findings.pairing import compared_pairs
+from semdiag.findings.theory.finding import Finding, Verdict
+from semdiag.findings.theory.lipschitz import estimate_findings, ordering_findings
 from semdiag.presentation.drawing.panels import model_labels
 
 

@@ -1,7 +1,5 @@
 """The section ``overlap`` of a report: its figure, sentences and tables."""
 
-import pandas as pd
-
 from semdiag.capturing.attention_kinds import DENSE
 from semdiag.findings.findings import Findings
 from semdiag.findings.glance import measured_glance
@@ -10,7 +8,7 @@ from semdiag.measurement.table import ALL
 from semdiag.presentation.drawing.panels import model_labels
 from semdiag.presentation.section import Question, Section, Shown
 from semdiag.presentation.sections.overlap.mask_overlap import mask_overlap
-from semdiag.presentation.tables import with_facts
+from semdiag.presentation.tables import one_table
 
 _BETWEEN = {
     "layers": "two layers",
@@ -48,11 +46,6 @@ def overlap_sentences(findings: Findings) -> list[str]:
     return said
 
 
-def overlap_tables(findings: Findings, alone: bool) -> dict[str, pd.DataFrame]:
-    """Jaccard indices with intervals."""
-    return {"overlap": with_facts(findings, findings(overlap_table))}
-
-
 _QUESTIONS = (
     Question(
         "overlap",
@@ -85,5 +78,5 @@ OVERLAP = Section(
     questions=_QUESTIONS,
     external=_QUESTIONS,
     details=overlap_sentences,
-    tables=overlap_tables,
+    tables=one_table("overlap", overlap_table),
 )

@@ -5,7 +5,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from semdiag.findings.findings import Findings
-from semdiag.findings.stability import response_by_layer, stability_table
+from semdiag.findings.theory.stability import response_by_layer, stability_table
 from semdiag.measurement.table import ALL
 from semdiag.presentation.drawing.letter_values import READING, layer_boxes, logarithmic_limits, positive_range
 from semdiag.presentation.drawing.noise import noise_facts, percent

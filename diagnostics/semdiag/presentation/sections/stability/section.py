@@ -5,7 +5,7 @@ import pandas as pd
 from semdiag.findings.distributions import all_by_name
 from semdiag.findings.findings import Findings
 from semdiag.findings.glance import stability_glance
-from semdiag.findings.stability import stability_findings, stability_table
+from semdiag.findings.theory.stability import stability_findings, stability_table
 from semdiag.presentation.section import Question, Section, Shown
 from semdiag.presentation.sections.stability.attention_response import attention_response
 from semdiag.presentation.sections.stability.sentences import stability_in_short, stability_sentences

@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 from typing import Any
 
-from semdiag.findings.finding import Finding, Verdict
 from semdiag.findings.findings import Findings
 from semdiag.findings.glance import exceeding_pairs
-from semdiag.findings.stability import LOCAL, UNKNOWN, response_table, stability_findings
+from semdiag.findings.theory.finding import Finding, Verdict
+from semdiag.findings.theory.stability import LOCAL, UNKNOWN, response_table, stability_findings
 from semdiag.presentation.drawing.noise import percent
 from semdiag.presentation.drawing.panels import model_labels
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from semdiag.capturing.loading import load
-from semdiag.findings.bounds import SCOPE
+from semdiag.findings.theory.bounds import SCOPE
 from semdiag.mathematics.bounds.paper_attention_bounds import paper_attention_map_bound
 from semdiag.mathematics.logarithms import log
 from semdiag.measurement.encoders.network_constants import network_forms

@@ -11,11 +11,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from semdiag.findings.finding import Verdict
 from semdiag.findings.findings import Findings
-from semdiag.findings.lipschitz import END_POINTS, SECANTS, estimate_findings, ordering_findings
 from semdiag.findings.pairing import Pair
-from semdiag.findings.secant_percentiles import secant_percentiles, secant_ratios
+from semdiag.findings.theory.finding import Verdict
+from semdiag.findings.theory.lipschitz import END_POINTS, SECANTS, estimate_findings, ordering_findings
+from semdiag.findings.theory.secant_percentiles import secant_percentiles, secant_ratios
 from semdiag.mathematics.power_iteration import token_jacobian_norm
 from semdiag.measurement.encoders.movable import MovableEncoder
 from semdiag.measurement.encoders.network_constants import network_forms

@@ -10,9 +10,9 @@ import torch
 
 from semdiag.capturing.attention_kinds import BOUNDED, HEAVY_HITTERS, rows_of
 from semdiag.findings.estimates import require_every_query
-from semdiag.findings.finding import Finding, Verdict, agreed
 from semdiag.findings.findings import Findings
 from semdiag.findings.pairing import Pair, differences
+from semdiag.findings.theory.finding import Finding, Verdict, agreed
 from semdiag.mathematics.attention_rows import AttentionRows, fixed_mask_rows
 from semdiag.mathematics.bounds.attention_bounds import HeadNorms, attention_map_bound_from_load
 from semdiag.mathematics.bounds.corollary import (

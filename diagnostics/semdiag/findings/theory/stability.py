@@ -9,12 +9,12 @@ import pandas as pd
 import torch
 
 from semdiag.capturing.attention_kinds import BOUNDED
-from semdiag.findings.finding import Finding, Verdict, of_rows, verdicts_of
 from semdiag.findings.findings import Findings
 from semdiag.findings.layered_summary import without
 from semdiag.findings.pairing import compared_pairs
 from semdiag.findings.resampling import ratio_interval
 from semdiag.findings.strict_json import MODEL_FACTS, Summary, json_object
+from semdiag.findings.theory.finding import Finding, Verdict, of_rows, verdicts_of
 from semdiag.mathematics.softmax_stability import fixed_mask_stability
 from semdiag.measurement.percentiles import percentiles, pooled_table
 from semdiag.measurement.probes.noise.softmax_bounds import local_stability, with_bounds

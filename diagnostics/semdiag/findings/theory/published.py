@@ -3,7 +3,7 @@
 import pandas as pd
 import torch
 
-from semdiag.findings.corollary import PAPER_PERCENTILES
+from semdiag.findings.theory.corollary import PAPER_PERCENTILES
 from semdiag.mathematics.bounds.corollary import paper_input_condition, paper_weight_condition
 
 PUBLISHED_K = 5

@@ -7,12 +7,12 @@ from typing import Any
 
 import pandas as pd
 
-from semdiag.findings.consequences import consequence_findings
-from semdiag.findings.corollary import corollary_findings
-from semdiag.findings.finding import Finding, Verdict, log10, of_rows, verdicts_of
 from semdiag.findings.findings import Findings
 from semdiag.findings.pairing import compared_pairs, differences
 from semdiag.findings.strict_json import MODEL_FACTS, Summary, json_object
+from semdiag.findings.theory.consequences import consequence_findings
+from semdiag.findings.theory.corollary import corollary_findings
+from semdiag.findings.theory.finding import Finding, Verdict, log10, of_rows, verdicts_of
 
 SCOPE = (
     "The largest over the evaluated inputs at this checkpoint: a bound speaks about these inputs and parameters, "

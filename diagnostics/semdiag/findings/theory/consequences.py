@@ -5,9 +5,9 @@ import math
 import pandas as pd
 
 from semdiag.findings.convergence import epochs_to
-from semdiag.findings.finding import Finding, Verdict
 from semdiag.findings.findings import Findings
 from semdiag.findings.pairing import Pair, attention_word, differences
+from semdiag.findings.theory.finding import Finding, Verdict
 from semdiag.mathematics.learning import gap_ratio
 from semdiag.measurement.measurements import Measurements
 from semdiag.measurement.tables import OUT_OF_REACH

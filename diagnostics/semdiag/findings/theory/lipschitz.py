@@ -6,11 +6,11 @@ from dataclasses import replace
 import numpy as np
 import pandas as pd
 
-from semdiag.findings.finding import Finding, Verdict, log10, of_rows, verdicts_of
 from semdiag.findings.findings import Findings
 from semdiag.findings.pairing import Pair, compared_pairs
-from semdiag.findings.secant_percentiles import PERCENTILES, secant_percentiles, secant_ratios
 from semdiag.findings.strict_json import MODEL_FACTS, Summary, json_object, records
+from semdiag.findings.theory.finding import Finding, Verdict, log10, of_rows, verdicts_of
+from semdiag.findings.theory.secant_percentiles import PERCENTILES, secant_percentiles, secant_ratios
 from semdiag.measurement.percentiles import percentiles
 
 SCOPE = (
