@@ -28,6 +28,8 @@ class Answer(StrEnum):
     HOLDS = "holds"
     DOES_NOT = "does not hold"
     OPEN = "cannot tell"
+    PLAUSIBLE = "plausible"  # sparse attention: it would do
+    COSTS = "not without loss"  # sparse attention: it would not
     MEASURED = "measured"  # the question has no yes or no
 
 

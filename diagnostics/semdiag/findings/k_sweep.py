@@ -8,7 +8,8 @@ import torch
 
 from semdiag.findings.estimates import drawing, drawn
 from semdiag.findings.findings import Findings
-from semdiag.findings.rerun import change_table, sparse_verdict
+from semdiag.findings.rerun import change_table
+from semdiag.findings.sparse_verdict import sparse_verdict
 from semdiag.findings.strict_json import MODEL_FACTS, Summary, json_object
 from semdiag.findings.theory.corollary import PAPER_PERCENTILES, separation_rounding
 from semdiag.mathematics.bounds.corollary import paper_input_condition, paper_weight_condition

@@ -147,7 +147,7 @@ def mean_interval(
     values = rows[quantity].to_numpy(np.float64)
     finite = np.isfinite(values)
     owner = np.unique(rows["sample"].to_numpy()[finite], return_inverse=True)[1]
-    sums, counts = np.bincount(owner, values[finite]), np.bincount(owner).astype(np.float64)
+    sums, counts = (np.bincount(owner, each).astype(np.float64) for each in (values[finite], finite[finite]))
     return sum_ratio_interval(sums, counts, resamples, confidence, seed)
 
 

@@ -64,7 +64,7 @@ def test_a_fixed_mask_is_not_applicable(run_semdiag, here, paper_code):
     words = (paper_code.checkpoint, "--config", paper_code.config_file, "--inputs", here / "tokens.pt", "--json")
     for command, said in (
         ("mask-stability", "not applicable: the mask of banded attention does not depend on the input"),
-        ("k-sweep", "not applicable: its mask ranks no scores."),
+        ("k-sweep", "cannot tell: its mask ranks no scores."),
     ):
         outcome = run_semdiag(command, *words)
         assert outcome.code == 0, outcome.err
@@ -96,7 +96,7 @@ def test_a_sweep_without_a_rerun_names_the_command_that_runs_the_model(run_semdi
     outcome = run_semdiag("k-sweep", tiny_runs.topk, *FEW, "--json", "--max-k", 11, "--min-keys", 12)
     (result,) = json.loads(outcome.out)["results"]
     said = " ".join(outcome.err.split())
-    if result["verdict"]["answer"] == "not rerun":
+    if result["verdict"]["reason"] == "not_rerun":
         assert f"semdiag k-sweep {tiny_runs.topk} --rerun" in said.replace("/last.pt", "")
     assert "trained with top-k attention, k = 3" in said
 
@@ -106,6 +106,8 @@ def test_a_budget_is_written_and_read(run_semdiag, here, tiny_runs):
         "k-sweep",
         tiny_runs.full,
         *FEW,
+        "--samples",
+        16,
         "--max-k",
         4,
         "--k",
@@ -116,6 +118,8 @@ def test_a_budget_is_written_and_read(run_semdiag, here, tiny_runs):
         here / "budget.json",
     )
     assert outcome.code == 0, outcome.err
+    said = " ".join(outcome.err.split())
+    assert "chosen on samples 0 to 7 and run on 8 to 15, which had no part in the choice" in said
     content = json.loads((here / "budget.json").read_text(encoding="utf-8"))
     assert content["tolerance"] == 5
     keep = semdiag.read_budget(here / "budget.json")

@@ -8,7 +8,8 @@ import pytest
 
 from semdiag.findings.findings import Findings
 from semdiag.findings.k_sweep import k_sweep_summary
-from semdiag.findings.rerun import change_table, sparse_verdict
+from semdiag.findings.rerun import change_table
+from semdiag.findings.sparse_verdict import sparse_glance, sparse_verdict
 from semdiag.measurement.probes.k_sweep import K_SWEEP_TABLE
 from semdiag.measurement.probes.rerun import RERUN_TABLE
 from semdiag.presentation.sections.k_sweep.sentences import verdict_lines
@@ -128,9 +129,9 @@ def test_a_loss_that_hangs_on_the_largest_scores_is_an_answer_however_even_the_w
 def test_without_a_rerun_the_weight_is_told_and_the_command(made_up):
     findings = made(made_up)
     found = sparse_verdict(findings, "m")
-    assert (found.answer, found.k) == ("not rerun", 8)
+    assert (found.answer, found.reason, found.k) == ("cannot tell", "not_rerun", 8)
     assert first_line(findings) == (
-        "not rerun: k = 8 (50% of the keys) keeps 100.0% of the weight; what that does to the loss tells "
+        "cannot tell before it is run: k = 8 (50% of the keys) keeps 100.0% of the weight; the loss tells "
         "semdiag k-sweep m --rerun."
     )
     none = made(made_up, mass={1: 0.2, 2: 0.3})
@@ -158,9 +159,9 @@ def test_the_conditions_of_the_paper_follow_as_their_own_line_and_decide_nothing
 def test_a_fixed_mask_is_not_judged(made_up):
     findings = Findings(made_up(("m", np.ones(8), {"attention": "banded", "k": 5})))
     assert sparse_verdict(findings, "m").reason == "fixed_mask"
-    assert first_line(findings) == "not applicable: its mask ranks no scores."
+    assert first_line(findings) == "cannot tell: its mask ranks no scores."
     (result,) = k_sweep_summary(findings)["results"]
-    assert (result["verdict"]["answer"], result["rerun"]) == ("not applicable", [])
+    assert (result["verdict"]["answer"], result["rerun"]) == ("cannot tell", [])
 
 
 def test_what_the_weight_alone_would_have_said_is_proportional_to_the_weight_dropped(made_up):
@@ -188,3 +189,35 @@ def test_unequal_samples_weigh_by_their_targets(made_up):
         .loc[("topk", 4)]
     )
     assert row["change"] == pytest.approx(0.1 + 500 / (500 + 55), rel=1e-3)
+
+
+def joined(*findings):
+    """Findings of several models: those of the parts."""
+    names = ("models", "sweep", "rerun")
+    tables = {
+        name: [getattr(one.measurements, name).assign(model=f"m{at}") for at, one in enumerate(findings)]
+        for name in names
+    }
+    joint = {name: pd.concat(parts, ignore_index=True) for name, parts in tables.items()}
+    return Findings(findings[0].measurements.replace(**joint))
+
+
+@pytest.mark.parametrize(
+    ("top", "answer", "number"),
+    [(of(4), "plausible", "k = 4"), (of(99), "not without loss", "k = 12"), (None, "cannot tell", "k = 8")],
+)
+def test_the_tile_says_what_the_verdict_says(made_up, top, answer, number):
+    findings = made(made_up, top)
+    glance, found = sparse_glance(findings), sparse_verdict(findings, "m")
+    assert (glance.answer, glance.number) == (found.answer, f"k = {found.k}") == (answer, number)
+    assert ("95 % interval" in glance.words) == ("--rerun" not in glance.words) == (top is not None)
+
+
+def test_the_tile_of_several_models_counts_those_that_were_run(made_up):
+    glance = sparse_glance(joined(made(made_up, of(4)), made(made_up, of(8)), made(made_up)))
+    assert (glance.answer, glance.number) == ("plausible", "2 of 2 models")
+    assert "k = 4–8" in glance.words
+    assert glance.words.endswith("; of 1 more nobody can tell")
+    assert sparse_glance(joined(made(made_up, of(4)), made(made_up, of(12)))).answer == "not without loss"
+    fixed = Findings(made_up(("m", np.ones(8), {"attention": "banded", "k": 5})))
+    assert (sparse_glance(fixed).answer, sparse_glance(fixed).number) == ("cannot tell", "0 of 1")

@@ -103,7 +103,9 @@ def greedy(
 
     All heads start with the k that keeps the smallest share of their weight with which the cost is within the
     tolerance; then, always the head that keeps most keys, k is lowered to the next smaller share, as long as the
-    cost stays within. No smaller total is excluded: only single steps are tried.
+    cost stays within. In the end every head that could not be lowered goes one share up again: what is within the
+    tolerance by a hair on the samples that chose it is not on others. No smaller total is excluded: only single
+    steps are tried.
 
     Args:
         needed: how many keys queries need.
@@ -131,6 +133,14 @@ def greedy(
             for place, numbers in ladder[0].items()
         }
 
+    def moved(one: tuple[Place, int], by: int) -> dict[tuple[Place, int], int]:
+        """To the next share at which this head has another k, if there is one."""
+        steps, (place, head) = dict(at), one
+        now = budget_of(at)[place][head]
+        while budget_of(steps)[place][head] == now and steps[one] + by < len(ladder):
+            steps[one] += by
+        return steps
+
     fixed: set[tuple[Place, int]] = set()
     while runs < most_runs:
         now = budget_of(at)
@@ -138,12 +148,12 @@ def greedy(
         if not free:
             break
         one = max(free, key=lambda one: now[one[0]][one[1]])
-        lower = dict(at)
-        while budget_of(lower)[one[0]][one[1]] == now[one[0]][one[1]]:
-            lower[one] -= 1
+        lower = moved(one, -1)
         runs += 1
         if cost(budget_of(lower)) <= tolerance:
             at = lower
         else:
             fixed.add(one)
+    for one in fixed:
+        at = moved(one, 1)
     return budget_of(at)

@@ -16,13 +16,15 @@ from semdiag.capturing.attention_calls import watch_attention
 from semdiag.capturing.loading import LoadedModel
 from semdiag.capturing.sparsify import TopK, sparsify
 from semdiag.findings.findings import Findings
-from semdiag.findings.rerun import budget_content, sparse_verdict
+from semdiag.findings.rerun import budget_content
+from semdiag.findings.sparse_verdict import sparse_verdict
 from semdiag.measurement.conditions import Conditions
 from semdiag.measurement.probes.budget_search import greedy
 from semdiag.measurement.probes.k_sweep import KSweepPlan, k_sweep_tables
 from semdiag.measurement.probes.key_budgets import NeededKeys
 from semdiag.measurement.probes.rerun import RERUN_TABLE, masks_of, mean_change, rerun, upper_change
 from semdiag.measurement.survey import survey
+from semdiag.presentation.sections.k_sweep.sentences import verdict_lines
 from semdiag_models import Encoder, InputError
 
 LETTERS, LENGTH = 7, 10
@@ -204,7 +206,8 @@ def test_a_greedy_budget_stays_within_its_tolerance_and_is_smaller_than_the_star
     def cost(budget):  # only the first place matters
         return max(0, 6 - budget["a", 0][0])
 
-    assert greedy(needed, cost, 0.5, 100) == {("a", 0): [6], ("b", 0): [1]}
+    # 6 would do, 5 was refused, so it keeps a step more; nothing was refused to the other.
+    assert greedy(needed, cost, 0.5, 100) == {("a", 0): [7], ("b", 0): [1]}
     assert greedy(needed, lambda budget: 1.0, 0.5, 100) is None
 
 
@@ -241,6 +244,7 @@ def test_a_budget_file_reproduces_the_stated_loss(tmp_path):
     for name, budget in content["budgets"].items():
         first, last = budget["tested"]["samples"]
         assert (first, last) == (20, 39)
+        assert budget["chosen"] == {"samples": [0, 19]}
         keep = semdiag.read_budget(path, name)
         assert keep == {("", 0): TopK(tuple(budget["layers"][0]["k"]))}
         own = tokens[first : last + 1]
@@ -250,12 +254,43 @@ def test_a_budget_file_reproduces_the_stated_loss(tmp_path):
                 after = F.cross_entropy(model(own)[:, :-1].flatten(0, 1), own[:, 1:].flatten()).item()
         assert budget["tested"]["without_mask"] == pytest.approx(before, rel=1e-9)
         assert budget["tested"]["change"] == pytest.approx(after - before, abs=1e-9)
+    said = " ".join(verdict_lines(Findings(found), "own:model"))
+    assert "chosen on samples 0 to 19 and run on 20 to 39, which had no part in the choice: mass-95 keeps" in said
     assert semdiag.read_budget(path) == semdiag.read_budget(path, "loss")
     with pytest.raises(InputError, match="no budget called mass-50"):
         semdiag.read_budget(path, "mass-50")
     path.write_text("{}", encoding="utf-8")
     with pytest.raises(InputError, match="is no budget"):
         semdiag.read_budget(path)
+
+
+def test_nothing_of_the_samples_on_which_a_budget_is_run_goes_into_its_choice():
+    """Half of them changed: the same budgets, another stated loss; the other half changed: other budgets."""
+    plan = KSweepPlan(4, rerun=True, budget=True, tolerance=0.1, ks=(4,))
+    tokens, other = ids(40), torch.randint(LETTERS, (20, LENGTH), generator=torch.Generator().manual_seed(7))
+    inputs = tokens, torch.cat([tokens[:20], other]), torch.cat([other * 0, tokens[20:]])
+    same, again, changed = (k_sweep_tables(made(), x, None, plan, dtype=torch.float64) for x in inputs)
+    assert again["budgets"].equals(same["budgets"])
+    assert not changed["budgets"].equals(same["budgets"])
+    runs = [found["rerun"][found["rerun"]["mask"].isin(("mass-95", "loss"))] for found in (same, again)]
+    assert sorted(runs[0]["sample"].unique()) == list(range(20, 40))
+    assert not np.allclose(runs[0]["loss"], runs[1]["loss"])
+
+
+@pytest.mark.parametrize(("batches", "fewest"), [([15], 7), ([20], 10), ([9, 9], 9)])
+def test_samples_that_are_too_few_for_two_halves_are_said(batches, fewest):
+    plan, given = KSweepPlan(4, rerun=True, budget=True), [ids(size) for size in batches]
+    if fewest >= 8:
+        assert len(k_sweep_tables(made(), given, None, plan)["budgets"])
+        return
+    with pytest.raises(InputError, match=f"each of at least 8. Of {sum(batches)} samples one half has {fewest}"):
+        k_sweep_tables(made(), given, None, plan)
+
+
+def test_a_batch_of_arguments_is_not_cut_in_two():
+    plan = KSweepPlan(4, rerun=True, budget=True)
+    with pytest.raises(InputError, match="Of 40 samples one half has 0"):
+        k_sweep_tables(made(), [(ids(40),)], None, plan)
 
 
 def test_the_sweep_says_what_the_rerun_said():

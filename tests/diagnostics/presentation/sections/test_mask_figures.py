@@ -122,7 +122,7 @@ def test_a_certified_row_that_changed_is_called_an_error(pair, probed):
 
 def test_what_is_said_of_other_k(pair, probed):
     full, topk, banded = k_sweep_sentences(Findings(probed(pair)))
-    assert "not rerun: k = 6 keeps 100.0% of the weight" in full
+    assert "cannot tell before it is run: k = 6 keeps 100.0% of the weight" in full
     assert "trained with top-k attention, k = 3" in topk
     assert "ranks no scores" in banded
 

@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 
 from semdiag.findings.findings import Findings
 from semdiag.findings.k_sweep import condition_table
-from semdiag.findings.rerun import MASS
+from semdiag.findings.sparse_verdict import MASS
 from semdiag.measurement.table import ALL
 from semdiag.presentation.drawing.panels import NothingToDrawError, short_labels
 from semdiag.presentation.drawing.style import FAINT, INK, finished, panel_grid, paper_style, plain_numbers

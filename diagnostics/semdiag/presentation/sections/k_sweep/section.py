@@ -3,9 +3,9 @@
 import pandas as pd
 
 from semdiag.findings.findings import Findings
-from semdiag.findings.glance import measured_glance
 from semdiag.findings.k_sweep import condition_table
 from semdiag.findings.rerun import change_table
+from semdiag.findings.sparse_verdict import sparse_glance
 from semdiag.measurement.table import ALL
 from semdiag.presentation.section import Question, Section, Shown
 from semdiag.presentation.sections.k_sweep.k_sweep import k_sweep
@@ -57,7 +57,7 @@ _QUESTIONS = (
 K_SWEEP = Section(
     name="k-sweep",
     needs=("sweep",),
-    glance=measured_glance("sweep"),
+    glance=sparse_glance,
     questions=_QUESTIONS,
     external=_QUESTIONS,
     details=k_sweep_sentences,

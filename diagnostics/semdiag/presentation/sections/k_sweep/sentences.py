@@ -5,7 +5,8 @@ import math
 from semdiag.findings.estimates import drawn
 from semdiag.findings.findings import Findings
 from semdiag.findings.k_sweep import conditions_met
-from semdiag.findings.rerun import MASS, SparseVerdict, sparse_verdict
+from semdiag.findings.rerun import budget_content
+from semdiag.findings.sparse_verdict import MASS, SparseVerdict, sparse_verdict
 from semdiag.presentation.drawing.panels import model_labels
 
 _CHANGES = {
@@ -31,17 +32,17 @@ def verdict_sentence(found: SparseVerdict, model: str) -> str:
         found: the verdict.
         model: its path, for the command that would tell more.
     """
-    if found.answer in ("cannot tell", "not applicable"):
-        return f"{found.answer}: {_WHY[found.reason]}."
-    if found.answer == "not rerun":
+    if found.reason == "not_rerun":
         weight = (
             f"no k that was asked keeps {MASS:.0%} of the weight"
             if found.k is None
             else f"k = {found.k}{_share(found)} keeps {found.mass:.1%} of the weight"
         )
-        return f"not rerun: {weight}; what that does to the loss tells semdiag k-sweep {model} --rerun."
-    said = _CHANGES[found.measure].format(_number(found, found.change))
-    interval = f"(95 % interval {_number(found, found.low, False)} to {_number(found, found.high, False)})"
+        return f"cannot tell before it is run: {weight}; the loss tells semdiag k-sweep {model} --rerun."
+    if found.reason:
+        return f"cannot tell: {_WHY[found.reason]}."
+    said = _CHANGES[found.measure].format(_amount(found.measure, found.change, True))
+    interval = f"(95 % interval {_amount(found.measure, found.low)} to {_amount(found.measure, found.high)})"
     if found.answer == "plausible":
         return (
             f"plausible: k = {found.k} per query{_share(found)} {said} {interval}, keeps {found.mass:.1%} of the "
@@ -81,8 +82,10 @@ def verdict_lines(findings: Findings, model: str) -> list[str]:
             f"Run again on {found.samples} samples: {what}a change up to {found.tolerance:g} counts as none, in "
             "the whole of its interval and for every larger k."
         )
-    elif found.answer == "cannot tell":
+    elif found.reason == "near_uniform":
         lines.append(f"Its loss may tell, when it is run: semdiag k-sweep {model} --rerun.")
+    if len(findings.measurements.budgets):
+        lines += budget_lines(findings, model)
     if found.queries and not math.isnan(found.share):
         lines.append(
             f"Weight kept is the mean over {found.queries:,} queries with more than {found.k} keys; "
@@ -106,12 +109,39 @@ def verdict_lines(findings: Findings, model: str) -> list[str]:
     return lines
 
 
+def budget_lines(findings: Findings, model: str) -> list[str]:
+    """What each budget of a model changes, and on which samples that was found; none if it has no budgets.
+
+    Args:
+        findings: with budgets.
+        model: its path.
+    """
+    content = findings(budget_content, model)
+    said = []
+    for name, budget in content["budgets"].items():
+        tested = budget["tested"]
+        change = _amount(tested["measure"], tested["change"], True)
+        low, high = (_amount(tested["measure"], end) for end in tested["interval"])
+        within = "within" if tested["holds"] else "not within"
+        said.append(
+            f"{name} keeps {budget['share']:.0%} of the keys and {_CHANGES[tested['measure']].format(change)} "
+            f"(95 % interval {low} to {high}), {within} {content['tolerance']:g}"
+        )
+        first, last = tested["samples"]
+    if not said:
+        return []
+    return [
+        f"Budgets, chosen on samples 0 to {first - 1} and run on {first} to {last}, which had no part in the "
+        f"choice: {'; '.join(said)}."
+    ]
+
+
 def _share(found: SparseVerdict) -> str:
     return f" ({found.share:.0%} of the keys)" if not math.isnan(found.share) else ""
 
 
-def _number(found: SparseVerdict, value: float, unit: bool = True) -> str:
-    if found.measure == "output_change":
+def _amount(measure: str, value: float, unit: bool = False) -> str:
+    if measure == "output_change":
         return f"{value:.1%}"
     value = 0.0 if abs(value) < _ROUNDING else value
     return f"{value:+.3g} nats" if unit else f"{value:+.3g}"
