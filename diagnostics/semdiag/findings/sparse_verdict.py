@@ -94,7 +94,7 @@ def sparse_verdict(findings: Findings, model: str) -> SparseVerdict:
         enough = [k for k, kept in mass.items() if kept >= MASS]
         found = SparseVerdict("cannot tell", "not_rerun", k=min(enough, default=None))
     else:
-        found = _judged(top, again, measurements.provenance.get("tolerance"))
+        found = _judged(top, again, tolerance_of(findings, top[0]["measure"]))
     if found.k is not None and found.k in mass:
         queries, left_out = (int(pooled[name]["mass", found.k]) for name in ("queries", "undefined"))
         share = float(pooled["mean"].get(("share", found.k), math.nan))
@@ -142,10 +142,19 @@ def _range(ks: "list[int | None]") -> str:
     return f"{low}" if low == high else f"{low}–{high}"
 
 
-def _judged(top: list[dict[str, Any]], again: pd.DataFrame, tolerance: float | None) -> SparseVerdict:
+def tolerance_of(findings: Findings, measure: str) -> float:
+    """The largest change of a measure that counts as none: as was asked, else its default.
+
+    Args:
+        findings: of any number of models.
+        measure: loss, divergence or output_change.
+    """
+    return float(findings.measurements.provenance.get("tolerance") or TOLERANCES[measure])
+
+
+def _judged(top: list[dict[str, Any]], again: pd.DataFrame, limit: float) -> SparseVerdict:
     """From the reruns alone, k in rising order."""
     measure = top[0]["measure"]
-    limit = TOLERANCES[measure] if tolerance is None else tolerance
     at = len(top)
     while at and top[at - 1]["high"] <= limit:
         at -= 1

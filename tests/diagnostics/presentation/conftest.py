@@ -14,6 +14,7 @@ from semdiag.findings.theory import stability
 from semdiag.measurement.conditions import Conditions
 from semdiag.measurement.measurements import Measurements
 from semdiag.measurement.probes.registry import PROBES
+from semdiag.measurement.probes.rerun import RERUN_TABLE
 from semdiag.measurement.runs.predictors import CANDIDATES
 from semdiag.measurement.schema import OPTIONAL
 from semdiag.measurement.survey import survey
@@ -112,7 +113,7 @@ def with_masks(measurements, levels=(0.01, 0.1), draws=5):
 
 
 def with_sweep(measurements):
-    """Add a sweep up to k = 6: mass k/6, δ(k) = k of δ = 6, Δ = 1/k, loads 2k, accuracy 0.1 k."""
+    """Add a sweep up to k = 6: mass k/6, share k/12, δ(k) = k of δ = 6, Δ = 1/k, loads 2k, accuracy 0.1 k."""
     rows = []
     for row in measurements.models.to_dict("records"):
         if row["attention"] not in ("full", "topk"):
@@ -122,13 +123,31 @@ def with_sweep(measurements):
             for k in range(1, 7):
                 found += [(k, "mass", k / 6), (k, "dispersion", k), (k, "ratio", k / 6), (k, "separation", 1 / k)]
                 found += [(k, "load", 2 * k), (k, "ln_sound", 0.5), (k, "ln_paper", 1.0), (k, "sound_better", 0.0)]
-                found += [(k, "accuracy", 0.1 * k)]
+                found += [(k, "accuracy", 0.1 * k), (k, "share", k / 12)]
             for k, quantity, value in found:
                 place = {"model": row["model"], "layer": layer, "head": layer, "k": k, "quantity": quantity}
                 counts = {"queries": 100, "undefined": 0, "not_positive": 0}
                 rows.append(dict.fromkeys(OPTIONAL["sweep"].columns, value) | place | counts)
     table = OPTIONAL["sweep"].of_rows(rows)
     return measurements.replace({**measurements.provenance, "probe_samples": SAMPLES}, sweep=table)
+
+
+def with_reruns(measurements):
+    """The same, every model that was swept run with k = 1, 2, 4: k = 4 is harmless, the others cost 1 / k nats."""
+    rows = [
+        {
+            "model": model, "mask": mask, "k": k, "sample": i, "targets": 5, "correct": 4, "predictions": 6,
+            "changed": 1, "classes": 4, "loss": 5 * (0.3 + change + 1e-3 * np.sin(i)),
+            "divergence": 6 * change, "output_change": 0.1,
+        }
+        for model in measurements.sweep["model"].unique()
+        for mask, k, change in (
+            ("none", 0, 0.0), ("topk", 1, 1.0), ("topk", 2, 0.5), ("topk", 4, 0.0),
+            ("random", 1, 2.0), ("random", 2, 2.0), ("random", 4, 1.0),
+        )
+        for i in range(12)
+    ]  # fmt: skip
+    return measurements.replace(rerun=RERUN_TABLE.of_rows(rows))
 
 
 def _theory(row, queries, noise):
@@ -296,6 +315,12 @@ def probed():
 
 
 @pytest.fixture(scope="session")
+def reruns():
+    """Call with measurements that have a sweep: the same with reruns."""
+    return with_reruns
+
+
+@pytest.fixture(scope="session")
 def probes():
     """Call with measurements: the same with the tables of landscape and lipschitz."""
     return with_probes
@@ -309,7 +334,7 @@ def make_everything(make_four, unequal, tiny_runs):
     """
 
     def make():
-        found = unequal(with_runs(with_sweep(with_masks(with_probes(with_theory(make_four()))))))
+        found = unequal(with_runs(with_reruns(with_sweep(with_masks(with_probes(with_theory(make_four())))))))
         shown = found.landscape["model"].str.contains("full|topk") & (found.landscape["plane"] == 0)
         found = found.replace(landscape=found.landscape[shown])
         new = [p for p in PROBES.values() if not any(len(getattr(found, table.name)) for table in p.tables)]

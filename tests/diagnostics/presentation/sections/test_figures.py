@@ -77,12 +77,13 @@ def some(many):
 
 
 @pytest.fixture(scope="module")
-def several(some, make_four, theory, probed, probes, unequal):
+def several(some, make_four, theory, probed, reruns, probes, unequal):
     """Call with the name of a figure: findings on many models of which it can be drawn."""
     kinds = {
         WITHIN: make_four,
         THEORY: lambda: theory(some),
         MASK_PROBES: lambda: probed(some),
+        ("loss_change",): lambda: reruns(probed(some)),
         PROBES: lambda: probes(make_four()),
         ("dispersion_by_keys",): lambda: unequal(some),
     }
@@ -136,7 +137,9 @@ def not_finite(make_four, unequal, theory, probes):
     return make
 
 
-@pytest.mark.parametrize("name", [name for name in FIGURES if name not in (*MASK_PROBES, *ELSEWHERE)])
+@pytest.mark.parametrize(
+    "name", [name for name in FIGURES if name not in (*MASK_PROBES, "loss_change", *ELSEWHERE)]
+)
 @pytest.mark.parametrize("value", [np.nan, np.inf], ids=["nan", "inf"])
 def test_values_that_are_not_finite_do_not_stop_a_figure(name, value, not_finite):
     some, every = not_finite(value, name == "dispersion_by_keys")

@@ -6,6 +6,7 @@ from matplotlib.text import Text
 
 from semdiag.findings.findings import Findings
 from semdiag.findings.mask_stability import mask_summary
+from semdiag.findings.rerun import change_table
 from semdiag.measurement.measurements import Measurements
 from semdiag.presentation.drawing.panels import NothingToDrawError
 from semdiag.presentation.report.report import measured_sections, write_report
@@ -92,6 +93,35 @@ def test_the_sweep_shows_mass_ratio_separation_and_conditions(pair, probed):
     assert "Within each model" in words(figure)
 
 
+def test_the_change_is_drawn_with_its_interval_its_control_and_the_tolerance(pair, probed, reruns):
+    found = reruns(probed(pair))
+    change, mass = FIGURES["loss_change"](Findings(found)).axes
+    table = Findings(found)(change_table)
+    for model, band in zip(table["model"].unique(), change.collections, strict=True):
+        own = table[(table["model"] == model) & (table["mask"] == "topk")]
+        lines = [line for line in change.get_lines() if line.get_color() == mass.get_lines()[0].get_color()]
+        if model == table["model"].iloc[0]:
+            top, random, by_mass = (line.get_ydata() for line in lines)
+            np.testing.assert_allclose(top, own["change"])
+            np.testing.assert_allclose(top, [1, 0.5, 0], atol=1e-9)
+            np.testing.assert_allclose(random, [2, 2, 1])
+            np.testing.assert_allclose(by_mass, own["by_mass"])
+        corners = band.get_paths()[0].vertices
+        assert corners[:, 1].min() == pytest.approx(own["low"].min())
+        assert corners[:, 1].max() == pytest.approx(own["high"].max())
+    np.testing.assert_allclose(mass.get_lines()[0].get_ydata(), [1 / 6, 2 / 6, 4 / 6])
+    across = [
+        line for line in change.get_lines() if len(set(line.get_ydata())) == 1 and len(line.get_ydata()) == 2
+    ]
+    assert [line.get_ydata()[0] for line in across] == [0.01]
+    assert change.get_yscale() == "symlog"
+
+
+def test_without_a_rerun_the_command_is_said(pair, probed):
+    with pytest.raises(NothingToDrawError, match="semdiag k-sweep MODEL --rerun"):
+        FIGURES["loss_change"](Findings(probed(pair)))
+
+
 @pytest.mark.parametrize("name", ["mask_agreement", "mask_reliability", "mask_heat_map", "k_sweep"])
 def test_fixed_masks_leave_nothing_to_draw(name, model, probed):
     with pytest.raises(NothingToDrawError):
@@ -122,7 +152,7 @@ def test_a_certified_row_that_changed_is_called_an_error(pair, probed):
 
 def test_what_is_said_of_other_k(pair, probed):
     full, topk, banded = k_sweep_sentences(Findings(probed(pair)))
-    assert "cannot tell before it is run: k = 6 keeps 100.0% of the weight" in full
+    assert "cannot tell before it is run: k = 6 (50% of the keys) keeps 100.0% of the weight" in full
     assert "trained with top-k attention, k = 3" in topk
     assert "ranks no scores" in banded
 

@@ -9,7 +9,8 @@ from semdiag.findings.sparse_verdict import sparse_glance
 from semdiag.measurement.table import ALL
 from semdiag.presentation.section import Question, Section, Shown
 from semdiag.presentation.sections.k_sweep.k_sweep import k_sweep
-from semdiag.presentation.sections.k_sweep.sentences import k_sweep_sentences
+from semdiag.presentation.sections.k_sweep.loss_change import loss_change
+from semdiag.presentation.sections.k_sweep.sentences import k_sweep_in_short, k_sweep_sentences
 from semdiag.presentation.tables import with_facts
 
 
@@ -33,6 +34,14 @@ _QUESTIONS = (
         "k-sweep",
         "Would sparse attention do in this model, and with which k?",
         (
+            Shown(
+                loss_change,
+                "Against k, what running the models with real masks changed, with 95 % intervals and as many "
+                "random keys as a control, beside the attention weight that the masks keep: {models}.",
+                "Look for the smallest k from which on the whole band is below the dashed line: that many keys "
+                "per query do. Where the change falls sooner or later than the weight dropped would have it, the "
+                "weight is no proxy for the loss.",
+            ),
             Shown(
                 k_sweep,
                 "Against k, within each model: attention mass of the k largest scores, dispersion ratio, "
@@ -60,6 +69,7 @@ K_SWEEP = Section(
     glance=sparse_glance,
     questions=_QUESTIONS,
     external=_QUESTIONS,
+    in_short=k_sweep_in_short,
     details=k_sweep_sentences,
     tables=k_sweep_tables,
 )

@@ -6,7 +6,7 @@ from semdiag.findings.estimates import drawn
 from semdiag.findings.findings import Findings
 from semdiag.findings.k_sweep import conditions_met
 from semdiag.findings.rerun import budget_content
-from semdiag.findings.sparse_verdict import MASS, SparseVerdict, sparse_verdict
+from semdiag.findings.sparse_verdict import MASS, SparseVerdict, sparse_glance, sparse_verdict
 from semdiag.presentation.drawing.panels import model_labels
 
 _CHANGES = {
@@ -54,6 +54,19 @@ def verdict_sentence(found: SparseVerdict, model: str) -> str:
             f"within {found.tolerance:g}."
         )
     return f"not without loss: even k = {found.k} per query{_share(found)} {said} {interval}."
+
+
+def k_sweep_in_short(findings: Findings) -> list[str]:
+    """The verdict of one model, or how many of several could do with sparse attention.
+
+    Args:
+        findings: with a sweep.
+    """
+    models = list(findings.measurements.models["model"])
+    if len(models) == 1:
+        return [verdict_sentence(findings(sparse_verdict, models[0]), models[0])]
+    glance = findings(sparse_glance)
+    return [f"Sparse attention, {glance.answer}: {glance.number} {glance.words}."]
 
 
 def k_sweep_sentences(findings: Findings) -> list[str]:
