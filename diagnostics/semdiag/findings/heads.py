@@ -15,7 +15,9 @@ def head_table(findings: Findings) -> pd.DataFrame:
         findings: of any number of models.
 
     Returns:
-        model, layer, head, then: ``dispersion``, the median δ in nats; ``largest_weight``, the median of the
+        model, layer, head, then: ``dispersion``, the median δ in nats; ``entropy`` of the attention weights (nats)
+        and ``first_weight``, the weight on the first key that is no padding (the sink share), both means over all
+        queries, of measurements that have the table ``heads``; ``largest_weight``, the median of the
         largest attention weight of a query; ``first_key``, the share of queries that keep the first key (of a
         model that keeps every key: that have it among their k largest scores; NaN where no k was asked for, or
         more queries were measured than are kept); ``mass``, the median share of the weight on the k largest scores
@@ -37,6 +39,8 @@ def head_table(findings: Findings) -> pd.DataFrame:
         table["first_key"] = table["first_key"].fillna(first[f"load_k{k}"].sum(min_count=1) / counts)
     if k is not None and f"mass_k{k}" in queries:
         table["mass"] = queries.groupby(_PLACE, sort=False)[f"mass_k{k}"].median()
+    own = measurements.heads.set_index(_PLACE)[["entropy", "first_weight"]]
+    table = table.join(own) if len(own) else table
     table = table.reset_index()
     sampled = table["model"].isin(set(measurements.sketches["model"]))  # of queries and loads apart
     return table.assign(first_key=table["first_key"].mask(sampled))

@@ -56,6 +56,18 @@ CALLS = Table(
         "residual": "float64",
     },
 )
+HEADS = Table(
+    "heads",
+    (
+        "One row per head of a layer, means over its queries: entropy of the attention weights (nats; of a "
+        "learnt sink, too), and the weight on the first key that is no padding."
+    ),
+    {
+        "model": "str",
+        **dict.fromkeys(("layer", "head", "queries"), "int64"),
+        **dict.fromkeys(("entropy", "first_weight"), "float64"),
+    },
+)
 REMARKS = Table(
     "remarks",
     "One row per thing to know about a captured attention, as a mask that adds -10,000.",

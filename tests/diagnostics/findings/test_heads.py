@@ -53,3 +53,12 @@ def test_scores_that_are_not_finite_have_no_part_in_the_median():
     found = made("topk", 2)
     found.queries.loc[0, "dispersion"] = np.inf
     assert Findings(found)(head_table)["dispersion"].tolist() == [2.5, 4.0]
+
+
+def test_entropy_and_weight_on_the_first_key_stand_beside_the_others():
+    found = made("topk", 2)
+    heads = {"model": "topk", "layer": 0, "head": [1, 0], "queries": 3, "entropy": [0.2, 0.1]}
+    heads = pd.DataFrame({**heads, "first_weight": [0.75, 0.5]})
+    table = Findings(found.replace(heads=heads))(head_table)
+    assert table[["head", "entropy", "first_weight"]].values.tolist() == [[0, 0.1, 0.5], [1, 0.2, 0.75]]
+    assert "entropy" not in Findings(found)(head_table)  # measured by an older version

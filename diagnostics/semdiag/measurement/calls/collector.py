@@ -16,6 +16,7 @@ from semdiag.measurement.calls.counted_rows import CountedRows, counted_rows
 from semdiag.measurement.calls.layers import Layers
 from semdiag.measurement.calls.query_draws import QueryDraws
 from semdiag.measurement.kept_rows import SKETCHES, KeptRows
+from semdiag.measurement.tables import HEADS
 
 MAX_QUERIES = 20_000_000  # rows held in memory at once: about 1 GB
 _QUERY_PLACES = ("sample", "layer", "head", "query", "stratum", "keys", "kept")
@@ -51,6 +52,7 @@ class Collector:
         self._queries = KeptRows(max_queries, _QUERY_PLACES)
         self._loads = KeptRows(max_queries, _KEY_PLACES)
         self._non_finite: list[dict[str, np.ndarray]] = []
+        self._heads: dict[int, Tensor] = {}  # by layer (3, H): queries, sums of entropy and first weight
 
     def start(self, samples: int) -> None:
         """Begin a batch.
@@ -67,6 +69,7 @@ class Collector:
         layer = self.layers.add(rows)
         self._add_rows(rows, layer)
         self._add_loads(rows, layer)
+        self._add_heads(rows, layer)
 
     def _places(self, values: Tensor, layer: int, position: str) -> dict[str, np.ndarray]:
         """Sample, layer, head and position of each entry of (B, H, L), flattened."""
@@ -113,6 +116,27 @@ class Collector:
         for k in self.k:
             columns[f"load_k{k}"] = _flat(statistics.key_load(k), np.int32)
         self._loads.add(_where(columns, rows.keys))
+
+    def _add_heads(self, rows: CountedRows, layer: int) -> None:
+        some = rows.attending & (rows.statistics.keys >= self._min_keys)
+        values = torch.stack([some, rows.statistics.entropy, rows.first_weight()])
+        sums = torch.where(some, values, 0.0).sum((1, 3), dtype=torch.float64).cpu()
+        self._heads[layer] = self._heads.get(layer, 0.0) + sums
+
+    def heads(self) -> pd.DataFrame:
+        """The table ``heads``."""
+        return HEADS.of_rows(
+            {
+                "model": self.model,
+                "layer": layer,
+                "head": head,
+                "queries": int(queries),
+                "entropy": entropy / max(queries, 1),
+                "first_weight": first / max(queries, 1),
+            }
+            for layer, sums in sorted(self._heads.items())
+            for head, (queries, entropy, first) in enumerate(sums.T.tolist())
+        )
 
     def queries(self) -> pd.DataFrame:
         """The table ``queries``."""

@@ -1,12 +1,14 @@
 """What counts in an attention call, and what its rows say: made once a call, read by whoever looks at calls."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from semdiag.capturing.attention_call import AttentionCall
 from semdiag.mathematics.row_statistics import RowStatistics, row_statistics
+from semdiag.mathematics.score_strips import part_of, rows_of
 
 _STRIP = 2**24  # entries of a mask looked at together
 
@@ -29,7 +31,7 @@ class CountedRows:
     attending: Tensor
     places: Tensor | None = None
 
-    @property
+    @cached_property
     def keys(self) -> Tensor:
         """(B, H, Lk) bool: keys that a query that counts may attend to, drawn or not; the others are padding."""
         call, load = self.call, self.statistics.load
@@ -49,6 +51,39 @@ class CountedRows:
                 reached = reached & (keys <= first + rows[part, None])
             seen = seen | reached.any(2)
         return seen
+
+    def first_weight(self) -> Tensor:
+        """(B, H, R) attention weight on the first key that is no padding; NaN for a row without keys.
+
+        It is worked out from this key's scores alone; 0 where the query does not attend to it.
+        """
+        call, kept = self.call, self.statistics.kept_log_sum_exp
+        first = self.keys.to(torch.uint8).argmax(-1)[..., None]  # (B, H, 1)
+        sample, head = (torch.arange(size, device=first.device) for size in first.shape[:2])
+        key = call.k[sample[:, None], head // (len(head) // call.k.shape[1]), first[..., 0]]
+        exact = kept.dtype
+        z = (call.q.to(exact) @ (key.to(exact) * call.scale)[..., None])[..., 0]
+        if call.softcap is not None:
+            z = call.softcap * torch.tanh(z / call.softcap)
+        bias, allowed = (self._at(values, first) for values in (call.bias, call.allowed))
+        z = z if bias is None else z + bias
+        seen = torch.ones_like(z, dtype=torch.bool) if allowed is None else allowed.expand_as(z)
+        if call.causal:
+            seen = seen & (first <= call.first_query + torch.arange(z.shape[2], device=z.device))
+        if call.selected is not None:
+            seen = seen & (call.selected == first[..., None]).any(-1)
+        if self.places is not None:
+            z, seen = (rows_of(values[..., None], self.places)[..., 0] for values in (z, seen))
+        weight = torch.where(seen, (z - kept).exp().clamp(max=1), 0.0)
+        return weight.masked_fill(self.statistics.kept == 0, torch.nan)
+
+    def _at(self, values: Tensor | None, key: Tensor) -> Tensor | None:
+        """Of what is broadcastable to (B, H, Lq, Lk) one key of each head (B, H, 1)."""
+        values = part_of(values, slice(None), slice(None))
+        if values is None or values.shape[3] == 1:
+            return None if values is None else values[..., 0]
+        shape = *key.shape[:2], *values.shape[2:]
+        return values.expand(shape).gather(3, key[..., None].expand(*shape[:3], 1))[..., 0]
 
 
 def counted_rows(call: AttentionCall, top: int = 0, places: Tensor | None = None) -> CountedRows:

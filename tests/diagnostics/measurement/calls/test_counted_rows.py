@@ -1,11 +1,12 @@
 """What counts in an attention call, against loops over samples, heads, queries and keys."""
 
+import math
 from dataclasses import replace
 
 import pytest
 import torch
 
-from semdiag.capturing.attention_calls import AttentionCall
+from semdiag.capturing.attention_calls import AttentionCall, watch_attention
 from semdiag.measurement.calls.counted_rows import counted_rows
 from semdiag.measurement.measure import measure
 from semdiag.measurement.probes.k_sweep import k_sweep
@@ -58,6 +59,44 @@ def test_queries_and_keys_count_as_defined(mask, causal, padded, chosen):
                 assert rows.attending[b, h, i] == bool(real[b, i] and kept.any())
 
 
+def naive_weights(call):
+    """(B, H, Lq, Lk) float64 softmax over S_i and the sink, by the definition in AttentionCall."""
+    weights, allowed = torch.zeros(B, H, LQ, LK, dtype=torch.float64), seen(call)
+    for b, h, i in torch.cartesian_prod(*map(torch.arange, (B, H, LQ))).tolist():
+        chosen = range(LK) if call.selected is None else call.selected[b, h, i].tolist()
+        exps = torch.zeros(LK, dtype=torch.float64)
+        for j in (j for j in chosen if j >= 0 and allowed[b, h, i, j]):
+            z = call.scale * float(call.q[b, h, i].double() @ call.k[b, 0, j].double())
+            exps[j] = math.exp(call.softcap * math.tanh(z / call.softcap) + float(call.bias[0, h, 0, j]))
+        sink = 0.0 if call.sinks is None else math.exp(call.sinks[h])
+        weights[b, h, i] = exps / (exps.sum() + sink) if exps.any() else torch.nan
+    return weights
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("drawn", [False, True])
+@pytest.mark.parametrize("chosen", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("mask", ["none", "keys", "whole"])
+def test_the_weight_on_the_first_key_and_the_entropy_are_those_of_the_softmax(mask, causal, chosen, drawn, sinks):
+    for seed in range(3):
+        call = attention_call(mask, causal, True, chosen, seed)
+        call = replace(call, sinks=torch.tensor([0.5, -1.0])) if sinks else call
+        places = torch.tensor([[2, 0, -1], [3, 1, 2]]).expand(B, H, 3) if drawn else None
+        rows, weights = counted_rows(call, places=places), naive_weights(call)
+        found, entropy = rows.first_weight(), rows.statistics.entropy
+        for b, h, r in torch.cartesian_prod(*map(torch.arange, found.shape)).tolist():
+            i = r if places is None else int(places[b, h, r])
+            if i < 0 or not rows.keys[b, h].any():
+                continue
+            p, first = weights[b, h, i], rows.keys[b, h].tolist().index(True)
+            assert found[b, h, r].item() == pytest.approx(p[first].item(), rel=2e-6, abs=1e-7, nan_ok=True)
+            q = [float(x) for x in p if x > 0] + ([1 - float(p.sum())] if sinks else [])
+            want = math.nan if p.isnan().any() else -sum(x * math.log(x) for x in q)
+            # z and ln Σ exp z are below 4 here: a few roundings of 6e-8 each
+            assert entropy[b, h, r].item() == pytest.approx(want, abs=4e-6, nan_ok=True)
+
+
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("mask", ["none", "keys", "whole"])
 def test_a_part_has_the_rows_of_the_whole(mask, causal):
@@ -88,3 +127,29 @@ def test_the_k_sweep_counts_the_keys_that_measurements_count():
     sweep = k_sweep(HidesItsLastKey(), x)
     loads = measure(HidesItsLastKey(), x).loads
     assert set(sweep.loc[(sweep["quantity"] == "load") & (sweep["layer"] == 0), "queries"]) == {len(loads)} == {3}
+
+
+def test_the_table_of_heads_has_the_means_of_its_queries(wild_encoder, padded_tokens):
+    """Of our encoder with padding, in batches, and without queries of few keys."""
+    for kind in ("full", "topk"):
+        encoder, tokens, calls = wild_encoder(kind), padded_tokens[0], []
+        found = measure(encoder, tokens, dtype=torch.float64, batch_size=3, min_keys=4).heads
+        with torch.no_grad(), watch_attention(encoder, calls.append):
+            encoder(tokens)
+        assert found[["layer", "head"]].values.tolist() == [[0, 0], [0, 1], [1, 0], [1, 1]]
+        for row in found.to_dict("records"):
+            entropies, firsts = [], []
+            call = calls[row["layer"]]
+            for b, i in torch.cartesian_prod(*map(torch.arange, tokens.shape)).tolist():
+                real = [j for j in range(tokens.shape[1]) if tokens[b, j] != 2]
+                if i not in real or len(real) < 4:
+                    continue
+                z = call.scale * call.q[b, row["head"], i] @ call.k[b, row["head"]].T
+                own = real if call.selected is None else call.selected[b, row["head"], i].tolist()
+                own = [j for j in own if j >= 0]
+                p = dict(zip(own, z[own].softmax(0).tolist(), strict=True))
+                entropies.append(-sum(x * math.log(x) for x in p.values() if x > 0))
+                firsts.append(p.get(real[0], 0.0))
+            assert row["queries"] == len(firsts)
+            assert row["entropy"] == pytest.approx(sum(entropies) / len(entropies), rel=1e-9)
+            assert row["first_weight"] == pytest.approx(sum(firsts) / len(firsts), rel=1e-9)

@@ -15,11 +15,16 @@ from semdiag.presentation.drawing.style import note_below, page_width, panel_gri
 _FAR = 10  # between the largest and the smallest δ, above which colours are logarithmic
 _TALL = 60  # heads of all models together, above which their rows get lower
 _WRITTEN = 16  # layers, above which the numbers in the cells could not be read
+_NATS = ("dispersion", "entropy")
+_OLDER = {"largest_weight": "largest weight of a query", "first_key": "queries that keep the first key"}
 
 
 @paper_style
 def heads_map(findings: Findings) -> Figure:
-    """Draw δ, the largest weight, the first key's share and the mass kept of every head.
+    """Draw δ, the entropy of the weights, the weight on the first key and the mass kept of every head.
+
+    Of older measurements, which have neither entropy nor that weight: the largest weight, and how many queries
+    keep the first key.
 
     Args:
         findings: of any number of models.
@@ -36,8 +41,8 @@ def heads_map(findings: Findings) -> Figure:
     k = first_k(findings)
     titles = {
         "dispersion": "dispersion δ (nats)",
-        "largest_weight": "largest weight of a query",
-        "first_key": "queries that keep the first key",
+        **({"entropy": "entropy of the weights (nats)"} if "entropy" in table else {}),
+        **({"first_weight": "weight on the first key"} if "first_weight" in table else _OLDER),
         "mass": f"weight on the {k} largest scores",
     }
     shown = [name for name in titles if name in table and table[name].notna().any()]
@@ -67,11 +72,10 @@ def heads_map(findings: Findings) -> Figure:
             ax.set_yticks((edges[:-1] + edges[1:] - 1) / 2, names, fontsize=6.5)
         else:
             ax.set_yticks([])
-    among = "" if k is None else f" (of a model that keeps every key: those that have it among their {k} largest)"
+    means = "; of entropy and the first key's weight the mean" if "first_weight" in shown else ""
     note_below(
         figure,
-        "A cell is a head of a layer: the median over its queries; of the first key the share of queries"
-        f"{among}. Grey: not measured or undefined.",
+        f"A cell is a head of a layer: the median over its queries{means}. Grey: not measured or undefined.",
     )
     return figure
 
@@ -96,9 +100,10 @@ def _cells(
 def _draw(ax: Axes, cells: np.ndarray, name: str) -> None:
     positive = cells[np.isfinite(cells) & (cells > 0)]
     scale = Normalize(0, 1)
-    if name == "dispersion":
+    if name in _NATS:
         low, high = (positive.min(), positive.max()) if len(positive) else (0.0, 1.0)
-        scale = LogNorm(low, high) if low and high > _FAR * low else Normalize(low, high)
+        far = name == "dispersion" and high > _FAR * low
+        scale = LogNorm(low, high) if low and far else Normalize(low if name == "dispersion" else 0, high)
     image = ax.imshow(cells, cmap="cividis", norm=scale, aspect="auto", interpolation="none")
     ax.set_facecolor("#bbbbbb")
     ax.grid(visible=False)
@@ -106,7 +111,7 @@ def _draw(ax: Axes, cells: np.ndarray, name: str) -> None:
         for (row, column), value in np.ndenumerate(cells):
             if np.isfinite(value):
                 ink = "black" if scale(max(value, scale.vmin or 0)) > 0.55 else "white"
-                said = f"{value:.2g}" if name == "dispersion" else f"{value:.0%}"
+                said = f"{value:.2g}" if name in _NATS else f"{value:.0%}"
                 ax.text(column, row, said, ha="center", va="center", fontsize=6, color=ink)
     bar = ax.figure.colorbar(image, ax=ax, pad=0.01, aspect=12)
     bar.ax.tick_params(labelsize=7)

@@ -13,15 +13,17 @@ _QUESTIONS = (
         (
             Shown(
                 heads_map,
-                "Coloured cells, layers by heads: median dispersion in nats, largest attention weight, share of "
-                "queries that keep the first key, weight on the k largest scores: {models}.",
-                "Look for a head unlike its neighbours. A large δ with a large weight is a head that picks single "
-                "keys; a first key that nearly every query keeps is a sink, on which the others lean.",
+                "Coloured cells, layers by heads: median dispersion in nats, entropy of the attention weights, "
+                "weight on the first key, weight on the k largest scores: {models}.",
+                "Look for a head unlike its neighbours. A large δ with a small entropy is a head that picks "
+                "single keys; an entropy near the logarithm of the number of keys one that averages; much weight "
+                "on the first key is a sink, on which queries park what they have no use for.",
             ),
         ),
         (
-            "Medians over all queries of a head. What single queries do stands in data/ with --keep-queries.",
-            "The share of the first key counts queries that keep it, not the weight it receives.",
+            "Medians and means over all queries of a head. Single queries stand in data/ with --keep-queries.",
+            "The first key is the first that is no padding. A sink elsewhere, as a separator, does not show; a "
+            "learnt logit in the softmax's denominator is no key, and part of the entropy.",
         ),
     ),
 )
