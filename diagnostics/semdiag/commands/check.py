@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from semdiag.commands import options
+from semdiag.commands import completion, options
 from semdiag.commands.printing.terminal import tell
 from semdiag.commands.shared import Shared, with_options
 
@@ -23,6 +23,7 @@ def check(
             "or load with .mean, .p0 … .p100, or accuracy or residual; <, <=, >, >=; then any of layer=0 "
             "attention=topk task=even-pairs model=*seed-1*.",
             rich_help_panel=_JUDGED,
+            autocompletion=completion.names(completion.RULES),
         ),
     ] = None,
     baseline: Annotated[

@@ -12,6 +12,12 @@ TASKS = ("parity", "even-pairs", "missing-duplicate", "stack-manipulation", "cyc
 ATTENTIONS = ("full", "banded", "block", "topk", "bottomk", "random", "redrawn", "lsh", "routing")
 PARTS = ("loss", "dispersion")  # of a landscape
 LISTS = ("tasks", "attentions", "metrics")
+STATISTICS = ("mean", "p0", "p1", "p5", "p10", "p25", "p50", "p75", "p90", "p95", "p99", "p100")
+# What a rule of semdiag check begins with.
+RULES = (
+    *(f"{metric}.{statistic}" for metric in ("dispersion", "separation", "load") for statistic in STATISTICS),
+    "accuracy", "residual",
+)  # fmt: skip
 _MOST = 200  # runs that are offered
 
 

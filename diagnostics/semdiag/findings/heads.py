@@ -4,6 +4,8 @@ import pandas as pd
 
 from semdiag.findings.counterfactuals import counterfactual_ks
 from semdiag.findings.findings import Findings
+from semdiag.findings.glance import Answer, Glance
+from semdiag.findings.strict_json import records
 
 _PLACE = ["model", "layer", "head"]
 
@@ -44,6 +46,20 @@ def head_table(findings: Findings) -> pd.DataFrame:
     table = table.reset_index()
     sampled = table["model"].isin(set(measurements.sketches["model"]))  # of queries and loads apart
     return table.assign(first_key=table["first_key"].mask(sampled))
+
+
+def heads_glance(findings: Findings) -> Glance:
+    """How much of its weight a head puts on the first key: on average, and that which puts most."""
+    table = findings(head_table)
+    known = table.dropna(subset=["first_weight"]) if "first_weight" in table else table.iloc[:0]
+    if known.empty:
+        return Glance(Answer.MEASURED, f"{len(table):,} heads", "measured")
+    most = records(known.sort_values("first_weight"))[-1]
+    return Glance(
+        Answer.MEASURED, f"{100 * known['first_weight'].mean():.0f} %",
+        f"of its weight a head puts on the first key, mean over {len(known):,} heads; the most "
+        f"{100 * most['first_weight']:.0f} %, head {most['head']} of layer {most['layer']}",
+    )  # fmt: skip
 
 
 def first_k(findings: Findings) -> int | None:

@@ -16,6 +16,7 @@ from rich.console import Console
 from semdiag.commands import completion
 from semdiag.commands.printing.console import interval, number_table
 from semdiag.commands.printing.progress import Stages
+from semdiag.findings.gate import rules
 from semdiag_models import ATTENTIONS, TASKS
 
 HEADS = ["layer", "head", *(f"quantity {n} p50" for n in range(9)), "share"]
@@ -101,6 +102,19 @@ def test_completion_offers_the_names_of_the_registries():
     assert completion.names(completion.TASKS)("") == [*TASKS, "text"]
     assert tuple(ATTENTIONS) == completion.ATTENTIONS
     assert completion.names(completion.ATTENTIONS)("b") == ["banded", "block", "bottomk"]
+
+
+def test_completion_offers_what_a_rule_begins_with():
+    assert completion.STATISTICS == rules.STATISTICS
+    known = {f"{metric}.{statistic}" for metric in rules.METRICS for statistic in rules.STATISTICS}
+    assert set(completion.RULES) == known | set(rules.FACTS)
+    assert completion.names(completion.RULES)("separation.p1") == [
+        "separation.p1",
+        "separation.p10",
+        "separation.p100",
+    ]
+    for begun in completion.RULES:
+        assert rules.parse_rule(f"{begun} < 1").metric == begun.split(".")[0]
 
 
 def test_completion_offers_runs_and_paths(here):

@@ -5,7 +5,7 @@ import pandas as pd
 import pytest
 
 from semdiag.findings.findings import Findings
-from semdiag.findings.heads import first_k, head_table
+from semdiag.findings.heads import first_k, head_table, heads_glance
 from semdiag.measurement.measurements import Measurements
 
 
@@ -61,4 +61,8 @@ def test_entropy_and_weight_on_the_first_key_stand_beside_the_others():
     heads = pd.DataFrame({**heads, "first_weight": [0.75, 0.5]})
     table = Findings(found.replace(heads=heads))(head_table)
     assert table[["head", "entropy", "first_weight"]].values.tolist() == [[0, 0.1, 0.5], [1, 0.2, 0.75]]
+    glance = heads_glance(Findings(found.replace(heads=heads)))
+    assert glance.number == "62 %"  # half of 50 and 75, to even
+    assert glance.words.endswith("mean over 2 heads; the most 75 %, head 1 of layer 0")
     assert "entropy" not in Findings(found)(head_table)  # measured by an older version
+    assert heads_glance(Findings(found)).number == "2 heads"

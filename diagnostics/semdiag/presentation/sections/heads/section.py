@@ -1,7 +1,6 @@
 """The section ``heads`` of a report."""
 
-from semdiag.findings.glance import measured_glance
-from semdiag.findings.heads import head_table
+from semdiag.findings.heads import head_table, heads_glance
 from semdiag.presentation.section import Question, Section, Shown
 from semdiag.presentation.sections.heads.heads_map import heads_map
 from semdiag.presentation.tables import one_table
@@ -34,6 +33,6 @@ HEADS = Section(
     needs=(),
     questions=_QUESTIONS,
     external=_QUESTIONS,
-    glance=measured_glance("queries"),
+    glance=heads_glance,
     tables=one_table("heads", head_table),
 )
