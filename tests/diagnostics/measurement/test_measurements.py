@@ -213,8 +213,8 @@ def test_what_was_not_measured_is_empty(measured, with_theory, tmp_path):
     with_theory.save(tmp_path)
     measured.save(tmp_path)  # leaves nothing of the earlier ones
     loaded = Measurements.load(tmp_path)
-    unmeasured = set(OPTIONAL) - {"calls"}  # which every forward pass fills
-    assert {name for name in OPTIONAL if len(getattr(loaded, name))} == {"calls"}
+    unmeasured = set(OPTIONAL) - {"calls", "heads"}  # which every forward pass fills
+    assert {name for name in OPTIONAL if len(getattr(loaded, name))} == {"calls", "heads"}
     for name in unmeasured:
         pd.testing.assert_frame_equal(getattr(loaded, name), OPTIONAL[name].empty())
         pd.testing.assert_frame_equal(getattr(measured, name), OPTIONAL[name].empty())
