@@ -97,7 +97,12 @@ def search(
 
 
 def greedy(
-    needed: NeededKeys, cost: Callable[[Mapping[Place, Sequence[int]]], float], tolerance: float, most_runs: int
+    needed: NeededKeys,
+    cost: Callable[[Mapping[Place, Sequence[int]]], float],
+    tolerance: float,
+    most_runs: int,
+    *,
+    margin: bool = True,
 ) -> dict[Place, list[int]] | None:
     """A budget with a small total whose cost is within a tolerance.
 
@@ -112,6 +117,7 @@ def greedy(
         cost: of running the model with a budget.
         tolerance: the largest cost.
         most_runs: of the model.
+        margin: whether heads go up again in the end; what that is worth: benchmarks/budgets.py.
 
     Returns:
         The budget; None if even 99.9 % of the weight costs more.
@@ -154,6 +160,6 @@ def greedy(
             at = lower
         else:
             fixed.add(one)
-    for one in fixed:
+    for one in fixed if margin else ():
         at = moved(one, 1)
     return budget_of(at)
