@@ -5,10 +5,13 @@ product uses a softmax if one of its factors holds the softmax's numbers, in wha
 """
 
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from semdiag.capturing.attention_calls import watch_attention
 
 _SOFTMAX = ("softmax", "_softmax", "_safe_softmax", "_log_softmax")
 _PRODUCTS = ("mm", "bmm", "addmm", "baddbmm", "mv")
@@ -161,3 +164,56 @@ def _alike(scores, allowed, truth, tolerance):
     mark[-1] = 1e-3
     ours, theirs = (x[(x @ mark).argsort()] for x in (ours, theirs))
     return not ours.numel() or bool(((ours - theirs).abs() <= tolerance * (1 + theirs.abs())).all())
+
+
+@dataclass(frozen=True)
+class Found:
+    """What became of a model's softmaxes and fused attentions, by number."""
+
+    seen: int
+    captured: int
+    wrong: int
+    audited: int
+    others: int
+    met_values: int  # of those that no call matches
+    same: bool
+
+
+def found_in(model, run):
+    """Hold what is captured of a model against what happens without the watch.
+
+    Args:
+        model: in evaluation mode.
+        run: calls it; returns a tensor.
+    """
+    wrong, calls = [], 0
+
+    def hold(call):
+        nonlocal calls
+        calls += 1
+        mine = [t for t in left if agrees(call, t)]
+        if mine:
+            left[:] = [t for t in left if t is not mine[0]]
+        else:
+            wrong.append(call.module)
+
+    with torch.no_grad(), torch.random.fork_rng():
+        torch.manual_seed(0)
+        with RecordedSoftmaxes() as truth:
+            before = run(model)
+        written_out = [SimpleNamespace(scores=z, used=False) for z in truth.exponentials if z.ndim > 1]
+        left = [*truth.seen, *written_out]
+        torch.manual_seed(0)
+        with watch_attention(model, hold) as audit:
+            during = run(model)
+    extra = {id(t) for t in written_out}
+    still = [t for t in left if id(t) not in extra]
+    return Found(
+        seen=calls + len(still),
+        captured=calls,
+        wrong=len(wrong),
+        audited=audit.skipped.total(),
+        others=audit.others.total(),
+        met_values=sum(isinstance(t, TrueFused) or t.used for t in still),
+        same=torch.equal(before, during),
+    )

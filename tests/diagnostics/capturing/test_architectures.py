@@ -5,17 +5,12 @@ to write them anew: SEMDIAG_WRITE_SUPPORT=1 pytest -m '' tests/diagnostics/captu
 """
 
 import os
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-import torch
 from architectures import architectures, ready
-from recorded_softmaxes import RecordedSoftmaxes, TrueFused, agrees
-
-from semdiag.capturing.attention_calls import watch_attention
+from recorded_softmaxes import found_in
 
 pytest.importorskip("transformers", reason="the models are those of transformers")
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
@@ -27,54 +22,10 @@ FALSE_ALARMS = {"ConvBert": 2}
 AUDITED = {"Longformer": 2, "LED": 2, "PegasusX": 2, "Nystromformer": 4, **FALSE_ALARMS}
 
 
-@dataclass(frozen=True)
-class Found:
-    """What became of a model's softmaxes and fused attentions, by number."""
-
-    seen: int
-    captured: int
-    wrong: int
-    audited: int
-    others: int
-    met_values: int  # of those that no call matches
-    same: bool
-
-
 @cache
 def found(name):
     architecture = ARCHITECTURES[name]
-    model = ready(architecture)
-    wrong, calls = [], []
-
-    def hold(call):
-        calls.append(call)
-        mine = [t for t in left if agrees(call, t)]
-        if mine:
-            left[:] = [t for t in left if t is not mine[0]]
-        else:
-            wrong.append(call.module)
-        calls[-1] = None
-
-    with torch.no_grad(), torch.random.fork_rng():
-        torch.manual_seed(0)
-        with RecordedSoftmaxes() as truth:
-            before = architecture.run(model)
-        written_out = [SimpleNamespace(scores=z, used=False) for z in truth.exponentials if z.ndim > 1]
-        left = [*truth.seen, *written_out]
-        torch.manual_seed(0)
-        with watch_attention(model, hold) as audit:
-            during = architecture.run(model)
-    extra = {id(t) for t in written_out}
-    still = [t for t in left if id(t) not in extra]
-    return Found(
-        seen=len(calls) + len(still),
-        captured=len(calls),
-        wrong=len(wrong),
-        audited=audit.skipped.total(),
-        others=audit.others.total(),
-        met_values=sum(isinstance(t, TrueFused) or t.used for t in still),
-        same=torch.equal(before, during),
-    )
+    return found_in(ready(architecture), architecture.run)
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)

@@ -23,7 +23,7 @@ def within_tables(findings: Findings, alone: bool) -> dict[str, pd.DataFrame]:
 _QUESTIONS = (
     Question(
         "within",
-        "Would sparse attention help a full model?",
+        "What would top-k leave of a full model?",
         (
             Shown(
                 dispersion_counterfactual,
