@@ -11,7 +11,8 @@ CAPTURED = (
     {"attn_num_mem_kv": 2}, {"attn_num_mem_kv": 2, "attn_flash": True}, {"attn_pre_talking_heads": True},
     {"attn_sparse_topk": 4}, {"alibi_pos_bias": True}, {"rel_pos_bias": True},
     {"attn_qk_norm": True}, {"attn_head_scale": True}, {"attn_gate_values": True}, {"attn_on_attn": True},
-    {"attn_add_zero_kv": True}, {"attn_head_learned_sink": True}, {"attn_selective": True}, {"attn_data_dependent_alibi": True}, {"macaron": True},
+    {"attn_add_zero_kv": True}, {"attn_head_learned_sink": True},
+    {"attn_selective": True}, {"attn_data_dependent_alibi": True}, {"macaron": True},
     {"rotary_pos_emb": True},
 )  # fmt: skip
 # Weights that are mixed or changed between softmax and values, values that are exponentials.

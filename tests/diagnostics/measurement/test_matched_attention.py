@@ -81,7 +81,8 @@ def test_tables_of_other_kinds_go_together_with_them(encoder, padded_tokens, tin
     parts = []
     for name, model in (("one", encoder), ("full", Encoder(tiny_config()).eval())):
         part = measure(model, padded_tokens[0])
-        for table in ("models", "queries", "loads", "heads", "history", "non_finite", "calls", "remarks", "skipped"):
+        tables = "models", "queries", "loads", "heads", "history", "non_finite", "calls", "remarks", "skipped"
+        for table in tables:
             frame = getattr(part, table)
             frame["model"] = name
         parts.append(part)
