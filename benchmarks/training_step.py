@@ -112,8 +112,9 @@ class OurStep:
 
     def __call__(self) -> None:
         self.stack.differentiate(self.tokens, self.labels, padded=False)
-        self.stack.clip_gradients(0.5)
-        self.optimizer.step()
+        with torch.inference_mode():
+            self.stack.clip_gradients(0.5)
+            self.optimizer.step()
 
 
 class Products:

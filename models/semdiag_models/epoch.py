@@ -53,8 +53,9 @@ def train_epoch(
     with product_precision(first.training.precision):
         for batch in torch.split(torch.stack(orders), first.training.batch_size, dim=1):
             total += stack.differentiate(tokens[member, batch], labels[member, batch], padded)
-            stack.clip_gradients(first.training.gradient_clip)
-            optimizer.step()
+            with torch.inference_mode():  # no bookkeeping for torch's differentiation
+                stack.clip_gradients(first.training.gradient_clip)
+                optimizer.step()
             for trainer in trainers:
                 after_batch(trainer)
     totals: list[float] = total.tolist()

@@ -18,11 +18,11 @@ _LINEAR: Any = torch.ops.mkldnn._linear_pointwise if _AVAILABLE else None
 def takes(x: Tensor, weight: Tensor) -> bool:
     """Whether :func:`linear` can be called, and pays: large matrices in float32 on an x86 processor."""
     return (
-        _AVAILABLE
-        and x.numel() * len(weight) >= _WORTHWHILE
+        x.numel() * weight.shape[0] >= _WORTHWHILE
+        and x.ndim == weight.ndim == 2
         and x.dtype == weight.dtype == torch.float32
         and x.device.type == weight.device.type == "cpu"
-        and x.ndim == weight.ndim == 2
+        and _AVAILABLE
     )
 
 

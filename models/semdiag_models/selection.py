@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from semdiag_models import products
 from semdiag_models.attention_kinds import ATTENTIONS
 from semdiag_models.clustered_selection import same_clusters
 from semdiag_models.hashed_selection import same_bucket
@@ -83,10 +84,14 @@ def _heavy_hitters(q: Tensor, keys: Tensor, scale: float, valid: Tensor | None, 
     rows, of_keys = (t.reshape(batch * heads, length, -1) for t in (q, keys))
     allowed = None if valid is None else valid.repeat_interleave(heads, 0)[:, None]
     selected = torch.empty(batch * heads, length, k, dtype=torch.int64, device=q.device)
-    per_strip = max(1, _STRIP // length**2)
+    alone = products.takes(rows[0], of_keys[0])
+    per_strip = 1 if alone else max(1, _STRIP // length**2)
     for start in range(0, batch * heads, per_strip):
         s = slice(start, start + per_strip)
-        scores = torch.baddbmm(q.new_empty(()), rows[s], of_keys[s].mT, beta=0, alpha=scale)
+        if alone:
+            scores = products.linear(rows[start] * scale, of_keys[start])[None]
+        else:
+            scores = torch.baddbmm(q.new_empty(()), rows[s], of_keys[s].mT, beta=0, alpha=scale)
         if allowed is not None:
             scores.masked_fill_(~allowed[s], float("-inf"))
         best = scores.topk(k, -1)

@@ -3,6 +3,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from semdiag_models import products
 from semdiag_models import selection as module
 from semdiag_models.selection import random_priorities, select_keys
 
@@ -48,6 +49,26 @@ def naive_heavy_hitters(q, keys, k, scale, valid):
                 best = sorted(candidates, key=lambda j: -scores[j])[:k]
                 chosen[b, h, i, : len(best)] = torch.tensor(best)
     return chosen
+
+
+@pytest.mark.processor
+@pytest.mark.parametrize("padded", [False, True])
+def test_of_many_keys_in_single_precision_none_better_is_left_out_but_by_rounding(padded):
+    """At sizes at which oneDNN makes the products."""
+    length, width, k, scale = 300, 32, 5, 0.3
+    q, keys = torch.randn(2, 2, 2, length, width)
+    assert products.takes(q[0, 0], keys[0, 0])
+    valid = torch.arange(length) < torch.tensor([[length], [200]]) if padded else None
+    selected = select_keys("topk", k, q, keys, scale, valid)
+    scores = scale * (q.double() @ keys.double().mT)
+    if valid is not None:
+        scores.masked_fill_(~valid[:, None, None], float("-inf"))
+    worst_kept, best = scores.gather(-1, selected).amin(-1), scores.topk(k, -1).values[..., -1]
+    # Of width products, scaled before; each of the two that are compared is off by as much.
+    unit = torch.finfo(torch.float32).eps / 2
+    error = 2 * (width + 1) * unit / (1 - (width + 1) * unit) * scale * (q.abs() @ keys.abs().mT).amax(-1).double()
+    assert bool((worst_kept >= best - error).all())
+    assert bool((selected.sort(-1).values.diff(dim=-1) > 0).all())
 
 
 def test_full_attention_selects_nothing_in_particular():

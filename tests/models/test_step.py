@@ -1,5 +1,6 @@
 """The step derived by hand against torch's differentiation of the encoder, in float64."""
 
+import copy
 import math
 
 import pytest
@@ -8,6 +9,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
+from semdiag_models import products
 from semdiag_models.dropout import dropped_positions
 from semdiag_models.encoder import ACTIVATION_FUNCTIONS, Encoder
 from semdiag_models.errors import InputError
@@ -150,6 +152,27 @@ def test_with_dropout_they_are_those_of_the_network_written_out(kind, activation
     assert_same_gradients(model, loss, gradients, written_out)
 
 
+@pytest.mark.processor
+@pytest.mark.parametrize("kind", ["full", "banded"])  # which rounding cannot make to select other keys
+@pytest.mark.parametrize("length", [100, 200])
+def test_in_single_precision_large_products_round_no_worse_than_torchs(kind, length):
+    """At sizes at which oneDNN makes the products; the errors of two sums of the same rounded terms are alike."""
+    sizes = {"length": length, "width": 64, "mlp_width": 64, "heads": 1, "head_width": 64}
+    model = encoder(kind, **sizes)
+    tokens, labels = batch(model, size=8)
+    expected = F.cross_entropy(model(tokens), labels)
+    exact = torch.autograd.grad(expected, list(model.parameters()))
+    single = copy.deepcopy(model).float()
+    torchs = torch.autograd.grad(F.cross_entropy(single(tokens), labels), list(single.parameters()))
+    _, gradients, stack = differentiated(single, tokens, labels)
+    rows = torch.empty(8 * length, 64, dtype=torch.float32)
+    assert products.takes(rows, rows[:64])
+    assert stack.gradients.dtype == torch.float32
+    for (name, _), true, by_torch in zip(model.named_parameters(), exact, torchs, strict=True):
+        ours, theirs = ((g.double() - true).norm() for g in (gradients[name], by_torch))
+        assert ours <= 3 * theirs + 1e-7 * true.norm(), name
+
+
 def test_at_long_lengths_attention_drops_its_weights_itself():
     model = encoder("topk", dropout=0.3, length=SHORT + 1)
     tokens, labels = batch(model)
@@ -219,8 +242,11 @@ def test_memory_is_used_again_without_a_trace():
     torch.manual_seed(3)
     _, gradients, stack = differentiated(model, tokens, labels)
     fresh = {name: gradient.clone() for name, gradient in gradients.items()}
+    logits = stack.logits(tokens[None])
+    kept = logits.clone()
     stack.logits(torch.randint(PAD, (1, 40, 16)))
     stack.differentiate(tokens[None, :2], labels[None, :2])
+    assert torch.equal(logits, kept)
     torch.manual_seed(3)
     stack.differentiate(tokens[None], labels[None])
     assert all(torch.equal(part, fresh[name]) for name, part in stack.parts(stack.gradients, 0))

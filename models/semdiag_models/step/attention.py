@@ -107,9 +107,11 @@ class ShortAttention:
             (G·B, L, H·D).
         """
         layer, (rows, length, _) = self._layer, qkv.shape
-        split = qkv.view(rows, length, 3, layer.heads, layer.head_width).permute(2, 0, 3, 1, 4)
-        q, k, v = (t.reshape(-1, length, layer.head_width) for t in split)  # one head: views
-        weights = torch.softmax(self._masked(_by_key(k, q, layer.scale), split, valid), 0)
+        if layer.heads == 1:
+            q, k, v = qkv.view(rows, length, 3, -1).unbind(2)
+        else:
+            q, k, v = (t.reshape(-1, length, layer.head_width) for t in self._by_head(qkv))
+        weights = torch.softmax(self._masked(_by_key(k, q, layer.scale), qkv, valid), 0)
         if layer.k is not None:  # a query without a key
             weights = weights.nan_to_num(0.0)
         factor, self._drops = 1.0, None
@@ -118,28 +120,37 @@ class ShortAttention:
             where, flat = self._places(drops, weights.shape), weights.view(-1)
             self._drops = where, flat.index_select(0, where)
             flat.index_fill_(0, where, 0)
-        mixed = torch.baddbmm(q.new_empty(()), weights.permute(1, 2, 0), v, beta=0, alpha=factor)
+        mixed = torch.baddbmm(v.new_empty(()), weights.permute(1, 2, 0), v, beta=0, alpha=factor)
         self._saved = (q, k, v, weights) if training else ()
+        if layer.heads == 1:
+            return mixed
         return mixed.view(rows, -1, length, layer.head_width).transpose(1, 2).reshape(rows, length, -1)
 
     def backward(self, grad: Tensor, d_qkv: Tensor) -> None:
         """See :meth:`LongAttention.backward`."""
         (q, k, v, weights), layer, self._saved = self._saved, self._layer, ()
         rows, length, _ = grad.shape
-        grad = grad.view(rows, length, layer.heads, -1).transpose(1, 2).reshape(-1, length, layer.head_width)
+        if layer.heads > 1:
+            grad = grad.view(rows, length, layer.heads, -1).transpose(1, 2).reshape(-1, length, layer.head_width)
         factor = 1 / (1 - layer.core.p) if self._drops else 1.0
         d_weights = _by_key(v, grad, factor)
         d = q.new_empty(3, *q.shape)
-        torch.baddbmm(d[2], weights.transpose(0, 1), grad, beta=0, alpha=factor, out=d[2])
+        d_q, d_k, d_v = d.unbind()
+        torch.baddbmm(d_v, weights.transpose(0, 1), grad, beta=0, alpha=factor, out=d_v)
         if self._drops:
             where, kept = self._drops
             d_weights.view(-1).index_fill_(0, where, 0)
             weights.view(-1).index_copy_(0, where, kept)
         d_scores = torch._softmax_backward_data(d_weights, weights, 0, weights.dtype)
-        torch.baddbmm(d[0], d_scores.permute(1, 2, 0), k, beta=0, alpha=layer.scale, out=d[0])
-        torch.baddbmm(d[1], d_scores.transpose(0, 1), q, beta=0, alpha=layer.scale, out=d[1])
+        torch.baddbmm(d_q, d_scores.permute(1, 2, 0), k, beta=0, alpha=layer.scale, out=d_q)
+        torch.baddbmm(d_k, d_scores.transpose(0, 1), q, beta=0, alpha=layer.scale, out=d_k)
         heads_last = d.view(3, rows, layer.heads, length, -1).permute(1, 3, 0, 2, 4)
         d_qkv.view(heads_last.shape).copy_(heads_last)
+
+    def _by_head(self, qkv: Tensor) -> Tensor:
+        """q, k and v as (3, G·B, H, L, D)."""
+        layer = self._layer
+        return qkv.view(*qkv.shape[:2], 3, layer.heads, layer.head_width).permute(2, 0, 3, 1, 4)
 
     def _places(self, drops: Sequence[Tensor], shape: torch.Size) -> Tensor:
         """Flat positions among the weights of all encoders, given those among each one's."""
@@ -150,7 +161,7 @@ class ShortAttention:
         places = [d + (d // own) * (rows * queries - own) + i * own for i, d in enumerate(drops)]
         return torch.cat(places)
 
-    def _masked(self, scores: Tensor, split: Tensor, valid: Tensor | None) -> Tensor:
+    def _masked(self, scores: Tensor, qkv: Tensor, valid: Tensor | None) -> Tensor:
         """-∞ in the place of the scores of keys that a query does not attend to."""
         layer, length = self._layer, len(scores)
         keeps = ATTENTIONS[layer.kind].keeps
@@ -159,7 +170,7 @@ class ShortAttention:
         if layer.k is None:
             return scores
         if keeps in ("largest", "smallest"):
-            k, counts = min(layer.k, length), split.new_tensor([length]) if valid is None else valid.sum(1)
+            k, counts = min(layer.k, length), scores.new_tensor([length]) if valid is None else valid.sum(1)
             wanted = int((counts.clamp(max=k) + length - counts).sum()) * (scores[0].numel() // len(counts))
             if keeps == "largest":
                 return _largest(scores, k, wanted)
@@ -167,18 +178,20 @@ class ShortAttention:
             return torch.where(kept == -math.inf, kept, scores)
         if keeps == "fixed" and valid is None:  # the same for every sample and step
             if length not in self._fixed:
-                self._fixed[length] = self._kept(split, None)[:, :1]
+                self._fixed[length] = self._kept(qkv, None)[:, :1]
             kept = self._fixed[length]
         else:
-            kept = self._kept(split, valid)
+            kept = self._kept(qkv, valid)
         scores.view(length, -1, layer.heads, length).masked_fill_(~kept, -math.inf)
         return scores
 
-    def _kept(self, split: Tensor, valid: Tensor | None) -> Tensor:
+    def _kept(self, qkv: Tensor, valid: Tensor | None) -> Tensor:
         """(L keys, G·B, H, L queries) bool: the keys that the encoders' own layers select."""
         layers = self._members.layers
         n, kept = len(layers), []
-        parts = zip(layers, split.chunk(n, 1), [None] * n if valid is None else valid.chunk(n), strict=True)
+        parts = zip(
+            layers, self._by_head(qkv).chunk(n, 1), [None] * n if valid is None else valid.chunk(n), strict=True
+        )
         for i, (layer, (q, k, _), counts) in enumerate(parts):
             with self._members.drawing(i, q.device):
                 selected = layer.select(q, k, counts)

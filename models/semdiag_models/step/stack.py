@@ -8,6 +8,7 @@ elements of all places are drawn at once.
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from itertools import groupby
 
 import torch
@@ -20,6 +21,7 @@ from semdiag_models.random_state import RandomState
 from semdiag_models.step.attention import SHORT, LongAttention, Members, ShortAttention
 from semdiag_models.step.dropout import Drops, Place
 from semdiag_models.step.flat_parameters import FlatParameters
+from semdiag_models.step.linear import Linear
 
 _Attention = ShortAttention | LongAttention
 _FEW_TOKENS = 64  # rows of the embedding up to which a product with indicators is the fastest scatter
@@ -32,31 +34,6 @@ _ACTIVATION_BACKWARD: dict[str, Callable[[Tensor, Tensor], Tensor]] = {  # of th
     "gelu": torch.ops.aten.gelu_backward,
     "mish": torch.ops.aten.mish_backward,
 }
-
-
-class _Linear:
-    """A linear layer of the stack and its gradients: matrices with one encoder, batches of them with several."""
-
-    def __init__(self, stack: "Stack", name: str) -> None:
-        self.weight, self._d_weight = stack.views(f"{name}.weight")
-        bias, self._d_bias = stack.views(f"{name}.bias")
-        self._bias = bias.unsqueeze(-2)
-        self._product: Callable[..., Tensor] = torch.addmm if self.weight.ndim == 2 else torch.baddbmm
-
-    def forward(self, x: Tensor, out: Tensor, factor: float = 1.0) -> Tensor:
-        """Write factor · (x Wᵀ + b) to ``out``."""
-        return self._product(self._bias, x, self.weight.mT, beta=factor, alpha=factor, out=out)
-
-    def forward_onto(self, base: Tensor, x: Tensor, out: Tensor, factor: float) -> Tensor:
-        """Write base + factor · (x Wᵀ + b) to ``out``."""
-        torch.add(base, self._bias, alpha=factor, out=out)
-        return self._product(out, x, self.weight.mT, alpha=factor, out=out)
-
-    def backward(self, grad: Tensor, x: Tensor, d_x: Tensor, factor: float = 1.0) -> Tensor:
-        """Keep the gradients of W and b if that of the output is factor · grad; write that of x to ``d_x``."""
-        self._product(self._d_weight, grad.mT, x, beta=0, alpha=factor, out=self._d_weight)
-        self._d_bias.copy_(grad.sum(-2)).mul_(factor)
-        return self._product(d_x, grad, self.weight, beta=0, alpha=factor, out=d_x)
 
 
 class Stack(FlatParameters):
@@ -84,11 +61,12 @@ class Stack(FlatParameters):
         super().__init__(encoders)
         self.config, self._states = first.config, states
         self._kept: dict[tuple[str, int], Tensor] = {}
-        self._head = _Linear(self, "head")
+        self._shaped: dict[tuple[str, int, tuple[int, ...]], Tensor] = {}  # views of what is kept
+        self._head = Linear(self, "head")
         self._table, self._d_table = self.views("embedding.weight")
         blocks = range(self.config.blocks)
         self._qkv, self._out, self._expand, self._contract = (
-            [_Linear(self, f"blocks.{i}.{name}") for i in blocks]
+            [Linear(self, name, i, scaled=name != "attention.qkv") for i in blocks]
             for name in ("attention.qkv", "attention.out", "expand", "contract")
         )
         short = self.config.length + self.config.extra_tokens <= SHORT
@@ -103,7 +81,6 @@ class Stack(FlatParameters):
         self._draws_weights = short  # else attention draws the drops of its weights itself
         self._saved: dict[tuple[str, int], tuple[Tensor, ...]] = {}  # from the forward pass
 
-    @torch.no_grad()
     def logits(self, tokens: Tensor, padded: bool | None = None) -> Tensor:
         """Classify without dropout, as :meth:`Encoder.forward` does in evaluation mode.
 
@@ -114,9 +91,9 @@ class Stack(FlatParameters):
         Returns:
             Logits (S, B, classes).
         """
-        return self._forward(tokens, padded, training=False)
+        with self._undifferentiated():
+            return self._forward(tokens, padded, training=False).clone()  # of memory that is used again
 
-    @torch.no_grad()
     def differentiate(self, tokens: Tensor, labels: Tensor, padded: bool | None = None) -> Tensor:
         """Compute each encoder's mean cross-entropy, with dropout, and keep its gradient in ``gradients``.
 
@@ -128,10 +105,15 @@ class Stack(FlatParameters):
         Returns:
             Losses in nats, (S,).
         """
-        log_p = self._forward(tokens, padded, training=True).log_softmax(-1)
-        d_logits = log_p.exp().sub_(F.one_hot(labels, log_p.shape[-1])).div_(labels.shape[1])
-        self._backward(d_logits)
-        return -log_p.gather(-1, labels[..., None]).mean((1, 2))
+        with self._undifferentiated():
+            log_p = self._forward(tokens, padded, training=True).log_softmax(-1)
+            d_logits = log_p.exp().sub_(F.one_hot(labels, log_p.shape[-1])).div_(labels.shape[1])
+            self._backward(d_logits)
+            return -log_p.gather(-1, labels[..., None]).mean((1, 2))
+
+    def _undifferentiated(self) -> AbstractContextManager[object]:
+        """Without torch's differentiation, and where no part of the step wants it, without its bookkeeping."""
+        return torch.inference_mode() if self._draws_weights else torch.no_grad()
 
     def _forward(self, tokens: Tensor, padded: bool | None, *, training: bool) -> Tensor:
         c, first, (stack, batch, given) = self.config, self.encoders[0], tokens.shape
@@ -143,7 +125,7 @@ class Stack(FlatParameters):
         self._batch, self._length = batch, self._ids.shape[1]
         self._rows = (batch * self._length,) if stack == 1 else (stack, batch * self._length)
         self._training, p = training, c.dropout if training else 0.0
-        self._factor = 1 / (1 - p)
+        self.scale(1 / (1 - p))
         self._drops = self._draw(p)
         x = self._embed(first.positions_of(given))
         for i in range(c.blocks):
@@ -156,14 +138,13 @@ class Stack(FlatParameters):
                 x = self._norm(self._mlp(i, middle, middle), "mlp", i)
         x = x.view(stack * batch, self._length, c.width)
         self._pooled = (x[:, 0] if c.cls_tokens else mean(x, self._valid)).reshape(*self._lead, batch, c.width)
-        logits = self._head.forward(self._pooled, x.new_empty(*self._lead, batch, c.classes))
-        return logits.view(stack, batch, c.classes)
+        return self._head.forward(self._pooled).view(stack, batch, c.classes)
 
     def _backward(self, d_logits: Tensor) -> None:
-        c, d_pooled = self.config, torch.empty_like(self._pooled)
-        self._head.backward(d_logits.view(*self._lead, *d_logits.shape[1:]), self._pooled, d_pooled)
+        c = self.config
+        d_pooled = self._head.backward(d_logits.view(*self._lead, *d_logits.shape[1:]), self._pooled)
         d_pooled = d_pooled.view(-1, 1, c.width)
-        grad = self._memory("gradient", (*self._rows, c.width))  # of the residual stream, from here on down
+        grad = self.memory("gradient", (*self._rows, c.width))  # of the residual stream, from here on down
         by_token = grad.view(-1, self._length, c.width)
         if c.cls_tokens:
             by_token.zero_()[:, :1] = d_pooled
@@ -181,19 +162,24 @@ class Stack(FlatParameters):
                 grad.copy_(self._norm_backward(grad, "attention", i))
                 grad.add_(self._attend_backward(i, grad))
         self._embed_backward(grad)
+        self.unscale_gradients()
 
     @property
     def _lead(self) -> tuple[int, ...]:
         """Dimensions in front of matrices: none with one encoder."""
         return self._rows[:-1]
 
-    def _memory(self, name: str, shape: Sequence[int], layer: int = 0) -> Tensor:
+    def memory(self, name: str, shape: tuple[int, ...], layer: int = 0) -> Tensor:
         """Uninitialised memory: the same again in the next step; outside training, in the next layer, too."""
-        key, size = (name, layer * self._training), math.prod(shape)
-        kept = self._kept.get(key)
-        if kept is None or len(kept) < size:
-            kept = self._kept[key] = self.parameters.new_empty(size)
-        return kept[:size].view(*shape)
+        key = (name, layer * self._training)
+        view = self._shaped.get((*key, shape))
+        if view is None:
+            kept, size = self._kept.get(key), math.prod(shape)
+            if kept is None or len(kept) < size:
+                kept = self._kept[key] = self.parameters.new_empty(size)
+                self._shaped = {of: v for of, v in self._shaped.items() if of[:2] != key}
+            view = self._shaped[*key, shape] = kept[:size].view(*shape)
+        return view
 
     def _draw(self, p: float) -> Drops:
         """Draw all that is dropped in a step."""
@@ -210,10 +196,10 @@ class Stack(FlatParameters):
 
     def _embed(self, positions: Tensor) -> Tensor:
         width = self.config.width
-        x = self._memory("embedded", (self._ids.numel(), width))
-        scaled = (self._table * (self._factor * math.sqrt(width))).view(-1, width)
+        x = self.memory("embedded", (self._ids.numel(), width))
+        scaled = (self._table * (self.factor * math.sqrt(width))).view(-1, width)
         torch.index_select(scaled, 0, self._table_rows(), out=x)
-        x.view(-1, self._length, width).add_(positions, alpha=self._factor)
+        x.view(-1, self._length, width).add_(positions, alpha=self.factor)
         return self._drops.zero(x.view(*self._rows, width), ("embedded", 0))
 
     def _embed_backward(self, grad: Tensor) -> None:
@@ -225,7 +211,7 @@ class Stack(FlatParameters):
             rows = table.numel() // table.shape[-1]
             grad = grad.view(-1, table.shape[-1])
             d_table = torch.ops.aten.embedding_dense_backward(grad, self._table_rows(), rows, -1, False)
-        torch.mul(d_table.view_as(table), self._factor * math.sqrt(table.shape[-1]), out=self._d_table)
+        torch.mul(d_table.view_as(table), self.factor * math.sqrt(table.shape[-1]), out=self._d_table)
 
     def _table_rows(self) -> Tensor:
         """Rows of the tokens in the tables of all encoders, one below the other."""
@@ -238,7 +224,7 @@ class Stack(FlatParameters):
     def _norm(self, x: Tensor, name: str, i: int, eps: float = 1e-5) -> Tensor:
         """Rows of mean 0 and variance 1, in fewer passes than torch's kernel takes at small widths."""
         centre = x.mean(-1, keepdim=True)
-        y = torch.sub(x, centre, out=self._memory(f"{name} norm", x.shape, i))
+        y = torch.sub(x, centre, out=self.memory(f"{name} norm", x.shape, i))
         spread = torch.linalg.vector_norm(y, dim=-1, keepdim=True)
         scale = spread.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
         self._saved[f"{name} norm", i] = x, centre, scale
@@ -253,8 +239,7 @@ class Stack(FlatParameters):
 
     def _attend(self, i: int, x: Tensor, base: Tensor) -> Tensor:
         """Base + dropout(attention(x))."""
-        layer = self._qkv[i]
-        qkv = layer.forward(x, self._memory("qkv", (*self._rows, layer.weight.shape[-2]), i))
+        qkv = self._qkv[i].forward(x)
         parts = []
         for attention, members, (part,) in self._by_group(i, qkv):
             valid = None if self._valid is None else self._valid[self._samples(members)]
@@ -267,25 +252,28 @@ class Stack(FlatParameters):
     def _attend_backward(self, i: int, grad: Tensor) -> Tensor:
         x, qkv, mixed = self._saved["attention", i]
         with self._drops.without(grad, ("attended", i)):
-            d_mixed = self._out[i].backward(grad, mixed, self._memory("d mixed", mixed.shape), self._factor)
-        d_qkv = self._memory("d qkv", qkv.shape)
+            d_mixed = self._out[i].backward(grad, mixed)
+        d_qkv = self.memory("d qkv", qkv.shape)
         for attention, _, (part, out) in self._by_group(i, d_mixed, d_qkv):
             attention.backward(part, out)
-        return self._qkv[i].backward(d_qkv, x, self._memory("d x", x.shape))
+        return self._qkv[i].backward(d_qkv, x)
 
     def _samples(self, members: slice) -> slice:
         return slice(members.start * self._batch, members.stop * self._batch)
 
     def _by_group(self, i: int, *tensors: Tensor) -> Iterator[tuple[_Attention, slice, list[Tensor]]]:
         """Layer i's attention, the encoders that share it, and their samples (G·B, L, …) of the tensors."""
+        by_sample = [t.view(-1, self._length, t.shape[-1]) for t in tensors]
+        if len(self._groups) == 1:
+            yield self._attention[i][0], self._groups[0], by_sample
+            return
         for attention, members in zip(self._attention[i], self._groups, strict=True):
             samples = self._samples(members)
-            yield attention, members, [t.view(-1, self._length, t.shape[-1])[samples] for t in tensors]
+            yield attention, members, [t[samples] for t in by_sample]
 
     def _mlp(self, i: int, x: Tensor, base: Tensor) -> Tensor:
         """Base + dropout(mlp(x))."""
-        size = (*self._rows, self.config.mlp_width)
-        before = self._expand[i].forward(x, self._memory("before", size, i), self._factor)
+        before = self._expand[i].forward(x)
         self._drops.zero(before, ("hidden", i))
         relu = self.config.activation == "relu"  # whose gradient can be told from its output
         hidden = before.relu_() if relu else ACTIVATION_FUNCTIONS[self.config.activation](before)
@@ -295,14 +283,11 @@ class Stack(FlatParameters):
     def _mlp_backward(self, i: int, grad: Tensor) -> Tensor:
         x, before, hidden = self._saved["mlp", i]
         with self._drops.without(grad, ("mlp", i)):
-            d_hidden = self._contract[i].backward(
-                grad, hidden, self._memory("d hidden", hidden.shape), self._factor
-            )
+            d_hidden = self._contract[i].backward(grad, hidden)
         d_before = _ACTIVATION_BACKWARD[self.config.activation](d_hidden, before)
         self._drops.zero(d_before, ("hidden", i))
-        return self._expand[i].backward(d_before, x, self._memory("d x", x.shape), self._factor)
+        return self._expand[i].backward(d_before, x)
 
-    def _onto(self, base: Tensor, layer: _Linear, x: Tensor, name: str, i: int) -> Tensor:
+    def _onto(self, base: Tensor, layer: Linear, x: Tensor, name: str, i: int) -> Tensor:
         """Base + dropout(layer(x))."""
-        y = layer.forward_onto(base, x, self._memory(name, base.shape, i), self._factor)
-        return self._drops.restore(y, base, (name, i))
+        return self._drops.restore(layer.forward_onto(base, x), base, (name, i))
