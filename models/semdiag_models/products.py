@@ -16,27 +16,34 @@ _LINEAR: Any = torch.ops.mkldnn._linear_pointwise if _AVAILABLE else None
 
 
 def takes(x: Tensor, weight: Tensor) -> bool:
-    """Whether :func:`linear` can be called, and pays: large matrices in float32 on an x86 processor."""
+    """Whether :func:`linear` can be called, and pays: large matrices in float32 on a processor.
+
+    Args:
+        x: (..., N, D).
+        weight: (..., M, D).
+    """
     return (
-        x.numel() * weight.shape[0] >= _WORTHWHILE
-        and x.ndim == weight.ndim == 2
+        x.shape[-2] * weight.shape[-2] * x.shape[-1] >= _WORTHWHILE
         and x.dtype == weight.dtype == torch.float32
         and x.device.type == weight.device.type == "cpu"
         and _AVAILABLE
     )
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, onto: Tensor | None = None) -> Tensor:
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, onto: Tensor | None = None, out: Tensor | None = None
+) -> Tensor:
     """Compute onto + x Wᵀ + b, where torch does not differentiate.
 
     Args:
-        x: (N, D) float32 on a processor, as :func:`takes` says.
-        weight: (M, D).
-        bias: (M,); None: 0.
-        onto: (N, M); None: 0.
+        x: (N, D) float32 on a processor, as :func:`takes` says; or S of them, (S, N, D).
+        weight: (M, D); or (S, M, D).
+        bias: (M,), or (S, M); None: 0.
+        onto: (N, M), or (S, N, M); None: 0.
+        out: (S, N, M), where S products are to be written; one product has memory of its own.
 
     Returns:
-        (N, M).
+        (N, M), or (S, N, M).
 
     Example:
         >>> import torch
@@ -44,8 +51,15 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, onto: Tensor |
         tensor([[2., 2., 2.],
                 [2., 2., 2.]])
     """
+    if x.ndim == 3:
+        out = x.new_empty(*x.shape[:2], weight.shape[1]) if out is None else out
+        nothing = [None] * len(x)
+        added = (nothing if t is None else t for t in (bias, onto))
+        for y, *parts in zip(out, x, weight, *added, strict=True):
+            y.copy_(linear(*parts))
+        return out
     if onto is None:
-        y: Tensor = _LINEAR.default(x, weight, bias, "none", [], "")
+        product: Tensor = _LINEAR.default(x, weight, bias, "none", [], "")
     else:
-        y = _LINEAR.binary(x, onto, weight, bias, "add")
-    return y
+        product = _LINEAR.binary(x, onto, weight, bias, "add")
+    return product

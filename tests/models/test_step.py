@@ -171,6 +171,12 @@ def test_in_single_precision_large_products_round_no_worse_than_torchs(kind, len
     for (name, _), true, by_torch in zip(model.named_parameters(), exact, torchs, strict=True):
         ours, theirs = ((g.double() - true).norm() for g in (gradients[name], by_torch))
         assert ours <= 3 * theirs + 1e-7 * true.norm(), name
+    pair = Stack([single, copy.deepcopy(single)])
+    pair.load()
+    pair.differentiate(tokens.expand(2, -1, -1), labels.expand(2, -1))
+    for i in range(2):
+        for name, part in pair.parts(pair.gradients, i):
+            torch.testing.assert_close(part, gradients[name], rtol=1e-4, atol=1e-6, msg=name)
 
 
 def test_at_long_lengths_attention_drops_its_weights_itself():

@@ -30,19 +30,20 @@ class Linear:
         )
         self._transposed, self._row = self._weight.mT, self._bias.unsqueeze(-2)
         self._stack, self._name, self._block = stack, name, block or 0
-        self._product: Callable[..., Tensor] = torch.addmm if self._weight.ndim == 2 else torch.baddbmm
+        self._several = self._weight.ndim == 3
+        self._product: Callable[..., Tensor] = torch.baddbmm if self._several else torch.addmm
 
     def forward(self, x: Tensor) -> Tensor:
         """Compute x Wᵀ + b."""
         if products.takes(x, self._weight):
-            return products.linear(x, self._weight, self._bias)
-        return self._product(self._row, x, self._transposed, out=self._memory(x))
+            return products.linear(x, self._weight, self._bias, out=self._output(x) if self._several else None)
+        return self._product(self._row, x, self._transposed, out=self._output(x))
 
     def forward_onto(self, base: Tensor, x: Tensor) -> Tensor:
         """Compute base + x Wᵀ + b."""
         if products.takes(x, self._weight):
-            return products.linear(x, self._weight, self._bias, base)
-        out = torch.add(base, self._row, out=self._memory(x))
+            return products.linear(x, self._weight, self._bias, base, self._output(x) if self._several else None)
+        out = torch.add(base, self._row, out=self._output(x))
         return self._product(out, x, self._transposed, out=out)
 
     def backward(self, grad: Tensor, x: Tensor) -> Tensor:
@@ -50,9 +51,14 @@ class Linear:
         self._product(self._d_weight, grad.mT, x, beta=0, out=self._d_weight)
         torch.sum(grad, -2, out=self._d_bias)
         if products.takes(grad, self._transposed):
-            return products.linear(grad, self._transposed)
-        out = self._stack.memory(f"d {self._name}", x.shape)
+            return products.linear(grad, self._transposed, out=self._d_input(x) if self._several else None)
+        out = self._d_input(x)
         return self._product(out, grad, self._weight, beta=0, out=out)
 
-    def _memory(self, x: Tensor) -> Tensor:
+    def _output(self, x: Tensor) -> Tensor:
+        """Memory for the output."""
         return self._stack.memory(self._name, (*x.shape[:-1], self._weight.shape[-2]), self._block)
+
+    def _d_input(self, x: Tensor) -> Tensor:
+        """Memory for the gradient of x."""
+        return self._stack.memory(f"d {self._name}", x.shape)
