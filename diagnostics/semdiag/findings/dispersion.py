@@ -45,6 +45,30 @@ def dispersion_summary(findings: Findings) -> Summary:
     return by_layer("dispersion", findings, describe)
 
 
+def recall_table(findings: Findings) -> pd.DataFrame:
+    """How many of their largest scores models find that select by hashes or clusters.
+
+    Args:
+        findings: of any number of models.
+
+    Returns:
+        A row per head, and one of ``layer`` "all" per model: ``model``, ``layer``, ``head``, ``recall`` (mean
+        share of a query's k largest scores among the keys it keeps), ``at_random`` (of k keys drawn at random, in
+        the longest sequence), ``without_keys`` (share of queries that keep none), ``queries``. Empty if no model
+        selects so.
+    """
+    models = {row["model"]: row for row in findings.measurements.models.to_dict("records")}
+    rows = []
+    for result in findings(dispersion_summary)["results"]:
+        model = result["model"]
+        for row in (*result["layers"], {"layer": "all", "head": "all", **result["all"]}):
+            if "recall" in row:
+                at_random = min(1.0, models[model]["k"] / models[model]["length"])
+                own = {name: row[name] for name in ("layer", "head", "recall", "without_keys", "queries")}
+                rows.append({"model": model, **own, "at_random": at_random})
+    return pd.DataFrame(rows)
+
+
 @dataclass(frozen=True)
 class PairComparison:
     """One top-k model against its full counterpart.

@@ -1,6 +1,7 @@
 """Which trained models may be compared with each other: same task, seed, size and snapshot."""
 
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pandas as pd
@@ -53,7 +54,7 @@ def find_pairs(models: pd.DataFrame, attention: str | None = "topk") -> tuple[li
             if row["snapshot"] != "last":
                 label += f", {row['snapshot']}"
             pairs.append(Pair(label, full[0], row["model"]))
-    return pairs, alone
+    return _told_apart(pairs, [pair.other for pair in pairs]), alone
 
 
 def compared_pairs(findings: Findings) -> list[Pair]:
@@ -90,7 +91,7 @@ def pairs_against(models: pd.DataFrame, against: str) -> list[Pair]:
         swap = row["attention"] == "full" and reference["attention"] != "full"
         ends = (row["model"], against) if swap else (against, row["model"])
         pairs.append(Pair(label, *ends))
-    return pairs
+    return _told_apart(pairs, [path for path in models["model"] if path != against])
 
 
 def differences(models: pd.DataFrame, pair: Pair) -> list[str]:
@@ -123,6 +124,31 @@ def attention_word(row: Any) -> str:
     """
     kind = str(row["attention"]) if pd.isna(row["k"]) else f"{row['attention']}-{row['k']}"
     return f"{kind}-global-{row['global_tokens']}" if row["global_tokens"] else kind
+
+
+def path_tail(path: str, among: Collection[str], letters: int = 28) -> str:
+    """Shorten a path to its end.
+
+    Args:
+        path: to shorten.
+        among: the paths that it is to be told from; it stays whole where another one ends alike.
+        letters: how many to keep.
+    """
+    tail = path[-letters:]
+    if len(path) <= letters or sum(other.endswith(tail) for other in set(among) | {path}) > 1:
+        return path
+    return f"…{tail}"
+
+
+def _told_apart(pairs: list[Pair], compared: list[str]) -> list[Pair]:
+    """The pairs; where labels are equal, as models differ in what none says, with the compared models' paths."""
+    labels = [pair.label for pair in pairs]
+    return [
+        pair
+        if labels.count(pair.label) == 1
+        else replace(pair, label=f"{pair.label}, {path_tail(path, compared)}")
+        for pair, path in zip(pairs, compared, strict=True)
+    ]
 
 
 def _short(row: Any) -> str:

@@ -2,6 +2,7 @@
 
 import json
 
+import pandas as pd
 import pytest
 import torch
 
@@ -42,6 +43,14 @@ def test_dispersion_shows_recall_where_largest_scores_are_looked_for(run, run_se
     assert ("recall" in found["all"]) == (run.name != "redrawn")
     outcome = run_semdiag("dispersion", run, "--samples", 20)
     assert ("recall" in outcome.err, "no key" in outcome.err) == (run.name != "redrawn",) * 2
+    table = here / "reports" / f"dispersion-{run.name}" / "data" / "recall.csv"
+    assert table.exists() == (run.name != "redrawn")
+    if table.exists():
+        by_head = pd.read_csv(table)
+        pooled = by_head[by_head["layer"] == "all"].iloc[0]
+        assert pooled["recall"] == pytest.approx(found["all"]["recall"])
+        page = (table.parents[1] / "index.html").read_text("utf-8")
+        assert f"that a query keeps hold {pooled['recall']:.0%} of its 3 largest scores" in page
 
 
 @pytest.mark.parametrize("command", ["separation", "overlap", "k-sweep", "stability", "mask-stability", "bounds"])

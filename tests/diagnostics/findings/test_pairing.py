@@ -2,7 +2,7 @@
 
 import pytest
 
-from semdiag.findings.pairing import Pair, differences, find_pairs
+from semdiag.findings.pairing import Pair, differences, find_pairs, pairs_against, path_tail
 
 SOME = [1, 2, 3, 4]
 TOPK = {"attention": "topk", "k": 5}
@@ -44,6 +44,26 @@ def test_global_tokens_are_part_of_the_attention(models):
     labels = [pair.label for pair in find_pairs(table, None)[0]]
     assert labels == ["even-pairs, banded-3-global-2, seed 1", "even-pairs, banded-3, seed 1"]
     assert differences(table, Pair("", "c", "b")) == ["global_tokens 0 and 2"]
+
+
+def test_models_that_differ_in_what_no_label_says_are_told_apart_by_their_paths(models):
+    table = models(**{"runs/full": {}, "runs/sharp": TOPK, "runs/flat": TOPK, "runs/other": {**TOPK, "k": 3}})
+    labels = [pair.label for pair in find_pairs(table)[0]]
+    assert labels == [
+        "even-pairs, topk-5, seed 1, runs/sharp",
+        "even-pairs, topk-5, seed 1, runs/flat",
+        "even-pairs, topk-3, seed 1",
+    ]
+    against = [pair.label for pair in pairs_against(table, "runs/other")]
+    assert len(set(against)) == len(against) == 3
+    assert sum("runs/sharp" in label for label in against) == 1
+
+
+def test_a_long_path_is_told_by_its_end_or_whole_if_others_end_alike():
+    ends = [f"{folder}/a-checkpoint-with-a-long-name/last.pt" for folder in ("one", "another")]
+    assert [path_tail(path, ends) for path in ends] == ends
+    assert path_tail(ends[0], ends[:1]) == "…int-with-a-long-name/last.pt"
+    assert path_tail("short.pt", ["other/short.pt"]) == "short.pt"
 
 
 def test_what_is_unknown_of_both_is_the_same(models):

@@ -7,7 +7,7 @@ from typing import Any
 import pandas as pd
 
 from semdiag.capturing.attention_kinds import external
-from semdiag.findings.pairing import RUN_AND_SNAPSHOT
+from semdiag.findings.pairing import RUN_AND_SNAPSHOT, path_tail
 from semdiag.presentation.drawing.style import ATTENTION_STYLES, AttentionStyle, attention_style
 
 _SNAPSHOT_NAMES = {"initialisation": "at initialisation", "best": "best snapshot"}
@@ -75,7 +75,7 @@ def panels_of(models: pd.DataFrame, keys: Sequence[str] = RUN_AND_SNAPSHOT) -> l
     for _, group in models.groupby([*keys, own_panel.rename("_own")], dropna=False, sort=False):
         snapshot = str(group["snapshot"].iloc[0]) if "snapshot" in keys else ""
         name = str(own_panel[group.index[0]])
-        title = _short(name) if name else _title(group.iloc[0].to_dict(), differing)
+        title = path_tail(name, models["model"]) if name else _title(group.iloc[0].to_dict(), differing)
         panels.append(Panel(title, _series(group), snapshot))
     return sorted(panels, key=lambda panel: panel.snapshot not in ("last", ""))
 
@@ -133,6 +133,7 @@ def _title(row: dict[Hashable, Any], differing: list[str]) -> str:
 def _series(group: pd.DataFrame) -> tuple[Series, ...]:
     order = {kind: place for place, kind in enumerate(ATTENTION_STYLES)}
     rows = sorted(group.to_dict("records"), key=lambda row: order.get(row["attention"], len(order)))
+    paths = [str(row["model"]) for row in rows]
     ks = [None if pd.isna(row["k"]) else int(row["k"]) for row in rows]
     labels = [attention_label(row["attention"], k, row["global_tokens"]) for row, k in zip(rows, ks, strict=True)]
     return tuple(
@@ -141,12 +142,8 @@ def _series(group: pd.DataFrame) -> tuple[Series, ...]:
             attention=row["attention"],
             k=k,
             length=int(row["length"]),
-            label=label if labels.count(label) == 1 else f"{label} {_short(str(row['model']))}",
+            label=label if labels.count(label) == 1 else f"{label} {path_tail(str(row['model']), paths)}",
             style=attention_style(row["attention"]),
         )
         for row, k, label in zip(rows, ks, labels, strict=True)
     )
-
-
-def _short(path: str, letters: int = 28) -> str:
-    return path if len(path) <= letters else "…" + path[-letters:]

@@ -3,7 +3,7 @@
 import pandas as pd
 
 from semdiag.capturing.attention_kinds import external
-from semdiag.findings.dispersion import layer_ratios
+from semdiag.findings.dispersion import layer_ratios, recall_table
 from semdiag.findings.findings import Findings
 from semdiag.findings.glance import dispersion_glance
 from semdiag.presentation.section import Question, Section, Shown
@@ -16,10 +16,12 @@ from semdiag.presentation.tables import percentile_csv
 
 
 def dispersion_tables(findings: Findings, alone: bool) -> dict[str, pd.DataFrame]:
-    """Percentiles of δ, and its ratio to full attention's where models can be compared."""
+    """Percentiles of δ, its ratio to full attention's where models can be compared, recall where it is defined."""
     tables = {"dispersion": percentile_csv(findings, "dispersion")}
     if not external(findings.measurements.models).all():
         tables["dispersion_ratio"] = findings(layer_ratios)
+    if len(recall := findings(recall_table)):
+        tables["recall"] = recall
     return tables
 
 

@@ -2,10 +2,11 @@
 
 from semdiag.capturing.attention_kinds import external
 from semdiag.findings.counterfactuals import counterfactual_ks
-from semdiag.findings.dispersion import fixed_mask_ratios, pair_comparisons
+from semdiag.findings.dispersion import fixed_mask_ratios, pair_comparisons, recall_table
 from semdiag.findings.distributions import pooled_percentiles
 from semdiag.findings.estimates import in_part
 from semdiag.findings.findings import Findings
+from semdiag.findings.pairing import attention_word
 
 _NO_PAIR = (
     "Nothing is compared: there is no full and top-k model of the same task, seed, size and snapshot. "
@@ -30,7 +31,24 @@ def dispersion_in_short(findings: Findings) -> list[str]:
         f"For comparison, masks that ignore the scores have a median δ of: {'; '.join(ratios)} full attention's. "
         "A smaller range is in part only a range over fewer keys."
     )
-    return [*(said or [_NOT_JUDGED if in_part(findings) else _NO_PAIR]), *([control] if ratios else [])]
+    said = said or [_NOT_JUDGED if in_part(findings) else _NO_PAIR]
+    return [*said, *([control] if ratios else []), *_recall_sentences(findings)]
+
+
+def _recall_sentences(findings: Findings) -> list[str]:
+    """How many of the largest scores hashes and clusters find."""
+    table, models = findings(recall_table), findings.measurements.models.set_index("model")
+    said = []
+    for model, own in table.groupby("model", sort=False) if len(table) else ():
+        pooled, heads = own[own["layer"] == "all"].iloc[0], own.loc[own["layer"] != "all", "recall"]
+        row = models.loc[model]
+        said.append(
+            f"{row['task']}, {attention_word(row)}, seed {row['seed']}: the keys that a query keeps hold "
+            f"{pooled['recall']:.0%} of its {row['k']} largest scores ({heads.min():.0%} to {heads.max():.0%} "
+            f"by head; {row['k']} keys at random would hold {pooled['at_random']:.0%}), and "
+            f"{pooled['without_keys']:.1%} of {pooled['queries']:,} queries keep no key."
+        )
+    return said
 
 
 def span_sentence(findings: Findings, model: str) -> str:
