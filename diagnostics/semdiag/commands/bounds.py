@@ -1,10 +1,5 @@
 """``semdiag bounds``."""
 
-from pathlib import Path
-from typing import Annotated
-
-import typer
-
 from semdiag.commands import options
 from semdiag.commands.shared import Shared, with_options
 
@@ -12,15 +7,7 @@ from semdiag.commands.shared import Shared, with_options
 @with_options(dtype="float64")
 def bounds(
     models: options.Models = None,
-    against: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="MODEL",
-            help="Compare every model with this one. Default: full models with their counterparts of the "
-            "same task, seed, size and snapshot.",
-            rich_help_panel="What is measured",
-        ),
-    ] = None,
+    against: options.Against = None,
     *,
     shared: Shared,
 ) -> None:
@@ -40,28 +27,4 @@ def bounds(
         plans=(BoundsPlan(),),
         encoders_only=True,
     )
-    if against is None:
-        findings = shared.measured(models, conditions)
-    else:
-        paths = _with_reference(models, against)
-        findings = shared.measured(paths, conditions)
-        findings.measurements.provenance["against"] = str(paths[-1])
-    shared.deliver("bounds", findings, print_bounds)
-
-
-def _with_reference(models: list[Path] | None, against: Path) -> list[Path]:
-    """The checkpoints to measure, the reference last.
-
-    Raises:
-        InputError: if the reference is not one checkpoint, or there is nothing to compare with it.
-    """
-    from semdiag.capturing.discovery import find_checkpoints
-    from semdiag_models import InputError
-
-    reference = find_checkpoints([against])
-    if len(reference) != 1:
-        raise InputError(f"--against takes one checkpoint. {against} holds {len(reference)}.")
-    paths = [path for path in find_checkpoints(models) if path.resolve() != reference[0].resolve()]
-    if not paths:
-        raise InputError(f"There is nothing to compare: name a model besides --against {against}.")
-    return [*paths, *reference]
+    shared.deliver("bounds", shared.measured(models, conditions, against=against), print_bounds)

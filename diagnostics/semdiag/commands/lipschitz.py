@@ -13,6 +13,7 @@ _PANEL = "What is measured"
 @with_options(leave_out=("dtype", "min_keys", "per_query"), samples=100)
 def lipschitz(
     models: options.Models = None,
+    against: options.Against = None,
     planes: Annotated[
         int,
         typer.Option(help="Random planes for the secants; the intervals resample them.", rich_help_panel=_PANEL),
@@ -47,5 +48,4 @@ def lipschitz(
         encoders_only=True,
         plans=(LipschitzPlan(shared.values["samples"], planes, directions, draws, radius),),
     )
-    findings = shared.measured(models, conditions)
-    shared.deliver("lipschitz", findings, print_lipschitz)
+    shared.deliver("lipschitz", shared.measured(models, conditions, against=against), print_lipschitz)

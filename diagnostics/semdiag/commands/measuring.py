@@ -134,6 +134,7 @@ def measured(
     quiet: bool,
     run: Callable[..., "Measurements"] | None = None,
     more_stages: int = 0,
+    against: Path | None = None,
 ) -> "Findings":
     """Find the checkpoints and measure them, telling how far it is on stderr.
 
@@ -144,9 +145,13 @@ def measured(
         run: measures paths under conditions and reports its progress; by default
             :func:`~semdiag.measurement.survey.survey`.
         more_stages: of each model besides the clean pass and the plans of the conditions.
+        against: a model that all are compared with; it is measured last.
 
     Returns:
         On what was measured, with the command in its provenance.
+
+    Raises:
+        InputError: if ``against`` is not one checkpoint, or there is nothing to compare with it.
     """
     from semdiag.capturing.discovery import find_checkpoints
     from semdiag.commands.printing.progress import Stages
@@ -155,6 +160,8 @@ def measured(
     from semdiag.measurement.survey import SAID_AT_ONCE, survey
 
     paths = find_checkpoints(list(models) if models else None)
+    if against is not None:
+        paths = _with_reference(paths, against)
     stages = len(paths) * (1 + len(conditions.plans) + more_stages)
     with Stages("measuring", stages, quiet) as bar:
         found = (run or survey)(paths, conditions, bar.announce, bar.advance)
@@ -162,7 +169,23 @@ def measured(
         if remark["text"].startswith(SAID_AT_ONCE):
             tell(f"semdiag: {remark['model']}: {remark['text']}.")
     found.provenance["command"] = ["semdiag", *sys.argv[1:]]
+    if against is not None:
+        found.provenance["against"] = str(paths[-1])
     return Findings(found)
+
+
+def _with_reference(paths: list[Path], against: Path) -> list[Path]:
+    """The checkpoints to measure, the reference last."""
+    from semdiag.capturing.discovery import find_checkpoints
+    from semdiag_models import InputError
+
+    reference = find_checkpoints([against])
+    if len(reference) != 1:
+        raise InputError(f"--against takes one checkpoint. {against} holds {len(reference)}.")
+    others = [path for path in paths if path.resolve() != reference[0].resolve()]
+    if not others:
+        raise InputError(f"There is nothing to compare: name a model besides --against {against}.")
+    return [*others, *reference]
 
 
 def check_per_query(path: Path | None) -> None:

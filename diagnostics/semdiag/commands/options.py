@@ -20,6 +20,16 @@ Models = Annotated[
         autocompletion=completion.models,
     ),
 ]
+Against = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="MODEL",
+        help="Compare every model with this one. Default: full models with their counterparts of the same task, "
+        "seed, size and snapshot.",
+        rich_help_panel=_MEASURE,
+        autocompletion=completion.models,
+    ),
+]
 Inputs = Annotated[
     Path | None,
     typer.Option(

@@ -67,11 +67,12 @@ class Shared:
         conditions: "Conditions",
         run: Callable[..., Any] | None = None,
         more_stages: int = 0,
+        against: Path | None = None,
     ) -> "Findings":
         """Measure what the user named: :func:`~semdiag.commands.measuring.measured`."""
         from semdiag.commands import measuring
 
-        return measuring.measured(models, conditions, self.values["quiet"], run, more_stages)
+        return measuring.measured(models, conditions, self.values["quiet"], run, more_stages, against)
 
     def deliver(
         self,

@@ -80,6 +80,15 @@ def test_lipschitz_compares_the_pair(run_semdiag, sections, tiny_runs):
     assert re.search(r": 0 of [\d,]+ exceed the bound", outcome.err)
 
 
+def test_lipschitz_compares_snapshots_of_different_epochs_with_one_of_them(run_semdiag, sections, tiny_runs):
+    first = tiny_runs.topk / "epoch-0.pt"
+    words = ("lipschitz", first, tiny_runs.topk, "--against", tiny_runs.full, *FEW, *SMALL["lipschitz"], "--json")
+    pairs = json.loads(run_semdiag(*words).out)["pairs"]
+    assert [pair["reference"] for pair in pairs] == [str(tiny_runs.full / "last.pt")] * 2
+    assert [pair["other"] for pair in pairs] == [str(first), str(tiny_runs.topk / "last.pt")]
+    assert pairs[0]["label"] == "even-pairs, topk-3, seed 7, initialisation against even-pairs, full, seed 7, last"
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
