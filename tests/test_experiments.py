@@ -1,0 +1,77 @@
+"""The exploratory scripts beside the registered analysis, on records and on planted numbers."""
+
+import importlib.util
+import math
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from semdiag_models.sweeps.grid import read_sweep
+
+EXPERIMENTS = Path(__file__).parents[1] / "experiments"
+
+
+def script(name):
+    spec = importlib.util.spec_from_file_location(name, EXPERIMENTS / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_losses_are_matched_at_the_snapshot_nearest_to_half_of_ln_classes():
+    pairs = script("lipschitz_pairs")
+    losses = [1.6, 1.1, 0.85, 0.79, 0.4]
+    history = pd.DataFrame({"epoch": range(1, 6), "train_loss": losses})
+    assert pairs.matched_epoch(history, [1, 2, 3, 4, 5], classes=5) == 4  # ln(5) / 2 = 0.805
+    assert pairs.matched_epoch(history, [1, 2, 3, 5], classes=5) == 3
+    assert pairs.matched_epoch(history, [1, 2, 3, 4, 5], classes=2) == 5
+
+
+def test_ratios_over_tasks_have_tasks_as_their_unit():
+    """Three tasks of ratios e^-1, e^-2, e^-3 in the mean of ten seeds each: as if there were three numbers."""
+    pairs = script("lipschitz_pairs")
+    rows = [
+        {"stage": "end", "task": task, "seed": seed, "radius": 0.5, "percentile": 50}
+        | {
+            "estimate": math.exp(task + wobble),
+            "low": math.exp(task + wobble) / 2,
+            "high": math.exp(task + wobble) * 2,
+        }
+        for task in (-1, -2, -3)
+        for seed, wobble in enumerate(np.linspace(-0.5, 0.5, 10))
+    ]
+    (found,) = pairs.summary(pd.DataFrame(rows)).to_dict("records")
+    half = 4.302653 / math.sqrt(
+        3
+    )  # the 97.5 % point of Student's t with 2 degrees of freedom; standard deviation 1
+    assert found["ratio"] == pytest.approx(math.exp(-2))
+    assert found["low"] == pytest.approx(math.exp(-2 - half))
+    assert found["high"] == pytest.approx(math.exp(-2 + half))
+    assert (found["tasks"], found["pairs"], found["steeper"]) == (3, 30, 0)
+    assert found["flatter"] == sum(row["high"] < 1 for row in rows)
+
+
+def test_every_pair_of_the_lipschitz_sweep_has_both_kinds():
+    runs = read_sweep(EXPERIMENTS / "lipschitz.toml")
+    kinds = pd.DataFrame({"pair": (r.training.task, r.training.seed), "kind": r.model.attention} for r in runs)
+    assert kinds.groupby("pair")["kind"].apply(sorted).tolist() == [["full", "topk"]] * 15
+
+
+def test_the_ablation_of_k_reads_the_committed_records():
+    ablation = script("k_ablation")
+    runs = [run for run in read_sweep(EXPERIMENTS / "speed.toml") if run.training.task == "parity"]
+    runs = [run for run in runs if run.model.attention == "topk" and run.model.inverse_temperature == 1]
+    learned = ablation.learning(runs, EXPERIMENTS / "speed")
+    assert sorted(learned["k"].unique()) == [1, 2, 3, 5]
+    assert learned.groupby("k").size().eq(3).all()
+    assert learned["accuracy"].between(0, 1).all()
+    assert learned["loss"].between(0, 1.5).all()
+
+
+def test_a_missing_record_is_named(tmp_path):
+    ablation = script("k_ablation")
+    run = read_sweep(EXPERIMENTS / "speed.toml")[0]
+    with pytest.raises(SystemExit, match=f"no record of {run.name}"):
+        ablation.learning([run], tmp_path)
