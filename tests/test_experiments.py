@@ -75,3 +75,14 @@ def test_a_missing_record_is_named(tmp_path):
     run = read_sweep(EXPERIMENTS / "speed.toml")[0]
     with pytest.raises(SystemExit, match=f"no record of {run.name}"):
         ablation.learning([run], tmp_path)
+
+
+def test_dose_responses_are_ratios_to_factor_1_over_seeds():
+    drawing = script("dose_figure")
+    areas = {0.5: (0.1, 0.3), 1.0: (0.4, 0.6), 2.0: (0.9, 1.1)}
+    facts = {"attention": "full", "arm": "for good", "task": "parity"}
+    rows = [
+        {**facts, "factor": f, "seed": s, "loss_area": a} for f, own in areas.items() for s, a in enumerate(own)
+    ]
+    found = drawing.responses(pd.DataFrame(rows)).set_index("factor")["response"]
+    assert found.to_dict() == pytest.approx({0.5: -0.3, 1.0: 0.0, 2.0: 0.5})
