@@ -38,8 +38,8 @@ def figure(doses: pd.DataFrame) -> Figure:
         ax.set_title(f"{attention}, {ARMS[arm]}")
     return finished(
         drawn,
-        "Mean training loss of 120 epochs as a multiple of that with factor 1: above 1 is slower. Thin lines: tasks,"
-        " three seeds each; thick line: mean over tasks (logarithms), with a 95 % t-interval at each factor.",
+        "Mean training loss of 120 epochs as a multiple of that with factor 1: above 1 is slower. Thin lines:"
+        " tasks, three seeds each; thick line: mean over tasks (of logarithms) with a 95 % t-interval.",
     )
 
 
