@@ -64,7 +64,8 @@ def k_sweep_in_short(findings: Findings) -> list[str]:
     """
     models = list(findings.measurements.models["model"])
     if len(models) == 1:
-        return [verdict_sentence(findings(sparse_verdict, models[0]), models[0])]
+        sentence = verdict_sentence(findings(sparse_verdict, models[0]), models[0])
+        return [sentence[0].upper() + sentence[1:]]
     glance = findings(sparse_glance)
     return [f"Sparse attention, {glance.answer}: {glance.number} {glance.words}."]
 
