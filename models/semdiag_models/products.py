@@ -27,6 +27,7 @@ def takes(x: Tensor, weight: Tensor) -> bool:
         and x.dtype == weight.dtype == torch.float32
         and x.device.type == weight.device.type == "cpu"
         and _AVAILABLE
+        and not torch.compiler.is_compiling()  # which has products of its own
     )
 
 
