@@ -86,3 +86,25 @@ def test_dose_responses_are_ratios_to_factor_1_over_seeds():
     ]
     found = drawing.responses(pd.DataFrame(rows)).set_index("factor")["response"]
     assert found.to_dict() == pytest.approx({0.5: -0.3, 1.0: 0.0, 2.0: 0.5})
+
+
+def test_a_masks_speed_is_that_of_its_own_tasks_and_seeds():
+    speeds = script("speed_by_mask")
+    rows = [
+        {"attention": attention, "task": task, "seed": seed, "loss_area": area + 10 * seed}
+        for attention, areas in {"full": (0.0, 0.0), "topk-5": (-1.0, 3.0), "random-5": (2.0, math.nan)}.items()
+        for task, area in zip(("parity", "even-pairs"), areas, strict=True)
+        for seed in (1, 2)
+        if not math.isnan(area)
+    ]
+    table = speeds.ratios(pd.DataFrame(rows))
+    assert table.groupby(["attention", "task"])["ratio"].mean().to_dict() == {
+        ("random-5", "parity"): 2.0, ("topk-5", "even-pairs"): 3.0, ("topk-5", "parity"): -1.0,
+    }  # fmt: skip
+    whole = speeds.over_tasks(table).loc["topk-5"]
+    assert whole["mean"] == pytest.approx(1.0)
+    assert whole["high"] - whole["mean"] == pytest.approx(
+        12.7062 * 2, rel=1e-5
+    )  # Student's t with 1 degree, error 2
+    line = next(line for line in speeds.markdown(table).splitlines() if "topk-5" in line)
+    assert line.startswith("| topk-5 | 0.37 (2/2) | 20.09 (0/2) | 2.72 (")
