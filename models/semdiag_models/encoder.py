@@ -207,7 +207,10 @@ class Encoder(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
-        self.embedding = nn.Embedding(config.vocabulary_size + config.extra_tokens, config.width)
+        symbols = config.vocabulary_size + config.extra_tokens
+        # Filling what has no memory would load torch's compiler, which takes a second.
+        unfilled = torch.empty(symbols, config.width) if torch.empty(()).is_meta else None
+        self.embedding = nn.Embedding(symbols, config.width, _weight=unfilled)
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.blocks))
         self.head = nn.Linear(config.width, config.classes)
         longest = config.length + config.extra_tokens
@@ -344,6 +347,8 @@ def mean(x: Tensor, valid: Tensor | None) -> Tensor:
 
 def _sinusoids(length: int, width: int, dtype: torch.dtype | None = None) -> Tensor:
     """(L, d) positions: sines on even channels, cosines on odd ones, base 10000; None: torch's default dtype."""
+    if torch.empty(()).is_meta:
+        return torch.empty(length, width, dtype=dtype)
     channels = torch.arange(0, width, 2, dtype=dtype)
     angle = torch.arange(length)[:, None] * torch.exp(channels * (-math.log(10000) / width))
     return torch.stack([angle.sin(), angle.cos()], -1).view(length, width)

@@ -1,4 +1,6 @@
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -282,3 +284,15 @@ def test_every_parameter_is_learned():
     model(TOKENS[:1]).square().sum().backward()
     idle = {name for name, p in model.named_parameters() if not p.grad.any()}
     assert not idle
+
+
+def test_a_model_without_memory_is_made_without_torchs_compiler():
+    """Which takes a second to load: every command that reads a checkpoint would wait for it."""
+    code = (
+        "import sys, torch; from semdiag_models import Encoder, ModelConfig\n"
+        "with torch.device('meta'):\n"
+        "    encoder = Encoder(ModelConfig(vocabulary_size=3, classes=2, length=4))\n"
+        "assert encoder.positions.shape == (4, encoder.config.width)\n"
+        "assert 'torch._dynamo' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from semdiag.capturing.adapters.attention_core import core_call, masked_inputs
+from semdiag.capturing.adapters.attention_core import core_call, hooked_alone, masked_inputs
 from semdiag.capturing.adapters.hugging_face import intercepted_interface
 from semdiag.capturing.adapters.torch_functions import FunctionWatch
 from semdiag.capturing.attention_call import AttentionCall
@@ -44,7 +44,8 @@ def watch_attention(
     models; both run as they were written inside. The model is never stopped by the watch: where it fails itself,
     the audit says so. What ``consume`` raises is raised in the model.
 
-    Every softmax that reaches torch's dispatcher is one of three: captured; multiplied with values but not
+    Of an encoder of semdiag_models, unchanged, its attention cores alone are watched. In any other model every
+    softmax that reaches torch's dispatcher is one of three: captured; multiplied with values but not
     followed, and in the audit; or another, which the audit counts. Attention without a softmax is not seen.
     Contexts may be nested, and may overlap in threads and asynchronous tasks: each sees what runs in the thread
     or task it was opened in, and in those that have no watch of their own.
@@ -62,6 +63,7 @@ def watch_attention(
         runs; the modules of a model of semdiag_models are known from the start.
     """
     recorder = Recorder(Watched(model, consume, mask))
+    hooked = hooked_alone(model)  # then modes would see nothing, and cost 20 µs an operation
     lent: set[int] = set()
     here = _Modes(recorder, lent)
     unmasked: dict[AttentionCore, tuple[int, int]] = {}
@@ -74,7 +76,8 @@ def watch_attention(
     def before(module: nn.Module, inputs: tuple[object, ...]) -> tuple[object, ...] | None:
         if not recorder.enter(module, inputs):
             return None
-        here.lend()
+        if not hooked:
+            here.lend()
         if isinstance(module, AttentionCore):
             changed = None if recorder.covered else masked_inputs(recorder, module, inputs)
             recorder.covered += 1
@@ -114,8 +117,9 @@ def watch_attention(
         stack.callback(lambda: None if lent else ended.remove())  # other threads end what they run
         stack.enter_context(intercepted_interface(recorder))
         stack.enter_context(_UNCOMPILED.held())
-        here.start()
-        stack.callback(here.stop)
+        if not hooked:
+            here.start()
+            stack.callback(here.stop)
         if inside:
             before(model, ())
         yield recorder.audit

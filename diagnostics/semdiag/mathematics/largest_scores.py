@@ -3,12 +3,12 @@
 import math
 import sys
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-_LONG = 256  # scores of a row from which on groups pay
+_LONG = 256  # scores of a row from which on choosing roughly before sorting pays
+_GROUPED = 1024  # ... and in groups, in single precision on a processor, where choosing is cheap
+_MORE = 4  # chosen beyond those asked for: then scores that are nearly equal rarely leave a row in doubt
 _LAST = 2**31 - 1  # no position is beyond it
 _LOW = int(sys.byteorder == "big")  # which half of a whole number is the low one
 
@@ -18,7 +18,7 @@ def largest_scores(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
     Of equal scores the one at the lower position comes first. Long rows are cut into groups of every G-th
     score: the largest scores lie in as many groups, those with the largest maxima, so only these are searched.
-    Where equal scores are found others could hide in the remaining groups: such rows are sorted instead.
+    Rows of which a score that was left out may be as large as one that was found are sorted instead.
 
     Source: none; exact, whatever the grouping. Deviation: none.
 
@@ -35,22 +35,12 @@ def largest_scores(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
         >>> values.tolist(), positions.tolist()
         ([[3.0, 3.0, 2.0]], [[1, 2]])
     """
-    length = scores.shape[-1]
-    found = min(count + 1, length)
-    # As many groups as members of the chosen ones, nearly: powers of two divide most lengths.
-    size = 2 ** round(math.log2(length / found) / 2)
+    found = min(count + 1, scores.shape[-1])
     packed = scores.device.type == "cpu" and scores.dtype == torch.float32
-    if length >= _LONG and size > 1:
-        positions = _grouped(scores, found, size, packed)
-    else:
-        positions = _largest(scores, None, found, packed)
+    positions, doubtful = (_packed if packed else _compared)(scores, found)
+    if doubtful is not None and bool(doubtful.any()):
+        positions[doubtful] = scores[doubtful].sort(dim=-1, descending=True, stable=True).indices[:, :found]
     values = scores.gather(-1, positions)
-    tied = (values[..., 1:] == values[..., :-1]) & (values[..., 1:] > -torch.inf)
-    if packed:  # which orders equals by position: only one that is as large as the first left out can be hidden
-        tied = tied[..., count - 1 :]
-    tied = tied.any(-1)
-    if bool(tied.any()):
-        positions[tied] = scores[tied].sort(dim=-1, descending=True, stable=True).indices[:, :found]
     if found <= count:
         values = torch.nn.functional.pad(values, (0, count + 1 - found), value=-torch.inf)
         positions = torch.nn.functional.pad(positions, (0, count + 1 - found))
@@ -62,59 +52,108 @@ def add_ranks_(ranks: Tensor, positions: Tensor, present: Tensor) -> None:
 
     Args:
         ranks: (b, H, K, Lk) int32, added to in place.
-        positions: (b, H, r, K) int64, position of the key of each rank.
+        positions: (b, H, r, K), position of the key of each rank.
         present: bool, same shape: what counts.
     """
     ones = present.transpose(2, 3).to(torch.int32)
-    ranks.scatter_add_(-1, positions.transpose(2, 3), ones)
+    ranks.scatter_add_(-1, positions.transpose(2, 3).long(), ones)
 
 
-def _grouped(scores: Tensor, count: int, size: int, packed: bool) -> Tensor:
-    """Positions of the largest scores through the maxima of groups; what fills no group is searched, too."""
+def _compared(scores: Tensor, found: int) -> tuple[Tensor, Tensor]:
+    """Positions of the largest scores, the largest first, and rows in which ties leave them in doubt."""
     length = scores.shape[-1]
+    # As many groups as members of the chosen ones, nearly: powers of two divide most lengths.
+    size = 2 ** round(math.log2(length / found) / 2)
+    if length >= _LONG and size > 1:
+        chosen = _groups(scores, size)[0].topk(found, -1, sorted=False).indices
+        positions = _members(chosen, size, length)
+        positions = positions.gather(-1, scores.gather(-1, positions).topk(found, -1).indices)
+    else:
+        positions = scores.topk(found, -1).indices
+    values = scores.gather(-1, positions)
+    return positions, ((values[..., 1:] == values[..., :-1]) & (values[..., 1:] > -torch.inf)).any(-1)
+
+
+def _packed(scores: Tensor, found: int) -> tuple[Tensor, Tensor | None]:
+    """As :func:`_compared`, in whole numbers, which NumPy sorts with vector instructions: many times faster."""
+    length, number = scores.shape[-1], found + _MORE
+    if length < _LONG or length <= number:
+        return _sorted(scores, None, found), None
+    size = 2 ** int(math.log2(length / found) / 2)
+    if length >= _GROUPED and size > 1 and number < length // size:
+        maxima, rest = _groups(scores, size)
+        maximum = maxima.amax(-1, keepdim=True)
+        half = _half(torch.maximum(maximum, rest.amax(-1, keepdim=True)) if rest.shape[-1] else maximum)
+        chosen, bound = _nearest(half, maxima, number)
+        members = _members(chosen, size, length)
+        candidates = scores.gather(-1, members)
+        chosen, closer = _nearest(half, candidates, number)
+        positions, bound = members.gather(-1, chosen), torch.minimum(bound, closer)
+    else:
+        candidates, half = scores, _half(scores.amax(-1, keepdim=True))
+        chosen, bound = _nearest(half, candidates, number)
+        positions = chosen
+    positions = _sorted(candidates.gather(-1, chosen), positions, found)
+    farthest = torch.sub(half, scores.gather(-1, positions[..., -1:]), alpha=0.5)
+    certain = (farthest < bound) | (bound == torch.inf) & (half < torch.inf)
+    return positions, ~certain.squeeze(-1)
+
+
+def _groups(scores: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Maxima of groups of every G-th score (..., G), and the scores at the end that fill no group."""
+    groups = scores.shape[-1] // size
+    grouped = torch.unflatten(scores[..., : size * groups], -1, (size, groups))
+    return grouped.amax(-2), scores[..., size * groups :]
+
+
+def _members(chosen: Tensor, size: int, length: int) -> Tensor:
+    """Positions (int64) of the scores of the chosen groups, and of those that fill no group."""
     groups = length // size
-    maxima = torch.unflatten(scores[..., : size * groups], -1, (size, groups)).amax(-2)
-    chosen = _some_of_the_largest(maxima, count, packed)
-    members = chosen[..., None] + groups * torch.arange(size, device=scores.device, dtype=chosen.dtype)
-    rest = torch.arange(size * groups, length, device=scores.device, dtype=chosen.dtype)
-    candidates = torch.cat([members.flatten(-2), rest.expand(*scores.shape[:-1], -1)], -1)
-    return _largest(scores.gather(-1, candidates.long()), candidates, count, packed)
+    rest = length - size * groups
+    members = chosen.shape[-1] * size
+    positions = torch.empty(*chosen.shape[:-1], members + rest, dtype=torch.int64, device=chosen.device)
+    steps = groups * torch.arange(size, device=chosen.device)
+    torch.add(chosen[..., None], steps, out=torch.unflatten(positions[..., :members], -1, (-1, size)))
+    if rest:
+        positions[..., members:] = torch.arange(length - rest, length, device=chosen.device)
+    return positions
 
 
-def _some_of_the_largest(scores: Tensor, count: int, packed: bool) -> Tensor:
-    """Positions of the largest scores, in any order."""
-    if not packed:
-        return scores.topk(count, -1, sorted=False).indices
-    numbers = _numbers(scores, torch.arange(scores.shape[-1], dtype=torch.int32))
-    first = numbers.shape[-1] - count
-    numbers.partition(first, -1)
-    return _LAST - torch.from_numpy(numbers[..., first:].view(np.int32)[..., _LOW::2])
+def _half(maximum: Tensor) -> Tensor:
+    """Half of a row's maximum, finite in rows without keys: the distances of their scores are infinite."""
+    return (0.5 * maximum).clamp_(min=torch.finfo(maximum.dtype).min)
 
 
-def _largest(scores: Tensor, positions: Tensor | None, count: int, packed: bool) -> Tensor:
-    """Positions of the largest scores, the largest first; packed: of equals the lower position first."""
-    if not packed:
-        best = scores.topk(count, -1).indices
-        return best if positions is None else positions.gather(-1, best)
+def _nearest(half: Tensor, values: Tensor, number: int) -> tuple[Tensor, Tensor]:
+    """Which values of each row are nearest its maximum.
+
+    Args:
+        half: (..., 1), half of the maximum.
+        values: (..., n) float32, more than ``number``.
+        number: how many are asked for.
+
+    Returns:
+        Their places (..., number) int64, in any order, and a bound (..., 1): no other one is nearer than twice it.
+    """
+    # A distance ≥ 0 is ordered as the bits of it read as a whole number are; halves of distances are finite.
+    # The last bits make room for the place.
+    places = 2 ** (values.shape[-1] - 1).bit_length() - 1
+    keys = torch.sub(half, values, alpha=0.5).view(torch.int32)
+    keys.bitwise_and_(~places).bitwise_or_(torch.arange(values.shape[-1], dtype=torch.int32))
+    keys.numpy().partition(number, -1)
+    return (keys[..., :number] & places).long(), (keys[..., number : number + 1] & ~places).view(torch.float32)
+
+
+def _sorted(scores: Tensor, positions: Tensor | None, count: int) -> Tensor:
+    """Positions of the largest scores, the largest first, of equals the lower position first."""
     if positions is None:
         positions = torch.arange(scores.shape[-1], dtype=torch.int32)
-    numbers = _numbers(scores, positions)
-    first = numbers.shape[-1] - count
-    numbers.partition(first, -1)
-    best_numbers = np.sort(numbers[..., first:], -1)[..., ::-1]
-    return torch.from_numpy(_LAST - (best_numbers & (2**32 - 1)))
-
-
-def _numbers(scores: Tensor, positions: Tensor) -> NDArray[np.int64]:
-    """Scores as whole numbers: 32 bits of the score in its order, 32 bits of the position from the end.
-
-    NumPy sorts whole numbers with vector instructions, several times faster than topk.
-    """
     numbers = torch.empty(scores.shape, dtype=torch.int64)
     halves = torch.unflatten(numbers.view(torch.int32), -1, (-1, 2))
     bits = scores.add(0.0).view(torch.int32)  # adding 0 turns -0 into 0
-    # Negative floats are ordered the wrong way round.
+    # 32 bits of the score, 32 bits of the position from the end. Negative floats are ordered the wrong way round.
     torch.bitwise_xor(bits, (bits >> 31).bitwise_and_(_LAST), out=halves[..., 1 - _LOW])
     halves[..., _LOW] = _LAST - positions
-    array: NDArray[np.int64] = numbers.numpy()
-    return array
+    array = numbers.numpy()
+    array.sort(-1)
+    return torch.from_numpy(_LAST - (array[..., : -count - 1 : -1] & (2**32 - 1)))

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from semdiag.mathematics.largest_scores import largest_scores
+
 
 @dataclass(frozen=True, eq=False)
 class TopSet:
@@ -52,7 +54,7 @@ def top_set(scores: Tensor, k: int, selected: Tensor | None = None) -> TopSet:
     """
     if not 1 <= k <= scores.shape[-1]:
         raise ValueError(f"k must lie in 1 … {scores.shape[-1]}, the number of keys. Got k={k}.")
-    positions = scores.topk(k, -1).indices if selected is None else selected.clamp(min=0)
+    positions = largest_scores(scores, k)[1] if selected is None else selected.clamp(min=0)
     outside = torch.zeros_like(scores).masked_fill_(scores == -math.inf, -math.inf)
     outside.scatter_(-1, positions, -math.inf)
     lowest, last = scores.gather(-1, positions).min(-1)
@@ -166,7 +168,6 @@ def kept_in_common(scores: Tensor, before: TopSet, out: Tensor | None = None) ->
     rows = (inside.amin(-1) < beyond.amax(-1)).flatten().nonzero().squeeze(-1)
     if len(rows):
         kept = inside.flatten(0, -2)[rows].sort(-1).values  # s_(k), …, s_(1)
-        best = beyond.flatten(0, -2)[rows]
-        best = best.topk(min(k, best.shape[-1]), -1).values  # o_(1), …, o_(k)
-        common.view(-1)[rows] = k - (kept[:, : best.shape[-1]] < best).sum(-1)
+        best = largest_scores(beyond.flatten(0, -2)[rows], k)[0][:, :k]  # o_(1), …, o_(k)
+        common.view(-1)[rows] = k - (kept < best).sum(-1)
     return common

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from semdiag.mathematics.largest_scores import add_ranks_
 from semdiag.mathematics.score_strips import Scores, rows_of
-from semdiag.mathematics.strip_statistics import nan_where, strip_statistics, with_sinks
+from semdiag.mathematics.strip_statistics import finished, nan_where, strip_statistics
 
 _STRIP = 2**21  # scores held at a time: fewer leave the work of each strip uncovered
 
@@ -216,7 +217,8 @@ def row_statistics(
     ranks = torch.zeros(batch, heads, top, k_length, dtype=torch.int32, device=q.device)
     length = q.shape[2] if places is None else places.shape[2]
     rows: dict[str, Tensor] = {}
-    with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
+    # Inference mode takes a fifth off the fixed work of a strip; what is returned are ordinary tensors.
+    with torch.inference_mode(), torch.autocast(q.device.type, enabled=False):
         if q.dtype in (torch.float16, torch.bfloat16):
             q, k = q.float(), k.float()
         if allowed is not None and bool(allowed.all()):
@@ -227,15 +229,31 @@ def row_statistics(
             own = None
             if selected is not None:
                 own = selected[b, h, r] if places is None else rows_of(selected[b, h], places[b, h, r])
-            found = strip_statistics(strip, own, top, load[b, h, :seen], ranks[b, h, :, :seen])
-            for name, values in (found if sinks is None else with_sinks(found, sinks[h])).items():
+            for name, values in strip_statistics(strip, own, top, load[b, h, :seen]).items():
                 # Written into one tensor at once: thousands of small ones would leave holes in memory.
                 if name not in rows:
-                    rows[name] = values.new_empty(batch, heads, length, *values.shape[3:])
+                    with torch.inference_mode(False):
+                        shape = batch, heads, length, *values.shape[3:]
+                        rows[name] = torch.zeros(shape, dtype=values.dtype, device=values.device)
                 rows[name][b, h, r] = values
+    with torch.no_grad():
+        if top:
+            _count_ranks_(ranks, rows.pop("order"), rows["top"], scores.counted())
+        rows = finished(rows, sinks)
     for rank in range(1, top):  # in place: the ranks are the largest thing here, K × Lk
         ranks[:, :, rank] += ranks[:, :, rank - 1]
     return RowStatistics(**rows, load=load, top_load=ranks.movedim(2, 0))
+
+
+def _count_ranks_(ranks: Tensor, order: Tensor, top: Tensor, counted: Tensor | None) -> None:
+    """Count how often each key has each rank, a few samples at a time: positions need 64 bits there."""
+    size = max(1, _STRIP // order[0].numel())
+    for first in range(0, len(ranks), size):
+        part = slice(first, first + size)
+        present = top[part, ..., : order.shape[3]] > -torch.inf
+        if counted is not None:
+            present &= counted[part]
+        add_ranks_(ranks[part], order[part], present)
 
 
 def _check_shapes(q: Tensor, k: Tensor, top: int) -> None:

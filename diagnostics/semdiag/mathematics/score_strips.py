@@ -6,6 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from semdiag_models import products
+
 _CAUSAL_STRIPS = 8  # per sample, in long causal calls: a strip scores no key beyond its last query's
 _LONG = 256  # queries from which on that pays
 _LEAST_ROWS = 8  # of a head, in a strip: products with fewer read all keys for little; so not all heads at once
@@ -122,7 +124,7 @@ class Scores:
         k = self.k[b, h.start // shared : h.stop // shared, :seen].flatten(0, 1)
         q = self.q[b, h, r] if places is None else rows_of(self.q[b, h], places)
         q = (q * self.scale).reshape(len(k), -1, self.q.shape[3])
-        torch.bmm(q, k.transpose(1, 2), out=scores.view(len(k), -1, seen))
+        _product_(scores.view(len(k), -1, seen), q, k)
         if self.softcap is not None:
             scores.div_(self.softcap).tanh_().mul_(self.softcap)
         bias, allowed = (_part(values, b, h, r, seen, places) for values in (self.bias, self.allowed))
@@ -141,11 +143,24 @@ class Scores:
                 allowed, future = allowed & ~hidden, None
         return ScoreStrip(b, h, r, scores, spare, allowed, future, self._counted(b, r, places))
 
+    def counted(self) -> Tensor | None:
+        """Return the queries that count towards key loads, (B, 1 or H, Lq, 1) bool; None means all."""
+        return self._counted(slice(None), slice(None), self.places)
+
     def _counted(self, b: slice, r: slice, places: Tensor | None) -> Tensor | None:
         if places is None:
             return None if self.queries is None else self.queries[b, None, r, None]
         counted = places[..., None] >= 0
         return counted if self.queries is None else counted & rows_of(self.queries[b, None, :, None], places)
+
+
+def _product_(out: Tensor, q: Tensor, k: Tensor) -> None:
+    """Write q kᵀ: (n, r, D), (n, Lk, D) -> (n, r, Lk)."""
+    if products.takes(q[0], k[0]):
+        for rows, keys, scores in zip(q, k, out, strict=True):
+            scores.copy_(products.linear(rows, keys))
+    else:
+        torch.bmm(q, k.transpose(1, 2), out=out)
 
 
 def _part(values: Tensor | None, b: slice, h: slice, r: slice, seen: int, places: Tensor | None) -> Tensor | None:

@@ -3,13 +3,11 @@
 import torch
 from torch import Tensor
 
-from semdiag.mathematics.largest_scores import add_ranks_, largest_scores
+from semdiag.mathematics.largest_scores import largest_scores
 from semdiag.mathematics.score_strips import ScoreStrip
 
 
-def strip_statistics(
-    strip: ScoreStrip, selected: Tensor | None, top: int, load: Tensor, ranks: Tensor
-) -> dict[str, Tensor]:
+def strip_statistics(strip: ScoreStrip, selected: Tensor | None, top: int, load: Tensor) -> dict[str, Tensor]:
     """Read a strip's scores, which are used up by it.
 
     Args:
@@ -17,47 +15,66 @@ def strip_statistics(
         selected: (b, H, r, S) int64, S_i; None means S_i = A_i.
         top: K.
         load: (b, H, n) int64, the key loads, added to in place.
-        ranks: (b, H, K, n) int32, how often each key has each rank, added to in place.
 
     Returns:
-        The attributes of :class:`~semdiag.mathematics.row_statistics.RowStatistics` per query, without sinks.
+        Per query, for :func:`finished`: ``keys``; ``top``, without K the largest score alone; ``minimum``, NaN if
+        any score is; ``largest_weight``; with K ``order`` (b, H, r, K) int32, the position of the key of each
+        rank; ``non_finite`` if there are such scores; with S_i what depends on it, else ``mean``, Σ p z.
     """
     scores, keys = strip.scores, strip.keys()
     strip.forbid_(-torch.inf)
-    maximum = scores.amax(-1)
+    found = {"keys": keys}
     if top:
-        best, order = largest_scores(scores, top)
-        present = best[..., :top] > -torch.inf
-        add_ranks_(ranks, order, present if strip.counted is None else present & strip.counted)
+        found["top"], order = largest_scores(scores, top)
+        found["order"] = order.to(torch.int32)
     else:
-        best = maximum[..., None]
+        found["top"] = scores.amax(-1, keepdim=True)
     weights = torch.softmax(scores, -1, out=strip.spare)
-    # The largest weight is 1 / Σ exp(z - max). Rows without keys have no weights.
-    log_sum_exp = torch.where(maximum.isfinite(), maximum - weights.amax(-1).log(), maximum)
-    kept = None if selected is None else _selected(strip, selected, maximum, load)
+    largest = weights.gather(-1, order[..., :1]) if top else weights.amax(-1, keepdim=True)
+    found["largest_weight"] = largest.squeeze(-1)
+    if selected is not None:
+        found |= _selected(strip, selected, found["top"][..., 0], load)
     # As large as can be instead of infinite: 0 · z must be 0 where a weight is 0.
-    largest = torch.finfo(scores.dtype).max
-    strip.forbid_(largest)
-    minimum = torch.where(keys == 0, torch.inf, scores.amin(-1))
-    found = {
-        "keys": keys,
-        "non_finite": _non_finite(scores, keys, maximum, minimum),
-        "maximum": maximum,
-        "minimum": minimum,
-        "log_sum_exp": log_sum_exp,
-        "top": best,
-    }
-    if kept is not None:
-        return found | kept
-    load += strip.load()
-    return found | {
-        "kept": keys,
-        "kept_maximum": maximum,
-        "kept_minimum": minimum,
-        "kept_log_sum_exp": log_sum_exp,
-        "dropped_maximum": torch.full_like(maximum, -torch.inf),
-        "entropy": nan_where(keys == 0, (log_sum_exp - weights.mul_(scores).sum(-1)).clamp(min=0)),
-    }
+    strip.forbid_(torch.finfo(scores.dtype).max)
+    found["minimum"] = scores.amin(-1)
+    finite = found["top"][..., 0].isfinite() & found["minimum"].isfinite()  # a NaN would be a minimum, too
+    if not bool((finite | (keys == 0)).all()):
+        found["non_finite"] = (~scores.isfinite()).sum(-1)
+    if selected is None:
+        load += strip.load()
+        found["mean"] = weights.mul_(scores).sum(-1)
+    return found
+
+
+def finished(rows: dict[str, Tensor], sinks: Tensor | None) -> dict[str, Tensor]:
+    """Complete what strips said of their rows.
+
+    Args:
+        rows: as :func:`strip_statistics` returns them, without ``order``, of all queries (B, H, Lq).
+        sinks: (H,) scores, nats; None means none.
+
+    Returns:
+        The attributes of :class:`~semdiag.mathematics.row_statistics.RowStatistics` per query.
+    """
+    keys, minimum = rows["keys"], rows["minimum"]
+    none = keys == 0
+    # The smallest score is not a number if any is not, which the largest need not be.
+    maximum = torch.where(minimum.isnan(), minimum, rows["top"][..., 0])
+    minimum = minimum.masked_fill(none, torch.inf)
+    # The largest weight is 1 / Σ exp(z - max). Rows without keys have no weights.
+    log_sum_exp = torch.where(maximum.isfinite(), maximum - rows.pop("largest_weight").log(), maximum)
+    rows |= {"minimum": minimum, "maximum": maximum, "log_sum_exp": log_sum_exp}
+    rows.setdefault("non_finite", torch.zeros_like(keys))
+    if "mean" in rows:
+        rows |= {
+            "kept": keys,
+            "kept_maximum": maximum,
+            "kept_minimum": minimum,
+            "kept_log_sum_exp": log_sum_exp,
+            "dropped_maximum": torch.full_like(maximum, -torch.inf),
+            "entropy": nan_where(none, (log_sum_exp - rows.pop("mean")).clamp(min=0)),
+        }
+    return rows if sinks is None else _with_sinks(rows, sinks)
 
 
 def _selected(strip: ScoreStrip, selected: Tensor, maximum: Tensor, load: Tensor) -> dict[str, Tensor]:
@@ -84,18 +101,11 @@ def _selected(strip: ScoreStrip, selected: Tensor, maximum: Tensor, load: Tensor
     }
 
 
-def _non_finite(scores: Tensor, keys: Tensor, maximum: Tensor, minimum: Tensor) -> Tensor:
-    """Scores of each row that are NaN or infinite; forbidden keys hold finite ones by now."""
-    if bool((maximum.isfinite() & minimum.isfinite() | (keys == 0)).all()):
-        return torch.zeros_like(keys)  # a NaN would be a maximum, too
-    return (~scores.isfinite()).sum(-1)
-
-
-def with_sinks(found: dict[str, Tensor], sinks: Tensor) -> dict[str, Tensor]:
+def _with_sinks(found: dict[str, Tensor], sinks: Tensor) -> dict[str, Tensor]:
     """Let a sink of score s_h take part in the softmax of every row that has keys.
 
     Args:
-        found: what :func:`strip_statistics` returned.
+        found: the statistics without them.
         sinks: (H,) scores, nats.
 
     Returns:

@@ -101,6 +101,13 @@ def test_without_pad_every_key_is_allowed_and_every_query_counts(encoder):
 
 def test_nothing_is_attached_to_the_model_and_nothing_is_left_behind(encoder):
     with watch_attention(encoder, lambda call: None):
+        assert left_behind(encoder) == (0, 2, 0)
+    assert left_behind(encoder) == NOTHING
+
+
+def test_an_encoder_that_was_changed_is_watched_like_any_other_model(encoder):
+    encoder.blocks[1].out = torch.nn.Sequential(torch.nn.Identity())
+    with watch_attention(encoder, lambda call: None):
         assert left_behind(encoder) == (0, 2, 1)
     assert left_behind(encoder) == NOTHING
 
@@ -154,7 +161,7 @@ def test_watches_may_be_nested_and_each_sees_every_call(encoder):
         with watch_attention(encoder, inner.append):
             encoder(TOKENS)
         encoder(TOKENS)
-        assert left_behind(encoder) == (0, 2, 1)
+        assert left_behind(encoder) == (0, 2, 0)
     assert (len(outer), len(inner)) == (6, 2)
     assert left_behind(encoder) == NOTHING
 

@@ -16,9 +16,10 @@ def sorted_places(row):
 
 
 def assert_largest(scores, count):
-    for shortest_grouped_row in (1, 256):
+    for shortest_chosen_row, shortest_grouped_row in ((1, 1), (1, 1024), (256, 1024)):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(module, "_LONG", shortest_grouped_row)
+            patch.setattr(module, "_LONG", shortest_chosen_row)
+            patch.setattr(module, "_GROUPED", shortest_grouped_row)
             values, positions = largest_scores(scores, count)
         assert values.shape == (*scores.shape[:-1], count + 1)
         assert positions.shape == (*scores.shape[:-1], count)
@@ -54,6 +55,27 @@ def test_the_best_may_all_stand_in_one_group():
     scores = -torch.arange(4000.0)[None]
     scores[0, 7::100] += 10_000
     assert_largest(scores, 33)
+
+
+@pytest.mark.parametrize("length", [300, 1025, 4099])
+def test_scores_that_differ_in_their_last_bits_alone_are_told_apart(length):
+    generator = torch.Generator().manual_seed(length)
+    steps = torch.stack([torch.randperm(length, generator=generator) for _ in range(3)])
+    near_one = 1 + torch.finfo(torch.float32).eps * steps  # all of them within 2⁻¹¹: within one choice's last bits
+    assert_largest(near_one, 33)
+    assert_largest(near_one - 2, 33)
+    few = torch.where(steps < 40, near_one, -1e30)  # more than are chosen, fewer than are looked at
+    assert_largest(few, 33)
+
+
+@pytest.mark.parametrize("keys", [0, 1, 32, 33, 34, 60, 1500])
+@pytest.mark.parametrize("largest", [1.0, 3.4e38, -3.4e38, 1e-44])
+def test_rows_with_few_keys_and_extreme_scores(keys, largest):
+    generator = torch.Generator().manual_seed(keys)
+    scores = largest * torch.rand(3, 1500, generator=generator)
+    scores[1] *= -1
+    hidden = torch.stack([torch.randperm(1500, generator=generator) for _ in range(3)]) >= keys
+    assert_largest(scores.masked_fill(hidden, -torch.inf), 33)
 
 
 def test_ranks_are_counted_where_they_are_present():

@@ -4,14 +4,30 @@ from typing import cast
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from semdiag.capturing.attention_call import AttentionCall
 from semdiag.capturing.kept_keys import allowed_keys
 from semdiag.capturing.recording import Recorder
-from semdiag_models import AttentionCore
+from semdiag_models import AttentionCore, Encoder
+from semdiag_models.encoder import Attention, Block
 
 MECHANISM = "hook"
+_PARTS = Encoder, Block, Attention, AttentionCore, nn.Embedding, nn.Linear, nn.ModuleList
+
+
+def hooked_alone(model: nn.Module) -> bool:
+    """Whether all attention of a model is that of its cores: an encoder as semdiag_models makes it, unchanged.
+
+    Example:
+        >>> from semdiag_models import ModelConfig
+        >>> encoder = Encoder(ModelConfig(vocabulary_size=3, classes=2, length=4))
+        >>> hooked_alone(encoder), hooked_alone(nn.Sequential(encoder))
+        (True, False)
+    """
+    return type(model) is Encoder and all(
+        type(part) in _PARTS and "forward" not in vars(part) for part in model.modules()
+    )
 
 
 def core_call(name: str, core: AttentionCore, inputs: tuple[object, ...], mixed: Tensor) -> AttentionCall:
