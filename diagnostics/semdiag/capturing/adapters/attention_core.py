@@ -19,6 +19,8 @@ _PARTS = Encoder, Block, Attention, AttentionCore, nn.Embedding, nn.Linear, nn.M
 def hooked_alone(model: nn.Module) -> bool:
     """Whether all attention of a model is that of its cores: an encoder as semdiag_models makes it, unchanged.
 
+    No part is of another class, has a method of its own, or runs somebody's hook.
+
     Example:
         >>> from semdiag_models import ModelConfig
         >>> encoder = Encoder(ModelConfig(vocabulary_size=3, classes=2, length=4))
@@ -26,7 +28,11 @@ def hooked_alone(model: nn.Module) -> bool:
         (True, False)
     """
     return type(model) is Encoder and all(
-        type(part) in _PARTS and "forward" not in vars(part) for part in model.modules()
+        type(part) in _PARTS
+        and not part._forward_hooks
+        and not part._forward_pre_hooks
+        and not any(callable(getattr(type(part), name, None)) for name in vars(part))
+        for part in model.modules()
     )
 
 
