@@ -350,7 +350,7 @@ def test_consequences_of_what_is_infinite_or_never_learned(pair):
 
 
 def test_pairs_with_the_same_label_are_told_apart(made_up):
-    """Labels name task, attention and seed: two sizes of a model share one."""
+    """Labels name task, attention and seed, which two sizes of a model share; and then the path, too."""
     measured = made_up(*(
         (f"{kind} {width}", [scale * d for d in (1, 2, 3, 4)], {**facts, "width": width})
         for width, scale in ((16, 1.0), (32, 2.0))
@@ -358,10 +358,9 @@ def test_pairs_with_the_same_label_are_told_apart(made_up):
     ))  # fmt: skip
     findings = Findings(measured)
     (small, large) = findings(compared_pairs)
-    assert small.label == large.label
-    sentences = [said for said in bounds_sentences(findings) if said.startswith(small.label)]
-    assert len(sentences) == 2
-    for said in sentences:
+    assert (small.label, large.label) == tuple(f"even-pairs, topk-2, seed 1, mask {width}" for width in (16, 32))
+    for label in (small.label, large.label):
+        (said,) = (said for said in bounds_sentences(findings) if said.startswith(f"{label}:"))
         assert said.count("A better guarantee of the mask in the parameters (W), paper form") == 1
         assert said.split("paper form")[1].count("p75") == 1
     summary = bounds_summary(findings)["pairs"]
