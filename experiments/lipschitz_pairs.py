@@ -5,8 +5,10 @@
 
 Every pair of runs (one task, one seed) is compared with ``semdiag lipschitz --against`` at three stages: at the
 initialisation, at matched loss, and when training ended. Matched is the snapshot whose mean training loss of its
-epoch is nearest to half of ln(classes), a level that both reach. Ratios are those of secants of the loss, top-5
-over full attention. Tasks are the unit of the summary: logarithms are averaged over a task's seeds first.
+epoch is nearest to half of ln(classes), a level that both reach; where a loss falls through it between two snapshots
+the two may still be far apart, and such a pair (by a factor above 1.25) is left out of that stage and named. Ratios
+are those of secants of the loss, top-5 over full attention. Tasks are the unit of the summary: logarithms are
+averaged over a task's seeds first.
 """
 
 import argparse
@@ -24,6 +26,7 @@ from scipy import stats
 from semdiag_models.sweeps.grid import SweepRun, read_sweep
 
 SWEEP = Path(__file__).parent / "lipschitz.toml"
+APART = 1.25  # losses by more than this factor are not matched
 OPTIONS = ("--samples", "50", "--draws", "5", "--figures", "none", "--quiet", "--json")
 
 
@@ -58,6 +61,12 @@ def secant_ratios(other: Path, full: Path) -> pd.DataFrame:
         done = subprocess.run([*command, "--out", f"{out}/page"], check=True, capture_output=True, text=True)
     (pair,) = json.loads(done.stdout)["pairs"]
     return pd.DataFrame(pair["ratios"])
+
+
+def unmatched(ratios: pd.DataFrame) -> pd.Series:
+    """Which rows are of the matched stage with losses that are not."""
+    apart = np.log(ratios["loss_topk"] / ratios["loss_full"]).abs() > math.log(APART)
+    return (ratios["stage"] == "matched loss") & apart
 
 
 def summary(ratios: pd.DataFrame) -> pd.DataFrame:
@@ -101,7 +110,11 @@ def main() -> None:
     arguments.out.mkdir(parents=True, exist_ok=True)
     ratios = pd.concat(tables)
     ratios.to_csv(arguments.out / "ratios.csv", index=False, float_format="%.6g")
-    found = summary(ratios)
+    out = ratios[unmatched(ratios)]
+    print(
+        "Left out at matched loss:", ", ".join(f"{t} {s}" for t, s in dict.fromkeys(zip(out["task"], out["seed"])))
+    )
+    found = summary(ratios[~unmatched(ratios)])
     found.to_csv(arguments.out / "summary.csv", index=False, float_format="%.6g")
     print(found[found["percentile"] == 50].to_string(index=False, float_format=lambda x: f"{x:.3g}"))
 

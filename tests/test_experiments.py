@@ -53,6 +53,13 @@ def test_ratios_over_tasks_have_tasks_as_their_unit():
     assert found["flatter"] == sum(row["high"] < 1 for row in rows)
 
 
+def test_only_at_the_matched_stage_are_losses_far_apart_left_out():
+    pairs = script("lipschitz_pairs")
+    stages, losses = ["matched loss", "matched loss", "matched loss", "end"], [0.3, 0.24, 0.5, 0.9]
+    table = pd.DataFrame({"stage": stages, "loss_topk": losses, "loss_full": 0.3})
+    assert pairs.unmatched(table).tolist() == [False, False, True, False]  # 1 / 1.25 is within
+
+
 def test_every_pair_of_the_lipschitz_sweep_has_both_kinds():
     runs = read_sweep(EXPERIMENTS / "lipschitz.toml")
     kinds = pd.DataFrame({"pair": (r.training.task, r.training.seed), "kind": r.model.attention} for r in runs)
