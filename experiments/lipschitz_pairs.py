@@ -5,10 +5,10 @@
 
 Every pair of runs (one task, one seed) is compared with ``semdiag lipschitz --against`` at three stages: at the
 initialisation, at matched loss, and when training ended. Matched is the snapshot whose mean training loss of its
-epoch is nearest to half of ln(classes), a level that both reach; where a loss falls through it between two snapshots
-the two may still be far apart, and such a pair (by a factor above 1.25) is left out of that stage and named. Ratios
-are those of secants of the loss, top-5 over full attention. Tasks are the unit of the summary: logarithms are
-averaged over a task's seeds first.
+epoch is nearest to half of ln(classes), a level that both reach; where a loss falls through it between two
+snapshots the two may still be far apart, and such a pair (by a factor above 1.25) is left out of that stage and
+named. Ratios are those of secants of the loss, top-5 over full attention. Tasks are the unit of the summary:
+logarithms are averaged over a task's seeds first.
 """
 
 import argparse
@@ -110,10 +110,8 @@ def main() -> None:
     arguments.out.mkdir(parents=True, exist_ok=True)
     ratios = pd.concat(tables)
     ratios.to_csv(arguments.out / "ratios.csv", index=False, float_format="%.6g")
-    out = ratios[unmatched(ratios)]
-    print(
-        "Left out at matched loss:", ", ".join(f"{t} {s}" for t, s in dict.fromkeys(zip(out["task"], out["seed"])))
-    )
+    left_out = ratios.loc[unmatched(ratios), ["task", "seed"]].drop_duplicates()
+    print(f"Left out at matched loss:\n{left_out.to_string(index=False, header=False)}")
     found = summary(ratios[~unmatched(ratios)])
     found.to_csv(arguments.out / "summary.csv", index=False, float_format="%.6g")
     print(found[found["percentile"] == 50].to_string(index=False, float_format=lambda x: f"{x:.3g}"))
