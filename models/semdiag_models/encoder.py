@@ -14,6 +14,7 @@ from semdiag_models.dense_attention import dense_attention
 from semdiag_models.dropout import dropout
 from semdiag_models.hashed_selection import hash_directions
 from semdiag_models.model_config import ModelConfig
+from semdiag_models.positions import sinusoids
 from semdiag_models.selected_attention import selected_attention
 from semdiag_models.selection import random_priorities, select_keys
 
@@ -214,7 +215,7 @@ class Encoder(nn.Module):
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.blocks))
         self.head = nn.Linear(config.width, config.classes)
         longest = config.length + config.extra_tokens
-        self.register_buffer("positions", _sinusoids(longest, config.width), persistent=False)
+        self.register_buffer("positions", sinusoids(longest, config.width), persistent=False)
         nn.init.uniform_(self.embedding.weight, -0.1, 0.1)
         nn.init.uniform_(self.head.weight, -0.1, 0.1)
         nn.init.zeros_(self.head.bias)
@@ -244,7 +245,7 @@ class Encoder(nn.Module):
             The encoder itself.
         """
         length, width = self.positions.shape
-        self.positions.copy_(_sinusoids(length, width, torch.float64))
+        self.positions.copy_(sinusoids(length, width, torch.float64))
         return self
 
     def with_draws(self, seed: int) -> Self:
@@ -343,12 +344,3 @@ def mean(x: Tensor, valid: Tensor | None) -> Tensor:
     if valid is None:
         return x.mean(1)
     return (x * valid[:, :, None]).sum(1) / valid.sum(1, keepdim=True)
-
-
-def _sinusoids(length: int, width: int, dtype: torch.dtype | None = None) -> Tensor:
-    """(L, d) positions: sines on even channels, cosines on odd ones, base 10000; None: torch's default dtype."""
-    if torch.empty(()).is_meta:
-        return torch.empty(length, width, dtype=dtype)
-    channels = torch.arange(0, width, 2, dtype=dtype)
-    angle = torch.arange(length)[:, None] * torch.exp(channels * (-math.log(10000) / width))
-    return torch.stack([angle.sin(), angle.cos()], -1).view(length, width)

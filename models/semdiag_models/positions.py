@@ -1,0 +1,28 @@
+"""Sinusoidal positions."""
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def sinusoids(length: int, width: int, dtype: torch.dtype | None = None) -> Tensor:
+    """Positions: sines on even channels, cosines on odd ones, base 10000.
+
+    Args:
+        length: L.
+        width: d, even.
+        dtype: None: torch's default.
+
+    Returns:
+        (L, d).
+
+    Example:
+        >>> sinusoids(2, 2).tolist()[0]
+        [0.0, 1.0]
+    """
+    if torch.empty(()).is_meta:
+        return torch.empty(length, width, dtype=dtype)
+    channels = torch.arange(0, width, 2, dtype=dtype)
+    angle = torch.arange(length)[:, None] * torch.exp(channels * (-math.log(10000) / width))
+    return torch.stack([angle.sin(), angle.cos()], -1).view(length, width)
