@@ -1,7 +1,9 @@
 """The exploratory scripts beside the registered analysis, on records and on planted numbers."""
 
 import importlib.util
+import json
 import math
+import shlex
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +20,15 @@ def script(name):
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def test_committed_records_tell_no_folder_of_a_machine():
+    records = list(EXPERIMENTS.glob("*/*.json"))
+    commands = {json.loads(file.read_text(encoding="utf-8"))["provenance"]["command"] for file in records}
+    assert commands
+    assert not [
+        word for command in commands for word in shlex.split(command) if "=/" in word or word.startswith("/")
+    ]
 
 
 def test_losses_are_matched_at_the_snapshot_nearest_to_half_of_ln_classes():
@@ -115,3 +126,58 @@ def test_a_masks_speed_is_that_of_its_own_tasks_and_seeds():
     )  # Student's t with 1 degree, error 2
     line = next(line for line in speeds.markdown(table).splitlines() if "topk-5" in line)
     assert line.startswith("| topk-5 | 0.37 (2/2) | 20.09 (0/2) | 2.72 (")
+
+
+def test_a_run_arrives_at_the_first_epoch_with_the_accuracy_or_never():
+    length_40 = script("length_40")
+    history = pd.DataFrame(
+        {"epoch": [1, 2, 3, 4], "train_accuracy": [0.5, 0.96, 0.8, 0.97], "holdout_accuracy": [0.5, 0.7, 0.9, 0.6]}
+    )
+    row = length_40.arrivals(length_40.Run("parity", "full", 1, Path(), history), history)
+    assert (row["epochs_to_0.85"], row["epochs_to_0.95"]) == (2, 2)
+    assert math.isnan(row["epochs_to_0.999"])
+    assert (row["epochs"], row["holdout_accuracy"], row["best_holdout_accuracy"]) == (4, 0.6, 0.9)
+
+
+def test_every_run_of_length_40_has_its_partner_and_references_are_not_trained_twice():
+    length_40 = script("length_40")
+    swept = list(length_40.swept(read_sweep(EXPERIMENTS / "length-40.toml"), EXPERIMENTS / "none", Path("runs")))
+    cells = [(r.task, r.seed, r.attention) for r in [*length_40.references(), *swept]]
+    assert len(set(cells)) == len(cells) == 2 * len({(task, seed) for task, seed, _ in cells})
+    assert {task for task, _, _ in cells} == {
+        "even-pairs", "missing-duplicate", "stack-manipulation", "cycle-navigation", "modular-arithmetic",
+        "solve-equation", "parity",
+    }  # fmt: skip
+
+
+def test_the_papers_conditions_follow_from_its_percentiles():
+    """Left sides of equations 304 and 305, with β = load / 5, to the digits that its figures give."""
+    for task, paper in script("length_40").PAPER.items():
+        for full, topk, gap, load, w, x in zip(*paper.values(), strict=True):
+            weights = topk / full + math.log(2 * (1 + 1 / gap)) / full
+            growth = full * (1 + load / 5) * (1 + 1 / gap) + load / 5
+            inputs = topk / full + (math.log(growth) - math.log(1 + full)) / full
+            assert (weights, inputs) == (pytest.approx(w, rel=0.01), pytest.approx(x, rel=0.01)), task
+
+
+def test_cells_are_held_against_the_papers_of_the_same_quantity_and_percentile():
+    length_40 = script("length_40")
+    quantities = {"full_dispersion": 8.0, "dispersion": 2.0, "separation": 0.5, "load": 10.0}
+    rows = [
+        {"form": form, "parameter": parameter, "percentile": float(p), "value": p + scale} | quantities
+        for form, scale in (("sound", 1000), ("paper", 0))
+        for parameter in ("W", "X")
+        for p in (75, 90, 95, 100)
+    ]
+    found = length_40.against_paper("parity", pd.DataFrame(rows)).set_index(["quantity", "percentile"])
+    assert found.loc[("condition in X", 90), "ours"] == 90
+    assert found.loc[("δ full", 75), "ratio"] == pytest.approx(8.0 / 8.30)
+    assert found.loc[("load top-5", 100), "ratio"] == pytest.approx(10 / 33)
+    assert length_40.against_paper("cycle-navigation", pd.DataFrame(rows))["ratio"].isna().all()
+
+
+def test_the_tables_of_length_40_in_the_docs_are_those_of_the_data():
+    length_40, data = script("length_40"), EXPERIMENTS.parent / "reports" / "length-40"
+    text = (EXPERIMENTS.parent / "docs" / "findings.md").read_text(encoding="utf-8")
+    assert length_40.runs_in_words(pd.read_csv(data / "runs.csv")) in text
+    assert length_40.percentiles_in_words(pd.read_csv(data / "percentiles.csv")) in text

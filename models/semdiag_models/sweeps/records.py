@@ -2,6 +2,7 @@
 
 import json
 import math
+import shlex
 from pathlib import Path
 
 from semdiag_models.checkpoint import Checkpoint, weights_sha256
@@ -20,6 +21,8 @@ _DIGITS = 7  # of the numbers in a history: float32 has no more
 def write_record(folder: Path, run: SweepRun, saved: Checkpoint) -> None:
     """Write a finished run's record, ``NAME.json``, whole or not at all.
 
+    Records are made to be shared: of absolute paths in the command only the last part is kept.
+
     Args:
         folder: of the records; made if it is not there.
         run: what was trained.
@@ -32,11 +35,23 @@ def write_record(folder: Path, run: SweepRun, saved: Checkpoint) -> None:
         "training": saved.training.to_dict(),
         "epochs": saved.epoch,
         "weights": weights_sha256(saved.state),
-        "provenance": saved.provenance,
+        "provenance": {
+            name: _without_folders(value) if name == "command" else value
+            for name, value in saved.provenance.items()
+        },
         "history": {name: [_short(value) for value in values] for name, values in saved.history.items()},
     }
     folder.mkdir(parents=True, exist_ok=True)
     write_text(folder / f"{run.name}.json", json.dumps(content, allow_nan=False) + "\n")
+
+
+def _without_folders(command: str) -> str:
+    """A command whose absolute paths, after ``--option=`` too, are their last parts."""
+    words = []
+    for word in shlex.split(command):
+        option, equals, value = word.rpartition("=") if word.startswith("--") else ("", "", word)
+        words.append(f"{option}{equals}{Path(value).name if Path(value).is_absolute() else value}")
+    return shlex.join(words)
 
 
 def _short(value: float) -> float:

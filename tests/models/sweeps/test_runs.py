@@ -1,4 +1,5 @@
 import json
+import shlex
 import shutil
 from dataclasses import replace
 
@@ -156,6 +157,26 @@ def test_a_record_stands_for_a_run_whose_folder_is_gone(run, trained, tmp_path):
         result(run(epochs=9), folder, 0.95, records=records).status == "waiting"
     )  # it must be trained for longer
     assert result(run(seed=4), folder, 0.95, records=records).status == "waiting"
+
+
+def test_a_record_tells_no_folder_of_the_machine(run, trained, tmp_path):
+    folder, records = trained(run()), tmp_path / "records"
+    typed = [
+        "semdiag",
+        "sweep",
+        str(tmp_path / "my grid.toml"),
+        f"--out={tmp_path}",
+        "--records",
+        "kept/here",
+        "--jobs=2",
+    ]
+    checkpoint = read_checkpoint(folder / "last.pt")
+    checkpoint.provenance["command"] = shlex.join(typed)
+    write_checkpoint(folder / "last.pt", checkpoint)
+    result(run(), folder, 0.95, records=records)
+    (record,) = records.iterdir()
+    told = ["semdiag", "sweep", "my grid.toml", f"--out={tmp_path.name}", "--records", "kept/here", "--jobs=2"]
+    assert shlex.split(json.loads(record.read_text())["provenance"]["command"]) == told
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,208 @@
+"""The paper's length-40 tasks at its own recipe, full against top-5, beside its figures.
+
+    OMP_WAIT_POLICY=PASSIVE semdiag sweep experiments/length-40.toml --records experiments/length-40
+    python experiments/length_40.py --out reports/length-40
+
+Two tables. ``runs.csv``, a row per run that ended: epochs to three training accuracies, and where training
+ended, from the committed records and, for even-pairs and the first seed of missing-duplicate, from the
+reference checkpoints. ``percentiles.csv``, a row per pair of runs, quantity and percentile: δ of both models, Δ
+and key load of top-5 and the left sides of the paper's two conditions (``semdiag bounds``, 500 held-out
+samples, all layers pooled), beside the paper's figures for the tasks that these show. Δ and what it is part of
+stand at 100 minus the percentile. Only pairs whose weights are on this machine are measured: references, and
+runs in ``--runs``.
+"""
+
+import argparse
+import math
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pandas as pd
+
+from semdiag_models.sweeps.grid import SweepRun, read_sweep
+from semdiag_models.sweeps.records import read_history
+
+HERE = Path(__file__).parent
+REFERENCES = HERE.parent / "checkpoints"
+REACHED = (0.85, 0.95, 0.999)
+PERCENTILES = (75, 90, 95, 100)
+# Of the pooled queries, k = 5, at the percentiles above; read from the paper's figures.
+PAPER = {
+    "parity": {
+        "δ full": (8.30, 10.1, 11.2, 19.4),
+        "δ top-5": (2.31, 3.13, 3.78, 9.16),
+        "Δ top-5": (0.062, 0.022, 0.011, 1e-6),
+        "load top-5": (8, 13, 16, 33),
+        "condition in W": (0.704, 0.759, 0.803, 1.220),
+        "condition in X": (0.723, 0.808, 0.862, 1.286),
+    },
+    "even-pairs": {
+        "δ full": (2.03, 4.73, 9.44, 14.6),
+        "δ top-5": (1.03, 2.84, 5.50, 8.25),
+        "Δ top-5": (0.009, 0.003, 0.002, 3e-8),
+        "load top-5": (6, 17, 26, 40),
+        "condition in W": (3.174, 1.976, 1.315, 1.799),
+        "condition in X": (3.025, 2.102, 1.424, 1.897),
+    },
+    "missing-duplicate": {
+        "δ full": (4.63, 9.25, 17.1, 23.9),
+        "δ top-5": (2.36, 4.25, 4.88, 10.5),
+        "Δ top-5": (0.018, 0.006, 0.003, 1e-7),
+        "load top-5": (7, 15, 21, 40),
+        "condition in W": (1.531, 1.088, 0.666, 1.143),
+        "condition in X": (1.529, 1.152, 0.718, 1.204),
+    },
+}
+COLUMNS = {"δ full": "full_dispersion", "δ top-5": "dispersion", "Δ top-5": "separation", "load top-5": "load"}
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run: what was trained, its folder, and its history (None: not finished)."""
+
+    task: str
+    attention: str
+    seed: int
+    folder: Path
+    history: pd.DataFrame | None
+
+
+def references() -> Iterator[Run]:
+    """Those of the shipped checkpoints that are full or top-5."""
+    for file in sorted(REFERENCES.glob("*/history.csv")):
+        name, seed = file.parent.name.split("-seed-")
+        for attention in ("full", "topk-5"):
+            if name.endswith(f"-{attention}"):
+                task = name.removesuffix(f"-{attention}")
+                yield Run(task, attention, int(seed), file.parent, pd.read_csv(file))
+
+
+def swept(runs: list[SweepRun], records: Path, folder: Path) -> Iterator[Run]:
+    """The runs of the sweep, finished or not."""
+    for run in runs:
+        history = read_history(records, run)
+        table = None if history is None else pd.DataFrame(history)
+        attention = "full" if run.model.k is None else f"{run.model.attention}-{run.model.k}"
+        yield Run(run.training.task, attention, run.training.seed, folder / run.name, table)
+
+
+def arrivals(run: Run, history: pd.DataFrame) -> dict[str, object]:
+    """When a run reached each training accuracy (NaN: never), and where it ended."""
+    row: dict[str, object] = {"task": run.task, "seed": run.seed, "attention": run.attention}
+    for level in REACHED:
+        row[f"epochs_to_{level:g}"] = history.loc[history["train_accuracy"] >= level, "epoch"].min()
+    last = history.iloc[-1]
+    return row | {
+        "epochs": int(last["epoch"]),
+        "train_accuracy": last["train_accuracy"],
+        "holdout_accuracy": last["holdout_accuracy"],
+        "best_holdout_accuracy": history["holdout_accuracy"].max(),
+    }
+
+
+def against_paper(task: str, conditions: pd.DataFrame) -> pd.DataFrame:
+    """Quantity, percentile, ours, the paper's, and their ratio (NaN where the paper shows none).
+
+    Args:
+        task: its name.
+        conditions: ``corollary.csv`` of ``semdiag bounds`` for the pair.
+    """
+    paper_form = conditions[conditions["form"] == "paper"].set_index(["parameter", "percentile"])
+    columns = {name: ("W", column) for name, column in COLUMNS.items()}
+    columns |= {f"condition in {parameter}": (parameter, "value") for parameter in ("W", "X")}
+    rows = []
+    for quantity, (parameter, column) in columns.items():
+        theirs = PAPER[task][quantity] if task in PAPER else (math.nan,) * len(PERCENTILES)
+        for percentile, paper in zip(PERCENTILES, theirs, strict=True):
+            ours = paper_form.loc[(parameter, percentile), column]
+            rows.append({"quantity": quantity, "percentile": percentile, "ours": ours, "paper": paper})
+    table = pd.DataFrame(rows)
+    return table.assign(ratio=table["ours"] / table["paper"])
+
+
+def conditions_of(full: Path, topk: Path) -> pd.DataFrame:
+    """``corollary.csv`` of two trained models, by ``semdiag bounds``."""
+    with tempfile.TemporaryDirectory() as out:
+        command = [sys.executable, "-m", "semdiag", "bounds", str(topk), "--against", str(full)]
+        command += ["--figures", "none", "--quiet", "--out", f"{out}/page"]
+        subprocess.run(command, check=True, stdout=subprocess.PIPE)
+        table = pd.read_csv(f"{out}/page/data/corollary.csv")
+    return table[table["percentile"].notna()]
+
+
+def runs_in_words(table: pd.DataFrame) -> str:
+    """Markdown of ``runs.csv``, a row per task and attention, seeds side by side.
+
+    Example:
+        >>> row = {"task": "parity", "seed": 1, "attention": "full", "epochs": 9, "train_accuracy": 1.0}
+        >>> arrived = {"epochs_to_0.85": 3, "epochs_to_0.95": 4.0, "epochs_to_0.999": float("nan")}
+        >>> row |= arrived | {"holdout_accuracy": 0.5, "best_holdout_accuracy": 0.52}
+        >>> print(runs_in_words(pd.DataFrame([row])).splitlines()[-1])
+        | parity | full | 3 | 4 | > 9 | 100.0 % | 52.0 % |
+    """
+    head = [
+        "task",
+        "attention",
+        *(f"epochs to {100 * level:g} %" for level in REACHED),
+        "training accuracy",
+        "best held-out",
+    ]
+    lines = [head, ["---"] * len(head)]
+    for (task, attention), own in table.groupby(["task", "attention"], sort=False):
+        rows = own.to_dict("records")
+        arrived = [
+            ", ".join(f"> {r['epochs']:.0f}" if pd.isna(r[name]) else f"{r[name]:.0f}" for r in rows)
+            for name in (f"epochs_to_{level:g}" for level in REACHED)
+        ]
+        ended = [
+            ", ".join(f"{r[name]:.1%}".replace("%", " %") for r in rows)
+            for name in ("train_accuracy", "best_holdout_accuracy")
+        ]
+        lines.append([str(task), str(attention), *arrived, *ended])
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def percentiles_in_words(table: pd.DataFrame) -> str:
+    """Markdown of ``percentiles.csv``, a row per pair and quantity: ours, in brackets ours over the paper's."""
+    head = ["task, seed", "", *(f"p{percentile}" for percentile in PERCENTILES)]
+    lines = [head, ["---"] * len(head)]
+    for (task, seed, quantity), own in table.groupby(["task", "seed", "quantity"], sort=False):
+        rows = own.sort_values("percentile").to_dict("records")
+        cells = [f"{r['ours']:.3g}" + ("" if pd.isna(r["ratio"]) else f" ({r['ratio']:.2g})") for r in rows]
+        lines.append([f"{task}, {seed}", str(quantity), *cells])
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def main() -> None:
+    """Read the records, measure the pairs that are there, and write both tables."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--runs", type=Path, default=Path("runs/length-40"))
+    parser.add_argument("--out", type=Path, required=True)
+    arguments = parser.parse_args()
+    sweep = swept(read_sweep(HERE / "length-40.toml"), HERE / "length-40", arguments.runs)
+    runs = [*references(), *sweep]
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    ended = [arrivals(run, run.history) for run in runs if run.history is not None]
+    table = pd.DataFrame(ended).sort_values(["task", "seed"], kind="stable")
+    table.to_csv(arguments.out / "runs.csv", index=False)
+    pairs = []
+    for full in (run for run in runs if run.attention == "full"):
+        (topk,) = (r for r in runs if (r.task, r.seed) == (full.task, full.seed) and r.attention == "topk-5")
+        files = [run.folder / "last.pt" for run in (full, topk)]
+        if full.history is None or topk.history is None or not all(file.exists() for file in files):
+            print(f"{full.task}, seed {full.seed}: not measured, a run of the two is missing or not finished.")
+            continue
+        found = against_paper(full.task, conditions_of(*files))
+        pairs.append(found.assign(task=full.task, seed=full.seed))
+    measured = pd.concat(pairs)[["task", "seed", "quantity", "percentile", "ours", "paper", "ratio"]]
+    measured.to_csv(arguments.out / "percentiles.csv", index=False, float_format="%.4g")
+    print(runs_in_words(table))
+    print(percentiles_in_words(pd.read_csv(arguments.out / "percentiles.csv")))
+
+
+if __name__ == "__main__":
+    main()
