@@ -23,6 +23,7 @@ def describe(run: Path) -> dict[str, object]:
         "task": last.training.task,
         "attention": last.model.attention,
         "k": last.model.k,
+        "global_tokens": last.model.global_tokens,
         "seed": last.training.seed,
         "epochs": last.epoch,
         "epochs_to_95_percent_train_accuracy": reached[0] if reached else None,

@@ -6,19 +6,35 @@ import json
 import shlex
 from pathlib import Path
 
+import pandas as pd
 import pytest
 import torch
 
 from semdiag_models import ModelConfig, Trainer, TrainingConfig, read_checkpoint, sha256
 
-CHECKPOINTS = Path(__file__).parents[1] / "checkpoints"
+ROOT = Path(__file__).parents[1]
+CHECKPOINTS = ROOT / "checkpoints"
 MANIFEST = json.loads((CHECKPOINTS / "manifest.json").read_text(encoding="utf-8"))
 RUNS = [pytest.param(entry, id=entry["run"]) for entry in MANIFEST]
 
 
-def test_the_four_even_pairs_runs_are_there() -> None:
-    kinds = {(e["attention"], e["k"]) for e in MANIFEST if (e["task"], e["seed"]) == ("even-pairs", 153476998)}
-    assert kinds == {("full", None), ("topk", 5), ("banded", 5), ("block", 5)}
+@pytest.mark.parametrize("task", ["even-pairs", "missing-duplicate"])
+def test_each_task_has_full_and_top_k_attention_and_fair_controls(task: str) -> None:
+    """Fair: with a global token nothing is known to keep a fixed mask from representing the task."""
+    entries = [e for e in MANIFEST if (e["task"], e["seed"]) == (task, 153476998)]
+    kinds = {(e["attention"], e["k"], e["global_tokens"]) for e in entries}
+    assert kinds == {("full", None, 0), ("topk", 5, 0), ("banded", 5, 1), ("block", 5, 1)}
+
+
+@pytest.mark.parametrize("entry", RUNS)
+def test_the_findings_have_its_row(entry: dict) -> None:
+    """Epochs and accuracy of the manifest, percentiles of δ of the reference report."""
+    table = pd.read_csv(ROOT / "reports" / "reference" / "data" / "dispersion.csv").set_index(["model", "layer"])
+    row = table.loc[(f"checkpoints/{entry['run']}/last.pt", "all")]
+    kind = entry["run"].removeprefix(f"{entry['task']}-").removesuffix(f"-seed-{entry['seed']}")
+    cells = [f"{entry['task']}, {entry['seed']}", kind, str(entry["epochs_to_95_percent_train_accuracy"])]
+    cells += [f"{entry['holdout_accuracy']:.1%}", *(f"{row[p]:.3g}" for p in ("p50", "p75", "p90", "p95", "p100"))]
+    assert f"| {' | '.join(cells)} |\n" in (ROOT / "docs" / "findings.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("entry", RUNS)
@@ -32,10 +48,9 @@ def test_the_entry_tells_what_the_checkpoint_holds(entry: dict) -> None:
     last = read_checkpoint(CHECKPOINTS / entry["run"] / "last.pt")
     accuracies = last.history["train_accuracy"]
     arrived = [epoch for epoch, accuracy in enumerate(accuracies, start=1) if accuracy >= 0.95]
-    assert (last.training.task, last.model.attention, last.model.k) == (
-        entry["task"],
-        entry["attention"],
-        entry["k"],
+    model = last.model
+    assert (last.training.task, model.attention, model.k, model.global_tokens) == tuple(
+        entry[name] for name in ("task", "attention", "k", "global_tokens")
     )
     assert last.epoch == last.training.epochs == entry["epochs"] == len(accuracies)
     assert entry["epochs_to_95_percent_train_accuracy"] == (arrived[0] if arrived else None)
@@ -49,7 +64,7 @@ def test_the_command_is_the_recipe_with_nothing_but_attention_and_seed_chosen(en
     words = shlex.split(entry["command"])
     chosen = {word for word in words if word.startswith("--")}
     assert words[:3] == ["semdiag", "train", entry["task"]]
-    assert chosen <= {"--attention", "--k", "--seed", "--threads", "--quiet"}
+    assert chosen <= {"--attention", "--k", "--global-tokens", "--seed", "--threads"}
     assert str(entry["seed"]) in words
 
 
