@@ -112,6 +112,7 @@ class SweepProgress:
 
     def __init__(self, runs: "list[SweepRun]", rows: "dict[str, RunResult]", folder: Path, quiet: bool) -> None:
         from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+        from rich.table import Column
 
         self._folder, self._quiet, self._count = folder, quiet, len(runs)
         self.open = {
@@ -123,9 +124,9 @@ class SweepProgress:
             TextColumn("runs {task.fields[ended]}/{task.fields[count]}"),
             BarColumn(),
             TextColumn("epochs {task.percentage:>3.0f}%"),
-            TimeElapsedColumn(),
+            TimeElapsedColumn(table_column=Column(min_width=7)),
             TextColumn("left at most"),
-            TimeRemainingColumn(),
+            TimeRemainingColumn(table_column=Column(min_width=7)),
             TextColumn("{task.fields[failed]}"),
             console=terminal(stderr=True),
             disable=quiet,

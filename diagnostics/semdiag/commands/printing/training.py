@@ -51,6 +51,7 @@ class TrainingProgress:
 
     def __init__(self, trainers: "list[Trainer]", quiet: bool) -> None:
         from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+        from rich.table import Column
 
         training = trainers[0].training
         steps = -(-training.train_samples // training.batch_size)
@@ -58,10 +59,9 @@ class TrainingProgress:
         self._bar = Progress(
             TextColumn("epoch {task.fields[epoch]}/{task.fields[epochs]}"),
             BarColumn(),
-            TextColumn("{task.percentage:>3.0f}%"),
-            TimeElapsedColumn(),
+            TimeElapsedColumn(table_column=Column(min_width=7)),  # on 80 columns the bar gives way, not the times
             TextColumn("left"),
-            TimeRemainingColumn(),
+            TimeRemainingColumn(table_column=Column(min_width=7)),
             TextColumn("{task.fields[accuracy]}"),
             console=terminal(stderr=True),
             disable=quiet,

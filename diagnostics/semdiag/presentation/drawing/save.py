@@ -3,6 +3,9 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.backends.backend_pdf import FigureCanvasPdf
+from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
 from semdiag.presentation.drawing.style import paper_style
@@ -14,6 +17,7 @@ _METADATA: dict[str, dict[str, str | None]] = {
     "svg": {"Date": None, "Creator": None},
     "pdf": {"CreationDate": None, "Creator": None, "Producer": None},
 }
+_CANVASES = {"png": FigureCanvasAgg, "svg": FigureCanvasSVG, "pdf": FigureCanvasPdf}
 FORMATS = tuple(_METADATA)
 _PNG_DPI = 150
 
@@ -37,9 +41,16 @@ def save_figure(figure: Figure, path: Path, formats: Sequence[str] = ("png", "sv
     if unknown:
         raise InputError(f"Figures are written as {', '.join(FORMATS)}. Got {unknown[0]}.")
     path.parent.mkdir(parents=True, exist_ok=True)
-    files = []
-    for name in formats:
-        file = path.parent / f"{path.name}.{name}"
-        figure.savefig(file, format=name, dpi=_PNG_DPI, metadata=_METADATA[name])
-        files.append(file)
+    files = [path.parent / f"{path.name}.{name}" for name in formats]
+    canvas, layout, dpi = figure.canvas, figure.get_layout_engine(), figure.get_dpi()
+    figure.set_dpi(_PNG_DPI)
+    try:
+        for name, file in zip(formats, files, strict=True):
+            # Straight to the canvas of the format: Figure.savefig draws everything twice, and lays out each time.
+            getattr(_CANVASES[name](figure), f"print_{name}")(file, metadata=_METADATA[name])
+            figure.set_layout_engine("none")
+    finally:
+        figure.set_canvas(canvas)
+        figure.set_layout_engine(layout)
+        figure.set_dpi(dpi)
     return files

@@ -180,8 +180,8 @@ def wrap_titles(figure: Figure) -> None:
     """
     for ax in figure.axes:
         title = ax.get_title(loc="left")
-        for text in ax.findobj(Text) if title else ():
-            if text.get_text() == title:
+        for text in ax.get_children() if title else ():
+            if isinstance(text, Text) and text.get_text() == title:
                 text.set_text(wrapped(ax, title, float(text.get_fontsize())))
 
 

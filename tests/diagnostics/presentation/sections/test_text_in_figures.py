@@ -27,7 +27,7 @@ from semdiag.presentation.sections.registry import FIGURES
 CHECKPOINTS = Path(__file__).parents[4] / "checkpoints"
 EVEN, MISSING = "even-pairs-{}-seed-153476998", "missing-duplicate-{}-seed-153476998"
 NAMES = [
-    *(EVEN.format(kind) for kind in ("full", "topk-5", "banded-5")),
+    *(EVEN.format(kind) for kind in ("full", "topk-5", "banded-5-global-1")),
     *(MISSING.format(kind) for kind in ("full", "topk-5")),
 ]
 TOUCHING = 2.0  # pixels at 100 per inch by which boxes of neighbouring texts may share their margins

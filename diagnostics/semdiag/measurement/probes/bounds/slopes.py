@@ -13,7 +13,7 @@ from semdiag_models import Encoder
 
 DIRECTIONS = 2  # random ones, besides the gradient's
 RADIUS = 1e-3  # of a secant, relative to the tensor's Frobenius norm (absolute where that is 0)
-_SECANT_TOKENS = 1000  # tokens of the inputs over which secants are taken, at most (or one sample's)
+_SECANT_TOKENS = 400  # tokens of the inputs over which secants are taken, at most (or one sample's)
 _ROUNDING = 64 * torch.finfo(torch.float64).eps
 
 
@@ -44,7 +44,7 @@ def parameter_slopes(
 ) -> dict[str, Slope]:
     """Measure the mean cross-entropy's slopes in every parameter tensor.
 
-    Secants go along the gradient and along random directions, over the first inputs only (1000 tokens). What
+    Secants go along the gradient and along random directions, over the first inputs only (400 tokens). What
     rounding can do to a loss or a gradient grows with the scores: the softmax takes their absolute errors.
 
     Source: docs/theory.md#network, the measured side. Deviation: not in the paper.

@@ -22,12 +22,11 @@ def judged_models(findings: Findings) -> list[tuple[str, str]]:
         NothingToDrawError: if there is none.
     """
     measurements = findings.measurements
-    judged = set(measurements.masks["model"])
-    kept = dict(zip(measurements.masks["model"], measurements.masks["kept"], strict=True))
+    kept = measurements.masks.groupby("model")["kept"].last()
     found = []
     for panel in panels_of(measurements.models):
         for series in panel.series:
-            if series.model in judged:
+            if series.model in kept.index:
                 supposed = f": top-{kept[series.model]} it would choose" if series.attention == "full" else ""
                 found.append((series.model, f"{panel.title}\n{series.label}{supposed}"))
     if not found:
