@@ -2,10 +2,8 @@
 
 import hashlib
 import io
-import os
 import pickle
 import re
-import tempfile
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -22,7 +20,7 @@ from semdiag_models.model_config import ModelConfig
 from semdiag_models.optimization import OptimizerState
 from semdiag_models.reading import open_file, require_memory
 from semdiag_models.training_config import TrainingConfig
-from semdiag_models.writing import naming, sync_folder
+from semdiag_models.writing import write_bytes
 
 FORMAT = "semdiag/1"
 
@@ -88,18 +86,7 @@ def write_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
         }
     whole = io.BytesIO()  # of a full disk torch's own writer tells neither name nor reason
     torch.save(content, whole)
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with naming(path), os.fdopen(descriptor, "wb") as file:
-            file.write(whole.getbuffer())
-            file.flush()
-            os.fsync(file.fileno())
-        Path(temporary).chmod(0o644)
-        Path(temporary).replace(path)
-        sync_folder(path.parent)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    write_bytes(path, whole.getbuffer())
 
 
 def read_checkpoint(path: Path) -> Checkpoint:

@@ -181,7 +181,7 @@ def start_run(
         _write_history(folder / "history.csv", trainer.history)
         after_epoch(progress)
 
-    for half_written in [*folder.glob(".*.pt.????????"), *folder.glob(".history.csv.tmp")]:
+    for half_written in [*folder.glob(".*.pt.*"), *folder.glob(".history.csv.tmp")]:
         half_written.unlink()  # of a process that was killed
     if trainer.epoch == 0:
         save("last", "epoch-0")  # first, so that the folder can be resumed if the process dies here

@@ -7,30 +7,45 @@ from pathlib import Path
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write atomically: a temporary file in the same folder, fsync, rename, fsync of the folder.
+    """Write a text as UTF-8 by :func:`write_bytes`; what UTF-8 cannot hold is written as an escape.
 
     Args:
         path: the file to make or replace.
-        text: its content.
+        text: its content, line ends as they are.
+
+    Raises:
+        OSError: if the folder cannot be written to.
+    """
+    write_bytes(path, text.encode("utf-8", errors="backslashreplace"))
+
+
+def write_bytes(path: Path, content: bytes | memoryview) -> None:
+    """Write atomically: a temporary file in the same folder, fsync, rename, fsync of the folder.
+
+    A process that is killed may leave the temporary file, ``.NAME.tmp``; the next writer replaces it.
+
+    Args:
+        path: the file to make or replace.
+        content: its content.
 
     Raises:
         OSError: if the folder cannot be written to.
     """
     temporary = path.with_name(f".{path.name}.tmp")
     try:
-        with naming(path), temporary.open("w", encoding="utf-8", errors="backslashreplace", newline="") as file:
-            file.write(text)
+        with _naming(path), temporary.open("wb") as file:
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
     except BaseException:  # an interruption, too, leaves nothing half-written
         temporary.unlink(missing_ok=True)
         raise
-    sync_folder(path.parent)
+    _sync_folder(path.parent)
 
 
 @contextmanager
-def naming(path: Path) -> Iterator[None]:
+def _naming(path: Path) -> Iterator[None]:
     """Let an error of the system say which file it is about: of a full disk it does not.
 
     Args:
@@ -47,7 +62,7 @@ def naming(path: Path) -> Iterator[None]:
         raise OSError(error.errno, error.strerror or str(error), str(path)) from error
 
 
-def sync_folder(folder: Path) -> None:
+def _sync_folder(folder: Path) -> None:
     """Bring a folder's names to the disk, where the system can."""
     with suppress(OSError):  # some systems open no folders, some file systems sync none
         descriptor = os.open(folder, os.O_RDONLY)

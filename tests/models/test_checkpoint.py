@@ -71,9 +71,11 @@ def test_the_built_encoder_computes_what_the_saved_one_did(path, checkpoint):
     assert torch.equal(built(tokens), model(tokens))
 
 
-def test_the_file_is_readable_by_everyone_and_alone_in_its_folder(path):
-    assert path.stat().st_mode & 0o777 == 0o644
+def test_the_file_has_the_rights_of_any_other_and_is_alone_in_its_folder(path):
     assert list(path.parent.iterdir()) == [path]
+    other = path.with_name("other")
+    other.touch()
+    assert path.stat().st_mode == other.stat().st_mode
 
 
 def test_the_file_is_a_plain_dict_even_of_parameters_and_transposed_views(tmp_path, checkpoint):

@@ -344,7 +344,8 @@ def test_what_to_stop_at_may_be_changed_on_resuming(run, folder):
 def test_what_a_killed_process_left_half_written_is_cleared_away(run, folder):
     run(epochs=2)
     history = (folder / "history.csv").read_bytes()
-    (folder / ".last.pt.ab12cd_9").write_bytes(b"half")
+    (folder / ".last.pt.tmp").write_bytes(b"half")
+    (folder / ".best.pt.ab12cd_9").write_bytes(b"half, by version 0.2")
     (folder / ".history.csv.tmp").write_text("epo")
     (folder / ".lock").touch()
     (folder / ".mine").write_text("mine")

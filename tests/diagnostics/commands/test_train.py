@@ -108,10 +108,11 @@ def test_padding_to_blocks_takes_place_only_where_pad_is_a_token(semdiag, tmp_pa
     assert [read_checkpoint(tmp_path / name / "last.pt").model.length for name in ("plain", "padded")] == [8, 9]
 
 
-def test_without_quiet_there_is_a_progress_bar(semdiag):
+def test_without_quiet_there_is_a_progress_bar_with_its_times_on_80_columns(semdiag, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
     arguments = [a for a in TINY if a != "--quiet"]
     _, lines = semdiag("train", "even-pairs", *arguments, "--out", "run")
-    assert any("epoch 3/3" in line and "100%" in line and "held-out" in line for line in lines)
+    assert any("epoch 3/3" in line and "left 0:00:00" in line and "held-out" in line for line in lines)
 
 
 def test_the_same_command_twice_gives_the_same_weights(semdiag, tmp_path):
