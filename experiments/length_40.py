@@ -8,8 +8,8 @@ ended, from the committed records and, for even-pairs and the first seed of miss
 reference checkpoints. ``percentiles.csv``, a row per pair of runs, quantity and percentile: δ of both models, Δ
 and key load of top-5 and the left sides of the paper's two conditions (``semdiag bounds``, 500 held-out
 samples, all layers pooled), beside the paper's figures for the tasks that these show. Δ and what it is part of
-stand at 100 minus the percentile. Only pairs whose weights are on this machine are measured: references, and
-runs in ``--runs``.
+stand at 100 minus the percentile. Measured are the pairs whose weights are on this machine: references, and
+runs in ``--runs``; of the other runs, of which the record alone is kept, the rows stay that the table has.
 """
 
 import argparse
@@ -134,6 +134,20 @@ def conditions_of(full: Path, topk: Path) -> pd.DataFrame:
     return table[table["percentile"].notna()]
 
 
+def with_earlier(measured: pd.DataFrame, earlier: pd.DataFrame) -> pd.DataFrame:
+    """Rows measured now, and the earlier ones of pairs that were not, by task and seed.
+
+    Example:
+        >>> now = pd.DataFrame({"task": ["parity", "even-pairs"], "seed": [1, 1], "ours": [0.5, 0.6]})
+        >>> before = pd.DataFrame({"task": ["even-pairs", "even-pairs"], "seed": [1, 2], "ours": [0.7, 0.8]})
+        >>> with_earlier(now, before)["ours"].tolist()
+        [0.6, 0.8, 0.5]
+    """
+    pairs = pd.MultiIndex.from_frame(measured[["task", "seed"]])
+    kept = earlier[~pd.MultiIndex.from_frame(earlier[["task", "seed"]]).isin(pairs)]
+    return pd.concat([measured, kept]).sort_values(["task", "seed"], kind="stable")
+
+
 def runs_in_words(table: pd.DataFrame) -> str:
     """Markdown of ``runs.csv``, a row per task and attention, seeds side by side.
 
@@ -189,19 +203,23 @@ def main() -> None:
     ended = [arrivals(run, run.history) for run in runs if run.history is not None]
     table = pd.DataFrame(ended).sort_values(["task", "seed"], kind="stable")
     table.to_csv(arguments.out / "runs.csv", index=False)
+    file = arguments.out / "percentiles.csv"
+    earlier = pd.read_csv(file) if file.exists() else pd.DataFrame(columns=["task", "seed"])
     pairs = []
     for full in (run for run in runs if run.attention == "full"):
         (topk,) = (r for r in runs if (r.task, r.seed) == (full.task, full.seed) and r.attention == "topk-5")
         files = [run.folder / "last.pt" for run in (full, topk)]
-        if full.history is None or topk.history is None or not all(file.exists() for file in files):
-            print(f"{full.task}, seed {full.seed}: not measured, a run of the two is missing or not finished.")
-            continue
-        found = against_paper(full.task, conditions_of(*files))
-        pairs.append(found.assign(task=full.task, seed=full.seed))
+        if full.history is None or topk.history is None:
+            print(f"{full.task}, seed {full.seed}: a run of the two has not ended.")
+        elif all(weights.exists() for weights in files):
+            found = against_paper(full.task, conditions_of(*files))
+            pairs.append(found.assign(task=full.task, seed=full.seed))
+        elif not len(earlier[(earlier["task"] == full.task) & (earlier["seed"] == full.seed)]):
+            print(f"{full.task}, seed {full.seed}: not measured, its weights are not in {full.folder.parent}.")
     measured = pd.concat(pairs)[["task", "seed", "quantity", "percentile", "ours", "paper", "ratio"]]
-    measured.to_csv(arguments.out / "percentiles.csv", index=False, float_format="%.4g")
+    with_earlier(measured, earlier).to_csv(file, index=False, float_format="%.4g")
     print(runs_in_words(table))
-    print(percentiles_in_words(pd.read_csv(arguments.out / "percentiles.csv")))
+    print(percentiles_in_words(pd.read_csv(file)))
 
 
 if __name__ == "__main__":
