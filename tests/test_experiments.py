@@ -173,6 +173,7 @@ def test_cells_are_held_against_the_papers_of_the_same_quantity_and_percentile()
     assert found.loc[("condition in X", 90), "ours"] == 90
     assert found.loc[("δ full", 75), "ratio"] == pytest.approx(8.0 / 8.30)
     assert found.loc[("load top-5", 100), "ratio"] == pytest.approx(10 / 33)
+    assert found.loc[("Δ top-5", 25), "ratio"] == pytest.approx(0.5 / 0.062)  # its small values count
     assert length_40.against_paper("cycle-navigation", pd.DataFrame(rows))["ratio"].isna().all()
 
 

@@ -20,10 +20,10 @@ def find_checkpoints(models: list[Path] | None) -> list[Path]:
         Files, at least one; of a run's folder, its last snapshot only.
 
     Raises:
-        InputError: if there is none; the message says how to make one.
+        InputError: if there is none, and the message says how to make one; or if one is named twice.
     """
     if models:
-        return [file for model in models for file in _files(model)]
+        return _each_once([file for model in models for file in _files(model)])
     folder = _folder()
     found = _below(folder)
     if not found:
@@ -32,6 +32,15 @@ def find_checkpoints(models: list[Path] | None) -> list[Path]:
             "semdiag train even-pairs --attention topk --k 5 --epochs 5"
         )
     return found
+
+
+def _each_once(files: list[Path]) -> list[Path]:
+    known: set[Path] = set()
+    for file in files:
+        if file in known:
+            raise InputError(f"{file} is named twice.")
+        known.add(file)
+    return files
 
 
 def known_runs() -> list[Path]:

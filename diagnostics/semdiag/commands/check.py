@@ -79,7 +79,8 @@ def check(
         raise InputError(f"--tolerance is a share like 0.05, not negative. Got {tolerance}.")
     known = None if baseline is None else read_baseline(baseline)
     expected = Expectations([parse_rule(text) for text in rule or ()], known, tolerance, every_layer)
-    conditions = shared.conditions(plans=(NoisePlan(draws=1),), probe_samples=PROBED)
+    paired = not expected.rules and known is None  # which is asked of encoders alone
+    conditions = shared.conditions(plans=(NoisePlan(draws=1),), probe_samples=PROBED, encoders_only=paired)
     result = verify(shared.measured(models, conditions), expected)
     if junit is not None:
         write_text(junit, junit_xml(result))

@@ -156,6 +156,7 @@ def measured(
     from semdiag.capturing.discovery import find_checkpoints
     from semdiag.commands.printing.progress import Stages
     from semdiag.commands.printing.terminal import tell
+    from semdiag.findings.capture_words import diverged_sentences
     from semdiag.findings.findings import Findings
     from semdiag.measurement.survey import SAID_AT_ONCE, survey
 
@@ -168,10 +169,13 @@ def measured(
     for remark in () if quiet else found.remarks.to_dict("records"):
         if remark["text"].startswith(SAID_AT_ONCE):
             tell(f"semdiag: {remark['model']}: {remark['text']}.")
+    findings = Findings(found)
+    for sentence in () if quiet else diverged_sentences(findings):
+        tell(f"semdiag: {sentence}")
     found.provenance["command"] = ["semdiag", *sys.argv[1:]]
     if against is not None:
         found.provenance["against"] = str(paths[-1])
-    return Findings(found)
+    return findings
 
 
 def _with_reference(paths: list[Path], against: Path) -> list[Path]:
@@ -186,6 +190,18 @@ def _with_reference(paths: list[Path], against: Path) -> list[Path]:
     if not others:
         raise InputError(f"There is nothing to compare: name a model besides --against {against}.")
     return [*others, *reference]
+
+
+def check_out(folder: Path | None, keep_queries: bool) -> None:
+    """Refuse a folder for :func:`deliver` before anything is measured.
+
+    Raises:
+        InputError: if a report cannot take its place.
+    """
+    from semdiag.presentation.report.report import check_folder
+
+    if folder is not None:
+        check_folder(folder, keep_queries)
 
 
 def check_per_query(path: Path | None) -> None:

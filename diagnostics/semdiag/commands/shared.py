@@ -44,10 +44,11 @@ class Shared:
 
     values: dict[str, Any]
 
-    def conditions(self, **more: Any) -> "Conditions":
+    def conditions(self, keep_queries: bool = False, **more: Any) -> "Conditions":
         """Under which to measure; every option is checked before anything is measured.
 
         Args:
+            keep_queries: whether the report is to keep every query.
             more: fields of :class:`~semdiag.measurement.conditions.Conditions` that the command decides.
 
         Raises:
@@ -58,6 +59,7 @@ class Shared:
 
         measuring.figure_formats(self.values.get("figures", ""))
         measuring.check_per_query(self.values.get("per_query"))
+        measuring.check_out(self.values.get("out"), keep_queries)
         own = {name: self.values[name] for name in _OF_CONDITIONS if name in self.values}
         return Conditions(**own, config=measuring.read_config(self.values.get("config")), **more)
 

@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from semdiag.findings.counterfactuals import counterfactual_ks
 from semdiag.findings.findings import Findings
+from semdiag.findings.strict_json import records
 from semdiag.measurement.percentiles import percentiles, pooled_table
 from semdiag.measurement.table import ALL
 
@@ -42,7 +43,26 @@ def place_percentiles(findings: Findings, model: str, quantity: str) -> dict[Pla
 
     Returns:
         By layer and head, in their order; of a model with more queries than are kept from the table ``sketches``.
+        Where scores are NaN or infinite nothing is known, nor of a pool that such a place is part of.
     """
+    broken = _broken(findings, model)
+    found = _place_percentiles(findings, model, quantity)
+    return {place: _unknown(row) if place in broken else row for place, row in found.items()}
+
+
+def _broken(findings: Findings, model: str) -> set[Place]:
+    """Where a model's scores are NaN or infinite, and the pools that such a place is part of."""
+    bad = findings.measurements.non_finite
+    places = {(int(row["layer"]), int(row["head"])) for row in records(bad[bad["model"] == model])}
+    return places | {(layer, ALL) for layer, _ in places} | ({(ALL, ALL)} if places else set())
+
+
+def _unknown(row: Percentiles) -> Percentiles:
+    """Percentiles of as many queries, all undefined."""
+    return {**percentiles([]), "queries": row["queries"], "undefined": row["queries"]}
+
+
+def _place_percentiles(findings: Findings, model: str, quantity: str) -> dict[Place, Percentiles]:
     sketches = findings.measurements.sketches
     own = sketches[(sketches["model"] == model) & (sketches["quantity"] == quantity)]
     if len(own):
@@ -85,7 +105,9 @@ def layer_percentiles(findings: Findings, quantity: str) -> dict[str, pd.DataFra
         places = findings(place_percentiles, str(model), quantity).items()
         sketched = [{"layer": layer, **row} for (layer, head), row in places if head == ALL != layer]
         table = pd.DataFrame(sketched) if sketched else pooled_table(rows, quantity, by="layer")
-        found[str(model)] = table.sort_values("layer")
+        broken = {layer for layer, head in _broken(findings, str(model)) if head == ALL}
+        layers = records(table.sort_values("layer"))
+        found[str(model)] = pd.DataFrame({**r, **_unknown(r)} if r["layer"] in broken else r for r in layers)
     return found
 
 

@@ -61,10 +61,14 @@ def dispersion_glance(findings: Findings) -> Glance:
         answer = Answer.HOLDS if passed == len(pairs) else Answer.DOES_NOT
         words = "in which the top-k model has the smaller dispersion δ at the 50th, 75th, 90th and 95th percentile"
         return Glance(answer, _of(passed, len(pairs), "pair"), words)
-    found = findings(pooled_percentiles, "dispersion").values()
+    every = findings(pooled_percentiles, "dispersion").values()
+    found = [each for each in every if np.isfinite(each["p50"])]
+    if not found:
+        return Glance(Answer.OPEN, f"0 of {_models(len(every))}", "have a dispersion δ that is a number")
     queries = sum(int(each["queries"]) for each in found)
     span = _span([each["p50"] for each in found], "{:.3g}")
     words = f"is the median dispersion δ of {_models(len(found))} ({queries:,} queries{_drawn(findings)})"
+    words += f"; of {len(every) - len(found)} more it is no number" if len(found) < len(every) else ""
     if external(findings.measurements.models).all():
         return Glance(Answer.MEASURED, f"{span} nats", words)
     why = (
@@ -96,7 +100,8 @@ def within_glance(findings: Findings) -> Glance:
 def separation_glance(findings: Findings) -> Glance:
     """How many queries of the models that keep their largest scores have Δ ≤ 0."""
     models = findings.measurements.models
-    sparse = models[models["attention"] == "topk"]["model"]
+    diverged = models["model"].isin(findings.measurements.non_finite["model"])
+    sparse = models[(models["attention"] == "topk") & ~diverged]["model"]
     found = findings(pooled_percentiles, "separation")
     tables = [found[model] for model in sparse if model in found]
     if not tables:

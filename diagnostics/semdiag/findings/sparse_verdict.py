@@ -117,10 +117,11 @@ def sparse_glance(findings: Findings) -> Glance:
         weighed = [each for each in found if each.reason == "not_rerun" and each.k is not None]
         if not weighed:
             return Glance(Answer.OPEN, f"0 of {len(found)}", "models have attention of which this can be said")
-        many = f" on average in {len(weighed)} models" if len(weighed) > 1 else " on average"
+        many = f", in {len(weighed)} of {len(found)} models" if len(found) > 1 else ""
         return Glance(
             Answer.OPEN, f"k = {_range([each.k for each in weighed])}",
-            f"keeps {MASS:.0%} of the weight{many}; the loss tells semdiag k-sweep MODEL --rerun",
+            f"keeps {MASS:.0%} of the weight on average{many}; what a mask costs is measured by semdiag k-sweep "
+            "MODEL --rerun",
         )  # fmt: skip
     answer = Answer.PLAUSIBLE if len(plausible) == len(judged) else Answer.COSTS
     if len(found) == 1:

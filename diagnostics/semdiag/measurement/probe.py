@@ -82,6 +82,8 @@ class Probe:
             :class:`~semdiag.measurement.calls.scored_rows.NotAvailableError` is raised.
         prepare: what must be there before the first model is measured, from plan and conditions, so that a wrong
             path does not cost minutes.
+        check: raises an :class:`~semdiag_models.InputError` if a model is none of which the plan can be measured,
+            from model, plan and what ``prepare`` made; called likewise before the first model is measured.
         steps: of one encoder, from the plan, for the progress bar.
         draws: whether it can do with queries that were drawn; others rest on every query.
         provenance: what is recorded, from the plan, the largest number of samples of a model, and the few of them.
@@ -92,6 +94,7 @@ class Probe:
     tables: tuple[Table, ...]
     measure: Callable[[Subject, Any, Any], Mapping[str, pd.DataFrame]]
     prepare: Callable[[Any, Any], Any] = _none
+    check: Callable[[LoadedModel, Any, Any], object] = _none
     steps: Callable[[Any], int] = lambda plan: 0
     provenance: Callable[[Any, int, int], dict[str, Any]] = _none
     draws: bool = False

@@ -59,6 +59,9 @@ def survey(
     inputs = [_inputs(model, conditions) for model in loaded]
     probes = [(PROBES[type(plan)], plan) for plan in conditions.plans]
     prepared = [probe.prepare(plan, conditions) for probe, plan in probes]
+    for model in loaded:
+        for (probe, plan), known in zip(probes, prepared, strict=True):
+            probe.check(model, plan, known)
     parts: list[Measurements] = []
     for model, (batches, labels, source) in zip(loaded, inputs, strict=True):
         announce(model.path, sum(map(samples_of, batches)))

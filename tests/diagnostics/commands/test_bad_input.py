@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import shutil
 
 import numpy as np
 import pytest
@@ -200,6 +201,32 @@ def test_saved_measurements_that_are_none(refusal, here, untouched, tiny_runs):
     )
 
 
-def test_the_same_model_twice(refusal, here, tiny_runs):
-    assert refusal("dispersion", tiny_runs.full, tiny_runs.full, "--samples", 4).endswith("is named twice.")
-    assert not list(here.iterdir())
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("dispersion", "RUN", "RUN"), "last.pt is named twice."),
+        (("dispersion", "RUN", "--out", "taken"), "taken is a file. Name a folder for the report with --out DIR."),
+        (("dispersion", "RUN", "--out", "taken/deep/er"), "taken is a file."),
+        (("report", "RUN", "--out", "mine"), "mine is not empty and not a semdiag report."),
+        (("mask-stability", "RUN", "--at-block", 2), "Noise can enter at blocks 0 to 1 of"),
+        (("landscape", "RUN", "--through", "same.pt,again.pt"), "Name two other snapshots."),
+        (("check", "no_encoder:build"), "On any model work: semdiag info, "),
+    ],
+)
+def test_what_can_be_known_before_is_refused_before_anything_is_measured(
+    refusal, here, untouched, tiny_runs, monkeypatch, words, message
+):
+    (here / "taken").write_text("a file, not a folder")
+    (here / "mine").mkdir()
+    (here / "mine" / "thesis.txt").write_text("mine")
+    (here / "no_encoder.py").write_text(
+        "import torch\n\ndef build():\n    return torch.nn.MultiheadAttention(4, 1), torch.ones(3, 2, 4)\n"
+    )
+    for copy in ("same.pt", "again.pt"):
+        shutil.copy(tiny_runs.full / "epoch-0.pt", here / copy)
+    untouched()
+    monkeypatch.setattr(
+        "semdiag.measurement.survey.measure", lambda *_, **__: pytest.fail("something was measured")
+    )
+    run = str(tiny_runs.full)
+    assert message in refusal(*(str(word).replace("RUN", run) for word in words), "--samples", 4)

@@ -1,6 +1,7 @@
 """``semdiag report``: what the command adds to the report itself."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -65,6 +66,23 @@ def test_a_diverged_run_is_reported_as_one(run_semdiag, here, tiny_runs, value):
     assert outcome.code == 0
     said = " ".join(json.loads(outcome.out)["verdict"])
     assert ("Diverged: " in said) == (value != value)
+
+
+def test_of_a_head_whose_scores_are_no_numbers_nothing_is_said_nor_of_the_whole(run_semdiag, here, tiny_runs):
+    content = torch.load(tiny_runs.full / "last.pt", weights_only=True)
+    content["model_state"]["blocks.1.attention.qkv.weight"][0, 0] = float("nan")
+    torch.save(content, here / "full.pt")
+    outcome = run_semdiag("dispersion", "full.pt", "--samples", 4, "--figures", "none", "--json")
+    assert outcome.code == 0
+    (result,) = json.loads(outcome.out)["results"]
+    assert [row["p50"] is None for row in result["layers"]] == [False, False, True, False]
+    assert result["all"]["p50"] is None
+    assert result["all"]["undefined"] == result["all"]["queries"] > 0
+    said = [line for line in outcome.err.splitlines() if line.startswith("semdiag: Diverged: ")]
+    assert len(said) == 1
+    assert "of full.pt are NaN or infinite, first in layer 1, head 0, so what is said" in said[0]
+    page = (here / "reports" / "dispersion-full" / "index.html").read_text(encoding="utf-8")
+    assert not re.search(r"\bnan\b", page)
 
 
 @pytest.mark.parametrize("command", ["mask-stability", "k-sweep", "bounds", "landscape", "overlap"])

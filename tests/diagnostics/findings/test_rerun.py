@@ -106,7 +106,7 @@ def test_where_no_k_is_harmless_the_largest_is_named(made_up):
         (
             {"evenness": 0.97, "random": of(1)},
             "near_uniform",
-            "cannot tell: the attention is near uniform (untrained?).",
+            "cannot tell: the attention is near uniform, half of the queries weigh their keys almost evenly.",
         ),
         ({"before": math.log(4)}, "chance", "cannot tell: the model predicts no better than chance"),
         ({"random": of(1)}, "control", "cannot tell: as many random keys do as little harm"),
@@ -131,8 +131,8 @@ def test_without_a_rerun_the_weight_is_told_and_the_command(made_up):
     found = sparse_verdict(findings, "m")
     assert (found.answer, found.reason, found.k) == ("cannot tell", "not_rerun", 8)
     assert first_line(findings) == (
-        "cannot tell before it is run: k = 8 (50% of the keys) keeps 100.0% of the weight; the loss tells "
-        "semdiag k-sweep m --rerun."
+        "cannot tell before it is run: k = 8 (50% of the keys) keeps 100.0% of the weight; what a mask "
+        "costs is measured by semdiag k-sweep m --rerun."
     )
     none = made(made_up, mass={1: 0.2, 2: 0.3})
     assert "no k that was asked keeps 95% of the weight" in first_line(none)

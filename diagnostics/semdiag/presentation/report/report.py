@@ -11,13 +11,13 @@ from typing import Protocol
 import pandas as pd
 
 from semdiag.capturing.attention_kinds import external
+from semdiag.findings.capture_words import capture_sentences, diverged_sentences
 from semdiag.findings.estimates import estimate_table, sampling_sentences
 from semdiag.findings.findings import Findings
 from semdiag.findings.strict_json import has_schema
 from semdiag.presentation.drawing.panels import NothingToDrawError
 from semdiag.presentation.drawing.save import save_figure
 from semdiag.presentation.drawing.style import stacked
-from semdiag.presentation.report.capture_words import capture_sentences, warnings
 from semdiag.presentation.report.page import Picture, render_page
 from semdiag.presentation.report.summary import summary
 from semdiag.presentation.section import Section, Shown
@@ -78,9 +78,8 @@ def write_report(
     unknown = [name for name in sections if name not in SECTIONS]
     if unknown:
         raise ValueError(f"Sections of a report are {', '.join(SECTIONS)}. Got {unknown[0]!r}.")
+    check_folder(folder, keep_queries)
     given, folder = folder, Path(os.path.abspath(folder))
-    _tidy(folder)
-    _check_replaceable(folder, keep_queries)
     building = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
     try:
         try:
@@ -106,8 +105,25 @@ def measured_sections(findings: Findings) -> list[str]:
     return [name for name, section in SECTIONS.items() if section.applies(findings)]
 
 
-def _check_replaceable(folder: Path, keep_queries: bool) -> None:
-    """Refuse to replace anything but an earlier report, and to lose measurements kept there."""
+def check_folder(folder: Path, keep_queries: bool) -> None:
+    """Refuse to replace anything but an earlier report, and to lose measurements kept there.
+
+    What a killed process left of a report there is put right first.
+
+    Args:
+        folder: of a report to be written.
+        keep_queries: whether it will hold its own measurements.
+
+    Raises:
+        InputError: if the folder holds something else than a report, or cannot be made.
+    """
+    folder = Path(os.path.abspath(folder))
+    there = next(parent for parent in folder.parents if parent.exists())
+    if not there.is_dir():
+        raise InputError(f"The report cannot be written to {folder}: {there} is a file.")
+    if not os.access(there, os.W_OK):
+        raise InputError(f"The report cannot be written to {folder}: nothing can be written in {there}.")
+    _tidy(folder)
     if not folder.exists():
         return
     if not folder.is_dir():
@@ -192,7 +208,7 @@ def _write(
             progress.advance(1)
     paths = {name: list(picture["files"].values()) for name, picture in pictures.items()}
     whole = summary(findings, command, in_short(findings, sections), sections, paths)
-    whole["cautions"] = [*capture_sentences(findings)[1:], *warnings(findings)]
+    whole["cautions"] = [*capture_sentences(findings)[1:], *diverged_sentences(findings)]
     text = json.dumps(whole, indent=1, ensure_ascii=False, allow_nan=False)
     (folder / "summary.json").write_text(text + "\n", encoding="utf-8", errors="backslashreplace")
     others = sorted(name for name in tables if name not in _NAMED_IN_THE_PAGE)
@@ -211,7 +227,7 @@ def in_short(findings: Findings, sections: Sequence[Section]) -> list[str]:
     said = [sentence for section in sections for sentence in section.in_short(findings)]
     if not said and not external(findings.measurements.models).all():
         said = ["What was found stands below, model by model."]
-    return [*said, *sampling_sentences(findings), *capture_sentences(findings), *warnings(findings)]
+    return [*said, *sampling_sentences(findings), *capture_sentences(findings), *diverged_sentences(findings)]
 
 
 def _tables(findings: Findings, sections: Sequence[Section]) -> dict[str, pd.DataFrame]:

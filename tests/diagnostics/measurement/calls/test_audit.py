@@ -174,9 +174,9 @@ def test_half_precision_has_a_residual_of_its_rounding():
     residual = float(found.models["residual"].item())
     assert 1e-4 < residual < 3e-2
     assert found.provenance["dtype"] == "bfloat16"
+    from semdiag.findings.capture_words import capture_sentences
     from semdiag.findings.findings import Findings
     from semdiag.findings.gate.invariants import invariants
-    from semdiag.presentation.report.capture_words import capture_sentences
 
     findings = Findings(found)
     assert next(i for i in invariants(findings) if i.name == "residual").passed

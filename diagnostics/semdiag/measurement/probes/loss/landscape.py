@@ -249,6 +249,18 @@ def _snapshots(plan: LandscapePlan, conditions: Any) -> dict[str, Encoder]:
     }
 
 
+def _check(model: LoadedModel, plan: LandscapePlan, snapshots: Mapping[str, Encoder]) -> None:
+    """Refuse snapshots that span no plane with the model."""
+    if snapshots and not model.external:
+        next(_planes(MovableEncoder(model.encoder), plan, snapshots, 0))
+
+
 LOSS_SURFACE = Probe(
-    "loss surface", LandscapePlan, (LANDSCAPE,), _measure, _snapshots, steps=lambda plan: int(plan.points)
+    "loss surface",
+    LandscapePlan,
+    (LANDSCAPE,),
+    _measure,
+    prepare=_snapshots,
+    check=_check,
+    steps=lambda plan: int(plan.points),
 )

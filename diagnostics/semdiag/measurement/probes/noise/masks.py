@@ -134,9 +134,8 @@ def mask_stability(
     cut = split(tokens, max(1, round(batch_size / (1 + copies))))
     if loaded.external:
         return _external(loaded, cut, plan, device, dtype, after_batch), NOISE_EFFECTS.empty()
+    _check(loaded, plan)
     config = loaded.encoder.config
-    if plan.block >= config.blocks:
-        raise InputError(f"Noise can enter at blocks 0 to {config.blocks - 1} of {loaded.path}. Got {plan.block}.")
     runner = copy.deepcopy(loaded.encoder).to(device=device, dtype=dtype).eval()
     probe = _Probe(plan, selection_of(config.attention), runner, runner.blocks[plan.block])
     for batch in cut:
@@ -154,8 +153,7 @@ def _external(
     after_batch: Callable[[int], None],
 ) -> pd.DataFrame:
     """The table ``masks`` of a model whose attention alone is known."""
-    if plan.block:
-        raise InputError(f"Noise can enter {loaded.path} behind its embedding only. Got block {plan.block}.")
+    _check(loaded, plan)
     probe = _Probe(plan, selection_of("full"), loaded.module, loaded.module)
     with running(loaded, probe.add, device, dtype) as run:
         for batch in batches:
@@ -325,8 +323,19 @@ def _measure(subject: Subject, plan: NoisePlan, prepared: Any) -> Mapping[str, p
     return {"masks": masks, "noise_effects": effects}
 
 
+def _check(model: LoadedModel, plan: NoisePlan, prepared: Any = None) -> None:
+    """Refuse a block that the model does not have."""
+    if model.external and plan.block:
+        raise InputError(f"Noise can enter {model.path} behind its embedding only. Got block {plan.block}.")
+    if not model.external and plan.block >= model.encoder.config.blocks:
+        last = model.encoder.config.blocks - 1
+        raise InputError(f"Noise can enter at blocks 0 to {last} of {model.path}. Got {plan.block}.")
+
+
 def _provenance(plan: NoisePlan, samples: int, few: int) -> dict[str, Any]:
     return {"mask_noise": asdict(plan), "probe_samples": few}
 
 
-MASK_STABILITY = Probe("mask stability", NoisePlan, (MASKS, NOISE_EFFECTS), _measure, provenance=_provenance)
+MASK_STABILITY = Probe(
+    "mask stability", NoisePlan, (MASKS, NOISE_EFFECTS), _measure, check=_check, provenance=_provenance
+)

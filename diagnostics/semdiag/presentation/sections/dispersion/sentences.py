@@ -1,5 +1,7 @@
 """Does the sparse model focus? In sentences."""
 
+import math
+
 from semdiag.capturing.attention_kinds import external
 from semdiag.findings.counterfactuals import counterfactual_ks
 from semdiag.findings.dispersion import fixed_mask_ratios, pair_comparisons, recall_table
@@ -59,6 +61,8 @@ def span_sentence(findings: Findings, model: str) -> str:
         model: a value of the column ``model``.
     """
     delta, keys = (findings(pooled_percentiles, name)[model] for name in ("dispersion", "keys"))
+    if math.isnan(delta["p50"]):
+        return f"{model}: its dispersion is no number."
     return (
         f"{model}: the scores of a query span {delta['p50']:.3g} nats at the median and "
         f"{delta['p95']:.3g} at the 95th percentile, over {keys['p50']:g} keys at the median."

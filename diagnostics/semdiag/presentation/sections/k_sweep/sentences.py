@@ -16,7 +16,7 @@ _CHANGES = {
 }
 _ROUNDING = 5e-5  # nats: what is smaller is rounding, or might as well be
 _WHY = {
-    "near_uniform": "the attention is near uniform (untrained?)",
+    "near_uniform": "the attention is near uniform, half of the queries weigh their keys almost evenly",
     "chance": "the model predicts no better than chance (untrained?)",
     "control": "as many random keys do as little harm: what is measured does not hang on the attention",
     "few_samples": "too few samples for an interval",
@@ -38,7 +38,10 @@ def verdict_sentence(found: SparseVerdict, model: str) -> str:
             if found.k is None
             else f"k = {found.k}{_share(found)} keeps {found.mass:.1%} of the weight"
         )
-        return f"cannot tell before it is run: {weight}; the loss tells semdiag k-sweep {model} --rerun."
+        return (
+            f"cannot tell before it is run: {weight}; what a mask costs is measured by semdiag k-sweep {model} "
+            "--rerun."
+        )
     if found.reason:
         return f"cannot tell: {_WHY[found.reason]}."
     said = _CHANGES[found.measure].format(_amount(found.measure, found.change, True))
