@@ -65,8 +65,12 @@ class Padding:
         return found
 
     @contextmanager
-    def watched(self) -> Iterator[None]:
-        """Listen to the arguments of the model's modules; hooks are removed when the context is left."""
+    def watched(self, running: tuple[tuple[Any, ...], dict[str, Any]] | None = None) -> Iterator[None]:
+        """Listen to the arguments of the model's modules; hooks are removed when the context is left.
+
+        Args:
+            running: the arguments of the model's forward, by position and by name, where it runs already.
+        """
         with ExitStack() as stack:
             stack.callback(self._frames.clear)
             stack.callback(self._take_off, *self._model.modules())
@@ -74,6 +78,8 @@ class Padding:
                 names = () if isinstance(module, torch.jit.ScriptModule) else _parameters(module)
                 if {*names} & {*_MASKS}:
                     self._put_on(module)
+            if running is not None and self._model in self._hooks:
+                self._before(self._model, *running)
             yield
 
     def _put_on(self, module: nn.Module) -> None:
