@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from semdiag.capturing.attention_calls import watch_attention
+from semdiag.capturing.sparsify import TopK, sparsify
 from semdiag.measurement.calls.residual import recomputation_residual
 from semdiag_models import Encoder
 
@@ -183,6 +184,43 @@ def test_the_captured_tensors_are_all_that_attention_is_made_of(kind):
     assert not audit.skipped
     assert (call.layer, call.module, call.occurrence) == (0, "", 0)
     assert call.q.shape[1] == (1 if kind in ("baddbmm", "sdpa, no heads") else HEADS)
+
+
+GROUPED = {  # shapes of q, k and v without their lengths and widths
+    "keys and values of different heads": ((2, 6), (2, 2), (2, 3)),
+    "shared by all samples": ((2, 4), (1, 2), (1, 2)),
+    "queries of one sample": ((1, 4), (2, 2), (2, 1)),
+    "no samples": ((6,), (2,), (3,)),
+    "windows": ((3, 2, 4), (3, 2, 2), (2, 4)),
+}
+
+
+@pytest.mark.parametrize("kind", GROUPED)
+def test_grouped_heads_are_shared_as_torch_shares_them(kind):
+    q, k, v = (draw(*lead, 5, 4, seed=n) for n, lead in enumerate(GROUPED[kind]))
+    mask = torch.rand(q.shape[-3], 5, 5, generator=torch.Generator().manual_seed(0)) > 0.3
+    mask |= torch.eye(5, dtype=torch.bool)
+
+    class Grouped(nn.Module):
+        def forward(self, q, k, v):
+            return F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
+
+    def spread(x):
+        return x.repeat_interleave(q.shape[-3] // x.shape[-3], -3)
+
+    model = Grouped()
+    output, (call,), audit = watched(model, q, k, v)
+    scores = (q @ spread(k).mT / 2).masked_fill(~mask, -math.inf)
+    found = call.scores(torch.float64).masked_fill(~call.part().allowed, -math.inf)
+    torch.testing.assert_close(found.flatten(), scores.flatten())
+    assert torch.equal(call.mixed.flatten(), output.flatten())
+    assert recomputation_residual(call) < 1e-13
+    assert not audit.skipped
+    kept = scores.masked_fill(scores < scores.topk(2).values[..., 1:], -math.inf)
+    expected = kept.softmax(-1) @ spread(v)
+    with torch.no_grad(), sparsify(model, TopK(2)):
+        found = model(q, k, v)
+    torch.testing.assert_close(found, expected)
 
 
 def test_a_causal_rule_costs_no_mask():
