@@ -339,6 +339,23 @@ def test_a_term_that_falls_with_distance_is_a_bias_however_low(kind):
     assert [remark.text[:23] for remark in audit.remarks] == ["a term of down to -1.8e"]
 
 
+FAINT = {  # whether it is remarked on
+    "a hundred": (softmax_of(lambda z: z + BIAS + torch.where(SEEN, 0.0, -100.0)), True),
+    "ten": (softmax_of(lambda z: z + torch.where(SEEN, 0.0, -10.0)), False),
+    "by distance": (softmax_of(lambda z: z + ALIBI / 500), False),
+    "scores alone": (softmax_of(lambda z: 40 * z.sign()), False),
+}
+
+
+@pytest.mark.parametrize("kind", FAINT)
+def test_a_term_that_leaves_a_key_no_weight_but_is_no_mask_is_remarked(kind):
+    attend, said = FAINT[kind]
+    _, (call,), audit = watched(Attention(attend), draw(2, LENGTH, WIDTH))
+    assert call.part().allowed is None
+    assert call.bias is not None
+    assert ["if it is meant as a mask" in remark.text for remark in audit.remarks] == [True] * said
+
+
 def test_calls_of_a_shared_module_are_told_apart_and_counted_anew_in_each_forward():
     shared = Attention(lambda q, k, v: (q @ k.mT).softmax(-1) @ v)
 
