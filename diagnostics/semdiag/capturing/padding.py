@@ -40,7 +40,8 @@ class Padding:
 
     A mask counts for the queries of the attentions inside the module that it was given to: the innermost such
     module decides. It counts only where it is true of the keys, too (nobody attends to padding), unless the module
-    says by its arguments that it is a decoder; a mask of the keys of a cross-attention is none of its queries.
+    says by its arguments that it is a decoder; a mask of the keys of a cross-attention is none of its queries, and
+    one of queries by keys (L, L) is none of tokens, also where the batch has L samples.
 
     Args:
         model: any module.
@@ -65,8 +66,12 @@ class Padding:
         return found
 
     @contextmanager
-    def watched(self) -> Iterator[None]:
-        """Listen to the arguments of the model's modules; hooks are removed when the context is left."""
+    def watched(self, running: tuple[tuple[Any, ...], dict[str, Any]] | None = None) -> Iterator[None]:
+        """Listen to the arguments of the model's modules; hooks are removed when the context is left.
+
+        Args:
+            running: the arguments of the model's forward, by position and by name, where it runs already.
+        """
         with ExitStack() as stack:
             stack.callback(self._frames.clear)
             stack.callback(self._take_off, *self._model.modules())
@@ -74,6 +79,8 @@ class Padding:
                 names = () if isinstance(module, torch.jit.ScriptModule) else _parameters(module)
                 if {*names} & {*_MASKS}:
                     self._put_on(module)
+            if running is not None and self._model in self._hooks:
+                self._before(self._model, *running)
             yield
 
     def _put_on(self, module: nn.Module) -> None:
@@ -159,7 +166,7 @@ class Padding:
                     continue
                 own = _of_queries(mask, batch, length, call.first_query)
                 sure = frame.definitive or name.startswith(("decoder", "tgt"))
-                if own is not None and (sure or _true_of_keys(mask, own, call)):
+                if own is not None and (sure or _true_of_keys(mask, own, call)) and not _of_pairs(mask, call):
                     return own, None
                 if not bool(mask.all()):
                     remark = f"{name} marks padding that the keys here do not have: all queries count"
@@ -256,6 +263,18 @@ def _true_of_keys(mask: Tensor, queries: Tensor, call: AttentionCall) -> bool:
         return call.selected is not None
     padded = ~mask[:, None, None, :]
     return not bool((seen[..., : mask.shape[1]] & padded & queries[:, None, :, None]).any())
+
+
+def _of_pairs(mask: Tensor, call: AttentionCall) -> bool:
+    """Whether a mask of as many samples as tokens is one of queries by keys, (L, L), as a causal one.
+
+    It is where no query of any sample sees more than its row of the mask, and one sees what would be padding of
+    its sample.
+    """
+    seen = call.part().allowed
+    if seen is None or mask.shape != (call.q.shape[2], call.k.shape[2]) or len(mask) != len(call.q):
+        return False
+    return not bool((seen & ~mask).any()) and bool((seen & ~mask[:, None, None]).any())
 
 
 def _of_a_causal_mask(call: AttentionCall) -> Tensor | None:

@@ -1,6 +1,7 @@
 """What all mechanisms share: which module is running, what is covered already, and handing calls on safely."""
 
 import contextlib
+import math
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ from semdiag.capturing.audit import Audit, Captured, Remark, Skipped, failure
 from semdiag_models import AttentionCore
 
 _STEEP = -1000.0  # a bias below this is remarked on
+_FAINT = math.log(1e-9)  # likewise one that takes a key's weight below that of the best of its row by this factor
 NOTHING = "has no query or no key: there is nothing to measure"
 _OPEN: ContextVar[tuple["Recorder", ...]] = ContextVar("open", default=())  # of this thread or asynchronous task
 
@@ -291,5 +293,21 @@ def _remarks(call: AttentionCall, given: tuple[int, ...]) -> Iterator[str]:
         yield f"its queries and keys are channels, not positions: the product runs over the {given[1]} positions"
     if call.forbidding is not None:
         yield f"a mask of {call.forbidding:.3g} instead of -inf: the keys that it is given to count as forbidden"
-    if call.bias is not None and bool((call.bias <= _STEEP).any()):
+    if call.bias is None:
+        return
+    if bool((call.bias <= _STEEP).any()):
         yield f"a term of down to {float(call.bias.min()):.3g} counts as a bias on the scores, not as a mask"
+    elif _masks_faintly(call):
+        yield (
+            f"a term of down to {float(call.bias.min()):.3g} counts as a bias on the scores: if it is meant as a "
+            "mask, the keys that it is given to count as attended all the same"
+        )
+
+
+def _masks_faintly(call: AttentionCall) -> bool:
+    """Whether the bias has two sorts of terms, near the best of their row and far below, and none between."""
+    if call.bias is None or not bool(call.q.any()):  # without queries, the bias is the scores
+        return False
+    below = call.bias - call.bias.amax(-1, keepdim=True)
+    faint = below <= _FAINT
+    return bool(faint.any()) and not bool((~faint & (below < _FAINT / 2)).any())

@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from semdiag.capturing.attention_calls import watch_attention
+from semdiag.capturing.sparsify import TopK, sparsify
 from semdiag.measurement.calls.residual import recomputation_residual
 from semdiag_models import Encoder
 
@@ -185,6 +186,43 @@ def test_the_captured_tensors_are_all_that_attention_is_made_of(kind):
     assert call.q.shape[1] == (1 if kind in ("baddbmm", "sdpa, no heads") else HEADS)
 
 
+GROUPED = {  # shapes of q, k and v without their lengths and widths
+    "keys and values of different heads": ((2, 6), (2, 2), (2, 3)),
+    "shared by all samples": ((2, 4), (1, 2), (1, 2)),
+    "queries of one sample": ((1, 4), (2, 2), (2, 1)),
+    "no samples": ((6,), (2,), (3,)),
+    "windows": ((3, 2, 4), (3, 2, 2), (2, 4)),
+}
+
+
+@pytest.mark.parametrize("kind", GROUPED)
+def test_grouped_heads_are_shared_as_torch_shares_them(kind):
+    q, k, v = (draw(*lead, 5, 4, seed=n) for n, lead in enumerate(GROUPED[kind]))
+    mask = torch.rand(q.shape[-3], 5, 5, generator=torch.Generator().manual_seed(0)) > 0.3
+    mask |= torch.eye(5, dtype=torch.bool)
+
+    class Grouped(nn.Module):
+        def forward(self, q, k, v):
+            return F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
+
+    def spread(x):
+        return x.repeat_interleave(q.shape[-3] // x.shape[-3], -3)
+
+    model = Grouped()
+    output, (call,), audit = watched(model, q, k, v)
+    scores = (q @ spread(k).mT / 2).masked_fill(~mask, -math.inf)
+    found = call.scores(torch.float64).masked_fill(~call.part().allowed, -math.inf)
+    torch.testing.assert_close(found.flatten(), scores.flatten())
+    assert torch.equal(call.mixed.flatten(), output.flatten())
+    assert recomputation_residual(call) < 1e-13
+    assert not audit.skipped
+    kept = scores.masked_fill(scores < scores.topk(2).values[..., 1:], -math.inf)
+    expected = kept.softmax(-1) @ spread(v)
+    with torch.no_grad(), sparsify(model, TopK(2)):
+        found = model(q, k, v)
+    torch.testing.assert_close(found, expected)
+
+
 def test_a_causal_rule_costs_no_mask():
     for kind, first in (("sdpa, causal", 0), ("sdpa, lower right", 4)):
         (call,) = watched(Attention(ATTENTIONS[kind]), draw(2, LENGTH, WIDTH))[1]
@@ -299,6 +337,23 @@ def test_a_term_that_falls_with_distance_is_a_bias_however_low(kind):
     assert call.part().allowed is None
     assert torch.equal(call.bias.expand(1, 1, LENGTH, LENGTH)[0, 0].float(), ALIBI)
     assert [remark.text[:23] for remark in audit.remarks] == ["a term of down to -1.8e"]
+
+
+FAINT = {  # whether it is remarked on
+    "a hundred": (softmax_of(lambda z: z + BIAS + torch.where(SEEN, 0.0, -100.0)), True),
+    "ten": (softmax_of(lambda z: z + torch.where(SEEN, 0.0, -10.0)), False),
+    "by distance": (softmax_of(lambda z: z + ALIBI / 500), False),
+    "scores alone": (softmax_of(lambda z: 40 * z.sign()), False),
+}
+
+
+@pytest.mark.parametrize("kind", FAINT)
+def test_a_term_that_leaves_a_key_no_weight_but_is_no_mask_is_remarked(kind):
+    attend, said = FAINT[kind]
+    _, (call,), audit = watched(Attention(attend), draw(2, LENGTH, WIDTH))
+    assert call.part().allowed is None
+    assert call.bias is not None
+    assert ["if it is meant as a mask" in remark.text for remark in audit.remarks] == [True] * said
 
 
 def test_calls_of_a_shared_module_are_told_apart_and_counted_anew_in_each_forward():

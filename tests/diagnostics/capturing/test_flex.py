@@ -114,6 +114,45 @@ def test_rows_are_those_of_the_functions(score, mask, key_heads):
     assert calls.audit.empty
 
 
+@pytest.mark.parametrize("value", [-9_999.0, -1e9, torch.finfo(torch.float32).min])
+@pytest.mark.parametrize("how", ["filled", "added", "multiplied"])
+@pytest.mark.parametrize("mask", [None, padded])
+def test_a_constant_of_minus_ten_thousand_or_less_forbids_a_key(how, value, mask):
+    modifiers = {
+        "filled": lambda z, b, h, i, j: torch.where(i >= j, z, value),
+        "added": lambda z, b, h, i, j: z + torch.where(i >= j, 0.0, value),
+        "multiplied": lambda z, b, h, i, j: torch.where(i >= j, z, 1.0) * torch.where(i >= j, 1.0, value),
+    }
+    score = modifiers[how]
+    model, x = Attention(score, mask), stream()
+    with torch.no_grad(), semdiag.capture(model) as calls:
+        model(x)
+
+    def forbidding(z, b, h, i, j):
+        return score(z, b, h, i, j) if i >= j else -torch.inf
+
+    with torch.no_grad():
+        expected = naive(Attention(forbidding, mask), x)
+    assert calls.dispersion()["dispersion"].tolist() == pytest.approx(expected, abs=1e-9)
+    assert calls.residual["residual"].tolist() == pytest.approx([0], abs=1e-13)
+    said = calls.audit["reason"].tolist()
+    assert [text.startswith("a mask of -") for text in said] == [True] * (value > -1e36)
+
+
+def steep(z, b, h, i, j):
+    return z - 3e3 * (i - j).abs()
+
+
+def test_a_term_that_falls_with_distance_is_a_bias_however_low():
+    model, x = Attention(steep, None), stream()
+    with torch.no_grad():
+        expected = naive(model, x)
+        with semdiag.capture(model) as calls:
+            model(x)
+    assert calls.dispersion()["dispersion"].tolist() == pytest.approx(expected, rel=1e-12)
+    assert "counts as a bias" in calls.audit["reason"].item()
+
+
 @torch.no_grad()
 def test_a_function_that_cannot_be_read_is_audited(monkeypatch):
     def fail(*arguments):

@@ -75,6 +75,45 @@ def test_a_mask_that_is_not_true_of_the_keys_is_said_and_counts_for_nothing():
     assert calls.audit["what"].item() == "remark"
 
 
+class Masking(nn.Module):
+    """Masks its scores with a mask of samples by keys, or of queries by keys, and may look back only."""
+
+    def __init__(self, pairs=False, causal=False):
+        super().__init__()
+        self.pairs, self.causal = pairs, causal
+
+    def forward(self, x, attention_mask):
+        mask = attention_mask if self.pairs else attention_mask[:, None]
+        if self.causal:
+            mask = mask & torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
+        scores = (x @ x.mT).masked_fill(~mask, -torch.inf)
+        return scores.softmax(-1) @ x
+
+
+CAUSAL = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
+BLOCKS = torch.block_diag(*[torch.ones(2, 2)] * 3).bool()
+
+
+@pytest.mark.parametrize("mask", [CAUSAL, CAUSAL.mT, BLOCKS])
+def test_a_mask_of_queries_by_keys_is_no_padding_of_as_many_samples_as_tokens(mask):
+    x = stream()[:1].expand(LENGTH, -1, -1) * torch.arange(1, LENGTH + 1)[:, None, None] / 8
+    found, calls = counted(Masking(pairs=True), x, mask)
+    assert [*found.values()] == [LENGTH * LENGTH]
+    scores = (x @ x.mT).masked_fill(~mask, torch.nan)
+    expected = [max(row) - min(row) for row in ([z for z in r if z == z] for r in scores.flatten(0, 1).tolist())]
+    assert calls.dispersion()["dispersion"].tolist() == pytest.approx(expected, rel=1e-4, abs=1e-4)
+    assert "all queries count" in calls.audit["reason"].item()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("mask", [CAUSAL, CAUSAL.flip(0, 1), CAUSAL[[0, 2, 2, 3, 5, 5]], CAUSAL[[3] * LENGTH]])
+def test_padding_of_as_many_samples_as_tokens_is_left_out(mask, causal):
+    x = torch.randn(LENGTH, LENGTH, WIDTH, generator=torch.Generator().manual_seed(0))
+    found, calls = counted(Masking(causal=causal), x, mask)
+    assert [*found.values()] == [mask.sum()]
+    assert calls.audit.empty
+
+
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     transformers = pytest.importorskip("transformers", reason="Hugging Face models need the extra hf")

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from semdiag.capturing.attention_call import AttentionCall
+from semdiag.capturing.score_masks import split_scores
 
 MECHANISM = "flex_attention"
 _ARGUMENTS = (
@@ -55,10 +56,11 @@ def flex_call(args: tuple[Any, ...], kwargs: dict[str, Any], mixed: Tensor) -> A
             return AttentionCall(**{**vars(call), "allowed": allowed})
         scores = call.scores(torch.float64 if q.dtype == torch.float64 else torch.float32)
         bent = _over_all(score, (0,), buffers)(scores, *_places(scores.shape, q.device), *buffers)
-        forbidden = bent == -torch.inf
-        bias = (bent - scores).masked_fill(forbidden, 0.0)
-        allowed = ~forbidden if allowed is None else allowed & ~forbidden
-        return AttentionCall(**{**vars(call), "allowed": allowed, "bias": bias})
+        bent = bent if allowed is None else bent.masked_fill(~allowed, -torch.inf)
+        allowed, bent, forbidding = split_scores(bent)
+        bias = bent - scores
+        bias = bias if allowed is None else bias.masked_fill(~allowed, 0.0)
+        return AttentionCall(**{**vars(call), "allowed": allowed, "bias": bias, "forbidding": forbidding})
 
 
 def mask_of(

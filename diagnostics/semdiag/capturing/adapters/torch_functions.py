@@ -133,8 +133,8 @@ _WATCHED = frozenset((*_SOFTMAX, *_SPECIAL, *FOLLOWED))
 def _masked(recorder: Recorder, given: dict[str, Any]) -> dict[str, Any]:
     """The arguments that change under the recorder's mask."""
     q, k, v = (given[name] for name in _SDPA[:3])
-    leads = [q.shape[:-2]] if given.get("enable_gqa") else [x.shape[:-2] for x in (q, k, v)]
-    lead: torch.Size = torch.broadcast_shapes(*leads)  # type: ignore[no-untyped-call]
+    shared = ((*x.shape[:-3], 1) if given.get("enable_gqa") else x.shape[:-2] for x in (k, v))
+    lead: torch.Size = torch.broadcast_shapes(q.shape[:-2], *shared)  # type: ignore[no-untyped-call]
     kept = recorder.kept(_sdpa_call(given, q.expand(*lead, *q.shape[-2:]), recorder.heads))
     if kept is None:
         return {}
@@ -157,10 +157,14 @@ def _sdpa_call(given: dict[str, Any], mixed: Tensor, heads: int | None) -> Atten
         first = k.shape[-2] - q.shape[-2] if mask.variant == biases.CausalVariant.LOWER_RIGHT else 0
         mask = None
     allowed, bias, forbidding = (None, None, None) if mask is None else split_mask(mask)
-    lead, scale = mixed.shape[:-2], given.get("scale")
-    grouped = bool(given.get("enable_gqa"))
-    if not grouped:
-        q, k, v = (x.expand(*lead, *x.shape[-2:]) for x in (q, k, v))
+    mixed, scale = mixed.detach(), given.get("scale")
+    if given.get("enable_gqa"):
+        k, v = _as_many_heads(k, v)
+        samples = mixed.shape[:-3] or (1,)  # of three axes the first is that of the heads
+        q, k, v, mixed = (x.expand(*samples, *x.shape[-3:]) for x in (q, k, v, mixed))
+    else:
+        q, k, v = (x.expand(*mixed.shape[:-2], *x.shape[-2:]) for x in (q, k, v))
+    lead = mixed.shape[:-2]
     return AttentionCall(
         module="",
         layer=0,
@@ -171,7 +175,7 @@ def _sdpa_call(given: dict[str, Any], mixed: Tensor, heads: int | None) -> Atten
         allowed=None if allowed is None else mask_axes(allowed, lead, heads),
         queries=None,
         selected=None,
-        mixed=four_axes(mixed.detach(), heads),
+        mixed=four_axes(mixed, heads),
         bias=None if bias is None else mask_axes(bias, lead, heads),
         causal=causal,
         first_query=first,
@@ -179,3 +183,10 @@ def _sdpa_call(given: dict[str, Any], mixed: Tensor, heads: int | None) -> Atten
         dropout=float(given.get("dropout_p") or 0.0),
         forbidding=forbidding,
     )
+
+
+def _as_many_heads(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values (…, H, L, D), each shared by groups of heads, with as many heads as both need."""
+    heads = math.lcm(k.shape[-3], v.shape[-3])
+    k, v = (x if x.shape[-3] == heads else x.repeat_interleave(heads // x.shape[-3], -3) for x in (k, v))
+    return k, v

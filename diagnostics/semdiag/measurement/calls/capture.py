@@ -163,11 +163,11 @@ class Calls:
     def _add(self, call: AttentionCall, padding: Padding) -> None:
         call = padding.marked(call, self._audit)
         rows = counted_rows(call, self._k, self._draws.places(call))
-        layer = self._layers.add(rows)
-        place = {"call": len(self._reduced), "module": call.module, "layer": layer, "occurrence": call.occurrence}
         on_cpu = {field.name: getattr(rows.statistics, field.name).cpu() for field in fields(RowStatistics)}
         queries, keys = rows.queries.cpu().numpy(), rows.keys.cpu().numpy()
         places = None if rows.places is None else rows.places.cpu().numpy()
+        layer = self._layers.add(rows)
+        place = {"call": len(self._reduced), "module": call.module, "layer": layer, "occurrence": call.occurrence}
         self._reduced.append(_Reduced(place, queries, places, keys, RowStatistics(**on_cpu)))
 
 

@@ -42,11 +42,12 @@ class Layer:
 
     def add(self, call: AttentionCall, kind: str, generator: torch.Generator) -> None:
         """Count a call; the generator draws the rows of its residual."""
+        residual = recomputation_residual(call, generator)  # first: a call where it fails does not count
         self.kinds.add(kind)
         self.heads, self.key_heads, self.width = call.q.shape[1], call.k.shape[1], call.q.shape[3]
         self.longest = max(self.longest, call.k.shape[2])
         self.calls += 1
-        self.residual = float(np.maximum(self.residual, recomputation_residual(call, generator)))  # keeps a NaN
+        self.residual = float(np.maximum(self.residual, residual))  # keeps a NaN
 
 
 class Layers:
@@ -69,9 +70,10 @@ class Layers:
             The number of its place.
         """
         call = rows.call
-        new = Layer(len(self._places), call.mechanism)
-        place = self._places.setdefault((call.module, call.occurrence), new)
+        name = call.module, call.occurrence
+        place = self._places.get(name) or Layer(len(self._places), call.mechanism)
         place.add(call, mask_kind(rows.statistics.keys, rows.queries, rows.places), self._generator)
+        self._places[name] = place
         return place.number
 
     @property

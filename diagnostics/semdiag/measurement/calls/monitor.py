@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 from semdiag.capturing.attention_calls import AttentionCall, watch_attention
-from semdiag.capturing.audit import failure
+from semdiag.capturing.audit import Audit, Remark, failure
+from semdiag.capturing.padding import Padding
 from semdiag.mathematics.softmax_secants import local_stability_of_weight
 from semdiag.measurement.calls.counted_rows import CountedRows, counted_rows
 from semdiag.measurement.calls.monitor_log import MonitorLog
@@ -114,6 +115,8 @@ class Monitor:
         self._looked_at: int | None = None
         self._rows: list[dict[str, Any]] = []
         self._seen = False  # whether the running look has seen attention
+        self._padding = Padding(model)
+        self._said: set[Remark] = set()
 
     @property
     def table(self) -> pd.DataFrame:
@@ -141,7 +144,7 @@ class Monitor:
             pass  # a model that cannot be watched is refused here, not in the middle of a training
         self._writer, self._own_writer = _writer(self._tensorboard)
         self._handles = [
-            self.model.register_forward_pre_hook(self._before),
+            self.model.register_forward_pre_hook(self._before, with_kwargs=True),
             self.model.register_forward_hook(self._after, always_call=True),
         ]
         return self
@@ -168,22 +171,22 @@ class Monitor:
     ) -> None:
         self.stop()
 
-    def _before(self, model: nn.Module, inputs: object) -> None:
+    def _before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if torch.compiler.is_compiling():
             _warn_while_compiling()
         elif model.training:
-            self._begin(model)
+            self._begin(model, args, kwargs)
 
-    def _begin(self, model: nn.Module) -> None:
+    def _begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._look.close()  # of a call that was interrupted
         self._looked_at = None
         step, self.step = self.step, self.step + 1
         if step % self.every == 0:
             self._rows, self._seen = [], False
-            with _carrying_on():
-                look = watch_attention(model, lambda call: self._reduce(call, step), inside=True)
-                self._look.enter_context(look)
-                self._looked_at = step
+            with _carrying_on(), ExitStack() as look:
+                look.enter_context(self._padding.watched((args, kwargs)))
+                look.enter_context(watch_attention(model, lambda call: self._reduce(call, step), inside=True))
+                self._look, self._looked_at = look.pop_all(), step
 
     def _after(self, model: nn.Module, inputs: object, output: object) -> None:
         if torch.compiler.is_compiling() or self._looked_at is None:
@@ -197,10 +200,20 @@ class Monitor:
     def _reduce(self, call: AttentionCall, step: int) -> None:
         start, self._seen = time.perf_counter(), True
         with _carrying_on():
+            call = self._marked(call)
             place = {"step": step, "layer": call.layer, "module": call.module, "occurrence": call.occurrence}
             rows = sampled_rows(call, self.k, self._generator, self._queries)
             self._rows.append(place | describe(rows, self.k))
         self.seconds += time.perf_counter() - start
+
+    def _marked(self, call: AttentionCall) -> AttentionCall:
+        """The call with its padded queries marked; what could not be matched is said once."""
+        audit = Audit()
+        call = self._padding.marked(call, audit)
+        for remark in audit.remarks.keys() - self._said:
+            self._said.add(remark)
+            warnings.warn(f"The monitor of {remark.module or 'a model'}: {remark.text}.", stacklevel=2)
+        return call
 
     def _finish(self, step: int) -> None:
         start = time.perf_counter()

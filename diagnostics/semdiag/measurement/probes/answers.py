@@ -39,7 +39,8 @@ class Reader:
     A distribution is what an encoder of semdiag_models returns, what is called ``logits``, and what labels or the
     next token can be compared with; any other output is a representation. The next token is what is right where
     there are no labels, the output has one row for each token and one column for each row of an embedding, and no
-    position's output changes with a later token (this is tried out).
+    position's output changes with a later token (this is tried out). Samples are the output's first axis, or the
+    second where the first is not as long as the batch.
 
     Args:
         module: the model.
@@ -50,7 +51,7 @@ class Reader:
 
     def __init__(self, module: nn.Module, batch: Batch, labelled: bool, run: Any) -> None:
         self._module, self._labelled = module, labelled
-        values, named = _values(run(batch))
+        values, named = _values(run(batch), batch)
         sizes = {m.num_embeddings for m in module.modules() if isinstance(m, nn.Embedding)}
         ids = _ids(batch)
         self.causal = (
@@ -70,8 +71,11 @@ class Reader:
             output: what the model returned.
             batch: its input.
             labels: (B,) classes; None if unknown.
+
+        Raises:
+            TypeError: if the output holds no tensor of floating-point numbers, or none with an axis of samples.
         """
-        values, _ = _values(output)
+        values, _ = _values(output, batch)
         values = values if values.ndim == 3 else values.reshape(len(values), 1, -1)
         counted = self._counted(batch, values)
         if not self.distribution:
@@ -106,17 +110,27 @@ def _next(ids: Tensor, real: Tensor) -> Tensor:
     return found
 
 
-def _values(output: Any) -> tuple[Tensor, bool]:
-    """The output's tensor, and whether it is called logits."""
-    if isinstance(output, Tensor):
-        return output, False
+def _values(output: Any, batch: Batch) -> tuple[Tensor, bool]:
+    """The output's tensor, samples first, and whether it is called logits."""
+    found, named = output if isinstance(output, Tensor) else None, False
     if isinstance(output, Mapping) and isinstance(output.get("logits"), Tensor):
-        return output["logits"], True
-    parts = output.values() if isinstance(output, Mapping) else output if isinstance(output, tuple | list) else ()
-    found = next((x for x in parts if isinstance(x, Tensor) and x.is_floating_point() and x.ndim >= 2), None)
+        found, named = output["logits"], True
     if found is None:
-        raise TypeError(f"its output, a {type(output).__name__}, holds no tensor of floating-point numbers")
-    return found, False
+        parts = output.values() if isinstance(output, Mapping) else output
+        parts = parts if isinstance(output, Mapping | tuple | list) else ()
+        found = next((x for x in parts if isinstance(x, Tensor) and x.is_floating_point() and x.ndim >= 2), None)
+    if found is None or not found.is_floating_point():
+        kind = type(output).__name__ if found is None else f"tensor of {str(found.dtype).removeprefix('torch.')}"
+        raise TypeError(f"its output, a {kind}, holds no tensor of floating-point numbers")
+    return _samples_first(found, batching.samples_of(batch)), named
+
+
+def _samples_first(values: Tensor, samples: int) -> Tensor:
+    if samples in values.shape[:1]:
+        return values
+    if samples in values.shape[1:2]:  # sequence first
+        return values.transpose(0, 1)
+    raise TypeError(f"its output, of shape {tuple(values.shape)}, has no axis of the batch's samples, {samples}")
 
 
 def _ids(batch: Batch) -> Tensor | None:
@@ -134,6 +148,6 @@ def _looks_back(batch: Batch, ids: Tensor, values: Tensor, run: Any) -> bool:
     changed = ids.clone()
     changed[:, -1] = (ids[:, -1] + 1) % values.shape[2]
     other = batching.with_tensor(batch, ids, changed)
-    moved = (_values(run(other))[0] - values).abs().amax(-1)  # (B, L)
+    moved = (_values(run(other), batch)[0] - values).abs().amax(-1)  # (B, L)
     noise = _SAME * float(values.abs().max())
     return bool(moved[:, :-1].max() <= noise) and bool(moved[:, -1].max() > noise)

@@ -213,3 +213,16 @@ def test_a_residual_looks_at_all_samples_heads_and_queries():
         found.append(max(recomputation_residual(call, generator) for _ in range(60)) > 0.1)
         call.mixed[sample, head, query] -= 1.0
     assert found == [True] * 3  # 60 times 32 of 384 rows: missed with probability (1 - 32 / 384) ** 60 = 0.5 %
+
+
+def test_a_call_on_which_the_capture_failed_is_in_no_table_but_the_audit(monkeypatch):
+    def fail(*arguments):
+        raise ValueError("unfit")
+
+    monkeypatch.setattr("semdiag.measurement.calls.layers.recomputation_residual", fail)
+    model = Attention()
+    with pytest.warns(UserWarning, match="No softmax attention was captured"), semdiag.capture(model) as calls:
+        model(stream())
+    assert calls.residual.empty
+    assert calls.dispersion().empty
+    assert "semdiag failed on it (ValueError: unfit)" in calls.audit["reason"].item()

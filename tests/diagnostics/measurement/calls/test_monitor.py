@@ -148,6 +148,43 @@ def test_padded_queries_are_left_out():
     assert (monitor.table["rows"] <= 3 * model.config.heads).all()
 
 
+def test_padded_queries_of_a_foreign_model_are_left_out():
+    """The model is asked for its first look while it runs: its arguments count as those of its modules do."""
+    layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+    model = made(lambda: nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)).train()
+    x, real = torch.randn(3, 8, 16, generator=torch.Generator().manual_seed(0)), torch.arange(8) < 3
+    calls = []
+    with watch_attention(model, calls.append), Monitor(model, every=1) as monitor:
+        model(x, src_key_padding_mask=~real.expand(3, 8))
+    (row,), (call,) = monitor.table.to_dict("records"), calls
+    scores = (call.q @ call.k.mT * call.scale)[:, :, real][..., real].detach()
+    assert row["rows"] == 3 * 3 * 2
+    assert row["dispersion"] == pytest.approx((scores.amax(-1) - scores.amin(-1)).quantile(0.5).item(), rel=1e-5)
+
+
+class Marked(nn.Module):
+    """Takes a mask of tokens, and may leave the padding in its attention."""
+
+    def __init__(self, obedient):
+        super().__init__()
+        self.obedient = obedient
+
+    def forward(self, x, attention_mask):
+        scores = x @ x.mT
+        scores = scores.masked_fill(~attention_mask[:, None], -math.inf) if self.obedient else scores
+        return scores.softmax(-1) @ x
+
+
+@pytest.mark.parametrize(("obedient", "rows"), [(True, 7), (False, 12)])
+def test_a_mask_that_the_model_itself_takes_counts_where_it_is_true_of_the_keys(obedient, rows, recwarn):
+    model, x = Marked(obedient).train(), torch.randn(2, 6, 4)
+    with Monitor(model, every=1) as monitor:
+        for _ in range(2):
+            model(x, attention_mask=torch.arange(6) < torch.tensor([[6], [1]]))
+    assert monitor.table["rows"].tolist() == [rows, rows]
+    assert ["all queries count" in str(said.message) for said in recwarn] == [True] * (not obedient)
+
+
 def test_evaluation_is_neither_counted_nor_watched():
     model = made(encoder)
     with Monitor(model, every=2) as monitor:

@@ -161,6 +161,36 @@ def test_a_model_whose_output_holds_no_numbers_is_refused():
         run(made(Odd), [ids()])
 
 
+@pytest.mark.parametrize(
+    ("output", "said"),
+    [
+        (lambda y: y.argmax(-1), "a tensor of int64, holds no tensor of floating-point numbers"),
+        (lambda y: torch.fft.fft(y), "a tensor of complex128, holds no tensor of floating-point numbers"),
+        (lambda y: y.sum(), r"of shape \(\), has no axis of the batch's samples, 9"),
+        (lambda y: y.flatten(0, 1), r"of shape \(90, 7\), has no axis of the batch's samples, 9"),
+    ],
+)
+def test_an_output_without_an_axis_of_samples_or_real_numbers_is_refused(output, said):
+    class Odd(Causal):
+        def forward(self, tokens):
+            return output(super().forward(tokens))
+
+    with pytest.raises(InputError, match=said):
+        run(made(Odd), [ids()])
+
+
+@pytest.mark.parametrize("options", [{}, {"columns": LETTERS + 1}])  # judged by next tokens, and by its outputs
+def test_an_output_with_its_sequence_first_is_read_as_with_its_samples_first(options):
+    class Turned(Causal):
+        def forward(self, tokens):
+            return super().forward(tokens).transpose(0, 1)
+
+    batches = [ids()[:4], ids()[4:]]
+    again = run(made(Turned, **options), batches)
+    assert again.equals(run(made(**options), batches))
+    assert again["sample"].tolist() == [*range(4)] * 2 + [*range(4, 9)] * 2
+
+
 def test_attention_that_cannot_be_masked_stops_a_rerun():
     class Odd(Causal):
         def forward(self, tokens):
