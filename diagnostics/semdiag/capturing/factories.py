@@ -40,7 +40,7 @@ def build(spec: str) -> tuple[nn.Module, Any]:
     with _current_folder_first():
         try:
             module = importlib.import_module(name)
-        except Exception as error:  # whatever the user's code does when imported
+        except (Exception, SystemExit) as error:  # whatever the user's code does when imported
             raise InputError(f"{name} cannot be imported ({_said(error)}).{_hint(error, name)}") from error
         factory = getattr(module, function, None)
         if not callable(factory):
@@ -50,7 +50,7 @@ def build(spec: str) -> tuple[nn.Module, Any]:
             built = factory()
         except InputError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise InputError(f"{spec} failed ({_said(error)}). It is called without arguments.") from error
     found, batches = built if isinstance(built, tuple) and len(built) == 2 else (built, None)
     if not isinstance(found, nn.Module):
@@ -70,7 +70,7 @@ def _current_folder_first() -> Iterator[None]:
         sys.path.remove(here)
 
 
-def _hint(error: Exception, name: str) -> str:
+def _hint(error: BaseException, name: str) -> str:
     """Where a module was looked for, if it is the user's own that was not found."""
     missing = getattr(error, "name", None)
     if isinstance(error, ModuleNotFoundError) and missing is not None and f"{name}.".startswith(f"{missing}."):
@@ -78,6 +78,6 @@ def _hint(error: Exception, name: str) -> str:
     return ""
 
 
-def _said(error: Exception) -> str:
+def _said(error: BaseException) -> str:
     first = (str(error).splitlines() or [""])[0][:200]
     return f"{type(error).__name__}: {first}" if first else type(error).__name__

@@ -73,6 +73,8 @@ def k_sweep(
     if budget is not None and (len(models or ()) != 1 or budget.suffix != ".json" or not budget.parent.is_dir()):
         raise InputError(f"--budget takes one MODEL and a file name in a folder that exists, .json. Got {budget}.")
     again = rerun or budget is not None
+    if k and not again:
+        raise InputError("--k says which k are run with real masks: add --rerun. Without it every k is looked at.")
     plan = KSweepPlan(max_k, again, tolerance, budget is not None, whole_numbers(k, "--k"))
     conditions = shared.conditions(plans=(plan,))
     findings = shared.measured(models, conditions)

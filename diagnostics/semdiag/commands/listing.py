@@ -5,6 +5,7 @@ from typing import Annotated
 import typer
 
 from semdiag.commands import completion
+from semdiag.commands.printing.terminal import terminal
 
 
 def list_names(
@@ -21,7 +22,6 @@ def list_names(
     [bold]semdiag list tasks[/]
     """
     from rich.box import SIMPLE_HEAD
-    from rich.console import Console
     from rich.table import Table
 
     from semdiag_models import ATTENTIONS, TASKS, Text
@@ -46,7 +46,7 @@ def list_names(
     tables = {"tasks": tasks, "attentions": attentions, "metrics": metrics}
     if what not in (*tables, "all"):
         raise unknown_name("list", what, tables)
-    console = Console()
+    console = terminal()
     for name, table in tables.items():
         if what in (name, "all"):
             console.print(table)

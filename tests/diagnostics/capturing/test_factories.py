@@ -22,6 +22,10 @@ def ours():
     return Encoder(ModelConfig(vocabulary_size=3, classes=2, length=4, blocks=1))
 def number():
     return 5
+def leaves():
+    raise SystemExit(3)
+
+
 def broken():
     raise RuntimeError("no weights here\\nsecond line")
 def needs(size):
@@ -76,6 +80,7 @@ def test_an_encoder_of_ours_is_no_external_model():
             "ownmodels.made:needs",
             r"^ownmodels\.made:needs failed \(TypeError: .*It is called without arguments",
         ),
+        ("ownmodels.made:leaves", r"^ownmodels\.made:leaves failed \(SystemExit: 3\)\."),
         ("ownmodels.made:refuses", r"^Set WEIGHTS first\.$"),
         (
             "ownmodels.none:build",

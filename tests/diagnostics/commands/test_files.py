@@ -1,5 +1,6 @@
 """Files, terminals and kills: what a user meets on a bad day is one line, and never half a report."""
 
+import io
 import json
 import os
 import subprocess
@@ -121,6 +122,15 @@ def test_what_a_file_says_does_not_steer_the_terminal(run_semdiag, here, tiny_ru
 def test_colours_of_our_own_still_reach_the_terminal(capsys):
     terminal(force_terminal=True, color_system="standard", highlight=False).print("[red]x[/]\x1b[2J")
     assert capsys.readouterr().out == "\x1b[31mx\x1b[0m\\x1b[2J\n"
+
+
+def test_a_reader_that_leaves_is_no_failed_check():
+    class Gone(io.StringIO):
+        def write(self, text):
+            raise BrokenPipeError
+
+    with pytest.raises(BrokenPipeError):  # rich would leave with exit code 1
+        terminal(file=Gone()).print("a table")
 
 
 @pytest.mark.parametrize("spec", ["hf:__main__", "hf:sys", "hf:nowhere"])

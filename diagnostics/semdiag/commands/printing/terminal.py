@@ -46,6 +46,9 @@ def terminal(**options: Any) -> "Console":
             for segment in super().render(renderable, options):
                 yield segment if segment.control else Segment(visible(segment.text), segment.style)
 
+        def on_broken_pipe(self) -> None:
+            raise BrokenPipeError  # rich would leave with exit code 1, that of a failed check
+
     return Careful(**options)
 
 
