@@ -172,6 +172,10 @@ LATER = {
 }
 
 
+def skewed(w):
+    return F.pad(w, (0, 1)).view(BATCH, HEADS, LENGTH + 1, LENGTH)
+
+
 def in_a_loop(w, v):
     return torch.stack([w[b] @ v[b] for b in range(len(w))])
 
@@ -186,6 +190,16 @@ VALUES = {
     "one head's values": lambda w, v: torch.einsum("bhij,bjd->bhid", w, v[:, 0]),
     "multiplied and summed": lambda w, v: (w[..., None] * v[:, :, None]).sum(-2),
     "in a loop": in_a_loop,
+    "mean over heads": lambda w, v: w.mean(1, keepdim=True) @ v,
+    "sum over heads": lambda w, v: w.sum(1) @ v[:, 0],
+    "stacked heads, mean": lambda w, v: torch.stack([*w.unbind(1)]).mean(0) @ v[:, 0],
+    "einsum over heads": lambda w, v: torch.einsum("bhij,bjd->bid", w, v[:, 0]),
+    "mean over queries": lambda w, v: w.mean(2, keepdim=True) @ v,
+    "skewed and scaled": lambda w, v: (skewed(w) * draw(BATCH, HEADS, 7, 6).exp())[:, :, 1:] @ v,
+    "addbmm": lambda w, v: torch.addbmm(torch.zeros(LENGTH, WIDTH), w.flatten(0, 1), v.flatten(0, 1)),
+    "addmv": lambda w, v: torch.addmv(torch.zeros(LENGTH), w[0, 0], v[0, 0, :, 0]),
+    "dot": lambda w, v: torch.stack([torch.dot(row, v[0, 0, :, 0]) for row in w[0, 0]]),
+    "conv1d": lambda w, v: F.conv1d(v[0], w[0, 0, :, :, None]),
     "mv": lambda w, v: torch.stack([torch.mv(x, y) for x, y in zip(w.flatten(0, 1), v.flatten(0, 1)[..., 0])]),  # noqa: B905
 }
 
@@ -305,7 +319,8 @@ def test_weights(name):
 @pytest.mark.parametrize("name", VALUES)
 def test_values(name, context):
     found = judged(Written("@", ["/"], "softmax", [], name), context)
-    assert found == ("audited" if name in ("multiplied and summed", "in a loop", "mv") else "right")
+    whole = ("@", "einsum", "einsum, swapped", "transposed", "bmm", "twice", "one head's values")
+    assert found == ("right" if name in whole else "audited")
 
 
 @pytest.mark.parametrize("context", CONTEXTS)
