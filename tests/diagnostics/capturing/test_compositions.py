@@ -172,6 +172,10 @@ LATER = {
 }
 
 
+def skewed(w):
+    return F.pad(w, (0, 1)).view(BATCH, HEADS, LENGTH + 1, LENGTH)
+
+
 def in_a_loop(w, v):
     return torch.stack([w[b] @ v[b] for b in range(len(w))])
 
@@ -186,6 +190,16 @@ VALUES = {
     "one head's values": lambda w, v: torch.einsum("bhij,bjd->bhid", w, v[:, 0]),
     "multiplied and summed": lambda w, v: (w[..., None] * v[:, :, None]).sum(-2),
     "in a loop": in_a_loop,
+    "mean over heads": lambda w, v: w.mean(1, keepdim=True) @ v,
+    "sum over heads": lambda w, v: w.sum(1) @ v[:, 0],
+    "stacked heads, mean": lambda w, v: torch.stack([*w.unbind(1)]).mean(0) @ v[:, 0],
+    "einsum over heads": lambda w, v: torch.einsum("bhij,bjd->bid", w, v[:, 0]),
+    "mean over queries": lambda w, v: w.mean(2, keepdim=True) @ v,
+    "skewed and scaled": lambda w, v: (skewed(w) * draw(BATCH, HEADS, 7, 6).exp())[:, :, 1:] @ v,
+    "addbmm": lambda w, v: torch.addbmm(torch.zeros(LENGTH, WIDTH), w.flatten(0, 1), v.flatten(0, 1)),
+    "addmv": lambda w, v: torch.addmv(torch.zeros(LENGTH), w[0, 0], v[0, 0, :, 0]),
+    "dot": lambda w, v: torch.stack([torch.dot(row, v[0, 0, :, 0]) for row in w[0, 0]]),
+    "conv1d": lambda w, v: F.conv1d(v[0], w[0, 0, :, :, None]),
     "mv": lambda w, v: torch.stack([torch.mv(x, y) for x, y in zip(w.flatten(0, 1), v.flatten(0, 1)[..., 0])]),  # noqa: B905
 }
 
@@ -210,15 +224,17 @@ class Written(nn.Module):
 
 
 INPUTS = [draw(BATCH, HEADS, LENGTH, WIDTH, seed=i) for i in range(3)]
+CONTEXTS = [torch.enable_grad, torch.no_grad, torch.inference_mode]
 NAMES = [st.sampled_from([*names]) for names in (PRODUCTS, STEPS, SOFTMAXES, LATER, VALUES)]
 
 
-def judged(model, grad=False):
+def judged(model, context=torch.no_grad):
     """Outputs the same, and of what was computed: captured and right, or audited. Returns which."""
-    with torch.set_grad_enabled(grad):
-        inputs = [x.clone().requires_grad_(grad) for x in INPUTS]
-        with RecordedSoftmaxes() as truth:
-            before = model(*inputs)
+    with torch.no_grad(), RecordedSoftmaxes() as truth:
+        model(*(x.clone() for x in INPUTS))
+    with context():
+        inputs = [x.clone().requires_grad_(torch.is_grad_enabled()) for x in INPUTS]
+        before = model(*inputs)
         calls, verdicts = [], []
 
         def hold(call):
@@ -245,24 +261,25 @@ def _written_out(truth):
     softmax=NAMES[2],
     later=st.lists(NAMES[3], max_size=2),
     values=NAMES[4],
-    grad=st.booleans(),
+    context=st.sampled_from(CONTEXTS),
 )
-@example("@", ["rows in a loop"], "softmax", [], "@", False)
-@example("@", ["index_fill_", "talking heads"], "exp / sum", ["talking heads"], "@", False)
-@example("einsum, ...", ["the best one at -1e4"], "softmax", [], "@", False)
-@example("@", ["masked_fill, -1e4", "times a number per key", "/"], "softmax", [], "@", False)
-def test_any_composition_by_hand_is_exact_or_audited(product, steps, softmax, later, values, grad):
+@example("@", ["rows in a loop"], "softmax", [], "@", torch.no_grad)
+@example("@", ["index_fill_", "talking heads"], "exp / sum", ["talking heads"], "@", torch.no_grad)
+@example("einsum, ...", ["the best one at -1e4"], "softmax", [], "@", torch.no_grad)
+@example("@", ["masked_fill, -1e4", "times a number per key", "/"], "softmax", [], "@", torch.no_grad)
+def test_any_composition_by_hand_is_exact_or_audited(product, steps, softmax, later, values, context):
     model = Written(product, steps, softmax, later, values)
     try:
-        model(*(x.clone().requires_grad_(grad) for x in INPUTS))
+        model(*(x.clone().requires_grad_(context is torch.enable_grad) for x in INPUTS))
     except RuntimeError:  # in place under a gradient, or no view: torch refuses it
         reject()
-    judged(model, grad)
+    judged(model, context)
 
 
+@pytest.mark.parametrize("context", CONTEXTS[1:])
 @pytest.mark.parametrize("name", PRODUCTS)
-def test_products(name):
-    found = judged(Written(name, ["/"], "softmax", [], "@"))
+def test_products(name, context):
+    found = judged(Written(name, ["/"], "softmax", [], "@"), context)
     assert found == ("audited" if name in ("cdist", "products by hand") else "right")
 
 
@@ -274,9 +291,11 @@ def test_steps(name):
 CUT = ("with a sink that is masked in a row", "two columns left out", "a column in the middle left out")
 
 
+@pytest.mark.parametrize("context", CONTEXTS[1:])
 @pytest.mark.parametrize("name", SOFTMAXES)
-def test_softmaxes(name):
-    assert judged(Written("@", ["/"], name, [], "@")) == ("audited" if name in ("twice", *CUT) else "right")
+def test_softmaxes(name, context):
+    found = judged(Written("@", ["/"], name, [], "@"), context)
+    assert found == ("audited" if name in ("twice", *CUT) else "right")
 
 
 CHANGED = (
@@ -296,10 +315,26 @@ def test_weights(name):
     assert judged(Written("@", ["/"], "softmax", [name], "@")) == ("audited" if name in CHANGED else "right")
 
 
+@pytest.mark.parametrize("context", CONTEXTS[1:])
 @pytest.mark.parametrize("name", VALUES)
-def test_values(name):
-    found = judged(Written("@", ["/"], "softmax", [], name))
-    assert found == ("audited" if name in ("multiplied and summed", "in a loop", "mv") else "right")
+def test_values(name, context):
+    found = judged(Written("@", ["/"], "softmax", [], name), context)
+    whole = ("@", "einsum", "einsum, swapped", "transposed", "bmm", "twice", "one head's values")
+    assert found == ("right" if name in whole else "audited")
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+@pytest.mark.parametrize("values", ["@", "einsum"])
+@pytest.mark.parametrize("product", ["@", "einsum", "linear"])
+def test_autocast_casts_what_it_casts_alone(product, values, context):
+    model = Written(product, ["/"], "softmax", [], values)
+    with context(), torch.autocast("cpu", torch.bfloat16):
+        alone = model(*INPUTS)
+        with watch_attention(model, lambda call: None) as audit:
+            watched = model(*INPUTS)
+    assert torch.equal(alone, watched)
+    assert alone.dtype == torch.bfloat16
+    assert (audit.captured.total(), len(audit.skipped)) == (1, 0)
 
 
 class Freed(nn.Module):

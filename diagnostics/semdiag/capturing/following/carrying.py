@@ -51,11 +51,15 @@ def _carry_weights(
     tags: Tags, name: str, args: tuple[Any, ...], tag: Weights, source: Tensor, given: list[Tensor], out: Tensor
 ) -> None:
     if name in ("sum", "mean") and tag.axes is not None:
-        _summed(tag, args, source)
+        _summed(tags, tag, args, source, out)
+        return
+    if name == "convolution" and source is args[1] and tag.softmax.of_a_product and not tags.fixed(args[0]):
+        tag.softmax.refuse("its weights are the kernel of a convolution")
         return
     axes, exact = (None, False) if tag.axes is None else _followed(name, args, tag.axes, source, out)
     others = [t for t in given if t is not source]
-    if tag.axes is None and any(t.shape == out.shape and t.is_floating_point() for t in others):
+    scaled = name in ("mul", "mul_") and source.shape == out.shape and tag.softmax.of_a_product
+    if tag.axes is None and not scaled and any(t.shape == out.shape and t.is_floating_point() for t in others):
         return  # added to a stream that has other things in it
     if axes is not None and not tag.softmax.keys_in(axes):
         if out.numel() * max(2, tag.softmax.scores.shape[tag.softmax.place or 0]) <= source.numel():
@@ -79,13 +83,21 @@ def _carry_weights(
         tags.tag_weights(out, tag._replace(axes=axes, exact=exact, dropout=dropout, spread=spread))
 
 
-def _summed(tag: Weights, args: tuple[Any, ...], source: Tensor) -> None:
-    """Weights times values, element by element, and summed over the keys."""
-    softmax, axes = tag.softmax, tag.axes
-    dims = args[1] if len(args) > 1 and isinstance(args[1], list | tuple) else range(source.ndim)
-    over = [p for d in dims for p in (axes or ((),) * source.ndim)[d] if p[:2] == (softmax.number, softmax.place)]
-    if tag.spread and over and not softmax.done and not softmax.keys_fixed(over[0].place):
-        softmax.refuse("its values are multiplied and summed one by one, not in a product")
+def _summed(tags: Tags, tag: Weights, args: tuple[Any, ...], source: Tensor, out: Tensor) -> None:
+    """Weights, or weights times values element by element, summed over the keys or over other axes."""
+    softmax, axes = tag.softmax, tag.axes or ((),) * source.ndim
+    given = args[1] if len(args) > 1 and isinstance(args[1], list | tuple) else ()
+    dims = {d % source.ndim for d in given or range(source.ndim)} if source.ndim else set()
+    over = [p for d in dims for p in axes[d] if p[:2] == (softmax.number, softmax.place)]
+    if over:
+        sure = softmax.of_a_product or not tag.added_up  # else it may be a statistic of a router
+        if tag.spread and sure and not softmax.done and not softmax.keys_fixed(over[0].place):
+            softmax.refuse("its values are multiplied and summed one by one, not in a product")
+    elif softmax.place is not None and softmax.keys_in(axes) and not softmax.keys_fixed(softmax.place):
+        kept = out.ndim == source.ndim
+        left = tuple(() if d in dims else pieces for d, pieces in enumerate(axes) if kept or d not in dims)
+        added_up = tag.added_up or any(source.shape[d] > 1 for d in dims)
+        tags.tag_weights(out, tag._replace(axes=left, exact=False, added_up=added_up))
 
 
 def _followed(

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.amp import is_autocast_available
+from torch.overrides import enable_reentrant_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from semdiag.capturing.attention_call import AttentionCall
@@ -21,20 +23,29 @@ from semdiag.capturing.following.softmaxes import SOFTMAXES, Softmaxes
 from semdiag.capturing.following.tags import History, Tags, tensors
 from semdiag.capturing.following.weighted_values import fused_call
 from semdiag.capturing.overlapping import take_off_dispatch
-from semdiag.capturing.recording import NOTHING, Recorder, outside_all_modes
+from semdiag.capturing.recording import NOTHING, Recorder, is_plain, outside_all_modes
 
 _FUSED = ("_scaled_dot_product_", "_transformer_encoder_layer", "_native_multi_head", "flex_attention")
 _OPAQUE = ("_flash_attention_forward", "_efficient_attention_forward", "_masked_softmax")
 _EXPONENTIALS = ("exp", "exp_")
 _NOISE = ("bernoulli_", "bernoulli")
+_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 
 
 class _Plan(NamedTuple):
-    """What is known of an operation before it runs: name, kind, and the arguments that it writes to."""
+    """What is known of an operation before it runs.
+
+    Attributes:
+        name: without its namespace and overload.
+        kind: of what is looked for in it.
+        writes: position and name of the arguments that it writes to.
+        composite: whether it can be nothing but a call of others.
+    """
 
     name: str
     kind: str
     writes: tuple[tuple[int, str], ...]
+    composite: bool
 
 
 class OperationWatch(TorchDispatchMode):
@@ -66,6 +77,8 @@ class OperationWatch(TorchDispatchMode):
         if torch._C._current_graph_task_id() != -1:  # a backward pass
             return func(*args, **kwargs)
         plan = _plan(func)
+        if plan.composite and (device := _device(func, args, kwargs)) is not None:
+            return self._in_parts(func, device, args, kwargs)
         before, recorder.in_function = recorder.in_function, True  # the operator is a Python function, too
         try:
             if plan.writes:
@@ -99,6 +112,22 @@ class OperationWatch(TorchDispatchMode):
         self._softmaxes.settle()
         self._tags.forget()
 
+    def _in_parts(self, func: Any, device: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a composite operation, so that those that it calls are looked at.
+
+        Autograd takes composites apart above this mode; of tensors without it (``inference_mode``) they come here.
+        Autocast is above this mode, too, and casts the parts of composites that it does not cast as a whole.
+        """
+        with self, torch._C.DisableTorchFunction():
+            included = torch._C._dispatch_tls_local_include_set()
+            excluded = torch._C._dispatch_tls_local_exclude_set()
+            with enable_reentrant_dispatch():  # what was on when the composite was called
+                cast = is_autocast_available(device) and torch.is_autocast_enabled(device)
+                if cast and not _has_kernel(func, autocast := f"Autocast{_key(device)}"):
+                    excluded = excluded.remove(getattr(torch._C.DispatchKey, autocast))
+                with torch._C._ForceDispatchKeyGuard(included, excluded):
+                    return func._op_dk(_COMPOSITE, *args, **kwargs)
+
     def _guarded(self, plan: _Plan, look: Callable[..., Any], *args: Any) -> Any:
         """Look; a failure of ours is noted and never the model's."""
         try:
@@ -115,7 +144,7 @@ class OperationWatch(TorchDispatchMode):
     def _look(
         self, plan: _Plan, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
     ) -> AttentionCall | None:
-        recorder, (name, kind, _) = self._recorder, plan
+        recorder, (name, kind, *_) = self._recorder, plan
         if recorder.covered or recorder.foreign:
             return None
         if isinstance(result, Tensor) and not result.is_nested and not result.numel():
@@ -161,7 +190,26 @@ def _plan(func: Any) -> _Plan:
     arguments = [] if schema is None else enumerate(schema.arguments)
     name = func.__name__.partition(".")[0] if schema is None else schema.name.partition("::")[2]
     writes = tuple((i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write)
-    return _Plan(name, _kind(name), writes)
+    return _Plan(name, _kind(name), writes, schema is not None and _has_kernel(func, _COMPOSITE.name))
+
+
+def _device(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+    """Where an operation that can be a composite is one; None where it is none, or its tensors are not plain."""
+    with torch._C.DisableTorchFunction():  # a function mode would see each property that is read
+        given = [*tensors((*args, *kwargs.values()))]
+        if not given or not all(is_plain(t) and t.layout == torch.strided for t in given):
+            return None
+        device = given[0].device.type
+    return None if _has_kernel(func, _key(device)) else device
+
+
+def _key(device: str) -> str:
+    return str(torch._C._dispatch_key_for_device(device))
+
+
+def _has_kernel(func: Any, key: str) -> bool:
+    name = func.name()  # some are torch's own in Python, and the dispatcher does not know them
+    return torch._C._dispatch_has_kernel(name) and torch._C._dispatch_has_kernel_for_dispatch_key(name, key)
 
 
 def _kind(name: str) -> str:

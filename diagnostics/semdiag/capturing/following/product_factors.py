@@ -79,6 +79,8 @@ def _einsum(args: tuple[Any, ...]) -> Product | None:
     )
     if len(summed) != 1 or len(only_a) != 1 or len(only_b) != 1 or list(out) != batch + only_a + only_b:
         return None
+    if len(first) != len(batch) + 2 or len(second) != len(batch) + 2:  # one is summed in one operand alone
+        return None
 
     def arranged(tensor: Tensor, letters: str, wanted: list[str]) -> Tensor:
         return tensor.permute([letters.index(x) for x in wanted])

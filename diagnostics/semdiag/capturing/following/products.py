@@ -9,12 +9,12 @@ from semdiag.capturing.attention_call import AttentionCall
 from semdiag.capturing.following.axes import Axes, Axis, fresh, merged
 from semdiag.capturing.following.softmax_provenance import MECHANISM
 from semdiag.capturing.following.softmaxes import Softmaxes
-from semdiag.capturing.following.tags import Product, Scores, Softmax, Tags, Weights
+from semdiag.capturing.following.tags import Product, Scores, Softmax, Tags, Weights, tensors
 from semdiag.capturing.following.weighted_values import UnfollowedError, Weighted, attention_of
 from semdiag.capturing.recording import Recorder, is_plain, outside_all_modes
 
-PRODUCTS = ("mm", "bmm", "baddbmm", "addmm", "mv")
-_ADDED = ("baddbmm", "addmm")
+PRODUCTS = ("mm", "bmm", "baddbmm", "addmm", "addbmm", "mv", "addmv", "dot")
+_ADDED = ("baddbmm", "addmm", "addbmm", "addmv")
 OUTSIDE = "runs outside of the model's modules: call the module itself inside the context"
 
 
@@ -57,8 +57,10 @@ class Products:
             return self._weighted(of_a, a, b, result, left=True, added=name in _ADDED)
         elif of_b is not None:
             return self._weighted(of_b, b, a, result, left=False, added=name in _ADDED)
-        elif b.ndim > 1:
+        elif b.ndim > 1 and name != "addbmm":
             self._scored(a, b, scores_a, scores_b, result)
+        elif all(map(self._tags.fixed, tensors(args))):
+            self._tags.tag_fixed(result)
         return None
 
     def _scored(self, a: Tensor, b: Tensor, of_a: Scores | None, of_b: Scores | None, result: Tensor) -> None:
@@ -105,7 +107,13 @@ class Products:
             return None
         whole = size == 1 or summed == (Axis(softmax.number, place or 0, size, 1),)
         whole |= summed == (Axis(softmax.number, place or 0, size - 1, 0),)  # one left out may be a sink
+        if tag.added_up and constant:
+            return None
         reason = _reason(softmax, place, whole=whole, constant=constant, added=added)
+        if tag.added_up:
+            reason = "its weights were summed or averaged over rows or heads before they met values"
+        elif reason is None and not result.ndim:
+            reason = "its values are numbers, of which one row alone is made"
         if reason is not None:
             softmax.refuse(reason)
             return None

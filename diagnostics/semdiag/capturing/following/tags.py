@@ -104,6 +104,7 @@ class Weights(NamedTuple):
         dropout: probability with which they were dropped.
         spread: whether they have been multiplied with a tensor that has more axes.
         logarithm: whether they are the logarithms of a softmax's.
+        added_up: whether they were summed or averaged over another axis than that of the keys.
     """
 
     softmax: Softmax
@@ -112,6 +113,7 @@ class Weights(NamedTuple):
     dropout: float = 0.0
     spread: bool = False
     logarithm: bool = False
+    added_up: bool = False
 
 
 class _Store:
