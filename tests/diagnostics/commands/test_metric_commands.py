@@ -136,3 +136,25 @@ def test_a_checkpoint_of_the_papers_code_is_measured(run_semdiag, here, paper_co
     true = paper_code.true["dispersion"].numpy()
     assert pooled["p50"] == pytest.approx(np.median(true), abs=1e-9)
     assert pooled["p100"] == pytest.approx(true.max(), abs=1e-9)
+
+
+def test_the_keys_of_json_that_docs_readme_names_are_there(run_semdiag, here, tiny_runs):
+    few = ("--samples", 8, "--quiet", "--json")
+    spread, gap = (
+        json.loads(run_semdiag(command, tiny_runs.full, *few, "--figures", "none", "--k", 2).out)
+        for command in ("dispersion", "separation")
+    )
+    for found in (spread, gap):
+        assert {"schema", "provenance", "results"} <= found.keys()
+        (entry,) = found["results"]
+        assert {"model", "task", "attention", "k", "layers", "all", "within_model", "capture"} <= entry.keys()
+        assert {"found", "captured", "residual", "skipped", "remarks"} <= entry["capture"].keys()
+        assert {"k", "layers", "all"} == entry["within_model"][0].keys()
+    numbers = {"queries", "mean", "p0", "p50", "p100", "undefined"}
+    assert numbers | {"layer", "head"} <= spread["results"][0]["layers"][0].keys()
+    assert numbers <= gap["results"][0]["all"]["separation"].keys()
+    assert {"mean", "p50"} <= gap["results"][0]["all"]["load"].keys()
+    gate = json.loads(run_semdiag("check", tiny_runs.full, tiny_runs.topk, *few).out)
+    named = {"passed", "failures", "results", "invariants", "rules", "drift", "models", "schema", "provenance"}
+    assert named <= gate.keys()
+    assert {"delta_s", "delta_h", "passed"} <= gate["results"][0].keys()
