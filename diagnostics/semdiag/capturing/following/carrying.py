@@ -53,12 +53,14 @@ def _carry_weights(
     if name in ("sum", "mean") and tag.axes is not None:
         _summed(tags, tag, args, source, out)
         return
-    if name == "convolution" and source is args[1] and tag.softmax.of_a_product and not tags.fixed(args[0]):
-        tag.softmax.refuse("its weights are the kernel of a convolution")
+    softmax = tag.softmax
+    moving = softmax.suspect and not softmax.keys_fixed(softmax.place) and not tags.fixed(softmax.scores)
+    if name == "convolution" and source is args[1] and moving and not tags.fixed(args[0]):
+        softmax.refuse("its weights are the kernel of a convolution")
         return
     axes, exact = (None, False) if tag.axes is None else _followed(name, args, tag.axes, source, out)
     others = [t for t in given if t is not source]
-    scaled = name in ("mul", "mul_") and source.shape == out.shape and tag.softmax.of_a_product
+    scaled = name in ("mul", "mul_") and source.shape == out.shape and moving
     if tag.axes is None and not scaled and any(t.shape == out.shape and t.is_floating_point() for t in others):
         return  # added to a stream that has other things in it
     if axes is not None and not tag.softmax.keys_in(axes):

@@ -107,7 +107,7 @@ class Products:
             return None
         whole = size == 1 or summed == (Axis(softmax.number, place or 0, size, 1),)
         whole |= summed == (Axis(softmax.number, place or 0, size - 1, 0),)  # one left out may be a sink
-        if tag.added_up and constant:
+        if tag.added_up and (constant or not (result.ndim or softmax.of_a_product)):  # the latter is a statistic
             return None
         reason = _reason(softmax, place, whole=whole, constant=constant, added=added)
         if tag.added_up:

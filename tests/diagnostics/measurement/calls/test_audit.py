@@ -98,15 +98,20 @@ def test_dropout_is_why_there_is_no_residual():
     assert remarks(calls) == []
 
 
-def test_routers_are_counted_and_no_more():
+@pytest.mark.parametrize("gate", [nn.Linear(WIDTH, 3), nn.Sequential(nn.Linear(WIDTH, 3), nn.Softplus())])
+@pytest.mark.parametrize("balanced", [torch.dot, lambda load, share: (load[None] * share).sum()])
+def test_routers_and_their_balance_are_counted_and_no_more(gate, balanced):
     class Routed(nn.Module):
         def __init__(self):
             super().__init__()
-            self.gate, self.experts = nn.Linear(WIDTH, 3), nn.Parameter(torch.randn(3, WIDTH, WIDTH))
+            self.gate, self.experts = gate, nn.Parameter(torch.randn(3, WIDTH, WIDTH))
             self.attention = Attention()
 
         def forward(self, x):
-            weight, expert = self.gate(self.attention(x)).softmax(-1).max(-1)
+            weights = self.gate(self.attention(x)).softmax(-1)
+            weight, expert = weights.max(-1)
+            load, share = F.one_hot(expert, 3).float().mean((0, 1)), weights.mean((0, 1))
+            self.loss = balanced(load, share) - torch.dot(share, share.log())
             return x + weight[..., None] * torch.einsum("bld,blde->ble", x, self.experts[expert])
 
     model = Routed()
