@@ -296,6 +296,46 @@ def test_weights(name):
     assert judged(Written("@", ["/"], "softmax", [name], "@")) == ("audited" if name in CHANGED else "right")
 
 
+HALF = {
+    "all of some keys": lambda w: w * (torch.arange(w.shape[-1]) % 2).to(w.dtype) * 2,
+    "renormalised without some keys": lambda w: (
+        (x := w * (torch.arange(w.shape[-1]) % 2)) / x.sum(-1, keepdim=True)
+    ),
+    "a head at half": lambda w: w * torch.tensor([1.0, 0.5]).to(w.dtype)[:, None, None],
+    "a head left out": lambda w: w * torch.tensor([1.0, 0.0]).to(w.dtype)[:, None, None],
+    "nothing": lambda w: w * 1,
+    "renormalised": lambda w: w / w.sum(-1, keepdim=True),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("softmax", ["softmax", "exp / sum", "exp of less logsumexp", "log_softmax, exp"])
+@pytest.mark.parametrize("change", HALF)
+def test_weights_in_half_precision_that_are_not_the_softmaxs_are_audited(change, softmax, dtype):
+    class Model(nn.Module):
+        def forward(self, q, k, v):
+            return HALF[change](SOFTMAXES[softmax](q @ k.mT)) @ v
+
+    for length, spread in ((40, 0.3), (300, 0.3), (300, 1.0)):
+        q, k, v = (spread * draw(2, HEADS, length, 8, seed=seed) for seed in (20, 21, 22))
+        model, calls = Model(), []
+        with torch.no_grad(), watch_attention(model, calls.append) as audit:
+            model(q.to(dtype), k.to(dtype), v.to(dtype))
+        assert (len(calls), audit.skipped.total()) == ((1, 0) if change in ("nothing", "renormalised") else (0, 1))
+
+
+def test_weights_under_autocast_are_captured():
+    class Model(nn.Module):
+        def forward(self, q, k, v):
+            return F.dropout((q @ k.mT / 2).softmax(-1), 0.5, False) @ v + by_exp(q @ k.mT) * 1 @ v
+
+    calls = []
+    model, inputs = Model(), [draw(2, HEADS, 100, 8, seed=seed) for seed in (20, 21, 22)]
+    with torch.no_grad(), watch_attention(model, calls.append) as audit, torch.autocast("cpu", torch.bfloat16):
+        model(*inputs)
+    assert (len(calls), audit.skipped) == (2, {})
+
+
 @pytest.mark.parametrize("name", VALUES)
 def test_values(name):
     found = judged(Written("@", ["/"], "softmax", [], name))

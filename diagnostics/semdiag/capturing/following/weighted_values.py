@@ -13,6 +13,7 @@ from semdiag.capturing.following.score_history import ScoreHistory
 from semdiag.capturing.score_masks import lowest, split_mask, split_scores
 
 _REACH = 1_000.0  # above a sink the scores' own rounding is lost
+_OFF = 0.25  # weights that are further from a softmax's, relatively, are others in any precision
 _CHECKED = 16  # rows of scores, drawn at random, on which a history is checked against the softmax's input
 
 
@@ -149,13 +150,23 @@ def _arranged(
 
 
 def _are_of(weights: Tensor, s: Tensor, dropout: float, keys: slice = slice(None)) -> bool:
-    """Whether weights are the softmax of scores, or its entries of some keys, up to rounding: all finite ones."""
+    """Whether weights are the softmax of scores, or its entries of some keys, up to rounding: all finite ones.
+
+    exp(z) / Σ rounds by eps/2 at each step, relative to w, and exp of a rounded log w by eps/2 · |log w|: up to
+    eps/2 · (4 + |log w|) together, of which twice is allowed. Where z is less a rounded logsumexp, exp(z) is not
+    divided any more: its rows then sum to exp(logsumexp z), which is 1 up to rounding.
+    """
     dtype = torch.promote_types(torch.float32, torch.promote_types(s.dtype, weights.dtype))
-    expected = s.to(dtype).softmax(-1)[..., keys]
+    logs = s.to(dtype).log_softmax(-1)[..., keys]
+    expected = logs.exp()
     there = (s > lowest(s.dtype)).any(-1, keepdim=True) & expected.isfinite()
     given = weights.to(dtype) * (1 - dropout)
     there = there & (given != 0) if dropout else there
-    allowed = 8 * max(torch.finfo(s.dtype).eps, torch.finfo(weights.dtype).eps)
+    eps = max(torch.finfo(s.dtype).eps, torch.finfo(weights.dtype).eps)
+    undivided = s.to(dtype).logsumexp(-1, keepdim=True).abs()
+    undivided = undivided.where(undivided <= 16 * eps, 0.0)
+    relative = (eps * (4 + logs.abs()) + undivided).clamp(max=_OFF)
+    allowed = relative * expected + 8 * min(eps, torch.finfo(torch.float32).eps)
     return bool(there.any()) and bool((((given - expected).abs() <= allowed) | ~there).all())
 
 
@@ -194,7 +205,11 @@ def _as_bias(s: Tensor, v: Tensor) -> ScoreHistory:
 
 
 def _agrees(history: ScoreHistory, s: Tensor, generator: torch.Generator) -> bool:
-    """Whether a history gives the scores that the softmax saw, up to a constant in each row, on random rows."""
+    """Whether a history gives the scores that the softmax saw, up to a constant in each row, on random rows.
+
+    Each rounding changes the difference of two scores of a row by up to eps · the largest: eight steps in the
+    dtype of the scores are allowed, and 64 in float32 or better, where the order of the product's sum shows.
+    """
     if history.lead != s.shape[:-2] or not s.numel() or (history.q.shape[-2], history.k.shape[-2]) != s.shape[-2:]:
         return False
     where = torch.randint(math.prod(s.shape[:-1]), (_CHECKED,), generator=generator).to(s.device)
@@ -214,7 +229,8 @@ def _agrees(history: ScoreHistory, s: Tensor, generator: torch.Generator) -> boo
     spread = off.nan_to_num(nan=-torch.inf).amax(-1) - off.nan_to_num(nan=torch.inf).amin(-1)
     if not bool(spread.isfinite().all()):
         return not bool(given[allowed].isfinite().all())  # a score that is not finite is the model's
-    return bool((spread <= 64 * history.rounding(s) * size).all())
+    eps = history.rounding(s)
+    return bool((spread <= (8 * eps + 56 * min(eps, torch.finfo(torch.float32).eps)) * size).all())
 
 
 def fused_call(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> AttentionCall | None:
