@@ -315,6 +315,46 @@ def test_weights(name):
     assert judged(Written("@", ["/"], "softmax", [name], "@")) == ("audited" if name in CHANGED else "right")
 
 
+HALF = {
+    "all of some keys": lambda w: w * (torch.arange(w.shape[-1]) % 2).to(w.dtype) * 2,
+    "renormalised without some keys": lambda w: (
+        (x := w * (torch.arange(w.shape[-1]) % 2)) / x.sum(-1, keepdim=True)
+    ),
+    "a head at half": lambda w: w * torch.tensor([1.0, 0.5]).to(w.dtype)[:, None, None],
+    "a head left out": lambda w: w * torch.tensor([1.0, 0.0]).to(w.dtype)[:, None, None],
+    "nothing": lambda w: w * 1,
+    "renormalised": lambda w: w / w.sum(-1, keepdim=True),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("softmax", ["softmax", "exp / sum", "exp of less logsumexp", "log_softmax, exp"])
+@pytest.mark.parametrize("change", HALF)
+def test_weights_in_half_precision_that_are_not_the_softmaxs_are_audited(change, softmax, dtype):
+    class Model(nn.Module):
+        def forward(self, q, k, v):
+            return HALF[change](SOFTMAXES[softmax](q @ k.mT)) @ v
+
+    for length, spread in ((40, 0.3), (300, 0.3), (300, 1.0)):
+        q, k, v = (spread * draw(2, HEADS, length, 8, seed=seed) for seed in (20, 21, 22))
+        model, calls = Model(), []
+        with torch.no_grad(), watch_attention(model, calls.append) as audit:
+            model(q.to(dtype), k.to(dtype), v.to(dtype))
+        assert (len(calls), audit.skipped.total()) == ((1, 0) if change in ("nothing", "renormalised") else (0, 1))
+
+
+def test_weights_under_autocast_are_captured():
+    class Model(nn.Module):
+        def forward(self, q, k, v):
+            return F.dropout((q @ k.mT / 2).softmax(-1), 0.5, False) @ v + by_exp(q @ k.mT) * 1 @ v
+
+    calls = []
+    model, inputs = Model(), [draw(2, HEADS, 100, 8, seed=seed) for seed in (20, 21, 22)]
+    with torch.no_grad(), watch_attention(model, calls.append) as audit, torch.autocast("cpu", torch.bfloat16):
+        model(*inputs)
+    assert (len(calls), audit.skipped) == (2, {})
+
+
 @pytest.mark.parametrize("context", CONTEXTS[1:])
 @pytest.mark.parametrize("name", VALUES)
 def test_values(name, context):
@@ -403,3 +443,90 @@ class Looped(nn.Module):
 @pytest.mark.parametrize("model", [Learned(False), Learned(True), Looped(False), Looped(True)])
 def test_learned_keys_and_loops_are_captured(model):
     assert judged(model) == "right"
+
+
+def flat(q, k, v):
+    """Rows of queries and heads in one product."""
+    z = (q.flatten(1, 2) @ k.mT).view(*q.shape[:3], k.shape[1])
+    return (z.softmax(-1).flatten(1, 2) @ v).view_as(q)
+
+
+LAYOUTS = {  # attention of q (B, Lq, H, D) and k and v, (B, Lk, H, D) or (B, Lk, D)
+    "bhqk": lambda q, k, v: torch.einsum("bhqk,bkhd->bqhd", torch.einsum("bqhd,bkhd->bhqk", q, k).softmax(-1), v),
+    "bqhk": lambda q, k, v: torch.einsum("bqhk,bkhd->bqhd", torch.einsum("bqhd,bkhd->bqhk", q, k).softmax(-1), v),
+    "bqkh": lambda q, k, v: torch.einsum("bqkh,bkhd->bqhd", torch.einsum("bqhd,bkhd->bqkh", q, k).softmax(2), v),
+    "hbqk": lambda q, k, v: torch.einsum("hbqk,bkhd->bqhd", torch.einsum("bqhd,bkhd->hbqk", q, k).softmax(-1), v),
+    "bhqk, one key head": lambda q, k, v: torch.einsum(
+        "bhqk,bkd->bqhd", torch.einsum("bqhd,bkd->bhqk", q, k).softmax(-1), v
+    ),
+    "bqhk, one key head": lambda q, k, v: torch.einsum(
+        "bqhk,bkd->bqhd", torch.einsum("bqhd,bkd->bqhk", q, k).softmax(-1), v
+    ),
+    "(qh)k, one key head": flat,
+}
+
+
+class Layout(nn.Module):
+    """Attention of a stream (B, L, D) whose scores are laid out in some way."""
+
+    def __init__(self, attend, heads):
+        super().__init__()
+        self.attend, self.heads = attend, heads
+
+    def forward(self, x, keys=None):
+        keys = x.cos() if keys is None else keys
+        q = x.unflatten(-1, (self.heads, -1))
+        single = "one key head" in self.attend
+        k = keys[..., : q.shape[-1]] if single else keys.unflatten(-1, (self.heads, -1))
+        self.scores = torch.einsum("bqhd,bkd->bhqk" if single else "bqhd,bkhd->bhqk", q, k)
+        return LAYOUTS[self.attend](q, k, k.sin())
+
+
+@pytest.mark.parametrize(("batch", "length", "keys"), [(2, 6, 6), (1, 6, 6), (2, 1, 6), (2, 5, 7)])
+@pytest.mark.parametrize("heads", [1, 3])
+@pytest.mark.parametrize("attend", LAYOUTS)
+def test_samples_heads_and_queries_are_told_apart_however_scores_are_laid_out(attend, heads, batch, length, keys):
+    model, calls = Layout(attend, heads), []
+    with torch.no_grad(), watch_attention(model, calls.append) as audit:
+        model(draw(batch, length, 12, seed=1), draw(batch, keys, 12, seed=2))
+    (call,) = calls
+    torch.testing.assert_close(call.scores(torch.float32), model.scores, rtol=1e-5, atol=1e-5)
+    assert not audit.remarks
+
+
+def test_where_as_many_heads_as_samples_come_first_it_is_said_that_they_may_be_swapped():
+    for attend, said in (("hbqk", 1), ("bhqk", 0), ("bqhk", 0)):
+        with torch.no_grad(), watch_attention(model := Layout(attend, 3), lambda call: None) as audit:
+            model(draw(3, 6, 12))
+        assert [r.text.split(":")[0] for r in audit.remarks] == ["its samples and heads may be swapped"] * said
+
+
+def test_where_nothing_tells_heads_from_queries_it_is_said():
+    class Nameless(nn.Module):
+        def forward(self, *, q, k, v):
+            return LAYOUTS["bqhk, one key head"](q, k, v)
+
+    with torch.no_grad(), watch_attention(model := Nameless(), lambda call: None) as audit:
+        model(q=draw(2, 5, 3, 4), k=draw(2, 7, 4), v=draw(2, 7, 4, seed=1))
+    assert [remark.text.split(":")[0] for remark in audit.remarks] == ["its queries and heads may be swapped"]
+
+
+class Nearest(nn.Module):
+    """Each query meets the three best keys alone."""
+
+    def forward(self, x):
+        q = x.unflatten(-1, (2, -1)).transpose(1, 2)
+        self.best, at = (q @ q.mT).topk(3)
+        values = q[:, :, None].expand(*at.shape[:3], *q.shape[2:])
+        values = values.gather(3, at[..., None].expand(*at.shape, q.shape[-1]))
+        return (self.best.softmax(-1)[..., None, :] @ values)[..., 0, :]
+
+
+def test_queries_with_keys_of_their_own_are_samples_and_it_is_said():
+    calls = []
+    with torch.no_grad(), watch_attention(model := Nearest(), calls.append) as audit:
+        model(draw(2, 16, 8))
+    (call,) = calls
+    expected = model.best.transpose(1, 2).flatten(0, 1)[:, :, None]
+    torch.testing.assert_close(call.scores(torch.float32), expected, rtol=1e-5, atol=1e-5)
+    assert [remark.text.split(":")[0] for remark in audit.remarks] == ["each query has keys of its own"]

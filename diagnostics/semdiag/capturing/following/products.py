@@ -6,6 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from semdiag.capturing.attention_call import AttentionCall
+from semdiag.capturing.audit import Remark
 from semdiag.capturing.following.axes import Axes, Axis, fresh, merged
 from semdiag.capturing.following.softmax_provenance import MECHANISM
 from semdiag.capturing.following.softmaxes import Softmaxes
@@ -119,17 +120,19 @@ class Products:
             return None
         try:
             with outside_all_modes(result.device.type):
-                call = attention_of(
+                call, remark = attention_of(
                     Weighted(
                         scores=softmax.scores,
                         key=place or 0,
                         history=softmax.history[0] if softmax.history and softmax.history[1]() else None,
+                        product=None if softmax.tag is None else softmax.tag.axes,
                         heads=softmax.heads,
                         number=softmax.number,
                         axes=axes,
                         weights=weights.detach() if not tag.exact else None,
                         dropout=tag.dropout,
                         left=left,
+                        given=self._recorder.shapes,
                     ),
                     weights.shape,
                     other.detach(),
@@ -140,6 +143,8 @@ class Products:
             softmax.refuse(str(error))
             return None
         self._softmaxes.captured(softmax)
+        if remark is not None:
+            self._recorder.audit.remarks[Remark(self._recorder.module, remark)] += 1
         return replace(call, mechanism=MECHANISM, dropout=tag.dropout)
 
 

@@ -1,6 +1,7 @@
 """From a softmax whose result has met values in a product to the attention call that they are."""
 
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,6 +14,9 @@ from semdiag.capturing.following.score_history import ScoreHistory
 from semdiag.capturing.score_masks import lowest, split_mask, split_scores
 
 _REACH = 1_000.0  # above a sink the scores' own rounding is lost
+MAY_BE_SWAPPED = "its {} may be swapped: which axes of its scores they are could not be told"
+OWN_KEYS = "each query has keys of its own: it counts as the only query, 0, of a sample of its own"
+_OFF = 0.25  # weights that are further from a softmax's, relatively, are others in any precision
 _CHECKED = 16  # rows of scores, drawn at random, on which a history is checked against the softmax's input
 
 
@@ -28,28 +32,32 @@ class Weighted:
         scores: the softmax's input.
         key: its axis that the softmax runs over.
         history: how the scores came from queries and keys, if that is known.
+        product: the axes of that product in the scores; None if it is not known.
         heads: number of heads, where the surrounding function says it.
         number: origin of ``axes`` that belong to the softmax.
         axes: of the factor that holds the weights.
         weights: that factor, if it is not sure that its entries are the softmax's; None if it is.
         dropout: probability with which weights were dropped.
         left: whether the weights are the left factor.
+        given: shapes of the first inputs of the modules that are running, the innermost last.
     """
 
     scores: Tensor
     key: int
     history: ScoreHistory | None
+    product: Axes | None
     heads: int | None
     number: int
     axes: Axes
     weights: Tensor | None
     dropout: float
     left: bool
+    given: Sequence[tuple[int, ...]] = ()
 
 
 def attention_of(
     found: Weighted, shape: torch.Size, other: Tensor, result: Tensor, generator: torch.Generator
-) -> AttentionCall:
+) -> tuple[AttentionCall, str | None]:
     """Describe the attention; its module, layer, occurrence and mechanism are not known here.
 
     Args:
@@ -58,6 +66,9 @@ def attention_of(
         other: the other factor, the values.
         result: the product.
         generator: draws the rows on which a history is checked.
+
+    Returns:
+        The attention; what to remark on which of its axes are samples, heads and queries, None if nothing.
 
     Raises:
         UnfollowedError: if the axes of the weights are not all there, or their entries are not the softmax's.
@@ -76,13 +87,10 @@ def attention_of(
     for place in places:
         if math.prod(p.size for p in pieces if p.place == place) != s.shape[place]:
             raise UnfollowedError("only some of its rows met values in one product")
-    candidates = [p.place for p in rows] + [d for d in places if s.shape[d] == 1]
-    query = max(candidates, default=None)
-    lead = [d for d in places if d != query]
-    if any(p.place == query for p in batch) and any(p.place == query for p in rows):
+    reading, remark = _reading(found, {p.place for p in rows})
+    lead, query = reading.lead, reading.query
+    if any(p.place == query for p in batch):
         raise UnfollowedError("its queries are spread over two axes of one product")
-    if any(p.place == query for p in batch):  # keys of their own for each query
-        query, lead = None, places
     order = [*lead, *([] if query is None else [query])]
     wanted = [s.shape[d] for d in lead] + [1 if query is None else s.shape[query]]
     mixed = _arranged(mixed, pieces, len(batch), order, wanted, whole=True)
@@ -92,17 +100,101 @@ def attention_of(
     if weights is not None:
         weights = _arranged(weights, pieces, len(batch), order, wanted, whole=True)
         if weights.shape[-1] == s.shape[-1] - 1:
-            return _with_sink(weights, s, v, mixed, found)
+            return _with_sink(weights, s, v, mixed, found), remark
         if not _are_of(weights, s, found.dropout):
             raise UnfollowedError("its weights were changed between the softmax and the values")
-    natural = key == found.scores.ndim - 1 and query == key - 1
+    natural = key == found.scores.ndim - 1 and query == key - 1 and [*lead] == sorted(lead)
     heads = found.heads or (s.shape[1] if s.ndim == 4 else None)
     history = found.history if natural else None
     if history is None or not _agrees(history, s, generator):
         history = _as_bias(s, v)
     elif len(history.lead) == 3 and history.k.shape[-3] == 1 < v.shape[-3] and bool((v == v[:, :, :1]).all()):
         v = v[:, :, :1]
-    return history.call(v, mixed, history.left(s), heads)
+    return history.call(v, mixed, history.left(s), heads), remark
+
+
+@dataclass(frozen=True)
+class _Reading:
+    """Which axes of scores are what: samples and, if there are two before the queries or more, heads last."""
+
+    lead: tuple[int, ...]
+    query: int | None
+
+    def rows(self, shape: torch.Size) -> int:
+        """Samples times queries."""
+        samples = self.lead[:-1] if len(self.lead) > 1 else self.lead
+        return math.prod(shape[d] for d in samples) * (1 if self.query is None else shape[self.query])
+
+
+def _readings(ndim: int, key: int, queries: set[int]) -> Iterator[_Reading]:
+    """The ways to read the axes of scores, the most usual first: queries last, then heads."""
+    swapped = []
+    for query in (*sorted(queries, reverse=True),) or (None,):
+        lead = [d for d in range(ndim) if d not in (key, query)]
+        yield _Reading(tuple(lead), query)
+        swapped += [_Reading((*(d for d in lead if d != head), head), query) for head in lead[-2::-1]]
+    yield from swapped
+
+
+def _reading(found: Weighted, rows: set[int]) -> tuple[_Reading, str | None]:
+    """Read the axes of scores: samples times queries are the positions that a running module was given.
+
+    Args:
+        found: the scores.
+        rows: their axes of which all entries meet the same values, as queries do, and heads that share them.
+
+    Returns:
+        The most usual reading of those that fit, of as many queries as keys if there is one; what to remark if it
+        may be wrong, else None.
+    """
+    shape, key, given = found.scores.shape, found.key, found.given
+    ones = {d for d in range(len(shape)) if shape[d] == 1 and d != key and (d or len(shape) < 4)}
+    readings = [*_readings(len(shape), key, rows | ones)]
+    usual = [r for r in readings if [*r.lead] == sorted(r.lead)]
+    fitting = next((fits for x in reversed(given) if (fits := [r for r in readings if _fits(r, shape, x)])), [])
+    pool = fitting or [r for r in usual if r.query in rows or not rows]
+    same = [r for r in pool if r.query is not None and shape[r.query] == shape[key]]
+    pool = same or pool
+    if not rows and len(pool[0].lead) > 2:
+        return min(pool, key=lambda r: shape[r.lead[-1]]), OWN_KEYS
+    reading = pool[0]
+    if len({r.query for r in pool if r.query not in ones}) + any(r.query in ones for r in pool) > 1 or (
+        not (fitting or same) and reading.query != usual[0].query
+    ):
+        return reading, MAY_BE_SWAPPED.format("queries and heads")
+    told = fitting and all([*r.lead] == [*reading.lead] for r in fitting if r.query == reading.query)
+    samples = max(1, given[0][0]) if given and given[0] else 1
+    odd = [d for d in reading.lead[:2] if shape[d] % samples] == [*reading.lead[:1]] and len(reading.lead) == 2
+    if not told and (odd or _crossed(found, reading)):
+        return reading, MAY_BE_SWAPPED.format("samples and heads")
+    return reading, None
+
+
+def _fits(reading: _Reading, shape: torch.Size, given: tuple[int, ...]) -> bool:
+    """Whether samples times queries are those of (B, L), (B, L, D), (B, …, D), (B, H, L, D) or (B, L, H, D)."""
+    if len(given) < 2:
+        return False
+    positions = {given[0] * given[1], math.prod(given[:-1]) if len(given) > 2 else 0}
+    positions |= {given[0] * given[2]} if len(given) == 4 else set()
+    usual = [*reading.lead] == sorted(reading.lead)
+    return reading.rows(shape) in positions and (usual or shape[reading.lead[0]] == given[0])
+
+
+def _crossed(found: Weighted, reading: _Reading) -> bool:
+    """Whether heads hold samples in the product's batch or in memory, unlike heads split from features."""
+    if len(reading.lead) != 2:
+        return False
+    steps = (
+        [[p.step for p in found.product[d] if p.place == 0 <= p.origin] for d in reading.lead]
+        if found.product
+        else []
+    )
+    if all(steps) and steps and max(steps[0]) < max(steps[1]):
+        return True
+    if found.history is None or found.history.q.ndim != 4:
+        return False
+    (x, y), (far, near) = found.history.q.shape[:2], found.history.q.stride()[:2]
+    return x > 1 < y and far < near
 
 
 def _sides(found: Weighted, shape: torch.Size) -> tuple[tuple[Axis, ...], tuple[Axis, ...]]:
@@ -149,13 +241,23 @@ def _arranged(
 
 
 def _are_of(weights: Tensor, s: Tensor, dropout: float, keys: slice = slice(None)) -> bool:
-    """Whether weights are the softmax of scores, or its entries of some keys, up to rounding: all finite ones."""
+    """Whether weights are the softmax of scores, or its entries of some keys, up to rounding: all finite ones.
+
+    exp(z) / Σ rounds by eps/2 at each step, relative to w, and exp of a rounded log w by eps/2 · |log w|: up to
+    eps/2 · (4 + |log w|) together, of which twice is allowed. Where z is less a rounded logsumexp, exp(z) is not
+    divided any more: its rows then sum to exp(logsumexp z), which is 1 up to rounding.
+    """
     dtype = torch.promote_types(torch.float32, torch.promote_types(s.dtype, weights.dtype))
-    expected = s.to(dtype).softmax(-1)[..., keys]
+    logs = s.to(dtype).log_softmax(-1)[..., keys]
+    expected = logs.exp()
     there = (s > lowest(s.dtype)).any(-1, keepdim=True) & expected.isfinite()
     given = weights.to(dtype) * (1 - dropout)
     there = there & (given != 0) if dropout else there
-    allowed = 8 * max(torch.finfo(s.dtype).eps, torch.finfo(weights.dtype).eps)
+    eps = max(torch.finfo(s.dtype).eps, torch.finfo(weights.dtype).eps)
+    undivided = s.to(dtype).logsumexp(-1, keepdim=True).abs()
+    undivided = undivided.where(undivided <= 16 * eps, 0.0)
+    relative = (eps * (4 + logs.abs()) + undivided).clamp(max=_OFF)
+    allowed = relative * expected + 8 * min(eps, torch.finfo(torch.float32).eps)
     return bool(there.any()) and bool((((given - expected).abs() <= allowed) | ~there).all())
 
 
@@ -194,7 +296,11 @@ def _as_bias(s: Tensor, v: Tensor) -> ScoreHistory:
 
 
 def _agrees(history: ScoreHistory, s: Tensor, generator: torch.Generator) -> bool:
-    """Whether a history gives the scores that the softmax saw, up to a constant in each row, on random rows."""
+    """Whether a history gives the scores that the softmax saw, up to a constant in each row, on random rows.
+
+    Each rounding changes the difference of two scores of a row by up to eps · the largest: eight steps in the
+    dtype of the scores are allowed, and 64 in float32 or better, where the order of the product's sum shows.
+    """
     if history.lead != s.shape[:-2] or not s.numel() or (history.q.shape[-2], history.k.shape[-2]) != s.shape[-2:]:
         return False
     where = torch.randint(math.prod(s.shape[:-1]), (_CHECKED,), generator=generator).to(s.device)
@@ -214,7 +320,8 @@ def _agrees(history: ScoreHistory, s: Tensor, generator: torch.Generator) -> boo
     spread = off.nan_to_num(nan=-torch.inf).amax(-1) - off.nan_to_num(nan=torch.inf).amin(-1)
     if not bool(spread.isfinite().all()):
         return not bool(given[allowed].isfinite().all())  # a score that is not finite is the model's
-    return bool((spread <= 64 * history.rounding(s) * size).all())
+    eps = history.rounding(s)
+    return bool((spread <= (8 * eps + 56 * min(eps, torch.finfo(torch.float32).eps)) * size).all())
 
 
 def fused_call(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> AttentionCall | None:

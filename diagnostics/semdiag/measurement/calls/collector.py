@@ -7,6 +7,7 @@ import numpy as np
 import pandas as pd
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from semdiag.capturing.attention_calls import AttentionCall
 from semdiag.mathematics.query_draws import PER_STRATUM
@@ -121,7 +122,10 @@ class Collector:
         some = rows.attending & (rows.statistics.keys >= self._min_keys)
         values = torch.stack([some, rows.statistics.entropy, rows.first_weight()])
         sums = torch.where(some, values, 0.0).sum((1, 3), dtype=torch.float64).cpu()
-        self._heads[layer] = self._heads.get(layer, 0.0) + sums
+        known = self._heads.get(layer, sums.new_zeros(3, 0))
+        heads = max(known.shape[1], sums.shape[1])  # calls of one place may differ in their number of heads
+        known, sums = (pad(x, (0, heads - x.shape[1])) for x in (known, sums))
+        self._heads[layer] = known + sums
 
     def heads(self) -> pd.DataFrame:
         """The table ``heads``."""

@@ -153,3 +153,31 @@ def test_the_table_of_heads_has_the_means_of_its_queries(wild_encoder, padded_to
             assert row["queries"] == len(firsts)
             assert row["entropy"] == pytest.approx(sum(entropies) / len(entropies), rel=1e-9)
             assert row["first_weight"] == pytest.approx(sum(firsts) / len(firsts), rel=1e-9)
+
+
+class ChangesItsHeads(torch.nn.Module):
+    """One place of attention with another number of heads in each forward."""
+
+    def __init__(self, numbers):
+        super().__init__()
+        self.numbers = iter(numbers)
+
+    def forward(self, x):
+        x = x.unflatten(-1, (next(self.numbers), -1)).transpose(1, 2)
+        return torch.nn.functional.scaled_dot_product_attention(x, x, x)
+
+
+@pytest.mark.parametrize("numbers", [(1, 3), (3, 1), (2, 3), (3, 2)])
+def test_the_table_of_heads_holds_where_calls_of_a_place_have_other_numbers_of_heads(numbers):
+    batches = torch.randn(2, 2, 5, 6, generator=torch.Generator().manual_seed(0)).unbind()
+    found = measure(ChangesItsHeads(numbers), batches, dtype=torch.float64).heads
+    assert found["head"].tolist() == [0, 1, 2]
+    for head, queries, entropy, first in found[["head", "queries", "entropy", "first_weight"]].values.tolist():
+        weights = []
+        for x, heads in zip(batches, numbers, strict=True):
+            q = x.double().unflatten(-1, (heads, -1)).transpose(1, 2)[:, int(head) : int(head) + 1]
+            weights += (q @ q.mT / math.sqrt(6 // heads)).softmax(-1).flatten(0, 2)
+        weights = torch.stack(weights)
+        assert queries == len(weights)
+        assert entropy == pytest.approx(-(weights * weights.log()).sum(-1).mean().item(), rel=1e-9)
+        assert first == pytest.approx(weights[:, 0].mean().item(), rel=1e-9)
