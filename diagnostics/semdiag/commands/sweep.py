@@ -130,7 +130,7 @@ def sweep(
     folder = out if out is not None else Path("runs") / config.stem
     at_once = jobs if jobs is not None else cores()
     if dry_run:
-        estimates = estimate(runs, folder, where, lambda line: None if quiet else tell(line))
+        estimates = estimate(runs, folder, where, lambda line: None if quiet else tell(line), records)
         print_estimates(runs, estimates, at_once, as_json, quiet)
         return
     ways = _Ways(where, target, retries, in_a_step, records, quiet)

@@ -14,7 +14,8 @@ from semdiag_models.device import find_device
 from semdiag_models.errors import InputError
 from semdiag_models.random_state import random_state, restore_random_state
 from semdiag_models.sweeps.grid import SweepRun
-from semdiag_models.sweeps.runs import inspect
+from semdiag_models.sweeps.records import read_history
+from semdiag_models.sweeps.runs import at_its_end, inspect
 from semdiag_models.training import Trainer
 
 STEPS = 3  # to time, after one that is not
@@ -46,6 +47,7 @@ def estimate(
     folder: Path,
     device: str,
     tell: Callable[[str], None] = lambda line: None,
+    records: Path | None = None,
 ) -> list[Estimate]:
     """Estimate every run, from the histories of runs that are there, and else by timing a few steps.
 
@@ -54,6 +56,7 @@ def estimate(
         folder: of the sweep; it need not exist.
         device: where the steps are timed.
         tell: called with what is being timed.
+        records: folder of finished runs, which count as done; None: there is none.
 
     Returns:
         One estimate a run, in order. Runs alike in all but seed, activation and labels share their cost.
@@ -61,7 +64,7 @@ def estimate(
     epochs: list[int] = []
     spent: dict[tuple[object, ...], list[float]] = defaultdict(list)
     for run in runs:
-        done, past = _past(folder / run.name, run)
+        done, past = _past(folder / run.name, run, records)
         epochs.append(0 if done is None else max(0, run.training.epochs - done))
         spent[_cost(run)].extend(past)
     known: dict[tuple[object, ...], tuple[float, str]] = {
@@ -78,8 +81,11 @@ def estimate(
     return estimates
 
 
-def _past(folder: Path, run: SweepRun) -> tuple[int | None, Iterable[float]]:
+def _past(folder: Path, run: SweepRun, records: Path | None) -> tuple[int | None, Iterable[float]]:
     """Finished epochs, None if there is nothing left to do, and the seconds of each."""
+    recorded = None if records is None else read_history(records, run)
+    if recorded is not None and at_its_end(recorded, run.training):
+        return None, recorded.get("seconds", ())
     try:
         status, saved = inspect(folder, run)
     except InputError:

@@ -121,10 +121,11 @@ def inspect(folder: Path, run: SweepRun) -> tuple[str, Checkpoint | None]:
         return "waiting", None
     if identity(saved.model, saved.training) != identity(run.model, run.training):
         raise InputError(f"{folder} holds a run of another configuration. Move it away, or choose another --out.")
-    return ("done" if _at_its_end(saved.history, run.training) else "begun"), saved
+    return ("done" if at_its_end(saved.history, run.training) else "begun"), saved
 
 
-def _at_its_end(history: dict[str, list[float]], training: TrainingConfig) -> bool:
+def at_its_end(history: dict[str, list[float]], training: TrainingConfig) -> bool:
+    """Whether a run with this history has all its epochs, or the accuracy to stop at."""
     accuracies = history.get("train_accuracy", [])
     converged = training.until is not None and bool(accuracies) and accuracies[-1] >= training.until
     return len(accuracies) >= training.epochs or converged
@@ -220,7 +221,7 @@ def result(
             history = saved.history
         if status == "done" and recorded is None and records is not None and saved is not None:
             write_record(records, run, saved)
-        if recorded is not None and status != "done" and _at_its_end(recorded, run.training):
+        if recorded is not None and status != "done" and at_its_end(recorded, run.training):
             status, history = "done", recorded
     except InputError as error:
         status, problem = "failed", str(error)

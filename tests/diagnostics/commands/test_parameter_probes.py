@@ -127,7 +127,7 @@ def test_a_thorough_report_measures_both(run_semdiag, sections, tiny_runs, monke
     assert outcome.code == 0, outcome.err
     assert len(sections[0][1].landscape) == 10
     assert len(sections[0][1].loss_gradients) == 6 * 7
-    plain = run_semdiag("report", tiny_runs.topk, *FEW, "--out", "there")
+    plain = run_semdiag("report", tiny_runs.topk, *FEW, "--out", "plain")
     assert plain.code == 0
     assert sections[1][1].landscape.empty
     assert sections[1][1].loss_gradients.empty

@@ -4,6 +4,7 @@ import csv
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -177,6 +178,16 @@ def test_a_dry_run_counts_and_estimates_and_writes_nothing(sweep, here):
     assert [(row["epochs"], row["source"]) for row in document["results"]] == [(9, "measured")] * 2
     assert document["hours"] == pytest.approx(sum(9 * r["epoch_seconds"] for r in document["results"]) / 3600)
     assert not (here / "out").exists()
+
+
+def test_a_dry_run_takes_recorded_runs_as_done(sweep, here):
+    text = "train_samples = 100\nepochs = {}\n[grid]\nseed = {}\n"
+    assert sweep(text.format(2, [1]), "--records", "kept").code == 0
+    shutil.rmtree(here / "out")
+    outcome = sweep(text.format(2, [1, 2]), "--records", "kept", "--dry-run")
+    assert "2 runs, 1 left, at most 2 epochs.\n" in outcome.err
+    longer = sweep(text.format(3, [1]), "--records", "kept", "--dry-run")
+    assert "1 runs, 1 left, at most 3 epochs.\n" in longer.err
 
 
 def test_every_problem_is_told_at_once_and_nothing_is_written(sweep, here):
