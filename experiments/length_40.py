@@ -23,6 +23,7 @@ from pathlib import Path
 
 import pandas as pd
 
+from semdiag.findings.theory.published import published_table
 from semdiag_models.sweeps.grid import SweepRun, read_sweep
 from semdiag_models.sweeps.records import read_history
 
@@ -30,34 +31,16 @@ HERE = Path(__file__).parent
 REFERENCES = HERE.parent / "checkpoints"
 REACHED = (0.85, 0.95, 0.999)
 PERCENTILES = (75, 90, 95, 100)
-# Of the pooled queries, k = 5, at the percentiles above, Δ at 100 minus them; read from the paper's figures.
-PAPER = {
-    "parity": {
-        "δ full": (8.30, 10.1, 11.2, 19.4),
-        "δ top-5": (2.31, 3.13, 3.78, 9.16),
-        "Δ top-5": (0.062, 0.022, 0.011, 1e-6),
-        "load top-5": (8, 13, 16, 33),
-        "condition in W": (0.704, 0.759, 0.803, 1.220),
-        "condition in X": (0.723, 0.808, 0.862, 1.286),
-    },
-    "even-pairs": {
-        "δ full": (2.03, 4.73, 9.44, 14.6),
-        "δ top-5": (1.03, 2.84, 5.50, 8.25),
-        "Δ top-5": (0.009, 0.003, 0.002, 3e-8),
-        "load top-5": (6, 17, 26, 40),
-        "condition in W": (3.174, 1.976, 1.315, 1.799),
-        "condition in X": (3.025, 2.102, 1.424, 1.897),
-    },
-    "missing-duplicate": {
-        "δ full": (4.63, 9.25, 17.1, 23.9),
-        "δ top-5": (2.36, 4.25, 4.88, 10.5),
-        "Δ top-5": (0.018, 0.006, 0.003, 1e-7),
-        "load top-5": (7, 15, 21, 40),
-        "condition in W": (1.531, 1.088, 0.666, 1.143),
-        "condition in X": (1.529, 1.152, 0.718, 1.204),
-    },
+PUBLISHED_AS = {"parity": "Parity", "even-pairs": "Even pairs", "missing-duplicate": "Missing duplicates"}
+# By quantity: the parameter and the column of corollary.csv, and the column of the paper's table.
+QUANTITIES = {
+    "δ full": ("W", "full_dispersion", "full_dispersion"),
+    "δ top-5": ("W", "dispersion", "dispersion"),
+    "Δ top-5": ("W", "separation", "separation"),
+    "load top-5": ("W", "load", "load"),
+    "condition in W": ("W", "value", "weight_left_side"),
+    "condition in X": ("X", "value", "input_left_side"),
 }
-COLUMNS = {"δ full": "full_dispersion", "δ top-5": "dispersion", "Δ top-5": "separation", "load top-5": "load"}
 
 
 @dataclass(frozen=True)
@@ -112,13 +95,15 @@ def against_paper(task: str, conditions: pd.DataFrame) -> pd.DataFrame:
         conditions: ``corollary.csv`` of ``semdiag bounds`` for the pair.
     """
     paper_form = conditions[conditions["form"] == "paper"].set_index(["parameter", "percentile"])
-    columns = {name: ("W", column) for name, column in COLUMNS.items()}
-    columns |= {f"condition in {parameter}": (parameter, "value") for parameter in ("W", "X")}
+    table = published_table()
+    theirs = table[table["task"] == PUBLISHED_AS.get(task)].set_index("percentile")
     rows = []
-    for quantity, (parameter, column) in columns.items():
-        theirs = PAPER[task][quantity] if task in PAPER else (math.nan,) * len(PERCENTILES)
-        for percentile, paper in zip(PERCENTILES, theirs, strict=True):
-            ours = paper_form.loc[(parameter, percentile), column]
+    for quantity, (parameter, column, published) in QUANTITIES.items():
+        for percentile in PERCENTILES:
+            ours, paper = (
+                paper_form.loc[(parameter, percentile), column],
+                theirs[published].get(percentile, math.nan),
+            )
             at = 100 - percentile if quantity == "Δ top-5" else percentile
             rows.append({"quantity": quantity, "percentile": at, "ours": ours, "paper": paper})
     table = pd.DataFrame(rows)

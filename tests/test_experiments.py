@@ -150,16 +150,6 @@ def test_every_run_of_length_40_has_its_partner_and_references_are_not_trained_t
     }  # fmt: skip
 
 
-def test_the_papers_conditions_follow_from_its_percentiles():
-    """Left sides of equations 304 and 305, with β = load / 5, to the digits that its figures give."""
-    for task, paper in script("length_40").PAPER.items():
-        for full, topk, gap, load, w, x in zip(*paper.values(), strict=True):
-            weights = topk / full + math.log(2 * (1 + 1 / gap)) / full
-            growth = full * (1 + load / 5) * (1 + 1 / gap) + load / 5
-            inputs = topk / full + (math.log(growth) - math.log(1 + full)) / full
-            assert (weights, inputs) == (pytest.approx(w, rel=0.01), pytest.approx(x, rel=0.01)), task
-
-
 def test_cells_are_held_against_the_papers_of_the_same_quantity_and_percentile():
     length_40 = script("length_40")
     quantities = {"full_dispersion": 8.0, "dispersion": 2.0, "separation": 0.5, "load": 10.0}
