@@ -102,14 +102,12 @@ def read_checkpoint(path: Path) -> Checkpoint:
         InputError: if the file is missing, not a checkpoint, damaged, holds code, or does not fit its own
             configuration.
     """
-    content, wrong = _read(path)
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
+    content = read_plain(path)
+    if not _is_semdiags(content):
         raise InputError(
             f"{path} is not a semdiag checkpoint (no format entry {FORMAT!r}). "
             "Make one with: semdiag train even-pairs --attention topk --k 5."
         )
-    if wrong is not None:
-        raise InputError(f"{path} is damaged: the checksum of {wrong[:80]!r} is wrong. Restore it from a copy.")
     return _checkpoint(path, content)
 
 
@@ -127,9 +125,15 @@ def read_plain(path: Path) -> Any:
             names the refused global.
     """
     content, wrong = _read(path)
+    if wrong is not None and _is_semdiags(content):
+        raise InputError(f"{path} is damaged: the checksum of {wrong[:80]!r} is wrong. Restore it from a copy.")
     if wrong is not None:  # torch can be told to write files without checksums
         warnings.warn(f"{path}: the checksum of {wrong[:80]!r} is wrong; it may be damaged.", stacklevel=2)
     return content
+
+
+def _is_semdiags(content: Any) -> bool:
+    return isinstance(content, dict) and content.get("format") == FORMAT
 
 
 def _read(path: Path) -> tuple[Any, str | None]:

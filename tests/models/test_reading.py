@@ -109,6 +109,8 @@ def test_weights_without_their_checksum_are_refused_in_our_format_and_warned_of_
     flip(path)
     with pytest.raises(InputError, match=r"is damaged: the checksum of '.*data/0' is wrong"):
         read_checkpoint(path)
+    with pytest.raises(InputError, match=r"is damaged: the checksum of '.*data/0' is wrong"):
+        read_plain(path)
     torch.save({"weight": torch.randn(500)}, path)
     flip(path)
     with pytest.warns(UserWarning, match=r"the checksum of '.*data/0' is wrong"):

@@ -13,8 +13,9 @@ def find_checkpoints(models: list[Path] | None) -> list[Path]:
     """Return the checkpoints a command is about.
 
     Args:
-        models: what the user named: files, run folders, or folders of runs. If nothing is named: every
-            checkpoint below ``./checkpoints``, or below the folder in ``$SEMDIAG_CHECKPOINTS``.
+        models: what the user named: files, run folders, or folders of runs, in which hidden ones are left out. If
+            nothing is named: every checkpoint below ``./checkpoints``, or below the folder in
+            ``$SEMDIAG_CHECKPOINTS``.
 
     Returns:
         Files, at least one; of a run's folder, its last snapshot only.
@@ -63,6 +64,8 @@ def _files(model: Path) -> list[Path]:
 
 
 def _below(folder: Path) -> list[Path]:
-    files = sorted(folder.rglob("*.pt"))
+    """Checkpoints in a folder and those below it, but hidden ones: an environment has .pt files of its own."""
+    every = ((file, file.relative_to(folder).parts) for file in folder.rglob("*.pt"))
+    files = sorted(file for file, parts in every if not any(part.startswith(".") for part in parts))
     runs = {file.parent for file in files if file.name == "last.pt"}
     return [file for file in files if file.name == "last.pt" or file.parent not in runs]

@@ -90,6 +90,8 @@ def main() -> None:
     """
     speak_any_language()
     warnings.showwarning = lambda message, *_, **__: tell(f"semdiag: {message}")
+    if not all(map(str.strip, sys.argv[1:])):  # as a path it would be the working folder
+        _refuse("One of the words of the command is empty. Is a variable of the shell unset?")
     try:
         code = app(standalone_mode=False)
     except _UsageError as error:

@@ -127,15 +127,16 @@ def effect_table(findings: Findings) -> pd.DataFrame:
         findings: with noise effects.
 
     Returns:
-        model, level, samples, logit_change (relative), flipped, accuracy_before, accuracy_after, with the
-        95 % interval of the last.
+        model, level, samples, logit_change (relative; no number if a logit is none), flipped, accuracy_before,
+        accuracy_after, with the 95 % interval of the last.
     """
     rows = []
     for (model, level), own in findings.measurements.noise_effects.groupby(["model", "level"], sort=False):
         after = mean_interval(own, "correct_after", RESAMPLES)
         rows.append(
             {
-                "model": model, "level": level, "samples": len(own), "logit_change": own["logit_change"].mean(),
+                "model": model, "level": level, "samples": len(own),
+                "logit_change": own["logit_change"].mean(skipna=False),
                 "flipped": own["flipped"].mean(), "accuracy_before": own["correct_before"].mean(),
                 "accuracy_after": after.estimate,
                 "accuracy_after_low": after.low, "accuracy_after_high": after.high,

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from importlib.metadata import version
-from typing import Any
 
 import pandas as pd
 import torch
@@ -14,6 +13,7 @@ from semdiag.capturing.attention_kinds import APPROXIMATE
 from semdiag.capturing.audit import Audit, Remark
 from semdiag.capturing.batches import Batch
 from semdiag.capturing.loading import LoadedModel
+from semdiag.mathematics.predicted_classes import NO_CLASS, predicted_classes
 from semdiag.measurement.calls.collector import MAX_QUERIES, Collector
 from semdiag.measurement.calls.layers import remarks_table, skipped_table
 from semdiag.measurement.calls.query_draws import QueryDraws
@@ -112,18 +112,23 @@ def measure(
     draws.expect(longest)
     collected = Collector(loaded.path, k, draws, _wanted(loaded), min_keys, max_queries)
     with running(loaded, collected.add, device, dtype, real) as run:
-        answers: list[Any] = []
+        answers = []  # all logits of a text are large
         for batch in cut:
             collected.start(batching.samples_of(batch))
             logits = run(batch)
-            answers.append(None if logits is None else logits.argmax(1).cpu())  # all logits of a text are large
+            if logits is not None:  # of an external model nothing is known of the output
+                answers.append(predicted_classes(logits).cpu())
             after_batch(batching.samples_of(batch))
     _check_samples(collected.samples + collected.batch, labels)
     _check_found(loaded, collected, run.audit)
     fits = fitting(k, int(collected.layers.largest("longest")), "the largest number of keys") if k else []
     for left in sorted(set(k) - set(fits)):
         run.audit.remarks[Remark("", f"k = {left} is left out: no query has so many keys")] += 1
-    accuracy = None if labels is None or loaded.external else _accuracy(answers, labels)
+    found = torch.cat(answers) if answers else None
+    if found is not None and (lost := int((found == NO_CLASS).sum())):
+        said = f"logits are NaN for {lost} of {len(found)} samples: they count as wrong"
+        run.audit.remarks[Remark("", said)] += 1
+    accuracy = None if labels is None or found is None else float((found == labels.cpu()).double().mean())
     return Measurements(
         models=_model_row(loaded, collected, run.audit, {"inputs": inputs, "accuracy": accuracy}),
         queries=_with_ks(collected.queries(), k, fits),
@@ -190,10 +195,6 @@ def _wanted(loaded: LoadedModel) -> int | None:
         return None
     config = loaded.module.config
     return config.k if config.attention in APPROXIMATE else None
-
-
-def _accuracy(answers: list[Any], labels: Tensor) -> float:
-    return float((torch.cat(answers) == labels.cpu()).double().mean())
 
 
 _OF_ENCODERS = (

@@ -174,7 +174,8 @@ def _with_keys(measurements: Measurements, least: int) -> Measurements:
     return measurements.replace(provenance, queries=queries, **kept)
 
 
-SAID_AT_ONCE = ("k = ", "the inputs are ")  # remarks about what the user asked for: not in the report alone
+# Beginnings of remarks about what the user asked for, or that spoil an answer: not in the report alone.
+SAID_AT_ONCE = ("k = ", "the inputs are ", "logits are NaN ")
 
 
 def _other_length(model: LoadedModel, batches: Sequence[Batch]) -> list[str]:

@@ -71,3 +71,9 @@ def test_a_named_folder_without_checkpoints_is_refused(here):
     (here / "empty").mkdir()
     with pytest.raises(InputError, match=r"^The folder .*empty holds no checkpoint \(\.pt\)\.$"):
         find_checkpoints([here / "empty"])
+
+
+def test_hidden_folders_of_a_named_folder_are_left_out(here):
+    touch(here, "a/last.pt", ".venv/torch/test.pt", "a/.old/last.pt", ".runs/b/last.pt")
+    assert names(find_checkpoints([here]), here) == ["a/last.pt"]
+    assert names(find_checkpoints([here / ".runs"]), here) == [".runs/b/last.pt"]

@@ -180,3 +180,10 @@ def test_the_program_can_be_run_as_a_module():
     command = [sys.executable, "-m", "semdiag.commands.main", "info", "nowhere.pt"]
     done = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=60, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (2, "", "semdiag: nowhere.pt does not exist.\n")
+
+
+@pytest.mark.parametrize("words", [["dispersion", ""], ["report", "a.pt", "--out", " "]])
+def test_an_empty_word_is_refused_and_not_taken_for_the_working_folder(words):
+    done = spied(*words)
+    assert done.returncode == 2
+    assert done.stderr.startswith("semdiag: One of the words of the command is empty.")

@@ -89,3 +89,34 @@ def test_of_a_head_whose_scores_are_no_numbers_nothing_is_said_nor_of_the_whole(
 def test_a_probe_of_a_diverged_run_is_no_error_of_ours(run_semdiag, here, tiny_runs, command):
     made_of(float("nan"), tiny_runs.topk, here / "topk.pt")
     assert run_semdiag(command, "topk.pt", "--samples", 4, "--figures", "none", "--out", "out").code == 0
+
+
+def without_numbers(source, target):
+    """A run's last snapshot whose attention is sound and whose first logit is NaN."""
+    content = torch.load(source / "last.pt", weights_only=True)
+    content["model_state"]["head.bias"][0] = float("nan")
+    torch.save(content, target)
+
+
+@pytest.mark.parametrize("command", ["mask-stability", "dispersion"])
+def test_logits_that_are_no_numbers_are_wrong_answers_and_said_to_be(run_semdiag, here, tiny_runs, command):
+    without_numbers(tiny_runs.topk, here / "topk.pt")
+    outcome = run_semdiag(command, "topk.pt", "--samples", 4, "--figures", "none", "--out", "out", "--json")
+    assert outcome.code == 0
+    assert outcome.err.count("semdiag: topk.pt: logits are NaN for 4 of 4 samples: they count as wrong.") == 1
+    found = json.loads(outcome.out)
+    (result,) = found["results"]
+    if command == "mask-stability":
+        outputs = [level["output"] for level in result["levels"]]
+        assert {(o["logit_change"], o["flipped"], o["accuracy_before"], o["accuracy_after"]) for o in outputs} == {
+            (None, 0, 0, 0)
+        }
+        assert "some logits are no numbers, 0.00% of the predictions change, accuracy 0.0% → 0.0%" in outcome.err
+
+
+def test_noise_beyond_all_numbers_is_no_error_of_ours(run_semdiag, here, tiny_runs):
+    outcome = run_semdiag(
+        "mask-stability", tiny_runs.topk, "--samples", 4, "--figures", "none", "--out", "out", "--noise", "1e300"
+    )
+    assert outcome.code == 0
+    assert "some logits are no numbers, 100.00% of the predictions change" in outcome.err

@@ -1,5 +1,6 @@
 """Tables of ``semdiag mask-stability`` and ``semdiag k-sweep`` on stderr."""
 
+import math
 from typing import Any
 
 from semdiag.commands.printing.console import interval, number, number_table, wide_console
@@ -65,10 +66,9 @@ def _share(value: float | None) -> str:
 
 def _output(level: Summary) -> str:
     found = level["output"]
-    said = (
-        f"Noise {level['noise']:g}: logits move by {found['logit_change']:.2%} of their norm, "
-        f"{found['flipped']:.2%} of the predictions change"
-    )
+    moved = number_from_json(found["logit_change"])
+    change = f"logits move by {moved:.2%} of their norm" if math.isfinite(moved) else "some logits are no numbers"
+    said = f"Noise {level['noise']:g}: {change}, {found['flipped']:.2%} of the predictions change"
     if found["accuracy_after"] is not None:
         said += f", accuracy {found['accuracy_before']:.1%} → {found['accuracy_after']:.1%}"
     return said + "."

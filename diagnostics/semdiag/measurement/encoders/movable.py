@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from semdiag.mathematics.predicted_classes import predicted_classes
 from semdiag.measurement.encoders.weights import named_tensors
 from semdiag_models import Encoder, InputError
 
@@ -99,7 +100,8 @@ class MovableEncoder:
             labels: (N,) int64 likewise.
         """
         logits = self.logits(tokens)
-        return float(F.cross_entropy(logits, labels)), float((logits.argmax(1) == labels).double().mean())
+        right = predicted_classes(logits) == labels
+        return float(F.cross_entropy(logits, labels)), float(right.double().mean())
 
 
 def usable_samples(

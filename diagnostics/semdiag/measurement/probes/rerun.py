@@ -13,6 +13,7 @@ from semdiag.capturing.batches import Batch
 from semdiag.capturing.kept_keys import Keep, RandomK, TopK
 from semdiag.capturing.loading import LoadedModel
 from semdiag.capturing.sparsify import sparsify
+from semdiag.mathematics.predicted_classes import predicted_classes
 from semdiag.measurement.calls.running import in_evaluation
 from semdiag.measurement.probes.answers import IGNORED, Answers, Reader
 from semdiag.measurement.table import Table
@@ -177,7 +178,7 @@ def _rows(mask: str, k: int, first: int, before: Answers, after: Answers) -> Ite
     values |= dict.fromkeys(("targets", "correct", "predictions", "changed", "loss", "divergence"), none)
     if before.likely is not None and after.likely is not None:
         terms = before.likely.exp() * (before.likely - after.likely)
-        choices, others = before.likely.argmax(-1), after.likely.argmax(-1)
+        choices, others = predicted_classes(before.likely), predicted_classes(after.likely)
         values["predictions"] = counted.sum(1)
         values["changed"] = ((choices != others) & counted).sum(1)
         values["divergence"] = (terms.double().sum(-1) * counted).sum(1)

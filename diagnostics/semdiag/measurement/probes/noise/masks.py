@@ -15,6 +15,7 @@ from semdiag.capturing.attention_calls import AttentionCall, watch_attention
 from semdiag.capturing.batches import Batch, repeated, samples_of, split
 from semdiag.capturing.loading import LoadedModel
 from semdiag.mathematics.mask_stability import predicted_agreement
+from semdiag.mathematics.predicted_classes import predicted_classes
 from semdiag.measurement.calls.running import running, unnamed
 from semdiag.measurement.probe import Probe, Subject
 from semdiag.measurement.probes.noise.embeddings import noisy_embeddings
@@ -232,7 +233,7 @@ class _Probe:
         """What the noise does to the output: shapes (levels, b), clean predictions (b,)."""
         clean = logits[: self.samples].double()
         noisy = logits[self.samples :].view(self.plan.draws, -1, *clean.shape).double()
-        before, after = clean.argmax(-1), noisy.argmax(-1)
+        before, after = predicted_classes(clean), predicted_classes(noisy)
         return {
             "logit_change": ((noisy - clean).norm(dim=-1) / clean.norm(dim=-1)).mean(0).cpu(),
             "flipped": (after != before).double().mean(0).cpu(),

@@ -1,0 +1,25 @@
+"""Which class a model predicts."""
+
+from torch import Tensor
+
+NO_CLASS = -1  # what is predicted where a logit is NaN: never right
+
+
+def predicted_classes(logits: Tensor) -> Tensor:
+    """The class of the largest logit, the first of equal ones; ``NO_CLASS`` where one of them is NaN.
+
+    torch's own argmax takes NaN for the largest, so that a model that has diverged would answer, and at times
+    rightly.
+
+    Args:
+        logits: (…, C), or logarithms of probabilities.
+
+    Returns:
+        (…) int64.
+
+    Example:
+        >>> import torch
+        >>> predicted_classes(torch.tensor([[0.0, 2.0], [torch.nan, 1.0]])).tolist()
+        [1, -1]
+    """
+    return logits.argmax(-1).masked_fill(logits.isnan().any(-1), NO_CLASS)
