@@ -102,7 +102,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
         InputError: if the file is missing, not a checkpoint, damaged, holds code, or does not fit its own
             configuration.
     """
-    content = read_plain(path)
+    content, _ = _read(path)
     if not _is_semdiags(content):
         raise InputError(
             f"{path} is not a semdiag checkpoint (no format entry {FORMAT!r}). "
@@ -125,8 +125,6 @@ def read_plain(path: Path) -> Any:
             names the refused global.
     """
     content, wrong = _read(path)
-    if wrong is not None and _is_semdiags(content):
-        raise InputError(f"{path} is damaged: the checksum of {wrong[:80]!r} is wrong. Restore it from a copy.")
     if wrong is not None:  # torch can be told to write files without checksums
         warnings.warn(f"{path}: the checksum of {wrong[:80]!r} is wrong; it may be damaged.", stacklevel=2)
     return content
@@ -137,7 +135,18 @@ def _is_semdiags(content: Any) -> bool:
 
 
 def _read(path: Path) -> tuple[Any, str | None]:
-    """What a file holds, and the first of its members whose bytes are not those that were written."""
+    """What a file holds, and the first of its members whose bytes are not those that were written.
+
+    Raises:
+        InputError: as :func:`read_plain`; and if there is such a member in a file of ours.
+    """
+    content, wrong = _loaded(path)
+    if wrong is not None and _is_semdiags(content):
+        raise InputError(f"{path} is damaged: the checksum of {wrong[:80]!r} is wrong. Restore it from a copy.")
+    return content, wrong
+
+
+def _loaded(path: Path) -> tuple[Any, str | None]:
     with open_file(path) as file:
         try:
             wrong = check_archive(file)

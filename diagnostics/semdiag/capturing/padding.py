@@ -133,7 +133,7 @@ class Padding:
         if call.queries is not None:
             return call
         if self.given is not None:
-            queries = _of_queries(self.given, call.q.shape[0], call.q.shape[2], call.first_query)
+            queries = _of_queries(self.given.to(call.q.device), call.q.shape[0], call.q.shape[2], call.first_query)
         else:
             queries, remark = self.queries(call)
             if remark is not None:
@@ -164,6 +164,7 @@ class Padding:
                     if frame.definitive and not frame.other:
                         return None, None
                     continue
+                mask = mask.to(call.q.device)  # a model spread over devices is given it on one
                 own = _of_queries(mask, batch, length, call.first_query)
                 sure = frame.definitive or name.startswith(("decoder", "tgt"))
                 if own is not None and (sure or _true_of_keys(mask, own, call)) and not _of_pairs(mask, call):

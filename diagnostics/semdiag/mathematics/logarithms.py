@@ -34,7 +34,8 @@ def broadcast(*values: Real) -> tuple[Tensor, ...]:
         values: what is to be combined elementwise.
 
     Returns:
-        One float64 tensor per value, all of the broadcast shape.
+        One float64 tensor per value, all of the broadcast shape and on one device: that of the first that is not
+        on the CPU, where numbers and constants are made.
 
     Example:
         >>> broadcast([1.0, 2.0], 5)[1]
@@ -42,7 +43,8 @@ def broadcast(*values: Real) -> tuple[Tensor, ...]:
     """
     tensors = [float64(value) for value in values]
     shape = np.broadcast_shapes(*(tuple(tensor.shape) for tensor in tensors))
-    return tuple(tensor.expand(shape) for tensor in tensors)
+    device = next((tensor.device for tensor in tensors if tensor.device.type != "cpu"), None)
+    return tuple(tensor.to(device).expand(shape) for tensor in tensors)
 
 
 def log(value: Real) -> Tensor:

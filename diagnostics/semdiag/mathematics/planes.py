@@ -36,8 +36,8 @@ class Plane:
             (...) float64, ≥ 0, in units of the parameters.
         """
         first, second = self.first.double(), self.second.double()
-        squares = x**2 * first.dot(first) + 2 * x * y * first.dot(second) + y**2 * second.dot(second)
-        return squares.clamp(min=0).sqrt()
+        one, both, other = (float(a.dot(b)) for a, b in ((first, first), (first, second), (second, second)))
+        return (x**2 * one + 2 * x * y * both + y**2 * other).clamp(min=0).sqrt()
 
 
 def random_direction(origin: Tensor, tensors: Sequence[slice], generator: torch.Generator) -> Tensor:

@@ -106,7 +106,7 @@ def log_parameter_bounds(
         through = [log_input_constant(block) for block in blocks]
         named = {"embedding": log_product(log_embedding, readout.log_token_constant, *through)} | named
     named["head weight"] = math.log(readout.loss) + log(readout.pooled_norm)
-    named["head bias"] = float64(math.log(readout.loss))
+    named["head bias"] = float64(math.log(readout.loss)).to(named["head weight"].device)
     return named
 
 
