@@ -7,14 +7,32 @@ import pytest
 import torch
 from hypothesis import settings
 
+from semdiag_models.device import find_device
+
 # Tiny tensors: a second thread costs more than it gives. .ci/run asks for two to see that no result hangs on it.
 torch.set_num_threads(int(os.environ.get("SEMDIAG_TEST_THREADS", "1")))
+
+if os.environ.get("SEMDIAG_SECOND_DEVICE"):
+    import second_device
+
+    second_device.make_second_device()
 
 # By default every run draws the same examples. --hypothesis-profile=random draws others, and more of them;
 # with --hypothesis-seed=N, which .ci/run prints, they can be drawn again.
 settings.register_profile("same", derandomize=True, deadline=None, database=None)
 settings.register_profile("random", max_examples=300, deadline=None, database=None, print_blob=True)
 settings.load_profile("same")
+
+
+@pytest.fixture(scope="session")
+def other_device():
+    """The name of a device that is not the CPU."""
+    if (best := find_device("auto")).type != "cpu":
+        return best.type
+    if not torch.accelerator.is_available():
+        pytest.skip("no device but the CPU; SEMDIAG_SECOND_DEVICE=1 makes one")
+    return torch.accelerator.current_accelerator().type
+
 
 _LIVES = {
     "fox": "hides in the wood",

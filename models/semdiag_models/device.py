@@ -13,7 +13,8 @@ def find_device(name: str) -> torch.device:
     """The device a user asked for.
 
     Args:
-        name: ``cpu``, ``cuda``, ``mps``, or ``auto`` for the fastest present.
+        name: ``cpu``, ``cuda``, ``mps``, another accelerator that torch has here, as ``xpu``, or ``auto`` for the
+            first present of CUDA, MPS and the CPU: what others know, as float64, is not sure.
 
     Returns:
         The device.
@@ -28,6 +29,8 @@ def find_device(name: str) -> torch.device:
     there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
     if name == "auto":
         return torch.device(next(device for device, present in there.items() if present))
+    if torch.accelerator.is_available() and (other := torch.accelerator.current_accelerator()):
+        there.setdefault(other.type, True)
     if name not in there:
         raise unknown_name("device", name, ["auto", *there])
     if not there[name]:

@@ -45,7 +45,7 @@ BatchSize = Annotated[int, typer.Option(help="Samples at a time.", rich_help_pan
 Device = Annotated[
     str,
     typer.Option(
-        help="auto, cpu, cuda or mps.",
+        help="auto (cuda, mps or cpu), cpu, cuda, mps, or another accelerator that torch has here.",
         rich_help_panel=_MEASURE,
         autocompletion=completion.names(("auto", "cpu", "cuda", "mps")),
     ),

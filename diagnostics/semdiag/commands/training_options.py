@@ -194,7 +194,13 @@ Out = Annotated[
 ]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on after the last saved epoch.", rich_help_panel=_RUN)]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Start anew in a used folder.", rich_help_panel=_RUN)]
-Device = Annotated[str, typer.Option(help="auto, cpu, cuda or mps.", rich_help_panel=_RUN)]
+Device = Annotated[
+    str,
+    typer.Option(
+        help="auto (cuda, mps or cpu), cpu, cuda, mps, or another accelerator that torch has here.",
+        rich_help_panel=_RUN,
+    ),
+]
 Threads = Annotated[
     int | None,
     typer.Option(help="CPU threads; part of what makes a run repeatable.", rich_help_panel=_RUN),

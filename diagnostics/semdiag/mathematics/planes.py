@@ -29,14 +29,15 @@ class Plane:
         """True Euclidean length of x · first + y · second.
 
         Args:
-            x: (...) float64.
-            y: (...) float64.
+            x: (...), on any device.
+            y: (...), on the same.
 
         Returns:
             (...) float64, ≥ 0, in units of the parameters.
         """
         first, second = self.first.double(), self.second.double()
         one, both, other = (float(a.dot(b)) for a, b in ((first, first), (first, second), (second, second)))
+        x, y = x.double(), y.double()
         return (x**2 * one + 2 * x * y * both + y**2 * other).clamp(min=0).sqrt()
 
 
