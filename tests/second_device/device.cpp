@@ -19,7 +19,9 @@ struct Memory final : c10::Allocator {
     auto* context = made.release_context();
     return {data, context, made.get_deleter(), c10::Device(kind, 0)};
   }
-  void copy_data(void* to, const void* from, std::size_t bytes) const override { default_copy_data(to, from, bytes); }
+  void copy_data(void* to, const void* from, std::size_t bytes) const override {
+    default_copy_data(to, from, bytes);
+  }
 };
 Memory memory;
 REGISTER_ALLOCATOR(kind, &memory)
@@ -61,7 +63,9 @@ struct Hooks final : at::PrivateUse1HooksInterface {
     static at::Generator one = at::make_generator<Draws>(0);
     return one;
   }
-  at::Generator getNewGenerator(c10::DeviceIndex index = -1) const override { return at::make_generator<Draws>(index); }
+  at::Generator getNewGenerator(c10::DeviceIndex index = -1) const override {
+    return at::make_generator<Draws>(index);
+  }
   void resizePrivateUse1Bytes(const c10::Storage& storage, size_t bytes) const override {
     auto made = memory.allocate(bytes);
     std::memcpy(made.get(), storage.data(), std::min(bytes, storage.nbytes()));
@@ -71,8 +75,8 @@ struct Hooks final : at::PrivateUse1HooksInterface {
 };
 
 at::Tensor empty(
-    c10::SymIntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout>, std::optional<at::Device>,
-    std::optional<bool>, std::optional<at::MemoryFormat> format) {
+    c10::SymIntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
+    std::optional<at::Device>, std::optional<bool>, std::optional<at::MemoryFormat> format) {
   return at::detail::empty_generic_symint(
       size, &memory, c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), c10::dtype_or_default(dtype), format);
 }
@@ -91,7 +95,8 @@ at::Tensor on_cpu(const at::Tensor& tensor) {
   auto storage = tensor.storage();
   auto data = c10::DataPtr(storage.mutable_data(), new c10::Storage(storage),
       [](void* held) { delete static_cast<c10::Storage*>(held); }, c10::Device(c10::kCPU));
-  auto shared = c10::Storage(c10::Storage::use_byte_size_t(), storage.nbytes(), std::move(data), c10::GetCPUAllocator(), true);
+  auto shared = c10::Storage(
+      c10::Storage::use_byte_size_t(), storage.nbytes(), std::move(data), c10::GetCPUAllocator(), true);
   auto seen = at::detail::make_tensor<c10::TensorImpl>(
       std::move(shared), c10::DispatchKeySet(c10::DispatchKey::CPU), tensor.dtype());
   seen.unsafeGetTensorImpl()->set_sizes_and_strides(tensor.sizes(), tensor.strides(), tensor.storage_offset());
@@ -103,7 +108,8 @@ at::Tensor on_cpu(const at::Tensor& tensor) {
 at::Tensor copy_from(const at::Tensor& source, const at::Tensor& target, bool) {
   auto from = here(source) ? on_cpu(source) : source;
   auto to = here(target) ? on_cpu(target) : target;
-  TORCH_CHECK(from.device().is_cpu() && to.device().is_cpu(), "no copy between ", source.device(), " and ", target.device());
+  const bool possible = from.device().is_cpu() && to.device().is_cpu();
+  TORCH_CHECK(possible, "no copy between ", source.device(), " and ", target.device());
   to.copy_(from);
   return target;
 }
@@ -113,7 +119,9 @@ const at::Tensor& resize(const at::Tensor& self, c10::SymIntArrayRef size, std::
   return self;
 }
 
-at::Tensor& set_storage(at::Tensor& self, at::Storage storage, c10::SymInt offset, c10::SymIntArrayRef size, c10::SymIntArrayRef stride) {
+at::Tensor& set_storage(
+    at::Tensor& self, at::Storage storage, c10::SymInt offset, c10::SymIntArrayRef size,
+    c10::SymIntArrayRef stride) {
   self.unsafeGetTensorImpl()->set_storage_keep_dtype(storage);
   self.unsafeGetTensorImpl()->set_sizes_and_strides(
       C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride), offset.expect_int());
@@ -123,11 +131,13 @@ at::Tensor& set_storage(at::Tensor& self, at::Storage storage, c10::SymInt offse
 at::Scalar item(const at::Tensor& self) { return on_cpu(self).item(); }
 
 at::Tensor convolution(
-    const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias, at::IntArrayRef stride,
-    at::IntArrayRef padding, at::IntArrayRef dilation, bool transposed, at::IntArrayRef output_padding, int64_t groups) {
+    const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
+    at::IntArrayRef stride, at::IntArrayRef padding, at::IntArrayRef dilation, bool transposed,
+    at::IntArrayRef output_padding, int64_t groups) {
   auto added = bias.has_value() && bias->defined() ? std::optional<at::Tensor>(on_cpu(*bias)) : std::nullopt;
-  return at::convolution(on_cpu(input), on_cpu(weight), added, stride, padding, dilation, transposed, output_padding, groups)
-      .to(input.device());
+  auto found = at::convolution(
+      on_cpu(input), on_cpu(weight), added, stride, padding, dilation, transposed, output_padding, groups);
+  return found.to(input.device());
 }
 
 at::Tensor histc(const at::Tensor& self, int64_t bins, const at::Scalar& low, const at::Scalar& high) {
@@ -147,7 +157,9 @@ void anything(const c10::OperatorHandle& op, c10::Stack* stack) {
   auto moved = [&](const at::Tensor& given, bool may_be_index) -> at::Tensor {
     if (!given.defined()) return given;
     if (!here(given)) {
-      if (given.dim() > 0 && !(indexes && may_be_index)) stranger = c10::str(given.device(), " of shape ", given.sizes());
+      if (given.dim() > 0 && !(indexes && may_be_index)) {
+        stranger = c10::str(given.device(), " of shape ", given.sizes());
+      }
       return given;
     }
     any = true;

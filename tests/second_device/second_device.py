@@ -8,7 +8,6 @@ rounding of another processor, or of what only CUDA has.
 import hashlib
 import os
 import subprocess
-import tempfile
 import types
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from torch.utils import cpp_extension
 
 NAME = "second"
 _SOURCE = Path(__file__).with_name("device.cpp")
+_BUILT = _SOURCE.parents[2] / ".pytest_cache" / "second_device"
 
 
 def make_second_device():
@@ -41,10 +41,10 @@ def make_second_device():
 def _library():
     said = f"{torch.__version__} {torch.__file__}".encode()
     digest = hashlib.sha256(_SOURCE.read_bytes() + Path(__file__).read_bytes() + said).hexdigest()[:16]
-    library = Path(tempfile.gettempdir()) / f"semdiag-{os.getuid()}-{digest}" / "second_device.so"
+    library = _BUILT / f"second_device_{digest}.so"
     if not library.exists():
-        library.parent.mkdir(mode=0o700, exist_ok=True)
-        made = library.with_name(f".{os.getpid()}.so")
+        library.parent.mkdir(parents=True, exist_ok=True)
+        made = library.with_name(f"{os.getpid()}.so")
         options = ["-shared", "-fPIC", "-std=c++20", "-O1", *(f"-I{x}" for x in cpp_extension.include_paths())]
         libraries = [*(f"-L{x}" for x in cpp_extension.library_paths()), "-lc10", "-ltorch_cpu", "-ltorch"]
         subprocess.run(["g++", *options, str(_SOURCE), "-o", str(made), *libraries], check=True)
