@@ -53,6 +53,13 @@ def test_a_command_says_the_same_on_another_device(run_semdiag, here, tiny_runs,
     assert list(differences(*found)) == []
 
 
+def test_a_report_is_written_on_another_device(run_semdiag, here, tiny_runs, other_device):
+    outcome = run_semdiag("report", tiny_runs.full, tiny_runs.topk, *REPORT, "--device", other_device)
+    assert outcome.code == 0, outcome.err
+    assert json.loads(outcome.out)["provenance"]["device"] == other_device
+    assert (here / "out" / "index.html").exists()
+
+
 def test_drawn_queries_are_the_same_on_another_device(run_semdiag, here, tiny_runs, other_device):
     words = ("k-sweep", tiny_runs.full, "--queries", 5, *REPORT)
     one, other = (json.loads(run_semdiag(*words, "--device", d).out) for d in ("cpu", other_device))
