@@ -28,6 +28,27 @@ def test_importing_the_package_does_not_import_torch():
     assert done.stdout.split() == ["False", "True"]
 
 
+_MEASURING = """
+import sys
+import torch
+model = torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(8, 2, batch_first=True), 2).eval()
+model(torch.randn(2, 4, 8))
+before = set(sys.modules)
+import semdiag
+semdiag.measure(model, [torch.randn(2, 4, 8)], k=(2,))
+heavy = {"sympy", "scipy.stats", "scipy.optimize", "matplotlib", "seaborn", "jinja2"}
+print(sorted(heavy & set(sys.modules) - before))
+"""
+
+
+def test_measuring_imports_nothing_that_it_does_not_need():
+    """Each of these takes a tenth of a second to more than half; torch's own checks bring sympy along."""
+    done = subprocess.run(
+        [sys.executable, "-c", _MEASURING], capture_output=True, check=True, encoding="utf-8", timeout=60
+    )
+    assert done.stdout == "[]\n"
+
+
 def test_the_version_and_the_mathematics_are_there():
     code = (
         "import semdiag; print(semdiag.__version__, semdiag.mathematics.softmax_stability.__name__); "

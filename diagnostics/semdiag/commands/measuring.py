@@ -198,7 +198,7 @@ def check_out(folder: Path | None, keep_queries: bool) -> None:
     Raises:
         InputError: if a report cannot take its place.
     """
-    from semdiag.presentation.report.report import check_folder
+    from semdiag.presentation.report.folder import check_folder
 
     if folder is not None:
         check_folder(folder, keep_queries)

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from scipy.stats import CensoredData, logrank
+import scipy
 
 from semdiag.findings.findings import Findings
 from semdiag.mathematics.censored import kaplan_meier_median, median_interval
@@ -233,13 +233,13 @@ def _logrank(full: pd.DataFrame, other: pd.DataFrame) -> float:
     if full["arrival"].isna().all() and other["arrival"].isna().all():
         return math.nan
     sides = [
-        CensoredData.right_censored(
+        scipy.stats.CensoredData.right_censored(
             side["arrival"].fillna(side["epochs"]).to_numpy(float), side["arrival"].isna().to_numpy()
         )
         for side in (full, other)
     ]
     with np.errstate(invalid="ignore", divide="ignore"):
-        return float(logrank(*sides).pvalue)
+        return float(scipy.stats.logrank(*sides).pvalue)
 
 
 FEWEST_FOR_MEDIAN = 3  # of two runs, a median would be an accuracy that no run had

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
+import scipy
 from numpy.typing import NDArray
-from scipy.stats import norm, t
 
 
 def tail_levels(units: int, confidence: float = 0.95) -> tuple[float, float]:
@@ -35,8 +35,8 @@ def tail_levels(units: int, confidence: float = 0.95) -> tuple[float, float]:
     """
     if units < 2:
         return 0.0, 100.0
-    reach = math.sqrt(units / (units - 1)) * float(t.ppf((1 + confidence) / 2, units - 1))
-    tail = 100 * float(norm.sf(reach))
+    reach = math.sqrt(units / (units - 1)) * float(scipy.stats.t.ppf((1 + confidence) / 2, units - 1))
+    tail = 100 * float(scipy.stats.norm.sf(reach))
     return tail, 100 - tail
 
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.stats import CensoredData, binom, ecdf
+import scipy
 
 
 @dataclass(frozen=True)
@@ -98,13 +98,15 @@ def kaplan_meier_median(durations: Sequence[float], arrived: Sequence[bool]) -> 
     if not any(arrived):
         return math.inf
     censored = ~np.asarray(arrived, dtype=bool)
-    share = ecdf(CensoredData.right_censored(np.asarray(durations, dtype=float), censored)).cdf
+    share = scipy.stats.ecdf(
+        scipy.stats.CensoredData.right_censored(np.asarray(durations, dtype=float), censored)
+    ).cdf
     there = share.quantiles[share.probabilities >= 0.5 - 1e-12]
     return float(there[0]) if len(there) else math.inf
 
 
 def _coverage(n: int, rank: int) -> float:
-    return float(max(0.0, 1 - 2 * binom.cdf(rank - 1, n, 0.5)))
+    return float(max(0.0, 1 - 2 * scipy.stats.binom.cdf(rank - 1, n, 0.5)))
 
 
 def _middle(ordered: Sequence[float]) -> float:

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
+import scipy
 from numpy.typing import ArrayLike, NDArray
-from scipy.optimize import brentq, minimize_scalar
-from scipy.stats import weibull_max
 
 REPLICATES = 200
 LEAST_BLOCKS = 10
@@ -78,7 +77,7 @@ def fit_reverse_weibull(maxima: ArrayLike) -> ReverseWeibull:
         ValueError: if there are fewer than 2 different values.
 
     Example:
-        >>> drawn = weibull_max.rvs(3.0, loc=7.0, scale=2.0, size=4000, random_state=1)
+        >>> drawn = scipy.stats.weibull_max.rvs(3.0, loc=7.0, scale=2.0, size=4000, random_state=1)
         >>> 6.8 < fit_reverse_weibull(drawn).end < 7.2
         True
     """
@@ -88,7 +87,7 @@ def fit_reverse_weibull(maxima: ArrayLike) -> ReverseWeibull:
     grid = _grid(15)
     near = int(np.argmin([_profile(values, g)[0] for g in grid]))
     ends = grid[max(near - 1, 0)], grid[min(near + 1, len(grid) - 1)]
-    found = minimize_scalar(
+    found = scipy.optimize.minimize_scalar(
         lambda g: _profile(values, g)[0], bounds=ends, method="bounded", options={"xatol": 1e-4}
     )
     return _profile(values, float(found.x))[1]
@@ -135,7 +134,9 @@ def estimate_end_point(
     rng = np.random.default_rng(seed)
     distances = np.empty(replicates)
     for i in range(replicates):
-        again = weibull_max.rvs(fit.shape, loc=fit.end, scale=fit.scale, size=len(values), random_state=rng)
+        again = scipy.stats.weibull_max.rvs(
+            fit.shape, loc=fit.end, scale=fit.scale, size=len(values), random_state=rng
+        )
         refit = fit_reverse_weibull(again)
         distances[i] = _distance(again, refit)
     p_value = float((1 + (distances >= observed).sum()) / (1 + replicates))
@@ -180,7 +181,7 @@ def _profile(values: Array, log_gap: float) -> tuple[float, ReverseWeibull]:
     """Negative log-likelihood of the best fit with a given end point, and that fit."""
     end = float(values.max() + np.ptp(values) * math.exp(log_gap))
     shape, scale = _weibull(end - values)
-    cost = -weibull_max.logpdf(values, shape, loc=end, scale=scale).sum()
+    cost = -scipy.stats.weibull_max.logpdf(values, shape, loc=end, scale=scale).sum()
     return float(cost), ReverseWeibull(end, shape, scale)
 
 
@@ -197,12 +198,12 @@ def _weibull(gaps: Array) -> tuple[float, float]:
     elif score(_MOST_SHAPE) >= 0:
         shape = _MOST_SHAPE
     else:
-        shape = float(brentq(score, _LEAST_SHAPE, _MOST_SHAPE, xtol=1e-6))
+        shape = float(scipy.optimize.brentq(score, _LEAST_SHAPE, _MOST_SHAPE, xtol=1e-6))
     return shape, float(gaps.max() * np.exp(shape * logs).mean() ** (1 / shape))
 
 
 def _distance(values: Array, fit: ReverseWeibull) -> float:
     """Kolmogorov's distance between the values and the fit."""
-    levels = weibull_max.cdf(np.sort(values), fit.shape, loc=fit.end, scale=fit.scale)
+    levels = scipy.stats.weibull_max.cdf(np.sort(values), fit.shape, loc=fit.end, scale=fit.scale)
     steps = np.arange(len(values) + 1) / len(values)
     return float(max((steps[1:] - levels).max(), (levels - steps[:-1]).max()))

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
+import scipy
 from numpy.typing import NDArray
-from scipy.stats import t
 
 from semdiag.mathematics.query_draws import PER_STRATUM
 
@@ -116,7 +116,7 @@ class _Spread:
         drawn, self._stratum = np.unique(strata, return_inverse=True)
         self.clusters, self._strata, level = len(sequences), len(drawn), (1 + confidence) / 2
         freedom = max(1, len(strata) - len(drawn)), max(1, len(sequences) - 1)
-        self._critical = float(t.ppf(level, freedom[0])), float(t.ppf(level, freedom[1]))
+        self._critical = float(scipy.stats.t.ppf(level, freedom[0])), float(scipy.stats.t.ppf(level, freedom[1]))
 
     def errors(self, residuals: NDArray[np.float64]) -> tuple[Ends, Ends]:
         """Standard error and factor, about these sequences and about such; NaN where nothing tells the error."""

@@ -13,6 +13,7 @@ from semdiag.capturing.following.axes import Axes, Axis, total
 from semdiag.capturing.following.readings import read_axes
 from semdiag.capturing.following.score_history import ScoreHistory
 from semdiag.capturing.score_masks import lowest, split_mask, split_scores
+from semdiag.mathematics.unraveled import unraveled
 
 _REACH = 1_000.0  # above a sink the scores' own rounding is lost
 _OFF = 0.25  # weights that are further from a softmax's, relatively, are others in any precision
@@ -218,8 +219,8 @@ def _agrees(history: ScoreHistory, s: Tensor, generator: torch.Generator) -> boo
     """
     if history.lead != s.shape[:-2] or not s.numel() or (history.q.shape[-2], history.k.shape[-2]) != s.shape[-2:]:
         return False
-    where = torch.randint(math.prod(s.shape[:-1]), (_CHECKED,), generator=generator).to(s.device)
-    index = torch.unravel_index(where, s.shape[:-1])
+    where = torch.randint(math.prod(s.shape[:-1]), (_CHECKED,), generator=generator)
+    index = unraveled(where, s.shape[:-1], s.device)
     scores, allowed = history.rows(index)
     given = s[index].to(scores.dtype)
     low = given.masked_fill(~allowed, -torch.inf).amax(-1, keepdim=True)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from semdiag.capturing.attention_call import AttentionCall
+from semdiag.mathematics.unraveled import unraveled
 
 _CHECKED_ROWS = 32  # of all samples, heads and queries, drawn at random
 
@@ -42,7 +43,7 @@ def recomputation_residual(call: AttentionCall, generator: torch.Generator | Non
         if rows <= 2**20
         else torch.randint(rows, (_CHECKED_ROWS,), generator=generator)
     )
-    index = torch.unravel_index(drawn.to(call.q.device), shape)
+    index = unraveled(drawn, shape, call.q.device)
     again, some = _attend(call, index)
     mixed = call.mixed[index].to(again.dtype)
     scale = (mixed * some).abs().max()

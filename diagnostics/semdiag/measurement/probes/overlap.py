@@ -7,8 +7,8 @@ from functools import cache
 from typing import Any
 
 import pandas as pd
+import scipy
 import torch
-from scipy.stats import hypergeom
 from torch import Tensor, nn
 
 from semdiag.capturing.attention_call import AttentionCall
@@ -221,7 +221,7 @@ def expected_jaccard(first: int, second: int, keys: int) -> float:
         (0.25, 1.0)
     """
     common = range(max(0, first + second - keys), min(first, second) + 1)
-    law = hypergeom(keys, first, second)
+    law = scipy.stats.hypergeom(keys, first, second)
     return float(sum(law.pmf(x) * x / (first + second - x) for x in common))
 
 

@@ -5,8 +5,8 @@ from dataclasses import replace
 from typing import Any
 
 import pandas as pd
+import scipy
 import torch
-from scipy.stats import binomtest
 
 from semdiag.capturing.loading import LoadedModel
 from semdiag.measurement.measure import measure
@@ -136,7 +136,7 @@ def _task(model: LoadedModel) -> Any:
 def _accuracy(found: Measurements) -> list[dict[str, Any]]:
     row = found.models.iloc[0]
     count, share = int(row["samples"]), float(row["accuracy"])
-    interval = binomtest(round(share * count), count).proportion_ci(0.95, method="wilson")
+    interval = scipy.stats.binomtest(round(share * count), count).proportion_ci(0.95, method="wilson")
     numbers = {"value": share, "low": float(interval.low), "high": float(interval.high)}
     return [{"layer": ALL, "quantity": "accuracy", "statistic": s, "value": v} for s, v in numbers.items()]
 

@@ -1,9 +1,6 @@
 """The report: a folder with a page, figures, percentile tables and a summary, drawn from findings alone."""
 
 import json
-import os
-import re
-import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -14,17 +11,16 @@ from semdiag.capturing.attention_kinds import external
 from semdiag.findings.capture_words import capture_sentences, diverged_sentences
 from semdiag.findings.estimates import estimate_table, sampling_sentences
 from semdiag.findings.findings import Findings
-from semdiag.findings.strict_json import has_schema
 from semdiag.presentation.drawing.panels import NothingToDrawError
 from semdiag.presentation.drawing.save import save_figure
 from semdiag.presentation.drawing.style import stacked
+from semdiag.presentation.report.folder import check_folder, replacing
 from semdiag.presentation.report.page import Picture, render_page
 from semdiag.presentation.report.summary import summary
 from semdiag.presentation.section import Section, Shown
 from semdiag.presentation.sections.registry import SECTIONS
 from semdiag.presentation.tables import percentile_csv
 from semdiag_models import InputError
-from semdiag_models.reading import read_json
 
 _PIXELS_PER_INCH = 96  # of CSS
 _ON_SCREEN = ("png", "svg")
@@ -79,18 +75,9 @@ def write_report(
     if unknown:
         raise ValueError(f"Sections of a report are {', '.join(SECTIONS)}. Got {unknown[0]!r}.")
     check_folder(folder, keep_queries)
-    given, folder = folder, Path(os.path.abspath(folder))
-    building = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
-    try:
-        try:
-            building.mkdir(parents=True)
-            _write(findings, building, command, formats, keep_queries, sections, progress)
-            _swap(building, folder)
-        finally:
-            shutil.rmtree(building, ignore_errors=True)
-    except OSError as error:
-        raise InputError(f"The report cannot be written to {folder}: {error.strerror or error}.") from None
-    return given / "index.html"
+    with replacing(folder) as building:
+        _write(findings, building, command, formats, keep_queries, sections, progress)
+    return folder / "index.html"
 
 
 def measured_sections(findings: Findings) -> list[str]:
@@ -103,84 +90,6 @@ def measured_sections(findings: Findings) -> list[str]:
         Names of :data:`~semdiag.presentation.sections.registry.SECTIONS`, in order.
     """
     return [name for name, section in SECTIONS.items() if section.applies(findings)]
-
-
-def check_folder(folder: Path, keep_queries: bool) -> None:
-    """Refuse to replace anything but an earlier report, and to lose measurements kept there.
-
-    What a killed process left of a report there is put right first.
-
-    Args:
-        folder: of a report to be written.
-        keep_queries: whether it will hold its own measurements.
-
-    Raises:
-        InputError: if the folder holds something else than a report, or cannot be made.
-    """
-    folder = Path(os.path.abspath(folder))
-    there = next(parent for parent in folder.parents if parent.exists())
-    if not there.is_dir():
-        raise InputError(f"The report cannot be written to {folder}: {there} is a file.")
-    if not os.access(there, os.W_OK):
-        raise InputError(f"The report cannot be written to {folder}: nothing can be written in {there}.")
-    _tidy(folder)
-    if not folder.exists():
-        return
-    if not folder.is_dir():
-        raise InputError(f"{folder} is a file. Name a folder for the report with --out DIR.")
-    try:
-        if not any(folder.iterdir()):
-            return
-        found = read_json(folder / "summary.json")
-    except (OSError, InputError):
-        found = None
-    if not has_schema(found, "report"):
-        raise InputError(f"{folder} is not empty and not a semdiag report. Name another folder with --out DIR.")
-    if (folder / "data" / "queries.parquet").exists() and not keep_queries:
-        raise InputError(
-            f"{folder} holds the queries of an earlier report, which would be lost. "
-            "Add --keep-queries, or name another folder with --out DIR."
-        )
-
-
-def _tidy(folder: Path) -> None:
-    """Put right what a killed process left: an older report goes back, half a new one away."""
-    if not folder.parent.is_dir():
-        return
-    for path in sorted(folder.parent.iterdir()):
-        found = re.fullmatch(rf"\.{re.escape(folder.name)}\.(\d+)\.(partial|old)", path.name)
-        if found is None or _runs(int(found[1])):
-            continue
-        if found[2] == "old" and not folder.exists():
-            path.rename(folder)
-        shutil.rmtree(path, ignore_errors=True)
-
-
-def _runs(process: int) -> bool:
-    """Whether another process of this number is there, whose folder is to be left alone."""
-    if process == os.getpid() or os.name == "nt":
-        return False
-    try:
-        os.kill(process, 0)
-    except (ProcessLookupError, OverflowError):
-        return False
-    except PermissionError:  # somebody else's
-        return True
-    return True
-
-
-def _swap(building: Path, folder: Path) -> None:
-    """Put the finished folder in the place of an older one; on failure the older one goes back."""
-    old = building.with_suffix(".old")
-    if folder.exists():
-        folder.rename(old)
-    try:
-        building.rename(folder)
-    except OSError:
-        if old.exists():
-            old.rename(folder)
-        raise
-    shutil.rmtree(old, ignore_errors=True)
 
 
 def _write(
