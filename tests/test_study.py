@@ -13,7 +13,7 @@ from semdiag.measurement.measurements import Measurements
 from semdiag.measurement.runs.predictors import CANDIDATES
 from semdiag.measurement.schema import OPTIONAL
 from semdiag_models import TASKS, configure
-from semdiag_models.reach import cannot_represent
+from semdiag_models.attention.reach import cannot_represent
 
 ROOT = Path(__file__).parents[1]
 DATA = ROOT / "reports" / "study" / "data"

@@ -1,6 +1,6 @@
 """A compact trainer for encoders with full, banded, block-local and top-k attention."""
 
-from semdiag_models.attention_kinds import ATTENTIONS, AttentionKind
+from semdiag_models.attention.kinds import ATTENTIONS, AttentionKind
 from semdiag_models.checkpoint import Checkpoint, read_checkpoint, sha256, weights_sha256, write_checkpoint
 from semdiag_models.data import draw_data
 from semdiag_models.encoder import AttentionCore, Encoder

@@ -8,15 +8,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from semdiag_models.attention_kinds import ATTENTIONS, LOCAL
-from semdiag_models.clustered_selection import first_centroids, follow
-from semdiag_models.dense_attention import dense_attention
+from semdiag_models.attention.clustered_selection import first_centroids, follow
+from semdiag_models.attention.dense_attention import dense_attention
+from semdiag_models.attention.hashed_selection import hash_directions
+from semdiag_models.attention.kinds import ATTENTIONS, LOCAL
+from semdiag_models.attention.selected_attention import selected_attention
+from semdiag_models.attention.selection import random_priorities, select_keys
 from semdiag_models.dropout import dropout
-from semdiag_models.hashed_selection import hash_directions
 from semdiag_models.model_config import ModelConfig
 from semdiag_models.positions import sinusoids
-from semdiag_models.selected_attention import selected_attention
-from semdiag_models.selection import random_priorities, select_keys
 
 ACTIVATION_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "gelu": F.gelu, "mish": F.mish}
 

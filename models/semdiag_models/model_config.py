@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from semdiag_models.attention_kinds import ATTENTIONS, DRAWN, LOCAL
+from semdiag_models.attention.kinds import ATTENTIONS, DRAWN, LOCAL
 from semdiag_models.errors import InputError, unknown_name
 from semdiag_models.record import LARGEST_SIZE, Record
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from semdiag_models.attention_kinds import DRAWN
+from semdiag_models.attention.kinds import DRAWN
 from semdiag_models.model_config import ModelConfig
 from semdiag_models.tasks import Classification, Text
 from semdiag_models.training_config import ListOpsTrees, TrainingConfig

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from semdiag_models.attention_kinds import DRAWN
+from semdiag_models.attention.kinds import DRAWN
 from semdiag_models.errors import InputError
 from semdiag_models.model_config import ModelConfig
 from semdiag_models.random_state import RandomState, random_state, restore_random_state

@@ -55,8 +55,8 @@ def list_names(
 def _out_of_reach() -> str:
     """Which tasks local attention cannot represent, in the recipes' lengths and blocks."""
     from semdiag_models import TASKS, configure
-    from semdiag_models.attention_kinds import LOCAL
-    from semdiag_models.reach import cannot_represent
+    from semdiag_models.attention.kinds import LOCAL
+    from semdiag_models.attention.reach import cannot_represent
 
     said = []
     for kind in LOCAL:

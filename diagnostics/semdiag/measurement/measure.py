@@ -22,8 +22,8 @@ from semdiag.measurement.encoders.inputs import checked_batch, checked_tokens, f
 from semdiag.measurement.measurements import Measurements
 from semdiag.measurement.tables import OUT_OF_REACH
 from semdiag_models import TASKS, Encoder, InputError
+from semdiag_models.attention.reach import cannot_represent
 from semdiag_models.device import find_device
-from semdiag_models.reach import cannot_represent
 
 
 def measure(

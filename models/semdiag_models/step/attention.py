@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from semdiag_models.attention_kinds import ATTENTIONS
+from semdiag_models.attention.kinds import ATTENTIONS
 from semdiag_models.encoder import Attention
 from semdiag_models.random_state import RandomState, drawing_from
 

@@ -7,7 +7,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from semdiag_models.attention_kinds import ATTENTIONS
+from semdiag_models.attention.kinds import ATTENTIONS
 from semdiag_models.errors import InputError, unknown_name
 from semdiag_models.model_config import ModelConfig
 from semdiag_models.reading import read_toml

@@ -24,7 +24,7 @@ from semdiag.mathematics.bounds.corollary import (
     sound_weight_margin,
 )
 from semdiag.measurement.measurements import Measurements
-from semdiag_models.attention_kinds import LOCAL
+from semdiag_models.attention.kinds import LOCAL
 
 # Read from the other end where small values are the bad ones: the paper's table of separations.
 PAPER_PERCENTILES = (75, 90, 95, 100)

@@ -15,7 +15,7 @@ from semdiag.mathematics.power_iteration import token_jacobian_norm
 from semdiag.measurement.encoders.network_constants import network_forms
 from semdiag.measurement.encoders.traces import trace_inputs
 from semdiag_models import AttentionCore, Encoder
-from semdiag_models.selected_attention import plain_selected_attention
+from semdiag_models.attention.selected_attention import plain_selected_attention
 
 SAMPLES = 20
 # Torch's own forward derivatives call, once in a process, what torch deprecates; in Python 3.14 in other words.

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from semdiag_models.hashed_selection import distinct
+from semdiag_models.attention.hashed_selection import distinct
 
 
 @torch.no_grad()

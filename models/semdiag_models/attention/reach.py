@@ -8,9 +8,9 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from semdiag_models.attention_kinds import ATTENTIONS, DRAWN, LOCAL
+from semdiag_models.attention.kinds import ATTENTIONS, DRAWN, LOCAL
+from semdiag_models.attention.selection import random_priorities, select_keys
 from semdiag_models.model_config import ModelConfig
-from semdiag_models.selection import random_priorities, select_keys
 from semdiag_models.tasks import Task
 from semdiag_models.tasks.bracket_expressions import MODULUS
 from semdiag_models.tasks.stack_manipulation import POP, PUSH_0

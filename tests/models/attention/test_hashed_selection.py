@@ -7,9 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from semdiag_models.hashed_selection import bucket_codes, distinct, hash_directions, same_bucket
-from semdiag_models.selected_attention import selected_attention
-from semdiag_models.selection import select_keys
+from semdiag_models.attention.hashed_selection import bucket_codes, distinct, hash_directions, same_bucket
+from semdiag_models.attention.selected_attention import selected_attention
+from semdiag_models.attention.selection import select_keys
 
 CPU = torch.device("cpu")
 

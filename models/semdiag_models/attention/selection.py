@@ -7,9 +7,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from semdiag_models import products
-from semdiag_models.attention_kinds import ATTENTIONS
-from semdiag_models.clustered_selection import same_clusters
-from semdiag_models.hashed_selection import same_bucket
+from semdiag_models.attention.clustered_selection import same_clusters
+from semdiag_models.attention.hashed_selection import same_bucket
+from semdiag_models.attention.kinds import ATTENTIONS
 
 _STRIP = 2**20  # scores held at a time
 
@@ -42,7 +42,8 @@ def select_keys(
             to all valid keys and are attended to by all; the bands or blocks are those of the tokens in between.
         priorities: of random attention, (H, L, L): each query keeps the k valid keys with the largest. Redrawn
             attention draws its own where there are none.
-        directions: of LSH attention, its hash functions; see :func:`~semdiag_models.hashed_selection.same_bucket`.
+        directions: of LSH attention, its hash functions; see
+            :func:`~semdiag_models.attention.hashed_selection.same_bucket`.
         centroids: of routing attention, (H, C, D).
 
     Returns:

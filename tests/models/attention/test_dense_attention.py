@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from semdiag_models import dense_attention as module
-from semdiag_models.dense_attention import dense_attention
+from semdiag_models.attention import dense_attention as module
+from semdiag_models.attention.dense_attention import dense_attention
 from semdiag_models.dropout import dropped_positions
 
 B, L, D, SCALE = 3, 10, 5, 0.7

@@ -4,8 +4,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from semdiag_models import products
-from semdiag_models import selection as module
-from semdiag_models.selection import random_priorities, select_keys
+from semdiag_models.attention import selection as module
+from semdiag_models.attention.selection import random_priorities, select_keys
 
 
 def vectors(batch=3, heads=2, length=10, width=4):
