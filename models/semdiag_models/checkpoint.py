@@ -103,7 +103,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
             configuration.
     """
     content, _ = _read(path)
-    if not _is_semdiags(content):
+    if not is_checkpoint(content):
         raise InputError(
             f"{path} is not a semdiag checkpoint (no format entry {FORMAT!r}). "
             "Make one with: semdiag train even-pairs --attention topk --k 5."
@@ -130,7 +130,8 @@ def read_plain(path: Path) -> Any:
     return content
 
 
-def _is_semdiags(content: Any) -> bool:
+def is_checkpoint(content: Any) -> bool:
+    """Whether what was read from a file calls itself a checkpoint of this package."""
     return isinstance(content, dict) and content.get("format") == FORMAT
 
 
@@ -141,7 +142,7 @@ def _read(path: Path) -> tuple[Any, str | None]:
         InputError: as :func:`read_plain`; and if there is such a member in a file of ours.
     """
     content, wrong = _loaded(path)
-    if wrong is not None and _is_semdiags(content):
+    if wrong is not None and is_checkpoint(content):
         raise InputError(f"{path} is damaged: the checksum of {wrong[:80]!r} is wrong. Restore it from a copy.")
     return content, wrong
 

@@ -23,7 +23,7 @@ from semdiag_models import (
     sha256,
     weights_sha256,
 )
-from semdiag_models.checkpoint import FORMAT, read_plain
+from semdiag_models.checkpoint import FORMAT, is_checkpoint, read_plain
 from semdiag_models.reading import read_json, require_memory
 
 
@@ -222,16 +222,12 @@ def _load_checkpoint(path: str | Path, config: Mapping[str, Any] | None) -> Load
             weights_sha256=weights_sha256(encoder.state_dict()),
             **description,
         )
-    if (
-        isinstance(content, dict)
-        and content.get("format") != FORMAT
-        and all(map(torch.is_tensor, content.values()))
-    ):
-        raise InputError(
-            f"{path} is a bare state dict of an unknown model. Supported are semdiag checkpoints and those of the "
-            f"paper's released code; {OF_YOUR_OWN}."
-        )
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
+    if not is_checkpoint(content):
+        if isinstance(content, dict) and all(map(torch.is_tensor, content.values())):
+            raise InputError(
+                f"{path} is a bare state dict of an unknown model. Supported are semdiag checkpoints and those of "
+                f"the paper's released code; {OF_YOUR_OWN}."
+            )
         raise InputError(
             f"{path} is not a semdiag checkpoint (no format entry {FORMAT!r}). "
             f"Make one with: semdiag train even-pairs --attention topk --k 5; {OF_YOUR_OWN}."
