@@ -8,6 +8,8 @@ from torch.overrides import _get_current_function_mode_stack
 
 from semdiag.capturing import attention_calls
 from semdiag.capturing.attention_calls import watch_attention
+from semdiag.measurement.calls.monitor import Monitor
+from semdiag.measurement.probes.noise.secants import noisy_copies
 from semdiag_models import Encoder
 
 TOKENS = torch.tensor([[0, 1, 1, 0, 1, 1], [1, 0, 0, 2, 2, 2]])
@@ -121,6 +123,18 @@ def test_an_encoder_that_was_changed_is_watched_like_any_other_model(encoder, ch
     with watch_attention(encoder, lambda call: None):
         assert left_behind(encoder)[2] == 1
     assert left_behind(encoder) == before
+
+
+def test_hooks_of_semdiag_are_no_change(encoder):
+    modes = []
+    with (
+        noisy_copies(encoder.blocks[0], 1, lambda copies: modes.append(left_behind(encoder)[2])),
+        Monitor(encoder, every=1) as monitor,
+        watch_attention(encoder, lambda call: None),
+    ):
+        encoder.train()(TOKENS)
+    assert modes == [0]
+    assert monitor.table["layer"].tolist() == [0, 1]
 
 
 @pytest.mark.parametrize("error", [KeyError, KeyboardInterrupt])

@@ -1,5 +1,6 @@
 """Capturing the models of semdiag_models: their attention has one hook point."""
 
+from collections.abc import Callable
 from typing import cast
 
 import torch
@@ -19,7 +20,7 @@ _PARTS = Encoder, Block, Attention, AttentionCore, nn.Embedding, nn.Linear, nn.M
 def hooked_alone(model: nn.Module) -> bool:
     """Whether all attention of a model is that of its cores: an encoder as semdiag_models makes it, unchanged.
 
-    No part is of another class, has a method of its own, or runs somebody's hook.
+    No part is of another class, has a method of its own, or runs a hook other than semdiag's.
 
     Example:
         >>> from semdiag_models import ModelConfig
@@ -29,11 +30,14 @@ def hooked_alone(model: nn.Module) -> bool:
     """
     return type(model) is Encoder and all(
         type(part) in _PARTS
-        and not part._forward_hooks
-        and not part._forward_pre_hooks
+        and all(map(_own, (*part._forward_hooks.values(), *part._forward_pre_hooks.values())))
         and not any(callable(getattr(type(part), name, None)) for name in vars(part))
         for part in model.modules()
     )
+
+
+def _own(hook: Callable[..., object]) -> bool:
+    return getattr(hook, "__module__", "").startswith("semdiag.")
 
 
 def core_call(name: str, core: AttentionCore, inputs: tuple[object, ...], mixed: Tensor) -> AttentionCall:
