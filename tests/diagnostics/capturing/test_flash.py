@@ -11,6 +11,7 @@ from collections import defaultdict
 
 import pytest
 import torch
+from packaging.version import Version
 
 import semdiag
 from semdiag.capturing.adapters import flash
@@ -24,7 +25,12 @@ with warnings.catch_warnings():
     utils = pytest.importorskip("transformers.modeling_flash_attention_utils")
     integration = pytest.importorskip("transformers.integrations.flash_attention")
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' own
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),  # transformers' own
+    pytest.mark.skipif(
+        Version(transformers.__version__) < Version("5.20"), reason="the kernels are put in place as from 5.20 on"
+    ),
+]
 LENGTH = 9
 
 

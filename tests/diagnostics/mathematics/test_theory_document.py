@@ -36,7 +36,7 @@ TRAINER = ("hashed_selection", "clustered_selection", "reach")  # of the other p
 
 
 def public_functions(module_name: str) -> dict:
-    package = "semdiag_models" if module_name in TRAINER else "semdiag.mathematics"
+    package = "semdiag_models.attention" if module_name in TRAINER else "semdiag.mathematics"
     module = importlib.import_module(f"{package}.{module_name}")
     return {
         name: member
