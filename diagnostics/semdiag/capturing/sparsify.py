@@ -147,9 +147,10 @@ def sparsify(model: nn.Module, keep: Keep, *, partial: bool = False) -> Iterator
             positions are not known; or if ``keep`` does not fit the model.
 
     Example:
-        >>> model = nn.TransformerEncoderLayer(8, 2, 8, dropout=0.0, batch_first=True)
+        >>> from semdiag_models import Encoder, ModelConfig
+        >>> model = Encoder(ModelConfig(vocabulary_size=3, classes=2, length=6, blocks=1, heads=2)).eval()
         >>> with sparsify(model, keep=TopK(3)) as masked:
-        ...     _ = model(torch.randn(1, 6, 8))
+        ...     _ = model(torch.tensor([[0, 1, 1, 0, 1, 0]]))
         >>> masked.kept[["head", "least", "most", "keys"]].to_numpy().tolist()
         [[0.0, 3.0, 3.0, 6.0], [1.0, 3.0, 3.0, 6.0]]
     """

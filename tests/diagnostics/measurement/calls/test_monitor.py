@@ -328,6 +328,7 @@ def test_a_monitor_of_a_compiled_model_looks_and_leaves_one_graph(compiled):
     assert monitor.table["step"].tolist() == [0, 2]
 
 
+@INSIDE  # before, the monitor says that it failed
 def test_a_monitor_inside_a_compiled_model_says_so_before_the_first_step_and_breaks_no_graph(compiled):
     model, run = compiled
     expected = loss(run)
