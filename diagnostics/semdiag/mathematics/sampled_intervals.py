@@ -54,12 +54,18 @@ def sampled_estimates(
 
     (A draw that is left out, as one with too few keys, has the residual 0.)
 
-    The interval of the mean is that of Student. That of a percentile lies between the percentiles at the ends of
-    Wilson's interval of its level; it is missing (NaN) where too few draws, or parts of sequences, lie beyond.
+    The interval of the mean is that of Student; about such sequences, which may be few and skewed, that of
+    Student after Hall's transformation of t, with the skewness γ of the Σe_i of sequences and a = γ/(3√c):
 
-    Source: Cochran 1977, Sampling Techniques, §5.4 and §11; Woodruff 1952, Confidence Intervals for Medians;
-    Wilson 1927.
-    Deviation: Wilson's interval with an effective number of draws, where Woodruff has the normal one.
+        t + a t² + a² t³/3 + a/2
+
+    That of a percentile lies between the percentiles at the ends of Wilson's interval of its level; it is missing
+    (NaN) where too few draws, or parts of sequences, lie beyond.
+
+    Source: Cochran 1977, Sampling Techniques, §5.4 and §11; Hall 1992, On the Removal of Skewness by
+    Transformation; Woodruff 1952, Confidence Intervals for Medians; Wilson 1927.
+    Deviation: Student's factor where Hall has the normal one; Wilson's interval with an effective number of draws,
+    where Woodruff has the normal one.
 
     Args:
         values: (n,), of drawn queries; those that are not finite are left out.
@@ -86,9 +92,12 @@ def sampled_estimates(
         return [SampledEstimate(name, float("nan"), nothing, nothing) for name in names]
     spread = _Spread(samples, strata, share, confidence)
     mean = float(finite.mean())
-    both = spread.errors(np.where(known, values - mean, 0.0) / count)
-    ends = [nothing if math.isnan(e) else (mean - c * e, mean + c * e) for e, c in both]
-    found = [SampledEstimate("mean", mean, *ends)]
+    residuals = np.where(known, values - mean, 0.0) / count
+    (error, critical), (error_of_such, critical_of_such) = spread.errors(residuals)
+    these = mean - critical * error, mean + critical * error
+    shape = _shape(spread.of_sequences(residuals))
+    high, low = (mean - error_of_such * _unskewed(t, shape) for t in (-critical_of_such, critical_of_such))
+    found = [SampledEstimate("mean", mean, these, (low, high))]
     for percentile in percentiles:
         level, cut = percentile / 100, float(np.percentile(finite, percentile))
         first, last = (int(np.searchsorted(finite, cut, side)) for side in _SIDES)
@@ -122,10 +131,25 @@ class _Spread:
         """Standard error and factor, about these sequences and about such; NaN where nothing tells the error."""
         squares, sums = (np.bincount(self._stratum, e, self._strata) for e in (residuals**2, residuals))
         these = (1 - self._share) * float((PER_STRATUM * squares - sums**2).sum())
-        sums = np.bincount(self._cluster, residuals, self.clusters)
-        c = self.clusters
-        such = math.sqrt(c / (c - 1) * float(sums @ sums)) if c > 1 else float("nan")
+        whole, c = self.of_sequences(residuals), self.clusters
+        such = math.sqrt(c / (c - 1) * float(whole @ whole)) if c > 1 else float("nan")
         return (math.sqrt(max(these, 0.0)), self._critical[0]), (such, self._critical[1])
+
+    def of_sequences(self, residuals: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Σe_i of each sequence."""
+        return np.bincount(self._cluster, residuals, self.clusters).astype(np.float64)
+
+
+def _shape(sums: NDArray[np.float64]) -> float:
+    """γ/(3√c), γ the skewness of c numbers whose sum is 0; 0 where they are all the same."""
+    squares = float(sums @ sums)
+    return float((sums**3).sum()) / (3 * squares**1.5) if squares else 0.0
+
+
+def _unskewed(t: float, a: float) -> float:
+    """What t + a t² + a² t³/3 + a/2 takes to the given number."""
+    root = float(np.cbrt(1 + 3 * a * (t - a / 2)))
+    return 3 * (t - a / 2) / (1 + root + root**2)
 
 
 def _woodruff(ordered: NDArray[np.float64], level: float, error: float, critical: float) -> Ends:

@@ -29,19 +29,41 @@ def test_variances_are_those_of_loops_over_strata_and_sequences():
     known = np.isfinite(values)
     mean = values[known].mean()
     residuals = np.where(known, values - mean, 0) / known.sum()
-    these = such = 0.0
+    these = such = cubes = 0.0
     for stratum in set(strata.tolist()):
         own = residuals[strata == stratum]
         these += (own[0] - own[1]) ** 2 if len(own) == 2 else own[0] ** 2
     for sample in range(5):
         such += residuals[samples == sample].sum() ** 2
+        cubes += residuals[samples == sample].sum() ** 3
     found = sampled_estimates(values, samples, strata, 0.25, ())[0]
-    for ends, variance, free in (
-        (found.these, 0.75 * these, len(strata) - len(set(strata.tolist()))),
-        (found.such, 5 / 4 * such, 4),
-    ):
-        reach = t.ppf(0.975, free) * math.sqrt(variance)
-        assert ends == pytest.approx((mean - reach, mean + reach), rel=1e-12)
+    reach = t.ppf(0.975, len(strata) - len(set(strata.tolist()))) * math.sqrt(0.75 * these)
+    assert found.these == pytest.approx((mean - reach, mean + reach), rel=1e-12)
+    # Each end, as Student's t, is taken by Hall's cubic to the quantile of Student.
+    a = cubes / 5 / (such / 5) ** 1.5 / (3 * math.sqrt(5))
+    for end, quantile in zip(found.such, (0.975, 0.025), strict=True):
+        student = (mean - end) / math.sqrt(5 / 4 * such)
+        assert student + a * student**2 + a**2 * student**3 / 3 + a / 2 == pytest.approx(t.ppf(quantile, 4))
+
+
+def test_two_sequences_or_equal_ones_leave_students_interval():
+    """Two have no skewness; equal ones no error at all."""
+    samples = np.repeat([0, 1], 4)
+    mean = sampled_estimates(np.repeat([1.0, 2.0], 4), samples, np.arange(8) // 2, 0.5, ())[0]
+    reach = t.ppf(0.975, 1) * 0.5
+    assert mean.such == pytest.approx((1.5 - reach, 1.5 + reach))
+    assert sampled_estimates(np.ones(8), samples, np.arange(8) // 2, 0.5, ())[0].such == (1.0, 1.0)
+
+
+def test_intervals_of_few_skewed_sequences_hold_the_mean_of_the_law():
+    """8 sequences of exponential means, 3,000 cases (standard error 0.5 %): 93 % hold it, Student's alone 90."""
+    rng = np.random.default_rng(5)
+    samples = np.repeat(np.arange(8), 2)
+    held = 0
+    for values in rng.exponential(size=(3000, 8)):
+        low, high = sampled_estimates(np.repeat(values, 2), samples, samples, 0.1, ())[0].such
+        held += low <= 1 <= high
+    assert 0.92 * 3000 <= held <= 0.97 * 3000
 
 
 def test_all_queries_leave_no_error_and_ties_keep_a_percentile_in_place():
