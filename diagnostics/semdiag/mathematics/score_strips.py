@@ -123,7 +123,7 @@ class Scores:
         shared = self.q.shape[1] // self.k.shape[1]
         k = self.k[b, h.start // shared : h.stop // shared, :seen].flatten(0, 1)
         q = self.q[b, h, r] if places is None else rows_of(self.q[b, h], places)
-        q = (q * self.scale).reshape(len(k), -1, self.q.shape[3])
+        q = torch.mul(q, self.scale, out=q.new_empty(q.shape)).view(len(k), -1, self.q.shape[3])
         _product_(scores.view(len(k), -1, seen), q, k)
         if self.softcap is not None:
             scores.div_(self.softcap).tanh_().mul_(self.softcap)

@@ -175,7 +175,7 @@ class Collector:
             for name in names
         }
         rows = len(columns["sample"])
-        return pd.DataFrame({"model": pd.Series([self.model] * rows, dtype="str"), **columns})
+        return pd.DataFrame({"model": pd.Series(self.model, index=range(rows), dtype="str"), **columns})
 
 
 def _flat(values: Tensor, dtype: type[np.generic] | None = None) -> np.ndarray:

@@ -62,7 +62,7 @@ class CountedRows:
         sample, head = (torch.arange(size, device=first.device) for size in first.shape[:2])
         key = call.k[sample[:, None], head // (len(head) // call.k.shape[1]), first[..., 0]]
         exact = kept.dtype
-        z = (call.q.to(exact) @ (key.to(exact) * call.scale)[..., None])[..., 0]
+        z = torch.linalg.vecdot(call.q.to(exact), (key.to(exact) * call.scale)[:, :, None])
         if call.softcap is not None:
             z = call.softcap * torch.tanh(z / call.softcap)
         bias, allowed = (self._at(values, first) for values in (call.bias, call.allowed))

@@ -1,6 +1,7 @@
 """Whether a captured call is all that the layer's attention is made of."""
 
 import math
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -57,7 +58,8 @@ def _attend(call: AttentionCall, index: tuple[Tensor, ...]) -> tuple[Tensor, Ten
     dtype = torch.float32 if call.q.dtype in (torch.float16, torch.bfloat16) else call.q.dtype
     full = (*call.q.shape[:3], call.k.shape[2])
     shared = head // (call.q.shape[1] // call.k.shape[1])
-    scores = (call.k[sample, shared].to(dtype) @ (call.q[index].to(dtype) * call.scale)[..., None])[..., 0]
+    places = list(zip(sample.tolist(), shared.tolist(), strict=True))
+    scores = _products((call.k[at].to(dtype) for at in places), call.q[index].to(dtype) * call.scale)
     if call.softcap is not None:
         scores = call.softcap * torch.tanh(scores / call.softcap)
     if call.bias is not None:
@@ -79,4 +81,9 @@ def _attend(call: AttentionCall, index: tuple[Tensor, ...]) -> tuple[Tensor, Ten
         weights = torch.cat([scores, call.sinks.to(dtype)[head][:, None]], -1).softmax(-1)[..., :-1]
     else:
         weights = scores.softmax(-1)
-    return ((weights * keep)[:, None] @ call.v[sample, shared].to(dtype))[:, 0], some
+    return _products((call.v[at].to(dtype).T for at in places), weights * keep), some
+
+
+def _products(matrices: Iterable[Tensor], vectors: Tensor) -> Tensor:
+    """Matrices (n, m), r of them, times vectors (r, m): (r, n). One by one: what is read is not copied."""
+    return torch.stack([matrix @ vector for matrix, vector in zip(matrices, vectors, strict=True)])

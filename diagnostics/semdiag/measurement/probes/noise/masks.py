@@ -139,9 +139,10 @@ def mask_stability(
     config = loaded.encoder.config
     runner = copy.deepcopy(loaded.encoder).to(device=device, dtype=dtype).eval()
     probe = _Probe(plan, selection_of(config.attention), runner, runner.blocks[plan.block])
-    for batch in cut:
-        probe.run(torch.as_tensor(batch).to(device, torch.int64))
-        after_batch(len(batch))
+    with torch.inference_mode(), watch_attention(runner, probe.add):
+        for batch in cut:
+            probe.run(torch.as_tensor(batch).to(device, torch.int64))
+            after_batch(len(batch))
     return _masks(loaded.path, probe), _effects(loaded.path, probe, labels)
 
 
@@ -191,13 +192,9 @@ class _Probe:
         """Pass clean samples and all their copies through the model, at once."""
         self.samples = len(tokens)
         copies = self.plan.draws * len(self.plan.levels)
-        with (
-            torch.inference_mode(),
-            noisy_copies(self.place, self.samples, self.add_noise),
-            watch_attention(self.model, self.add),
-        ):
+        with noisy_copies(self.place, self.samples, self.add_noise):
             output = self.model(tokens.repeat(1 + copies, 1))
-            self.outputs.append(self.compare(output))
+        self.outputs.append(self.compare(output))
 
     def add_noise(self, copies: Tensor) -> None:
         """Add noise to copies (D·N·b, L, d) of b inputs: the same at every level but for its size."""
