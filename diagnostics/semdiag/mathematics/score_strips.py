@@ -10,7 +10,7 @@ from semdiag_models import products
 
 _CAUSAL_STRIPS = 8  # per sample, in long causal calls: a strip scores no key beyond its last query's
 _LONG = 256  # queries from which on that pays
-_LEAST_ROWS = 8  # of a head, in a strip: products with fewer read all keys for little; so not all heads at once
+_LEAST_ROWS = 128  # of a head, in a strip: products with fewer read all keys for little; so not all heads at once
 
 
 @dataclass(frozen=True, eq=False)
