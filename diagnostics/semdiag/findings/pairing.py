@@ -1,4 +1,4 @@
-"""Which trained models may be compared with each other: same task, seed, size and snapshot."""
+"""Which trained models may be compared with each other: same task, seed, size, setting and snapshot."""
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
@@ -10,7 +10,7 @@ from semdiag.capturing.attention_kinds import external
 from semdiag.findings.findings import Findings
 
 # Models that differ in one of these are never compared, nor drawn on the same axes.
-RUN = ("task", "seed", "blocks", "heads", "width", "length", "norm", "pooling")
+RUN = ("task", "seed", "blocks", "heads", "width", "length", "norm", "pooling", "setting")
 RUN_AND_SNAPSHOT = (*RUN, "snapshot")
 
 
@@ -55,6 +55,23 @@ def find_pairs(models: pd.DataFrame, attention: str | None = "topk") -> tuple[li
                 label += f", {row['snapshot']}"
             pairs.append(Pair(label, full[0], row["model"]))
     return _told_apart(pairs, [pair.other for pair in pairs]), alone
+
+
+def rivals(models: pd.DataFrame, pair: Pair) -> list[str]:
+    """Find other models that could stand in the full model's place.
+
+    Args:
+        models: the table of :class:`Measurements`.
+        pair: from :func:`find_pairs`.
+
+    Returns:
+        Paths of full-attention models of the same run and snapshot, with other weights.
+    """
+    full = models[models["attention"] == "full"]
+    chosen = full[full["model"] == pair.full].iloc[0]
+    same = [all(_equal(row[name], chosen[name]) for name in RUN_AND_SNAPSHOT) for _, row in full.iterrows()]
+    others = full[same]
+    return [str(path) for path in others[others["weights_sha256"] != chosen["weights_sha256"]]["model"]]
 
 
 def compared_pairs(findings: Findings) -> list[Pair]:

@@ -20,6 +20,7 @@ from semdiag.measurement.calls.query_draws import QueryDraws
 from semdiag.measurement.calls.running import running, unnamed
 from semdiag.measurement.encoders.inputs import checked_batch, checked_tokens, fitting
 from semdiag.measurement.measurements import Measurements
+from semdiag.measurement.runs.training_runs import setting_in_words
 from semdiag.measurement.tables import OUT_OF_REACH
 from semdiag_models import TASKS, Encoder, InputError
 from semdiag_models.attention.reach import cannot_represent
@@ -216,6 +217,7 @@ def _model_row(loaded: LoadedModel, collected: Collector, audit: Audit, facts: d
         "global_tokens": 0,
         "norm": None,
         "pooling": None,
+        "setting": None,
         "seed": loaded.seed,
         "epoch": loaded.epoch,
         "blocks": len(layers),
@@ -232,7 +234,7 @@ def _model_row(loaded: LoadedModel, collected: Collector, audit: Audit, facts: d
     }
     if isinstance(loaded.module, Encoder):
         config = loaded.module.config
-        row |= {name: getattr(config, name) for name in _OF_ENCODERS}
+        row |= {name: getattr(config, name) for name in _OF_ENCODERS} | {"setting": setting_in_words(loaded)}
     whole = dict.fromkeys(("k", "seed", "epoch", "width"), "Int64")
     text = dict.fromkeys(("sha256", "weights_sha256", "task"), "str")
     return pd.DataFrame([row]).astype({**whole, **text, "accuracy": "float64"})

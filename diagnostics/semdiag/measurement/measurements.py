@@ -25,10 +25,10 @@ class Measurements:
 
     Args:
         models: one row per model: path, sha256, weights_sha256, source, snapshot, task, attention, k,
-            global_tokens, norm, pooling, seed, epoch, blocks, heads, length, parameters, samples, inputs,
-            accuracy, found and captured attention layers, residual. Of an external model, what is not known is
-            missing; blocks are the places where attention happens, attention is ``full``, ``causal`` or
-            ``masked``.
+            global_tokens, norm, pooling, setting (what else was chosen otherwise than usual), seed, epoch, blocks,
+            heads, length, parameters, samples, inputs, accuracy, found and captured attention layers, residual. Of
+            an external model, what is not known is missing; blocks are the places where attention happens,
+            attention is ``full``, ``causal`` or ``masked``.
         queries: one row per query: sample, layer, head, query, keys (n_i), kept (k_i), dispersion,
             separation (+inf where nothing is dropped), largest_weight (of its attention weights), of models with
             hashes or clusters recall (of the model's k largest scores), and

@@ -38,7 +38,7 @@ CORE = (
 TABLES = tuple(table.name for table in CORE)
 # Columns of the models that older folders and models of other kinds lack, and what that means.
 UNLESS_SAID: dict[str, Any] = {
-    "global_tokens": 0, "weights_sha256": "", "norm": "pre", "pooling": "mean", "share": 1.0
+    "global_tokens": 0, "weights_sha256": "", "norm": "pre", "pooling": "mean", "setting": "usual", "share": 1.0
 }  # fmt: skip
 CALLS = Table(
     "calls",

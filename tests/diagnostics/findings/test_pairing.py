@@ -2,7 +2,7 @@
 
 import pytest
 
-from semdiag.findings.pairing import Pair, differences, find_pairs, pairs_against, path_tail
+from semdiag.findings.pairing import Pair, differences, find_pairs, pairs_against, path_tail, rivals
 
 SOME = [1, 2, 3, 4]
 TOPK = {"attention": "topk", "k": 5}
@@ -31,11 +31,21 @@ def test_a_full_and_a_topk_model_of_the_same_run_are_a_pair(models):
         ("length", 8),
         ("norm", "post"),
         ("pooling", "cls"),
+        ("setting", "learning_rate 0.5, mlp_width 16"),
         ("snapshot", "best"),
     ],
 )
 def test_models_that_differ_in_more_than_their_attention_are_no_pair(models, name, value):
     assert find_pairs(models(f={}, t={**TOPK, name: value})) == ([], ["f", "t"])
+
+
+def test_rivals_are_full_models_of_the_same_run_with_other_weights(models):
+    named = {"weights_sha256": "a"}
+    table = models(
+        f=named, copy=named, t={**TOPK, "weights_sha256": "b"}, other={"weights_sha256": "c"}, far={"seed": 2}
+    )
+    (pair,) = find_pairs(table)[0]
+    assert (pair.full, rivals(table, pair)) == ("f", ["other"])
 
 
 def test_global_tokens_are_part_of_the_attention(models):

@@ -3,9 +3,11 @@
 import shlex
 from dataclasses import dataclass
 
+import pandas as pd
+
 from semdiag.findings.estimates import require_every_query
 from semdiag.findings.findings import Findings
-from semdiag.findings.pairing import Pair, find_pairs
+from semdiag.findings.pairing import Pair, differences, find_pairs, rivals
 from semdiag.measurement.percentiles import percentiles
 from semdiag_models import InputError, configure, find_task
 
@@ -51,11 +53,13 @@ def dispersion_gate(findings: Findings) -> list[GateResult]:
         InputError: if a full or top-k model has no partner, or there is nothing to pair.
     """
     require_every_query(findings, "The gate")
-    pairs, alone = find_pairs(findings.measurements.models)
+    models = findings.measurements.models
+    pairs, alone = find_pairs(models)
     if alone:
         raise InputError(
-            f"{alone[0]} has no partner: a full and a top-k checkpoint of the same task, seed, size and snapshot "
-            f"are needed. Train the other one with: {partner_command(findings, alone[0])}."
+            f"{alone[0]} has no partner: a full and a top-k checkpoint of the same task, seed, size, setting and "
+            f"snapshot are needed{_nearest(models, alone[0])}. Train the other one with: "
+            f"{partner_command(findings, alone[0])}."
         )
     if not pairs:
         raise InputError(
@@ -69,6 +73,35 @@ def dispersion_gate(findings: Findings) -> list[GateResult]:
         failed = tuple(p for p in GATED if not topk[p] < full[p])
         results.append(GateResult(pair, {p: full[p] for p in SHOWN}, {p: topk[p] for p in SHOWN}, failed))
     return results
+
+
+def require_one_partner(findings: Findings) -> None:
+    """Refuse to judge where it is not clear which models are a pair.
+
+    Args:
+        findings: of full and top-k models.
+
+    Raises:
+        InputError: if several full models could be the partner of a top-k model.
+    """
+    models = findings.measurements.models
+    for pair in find_pairs(models)[0]:
+        if others := rivals(models, pair):
+            raise InputError(
+                f"{pair.full} and {others[0]} could both be the partner of {pair.other}, and differ: name one."
+            )
+
+
+def _nearest(models: pd.DataFrame, model: str) -> str:
+    """In what the model differs from the one that comes nearest to being its partner; nothing if none does."""
+    own = models[models["model"] == model].iloc[0]
+    wanted = "topk" if own["attention"] == "full" else "full"
+    others = models[(models["attention"] == wanted) & (models["task"] == own["task"])]["model"]
+    found = [(differences(models, Pair("", model, other)), other) for other in others]
+    if not found:
+        return ""
+    least, other = min(found, key=lambda entry: len(entry[0]))
+    return f" ({other} differs from it in {'; '.join(least)})"
 
 
 def partner_command(findings: Findings, model: str) -> str:

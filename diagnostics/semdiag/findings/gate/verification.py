@@ -8,7 +8,7 @@ from semdiag.findings.findings import Findings
 from semdiag.findings.gate.drift import TOLERANCE, Drift, drift, tracked_numbers
 from semdiag.findings.gate.invariants import Invariant, invariants
 from semdiag.findings.gate.layers import LayerGate, layer_gate
-from semdiag.findings.gate.pairs import GATED, GateResult, dispersion_gate
+from semdiag.findings.gate.pairs import GATED, GateResult, dispersion_gate, require_one_partner
 from semdiag.findings.gate.rules import Rule, RuleResult, apply_rules
 from semdiag.findings.pairing import find_pairs
 from semdiag.findings.strict_json import json_ready, schema
@@ -129,6 +129,7 @@ def verify(findings: Findings, expected: Expectations) -> Verification:
         paired = {path for pair in pairs for path in (pair.full, pair.other)}
         own = measurements.models[measurements.models["model"].isin(paired)]
         judged = Findings(measurements.replace(models=own))
+    require_one_partner(judged)
     gates = dispersion_gate(judged) if len(judged.measurements.models) else []
     moved = [] if expected.baseline is None else drift(findings, expected.baseline, expected.tolerance)
     return Verification(

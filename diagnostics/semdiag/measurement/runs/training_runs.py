@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import MISSING, fields
 from typing import Any
 
 import pandas as pd
@@ -9,6 +10,7 @@ import pandas as pd
 from semdiag.capturing.loading import LoadedModel
 from semdiag.measurement.runs.tables import RUNS
 from semdiag_models import ModelConfig
+from semdiag_models.training_config import TrainingConfig
 
 # What may differ between runs that are compared: the attention itself, and how long was trained.
 _ATTENTION = (
@@ -16,6 +18,8 @@ _ATTENTION = (
     "hashes", "clusters", "centroid_decay",
 )  # fmt: skip
 _NOT_A_SETTING = ("seed", "epochs", "snapshots", "until", "compiled")
+_COLUMNS = ("blocks", "heads", "width", "norm", "pooling")  # of the table of models
+_USUAL = {f.name: f.default for kind in (ModelConfig, TrainingConfig) for f in fields(kind)}
 TARGET = 0.95  # training accuracy that counts as having learned, where nothing else is said
 FINISHED, STOPPED, UNFINISHED, NOT_BEGUN = "finished", "stopped at --until", "unfinished", "not begun"
 
@@ -36,20 +40,48 @@ def run_table(models: Sequence[LoadedModel]) -> pd.DataFrame:
     return RUNS.of_rows(rows)
 
 
+def setting_in_words(model: LoadedModel) -> str:
+    """What was chosen otherwise than usual, but for the attention and what has a column of its own.
+
+    Args:
+        model: an encoder of semdiag_models.
+
+    Returns:
+        Names and values, like ``activation gelu, learning_rate 0.5``; of a model whose training is not known those
+        of its architecture. ``usual`` where there are none.
+
+    Example:
+        >>> from semdiag_models import Encoder
+        >>> encoder = Encoder(ModelConfig(vocabulary_size=3, classes=2, length=4, mlp_width=32, activation="gelu"))
+        >>> setting_in_words(LoadedModel("model", "", encoder, "python", "unknown"))
+        'activation gelu, mlp_width 32'
+    """
+    chosen = {**_setting(model), "inverse_temperature": model.encoder.config.inverse_temperature}
+    said = {*_COLUMNS, "listops"}  # whose law the task's label names
+    others = [n for n, value in chosen.items() if n not in said and _USUAL[n] not in (MISSING, value)]
+    return ", ".join(f"{name} {chosen[name]}" for name in sorted(others)) or "usual"
+
+
+def _setting(model: LoadedModel) -> dict[str, Any]:
+    """Every choice of architecture and training but the attention, and how long was trained."""
+    setting = {name: value for name, value in model.encoder.config.to_dict().items() if name not in _ATTENTION}
+    if model.training is not None:
+        training = model.training.to_dict()
+        training.pop("text", None)  # the task's label names it
+        setting |= {name: value for name, value in training.items() if name not in _NOT_A_SETTING}
+        setting["task"] = model.training.task_label
+    return setting
+
+
 def _row(model: LoadedModel) -> dict[str, Any]:
     assert model.training is not None  # run_table has looked
-    training, config = model.training.to_dict(), model.encoder.config.to_dict()
-    training.pop("text", None)  # the task's label names it
-    setting = {name: value for name, value in config.items() if name not in _ATTENTION}
-    setting |= {name: value for name, value in training.items() if name not in _NOT_A_SETTING}
-    setting["task"] = model.training.task_label
     return {
         "model": model.path,
         "task": model.training.task_label,
         "attention": _mask(model.encoder.config),
         "kind": model.encoder.config.attention,
         "seed": model.training.seed,
-        "setting": json.dumps(setting, sort_keys=True),
+        "setting": json.dumps(_setting(model), sort_keys=True),
         "epochs": model.epoch,
         "planned": model.training.epochs,
         "state": _state(model),

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from semdiag.findings.findings import Findings
-from semdiag.findings.gate.pairs import GATED, SHOWN, dispersion_gate
+from semdiag.findings.gate.pairs import GATED, SHOWN, dispersion_gate, require_one_partner
 from semdiag_models import InputError
 
 TOPK = {"attention": "topk", "k": 5}
@@ -67,6 +67,22 @@ def test_a_missing_partner_is_no_pass(made_up, facts):
         InputError, match=r"^x has no partner: .* Train the other one with: semdiag train even-pairs .*--seed 1\.$"
     ):
         dispersion_gate(Findings(made_up(("x", LARGE, facts))))
+
+
+def test_a_missing_partner_is_told_beside_the_nearest_model(made_up):
+    near, far = {"setting": "learning_rate 0.5"}, {"setting": "learning_rate 0.5", "seed": 2}
+    models = made_up(("t", LARGE, {**TOPK, "setting": "usual"}), ("far", LARGE, far), ("near", LARGE, near))
+    with pytest.raises(
+        InputError, match=r"^t has no partner: .* \(near differs from it in setting usual and learn"
+    ):
+        dispersion_gate(Findings(models))
+
+
+def test_two_full_models_that_differ_are_no_partner(made_up):
+    models = [(name, LARGE, {"weights_sha256": name}) for name in "fg"]
+    with pytest.raises(InputError, match=r"^f and g could both be the partner of t, and differ: name one\.$"):
+        require_one_partner(Findings(made_up(*models, ("t", LARGE, TOPK))))
+    require_one_partner(Findings(made_up(models[0], ("t", LARGE, TOPK))))
 
 
 def test_nothing_to_pair_is_no_pass(made_up):
