@@ -16,7 +16,7 @@ from semdiag.findings.findings import Findings
 from semdiag.findings.mask_stability import mask_table
 from semdiag.findings.pairing import compared_pairs, find_pairs
 from semdiag.findings.theory.bounds import bounds_findings
-from semdiag.findings.theory.corollary import CLAIMS
+from semdiag.findings.theory.corollary import CLAIMS, JUDGED_PERCENTILES
 from semdiag.findings.theory.finding import Verdict
 from semdiag.findings.theory.stability import SECANTS, stability_findings
 from semdiag.measurement.table import ALL
@@ -53,14 +53,26 @@ class Glance:
 
 
 def dispersion_glance(findings: Findings) -> Glance:
-    """In how many pairs the top-k model has the smaller dispersion; of models without a pair, the dispersion."""
-    pairs = findings(pair_comparisons)
-    pairs = [pair for pair in pairs if pair.snapshot == "last"] or pairs
+    """In how many pairs the top-k model has the smaller dispersion; of models without a pair, the dispersion.
+
+    A mask has the smaller range of scores before anything is learned: of untrained pairs nothing holds or not.
+    """
+    compared = findings(pair_comparisons)
+    untrained = [pair for pair in compared if pair.snapshot == "initialisation"]
+    trained = [pair for pair in compared if pair not in untrained]
+    pairs = [pair for pair in trained if pair.snapshot == "last"] or trained or untrained
     if pairs:
         passed = sum(pair.gate.passed for pair in pairs)
         answer = Answer.HOLDS if passed == len(pairs) else Answer.DOES_NOT
+        ratios = _span([pair.ratio.estimate for pair in pairs], "{:.2f}")
         words = "in which the top-k model has the smaller dispersion δ at the 50th, 75th, 90th and 95th percentile"
-        return Glance(answer, _of(passed, len(pairs), "pair"), words)
+        words += f" (ratio of the medians {ratios}"
+        if not trained:
+            return Glance(Answer.OPEN, _of(passed, len(pairs), "pair"), f"{words}); they are not trained yet")
+        words += (
+            f"; at initialisation {_span([p.ratio.estimate for p in untrained], '{:.2f}')}" if untrained else ""
+        )
+        return Glance(answer, _of(passed, len(pairs), "pair"), f"{words})")
     every = findings(pooled_percentiles, "dispersion").values()
     found = [each for each in every if np.isfinite(each["p50"])]
     if not found:
@@ -98,7 +110,7 @@ def within_glance(findings: Findings) -> Glance:
 
 
 def separation_glance(findings: Findings) -> Glance:
-    """How many queries of the models that keep their largest scores have Δ ≤ 0."""
+    """How small the separation of the models is that keep their largest scores; Δ ≤ 0 is a tie, which ends it."""
     models = findings.measurements.models
     diverged = models["model"].isin(findings.measurements.non_finite["model"])
     sparse = models[(models["attention"] == "topk") & ~diverged]["model"]
@@ -107,11 +119,10 @@ def separation_glance(findings: Findings) -> Glance:
     if not tables:
         return Glance(Answer.OPEN, "0 models", "keep the keys with the largest scores")
     bad, queries = (sum(int(table[name]) for table in tables) for name in ("not_positive", "queries"))
-    judged = Answer.DOES_NOT if bad else Answer.HOLDS
-    return Glance(
-        Answer.MEASURED if drawn(findings) else judged, f"{bad:,} of {queries:,}{_drawn(findings)}",
-        f"queries of {_models(len(tables))} with top-k masks have a separation Δ that is not positive",
-    )  # fmt: skip
+    words = f"is the 5th percentile of the separation Δ of {_models(len(tables))} with top-k masks; {bad:,} of "
+    words += f"{queries:,} queries{_drawn(findings)} have none (Δ ≤ 0, a tie)"
+    answer = Answer.DOES_NOT if bad and not drawn(findings) else Answer.MEASURED
+    return Glance(answer, f"{_span([table['p5'] for table in tables], '{:.2g}')} nats", words)
 
 
 def learning_glance(findings: Findings) -> Glance:
@@ -141,7 +152,8 @@ def stability_glance(findings: Findings) -> Glance:
         return Glance(Answer.OPEN, "0 pairs of rows", "were measured of an attention whose ξ is known")
     paper, sound = exceeded["paper"], exceeded["sound"]
     mostly_vacuous = 2 * paper["vacuous"] > paper["rows"]
-    answer = Answer.DOES_NOT if paper["violated"] else Answer.OPEN if mostly_vacuous else Answer.HOLDS
+    # That no pair exceeds it does not make it a bound: the paper's form is none for every row (docs/theory.md).
+    answer = Answer.DOES_NOT if paper["violated"] else Answer.OPEN if mostly_vacuous else Answer.MEASURED
     return Glance(
         answer, f"{paper['violated']:,} of {paper['rows']:,}",
         f"measured pairs of rows exceed the paper's bound ξ ({paper['vacuous']:,} could not, whatever was "
@@ -175,7 +187,7 @@ def bounds_glance(findings: Findings) -> Glance:
     cases = [
         f
         for f in findings(bounds_findings)
-        if f.claim in CLAIMS and f.form == "paper" and f.percentile not in (None, 100) and f.subject in heavy
+        if f.claim in CLAIMS and f.form == "paper" and f.percentile in JUDGED_PERCENTILES and f.subject in heavy
     ]
     stated = [f for f in cases if f.verdict is not Verdict.NOT_MET]
     if not stated:

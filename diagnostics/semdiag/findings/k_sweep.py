@@ -11,7 +11,7 @@ from semdiag.findings.findings import Findings
 from semdiag.findings.rerun import change_table
 from semdiag.findings.sparse_verdict import sparse_verdict
 from semdiag.findings.strict_json import MODEL_FACTS, Summary, json_object
-from semdiag.findings.theory.corollary import PAPER_PERCENTILES, separation_rounding
+from semdiag.findings.theory.corollary import JUDGED_PERCENTILES, PAPER_PERCENTILES, separation_rounding
 from semdiag.mathematics.bounds.corollary import paper_input_condition, paper_weight_condition
 from semdiag.measurement.table import ALL
 
@@ -66,14 +66,15 @@ def _cuts(pooled: pd.DataFrame, quantity: str, k: int, mirrored: bool = False) -
 
 
 def conditions_met(findings: Findings, model: str) -> dict[int, int]:
-    """In how many of 8 cases (W and X, four percentiles) each k meets the paper's conditions.
+    """In how many of 6 cases (W and X at p75, p90 and p95) each k meets the paper's conditions.
 
     Args:
         findings: with a sweep.
         model: a model's path.
     """
     table = findings(condition_table)
-    counts = table[table["model"] == model].groupby("k")["met"].sum()
+    judged = table[(table["model"] == model) & table["percentile"].isin(JUDGED_PERCENTILES)]
+    counts = judged.groupby("k")["met"].sum()
     return {int(str(k)): int(count) for k, count in counts.items()}
 
 

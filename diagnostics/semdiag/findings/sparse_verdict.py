@@ -6,7 +6,7 @@ from typing import Any
 
 import pandas as pd
 
-from semdiag.capturing.attention_kinds import SCORED
+from semdiag.capturing.attention_kinds import DENSE, SCORED
 from semdiag.findings.findings import Findings
 from semdiag.findings.glance import Answer, Glance
 from semdiag.findings.rerun import change_table
@@ -22,6 +22,7 @@ _CHANGES = {
     "divergence": "changes the output distribution (KL divergence)",
     "output_change": "changes the outputs, relative to their norm,",
 }
+_OF_MASKS = "fixed_mask", "own_mask"  # reasons why nothing can be said of a model with a mask of its own
 _CHANCE = 0.99  # of ln C: a loss above it is no better than that of C equally likely classes
 
 
@@ -32,7 +33,7 @@ class SparseVerdict:
     Attributes:
         answer: ``plausible``, ``not without loss`` or ``cannot tell``.
         reason: why there is no answer, as a word: near_uniform, chance, control, few_samples, not_rerun,
-            fixed_mask, not_measured; empty if there is one.
+            fixed_mask, own_mask, not_measured; empty if there is one.
         k: what the answer is about: the smallest k from which on the loss stays, the largest that was run if there
             is none, or the smallest that keeps 95 % of the weight; None: none of these.
         share: k in the keys of its queries, mean.
@@ -90,6 +91,8 @@ def sparse_verdict(findings: Findings, model: str) -> SparseVerdict:
     top = records(again[again["mask"] == TOP_K].sort_values("k"))
     ks = own[own["quantity"] == "mass"]
     mass = dict(zip(ks["k"].tolist(), ks["mean"].tolist(), strict=True))
+    if not top and facts["attention"] not in DENSE:  # of all its scores the model itself has no weights
+        return SparseVerdict("cannot tell", "own_mask")
     if not top:
         enough = [k for k, kept in mass.items() if kept >= MASS]
         found = SparseVerdict("cannot tell", "not_rerun", k=min(enough, default=None))
@@ -117,11 +120,13 @@ def sparse_glance(findings: Findings) -> Glance:
         weighed = [each for each in found if each.reason == "not_rerun" and each.k is not None]
         if not weighed:
             return Glance(Answer.OPEN, f"0 of {len(found)}", "models have attention of which this can be said")
-        many = f", in {len(weighed)} of {len(found)} models" if len(found) > 1 else ""
+        dense = sum(each.reason not in _OF_MASKS for each in found)
+        many = f", in {len(weighed)} of {dense} models that keep every key" if len(found) > 1 else ""
+        queries, left_out = (sum(getattr(each, name) for each in weighed) for name in ("queries", "left_out"))
         return Glance(
             Answer.OPEN, f"k = {_range([each.k for each in weighed])}",
-            f"keeps {MASS:.0%} of the weight on average{many}; what a mask costs is measured by semdiag k-sweep "
-            "MODEL --rerun",
+            f"keeps {MASS:.0%} of the weight on average over {queries:,} queries with more keys ({left_out:,} "
+            f"with no more are left out){many}; what a mask costs is measured by semdiag k-sweep MODEL --rerun",
         )  # fmt: skip
     answer = Answer.PLAUSIBLE if len(plausible) == len(judged) else Answer.COSTS
     if len(found) == 1:

@@ -1,5 +1,6 @@
 """Answers at one glance: the number has its denominator, and the word follows from it."""
 
+import numpy as np
 import pandas as pd
 import pytest
 
@@ -45,6 +46,18 @@ def test_the_dispersion_of_a_pair(pair, factor, answer, number):
     assert (glance.answer, glance.number) == (answer, number)
 
 
+def test_before_training_a_smaller_dispersion_is_no_focus(pair):
+    """A mask alone has the smaller range; beside trained pairs the ratio is told."""
+    factor = pair.queries["model"].str.contains("full").map({True: 100.0, False: 1.0})
+    smaller = pair.replace(queries=pair.queries.assign(dispersion=pair.queries["dispersion"] * factor))
+    first = smaller.replace(models=smaller.models.assign(snapshot="initialisation"))
+    glance = dispersion_glance(Findings(first))
+    assert (glance.answer, glance.number) == (Answer.OPEN, "1 of 1 pair")
+    assert glance.words.endswith("; they are not trained yet")
+    trained = dispersion_glance(Findings(smaller))
+    assert (trained.answer, "initialisation" in trained.words) == (Answer.HOLDS, False)
+
+
 def test_without_a_pair_nobody_can_tell(pair):
     alone = pair.of(pair.models["model"].iloc[0])
     glance = dispersion_glance(Findings(alone))
@@ -60,7 +73,9 @@ def test_separations_that_are_not_positive_are_counted(pair):
     glance = separation_glance(Findings(pair.replace(queries=queries)))
     clean = int((pair.queries[topk]["separation"] <= 0).sum())
     assert glance.answer is Answer.DOES_NOT
-    assert glance.number == f"{clean + 2:,} of {topk.sum():,}"
+    assert f"; {clean + 2:,} of {topk.sum():,} queries have none" in glance.words
+    finite = queries[topk]["separation"][lambda gaps: gaps < np.inf]
+    assert glance.number == f"{np.percentile(finite, 5):.2g} nats"
 
 
 @pytest.mark.parametrize(
@@ -79,7 +94,7 @@ def test_who_learned_first(pair, full, topk, answer, number):
 
 def test_exceeded_bounds_have_their_denominator(pair):
     glance = stability_glance(Findings(pair))
-    assert glance.answer in (Answer.HOLDS, Answer.OPEN)
+    assert glance.answer in (Answer.MEASURED, Answer.OPEN)  # that nothing exceeds it makes it no bound
     assert glance.number == f"0 of {len(pair.secants):,}"
     assert "could not, whatever was measured" in glance.words
     steep = pair.secants.assign(weight_change=2.0, score_change=1e-9)

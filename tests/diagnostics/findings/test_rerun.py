@@ -139,6 +139,17 @@ def test_without_a_rerun_the_weight_is_told_and_the_command(made_up):
     assert sparse_verdict(made(made_up, evenness=0.99), "m").reason == "near_uniform"
 
 
+def test_a_mask_of_its_own_is_judged_only_when_it_was_run_with_fewer_keys(made_up):
+    """The weight of all its scores is that of a softmax which the model never computes."""
+    findings = made(made_up, attention="topk", k=5)
+    assert sparse_verdict(findings, "m").reason == "own_mask"
+    assert first_line(findings) == (
+        "cannot tell: it was trained to keep its k largest scores, and was not run with fewer."
+    )
+    assert sparse_glance(findings).number == "0 of 1"
+    assert not sparse_verdict(made(made_up, of(4), attention="topk", k=5), "m").reason
+
+
 @pytest.mark.parametrize(
     ("attention", "said"), [("full", False), ("causal", False), ("masked", False), ("topk", True)]
 )

@@ -9,6 +9,7 @@ from semdiag.commands.printing.titles import title
 from semdiag.findings.findings import Findings
 from semdiag.findings.k_sweep import k_sweep_summary
 from semdiag.findings.strict_json import number_from_json
+from semdiag.findings.theory.corollary import JUDGED_PERCENTILES
 from semdiag.measurement.table import ALL
 from semdiag.presentation.sections.k_sweep.sentences import verdict_lines
 
@@ -86,7 +87,11 @@ def _table(result: Summary) -> Any:
     for k in (k for k in known if k <= _FIRST or k % _STEP == 0 or k in asked):
         cells = [pooled[name, k][p] for name, percentiles in _SHOWN.items() for p in percentiles]
         met = {
-            name: [row["met"] for row in result["conditions"] if row["k"] == k and row["parameter"] == name]
+            name: [
+                row["met"]
+                for row in result["conditions"]
+                if (row["k"], row["parameter"]) == (k, name) and row["percentile"] in JUDGED_PERCENTILES
+            ]
             for name in "WX"
         }
         answers = [f"{sum(values)} of {len(values)}" if values else "–" for values in met.values()]

@@ -28,6 +28,7 @@ from semdiag_models.attention.kinds import LOCAL
 
 # Read from the other end where small values are the bad ones: the paper's table of separations.
 PAPER_PERCENTILES = (75, 90, 95, 100)
+JUDGED_PERCENTILES = PAPER_PERCENTILES[:-1]  # the maximum is one query, or one key: shown, never judged
 HEURISTIC = "percentiles of different queries are combined, as the paper does: a heuristic"
 ONE_K = "one k stands for rows of {} to {} keys: no bound, as the comparison of layers is"
 CLAIM = "the mask has the better guarantee in {}"
@@ -62,7 +63,7 @@ def corollary_findings(findings: Findings, pair: Pair) -> list[Finding]:
 
     Top-k pairs get the paper's equations 304 and 305; banded, block-local and random pairs the control of
     Theorem 4, where there are global tokens with the k of the ordinary queries. The word over all percentiles
-    is the one they agree on.
+    is the one on which p75, p90 and p95 agree.
 
     Source: docs/theory.md#corollary, docs/theory.md#sound-comparison. Deviation: none.
 
@@ -234,7 +235,8 @@ def _judged(
         }
         parts.append(Finding(label, claim, form, f"p{p}", verdict, numbers, why, percentile=p))
     sides = {f"{name} p{p}": f.numbers[name] for p, f in zip(PAPER_PERCENTILES, parts, strict=True)}
-    return [Finding(label, claim, form, "all", agreed(f.verdict for f in parts), sides, note), *parts]
+    together = agreed(f.verdict for f in parts if f.percentile in JUDGED_PERCENTILES)
+    return [Finding(label, claim, form, "all", together, sides, note), *parts]
 
 
 def _by_layer(measurements: Measurements, pair: Pair) -> list[Finding]:

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 
 from semdiag.findings.findings import Findings
 from semdiag.findings.pairing import compared_pairs
-from semdiag.findings.theory.corollary import HEURISTIC, corollary_table
+from semdiag.findings.theory.corollary import HEURISTIC, JUDGED_PERCENTILES, corollary_table
 from semdiag.findings.theory.finding import Verdict
 from semdiag.findings.theory.published import published_table
 from semdiag.mathematics.bounds.corollary import paper_input_condition, paper_weight_condition
@@ -136,7 +136,8 @@ def _facts(table: pd.DataFrame, points: pd.DataFrame, parameter: str) -> list[st
     """At how many percentiles of measured pairs the condition holds, and their δ_s."""
     own = points[points["parameter"] == parameter]
     hidden = int((table["parameter"] == parameter).sum()) - len(own)
-    said = f"measured: holds at {int(own['met'].sum())} of {len(own)} percentiles shown"
+    judged = own[own["percentile"].isin(JUDGED_PERCENTILES)]
+    said = f"measured: holds at {int(judged['met'].sum())} of {len(judged)} percentiles shown below p100"
     said += f"; {hidden} with Δₕ ≤ 0 or a tie not shown" if hidden else ""
     if own["name"].nunique() > 1:
         return [said]

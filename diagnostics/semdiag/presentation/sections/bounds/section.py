@@ -63,7 +63,8 @@ _QUESTIONS = (
                 " 1, and the margins of the sound comparison as bars around 0, for each pair: {models}.",
                 "Bars below the line say that the mask has the better worst-case guarantee at that percentile,"
                 " bars above that full attention has. Left is the paper's condition, right the comparison of "
-                "constants that hold; where the two disagree, the paper's explanation rests on its form of ξ.",
+                "sound constants; where the two disagree, the paper's explanation rests on its form of ξ. Of "
+                "masks whose rows differ in length the right bars are no bounds: see the comparison by layers.",
             ),
             Shown(
                 corollary_plane,

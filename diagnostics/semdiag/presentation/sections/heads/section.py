@@ -16,7 +16,8 @@ _QUESTIONS = (
                 "weight on the first key, weight on the k largest scores: {models}.",
                 "Look for a head unlike its neighbours. A large δ with a small entropy is a head that picks "
                 "single keys; an entropy near the logarithm of the number of keys one that averages; much weight "
-                "on the first key is a sink, on which queries park what they have no use for.",
+                "on the first key may be a sink, on which queries park what they have no use for, or a token that "
+                "the task needs.",
             ),
         ),
         (

@@ -9,6 +9,7 @@ from matplotlib.figure import Figure
 from semdiag.findings.findings import Findings
 from semdiag.findings.k_sweep import condition_table
 from semdiag.findings.sparse_verdict import MASS
+from semdiag.findings.theory.corollary import JUDGED_PERCENTILES
 from semdiag.measurement.table import ALL
 from semdiag.presentation.drawing.panels import NothingToDrawError, short_labels
 from semdiag.presentation.drawing.style import FAINT, INK, finished, panel_grid, paper_style, plain_numbers
@@ -81,10 +82,11 @@ def k_sweep(findings: Findings) -> Figure:
         f"{'' if samples is None else f', {samples} samples per model'}; medians"
         f"{', thin: 5th percentile (ratio: 95th)' if len(labels) <= _FEW else ''}"
         f"{'; points: accuracy of the rerun model' if rerun else ''}. Conditions: the larger left side of both, "
-        "in W and in X, over matching percentiles of δ, Δ and load/k; met below 1.",
+        "in W and in X, over p75, p90 and p95 of δ and load/k with p25, p10 and p5 of Δ; met below 1.",
     )
 
 
 def _conditions(ax: Axes, rows: pd.DataFrame, color: str, line: object) -> None:
+    rows = rows[rows["percentile"].isin(JUDGED_PERCENTILES)]
     sides = rows["left_side"].where(np.isfinite(rows["left_side"])).groupby(rows["k"]).max()
     ax.plot(sides.index, sides, color=color, linestyle=line, linewidth=1.4)

@@ -7,6 +7,7 @@ from semdiag.findings.findings import Findings
 from semdiag.findings.k_sweep import conditions_met
 from semdiag.findings.rerun import budget_content
 from semdiag.findings.sparse_verdict import MASS, SparseVerdict, sparse_glance, sparse_verdict
+from semdiag.findings.theory.corollary import CLAIMS, JUDGED_PERCENTILES
 from semdiag.presentation.drawing.panels import model_labels
 
 _CHANGES = {
@@ -21,6 +22,7 @@ _WHY = {
     "control": "as many random keys do as little harm: what is measured does not hang on the attention",
     "few_samples": "too few samples for an interval",
     "fixed_mask": "its mask ranks no scores",
+    "own_mask": "it was trained to keep its k largest scores, and was not run with fewer",
     "not_measured": "it was not measured",
 }
 
@@ -119,9 +121,11 @@ def verdict_lines(findings: Findings, model: str) -> list[str]:
     met = conditions_met(findings, model)
     if met:
         best = max(met, key=lambda k: met[k])
-        own = f"k = {found.k} in {met[found.k]} of 8 cases; " if found.k in met else ""
+        cases = f"of {len(CLAIMS) * len(JUDGED_PERCENTILES)} cases (W and X at p75, p90 and p95)"
         lines.append(
-            f"The paper's conditions of Corollary 1 are met by {own}most often by k = {best}, in {met[best]}."
+            "The paper's conditions of Corollary 1 are met "
+            + (f"by k = {found.k} in {met[found.k]} {cases}; " if found.k in met else f"{cases} ")
+            + (f"most often by k = {best}, in {met[best]}." if met[best] else "by no k in any.")
         )
     return lines
 
