@@ -9,7 +9,8 @@ reference checkpoints. ``percentiles.csv``, a row per pair of runs, quantity and
 and key load of top-5 and the left sides of the paper's two conditions (``semdiag bounds``, 500 held-out
 samples, all layers pooled), beside the paper's figures for the tasks that these show; of Δ, whose small values
 count, those at 100 minus the percentile. Measured are the pairs whose weights are on this machine: references, and
-runs in ``--runs``; of the other runs, of which the record alone is kept, the rows stay that the table has.
+runs in ``--runs``; of the other runs, of which the record alone is kept, the rows stay that the table has (of
+the nine pairs measured before this was written four digits; the others have twelve).
 """
 
 import argparse
@@ -204,7 +205,7 @@ def main() -> None:
         elif not len(earlier[(earlier["task"] == full.task) & (earlier["seed"] == full.seed)]):
             print(f"{full.task}, seed {full.seed}: not measured, its weights are not in {full.folder.parent}.")
     measured = pd.concat(pairs)[["task", "seed", "quantity", "percentile", "ours", "paper", "ratio"]]
-    with_earlier(measured, earlier).to_csv(file, index=False, float_format="%.4g")
+    with_earlier(measured, earlier).to_csv(file, index=False, float_format="%.12g")
     print(runs_in_words(table))
     print(percentiles_in_words(pd.read_csv(file)))
 

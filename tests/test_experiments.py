@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import math
+import re
 import shlex
 from pathlib import Path
 
@@ -172,3 +173,18 @@ def test_the_tables_of_length_40_in_the_docs_are_those_of_the_data():
     text = (EXPERIMENTS.parent / "docs" / "findings.md").read_text(encoding="utf-8")
     assert length_40.runs_in_words(pd.read_csv(data / "runs.csv")) in text
     assert length_40.percentiles_in_words(pd.read_csv(data / "percentiles.csv")) in text
+def test_the_references_at_length_40_have_the_numbers_of_the_reference_report():
+    """Both are of `semdiag bounds` on the same samples in float64: equal to more than the three digits shown."""
+    reports = EXPERIMENTS.parent / "reports"
+    ours = pd.read_csv(reports / "length-40" / "percentiles.csv").set_index(["quantity", "percentile"])
+    conditions = pd.read_csv(reports / "reference" / "data" / "corollary.csv")
+    paper = conditions[(conditions["form"] == "paper") & conditions["pair"].str.contains("topk-5")]
+    assert len(paper) == 24
+    for row in paper.to_dict("records"):
+        task, seed = re.fullmatch(r"(\S+), topk-5, seed (\d+)", row["pair"]).groups()
+        own = ours[(ours["task"] == task) & (ours["seed"] == int(seed))]["ours"]
+        assert own[f"condition in {row['parameter']}", row["percentile"]] == pytest.approx(row["value"], rel=1e-6)
+        assert own["δ full", row["percentile"]] == pytest.approx(row["full_dispersion"], rel=1e-6)
+        assert own["δ top-5", row["percentile"]] == pytest.approx(row["dispersion"], rel=1e-6)
+
+
