@@ -1,11 +1,15 @@
-"""Who learned faster than full attention, task by task? From the outcomes of the study of speed. Exploratory.
+"""Who learned faster than full attention, task by task, and what goes with it? Exploratory.
 
     python experiments/read_speed.py --out reports/speed
     python experiments/speed_by_mask.py reports/speed
 
-Every cell: mean training loss of 120 epochs over that of full attention on the same task and seed, geometric mean
+First table: mean training loss of 120 epochs over that of full attention on the same task and seed, geometric mean
 over seeds, and in brackets with how many of the seeds it was below 1. Last column: geometric mean over the tasks
 of a mask, with a 95 % t-interval over them.
+
+Second table: Spearman's ρ of the candidates at the initialisation with the log area under the training-loss curve
+within each task, on the cells of the registered tests: over all masks, over the top-k masks alone, over the others
+alone. Last column: mean over the tasks, with a 95 % t-interval over them.
 """
 
 import argparse
@@ -14,6 +18,8 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 from scipy import stats
+
+CANDIDATES = {"dispersion": "δ", "xi_sound": "ξ", "lambda_sound": "λ"}
 
 
 def ratios(outcomes: pd.DataFrame) -> pd.DataFrame:
@@ -53,11 +59,47 @@ def markdown(table: pd.DataFrame) -> str:
     return "\n".join(lines)
 
 
+def correlations(cells: pd.DataFrame) -> pd.DataFrame:
+    """ρ of a candidate with the loss area over some masks of a task: candidate, masks, task, rho.
+
+    Args:
+        cells: ``cells.csv``, a row per task, mask, stage and candidate.
+    """
+    own = cells[cells["stage"] == "initialisation"]
+    by = ["group", "attention", "kind", "loss_area"]
+    known = own.pivot(index=by, columns="candidate", values="ln_value")[[*CANDIDATES]].dropna().reset_index()
+    top = known["kind"] == "topk"
+    groups = {"all": known, "top-k": known[top], "others": known[~top]}
+    rows = [
+        {"candidate": candidate, "masks": masks, "task": task}
+        | {"rho": stats.spearmanr(own[candidate], own["loss_area"]).statistic}
+        for candidate in CANDIDATES
+        for masks, part in groups.items()
+        for task, own in part.groupby("group")
+    ]
+    return pd.DataFrame(rows)
+
+
+def correlations_in_words(table: pd.DataFrame, tasks: list[str]) -> str:
+    """Markdown of ``correlations``: a row per candidate and group of masks, a column per task."""
+    lines = [f"| | masks | {' | '.join(tasks)} | over tasks |", "|---" * (len(tasks) + 3) + "|"]
+    for (candidate, masks), own in table.groupby(["candidate", "masks"], sort=False):
+        rho = own.set_index("task")["rho"].round(9)  # −3/8 is no −0.37499…
+        mean, half = rho.mean(), stats.t.ppf(0.975, len(rho) - 1) * rho.sem()
+        whole = f"{mean:+.2f} ({mean - half:+.2f} to {mean + half:+.2f})"
+        numbers = " | ".join([*(f"{rho[task]:+.2f}" for task in tasks), whole]).replace("-", "−")
+        lines.append(f"| {CANDIDATES[str(candidate)]} | {masks} | {numbers} |")
+    return "\n".join(lines)
+
+
 def main() -> None:
-    """Print it."""
+    """Print both."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="where outcomes.csv is")
-    print(markdown(ratios(pd.read_csv(parser.parse_args().folder / "outcomes.csv"))))
+    parser.add_argument("folder", type=Path, help="where outcomes.csv and cells.csv are")
+    folder = parser.parse_args().folder
+    outcomes = pd.read_csv(folder / "outcomes.csv")
+    print(markdown(ratios(outcomes)))
+    print(correlations_in_words(correlations(pd.read_csv(folder / "cells.csv")), [*outcomes["task"].unique()]))
 
 
 if __name__ == "__main__":

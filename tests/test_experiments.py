@@ -129,6 +129,44 @@ def test_a_masks_speed_is_that_of_its_own_tasks_and_seeds():
     assert line.startswith("| topk-5 | 0.37 (2/2) | 20.09 (0/2) | 2.72 (")
 
 
+def test_correlations_are_those_of_the_registered_cells_and_stand_in_the_document():
+    """The rows of all masks are by_task.csv, which read_speed writes from the same cells."""
+    speeds, data = script("speed_by_mask"), EXPERIMENTS.parent / "reports" / "speed"
+    found = speeds.correlations(pd.read_csv(data / "cells.csv"))
+    whole = found[found["masks"] == "all"].pivot(index="task", columns="candidate", values="rho")
+    registered = pd.read_csv(data / "by_task.csv").set_index("task")
+    pd.testing.assert_frame_equal(
+        whole.loc[registered.index, registered.columns], registered, rtol=1e-5, check_names=False
+    )
+    text = (EXPERIMENTS / "speed.md").read_text(encoding="utf-8")
+    assert speeds.correlations_in_words(found, [*registered.index]) in text
+
+
+def test_correlations_within_kinds_are_of_their_masks_alone():
+    """Planted: ρ = 1 among top-k masks, −1 among the others; a mask of which λ is unknown is left out of all."""
+    speeds = script("speed_by_mask")
+    masks = [
+        ("topk", 1, 1.0),
+        ("topk", 2, 2.0),
+        ("topk", 3, 3.0),
+        ("full", 1, 6.0),
+        ("random", 2, 5.0),
+        ("band", 3, 4.0),
+    ]
+    rows = [
+        {"group": "parity", "attention": f"{kind}-{n}", "kind": kind, "stage": "initialisation"}
+        | {
+            "candidate": name,
+            "loss_area": area,
+            "ln_value": math.nan if (kind, name) == ("lsh", "xi_sound") else n,
+        }
+        for kind, n, area in [*masks, ("lsh", 9, 0.0)]
+        for name in speeds.CANDIDATES
+    ]
+    found = speeds.correlations(pd.DataFrame(rows)).set_index(["candidate", "masks"])["rho"]
+    assert found["lambda_sound"].to_dict() == pytest.approx({"all": 0.0, "top-k": 1.0, "others": -1.0})
+
+
 def test_a_run_arrives_at_the_first_epoch_with_the_accuracy_or_never():
     length_40 = script("length_40")
     history = pd.DataFrame(
@@ -168,11 +206,6 @@ def test_cells_are_held_against_the_papers_of_the_same_quantity_and_percentile()
     assert length_40.against_paper("cycle-navigation", pd.DataFrame(rows))["ratio"].isna().all()
 
 
-def test_the_tables_of_length_40_in_the_docs_are_those_of_the_data():
-    length_40, data = script("length_40"), EXPERIMENTS.parent / "reports" / "length-40"
-    text = (EXPERIMENTS.parent / "docs" / "findings.md").read_text(encoding="utf-8")
-    assert length_40.runs_in_words(pd.read_csv(data / "runs.csv")) in text
-    assert length_40.percentiles_in_words(pd.read_csv(data / "percentiles.csv")) in text
 def test_the_references_at_length_40_have_the_numbers_of_the_reference_report():
     """Both are of `semdiag bounds` on the same samples in float64: equal to more than the three digits shown."""
     reports = EXPERIMENTS.parent / "reports"
@@ -188,3 +221,8 @@ def test_the_references_at_length_40_have_the_numbers_of_the_reference_report():
         assert own["δ top-5", row["percentile"]] == pytest.approx(row["dispersion"], rel=1e-6)
 
 
+def test_the_tables_of_length_40_in_the_docs_are_those_of_the_data():
+    length_40, data = script("length_40"), EXPERIMENTS.parent / "reports" / "length-40"
+    text = (EXPERIMENTS.parent / "docs" / "findings.md").read_text(encoding="utf-8")
+    assert length_40.runs_in_words(pd.read_csv(data / "runs.csv")) in text
+    assert length_40.percentiles_in_words(pd.read_csv(data / "percentiles.csv")) in text
