@@ -4,6 +4,8 @@ import copy
 import csv
 import json
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pandas as pd
@@ -35,6 +37,45 @@ def test_the_findings_have_its_row(entry: dict) -> None:
     cells = [f"{entry['task']}, {entry['seed']}", kind, str(entry["epochs_to_95_percent_train_accuracy"])]
     cells += [f"{entry['holdout_accuracy']:.1%}", *(f"{row[p]:.3g}" for p in ("p50", "p75", "p90", "p95", "p100"))]
     assert f"| {' | '.join(cells)} |\n" in (ROOT / "docs" / "findings.md").read_text(encoding="utf-8")
+
+
+def test_the_findings_have_the_constants_of_the_loss() -> None:
+    """ln λ_L of the reference report, a row per pair of runs and form, a column per attention."""
+    table = pd.read_csv(ROOT / "reports" / "reference" / "data" / "constants.csv")
+    found = table[table["quantity"] == "network"].pivot(
+        index=["task", "seed"], columns=["form", "attention"], values="ln_value"
+    )
+    lines = []
+    for (task, seed), row in found.iterrows():
+        for form in ("paper", "sound", "local"):
+            values = [row[form, kind] for kind in ("full", "topk", "banded", "block")]
+            label = f"{task}, {seed}" if form == "paper" else ""
+            cells = [label, form, *("–" if pd.isna(v) else f"{v:.1f}" for v in values)]
+            lines.append(f"  | {' | '.join(cells)} |".replace("|  |", "| |"))
+    assert "\n".join(lines) in (ROOT / "docs" / "findings.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.slow
+@pytest.mark.processor
+def test_the_findings_have_the_dispersion_before_training(tmp_path: Path) -> None:
+    """By the command that stands there, beside that of the reference report after training."""
+    starts = [str(f) for kind in ("full", "topk-5") for f in sorted(CHECKPOINTS.glob(f"*-{kind}-*/epoch-0.pt"))]
+    command = [sys.executable, "-m", "semdiag", "dispersion", *starts, "--figures", "none", "--quiet"]
+    subprocess.run([*command, "--out", str(tmp_path / "out")], check=True, capture_output=True)
+    lines = []
+    for file in (tmp_path / "out", ROOT / "reports" / "reference"):
+        table = pd.read_csv(file / "data" / "dispersion.csv")
+        own = table[(table["layer"] == "all") & table["attention"].isin(["full", "topk"])]
+        medians = own.pivot(index=["task", "seed"], columns="attention", values="p50")
+        lines.append(
+            {
+                pair: f"{m['topk']:.3g}, {m['full']:.3g} | {m['topk'] / m['full']:.2f} |"
+                for pair, m in medians.iterrows()
+            }
+        )
+    text = (ROOT / "docs" / "findings.md").read_text(encoding="utf-8")
+    for (task, seed), before in lines[0].items():
+        assert f"| {task}, {seed} | {before} {lines[1][task, seed]}\n" in text
 
 
 @pytest.mark.parametrize("entry", RUNS)
