@@ -79,6 +79,24 @@ def test_without_padding_a_causal_rule_costs_no_mask():
     assert [(c.causal, c.allowed, c.first_query) for c in calls] == [(True, None, 0)] * 2
 
 
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_a_bool_mask_is_what_the_implementation_makes_of_it(implementation):
+    """Eager attention adds it to the scores as 0 and 1, so that no key is forbidden, and the audit says so."""
+    model, calls = llama(implementation), []
+    mask = torch.ones(PROMPT, PROMPT, dtype=torch.bool).tril().expand(2, 1, -1, -1)
+    with torch.no_grad(), watch_attention(model, calls.append) as audit:
+        model(prompt(), attention_mask=mask)
+    adds = implementation == "eager"
+    assert [call.allowed is None for call in calls] == [adds] * 2
+    assert all(recomputation_residual(call) < 1e-5 for call in calls)
+    assert sum("forbids nothing" in remark.text for remark in audit.remarks) == 2 * adds
+    with torch.no_grad(), semdiag.sparsify(model, semdiag.TopK(1)):
+        one = model(prompt(), attention_mask=mask).logits
+    with torch.no_grad():
+        every = model(prompt(), attention_mask=mask).logits
+    assert not torch.equal(one, every)
+
+
 def test_the_interface_is_as_it_was_afterwards_also_after_an_exception():
     interface = transformers.modeling_utils.AttentionInterface
     before, model = interface.get_interface, llama("eager")

@@ -13,6 +13,7 @@ from semdiag.capturing.adapters.flash import NotFollowedError, flash_call
 from semdiag.capturing.adapters.flex import mask_of
 from semdiag.capturing.adapters.interface_call import InterfaceCall
 from semdiag.capturing.attention_call import AttentionCall, four_axes
+from semdiag.capturing.audit import Remark
 from semdiag.capturing.overlapping import SharedChange
 from semdiag.capturing.recording import Recorder, is_plain, not_plain, outside_all_modes
 from semdiag.capturing.score_masks import split_mask
@@ -20,6 +21,9 @@ from semdiag.capturing.score_masks import split_mask
 _UNDERSTOOD = ("eager", "sdpa", "flex_attention")  # their masks are tensors over queries and keys, or functions
 _LOAD = "load the model with attn_implementation='sdpa' or 'eager' to capture it"
 _NAMES = ("attention_mask", "scaling", "dropout")
+_ADDED = (
+    "its mask of truths forbids nothing: eager attention adds it to the scores as 0 and 1 (give it 0 and -inf)"
+)
 _RECORDERS: list[Recorder] = []  # those that record now, in the order in which they began
 
 
@@ -109,7 +113,7 @@ def _masked(recorder: Recorder, given: InterfaceCall) -> dict[str, Any]:
     kept = recorder.kept(_call(given, given.q.transpose(1, 2)))
     if kept is None:
         return {}
-    mask = given.options.get("attention_mask")
+    mask = _mask(given)
     if mask is None and given.implementation == "eager":  # which adds it to the scores
         mask = given.q.new_zeros(())
     if mask is None or mask.dtype == torch.bool:
@@ -118,6 +122,17 @@ def _masked(recorder: Recorder, given: InterfaceCall) -> dict[str, Any]:
         mask = mask if mask.ndim < 4 else mask[..., : kept.shape[-1]]
         found = mask.expand(kept.shape).masked_fill(~kept, torch.finfo(mask.dtype).min)
     return {"attention_mask": found, **({"is_causal": False} if "is_causal" in given.options else {})}
+
+
+def _mask(given: InterfaceCall) -> Any:
+    """The mask as the implementation takes it: eager attention adds a bool mask to the scores, as 0 and 1."""
+    mask: Any = given.options.get("attention_mask")
+    return mask.to(given.q.dtype) if _adds_bools(given) else mask
+
+
+def _adds_bools(given: InterfaceCall) -> bool:
+    mask = given.options.get("attention_mask")
+    return given.implementation == "eager" and isinstance(mask, Tensor) and mask.dtype == torch.bool
 
 
 def _record(recorder: Recorder, given: InterfaceCall, output: Tensor) -> None:
@@ -141,13 +156,15 @@ def _record(recorder: Recorder, given: InterfaceCall, output: Tensor) -> None:
         if mask is None or (isinstance(mask, Tensor) and mask.ndim == 4):
             options = given.options | {"attention_mask": mask}
             recorder.record(_call(replace(given, options=options), output))
+            if _adds_bools(given):
+                recorder.audit.remarks[Remark(name, _ADDED)] += 1
         else:
             recorder.skip(implementation, f"its mask is a {type(mask).__name__} of an unknown kind", name)
 
 
 def _call(given: InterfaceCall, output: Tensor) -> AttentionCall:
     implementation, options = given.implementation, given.options
-    mask, bias = options.get("attention_mask"), options.get("position_bias")
+    mask, bias = _mask(given), options.get("position_bias")
     q_length, k_length = given.q.shape[2], given.k.shape[2]
     causal = given.causal(implementation == "sdpa")
     allowed, forbidding = None, None
