@@ -29,7 +29,7 @@ def k_sweep(
             rich_help_panel=_MEASURE,
         ),
     ] = False,
-    k: Annotated[
+    runs_of: Annotated[
         str,
         typer.Option(
             "--k", help="Which k are run, like 4,8,16. Default: growing steps.", rich_help_panel=_MEASURE
@@ -73,9 +73,11 @@ def k_sweep(
     if budget is not None and (len(models or ()) != 1 or budget.suffix != ".json" or not budget.parent.is_dir()):
         raise InputError(f"--budget takes one MODEL and a file name in a folder that exists, .json. Got {budget}.")
     again = rerun or budget is not None
-    if k and not again:
+    if runs_of and not again:
         raise InputError("--k says which k are run with real masks: add --rerun. Without it every k is looked at.")
-    plan = KSweepPlan(max_k, again, tolerance, budget is not None, whole_numbers(k, "--k"))
+    if tolerance is not None and not again:
+        raise InputError("--tolerance judges what real masks change: add --rerun.")
+    plan = KSweepPlan(max_k, again, tolerance, budget is not None, whole_numbers(runs_of, "--k"))
     conditions = shared.conditions(plans=(plan,))
     findings = shared.measured(models, conditions)
     shared.deliver("k-sweep", findings, print_k_sweep)

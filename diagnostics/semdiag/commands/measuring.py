@@ -3,7 +3,8 @@
 import json
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -135,6 +136,7 @@ def measured(
     run: Callable[..., "Measurements"] | None = None,
     more_stages: int = 0,
     against: Path | None = None,
+    typed: Collection[str] = (),
 ) -> "Findings":
     """Find the checkpoints and measure them, telling how far it is on stderr.
 
@@ -146,29 +148,46 @@ def measured(
             :func:`~semdiag.measurement.survey.survey`.
         more_stages: of each model besides the clean pass and the plans of the conditions.
         against: a model that all are compared with; it is measured last.
+        typed: names of the options that the user gave. Without ``samples`` all models are measured on no more
+            than the run that held out fewest; with ``k`` one of them must attend to every key.
 
     Returns:
         On what was measured, with the command in its provenance.
 
     Raises:
-        InputError: if ``against`` is not one checkpoint, or there is nothing to compare with it.
+        InputError: if ``against`` is not one checkpoint, there is nothing to compare with it, or no model can
+            do anything with ``k``.
     """
+    from semdiag.capturing.attention_kinds import DENSE, external
     from semdiag.capturing.discovery import find_checkpoints
     from semdiag.commands.printing.progress import Stages
     from semdiag.commands.printing.terminal import tell
     from semdiag.findings.capture_words import diverged_sentences
     from semdiag.findings.findings import Findings
     from semdiag.measurement.survey import SAID_AT_ONCE, survey
+    from semdiag_models import InputError
 
     paths = find_checkpoints(list(models) if models else None)
     if against is not None:
         paths = _with_reference(paths, against)
+    facts = [_attention_and_samples(path, conditions.config) for path in paths if path.is_file()]
+    if "k" in typed and [attention in DENSE for attention, _ in facts] == [False] * len(paths):
+        raise InputError(f"--k is about models that attend to every key: {paths[0]} keeps keys of its own.")
+    held_out = min((samples for _, samples in facts), default=conditions.samples)
+    fewer = "samples" not in typed and conditions.inputs is None and held_out < conditions.samples
+    if fewer:
+        conditions = replace(conditions, samples=held_out)
     stages = len(paths) * (1 + len(conditions.plans) + more_stages)
     with Stages("measuring", stages, quiet) as bar:
         found = (run or survey)(paths, conditions, bar.announce, bar.advance)
     for remark in () if quiet else found.remarks.to_dict("records"):
         if remark["text"].startswith(SAID_AT_ONCE):
             tell(f"semdiag: {remark['model']}: {remark['text']}.")
+    if fewer and not quiet:
+        tell(f"semdiag: measured on {held_out} samples, all that one of the runs held out.")
+    idle = found.models.loc[~found.models["attention"].isin(DENSE) & ~external(found.models), "model"]
+    if "k" in typed and len(idle) and not quiet:
+        tell(f"semdiag: --k is about models that attend to every key, and not about {', '.join(idle)}.")
     findings = Findings(found)
     for sentence in () if quiet else diverged_sentences(findings):
         tell(f"semdiag: {sentence}")
@@ -176,6 +195,16 @@ def measured(
     if against is not None:
         found.provenance["against"] = str(paths[-1])
     return findings
+
+
+def _attention_and_samples(path: Path, config: dict[str, Any] | None) -> tuple[str, int]:
+    """The attention of a checkpoint, and how many samples its run held out; fresh ones and texts have no end."""
+    from semdiag.capturing.loading import load
+
+    model = load(path, config)
+    run = model.training
+    samples = sys.maxsize if run is None or run.text is not None else run.holdout_samples
+    return model.encoder.config.attention, samples
 
 
 def _with_reference(paths: list[Path], against: Path) -> list[Path]:

@@ -40,7 +40,13 @@ Inputs = Annotated[
         rich_help_panel=_MEASURE,
     ),
 ]
-Samples = Annotated[int, typer.Option(help="How many default inputs.", rich_help_panel=_MEASURE)]
+Samples = Annotated[
+    int,
+    typer.Option(
+        help="How many default inputs. More than a run held out are refused; the default is then lowered.",
+        rich_help_panel=_MEASURE,
+    ),
+]
 BatchSize = Annotated[int, typer.Option(help="Samples at a time.", rich_help_panel=_MEASURE)]
 Device = Annotated[
     str,

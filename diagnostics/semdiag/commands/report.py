@@ -11,6 +11,7 @@ from semdiag.commands import options
 from semdiag.commands.printing.terminal import tell
 from semdiag.commands.shared import Shared, with_options
 
+_REDRAWING = {"redraw", "keep_queries", "show", "out", "as_json", "figures", "quiet"}  # what goes with --from
 _DRAWS, _PROBE_SAMPLES = 3, 100  # of the sections with a command of their own: enough for a first look
 
 
@@ -65,8 +66,9 @@ def report(
     if redraw is not None:
         if models:
             raise InputError("--from draws saved measurements: name no models with it.")
-        if thorough:
-            raise InputError("--from draws saved measurements as they are: leave --thorough away.")
+        if vain := shared.typed - _REDRAWING:
+            said = ", ".join(sorted(f"--{name.replace('_', '-')}" for name in vain))
+            raise InputError(f"--from draws saved measurements as they are: leave {said} away.")
         findings = Findings(Measurements.load(redraw))
     else:
         levels = measuring.positive_numbers(noise, "--noise")

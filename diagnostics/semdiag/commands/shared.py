@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import typer
+
 from semdiag.commands import options
 
 if TYPE_CHECKING:
@@ -40,9 +42,11 @@ class Shared:
 
     Attributes:
         values: by name; a command that does not take an option has none for it.
+        typed: names of the options of the command, shared or its own, that are not left at their defaults.
     """
 
     values: dict[str, Any]
+    typed: frozenset[str]
 
     def conditions(self, keep_queries: bool = False, **more: Any) -> "Conditions":
         """Under which to measure; every option is checked before anything is measured.
@@ -74,7 +78,8 @@ class Shared:
         """Measure what the user named: :func:`~semdiag.commands.measuring.measured`."""
         from semdiag.commands import measuring
 
-        return measuring.measured(models, conditions, self.values["quiet"], run, more_stages, against)
+        quiet = self.values["quiet"]
+        return measuring.measured(models, conditions, quiet, run, more_stages, against, self.typed)
 
     def deliver(
         self,
@@ -123,8 +128,10 @@ def with_options(
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         names = [name for name in _SHARED if name not in leave_out and (sampling or name not in _SAMPLING)]
 
-        def with_shared(**given: Any) -> None:
-            shared = Shared({name: given.pop(name) for name in names})
+        def with_shared(context: typer.Context, **given: Any) -> None:
+            sources = {name: context.get_parameter_source(name) for name in given}
+            typed = frozenset(name for name, source in sources.items() if source and source.name == "COMMANDLINE")
+            shared = Shared({name: given.pop(name) for name in names}, typed)
             command(**given, shared=shared)
 
         own = [p for p in inspect.signature(command).parameters.values() if p.name != "shared"]
@@ -137,7 +144,8 @@ def with_options(
             )
             for name in names
         ]
-        parameters = [*own, *added]
+        context = inspect.Parameter("context", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)
+        parameters = [context, *own, *added]
         with_shared.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         with_shared.__annotations__ = {p.name: p.annotation for p in parameters}
         with_shared.__doc__, with_shared.__name__ = command.__doc__, command.__name__

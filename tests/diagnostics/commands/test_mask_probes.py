@@ -136,6 +136,7 @@ def test_a_budget_is_written_and_read(run_semdiag, here, tiny_runs):
         (("k-sweep", "--max-k", 0), "at least 1"),
         (("k-sweep", "--rerun", "--k", "0"), "k must be at least 1"),
         (("k-sweep", "--k", "3"), "--k says which k are run with real masks: add --rerun."),
+        (("k-sweep", "--tolerance", 0.5), "--tolerance judges what real masks change: add --rerun."),
         (("k-sweep", "--rerun", "--tolerance", -1), "must be above 0"),
         (("k-sweep", "--budget", "budget.txt"), "--budget takes one MODEL"),
     ],

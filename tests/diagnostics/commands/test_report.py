@@ -44,6 +44,15 @@ def test_a_report_is_redrawn_from_what_was_kept(run_semdiag, here, tiny_runs):
     )
 
 
+def test_what_cannot_change_saved_measurements_is_refused(refusal, here):
+    line = refusal(
+        "report", "--from", "data", "--samples", 7, "--noise", 0.5, "--k", 2, "--thorough", "--out", "x"
+    )
+    said = "--k, --noise, --samples, --thorough"
+    assert line == f"--from draws saved measurements as they are: leave {said} away."
+    assert refusal("report", "--from", "data", "--samples", 500).endswith("leave --samples away.")  # the default
+
+
 def test_queries_are_kept_on_request_only(run_semdiag, here, tiny_runs):
     assert run_semdiag("report", tiny_runs.full, *FEW, "--out", "out", "--quiet").code == 0
     assert not list(here.rglob("queries.parquet"))
