@@ -43,8 +43,9 @@ app = typer.Typer(
 
 
 def _reflowed(docstring: str) -> str:
-    """A command's help without the line breaks of its source: the terminal's width breaks the lines."""
-    return "\n\n".join(" ".join(part.split()) for part in inspect.cleandoc(docstring).split("\n\n"))
+    """A command's help without the line breaks of its source, but for indented examples: terminals break it."""
+    parts = inspect.cleandoc(docstring).split("\n\n")
+    return "\n\n".join(part if part.startswith("    ") else " ".join(part.split()) for part in parts)
 
 
 for name, command in (

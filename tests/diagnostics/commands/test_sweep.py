@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from semdiag_models import read_checkpoint
+from semdiag_models.sweeps.grid import read_sweep
 
 SIZES = """length = 12
 blocks = 1
@@ -261,3 +262,16 @@ def _holding(file):
         if str(file) in links:
             found.add(int(name))
     return found
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_the_example_in_the_help_can_be_pasted(run_semdiag, here, monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    lines = run_semdiag("sweep", "--help").out.splitlines()
+    example = [line for line in lines if line.startswith(" " * 5)]
+    (here / "pasted.toml").write_text("\n".join(example), encoding="utf-8")
+    runs = read_sweep(here / "pasted.toml")
+    labels = {(run.training.task, run.model.attention_label, run.training.seed) for run in runs}
+    assert len(runs) == len(labels) == 2 * 3 * 3
+    assert {label for _, label, _ in labels} == {"full", "topk-5", "topk-9"}
+    assert {run.training.until for run in runs} == {0.999}
