@@ -46,7 +46,7 @@ def _print(metric: str, findings: "Findings") -> None:
         for part in ("separation", "load") if metric == "separation" else ("dispersion",):
             more = ["≤ 0"] * (part == "separation") + ["recall", "no key"] * ("recall" in result["all"])
             heads = ["layer", "head", *_SHOWN, *more]
-            table = number_table(heads, title=f"{title(result)}: {_TITLES[part]}{of}", least=_LEAST)
+            table = number_table(heads, title=f"{title(result)}: {_TITLES[part]}{of}", least=_LEAST, kept=more)
             _fill(table, result, part)
             for within in result.get("within_model", []):
                 _fill(table, within, part, f" k={within['k']}")

@@ -46,7 +46,8 @@ def _print(findings: "Findings") -> None:
     console = wide_console()
     for result in findings(overlap_summary)["results"]:
         console.print(f"\n{title(result)}: Jaccard index of kept keys")
-        table = number_table(["between", "layer", "and layer", "pairs", "index", "95 %", "at random"], names=1)
+        heads = ["between", "layer", "and layer", "pairs", "index", "95 %", "at random"]
+        table = number_table(heads, names=1, least=["pairs", "95 %"], kept=["index", "at random"])
         for row in result["overlap"]:
             layers = ("all", "all") if row["layer"] == ALL else (str(row["layer"]), str(row["other_layer"]))
             index = f"{row['jaccard']:.3f}", f"{row['low']:.3f}–{row['high']:.3f}", f"{row['chance']:.3f}"

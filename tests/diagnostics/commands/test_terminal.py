@@ -51,14 +51,48 @@ def test_what_matters_least_goes_first():
     assert "3.456789" in text
 
 
+def test_the_answer_is_never_left_away():
+    table = number_table(["k", "p5", "p50", "p95", "met"], names=1, least=["p5", "met"], kept=["met"])
+    table.add_row("3", "1.234567", "2.345678", "3.456789", "yes")
+    text = printed(table, 30)
+    assert {"2.345678", "3.456789", "yes"} <= set(text.split())
+    assert left_away(text.splitlines()) == {"p5"}
+    assert left_away(printed(table, 10).splitlines()) == {"p5", "p50", "p95"}
+
+
+def test_names_are_broken_at_hyphens_before_a_column_is_left_away():
+    table = number_table(["run", "status", "epochs", "best"], names=2, least=["best"])
+    name = "missing-duplicate-banded-5-global-1-seed-153476998"
+    table.add_row(name, "done", "100", "99.5%")
+    table.add_row("parity-full-seed-1", "failed", "7", "50.0%")
+    whole, broken, narrow = (printed(table, width) for width in (80, 60, 28))
+    assert name in whole
+    lines = broken.splitlines()
+    parts = [line.split()[0] for line in lines if line.split() and line.split()[0] in name]
+    assert (len(parts), "".join(parts)) == (2, name)
+    assert "99.5%" in broken
+    assert "no room" not in broken
+    assert "parity-full-seed-1 " in broken  # which fits
+    assert left_away(narrow.splitlines()) == {"best"}  # every part of a name is on a line of its own already
+    assert "153476998" in narrow
+
+
 @pytest.mark.parametrize("columns", [80, 120])
 def test_the_tables_of_a_command_fit(run_semdiag, here, tiny_runs, monkeypatch, columns):
     monkeypatch.setenv("COLUMNS", str(columns))
     few = ("--samples", 4, "--figures", "none", "--out", "out")
-    for command in ("dispersion", "separation", "stability", "mask-stability", "overlap", "bounds"):
-        lines = run_semdiag(command, tiny_runs.topk, *few).err.splitlines()
-        wide = [line for line in lines if cell_len(line) > columns and not line.startswith("Figures")]
+    runs = tiny_runs.full, tiny_runs.topk
+    for command in ("dispersion", "separation", "stability", "mask-stability", "overlap", "bounds", "k-sweep"):
+        lines = run_semdiag(command, *runs, *few).err.splitlines()
+        wide = [line for line in lines if cell_len(line) > columns and ("  " in line.strip() or "─" in line)]
         assert not wide, command
+        assert not {"W met", "X met", "agreement", "response", "mask better?", "interval"} & left_away(lines)
+
+
+def left_away(lines):
+    """Headings of the columns that tables had no room for."""
+    said = " ".join(" ".join(lines).split()).split(" columns have no room for: ")[1:]
+    return {name for part in said for name in part.split(".")[0].split(", ")}
 
 
 def test_an_interval_is_one_word_unless_a_sign_stands_in_it():

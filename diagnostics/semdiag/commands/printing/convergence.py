@@ -54,7 +54,7 @@ def print_convergence(findings: Findings) -> None:
 def _runs(findings: Findings, found: pd.DataFrame, pairs: pd.DataFrame) -> NumberTable:
     heads = ["task", "attention", "seed", f"epochs to {target_words(findings)}", "speed-up", "δ ratio",
              "train", "held-out", "best", "gap"]  # fmt: skip
-    table = number_table(heads, names=2)
+    table = number_table(heads, names=2, least=["best", "gap", "train"], kept=["speed-up"])
     speeds = pairs.set_index("model")
     for run in found.to_dict("records"):
         pair = speeds.loc[run["model"]] if run["model"] in speeds.index else None
@@ -82,7 +82,7 @@ def _seeds(over: pd.DataFrame) -> NumberTable:
         "one epoch off",
         "interval",
     ]
-    table = number_table(heads, names=2)
+    table = number_table(heads, names=2, least=["arrived", "seeds"], kept=["median speed-up", "interval"])
     for row in over.to_dict("records"):
         median = row["median_epochs"]
         table.add_row(

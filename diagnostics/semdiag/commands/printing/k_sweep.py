@@ -63,7 +63,7 @@ def _rerun_table(result: Summary) -> Any:
     shown = [row for row in rows if row["mask"] not in ("none", "random")]
     cells = [[text(row) for text in named.values()] for row in shown]
     kept = [at for at in range(len(named)) if any(line[at] != "–" for line in cells)]
-    table = number_table([list(named)[at] for at in kept], names=1)
+    table = number_table([list(named)[at] for at in kept], names=1, least=["KL", "ppl ×"], kept=["95 % interval"])
     for line in cells:
         table.add_row(*(line[at] for at in kept))
     return table
@@ -81,7 +81,7 @@ def _share(value: float | str | None) -> str:
 
 def _table(result: Summary) -> Any:
     pooled = {(row["quantity"], row["k"]): row for row in result["sweep"] if row["layer"] == ALL}
-    table = number_table(_COLUMNS)
+    table = number_table(_COLUMNS, least=["paper p50", "p100", "load p95"], kept=["W met", "X met"])
     known = sorted({k for name, k in pooled if name == "mass"})
     asked = {result["verdict"]["k"], result["k"], known[-1]}
     for k in (k for k in known if k <= _FIRST or k % _STEP == 0 or k in asked):

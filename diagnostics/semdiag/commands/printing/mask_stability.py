@@ -14,7 +14,7 @@ _MASKS = (
     "noise", "layer", "head", "Δ p50", "certified", "predicted", "observed", "observed 95 %", "agreement",
     "response", "Spearman Δ", "Spearman 95 %",
 )  # fmt: skip
-_LEAST = ("Spearman 95 %", "response", "agreement", "Spearman Δ")
+_LEAST = ("Spearman 95 %", "Spearman Δ", "observed 95 %", "Δ p50")
 
 
 def print_masks(findings: Findings) -> None:

@@ -50,7 +50,7 @@ def print_lipschitz(findings: Findings) -> None:
         console.print(f"\n{title(result)}: Lipschitz estimates of the loss")
         heads = ["tensors", "gradient here", "gradient p50", "largest gradient", "largest secant", "end point",
                  "p", "ln bound"]  # fmt: skip
-        table = number_table(heads, names=1)
+        table = number_table(heads, names=1, least=["p", "gradient p50"], kept=["largest secant", "ln bound"])
         for row in result["groups"]:
             gradient, end = row["gradient"], row["end_point"]
             numbers = (row["at_checkpoint"], gradient["p50"], gradient["p100"], row["largest_secant"])

@@ -84,7 +84,7 @@ def print_results(rows: "list[RunResult]", folder: Path, target: float, as_json:
 
     to_target = f"to {target:.0%}"
     heads = ["run", "status", "epochs", to_target, "train", "held-out", "best", "seconds"]
-    table = number_table(heads, names=2, title="Results", least=["best", "seconds"])
+    table = number_table(heads, names=2, title="Results", least=["best", "seconds"], kept=[to_target, "held-out"])
     for row in rows if len(rows) <= _ROWS else [row for row in rows if row.status != "done"]:
         reached = "–" if row.epochs_to_target is None else str(row.epochs_to_target)
         accuracies = (row.train_accuracy, row.holdout_accuracy, row.best_holdout_accuracy)

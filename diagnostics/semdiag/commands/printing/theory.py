@@ -78,7 +78,7 @@ def print_bounds(findings: Findings) -> None:
         for finding in conditions:
             if finding.percentile is not None:
                 at.setdefault((finding.claim, finding.form), []).append(finding)
-        table = number_table(_PAIR_COLUMNS)
+        table = number_table(_PAIR_COLUMNS, least=["condition"], kept=["form", "mask better?"])
         for (claim, form), parts in at.items():
             name, threshold = LEFT_SIDES[form]
             sides = [_finite(part.numbers[name]) for part in parts]
