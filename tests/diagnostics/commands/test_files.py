@@ -215,7 +215,8 @@ def test_the_command_that_trains_the_partner_is_printed(refusal, tiny_runs):
     line = refusal("check", tiny_runs.full, "--samples", 8)
     command = line.partition("Train the other one with: ")[2].removesuffix(".")
     assert command == (
-        "semdiag train even-pairs --attention topk --k 5 --blocks 2 --heads 2 --width 16 --length 12 --seed 7"
+        "semdiag train even-pairs --attention topk --k 5 --length 12 --blocks 2 --width 16 --mlp-width 16 "
+        "--heads 2 --head-width 8 --epochs 2 --seed 7 --train-samples 100 --holdout-samples 40"
     )
     assert "--attention" not in refusal("check", tiny_runs.topk, "--samples", 8)
 

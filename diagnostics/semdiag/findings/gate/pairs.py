@@ -2,6 +2,7 @@
 
 import shlex
 from dataclasses import dataclass
+from pathlib import Path
 
 import pandas as pd
 
@@ -9,7 +10,7 @@ from semdiag.findings.estimates import require_every_query
 from semdiag.findings.findings import Findings
 from semdiag.findings.pairing import Pair, differences, find_pairs, rivals
 from semdiag.measurement.percentiles import percentiles
-from semdiag_models import InputError, configure, find_task
+from semdiag_models import InputError, TrainingConfig, configure, find_task, read_checkpoint
 
 GATED = ("p50", "p75", "p90", "p95")
 _USUAL_K = 5  # the paper's
@@ -59,7 +60,7 @@ def dispersion_gate(findings: Findings) -> list[GateResult]:
         raise InputError(
             f"{alone[0]} has no partner: a full and a top-k checkpoint of the same task, seed, size, setting and "
             f"snapshot are needed{_nearest(models, alone[0])}. Train the other one with: "
-            f"{partner_command(findings, alone[0])}."
+            f"{partner_command(alone[0])}."
         )
     if not pairs:
         raise InputError(
@@ -104,28 +105,40 @@ def _nearest(models: pd.DataFrame, model: str) -> str:
     return f" ({other} differs from it in {'; '.join(least)})"
 
 
-def partner_command(findings: Findings, model: str) -> str:
+def partner_command(model: str) -> str:
     """The command that trains the counterpart of a full or top-k model, as ``semdiag train parity --seed 3``.
 
     Args:
-        findings: of the model.
         model: its path.
 
     Returns:
-        The command, with every option in which the model differs from its task's recipe.
+        The command, with every option in which the stored configuration differs from its task's recipe. Of a model
+        that semdiag did not train, or that learned a text or trees of another law, no more than its beginning.
     """
-    models = findings.measurements.models
-    row = models[models["model"] == model].iloc[0]
-    chosen = {} if row["attention"] == "topk" else {"attention": "topk", "k": _USUAL_K}
     try:
-        usual, training = configure(find_task(str(row["task"])), chosen)
-    except InputError:  # a text, or trees of another law: their own files and options are needed
+        stored = read_checkpoint(Path(model))
+        chosen = (
+            {}
+            if stored.model.attention == "topk"
+            else {"attention": "topk", "k": min(_USUAL_K, stored.model.length)}
+        )
+        optimizer = {"optimizer": stored.training.optimizer}  # on which the usual learning rate depends
+        usual = configure(find_task(stored.training.task_label), {**chosen, **optimizer})
+    except InputError:
         return "semdiag train"
-    words = ["semdiag", "train", str(row["task"])]
+    words = ["semdiag", "train", stored.training.task]
     for name, value in chosen.items():
         words += [f"--{name}", str(value)]
-    for name in ("blocks", "heads", "width", "length", "norm", "pooling"):
-        if row[name] != getattr(usual, name):
-            words += [f"--{name}", str(row[name])]
-    words += [] if row["seed"] == training.seed else ["--seed", str(row["seed"])]
+    own, recipe = ({**vars(a), **vars(b)} for a, b in ((stored.model, stored.training), usual))
+    recipe["optimizer"] = TrainingConfig.optimizer
+    for name, value in own.items():
+        if name in _NO_OPTIONS or value == recipe[name]:
+            continue
+        words.append("--compile" if name == "compiled" else f"--{name.replace('_', '-')}")
+        if value is not True:
+            words.append(",".join(map(str, value)) if isinstance(value, tuple) else str(value))
     return shlex.join(words)
+
+
+# What the counterpart has of its own, and what follows from the task.
+_NO_OPTIONS = ("attention", "k", "vocabulary_size", "classes", "first_norm_eps", "selection_seed", "task")
