@@ -161,7 +161,7 @@ def measured(
     from semdiag.capturing.attention_kinds import DENSE, external
     from semdiag.capturing.discovery import find_checkpoints
     from semdiag.commands.printing.progress import Stages
-    from semdiag.commands.printing.terminal import tell
+    from semdiag.commands.printing.terminal import counted, tell
     from semdiag.findings.capture_words import diverged_sentences
     from semdiag.findings.findings import Findings
     from semdiag.measurement.survey import SAID_AT_ONCE, survey
@@ -184,7 +184,7 @@ def measured(
         if remark["text"].startswith(SAID_AT_ONCE):
             tell(f"semdiag: {remark['model']}: {remark['text']}.")
     if fewer and not quiet:
-        tell(f"semdiag: measured on {held_out} samples, all that one of the runs held out.")
+        tell(f"semdiag: measured on {counted(held_out, 'sample')}, all that one of the runs held out.")
     idle = found.models.loc[~found.models["attention"].isin(DENSE) & ~external(found.models), "model"]
     if "k" in typed and len(idle) and not quiet:
         tell(f"semdiag: --k is about models that attend to every key, and not about {', '.join(idle)}.")

@@ -76,6 +76,7 @@ def _fill(table: "NumberTable", result: dict[str, Any], part: str, suffix: str =
         numbers = row.get(part, row)
         cells = ["–" if numbers[p] is None else f"{numbers[p]:.3g}" for p in _SHOWN]
         if part == "separation":
-            cells.append(f"{numbers['not_positive'] / max(1, numbers['queries']):.1%}")
+            separated = numbers["queries"] - numbers["undefined"]
+            cells.append(f"{numbers['not_positive'] / separated:.1%}" if separated else "–")
         cells += [f"{row[name]:.1%}" for name in ("recall", "without_keys") if name in row]
         table.add_row(f"{row['layer']}{suffix}", str(row["head"]), *cells)

@@ -70,6 +70,17 @@ def test_numbers_in_the_table_are_those_of_the_summary(run_semdiag, here, tiny_r
     ]
 
 
+def test_the_share_of_separations_that_are_not_positive_is_of_those_there_are(run_semdiag, here, tiny_runs):
+    outcome = run_semdiag("separation", tiny_runs.full, *FEW, "--k", 2, "--json")
+    rows = [line.split() for line in outcome.err.partition("key load")[0].splitlines()]
+    undefined = next(row for row in rows if row[:2] == ["all", "–"])
+    assert set(undefined[1:]) == {"–"}  # full attention drops nothing
+    (within,) = strict(outcome.out)["results"][0]["within_model"]
+    numbers = within["all"]["separation"]
+    share = numbers["not_positive"] / (numbers["queries"] - numbers["undefined"])
+    assert next(row for row in rows if row[:2] == ["all", "k=2"])[-1] == f"{share:.1%}"
+
+
 def test_paths_that_look_like_markup_are_shown_as_they_are(run_semdiag, here, tiny_runs):
     shutil.copytree(tiny_runs.topk, here / "[bold]run[" / "red]")
     outcome = run_semdiag("dispersion", "[bold]run[/red]", *FEW)

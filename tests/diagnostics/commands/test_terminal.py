@@ -14,7 +14,7 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from semdiag.commands import completion
-from semdiag.commands.printing.console import interval, number_table
+from semdiag.commands.printing.console import ends, interval, number_table
 from semdiag.commands.printing.progress import Stages
 from semdiag.findings.gate import rules
 from semdiag_models import ATTENTIONS, TASKS
@@ -98,6 +98,13 @@ def left_away(lines):
 def test_an_interval_is_one_word_unless_a_sign_stands_in_it():
     assert interval(92.61, 93.08) == "92.6–93.1"
     assert interval(-0.5, -0.25) == "-0.5 to -0.25"
+
+
+def test_the_ends_of_an_interval_are_told_apart():
+    assert interval(0.1496, 0.1504) == "0.1496–0.1504"
+    assert interval(0.15001, 0.15002) == "0.15001–0.15002"
+    assert interval(0.15, 0.15) == "0.15–0.15"  # they are the same
+    assert ends(float("nan"), float("nan")) == ("–", "–")
 
 
 def test_progress_counts_every_stage(capsys, monkeypatch):

@@ -270,7 +270,7 @@ def test_until_stops_the_run_and_the_last_line_says_so(semdiag, tmp_path):
     task = ["train", "even-pairs", *TINY]
     code, lines = semdiag(*task, "--until", 0.2, "--epochs", 50, "--out", "run")
     assert code == 0
-    assert lines[0].endswith(" after 1 epochs, stopped at --until 0.2 (chance 50%).")
+    assert lines[0].endswith(" after 1 epoch, stopped at --until 0.2 (chance 50%).")
     assert len((tmp_path / "run" / "history.csv").read_text().splitlines()) == 2
     assert read_checkpoint(tmp_path / "run" / "last.pt").training.until == 0.2
     _, lines = semdiag(*task, "--until", 1, "--resume", "--out", "run")

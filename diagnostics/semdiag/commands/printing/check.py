@@ -1,6 +1,7 @@
 """Tables of ``semdiag check`` on stderr."""
 
 from semdiag.commands.printing.console import NumberTable, number_table, wide_console
+from semdiag.commands.printing.terminal import counted
 from semdiag.findings.gate.layers import LayerGate
 from semdiag.findings.gate.pairs import GATED, SHOWN, GateResult
 from semdiag.findings.gate.verification import Verification
@@ -34,7 +35,11 @@ def conclusion(result: Verification) -> str:
     if result.rules:
         parts.append(f"{sum(r.passed for r in result.rules)} of {len(result.rules)} rules hold")
     if result.judged_drift:
-        parts.append(f"{len(result.drifts)} numbers left the baseline" if result.drifts else "nothing has drifted")
+        parts.append(
+            f"{counted(len(result.drifts), 'number')} left the baseline"
+            if result.drifts
+            else "nothing has drifted"
+        )
     return f"{'; '.join(parts)}."
 
 

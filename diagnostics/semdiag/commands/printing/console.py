@@ -150,12 +150,23 @@ def number_table(columns: Iterable[str], names: int = 0, **more: Any) -> NumberT
     return NumberTable(columns, names, **more)
 
 
-def number(value: float | str | None) -> str:
+def number(value: float | str | None, digits: int = 3) -> str:
     """A number of a summary to three digits; whole numbers, which are mostly counts, with all of theirs."""
     value = number_from_json(value)
     if math.isnan(value):
         return "–"
-    return f"{value:.0f}" if value.is_integer() and abs(value) < 1e9 else f"{value:.3g}"
+    return f"{value:.0f}" if value.is_integer() and abs(value) < 1e9 else f"{value:.{digits}g}"
+
+
+def ends(low: float | str | None, high: float | str | None) -> tuple[str, str]:
+    """Both ends of an interval to three digits, or to as many as tell them apart.
+
+    Example:
+        >>> ends(0.1496, 0.1504), ends(0.15, 0.15)
+        (('0.1496', '0.1504'), ('0.15', '0.15'))
+    """
+    texts = [(number(low, digits), number(high, digits)) for digits in range(3, 7)]
+    return next((pair for pair in texts if pair[0] != pair[1]), texts[0])
 
 
 def interval(low: float, high: float) -> str:
@@ -165,4 +176,4 @@ def interval(low: float, high: float) -> str:
         >>> interval(92.61, 93.08), interval(-0.2, 0.1)
         ('92.6–93.1', '-0.2 to 0.1')
     """
-    return f"{low:.3g}{' to ' if low < 0 or high < 0 else '–'}{high:.3g}"
+    return (" to " if low < 0 or high < 0 else "–").join(ends(low, high))

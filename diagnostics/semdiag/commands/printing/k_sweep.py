@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from semdiag.commands.printing.console import number, number_table, wide_console
+from semdiag.commands.printing.console import ends, number, number_table, wide_console
 from semdiag.commands.printing.titles import title
 from semdiag.findings.findings import Findings
 from semdiag.findings.k_sweep import k_sweep_summary
@@ -52,7 +52,7 @@ def _rerun_table(result: Summary) -> Any:
         "keys": lambda r: _share(r["share"]),
         "weight": lambda r: _share(r["mass"]),
         f"Δ {measure}": lambda r: _change(r["change"]),
-        "95 % interval": lambda r: f"{_change(r['low'])} to {_change(r['high'])}",
+        "95 % interval": lambda r: " to ".join(ends(_shown(r["low"]), _shown(r["high"]))),
         "by weight": lambda r: _change(r["by_mass"]),
         "random": lambda r: _change(control.get(r["k"])),
         "ppl ×": lambda r: number(math.exp(min(r["change"], 700))) if measure == "loss" else "–",
@@ -70,8 +70,13 @@ def _rerun_table(result: Summary) -> Any:
 
 
 def _change(value: float | str | None) -> str:
-    """Below a tenth of a thousandth it is rounding, or might as well be."""
-    return "0" if abs(number_from_json(value)) < 5e-5 else number(value)
+    return number(_shown(value))
+
+
+def _shown(value: float | str | None) -> float:
+    """A change; below a tenth of a thousandth it is rounding, or might as well be."""
+    value = number_from_json(value)
+    return 0.0 if abs(value) < 5e-5 else value
 
 
 def _share(value: float | str | None) -> str:

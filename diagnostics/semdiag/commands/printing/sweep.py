@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from semdiag.commands.printing.terminal import tell, terminal
+from semdiag.commands.printing.terminal import counted, tell, terminal
 
 if TYPE_CHECKING:
     from semdiag_models.sweeps.estimates import Estimate
@@ -47,7 +47,9 @@ def print_estimates(
         bound = "at most " if any(run.training.until is not None for run in runs) else ""
         unfinished = sum(e.epochs > 0 for e in estimates)
         typer.echo(
-            f"{len(runs)} runs, {unfinished} left, {bound}{sum(e.epochs for e in estimates)} epochs.", err=True
+            f"{counted(len(runs), 'run')}, {unfinished} left, "
+            f"{bound}{counted(sum(e.epochs for e in estimates), 'epoch')}.",
+            err=True,
         )
         typer.echo(f"{bound}{hours:.1f} core hours, {hours / jobs:.1f} hours with {jobs} at once.", err=True)
     if as_json:
@@ -97,7 +99,7 @@ def print_results(rows: "list[RunResult]", folder: Path, target: float, as_json:
             tell(f"{row.run}: {row.problem}")
     counts = Counter(row.status for row in rows)
     summary = ", ".join(f"{number} {status}" for status, number in counts.items())
-    typer.echo(f"{len(rows)} runs: {summary}. Table: {folder / 'results.csv'}", err=True)
+    typer.echo(f"{counted(len(rows), 'run')}: {summary}. Table: {folder / 'results.csv'}", err=True)
 
 
 class SweepProgress:
@@ -138,7 +140,7 @@ class SweepProgress:
     def __enter__(self) -> "SweepProgress":
         if not self._quiet:
             ended = self._count - len(self.open)
-            typer.echo(f"{self._count} runs in {self._folder}, {ended} of them done.", err=True)
+            typer.echo(f"{counted(self._count, 'run')} in {self._folder}, {ended} of them done.", err=True)
         self._bar.start()
         self.tick()
         return self
@@ -161,6 +163,6 @@ class SweepProgress:
         ended = self._count - len(self.open)
         self._bar.update(self._task, ended=ended, failed=f"{self._failed} failed" if self._failed else "")
         reached = "" if row.train_accuracy is None else f", training accuracy {row.train_accuracy:.1%}"
-        line = f"{row.status} {row.run} after {row.epochs} epochs{reached} {row.problem}".rstrip()
+        line = f"{row.status} {row.run} after {counted(row.epochs, 'epoch')}{reached} {row.problem}".rstrip()
         if not self._quiet:
             self._bar.console.print(line, soft_wrap=True, highlight=False, markup=False)

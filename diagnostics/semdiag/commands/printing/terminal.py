@@ -27,6 +27,20 @@ def visible(text: str) -> str:
     return _OBEYED.sub(lambda found: found[0].encode("unicode_escape").decode("ascii"), text)
 
 
+def counted(number: int, noun: str) -> str:
+    """A number and what it counts.
+
+    Args:
+        number: how many.
+        noun: of one; more take an s.
+
+    Example:
+        >>> counted(1, "epoch"), counted(2, "epoch")
+        ('1 epoch', '2 epochs')
+    """
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def tell(line: str) -> None:
     """Print a line on stderr."""
     typer.echo(visible(line), err=True)

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from semdiag.commands.printing.terminal import tell, terminal
+from semdiag.commands.printing.terminal import counted, tell, terminal
 
 if TYPE_CHECKING:
     from semdiag_models.training import Progress, Trainer
@@ -24,7 +24,7 @@ def summarise(trainer: "Trainer", several: bool) -> None:
         stopped = f", stopped at --until {until:g}" if trainer.converged else f", --until {until:g} not reached"
     seed = f", seed {trainer.training.seed}" if several else ""
     run = f"{trainer.training.task_label}, {trainer.config.attention_label}{seed}"
-    arrived = f"after {trainer.epoch} epochs{stopped}"
+    arrived = f"after {counted(trainer.epoch, 'epoch')}{stopped}"
     if trainer.training.text is not None:
         row = {name: column[-1] for name, column in history.items()}
         labels = trainer.train_split.labels, trainer.holdout_split.labels
