@@ -13,7 +13,7 @@ from semdiag.commands.shared import Shared, with_options
 _JUDGED = "What is judged"
 
 
-@with_options(leave_out=("seed", "min_keys", "config", "out", "per_query", "figures"))
+@with_options(leave_out=("seed", "min_keys", "out", "per_query", "figures"))
 def check(
     models: options.Models = None,
     rule: Annotated[

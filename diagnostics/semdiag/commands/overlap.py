@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from semdiag.findings.findings import Findings
 
 
-@with_options(leave_out=("dtype", "min_keys", "per_query"), samples=50)
+@with_options(leave_out=("min_keys", "per_query"), samples=50)
 def overlap(
     models: options.Models = None,
     k: Annotated[

@@ -4,6 +4,7 @@ import json
 import shutil
 import sys
 
+import numpy as np
 import pytest
 import torch
 
@@ -167,3 +168,13 @@ def test_a_failing_layer_is_named_and_fails_if_every_layer_must_hold(run_semdiag
     assert 0 in layers["failing"]
     assert not layers["passed"]  # one of two is half
     assert "fails at the median of" in run_semdiag("check", pair, "--samples", 20, "--every-layer").err
+
+
+def test_the_configuration_is_read_of_a_checkpoint_of_the_papers_code(run_semdiag, refusal, here, paper_code):
+    np.save(here / "tokens.npy", paper_code.true["tokens"].numpy())
+    words = ("check", paper_code.checkpoint, "--inputs", "tokens.npy", "--rule", "dispersion.p100 < 100")
+    assert "--config" in refusal(*words)
+    outcome = run_semdiag(*words, "--config", paper_code.config_file, "--json")
+    assert outcome.code == 0, outcome.err
+    (model,) = json.loads(outcome.out)["models"]
+    assert model["numbers"]["dispersion.p50"] == pytest.approx(np.median(paper_code.true["dispersion"].numpy()))

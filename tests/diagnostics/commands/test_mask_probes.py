@@ -145,3 +145,9 @@ def test_bad_input_is_refused_in_one_line(refusal, here, tiny_runs, words, said)
     command, *rest = words
     assert said in refusal(command, tiny_runs.topk, "--samples", 8, *rest)
     assert list(here.iterdir()) == []
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_overlap_runs_in_the_precision_asked_for(run_semdiag, here, tiny_runs, dtype):
+    outcome = run_semdiag("overlap", tiny_runs.topk, *FEW, "--dtype", dtype, "--json", "--quiet")
+    assert json.loads(outcome.out)["provenance"]["dtype"] == dtype
