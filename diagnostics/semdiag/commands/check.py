@@ -77,6 +77,8 @@ def check(
         raise InputError(f"{junit} cannot be written: there is no folder {junit.parent}.")
     if not 0 <= tolerance < float("inf"):
         raise InputError(f"--tolerance is a share like 0.05, not negative. Got {tolerance}.")
+    if baseline is None and "tolerance" in shared.typed:
+        raise InputError("--tolerance is about numbers of a baseline: add --baseline FILE.")
     known = None if baseline is None else read_baseline(baseline)
     expected = Expectations([parse_rule(text) for text in rule or ()], known, tolerance, every_layer)
     paired = not expected.rules and known is None  # which is asked of encoders alone

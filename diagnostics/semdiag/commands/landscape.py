@@ -55,7 +55,10 @@ def landscape(
     from semdiag.commands import measuring
     from semdiag.commands.printing.probes import print_landscape
     from semdiag.measurement.probes.loss.landscape import LandscapePlan
+    from semdiag_models import InputError
 
+    if through and (vain := sorted({"planes", "radius"} & shared.typed)):
+        raise InputError(f"--through takes the place of random planes: leave --{' and --'.join(vain)} away.")
     conditions = shared.conditions(
         encoders_only=True,
         plans=(

@@ -42,7 +42,7 @@ def train(
     length: options.Length = None,
     train_samples: options.TrainSamples = None,
     holdout_samples: options.HoldoutSamples = None,
-    seed: options.Seed = 153476998,
+    seed: options.Seed = None,
     seeds: options.Seeds = "",
     text: options.Text = None,
     holdout_text: options.HoldoutText = None,
@@ -95,6 +95,8 @@ def train(
 
     if resume and overwrite:
         raise InputError("--resume and --overwrite exclude each other.")
+    if seeds and seed is not None:
+        raise InputError("--seeds names every seed: leave --seed away.")
     found: Classification
     if task == Text.name:
         found = text_task(text, holdout_text, tokenizer, vocabulary, length, quiet)

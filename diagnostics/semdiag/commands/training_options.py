@@ -111,7 +111,10 @@ HoldoutSamples = Annotated[
     int | None, typer.Option(help="Default: 2000; of a text, all windows.", rich_help_panel=_DATA)
 ]
 Seed = Annotated[
-    int, typer.Option(help="Of data, initialisation, dropout and batch order.", rich_help_panel=_DATA)
+    int | None,
+    typer.Option(
+        help="Of data, initialisation, dropout and batch order.", show_default="153476998", rich_help_panel=_DATA
+    ),
 ]
 Seeds = Annotated[
     str,

@@ -178,3 +178,8 @@ def test_the_configuration_is_read_of_a_checkpoint_of_the_papers_code(run_semdia
     assert outcome.code == 0, outcome.err
     (model,) = json.loads(outcome.out)["models"]
     assert model["numbers"]["dispersion.p50"] == pytest.approx(np.median(paper_code.true["dispersion"].numpy()))
+
+
+def test_a_tolerance_without_a_baseline_is_refused(refusal, pair):
+    line = refusal("check", pair, "--tolerance", 0.1)
+    assert line == "--tolerance is about numbers of a baseline: add --baseline FILE."

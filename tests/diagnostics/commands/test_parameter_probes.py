@@ -94,6 +94,11 @@ def test_lipschitz_compares_snapshots_of_different_epochs_with_one_of_them(run_s
     [
         (("landscape", "--grid", 4), "grid must be an odd number"),
         (("landscape", "--through", "a.pt"), "through takes two snapshots"),
+        (("landscape", "--through", "a.pt,b.pt", "--planes", 2), "leave --planes away."),
+        (
+            ("landscape", "--through", "a.pt,b.pt", "--planes", 1, "--radius", 1),
+            "leave --planes and --radius away.",
+        ),
         (("landscape", "--metrics", "los"), "loss"),
         (("landscape", "--radius=-1"), "radius must be a positive number"),
         (("lipschitz", "--draws", 1), "draws must be at least 5"),

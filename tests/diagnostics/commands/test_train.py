@@ -12,7 +12,8 @@ from semdiag.commands.main import main
 from semdiag_models.checkpoint import read_checkpoint
 
 TINY = "--blocks 1 --width 8 --mlp-width 8 --head-width 8 --length 8 --train-samples 40 --holdout-samples 30"
-TINY = [*TINY.split(), "--batch-size", "12", "--epochs", "3", "--seed", "5", "--device", "cpu", "--quiet"]
+SEEDLESS = [*TINY.split(), "--batch-size", "12", "--epochs", "3", "--device", "cpu", "--quiet"]
+TINY = [*SEEDLESS, "--seed", "5"]
 
 
 @pytest.fixture(autouse=True)
@@ -278,7 +279,7 @@ def test_until_stops_the_run_and_the_last_line_says_so(semdiag, tmp_path):
 
 
 def test_several_seeds_land_in_a_folder_each(semdiag, refused, tmp_path):
-    task = ["train", "even-pairs", "--attention", "topk", "--k", 3, *TINY]
+    task = ["train", "even-pairs", "--attention", "topk", "--k", 3, *SEEDLESS]
     code, lines = semdiag(*task, "--seeds", "5, 6", "--epochs", 2)
     assert code == 0
     folders = [tmp_path / "checkpoints" / f"even-pairs-topk-3-seed-{seed}" for seed in (5, 6)]
@@ -289,7 +290,7 @@ def test_several_seeds_land_in_a_folder_each(semdiag, refused, tmp_path):
     assert lines[2].startswith(
         "Next: semdiag dispersion checkpoints/even-pairs-topk-3-seed-5/last.pt checkpoints/"
     )
-    semdiag(*task, "--epochs", 2, "--out", "alone")
+    semdiag(*task, "--seed", 5, "--epochs", 2, "--out", "alone")
     for name, weight in weights(tmp_path / "alone" / "last.pt").items():
         torch.testing.assert_close(weights(folders[0] / "last.pt")[name], weight, rtol=0, atol=1e-5)
     assert "already holds a run" in refused(*task, "--seeds", "6,7", "--epochs", 2)
@@ -314,6 +315,7 @@ def test_the_options_of_the_optimiser_reach_the_checkpoint(semdiag, tmp_path):
         (["even-pairs", "--weight-decay", -1], "weight_decay must be finite and not negative."),
         (["even-pairs", "--until", 1.5], "until is a training accuracy in (0, 1], like 0.999. Got until=1.5."),
         (["even-pairs", "--seeds", "1;2"], "--seeds takes whole numbers separated by commas, like 1,5,20. Got"),
+        (["even-pairs", "--seeds", "1,2", "--seed", "5"], "--seeds names every seed: leave --seed away."),
         (["even-pairs", "--seeds", "1,1"], "Seeds to train at once must all be different. Got 1,1."),
         (["even-pairs", "--seeds", "1,2", "--compile"], "Several runs at once cannot be compiled, nor in bf16."),
         (["evenpairs"], "Unknown task 'evenpairs'. Did you mean 'even-pairs'? Known: "),
@@ -348,7 +350,7 @@ def test_the_options_of_the_optimiser_reach_the_checkpoint(semdiag, tmp_path):
 )
 def test_bad_input_is_one_line_that_says_what_would_work(refused, arguments, message):
     task, *options = arguments
-    assert message in refused("train", task, *TINY, *options)
+    assert message in refused("train", task, *SEEDLESS, *options)
 
 
 def test_a_missing_task_is_one_line(refused):
