@@ -57,8 +57,9 @@ def check(
 ) -> None:
     """Check that top-k attention has the smaller dispersion: δ_h < δ_s. Made for CI.
 
-    Pairs full and top-k checkpoints by task, seed, size and snapshot. δ_h < δ_s must hold pooled at p50, p75, p90
-    and p95, and at the median of more than half of the layers. Capture must be complete, and no certified mask
+    Pairs full and top-k checkpoints of the same task, seed, size, setting and snapshot. δ_h < δ_s must hold pooled
+    at p50, p75, p90 and p95, and at the median of more than half of the layers; untrained models pass, too: few of
+    many scores have a small range to begin with. Capture must be complete, and no certified mask
     may change under 1 % noise. Further rules and a baseline are judged besides; with either, unpaired models are
     fine. Exit code 0: everything passes; 1: something fails; 2: nothing to check, or the input is wrong.
 

@@ -66,7 +66,7 @@ def test_pairs_are_shown(run_semdiag, sections, tiny_runs):
         "left side < 1",
         "ln margin < 0",
         "layer 1",
-        "the constants favour",
+        "smaller constant: ",
     ):
         assert words in said
 

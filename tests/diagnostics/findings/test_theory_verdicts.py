@@ -325,8 +325,8 @@ def test_consequences(pair):
     assert [sound.numbers[f"ln gap ratio, γc = {g}"] for g in (0, 1, 9)] == pytest.approx([4, 2, 0.4])
     assert sound.numbers["speed-up of the other"] == 2
     assert sound.numbers["train − holdout accuracy, other"] == 0.5
-    assert "the constants favour full, the training runs topk-2" in sound.note
-    assert "the constants favour topk-2, the training runs topk-2" in paper.note
+    assert "smaller constant: full; learned sooner: topk-2" in sound.note
+    assert "smaller constant: topk-2; learned sooner: topk-2" in paper.note
 
 
 def test_a_mask_that_cannot_represent_the_task_says_nothing_about_speed(pair):
@@ -335,7 +335,7 @@ def test_a_mask_that_cannot_represent_the_task_says_nothing_about_speed(pair):
     remarks = REMARKS.of_rows([{"model": "mask", "module": "", "text": OUT_OF_REACH, "times": 1}])
     measured = pair([4.0] * 4, [1.0] * 4, constants=both, history=runs).replace(remarks=remarks)
     note = one(on_pairs(consequence_findings, measured)).note
-    assert "the training runs neither (a mask that cannot represent the task says nothing about speed)" in note
+    assert "learned sooner: neither (a mask that cannot represent the task says nothing about speed)" in note
 
 
 def test_consequences_of_what_is_infinite_or_never_learned(pair):
@@ -344,8 +344,8 @@ def test_consequences_of_what_is_infinite_or_never_learned(pair):
     measured = pair([4.0] * 4, [1.0] * 4, constants=both, history=runs)
     finding = one(on_pairs(consequence_findings, measured))
     assert "ln gap ratio, γc = 1" not in finding.numbers
-    assert "the constants favour neither (a constant is infinite)" in finding.note
-    assert "the training runs full" in finding.note
+    assert "smaller constant: neither (a constant is infinite)" in finding.note
+    assert "learned sooner: full" in finding.note
     assert on_pairs(consequence_findings, pair([4.0] * 4, [1.0] * 4)) == []
 
 

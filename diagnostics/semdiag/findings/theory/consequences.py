@@ -64,7 +64,7 @@ def _leaning(
         seen = reference if arrived[0] else other
     if out_of_reach:
         seen = "neither (a mask that cannot represent the task says nothing about speed)"
-    said = f"other: {other}, reference: {reference}; the constants favour {bound}, the training runs {seen}"
+    said = f"other: {other}, reference: {reference}; smaller constant: {bound}; learned sooner: {seen}"
     return f"{said}; steps and smoothness are not as assumed"
 
 

@@ -40,7 +40,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Panel:
-    """Models of the same task, seed, size and snapshot.
+    """Models of the same task, seed, size, setting and snapshot.
 
     Attributes:
         title: what they have in common, as far as other panels differ in it.

@@ -163,7 +163,7 @@ def test_bars_stand_on_one_and_margins_on_zero(known):
     assert ends == pytest.approx(sorted(own["value"]))
     assert {bar.get_y() for bar in panels[0].patches} == {1.0}
     assert {bar.get_y() for bar in panels[1].patches} == {0.0}
-    assert [ax.get_ylabel() for ax in panels[:2]] == ["paper: left side", "sound: log10 margin"]
+    assert [ax.get_ylabel() for ax in panels[:2]] == ["paper: left side", "sound: ln margin"]
     assert [tick.get_text() for tick in panels[0].get_xticklabels()] == ["p75", "p90", "p95", "p100"]
 
 

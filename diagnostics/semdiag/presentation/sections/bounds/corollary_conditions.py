@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from semdiag.findings.findings import Findings
 from semdiag.findings.pairing import compared_pairs
 from semdiag.findings.theory.corollary import HEURISTIC, PAPER_PERCENTILES, corollary_table
-from semdiag.findings.theory.finding import Verdict, log10
+from semdiag.findings.theory.finding import Verdict
 from semdiag.presentation.drawing.panels import NothingToDrawError
 from semdiag.presentation.drawing.style import INK, finished, panel_grid, paper_style, title_with_facts
 
@@ -55,7 +55,7 @@ def _draw(ax: Axes, form: str, rows: pd.DataFrame) -> None:
     base = 1.0 if form == "paper" else 0.0
     for side, name in ((-1, "W"), (1, "X")):
         own = rows[rows["parameter"] == name].set_index("percentile")["value"].reindex(PAPER_PERCENTILES)
-        values = own.to_numpy(float) if form == "paper" else own.map(log10).to_numpy(float)
+        values = own.to_numpy(float)
         places = np.arange(len(PAPER_PERCENTILES)) + side * _WIDTH / 2
         shown = np.isfinite(values)
         ax.bar(
@@ -69,10 +69,10 @@ def _draw(ax: Axes, form: str, rows: pd.DataFrame) -> None:
             ax.annotate(text, (x, y), xytext=(0, 2 if up else -2), textcoords="offset points", fontsize=6.5,
                         ha="center", va="bottom" if up else "top")  # fmt: skip
     ax.axhline(base, color=INK, linewidth=1.0)
-    _leave_room(ax, base, rows["value"] if form == "paper" else rows["value"].map(log10))
+    _leave_room(ax, base, rows["value"])
     ax.set_xticks(range(len(PAPER_PERCENTILES)), [f"p{p}" for p in PAPER_PERCENTILES])
     ax.set_xlabel("percentile of δ and load")
-    ax.set_ylabel("paper: left side" if form == "paper" else "sound: log10 margin")
+    ax.set_ylabel("paper: left side" if form == "paper" else "sound: ln margin")
 
 
 def _leave_room(ax: Axes, base: float, values: "pd.Series[float]") -> None:

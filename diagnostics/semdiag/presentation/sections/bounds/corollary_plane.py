@@ -137,7 +137,7 @@ def _facts(table: pd.DataFrame, points: pd.DataFrame, parameter: str) -> list[st
     own = points[points["parameter"] == parameter]
     hidden = int((table["parameter"] == parameter).sum()) - len(own)
     judged = own[own["percentile"].isin(JUDGED_PERCENTILES)]
-    said = f"measured: holds at {int(judged['met'].sum())} of {len(judged)} percentiles shown below p100"
+    said = f"measured: holds at {int(judged['met'].sum())} of {len(judged)} shown below p100"
     said += f"; {hidden} with Δₕ ≤ 0 or a tie not shown" if hidden else ""
     if own["name"].nunique() > 1:
         return [said]

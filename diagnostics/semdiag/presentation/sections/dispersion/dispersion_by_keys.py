@@ -27,7 +27,7 @@ def dispersion_by_keys(findings: Findings) -> Figure:
             lengths.
 
     Returns:
-        One panel per task, seed, size and snapshot, or per external model.
+        One panel per task, seed, size, setting and snapshot, or per external model.
 
     Raises:
         NothingToDrawError: if every query has the same number of keys.

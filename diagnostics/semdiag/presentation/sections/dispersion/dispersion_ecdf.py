@@ -22,7 +22,7 @@ def dispersion_ecdf(findings: Findings) -> Figure:
         findings: of any number of models.
 
     Returns:
-        One panel per task, seed, size and snapshot.
+        One panel per task, seed, size, setting and snapshot.
 
     Raises:
         NothingToDrawError: if no query has a finite positive dispersion.

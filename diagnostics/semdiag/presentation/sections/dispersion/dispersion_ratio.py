@@ -18,7 +18,7 @@ def dispersion_ratio(findings: Findings) -> Figure:
         findings: of full models and their counterparts.
 
     Returns:
-        One row of panels per task, seed, size and snapshot: median and 95th percentile.
+        One row of panels per task, seed, size, setting and snapshot: median and 95th percentile.
 
     Raises:
         NothingToDrawError: if no sparse model has a full counterpart.
@@ -26,7 +26,7 @@ def dispersion_ratio(findings: Findings) -> Figure:
     ratios = findings(layer_ratios)
     if not ratios["ratio"].notna().any():
         raise NothingToDrawError(
-            "No sparse model has a full-attention counterpart of the same task, seed, size and snapshot."
+            "No sparse model has a full-attention counterpart of the same task, seed, size, setting and snapshot."
         )
     compared = set(ratios["model"])
     panels = [p for p in panels_of(findings.measurements.models) if any(s.model in compared for s in p.series)]

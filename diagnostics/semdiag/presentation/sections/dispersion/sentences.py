@@ -11,7 +11,7 @@ from semdiag.findings.findings import Findings
 from semdiag.findings.pairing import attention_word
 
 _NO_PAIR = (
-    "Nothing is compared: there is no full and top-k model of the same task, seed, size and snapshot. "
+    "Nothing is compared: there is no full and top-k model of the same task, seed, size, setting and snapshot. "
     "The figures show each model by itself."
 )
 _NOT_JUDGED = (

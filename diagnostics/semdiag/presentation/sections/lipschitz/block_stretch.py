@@ -20,7 +20,7 @@ def block_stretch(findings: Findings) -> Figure:
         findings: with the table jacobians.
 
     Returns:
-        One panel per task, seed, size and snapshot.
+        One panel per task, seed, size, setting and snapshot.
 
     Raises:
         NothingToDrawError: if no Jacobian was measured.

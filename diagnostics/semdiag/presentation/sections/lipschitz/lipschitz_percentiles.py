@@ -18,7 +18,7 @@ def lipschitz_percentiles(findings: Findings) -> Figure:
         findings: with the table loss_secants.
 
     Returns:
-        A row per task, seed, size and snapshot; a panel per percentile.
+        A row per task, seed, size, setting and snapshot; a panel per percentile.
 
     Raises:
         NothingToDrawError: if there are no secants in planes.

@@ -29,7 +29,7 @@ def key_load(findings: Findings) -> Figure:
         findings: of any number of models.
 
     Returns:
-        One panel per task, seed, size and snapshot, with k and the largest load marked.
+        One panel per task, seed, size, setting and snapshot, with k and the largest load marked.
 
     Raises:
         NothingToDrawError: if no load was measured.

@@ -46,8 +46,7 @@ _QUESTIONS = (
                 "Share of keys that at least x queries keep, logarithmic axis, with k and the largest load "
                 "marked: {models}.",
                 "Read a curve from left to right: how many keys are kept by at least that many queries. A "
-                "curve that falls at k spreads the attention evenly; a long tail means sinks, few keys that "
-                ""
+                "curve that falls at k keeps every key about as often; a long tail means sinks, few keys that "
                 "many queries rely on, beside keys that nobody reads.",
             ),
         ),

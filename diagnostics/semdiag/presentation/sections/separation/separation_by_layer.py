@@ -20,7 +20,7 @@ def separation_by_layer(findings: Findings) -> Figure:
         findings: of any number of models.
 
     Returns:
-        One panel per task, seed, size and snapshot.
+        One panel per task, seed, size, setting and snapshot.
 
     Raises:
         NothingToDrawError: if no query has a finite positive separation.

@@ -21,7 +21,7 @@ def attention_response(findings: Findings) -> Figure:
         findings: with secants.
 
     Returns:
-        One panel per noise level and per task, seed, size and snapshot.
+        One panel per noise level and per task, seed, size, setting and snapshot.
 
     Raises:
         NothingToDrawError: if nothing was perturbed, or nothing moved.

@@ -19,7 +19,7 @@ def dispersion_counterfactual(findings: Findings) -> Figure:
         findings: with columns ``dispersion_kK`` for full models.
 
     Returns:
-        One panel per task, seed, size and snapshot.
+        One panel per task, seed, size, setting and snapshot.
 
     Raises:
         NothingToDrawError: if no full model was measured with counterfactual k.

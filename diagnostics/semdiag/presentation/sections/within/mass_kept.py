@@ -18,7 +18,7 @@ def mass_kept(findings: Findings) -> Figure:
         findings: with columns ``mass_kK`` for full models.
 
     Returns:
-        One panel per task, seed, size and snapshot, or per external model.
+        One panel per task, seed, size, setting and snapshot, or per external model.
 
     Raises:
         NothingToDrawError: if no full model was measured with counterfactual k.

@@ -17,7 +17,7 @@ def separation_counterfactual(findings: Findings) -> Figure:
         findings: with columns ``separation_kK`` for full models.
 
     Returns:
-        One panel per task, seed, size and snapshot, or per external model.
+        One panel per task, seed, size, setting and snapshot, or per external model.
 
     Raises:
         NothingToDrawError: if no full model was measured with counterfactual k, or no query drops a key.
