@@ -92,9 +92,10 @@ class PairComparison:
     def sentence(self) -> str:
         """The comparison in a sentence."""
         full, topk, ratio = self.gate.full, self.gate.topk, self.ratio
+        digits = 2 if round(ratio.low, 2) < round(ratio.high, 2) else 3  # that tell the interval's ends apart
         medians = (
-            f"median δₕ {topk['p50']:.3g} against δₛ {full['p50']:.3g} nats, "
-            f"ratio {ratio.estimate:.2f}, 95 % interval {ratio.low:.2f} to {ratio.high:.2f}"
+            f"median δₕ {topk['p50']:.3g} against δₛ {full['p50']:.3g} nats, ratio {ratio.estimate:.{digits}f}, "
+            f"95 % interval {ratio.low:.{digits}f} to {ratio.high:.{digits}f}"
         )
         start = _WHEN.get(self.snapshot, f"Snapshot {self.snapshot}: ")
         start += self.gate.pair.label.removesuffix(f", {self.snapshot}")
