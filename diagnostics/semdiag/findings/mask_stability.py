@@ -64,7 +64,9 @@ def mask_words(findings: Findings, model: str) -> str:
         return NOT_APPLICABLE.format(attention=kind)
     own = measurements.masks.loc[measurements.masks["model"] == model, "kept"]
     if own.empty:
-        return "no query drops a key: no mask can change"
+        said = measurements.remarks.loc[measurements.remarks["model"] == model, "text"]
+        refused = [text for text in said if text.startswith("mask stability not available")]
+        return refused[0] if refused else "no query drops a key: no mask can change"
     if not SELECTIONS[kind].ranked:  # type: ignore[union-attr]  # of a fixed mask it was None
         kept = f"{own.min()} to {own.max()} keys" if own.min() < own.max() else f"k = {own.iloc[0]}"
         return f"the model's own mask, {kept}; no certificate is known for {kind} attention"

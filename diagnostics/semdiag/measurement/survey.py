@@ -175,7 +175,9 @@ def _with_keys(measurements: Measurements, least: int) -> Measurements:
 
 
 # Beginnings of remarks about what the user asked for, or that spoil an answer: not in the report alone.
-SAID_AT_ONCE = ("k = ", "the inputs are ", "logits are NaN ")
+SAID_AT_ONCE = (
+    "k = ", "the inputs are ", "logits are NaN ", "secants not available", "overlap not available",
+)  # fmt: skip
 
 
 def _other_length(model: LoadedModel, batches: Sequence[Batch]) -> list[str]:

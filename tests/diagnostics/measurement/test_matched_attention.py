@@ -112,7 +112,7 @@ def test_masks_under_noise_are_compared_as_sets_of_any_size(padded):
     selected = selected.masked_fill(torch.rand(selected.shape, generator=generator) < 0.4, -1)
     selected[samples : samples + 1] = selected[:1]  # the first copy of sample 0 keeps what it kept
     call = call_of(q, k, selected, valid if padded else None)
-    found = row_changes(call, samples, 2, 5, selection_of("lsh"), Workspace())
+    found = row_changes(call, samples, 2, 2, 5, selection_of("lsh"), Workspace())
     assert not found.certified.any()
     assert found.swing.isnan().all()
     scores = 0.7 * q @ k.transpose(2, 3)

@@ -13,6 +13,7 @@ from semdiag.capturing.attention_calls import AttentionCall
 from semdiag.mathematics.query_draws import PER_STRATUM
 from semdiag.mathematics.score_strips import rows_of
 from semdiag.mathematics.top_recall import top_recall
+from semdiag.measurement.calls.batch_rows import rows_per_sample
 from semdiag.measurement.calls.counted_rows import CountedRows, counted_rows
 from semdiag.measurement.calls.layers import Layers
 from semdiag.measurement.calls.query_draws import QueryDraws
@@ -75,9 +76,7 @@ class Collector:
     def _places(self, values: Tensor, layer: int, position: str) -> dict[str, np.ndarray]:
         """Sample, layer, head and position of each entry of (B, H, L), flattened."""
         index, head, where = (axis.ravel() for axis in np.indices(values.shape, dtype=np.int32))
-        if self.batch and values.shape[0] % self.batch == 0:  # windows of an image are parts of one sample
-            index = index // (values.shape[0] // self.batch)
-        sample = index + np.int32(self.samples)
+        sample = index // rows_per_sample(values.shape[0], self.batch) + np.int32(self.samples)
         return {"sample": sample, "layer": np.full_like(sample, layer), "head": head, position: where}
 
     def _add_rows(self, rows: CountedRows, layer: int) -> None:

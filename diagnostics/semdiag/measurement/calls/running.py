@@ -12,10 +12,11 @@ from torch import Tensor, nn
 
 from semdiag.capturing import batches as batching
 from semdiag.capturing.attention_calls import AttentionCall, watch_attention
-from semdiag.capturing.audit import Audit
+from semdiag.capturing.audit import Audit, Remark
 from semdiag.capturing.batches import Batch
 from semdiag.capturing.loading import LoadedModel
 from semdiag.capturing.padding import Padding
+from semdiag.measurement.calls.batch_rows import counted_as, folded
 from semdiag.measurement.calls.scored_rows import NotAvailableError
 from semdiag_models import Encoder, InputError
 
@@ -50,7 +51,7 @@ class Run:
     ) -> None:
         self._loaded, self._consume, self._queries = loaded, consume, queries
         self._layers: dict[tuple[str, int], int] = {}
-        self._samples = 0
+        self._samples, self._batch = 0, 0
         self._failure: BaseException | None = None
 
     def __call__(self, batch: Batch) -> Any:
@@ -69,7 +70,7 @@ class Run:
         size, batch = batching.samples_of(batch), batching.moved(batch, self.device, self.dtype)
         if self._queries is not None:
             self.padding.given = self._queries[self._samples : self._samples + size].bool().to(self.device)
-        self._samples += size
+        self._samples, self._batch = self._samples + size, size
         if not self._loaded.external:
             return self.module(batch)
         try:
@@ -95,6 +96,9 @@ class Run:
         layer = call.layer
         if self._loaded.external:
             layer = self._layers.setdefault((call.module, call.occurrence), len(self._layers))
+        said = folded(call.q.shape[0], self._batch)
+        if said is not None:
+            self.audit.remarks[Remark(call.module, f"{said}: {counted_as(call.q.shape[0], self._batch)}")] += 1
         try:
             self._consume(replace(self.padding.marked(call, self.audit), layer=layer))
         except BaseException as error:

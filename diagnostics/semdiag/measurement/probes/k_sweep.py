@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from semdiag.capturing.attention_kinds import SCORED
-from semdiag.capturing.batches import Batch, longest, split
+from semdiag.capturing.batches import Batch, longest, samples_of, split
 from semdiag.capturing.loading import LoadedModel
 from semdiag.measurement.calls.query_draws import QueryDraws
 from semdiag.measurement.calls.running import running, unnamed
@@ -173,6 +173,7 @@ def k_sweep_tables(
     collected = TopScores(largest, draws, min_keys)
     with running(loaded, collected.add, device, dtype) as run:
         for batch in batches:
+            collected.batch = samples_of(batch)
             run(batch)
     rows = list(collected.rows())
     if plan.rerun:

@@ -15,6 +15,7 @@ from semdiag.capturing.attention_call import AttentionCall
 from semdiag.capturing.attention_kinds import DENSE
 from semdiag.capturing.batches import Batch, samples_of, split
 from semdiag.capturing.loading import LoadedModel
+from semdiag.measurement.calls.batch_rows import check_rows
 from semdiag.measurement.calls.running import running, unnamed
 from semdiag.measurement.calls.scored_rows import scored_rows
 from semdiag.measurement.probe import Probe, Subject
@@ -79,7 +80,8 @@ def mask_overlap(
         compared.
 
     Raises:
-        NotAvailableError: if the model has attention sinks.
+        NotAvailableError: if the model has attention sinks, or attention that does not keep the samples apart
+            (heads or windows in its batch axis).
 
     Example:
         >>> from semdiag_models import Encoder, ModelConfig
@@ -97,10 +99,11 @@ def mask_overlap(
     done = 0
     with running(loaded, kept.add, device) as run:
         for batch in split(inputs, batch_size):
+            kept.samples = samples_of(batch)
             run(batch)
             parts += [part.assign(model=loaded.path) for part in _compared(kept, done)]
             kept.calls.clear()
-            done += samples_of(batch)
+            done += kept.samples
     return OVERLAP.of_parts(parts)
 
 
@@ -109,9 +112,11 @@ class _Kept:
     """The kept keys of every layer of one forward pass: (B, H, L, Lk) bool, queries that drop none empty."""
 
     k: int | None
+    samples: int = 0  # of the running batch
     calls: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def add(self, call: AttentionCall) -> None:
+        check_rows(call, self.samples)
         rows = scored_rows(replace(call, selected=None) if self.k is not None else call)
         keys = torch.isfinite(rows.scores).sum(-1)
         if self.k is None:

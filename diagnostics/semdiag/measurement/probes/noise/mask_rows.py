@@ -11,6 +11,7 @@ from semdiag.capturing.attention_calls import AttentionCall
 from semdiag.capturing.attention_kinds import KINDS
 from semdiag.mathematics.mask_stability import certified, kept_in_common, score_rounding, top_set
 from semdiag.mathematics.score_strips import part_of
+from semdiag.measurement.calls.batch_rows import check_rows
 from semdiag.measurement.calls.scored_rows import NotAvailableError
 from semdiag_models import InputError
 
@@ -105,7 +106,13 @@ class Workspace:
 
 
 def row_changes(
-    call: AttentionCall, samples: int, levels: int, k: int, selection: Selection, workspace: Workspace
+    call: AttentionCall,
+    samples: int,
+    draws: int,
+    levels: int,
+    k: int,
+    selection: Selection,
+    workspace: Workspace,
 ) -> RowChanges:
     """Compare the mask of every clean row with those of its noisy copies.
 
@@ -116,6 +123,7 @@ def row_changes(
     Args:
         call: over a batch of [clean; copies], ``samples`` clean ones, then (draw, level, sample) in order.
         samples: b.
+        draws: D, noisy copies of each sample and level.
         levels: N, noise levels.
         k: size of the set that a model without a selection of its own would choose.
         selection: how the masks come about.
@@ -125,12 +133,12 @@ def row_changes(
         What became of the rows.
 
     Raises:
-        NotAvailableError: if the call has attention sinks, or its batch is not made of the samples.
+        NotAvailableError: if the call has attention sinks, or its batch axis does not hold one row for each of
+            the samples and copies.
     """
     if call.sinks is not None:
         raise NotAvailableError("its softmax has attention sinks, which a row of scores does not show")
-    if call.q.shape[0] % samples:
-        raise NotAvailableError(f"the attention of {call.module} does not keep the samples apart")
+    check_rows(call, samples * (1 + draws * levels))
     length = call.k.shape[2]
     kept = call.selected.shape[-1] if selection.own and call.selected is not None else min(k, length)
     # Half precision is compared in float32, but its selection was rounded as it was.

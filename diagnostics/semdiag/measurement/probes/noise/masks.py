@@ -121,6 +121,8 @@ def mask_stability(
 
     Raises:
         InputError: if the kind of attention is not known, or the model has no such block.
+        NotAvailableError: if an attention does not keep the samples apart (heads or windows in its batch axis), or
+            has sinks, or noise cannot enter.
 
     Example:
         >>> from semdiag_models import Encoder, ModelConfig
@@ -209,8 +211,8 @@ class _Probe:
         """Reduce one attention call to sums over the draws."""
         if self.selection is None:
             return
-        levels = len(self.plan.levels)
-        found = row_changes(call, self.samples, levels, self.plan.k, self.selection, self.workspace)
+        draws, levels = self.plan.draws, len(self.plan.levels)
+        found = row_changes(call, self.samples, draws, levels, self.plan.k, self.selection, self.workspace)
         self.rows.setdefault(call.layer, []).append(
             {
                 "counted": found.counted,

@@ -15,6 +15,7 @@ from semdiag.capturing.attention_calls import AttentionCall, watch_attention
 from semdiag.capturing.batches import Batch, first_samples, longest, repeated, samples_of, split
 from semdiag.capturing.loading import LoadedModel
 from semdiag.mathematics.softmax_secants import score_change, weight_change
+from semdiag.measurement.calls.batch_rows import check_rows
 from semdiag.measurement.calls.running import running
 from semdiag.measurement.calls.scored_rows import ScoredRows, scored_rows
 from semdiag.measurement.probe import Probe, Subject
@@ -128,12 +129,13 @@ def external_secants(
         The table ``secants``.
 
     Raises:
-        NotAvailableError: if the model has no embedding that can be found, or attention sinks.
+        NotAvailableError: if the model has no embedding that can be found, attention sinks, or attention that does
+            not keep the samples apart (heads or windows in its batch axis).
     """
     check_levels(levels)
     device = torch.device("cpu") if torch.device(device).type == "mps" else torch.device(device)
     parts: list[dict[str, Any]] = []
-    collected = _Collector([])
+    collected = _Collector([], 0)
     with running(loaded, collected.add, device, torch.float64) as run:
         for level in levels:
             generator, done = torch.Generator().manual_seed(seed), 0
@@ -144,7 +146,7 @@ def external_secants(
 
             for batch in first_samples(batches, samples):
                 for part in _small(batch):
-                    size = samples_of(part)
+                    collected.samples = size = samples_of(part)
                     with noisy_embeddings(run.module, size, add_noise):
                         run(repeated(part, 2))
                     for columns in collected.parts:
@@ -246,8 +248,10 @@ class _Collector:
     """Reduces each attention call over [clean; noisy] to columns of numbers."""
 
     parts: list[dict[str, np.ndarray]]
+    samples: int  # clean ones of the running batch
 
     def add(self, call: AttentionCall) -> None:
+        check_rows(call, 2 * self.samples)
         clean, noisy = scored_rows(call).halves()
         counted = clean.counted
         sample, head, query = (where.to(torch.int32) for where in counted.nonzero(as_tuple=True))
@@ -257,7 +261,7 @@ class _Collector:
 
 
 def _pass(encoder: Encoder, tokens: Tensor, noise: Tensor) -> list[dict[str, np.ndarray]]:
-    collected = _Collector([])
+    collected = _Collector([], len(tokens))
     with torch.inference_mode(), noisy_second_half(encoder, noise), watch_attention(encoder, collected.add):
         encoder(torch.cat([tokens, tokens]))
     return collected.parts

@@ -202,8 +202,8 @@ def test_the_lowest_scores_are_judged_by_their_own_rule(wild_encoder, padded_tok
         encoder(tokens)
     for call in calls:
         negated = AttentionCall(**{**vars(call), "q": -call.q})
-        ours = row_changes(call, 4, 1, K, selection_of("topk"), Workspace())
-        theirs = row_changes(negated, 4, 1, K, selection_of("bottomk"), Workspace())
+        ours = row_changes(call, 4, 2, 1, K, selection_of("topk"), Workspace())
+        theirs = row_changes(negated, 4, 2, 1, K, selection_of("bottomk"), Workspace())
         for name in ("counted", "separation", "common", "certified"):
             assert torch.equal(getattr(ours, name), getattr(theirs, name))
         assert torch.equal(ours.swing[:, :, ours.counted], theirs.swing[:, :, ours.counted])
