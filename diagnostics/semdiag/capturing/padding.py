@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from semdiag.capturing.attention_call import AttentionCall
 from semdiag.capturing.audit import Audit, Remark, failure
 from semdiag.capturing.batches import Batch
+from semdiag_models import InputError
 
 # Arguments that mark a module's own tokens: true or 1 where a token is real; in the second group where it is not.
 _REAL = ("decoder_attention_mask", "attention_mask", "padding_mask")
@@ -24,6 +25,8 @@ _MASKS = (*_REAL, *_PADDED)
 _DECODER = ("encoder_attention_mask", "memory")
 # Where one of these is given, the module attends to another sequence, and its mask is that sequence's.
 _OTHER = ("key_value_states", "encoder_hidden_states")
+
+NOT_APPLIED = "real is not applied here"  # beginning of a remark
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,11 +50,12 @@ class Padding:
         model: any module.
 
     Attributes:
-        given: (B, L) bool, false for padded queries, where the user says it: nothing else is looked at then.
+        given: (B, L) bool, false for padded queries, where the user says it: masks of modules are not looked at.
+        fitted: whether it was that of the queries of a call.
     """
 
     def __init__(self, model: nn.Module, given: Tensor | None = None) -> None:
-        self.given = given
+        self.given, self.fitted = given, False
         self._model = model
         self._threads = threading.local()
         self._failed: str | None = None
@@ -126,19 +130,36 @@ class Padding:
 
         Args:
             call: that runs now.
-            audit: gets a remark if a mask was given that could not be matched.
+            audit: gets a remark if a mask was given, by the user too, that could not be matched.
         """
         if self._failed is not None:
             audit.remarks[Remark(call.module, self._failed)] += 1
-        if call.queries is not None:
-            return call
         if self.given is not None:
-            queries = _of_queries(self.given.to(call.q.device), call.q.shape[0], call.q.shape[2], call.first_query)
+            queries, remark = self._of_the_user(self.given.to(call.q.device), call)
+        elif call.queries is not None:
+            return call
         else:
             queries, remark = self.queries(call)
-            if remark is not None:
-                audit.remarks[Remark(call.module, remark)] += 1
+        if remark is not None:
+            audit.remarks[Remark(call.module, remark)] += 1
         return replace(call, queries=queries)
+
+    def _of_the_user(self, given: Tensor, call: AttentionCall) -> tuple[Tensor | None, str | None]:
+        """As :meth:`queries`, by the mask that the user gave."""
+        batch, _, length, _ = call.q.shape
+        if len(given) == batch and call.first_query >= given.shape[1]:  # tokens that were generated since
+            self.fitted = True
+            return call.queries, None
+        own = _of_queries(given, batch, length, call.first_query)
+        if own is None:
+            own = _of_folded(given, call)
+        if own is None:
+            why = f"it is of {given.shape[1]} tokens, and there are {call.first_query + length}"
+            if given.shape[1] == call.first_query + length:
+                why = f"the batch axis holds {batch} rows, and it is of {len(given)} samples"
+            return call.queries, f"{NOT_APPLIED}: {why}"
+        self.fitted = True
+        return own if call.queries is None else own & call.queries, None
 
     def queries(self, call: AttentionCall) -> tuple[Tensor | None, str | None]:
         """Which queries of a call are real.
@@ -167,10 +188,15 @@ class Padding:
                 mask = mask.to(call.q.device)  # a model spread over devices is given it on one
                 own = _of_queries(mask, batch, length, call.first_query)
                 sure = frame.definitive or name.startswith(("decoder", "tgt"))
+                folded = _of_folded(mask, call) if own is None else None
+                if folded is not None:
+                    return folded, None
                 if own is not None and (sure or _true_of_keys(mask, own, call)) and not _of_pairs(mask, call):
                     return own, None
                 if not bool(mask.all()):
                     remark = f"{name} marks padding that the keys here do not have: all queries count"
+                    if batch > len(mask) and batch % len(mask) == 0:
+                        remark = f"{name} marks padding, of which rows here cannot be told: all queries count"
                 if sure:
                     return None, remark
         if any(frame is not None and frame.other for frame in self._frames[:1]):
@@ -180,6 +206,30 @@ class Padding:
                 None if own is not None else "a mask of four axes was given: padded queries are not told apart",
             )
         return None, remark
+
+
+def checked_real(real: Tensor | None) -> Tensor | None:
+    """Which tokens are real, as the user says it.
+
+    Args:
+        real: (N, L), true or not 0 where a token is real; None: not said.
+
+    Returns:
+        (N, L) bool, or None.
+
+    Raises:
+        InputError: if it is none of these.
+
+    Example:
+        >>> checked_real(torch.tensor([[1, 0]]))
+        tensor([[ True, False]])
+    """
+    if real is None:
+        return None
+    if not isinstance(real, Tensor) or real.ndim != 2:
+        got = f"one of shape {tuple(real.shape)}" if isinstance(real, Tensor) else f"a {type(real).__name__}"
+        raise InputError(f"real must be a tensor (samples, tokens), true where a token is real. Got {got}.")
+    return real.bool()
 
 
 def real_tokens(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
@@ -251,6 +301,20 @@ def _of_queries(mask: Tensor, batch: int, length: int, first: int) -> Tensor | N
         return None
     own = mask[:, mask.shape[1] - length :]
     return own if len(mask) == batch else None
+
+
+def _of_folded(mask: Tensor, call: AttentionCall) -> Tensor | None:
+    """Likewise where the batch axis holds several rows per sample, whose keys tell in which order; else None."""
+    batch, _, length, _ = call.q.shape
+    times = batch // max(1, len(mask))
+    if times < 2:
+        return None
+    found: list[Tensor] = []
+    for rows in (mask.repeat_interleave(times, 0), mask.repeat(times, 1)):
+        own = _of_queries(rows, batch, length, call.first_query)
+        if own is not None and _true_of_keys(rows, own, call):
+            found.append(own)
+    return found[0] if found and all(torch.equal(own, found[0]) for own in found) else None
 
 
 def _true_of_keys(mask: Tensor, queries: Tensor, call: AttentionCall) -> bool:

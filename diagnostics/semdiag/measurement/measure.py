@@ -13,6 +13,7 @@ from semdiag.capturing.attention_kinds import APPROXIMATE
 from semdiag.capturing.audit import Audit, Remark
 from semdiag.capturing.batches import Batch
 from semdiag.capturing.loading import LoadedModel
+from semdiag.capturing.padding import NOT_APPLIED, checked_real
 from semdiag.mathematics.predicted_classes import NO_CLASS, predicted_classes
 from semdiag.measurement.calls.collector import MAX_QUERIES, Collector
 from semdiag.measurement.calls.layers import remarks_table, skipped_table
@@ -61,7 +62,8 @@ def measure(
             are estimates; of those not drawn no score is worked out. Extremes and key loads are those of the
             drawn queries.
         real: (N, L) bool over all samples, false for padding. By default read from the usual arguments
-            (``attention_mask``, ``key_padding_mask``, …); padded queries are left out.
+            (``attention_mask``, ``key_padding_mask``, …); padded queries are left out. A remark says of which
+            attention it is none.
         inputs: where the inputs come from, for the report.
         k: counterfactual numbers of heavy hitters; their columns are added for every query. Of several, those
             that exceed the number of keys are left out, with a remark.
@@ -79,8 +81,9 @@ def measure(
         Measurements of this one model.
 
     Raises:
-        InputError: if an argument is illegal, there is no sample or nothing but PAD, the model cannot be run on
-            the inputs or has no attention that can be captured, or no k is in 1 … length.
+        InputError: if an argument is illegal, ``real`` fits the queries of no attention, there is no sample or
+            nothing but PAD, the model cannot be run on the inputs or has no attention that can be captured, or
+            no k is in 1 … length.
 
     Example:
         >>> from semdiag_models import ModelConfig
@@ -89,6 +92,7 @@ def measure(
         [[0, 0, 4], [0, 1, 4], [0, 2, 4], [0, 3, 4]]
     """
     loaded = model if isinstance(model, LoadedModel) else unnamed(model)
+    real = checked_real(real)
     if batch_size < 1:
         raise InputError(f"batch_size must be at least 1. Got {batch_size}.")
     if device is not None:
@@ -104,6 +108,7 @@ def measure(
     if isinstance(batches, Tensor | Mapping | Sequence):  # all there: what is wrong is said before anything runs
         cut = list(cut)
         _check_samples(sum(map(batching.samples_of, cut)), labels)
+        _check_real(real, sum(map(batching.samples_of, cut)), samples)
         if isinstance(loaded.module, Encoder):
             cut = checked_tokens(loaded.module, cut, k)
         longest = max(map(batching.longest, cut))
@@ -116,12 +121,19 @@ def measure(
         answers = []  # all logits of a text are large
         for batch in cut:
             collected.start(batching.samples_of(batch))
+            _check_real(real, collected.samples + collected.batch, 0)  # there may be more to come
             logits = run(batch)
             if logits is not None:  # of an external model nothing is known of the output
                 answers.append(predicted_classes(logits).cpu())
             after_batch(batching.samples_of(batch))
     _check_samples(collected.samples + collected.batch, labels)
+    _check_real(real, collected.samples + collected.batch, samples)
     _check_found(loaded, collected, run.audit)
+    if real is not None and not run.padding.fitted:
+        noted = {seen.text for seen in run.audit.remarks if seen.text.startswith(NOT_APPLIED)}
+        raise InputError(
+            f"real fits no attention of {loaded.path}: {min(noted).removeprefix(NOT_APPLIED + ': ')}."
+        )
     fits = fitting(k, int(collected.layers.largest("longest")), "the largest number of keys") if k else []
     for left in sorted(set(k) - set(fits)):
         run.audit.remarks[Remark("", f"k = {left} is left out: no query has so many keys")] += 1
@@ -165,6 +177,12 @@ def _check_samples(samples: int, labels: Tensor | None) -> None:
         raise InputError(f"There must be a label for every sample. Got {len(labels)} labels of {samples} samples.")
     if not samples:
         raise InputError("There are no inputs to measure on: the number of samples is 0.")
+
+
+def _check_real(real: Tensor | None, count: int, samples: int | None) -> None:
+    """Refuse a mask with fewer rows than samples; also one with more, where all samples are measured."""
+    if real is not None and (len(real) < count or (len(real) > count and samples is None)):
+        raise InputError(f"real must have a row for every sample. Got {len(real)} rows of {count} samples.")
 
 
 def _check_found(loaded: LoadedModel, collected: Collector, audit: Audit) -> None:

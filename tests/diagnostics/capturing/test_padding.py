@@ -114,6 +114,93 @@ def test_padding_of_as_many_samples_as_tokens_is_left_out(mask, causal):
     assert calls.audit.empty
 
 
+class Folded(nn.Module):
+    """Two heads in the batch axis, samples or heads first; or one head, and a class token before the others."""
+
+    def __init__(self, heads_first=False, masked=False, class_token=False, causal=False):
+        super().__init__()
+        self.heads_first, self.masked, self.class_token, self.causal = heads_first, masked, class_token, causal
+
+    def forward(self, x, attention_mask=None):
+        if self.class_token:
+            x = torch.cat([x[:, :1], x], 1)
+        order = (
+            (lambda t: t.repeat(HEADS, 1, 1)) if self.heads_first else (lambda t: t.repeat_interleave(HEADS, 0))
+        )
+        heads = order(x) if not self.class_token else x
+        scores = heads @ heads.mT
+        if self.masked:
+            scores = scores.masked_fill(~order(attention_mask.bool()[:, None]), -torch.inf)
+        if self.causal:
+            scores = scores.masked_fill(~CAUSAL, -torch.inf)
+        return scores.softmax(-1) @ heads
+
+
+@pytest.mark.parametrize("heads_first", [False, True])
+@pytest.mark.parametrize("told", ["real", "attention_mask"])
+def test_the_keys_of_folded_heads_tell_which_rows_are_padded(heads_first, told):
+    model = Folded(heads_first, masked=True)
+    given = {"real": REAL} if told == "real" else {}
+    with semdiag.capture(model, k=1, **given) as calls:
+        model(stream(), REAL)
+    sizes = calls.dispersion().groupby("sample").size().tolist()
+    assert sizes == ([6, 3] * HEADS if heads_first else [6] * HEADS + [3] * HEADS)
+    assert calls.audit.empty
+
+
+@pytest.mark.parametrize(
+    ("model", "real", "rows", "why"),
+    [
+        (Folded(), REAL, 24, "the batch axis holds 4 rows, and it is of 2 samples"),
+        (Folded(causal=True), REAL, 24, "the batch axis holds 4 rows, and it is of 2 samples"),
+        (Folded(heads_first=True), REAL, 24, "the batch axis holds 4 rows, and it is of 2 samples"),
+        (Folded(class_token=True), REAL, 14, "it is of 6 tokens, and there are 7"),
+        (Folded(class_token=True), REAL[:1, :4], 14, "it is of 4 tokens, and there are 7"),
+    ],
+)
+def test_a_mask_of_the_user_that_fits_no_queries_is_never_ignored_in_silence(model, real, rows, why):
+    with semdiag.capture(model, k=1, real=real) as calls:
+        model(stream())
+    assert calls.audit["reason"].tolist() == [f"real is not applied here: {why}"]
+    assert len(calls.dispersion()) == rows
+    if len(real) == 2:
+        with pytest.raises(semdiag.InputError, match=f"^real fits no attention of model: {why}\\.$"):
+            semdiag.measure(model, stream(), real=real)
+
+
+def test_a_mask_of_the_user_is_that_of_the_attention_it_fits():
+    model = nn.Transformer(WIDTH, HEADS, 1, 1, 16, batch_first=True)
+    found = semdiag.measure(model, [(stream(), stream(1, 4))], real=REAL)
+    assert found.queries.groupby("layer").size().tolist() == [9 * HEADS, 8 * HEADS, 8 * HEADS]
+    said = found.remarks[found.remarks["text"].str.startswith("real")]
+    assert said["text"].unique().tolist() == ["real is not applied here: it is of 6 tokens, and there are 4"]
+    assert len(said) == 2
+
+
+@pytest.mark.parametrize("real", [REAL[0], [[1, 1]], "ones", REAL.numpy()])
+def test_a_mask_of_the_user_is_a_tensor_of_two_axes(real):
+    for run in (
+        lambda: semdiag.measure(Folded(), stream(), real=real),
+        semdiag.capture(Folded(), real=real).__enter__,
+    ):
+        with pytest.raises(
+            semdiag.InputError, match=r"^real must be a tensor \(samples, tokens\), true where"
+        ) as refused:
+            run()
+        assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_mask_of_the_user_has_a_row_for_every_sample(rows):
+    real = torch.ones(rows, LENGTH, dtype=torch.bool)
+    message = f"^real must have a row for every sample. Got {rows} rows of 2 samples.$"
+    for batches in (stream(), (batch for batch in stream().split(1))):
+        with pytest.raises(semdiag.InputError, match=message):
+            semdiag.measure(Folded(), batches, real=real)
+    assert len(semdiag.measure(nn.MultiheadAttention(WIDTH, HEADS, batch_first=True), [(stream(),) * 3], samples=2,
+                               real=torch.ones(3, LENGTH)).queries) == 2 * LENGTH * HEADS  # fmt: skip
+
+
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     transformers = pytest.importorskip("transformers", reason="Hugging Face models need the extra hf")

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from semdiag.capturing.attention_calls import AttentionCall, watch_attention
 from semdiag.capturing.audit import Audit, Skipped, failure
-from semdiag.capturing.padding import Padding
+from semdiag.capturing.padding import Padding, checked_real
 from semdiag.mathematics.row_statistics import RowStatistics
 from semdiag.measurement.calls.counted_rows import counted_rows
 from semdiag.measurement.calls.layers import Layers, remarks_table, skipped_table
@@ -202,7 +202,7 @@ def capture(
             share; None: every query is looked at. Every query has the same chance, and of the others no score is
             worked out: for sequences of 100,000 tokens.
         real: (B, L) bool, false for padded queries. By default read from the arguments of each forward
-            (``attention_mask``, ``key_padding_mask``, …).
+            (``attention_mask``, ``key_padding_mask``, …). :attr:`Calls.audit` says of which calls it is none.
         seed: of the draws.
 
     Yields:
@@ -210,7 +210,7 @@ def capture(
 
     Raises:
         ValueError: if k is negative.
-        InputError: if ``queries`` is no number of at least 2.
+        InputError: if ``queries`` is no number of at least 2, or ``real`` no tensor of two axes.
 
     Example:
         >>> from semdiag_models import Encoder, ModelConfig
@@ -225,7 +225,7 @@ def capture(
     if k < 0:
         raise ValueError(f"k must not be negative. Got k={k}.")
     calls = Calls(k, QueryDraws(queries, seed))
-    padding = Padding(model, None if real is None else real.bool())
+    padding = Padding(model, checked_real(real))
 
     def consume(call: AttentionCall) -> None:
         try:
