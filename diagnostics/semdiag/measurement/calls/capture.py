@@ -1,5 +1,6 @@
 """``with semdiag.capture(model) as calls``: what the attention of one's own forward passes says."""
 
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -12,9 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from semdiag.capturing.attention_calls import AttentionCall, watch_attention
-from semdiag.capturing.audit import Audit, Skipped, failure
+from semdiag.capturing.audit import Audit, Remark, Skipped, failure
+from semdiag.capturing.batches import samples_of
 from semdiag.capturing.padding import Padding, checked_real
 from semdiag.mathematics.row_statistics import RowStatistics
+from semdiag.measurement.calls.batch_rows import folded, rows_per_sample
 from semdiag.measurement.calls.counted_rows import counted_rows
 from semdiag.measurement.calls.layers import Layers, remarks_table, skipped_table
 from semdiag.measurement.calls.query_draws import QueryDraws
@@ -37,8 +40,8 @@ class Calls:
     """The attention calls of a capture, reduced as they came: nothing of size L × L, no query and no key is kept.
 
     Every table has the columns call (number in the context), module, layer (place of its first call), occurrence
-    (which call of the module in one forward), sample (in its batch), head, and query or key. Padded queries are
-    left out. Everything counts from 0; scores are in nats.
+    (which call of the module in one forward), sample (row of the batch axis), head, and query or key. Padded
+    queries are left out. Everything counts from 0; scores are in nats.
     """
 
     def __init__(self, k: int, draws: QueryDraws) -> None:
@@ -160,8 +163,11 @@ class Calls:
         return pd.DataFrame({column: [] for column in head})
 
     @torch.no_grad()
-    def _add(self, call: AttentionCall, padding: Padding) -> None:
+    def _add(self, call: AttentionCall, padding: Padding, samples: int) -> None:
         call = padding.marked(call, self._audit)
+        if rows_per_sample(call.q.shape[0], samples) > 1:
+            said = f"{folded(call.q.shape[0], samples)}: each row counts as a sample"
+            self._audit.remarks[Remark(call.module, said)] += 1
         rows = counted_rows(call, self._k, self._draws.places(call))
         on_cpu = {field.name: getattr(rows.statistics, field.name).cpu() for field in fields(RowStatistics)}
         queries, keys = rows.queries.cpu().numpy(), rows.keys.cpu().numpy()
@@ -180,6 +186,34 @@ def _rows(reduced: _Reduced, position: str, name: str, k: int | None, values: Te
         columns["query"] = where if reduced.places is None else reduced.places.ravel()
     table = pd.DataFrame({**columns, "k": pd.NA if k is None else k, name: values.numpy().ravel()})
     return table[(reduced.queries if position == "query" else reduced.keys).ravel()]
+
+
+class _Batch(threading.local):
+    """How many samples the model is given in this thread, by its first tensor; 0 while that is not known."""
+
+    samples = 0
+
+    @contextmanager
+    def counted(self, model: nn.Module) -> Iterator[None]:
+        """Listen to the model's arguments; torch's own layers, which keep their heads apart, are let alone."""
+        if isinstance(model, torch.jit.ScriptModule) or type(model).__module__.startswith("torch.nn."):
+            yield
+            return
+        hooks = (
+            model.register_forward_pre_hook(self._before, with_kwargs=True),
+            model.register_forward_hook(self._after, always_call=True),
+        )
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.samples = samples_of((*args, *kwargs.values()))
+
+    def _after(self, module: nn.Module, args: tuple[Any, ...], output: object) -> None:
+        self.samples = 0
 
 
 @contextmanager
@@ -227,13 +261,15 @@ def capture(
     calls = Calls(k, QueryDraws(queries, seed))
     padding = Padding(model, checked_real(real))
 
+    batch = _Batch()
+
     def consume(call: AttentionCall) -> None:
         try:
-            calls._add(call, padding)
+            calls._add(call, padding, batch.samples)
         except Exception as error:
             calls._audit.skipped[Skipped(call.module, call.mechanism, failure(error))] += 1
 
-    with padding.watched(), watch_attention(model, consume) as calls._audit:
+    with padding.watched(), batch.counted(model), watch_attention(model, consume) as calls._audit:
         yield calls
     if not len(calls) and (calls._audit.skipped or calls._audit.remarks):
         warnings.warn("No softmax attention was captured: calls.audit says what was seen.", stacklevel=3)

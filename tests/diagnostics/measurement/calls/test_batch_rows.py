@@ -67,6 +67,21 @@ def test_folded_heads_have_the_same_numbers_and_a_remark(fold, ids):
     assert found.queries.groupby("sample").size().tolist() == [HEADS * LENGTH] * SAMPLES
 
 
+@pytest.mark.parametrize("fold", [SAMPLES_FIRST, HEADS_FIRST, WINDOWS])
+def test_a_capture_says_that_rows_are_not_samples(fold, ids):
+    model, several = model_of(fold), 2 if fold == WINDOWS else HEADS
+    said = f"its batch axis holds {several} rows per sample (heads or windows): each row counts as a sample"
+    with semdiag.capture(model) as calls:
+        model(ids)
+        model(ids=ids[:1])
+    assert calls.audit[["what", "reason", "times"]].values.tolist() == [["remark", said, 2]]
+    assert calls.dispersion().query("call == 0")["sample"].nunique() == several * SAMPLES
+    assert not {**model._forward_hooks, **model._forward_pre_hooks}
+    with semdiag.capture(whole := model_of(None)) as calls:
+        whole(ids)
+    assert calls.audit.empty
+
+
 def test_windows_are_parts_of_their_sample(ids):
     found = semdiag.measure(model_of(WINDOWS), ids, batch_size=2)
     assert found.remarks[["text", "times"]].values.tolist() == [
