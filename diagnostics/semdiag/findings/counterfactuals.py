@@ -24,13 +24,14 @@ def what_k_keeps(findings: Findings, model: str, k: int) -> dict[str, float]:
     Returns:
         share (of the queries that have more), mass and mass_p5 (attention weight kept at the median and at the 5th
         percentile), lowest and highest (median mass of a layer), lowest_layer and highest_layer, and medians:
-        dispersion, whole (δ over all keys), separation. Empty if no query has more.
+        dispersion, whole (δ over all keys), separation. Empty if no query has more, or the scores of none that has
+        are numbers.
     """
     queries = findings.measurements.queries[findings.measurements.queries["model"] == model]
     dropping = queries[queries["keys"] > k]
-    if dropping.empty:
-        return {}
     mass, layers = dropping[f"mass_k{k}"], dropping.groupby("layer")[f"mass_k{k}"].median()
+    if mass.isna().all():
+        return {}
     medians = {"dispersion": f"dispersion_k{k}", "whole": "dispersion", "separation": f"separation_k{k}"}
     return {
         "share": len(dropping) / len(queries), "mass": mass.median(), "mass_p5": mass.quantile(0.05),

@@ -100,13 +100,13 @@ def within_glance(findings: Findings) -> Glance:
         return Glance(Answer.OPEN, "0 models", "were measured with the weight that their largest scores have")
     k = min(ks)
     dense = measurements.models[measurements.models["attention"].isin(DENSE)]["model"]
-    kept = [found for model in dense if (found := findings(what_k_keeps, model, k))]
+    kept = {model: found for model in dense if (found := findings(what_k_keeps, model, k))}
     if not kept:
-        return Glance(Answer.OPEN, "0 queries", f"have more than {k} keys")
-    count = int(((queries["keys"] > k) & queries["model"].isin(dense)).sum())
+        return Glance(Answer.OPEN, "0 queries", f"have more than {k} keys and scores that are numbers")
+    count = int(((queries["keys"] > k) & queries["model"].isin(kept)).sum())
     words = f"of its weight the median query has on its {k} largest scores"
     words += f" ({count:,} queries{' drawn or kept' * in_part(findings)} of {_models(len(kept))})"
-    return Glance(Answer.MEASURED, f"{_span([100 * each['mass'] for each in kept], '{:.0f}')} %", words)
+    return Glance(Answer.MEASURED, f"{_span([100 * each['mass'] for each in kept.values()], '{:.0f}')} %", words)
 
 
 def separation_glance(findings: Findings) -> Glance:

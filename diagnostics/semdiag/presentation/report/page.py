@@ -66,7 +66,7 @@ def render_page(
         pictures=pictures,
         models=", ".join(sorted(named)),
         title=_title(rows),
-        tiles=[(_glanced(name, asked), glances[name]) for name, asked in parts if name in glances],
+        tiles=[(_glanced(name, asked), glances[name]) for name, asked in parts if asked and name in glances],
         lead=_lead(whole),
         best=best,
         external=all(others),

@@ -63,7 +63,8 @@ def k_sweep(findings: Findings) -> Figure:
     axes[0].axhline(MASS, color=FAINT, linestyle="--", linewidth=0.9, label=f"{MASS:.0%}")
     axes[0].set_ylim(0, 1.03)
     axes[1].set_ylim(0, 1.03)
-    axes[2].set_yscale("log")
+    if (pooled.loc[pooled["quantity"] == "separation", "p50"] > 0).any():  # not where all are ties
+        axes[2].set_yscale("log")
     plain_numbers(axes[2].yaxis)
     axes[3].axhline(1, color=INK, linestyle="--", linewidth=0.9)
     axes[3].set_title("left side of the paper's conditions")

@@ -23,13 +23,15 @@ def within_sentences(findings: Findings) -> list[str]:
         own = measurements.queries[measurements.queries["model"] == model]
         said.append(span_sentence(findings, model))
         ks = [k for k in counterfactual_ks(own) if f"mass_k{k}" in own]
-        said += [_one_k(findings(what_k_keeps, model, k), k) for k in ks]
+        said += [_one_k(findings(what_k_keeps, model, k), k, int(own["keys"].max())) for k in ks]
         said += ["This is a counterfactual within the model: nobody trained it with a mask."] if ks else []
     return said
 
 
-def _one_k(kept: dict[str, float], k: int) -> str:
+def _one_k(kept: dict[str, float], k: int, most_keys: int) -> str:
     """What keeping the k largest scores would leave, of the queries that have more."""
+    if not kept and most_keys > k:
+        return f"What a top-{k} mask would keep is no number: the scores of no query with more keys are."
     if not kept:
         return f"No query has more than {k} keys: a top-{k} mask would change nothing."
     most = "keeps" if kept["mass"] >= _MOST else "would keep"

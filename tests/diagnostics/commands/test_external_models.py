@@ -1,0 +1,152 @@
+"""Every measuring command on models that are not semdiag's own: it works, or refuses in one line."""
+
+import json
+import sys
+
+import pytest
+import torch
+
+from semdiag_models import Encoder, TrainingConfig
+from semdiag_models.checkpoint import Checkpoint, write_checkpoint
+
+SOURCE = '''
+import torch
+
+
+class Model(torch.nn.Module):
+    """Attention written out by hand: 2 heads, 11 tokens."""
+
+    def __init__(self, causal, factor):
+        super().__init__()
+        self.embedding, self.qkv = torch.nn.Embedding(3, 8), torch.nn.Linear(8, 24)
+        self.head = torch.nn.Linear(8, 2)
+        self.causal = causal
+        with torch.no_grad():
+            self.qkv.weight *= factor
+
+    def forward(self, ids):
+        q, k, v = (x.unflatten(2, (2, 4)).transpose(1, 2) for x in self.qkv(self.embedding(ids)).chunk(3, -1))
+        scores = q @ k.transpose(-2, -1) / 2
+        if self.causal:
+            later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+            scores = scores.masked_fill(later, float("-inf"))
+        return self.head((scores.softmax(-1) @ v).transpose(1, 2).flatten(2).mean(1))
+
+
+def built(causal, factor):
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return Model(causal, factor), torch.randint(0, 3, (4, 11))
+
+
+def full():
+    return built(False, 1)
+
+
+def infinite():  # q and k are 1e20: no score is a float32, but that of a query with one key spans 0
+    return built(True, 1e20)
+
+
+def not_a_number():
+    return built(False, float("nan"))
+'''
+
+COMMANDS = (
+    "dispersion",
+    "dispersion --k 3",
+    "separation",
+    "separation --k 3",
+    "separation --k 3 --json",
+    "stability",
+    "mask-stability",
+    "k-sweep",
+    "k-sweep --rerun --k 3",
+    "report",
+    "report --k 3 --noise 0.1",
+)
+SOME = ("dispersion --k 3", "separation", "mask-stability", "k-sweep", "report")
+OF_ENCODERS = ("bounds", "lipschitz", "landscape", "convergence", "check")
+
+
+@pytest.fixture(autouse=True)
+def factories(here):
+    """The module ``theirs`` in the current folder."""
+    (here / "theirs.py").write_text(SOURCE, encoding="utf-8")
+    yield
+    sys.modules.pop("theirs", None)
+
+
+@pytest.fixture
+def measured(run_semdiag, here):
+    """Call with a command and models: what it says when it has measured them and written its page."""
+
+    def run(command, *models):
+        name, *words = command.split()
+        outcome = run_semdiag(name, *models, *words, "--figures", "svg", "--out", "page")
+        assert outcome.code == 0, outcome
+        assert (here / "page" / "index.html").is_file()
+        return outcome
+
+    return run
+
+
+@pytest.mark.parametrize("command", ["info", "overlap", *COMMANDS])
+def test_every_measuring_command_measures_them(command, measured, run_semdiag):
+    if command == "info":
+        assert run_semdiag("info", "theirs:full").code == 0
+    else:
+        measured(command, "theirs:full")
+
+
+@pytest.mark.parametrize("command", OF_ENCODERS)
+def test_what_needs_an_encoder_is_refused(command, refusal):
+    refusal(command, "theirs:full")
+
+
+@pytest.mark.parametrize(
+    ("command", "model"),
+    [
+        *((command, "infinite") for command in SOME),  # of float32: stability is of float64
+        *((command, "not_a_number") for command in (*SOME, "stability")),
+    ],
+)
+def test_one_whose_scores_are_no_numbers_is_told_of(command, model, measured):
+    outcome = measured(command, f"theirs:{model}")
+    assert f"attention scores of theirs:{model} are NaN or infinite" in " ".join(outcome.err.split())
+
+
+def test_what_a_mask_would_keep_of_them_is_no_number(measured, here):
+    measured("report --k 3", "theirs:infinite", "theirs:not_a_number")
+    summary = json.loads((here / "page" / "summary.json").read_text("utf-8"))
+    assert summary["glances"]["within"]["words"] == "have more than 3 keys and scores that are numbers"
+    # Of infinite scores query 0, with one key, still has a dispersion: k = 3 can be asked for, and has no answer.
+    assert (
+        "What a top-3 mask would keep is no number: the scores of no query with more keys are."
+        in summary["verdict"]
+    )
+
+
+def test_the_page_of_separation_shows_what_k_would_leave(measured, here):
+    measured("separation", "theirs:full")
+    assert 'id="within"' not in (here / "page" / "index.html").read_text("utf-8")
+    measured("separation --k 3", "theirs:full")
+    assert "figures/separation_counterfactual.svg" in (here / "page" / "index.html").read_text("utf-8")
+
+
+@pytest.mark.parametrize(
+    ("command", "factor"),
+    [
+        *((f"{command} --dtype float32", 1e20) for command in SOME),
+        *((command, float("nan")) for command in (*SOME, "stability")),
+    ],
+)
+def test_an_encoder_whose_scores_are_no_numbers_is_told_of(command, factor, measured, tiny_config, here):
+    config = tiny_config("full", None)
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        state = Encoder(config).state_dict()
+    state |= {name: factor * value for name, value in state.items() if ".attention." in name}
+    training = TrainingConfig("even-pairs", config.length, 1, 7, 20, 40)
+    write_checkpoint(here / "diverged.pt", Checkpoint(config, training, state, 0, {}))
+    outcome = measured(f"{command} --samples 10", "diverged.pt")
+    assert "attention scores of diverged.pt are NaN or infinite" in " ".join(outcome.err.split())
