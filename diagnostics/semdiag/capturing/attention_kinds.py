@@ -35,34 +35,35 @@ def external(models: pd.DataFrame) -> "pd.Series[bool]":
     return models["source"].isin(EXTERNAL_SOURCES)
 
 
-def mask_kind(keys: Tensor, queries: Tensor | None, places: Tensor | None = None) -> str:
+def mask_kind(keys: Tensor, reached: Tensor, queries: Tensor | None, places: Tensor | None = None) -> str:
     """Tell the kind of a mask by how many keys its queries may attend to.
 
     Args:
         keys: (B, H, R) int64, n_i.
+        reached: (B, H, Lk) bool, keys that some query may attend to; those that no head's may are padding.
         queries: (B, R) or (B, H, R) bool, false for padded queries; None means all count.
         places: (B, H, R) int64, positions of the queries, -1 for none; None means one after the other.
 
     Returns:
-        ``full`` if all queries of a sample have the same number, ``causal`` if each has one more than the query
-        before it (as many more as it is further on), else ``masked``; ``full`` where a sample has one query only.
+        ``full`` if every query may attend to every key that is no padding, ``causal`` if each has one key more
+        than the query before it (as many more as it is further on), else ``masked``; ``full`` where a sample has
+        one query only.
 
     Example:
         >>> import torch
-        >>> mask_kind(torch.tensor([[[1, 2, 3]]]), None), mask_kind(torch.tensor([[[3, 3, 3]]]), None)
-        ('causal', 'full')
-        >>> mask_kind(torch.tensor([[[1, 2, 2]]]), None)
-        'masked'
+        >>> every = torch.ones(1, 1, 3, dtype=torch.bool)
+        >>> [mask_kind(torch.tensor([[n]]), every, None) for n in ([1, 2, 3], [3, 3, 3], [1, 2, 2], [2, 2, 2])]
+        ['causal', 'full', 'masked', 'masked']
     """
-    counts = keys.cpu().numpy()
+    counts, whole = keys.cpu().numpy(), reached.any(1).sum(-1).cpu().numpy()
     real = np.ones((counts.shape[0], 1, counts.shape[2]), bool) if queries is None else queries.cpu().numpy()
     real = real if real.ndim == counts.ndim else real[:, None]
+    if (~real | (counts == whole[:, None, None])).all():
+        return "full"
     both = np.broadcast_to(real[..., 1:] & real[..., :-1], counts[..., 1:].shape)
     rises = np.diff(counts, axis=-1)[both]
-    if not rises.any():
-        return "full"
     steps = 1 if places is None else np.diff(places.cpu().numpy(), axis=-1)[both]
-    return "causal" if (rises == steps).all() else "masked"
+    return "causal" if len(rises) and (rises == steps).all() else "masked"
 
 
 def joint_kind(kinds: set[str]) -> str:

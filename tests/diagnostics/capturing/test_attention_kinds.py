@@ -82,36 +82,47 @@ def test_the_source_of_a_module_says_whether_it_is_external(tiny_config):
         assert external(pd.DataFrame({"source": [loaded.source]})).item() == loaded.external
 
 
-def keys_of(*rows):
-    """(B, 1, L) numbers of keys."""
-    return torch.tensor(rows)[:, None]
+def told(keys, *shown, queries=None):
+    """The kind of (H, L) or (L,) numbers of keys per sample, if the first so many keys of each are no padding."""
+    counts = torch.tensor(keys)
+    counts = counts[:, None] if counts.ndim == 2 else counts
+    reached = torch.arange(9) < torch.tensor(shown)[:, None, None]
+    return mask_kind(counts, reached.expand(-1, counts.shape[1], -1), queries)
 
 
 @pytest.mark.parametrize(
-    ("keys", "queries", "kind"),
+    ("keys", "shown", "queries", "kind"),
     [
-        (keys_of([3, 3, 3]), None, "full"),
-        (keys_of([3, 3, 3], [2, 2, 2]), None, "full"),
-        (keys_of([4]), None, "full"),
-        (keys_of([1, 2, 3]), None, "causal"),
-        (keys_of([5, 6, 7]), None, "causal"),  # with a prefix in a cache
-        (keys_of([1, 2, 2]), None, "masked"),
-        (keys_of([3, 2, 1]), None, "masked"),
-        (keys_of([1, 2, 3], [3, 3, 3]), None, "masked"),
-        (keys_of([2, 2, 0]), [[True, True, False]], "full"),
-        (keys_of([0, 1, 2]), [[False, True, True]], "causal"),
-        (keys_of([1, 2, 9]), [[True, True, False]], "causal"),
-        (keys_of([1, 2, 3]), [[True, False, True]], "full"),  # no two queries stand beside each other
+        ([[3, 3, 3]], [3], None, "full"),
+        ([[3, 3, 3], [2, 2, 2]], [3, 2], None, "full"),
+        ([[3, 3, 3]], [5], None, "masked"),  # each its own three of five
+        ([[5, 5, 5], [3, 3, 3]], [5, 5], None, "masked"),
+        ([[4]], [4], None, "full"),
+        ([[4]], [6], None, "masked"),
+        ([[1, 2, 3]], [3], None, "causal"),
+        ([[5, 6, 7]], [7], None, "causal"),  # with a prefix in a cache
+        ([[1, 2, 2]], [3], None, "masked"),
+        ([[3, 2, 1]], [3], None, "masked"),
+        ([[1, 2, 3], [3, 3, 3]], [3, 3], None, "masked"),
+        ([[2, 2, 0]], [2], [[True, True, False]], "full"),
+        ([[0, 1, 2]], [2], [[False, True, True]], "causal"),
+        ([[1, 2, 9]], [2], [[True, True, False]], "causal"),
+        ([[1, 2, 3]], [3], [[True, False, True]], "masked"),  # no two queries stand beside each other
     ],
 )
-def test_masks_are_told_by_how_many_keys_queries_have(keys, queries, kind):
-    assert mask_kind(keys, None if queries is None else torch.tensor(queries)) == kind
+def test_masks_are_told_by_how_many_keys_queries_have(keys, shown, queries, kind):
+    assert told(keys, *shown, queries=None if queries is None else torch.tensor(queries)) == kind
 
 
 def test_one_head_that_differs_is_enough():
-    both = torch.tensor([[[1, 2, 3], [3, 3, 3]]])
-    assert mask_kind(both, None) == "masked"
-    assert mask_kind(both[:, :1], None) == "causal"
+    assert told([[[1, 2, 3], [3, 3, 3]]], 3) == "masked"
+    assert told([[[1, 2, 3]]], 3) == "causal"
+
+
+def test_a_key_that_one_head_reaches_is_no_padding_of_the_others():
+    reached = torch.tensor([[[True, True, True], [True, True, False]]])
+    assert mask_kind(torch.tensor([[[3, 3, 3], [2, 2, 2]]]), reached, None) == "masked"
+    assert mask_kind(torch.tensor([[[2, 2, 2], [2, 2, 2]]]), reached[:, 1:].expand(1, 2, 3), None) == "full"
 
 
 def test_one_word_for_layers_that_differ():

@@ -421,3 +421,44 @@ def test_a_mixture_of_experts_in_bfloat16_says_why_it_has_no_stability():
     assert len(found.queries)
     model.set_experts_implementation("eager")
     assert len(survey([loaded], conditions).secants)
+
+
+class Masking(nn.Module):
+    """Self- or cross-attention with a rule that forbids scores."""
+
+    def __init__(self, rule):
+        super().__init__()
+        self.qkv, self.rule = nn.Linear(WIDTH, 3 * WIDTH), rule
+
+    def forward(self, x, memory):
+        parts = self.qkv(x)[..., :WIDTH], *self.qkv(memory)[..., WIDTH:].chunk(2, -1)
+        q, k, v = (part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in parts)
+        z = q @ k.transpose(-2, -1)
+        return z.masked_fill(self.rule(z), -math.inf).softmax(-1) @ v
+
+
+@pytest.mark.parametrize(
+    ("rule", "kind"),
+    [
+        (lambda z: torch.zeros_like(z, dtype=torch.bool), "full"),
+        (lambda z: (torch.arange(z.shape[-1]) >= torch.tensor([9, 5])[:, None])[:, None, None], "full"),  # padding
+        (lambda z: z < z.topk(3).values[..., -1:], "masked"),
+        (lambda z: (torch.arange(9) - torch.arange(9)[:, None]) % 9 >= 3, "masked"),
+        (lambda z: torch.arange(9) // 3 != torch.arange(9)[:, None] // 3, "masked"),
+        (lambda z: torch.ones_like(z, dtype=torch.bool).triu(1), "causal"),
+    ],
+    ids=["nothing", "padding", "top-3", "ring", "blocks", "causal"],
+)
+@pytest.mark.parametrize("queries", [None, 4])
+def test_full_is_what_forbids_no_key(rule, kind, queries):
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        model, x, memory = Masking(rule), torch.randn(2, 9, WIDTH), torch.randn(2, 9, WIDTH)
+    found = semdiag.measure(model, [(x, memory)], queries=queries)
+    assert (found.models["attention"].item(), found.calls["mask"].item()) == (kind, kind)
+
+
+def test_cross_attention_to_every_key_is_full():
+    model = Masking(lambda z: torch.zeros_like(z, dtype=torch.bool))
+    found = semdiag.measure(model, [(torch.randn(2, 4, WIDTH), torch.randn(2, 9, WIDTH))])
+    assert found.models["attention"].item() == "full"

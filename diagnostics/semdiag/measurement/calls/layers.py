@@ -72,7 +72,8 @@ class Layers:
         call = rows.call
         name = call.module, call.occurrence
         place = self._places.get(name) or Layer(len(self._places), call.mechanism)
-        place.add(call, mask_kind(rows.statistics.keys, rows.queries, rows.places), self._generator)
+        kind = mask_kind(rows.statistics.keys, rows.keys, rows.queries, rows.places)
+        place.add(call, kind, self._generator)
         self._places[name] = place
         return place.number
 
