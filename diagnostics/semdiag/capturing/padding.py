@@ -205,6 +205,8 @@ class Padding:
                 own,
                 None if own is not None else "a mask of four axes was given: padded queries are not told apart",
             )
+        if remark is None and not any(frame is None or frame.definitive for frame in self._frames):
+            remark = _looks_padded(call)
         return None, remark
 
 
@@ -340,6 +342,34 @@ def _of_pairs(mask: Tensor, call: AttentionCall) -> bool:
     if seen is None or mask.shape != (call.q.shape[2], call.k.shape[2]) or len(mask) != len(call.q):
         return False
     return not bool((seen & ~mask).any()) and bool((seen & ~mask[:, None, None]).any())
+
+
+def _looks_padded(call: AttentionCall) -> str | None:
+    """Say that the first or last keys of samples are forbidden to all queries, which are as many, their own too.
+
+    Beyond that nothing is forbidden but the future: in windows, blocks and sets that a model selects every key is
+    some query's, or others are forbidden to each.
+    """
+    seen, (batch, _, length, _) = call.allowed, call.q.shape
+    if seen is None or call.first_query or len(seen) < batch or not seen.shape[3] == call.k.shape[2] == length > 1:
+        return None
+    keys = seen.any(2, keepdim=True).any(1, keepdim=True)
+    if bool(keys.all()):
+        return None
+    ends = keys.to(torch.int8).diff(dim=3)  # 1 where padding on the left ends, -1 where it begins on the right
+    places = [name for name, step in (("last", -1), ("first", 1)) if bool((ends == step).any())]
+    if len(places) != 1 or int((ends != 0).sum(3).max()) > 1:
+        return None
+    past = torch.ones(length, length, dtype=torch.bool, device=seen.device).tril()
+    if not (bool((seen == keys).all()) or bool((seen == (keys & past)).all())):
+        return None
+    counted = seen.any(3) if not call.causal else call.part().allowed.any(3)  # type: ignore[union-attr]
+    if not bool((counted & ~keys[:, :, 0]).any()):
+        return None  # padded queries see nothing, and are left out
+    return (
+        f"the {places[0]} keys of some samples are forbidden to all queries: if they are padding, their "
+        "own queries count all the same; say which tokens are real with real="
+    )
 
 
 def _of_a_causal_mask(call: AttentionCall) -> Tensor | None:

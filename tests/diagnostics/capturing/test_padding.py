@@ -201,6 +201,72 @@ def test_a_mask_of_the_user_has_a_row_for_every_sample(rows):
                                real=torch.ones(3, LENGTH)).queries) == 2 * LENGTH * HEADS  # fmt: skip
 
 
+class Unnamed(nn.Module):
+    """Two heads; adds or fills in a mask whose name says nothing."""
+
+    def __init__(self, filled=True):
+        super().__init__()
+        self.filled = filled
+
+    def forward(self, x, seen):
+        q = x.unflatten(-1, (HEADS, -1)).transpose(1, 2)
+        if not self.filled:
+            return nn.functional.scaled_dot_product_attention(q, q, q, attn_mask=seen)
+        return (q @ q.mT).masked_fill(~seen, -torch.inf).softmax(-1) @ q
+
+
+KEYS = REAL.bool()[:, None, None]
+
+
+@pytest.mark.parametrize("filled", [False, True])
+@pytest.mark.parametrize(
+    ("seen", "place"),
+    [
+        (KEYS, "last"),
+        (KEYS.expand(-1, HEADS, LENGTH, -1), "last"),
+        (KEYS & CAUSAL, "last"),
+        (KEYS.flip(3), "first"),
+    ],
+)
+def test_padding_in_a_mask_of_an_unknown_name_is_pointed_out(seen, place, filled):
+    found, calls = counted(Unnamed(filled), stream(), seen)
+    assert [*found.values()] == [12]
+    assert (
+        calls.audit["reason"]
+        .item()
+        .startswith(f"the {place} keys of some samples are forbidden to all queries: if")
+    )
+    model, real = Unnamed(filled), REAL if place == "last" else REAL.flip(1)
+    with semdiag.capture(model, real=real) as calls:
+        model(stream(), seen)
+    assert len(calls.dispersion()) == HEADS * 9
+    assert calls.audit.empty
+
+
+WINDOWS = (torch.arange(LENGTH) - torch.arange(LENGTH)[:, None]).abs() < 2
+
+
+@pytest.mark.parametrize("filled", [False, True])
+@pytest.mark.parametrize(
+    "seen",
+    [
+        CAUSAL,
+        BLOCKS,
+        WINDOWS,
+        CAUSAL & WINDOWS,
+        torch.ones(LENGTH, LENGTH, dtype=torch.bool),
+        torch.stack([BLOCKS, WINDOWS])[:, None],  # another mask for each sample
+        torch.stack([CAUSAL, CAUSAL.mT])[:, None],
+        torch.tensor([1, 1, 0, 1, 1, 1]).bool().expand(LENGTH, -1),  # a key between others
+        torch.stack([CAUSAL[-1].expand(LENGTH, -1), CAUSAL[3].expand(LENGTH, -1)])[None],  # another for each head
+    ],
+)
+def test_other_masks_are_not_taken_for_padding(seen, filled):
+    found, calls = counted(Unnamed(filled), stream(), seen)
+    assert [*found.values()] == [12]
+    assert calls.audit.empty
+
+
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     transformers = pytest.importorskip("transformers", reason="Hugging Face models need the extra hf")
