@@ -258,6 +258,7 @@ WINDOWS = (torch.arange(LENGTH) - torch.arange(LENGTH)[:, None]).abs() < 2
         torch.stack([BLOCKS, WINDOWS])[:, None],  # another mask for each sample
         torch.stack([CAUSAL, CAUSAL.mT])[:, None],
         torch.tensor([1, 1, 0, 1, 1, 1]).bool().expand(LENGTH, -1),  # a key between others
+        KEYS[1:],  # one for all samples
         torch.stack([CAUSAL[-1].expand(LENGTH, -1), CAUSAL[3].expand(LENGTH, -1)])[None],  # another for each head
     ],
 )
