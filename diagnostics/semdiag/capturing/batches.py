@@ -75,12 +75,13 @@ def each(batches: Batch | Iterable[Batch], size: int) -> Iterator[Batch]:
     elif isinstance(batches, Iterable) and not isinstance(batches, str | bytes):
         cut = batches
     else:
-        cut = (None,)  # refused below
+        cut = (batches,)  # refused below
     for batch in cut:
-        if not isinstance(batch, Tensor | Mapping | tuple | list):
+        if not isinstance(batch, Tensor | Mapping | tuple | list) or not _tensors(batch):
             raise InputError(
                 "Inputs are a tensor, a dictionary of tensors (keyword arguments), or a list of batches, each a "
-                f"tensor, a dictionary or a tuple of arguments. Got {type(batch).__name__}."
+                "tensor, a dictionary or a tuple of arguments. Got "
+                f"{type(batch).__name__}{' without a tensor' * isinstance(batch, Mapping | tuple | list)}."
             )
         if samples_of(batch):
             yield batch

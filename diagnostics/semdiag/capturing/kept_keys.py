@@ -2,11 +2,13 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from semdiag.capturing.arguments import whole_number
 from semdiag.capturing.attention_call import AttentionCall
 from semdiag.mathematics.largest_scores import largest_scores
 from semdiag_models import InputError
@@ -84,13 +86,27 @@ def Window(width: int, sinks: int = 0) -> TopK:  # noqa: N802 (reads as a kind o
         >>> Window(64, sinks=4)
         TopK(k=0, sinks=4, window=64, block=1)
     """
-    if width < 1:
+    if whole_number(width, "width") < 1:
         raise InputError(f"A window is at least 1 key wide. Got {width}.")
     return TopK(0, sinks, width)
 
 
 Rule = TopK | RandomK
 Keep = Rule | Mapping[int | str | tuple[str, int], Rule]
+
+
+def check_keep(keep: Any) -> None:
+    """Refuse what is neither a rule nor rules by place.
+
+    Raises:
+        InputError: if it is something else.
+    """
+    rules = list(keep.values()) if isinstance(keep, Mapping) else [keep]
+    for rule in rules:
+        if not isinstance(rule, TopK | RandomK):
+            raise InputError(
+                f"keep is a rule like TopK(3), or a dictionary of rules by layer or module. Got {rule!r}."
+            )
 
 
 def rule_for(keep: Keep, call: AttentionCall) -> Rule:
@@ -147,7 +163,14 @@ def kept_keys(rule: Rule, call: AttentionCall) -> tuple[Tensor, Tensor] | None:
 
 
 def _check(k: int | Sequence[int], sinks: int, window: int, block: int) -> None:
-    counts = [k] if isinstance(k, int) else list(k)
+    counts = list(k) if isinstance(k, Sequence) else [k]
+    for name, value in (
+        *(("k", count) for count in counts),
+        ("sinks", sinks),
+        ("window", window),
+        ("block", block),
+    ):
+        whole_number(value, name)
     if not counts or min(counts) < 0 or min(sinks, window) < 0 or block < 1:
         raise InputError(
             f"k, sinks and window are whole numbers from 0 on, block from 1. Got k={k}, sinks={sinks}, "

@@ -15,7 +15,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from semdiag.capturing.attention_call import AttentionCall
 from semdiag.capturing.attention_calls import watch_attention
 from semdiag.capturing.audit import Audit, Skipped
-from semdiag.capturing.kept_keys import Keep, RandomK, TopK, Window, allowed_keys, kept_keys, rule_for
+from semdiag.capturing.kept_keys import Keep, RandomK, TopK, Window, allowed_keys, check_keep, kept_keys, rule_for
 from semdiag.capturing.recording import outside_all_modes
 from semdiag_models import InputError
 
@@ -144,7 +144,7 @@ def sparsify(model: nn.Module, keep: Keep, *, partial: bool = False) -> Iterator
         InputError: (in the model's forward, or at the end of the context) if some attention that was found cannot
             be masked and not ``partial``, or none was found; if it runs in another thread, or under activation
             checkpointing, which would run it again without the mask; if a window or sinks are asked for where
-            positions are not known; or if ``keep`` does not fit the model.
+            positions are not known; or if ``keep`` is no rule or does not fit the model.
 
     Example:
         >>> from semdiag_models import Encoder, ModelConfig
@@ -154,6 +154,7 @@ def sparsify(model: nn.Module, keep: Keep, *, partial: bool = False) -> Iterator
         >>> masked.kept[["head", "least", "most", "keys"]].to_numpy().tolist()
         [[0.0, 3.0, 3.0, 6.0], [1.0, 3.0, 3.0, 6.0]]
     """
+    check_keep(keep)
     masked, own = Masked(), threading.get_ident()
     parts = {id(module): name for name, module in model.named_modules()}
 

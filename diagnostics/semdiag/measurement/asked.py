@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from semdiag.capturing import batches as batching
+from semdiag.capturing.arguments import whole_number
 from semdiag.capturing.batches import Batch
 from semdiag.capturing.loading import LoadedModel
 from semdiag.measurement.calls.running import unnamed
@@ -152,13 +153,18 @@ def _asked(
 ) -> Measurements:
     """The attention of a clean pass, and what one probe makes of the model."""
     loaded = model if isinstance(model, LoadedModel) else unnamed(model)
+    probe = PROBES.get(type(plan))
+    if probe is None:
+        plans = ", ".join(sorted(kind.__name__ for kind in PROBES))
+        raise InputError(f"A plan is one of {plans}. Got {plan!r}.")
+    whole_number(batch_size, "batch_size", 1)
+    whole_number(seed, "seed", 0)
     cut: Sequence[Batch] = batching.split(batches, batch_size)
     how: dict[str, Any] = {"device": device, "dtype": dtype}
     found = measure(loaded, cut, labels=labels, batch_size=batch_size, **how)
     own = next((p for p in loaded.module.parameters() if p.is_floating_point()), torch.zeros(0))
     place = torch.device(device) if device is not None else own.device
     subject = Subject(loaded, list(cut), labels, seed, batch_size, place, dtype or own.dtype)
-    probe = PROBES[type(plan)]
     try:
         tables = probe.measure(subject, plan, prepared)
     except NotAvailableError as reason:

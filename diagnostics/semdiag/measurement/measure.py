@@ -3,12 +3,14 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from importlib.metadata import version
+from typing import Any
 
 import pandas as pd
 import torch
 from torch import Tensor, nn
 
 from semdiag.capturing import batches as batching
+from semdiag.capturing.arguments import whole_number
 from semdiag.capturing.attention_kinds import APPROXIMATE
 from semdiag.capturing.audit import Audit, Remark
 from semdiag.capturing.batches import Batch
@@ -36,7 +38,7 @@ def measure(
     queries: int | None = None,
     real: Tensor | None = None,
     inputs: str = "given by the user",
-    k: Sequence[int] = (),
+    k: int | Sequence[int] = (),
     batch_size: int = 100,
     samples: int | None = None,
     device: torch.device | str | None = None,
@@ -65,8 +67,8 @@ def measure(
             (``attention_mask``, ``key_padding_mask``, …); padded queries are left out. A remark says of which
             attention it is none.
         inputs: where the inputs come from, for the report.
-        k: counterfactual numbers of heavy hitters; their columns are added for every query. Of several, those
-            that exceed the number of keys are left out, with a remark.
+        k: counterfactual numbers of heavy hitters, one or several; their columns are added for every query. Of
+            several, those that exceed the number of keys are left out, with a remark.
         batch_size: samples at a time, if ``batches`` is one tensor or dictionary.
         samples: the first so many samples are measured, and no batch after them is read; None: all.
         device: where to run; None: where the model is.
@@ -93,12 +95,10 @@ def measure(
     """
     loaded = model if isinstance(model, LoadedModel) else unnamed(model)
     real = checked_real(real)
-    if batch_size < 1:
-        raise InputError(f"batch_size must be at least 1. Got {batch_size}.")
+    k = _checked(k, dtype, batch_size=batch_size, samples=samples, min_keys=min_keys, max_queries=max_queries)
+    whole_number(seed, "seed", 0)
     if device is not None:
         find_device(str(device).partition(":")[0])  # which refuses one that is not here
-    if samples is not None and samples < 1:
-        raise InputError(f"samples must be at least 1. Got {samples}.")
     if loaded.external and any(value < 1 for value in k):
         raise InputError(f"k must be at least 1. Got k={min(k)}.")
     cut: Iterable[Batch] = batching.each(batches, batch_size)
@@ -161,6 +161,17 @@ def measure(
             **({} if queries is None else {"queries": queries}),
         },
     )
+
+
+def _checked(k: Any, dtype: Any, **numbers: Any) -> tuple[int, ...]:
+    """The counterfactual k, one or several; every argument is refused that is none."""
+    for name, value in numbers.items():
+        if value is not None or name != "samples":
+            whole_number(value, name, 1)
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise InputError(f"dtype must be torch.float32 or torch.float64. Got {dtype!r}.")
+    ks = k if isinstance(k, Iterable) and not isinstance(k, str) else (k,)
+    return tuple(whole_number(value, "k") for value in ks)
 
 
 def _noted(loaded: LoadedModel, audit: Audit) -> Audit:

@@ -108,9 +108,11 @@ class Measurements:
             nothing is said.
 
         Raises:
-            InputError: if two of them are of a model with the same path.
+            InputError: if there is none, or two of them are of a model with the same path.
         """
         parts = list(parts)
+        if not parts:
+            raise InputError("There is nothing to join: no measurements were given.")
         paths = [path for part in parts for path in part.models["model"]]
         twice = sorted({path for path in paths if paths.count(path) > 1})
         if twice:

@@ -557,3 +557,20 @@ def test_a_model_can_be_trained_under_a_mask():
 
 def test_it_is_part_of_the_package():
     assert (semdiag.sparsify, semdiag.TopK) == (sparsify, TopK)
+
+
+@pytest.mark.parametrize("keep", [3, None, {"": 3}])
+def test_what_is_no_rule_is_refused_at_once(keep):
+    with (
+        pytest.raises(InputError, match=r"^keep is a rule like TopK\(3\), .* Got "),
+        sparsify(nn.Identity(), keep),
+    ):
+        pass
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"k": 2.5}, {"k": True}, {"k": "3"}, {"k": [2, None]}, {"k": 3, "sinks": 0.5}]
+)
+def test_counts_of_a_rule_are_whole_numbers(arguments):
+    with pytest.raises(InputError, match=r"^(k|sinks) must be a whole number\. Got "):
+        TopK(**arguments)

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import re
 import warnings
 import weakref
 from dataclasses import replace
@@ -237,7 +238,7 @@ def test_a_capture_refuses_a_k_beyond_its_own(decoder, batch):
         ValueError, match=r"^k must lie in 1 … 2, the capture's k\. Got 3: use capture\(model, k=3\)"
     ):
         calls.dispersion(k=[1, 3])
-    with pytest.raises(ValueError, match="must not be negative"), semdiag.capture(decoder, k=-1):
+    with pytest.raises(ValueError, match="k must be at least 0"), semdiag.capture(decoder, k=-1):
         pass
 
 
@@ -462,3 +463,48 @@ def test_cross_attention_to_every_key_is_full():
     model = Masking(lambda z: torch.zeros_like(z, dtype=torch.bool))
     found = semdiag.measure(model, [(torch.randn(2, 4, WIDTH), torch.randn(2, 9, WIDTH))])
     assert found.models["attention"].item() == "full"
+
+
+def test_one_k_need_not_stand_in_a_list(decoder, batch):
+    one, listed = (semdiag.measure(decoder, batch, k=k) for k in (3, (3,)))
+    pd.testing.assert_frame_equal(one.queries, listed.queries)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"k": ("3",)}, "k must be a whole number. Got '3'."),
+        ({"k": (2.5,)}, "k must be a whole number. Got 2.5."),
+        ({"queries": 2.5}, "Queries to draw per sample and head must be a whole number. Got 2.5."),
+        ({"dtype": "float64"}, "dtype must be torch.float32 or torch.float64. Got 'float64'."),
+        ({"dtype": torch.int32}, "dtype must be torch.float32 or torch.float64. Got torch.int32."),
+        ({"batch_size": 2.5}, "batch_size must be a whole number. Got 2.5."),
+        ({"samples": 2.5}, "samples must be a whole number. Got 2.5."),
+        ({"max_queries": 0}, "max_queries must be at least 1. Got 0."),
+        ({"min_keys": -3}, "min_keys must be at least 1. Got -3."),
+        ({"seed": "a"}, "seed must be a whole number. Got 'a'."),
+    ],
+)
+def test_arguments_that_are_none_are_refused_by_name(decoder, batch, wrong, message):
+    with pytest.raises(InputError, match=f"^{re.escape(message)}$"):
+        semdiag.measure(decoder, batch, **wrong)
+
+
+def test_what_is_no_model_no_input_and_no_plan_is_refused(decoder, batch):
+    with pytest.raises(InputError, match=r"^A model is a torch\.nn\.Module .* Got int\.$"):
+        semdiag.measure(3, batch)
+    with pytest.raises(InputError, match=r"Got str\.$"):
+        semdiag.measure(decoder, "text")
+    with pytest.raises(InputError, match=r"Got list without a tensor\.$"):
+        semdiag.measure(decoder, [[[1, 2], [3, 4]]])
+    with pytest.raises(InputError, match=r"^A plan is one of .*KSweepPlan.* Got 3\.$"):
+        semdiag.k_sweep(decoder, batch, plan=3)
+
+
+def test_a_capture_asks_for_a_k_of_at_least_1(decoder, batch):
+    with semdiag.capture(decoder, k=3) as calls:
+        decoder(**batch)
+    with pytest.raises(InputError, match=r"^k must be at least 1\. Got 0\.$"):
+        calls.dispersion(k=0)
+    with pytest.raises(InputError, match=r"^k must be a whole number\. Got 2\.5\.$"):
+        calls.separation(k=2.5)

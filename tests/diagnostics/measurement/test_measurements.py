@@ -280,3 +280,8 @@ def test_a_copy_has_every_table(with_theory, again):
     assert found.provenance == with_theory.provenance
     for name in (*TABLES, *OPTIONAL):
         pd.testing.assert_frame_equal(getattr(found, name), getattr(with_theory, name))
+
+
+def test_nothing_cannot_be_joined():
+    with pytest.raises(InputError, match=r"^There is nothing to join: no measurements were given\.$"):
+        Measurements.concat([])

@@ -12,6 +12,7 @@ import pandas as pd
 import torch
 from torch import Tensor, nn
 
+from semdiag.capturing.arguments import whole_number
 from semdiag.capturing.attention_calls import AttentionCall, watch_attention
 from semdiag.capturing.audit import Audit, Remark, Skipped, failure
 from semdiag.capturing.batches import samples_of
@@ -135,8 +136,9 @@ class Calls:
         k: int | Sequence[int] | None,
         value: Callable[[RowStatistics, int | None], Tensor],
     ) -> pd.DataFrame:
-        ks: list[int | None] = [None] if k is None else [k] if isinstance(k, int) else list(k)
-        wrong = [n for n in ks if n is not None and not 1 <= n <= self._k]
+        several = isinstance(k, Sequence) and not isinstance(k, str)
+        ks: list[int | None] = [None] if k is None else list(k) if several else [k]  # type: ignore[arg-type,list-item]
+        wrong = [n for n in ks if n is not None and whole_number(n, "k", 1) > self._k]
         if wrong:
             raise ValueError(
                 f"k must lie in 1 … {self._k}, the capture's k. Got {wrong[0]}: use capture(model, k={wrong[0]})."
@@ -243,8 +245,8 @@ def capture(
         The calls, which fill as the model runs.
 
     Raises:
-        ValueError: if k is negative.
-        InputError: if ``queries`` is no number of at least 2, or ``real`` no tensor of two axes.
+        InputError: if k or the seed is no whole number of at least 0, ``queries`` none of at least 2, or ``real`` no
+            tensor of two axes.
 
     Example:
         >>> from semdiag_models import Encoder, ModelConfig
@@ -256,8 +258,8 @@ def capture(
         0     0  blocks.0.attention.core      0     0      0     4  2
         1     0  blocks.0.attention.core      0     0      1     4  2
     """
-    if k < 0:
-        raise ValueError(f"k must not be negative. Got k={k}.")
+    whole_number(k, "k", 0)
+    whole_number(seed, "seed", 0)
     calls = Calls(k, QueryDraws(queries, seed))
     padding = Padding(model, checked_real(real))
 

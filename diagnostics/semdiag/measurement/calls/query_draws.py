@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from semdiag.capturing.arguments import whole_number
 from semdiag.capturing.attention_call import AttentionCall
 from semdiag.mathematics.query_draws import draw_queries
 from semdiag_models import InputError
@@ -24,14 +25,14 @@ class QueryDraws:
         seed: of the draws.
 
     Raises:
-        InputError: if count is below 2.
+        InputError: if count is no whole number of at least 2.
     """
 
     def __init__(self, count: int | None, seed: int) -> None:
         if isinstance(count, Tensor):
             raise InputError("queries is how many to draw. Which of them are padding is said with real=mask.")
-        if count is not None and count < FEWEST:
-            raise InputError(f"Queries to draw per sample and head must be at least {FEWEST}. Got {count}.")
+        if count is not None:
+            whole_number(count, "Queries to draw per sample and head", FEWEST)
         self.count, self._seed, self._longest, self._started = count, seed, 1, False
         self._samples: Counter[tuple[int, int]] = Counter()
 

@@ -167,7 +167,14 @@ def unnamed(module: nn.Module) -> LoadedModel:
 
     Args:
         module: any.
+
+    Raises:
+        InputError: if it is none.
     """
+    if not isinstance(module, nn.Module):
+        raise InputError(
+            f"A model is a torch.nn.Module or what semdiag.load returns. Got {type(module).__name__}."
+        )
     source = "python" if isinstance(module, Encoder) else "module"
     return LoadedModel("model", "", module, source, "unknown")
 

@@ -1,0 +1,31 @@
+"""What functions are given, checked where it enters."""
+
+from numbers import Integral
+from typing import Any
+
+from semdiag_models import InputError
+
+
+def whole_number(value: Any, name: str, least: int | None = None) -> int:
+    """Refuse what is no whole number, or too small.
+
+    Args:
+        value: what was given.
+        name: of the argument.
+        least: the smallest that is allowed; None: any.
+
+    Returns:
+        The number.
+
+    Raises:
+        InputError: if it is none, or below ``least``.
+
+    Example:
+        >>> whole_number(3, "batch_size", 1)
+        3
+    """
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise InputError(f"{name} must be a whole number. Got {value!r}.")
+    if least is not None and value < least:
+        raise InputError(f"{name} must be at least {least}. Got {value}.")
+    return int(value)
