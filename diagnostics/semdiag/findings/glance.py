@@ -1,5 +1,6 @@
 """The answer to each question of a report at one glance: a word, a number with its denominator, what it counts."""
 
+import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from enum import StrEnum
@@ -15,6 +16,7 @@ from semdiag.findings.estimates import drawn, in_part
 from semdiag.findings.findings import Findings
 from semdiag.findings.mask_stability import mask_table
 from semdiag.findings.pairing import compared_pairs, find_pairs
+from semdiag.findings.shares import percent
 from semdiag.findings.theory.bounds import bounds_findings
 from semdiag.findings.theory.corollary import CLAIMS, JUDGED_PERCENTILES
 from semdiag.findings.theory.finding import Verdict
@@ -106,7 +108,7 @@ def within_glance(findings: Findings) -> Glance:
     count = int(((queries["keys"] > k) & queries["model"].isin(kept)).sum())
     words = f"of its weight the median query has on its {k} largest scores"
     words += f" ({count:,} queries{' drawn or kept' * in_part(findings)} of {_models(len(kept))})"
-    return Glance(Answer.MEASURED, f"{_span([100 * each['mass'] for each in kept.values()], '{:.0f}')} %", words)
+    return Glance(Answer.MEASURED, f"{_span([each['mass'] for each in kept.values()], percent)} %", words)
 
 
 def separation_glance(findings: Findings) -> Glance:
@@ -209,7 +211,7 @@ def masks_glance(findings: Findings) -> Glance:
     rows = table[table["level"] == levels[len(levels) // 2]]
     certified, changed = int(table["certified_rows"].sum()), int(table["certified_changed"].sum())
     words = f"of the masks of {_models(len(rows))} stay the same under noise of {levels[len(levels) // 2]:g}"
-    span = _span([100 * share for share in rows["exact"]], "{:.0f}")
+    span = _span(list(rows["exact"]), percent)
     return Glance(Answer.MEASURED, f"{span} %", f"{words}; {changed:,} of {certified:,} certified ones changed")
 
 
@@ -240,7 +242,9 @@ def _models(count: int) -> str:
     return f"{count} model{'s' * (count != 1)}"
 
 
-def _span(values: list[float], form: str) -> str:
+def _span(values: list[float], form: str | Callable[[float], str]) -> str:
     """One number, or the smallest and the largest of several."""
-    low, high = (form.format(end) for end in (min(values), max(values)))
-    return low if low == high else f"{low}–{high}"
+    said = form.format if isinstance(form, str) else form
+    low, high = (re.sub("^-", "−", said(end)) for end in (min(values), max(values)))
+    signed = any(end.startswith(("−", "<", ">")) for end in (low, high))  # −3 to 98, 85 to > 99.9
+    return low if low == high else f"{low} to {high}" if signed else f"{low}–{high}"

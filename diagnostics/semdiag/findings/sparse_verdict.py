@@ -10,6 +10,7 @@ from semdiag.capturing.attention_kinds import DENSE, SCORED
 from semdiag.findings.findings import Findings
 from semdiag.findings.glance import Answer, Glance
 from semdiag.findings.rerun import change_table
+from semdiag.findings.shares import percent
 from semdiag.findings.strict_json import records
 from semdiag.measurement.probes.rerun import LEAST_SAMPLES, RANDOM, TOLERANCES, TOP_K
 from semdiag.measurement.table import ALL
@@ -134,7 +135,7 @@ def sparse_glance(findings: Findings) -> Glance:
         return Glance(
             answer, f"k = {one.k}",
             f"per query ({one.share:.0%} of the keys) {_CHANGES[one.measure]} by {one.change:+.2g} (95 % interval "
-            f"{one.low:+.2g} to {one.high:+.2g}) and keeps {one.mass:.0%} of the weight; tolerated: "
+            f"{one.low:+.2g} to {one.high:+.2g}) and keeps {percent(one.mass)}% of the weight; tolerated: "
             f"{one.tolerance:g}",
         )  # fmt: skip
     words = "that were run with masks do with at most half of their keys"

@@ -245,8 +245,8 @@ def capture(
         The calls, which fill as the model runs.
 
     Raises:
-        InputError: if k or the seed is no whole number of at least 0, ``queries`` none of at least 2, or ``real`` no
-            tensor of two axes.
+        InputError: if k or the seed is no whole number of at least 0, ``queries`` none of at least 2, or ``real``
+            no tensor of two axes.
 
     Example:
         >>> from semdiag_models import Encoder, ModelConfig

@@ -6,6 +6,7 @@ from semdiag.findings.estimates import drawn
 from semdiag.findings.findings import Findings
 from semdiag.findings.k_sweep import conditions_met
 from semdiag.findings.rerun import budget_content
+from semdiag.findings.shares import percent
 from semdiag.findings.sparse_verdict import MASS, SparseVerdict, sparse_glance, sparse_verdict
 from semdiag.findings.theory.corollary import CLAIMS, JUDGED_PERCENTILES
 from semdiag.presentation.drawing.panels import model_labels
@@ -38,7 +39,7 @@ def verdict_sentence(found: SparseVerdict, model: str) -> str:
         weight = (
             f"no k that was asked keeps {MASS:.0%} of the weight"
             if found.k is None
-            else f"k = {found.k}{_share(found)} keeps {found.mass:.1%} of the weight"
+            else f"k = {found.k}{_share(found)} keeps {percent(found.mass, 1)}% of the weight"
         )
         return (
             f"cannot tell before it is run: {weight}; what a mask costs is measured by semdiag k-sweep {model} "
@@ -50,8 +51,8 @@ def verdict_sentence(found: SparseVerdict, model: str) -> str:
     interval = f"(95 % interval {_amount(found.measure, found.low)} to {_amount(found.measure, found.high)})"
     if found.answer == "plausible":
         return (
-            f"plausible: k = {found.k} per query{_share(found)} {said} {interval}, keeps {found.mass:.1%} of the "
-            "weight."
+            f"plausible: k = {found.k} per query{_share(found)} {said} {interval}, keeps "
+            f"{percent(found.mass, 1)}% of the weight."
         )
     if found.high <= found.tolerance:
         return (

@@ -3,6 +3,7 @@
 from semdiag.capturing.attention_kinds import external
 from semdiag.findings.counterfactuals import counterfactual_ks, what_k_keeps
 from semdiag.findings.findings import Findings
+from semdiag.findings.shares import percent
 from semdiag.presentation.sections.dispersion.sentences import span_sentence
 
 _MOST = 0.95
@@ -35,11 +36,14 @@ def _one_k(kept: dict[str, float], k: int, most_keys: int) -> str:
     if not kept:
         return f"No query has more than {k} keys: a top-{k} mask would change nothing."
     most = "keeps" if kept["mass"] >= _MOST else "would keep"
+    mass, low, lowest, highest, share = (
+        f"{percent(kept[name])}%" for name in ("mass", "mass_p5", "lowest", "highest", "share")
+    )
     return (
-        f"Would sparse attention help? A top-{k} mask {most} {kept['mass']:.0%} of the attention weight at the "
-        f"median query ({kept['mass_p5']:.0%} at the 5th percentile; by layer, medians from {kept['lowest']:.0%} "
-        f"in layer {kept['lowest_layer']} to {kept['highest']:.0%} in layer {kept['highest_layer']}), with a "
+        f"Would sparse attention help? A top-{k} mask {most} {mass} of the attention weight at the "
+        f"median query ({low} at the 5th percentile; by layer, medians from {lowest} "
+        f"in layer {kept['lowest_layer']} to {highest} in layer {kept['highest_layer']}), with a "
         f"median dispersion of {kept['dispersion']:.3g} instead of {kept['whole']:.3g} nats and a median "
-        f"separation of {kept['separation']:.2g} nats ({kept['share']:.0%} of the queries have more than {k} "
+        f"separation of {kept['separation']:.2g} nats ({share} of the queries have more than {k} "
         "keys)."
     )

@@ -1,0 +1,19 @@
+"""Shares in per cent, such that all and nearly all, none and hardly any read differently."""
+
+
+def percent(share: float, digits: int = 0) -> str:
+    """Say a share in per cent, without the sign.
+
+    Args:
+        share: from 0 to 1.
+        digits: after the point, 0 or 1; one more where a share that is neither 0 nor 1 would read as 0 or 100.
+
+    Example:
+        >>> [percent(share) for share in (0, 0.0004, 0.004, 0.853, 0.996, 0.9999, 1)]
+        ['0', '< 0.1', '0.4', '85', '99.6', '> 99.9', '100']
+    """
+    said = f"{100 * share:.{digits}f}"
+    if not 0 < share < 1 or float(said) not in (0, 100):
+        return said
+    said = f"{100 * share:.1f}"
+    return {"0.0": "< 0.1", "100.0": "> 99.9"}.get(said, said)
