@@ -92,7 +92,8 @@ class PairComparison:
     def sentence(self) -> str:
         """The comparison in a sentence."""
         full, topk, ratio = self.gate.full, self.gate.topk, self.ratio
-        digits = 2 if round(ratio.low, 2) < round(ratio.high, 2) else 3  # that tell the interval's ends apart
+        alike = ratio.low < ratio.high and round(ratio.low, 2) == round(ratio.high, 2)
+        digits = 3 if alike else 2  # that tell the interval's ends apart
         medians = (
             f"median δₕ {topk['p50']:.3g} against δₛ {full['p50']:.3g} nats, ratio {ratio.estimate:.{digits}f}, "
             f"95 % interval {ratio.low:.{digits}f} to {ratio.high:.{digits}f}"
