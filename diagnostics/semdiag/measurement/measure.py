@@ -15,7 +15,8 @@ from semdiag.capturing.attention_kinds import APPROXIMATE
 from semdiag.capturing.audit import Audit, Remark
 from semdiag.capturing.batches import Batch
 from semdiag.capturing.loading import LoadedModel
-from semdiag.capturing.padding import NOT_APPLIED, checked_real
+from semdiag.capturing.padding import NOT_APPLIED
+from semdiag.capturing.token_masks import checked_real
 from semdiag.mathematics.predicted_classes import NO_CLASS, predicted_classes
 from semdiag.measurement.calls.collector import MAX_QUERIES, Collector
 from semdiag.measurement.calls.layers import remarks_table, skipped_table

@@ -136,7 +136,7 @@ def fail(*arguments, **options):
     ("place", "name", "fused"),
     [
         (capturing, "counted_rows", True),
-        (padding, "_frame", True),
+        (padding, "token_masks", True),
         (torch_functions, "_sdpa_call", True),
         (torch_functions.SoftmaxProvenance, "follow", False),
     ],
@@ -144,8 +144,8 @@ def fail(*arguments, **options):
 def test_a_failure_of_the_capture_is_an_audit_line_and_the_model_goes_on(monkeypatch, place, name, fused):
     monkeypatch.setattr(place, name, fail)
     model = Attention(fused)
-    monkeypatch.setattr(padding, "_parameters", lambda module: ("attention_mask",))
+    monkeypatch.setattr(padding, "takes_masks", lambda module: True)
     calls = captured(model, drawn(2, 3, 8))
     said = "semdiag failed on it (RuntimeError: no space left): please report it"
     assert calls.audit["reason"].str.contains(said, regex=False).any()
-    assert len(calls) == (name in ("_frame", "follow"))  # attention by hand is also followed below Python
+    assert len(calls) == (name in ("token_masks", "follow"))  # attention by hand is also followed below Python

@@ -16,7 +16,8 @@ from semdiag.capturing.arguments import whole_number
 from semdiag.capturing.attention_calls import AttentionCall, watch_attention
 from semdiag.capturing.audit import Audit, Remark, Skipped, failure
 from semdiag.capturing.batches import samples_of
-from semdiag.capturing.padding import Padding, checked_real
+from semdiag.capturing.padding import Padding
+from semdiag.capturing.token_masks import checked_real
 from semdiag.mathematics.row_statistics import RowStatistics
 from semdiag.measurement.calls.batch_rows import folded, rows_per_sample
 from semdiag.measurement.calls.counted_rows import counted_rows

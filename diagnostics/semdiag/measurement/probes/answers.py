@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from semdiag.capturing import batches as batching
 from semdiag.capturing.batches import Batch
-from semdiag.capturing.padding import real_tokens
+from semdiag.capturing.token_masks import real_tokens
 from semdiag_models import Encoder
 
 IGNORED = -100  # as a target: no prediction counts here, as in torch's cross-entropy

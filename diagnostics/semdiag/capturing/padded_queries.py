@@ -1,0 +1,130 @@
+"""Whether a mask of tokens is that of a call's queries, which the call's keys must confirm."""
+
+import torch
+from torch import Tensor
+
+from semdiag.capturing.attention_call import AttentionCall
+
+
+def own_part(mask: Tensor, call: AttentionCall) -> Tensor | None:
+    """The part of a mask of tokens that belongs to a call's queries.
+
+    Args:
+        mask: (N, L) bool, true where a token is real.
+        call: whose queries are the last of these tokens, or all.
+
+    Returns:
+        (B, Lq) bool; None where the mask is of other samples or tokens.
+    """
+    (batch, _, length, _), first = call.q.shape, call.first_query
+    if len(mask) != batch or mask.shape[1] != first + length:
+        return None
+    return mask[:, mask.shape[1] - length :]
+
+
+def own_part_of_folded(mask: Tensor, call: AttentionCall) -> Tensor | None:
+    """As :func:`own_part` where the batch axis holds several rows per sample, whose keys tell in which order.
+
+    Args:
+        mask: (N, L) bool, true where a token is real.
+        call: of a multiple of N rows.
+
+    Returns:
+        (B, Lq) bool; None where the keys do not tell.
+    """
+    times = len(call.q) // max(1, len(mask))
+    if times < 2:
+        return None
+    found: list[Tensor] = []
+    for rows in (mask.repeat_interleave(times, 0), mask.repeat(times, 1)):
+        own = own_part(rows, call)
+        if own is not None and true_of_keys(rows, own, call):
+            found.append(own)
+    return found[0] if found and all(torch.equal(own, found[0]) for own in found) else None
+
+
+def true_of_keys(mask: Tensor, queries: Tensor, call: AttentionCall) -> bool:
+    """Whether no real query may attend to padding, and the keys are the tokens that the mask is of.
+
+    Args:
+        mask: (B, L) bool, true where a token is real.
+        queries: (B, Lq) bool, its part of the call's queries.
+        call: whose mask tells what its queries attend to.
+    """
+    if mask.shape[1] > call.k.shape[2]:
+        return False
+    if bool(mask.all()):
+        return True
+    seen = call.part().allowed
+    if seen is None:
+        return call.selected is not None
+    padded = ~mask[:, None, None, :]
+    return not bool((seen[..., : mask.shape[1]] & padded & queries[:, None, :, None]).any())
+
+
+def is_of_pairs(mask: Tensor, call: AttentionCall) -> bool:
+    """Whether a mask of as many samples as tokens is one of queries by keys, (L, L), as a causal one.
+
+    It is where no query of any sample sees more than its row of the mask, and one sees what would be padding of
+    its sample.
+
+    Args:
+        mask: (N, L) bool.
+        call: whose mask tells what its queries attend to.
+    """
+    seen = call.part().allowed
+    if seen is None or mask.shape != (call.q.shape[2], call.k.shape[2]) or len(mask) != len(call.q):
+        return False
+    return not bool((seen & ~mask).any()) and bool((seen & ~mask[:, None, None]).any())
+
+
+def padded_end(call: AttentionCall) -> str | None:
+    """Which end of samples is forbidden to all queries, as padding is, while its own queries attend to keys.
+
+    Beyond that nothing is forbidden but the future: in windows, blocks and sets that a model selects every key is
+    some query's, or others are forbidden to each.
+
+    Args:
+        call: of as many queries as keys.
+
+    Returns:
+        ``"first"`` or ``"last"``; None where the mask is no such one.
+    """
+    seen, (batch, _, length, _) = call.allowed, call.q.shape
+    if seen is None or call.first_query or len(seen) < batch or not seen.shape[3] == call.k.shape[2] == length > 1:
+        return None
+    keys = seen.any(2, keepdim=True).any(1, keepdim=True)
+    if bool(keys.all()):
+        return None
+    ends = keys.to(torch.int8).diff(dim=3)  # 1 where padding on the left ends, -1 where it begins on the right
+    places = [name for name, step in (("last", -1), ("first", 1)) if bool((ends == step).any())]
+    if len(places) != 1 or int((ends != 0).sum(3).max()) > 1:
+        return None
+    past = torch.ones(length, length, dtype=torch.bool, device=seen.device).tril()
+    if not (bool((seen == keys).all()) or bool((seen == (keys & past)).all())):
+        return None
+    counted = seen.any(3) if not call.causal else call.part().allowed.any(3)  # type: ignore[union-attr]
+    if not bool((counted & ~keys[:, :, 0]).any()):
+        return None  # padded queries see nothing, and are left out
+    return places[0]
+
+
+def real_by_causal_mask(call: AttentionCall) -> Tensor | None:
+    """Of a causal attention whose mask alone is known: padded queries do not see themselves, or see the future.
+
+    Args:
+        call: that may be a causal attention's.
+
+    Returns:
+        (B, Lq) bool, true where a query is real; None where the mask is none of a causal attention.
+    """
+    seen = call.part().allowed
+    batch, _, length, _ = call.q.shape
+    if seen is None or length == 1 or call.first_query + length > call.k.shape[2]:
+        return None
+    seen = seen.expand(batch, seen.shape[1], length, call.k.shape[2]).any(1)
+    place = torch.arange(call.first_query, call.first_query + length, device=seen.device)
+    own = seen[:, torch.arange(length, device=seen.device), place]
+    future = (seen & (torch.arange(seen.shape[2], device=seen.device) > place[:, None])).any(-1)
+    real = own & ~future
+    return real if bool(real[:, :-1].any(1).all()) else None
