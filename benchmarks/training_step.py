@@ -5,7 +5,8 @@
 The textbook model is the same architecture with separate q, k, v projections, ``torch.nn.Dropout``, and
 ``scaled_dot_product_attention`` with a boolean mask (top-k: scores, ``topk``, scatter into the mask). Steps of
 both models alternate with the matrix products that both need and nothing else, so all see the same load of the
-machine. Times are CPU time; memory is the peak of resident memory of a process of its own that does three steps.
+machine; short ones in bursts, since in training, too, a step finds in the caches what the last one left. Times
+are CPU time; memory is the peak of resident memory of a process of its own that does three steps.
 Then: several runs in one step, as ratios per run to one alone; the evaluation after an epoch beside its products;
 where the time goes (``--where`` prints that alone).
 """
@@ -145,18 +146,19 @@ class Products:
                 torch.bmm(self.of_keys, self.of_keys.mT, out=self.scores)
 
 
-def seconds(step: Callable[[], None]) -> float:
-    """CPU time of one call, which other processes on the machine lengthen less than they do the wall's."""
+def seconds(step: Callable[[], None], burst: int) -> float:
+    """CPU time of one call of a burst; other processes on the machine lengthen it less than they do the wall's."""
     start = time.process_time()
-    step()
-    return time.process_time() - start
+    for _ in range(burst):
+        step()
+    return (time.process_time() - start) / burst
 
 
-def medians(steps: list[Callable[[], None]], repeats: int) -> list[float]:
+def medians(steps: list[Callable[[], None]], repeats: int, burst: int = 1) -> list[float]:
     """Median milliseconds of each, in alternation."""
     for step in steps * 2:
         step()
-    times = [[seconds(step) for step in steps] for _ in range(repeats)]
+    times = [[seconds(step, burst) for step in steps] for _ in range(repeats)]
     return [1000 * statistics.median(own) for own in zip(*times, strict=True)]
 
 
@@ -224,10 +226,10 @@ def print_steps() -> None:
     columns = "products ms", "semdiag ms", "textbook ms", "ratio", "MB", "textbook MB"
     print("| batch × length, blocks | attention | " + " | ".join(columns) + " |")
     print("|---" * 8 + "|")
-    for length, blocks, repeats in ((40, 5, 40), (600, 10, 5)):
+    for length, blocks, repeats, burst in ((40, 5, 12, 10), (600, 10, 5, 1)):
         for attention in ("full", "topk"):
             config = configuration(attention, length, blocks)
-            floor, ours, theirs = medians([Products(config), OurStep(config), Step(config)], repeats)
+            floor, ours, theirs = medians([Products(config), OurStep(config), Step(config)], repeats, burst)
             memory = [peak_memory(kind, attention, length, blocks) for kind in ("semdiag", "textbook")]
             print(
                 f"| 25 × {length}, {blocks} | {attention} | {floor:.1f} | {ours:.1f} | {theirs:.1f} "
@@ -239,12 +241,12 @@ def print_steps() -> None:
 def print_at_once() -> None:
     print("\n| batch × length, width, blocks | attention | one ms | 3 seeds | 6 seeds | 9 runs of 3 masks |")
     print("|---" * 6 + "|")
-    for length, width, blocks, repeats in ((20, 32, 2, 60), (40, 64, 5, 20)):
+    for length, width, blocks, repeats in ((20, 32, 2, 12), (40, 64, 5, 6)):
         full, topk, random = (configuration(a, length, blocks, width) for a in ("full", "topk", "random"))
         for config in (full, topk):
             counts, masks = (1, 3, 6), [full] * 3 + [topk] * 3 + [random] * 3
             several = [OurStep(*[config] * n) for n in counts]
-            alone, three, six, mixed = medians([*several, OurStep(*masks)], repeats)
+            alone, three, six, mixed = medians([*several, OurStep(*masks)], repeats, 5)
             cells = " | ".join(f"{ms / n / alone:.2f}" for ms, n in ((three, 3), (six, 6), (mixed, 9)))
             print(f"| 25 × {length}, {width}, {blocks} | {config.attention} | {alone:.1f} | {cells} |", flush=True)
 
@@ -255,10 +257,10 @@ class Evaluation:
     def __init__(self, config: ModelConfig) -> None:
         training = TrainingConfig("even-pairs", config.length, 1, train_samples=25, holdout_samples=7000)
         self.trainer = Trainer(config, training, torch.device("cpu"))
-        rows, d, self.times = 250 * config.length, config.width, 28 * config.blocks
+        rows, d, self.times = 125 * config.length, config.width, 56 * config.blocks
         self.x, self.w, self.w3 = torch.randn(rows, d), torch.randn(d, d), torch.randn(3 * d, d)
-        self.of_keys = torch.randn(250, config.length, d)
-        self.scores = torch.randn(250, config.length, config.length)
+        self.of_keys = torch.randn(125, config.length, d)
+        self.scores = torch.randn(125, config.length, config.length)
 
     def __call__(self) -> None:
         self.trainer.evaluate(self.trainer.holdout_split)

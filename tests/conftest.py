@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import settings
 
+from semdiag_models import products
 from semdiag_models.device import find_device
 
 # Tiny tensors: a second thread costs more than it gives. .ci/run asks for two to see that no result hangs on it.
@@ -56,3 +57,11 @@ def story(tmp_path_factory):
     file = tmp_path_factory.mktemp("text") / "story.txt"
     file.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return file
+
+
+@pytest.fixture
+def through_onednn(monkeypatch):
+    """Large products go through oneDNN, whoever made the processor."""
+    if products._LINEAR is None:
+        pytest.skip("This torch has no oneDNN.")
+    monkeypatch.setattr(products, "_PAYS", True)

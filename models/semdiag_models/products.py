@@ -1,9 +1,11 @@
 """Matrix products in single precision through oneDNN.
 
-On x86 processors torch leaves such products to MKL, which on those of another vendor than Intel's takes about
-twice as long as oneDNN, which torch brings along, too. Both round as float32 does.
+On x86 processors torch leaves such products to MKL, which on Intel's is the faster and on those of another vendor
+takes up to twice as long as oneDNN, which torch brings along, too. Both round as float32 does.
 """
 
+import platform
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,8 +13,24 @@ from torch import Tensor
 
 # Multiplications from which oneDNN's shorter products outweigh its longer calls.
 _WORTHWHILE = 2**21
-_AVAILABLE = hasattr(torch.ops.mkldnn, "_linear_pointwise")  # this torch has been built with oneDNN
-_LINEAR: Any = torch.ops.mkldnn._linear_pointwise if _AVAILABLE else None
+_LINEAR: Any = getattr(torch.ops.mkldnn, "_linear_pointwise", None)  # None: torch was built without oneDNN
+
+
+def made_by_intel(file: Path = Path("/proc/cpuinfo")) -> bool:
+    """Whether the processor is Intel's.
+
+    Args:
+        file: in which Linux describes it; elsewhere Python is asked.
+    """
+    try:
+        with file.open(encoding="utf-8", errors="replace") as lines:
+            said = lines.read(4096)
+    except OSError:
+        said = platform.processor()
+    return "GenuineIntel" in said
+
+
+_PAYS = _LINEAR is not None and not (torch.backends.mkl.is_available() and made_by_intel())  # type: ignore[no-untyped-call]
 
 
 def takes(x: Tensor, weight: Tensor) -> bool:
@@ -23,10 +41,10 @@ def takes(x: Tensor, weight: Tensor) -> bool:
         weight: (..., M, D).
     """
     return (
-        x.shape[-2] * weight.shape[-2] * x.shape[-1] >= _WORTHWHILE
+        _PAYS
+        and x.shape[-2] * weight.shape[-2] * x.shape[-1] >= _WORTHWHILE
         and x.dtype == weight.dtype == torch.float32
         and x.device.type == weight.device.type == "cpu"
-        and _AVAILABLE
         and not torch.compiler.is_compiling()  # which has products of its own
     )
 

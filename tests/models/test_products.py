@@ -9,13 +9,12 @@ from semdiag_models import products
 @pytest.mark.processor
 @pytest.mark.parametrize("onto", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
-def test_a_product_is_off_by_no_more_than_rounding(bias, onto):
+def test_a_product_is_off_by_no_more_than_rounding(bias, onto, through_onednn):
     rows, width, outputs = 1500, 64, 96
     generator = torch.Generator().manual_seed(0)
     x, weight = (torch.randn(n, 2 * width, generator=generator)[:, ::2] for n in (rows, outputs))
     b, base = torch.randn(outputs, generator=generator), torch.randn(rows, outputs, generator=generator)
-    if not products.takes(x, weight):
-        pytest.skip("This torch has no oneDNN.")
+    assert products.takes(x, weight)
     found = products.linear(x, weight, b if bias else None, base if onto else None)
     exact = x.double() @ weight.double().T + bias * b + onto * base
     # Higham, Accuracy and Stability, eq. 3.5: a sum of n products is off by at most n u / (1 − n u) Σ |products|.
@@ -25,16 +24,15 @@ def test_a_product_is_off_by_no_more_than_rounding(bias, onto):
     assert found.dtype == torch.float32
 
 
-def test_several_products_are_the_single_ones():
+def test_several_products_are_the_single_ones(through_onednn):
     x, weight, bias, base = (
         torch.randn(3, 500, 96),
         torch.randn(3, 64, 96),
         torch.randn(3, 64),
         torch.randn(3, 500, 64),
     )
-    assert products.takes(x, weight) == products.takes(x[0], weight[0])
-    if not products.takes(x, weight):
-        pytest.skip("This torch has no oneDNN.")
+    assert products.takes(x, weight)
+    assert products.takes(x[0], weight[0])
     out = torch.empty_like(base)
     for b, o in ((None, None), (bias, None), (bias, base)):
         single = [
@@ -55,5 +53,17 @@ def test_several_products_are_the_single_ones():
     ],
     ids=["double", "other device", "small"],
 )
-def test_other_products_are_left_to_torch(x, weight):
+def test_other_products_are_left_to_torch(x, weight, through_onednn):
     assert not products.takes(x, weight)
+
+
+def test_on_intels_processors_all_products_are_left_to_torch(monkeypatch, tmp_path):
+    said = tmp_path / "cpuinfo"
+    said.write_text("processor\t: 0\nvendor_id\t: GenuineIntel\n", encoding="utf-8")
+    assert products.made_by_intel(said)
+    said.write_text("processor\t: 0\nvendor_id\t: AuthenticAMD\n", encoding="utf-8")
+    assert not products.made_by_intel(said)
+    monkeypatch.setattr(products.platform, "processor", lambda: "Intel64 Family 6 Model 142, GenuineIntel")
+    assert products.made_by_intel(tmp_path / "missing")
+    monkeypatch.setattr(products, "_PAYS", False)
+    assert not products.takes(torch.ones(1500, 64), torch.ones(64, 64))

@@ -7,7 +7,7 @@ encoder's own attention, which never holds a length × length tensor, and torch'
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -30,15 +30,27 @@ class Members:
         layers: the attention layer of each.
         states: of the random generators of the whole stack, advanced by what is drawn; None: the global ones.
         first: position of the first of these encoders among the states.
+        block: number of the layers' block.
+        memory: of the stack, by name, shape and layer.
     """
 
     layers: Sequence[Attention]
     states: list[RandomState] | None
     first: int
+    block: int
+    memory: Callable[[str, tuple[int, ...], int], Tensor]
 
     def drawing(self, i: int, device: torch.device) -> AbstractContextManager[None]:
         """Draw from the state of the i-th of them."""
         return drawing_from(self.states, self.first + i, device)
+
+    def kept(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """Memory of these encoders and this block, in use until the backward pass."""
+        return self.memory(f"{name} {self.first}", shape, self.block)
+
+    def scratch(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """Memory that all blocks use, so that it stays in the processor's cache."""
+        return self.memory(name, shape, 0)
 
 
 class LongAttention:
@@ -74,14 +86,19 @@ class LongAttention:
         mixed = outputs[0].detach() if n == 1 else torch.cat([mixed.detach() for mixed in outputs])
         return mixed.transpose(1, 2).reshape(rows, length, width // 3)
 
-    def backward(self, grad: Tensor, d_qkv: Tensor) -> None:
-        """Write the gradient of qkv to ``d_qkv``, given that of the mixed values."""
-        n, (rows, length, _) = len(self._mixed), d_qkv.shape
-        d_parts = d_qkv.view(rows, length, 3, -1, self._members.layers[0].head_width).permute(2, 0, 3, 1, 4)
-        grads = grad.view(rows, length, *d_parts.shape[2:5:2]).transpose(1, 2)
-        for (leaves, mixed), g, d in zip(self._mixed, grads.chunk(n), d_parts.chunk(n, 1), strict=True):
-            for to, d_leaf in zip(d, torch.autograd.grad(mixed, leaves, g), strict=True):
-                to.copy_(d_leaf)
+    def backward(self, grad: Tensor, *d_qkv: Tensor) -> None:
+        """Write the gradients of q, k and v, given that of the mixed values.
+
+        Args:
+            grad: (G·B, L, H·D).
+            d_qkv: three of this shape.
+        """
+        n, width = len(self._mixed), self._members.layers[0].head_width
+        by_head = (t.view(*t.shape[:2], -1, width).transpose(1, 2) for t in (grad, *d_qkv))
+        g, *d_parts = (t.chunk(n) for t in by_head)
+        for i, (leaves, mixed) in enumerate(self._mixed):
+            for d, d_leaf in zip(d_parts, torch.autograd.grad(mixed, leaves, g[i]), strict=True):
+                d[i].copy_(d_leaf)
         self._mixed = []
 
 
@@ -111,41 +128,56 @@ class ShortAttention:
             q, k, v = qkv.view(rows, length, 3, -1).unbind(2)
         else:
             q, k, v = (t.reshape(-1, length, layer.head_width) for t in self._by_head(qkv))
-        weights = torch.softmax(self._masked(_by_key(k, q, layer.scale), qkv, valid), 0)
+        scores = self._masked(self._by_key(k, q, layer.scale), qkv, valid)
+        weights = torch.softmax(scores, 0, out=self._members.kept("weights", tuple(scores.shape)))
         if layer.k is not None:  # a query without a key
-            weights = weights.nan_to_num(0.0)
+            weights.nan_to_num_(0.0)
         factor, self._drops = 1.0, None
         if drops:
             factor = 1 / (1 - layer.core.p)
             where, flat = self._places(drops, weights.shape), weights.view(-1)
             self._drops = where, flat.index_select(0, where)
             flat.index_fill_(0, where, 0)
-        mixed = torch.baddbmm(v.new_empty(()), weights.permute(1, 2, 0), v, beta=0, alpha=factor)
+        mixed = self._members.kept("mixed", tuple(v.shape))
+        torch.baddbmm(mixed, weights.permute(1, 2, 0), v, beta=0, alpha=factor, out=mixed)
         self._saved = (q, k, v, weights) if training else ()
         if layer.heads == 1:
             return mixed
         return mixed.view(rows, -1, length, layer.head_width).transpose(1, 2).reshape(rows, length, -1)
 
-    def backward(self, grad: Tensor, d_qkv: Tensor) -> None:
+    def backward(self, grad: Tensor, *d_qkv: Tensor) -> None:
         """See :meth:`LongAttention.backward`."""
         (q, k, v, weights), layer, self._saved = self._saved, self._layer, ()
-        rows, length, _ = grad.shape
-        if layer.heads > 1:
-            grad = grad.view(rows, length, layer.heads, -1).transpose(1, 2).reshape(-1, length, layer.head_width)
+        alone = layer.heads == 1
+        if not alone:
+            grad = self._heads_first(grad).reshape(q.shape)
         factor = 1 / (1 - layer.core.p) if self._drops else 1.0
-        d_weights = _by_key(v, grad, factor)
-        d = q.new_empty(3, *q.shape)
-        d_q, d_k, d_v = d.unbind()
+        d_weights = self._by_key(v, grad, factor)
+        d_q, d_k, d_v = d_qkv if alone else q.new_empty(3, *q.shape)
         torch.baddbmm(d_v, weights.transpose(0, 1), grad, beta=0, alpha=factor, out=d_v)
         if self._drops:
             where, kept = self._drops
             d_weights.view(-1).index_fill_(0, where, 0)
             weights.view(-1).index_copy_(0, where, kept)
-        d_scores = torch._softmax_backward_data(d_weights, weights, 0, weights.dtype)
+        d_scores = self._members.scratch("by row", tuple(weights.shape))  # whose content has been laid out by key
+        torch._softmax_backward_data(d_weights, weights, 0, weights.dtype, grad_input=d_scores)
         torch.baddbmm(d_q, d_scores.permute(1, 2, 0), k, beta=0, alpha=layer.scale, out=d_q)
         torch.baddbmm(d_k, d_scores.transpose(0, 1), q, beta=0, alpha=layer.scale, out=d_k)
-        heads_last = d.view(3, rows, layer.heads, length, -1).permute(1, 3, 0, 2, 4)
-        d_qkv.view(heads_last.shape).copy_(heads_last)
+        if not alone:
+            for d, by_head in zip(d_qkv, (d_q, d_k, d_v), strict=True):
+                to = self._heads_first(d)
+                to.copy_(by_head.view(to.shape))
+
+    def _heads_first(self, x: Tensor) -> Tensor:
+        """(G·B, L, H·D) as (G·B, H, L, D)."""
+        return x.view(*x.shape[:2], self._layer.heads, -1).transpose(1, 2)
+
+    def _by_key(self, a: Tensor, b: Tensor, factor: float) -> Tensor:
+        """factor · a[r] b[r]ᵀ for all rows r, laid out (keys, rows, queries)."""
+        (rows, keys, _), queries = a.shape, b.shape[1]
+        products = self._members.scratch("by row", (rows, keys, queries))
+        torch.baddbmm(products, a, b.mT, beta=0, alpha=factor, out=products)
+        return self._members.scratch("by key", (keys, rows, queries)).copy_(products.transpose(0, 1))
 
     def _by_head(self, qkv: Tensor) -> Tensor:
         """q, k and v as (3, G·B, H, L, D)."""
@@ -173,8 +205,8 @@ class ShortAttention:
             k, counts = min(layer.k, length), scores.new_tensor([length]) if valid is None else valid.sum(1)
             wanted = int((counts.clamp(max=k) + length - counts).sum()) * (scores[0].numel() // len(counts))
             if keeps == "largest":
-                return _largest(scores, k, wanted)
-            kept = _largest(torch.where(scores == -math.inf, scores, -scores), k, wanted)
+                return _largest(scores, k, wanted, self._members.scratch)
+            kept = _largest(torch.where(scores == -math.inf, scores, -scores), k, wanted, self._members.scratch)
             return torch.where(kept == -math.inf, kept, scores)
         if keeps == "fixed" and valid is None:  # the same for every sample and step
             if length not in self._fixed:
@@ -205,34 +237,31 @@ class ShortAttention:
         return torch.cat(kept).permute(3, 0, 1, 2)
 
 
-def _by_key(a: Tensor, b: Tensor, factor: float) -> Tensor:
-    """factor · a[r] b[r]ᵀ for all rows r, laid out (keys, rows, queries)."""
-    products = torch.baddbmm(a.new_empty(()), a, b.mT, beta=0, alpha=factor)
-    return products.transpose(0, 1).contiguous()
-
-
-def _largest(scores: Tensor, k: int, wanted: int) -> Tensor:
-    """The scores, with -∞ in the place of all but each query's k largest; -∞ among them stays.
+def _largest(scores: Tensor, k: int, wanted: int, scratch: Callable[[str, tuple[int, ...]], Tensor]) -> Tensor:
+    """Put -∞ in the place of all scores but each query's k largest; -∞ among them stays.
 
     Args:
         scores: (keys, rows, queries).
         k: keys to keep.
         wanted: how many scores are kept or -∞ already.
+        scratch: gives memory by name and shape.
 
     Returns:
-        (keys, rows, queries).
+        The same memory.
     """
     if k <= _FEW:
         # The distance to the largest is 0 there: k times, what is nearest goes to infinity. Only operations that
         # are vectorised on a processor: comparisons, masks and topk take many times longer.
-        distance = torch.sub(scores.amax(0), scores)
+        distance = scratch("by row", tuple(scores.shape))
+        torch.sub(scores.amax(0), scores, out=distance)
         for step in range(k):
             if step:
                 distance.sub_(distance.amin(0))
             torch.threshold_(distance, 0.0, math.inf)
         bound = torch.threshold_(distance, torch.finfo(distance.dtype).max, -math.inf)  # ∞ if kept, else -∞
-        if float(bound.clamp(0, 1).sum(dtype=torch.float64)) == wanted:
-            return torch.minimum(scores, bound)
+        kept = torch.clamp(bound, 0, 1, out=scratch("kept", tuple(scores.shape)))
+        if float(kept.sum(0).sum(dtype=torch.float64)) == wanted:
+            return torch.minimum(scores, bound, out=scores)
     # Equal scores (or many keys): torch decides which of them are kept.
     forbidden = torch.ones_like(scores, dtype=torch.bool).scatter_(0, scores.topk(k, 0).indices, False)
-    return scores.masked_fill(forbidden, -math.inf)
+    return scores.masked_fill_(forbidden, -math.inf)

@@ -63,21 +63,21 @@ class Drops:
             x.view(-1).index_fill_(0, drops, 0)
         return x
 
-    def restore(self, y: Tensor, base: Tensor, place: Place) -> Tensor:
-        """Return ``y``'s memory with ``base`` where the step drops what was added to it."""
-        if (drops := self._positions.get(place)) is not None:
-            y.view(-1).index_copy_(0, drops, base.view(-1).index_select(0, drops))
-        return y
+    def taken(self, x: Tensor, place: Place) -> Tensor | None:
+        """The values of ``x`` where the step drops; None if it drops nothing."""
+        drops = self._positions.get(place)
+        return None if drops is None else x.view(-1).index_select(0, drops)
+
+    def put(self, x: Tensor, values: Tensor | None, place: Place) -> Tensor:
+        """Return the same memory with what :meth:`taken` gave where the step drops."""
+        if values is not None:
+            x.view(-1).index_copy_(0, self._positions[place], values)
+        return x
 
     @contextmanager
     def without(self, grad: Tensor, place: Place) -> Iterator[None]:
         """Zeros in ``grad`` where the step drops, for the time being."""
-        drops = self._positions.get(place)
-        if drops is None:
-            yield
-            return
-        flat = grad.view(-1)
-        kept = flat.index_select(0, drops)
-        flat.index_fill_(0, drops, 0)
+        kept = self.taken(grad, place)
+        self.zero(grad, place)
         yield
-        flat.index_copy_(0, drops, kept)
+        self.put(grad, kept, place)

@@ -21,9 +21,12 @@ class Linear:
         block: number of the block; None: it is in no block.
         scaled: whether its output is divided by what dropout keeps of it: W and b then stand for the scaled ones,
             and the stack brings the gradients back to those of the layer's own.
+        parts: equal ones side by side that the gradient of the output comes in.
     """
 
-    def __init__(self, stack: "Stack", name: str, block: int | None = None, *, scaled: bool = False) -> None:
+    def __init__(
+        self, stack: "Stack", name: str, block: int | None = None, *, scaled: bool = False, parts: int = 1
+    ) -> None:
         own = name if block is None else f"blocks.{block}.{name}"
         (self._weight, self._d_weight), (self._bias, self._d_bias) = (
             stack.views(f"{own}.{part}", scaled=scaled) for part in ("weight", "bias")
@@ -32,28 +35,37 @@ class Linear:
         self._stack, self._name, self._block = stack, name, block or 0
         self._several = self._weight.ndim == 3
         self._product: Callable[..., Tensor] = torch.baddbmm if self._several else torch.addmm
+        rows = (t.chunk(parts, -2) for t in (self._weight, self._d_weight, self._d_bias.unsqueeze(-1)))
+        self._parts = [
+            (weight, d_weight, d_bias.squeeze(-1)) for weight, d_weight, d_bias in zip(*rows, strict=True)
+        ]
 
     def forward(self, x: Tensor) -> Tensor:
         """Compute x Wᵀ + b."""
         if products.takes(x, self._weight):
             return products.linear(x, self._weight, self._bias, out=self._output(x) if self._several else None)
-        return self._product(self._row, x, self._transposed, out=self._output(x))
+        return torch.matmul(x, self._transposed, out=self._output(x)).add_(self._row)
 
-    def forward_onto(self, base: Tensor, x: Tensor) -> Tensor:
-        """Compute base + x Wᵀ + b."""
+    def forward_onto(self, base: Tensor, x: Tensor, out: Tensor) -> Tensor:
+        """Compute base + x Wᵀ + b, in ``out``, which may be ``base``, or in memory of its own."""
         if products.takes(x, self._weight):
-            return products.linear(x, self._weight, self._bias, base, self._output(x) if self._several else None)
-        out = torch.add(base, self._row, out=self._output(x))
+            return products.linear(x, self._weight, self._bias, base, out)
+        torch.add(base, self._row, out=out)
         return self._product(out, x, self._transposed, out=out)
 
-    def backward(self, grad: Tensor, x: Tensor) -> Tensor:
-        """Keep the gradients of W and b, given that of the output; return that of x."""
-        self._product(self._d_weight, grad.mT, x, beta=0, out=self._d_weight)
-        torch.sum(grad, -2, out=self._d_bias)
-        if products.takes(grad, self._transposed):
-            return products.linear(grad, self._transposed, out=self._d_input(x) if self._several else None)
+    def backward(self, x: Tensor, *grads: Tensor) -> Tensor:
+        """Keep the gradients of W and b, given those of the output's parts; return that of x."""
         out = self._d_input(x)
-        return self._product(out, grad, self._weight, beta=0, out=out)
+        d_x: Tensor | None = None
+        for grad, (weight, d_weight, d_bias) in zip(grads, self._parts, strict=True):
+            self._product(d_weight, grad.mT, x, beta=0, out=d_weight)
+            torch.sum(grad, -2, out=d_bias)
+            if products.takes(grad, weight.mT):
+                d_x = products.linear(grad, weight.mT, onto=d_x, out=out)
+            else:
+                d_x = self._product(out, grad, weight, beta=0 if d_x is None else 1, out=out)
+        assert d_x is not None
+        return d_x
 
     def _output(self, x: Tensor) -> Tensor:
         """Memory for the output."""

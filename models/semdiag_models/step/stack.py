@@ -65,9 +65,10 @@ class Stack(FlatParameters):
         self._head = Linear(self, "head")
         self._table, self._d_table = self.views("embedding.weight")
         blocks = range(self.config.blocks)
-        self._qkv, self._out, self._expand, self._contract = (
-            [Linear(self, name, i, scaled=name != "attention.qkv") for i in blocks]
-            for name in ("attention.qkv", "attention.out", "expand", "contract")
+        self._qkv = [Linear(self, "attention.qkv", i, parts=3) for i in blocks]
+        self._out, self._expand, self._contract = (
+            [Linear(self, name, i, scaled=True) for i in blocks]
+            for name in ("attention.out", "expand", "contract")
         )
         short = self.config.length + self.config.extra_tokens <= SHORT
         kind = ShortAttention if short else LongAttention
@@ -75,11 +76,15 @@ class Stack(FlatParameters):
         alike = [list(group) for _, group in groupby(range(len(encoders)), key=lambda i: encoders[i].config)]
         self._groups = [slice(group[0], group[-1] + 1) for group in alike]
         self._attention = [
-            [kind(Members([e.attention(i) for e in encoders[g]], states, g.start)) for g in self._groups]
+            [
+                kind(Members([e.attention(i) for e in encoders[g]], states, g.start, i, self.memory))
+                for g in self._groups
+            ]
             for i in blocks
         ]
         self._draws_weights = short  # else attention draws the drops of its weights itself
         self._saved: dict[tuple[str, int], tuple[Tensor, ...]] = {}  # from the forward pass
+        self._no_shift = self._no_scale = self.parameters.new_empty(0)  # 0 and 1 for each row
 
     def logits(self, tokens: Tensor, padded: bool | None = None) -> Tensor:
         """Classify without dropout, as :meth:`Encoder.forward` does in evaluation mode.
@@ -128,21 +133,23 @@ class Stack(FlatParameters):
         self.scale(1 / (1 - p))
         self._drops = self._draw(p)
         x = self._embed(first.positions_of(given))
+        if c.norm == "post":
+            added = self.memory("added", x.shape)
         for i in range(c.blocks):
             eps = c.first_norm_eps if i == 0 else 1e-5
-            if c.norm == "pre":
-                middle = self._attend(i, self._norm(x, "attention", i, eps), x)
-                x = self._mlp(i, self._norm(middle, "mlp", i), middle)
+            if c.norm == "pre":  # the residual stream is not needed again, and stays where it is
+                x = self._attend(i, self._norm(x, "attention", i, eps), x, x)
+                x = self._mlp(i, self._norm(x, "mlp", i), x, x)
             else:
-                middle = self._norm(self._attend(i, x, x), "attention", i, eps)
-                x = self._norm(self._mlp(i, middle, middle), "mlp", i)
+                x = self._norm(self._attend(i, x, x, added), "attention", i, eps)
+                x = self._norm(self._mlp(i, x, x, added), "mlp", i)
         x = x.view(stack * batch, self._length, c.width)
         self._pooled = (x[:, 0] if c.cls_tokens else mean(x, self._valid)).reshape(*self._lead, batch, c.width)
         return self._head.forward(self._pooled).view(stack, batch, c.classes)
 
     def _backward(self, d_logits: Tensor) -> None:
         c = self.config
-        d_pooled = self._head.backward(d_logits.view(*self._lead, *d_logits.shape[1:]), self._pooled)
+        d_pooled = self._head.backward(self._pooled, d_logits.view(*self._lead, *d_logits.shape[1:]))
         d_pooled = d_pooled.view(-1, 1, c.width)
         grad = self.memory("gradient", (*self._rows, c.width))  # of the residual stream, from here on down
         by_token = grad.view(-1, self._length, c.width)
@@ -154,12 +161,12 @@ class Stack(FlatParameters):
             torch.mul(d_pooled / self._valid.sum(1)[:, None, None], self._valid[:, :, None], out=by_token)
         for i in reversed(range(c.blocks)):
             if c.norm == "pre":
-                grad.add_(self._norm_backward(self._mlp_backward(i, grad), "mlp", i))
-                grad.add_(self._norm_backward(self._attend_backward(i, grad), "attention", i))
+                grad.addcmul_(*self._norm_backward(self._mlp_backward(i, grad), "mlp", i))
+                grad.addcmul_(*self._norm_backward(self._attend_backward(i, grad), "attention", i))
             else:
-                grad.copy_(self._norm_backward(grad, "mlp", i))
+                torch.mul(*self._norm_backward(grad, "mlp", i), out=grad)
                 grad.add_(self._mlp_backward(i, grad))
-                grad.copy_(self._norm_backward(grad, "attention", i))
+                torch.mul(*self._norm_backward(grad, "attention", i), out=grad)
                 grad.add_(self._attend_backward(i, grad))
         self._embed_backward(grad)
         self.unscale_gradients()
@@ -227,18 +234,21 @@ class Stack(FlatParameters):
         y = torch.sub(x, centre, out=self.memory(f"{name} norm", x.shape, i))
         spread = torch.linalg.vector_norm(y, dim=-1, keepdim=True)
         scale = spread.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
-        self._saved[f"{name} norm", i] = x, centre, scale
-        return y.mul_(scale)
+        self._saved[f"{name} norm", i] = y.mul_(scale), scale
+        return y
 
-    def _norm_backward(self, grad: Tensor, name: str, i: int) -> Tensor:
-        x, centre, scale = self._saved[f"{name} norm", i]
-        d_x: Tensor = torch.ops.aten.native_layer_norm_backward(
-            grad, x, x.shape[-1:], centre, scale, None, None, [True, False, False]
+    def _norm_backward(self, grad: Tensor, name: str, i: int) -> tuple[Tensor, Tensor]:
+        """Two factors of the gradient of what was normalised: (N, width) and (N, 1)."""
+        y, scale = self._saved[f"{name} norm", i]
+        if self._no_shift.shape != scale.shape:
+            self._no_shift, self._no_scale = torch.zeros_like(scale), torch.ones_like(scale)
+        d_y: Tensor = torch.ops.aten.native_layer_norm_backward(
+            grad, y, y.shape[-1:], self._no_shift, self._no_scale, None, None, [True, False, False]
         )[0]
-        return d_x
+        return d_y, scale
 
-    def _attend(self, i: int, x: Tensor, base: Tensor) -> Tensor:
-        """Base + dropout(attention(x))."""
+    def _attend(self, i: int, x: Tensor, base: Tensor, out: Tensor) -> Tensor:
+        """Base + dropout(attention(x)), as :meth:`_onto`."""
         qkv = self._qkv[i].forward(x)
         parts = []
         for attention, members, (part,) in self._by_group(i, qkv):
@@ -246,17 +256,17 @@ class Stack(FlatParameters):
             drops = self._drops.weights[i][members] if self._drops.weights else ()
             parts.append(attention.forward(part, valid, self._training, drops))
         mixed = (parts[0] if len(parts) == 1 else torch.cat(parts)).view(*self._rows, -1)
-        self._saved["attention", i] = x, qkv, mixed
-        return self._onto(base, self._out[i], mixed, "attended", i)
+        self._saved["attention", i] = x, mixed
+        return self._onto(base, self._out[i], mixed, ("attended", i), out)
 
     def _attend_backward(self, i: int, grad: Tensor) -> Tensor:
-        x, qkv, mixed = self._saved["attention", i]
+        x, mixed = self._saved["attention", i]
         with self._drops.without(grad, ("attended", i)):
-            d_mixed = self._out[i].backward(grad, mixed)
-        d_qkv = self.memory("d qkv", qkv.shape)
-        for attention, _, (part, out) in self._by_group(i, d_mixed, d_qkv):
-            attention.backward(part, out)
-        return self._qkv[i].backward(d_qkv, x)
+            d_mixed = self._out[i].backward(mixed, grad)
+        d_q, d_k, d_v = self.memory("d qkv", (3, *mixed.shape)).unbind()
+        for attention, _, (part, *out) in self._by_group(i, d_mixed, d_q, d_k, d_v):
+            attention.backward(part, *out)
+        return self._qkv[i].backward(x, d_q, d_k, d_v)
 
     def _samples(self, members: slice) -> slice:
         return slice(members.start * self._batch, members.stop * self._batch)
@@ -271,23 +281,24 @@ class Stack(FlatParameters):
             samples = self._samples(members)
             yield attention, members, [t[samples] for t in by_sample]
 
-    def _mlp(self, i: int, x: Tensor, base: Tensor) -> Tensor:
-        """Base + dropout(mlp(x))."""
+    def _mlp(self, i: int, x: Tensor, base: Tensor, out: Tensor) -> Tensor:
+        """Base + dropout(mlp(x)), as :meth:`_onto`."""
         before = self._expand[i].forward(x)
         self._drops.zero(before, ("hidden", i))
         relu = self.config.activation == "relu"  # whose gradient can be told from its output
         hidden = before.relu_() if relu else ACTIVATION_FUNCTIONS[self.config.activation](before)
         self._saved["mlp", i] = x, before, hidden
-        return self._onto(base, self._contract[i], hidden, "mlp", i)
+        return self._onto(base, self._contract[i], hidden, ("mlp", i), out)
 
     def _mlp_backward(self, i: int, grad: Tensor) -> Tensor:
         x, before, hidden = self._saved["mlp", i]
         with self._drops.without(grad, ("mlp", i)):
-            d_hidden = self._contract[i].backward(grad, hidden)
+            d_hidden = self._contract[i].backward(hidden, grad)
         d_before = _ACTIVATION_BACKWARD[self.config.activation](d_hidden, before)
         self._drops.zero(d_before, ("hidden", i))
-        return self._expand[i].backward(d_before, x)
+        return self._expand[i].backward(x, d_before)
 
-    def _onto(self, base: Tensor, layer: Linear, x: Tensor, name: str, i: int) -> Tensor:
-        """Base + dropout(layer(x))."""
-        return self._drops.restore(layer.forward_onto(base, x), base, (name, i))
+    def _onto(self, base: Tensor, layer: Linear, x: Tensor, place: Place, out: Tensor) -> Tensor:
+        """Base + dropout(layer(x)), in ``out``, which may be ``base``, or in memory of its own."""
+        kept = self._drops.taken(base, place)
+        return self._drops.put(layer.forward_onto(base, x, out), kept, place)

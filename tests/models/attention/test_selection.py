@@ -53,7 +53,7 @@ def naive_heavy_hitters(q, keys, k, scale, valid):
 
 @pytest.mark.processor
 @pytest.mark.parametrize("padded", [False, True])
-def test_of_many_keys_in_single_precision_none_better_is_left_out_but_by_rounding(padded):
+def test_of_many_keys_in_single_precision_none_better_is_left_out_but_by_rounding(padded, through_onednn):
     """At sizes at which oneDNN makes the products."""
     length, width, k, scale = 300, 32, 5, 0.3
     q, keys = torch.randn(2, 2, 2, length, width)
