@@ -1,6 +1,6 @@
 """From a path to a model with everything known about it."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -171,6 +171,24 @@ def load(path: str | Path, config: Mapping[str, Any] | None = None) -> LoadedMod
     """
     with torch.random.fork_rng(devices=[]):  # modules draw weights before they get theirs
         return _load(path, config)
+
+
+def load_all(models: Iterable[str | Path | LoadedModel], config: Mapping[str, Any] | None) -> list[LoadedModel]:
+    """Load several models, as :func:`load` does; those that are loaded already stay as they are.
+
+    Args:
+        models: paths, or loaded models.
+        config: of checkpoints of the paper's code among them; None: their names say it.
+
+    Raises:
+        InputError: what :func:`load` raises; if there is a ``config`` and none of them is of the paper's code.
+    """
+    loaded = [model if isinstance(model, LoadedModel) else load(model, config) for model in models]
+    if config is not None and not any(model.source == "paper code" for model in loaded):
+        raise InputError(
+            f"--config describes checkpoints of the paper's code, and {loaded[0].path} is none: leave it out."
+        )
+    return loaded
 
 
 def _load(path: str | Path, config: Mapping[str, Any] | None) -> LoadedModel:

@@ -36,12 +36,12 @@ def info(
 
     from rich.table import Column, Table
 
-    from semdiag.capturing.loading import describe, load
+    from semdiag.capturing.loading import describe, load_all
     from semdiag.commands.measuring import read_config
     from semdiag.findings.strict_json import json_ready, schema
     from semdiag_models.tasks import perplexity
 
-    loaded = load(model, read_config(config))
+    (loaded,) = load_all([model], read_config(config))
     last = {name: column[-1] for name, column in loaded.history.items() if column}
     training = loaded.training.to_dict() if loaded.training is not None else {}
     text = training.pop("text", None)

@@ -149,7 +149,8 @@ def measured(
         more_stages: of each model besides the clean pass and the plans of the conditions.
         against: a model that all are compared with; it is measured last.
         typed: names of the options that the user gave. Without ``samples`` all models are measured on no more
-            than the run that held out fewest; with ``k`` one of them must attend to every key.
+            than the run that held out fewest, and on all of given inputs; with ``k`` one of them must attend to
+            every key.
 
     Returns:
         On what was measured, with the command in its provenance.
@@ -177,6 +178,8 @@ def measured(
     fewer = "samples" not in typed and conditions.inputs is None and held_out < conditions.samples
     if fewer:
         conditions = replace(conditions, samples=held_out)
+    elif "samples" in typed:
+        conditions = replace(conditions, first=conditions.samples)
     stages = len(paths) * (1 + len(conditions.plans) + more_stages)
     with Stages("measuring", stages, quiet) as bar:
         found = (run or survey)(paths, conditions, bar.announce, bar.advance)

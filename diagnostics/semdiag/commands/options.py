@@ -43,7 +43,8 @@ Inputs = Annotated[
 Samples = Annotated[
     int,
     typer.Option(
-        help="How many default inputs. More than a run held out are refused; the default is then lowered.",
+        help="How many inputs. More than a run held out are refused, and the default is then lowered; of "
+        "--inputs the default is all.",
         rich_help_panel=_MEASURE,
     ),
 ]

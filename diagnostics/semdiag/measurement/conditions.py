@@ -29,6 +29,7 @@ class Conditions:
 
     inputs: Path | None = None  # token ids, or text (.txt); None: each checkpoint's own held-out samples
     samples: int = 500  # of the default inputs, of inputs of unknown length, and windows of a text
+    first: int | None = None  # samples of inputs that are given, or came with a model; None: all of them
     batch_size: int = 100
     device: str = "auto"
     dtype: str = "auto"  # or a key of DTYPES; see decided()
@@ -49,6 +50,8 @@ class Conditions:
                 raise InputError(f"{name} must be at least 1. Got {getattr(self, name)}.")
             if getattr(self, name) > _MOST:
                 raise InputError(f"{name} must be at most {_MOST}. Got {getattr(self, name)}.")
+        if self.first is not None and self.first < 1:
+            raise InputError(f"first must be at least 1. Got {self.first}.")
         if self.dtype not in {"auto", *DTYPES}:
             raise InputError(f"dtype must be auto, float32 or float64. Got {self.dtype!r}.")
         for plan in self.plans:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from semdiag.capturing.batches import Batch, each, first_samples, longest, samples_of, split
 from semdiag.capturing.inputs import read_batches, read_inputs
-from semdiag.capturing.loading import LoadedModel, load
+from semdiag.capturing.loading import LoadedModel, load_all
 from semdiag.measurement.calls.scored_rows import NotAvailableError
 from semdiag.measurement.conditions import DTYPES, Conditions
 from semdiag.measurement.measure import measure
@@ -46,7 +46,7 @@ def survey(
         InputError: if a model or the inputs cannot be used, or no query has enough keys.
     """
     # All are loaded before the first is measured: a wrong path should not cost minutes.
-    loaded = [m if isinstance(m, LoadedModel) else load(m, conditions.config) for m in models]
+    loaded = load_all(models, conditions.config)
     device = find_device(conditions.device)
     conditions = conditions.decided(loaded, device)
     if device.type == "mps" and conditions.dtype == "float64":  # which it does not know
@@ -126,15 +126,15 @@ def _inputs(model: LoadedModel, conditions: Conditions) -> tuple[list[Batch], Te
     """Batches, labels, and where they come from."""
     given, size = conditions.inputs, conditions.batch_size
     if given is not None and model.external:
-        return read_batches(given, model, size), None, f"{given} (given)"
+        return _cut(read_batches(given, model, size), conditions.first, f"{given} (given)")
     if given is not None and given.suffix == ".txt":
         tokens, labels, source = model.text_inputs(given, conditions.samples, conditions.seed)
         return split(tokens, size), labels, source
     if given is not None:
-        return split(read_inputs(given), size), None, f"{given} (given)"
+        return _cut(split(read_inputs(given), size), conditions.first, f"{given} (given)")
     if model.batches is not None:
         if _counted(model.batches):
-            return split(model.batches, size), None, "came with the model"
+            return _cut(split(model.batches, size), conditions.first, "came with the model")
         first = list(first_samples(each(model.batches, size), conditions.samples))  # there may be no end of them
         return first, None, f"came with the model, the first {sum(map(samples_of, first))} samples"
     if model.external:
@@ -144,6 +144,16 @@ def _inputs(model: LoadedModel, conditions: Conditions) -> tuple[list[Batch], Te
         )
     tokens, labels, source = model.default_inputs(conditions.samples, conditions.seed)
     return split(tokens, size), labels, source
+
+
+def _cut(batches: list[Batch], first: int | None, source: str) -> tuple[list[Batch], None, str]:
+    """The first samples of inputs without labels, and where they come from."""
+    held = sum(map(samples_of, batches))
+    if first is None or first == held:
+        return batches, None, source
+    if first > held:
+        raise InputError(f"There are only {held} samples of inputs ({source}). Got samples={first}.")
+    return list(first_samples(batches, first)), None, f"{source}, the first {first} of {held}"
 
 
 def _counted(batches: Any) -> bool:

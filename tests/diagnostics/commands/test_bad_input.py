@@ -165,6 +165,7 @@ def test_cuda_where_there_is_none(refusal, here, tiny_runs, command):
         (["--config", "nowhere.json"], "--config nowhere.json does not exist."),
         (["--config", "broken.json"], "--config broken.json cannot be read as JSON"),
         (["--config", "list.json"], "--config list.json must hold a JSON object. Got list."),
+        (["--config", "idle.json"], "--config describes checkpoints of the paper's code, and"),
         (["--out", "broken.json"], "broken.json"),
         (["--out", "broken.json/below"], "broken.json"),
     ],
@@ -173,6 +174,7 @@ def test_cuda_where_there_is_none(refusal, here, tiny_runs, command):
 def test_options_of_commands_that_write(refusal, here, untouched, tiny_runs, command, words, message):
     (here / "broken.json").write_text("{")
     (here / "list.json").write_text("[1]")
+    (here / "idle.json").write_text("{}")
     untouched()
     assert message in refusal(command, tiny_runs.full, "--samples", 4, *words)
 

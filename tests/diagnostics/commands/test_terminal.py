@@ -225,6 +225,15 @@ def test_a_mistyped_run_is_told_the_nearest(refusal, here):
         assert refusal("dispersion", named) == f"{named} does not exist. Did you mean {run}?"
 
 
+def test_as_many_of_given_inputs_are_measured_as_are_asked_for(run_semdiag, refusal, here, tiny_runs):
+    np.save(here / "tokens.npy", np.zeros((5, 12), dtype=np.int64))
+    words = ("dispersion", tiny_runs.full, "--inputs", "tokens.npy", "--figures", "none")
+    for asked, measured in (((), 5), (("--samples", 2), 2)):
+        assert json.loads(run_semdiag(*words, *asked, "--json").out)["provenance"]["samples"] == measured
+    said = "There are only 5 samples of inputs (tokens.npy (given)). Got samples=6."
+    assert refusal(*words, "--samples", 6) == said
+
+
 def test_inputs_of_another_length_are_said(run_semdiag, here, tiny_runs):
     np.save(here / "short.npy", np.ones((2, 5), dtype=np.int64))
     few = ("--inputs", "short.npy", "--figures", "none", "--out", "out")

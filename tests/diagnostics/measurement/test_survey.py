@@ -47,6 +47,14 @@ def test_the_accuracy_is_that_of_the_training_history(tiny_runs, tiny_models):
     assert found.models["accuracy"].item() == pytest.approx(tiny_models[0].history["holdout_accuracy"][-1])
 
 
+def test_the_first_of_given_inputs_are_measured_where_a_number_is_said(tiny_runs, padded_inputs):
+    first = survey([tiny_runs.topk], Conditions(inputs=padded_inputs, first=1))
+    assert first.models["samples"].item() == 1
+    assert first.models["inputs"].item() == f"{padded_inputs} (given), the first 1 of 3"
+    with pytest.raises(InputError, match="There are only 3 samples of inputs"):
+        survey([tiny_runs.topk], Conditions(inputs=padded_inputs, first=4))
+
+
 def test_given_inputs_replace_the_held_out_samples(tiny_runs, padded_inputs):
     found = survey([tiny_runs.topk], Conditions(inputs=padded_inputs, samples=1))
     assert found.models["samples"].item() == found.provenance["samples"] == 3

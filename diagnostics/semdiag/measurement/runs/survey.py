@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from semdiag.capturing.loading import load
+from semdiag.capturing.loading import load_all
 from semdiag.measurement.conditions import DTYPES, Conditions
 from semdiag.measurement.measurements import Measurements
 from semdiag.measurement.runs.along import measure_along, snapshots_of
@@ -66,7 +66,7 @@ def convergence_survey(
     Raises:
         InputError: if none of them is a training run, or something cannot be measured.
     """
-    loaded = [load(path, conditions.config) for path in models]
+    loaded = load_all(models, conditions.config)
     runs = run_table(loaded)
     left_out = [model.path for model in loaded if model.path not in set(runs["model"])]
     if runs.empty:
