@@ -166,7 +166,7 @@ def test_evaluation_sees_every_sample_in_pieces(monkeypatch, tiny_model, tiny_tr
     sizes, logits = [], trainer.stack.logits
     monkeypatch.setattr(trainer.stack, "logits", lambda t, padded: sizes.append(t.shape[1]) or logits(t, padded))
     loss, accuracy = trainer.evaluate(trainer.holdout_split)
-    assert sizes == [1250, 1250, 500]
+    assert sizes == [625, 625, 625, 625, 500]
     with torch.no_grad():
         logits = trainer.encoder(trainer.holdout_split.tokens)
     assert loss == pytest.approx(float(F.cross_entropy(logits, trainer.holdout_split.labels)), rel=1e-5)
