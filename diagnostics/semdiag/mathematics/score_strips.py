@@ -123,8 +123,7 @@ class Scores:
         shared = self.q.shape[1] // self.k.shape[1]
         k = self.k[b, h.start // shared : h.stop // shared, :seen].flatten(0, 1)
         q = self.q[b, h, r] if places is None else rows_of(self.q[b, h], places)
-        q = torch.mul(q, self.scale, out=q.new_empty(q.shape)).view(len(k), -1, self.q.shape[3])
-        _product_(scores.view(len(k), -1, seen), q, k)
+        _product_(scores.view(len(k), -1, seen), q.reshape(len(k), -1, self.q.shape[3]), k, self.scale)
         if self.softcap is not None:
             scores.div_(self.softcap).tanh_().mul_(self.softcap)
         bias, allowed = (_part(values, b, h, r, seen, places) for values in (self.bias, self.allowed))
@@ -154,13 +153,13 @@ class Scores:
         return counted if self.queries is None else counted & rows_of(self.queries[b, None, :, None], places)
 
 
-def _product_(out: Tensor, q: Tensor, k: Tensor) -> None:
-    """Write q kᵀ: (n, r, D), (n, Lk, D) -> (n, r, Lk)."""
+def _product_(out: Tensor, q: Tensor, k: Tensor, scale: float) -> None:
+    """Write scale · q kᵀ: (n, r, D), (n, Lk, D) -> (n, r, Lk)."""
     if products.takes(q[0], k[0]):
-        for rows, keys, scores in zip(q, k, out, strict=True):
+        for rows, keys, scores in zip(q * scale, k, out, strict=True):
             scores.copy_(products.linear(rows, keys))
     else:
-        torch.bmm(q, k.transpose(1, 2), out=out)
+        torch.baddbmm(out, q, k.transpose(1, 2), beta=0, alpha=scale, out=out)
 
 
 def _part(values: Tensor | None, b: slice, h: slice, r: slice, seen: int, places: Tensor | None) -> Tensor | None:
