@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import pandas as pd
 import torch
@@ -11,6 +11,9 @@ from torch import Tensor
 from semdiag.capturing.batches import Batch, first_samples
 from semdiag.capturing.loading import LoadedModel
 from semdiag.measurement.table import Table
+from semdiag_models import InputError
+
+P = TypeVar("P")
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,3 +101,28 @@ class Probe:
     steps: Callable[[Any], int] = lambda plan: 0
     provenance: Callable[[Any, int, int], dict[str, Any]] = _none
     draws: bool = False
+
+
+def plan_of(kind: type[P], plan: P | None) -> P:
+    """What is asked of a probe; by default the defaults of its plan.
+
+    Args:
+        kind: of plan that the probe takes.
+        plan: what was given; None: the default.
+
+    Raises:
+        InputError: if it is another probe's.
+
+    Example:
+        >>> from dataclasses import dataclass
+        >>> @dataclass(frozen=True)
+        ... class Plan:
+        ...     draws: int = 5
+        >>> plan_of(Plan, None)
+        Plan(draws=5)
+    """
+    if plan is None:
+        return kind()
+    if not isinstance(plan, kind):
+        raise InputError(f"The plan must be a {kind.__name__}. Got {plan!r}.")
+    return plan

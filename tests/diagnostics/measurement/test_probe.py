@@ -8,17 +8,19 @@ import pytest
 import torch
 from torch import nn
 
+import semdiag
 from semdiag.capturing.batches import split
 from semdiag.capturing.loading import LoadedModel
 from semdiag.measurement.calls.scored_rows import NotAvailableError
 from semdiag.measurement.conditions import Conditions
 from semdiag.measurement.probe import Probe, Subject
 from semdiag.measurement.probes.bounds.probe import BoundsPlan
-from semdiag.measurement.probes.k_sweep import KSweepPlan
+from semdiag.measurement.probes.k_sweep import KSweepPlan, k_sweep
 from semdiag.measurement.probes.loss.landscape import LandscapePlan
 from semdiag.measurement.probes.loss.lipschitz import LipschitzPlan
-from semdiag.measurement.probes.noise.masks import NoisePlan
+from semdiag.measurement.probes.noise.masks import NoisePlan, mask_stability
 from semdiag.measurement.probes.noise.secants import SecantsPlan
+from semdiag.measurement.probes.overlap import mask_overlap
 from semdiag.measurement.probes.registry import PROBES
 from semdiag.measurement.schema import OPTIONAL
 from semdiag.measurement.survey import survey
@@ -263,3 +265,15 @@ def test_a_plan_says_the_same_twice(probe, tiny_models):
     one, again = (measured(probe, subject_of(tiny_models[0])) for _ in range(2))
     for name, table in one.items():
         pd.testing.assert_frame_equal(table, again[name])
+
+
+@pytest.mark.parametrize("function", [k_sweep, mask_stability, mask_overlap])
+def test_a_plan_of_another_probe_is_refused_by_name(function, tiny_models):
+    with pytest.raises(InputError, match=r"^The plan must be a \w+Plan\. Got BoundsPlan"):
+        function(tiny_models[0], torch.zeros(1, 4, dtype=torch.int64), plan=BoundsPlan())
+
+
+def test_what_is_no_module_cannot_be_captured():
+    refused = pytest.raises(InputError, match=r"^A capture watches a torch\.nn\.Module\. Got int\.$")
+    with refused, semdiag.capture(3):
+        pass

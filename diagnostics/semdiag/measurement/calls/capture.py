@@ -23,6 +23,7 @@ from semdiag.measurement.calls.batch_rows import folded, rows_per_sample
 from semdiag.measurement.calls.counted_rows import counted_rows
 from semdiag.measurement.calls.layers import Layers, remarks_table, skipped_table
 from semdiag.measurement.calls.query_draws import QueryDraws
+from semdiag_models import InputError
 
 LARGEST_K = 32
 
@@ -246,8 +247,8 @@ def capture(
         The calls, which fill as the model runs.
 
     Raises:
-        InputError: if k or the seed is no whole number of at least 0, ``queries`` none of at least 2, or ``real``
-            no tensor of two axes.
+        InputError: if the model is no module, k or the seed no whole number of at least 0, ``queries`` none of at
+            least 2, or ``real`` no tensor of two axes.
 
     Example:
         >>> from semdiag_models import Encoder, ModelConfig
@@ -259,6 +260,8 @@ def capture(
         0     0  blocks.0.attention.core      0     0      0     4  2
         1     0  blocks.0.attention.core      0     0      1     4  2
     """
+    if not isinstance(model, nn.Module):
+        raise InputError(f"A capture watches a torch.nn.Module. Got {type(model).__name__}.")
     whole_number(k, "k", 0)
     whole_number(seed, "seed", 0)
     calls = Calls(k, QueryDraws(queries, seed))

@@ -14,7 +14,7 @@ from semdiag.capturing.loading import LoadedModel
 from semdiag.measurement.calls.query_draws import QueryDraws
 from semdiag.measurement.calls.running import running, unnamed
 from semdiag.measurement.percentiles import percentiles
-from semdiag.measurement.probe import Probe, Subject
+from semdiag.measurement.probe import Probe, Subject, plan_of
 from semdiag.measurement.probes.budget_search import halves, search
 from semdiag.measurement.probes.key_budgets import BUDGET_TABLE
 from semdiag.measurement.probes.rerun import NO_MASK, RERUN_TABLE, TOP_K, masks_of, rerun, rerun_ks
@@ -159,7 +159,7 @@ def k_sweep_tables(
             :func:`~semdiag.measurement.probes.rerun.rerun` and
             :func:`~semdiag.measurement.probes.budget_search.search` raise.
     """
-    plan = KSweepPlan() if plan is None else plan
+    plan = plan_of(KSweepPlan, plan)
     loaded = model if isinstance(model, LoadedModel) else unnamed(model)
     found = {table.name: table.empty() for table in _TABLES}
     if not loaded.external and loaded.encoder.config.attention not in SCORED:

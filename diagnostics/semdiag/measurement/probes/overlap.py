@@ -18,7 +18,7 @@ from semdiag.capturing.loading import LoadedModel
 from semdiag.measurement.calls.batch_rows import check_rows
 from semdiag.measurement.calls.running import running, unnamed
 from semdiag.measurement.calls.scored_rows import scored_rows
-from semdiag.measurement.probe import Probe, Subject
+from semdiag.measurement.probe import Probe, Subject, plan_of
 from semdiag.measurement.table import Table
 from semdiag_models import InputError
 
@@ -91,7 +91,7 @@ def mask_overlap(
         >>> table[["kind", "layer", "other_layer", "queries", "jaccard"]].values.tolist()[0]
         ['pair', 0, 1, 8, 1.0]
     """
-    plan = OverlapPlan() if plan is None else plan
+    plan = plan_of(OverlapPlan, plan)
     loaded = model if isinstance(model, LoadedModel) else unnamed(model)
     dense = loaded.external or loaded.encoder.config.attention in DENSE
     kept = _Kept(plan.k if dense else None)

@@ -17,7 +17,7 @@ from semdiag.capturing.loading import LoadedModel
 from semdiag.mathematics.mask_stability import predicted_agreement
 from semdiag.mathematics.predicted_classes import predicted_classes
 from semdiag.measurement.calls.running import running, unnamed
-from semdiag.measurement.probe import Probe, Subject
+from semdiag.measurement.probe import Probe, Subject, plan_of
 from semdiag.measurement.probes.noise.embeddings import noisy_embeddings
 from semdiag.measurement.probes.noise.mask_rows import RowChanges, Selection, Workspace, row_changes, selection_of
 from semdiag.measurement.probes.noise.secants import (
@@ -131,7 +131,7 @@ def mask_stability(
         >>> masks[["query", "kept", "agreement"]].values.tolist()[0], len(effects)
         ([0.0, 2.0, 1.0], 1)
     """
-    plan = NoisePlan() if plan is None else plan
+    plan = plan_of(NoisePlan, plan)
     loaded = model if isinstance(model, LoadedModel) else unnamed(model)
     copies = len(plan.levels) * plan.draws
     cut = split(tokens, max(1, round(batch_size / (1 + copies))))
