@@ -69,8 +69,9 @@ def test_nothing_is_drawn_without_a_pair(name, model, theory):
 def test_stability_curves_show_both_forms_where_they_cross_and_secants_below(known):
     figure = FIGURES["stability_curves"](Findings(known))
     panels = shown(figure)
-    assert [ax.get_title(loc="left") for ax in panels] == ["n = 8 keys"]  # no panel without a measured row
-    for ax, keys in zip(panels, (8,), strict=True):
+    # 8 of full attention, 3 of the fixed masks; no panel without a measured row
+    assert [ax.get_title(loc="left") for ax in panels] == ["n = 3 keys", "n = 8 keys"]
+    for ax, keys in zip(panels, (3, 8), strict=True):
         assert (ax.get_xscale(), ax.get_yscale(), ax.get_xlabel()) == ("log", "log", "dispersion δ (nats)")
         delta, sound = line(ax, "sound: ξ*(δ, n)").get_data()
         assert sound == pytest.approx(fixed_mask_stability(delta.tolist(), keys).log_value.exp().numpy())
@@ -78,9 +79,11 @@ def test_stability_curves_show_both_forms_where_they_cross_and_secants_below(kno
         low = paper < 10
         assert paper[low] == pytest.approx(np.exp(delta[low]) / keys)
     assert panels[0].get_ylabel() == "‖p − p′‖₁ / ‖z − z′‖₁ (per nat)"
-    points = panels[0].lines[-1].get_xydata()
-    assert len(points) == len(known.secants[known.secants["model"].str.contains("full")])
-    assert np.unique(points[:, 1]) == pytest.approx([0.02])
+    for ax, kinds in zip(panels, ("banded|block", "full"), strict=True):
+        points = np.concatenate([found.get_xydata() for found in ax.lines if found.get_markersize() == 2])
+        assert len(points) == min(300, known.secants["model"].str.contains(kinds).sum())
+        assert np.unique(points[:, 1]) == pytest.approx([0.02])
+    assert legend(figure)[-3:] == ["banded, measured", "block-local, measured", "full, measured"]
     assert "input noise 1 % of each embedded token's RMS, 6 samples per model" in words(figure)
 
 
@@ -88,10 +91,24 @@ def test_stability_curves_draw_few_points_and_the_closest_one(known):
     secants = known.secants.loc[known.secants.index.repeat(20)].reset_index(drop=True)
     closest = secants.index[secants["model"].str.contains("full")][0]
     secants.loc[closest, "weight_change"] = 0.05 * secants.loc[closest, "score_change"]
-    (ax, *_) = shown(FIGURES["stability_curves"](Findings(known.replace(secants=secants))))
-    points = ax.lines[-1].get_xydata()
+    *_, ax = shown(FIGURES["stability_curves"](Findings(known.replace(secants=secants))))
+    (points,) = (found.get_xydata() for found in ax.lines if found.get_markersize() == 2)
     assert len(points) == 300
     assert points[:, 1].max() == pytest.approx(0.05)
+
+
+def test_stability_curves_draw_every_row_above_the_papers_form(known):
+    secants = known.secants.loc[known.secants.index.repeat(20)].reset_index(drop=True)
+    few = secants.index[secants["model"].str.contains("banded")][:4]
+    secants.loc[few, "dispersion"] = 0.1  # e^0.1 / 3 = 0.368, and the sound constant is larger
+    secants.loc[few, "weight_change"] = 0.38 * secants.loc[few, "score_change"]
+    ax, _ = shown(FIGURES["stability_curves"](Findings(known.replace(secants=secants))))
+    assert "4 above the paper's form" in ax.get_title(loc="left") + words(ax.figure)
+    (marked,) = [
+        found.get_ydata() for found in ax.lines if found.get_markersize() == 4.5 and len(found.get_xdata())
+    ]
+    assert marked == pytest.approx([0.38] * 4)
+    assert "above the paper's form" in legend(ax.figure)
 
 
 def test_response_by_layer_marks_the_mean_of_every_model(known):

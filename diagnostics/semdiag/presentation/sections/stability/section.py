@@ -30,12 +30,12 @@ _QUESTIONS = (
                 stability_curves,
                 "Constant ξ of a softmax row against its dispersion δ for the commonest numbers of keys, "
                 "logarithmic axes, "
-                "in the paper's form and the sound one, with measured secants of full attention below: "
+                "in the paper's form and the sound one, with measured secants of full attention and fixed masks: "
                 "{models}.",
                 "Every point, a measured change of attention over the change of its scores, must lie below the"
                 " solid curve, the smallest constant that holds for all rows of that δ. Where the paper's "
-                "dashed curve lies below it (shaded) it is no upper bound, even if no point here exceeds it; "
-                "further right it grows without end while the sound constant stays at ½.",
+                "dashed curve lies below it (shaded) it is no upper bound, even if no point exceeds it; those "
+                "that do are ringed. Further right it grows without end while the sound constant stays at ½.",
             ),
             Shown(
                 attention_response,

@@ -8,7 +8,7 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from semdiag.capturing.attention_kinds import DENSE
+from semdiag.capturing.attention_kinds import DENSE, FIXED_MASKS
 from semdiag.findings.findings import Findings
 from semdiag.mathematics.paper_stability import paper_fixed_mask_stability, paper_form_threshold
 from semdiag.mathematics.softmax_stability import fixed_mask_stability
@@ -16,6 +16,7 @@ from semdiag.measurement.probes.noise.softmax_bounds import with_bounds
 from semdiag.presentation.drawing.noise import noise_facts
 from semdiag.presentation.drawing.panels import NothingToDrawError
 from semdiag.presentation.drawing.style import (
+    ATTENTION_STYLES,
     FAINT,
     INK,
     attention_style,
@@ -27,8 +28,8 @@ from semdiag.presentation.drawing.style import (
     title_with_facts,
 )
 
-_MOST = 3  # numbers of keys, the commonest
 POINTS = 300
+_EXCEEDING = 50
 _RANGE = (0.1, 100.0)
 _TOP, _FLOOR = 10.0, 1e-5
 _SHADE = "#f6dcc3"
@@ -36,21 +37,26 @@ _SHADE = "#f6dcc3"
 
 @paper_style
 def stability_curves(findings: Findings) -> Figure:
-    """Draw ξ = e^δ/n and ξ*(δ, n) against δ for the numbers of keys that full models have, and their secants.
+    """Draw ξ = e^δ/n and ξ*(δ, n) against δ for the numbers of keys that rows have, and their secants.
+
+    The rows are those of full attention and of fixed masks, of which these forms of ξ speak.
 
     Args:
-        findings: with secants of full-attention models.
+        findings: with secants of such models.
 
     Returns:
-        One panel per number of keys: the commonest of the measured full models, at most three.
+        One panel per number of keys, at most three: the two commonest, and that with the most rows above the
+        paper's form, or the third commonest.
 
     Raises:
-        NothingToDrawError: if no secant of a full model was measured.
+        NothingToDrawError: if no secant of such a model was measured.
     """
-    rows = _full_rows(findings)
+    rows = _rows(findings)
     if rows.empty:
-        raise NothingToDrawError("No secant of a full-attention model was measured.")
-    panels = sorted(int(keys) for keys in rows["kept"].value_counts().index[:_MOST])
+        raise NothingToDrawError("No secant of full attention or of a fixed mask was measured.")
+    common, exceeding = (some["kept"].value_counts().index for some in (rows, rows[rows["above"]]))
+    third = exceeding[:1] if len(exceeding) else common[2:3]
+    panels = sorted({int(keys) for keys in [*common[:2], *third]})
     figure, axes = panel_grid(len(panels), height=3.0)
     for ax, keys in zip(axes, panels, strict=True):
         _draw_curves(ax, keys)
@@ -59,19 +65,22 @@ def stability_curves(findings: Findings) -> Figure:
     return finished(
         figure,
         f"{noise_facts(findings, rows)}; at most {POINTS} points per panel."
-        "\nThe five measured secants closest to ξ* are always drawn. No row exceeds ½ (dotted): a constant above "
-        "it says nothing.",
+        "\nThose above the paper's form and the five closest to ξ* are always drawn. No row exceeds ½ (dotted): a "
+        "constant above it says nothing.",
     )
 
 
-def _full_rows(findings: Findings) -> pd.DataFrame:
-    """Secants of all full models beside ξ, those with a change to show."""
-    measurements = findings.measurements
-    full = measurements.models[measurements.models["attention"].isin(DENSE)]["model"]
-    rows = with_bounds(measurements.secants[measurements.secants["model"].isin(list(full))], "full")
-    moved = (rows["secant"] > 0) & (rows["dispersion"] > 0) & np.isfinite(rows["ln_sound"])
-    shown: pd.DataFrame = rows[moved]
-    return shown
+def _rows(findings: Findings) -> pd.DataFrame:
+    """Secants of full attention and of fixed masks beside ξ, those with a change to show; full attention first."""
+    measurements, parts = findings.measurements, []
+    models = measurements.models[measurements.models["attention"].isin(FIXED_MASKS)]
+    for model, attention in zip(models["model"], models["attention"], strict=True):
+        own = with_bounds(measurements.secants[measurements.secants["model"] == model], attention)
+        moved = (own["secant"] > 0) & (own["dispersion"] > 0) & np.isfinite(own["ln_sound"])
+        kind = "full" if attention in DENSE else attention
+        parts.append(own[moved].assign(attention=kind, above=np.log(own["secant"]) > own["ln_paper"]))
+    rows: pd.DataFrame = pd.concat(parts, ignore_index=True) if parts else pd.DataFrame()
+    return rows
 
 
 def _draw_curves(ax: Axes, keys: int) -> None:
@@ -89,19 +98,32 @@ def _draw_curves(ax: Axes, keys: int) -> None:
 
 
 def _draw_points(ax: Axes, keys: int, rows: pd.DataFrame) -> None:
-    style = attention_style("full")
-    ax.plot(
-        [], [], marker="o", color=style.color, linestyle="none", markersize=4, label="full attention, measured"
-    )
     threshold = paper_form_threshold(torch.tensor([keys])).item()
     facts = [f"paper form below the sound one for δ < {threshold:.2f}"] if threshold else []
-    facts.append(f"{len(rows):,} measured pairs of rows")
+    facts.append(f"{len(rows):,} measured pairs of rows, {rows['above'].sum():,} above the paper's form")
     title_with_facts(ax, f"n = {keys} keys", facts)
-    closest = (np.log(rows["secant"]) - rows["ln_sound"]).nlargest(5).index
-    others = rows.drop(index=closest)
-    chosen = others.sample(min(POINTS - len(closest), len(others)), random_state=0).index.union(closest)
+    excess = np.log(rows["secant"]) - rows["ln_paper"]
+    always = (np.log(rows["secant"]) - rows["ln_sound"]).nlargest(5).index
+    always = always.union(excess[rows["above"]].nlargest(_EXCEEDING).index)
+    others = rows.drop(index=always)
+    chosen = others.sample(min(POINTS - len(always), len(others)), random_state=0).index.union(always)
     points = rows.loc[chosen]
-    ax.plot(
-        points["dispersion"], points["secant"].clip(lower=_FLOOR), marker="o", markersize=2, markeredgewidth=0,
-        color=lightened(style.color, 0.2), linestyle="none", zorder=3,
-    )  # fmt: skip
+    kinds = [kind for kind in ATTENTION_STYLES if kind in set(points["attention"])]
+    for kind in kinds:
+        style, own = attention_style(kind), points[points["attention"] == kind]
+        ax.plot([], [], marker=style.marker, color=style.color, linestyle="none", markersize=4,
+                label=f"{style.name}, measured")  # fmt: skip
+        ax.plot(
+            own["dispersion"], own["secant"].clip(lower=_FLOOR), marker=style.marker, markersize=2,
+            markeredgewidth=0, color=lightened(style.color, 0.2), linestyle="none", zorder=3,
+        )  # fmt: skip
+        above = own[own["above"]]
+        ax.plot(
+            above["dispersion"], above["secant"], marker=style.marker, markersize=4.5, markeredgecolor=INK,
+            markeredgewidth=0.9, color=style.color, linestyle="none", zorder=4,
+        )  # fmt: skip
+    if points["above"].any():
+        ax.plot(
+            [], [], marker="o", markersize=4.5, markerfacecolor="none", markeredgecolor=INK, linestyle="none",
+            label="above the paper's form",
+        )  # fmt: skip
