@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 
 import numpy as np
+import pandas as pd
 
 from semdiag.capturing.attention_kinds import DENSE, FIXED_MASKS, external
 from semdiag.findings.convergence import epochs_to
@@ -202,17 +203,31 @@ def bounds_glance(findings: Findings) -> Glance:
 
 
 def masks_glance(findings: Findings) -> Glance:
-    """How many masks stay the same under the middle noise level."""
+    """How many masks stay the same under the middle noise level: models' own, and those that they would have."""
     table = findings(mask_table)
     table = table[table["layer"] == ALL]
     if table.empty:
         return Glance(Answer.OPEN, "0 models", "have a mask that depends on the input")
     levels = sorted(table["level"].unique())
     rows = table[table["level"] == levels[len(levels) // 2]]
+    kinds = findings.measurements.models.set_index("model")["attention"]
+    without = rows["model"].map(kinds).isin(DENSE)
+    own, supposed = rows[~without], rows[without]
+    noise = f"stay the same under noise of {levels[len(levels) // 2]:g}"
+    chosen = f"that top-{findings.measurements.provenance['mask_noise']['k']} would choose"
     certified, changed = int(table["certified_rows"].sum()), int(table["certified_changed"].sum())
-    words = f"of the masks of {_models(len(rows))} stay the same under noise of {levels[len(levels) // 2]:g}"
-    span = _span(list(rows["exact"]), percent)
-    return Glance(Answer.MEASURED, f"{span} %", f"{words}; {changed:,} of {certified:,} certified ones changed")
+    tail = f"{changed:,} of {certified:,} certified ones changed"
+    if own.empty:
+        return Glance(
+            Answer.MEASURED, _share(supposed), f"of the masks {chosen} in {_models(len(supposed))} {noise}; {tail}"
+        )
+    if len(supposed):
+        tail = f"{_share(supposed)} of those {chosen} in {_models(len(supposed))} without a mask; {tail}"
+    return Glance(Answer.MEASURED, _share(own), f"of the masks of {_models(len(own))} {noise}; {tail}")
+
+
+def _share(masks: pd.DataFrame) -> str:
+    return f"{_span(list(masks['exact']), percent)} %"
 
 
 def measured_glance(*tables: str) -> Callable[[Findings], Glance]:

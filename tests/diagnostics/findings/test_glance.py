@@ -9,12 +9,14 @@ from semdiag.findings.glance import (
     Answer,
     dispersion_glance,
     learning_glance,
+    masks_glance,
     measured_glance,
     separation_glance,
     stability_glance,
     within_glance,
 )
 from semdiag.measurement.conditions import Conditions
+from semdiag.measurement.probes.noise.masks import NoisePlan
 from semdiag.measurement.probes.noise.secants import SecantsPlan
 from semdiag.measurement.survey import survey
 
@@ -110,3 +112,22 @@ def test_the_weight_kept_counts_queries_with_more_keys(pair):
 
 def test_what_has_no_one_number_says_of_how_many_models(pair):
     assert measured_glance("secants")(Findings(pair)).number == "2 of 2 models"
+
+
+def test_masks_that_a_model_has_and_those_it_would_have_are_told_apart(tiny_runs):
+    full, topk = tiny_runs.full, tiny_runs.topk
+    of_both, of_full = (
+        survey(runs, Conditions(samples=6, plans=(NoisePlan((0.01,), draws=2, k=3),)))
+        for runs in ([full, topk], [full])
+    )
+    exact = of_both.masks["model"].map(lambda model: 0.5 if "full" in model else 0.25)
+    both = masks_glance(Findings(of_both.replace(masks=of_both.masks.assign(exact=exact.astype("float32")))))
+    assert (both.answer, both.number) == (Answer.MEASURED, "25 %")
+    assert both.words.startswith(
+        "of the masks of 1 model stay the same under noise of 0.01; 50 % of those that top-3 would choose in "
+        "1 model without a mask; 0 of "
+    )
+    alone = masks_glance(Findings(of_full))
+    assert alone.words.startswith(
+        "of the masks that top-3 would choose in 1 model stay the same under noise of 0.01; "
+    )
