@@ -130,7 +130,12 @@ def with_options(
 
         def with_shared(context: typer.Context, **given: Any) -> None:
             sources = {name: context.get_parameter_source(name) for name in given}
-            typed = frozenset(name for name, source in sources.items() if source and source.name == "COMMANDLINE")
+            # Before click 8.2 an argument that was left out came from the command line, too, as None.
+            typed = frozenset(
+                name
+                for name, source in sources.items()
+                if source and source.name == "COMMANDLINE" and given[name] is not None
+            )
             shared = Shared({name: given.pop(name) for name in names}, typed)
             command(**given, shared=shared)
 
