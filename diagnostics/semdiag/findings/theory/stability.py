@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
+from numpy.typing import NDArray
 
 from semdiag.capturing.attention_kinds import BOUNDED
 from semdiag.findings.findings import Findings
@@ -64,14 +65,11 @@ def stability_findings(findings: Findings) -> list[Finding]:
 
 def _secants(model: str, rows: pd.DataFrame, form: str, bound: str, distance: str) -> Finding:
     """Judge one form of ξ on the measured pairs of rows."""
-    log_bound, moved = rows[bound].to_numpy(), rows[distance].to_numpy()
-    change = rows["weight_change"].to_numpy()
-    fixed = rows["fixed_set"].to_numpy(bool)
-    not_met = ~(log_bound < math.inf) | (~fixed & ~(rows["separation"].to_numpy() > 0))
+    log_bound, fixed = rows[bound].to_numpy(), rows["fixed_set"].to_numpy(bool)
+    not_met, violated = _not_met(rows, bound), exceeding(rows, bound, distance)
     with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
-        promised = np.exp(log_bound) * moved
-        violated = ~not_met & (change > promised * (1 + _SLACK) + 1e-13)
-        factor = change / promised
+        promised = np.exp(log_bound) * rows[distance].to_numpy()
+        factor = rows["weight_change"].to_numpy() / promised
     trivial = np.full(len(rows), False)
     if distance == "score_change":  # where the set is fixed, ½ holds for any row
         trivial = (log_bound >= _LOG_HALF - 1e-12) & fixed & ~violated & ~not_met
@@ -90,6 +88,31 @@ def _secants(model: str, rows: pd.DataFrame, form: str, bound: str, distance: st
         numbers["below the sound form"] = int((rows["ln_paper"] < rows["ln_sound"] - 1e-12).sum())
     claim = SECANTS if distance == "score_change" else ROWS
     return Finding(model, claim, form, "all", of_rows(**counts), numbers, _note(rows, counts["not_met"]))
+
+
+def exceeding(rows: pd.DataFrame, bound: str, distance: str = "score_change") -> NDArray[np.bool_]:
+    """Which measured pairs of rows exceed a form of ξ, by more than rounding in float64.
+
+    Source: docs/theory.md#secants. Deviation: none.
+
+    Args:
+        rows: from :func:`~semdiag.measurement.probes.noise.softmax_bounds.with_bounds`.
+        bound: column with the logarithm of the form.
+        distance: column with what it multiplies.
+
+    Returns:
+        (rows,); false where the form's assumptions are not met.
+    """
+    with np.errstate(over="ignore", invalid="ignore"):
+        promised = np.exp(rows[bound].to_numpy()) * rows[distance].to_numpy()
+        above: NDArray[np.bool_] = rows["weight_change"].to_numpy() > promised * (1 + _SLACK) + 1e-13
+    return ~_not_met(rows, bound) & above
+
+
+def _not_met(rows: pd.DataFrame, bound: str) -> NDArray[np.bool_]:
+    fixed, apart = rows["fixed_set"].to_numpy(bool), rows["separation"].to_numpy() > 0
+    unknown: NDArray[np.bool_] = ~(rows[bound].to_numpy() < math.inf) | (~fixed & ~apart)
+    return unknown
 
 
 def _note(rows: pd.DataFrame, not_met: int) -> str:

@@ -6,6 +6,7 @@ import pandas as pd
 import pytest
 
 from semdiag.findings.findings import Findings
+from semdiag.findings.glance import exceeding_pairs
 from semdiag.findings.pairing import find_pairs
 from semdiag.findings.theory.corollary import corollary_table
 from semdiag.findings.theory.published import published_table
@@ -102,7 +103,9 @@ def test_stability_curves_draw_every_row_above_the_papers_form(known):
     few = secants.index[secants["model"].str.contains("banded")][:4]
     secants.loc[few, "dispersion"] = 0.1  # e^0.1 / 3 = 0.368, and the sound constant is larger
     secants.loc[few, "weight_change"] = 0.38 * secants.loc[few, "score_change"]
-    ax, _ = shown(FIGURES["stability_curves"](Findings(known.replace(secants=secants))))
+    findings = Findings(known.replace(secants=secants))
+    ax, _ = shown(FIGURES["stability_curves"](findings))
+    assert exceeding_pairs(findings)["paper"]["violated"] == 4
     assert "4 above the paper's form" in ax.get_title(loc="left") + words(ax.figure)
     (marked,) = [
         found.get_ydata() for found in ax.lines if found.get_markersize() == 4.5 and len(found.get_xdata())

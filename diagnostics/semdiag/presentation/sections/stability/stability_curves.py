@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 
 from semdiag.capturing.attention_kinds import DENSE, FIXED_MASKS
 from semdiag.findings.findings import Findings
+from semdiag.findings.theory.stability import exceeding
 from semdiag.mathematics.paper_stability import paper_fixed_mask_stability, paper_form_threshold
 from semdiag.mathematics.softmax_stability import fixed_mask_stability
 from semdiag.measurement.probes.noise.softmax_bounds import with_bounds
@@ -65,8 +66,8 @@ def stability_curves(findings: Findings) -> Figure:
     return finished(
         figure,
         f"{noise_facts(findings, rows)}; at most {POINTS} points per panel."
-        "\nThose above the paper's form and the five closest to ξ* are always drawn. No row exceeds ½ (dotted): a "
-        "constant above it says nothing.",
+        f"\nUp to {_EXCEEDING} above the paper's form and the five closest to ξ* are always drawn. No row "
+        "exceeds ½ (dotted): a constant above it says nothing.",
     )
 
 
@@ -78,7 +79,7 @@ def _rows(findings: Findings) -> pd.DataFrame:
         own = with_bounds(measurements.secants[measurements.secants["model"] == model], attention)
         moved = (own["secant"] > 0) & (own["dispersion"] > 0) & np.isfinite(own["ln_sound"])
         kind = "full" if attention in DENSE else attention
-        parts.append(own[moved].assign(attention=kind, above=np.log(own["secant"]) > own["ln_paper"]))
+        parts.append(own.assign(attention=kind, above=exceeding(own, "ln_paper"))[moved])
     rows: pd.DataFrame = pd.concat(parts, ignore_index=True) if parts else pd.DataFrame()
     return rows
 
