@@ -23,7 +23,7 @@ def report(
     redraw: Annotated[
         Path | None,
         typer.Option(
-            "--from", help="Draw the report from measurements saved by --keep-queries; no model is needed."
+            "--from", help="Draw a report that --keep-queries kept (its folder) anew; no model is needed."
         ),
     ] = None,
     keep_queries: Annotated[
@@ -69,7 +69,8 @@ def report(
         if vain := shared.typed - _REDRAWING:
             said = ", ".join(sorted(f"--{name.replace('_', '-')}" for name in vain))
             raise InputError(f"--from draws saved measurements as they are: leave {said} away.")
-        findings = Findings(Measurements.load(redraw))
+        whole = (redraw / "data" / "models.parquet").exists()  # a report's folder, not that of its data alone
+        findings = Findings(Measurements.load(redraw / "data" if whole else redraw))
     else:
         levels = measuring.positive_numbers(noise, "--noise")
         plans: tuple[Any, ...] = (

@@ -10,7 +10,7 @@ from semdiag.findings.counterfactuals import counterfactual_ks
 from semdiag.findings.findings import Findings
 from semdiag.findings.strict_json import records
 from semdiag.measurement.percentiles import percentiles, pooled_table
-from semdiag.measurement.table import ALL
+from semdiag.measurement.table import ALL, rows_of
 
 Percentiles = dict[str, float | int]
 
@@ -69,8 +69,7 @@ def _place_percentiles(findings: Findings, model: str, quantity: str) -> dict[Pl
         known = {place: own.iloc[at[0]] for place, at in places_of(own)}
         ordered = sorted(known, key=lambda place: (place[0] == ALL, place[0], place[1] == ALL, place[1]))
         return {place: known[place][list(percentiles([]))].to_dict() for place in ordered}
-    rows = _rows(findings, quantity)
-    rows = rows[rows["model"] == model]
+    rows = rows_of(_rows(findings, quantity), model)
     values = rows[quantity].to_numpy(np.float64)
     found = {place: percentiles(values[at]) for place, at in places_of(rows)}
     return found | {(ALL, ALL): percentiles(values)}

@@ -1,8 +1,9 @@
 """What a k-sweep says: its verdict, and the paper's conditions for every k."""
 
+from collections.abc import Mapping
 from dataclasses import asdict
+from typing import Any
 
-import numpy as np
 import pandas as pd
 import torch
 
@@ -10,7 +11,7 @@ from semdiag.findings.estimates import drawing, drawn
 from semdiag.findings.findings import Findings
 from semdiag.findings.rerun import change_table
 from semdiag.findings.sparse_verdict import sparse_verdict
-from semdiag.findings.strict_json import MODEL_FACTS, Summary, json_object
+from semdiag.findings.strict_json import MODEL_FACTS, Summary, json_object, records
 from semdiag.findings.theory.corollary import JUDGED_PERCENTILES, PAPER_PERCENTILES, separation_rounding
 from semdiag.mathematics.bounds.corollary import paper_input_condition, paper_weight_condition
 from semdiag.measurement.table import ALL
@@ -39,14 +40,14 @@ def condition_table(findings: Findings) -> pd.DataFrame:
     """
     rows = []
     for model, own in findings.measurements.sweep.groupby("model", sort=False):
-        pooled = own[own["layer"] == ALL].set_index(["quantity", "k"])
-        if ("dispersion", 0) not in pooled.index or model in drawn(findings):
+        pooled = {(str(row["quantity"]), row["k"]): row for row in records(own[own["layer"] == ALL])}
+        if ("dispersion", 0) not in pooled or model in drawn(findings):
             continue
-        full = _cuts(pooled, "dispersion", 0)
+        full = _cuts(pooled["dispersion", 0])
         rounding = separation_rounding(findings.measurements, str(model), float(full[-1]))
         for k in sorted(own.loc[own["quantity"] == "separation", "k"].unique()):
-            delta, load = _cuts(pooled, "dispersion", k), _cuts(pooled, "load", k) / int(k)
-            gap = _cuts(pooled, "separation", k, mirrored=True)
+            delta, load = _cuts(pooled["dispersion", k]), _cuts(pooled["load", k]) / int(k)
+            gap = _cuts(pooled["separation", k], mirrored=True)
             gap = torch.where(gap.isnan(), torch.inf, gap.where(gap.abs() > rounding, 0.0))
             sides = {
                 "W": paper_weight_condition(full, delta, gap),
@@ -60,9 +61,9 @@ def condition_table(findings: Findings) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=["model", "k", "percentile", "parameter", "left_side", "met"])
 
 
-def _cuts(pooled: pd.DataFrame, quantity: str, k: int, mirrored: bool = False) -> torch.Tensor:
+def _cuts(row: Mapping[Any, Any], mirrored: bool = False) -> torch.Tensor:
     names = [f"p{100 - p if mirrored else p}" for p in PAPER_PERCENTILES]
-    return torch.from_numpy(pooled.loc[[(quantity, k)]][names].to_numpy(np.float64)[0].copy())
+    return torch.tensor([row[name] for name in names], dtype=torch.float64)
 
 
 def conditions_met(findings: Findings, model: str) -> dict[int, int]:

@@ -6,6 +6,7 @@ are read (:func:`tail_levels`). How often the intervals hold the truth then: doc
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -85,17 +86,22 @@ def ratio_interval(
     def draw(sequences: _Sequences) -> NDArray[np.int64]:
         return np.bincount(rng.integers(sequences.count, size=sequences.count), minlength=sequences.count)
 
-    ratios = np.empty(resamples)
-    for i in range(resamples):
-        times = draw(above)
-        ratios[i] = _ratio(above, times, below, times if paired else draw(below), percentile)
-    once = np.ones(above.count, np.int64), np.ones(below.count, np.int64)
-    low, high = np.percentile(ratios, tail_levels(min(above.count, below.count), confidence))
-    return Interval(_ratio(above, once[0], below, once[1], percentile), float(low), float(high))
+    draws = [(times, times if paired else draw(below)) for times in (draw(above) for _ in range(resamples))]
+    every = np.ones(above.count, np.int64), np.ones(below.count, np.int64)  # the first: the estimate
+    tops, bottoms = (
+        side.percentiles(list(times), percentile)
+        for side, times in zip((above, below), zip(every, *draws, strict=True), strict=True)
+    )
+    ratios = np.divide(tops, bottoms, out=np.full(len(tops), np.nan), where=bottoms != 0)
+    low, high = np.percentile(ratios[1:], tail_levels(min(above.count, below.count), confidence))
+    return Interval(float(ratios[0]), float(low), float(high))
+
+
+_AT_ONCE = 2**21  # numbers that one step of resampling holds
 
 
 class _Sequences:
-    """The finite values of a quantity, sorted once, and the sequence each belongs to."""
+    """The finite values of a quantity, sorted once, and the sequence each belongs to; in chunks of equal size."""
 
     def __init__(self, rows: pd.DataFrame, quantity: str) -> None:
         if rows.empty:
@@ -104,23 +110,38 @@ class _Sequences:
         values = rows[quantity].to_numpy(np.float64)
         order = np.argsort(values, kind="stable")
         order = order[np.isfinite(values[order])]
-        self.count, self.values, self.owner = len(samples), values[order], owner[order]
+        self.count = len(samples)
+        chunks = max(1, min(math.isqrt(order.size), _AT_ONCE // self.count))
+        size = max(1, -(-order.size // chunks))
+        spare = chunks * size - order.size  # owned by a sequence that is never drawn
+        self.values = np.append(values[order], np.zeros(spare)).reshape(chunks, size)
+        self.owner = np.append(owner[order], np.full(spare, self.count)).reshape(chunks, size)
+        places = self.owner * chunks + np.arange(chunks)[:, None]
+        held = np.bincount(places.ravel(), minlength=(self.count + 1) * chunks)  # values of each in each chunk
+        self.held = held.reshape(self.count + 1, chunks).astype(np.float64)  # floats: for a product by BLAS
 
-    def percentile(self, times: NDArray[np.int64], percentile: float) -> float:
-        """Percentile of the values when sequence s is taken ``times[s]`` times, linear interpolation."""
-        ends = np.cumsum(times[self.owner])  # where each value's copies end among all values
-        if not ends.size or not ends[-1]:
-            return float("nan")
-        place = (ends[-1] - 1) * percentile / 100
-        below, above = self.values[np.searchsorted(ends, [np.floor(place), np.ceil(place)], side="right")]
-        return float(below + (above - below) * (place % 1))
+    def percentiles(self, draws: Sequence[NDArray[np.int64]], percentile: float) -> NDArray[np.float64]:
+        """For each draw the percentile, linear interpolation, when sequence s is taken ``draw[s]`` times.
 
+        NaN where nothing finite was drawn.
+        """
+        step = max(1, _AT_ONCE // (self.count + sum(self.values.shape)))
+        parts = (np.array(draws[start : start + step]) for start in range(0, len(draws), step))
+        return np.concatenate([self._percentiles(times, percentile) for times in parts])
 
-def _ratio(
-    above: _Sequences, times: NDArray[np.int64], below: _Sequences, other: NDArray[np.int64], percentile: float
-) -> float:
-    denominator = below.percentile(other, percentile)
-    return above.percentile(times, percentile) / denominator if denominator else float("nan")
+    def _percentiles(self, times: NDArray[np.int64], percentile: float) -> NDArray[np.float64]:
+        times = np.pad(times, [(0, 0), (0, 1)])
+        ends = np.cumsum(times @ self.held, axis=1)  # where the copies of each chunk's values end among all
+        place = (ends[:, -1] - 1) * percentile / 100
+        found = []
+        for wanted in (np.floor(place), np.ceil(place)):
+            chunk = np.minimum((ends <= wanted[:, None]).sum(axis=1), ends.shape[1] - 1)
+            copies = np.cumsum(np.take_along_axis(times, self.owner[chunk], axis=1), axis=1)
+            copies_before = np.where(chunk > 0, ends[np.arange(len(ends)), chunk - 1], 0)
+            inside = (copies <= (wanted - copies_before)[:, None]).sum(axis=1)
+            found.append(self.values[chunk, np.minimum(inside, self.values.shape[1] - 1)])
+        below, above = found
+        return np.where(ends[:, -1] > 0, below + (above - below) * (place % 1), np.nan)
 
 
 def mean_interval(

@@ -10,7 +10,7 @@ import pandas as pd
 
 from semdiag.measurement.percentiles import layer_table
 from semdiag.measurement.schema import OPTIONAL
-from semdiag.measurement.table import read_parquet
+from semdiag.measurement.table import read_parquet, rows_of
 from semdiag.measurement.tables import CORE, TABLES, UNLESS_SAID
 from semdiag_models import InputError
 from semdiag_models.reading import read_json
@@ -179,7 +179,7 @@ class Measurements:
             model: a value of the column ``model``.
         """
         tables = {name: getattr(self, name) for name in (*TABLES, *OPTIONAL)}
-        own = {name: table[table["model"] == model] for name, table in tables.items()}
+        own = {name: rows_of(table, model) for name, table in tables.items()}
         return type(self)(**own, provenance=self.provenance)
 
     def _repr_html_(self) -> str:

@@ -123,6 +123,18 @@ def _kind(column: "pd.Series[Any]") -> str:
     return "text" if found == "string" else found
 
 
+def rows_of(table: pd.DataFrame, model: str) -> pd.DataFrame:
+    """The rows of one model; not copied where they stand together, as those of joined measurements do.
+
+    Args:
+        table: with the column ``model``.
+        model: one of its values; no rows if it is none.
+    """
+    own = (table["model"] == model).to_numpy(bool)
+    first, count = int(own.argmax()) if own.size else 0, int(own.sum())
+    return table.iloc[first : first + count] if own[first : first + count].all() else table[own]
+
+
 def read_parquet(path: Path) -> pd.DataFrame:
     """Read a table from a regular file.
 

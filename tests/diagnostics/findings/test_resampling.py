@@ -129,19 +129,29 @@ def test_without_samples_there_is_no_interval():
         ratio_interval(queries(np.ones((2, 2))), queries(np.ones((0, 2))))
 
 
+@pytest.mark.parametrize("at_once", [1, 100, 10_000])  # one chunk of values, several, as many as are useful
 @pytest.mark.parametrize("percentile", [0, 5, 50, 95, 99.9, 100])
-def test_percentiles_of_a_draw_are_those_of_the_sequences_written_out(percentile):
+def test_percentiles_of_a_draw_are_those_of_the_sequences_written_out(monkeypatch, percentile, at_once):
+    monkeypatch.setattr(resampling, "_AT_ONCE", at_once)
     rng = np.random.default_rng(3)
     values = rng.normal(size=(30, 7)).round(1)
     values[rng.random(values.shape) < 0.1] = np.inf
     rows = pd.DataFrame({"sample": np.repeat(np.arange(30), 7), "dispersion": values.ravel()})
-    draw = rng.integers(30, size=30)
-    written_out = values[draw].ravel()
-    expected = np.percentile(written_out[np.isfinite(written_out)], percentile)
-    times = np.bincount(draw, minlength=30)
-    assert resampling._Sequences(rows, "dispersion").percentile(times, percentile) == pytest.approx(
-        expected, abs=1e-12
-    )
+    draws = rng.integers(30, size=(5, 30))
+    written_out = [values[draw].ravel() for draw in draws]
+    expected = [np.percentile(drawn[np.isfinite(drawn)], percentile) for drawn in written_out]
+    times = [np.bincount(draw, minlength=30) for draw in draws]
+    found = resampling._Sequences(rows, "dispersion").percentiles(times, percentile)
+    assert found == pytest.approx(expected, abs=1e-12)
+
+
+def test_a_draw_without_a_finite_value_has_no_percentile():
+    rows = pd.DataFrame({"sample": [0, 0, 1], "dispersion": [1.0, 3.0, np.nan]})
+    found = resampling._Sequences(rows, "dispersion").percentiles([np.array([0, 2]), np.array([1, 1])], 50)
+    assert np.isnan(found[0])
+    assert found[1] == 2.0
+    rows["dispersion"] = np.nan
+    assert np.isnan(resampling._Sequences(rows, "dispersion").percentiles([np.array([1, 1])], 50)).all()
 
 
 def test_rank_correlation_is_that_of_scipy_and_its_interval_that_of_explicit_resampling():
