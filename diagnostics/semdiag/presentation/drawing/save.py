@@ -3,9 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.backends.backend_pdf import FigureCanvasPdf
-from matplotlib.backends.backend_svg import FigureCanvasSVG
+from matplotlib.backend_bases import get_registered_canvas_class
 from matplotlib.figure import Figure
 
 from semdiag.presentation.drawing.style import paper_style
@@ -17,7 +15,6 @@ _METADATA: dict[str, dict[str, str | None]] = {
     "svg": {"Date": None, "Creator": None},
     "pdf": {"CreationDate": None, "Creator": None, "Producer": None},
 }
-_CANVASES = {"png": FigureCanvasAgg, "svg": FigureCanvasSVG, "pdf": FigureCanvasPdf}
 FORMATS = tuple(_METADATA)
 _PNG_DPI = 150
 
@@ -47,7 +44,7 @@ def save_figure(figure: Figure, path: Path, formats: Sequence[str] = ("png", "sv
     try:
         for name, file in zip(formats, files, strict=True):
             # Straight to the canvas of the format: Figure.savefig draws everything twice, and lays out each time.
-            getattr(_CANVASES[name](figure), f"print_{name}")(file, metadata=_METADATA[name])
+            getattr(get_registered_canvas_class(name)(figure), f"print_{name}")(file, metadata=_METADATA[name])
             figure.set_layout_engine("none")
     finally:
         figure.set_canvas(canvas)

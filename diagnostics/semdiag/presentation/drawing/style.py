@@ -12,7 +12,6 @@ from typing import Any, ParamSpec, TypeVar
 
 import matplotlib
 import numpy as np
-import seaborn as sns
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.colors import to_rgb
@@ -23,7 +22,11 @@ from matplotlib.ticker import FuncFormatter, NullFormatter
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_BLUE, _ORANGE, _GREEN, _RED, _PINK, _BROWN, _ROSE, _GREY, _YELLOW, _SKY = sns.color_palette("colorblind").as_hex()
+# Seaborn's colour-blind palette, written out: to import seaborn takes a second, at the start of every command.
+_COLORBLIND = (
+    "#0173b2", "#de8f05", "#029e73", "#d55e00", "#cc78bc", "#ca9161", "#fbafe4", "#949494", "#ece133", "#56b4e9",
+)  # fmt: skip
+_BLUE, _ORANGE, _GREEN, _RED, _PINK, _BROWN, _ROSE, _GREY, _YELLOW, _SKY = _COLORBLIND
 INK, FAINT = "#222222", "#6b6b6b"
 _SMALL = 8.0
 _LETTERS_PER_INCH = 17.5  # of 7-point text
@@ -102,6 +105,19 @@ def attention_style(kind: str) -> AttentionStyle:
         kind: as in the measurements, like ``topk``.
     """
     return (ATTENTION_STYLES | DENSE_STYLES).get(kind, AttentionStyle(kind, _GREY, "X", (0, (5, 2)), 1.1))
+
+
+def palette(count: int) -> list[str]:
+    """Colours of unordered things, tellable apart by the colour-blind; the eleventh is the first again.
+
+    Args:
+        count: how many.
+
+    Example:
+        >>> palette(2)
+        ['#0173b2', '#de8f05']
+    """
+    return [_COLORBLIND[i % len(_COLORBLIND)] for i in range(count)]
 
 
 def lightened(color: str, share: float) -> tuple[float, float, float]:

@@ -2,7 +2,6 @@
 
 import numpy as np
 import pandas as pd
-import seaborn as sns
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -12,7 +11,15 @@ from semdiag.findings.sparse_verdict import MASS
 from semdiag.findings.theory.corollary import JUDGED_PERCENTILES
 from semdiag.measurement.table import ALL
 from semdiag.presentation.drawing.panels import NothingToDrawError, short_labels
-from semdiag.presentation.drawing.style import FAINT, INK, finished, panel_grid, paper_style, plain_numbers
+from semdiag.presentation.drawing.style import (
+    FAINT,
+    INK,
+    finished,
+    palette,
+    panel_grid,
+    paper_style,
+    plain_numbers,
+)
 
 _HIGHEST = 5.0  # of the axis of left sides: far above 1 it does not matter how far
 _FEW = 3  # models, above which a second line of each would hide the others
@@ -46,9 +53,9 @@ def k_sweep(findings: Findings) -> Figure:
     pooled = measurements.sweep[(measurements.sweep["layer"] == ALL) & (measurements.sweep["k"] > 0)]
     conditions = findings(condition_table)
     figure, axes = panel_grid(len(_PANELS) + 1, height=2.6, sharey=False)
-    palette = sns.color_palette("colorblind", len(labels)).as_hex()
+    colors = palette(len(labels))
     for place, (model, label) in enumerate(labels.items()):
-        color, line = palette[place], _LINES[place % len(_LINES)]
+        color, line = colors[place], _LINES[place % len(_LINES)]
         own = pooled[pooled["model"] == model]
         for ax, (quantity, (_, outer)) in zip(axes, _PANELS.items(), strict=False):
             rows = own[own["quantity"] == quantity]

@@ -1,7 +1,6 @@
 """What real masks changed, against k, beside the attention weight that they keep."""
 
 import pandas as pd
-import seaborn as sns
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullLocator
@@ -10,7 +9,15 @@ from semdiag.findings.findings import Findings
 from semdiag.findings.rerun import change_table
 from semdiag.findings.sparse_verdict import MASS, tolerance_of
 from semdiag.presentation.drawing.panels import NothingToDrawError, short_labels
-from semdiag.presentation.drawing.style import FAINT, INK, finished, panel_grid, paper_style, plain_numbers
+from semdiag.presentation.drawing.style import (
+    FAINT,
+    INK,
+    finished,
+    palette,
+    panel_grid,
+    paper_style,
+    plain_numbers,
+)
 
 _FEW = 3  # models, above which the lines of their controls would hide the others
 _LINES = ("-", (0, (5, 2)), (0, (1, 1)), (0, (5, 1, 1, 1)))
@@ -47,9 +54,9 @@ def loss_change(findings: Findings) -> Figure:
     }
     measures = [name for name in _TITLES if name in set(again["measure"])]
     figure, axes = panel_grid(len(measures) + 1, height=3.0, sharey=False)
-    palette = dict(zip(labels, sns.color_palette("colorblind", len(labels)).as_hex(), strict=True))
+    colors = dict(zip(labels, palette(len(labels)), strict=True))
     for place, (model, label) in enumerate(labels.items()):
-        own, color = again[again["model"] == model], palette[model]
+        own, color = again[again["model"] == model], colors[model]
         top, line = own[own["mask"] == "topk"], _LINES[place % len(_LINES)]
         ax = axes[measures.index(str(top["measure"].iloc[0]))]
         ax.fill_between(top["k"], top["low"], top["high"], color=color, alpha=0.25, linewidth=0)

@@ -2,8 +2,6 @@
 
 from typing import Any
 
-import seaborn as sns
-
 from semdiag.findings.findings import Findings
 from semdiag.presentation.drawing.noise import percent
 from semdiag.presentation.drawing.panels import NothingToDrawError, panels_of
@@ -69,4 +67,6 @@ def shades(count: int) -> list[str]:
     Args:
         count: how many.
     """
+    import seaborn as sns  # takes a second
+
     return list(sns.color_palette("viridis_r", count + 1).as_hex())[1:]
