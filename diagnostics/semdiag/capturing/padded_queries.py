@@ -48,7 +48,7 @@ def true_of_keys(mask: Tensor, queries: Tensor, call: AttentionCall) -> bool:
 
     Args:
         mask: (B, L) bool, true where a token is real.
-        queries: (B, Lq) bool, its part of the call's queries.
+        queries: (B, Lq) bool, its part of the call's queries; or (B, 1), true: none at all may.
         call: whose mask tells what its queries attend to.
     """
     if mask.shape[1] > call.k.shape[2]:
@@ -60,6 +60,33 @@ def true_of_keys(mask: Tensor, queries: Tensor, call: AttentionCall) -> bool:
         return call.selected is not None
     padded = ~mask[:, None, None, :]
     return not bool((seen[..., : mask.shape[1]] & padded & queries[:, None, :, None]).any())
+
+
+def none_without_keys(queries: Tensor, call: AttentionCall) -> bool:
+    """Whether every real query sees some key.
+
+    Args:
+        queries: (B, Lq) bool, true where a query is real.
+        call: whose mask tells what its queries attend to.
+    """
+    seen = call.part().allowed
+    return seen is None or not bool((queries & ~seen.any(3).any(1)).any())
+
+
+def are_learned(call: AttentionCall) -> bool:
+    """Whether a call's queries are the same in every sample while its keys are not: they are none of its tokens.
+
+    Args:
+        call: of any attention.
+    """
+    return len(call.q) > 1 and _all_alike(call.q) and not _all_alike(call.k)
+
+
+def _all_alike(rows: Tensor) -> bool:
+    """Whether the samples differ by rounding alone, which depends on a row's place in a product."""
+    first = rows[:1]
+    step = 16 * torch.finfo(rows.dtype).eps * first.abs().amax()
+    return bool(((rows - first).abs() <= step).all())
 
 
 def is_of_pairs(mask: Tensor, call: AttentionCall) -> bool:
@@ -109,22 +136,27 @@ def padded_end(call: AttentionCall) -> str | None:
     return places[0]
 
 
-def real_by_causal_mask(call: AttentionCall) -> Tensor | None:
-    """Of a causal attention whose mask alone is known: padded queries do not see themselves, or see the future.
+def real_by_own_mask(call: AttentionCall) -> Tensor | None:
+    """Which queries attend as real tokens do, of an attention to its own tokens of which the mask alone is known.
+
+    A padded query does not see itself, or sees everything because nothing was left to it, while no other query
+    that does not see everything sees it. Where all queries of each sample see the same keys, these are real.
 
     Args:
-        call: that may be a causal attention's.
+        call: of as many tokens as keys.
 
     Returns:
-        (B, Lq) bool, true where a query is real; None where the mask is none of a causal attention.
+        (B, Lq) bool, true where a query is real; None where the mask does not tell.
     """
-    seen = call.part().allowed
-    batch, _, length, _ = call.q.shape
+    seen, (batch, _, length, _) = call.part().allowed, call.q.shape
     if seen is None or length == 1 or call.first_query + length > call.k.shape[2]:
         return None
     seen = seen.expand(batch, seen.shape[1], length, call.k.shape[2]).any(1)
     place = torch.arange(call.first_query, call.first_query + length, device=seen.device)
-    own = seen[:, torch.arange(length, device=seen.device), place]
-    future = (seen & (torch.arange(seen.shape[2], device=seen.device) > place[:, None])).any(-1)
-    real = own & ~future
-    return real if bool(real[:, :-1].any(1).all()) else None
+    real = seen[:, torch.arange(length, device=seen.device), place]
+    if not bool((seen == seen[:, :1]).all()):
+        everything = seen.all(2)
+        everything &= everything.sum(1, keepdim=True) > 1  # one alone: the last query of a causal attention
+        by_others = (seen & ~everything[:, :, None])[:, :, place].any(1)
+        real &= ~everything | by_others
+    return real if bool(real.any(1).all()) else None

@@ -6,6 +6,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 from torch.utils.hooks import RemovableHandle
@@ -13,14 +14,16 @@ from torch.utils.hooks import RemovableHandle
 from semdiag.capturing.attention_call import AttentionCall
 from semdiag.capturing.audit import Audit, Remark, failure
 from semdiag.capturing.padded_queries import (
+    are_learned,
     is_of_pairs,
+    none_without_keys,
     own_part,
     own_part_of_folded,
     padded_end,
-    real_by_causal_mask,
+    real_by_own_mask,
     true_of_keys,
 )
-from semdiag.capturing.token_masks import MASK_NAMES, TokenMasks, takes_masks, token_masks
+from semdiag.capturing.token_masks import TokenMasks, readings, takes_masks, token_masks
 
 NOT_APPLIED = "real is not applied here"  # beginning of a remark
 
@@ -30,8 +33,9 @@ class Padding:
 
     A mask counts for the queries of the attentions inside the module that it was given to: the innermost such
     module decides. It counts only where it is true of the keys, too (nobody attends to padding), unless the module
-    says by its arguments that it is a decoder; a mask of the keys of a cross-attention is none of its queries, and
-    one of queries by keys (L, L) is none of tokens, also where the batch has L samples.
+    says by its arguments that it is a decoder. Where a module was given another sequence for its keys, its mask
+    may be that sequence's: it counts for nothing, and a remark says so unless a module around it tells more. One
+    of queries by keys (L, L) is none of tokens, also where the batch has L samples.
 
     Args:
         model: any module.
@@ -157,40 +161,37 @@ class Padding:
             (B, Lq) bool, None if nothing says that one is padding; and a sentence if a mask was given that could
             not be matched, else None.
         """
-        remark = None
-        batch = len(call.q)
-        for masks in reversed(self._running):
-            if masks is None:
-                continue
-            decoder = masks.definitive or "decoder" in call.module
-            for name in MASK_NAMES:
-                if name not in masks.given or (name.startswith(("decoder", "tgt")) and not decoder):
-                    continue
-                mask = masks.given[name]
+        if are_learned(call):
+            return None, None
+        remark, crossing = None, False
+        for masks in filter(None, reversed(self._running)):
+            crossing |= masks.crossing
+            for name, mask in masks.given.items():
+                sure = masks.sure(name)
+                if sure and not (masks.definitive or crossing or "decoder" in call.module):
+                    continue  # the target's, and this may be the encoder
                 if mask is None:
-                    if masks.definitive and not masks.other:
+                    if sure and not masks.other:
                         return None, None
                     continue
                 mask = mask.to(call.q.device)  # a model spread over devices is given it on one
-                own = own_part(mask, call)
-                sure = masks.definitive or name.startswith(("decoder", "tgt"))
-                folded = own_part_of_folded(mask, call) if own is None else None
-                if folded is not None:
-                    return folded, None
-                if own is not None and (sure or true_of_keys(mask, own, call)) and not is_of_pairs(mask, call):
-                    return own, None
-                if not bool(mask.all()):
-                    remark = f"{name} marks padding that the keys here do not have: all queries count"
-                    if batch > len(mask) and batch % len(mask) == 0:
-                        remark = f"{name} marks padding, of which rows here cannot be told: all queries count"
+                own, why = _of_queries(name, mask, masks, crossing, call)
+                if own is not None:
+                    return own, why
+                remark = why or remark
                 if sure:
                     return None, remark
-        if any(masks is not None and masks.other for masks in self._running[:1]):
-            own = real_by_causal_mask(call)
+        one = call.q.shape[2] == 1  # as when generating: it is no padding
+        if not one and any(masks is not None and masks.other for masks in self._running[:1]):
+            own = None if crossing else real_by_own_mask(call)
             if own is None:
-                remark = "a mask of four axes was given: padded queries are not told apart"
+                remark = "a mask of other axes than tokens was given: padded queries are not told apart"
             return own, remark
-        if remark is None and not any(masks is None or masks.definitive for masks in self._running):
+        if (
+            remark is None
+            and not crossing
+            and not any(masks is None or masks.definitive for masks in self._running)
+        ):
             end = padded_end(call)
             if end is not None:
                 remark = (
@@ -198,3 +199,41 @@ class Padding:
                     "own queries count all the same; say which tokens are real with real="
                 )
         return None, remark
+
+
+def _of_queries(
+    name: str, mask: Tensor, masks: TokenMasks, crossing: bool, call: AttentionCall
+) -> tuple[Tensor | None, str | None]:
+    """Which queries are real by a mask of tokens, (B, Lq) bool, or None; and a remark on how it was read."""
+    own = own_part(mask, call)
+    if own is None:
+        folded = own_part_of_folded(mask, call)
+        if folded is not None:
+            return folded, None
+    elif masks.sure(name):
+        if not is_of_pairs(mask, call):
+            return own, None
+    elif crossing and (masks.crossing or masks.two):
+        if not bool(own.all()):
+            return None, (
+                f"{name} may be that of the keys, of another sequence than the queries: all queries count; say "
+                "which are real with real="
+            )
+        return None, None
+    else:
+        everyone = torch.ones_like(own[:, :1])  # of two sequences, or against the name: no query may see padding
+        for reading in readings(name, mask):
+            queries = reading[:, -own.shape[1] :]
+            seeing = queries if reading is mask and not masks.two else everyone
+            if not true_of_keys(reading, seeing, call) or is_of_pairs(reading, call):
+                continue
+            if reading is mask:
+                return queries, None
+            if none_without_keys(queries, call):
+                return queries, f"{name} is taken to be true for padding, which its keys agree with"
+    last = mask[:, -call.q.shape[2] :]  # of the queries, where earlier tokens are in a cache, or have left it
+    if bool(mask.all()) or (len(mask) == len(call.q) and last.shape[1] < mask.shape[1] and bool(last.all())):
+        return None, None
+    if len(call.q) > len(mask) and len(call.q) % len(mask) == 0:
+        return None, f"{name} marks padding, of which rows here cannot be told: all queries count"
+    return None, f"{name} marks padding that the keys here do not have: all queries count"

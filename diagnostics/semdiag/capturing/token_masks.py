@@ -15,10 +15,12 @@ from semdiag_models import InputError
 _REAL = ("decoder_attention_mask", "attention_mask", "padding_mask")
 _PADDED = ("tgt_key_padding_mask", "src_key_padding_mask", "key_padding_mask")
 MASK_NAMES = (*_REAL, *_PADDED)
-# A module that takes one of these tells apart its own tokens from another sequence's.
-_DECODER = ("encoder_attention_mask", "memory")
-# Where one of these is given, the module attends to another sequence, and its mask is that sequence's.
-_OTHER = ("key_value_states", "encoder_hidden_states")
+_OF_TARGET = ("decoder_attention_mask", "tgt_key_padding_mask")
+# A module that takes a mask of another sequence tells apart its own tokens from that sequence's.
+_OF_OTHER = ("encoder_attention_mask", "memory_key_padding_mask")
+# Another sequence than the module's first.
+_OTHER = ("key_value_states", "encoder_hidden_states", "memory", "context")
+_TARGET = ("tgt", "decoder_input_ids", "decoder_inputs_embeds")
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,12 +30,37 @@ class TokenMasks:
     Attributes:
         given: (B, L) bool by argument, true where a token is real; None where the argument was left out.
         definitive: whether the module tells its own tokens apart from another sequence's, as a decoder does.
+        crossing: whether it was given another sequence, and does not: a mask may be that sequence's.
+        two: whether it takes two sequences: a mask may be either's.
         other: whether a mask of more axes was given.
     """
 
     given: dict[str, Tensor | None]
-    definitive: bool
-    other: bool
+    definitive: bool = False
+    crossing: bool = False
+    two: bool = False
+    other: bool = False
+
+    def sure(self, name: str) -> bool:
+        """Whether a mask is that of the queries, whatever the keys are."""
+        return self.definitive or name in _OF_TARGET
+
+
+def readings(name: str, mask: Tensor) -> list[Tensor]:
+    """How a mask can be read: as its name usually means it, and the other way, as some code means it.
+
+    Args:
+        name: of the argument.
+        mask: (B, L) bool, true where a token is real as the name is usually meant.
+
+    Returns:
+        Masks, the likelier first; one by which no token is real is the last.
+
+    Example:
+        >>> readings("padding_mask", torch.tensor([[False, False]]))
+        [tensor([[True, True]]), tensor([[False, False]])]
+    """
+    return sorted((mask, ~mask), key=lambda each: not bool(each.any())) if name in _REAL else [mask]
 
 
 def checked_real(real: Tensor | None) -> Tensor | None:
@@ -80,7 +107,8 @@ def real_tokens(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
     named = dict(batch) if isinstance(batch, Mapping) else {}
     values = () if named else (batch,) if isinstance(batch, Tensor) else tuple(batch)
     masks = token_masks(model, values, named)
-    found = {} if masks is None else {name: mask for name, mask in masks.given.items() if mask is not None}
+    given = {} if masks is None or masks.crossing else masks.given
+    found = {name: mask for name, mask in given.items() if mask is not None}
     ids = named.get("decoder_input_ids")
     if isinstance(ids, Tensor) and ids.ndim == 2:
         found.setdefault("decoder_attention_mask", torch.ones_like(ids, dtype=torch.bool))
@@ -116,7 +144,7 @@ def token_masks(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         kwargs: by name.
 
     Returns:
-        The masks; None where they are those of another sequence, or the arguments are not the module's.
+        The masks; None where the arguments are not the module's.
 
     Example:
         >>> layer, x = nn.TransformerEncoderLayer(8, 2), torch.zeros(2, 1, 8)
@@ -130,23 +158,30 @@ def token_masks(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         return None
     given = {**given, **given.get("kwargs", {})}
     names = _parameters(module)
-    definitive = any(name in names for name in _DECODER)
-    if any(given.get(name) is not None for name in _OTHER) and "encoder_attention_mask" not in names:
-        return None
-    if isinstance(module, nn.MultiheadAttention) and given.get("query") is not given.get("key"):
-        return None
     both = "decoder_attention_mask" in names or {"src_key_padding_mask", "tgt_key_padding_mask"} <= {*names}
+    definitive = not both and any(name in names for name in _OF_OTHER)
+    if isinstance(module, nn.MultiheadAttention):
+        crossing = not _same(given.get("query"), given.get("key"))
+    else:
+        crossing = not definitive and any(given.get(name) is not None for name in _OTHER)
     masks: dict[str, Tensor | None] = {}
     other = False
     for name in MASK_NAMES:
         value = given.get(name)
         if name not in names and value is None:
             continue
-        if isinstance(value, Tensor) and value.ndim == 2:
+        if isinstance(value, Tensor) and value.ndim in (1, 2):  # one axis: tokens without an axis of samples
             marked = value.bool() if value.dtype == torch.bool else value != 0
-            masks[name] = marked if name in _REAL else ~marked
+            masks[name] = (marked if name in _REAL else ~marked).view(-1, value.shape[-1])
         elif value is not None:
             other = True
         else:
             masks[name] = None
-    return TokenMasks(masks, definitive and not both, other)
+    return TokenMasks(masks, definitive, crossing, both or bool({*names} & {*_OTHER, *_TARGET}), other)
+
+
+def _same(query: Any, key: Any) -> bool:
+    """Whether a module attends to its own tokens, be it that they were worked out twice."""
+    if query is key or not isinstance(query, Tensor) or not isinstance(key, Tensor):
+        return query is key
+    return query.shape == key.shape and query.dtype == key.dtype and torch.equal(query, key)

@@ -268,6 +268,117 @@ def test_other_masks_are_not_taken_for_padding(seen, filled):
     assert calls.audit.empty
 
 
+class Named(nn.Module):
+    """Two heads that forbid what a mask under a well-known name forbids, of any number of axes."""
+
+    def forward(self, x, attention_mask):
+        q = x.unflatten(-1, (HEADS, -1)).transpose(1, 2)
+        return nn.functional.scaled_dot_product_attention(q, q, q, attn_mask=attention_mask)
+
+
+GLOBAL = WINDOWS | torch.eye(LENGTH, dtype=torch.bool)[0] | torch.eye(LENGTH, dtype=torch.bool)[:, :1]
+OPENED = KEYS.flip(3) & CAUSAL
+OPENED = OPENED | ~OPENED.any(3, keepdim=True)  # transformers lets queries without a key see everything
+
+
+@pytest.mark.parametrize(
+    ("seen", "expected"),
+    [
+        (KEYS, REAL),
+        (KEYS.expand(-1, HEADS, LENGTH, -1), REAL),
+        (KEYS & CAUSAL, REAL),
+        (OPENED, REAL.flip(1)),
+        (KEYS & CAUSAL & WINDOWS, REAL),
+        ((CAUSAL | (torch.arange(LENGTH) < 3))[None, None].repeat(2, 1, 1, 1), torch.ones(2, LENGTH)),  # a prefix
+        (BLOCKS[None, None].repeat(2, 1, 1, 1), torch.ones(2, LENGTH)),  # documents packed into a sample
+        (GLOBAL[None, None].repeat(2, 1, 1, 1), torch.ones(2, LENGTH)),  # a token that sees all, and is seen
+    ],
+)
+@pytest.mark.parametrize("added", [False, True])
+def test_a_mask_of_four_axes_tells_padding_by_what_queries_see(seen, expected, added):
+    mask = torch.where(seen, 0.0, torch.finfo(torch.float32).min) if added else seen
+    model = Named()
+    with semdiag.capture(model, k=1) as calls:
+        model(stream(), mask)
+    rows = calls.dispersion()
+    assert calls.audit.empty
+    assert rows.loc[rows["head"] == 0, ["sample", "query"]].to_numpy().tolist() == expected.nonzero().tolist()
+
+
+def test_a_mask_of_one_axis_is_that_of_tokens_without_samples():
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(WIDTH, HEADS, 16, batch_first=True), 1)
+    found, calls = counted(encoder, stream()[1], src_key_padding_mask=PADDED[1])
+    assert [*found.values()] == [3]
+    assert calls.audit.empty
+
+
+class Padding(nn.Module):
+    """Marks padding where the name is usually read as marking real tokens."""
+
+    def forward(self, x, padding_mask):
+        return (x @ x.mT).masked_fill(padding_mask[:, None], -torch.inf).softmax(-1) @ x
+
+
+@pytest.mark.parametrize(("mask", "rows"), [(PADDED, 9), (torch.zeros_like(PADDED), 12), (PADDED.flip(1), 9)])
+def test_the_keys_tell_which_of_its_values_a_mask_has_for_padding(mask, rows):
+    found, calls = counted(Padding(), stream(), mask)
+    assert [*found.values()] == [rows]
+    assert calls.audit["reason"].item().startswith("padding_mask is taken to be true for padding")
+
+
+def test_padding_on_the_left_that_a_causal_attention_ignores_is_not_read_the_other_way():
+    class Causal(nn.Module):
+        def forward(self, x, attention_mask):
+            return (x @ x.mT).masked_fill(~CAUSAL, -torch.inf).softmax(-1) @ x
+
+    found, calls = counted(Causal(), stream(), REAL.flip(1))
+    assert [*found.values()] == [12]
+    assert "marks padding that the keys here do not have" in calls.audit["reason"].item()
+
+
+class Sequences(nn.Module):
+    """An encoder's, a decoder's and a cross-attention; the masks of both sequences are given to the whole."""
+
+    def __init__(self):
+        super().__init__()
+        self.enc, self.dec, self.cross = (nn.MultiheadAttention(WIDTH, HEADS, batch_first=True) for _ in range(3))
+
+    def forward(self, src, tgt, src_key_padding_mask=None, tgt_key_padding_mask=None):
+        src = self.enc(src, src, src, key_padding_mask=src_key_padding_mask)[0]
+        tgt = self.dec(tgt, tgt, tgt, key_padding_mask=tgt_key_padding_mask, attn_mask=~CAUSAL)[0]
+        return self.cross(tgt, src, src, key_padding_mask=src_key_padding_mask)[0]
+
+
+@pytest.mark.parametrize(("target", "rows"), [(PADDED.roll(1, 0), 9), (None, 12)])
+def test_queries_of_a_cross_attention_are_those_of_the_target(target, rows):
+    found, calls = counted(Sequences(), stream(), stream(1), PADDED, target)
+    assert by_module(found) == {"enc": 9, "dec": rows, "cross": rows}
+    samples = calls.dispersion().groupby(["module", "sample"]).size().unstack() // HEADS
+    assert samples.loc["cross"].tolist() == ([3, 6] if target is not None else [6, 6])
+
+
+class Crossing(nn.Module):
+    """Attends to another sequence with a mask that may be either's."""
+
+    def forward(self, x, context, attention_mask):
+        return (x @ context.mT).masked_fill(~attention_mask[:, None].bool(), -torch.inf).softmax(-1) @ context
+
+
+@pytest.mark.parametrize("model", [Crossing(), nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)])
+def test_a_mask_that_may_be_that_of_other_keys_counts_for_nothing_and_a_remark_says_so(model):
+    given = (REAL,) if isinstance(model, Crossing) else (stream(1), PADDED)
+    found, calls = counted(model, stream(), stream(1), *given)
+    assert [*found.values()] == [12]
+    assert "may be that of the keys, of another sequence than the queries" in calls.audit["reason"].item()
+
+
+def test_an_attention_to_its_own_tokens_worked_out_twice_is_no_cross_attention():
+    model = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
+    found, calls = counted(model, stream() + 1, stream() + 1, stream(), key_padding_mask=PADDED)
+    assert [*found.values()] == [9]
+    assert calls.audit.empty
+
+
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     transformers = pytest.importorskip("transformers", reason="Hugging Face models need the extra hf")
@@ -336,6 +447,30 @@ def test_padding_on_the_left_is_left_out_of_a_generation(cache, kind):
     options = {"attention_mask": REAL.flip(1), "max_new_tokens": 3, "do_sample": False, "disable_compile": True}
     found, _ = counted(model, IDS, call=model.generate, cache_implementation=cache, **options)
     assert [*found.values()] == [9, 2, 2]
+
+
+@quiet
+def test_learned_queries_are_not_padded_where_there_are_as_many_as_tokens():
+    config = transformers.PerceiverConfig(
+        num_latents=LENGTH, d_latents=16, d_model=16, num_blocks=1, num_self_attends_per_block=1, vocab_size=60,
+        num_self_attention_heads=2, num_cross_attention_heads=2, max_position_embeddings=LENGTH,
+    )  # fmt: skip
+    found, _ = counted(transformers.PerceiverModel(config), torch.randn(2, LENGTH, 16), attention_mask=REAL)
+    assert {*found.values()} == {12}
+
+
+@quiet
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_generating_with_a_window_finds_the_padding_without_an_alarm(cache):
+    config = transformers.MistralConfig(
+        vocab_size=60, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
+        intermediate_size=16, sliding_window=4, pad_token_id=0,
+    )  # fmt: skip
+    model = transformers.MistralForCausalLM(config)
+    options = {"attention_mask": REAL.flip(1), "max_new_tokens": 3, "do_sample": False, "disable_compile": True}
+    found, calls = counted(model, IDS, call=model.generate, cache_implementation=cache, **options)
+    assert [*found.values()] == [9, 2, 2]
+    assert calls.audit.empty
 
 
 @quiet

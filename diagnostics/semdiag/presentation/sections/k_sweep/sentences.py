@@ -109,7 +109,7 @@ def verdict_lines(findings: Findings, model: str) -> list[str]:
     if found.queries and not math.isnan(found.share):
         lines.append(
             f"Weight kept is the mean over {found.queries:,} queries with more than {found.k} keys; "
-            f"{found.left_out:,} with fewer are left out: a mask drops nothing of them."
+            f"{found.left_out:,} with at most as many are left out: a mask drops nothing of them."
         )
     facts = findings.measurements.models.set_index("model").loc[model]
     if facts["attention"] == "topk":
