@@ -74,19 +74,18 @@ def none_without_keys(queries: Tensor, call: AttentionCall) -> bool:
 
 
 def are_learned(call: AttentionCall) -> bool:
-    """Whether a call's queries are the same in every sample while its keys are not: they are none of its tokens.
+    """Whether the queries of two samples are the same while their keys are not: learned, and none of their tokens.
 
     Args:
         call: of any attention.
     """
-    return len(call.q) > 1 and _all_alike(call.q) and not _all_alike(call.k)
+    return len(call.q) > 1 and _alike(call.q) and not _alike(call.k)
 
 
-def _all_alike(rows: Tensor) -> bool:
-    """Whether the samples differ by rounding alone, which depends on a row's place in a product."""
-    first = rows[:1]
-    step = 16 * torch.finfo(rows.dtype).eps * first.abs().amax()
-    return bool(((rows - first).abs() <= step).all())
+def _alike(rows: Tensor) -> bool:
+    """Whether the first two samples differ by rounding alone, which depends on a row's place in a product."""
+    first, second = rows[:2]
+    return bool(((second - first).abs() <= 16 * torch.finfo(rows.dtype).eps * first.abs().amax()).all())
 
 
 def is_of_pairs(mask: Tensor, call: AttentionCall) -> bool:

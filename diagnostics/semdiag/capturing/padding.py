@@ -159,10 +159,14 @@ class Padding:
 
         Returns:
             (B, Lq) bool, None if nothing says that one is padding; and a sentence if a mask was given that could
-            not be matched, else None.
+            not be matched or was read against its name, else None.
         """
-        if are_learned(call):
+        own, remark = self._by_masks(call)
+        if own is not None and not bool(own.all()) and are_learned(call):
             return None, None
+        return own, remark
+
+    def _by_masks(self, call: AttentionCall) -> tuple[Tensor | None, str | None]:
         remark, crossing = None, False
         for masks in filter(None, reversed(self._running)):
             crossing |= masks.crossing
