@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
-from torch.utils.hooks import RemovableHandle
 
+from semdiag.capturing import hooks
 from semdiag.capturing.attention_call import AttentionCall
 from semdiag.capturing.audit import Audit, Remark, failure
 from semdiag.capturing.padded_queries import (
@@ -50,7 +50,7 @@ class Padding:
         self._model = model
         self._threads = threading.local()
         self._failed: str | None = None
-        self._hooks: dict[nn.Module, tuple[RemovableHandle, RemovableHandle]] = {}
+        self._hooks: dict[nn.Module, hooks.Handles] = {}
 
     @property
     def _running(self) -> list[TokenMasks | None]:
@@ -78,8 +78,7 @@ class Padding:
             yield
 
     def _put_on(self, module: nn.Module) -> None:
-        before = module.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True)
-        self._hooks[module] = before, module.register_forward_hook(self._after, always_call=True)
+        self._hooks[module] = hooks.put_on(module, self._before, self._after, prepend=True)
 
     def _take_off(self, *modules: nn.Module) -> list[nn.Module]:
         taken = [module for module in modules if module in self._hooks]

@@ -12,6 +12,7 @@ import pandas as pd
 import torch
 from torch import Tensor, nn
 
+from semdiag.capturing import hooks
 from semdiag.capturing.arguments import whole_number
 from semdiag.capturing.attention_calls import AttentionCall, watch_attention
 from semdiag.capturing.audit import Audit, Remark, Skipped, failure
@@ -203,15 +204,12 @@ class _Batch(threading.local):
         if isinstance(model, torch.jit.ScriptModule) or type(model).__module__.startswith("torch.nn."):
             yield
             return
-        hooks = (
-            model.register_forward_pre_hook(self._before, with_kwargs=True),
-            model.register_forward_hook(self._after, always_call=True),
-        )
+        handles = hooks.put_on(model, self._before, self._after)
         try:
             yield
         finally:
-            for hook in hooks:
-                hook.remove()
+            for handle in handles:
+                handle.remove()
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.samples = samples_of((*args, *kwargs.values()))

@@ -14,6 +14,7 @@ import pandas as pd
 import torch
 from torch import nn
 
+from semdiag.capturing import hooks
 from semdiag.capturing.attention_calls import AttentionCall, watch_attention
 from semdiag.capturing.audit import Audit, Remark, failure
 from semdiag.capturing.padding import Padding
@@ -110,7 +111,7 @@ class Monitor:
         self._tensorboard, self._own_writer = tensorboard, False
         self._writer: Any = None
         self._generator = torch.Generator().manual_seed(seed)
-        self._handles: list[Any] = []
+        self._handles: hooks.Handles | tuple[()] = ()
         self._look = ExitStack()
         self._looked_at: int | None = None
         self._rows: list[dict[str, Any]] = []
@@ -143,10 +144,7 @@ class Monitor:
         with watch_attention(self.model, lambda call: None):
             pass  # a model that cannot be watched is refused here, not in the middle of a training
         self._writer, self._own_writer = _writer(self._tensorboard)
-        self._handles = [
-            self.model.register_forward_pre_hook(self._before, with_kwargs=True),
-            self.model.register_forward_hook(self._after, always_call=True),
-        ]
+        self._handles = hooks.put_on(self.model, self._before, self._after)
         return self
 
     def stop(self) -> None:
@@ -155,7 +153,7 @@ class Monitor:
             handle.remove()
         if self._handles and self.step == self._first_step:
             warnings.warn(f"The monitor saw no forward call in training mode. {_COMPILED}", stacklevel=2)
-        self._handles = []
+        self._handles = ()
         self._look.close()
         with _carrying_on():
             self._log.write()

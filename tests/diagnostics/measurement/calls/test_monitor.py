@@ -1,6 +1,8 @@
 """The training monitor in real little trainings: what it writes, and that it changes nothing."""
 
+import copy
 import csv
+import io
 import math
 import subprocess
 import sys
@@ -11,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from semdiag import InputError, Monitor
+from semdiag import InputError, Monitor, capture
 from semdiag.capturing.attention_calls import AttentionCall, watch_attention
 from semdiag.mathematics.row_statistics import row_statistics
 from semdiag.measurement.calls import monitor as monitoring
@@ -225,6 +227,46 @@ def test_csv_is_there_while_the_training_runs(tmp_path):
         train(model, 1)
         with path.open(encoding="utf-8") as file:
             assert len(list(csv.DictReader(file))) == 2
+
+
+def saved(model):
+    file = io.BytesIO()
+    torch.save(model, file)
+    assert b"semdiag" not in file.getvalue()  # it is read where there is none
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("watch", [lambda model: Monitor(model, every=1), capture])
+@pytest.mark.parametrize("copied", [copy.deepcopy, torch.optim.swa_utils.AveragedModel, saved])
+def test_a_copy_of_a_watched_model_is_not_watched(copied, watch):
+    model = made(lambda: nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)).train()
+    x = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(0))
+    expected = model(x)
+    with watch(model) as watched:
+        model(x)
+        twin = copied(model)
+        assert torch.equal(twin(x), expected)
+    rows = len(watched.table if isinstance(watched, Monitor) else watched.dispersion())
+    assert rows == (1 if isinstance(watched, Monitor) else 2 * 2 * 3)  # of one forward
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    assert torch.equal(twin(x), expected)
+
+
+def test_hooks_of_who_reads_a_saved_model_are_numbered_after_those_it_was_saved_with(monkeypatch):
+    """Torch files by a hook's number whether it gets keyword arguments: by another's it would get them."""
+    model, seen = nn.TransformerEncoderLayer(4, 1, 8), []
+    with Monitor(model, every=1):
+        model(torch.zeros(1, 1, 4))
+        file = io.BytesIO()
+        torch.save(model, file)
+        number = next(iter(model._forward_pre_hooks))
+    file.seek(0)
+    monkeypatch.setattr(torch.utils.hooks.RemovableHandle, "next_id", number)  # as in a process of few hooks
+    twin = torch.load(file, weights_only=False)
+    twin.register_forward_pre_hook(lambda module, args: seen.append(args))
+    twin(torch.zeros(1, 1, 4))
+    assert len(seen) == 1
 
 
 def test_scalars_go_to_a_writer():
