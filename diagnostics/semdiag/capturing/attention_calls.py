@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from semdiag.capturing.adapters.attention_core import core_call, hooked_alone, masked_inputs
+from semdiag.capturing.adapters.causal_biases import MADE_OUTSIDE_MODES
 from semdiag.capturing.adapters.hugging_face import intercepted_interface
 from semdiag.capturing.adapters.torch_functions import FunctionWatch
 from semdiag.capturing.attention_call import AttentionCall
@@ -118,6 +119,7 @@ def watch_attention(
         stack.enter_context(intercepted_interface(recorder))
         stack.enter_context(_UNCOMPILED.held())
         if not hooked:
+            stack.enter_context(MADE_OUTSIDE_MODES.held())
             here.start()
             stack.callback(here.stop)
         if inside:

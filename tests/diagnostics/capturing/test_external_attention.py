@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.attention.bias import causal_lower_right
+from torch.nn.attention.bias import CausalBias, causal_lower_right
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
@@ -167,6 +167,9 @@ ATTENTIONS = {
         q[:, :, :4], k, v, is_causal=True
     ),
     "sdpa, lower right": lambda q, k, v: F.scaled_dot_product_attention(q[:, :, 4:], k, v, LOWER_RIGHT),
+    "sdpa, lower right, made inside": lambda q, k, v: F.scaled_dot_product_attention(
+        q[:, :, 4:], k, v, causal_lower_right(3, LENGTH)
+    ),
     "sdpa, grouped": lambda q, k, v: F.scaled_dot_product_attention(q, k[:, :1], v[:, :1], enable_gqa=True),
     "sdpa, no heads": lambda q, k, v: F.scaled_dot_product_attention(q[:, 0], k[:, 0], v[:, 0], SEEN),
     "sdpa, windows": lambda q, k, v: F.scaled_dot_product_attention(*(x[:, None] for x in (q, k, v)), SEEN),
@@ -182,6 +185,7 @@ def test_the_captured_tensors_are_all_that_attention_is_made_of(kind):
     assert torch.equal(call.mixed.flatten(), output.flatten())
     assert recomputation_residual(call) < 1e-13
     assert not audit.skipped
+    assert "__new__" not in vars(CausalBias)
     assert (call.layer, call.module, call.occurrence) == (0, "", 0)
     assert call.q.shape[1] == (1 if kind in ("baddbmm", "sdpa, no heads") else HEADS)
 
