@@ -122,13 +122,13 @@ def measure(
         answers = []  # all logits of a text are large
         for batch in cut:
             collected.start(batching.samples_of(batch))
-            _check_real(real, collected.samples + collected.batch, 0)  # there may be more to come
+            _check_real(real, collected.samples, 0)  # there may be more to come
             logits = run(batch)
             if logits is not None:  # of an external model nothing is known of the output
                 answers.append(predicted_classes(logits).cpu())
             after_batch(batching.samples_of(batch))
-    _check_samples(collected.samples + collected.batch, labels)
-    _check_real(real, collected.samples + collected.batch, samples)
+    _check_samples(collected.samples, labels)
+    _check_real(real, collected.samples, samples)
     _check_found(loaded, collected, run.audit)
     if real is not None and not run.padding.fitted:
         noted = {seen.text for seen in run.audit.remarks if seen.text.startswith(NOT_APPLIED)}
@@ -255,7 +255,7 @@ def _model_row(loaded: LoadedModel, collected: Collector, audit: Audit, facts: d
         "width": None,
         "length": int(layers.largest("longest")),
         "parameters": sum(p.numel() for p in loaded.module.parameters()),
-        "samples": collected.samples + collected.batch,
+        "samples": collected.samples,
         "share": collected.share,
         "attention_found": len({*audit.modules, *(seen.module for seen in audit.skipped)}),
         "attention_captured": len(layers.modules),

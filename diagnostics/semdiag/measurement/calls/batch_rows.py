@@ -1,5 +1,8 @@
 """Rows of an attention's batch axis, and samples of the batch: one row each, or several (heads, windows)."""
 
+import numpy as np
+from numpy.typing import NDArray
+
 from semdiag.capturing.attention_call import AttentionCall
 from semdiag.measurement.calls.scored_rows import NotAvailableError
 
@@ -21,6 +24,40 @@ def rows_per_sample(rows: int, samples: int) -> int:
     return rows // samples if samples and rows % samples == 0 else 1
 
 
+class SampleNumbers:
+    """Numbers the samples of one batch after the other; no number is of two batches, whatever counts as a sample.
+
+    Example:
+        >>> numbers = SampleNumbers()
+        >>> for samples in (2, 2):
+        ...     numbers.start(samples)
+        ...     print(numbers.of(4).tolist(), numbers.of(3).tolist())
+        [0, 0, 1, 1] [0, 1, 2]
+        [3, 3, 4, 4] [3, 4, 5]
+    """
+
+    def __init__(self) -> None:
+        self._batch, self._first, self._next = 0, 0, 0
+
+    def start(self, samples: int) -> None:
+        """Begin a batch.
+
+        Args:
+            samples: how many it has.
+        """
+        self._batch, self._first, self._next = samples, self._next, self._next + samples
+
+    def of(self, rows: int) -> NDArray[np.int32]:
+        """Of each row of a call's batch axis the number of its sample.
+
+        Args:
+            rows: length of that axis.
+        """
+        numbers = self._first + np.arange(rows, dtype=np.int32) // rows_per_sample(rows, self._batch)
+        self._next = max(self._next, int(numbers[-1]) + 1)
+        return numbers.astype(np.int32)
+
+
 def folded(rows: int, samples: int) -> str | None:
     """Say that a batch axis does not hold one row per sample.
 
@@ -39,7 +76,7 @@ def folded(rows: int, samples: int) -> str | None:
         return None
     if rows % samples == 0:
         return f"its batch axis holds {rows // samples} rows per sample (heads or windows)"
-    return f"its batch axis holds {rows} rows, and the batch {samples} samples"
+    return f"its batch axis holds {rows} row{'s' * (rows > 1)}, and the batch {samples} samples"
 
 
 def counted_as(rows: int, samples: int) -> str:

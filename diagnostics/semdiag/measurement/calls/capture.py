@@ -20,7 +20,7 @@ from semdiag.capturing.batches import samples_of
 from semdiag.capturing.padding import Padding
 from semdiag.capturing.token_masks import checked_real
 from semdiag.mathematics.row_statistics import RowStatistics
-from semdiag.measurement.calls.batch_rows import folded, rows_per_sample
+from semdiag.measurement.calls.batch_rows import folded
 from semdiag.measurement.calls.counted_rows import counted_rows
 from semdiag.measurement.calls.layers import Layers, remarks_table, skipped_table
 from semdiag.measurement.calls.query_draws import QueryDraws
@@ -34,6 +34,7 @@ class _Reduced:
     """What is kept of a call: which one it was, which of its queries and keys are real, its row statistics."""
 
     place: dict[str, Any]
+    first_query: int
     queries: np.ndarray  # (B, H, R) bool
     places: np.ndarray | None  # (B, H, R), positions of the queries; None: all, in their order
     keys: np.ndarray  # (B, H, Lk) bool
@@ -44,8 +45,9 @@ class Calls:
     """The attention calls of a capture, reduced as they came: nothing of size L × L, no query and no key is kept.
 
     Every table has the columns call (number in the context), module, layer (place of its first call), occurrence
-    (which call of the module in one forward), sample (row of the batch axis), head, and query or key. Padded
-    queries are left out. Everything counts from 0; scores are in nats.
+    (which call of the module in one forward), sample (row of the batch axis), head, and query or key. Where a call
+    tells the positions of its queries among its keys, as in a cache, ``query`` is that position, else the number
+    in the call. Padded queries are left out. Everything counts from 0; scores are in nats.
     """
 
     def __init__(self, k: int, draws: QueryDraws) -> None:
@@ -170,16 +172,16 @@ class Calls:
     @torch.no_grad()
     def _add(self, call: AttentionCall, padding: Padding, samples: int) -> None:
         call = padding.marked(call, self._audit)
-        if rows_per_sample(call.q.shape[0], samples) > 1:
-            said = f"{folded(call.q.shape[0], samples)}: each row counts as a sample"
-            self._audit.remarks[Remark(call.module, said)] += 1
+        said = folded(call.q.shape[0], samples)
+        if said is not None:
+            self._audit.remarks[Remark(call.module, f"{said}: each row counts as a sample")] += 1
         rows = counted_rows(call, self._k, self._draws.places(call))
         on_cpu = {field.name: getattr(rows.statistics, field.name).cpu() for field in fields(RowStatistics)}
         queries, keys = rows.queries.cpu().numpy(), rows.keys.cpu().numpy()
         places = None if rows.places is None else rows.places.cpu().numpy()
         layer = self._layers.add(rows)
         place = {"call": len(self._reduced), "module": call.module, "layer": layer, "occurrence": call.occurrence}
-        self._reduced.append(_Reduced(place, queries, places, keys, RowStatistics(**on_cpu)))
+        self._reduced.append(_Reduced(place, call.first_query, queries, places, keys, RowStatistics(**on_cpu)))
 
 
 def _rows(reduced: _Reduced, position: str, name: str, k: int | None, values: Tensor) -> pd.DataFrame:
@@ -188,7 +190,7 @@ def _rows(reduced: _Reduced, position: str, name: str, k: int | None, values: Te
     columns = {**reduced.place, "sample": sample, "head": head, position: where}
     if position == "query":
         columns["keys"] = reduced.statistics.keys.numpy().ravel()
-        columns["query"] = where if reduced.places is None else reduced.places.ravel()
+        columns["query"] = reduced.first_query + (where if reduced.places is None else reduced.places.ravel())
     table = pd.DataFrame({**columns, "k": pd.NA if k is None else k, name: values.numpy().ravel()})
     return table[(reduced.queries if position == "query" else reduced.keys).ravel()]
 

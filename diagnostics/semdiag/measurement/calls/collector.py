@@ -13,7 +13,7 @@ from semdiag.capturing.attention_calls import AttentionCall
 from semdiag.mathematics.query_draws import PER_STRATUM
 from semdiag.mathematics.score_strips import rows_of
 from semdiag.mathematics.top_recall import top_recall
-from semdiag.measurement.calls.batch_rows import rows_per_sample
+from semdiag.measurement.calls.batch_rows import SampleNumbers
 from semdiag.measurement.calls.counted_rows import CountedRows, counted_rows
 from semdiag.measurement.calls.layers import Layers
 from semdiag.measurement.calls.query_draws import QueryDraws
@@ -46,9 +46,10 @@ class Collector:
         min_keys: int = 1,
         max_queries: int = MAX_QUERIES,
     ) -> None:
-        self.model, self.k, self.draws, self.wanted, self.samples = model, k, draws, wanted, 0
+        self.model, self.k, self.draws, self.wanted = model, k, draws, wanted
         self._min_keys = min_keys
-        self.batch = 0  # samples of the running batch
+        self.samples = 0  # so far, those of the running batch included
+        self._numbers = SampleNumbers()
         self.layers = Layers()
         self.counted: Counter[int] = Counter()  # queries of each layer that are no padding
         self._queries = KeptRows(max_queries, _QUERY_PLACES)
@@ -62,8 +63,8 @@ class Collector:
         Args:
             samples: how many it has.
         """
-        self.samples += self.batch
-        self.batch = samples
+        self.samples += samples
+        self._numbers.start(samples)
 
     def add(self, call: AttentionCall) -> None:
         """Reduce a call, its padded queries marked."""
@@ -76,7 +77,7 @@ class Collector:
     def _places(self, values: Tensor, layer: int, position: str) -> dict[str, np.ndarray]:
         """Sample, layer, head and position of each entry of (B, H, L), flattened."""
         index, head, where = (axis.ravel() for axis in np.indices(values.shape, dtype=np.int32))
-        sample = index // rows_per_sample(values.shape[0], self.batch) + np.int32(self.samples)
+        sample = self._numbers.of(len(values))[index]
         return {"sample": sample, "layer": np.full_like(sample, layer), "head": head, position: where}
 
     def _add_rows(self, rows: CountedRows, layer: int) -> None:

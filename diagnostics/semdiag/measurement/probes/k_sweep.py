@@ -173,7 +173,7 @@ def k_sweep_tables(
     collected = TopScores(largest, draws, min_keys)
     with running(loaded, collected.add, device, dtype) as run:
         for batch in batches:
-            collected.batch = samples_of(batch)
+            collected.samples.start(samples_of(batch))
             run(batch)
     rows = list(collected.rows())
     if plan.rerun:

@@ -1,6 +1,5 @@
 """What a k-sweep keeps of every query while a model runs, and every quantity of every k that follows from it."""
 
-from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -15,7 +14,7 @@ from semdiag.mathematics.paper_stability import paper_heavy_hitter_stability
 from semdiag.mathematics.query_draws import PER_STRATUM
 from semdiag.mathematics.sampled_intervals import TARGETS, sampled_estimates
 from semdiag.mathematics.softmax_stability import fixed_mask_stability, heavy_hitter_stability
-from semdiag.measurement.calls.batch_rows import rows_per_sample
+from semdiag.measurement.calls.batch_rows import SampleNumbers
 from semdiag.measurement.calls.counted_rows import counted_rows
 from semdiag.measurement.calls.query_draws import QueryDraws
 from semdiag.measurement.percentiles import percentiles
@@ -36,8 +35,7 @@ class TopScores:
         min_keys: queries with fewer keys are left out.
         parts: by layer and head, one of each call.
         numbers: top scores held.
-        batch: samples of the running batch; 0 if unknown, then each row of a call's batch axis is a sample.
-        samples: of each layer so far.
+        samples: their numbers; each batch is to be begun.
     """
 
     largest: int
@@ -45,8 +43,7 @@ class TopScores:
     min_keys: int = 1
     parts: dict[tuple[int, int], list[dict[str, NDArray[Any]]]] = field(default_factory=dict)
     numbers: int = 0
-    batch: int = 0
-    samples: Counter[int] = field(default_factory=Counter)
+    samples: SampleNumbers = field(default_factory=SampleNumbers)
 
     def add(self, call: AttentionCall) -> None:
         """Keep what a call says, whatever mask the model has.
@@ -63,7 +60,7 @@ class TopScores:
             )
         rows = counted_rows(replace(call, selected=None), self.largest, places)
         found, keys = rows.statistics, rows.keys
-        per_sample = rows_per_sample(len(call.q), self.batch)
+        numbers = torch.from_numpy(self.samples.of(len(call.q))).to(call.q.device)
         for head in range(call.q.shape[1]):
             own = rows.attending[:, head] & (found.keys[:, head] >= self.min_keys)
             part = {
@@ -75,12 +72,10 @@ class TopScores:
                 "load": found.top_load[:, :, head][:, keys[:, head]],
             }
             if places is not None:
-                index = torch.arange(len(own), device=own.device)[:, None].expand_as(own)
-                sample = self.samples[call.layer] + index // per_sample
+                sample = numbers[:, None].expand_as(own)
                 stratum = torch.arange(own.shape[1], device=own.device).expand_as(own) // PER_STRATUM
                 part |= {"sample": sample[own], "stratum": stratum[own]}
             self.parts.setdefault((call.layer, head), []).append({n: v.cpu().numpy() for n, v in part.items()})
-        self.samples[call.layer] += len(call.q) // per_sample
 
     def _places(self) -> dict[tuple[int, int], dict[str, NDArray[Any]]]:
         return {

@@ -107,12 +107,46 @@ def test_a_batch_axis_of_something_else_is_said(ids):
     assert said == "its batch axis holds 6 rows, and the batch 4 samples: each row counts as a sample"
 
 
+class SequenceFirst(nn.Module):
+    """Attention of torch's own that takes sequences first, and is given samples first."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(WIDTH, 2)
+
+    def forward(self, x):
+        return self.attention(x, x, x, need_weights=False)[0]
+
+
+def test_no_two_batches_share_a_sample():
+    batches = [torch.randn(5, 12, WIDTH, generator=torch.Generator().manual_seed(n)) for n in (0, 1)]
+    found = semdiag.measure(SequenceFirst(), batches)
+    assert found.models["samples"].item() == 10
+    assert found.queries.groupby("sample").size().tolist() == [2 * 5] * 24  # heads × queries of a row
+    swept = TopScores(1, QueryDraws(2, 0))
+    with running(unnamed(SequenceFirst()), swept.add) as run:
+        for batch in batches:
+            swept.samples.start(len(batch))
+            run(batch)
+    for parts in swept.parts.values():
+        assert np.unique(np.concatenate([part["sample"] for part in parts])).tolist() == list(range(24))
+
+
+def test_a_capture_says_of_a_batch_axis_of_something_else_what_a_measurement_says():
+    x = torch.randn(5, 12, WIDTH, generator=torch.Generator().manual_seed(0))
+    model = SequenceFirst().eval()
+    with semdiag.capture(model) as calls:
+        model(x)
+    said = "its batch axis holds 12 rows, and the batch 5 samples: each row counts as a sample"
+    assert calls.audit["reason"].tolist() == semdiag.measure(model, x).remarks["text"].tolist() == [said]
+
+
 def test_drawn_queries_of_windows_belong_to_their_sample(ids):
     """Intervals rest on how many samples there are: six windows of two are three samples."""
     found = TopScores(1, QueryDraws(2, 0))
     with running(unnamed(model_of(WINDOWS)), found.add) as run:
         for batch in ids.split(2):
-            found.batch = len(batch)
+            found.samples.start(len(batch))
             run(batch)
     parts = [part["sample"] for (_, head), parts in found.parts.items() if head == 0 for part in parts]
     assert [np.unique(part).tolist() for part in parts] == [[0, 1], [2]]
