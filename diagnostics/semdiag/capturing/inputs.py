@@ -14,7 +14,8 @@ from semdiag.capturing.batches import Batch
 from semdiag.capturing.loading import LoadedModel
 from semdiag_models import InputError
 from semdiag_models.checkpoint import read_plain
-from semdiag_models.reading import LARGEST_TEXT, open_file, read_bytes, require_memory
+from semdiag_models.reading import open_file, require_memory
+from semdiag_models.tasks.text_lines import read_lines
 
 
 def read_inputs(path: Path) -> Tensor:
@@ -56,7 +57,7 @@ def read_batches(path: Path, model: LoadedModel, size: int) -> list[Batch]:
         InputError: if the file is missing, unreadable, empty, holds code, or does not suit the model.
     """
     if path.suffix == ".txt":
-        texts = _texts(path)
+        texts = read_lines(path)[0]
         if model.source != "hugging face":
             raise InputError(f"{path}: texts need a tokenizer, which {model.path} has not. Give token ids.")
         tokenise = pretrained.tokeniser(model.path, model.module)
@@ -70,15 +71,19 @@ def read_batches(path: Path, model: LoadedModel, size: int) -> list[Batch]:
     return found
 
 
-def _texts(path: Path) -> list[str]:
-    try:
-        lines = [line.strip() for line in read_bytes(path, LARGEST_TEXT).decode("utf-8").splitlines()]
-    except UnicodeDecodeError as error:
-        raise InputError(f"{path} is not a text in UTF-8 ({error.reason} at byte {error.start}).") from None
-    texts = [line for line in lines if line]
-    if not texts:
-        raise InputError(f"{path} holds no text: write one a line.")
-    return texts
+def cut_texts(path: Path, model: LoadedModel, first: int) -> tuple[int, int | None]:
+    """Count the texts that :func:`read_batches` cut, being longer than the model takes.
+
+    Args:
+        path: texts, one a line.
+        model: whose inputs they are.
+        first: so many of them are looked at.
+
+    Returns:
+        Their number, and how many tokens the model takes; None if nothing says so.
+    """
+    tokenise = pretrained.tokeniser(model.path, model.module)
+    return tokenise.cut(read_lines(path)[0][:first]), tokenise.longest
 
 
 def _read(path: Path) -> Any:

@@ -1,7 +1,7 @@
 """Models in a folder of the Hugging Face format: configuration, safetensors, tokenizer. Nothing is downloaded."""
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,7 +16,6 @@ from semdiag_models.reading import open_file, read_json
 PREFIX = "hf:"
 _INSTALL = "pip install 'semdiag[hf]'"
 _VOCABULARIES = ("tokenizer.json", "vocab*", "*.model", "*.bpe", "*.tiktoken")
-Tokenise = Callable[[Sequence[str]], dict[str, Tensor]]
 
 
 def find_folder(spec: str) -> Path:
@@ -95,15 +94,49 @@ def build(spec: str) -> tuple[nn.Module, str, dict[str, str]]:
     return model.eval(), _sha256(weights), {"transformers": str(transformers.__version__)}
 
 
-def tokeniser(spec: str, model: nn.Module) -> Tokenise:
-    """Return a function from texts to the model's input, padded and cut to its longest.
+class Tokeniser:
+    """A function from texts to a model's input: a dictionary of tensors (N, L), padded and cut to its longest.
+
+    Args:
+        tokenizer: of transformers.
+        config: of the model. An encoder–decoder gets the same texts, shifted, as decoder input.
+
+    Attributes:
+        longest: how many tokens the model takes; None if nothing says so.
+    """
+
+    def __init__(self, tokenizer: Any, config: Any) -> None:
+        self.longest = _longest(tokenizer, config)
+        self._tokenizer, self._config = tokenizer, config
+
+    def __call__(self, texts: Sequence[str]) -> dict[str, Tensor]:
+        """The model's input."""
+        cut = {"truncation": self.longest is not None, "max_length": self.longest}
+        found = self._tokens(texts, return_tensors="pt", padding=True, **cut)
+        return _with_decoder(found, self._config)
+
+    def cut(self, texts: Sequence[str]) -> int:
+        """How many of the texts are longer than the model takes."""
+        if self.longest is None:
+            return 0
+        return sum(len(ids) > self.longest for ids in self._tokens(texts)["input_ids"])
+
+    def _tokens(self, texts: Sequence[str], **how: Any) -> dict[str, Any]:
+        import transformers
+
+        with _silent(transformers):
+            return dict(self._tokenizer(list(texts), **how))
+
+
+def tokeniser(spec: str, model: nn.Module) -> Tokeniser:
+    """Find what makes inputs of texts.
 
     Args:
         spec: ``hf:DIRECTORY``, with the tokenizer's files.
-        model: from :func:`build`. An encoder–decoder gets the same texts, shifted, as decoder input.
+        model: from :func:`build`.
 
     Returns:
-        A function from texts to a dictionary of tensors (N, L).
+        A function from texts to the model's input.
 
     Raises:
         InputError: if the folder holds no tokenizer.
@@ -122,16 +155,7 @@ def tokeniser(spec: str, model: nn.Module) -> Tokenise:
             raise InputError(f"{spec}: its tokenizer cannot be used ({_first_line(error)}). {instead}") from error
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
-    longest = _longest(tokenizer, model.config)
-
-    def tokenise(texts: Sequence[str]) -> dict[str, Tensor]:
-        with _silent(transformers):
-            found = tokenizer(
-                list(texts), return_tensors="pt", padding=True, truncation=longest is not None, max_length=longest
-            )
-        return _with_decoder(dict(found), model.config)
-
-    return tokenise
+    return Tokeniser(tokenizer, model.config)
 
 
 def _transformers(spec: str) -> Any:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from semdiag.capturing.batches import Batch, each, first_samples, longest, samples_of, split
-from semdiag.capturing.inputs import read_batches, read_inputs
+from semdiag.capturing.inputs import cut_texts, read_batches, read_inputs
 from semdiag.capturing.loading import LoadedModel, load_all
 from semdiag.measurement.calls.scored_rows import NotAvailableError
 from semdiag.measurement.conditions import DTYPES, Conditions
@@ -99,7 +99,7 @@ def survey(
                 tables |= probe.measure(subject, plan, known)
             except NotAvailableError as reason:
                 subject.note(probe.name, str(reason))
-        part = part.replace(**tables, remarks=_with_remarks(part.remarks, subject))
+        part = part.replace(**tables, remarks=_with_remarks(part.remarks, subject, conditions.inputs))
         parts.append(part)
     joined = Measurements.concat(parts)
     largest = int(joined.models["samples"].max())
@@ -186,7 +186,8 @@ def _with_keys(measurements: Measurements, least: int) -> Measurements:
 
 # Beginnings of remarks about what the user asked for, or that spoil an answer: not in the report alone.
 SAID_AT_ONCE = (
-    "k = ", "the inputs are ", "logits are NaN ", "secants not available", "overlap not available",
+    "k = ", "the inputs are ", "texts were cut ", "logits are NaN ", "secants not available",
+    "overlap not available",
 )  # fmt: skip
 
 
@@ -200,10 +201,20 @@ def _other_length(model: LoadedModel, batches: Sequence[Batch]) -> list[str]:
     return [] if given == [own] else [f"the inputs are {said} tokens long, and the model was trained on {own}"]
 
 
-def _with_remarks(remarks: pd.DataFrame, subject: Subject) -> pd.DataFrame:
+def _cut_texts(model: LoadedModel, batches: Sequence[Batch], given: Path | None) -> list[str]:
+    """Say how many texts are longer than the model takes, if any is."""
+    if given is None or given.suffix != ".txt" or not model.external:
+        return []
+    samples = sum(map(samples_of, batches))
+    cut, most = cut_texts(given, model, samples)
+    return [f"texts were cut to {most} tokens, the most that the model takes: {cut} of {samples}"] if cut else []
+
+
+def _with_remarks(remarks: pd.DataFrame, subject: Subject, given: Path | None) -> pd.DataFrame:
     """The remarks, what no probe could measure, and which of all random keys were looked at."""
     texts = [f"{name} not available, because {why}" for name, why in subject.missing.items()]
     texts += _other_length(subject.model, subject.batches)
+    texts += _cut_texts(subject.model, subject.batches, given)
     if not subject.model.external and subject.model.encoder.config.attention == "redrawn":
         texts.append(f"keeps other random keys in every forward pass; measured with those of seed {subject.seed}")
     rows = [{"model": subject.model.path, "module": "", "text": text, "times": 1} for text in texts]

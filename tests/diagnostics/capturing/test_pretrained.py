@@ -10,6 +10,8 @@ import torch
 
 from semdiag import load
 from semdiag.capturing.inputs import read_batches
+from semdiag.measurement.conditions import Conditions
+from semdiag.measurement.survey import SAID_AT_ONCE, survey
 from semdiag_models import InputError
 
 transformers = pytest.importorskip("transformers", reason="needs the extra test-hf")
@@ -66,6 +68,22 @@ def test_texts_become_padded_batches(bert, tmp_path):
     assert first["input_ids"].tolist() == [[2, 4, 5, 6, 3], [2, 4, 5, 3, 0]]
     assert first["attention_mask"].tolist() == [[1, 1, 1, 1, 1], [1, 1, 1, 1, 0]]
     assert second["input_ids"].shape == (1, 8)  # cut to the model's 8 positions, not the tokenizer's 100
+
+
+def test_a_text_ends_where_its_line_ends_and_nowhere_else(bert, tmp_path):
+    texts = tmp_path / "texts.txt"
+    texts.write_bytes("\ufeffthe \u2028 cat \x0c sat \x85 on\r\nmat\n".encode())
+    (batch,) = read_batches(texts, load(f"hf:{bert}"), 2)
+    assert batch["attention_mask"].sum(1).tolist() == [6, 3]
+
+
+@pytest.mark.parametrize(("first", "said"), [(None, ["2 of 3"]), (2, ["1 of 2"]), (1, [])])
+def test_it_is_said_how_many_texts_were_cut(bert, tmp_path, first, said):
+    texts = tmp_path / "texts.txt"
+    texts.write_text("the cat sat on the mat\n" + 2 * "the cat sat on the mat .\n", encoding="utf-8")  # 8, 9, 9
+    found = survey([load(f"hf:{bert}")], Conditions(inputs=texts, first=first)).remarks["text"]
+    expected = [f"texts were cut to 8 tokens, the most that the model takes: {cut}" for cut in said]
+    assert [text for text in found if text.startswith(SAID_AT_ONCE)] == expected
 
 
 def test_an_encoder_decoder_gets_the_texts_shifted_as_decoder_input(bert, tmp_path):
