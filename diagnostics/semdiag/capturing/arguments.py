@@ -1,5 +1,6 @@
 """What functions are given, checked where it enters."""
 
+from collections.abc import Iterable
 from numbers import Integral
 from typing import Any
 
@@ -29,3 +30,25 @@ def whole_number(value: Any, name: str, least: int | None = None) -> int:
     if least is not None and value < least:
         raise InputError(f"{name} must be at least {least}. Got {value}.")
     return int(value)
+
+
+def whole_numbers(values: Any, name: str, least: int | None = None) -> tuple[int, ...]:
+    """Refuse what is neither a whole number nor several.
+
+    Args:
+        values: what was given, one or several.
+        name: of the argument.
+        least: the smallest that is allowed; None: any.
+
+    Returns:
+        The numbers.
+
+    Raises:
+        InputError: if one is none, or below ``least``.
+
+    Example:
+        >>> whole_numbers(3, "k"), whole_numbers([4, 8], "k", 1)
+        ((3,), (4, 8))
+    """
+    several = values if isinstance(values, Iterable) and not isinstance(values, str) else (values,)
+    return tuple(whole_number(value, name, least) for value in several)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from semdiag.capturing import batches as batching
-from semdiag.capturing.arguments import whole_number
+from semdiag.capturing.arguments import whole_number, whole_numbers
 from semdiag.capturing.attention_kinds import APPROXIMATE
 from semdiag.capturing.audit import Audit, Remark
 from semdiag.capturing.batches import Batch
@@ -171,8 +171,7 @@ def _checked(k: Any, dtype: Any, **numbers: Any) -> tuple[int, ...]:
             whole_number(value, name, 1)
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise InputError(f"dtype must be torch.float32 or torch.float64. Got {dtype!r}.")
-    ks = k if isinstance(k, Iterable) and not isinstance(k, str) else (k,)
-    return tuple(whole_number(value, "k") for value in ks)
+    return whole_numbers(k, "k")
 
 
 def _noted(loaded: LoadedModel, audit: Audit) -> Audit:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from semdiag.capturing import hooks
-from semdiag.capturing.arguments import whole_number
+from semdiag.capturing.arguments import whole_number, whole_numbers
 from semdiag.capturing.attention_calls import AttentionCall, watch_attention
 from semdiag.capturing.audit import Audit, Remark, Skipped, failure
 from semdiag.capturing.batches import samples_of
@@ -141,9 +141,8 @@ class Calls:
         k: int | Sequence[int] | None,
         value: Callable[[RowStatistics, int | None], Tensor],
     ) -> pd.DataFrame:
-        several = isinstance(k, Sequence) and not isinstance(k, str)
-        ks: list[int | None] = [None] if k is None else list(k) if several else [k]  # type: ignore[arg-type,list-item]
-        wrong = [n for n in ks if n is not None and whole_number(n, "k", 1) > self._k]
+        ks: tuple[int | None, ...] = (None,) if k is None else whole_numbers(k, "k", 1)
+        wrong = [n for n in ks if n is not None and n > self._k]
         if wrong:
             raise ValueError(
                 f"k must lie in 1 … {self._k}, the capture's k. Got {wrong[0]}: use capture(model, k={wrong[0]})."

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from semdiag.capturing import hooks
+from semdiag.capturing.arguments import whole_number, whole_numbers
 from semdiag.capturing.attention_calls import AttentionCall, watch_attention
 from semdiag.capturing.audit import Audit, Remark, failure
 from semdiag.capturing.padding import Padding
@@ -60,7 +61,7 @@ class Monitor:
         model: the module whose forward calls are counted; an encoder of semdiag_models or any transformer that
             :func:`semdiag.watch_attention` understands.
         every: forward calls in training mode from one look to the next; the first call is looked at.
-        k: numbers of heavy hitters for the counterfactual columns.
+        k: numbers of heavy hitters for the counterfactual columns, one or several.
         path: ``.csv`` or ``.parquet`` to which the rows are added as they come; an existing one is continued.
         tensorboard: a directory for TensorBoard, or a SummaryWriter.
         seed: of the choice of samples and queries.
@@ -86,7 +87,7 @@ class Monitor:
         model: nn.Module,
         every: int = 200,
         *,
-        k: Sequence[int] = (),
+        k: int | Sequence[int] = (),
         path: Path | str | None = None,
         tensorboard: Path | str | ScalarWriter | None = None,
         seed: int = 0,
@@ -97,20 +98,15 @@ class Monitor:
             raise InputError(f"A monitor watches a module, like Encoder(config). Got {model!r}.")
         if not any(model.children()) and type(model) in vars(nn).values():
             raise InputError(f"{type(model).__name__} has no attention to watch.")
-        if every < 1:
-            raise InputError(f"every must be at least 1 forward call. Got {every}.")
-        if any(value < 1 for value in k):
-            raise InputError(f"k must be at least 1. Got {min(k)}.")
-        if queries < 1:
-            raise InputError(f"queries must be at least 1. Got {queries}.")
-        self._queries = queries
-        self.model, self.every, self.k, self.step = model, every, tuple(k), first_step
-        self._first_step = first_step
+        self.model, self.every = model, whole_number(every, "every", 1)
+        self.k = tuple(dict.fromkeys(whole_numbers(k, "k", 1)))
+        self._queries = whole_number(queries, "queries", 1)
+        self.step = self._first_step = whole_number(first_step, "first_step", 0)
         self.seconds = 0.0
         self._log = MonitorLog(None if path is None else Path(path), columns(self.k))
         self._tensorboard, self._own_writer = tensorboard, False
         self._writer: Any = None
-        self._generator = torch.Generator().manual_seed(seed)
+        self._generator = torch.Generator().manual_seed(whole_number(seed, "seed", 0))
         self._handles: hooks.Handles | tuple[()] = ()
         self._look = ExitStack()
         self._looked_at: int | None = None

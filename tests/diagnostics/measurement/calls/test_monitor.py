@@ -4,6 +4,7 @@ import copy
 import csv
 import io
 import math
+import re
 import subprocess
 import sys
 
@@ -302,10 +303,18 @@ def test_scalars_go_to_a_tensorboard_folder(tmp_path):
 
 def test_wrong_arguments_are_refused(tmp_path):
     model = made(encoder)
-    with pytest.raises(InputError, match=r"^every must be at least 1 forward call. Got 0\.$"):
-        Monitor(model, every=0)
-    with pytest.raises(InputError, match=r"^k must be at least 1. Got 0\.$"):
-        Monitor(model, k=[4, 0])
+    for wrong, said in (
+        ({"every": 0}, "every must be at least 1. Got 0."),
+        ({"every": 2.5}, "every must be a whole number. Got 2.5."),
+        ({"k": [4, 0]}, "k must be at least 1. Got 0."),
+        ({"k": [2.5]}, "k must be a whole number. Got 2.5."),
+        ({"k": "8"}, "k must be a whole number. Got '8'."),
+        ({"queries": 2.5}, "queries must be a whole number. Got 2.5."),
+        ({"first_step": -1}, "first_step must be at least 0. Got -1."),
+        ({"seed": None}, "seed must be a whole number. Got None."),
+    ):
+        with pytest.raises(InputError, match=f"^{re.escape(said)}$"):
+            Monitor(model, **wrong)
     with pytest.raises(InputError, match=r"^A monitor writes .csv or .parquet. Got rows.txt\.$"):
         Monitor(model, path="rows.txt")
     with pytest.raises(InputError, match="there is no folder"):
@@ -315,6 +324,18 @@ def test_wrong_arguments_are_refused(tmp_path):
     with pytest.raises(InputError, match="cannot be continued: its columns are a, b, not step, layer"):
         Monitor(model, path=other)
     assert other.read_text(encoding="utf-8") == "a,b\n1,2\n"
+
+
+def test_one_k_need_not_stand_in_a_list_and_none_counts_twice():
+    tables = []
+    for k in (3, [3], [3, 3]):
+        model = made(encoder).train()
+        with Monitor(model, every=1, k=k) as monitor:
+            model(torch.zeros(1, 12, dtype=torch.int64))
+        tables.append(monitor.table)
+    assert "mass_k3" in tables[0]
+    for table in tables[1:]:
+        pd.testing.assert_frame_equal(table, tables[0])
 
 
 def test_rows_without_any_key_have_no_numbers():
