@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import torch
 
@@ -73,10 +74,23 @@ def conditions_met(findings: Findings, model: str) -> dict[int, int]:
         findings: with a sweep.
         model: a model's path.
     """
-    table = findings(condition_table)
-    judged = table[(table["model"] == model) & table["percentile"].isin(JUDGED_PERCENTILES)]
-    counts = judged.groupby("k")["met"].sum()
+    counts = _judged(findings, model).groupby("k")["met"].sum()
     return {int(str(k)): int(count) for k, count in counts.items()}
+
+
+def conditions_defined(findings: Findings, model: str) -> bool:
+    """Whether the left side of one of these cases is a number, at one k at least.
+
+    Args:
+        findings: with a sweep.
+        model: a model's path.
+    """
+    return bool(np.isfinite(_judged(findings, model)["left_side"].astype(float)).any())
+
+
+def _judged(findings: Findings, model: str) -> pd.DataFrame:
+    table = findings(condition_table)
+    return table[(table["model"] == model) & table["percentile"].isin(JUDGED_PERCENTILES)]
 
 
 def k_sweep_summary(findings: Findings) -> Summary:

@@ -1,5 +1,7 @@
 """Figures and words on masks under noise and on other k: what they show of numbers that are known."""
 
+import re
+
 import numpy as np
 import pytest
 from matplotlib.text import Text
@@ -155,6 +157,23 @@ def test_what_is_said_of_other_k(pair, probed):
     assert "cannot tell before it is run: k = 6 (50% of the keys) keeps 100.0% of the weight" in full
     assert "trained with top-k attention, k = 3" in topk
     assert "ranks no scores" in banded
+
+
+@pytest.mark.parametrize(
+    ("range_of_full", "said"),
+    [
+        (1e3, "are met by k = 6 in 6 of 6 cases (W and X at p75, p90 and p95); most often by k = 1, in 6."),
+        (1e-3, "are met by no k in any of 6 cases (W and X at p75, p90 and p95)."),
+        (0.0, "have no value at any k: what they divide by, δ_s or Δ_h(k), is 0."),
+    ],
+)
+def test_what_is_said_of_the_conditions_is_a_sentence(pair, probed, range_of_full, said):
+    found = probed(pair)
+    sweep = found.sweep.copy()
+    percentiles = [name for name in sweep if re.fullmatch(r"p\d+", name)]
+    sweep.loc[(sweep["quantity"] == "dispersion") & (sweep["k"] == 0), percentiles] = range_of_full
+    full = k_sweep_sentences(Findings(found.replace(sweep=sweep)))[0]
+    assert full.endswith(f"The paper's conditions of Corollary 1 {said}")
 
 
 def test_tables_and_sections(pair, probed, tmp_path):

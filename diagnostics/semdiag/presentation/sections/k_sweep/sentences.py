@@ -4,7 +4,7 @@ import math
 
 from semdiag.findings.estimates import drawn
 from semdiag.findings.findings import Findings
-from semdiag.findings.k_sweep import conditions_met
+from semdiag.findings.k_sweep import conditions_defined, conditions_met
 from semdiag.findings.rerun import budget_content
 from semdiag.findings.shares import percent
 from semdiag.findings.sparse_verdict import MASS, SparseVerdict, sparse_glance, sparse_verdict
@@ -119,16 +119,25 @@ def verdict_lines(findings: Findings, model: str) -> list[str]:
             "Queries were drawn: the weight kept is estimated from them, and the paper's conditions, which rest "
             "on extremes and loads over every query, are not judged."
         )
-    met = conditions_met(findings, model)
-    if met:
-        best = max(met, key=lambda k: met[k])
-        cases = f"of {len(CLAIMS) * len(JUDGED_PERCENTILES)} cases (W and X at p75, p90 and p95)"
-        lines.append(
-            "The paper's conditions of Corollary 1 are met "
-            + (f"by k = {found.k} in {met[found.k]} {cases}; " if found.k in met else f"{cases} ")
-            + (f"most often by k = {best}, in {met[best]}." if met[best] else "by no k in any.")
-        )
-    return lines
+    return lines + _conditions_lines(findings, model, found.k)
+
+
+def _conditions_lines(findings: Findings, model: str, asked: int | None) -> list[str]:
+    """In how many cases the paper's conditions are met by the k of the verdict, and by the best one."""
+    met, what = conditions_met(findings, model), "The paper's conditions of Corollary 1"
+    if not met:
+        return []
+    if not conditions_defined(findings, model):
+        return [f"{what} have no value at any k: what they divide by, δ_s or Δ_h(k), is 0."]
+    best, cases = max(met, key=lambda k: met[k]), f"{len(CLAIMS) * len(JUDGED_PERCENTILES)} cases"
+    cases += " (W and X at p75, p90 and p95)"
+    if not met[best]:
+        said = f"by no k in any of {cases}"
+    elif asked in met:
+        said = f"by k = {asked} in {met[asked]} of {cases}; most often by k = {best}, in {met[best]}"
+    else:
+        said = f"most often by k = {best}, in {met[best]} of {cases}"
+    return [f"{what} are met {said}."]
 
 
 def budget_lines(findings: Findings, model: str) -> list[str]:
