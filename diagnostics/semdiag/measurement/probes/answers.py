@@ -10,10 +10,11 @@ from torch import Tensor, nn
 from semdiag.capturing import batches as batching
 from semdiag.capturing.batches import Batch
 from semdiag.capturing.token_masks import real_tokens
+from semdiag.measurement.probes.token_tables import TokenTables, token_ids
 from semdiag_models import Encoder
 
 IGNORED = -100  # as a target: no prediction counts here, as in torch's cross-entropy
-_SAME = 1e-4  # relative to the largest logit: what is left of a position that does not see a changed token
+_SAME = 1e-4  # relative to the largest logit: what is left of a position that sees no changed token
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,10 +38,14 @@ class Reader:
     """Knows how to read a model's outputs, from its output on a first batch.
 
     A distribution is what an encoder of semdiag_models returns, what is called ``logits``, and what labels or the
-    next token can be compared with; any other output is a representation. The next token is what is right where
-    there are no labels, the output has one row for each token and one column for each row of an embedding, and no
-    position's output changes with a later token (this is tried out). Samples are the output's first axis, or the
-    second where the first is not as long as the batch.
+    next token can be compared with; any other output is a representation. Samples are the output's first axis, or
+    the second where the first is not as long as the batch.
+
+    The next token is what is right where there are no labels, the output has one row for each token and one column
+    for each row of the table in which the model looks the tokens up, and no position's output changes with a later
+    token. This is tried out: the second half of each sample's real tokens is changed. Where no sample of the first
+    batch has two of them nothing can be told, and the output is a representation. A model that says that it has no
+    output embedding, as the bodies of transformers do, returns logits only if it calls them so.
 
     Args:
         module: the model.
@@ -51,16 +56,19 @@ class Reader:
 
     def __init__(self, module: nn.Module, batch: Batch, labelled: bool, run: Any) -> None:
         self._module, self._labelled = module, labelled
-        values, named = _values(run(batch), batch)
-        sizes = {m.num_embeddings for m in module.modules() if isinstance(m, nn.Embedding)}
-        ids = _ids(batch)
-        self.causal = (
-            ids is not None
-            and values.ndim == 3
-            and values.shape[:2] == ids.shape
-            and values.shape[2] in sizes
-            and _looks_back(batch, ids, values, run)
-        )
+        ids = token_ids(batch)
+        with TokenTables(ids) as seen:
+            output = run(batch)
+        values, named = _values(output, batch)
+        headless = not named and _says_headless(module)
+        self._predicted: str | int | None = None  # place of the ids whose next token it predicts
+        for place, tables in () if headless else seen.tables.items():
+            sizes = {len(table) for table in tables}
+            fits = values.ndim == 3 and values.shape[:2] == ids[place].shape and values.shape[2] in sizes
+            if fits and _looks_back(batch, ids[place], values, self._counted(batch, values), min(sizes), run):
+                self._predicted = place
+                break
+        self.causal = self._predicted is not None
         own = isinstance(batch, Mapping) and isinstance(batch.get("labels"), Tensor)
         self.distribution = isinstance(module, Encoder) or named or self.causal or labelled or own
 
@@ -99,8 +107,8 @@ class Reader:
         if isinstance(given, Tensor) and not given.is_floating_point():
             given = given.reshape(len(values), -1)
             return _next(given, torch.ones_like(given, dtype=torch.bool)) if shift else given
-        ids = _ids(batch)
-        return _next(ids, counted) if self.causal and ids is not None else None
+        ids = None if self._predicted is None else token_ids(batch).get(self._predicted)
+        return None if ids is None else _next(ids, counted)
 
 
 def _next(ids: Tensor, real: Tensor) -> Tensor:
@@ -133,21 +141,25 @@ def _samples_first(values: Tensor, samples: int) -> Tensor:
     raise TypeError(f"its output, of shape {tuple(values.shape)}, has no axis of the batch's samples, {samples}")
 
 
-def _ids(batch: Batch) -> Tensor | None:
-    """Token ids (B, L) of a batch; of a decoder, its own."""
-    if isinstance(batch, Mapping):
-        listed = [batch.get("decoder_input_ids"), batch.get("input_ids"), *batch.values()]
-    else:
-        listed = [batch] if isinstance(batch, Tensor) else list(batch)
-    whole = (x for x in listed if isinstance(x, Tensor) and x.ndim == 2 and x.dtype in (torch.int64, torch.int32))
-    return next(whole, None)
+def _says_headless(module: nn.Module) -> bool:
+    """Whether a model says that it has no output embedding, as the bodies of transformers do."""
+    try:
+        return module.get_output_embeddings() is None  # type: ignore[operator]
+    except (AttributeError, TypeError, NotImplementedError):
+        return False
 
 
-def _looks_back(batch: Batch, ids: Tensor, values: Tensor, run: Any) -> bool:
-    """Whether outputs change at the last token and not before it, if the last token is another one."""
-    changed = ids.clone()
-    changed[:, -1] = (ids[:, -1] + 1) % values.shape[2]
-    other = batching.with_tensor(batch, ids, changed)
-    moved = (_values(run(other), batch)[0] - values).abs().amax(-1)  # (B, L)
-    noise = _SAME * float(values.abs().max())
-    return bool(moved[:, :-1].max() <= noise) and bool(moved[:, -1].max() > noise)
+def _looks_back(batch: Batch, ids: Tensor, values: Tensor, real: Tensor, tokens: int, run: Any) -> bool:
+    """Whether outputs change with the second half of each sample's real tokens there, and nowhere before."""
+    later = real & (2 * real.cumsum(1) > real.sum(1, keepdim=True))
+    before = real & ~later
+    if not before.any():
+        return False
+    other = batching.with_tensor(batch, ids, torch.where(later, (ids + 1) % tokens, ids))
+    try:
+        output = run(other)
+    except Exception:  # these are no inputs of the user's: where they must hold what ours do not, nothing is told
+        return False
+    moved = (_values(output, batch)[0] - values).abs().amax(-1)  # (B, L)
+    noise = _SAME * values[real].abs().max()
+    return bool(moved[before].max() <= noise) and bool(moved[later].max() > noise)

@@ -115,6 +115,7 @@ def test_a_causal_model_is_judged_by_its_next_tokens():
             "output_change",
         ),  # the last token is seen by all: its logits tell the next one
         (lambda: made(columns=LETTERS + 1), "output_change"),  # hidden states, not one column a token
+        (lambda: made(columns=LENGTH), "output_change"),  # hidden states as wide as there are positions
     ],
 )
 def test_what_predicts_no_next_token_is_judged_by_its_outputs(model, measure):
@@ -126,6 +127,72 @@ def test_what_predicts_no_next_token_is_judged_by_its_outputs(model, measure):
         with sparsify(model, TopK(2)):
             change = (model(tokens) - before).flatten(1).norm(dim=1) / before.flatten(1).norm(dim=1)
     assert mean_change(again, "topk", 2) == (measure, pytest.approx(change.mean().item(), rel=1e-9))
+
+
+class Padded(Causal):
+    """No token attends to padding but padding to itself, whose outputs may be set to zeros."""
+
+    def __init__(self, zeros=False, **options):
+        super().__init__(**options)
+        self.zeros = zeros
+
+    def forward(self, ids, attention_mask=None, hidden_from_us=None):
+        real = (hidden_from_us if attention_mask is None else attention_mask).bool()
+        x = self.tokens(ids) + self.places.weight[: ids.shape[1]]
+        q, k, v = (3 * part for part in self.qkv(x)[:, None].chunk(3, -1))
+        seen = real[:, None, None] | torch.eye(ids.shape[1], dtype=torch.bool)
+        seen = seen.tril() if self.causal else seen
+        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=seen.expand(-1, -1, ids.shape[1], -1))
+        said = self.head(x + mixed[:, 0])
+        return said * real[..., None] if self.zeros else said
+
+
+def padded(lengths, side="right"):
+    places = torch.arange(LENGTH)[None]
+    real = (places if side == "right" else LENGTH - 1 - places) < torch.tensor(lengths)[:, None]
+    return {"ids": ids(len(lengths)) * real, "attention_mask": real.long()}
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize("zeros", [True, False])
+@pytest.mark.parametrize("causal", [True, False])
+def test_what_predicts_the_next_token_is_told_where_every_sample_is_padded(causal, zeros, side):
+    lengths = [6, 4, 1, 8, 2]
+    again = run(made(Padded, causal=causal, zeros=zeros), [padded(lengths, side)])
+    rows = again[again["mask"] == "none"]
+    assert rows["targets"].tolist() == ([n - 1 for n in lengths] if causal else [0] * 5)
+    assert rows["predictions"].tolist() == (lengths if causal else [0] * 5)
+
+
+def test_padding_of_which_nothing_is_known_makes_no_next_token():
+    batch = padded([6, 9, 8])
+    again = run(made(Padded, causal=False), [{"ids": batch["ids"], "hidden_from_us": batch["attention_mask"]}])
+    assert again["targets"].sum() == 0
+
+
+def test_where_no_sample_has_two_tokens_nothing_is_said_of_the_next():
+    again = run(made(Padded), [padded([1, 1, 1])])
+    assert again[["targets", "predictions"]].sum().tolist() == [0, 0]
+
+
+def test_the_body_of_a_language_model_has_no_logits_however_wide():
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.LlamaConfig(vocab_size=16, **sizes)  # as wide as the vocabulary
+    for kind, count in ((transformers.LlamaModel, 0), (transformers.LlamaForCausalLM, LENGTH - 1)):
+        again = run(kind(config).double().eval(), [{"input_ids": ids(2)}])
+        assert again["targets"].tolist() == [count] * 4
+
+
+def test_a_changed_token_that_the_model_refuses_tells_nothing():
+    class Ends(Causal):
+        def forward(self, ids):
+            if not (ids[:, -1] == 0).all():
+                raise ValueError("every text ends with 0")
+            return super().forward(ids)
+
+    again = run(made(Ends), [torch.cat([ids()[:, 1:], torch.zeros(9, 1, dtype=torch.int64)], 1)])
+    assert again["targets"].sum() == 0
 
 
 def test_labels_of_a_batch_and_padding_are_respected():
