@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import pandas as pd
 import torch
 from torch import Tensor, nn
 
@@ -171,4 +172,5 @@ def _asked(
         raise InputError(f"{probe.name} of {loaded.path} not available, because {reason}.") from None
     samples = int(found.models["samples"].max())
     known = {"seed": seed, "samples": samples, **probe.provenance(plan, samples, samples)}
-    return found.replace({**found.provenance, **known}, **tables)
+    remarks = pd.concat([found.remarks, subject.remarks], ignore_index=True)
+    return found.replace({**found.provenance, **known}, remarks=remarks, **tables)

@@ -11,6 +11,7 @@ from torch import Tensor
 from semdiag.capturing.batches import Batch, first_samples
 from semdiag.capturing.loading import LoadedModel
 from semdiag.measurement.table import Table
+from semdiag.measurement.tables import REMARKS
 from semdiag_models import InputError
 
 P = TypeVar("P")
@@ -54,6 +55,14 @@ class Subject:
             why: ends a sentence: "not available, because …".
         """
         self.missing[name] = why
+
+    @property
+    def remarks(self) -> pd.DataFrame:
+        """The table ``remarks`` of what is not available of this model."""
+        texts = [f"{name} not available, because {why}" for name, why in self.missing.items()]
+        return REMARKS.of_rows(
+            {"model": self.model.path, "module": "", "text": text, "times": 1} for text in texts
+        )
 
     @property
     def tokens(self) -> Tensor:

@@ -186,8 +186,8 @@ def _with_keys(measurements: Measurements, least: int) -> Measurements:
 
 # Beginnings of remarks about what the user asked for, or that spoil an answer: not in the report alone.
 SAID_AT_ONCE = (
-    "k = ", "the inputs are ", "texts were cut ", "logits are NaN ", "secants not available",
-    "overlap not available",
+    "k = ", "the inputs are ", "texts were cut ", "logits are NaN ", "secants not available", "secants of ",
+    "mask stability of ", "overlap not available",
 )  # fmt: skip
 
 
@@ -212,10 +212,9 @@ def _cut_texts(model: LoadedModel, batches: Sequence[Batch], given: Path | None)
 
 def _with_remarks(remarks: pd.DataFrame, subject: Subject, given: Path | None) -> pd.DataFrame:
     """The remarks, what no probe could measure, and which of all random keys were looked at."""
-    texts = [f"{name} not available, because {why}" for name, why in subject.missing.items()]
-    texts += _other_length(subject.model, subject.batches)
+    texts = _other_length(subject.model, subject.batches)
     texts += _cut_texts(subject.model, subject.batches, given)
     if not subject.model.external and subject.model.encoder.config.attention == "redrawn":
         texts.append(f"keeps other random keys in every forward pass; measured with those of seed {subject.seed}")
     rows = [{"model": subject.model.path, "module": "", "text": text, "times": 1} for text in texts]
-    return pd.concat([remarks, REMARKS.of_rows(rows)], ignore_index=True) if rows else remarks
+    return pd.concat([remarks, subject.remarks, REMARKS.of_rows(rows)], ignore_index=True)

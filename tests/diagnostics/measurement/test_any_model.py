@@ -330,6 +330,31 @@ def test_without_an_embedding_the_report_says_what_is_missing_and_why():
     assert found.constants.empty
 
 
+def test_secants_of_attention_that_the_noise_does_not_reach_are_named_and_left_out(decoder, batch):
+    class Two(nn.Module):
+        """A tower for pictures before the one for texts."""
+
+        def __init__(self):
+            super().__init__()
+            self.pictures, self.texts = Block(), decoder
+
+        def forward(self, pixels, ids, attention_mask):
+            return self.pictures(pixels, None).mean(1) + self.texts(ids, attention_mask).mean(1)
+
+    pixels = torch.randn(5, 6, WIDTH, generator=torch.Generator().manual_seed(0))
+    model = semdiag.LoadedModel("own:two", "", Two(), "factory", "unknown", batches=[{"pixels": pixels, **batch}])
+    found = survey([model], Conditions(plans=(SecantsPlan(),)))
+    alone = external_secants(unnamed(decoder), [batch])
+    assert set(found.queries["layer"]) == {0, 1, 2}
+    assert (found.secants["layer"] - 1).tolist() == alone["layer"].tolist()
+    np.testing.assert_allclose(found.secants["weight_change"], alone["weight_change"], rtol=1e-9, atol=1e-15)
+    said = [text for text in found.remarks["text"] if "secants" in text]
+    assert said == [
+        "secants of pictures not available, because noise behind the embedding moves no query or key there beyond "
+        "rounding"
+    ]
+
+
 def test_commands_for_our_encoders_refuse_others_before_anything_runs(decoder):
     model = semdiag.LoadedModel("own:model", "", decoder, "factory", "unknown")
     with pytest.raises(InputError, match=r"^own:model is a Decoder: this needs one of semdiag's encoders"):

@@ -12,13 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from semdiag.capturing.attention_calls import AttentionCall, watch_attention
-from semdiag.capturing.batches import Batch, repeated, samples_of, split
+from semdiag.capturing.batches import Batch, moved, repeated, samples_of, split
 from semdiag.capturing.loading import LoadedModel
 from semdiag.mathematics.mask_stability import predicted_agreement
 from semdiag.mathematics.predicted_classes import predicted_classes
 from semdiag.measurement.calls.running import running, unnamed
 from semdiag.measurement.probe import Probe, Subject, plan_of
-from semdiag.measurement.probes.noise.embeddings import noisy_embeddings
+from semdiag.measurement.probes.noise.embeddings import Reach, noisy_embeddings
 from semdiag.measurement.probes.noise.mask_rows import RowChanges, Selection, Workspace, row_changes, selection_of
 from semdiag.measurement.probes.noise.secants import (
     NOISE,
@@ -90,6 +90,7 @@ def mask_stability(
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
     after_batch: Callable[[int], None] = lambda samples: None,
+    note: Callable[[str, str], None] = lambda name, why: None,
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
     """Compare the mask of every query with the masks of noisy copies of the same input.
 
@@ -102,7 +103,8 @@ def mask_stability(
     room for the rounding of the scores, so that a certified row that changes its mask is an error.
 
     Args:
-        model: from :func:`semdiag.load`, or any module; noise enters models of others behind their embedding.
+        model: from :func:`semdiag.load`, or any module; noise enters models of others behind their embedding of
+            tokens. Of their attention what it does not reach has no rows.
         tokens: (N, L) int64, or what :func:`~semdiag.measurement.measure.measure` takes.
         labels: (N,) classes, for the accuracy; None if unknown.
         plan: levels, draws, place and seed of the noise; by default 1 % of each embedded token's RMS, 5 draws.
@@ -110,6 +112,7 @@ def mask_stability(
         device: where to run.
         dtype: of the model and of the scores: float32 or float64.
         after_batch: called with the number of clean samples of each finished batch.
+        note: called with what is not available of the model, and why.
 
     Returns:
         The tables ``masks`` (one row per noise level and query that drops a key: kept k, separation Δ,
@@ -122,7 +125,7 @@ def mask_stability(
     Raises:
         InputError: if the kind of attention is not known, or the model has no such block.
         NotAvailableError: if an attention does not keep the samples apart (heads or windows in its batch axis), or
-            has sinks, or noise cannot enter.
+            has sinks, or noise cannot enter or reaches none.
 
     Example:
         >>> from semdiag_models import Encoder, ModelConfig
@@ -136,7 +139,7 @@ def mask_stability(
     copies = len(plan.levels) * plan.draws
     cut = split(tokens, max(1, round(batch_size / (1 + copies))))
     if loaded.external:
-        return _external(loaded, cut, plan, device, dtype, after_batch), NOISE_EFFECTS.empty()
+        return _external(loaded, cut, plan, device, dtype, after_batch, note), NOISE_EFFECTS.empty()
     _check(loaded, plan)
     config = loaded.encoder.config
     runner = copy.deepcopy(loaded.encoder).to(device=device, dtype=dtype).eval()
@@ -155,16 +158,25 @@ def _external(
     device: torch.device | str,
     dtype: torch.dtype,
     after_batch: Callable[[int], None],
+    note: Callable[[str, str], None],
 ) -> pd.DataFrame:
     """The table ``masks`` of a model whose attention alone is known."""
     _check(loaded, plan)
-    probe = _Probe(plan, selection_of("full"), loaded.module, loaded.module)
-    with running(loaded, probe.add, device, dtype) as run:
+    probe, reach = _Probe(plan, selection_of("full"), loaded.module, loaded.module), Reach()
+
+    def add(call: AttentionCall) -> None:
+        probe.add(call)
+        reach.look(call, probe.samples)
+
+    with running(loaded, add, device, dtype) as run:
         for batch in batches:
             probe.samples = samples_of(batch)
-            with noisy_embeddings(run.module, probe.samples, probe.add_noise):
-                run(repeated(batch, 1 + plan.draws * len(plan.levels)))
+            copies = moved(repeated(batch, 1 + plan.draws * len(plan.levels)), run.device, run.dtype)
+            with noisy_embeddings(run.module, copies, probe.samples, probe.add_noise):
+                run(copies)
             after_batch(probe.samples)
+    for layer in reach.left_out(MASK_STABILITY.name, note):
+        del probe.rows[layer]
     return _masks(loaded.path, probe)
 
 
@@ -187,8 +199,8 @@ class _Probe:
     workspace: Workspace = field(default_factory=Workspace)
 
     def __post_init__(self) -> None:
-        seeds = torch.randint(2**62, (self.plan.draws,), generator=torch.Generator().manual_seed(self.plan.seed))
-        self.generators = [torch.Generator().manual_seed(int(seed)) for seed in seeds]
+        self.seeds = torch.Generator().manual_seed(self.plan.seed)
+        self.generators: list[list[torch.Generator]] = []  # by place, one for each draw
 
     def run(self, tokens: Tensor) -> None:
         """Pass clean samples and all their copies through the model, at once."""
@@ -198,11 +210,18 @@ class _Probe:
             output = self.model(tokens.repeat(1 + copies, 1))
         self.outputs.append(self.compare(output))
 
-    def add_noise(self, copies: Tensor) -> None:
-        """Add noise to copies (D·N·b, L, d) of b inputs: the same at every level but for its size."""
+    def add_noise(self, copies: Tensor, place: int = 0) -> None:
+        """Add noise to copies (D·N·b, L, d) of b inputs: the same at every level but for its size.
+
+        Every place where noise enters a forward pass has generators of its own: how samples are shared among
+        batches changes nothing.
+        """
+        if place == len(self.generators):
+            seeds = torch.randint(2**62, (self.plan.draws,), generator=self.seeds)
+            self.generators.append([torch.Generator().manual_seed(int(seed)) for seed in seeds])
         copies = copies.view(self.plan.draws, -1, self.samples, *copies.shape[1:])
         size = 1.0 if self.plan.absolute else token_size(copies[0, 0])
-        for draw, generator in enumerate(self.generators):
+        for draw, generator in enumerate(self.generators[place]):
             drawn = noise_of_samples(copies.shape[2:], generator, copies.dtype).to(copies.device) * size
             for at, level in enumerate(self.plan.levels):
                 copies[draw, at].add_(drawn, alpha=level)
@@ -319,6 +338,7 @@ def _measure(subject: Subject, plan: NoisePlan, prepared: Any) -> Mapping[str, p
         batch_size=subject.batch_size,
         device=subject.device,
         dtype=subject.dtype,
+        note=subject.note,
     )
     return {"masks": masks, "noise_effects": effects}
 

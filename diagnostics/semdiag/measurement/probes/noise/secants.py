@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from semdiag.capturing.attention_calls import AttentionCall, watch_attention
-from semdiag.capturing.batches import Batch, first_samples, longest, repeated, samples_of, split
+from semdiag.capturing.batches import Batch, first_samples, longest, moved, repeated, samples_of, split
 from semdiag.capturing.loading import LoadedModel
 from semdiag.mathematics.softmax_secants import score_change, weight_change
 from semdiag.measurement.calls.batch_rows import check_rows
 from semdiag.measurement.calls.running import running
 from semdiag.measurement.calls.scored_rows import ScoredRows, scored_rows
 from semdiag.measurement.probe import Probe, Subject
-from semdiag.measurement.probes.noise.embeddings import noisy_embeddings
+from semdiag.measurement.probes.noise.embeddings import Reach, noisy_embeddings
 from semdiag.measurement.table import Table
 from semdiag_models import Encoder, InputError
 
@@ -114,6 +114,7 @@ def external_secants(
     samples: int = SAMPLES,
     seed: int = 0,
     device: torch.device | str = "cpu",
+    note: Callable[[str, str], None] = lambda name, why: None,
 ) -> pd.DataFrame:
     """As :func:`measure_secants`, for models whose attention alone is known: noise enters behind the embedding.
 
@@ -124,37 +125,52 @@ def external_secants(
         samples: inputs to perturb, the first ones.
         seed: of the noise, which is the same at every level but for its size.
         device: where to run; ``mps`` is replaced by the CPU.
+        note: called with what is not available of the model, and why.
 
     Returns:
-        The table ``secants``.
+        The table ``secants``; no rows of attention that the noise does not reach.
 
     Raises:
         NotAvailableError: if the model has no embedding that can be found, attention sinks, or attention that does
-            not keep the samples apart (heads or windows in its batch axis).
+            not keep the samples apart (heads or windows in its batch axis), or if the noise reaches none of it.
     """
     check_levels(levels)
     device = torch.device("cpu") if torch.device(device).type == "mps" else torch.device(device)
     parts: list[dict[str, Any]] = []
-    collected = _Collector([], 0)
-    with running(loaded, collected.add, device, torch.float64) as run:
-        for level in levels:
-            generator, done = torch.Generator().manual_seed(seed), 0
+    collected, reach = _Collector([], 0), Reach()
 
-            def add_noise(copies: Tensor, level: float = level, generator: torch.Generator = generator) -> None:
+    def add(call: AttentionCall) -> None:
+        collected.add(call)
+        reach.look(call, collected.samples)
+
+    with running(loaded, add, device, torch.float64) as run:
+        for level in levels:
+            # One for each place where noise enters, so that batches of other sizes have the same noise.
+            generators: dict[int, torch.Generator] = {}
+            done = 0
+
+            def add_noise(
+                copies: Tensor,
+                place: int,
+                level: float = level,
+                generators: dict[int, torch.Generator] = generators,
+            ) -> None:
+                generator = generators.setdefault(place, torch.Generator().manual_seed(seed + place))
                 drawn = noise_of_samples(copies.shape, generator, copies.dtype).to(copies.device)
                 copies += level * token_size(copies) * drawn
 
             for batch in first_samples(batches, samples):
                 for part in _small(batch):
                     collected.samples = size = samples_of(part)
-                    with noisy_embeddings(run.module, size, add_noise):
-                        run(repeated(part, 2))
+                    copies = moved(repeated(part, 2), run.device, run.dtype)
+                    with noisy_embeddings(run.module, copies, size, add_noise):
+                        run(copies)
                     for columns in collected.parts:
-                        place: dict[str, Any] = {"sample": columns.pop("sample") + done, "level": level}
-                        parts.append(place | columns)
+                        parts.append({"sample": columns.pop("sample") + done, "level": level, **columns})
                     collected.parts.clear()
                     done += size
-    return SECANTS.of_parts(pd.DataFrame({"model": loaded.path, **columns}) for columns in parts)
+    found = SECANTS.of_parts(pd.DataFrame({"model": loaded.path, **columns}) for columns in parts)
+    return found[~found["layer"].isin(reach.left_out(SOFTMAX_SECANTS.name, note))].reset_index(drop=True)
 
 
 def _small(batch: Batch) -> list[Batch]:
@@ -298,7 +314,7 @@ class SecantsPlan:
 def _measure(subject: Subject, plan: SecantsPlan, prepared: Any) -> Mapping[str, pd.DataFrame]:
     how: dict[str, Any] = {"levels": plan.levels, "seed": subject.seed, "device": subject.device}
     if subject.model.external:
-        return {"secants": external_secants(subject.model, subject.batches, **how)}
+        return {"secants": external_secants(subject.model, subject.batches, note=subject.note, **how)}
     return {"secants": measure_secants(subject.model.encoder, subject.tokens, model=subject.model.path, **how)}
 
 

@@ -5,7 +5,10 @@ import math
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
 
+import semdiag
 from semdiag.capturing.attention_calls import AttentionCall, watch_attention
 from semdiag.measurement.probes.noise import mask_rows
 from semdiag.measurement.probes.noise.mask_rows import Workspace, row_changes, selection_of
@@ -259,3 +262,139 @@ def test_a_plan_that_cannot_be_carried_out_is_refused(values, message):
 def test_a_block_that_is_not_there_is_refused(wild_encoder, padded_tokens):
     with pytest.raises(InputError, match=r"blocks 0 to 1 of model\. Got 2"):
         mask_stability(wild_encoder("topk"), padded_tokens[0], None, NoisePlan(block=2))
+
+
+# ------------------------------------------------------------------------------------------ models of others
+
+
+class Tower(nn.Module):
+    """One layer of attention in two heads over what is embedded."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.Linear(8, 24)
+
+    def forward(self, x):
+        q, k, v = (t.unflatten(2, (2, 4)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        return x + F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+
+
+class Texts(nn.Module):
+    """Embedded tokens and positions, one tower over them; as many positions as letters."""
+
+    def __init__(self, first="tokens", turned=False):
+        super().__init__()
+        for name in sorted(("positions", "tokens"), key=lambda name: name != first):
+            self.add_module(name, nn.Embedding(LENGTH, 8))
+        self.tower, self.turned = Tower(), turned
+        generator = torch.Generator().manual_seed(0)
+        for _, p in sorted(self.named_parameters()):
+            p.data = torch.randn(p.shape, generator=generator, dtype=torch.float64)
+
+    def embedded(self, ids):
+        x = self.tokens(ids.T).transpose(0, 1) if self.turned else self.tokens(ids)
+        return x + self.positions(torch.arange(ids.shape[1]))
+
+    def forward(self, ids):
+        return self.tower(self.embedded(ids))
+
+
+class Pair(Texts):
+    """Pictures beside the texts, in a tower that no token enters."""
+
+    def __init__(self):
+        super().__init__()
+        self.pictures = Tower().double()
+
+    def forward(self, pixels, ids):
+        return self.pictures(pixels).mean(1) + super().forward(ids).mean(1)
+
+
+class Decoder(Texts):
+    """Ids and a decoder's ids, both looked up in the same table by modules of their own."""
+
+    def __init__(self):
+        super().__init__()
+        self.decoder = Texts()
+        self.decoder.tokens.weight = self.tokens.weight
+
+    def forward(self, input_ids, decoder_input_ids):
+        return self.tower(self.embedded(input_ids)).mean(1) + self.decoder(decoder_input_ids).mean(1)
+
+
+def texts(samples=5, seed=1):
+    return torch.randint(LENGTH, (samples, LENGTH), generator=torch.Generator().manual_seed(seed))
+
+
+PLAN = NoisePlan((0.1,), draws=2, k=K, seed=3)
+
+
+def of_others(model, batch, batch_size=100):
+    return mask_stability(model, batch, plan=PLAN, batch_size=batch_size, dtype=torch.float64)[0]
+
+
+@pytest.mark.parametrize(("first", "turned"), [("tokens", False), ("positions", False), ("positions", True)])
+def test_noise_enters_behind_the_table_of_tokens_wherever_it_is_registered(first, turned):
+    model, ids = Texts(first, turned), texts()
+    found = of_others(model, ids).set_index(["sample", "head", "query"])["response"]
+    x, p = model.tokens(ids), model.positions(torch.arange(LENGTH))
+    noisy = x + 0.1 * x.square().mean(-1, keepdim=True).sqrt() * drawn_noise(PLAN, len(ids), 8)[0]
+    weights = []
+    for embedded in (x, noisy):
+        q, k, _ = model.tower.qkv(embedded + p).unflatten(2, (3, 2, 4)).unbind(2)
+        weights.append(torch.einsum("bihd,bjhd->bhij", q / 2, k).softmax(-1))
+    want = (weights[1] - weights[0]).abs().sum(-1)
+    for (sample, head, query), response in found.items():
+        assert response == pytest.approx(want[sample, head, query].item(), rel=1e-5)
+    assert len(found) == want.numel()
+
+
+def test_attention_that_the_noise_does_not_reach_is_named_and_left_out():
+    model = Pair()
+    pixels = torch.randn(5, 6, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    found = semdiag.mask_stability(model, {"pixels": pixels, "ids": texts()}, plan=PLAN)
+    alone = of_others(Texts(), texts())
+    assert set(found.masks["layer"]) == {1}
+    assert found.masks["response"].tolist() == alone["response"].tolist()
+    (said,) = found.remarks["text"]
+    assert said == (
+        "mask stability of pictures not available, because noise behind the embedding moves no query or key there "
+        "beyond rounding"
+    )
+
+
+def test_noise_that_reaches_no_attention_is_refused():
+    class Late(Pair):
+        def forward(self, pixels, ids):
+            return self.pictures(pixels).mean(1) + self.embedded(ids).mean(1)
+
+    batch = {"pixels": torch.randn(5, 6, 8, dtype=torch.float64), "ids": texts()}
+    with pytest.raises(InputError, match="because noise behind its embedding moves queries and keys of none"):
+        semdiag.mask_stability(Late(), batch, plan=PLAN)
+
+
+def test_an_embedding_of_other_things_than_tokens_takes_no_noise():
+    class Floats(Texts):
+        def forward(self, x):
+            return self.tower(x + self.positions(torch.arange(LENGTH)))
+
+    with pytest.raises(InputError, match="because none of its embeddings looks up the tokens"):
+        semdiag.mask_stability(Floats(), torch.randn(5, LENGTH, 8, dtype=torch.float64), plan=PLAN)
+
+
+def test_an_encoder_and_a_decoder_each_have_noise_whatever_the_batch():
+    batch = {"input_ids": texts(), "decoder_input_ids": texts(seed=4)}
+    found = of_others(Decoder(), batch)
+    assert (found.groupby("layer")["response"].min() > 0).tolist() == [True, True]
+    again = of_others(Decoder(), batch, batch_size=6)  # two samples at a time
+    assert again[[*PLACE, "agreement"]].values.tolist() == found[[*PLACE, "agreement"]].values.tolist()
+    np.testing.assert_allclose(again["response"], found["response"], rtol=1e-5)
+
+
+def test_a_shared_table_that_is_never_called_itself_is_found():
+    transformers = pytest.importorskip("transformers")
+    sizes = {"d_model": 16, "d_kv": 4, "d_ff": 16, "num_layers": 1, "num_heads": 2, "vocab_size": LENGTH}
+    model = transformers.T5Model(transformers.T5Config(**sizes, decoder_start_token_id=0)).eval()
+    found = of_others(model, {"input_ids": texts(), "decoder_input_ids": texts(seed=4)})
+    assert sorted(set(found["layer"])) == [0, 1, 2]  # encoder, decoder, and from the one to the other
+    assert (found.groupby("layer")["response"].max() > 0).all()
