@@ -43,9 +43,8 @@ def configure(
         values["learning_rate"] = ADAM_RATE
     if values.get("attention") in DRAWN:  # every seed keeps keys of its own
         values.setdefault("selection_seed", values.get("seed", TrainingConfig.seed))
-    length, k = values["length"], values.get("k")
-    padded = values.get("pad_as_token") and k is not None and k > 0
-    model = {**values, "length": -(-length // k) * k if padded else length}
+    positions = padded_length(values["length"], values.get("k"), values.get("pad_as_token", False))
+    model = {**values, "length": positions}
     return (
         ModelConfig(task.vocabulary_size, task.classes, **_of(ModelConfig, model)),
         TrainingConfig(
@@ -55,6 +54,21 @@ def configure(
             **_of(TrainingConfig, values),
         ),
     )
+
+
+def padded_length(length: int, k: int | None, pad_as_token: bool) -> int:
+    """Positions of a model for samples of a length: with ``pad_as_token`` a multiple of k.
+
+    Args:
+        length: of a sample.
+        k: keys per query; None: all.
+        pad_as_token: whether PAD counts as a token.
+
+    Example:
+        >>> padded_length(40, 9, True), padded_length(40, 9, False)
+        (45, 40)
+    """
+    return -(-length // k) * k if pad_as_token and k is not None and k > 0 else length
 
 
 def _of(record: type[ModelConfig | TrainingConfig], values: Mapping[str, Any]) -> dict[str, Any]:

@@ -62,11 +62,11 @@ def train_together(
         for i, state, total in zip(group, own, totals, strict=True):
             try:
                 trainers[i].check_loss(total)
+                restore_random_state(state)
+                progress = trainers[i].close_epoch(time.perf_counter() - share)
             except DivergedError as error:
                 diverged[i] = f"Seed {trainers[i].training.seed}: {error}"
                 continue
-            restore_random_state(state)
-            progress = trainers[i].close_epoch(time.perf_counter() - share)
             states[i] = random_state(trainers[i].device)  # evaluation draws, too, if the attention is redrawn
             after_epoch(trainers[i], progress)
     if diverged:

@@ -165,9 +165,13 @@ class Trainer:
 
         Returns:
             The new row.
+
+        Raises:
+            DivergedError: if a loss is NaN or infinite; that epoch is not in the history.
         """
         train_loss, train_accuracy = self.evaluate(self.train_split)
         holdout_loss, holdout_accuracy = self.evaluate(self.holdout_split)
+        self.check_loss(train_loss + holdout_loss)  # the last step may have been one too far
         best = holdout_accuracy > max(self.history["holdout_accuracy"], default=-math.inf)
         learning_rate = self.learning_rate
         self.epoch += 1
@@ -189,7 +193,7 @@ class Trainer:
         """Refuse to go on from a sum of losses that is not a number.
 
         Args:
-            total: over the epoch's batches.
+            total: over the epoch's batches, or of both splits after it.
 
         Raises:
             DivergedError: if it is NaN or infinite.

@@ -150,6 +150,8 @@ class TrainingConfig(Record):
         for name in ("learning_rate", "learning_rate_decay", "gradient_clip"):
             if not getattr(self, name) > 0:
                 raise InputError(f"{name} must be positive. Got {name}={getattr(self, name)}.")
+            if name != "gradient_clip" and getattr(self, name) == math.inf:
+                raise InputError(f"{name} must be finite. Got {name}={getattr(self, name)}.")
         if not 0 < self.query_key_scale < math.inf:
             raise InputError(f"query_key_scale must be positive and finite. Got {self.query_key_scale}.")
         if not 0 <= self.seed < 2**63:

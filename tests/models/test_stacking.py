@@ -109,6 +109,15 @@ def test_a_seed_that_diverges_is_named_and_the_others_train_to_their_ends(tiny_m
     assert all(p.isfinite().all() for i in (0, 2) for p in trainers[i].encoder.parameters())
 
 
+def test_a_seed_whose_last_step_went_too_far_has_no_such_epoch(tiny_model, tiny_training):
+    training = [tiny_training(seed=seed, learning_rate=1e38, batch_size=100) for seed in SEEDS]
+    trainers, states = opened(tiny_model(), training)
+    with pytest.raises(DivergedError, match=r"^Seed 5: The training loss became (nan|inf) in epoch 1") as raised:
+        train_together(trainers, states, ignore)
+    assert raised.value.members == (0, 1, 2)
+    assert [trainer.history["epoch"] for trainer in trainers] == [[], [], []]
+
+
 @pytest.mark.processor
 def test_different_masks_of_one_task_train_together(tiny_model, tiny_training):
     models = [tiny_model(attention=kind, k=k, dropout=0.2) for kind, k in KINDS]

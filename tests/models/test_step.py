@@ -70,6 +70,15 @@ def assert_same_gradients(model, loss, gradients, expected):
         )
 
 
+@pytest.mark.parametrize("length", [16, SHORT + 4])
+@pytest.mark.parametrize("kind", KINDS)
+def test_heads_of_width_one_are_as_any_others(kind, length):
+    model = encoder(kind, heads=2, head_width=1, length=length)
+    tokens, labels = batch(model)
+    loss, gradients, _ = differentiated(model, tokens, labels)
+    assert_same_gradients(model, loss, gradients, F.cross_entropy(model(tokens), labels))
+
+
 @pytest.mark.processor
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("length", [16, SHORT + 4])

@@ -207,6 +207,15 @@ def test_a_hopeless_learning_rate_is_reported_as_divergence(tiny_model, tiny_tra
     assert not trainer.history["epoch"]
 
 
+@pytest.mark.parametrize("until", [None, 0.3])
+def test_a_last_step_too_far_is_a_divergence_and_no_epoch(tiny_model, tiny_training, until):
+    one_step = tiny_training(learning_rate=1e38, batch_size=100, until=until)
+    trainer = Trainer(tiny_model(), one_step, CPU)
+    with pytest.raises(DivergedError, match=r"became (nan|inf) in epoch 1"):
+        trainer.run(ignore)
+    assert (trainer.epoch, trainer.history["epoch"], trainer.converged) == (0, [], False)
+
+
 def test_a_divergence_later_on_leaves_the_good_epochs_in_the_history(tiny_model, tiny_training):
     trainer = Trainer(tiny_model(), tiny_training(), CPU)
 

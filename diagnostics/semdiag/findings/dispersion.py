@@ -58,12 +58,13 @@ def recall_table(findings: Findings) -> pd.DataFrame:
         selects so.
     """
     models = {row["model"]: row for row in findings.measurements.models.to_dict("records")}
+    keys = findings.measurements.queries.groupby("model")["keys"].max()
     rows = []
     for result in findings(dispersion_summary)["results"]:
         model = result["model"]
         for row in (*result["layers"], {"layer": "all", "head": "all", **result["all"]}):
             if "recall" in row:
-                at_random = min(1.0, models[model]["k"] / models[model]["length"])
+                at_random = min(1.0, models[model]["k"] / keys[model])
                 own = {name: row[name] for name in ("layer", "head", "recall", "without_keys", "queries")}
                 rows.append({"model": model, **own, "at_random": at_random})
     return pd.DataFrame(rows)

@@ -264,6 +264,8 @@ def _model_row(loaded: LoadedModel, collected: Collector, audit: Audit, facts: d
     if isinstance(loaded.module, Encoder):
         config = loaded.module.config
         row |= {name: getattr(config, name) for name in _OF_ENCODERS} | {"setting": setting_in_words(loaded)}
+        if loaded.training is not None:
+            row["length"] = loaded.training.length  # of the samples; PAD that counts is no part of them
     whole = dict.fromkeys(("k", "seed", "epoch", "width"), "Int64")
     text = dict.fromkeys(("sha256", "weights_sha256", "task"), "str")
     return pd.DataFrame([row]).astype({**whole, **text, "accuracy": "float64"})

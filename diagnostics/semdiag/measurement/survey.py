@@ -195,7 +195,8 @@ def _other_length(model: LoadedModel, batches: Sequence[Batch]) -> list[str]:
     """Say that an encoder sees inputs of another length than it was trained on, if so."""
     if not isinstance(model.module, Encoder):
         return []
-    own = model.module.config.length if model.training is None else model.training.length
+    config = model.module.config
+    own = config.length if model.training is None or config.pad_as_token else model.training.length
     given = sorted({longest(batch) for batch in batches})
     said = ", ".join(map(str, given))
     return [] if given == [own] else [f"the inputs are {said} tokens long, and the model was trained on {own}"]

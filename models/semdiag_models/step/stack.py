@@ -255,7 +255,7 @@ class Stack(FlatParameters):
             valid = None if self._valid is None else self._valid[self._samples(members)]
             drops = self._drops.weights[i][members] if self._drops.weights else ()
             parts.append(attention.forward(part, valid, self._training, drops))
-        mixed = (parts[0] if len(parts) == 1 else torch.cat(parts)).view(*self._rows, -1)
+        mixed = (parts[0] if len(parts) == 1 else torch.cat(parts)).reshape(*self._rows, -1)
         self._saved["attention", i] = x, mixed
         return self._onto(base, self._out[i], mixed, ("attended", i), out)
 

@@ -77,6 +77,16 @@ def test_a_missing_partner_is_no_pass(refusal, pair):
     assert "full/last.pt has no partner: a full and a top-k checkpoint" in refusal("check", pair, "--samples", 5)
 
 
+def test_runs_whose_padding_counts_are_partners_by_the_length_of_their_samples(run_semdiag, here):
+    words = "even-pairs --length 7 --pad-as-token --train-samples 20 --holdout-samples 20 --epochs 1 --blocks 1"
+    for attention in ("full", "topk --k 5"):
+        out = ("--quiet", "--out", attention[:4])
+        assert run_semdiag("train", *words.split(), "--attention", *attention.split(), *out).code == 0
+    outcome = run_semdiag("check", "full", "topk", "--exit-zero")
+    assert "of 1 pairs pass" in outcome.err
+    assert "tokens long" not in outcome.err  # they are measured on what they were trained on
+
+
 def test_a_partner_of_another_seed_is_none(refusal, pair):
     content = torch.load(pair / "topk" / "last.pt", weights_only=True)
     content["config"]["training"]["seed"] = 8

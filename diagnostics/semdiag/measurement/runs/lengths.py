@@ -7,6 +7,7 @@ from typing import Any
 import pandas as pd
 import scipy
 import torch
+import torch.nn.functional as F
 
 from semdiag.capturing.loading import LoadedModel
 from semdiag.measurement.measure import measure
@@ -15,6 +16,7 @@ from semdiag.measurement.percentiles import percentiles
 from semdiag.measurement.runs.tables import LENGTHS
 from semdiag.measurement.table import ALL
 from semdiag_models import Encoder, InputError, find_task
+from semdiag_models.recipe import padded_length
 
 SHOWN = ("p5", "p50", "p95")
 _SEED_OF_LENGTHS = 2**32  # fresh samples must not be the training data, which come from the run's own seed
@@ -76,7 +78,7 @@ def check_lengths(models: Sequence[LoadedModel], lengths: Sequence[int]) -> None
             if length < 1:
                 raise InputError(f"--lengths takes lengths of at least 1. Got {length}.")
             try:
-                longer(model.encoder, length)
+                longer(model.encoder, _positions(model, length))
                 task.sample(1, length, torch.Generator().manual_seed(0))
             except InputError as error:
                 raise InputError(f"{model.path}: {error}") from None
@@ -93,7 +95,9 @@ def measure_lengths(
     dtype: torch.dtype = torch.float32,
     after_batch: Callable[[int], None] = lambda samples: None,
 ) -> pd.DataFrame:
-    """Evaluate a model on fresh samples of its task, one length after the other, without padding.
+    """Evaluate a model on fresh samples of its task, one length after the other.
+
+    Where PAD counts as a token (``pad_as_token``) samples are padded to a multiple of k, as they were in training.
 
     Args:
         model: a run of one of the tasks.
@@ -117,12 +121,19 @@ def measure_lengths(
     for length in sorted(set(lengths)):
         generator = torch.Generator().manual_seed(_SEED_OF_LENGTHS + seed)
         tokens, labels = task.sample(samples, length, generator)
-        fitting = replace(model, module=longer(model.encoder, length).with_draws(seed))
+        positions, pad_id = _positions(model, length), model.encoder.config.pad_id
+        tokens = F.pad(tokens, (0, positions - length), value=pad_id)
+        fitting = replace(model, module=longer(model.encoder, positions).with_draws(seed))
         batches = {"batch_size": batch_size, "device": device, "dtype": dtype, "after_batch": after_batch}
         found = measure(fitting, tokens, labels=labels, **batches)  # type: ignore[arg-type]
         common = {"model": model.path, "length": length, "samples": samples}
         parts += [{**common, **row} for row in (*_accuracy(found), *_percentiles(found))]
     return LENGTHS.of_rows(parts)
+
+
+def _positions(model: LoadedModel, length: int) -> int:
+    config = model.encoder.config
+    return padded_length(length, config.k, config.pad_as_token)
 
 
 def _task(model: LoadedModel) -> Any:

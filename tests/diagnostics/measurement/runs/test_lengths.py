@@ -1,13 +1,14 @@
 """Other lengths: the longer copy, and what is measured on it."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
 
 from semdiag.capturing.loading import load
 from semdiag.measurement.runs.lengths import check_lengths, longer, measure_lengths
-from semdiag_models import Encoder, InputError
+from semdiag_models import Encoder, InputError, find_task
 
 KINDS = [
     ("full", None, {}), ("topk", 3, {}), ("bottomk", 3, {}), ("banded", 3, {}), ("block", 3, {}),
@@ -68,8 +69,6 @@ def test_accuracy_and_percentiles_are_those_of_the_model_on_fresh_samples(tiny_r
     assert table.equals(again)
     assert table["length"].unique().tolist() == [8, 12, 20]
     value = table[table["layer"] == -1].set_index(["length", "quantity", "statistic"])["value"]
-    from semdiag_models import find_task
-
     tokens, labels = find_task("even-pairs").sample(30, 20, torch.Generator().manual_seed(2**32))
     with torch.no_grad():
         right = longer(model.encoder, 20).double()(tokens).argmax(1) == labels
@@ -77,6 +76,20 @@ def test_accuracy_and_percentiles_are_those_of_the_model_on_fresh_samples(tiny_r
     for n in (8, 12, 20):
         assert value[n, "accuracy", "low"] <= value[n, "accuracy", "value"] <= value[n, "accuracy", "high"]
         assert 0 <= value[n, "dispersion", "p5"] <= value[n, "dispersion", "p50"] <= value[n, "dispersion", "p95"]
+
+
+def test_samples_are_padded_as_in_training_where_padding_counts(tiny_runs):
+    model = load(tiny_runs.topk)
+    config = replace(model.encoder.config, k=5, pad_as_token=True, length=15)
+    encoder = Encoder(config).double().eval()
+    table = measure_lengths(replace(model, module=encoder), [7, 12, 16], samples=30, dtype=torch.float64)
+    accuracy = table[table["statistic"] == "value"].set_index("length")["value"]
+    for length, positions in ((7, 10), (12, 15), (16, 20)):
+        tokens, labels = find_task("even-pairs").sample(30, length, torch.Generator().manual_seed(2**32))
+        padded = torch.nn.functional.pad(tokens, (0, positions - length), value=config.pad_id)
+        with torch.no_grad():
+            right = longer(encoder, positions)(padded).argmax(1) == labels
+        assert accuracy[length] == pytest.approx(float(right.double().mean()))
 
 
 def test_a_longer_copy_leaves_the_random_numbers_as_they_were(tiny_config):
