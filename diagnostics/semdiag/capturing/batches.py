@@ -27,16 +27,17 @@ def call(model: nn.Module, batch: Batch) -> Any:
 
 
 def samples_of(batch: Batch) -> int:
-    """Number of samples of a batch: the length of its first tensor; 0 if it holds none.
+    """Number of samples of a batch: length of its first tensor of several axes, else of one; 0 if it has none.
 
     Args:
         batch: a tensor, a dictionary or a tuple.
 
     Example:
-        >>> samples_of({"input_ids": torch.zeros(3, 7), "use_cache": False})
+        >>> samples_of({"cache_position": torch.arange(7), "input_ids": torch.zeros(3, 7), "use_cache": False})
         3
     """
-    return next((len(t) for t in _tensors(batch) if t.ndim), 0)
+    lengths = [(t.ndim == 1, len(t)) for t in _tensors(batch) if t.ndim]
+    return min(lengths, key=lambda entry: entry[0], default=(True, 0))[1]
 
 
 def longest(batch: Batch) -> int:

@@ -254,6 +254,10 @@ def test_a_copy_of_a_watched_model_is_not_watched(copied, watch):
     assert torch.equal(twin(x), expected)
 
 
+@pytest.mark.filterwarnings(
+    "ignore:No attention was captured"
+)  # before torch 2.13, of torch's own layers in training
+@pytest.mark.filterwarnings("ignore:The monitor of a training")
 def test_hooks_of_who_reads_a_saved_model_are_numbered_after_those_it_was_saved_with(monkeypatch):
     """Torch files by a hook's number whether it gets keyword arguments: by another's it would get them."""
     model, seen = nn.TransformerEncoderLayer(4, 1, 8), []
