@@ -15,7 +15,7 @@ from semdiag.findings.gate.layers import LayerGate, layer_gate
 from semdiag.findings.gate.pairs import dispersion_gate
 from semdiag.findings.strict_json import json_ready
 from semdiag.measurement.conditions import Conditions
-from semdiag.measurement.probes.noise.masks import MASKS
+from semdiag.measurement.probes.noise.mask_tables import MASKS
 from semdiag.measurement.survey import survey
 from semdiag_models import InputError
 

@@ -230,12 +230,21 @@ def test_csv_is_there_while_the_training_runs(tmp_path):
             assert len(list(csv.DictReader(file))) == 2
 
 
-def saved(model):
+def written(model):
     file = io.BytesIO()
     torch.save(model, file)
     assert b"semdiag" not in file.getvalue()  # it is read where there is none
+    return file
+
+
+def whole_model(file):
+    """A whole model, which only what this test has just written may be: such a file runs what it holds."""
     file.seek(0)
     return torch.load(file, weights_only=False)
+
+
+def saved(model):
+    return whole_model(written(model))
 
 
 @pytest.mark.parametrize("watch", [lambda model: Monitor(model, every=1), capture])
@@ -254,21 +263,15 @@ def test_a_copy_of_a_watched_model_is_not_watched(copied, watch):
     assert torch.equal(twin(x), expected)
 
 
-@pytest.mark.filterwarnings(
-    "ignore:No attention was captured"
-)  # before torch 2.13, of torch's own layers in training
-@pytest.mark.filterwarnings("ignore:The monitor of a training")
+@pytest.mark.filterwarnings("ignore")  # before torch 2.13 its own layers are not captured in training
 def test_hooks_of_who_reads_a_saved_model_are_numbered_after_those_it_was_saved_with(monkeypatch):
     """Torch files by a hook's number whether it gets keyword arguments: by another's it would get them."""
     model, seen = nn.TransformerEncoderLayer(4, 1, 8), []
     with Monitor(model, every=1):
         model(torch.zeros(1, 1, 4))
-        file = io.BytesIO()
-        torch.save(model, file)
-        number = next(iter(model._forward_pre_hooks))
-    file.seek(0)
+        file, number = written(model), next(iter(model._forward_pre_hooks))
     monkeypatch.setattr(torch.utils.hooks.RemovableHandle, "next_id", number)  # as in a process of few hooks
-    twin = torch.load(file, weights_only=False)
+    twin = whole_model(file)
     twin.register_forward_pre_hook(lambda module, args: seen.append(args))
     twin(torch.zeros(1, 1, 4))
     assert len(seen) == 1

@@ -5,21 +5,19 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-import numpy as np
 import pandas as pd
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from semdiag.capturing.attention_calls import AttentionCall, watch_attention
 from semdiag.capturing.batches import Batch, moved, repeated, samples_of, split
 from semdiag.capturing.loading import LoadedModel
-from semdiag.mathematics.mask_stability import predicted_agreement
 from semdiag.mathematics.predicted_classes import predicted_classes
 from semdiag.measurement.calls.running import running, unnamed
 from semdiag.measurement.probe import Probe, Subject, plan_of
 from semdiag.measurement.probes.noise.embeddings import Reach, noisy_embeddings
-from semdiag.measurement.probes.noise.mask_rows import RowChanges, Selection, Workspace, row_changes, selection_of
+from semdiag.measurement.probes.noise.mask_rows import Selection, Workspace, row_changes, selection_of
+from semdiag.measurement.probes.noise.mask_tables import MASKS, NOISE_EFFECTS, MaskSums, effects_table
 from semdiag.measurement.probes.noise.secants import (
     NOISE,
     check_levels,
@@ -27,32 +25,7 @@ from semdiag.measurement.probes.noise.secants import (
     noisy_copies,
     token_size,
 )
-from semdiag.measurement.table import Table
 from semdiag_models import InputError
-
-MASKS = Table(
-    "masks",
-    "One row per noise level and query that drops a key.",
-    {
-        "model": "str",
-        "level": "float64",
-        **dict.fromkeys(("sample", "layer", "head", "query", "kept", "draws"), "int32"),
-        "separation": "float64",
-        **dict.fromkeys(("agreement", "exact", "certified"), "float32"),
-        "certified_changed": "int32",
-        **dict.fromkeys(("predicted", "swing_sd", "response"), "float32"),
-    },
-)
-NOISE_EFFECTS = Table(
-    "noise_effects",
-    "One row per noise level and sample: what the noise does to the output.",
-    {
-        "model": "str",
-        "level": "float64",
-        "sample": "int32",
-        **dict.fromkeys(("logit_change", "flipped", "correct_before", "correct_after"), "float64"),
-    },
-)
 
 DRAWS = 5
 SUPPOSED_K = 5  # heavy hitters of the mask that a full-attention model would choose
@@ -148,7 +121,8 @@ def mask_stability(
         for batch in cut:
             probe.run(torch.as_tensor(batch).to(device, torch.int64))
             after_batch(len(batch))
-    return _masks(loaded.path, probe), _effects(loaded.path, probe, labels)
+    masks = probe.sums.table(loaded.path, plan.levels, plan.draws)
+    return masks, effects_table(loaded.path, probe.outputs, plan.levels, labels)
 
 
 def _external(
@@ -175,9 +149,8 @@ def _external(
             with noisy_embeddings(run.module, copies, probe.samples, probe.add_noise):
                 run(copies)
             after_batch(probe.samples)
-    for layer in reach.left_out(MASK_STABILITY.name, note):
-        del probe.rows[layer]
-    return _masks(loaded.path, probe)
+    probe.sums.leave_out(reach.left_out(MASK_STABILITY.name, note))
+    return probe.sums.table(loaded.path, plan.levels, plan.draws)
 
 
 @dataclass
@@ -193,8 +166,7 @@ class _Probe:
     model: nn.Module
     place: nn.Module
     samples: int = 0
-    rows: dict[int, list[dict[str, Tensor]]] = field(default_factory=dict)  # by layer, one entry per batch
-    swings: dict[int, Tensor] = field(default_factory=dict)  # by layer: (3, levels, heads) count, Σ, Σ²
+    sums: MaskSums = field(default_factory=MaskSums)
     outputs: list[dict[str, Tensor]] = field(default_factory=list)
     workspace: Workspace = field(default_factory=Workspace)
 
@@ -232,20 +204,7 @@ class _Probe:
             return
         draws, levels = self.plan.draws, len(self.plan.levels)
         found = row_changes(call, self.samples, draws, levels, self.plan.k, self.selection, self.workspace)
-        self.rows.setdefault(call.layer, []).append(
-            {
-                "counted": found.counted,
-                "separation": found.separation,
-                "agreement": found.common.sum(0, dtype=torch.int32),
-                "changed": found.changed.sum(0, dtype=torch.int32),
-                "certified": found.certified.sum(0, dtype=torch.int32),
-                "certified_changed": (found.changed & found.certified).sum(0, dtype=torch.int32),
-                "response": found.response,
-                "kept": found.kept,
-            }
-        )
-        sums = _swing_sums(found)
-        self.swings[call.layer] = self.swings[call.layer] + sums if call.layer in self.swings else sums
+        self.sums.add(call.layer, found)
 
     def compare(self, logits: Tensor) -> dict[str, Tensor]:
         """What the noise does to the output: shapes (levels, b), clean predictions (b,)."""
@@ -258,66 +217,6 @@ class _Probe:
             "before": before.cpu(),
             "after": after.cpu(),
         }
-
-
-def _swing_sums(found: RowChanges) -> Tensor:
-    """Count, sum and sum of squares of the counted rows' swings, per level and head: (3, N, H)."""
-    counted = found.counted
-    swing = found.swing.where(counted, 0.0).double()
-    draws, levels = swing.shape[:2]
-    count = (draws * counted.sum((0, 2))).expand(levels, -1)
-    return torch.stack([count.double(), swing.sum((0, 2, 4)), swing.square_().sum((0, 2, 4))])
-
-
-def _masks(model: str, probe: _Probe) -> pd.DataFrame:
-    parts = []
-    draws = probe.plan.draws
-    for layer, batches in sorted(probe.rows.items()):
-        most = max(b["counted"].shape[-1] for b in batches)  # rows that pad a shorter batch do not count
-        whole = {
-            name: torch.cat([F.pad(b[name], (0, most - b[name].shape[-1])) for b in batches], -3).cpu()
-            for name in batches[0]
-        }
-        count, total, squares = probe.swings[layer].cpu()
-        spread = (squares / count - (total / count).square()).clamp(min=0).sqrt()  # (levels, heads)
-        counted = whole["counted"]
-        sample, head, query = (where.to(torch.int32).numpy() for where in counted.nonzero(as_tuple=True))
-        separation, kept = whole["separation"][counted].double(), whole["kept"][counted]
-        for at, level in enumerate(probe.plan.levels):
-            own = {name: values[at][counted].double() for name, values in whole.items() if values.ndim == 4}
-            sd = spread[at][torch.from_numpy(head).long()]
-            columns = {
-                "sample": sample, "layer": np.int32(layer), "head": head, "query": query, "level": level,
-                "kept": kept.to(torch.int32), "draws": np.int32(draws), "separation": separation,
-                "agreement": own["agreement"] / (draws * kept), "exact": 1 - own["changed"] / draws,
-                "certified": own["certified"] / draws, "certified_changed": own["certified_changed"],
-                "predicted": predicted_agreement(separation, sd), "swing_sd": sd, "response": own["response"],
-            }  # fmt: skip
-            parts.append(pd.DataFrame({"model": model, **columns}))
-    return MASKS.of_parts(parts)
-
-
-def _effects(model: str, probe: _Probe, labels: Tensor | None) -> pd.DataFrame:
-    if not probe.outputs:
-        return NOISE_EFFECTS.empty()
-    change, flipped, before, after = (
-        torch.cat([part[name] for part in probe.outputs], -1) for name in probe.outputs[0]
-    )
-    count = len(before)
-    truth = torch.full((count,), torch.nan) if labels is None else labels[:count].cpu().double()
-    known = 1.0 if labels is not None else float("nan")
-    parts = []
-    for at, level in enumerate(probe.plan.levels):
-        columns = {
-            "level": level,
-            "sample": np.arange(count, dtype=np.int32),
-            "logit_change": change[at],
-            "flipped": flipped[at],
-            "correct_before": (before == truth).double() * known,
-            "correct_after": (after[:, at] == truth).double().mean(0) * known,
-        }
-        parts.append(pd.DataFrame({"model": model, **columns}))
-    return NOISE_EFFECTS.of_parts(parts)
 
 
 def _measure(subject: Subject, plan: NoisePlan, prepared: Any) -> Mapping[str, pd.DataFrame]:

@@ -12,7 +12,8 @@ import semdiag
 from semdiag.capturing.attention_calls import AttentionCall, watch_attention
 from semdiag.measurement.probes.noise import mask_rows
 from semdiag.measurement.probes.noise.mask_rows import Workspace, row_changes, selection_of
-from semdiag.measurement.probes.noise.masks import MASKS, NOISE_EFFECTS, NoisePlan, mask_stability
+from semdiag.measurement.probes.noise.mask_tables import MASKS, NOISE_EFFECTS
+from semdiag.measurement.probes.noise.masks import NoisePlan, mask_stability
 from semdiag_models import InputError
 
 SAMPLES, LENGTH, K = 7, 12, 3
