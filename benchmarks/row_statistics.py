@@ -4,21 +4,25 @@
 
 The stack has the shape of GPT-2 small (12 layers, 12 heads of width 64, causal ``scaled_dot_product_attention``,
 B = 1, float32), without a language-model head, which would only make the forward dearer. The statistics of every
-row are for all k ≤ 32. "One head" is a single head of width 64 without a causal rule; its floor is the same
-tiles of q·kᵀ, written and nothing else. Times are CPU times of this process (all threads), the least of several
-runs that take turns. Extra memory is how far the peak of resident memory rises during the statistics in a
-process of its own, beyond what the forward (or q and k) needed.
+row are for all k ≤ 32, read by compiled kernels (Numba) and, in the same turns, by torch alone. "One head" is a
+single head of width 64 without a causal rule; its floor is the same tiles of q·kᵀ, written and nothing else. Times
+are CPU times of this process (all threads), the least of several runs that take turns. Extra memory is how far the
+peak of resident memory rises during the statistics in a process of its own, beyond what the forward (or q and k)
+needed; of the kernels' it is Numba's for the most part.
 """
 
 import argparse
 import ctypes
+import math
 import os
 import re
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -55,8 +59,14 @@ def stack(length: int) -> tuple[nn.Sequential, Tensor]:
     return nn.Sequential(*(Block() for _ in range(LAYERS))), torch.randn(1, length, HEADS * WIDTH)
 
 
-def statistics_of(q: Tensor, k: Tensor) -> object:
-    return row_statistics(q, k, WIDTH**-0.5, top=K, causal=True)
+def statistics_of(q: Tensor, k: Tensor, causal: bool = True) -> object:
+    return row_statistics(q, k, WIDTH**-0.5, top=K, causal=causal)
+
+
+def by_torch(q: Tensor, k: Tensor, causal: bool = True) -> object:
+    """As without Numba."""
+    with patch.object(sys.modules[row_statistics.__module__], "_MANY", math.inf):
+        return statistics_of(q, k, causal)
 
 
 def one_head() -> tuple[Tensor, Tensor]:
@@ -115,7 +125,7 @@ def extra_memory(length: int, threads: int) -> float:
 
 
 def forward_times(length: int, repeats: int) -> list[float]:
-    """CPU seconds of the forward alone and with the statistics of every layer."""
+    """CPU seconds of the forward alone, and with the statistics of every layer by kernels and by torch."""
     model, x = stack(length)
 
     def run(function: Callable[[Tensor, Tensor], object] | None) -> None:
@@ -123,7 +133,7 @@ def forward_times(length: int, repeats: int) -> list[float]:
             block.look = function
         model(x)
 
-    return least([lambda: run(None), lambda: run(statistics_of)], repeats)
+    return least([partial(run, function) for function in (None, statistics_of, by_torch)], repeats)
 
 
 @torch.inference_mode()
@@ -131,21 +141,21 @@ def report(threads: int, repeats: int) -> None:
     print(
         f"torch {torch.__version__}, {threads} threads, load {os.getloadavg()[0]:.1f}, K = {K}, least of {repeats}"
     )
-    print("| | forward s | with statistics s | ratio | extra MB |")
-    print("|---|---|---|---|---|")
+    print("| | floor s | with statistics s | ratio | by torch alone s | ratio | extra MB |")
+    print("|---|---|---|---|---|---|---|")
+
+    def line(name: str, times: list[float], memory: float) -> None:
+        floor, kernels, torchs = times
+        columns = f"{floor:.2f} | {kernels:.2f} | {kernels / floor:.2f} | {torchs:.2f} | {torchs / floor:.2f}"
+        print(f"| {name} | {columns} | {memory:.0f} |", flush=True)
+
     for length in LENGTHS:
-        forward, both = forward_times(length, repeats)
-        memory = extra_memory(length, threads)
-        print(
-            f"| 12 × 12 × 64, L = {length} | {forward:.2f} | {both:.2f} | {both / forward:.2f} | {memory:.0f} |",
-            flush=True,
-        )
+        times = forward_times(length, repeats)
+        line(f"a forward of 12 × 12 × 64, L = {length}", times, extra_memory(length, threads))
     q, k = one_head()
-    print("| | q·kᵀ s | statistics s | ratio | extra MB |")
-    print("|---|---|---|---|---|")
-    floor, full = least([lambda: product(q, k), lambda: row_statistics(q, k, WIDTH**-0.5, top=K)], repeats)
-    memory = extra_memory(LONG, threads)
-    print(f"| one head, L = {LONG} | {floor:.2f} | {full:.2f} | {full / floor:.2f} | {memory:.0f} |")
+    functions = product, partial(statistics_of, causal=False), partial(by_torch, causal=False)
+    times = least([partial(function, q, k) for function in functions], repeats)
+    line(f"q·kᵀ of one head, L = {LONG}", times, extra_memory(LONG, threads))
     print(f"load at the end {os.getloadavg()[0]:.1f}")
 
 

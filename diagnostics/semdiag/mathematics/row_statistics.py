@@ -1,6 +1,8 @@
 """What one pass over the scores of every query tells: range, gap, mass, heavy hitters, key loads."""
 
+import importlib
 from dataclasses import dataclass
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -10,6 +12,7 @@ from semdiag.mathematics.score_strips import Scores, rows_of
 from semdiag.mathematics.strip_statistics import finished, nan_where, strip_statistics
 
 _STRIP = 2**21  # scores held at a time: fewer leave the work of each strip uncovered
+_MANY = 2**21  # scores of a call from which on compiled kernels pay, which take half a second to start, once
 
 
 @dataclass(frozen=True, eq=False)
@@ -223,9 +226,16 @@ def row_statistics(
             q, k = q.float(), k.float()
         if allowed is not None and bool(allowed.all()):
             allowed = None  # the usual mask of a batch without padding: nothing to look up in it
+        kernels = _kernels(q, batch * heads * length * k_length) if selected is None else None
+        if kernels is not None:
+            with torch.inference_mode(False):
+                rows = kernels.empty_rows((batch, heads, length), top)
         scores = Scores(q, k.contiguous(), scale, allowed, bias, softcap, causal, first_query, queries, places)
         for strip in scores.strips(_STRIP):
             b, h, r, seen = strip.samples, strip.heads, strip.queries, strip.scores.shape[3]
+            if kernels is not None and kernels.read_strip(strip, rows):
+                load[b, h, :seen] += strip.load()
+                continue
             own = None
             if selected is not None:
                 own = selected[b, h, r] if places is None else rows_of(selected[b, h], places[b, h, r])
@@ -238,11 +248,22 @@ def row_statistics(
                 rows[name][b, h, r] = values
     with torch.no_grad():
         if top:
-            _count_ranks_(ranks, rows.pop("order"), rows["top"], scores.counted())
+            count_ranks_ = _count_ranks_ if kernels is None else kernels.count_ranks_
+            count_ranks_(ranks, rows.pop("order"), rows["top"], scores.counted())
         rows = finished(rows, sinks)
     for rank in range(1, top):  # in place: the ranks are the largest thing here, K × Lk
         ranks[:, :, rank] += ranks[:, :, rank - 1]
     return RowStatistics(**rows, load=load, top_load=ranks.movedim(2, 0))
+
+
+def _kernels(q: Tensor, scores: int) -> ModuleType | None:
+    """The same statistics by kernels that Numba compiles, in a third of the time: where it is there, and pays."""
+    if q.device.type != "cpu" or q.dtype != torch.float32 or scores < _MANY:
+        return None
+    try:
+        return importlib.import_module("semdiag.mathematics.compiled_rows")
+    except ImportError:
+        return None
 
 
 def _count_ranks_(ranks: Tensor, order: Tensor, top: Tensor, counted: Tensor | None) -> None:
