@@ -4,13 +4,12 @@ The same quantities as :mod:`~semdiag.mathematics.strip_statistics` reads with t
 precision on a processor.
 """
 
-from concurrent.futures import ThreadPoolExecutor
-
 import torch
 from torch import Tensor
 
 from semdiag.mathematics import row_kernels
 from semdiag.mathematics.score_strips import ScoreStrip
+from semdiag_models.largest_kernels import in_threads
 
 _NUMBERS = "minimum", "largest_weight", "mean"  # one a row, in single precision
 
@@ -43,12 +42,7 @@ def read_strip(strip: ScoreStrip, rows: dict[str, Tensor]) -> bool:
     def read(first: int, last: int) -> bool:
         return row_kernels.read_rows(scores, allowed, first, last, offsets, order, *written)
 
-    number, threads = strip.scores.shape[:3].numel(), torch.get_num_threads()
-    if threads == 1:
-        return read(0, number)
-    ends = [number * part // threads for part in range(threads + 1)]
-    with ThreadPoolExecutor(threads) as pool:
-        return all(list(pool.map(read, ends, ends[1:])))
+    return in_threads(read, strip.scores.shape[:3].numel())
 
 
 def count_ranks_(ranks: Tensor, order: Tensor, top: Tensor, counted: Tensor | None) -> None:

@@ -1,6 +1,8 @@
 """Which keys a query attends to, for each kind of attention."""
 
+import importlib
 from functools import lru_cache
+from types import ModuleType
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +14,7 @@ from semdiag_models.attention.hashed_selection import same_bucket
 from semdiag_models.attention.kinds import ATTENTIONS
 
 _STRIP = 2**20  # scores held at a time
+_LONG = 256  # scores of a row from which on compiled kernels find the largest
 
 
 def select_keys(
@@ -95,9 +98,29 @@ def _heavy_hitters(q: Tensor, keys: Tensor, scale: float, valid: Tensor | None, 
             scores = torch.baddbmm(q.new_empty(()), rows[s], of_keys[s].mT, beta=0, alpha=scale)
         if allowed is not None:
             scores.masked_fill_(~allowed[s], float("-inf"))
-        best = scores.topk(k, -1)
-        selected[s] = best.indices if valid is None else best.indices.masked_fill(best.values == float("-inf"), -1)
+        values, positions = _largest(scores, k)
+        selected[s] = positions if valid is None else positions.masked_fill(values == float("-inf"), -1)
     return selected.view(batch, heads, length, k)
+
+
+def _largest(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Values and positions of the k largest scores of each row: of long ones by kernels, if Numba is installed."""
+    if scores.shape[-1] >= _LONG and scores.dtype == torch.float32 and scores.device.type == "cpu":
+        kernels = None if torch.compiler.is_compiling() else _kernels()
+        if kernels is not None:
+            values, positions = kernels.largest_scores(scores, k)
+            return values, positions
+    best = scores.topk(k, -1)
+    return best.values, best.indices
+
+
+@lru_cache
+def _kernels() -> ModuleType | None:
+    """Return the kernels, which take half a second to start; None without Numba."""
+    try:
+        return importlib.import_module("semdiag_models.largest_kernels")
+    except ImportError:
+        return None
 
 
 @torch.no_grad()

@@ -259,20 +259,3 @@ for length, wanted in ((64, False), (1600, True)):
     assert ("numba" in sys.modules) is wanted, length
 """
     subprocess.run([sys.executable, "-c", script], check=True)
-
-
-def test_kernels_compile_without_a_folder_to_keep_them_in(monkeypatch):
-    njit = row_kernels.njit
-
-    def no_folder(cache, **options):
-        if cache:
-            raise RuntimeError("no locator available")
-        return njit(cache=False, **options)
-
-    monkeypatch.setattr(row_kernels, "njit", no_folder)
-
-    @row_kernels._kernel
-    def twice(x):
-        return 2 * x
-
-    assert twice(3) == 6

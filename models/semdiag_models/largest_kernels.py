@@ -1,0 +1,299 @@
+"""Kernels that Numba compiles: the largest scores of rows, which are read once and then stay in the nearest cache.
+
+Imported only where Numba is installed, and where rows are long. Of equal scores the one at the lower position
+comes first.
+"""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar, cast
+
+import numpy as np
+import torch
+from numba import njit
+from numpy.typing import NDArray
+from torch import Tensor
+
+_LEAST_GROUPS = 64  # of which a row's maxima are taken
+_GROUPS_PER_SCORE = 2  # ... and so many for each score that is asked for: then few others stand beside them
+_BISECTIONS = 24  # of a row's range, for a threshold: one that is too low costs time alone
+_STRIDES = 64  # ... of a row with infinite scores, whose range is found in strides: each four times the last
+_SPARE = 4  # groups beyond those needed whose maxima may reach the threshold
+_LANES = 8  # numbers that are compared at a time
+
+INF, HALF, ONE = np.float32(np.inf), np.float32(0.5), np.float32(1.0)
+_FOUR = np.float32(4.0)
+ZERO: Any = np.float32(0.0)  # Numba tells the types of sums from where they begin
+# Positions without a sign: Numba looks up no negative ones then.
+NONE: Any = np.uint64(0)
+NEXT: Any = np.uint64(1)
+
+Floats = NDArray[np.float32]
+Whole = NDArray[np.int32]
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def kernel(function: Function) -> Function:
+    """Compile on first use, kept on disk. Sums are taken in any order; infinity and NaN stay themselves."""
+
+    def compiled(cache: bool) -> Any:
+        return njit(cache=cache, nogil=True, error_model="numpy", fastmath={"contract", "nsz", "reassoc"})(
+            function
+        )
+
+    try:
+        return cast(Function, compiled(cache=True))
+    except RuntimeError:  # there is no folder to keep it in
+        return cast(Function, compiled(cache=False))
+
+
+def in_threads(function: Callable[[int, int], bool], number: int) -> bool:
+    """Call the function on parts of a range, in as many threads as torch has.
+
+    Args:
+        function: of the first number of a part, and the one to stop before.
+        number: how many there are.
+
+    Returns:
+        Whether it is true of every part.
+    """
+    threads = torch.get_num_threads()
+    if threads == 1:
+        return function(0, number)
+    ends = [number * part // threads for part in range(threads + 1)]
+    with ThreadPoolExecutor(threads) as pool:
+        return all(list(pool.map(function, ends, ends[1:])))
+
+
+@torch.library.custom_op("semdiag::largest_scores", mutates_args=())
+def largest_scores(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The largest scores of each row, in falling order, as ``torch.topk`` does: an operation that torch can trace.
+
+    Args:
+        scores: (..., n) float32 on a processor, -inf where there is no key.
+        count: at most n.
+
+    Returns:
+        Values and positions (..., count), int64.
+
+    Example:
+        >>> values, positions = largest_scores(torch.tensor([[1.0, 3.0, 3.0, 2.0]]), 3)
+        >>> values.tolist(), positions.tolist()
+        ([[3.0, 3.0, 2.0]], [[1, 2, 3]])
+    """
+    rows = scores.reshape(-1, scores.shape[-1])
+    values, positions = _memory(scores, count)
+    arrays = rows.numpy(), values.view(-1, count).numpy(), positions.view(-1, count).numpy()
+    if in_threads(lambda first, last: _read(first, last, *arrays), len(rows)):
+        return values, positions
+    best = scores.topk(count, -1)  # a score is NaN
+    return best.values, best.indices
+
+
+@largest_scores.register_fake
+def _memory(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Memory for what is found."""
+    values = scores.new_empty(*scores.shape[:-1], count)
+    return values, torch.empty_like(values, dtype=torch.int64)
+
+
+@kernel
+def groups_of(count: int) -> int:
+    """How many groups serve rows of which so many scores are wanted: a power of two."""
+    groups = _LEAST_GROUPS
+    while groups < _GROUPS_PER_SCORE * count:
+        groups *= 2
+    return groups
+
+
+@kernel
+def extremes(row: Floats, highest: Floats, lowest: Floats) -> tuple[np.float32, np.float32]:
+    """Maxima and minima of groups of every G-th score, G = len(highest), and of them all; NaN goes unnoticed."""
+    groups = len(highest)
+    highest[:] = -INF
+    lowest[:] = INF
+    whole = len(row) - len(row) % groups
+    for start in range(0, whole, groups):
+        chunk = row[start : start + groups]
+        for lane in range(groups):
+            value = chunk[lane]
+            highest[lane] = value if value > highest[lane] else highest[lane]
+            lowest[lane] = value if value < lowest[lane] else lowest[lane]
+    chunk = row[whole:]
+    for lane in range(len(chunk)):
+        value = chunk[lane]
+        highest[lane] = value if value > highest[lane] else highest[lane]
+        lowest[lane] = value if value < lowest[lane] else lowest[lane]
+    # In lanes again: one after the other, each would wait for the one before.
+    highs, lows = highest[:_LANES].copy(), lowest[:_LANES].copy()
+    for start in range(_LANES, groups, _LANES):
+        for lane in range(_LANES):
+            high, low = highest[start + lane], lowest[start + lane]
+            highs[lane] = high if high > highs[lane] else highs[lane]
+            lows[lane] = low if low < lows[lane] else lows[lane]
+    high, low = highs[0], lows[0]
+    for lane in range(_LANES):
+        high = highs[lane] if highs[lane] > high else high
+        low = lows[lane] if lows[lane] < low else low
+    return high, low
+
+
+@kernel
+def _reached(highest: Floats, bound: np.float32) -> Any:
+    count = ZERO
+    for lane in range(len(highest)):
+        count += ONE if highest[lane] >= bound else ZERO
+    return count
+
+
+@kernel
+def _threshold(highest: Floats, low: np.float32, high: np.float32, wanted: int) -> Any:
+    """A number that at least ``wanted`` groups' maxima reach, so as many scores do, and hardly more."""
+    stride = ONE
+    for _ in range(_STRIDES):
+        if low > -INF:
+            break
+        below = high - stride
+        low = below if _reached(highest, below) >= wanted else low
+        stride *= _FOUR
+    reached = _reached(highest, low)
+    for _ in range(_BISECTIONS):
+        if reached <= wanted + _SPARE:
+            break
+        middle = HALF * low + HALF * high
+        count = _reached(highest, middle)
+        if count >= wanted:
+            low, reached = middle, count
+        else:
+            high = middle
+    return low
+
+
+@kernel
+def _candidates(row: Floats, highest: Floats, threshold: np.float32, lanes: Whole, where: Whole) -> Any:
+    """Positions, rising, of the scores that reach the threshold; returns how many. No branch to mispredict."""
+    active = count = NONE
+    for lane in range(len(highest)):
+        lanes[active] = lane
+        active += NEXT if highest[lane] >= threshold else NONE
+    start, whole = NONE, np.uint64(len(row) - len(row) % len(highest))
+    while start < whole:
+        for lane in range(active):
+            j = start + np.uint64(lanes[lane])
+            where[count] = j
+            count += NEXT if row[j] >= threshold else NONE
+        start += np.uint64(len(highest))
+    for j in range(whole, np.uint64(len(row))):
+        where[count] = j
+        count += NEXT if row[j] >= threshold else NONE
+    return count
+
+
+@kernel
+def _ranked(row: Floats, where: Whole, found: Floats, before: Floats, values: Floats, order: Whole) -> None:
+    """Each candidate goes where its rank says, the number of larger ones; of equals the first one first.
+
+    Args:
+        row: the scores.
+        where: rising positions of the candidates.
+        found: memory for as many.
+        before: likewise.
+        values: filled with -inf; the largest scores in falling order.
+        order: their positions.
+    """
+    padded = (len(where) + _LANES - 1) // _LANES * _LANES
+    for i in range(len(where)):
+        found[i] = row[where[i]]
+    found[len(where) : padded] = -INF
+    before[:padded] = ZERO
+    for j in range(len(where)):
+        value = found[j]
+        for i in range(padded):
+            before[i] += ONE if value > found[i] else ZERO
+    for i in range(len(where)):
+        rank = np.uint64(before[i])
+        while rank < len(values) and values[rank] == found[i]:
+            rank += NEXT
+        if rank < len(values):
+            values[rank] = found[i]
+            if rank < len(order):
+                order[rank] = where[i]
+
+
+@kernel
+def _inserted(row: Floats, where: Whole, values: Floats, order: Whole) -> None:
+    """As :func:`_ranked`, one after the other: for many candidates, most of them equal."""
+    held = 0
+    for i in range(len(where)):
+        value = row[where[i]]
+        if held == len(values) and value <= values[held - 1]:
+            continue
+        place = min(held, len(values) - 1)
+        while place > 0 and values[place - 1] < value:
+            values[place] = values[place - 1]
+            if place < len(order):
+                order[place] = order[place - 1]
+            place -= 1
+        values[place] = value
+        if place < len(order):
+            order[place] = where[i]
+        held = min(held + 1, len(values))
+
+
+@kernel
+def largest(
+    row: Floats,
+    low: np.float32,
+    high: np.float32,
+    highest: Floats,
+    where: Whole,
+    lanes: Whole,
+    found: Floats,
+    before: Floats,
+    values: Floats,
+    order: Whole,
+) -> None:
+    """The largest scores of a row.
+
+    Args:
+        row: the scores, of which none is NaN.
+        low: the smallest of them.
+        high: the largest.
+        highest: the maxima of its groups, all three as :func:`extremes` finds them.
+        where: memory for as many positions as there are scores.
+        lanes: memory for as many as there are groups.
+        found: likewise.
+        before: likewise.
+        values: filled with -inf; the largest scores in falling order.
+        order: as long, or shorter; their positions. What stands at -inf is of no meaning.
+    """
+    threshold = _threshold(highest, low, high, min(len(values), len(row)))
+    chosen = where[: _candidates(row, highest, threshold, lanes, where)]
+    if len(chosen) <= len(highest):
+        _ranked(row, chosen, found, before, values, order)
+    else:
+        _inserted(row, chosen, values, order)
+
+
+@kernel
+def _read(first: int, last: int, scores: Floats, values: Floats, positions: NDArray[np.int64]) -> bool:
+    """Read the rows from ``first`` to ``last``; whether no score is NaN."""
+    length, count = scores.shape[1], values.shape[1]
+    groups = groups_of(count)
+    highest, lowest = np.empty(groups, np.float32), np.empty(groups, np.float32)
+    found, before = np.empty(groups, np.float32), np.empty(groups, np.float32)
+    lanes, where = np.empty(groups, np.int32), np.empty(length, np.int32)
+    order = np.empty(count, np.int32)
+    for at in range(first, last):
+        row = scores[at]
+        odd = ZERO
+        for j in range(length):
+            odd += ONE if row[j] != row[j] else ZERO
+        if odd > ZERO:
+            return False
+        high, low = extremes(row, highest, lowest)
+        values[at][:] = -INF
+        order[:] = 0
+        largest(row, low, high, highest, where, lanes, found, before, values[at], order)
+        positions[at][:] = order
+    return True
