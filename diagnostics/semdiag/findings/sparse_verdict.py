@@ -34,7 +34,7 @@ class SparseVerdict:
     Attributes:
         answer: ``plausible``, ``not without loss`` or ``cannot tell``.
         reason: why there is no answer, as a word: near_uniform, chance, control, few_samples, not_rerun,
-            fixed_mask, own_mask, not_measured; empty if there is one.
+            drops_nothing, fixed_mask, own_mask, not_measured; empty if there is one.
         k: what the answer is about: the smallest k from which on the loss stays, the largest that was run if there
             is none, or the smallest that keeps 95 % of the weight; None: none of these.
         share: k in the keys of its queries, mean.
@@ -74,7 +74,7 @@ def sparse_verdict(findings: Findings, model: str) -> SparseVerdict:
     within the tolerance, and it is at most half of the keys. Not without loss: there is none, or only a larger. No
     answer: the loss is no better than chance; as many random keys do as little harm; there are fewer than 8
     samples; the attention is near uniform and no loss says that its largest scores matter; the model was not run
-    with masks; or its mask ranks no scores.
+    with masks, or with such as drop nothing; or its mask ranks no scores.
 
     Args:
         findings: with a sweep, and better with a rerun.
@@ -98,7 +98,10 @@ def sparse_verdict(findings: Findings, model: str) -> SparseVerdict:
         enough = [k for k, kept in mass.items() if kept >= MASS]
         found = SparseVerdict("cannot tell", "not_rerun", k=min(enough, default=None))
     else:
-        found = _judged(top, again, tolerance_of(findings, top[0]["measure"]))
+        dropping = [row for row in top if not math.isnan(mass.get(row["k"], math.nan))]
+        if not dropping:
+            return SparseVerdict("cannot tell", "drops_nothing", k=int(top[0]["k"]))
+        found = _judged(dropping, again, tolerance_of(findings, top[0]["measure"]))
     if found.k is not None and found.k in mass:
         queries, left_out = (int(pooled[name]["mass", found.k]) for name in ("queries", "undefined"))
         share = float(pooled["mean"].get(("share", found.k), math.nan))

@@ -8,7 +8,7 @@ from typing import Any, Self
 import torch
 
 from semdiag.capturing.loading import LoadedModel
-from semdiag.measurement.calls.collector import MAX_QUERIES
+from semdiag.measurement.calls.collector import LEAST_MAX_QUERIES, MAX_QUERIES
 from semdiag.measurement.calls.query_draws import QueryDraws
 from semdiag.measurement.probes.registry import PROBES
 from semdiag_models import InputError
@@ -46,8 +46,9 @@ class Conditions:
     def __post_init__(self) -> None:
         QueryDraws(self.queries, self.seed)  # which refuses too few
         for name in ("samples", "batch_size", "min_keys", "max_queries"):
-            if getattr(self, name) < 1:
-                raise InputError(f"{name} must be at least 1. Got {getattr(self, name)}.")
+            least = LEAST_MAX_QUERIES if name == "max_queries" else 1
+            if getattr(self, name) < least:
+                raise InputError(f"{name} must be at least {least}. Got {getattr(self, name)}.")
             if getattr(self, name) > _MOST:
                 raise InputError(f"{name} must be at most {_MOST}. Got {getattr(self, name)}.")
         if self.first is not None and self.first < 1:

@@ -18,7 +18,7 @@ from semdiag.capturing.loading import LoadedModel
 from semdiag.capturing.padding import NOT_APPLIED
 from semdiag.capturing.token_masks import checked_real
 from semdiag.mathematics.predicted_classes import NO_CLASS, predicted_classes
-from semdiag.measurement.calls.collector import MAX_QUERIES, Collector
+from semdiag.measurement.calls.collector import LEAST_MAX_QUERIES, MAX_QUERIES, Collector
 from semdiag.measurement.calls.layers import remarks_table, skipped_table
 from semdiag.measurement.calls.query_draws import QueryDraws
 from semdiag.measurement.calls.running import running, unnamed
@@ -168,7 +168,7 @@ def _checked(k: Any, dtype: Any, **numbers: Any) -> tuple[int, ...]:
     """The counterfactual k, one or several; every argument is refused that is none."""
     for name, value in numbers.items():
         if value is not None or name != "samples":
-            whole_number(value, name, 1)
+            whole_number(value, name, LEAST_MAX_QUERIES if name == "max_queries" else 1)
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise InputError(f"dtype must be torch.float32 or torch.float64. Got {dtype!r}.")
     return whole_numbers(k, "k")

@@ -83,4 +83,4 @@ def test_numbers_that_mean_nothing_are_refused(refusal, here, tiny_runs):
     assert refusal("dispersion", tiny_runs.full, "--queries", 1) == (
         "Queries to draw per sample and head must be at least 2. Got 1."
     )
-    assert refusal("dispersion", tiny_runs.full, "--max-queries", 0) == "max_queries must be at least 1. Got 0."
+    assert refusal("dispersion", tiny_runs.full, "--max-queries", 0) == "max_queries must be at least 50. Got 0."

@@ -50,6 +50,10 @@ def test_several_noise_levels(run_semdiag, sections, tiny_runs):
     assert found["provenance"]["noise"] == [0.01, 0.1]
     assert found["provenance"]["noise_samples"] == 8
     assert {"response", "0.01", "0.1"} <= set(outcome.err.split())
+    assert [line.rpartition(": ")[2] for line in outcome.err.splitlines() if "softmax stability" in line] == [
+        "softmax stability at noise 0.01",
+        "softmax stability at noise 0.1",
+    ]
 
 
 @pytest.mark.parametrize("noise", ["", "0", "-1", "a lot", "inf", "nan"])

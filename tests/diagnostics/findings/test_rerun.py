@@ -150,6 +150,18 @@ def test_a_mask_of_its_own_is_judged_only_when_it_was_run_with_fewer_keys(made_u
     assert not sparse_verdict(made(made_up, of(4), attention="topk", k=5), "m").reason
 
 
+def test_masks_that_drop_nothing_are_no_evidence(made_up):
+    """That as many random keys do as little harm was held against the attention, where they were all keys."""
+    findings = made(made_up, {KEYS: 0.0, 2 * KEYS: 0.0}, {KEYS: 0.0, 2 * KEYS: 0.0})
+    found = sparse_verdict(findings, "m")
+    assert (found.answer, found.reason, found.k) == ("cannot tell", "drops_nothing", KEYS)
+    assert first_line(findings) == (
+        "cannot tell: no query has more keys than the k that were run, which drop nothing."
+    )
+    costly = made(made_up, {4: HARMFUL, KEYS: 0.0}, {4: HARMFUL, KEYS: 0.0})
+    assert (sparse_verdict(costly, "m").answer, sparse_verdict(costly, "m").k) == ("not without loss", 4)
+
+
 @pytest.mark.parametrize(
     ("attention", "said"), [("full", False), ("causal", False), ("masked", False), ("topk", True)]
 )

@@ -63,6 +63,18 @@ def test_stability_has_the_numbers_of_the_tables(measured):
         assert not any(v["verdict"] == "violated" and v["form"] != "paper" for v in result["verdicts"])
 
 
+def test_several_noise_levels_are_told_apart(measured):
+    for result in SUMMARIES["stability"](Findings(measured))["results"]:
+        rows = measured.secants[measured.secants["model"] == result["model"]]
+        rows = with_bounds(rows, result["attention"])
+        assert [level["noise"] for level in result["all"]["by_noise"]] == [0.01, 0.1]
+        for level in result["all"]["by_noise"]:
+            own = rows[rows["level"] == level["noise"]]
+            assert level["same_set"] == pytest.approx(own["same_set"].mean())
+            for name in ("secant", "ln_sound", "ln_paper"):
+                assert level[name]["p50"] == pytest.approx(np.nanmedian(own[name]))
+
+
 def test_without_secants_the_local_constants_remain(tiny_runs):
     summary = SUMMARIES["stability"](Findings(survey([tiny_runs.full], Conditions(samples=5))))
     assert list(summary["results"][0]["all"]) == ["local"]

@@ -505,7 +505,7 @@ def test_one_k_need_not_stand_in_a_list(decoder, batch):
         ({"dtype": torch.int32}, "dtype must be torch.float32 or torch.float64. Got torch.int32."),
         ({"batch_size": 2.5}, "batch_size must be a whole number. Got 2.5."),
         ({"samples": 2.5}, "samples must be a whole number. Got 2.5."),
-        ({"max_queries": 0}, "max_queries must be at least 1. Got 0."),
+        ({"max_queries": 0}, "max_queries must be at least 50. Got 0."),
         ({"min_keys": -3}, "min_keys must be at least 1. Got -3."),
         ({"seed": "a"}, "seed must be a whole number. Got 'a'."),
     ],

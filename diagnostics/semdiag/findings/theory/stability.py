@@ -227,7 +227,8 @@ def stability_summary(findings: Findings) -> Summary:
         findings: of one or more models, with secants.
 
     Returns:
-        A JSON-ready dictionary, schema ``semdiag.stability/2``.
+        A JSON-ready dictionary, schema ``semdiag.stability/2``. Of several noise levels secants, ln ξ and the
+        share of same sets are of all together, and by level in ``by_noise``.
     """
     measurements = findings.measurements
     judged = findings(stability_findings)
@@ -250,14 +251,18 @@ def _describe(queries: pd.DataFrame, secants: pd.DataFrame) -> Summary:
     described: Summary = {"local": without(percentiles(local_stability(queries)), "not_positive")}
     if secants.empty:
         return described
-    described |= {
-        "secant": without(percentiles(secants["secant"]), "not_positive"),
-        "response": [
-            {"noise": float(str(level)), **without(percentiles(rows["weight_change"]), "not_positive")}
-            for level, rows in secants.groupby("level")
-        ],
-        "ln_sound": without(percentiles(secants["ln_sound"]), "not_positive"),
-        "ln_paper": without(percentiles(secants["ln_paper"]), "not_positive"),
-        "same_set": float(secants["same_set"].mean()),
-    }
+    levels = {float(str(level)): rows for level, rows in secants.groupby("level")}
+    response = [{"noise": level, **_percentiles(rows, "weight_change")} for level, rows in levels.items()]
+    described |= {"response": response, **_moved(secants)}
+    if len(levels) > 1:  # what stands above is then of all levels together
+        described["by_noise"] = [{"noise": level, **_moved(rows)} for level, rows in levels.items()]
     return described
+
+
+def _moved(secants: pd.DataFrame) -> Summary:
+    found = {name: _percentiles(secants, name) for name in ("secant", "ln_sound", "ln_paper")}
+    return {**found, "same_set": float(secants["same_set"].mean())}
+
+
+def _percentiles(rows: pd.DataFrame, name: str) -> Summary:
+    return without(percentiles(rows[name]), "not_positive")

@@ -87,7 +87,8 @@ def k_sweep(
     """Ask of one model's scores, for every k up to K in one pass, what top-k attention would make of them.
 
     A within-model comparison: nothing is trained anew, and a model trained with that k has other scores.
-    The model itself is not changed.
+    The model itself is not changed. Where it is run again, masks keep some of the keys that its own mask keeps,
+    and everything here is over these; else over all of its scores.
 
     Source: docs/theory.md#k-sweep. Deviation: not in the paper, which compares trained models.
 
@@ -170,14 +171,15 @@ def k_sweep_tables(
         halves(batches)  # refused before minutes are spent
     draws = QueryDraws(queries, seed)
     draws.expect(max(map(longest, batches), default=1))
-    collected = TopScores(largest, draws, min_keys)
+    collected = TopScores(largest, draws, min_keys, own_keys=plan.rerun)
     with running(loaded, collected.add, device, dtype) as run:
         for batch in batches:
             collected.samples.start(samples_of(batch))
             run(batch)
     rows = list(collected.rows())
     if plan.rerun:
-        again = rerun(loaded, batches, labels, masks_of(plan.ks or rerun_ks(largest), seed), device, dtype)
+        ks = plan.ks or rerun_ks(min(largest, max(1, collected.most_keys - 1)))
+        again = rerun(loaded, batches, labels, masks_of(ks, seed), device, dtype)
         found["rerun"] = again
         rows += _said(again)
     if plan.budget:
@@ -212,7 +214,8 @@ def _largest_k(plan: KSweepPlan, batches: Sequence[Batch]) -> int:
             f"The largest k must be below the length of the inputs, {length}: then nothing is dropped. "
             f"Got {plan.max_k}."
         )
-    return plan.max_k or max(1, min(LARGEST_K, length - 1))
+    largest = plan.max_k or max(1, min(LARGEST_K, length - 1))
+    return max(largest, min(max(plan.ks, default=1), length - 1))  # what is run is measured, too
 
 
 def _measure(subject: Subject, plan: KSweepPlan, prepared: int | None) -> Mapping[str, pd.DataFrame]:

@@ -1,7 +1,7 @@
 """Budgets of keys by layer and head: the table, and what keeps a share of the attention weight."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -58,7 +58,7 @@ class NeededKeys:
         batch, heads, queries, _ = call.q.shape
         size = max(1, _AT_ONCE // (heads * queries * call.k.shape[2]))
         for at in range(0, batch, size):
-            self._add(replace(call, selected=None).part(slice(at, min(at + size, batch))), call)
+            self._add(call.part(slice(at, min(at + size, batch))), call)
 
     def _add(self, part: AttentionCall, call: AttentionCall) -> None:
         place = call.module, call.occurrence

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from semdiag.capturing.attention_call import AttentionCall
+from semdiag.capturing.kept_keys import allowed_keys
 from semdiag.mathematics.paper_stability import paper_heavy_hitter_stability
 from semdiag.mathematics.query_draws import PER_STRATUM
 from semdiag.mathematics.sampled_intervals import TARGETS, sampled_estimates
@@ -34,19 +35,23 @@ class TopScores:
         draws: which queries are looked at.
         min_keys: queries with fewer keys are left out.
         parts: by layer and head, one of each call.
+        own_keys: whether the keys are those that the model's own mask keeps, and not all that it chooses among.
         numbers: top scores held.
+        most_keys: the most that a query has.
         samples: their numbers; each batch is to be begun.
     """
 
     largest: int
     draws: QueryDraws
     min_keys: int = 1
+    own_keys: bool = False
     parts: dict[tuple[int, int], list[dict[str, NDArray[Any]]]] = field(default_factory=dict)
     numbers: int = 0
+    most_keys: int = 0
     samples: SampleNumbers = field(default_factory=SampleNumbers)
 
     def add(self, call: AttentionCall) -> None:
-        """Keep what a call says, whatever mask the model has.
+        """Keep what a call says.
 
         Raises:
             InputError: if that is more than can be held.
@@ -58,8 +63,11 @@ class TopScores:
                 f"More than {_MOST_NUMBERS:,} top scores are too many to hold. Use fewer samples, --queries or "
                 "a smaller --max-k."
             )
+        if self.own_keys and call.selected is not None:
+            call = replace(call, allowed=allowed_keys(call.part()), causal=False, first_query=0)
         rows = counted_rows(replace(call, selected=None), self.largest, places)
         found, keys = rows.statistics, rows.keys
+        self.most_keys = max(self.most_keys, int(found.keys.max()))
         numbers = torch.from_numpy(self.samples.of(len(call.q))).to(call.q.device)
         for head in range(call.q.shape[1]):
             own = rows.attending[:, head] & (found.keys[:, head] >= self.min_keys)
@@ -77,6 +85,11 @@ class TopScores:
                 part |= {"sample": sample[own], "stratum": stratum[own]}
             self.parts.setdefault((call.layer, head), []).append({n: v.cpu().numpy() for n, v in part.items()})
 
+    @property
+    def _swept(self) -> int:
+        """The largest k of the table: of a model's own keys none that all queries have."""
+        return min(self.largest, max(1, self.most_keys - 1)) if self.own_keys else self.largest
+
     def _places(self) -> dict[tuple[int, int], dict[str, NDArray[Any]]]:
         return {
             place: {name: np.concatenate([part[name] for part in parts], -1) for name in parts[0]}
@@ -90,7 +103,7 @@ class TopScores:
         numbers = np.concatenate([np.full_like(p["sample"], at) for at, p in enumerate(places.values())])
         key = np.stack([numbers, together["sample"], together["stratum"]], 1)
         strata = np.unique(key, axis=0, return_inverse=True)[1].ravel()
-        for k, quantity, values in _quantities(together, self.largest):
+        for k, quantity, values in _quantities(together, self._swept):
             if quantity not in _ESTIMATED:
                 continue
             for found in sampled_estimates(values, together["sample"], strata, self.draws.share, (5, 50, 95)):
@@ -103,7 +116,7 @@ class TopScores:
         places = self._places()
         places[ALL, ALL] = _joined(places.values())
         for (layer, head), place in places.items():
-            for k, quantity, values in _quantities(place, self.largest):
+            for k, quantity, values in _quantities(place, self._swept):
                 yield {"layer": layer, "head": head, "k": k, "quantity": quantity, **percentiles(values)}
 
 

@@ -15,7 +15,7 @@ from semdiag.mathematics.paper_stability import paper_heavy_hitter_stability
 from semdiag.mathematics.softmax_stability import fixed_mask_stability, heavy_hitter_stability
 from semdiag.measurement.measure import measure
 from semdiag.measurement.percentiles import percentiles
-from semdiag.measurement.probes.k_sweep import K_SWEEP_TABLE, KSweepPlan, k_sweep
+from semdiag.measurement.probes.k_sweep import K_SWEEP_TABLE, KSweepPlan, k_sweep, k_sweep_tables
 from semdiag_models import Encoder, InputError
 
 LENGTH, LARGEST = 12, 7
@@ -116,6 +116,41 @@ def test_a_rerun_is_that_of_a_model_with_this_k(wild_encoder, padded_tokens):
             rows = table[(table["k"] == k) & (table["layer"] == -1)].set_index("quantity")["mean"]
             assert rows["accuracy"] == (after == labels).double().mean().item()
             assert rows["same_prediction"] == (after == before).double().mean().item()
+
+
+def test_of_a_model_that_is_run_again_everything_is_over_the_keys_that_its_own_mask_keeps(
+    wild_encoder, padded_tokens
+):
+    encoder, (tokens, labels) = wild_encoder("topk"), padded_tokens
+    own, calls = encoder.config.k, []
+    plan = KSweepPlan(LARGEST, rerun=True)
+    tables = k_sweep_tables(encoder, tokens, labels, plan, dtype=torch.float64)
+    assert sorted(set(tables["rerun"]["k"])) == list(range(own))  # larger ones would drop nothing
+    pooled = tables["sweep"][tables["sweep"]["layer"] == -1].set_index(["quantity", "k"])["mean"]
+    assert set(tables["sweep"]["k"]) == set(range(own))
+    with torch.no_grad(), watch_attention(encoder, calls.append):
+        encoder(tokens)
+    mass, share, range_kept = {1: [], 2: []}, {1: [], 2: []}, []
+    for call in calls:
+        scores = call.scores(torch.float64)
+        for b, h, i in call.counted.nonzero().tolist():
+            z = scores[b, h, i, call.selected[b, h, i][call.selected[b, h, i] >= 0]].sort(descending=True).values
+            range_kept.append(float(z[0] - z[-1]))
+            for k in (1, 2):
+                if len(z) > k:
+                    mass[k].append(float(z.softmax(0)[:k].sum()))
+                    share[k].append(k / len(z))
+    for k in (1, 2):
+        assert pooled["mass", k] == pytest.approx(np.mean(mass[k]), rel=1e-9)
+        assert pooled["share", k] == pytest.approx(np.mean(share[k]), rel=1e-9)
+    assert pooled["dispersion", 0] == pytest.approx(np.mean(range_kept), rel=1e-9)
+
+
+@pytest.mark.parametrize(("max_k", "ks", "swept"), [(2, (5,), 5), (None, (3, 40), 11), (4, (1,), 4)])
+def test_every_k_that_is_run_is_measured(wild_encoder, padded_tokens, max_k, ks, swept):
+    """Above the sweep's largest k a run had no share of the keys, and was "not without loss" for want of it."""
+    table = k_sweep(wild_encoder("full"), padded_tokens[0], None, KSweepPlan(max_k, rerun=True, ks=ks))
+    assert table["k"][table["quantity"] == "mass"].max() == swept
 
 
 def test_queries_with_few_keys_are_left_out(wild_encoder, padded_tokens):

@@ -291,6 +291,13 @@ def test_needed_keys_are_those_of_sorted_weights():
     assert needed.blocks == [1]
 
 
+def test_of_a_mask_of_its_own_no_more_keys_are_needed_than_it_keeps(wild_encoder, padded_tokens):
+    encoder, needed = wild_encoder("topk"), NeededKeys()
+    with torch.no_grad(), watch_attention(encoder, needed.add):
+        encoder(padded_tokens[0])
+    assert max(k for numbers in needed.smallest(0.999).values() for k in numbers) == encoder.config.k
+
+
 def test_a_greedy_budget_stays_within_its_tolerance_and_is_smaller_than_the_start():
     needed = NeededKeys()
     needed.layers = {("a", 0): 0, ("b", 0): 1}

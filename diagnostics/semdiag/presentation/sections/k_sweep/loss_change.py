@@ -78,6 +78,7 @@ def loss_change(findings: Findings) -> Figure:
         ax.xaxis.set_major_locator(FixedLocator([2.0**n for n in range(12) if 2**n <= again["k"].max()]))
         plain_numbers(ax.xaxis)
         ax.set_xlabel("k")
+        ax.set_xlim(axes[0].get_xlim())  # masks that drop nothing have no weight to be drawn
     controls = (
         " Dotted: as many random keys; thin dashes: if the change followed the weight dropped."
         if len(labels) <= _FEW

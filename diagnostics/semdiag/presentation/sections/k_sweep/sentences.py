@@ -21,6 +21,7 @@ _WHY = {
     "near_uniform": "the attention is near uniform, half of the queries weigh their keys almost evenly",
     "chance": "the model predicts no better than chance (untrained?)",
     "control": "as many random keys do as little harm: what is measured does not hang on the attention",
+    "drops_nothing": "no query has more keys than the k that were run, which drop nothing",
     "few_samples": "too few samples for an interval",
     "fixed_mask": "its mask ranks no scores",
     "own_mask": "it was trained to keep its k largest scores, and was not run with fewer",
@@ -113,7 +114,9 @@ def verdict_lines(findings: Findings, model: str) -> list[str]:
         )
     facts = findings.measurements.models.set_index("model").loc[model]
     if facts["attention"] == "topk":
-        lines.append(f"The model was trained with top-k attention, k = {facts['k']}: these are its scores.")
+        run = found.samples or found.reason == "drops_nothing"
+        these = "everything is over the keys that it keeps" if run else "these are its scores"
+        lines.append(f"The model was trained with top-k attention, k = {facts['k']}: {these}.")
     if model in drawn(findings):
         lines.append(
             "Queries were drawn: the weight kept is estimated from them, and the paper's conditions, which rest "
