@@ -7,8 +7,6 @@ import sys
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from semdiag.mathematics import compiled_rows, row_kernels
 from semdiag.mathematics import row_statistics as module
@@ -159,42 +157,16 @@ def assert_largest(scores, count):
                 assert rows["minimum"][0, 0, i] == row[best[-1]]
 
 
-@given(st.data())
-@pytest.mark.parametrize("many_ties", [True, False])
-def test_the_largest_scores_are_those_of_sorting(many_ties, data):
-    length = data.draw(st.integers(1, 60))
-    finite = st.floats(allow_nan=False, allow_infinity=False, width=32)
-    number = st.sampled_from([-math.inf, -1.0, -0.0, 0.0, 2.0]) if many_ties else finite
-    rows = st.lists(st.lists(number, min_size=length, max_size=length), min_size=1, max_size=2)
-    assert_largest(torch.tensor(data.draw(rows)), data.draw(st.integers(1, 40)))
-
-
-@pytest.mark.parametrize("length", [127, 128, 129, 1000, 4099])
-@pytest.mark.parametrize("count", [1, 33, 300])
-def test_long_rows(length, count):
-    generator = torch.Generator().manual_seed(length)
-    assert_largest(torch.randn(4, length, generator=generator), count)
-    assert_largest(torch.randint(3, (4, length), generator=generator).float(), count)
-    assert_largest(torch.zeros(1, length), count)
-    assert_largest(torch.arange(float(length))[None], count)  # each larger than all before
-    assert_largest(-torch.arange(float(length))[None], count)
-
-
-def test_scores_far_above_the_others_leave_a_low_threshold_and_the_right_order():
-    scores = torch.randn(2, 3000, generator=torch.Generator().manual_seed(0))
-    scores[0, ::300] *= 1e30
-    scores[1] = scores[1].exp().exp().exp().clamp(max=3e38)
-    assert_largest(scores, 33)
-
-
 @pytest.mark.parametrize("keys", [0, 1, 32, 33, 34, 60, 1500])
 @pytest.mark.parametrize("largest", [1.0, 3.4e38, -3.4e38, 1e-44])
-def test_rows_with_few_keys_and_extreme_scores(keys, largest):
+def test_keys_that_a_mask_leaves_in_rows_with_few_and_extreme_scores(keys, largest):
     generator = torch.Generator().manual_seed(keys)
     scores = largest * torch.rand(3, 1500, generator=generator)
     scores[1] *= -1
     hidden = torch.stack([torch.randperm(1500, generator=generator) for _ in range(3)]) >= keys
-    assert_largest(scores.masked_fill(hidden, -torch.inf), 33)
+    for count in (1, 33, 300):
+        assert_largest(scores.masked_fill(hidden, -torch.inf), count)
+        assert_largest(torch.round(10 * (scores / largest)).masked_fill(hidden, -torch.inf), count)  # with ties
 
 
 @pytest.mark.processor
