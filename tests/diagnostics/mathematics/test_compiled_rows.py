@@ -187,6 +187,30 @@ def test_sums_of_weights_in_double_precision(length, spread):
     assert (np.abs(rows["mean"][0, 0].numpy() - mean) <= atol).all()
 
 
+@pytest.mark.parametrize("far", [-1e30, -3.4e38])
+def test_keys_far_below_the_others_add_nothing_to_the_entropy(far, kernels):
+    """Of weight 0, and 0 · z must be 0: a weight of 1e-38 times 3.4e38 is none."""
+    bias = torch.full((1, 1, 1, 300), far)
+    bias[..., 7:9] = 0.0
+    zeros = torch.zeros(1, 1, 300, 1)
+    found = row_statistics(zeros[:, :, :1], zeros, 1.0, bias=bias)
+    assert kernels == [True]
+    assert found.entropy.item() == pytest.approx(math.log(2), rel=1e-6)
+    assert found.dispersion().item() == pytest.approx(-far)
+
+
+@pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf])
+def test_a_score_that_is_not_finite_is_found(odd):
+    scores = torch.randn(1, 1, 3, 300, generator=torch.Generator().manual_seed(0))
+    rows = compiled_rows.empty_rows((1, 1, 3), 0)
+    rows["keys"] += 300
+    written = {name: values.numpy() for name, values in rows.items()}
+    for place, finite in ((None, True), ((0, 0, 1, 250), False)):
+        if place:
+            scores[place] = odd
+        assert row_kernels.read_rows(scores.numpy(), None, 0, 3, (0, 0, 0), order=None, **written) is finite
+
+
 @pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf])
 def test_strips_with_scores_that_are_not_finite_are_left_to_torch(odd, kernels, monkeypatch):
     given = call(queries=40)
