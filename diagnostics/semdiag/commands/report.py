@@ -81,7 +81,11 @@ def report(
         )
         plans += (LandscapePlan(metrics=("loss", "dispersion")), LipschitzPlan()) if thorough else ()
         conditions = shared.conditions(
-            keep_queries, k=measuring.whole_numbers(k, "--k"), plans=plans, probe_samples=_PROBE_SAMPLES
+            keep_queries,
+            k=measuring.whole_numbers(k, "--k"),
+            k_lowers="k" not in shared.typed,
+            plans=plans,
+            probe_samples=_PROBE_SAMPLES,
         )
         findings = shared.measured(models, conditions)
     folder = output_folder("report", findings.measurements, shared.values["out"])

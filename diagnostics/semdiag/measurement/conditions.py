@@ -38,6 +38,7 @@ class Conditions:
     queries: int | None = None  # drawn per sample and head of the longest sequence; None: all
     max_queries: int = MAX_QUERIES  # of a model, kept row by row
     k: tuple[int, ...] = ()  # counterfactual heavy hitters, on full models
+    k_lowers: bool = False  # whether a k above the length of the inputs becomes that: of a default
     config: dict[str, Any] | None = None  # of checkpoints of the paper's code
     encoders_only: bool = False  # whether models of which the attention alone is known are refused
     probe_samples: int | None = None  # inputs of the probes that run a model many times; None: all

@@ -72,7 +72,7 @@ def survey(
             batches,
             labels=labels,
             inputs=source,
-            k=conditions.k if model.external or model.encoder.config.attention == "full" else (),
+            k=_counterfactual(model, batches, conditions),
             device=device,
             dtype=DTYPES[conditions.dtype],
             queries=conditions.queries,
@@ -120,6 +120,16 @@ def has_diverged(part: Measurements) -> bool:
     """
     queries = part.queries[part.queries["kept"] > 0]  # a query that keeps no key has no dispersion
     return len(part.non_finite) > 0 or not np.isfinite(queries["dispersion"]).all()
+
+
+def _counterfactual(model: LoadedModel, batches: Sequence[Batch], conditions: Conditions) -> tuple[int, ...]:
+    """The k asked of a model: none of one that drops keys by itself; those of a default as far as inputs go."""
+    if model.external:
+        return conditions.k
+    if model.encoder.config.attention != "full":
+        return ()
+    length = max(map(longest, batches)) if conditions.k_lowers else max(conditions.k, default=1)
+    return tuple(dict.fromkeys(min(k, length) for k in conditions.k))
 
 
 def _inputs(model: LoadedModel, conditions: Conditions) -> tuple[list[Batch], Tensor | None, str]:

@@ -3,6 +3,7 @@
 import json
 import re
 
+import numpy as np
 import pytest
 import torch
 
@@ -50,6 +51,15 @@ def test_what_cannot_change_saved_measurements_is_refused(refusal, here):
     said = "--k, --noise, --samples, --thorough"
     assert line == f"--from draws saved measurements as they are: leave {said} away."
     assert refusal("report", "--from", "data", "--samples", 500).endswith("leave --samples away.")  # the default
+
+
+def test_a_default_k_is_lowered_to_inputs_that_are_shorter(run_semdiag, refusal, here, tiny_runs):
+    np.save(here / "short.npy", np.array([[0, 1, 1], [1, 0, 1]] * 5))
+    words = "report", tiny_runs.full, "--inputs", "short.npy"
+    assert run_semdiag(*words, "--out", "page", "--figures", "none").code == 0
+    within = (here / "page" / "data" / "within.csv").read_text(encoding="utf-8").splitlines()
+    assert {row.split(",")[within[0].split(",").index("k")] for row in within[1:]} == {"3"}
+    assert refusal(*words, "--k", "5") == "k must lie in 1 … 3, the length of the inputs. Got k=5."
 
 
 def test_queries_are_kept_on_request_only(run_semdiag, here, tiny_runs):
