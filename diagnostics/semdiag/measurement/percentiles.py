@@ -2,9 +2,10 @@
 
 import numpy as np
 import pandas as pd
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
 PERCENTILES = (0, 1, 5, 10, 25, 50, 75, 90, 95, 99, 100)
+_SHARES = np.array(PERCENTILES) / 100
 
 
 def percentiles(values: ArrayLike) -> dict[str, float | int]:
@@ -23,8 +24,7 @@ def percentiles(values: ArrayLike) -> dict[str, float | int]:
     """
     array = np.asarray(values, dtype=np.float64).ravel()
     finite = array[np.isfinite(array)]
-    # Of sorted values numpy finds eleven percentiles in half the time.
-    cuts = np.percentile(np.sort(finite), PERCENTILES) if finite.size else np.full(len(PERCENTILES), np.nan)
+    cuts = _of_sorted(np.sort(finite)) if finite.size else np.full(len(PERCENTILES), np.nan)
     return {
         "queries": int(array.size),
         "mean": float(finite.mean()) if finite.size else float("nan"),
@@ -32,6 +32,16 @@ def percentiles(values: ArrayLike) -> dict[str, float | int]:
         "undefined": int(array.size - finite.size),
         "not_positive": int((finite <= 0).sum()),
     }
+
+
+def _of_sorted(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """As ``numpy.percentile``, to the last bit, which does not make use of the order."""
+    place = _SHARES * (len(values) - 1)
+    below = np.floor(place).astype(np.intp)
+    part = place - below
+    low, high = values[below], values[np.minimum(below + 1, len(values) - 1)]
+    # From the nearer end, as numpy does.
+    return np.where(part < 0.5, low + (high - low) * part, high - (high - low) * (1 - part))
 
 
 def layer_table(rows: pd.DataFrame, quantity: str) -> pd.DataFrame:

@@ -22,6 +22,13 @@ def test_percentiles_are_numpys_default(values):
     assert found["not_positive"] == sum(value <= 0 for value in values)
 
 
+@pytest.mark.parametrize("size", [*range(1, 25), 99, 100, 101, 4999])
+def test_percentiles_of_many_are_numpys_to_the_last_bit(size):
+    values = np.random.default_rng(size).normal(size=size) * 1e3
+    found = percentiles(values)
+    assert [found[f"p{p}"] for p in PERCENTILES] == np.percentile(values, PERCENTILES).tolist()
+
+
 def test_interpolation_is_linear():
     found = percentiles([0, 10])
     assert [found[name] for name in NAMES] == [0, 0.1, 0.5, 1, 2.5, 5, 7.5, 9, 9.5, 9.9, 10]
