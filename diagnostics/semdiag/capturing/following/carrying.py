@@ -11,6 +11,7 @@ from semdiag.capturing.recording import is_plain
 
 _REGROUPING = ("view", "_unsafe_view", "reshape", "_reshape_alias", "unsqueeze", "squeeze", "flatten", "unflatten")
 _COPIES = ("clone", "_to_copy", "detach", "alias", "contiguous", "lift_fresh")
+_SHAPED = ("empty_like", "rand_like", "randn_like", "new_empty", "new_empty_strided")  # takes no entries
 
 
 def carry(tags: Tags, name: str, args: tuple[Any, ...], given: list[Tensor], result: Any) -> None:
@@ -23,7 +24,7 @@ def carry(tags: Tags, name: str, args: tuple[Any, ...], given: list[Tensor], res
         given: tensors among them, and among those given by name.
         result: what it returned.
     """
-    if not given:
+    if not given or name in _SHAPED:
         return
     tagged = [(t, *tag) for t in given if any(tag := tags.of(t))]
     if not tagged:

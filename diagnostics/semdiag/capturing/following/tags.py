@@ -199,8 +199,11 @@ class Tags:
         self._store(tensor).weights[_geometry(tensor)] = tag
 
     def tag_noise(self, tensor: Tensor, kept: float) -> None:
-        """Note that a tensor is noise, and with which probability its entries are kept."""
-        self._store(tensor).noise = kept
+        """Note that a tensor is noise and nothing else, and with which probability its entries are kept."""
+        store, key = self._store(tensor), _geometry(tensor)
+        store.noise, store.fixed = kept, False
+        store.scores.pop(key, None)
+        store.weights.pop(key, None)
 
     def tag_fixed(self, tensor: Tensor) -> None:
         """Note that a tensor is made of parameters alone."""
