@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from semdiag.capturing.attention_call import AttentionCall
 from semdiag.capturing.following.carrying import carry
+from semdiag.capturing.following.own_operators import MAY_BE_ATTENTION, is_foreign, may_attend
 from semdiag.capturing.following.products import OUTSIDE, PRODUCTS, Products
 from semdiag.capturing.following.softmaxes import SOFTMAXES, Softmaxes
 from semdiag.capturing.following.tags import History, Tags, tensors
@@ -40,12 +41,14 @@ class _Plan(NamedTuple):
         kind: of what is looked for in it.
         writes: position and name of the arguments that it writes to.
         composite: whether it can be nothing but a call of others.
+        full: its name with its namespace.
     """
 
     name: str
     kind: str
     writes: tuple[tuple[int, str], ...]
     composite: bool
+    full: str
 
 
 class OperationWatch(TorchDispatchMode):
@@ -168,6 +171,10 @@ class OperationWatch(TorchDispatchMode):
             return None
         if kind == "exponential" and result.ndim > 1 and result.is_floating_point():
             self._softmaxes.exponential(given[0], result, overwritten)
+        if kind == "foreign" and recorder.running:
+            written = [args[index] if index < len(args) else kwargs.get(n) for index, n in plan.writes]
+            if may_attend(name, recorder.module, given, tensors((result, *written)), self._tags.fixed):
+                recorder.skip(plan.full, MAY_BE_ATTENTION)
         carry(self._tags, name, args, given, result)
         return None
 
@@ -190,9 +197,13 @@ class OperationWatch(TorchDispatchMode):
 def _plan(func: Any) -> _Plan:
     schema = getattr(func, "_schema", None)
     arguments = [] if schema is None else enumerate(schema.arguments)
-    name = func.__name__.partition(".")[0] if schema is None else schema.name.partition("::")[2]
+    full = func.__name__.partition(".")[0] if schema is None else schema.name
+    namespace, _, name = full.rpartition("::")
     writes = tuple((i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write)
-    return _Plan(name, _kind(name), writes, schema is not None and _has_kernel(func, _COMPOSITE.name))
+    kind = _kind(name)
+    if kind == "other" and schema is not None and is_foreign(namespace):
+        kind = "foreign"
+    return _Plan(name, kind, writes, schema is not None and _has_kernel(func, _COMPOSITE.name), full)
 
 
 def _device(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:

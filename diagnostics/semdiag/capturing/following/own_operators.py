@@ -1,0 +1,56 @@
+"""Operators of other libraries, into which nothing below Python can see: which of them may be attention."""
+
+import re
+from collections.abc import Callable, Iterable
+
+from torch import Tensor
+
+from semdiag.capturing.recording import is_plain
+
+MAY_BE_ATTENTION = "an operator of its own, which may be attention: nothing of it can be seen"
+_KNOWN = re.compile(
+    "aten|prims?|debugprims|rngprims|_native|_?quantized|quantization|sparse|mkl|mkldnn|mkldnn_prepacked|onednn|_?c10d.*"
+    "|symm_mem|_dtensor|profiler|debug_mode_ops|static_runtime|inductor.*|export|torchvision|torchaudio|semdiag"
+)
+_ATTENTION = re.compile("attn|attention", re.IGNORECASE)
+
+
+def is_foreign(namespace: str) -> bool:
+    """Whether operators of a namespace are neither torch's own nor ours."""
+    return _KNOWN.fullmatch(namespace) is None
+
+
+def may_attend(
+    name: str, module: str, given: Iterable[Tensor], out: Iterable[Tensor], fixed: Callable[[Tensor], bool]
+) -> bool:
+    """Whether an operator of which only its arguments are known may be attention.
+
+    It may if its name says so, or if the first three tensors that the input made are shaped like q (…, D),
+    k (…, D) and v (…, Dv), of which k and v have the same other axes, and if it makes one that is shaped like q,
+    but as wide as v, and none like k. They have four axes, or three where the name of the module says attention:
+    streams have three. Norms, rotary embeddings and gates, on one or two such tensors, are none.
+
+    Args:
+        name: of the operator, without its namespace.
+        module: the module that is running.
+        given: tensors that it was given.
+        out: tensors that it returned or wrote to.
+        fixed: whether a tensor is made of parameters alone.
+    """
+    moving = [t for t in given if is_plain(t) and t.is_floating_point() and not fixed(t)]
+    made = [t for t in out if is_plain(t) and t.is_floating_point()]
+    if not moving or not made:
+        return False
+    if _ATTENTION.search(name):
+        return True
+    if len(moving) < 3:
+        return False
+    q, k, v = (tuple(t.shape) for t in moving[:3])
+    axes = 3 if _ATTENTION.search(module.rpartition(".")[2]) else 4
+    if not (len(q) == len(k) == len(v) >= axes and q[-1] == k[-1] and k[:-1] == v[:-1]):
+        return False
+    shapes, mixed = [tuple(t.shape) for t in made], (*q[:-1], v[-1])
+    if mixed in shapes:
+        shapes.remove(mixed)
+        return k not in shapes
+    return False

@@ -1,0 +1,148 @@
+"""Operators of other libraries: one that may be attention is in the audit, and no other."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from semdiag.capturing.attention_calls import watch_attention
+from semdiag.capturing.following.own_operators import is_foreign
+from semdiag.capturing.sparsify import TopK, sparsify
+from semdiag_models import InputError
+
+WIDTH, HEADS = 16, 4
+SAID = "an operator of its own, which may be attention: nothing of it can be seen"
+library = torch.library.Library("semdiag_tests", "DEF")
+
+
+def defined(schema, function):
+    name = schema.partition("(")[0]
+    library.define(schema)
+    library.impl(name, function, "CompositeExplicitAutograd")
+    return getattr(torch.ops.semdiag_tests, name)
+
+
+def into(q, k, v, out):
+    out.copy_(F.scaled_dot_product_attention(q, k, v))
+
+
+THREE = "(Tensor q, Tensor k, Tensor v) -> Tensor"
+mixing = defined(f"mixing{THREE}", F.scaled_dot_product_attention)
+mixing_into = defined("mixing_into(Tensor q, Tensor k, Tensor v, Tensor(a!) out) -> ()", into)
+with_sums = defined(
+    "with_sums(Tensor q, Tensor k, Tensor v) -> (Tensor, Tensor)",
+    lambda q, k, v: (F.scaled_dot_product_attention(q, k, v), (q @ k.mT).logsumexp(-1)),
+)
+packed_attn = defined("packed_attn(Tensor x) -> Tensor", lambda x: F.scaled_dot_product_attention(x, x, x))
+norm = defined("norm(Tensor x, Tensor weight) -> Tensor", lambda x, weight: x * x.norm() * weight)
+gate = defined("gate(Tensor x, Tensor y) -> Tensor", lambda x, y: x * y.sigmoid())
+shift = defined(f"shift{THREE}", lambda x, scale, by: x * scale + by)
+rotary = defined(
+    "rotary(Tensor q, Tensor k, Tensor c, Tensor s) -> (Tensor, Tensor)",
+    lambda q, k, c, s: (q * c + q.flip(-1) * s, k * c + k.flip(-1) * s),
+)
+count = defined("count_attention(Tensor positions) -> Tensor", lambda positions: positions.bincount())
+
+
+class Layer(nn.Module):
+    def __init__(self, mix, heads=True):
+        super().__init__()
+        self.qkv, self.mix, self.heads = nn.Linear(WIDTH, 3 * WIDTH), mix, heads
+        self.weight = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).chunk(3, -1)
+        if self.heads:
+            q, k, v = (t.unflatten(-1, (HEADS, -1)).transpose(1, 2) for t in (q, k, v))
+        out = self.mix(self, q, k, v)
+        return x + (out.transpose(1, 2).flatten(2) if self.heads else out)
+
+
+def mixed_into(self, q, k, v):
+    mixing_into(q, k, v, out := torch.empty_like(q))
+    return out
+
+
+def turned(self, q, k, v):
+    angles = q.detach().sum((1, 3), keepdim=True).expand(-1, 1, -1, q.shape[-1]).contiguous()
+    q, k = rotary(q, k, angles.cos(), angles.sin())
+    return F.scaled_dot_product_attention(q, k, v)
+
+
+MAY_BE = {
+    "q, k, v": (lambda self, q, k, v: mixing(q, k, v), "mixing"),
+    "fewer heads and wider values": (lambda self, q, k, v: mixing(q, k, torch.cat([v, v], -1))[..., :4], "mixing"),
+    "written": (mixed_into, "mixing_into"),
+    "with what was summed": (lambda self, q, k, v: with_sums(q, k, v)[0], "with_sums"),
+    "by name": (lambda self, q, k, v: packed_attn(q), "packed_attn"),
+}
+NONE = {
+    "norm": lambda self, q, k, v: norm(q, self.weight[:4]) + F.scaled_dot_product_attention(q, k, v),
+    "gate": lambda self, q, k, v: gate(F.scaled_dot_product_attention(q, k, v), v),
+    "rotary embedding": turned,
+    "parameters": lambda self, q, k, v: (
+        shift(q, self.weight[:4].sin()[None, None, None], self.weight[4:8])
+        + F.scaled_dot_product_attention(q, k, v)
+    ),
+    "whole numbers": lambda self, q, k, v: F.scaled_dot_product_attention(q, k, v) + count(torch.arange(4)),
+}
+
+
+@pytest.fixture(autouse=True)
+def _own_random_numbers():
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        yield
+
+
+def audited(model, context=torch.no_grad):
+    calls, x = [], torch.randn(2, 5, WIDTH)
+    with context():
+        before = model(x)
+        with watch_attention(model, calls.append) as audit:
+            assert torch.equal(model(x), before)
+    return calls, {(s.module, s.operation, s.reason): n for s, n in audit.skipped.items()}
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("name", MAY_BE)
+def test_an_operator_that_may_be_attention_is_named_and_not_masked(name, context):
+    mix, operator = MAY_BE[name]
+    model = nn.Sequential(Layer(NONE["gate"]), Layer(mix))
+    calls, skipped = audited(model, context)
+    assert [call.module for call in calls] == ["0"]
+    assert skipped == {("1", f"semdiag_tests::{operator}", SAID): 1}
+    with torch.no_grad(), pytest.raises(InputError, match=f"semdiag_tests::{operator}"), sparsify(model, TopK(1)):
+        model(torch.randn(2, 5, WIDTH))
+
+
+@pytest.mark.parametrize("name", NONE)
+def test_other_operators_are_not_named(name):
+    calls, skipped = audited(Layer(NONE[name]))
+    assert (len(calls), skipped) == (1, {})
+
+
+def test_of_three_axes_the_name_of_the_module_counts():
+    """Streams have three axes, and a kernel that scales and shifts one is given three of them."""
+    x = nn.ModuleDict({"self_attn": Layer(lambda self, *qkv: mixing(*qkv), heads=False)})
+    x.forward = lambda y: x["self_attn"](y)
+    assert list(audited(x)[1]) == [("self_attn", "semdiag_tests::mixing", SAID)]
+    assert audited(Layer(lambda self, *streams: shift(*streams), heads=False)) == ([], {})
+
+
+def test_an_operator_with_a_gradient_of_its_own_is_named_in_training():
+    @torch.library.custom_op("semdiag_tests::trained", mutates_args=())
+    def trained(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v)
+
+    trained.register_autograd(lambda context, grad: (grad, grad, grad))
+    model = Layer(lambda self, q, k, v: trained(q, k, v)).train()
+    calls, skipped = audited(model, torch.enable_grad)
+    assert (calls, skipped) == ([], {("", "semdiag_tests::trained", SAID): 1})
+
+
+def test_torchs_own_operators_are_none():
+    spaces = {name.partition("::")[0] for name in torch._C._dispatch_get_all_op_names()}
+    known = {"aten", "prims", "quantized", "mkldnn", "onednn", "c10d", "_c10d_functional", "profiler", "inductor"}
+    assert {"semdiag_tests"} <= {space for space in spaces if is_foreign(space)}
+    assert not any(map(is_foreign, (known & spaces) | {"torchvision", "semdiag"}))
