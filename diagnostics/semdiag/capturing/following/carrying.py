@@ -12,6 +12,9 @@ from semdiag.capturing.recording import is_plain
 _REGROUPING = ("view", "_unsafe_view", "reshape", "_reshape_alias", "unsqueeze", "squeeze", "flatten", "unflatten")
 _COPIES = ("clone", "_to_copy", "detach", "alias", "contiguous", "lift_fresh")
 _SHAPED = ("empty_like", "rand_like", "randn_like", "new_empty", "new_empty_strided")  # takes no entries
+_SAMPLED = ("grid_sampler", "grid_sampler_2d", "grid_sampler_3d")
+_MOVED = frozenset((*_REGROUPING, *_COPIES, "cat", "stack", "permute", "transpose"))
+_DEFORMABLE = "its keys are parameters, and its values are sampled between places (deformable attention)"
 
 
 def carry(tags: Tags, name: str, args: tuple[Any, ...], given: list[Tensor], result: Any) -> None:
@@ -26,6 +29,9 @@ def carry(tags: Tags, name: str, args: tuple[Any, ...], given: list[Tensor], res
     """
     if not given or name in _SHAPED:
         return
+    if name in _SAMPLED or (name in _MOVED and any(map(tags.sampled, given))):
+        for out in _outs(result):
+            tags.tag_sampled(out)
     tagged = [(t, *tag) for t in given if any(tag := tags.of(t))]
     if not tagged:
         outs = _outs(result)
@@ -80,10 +86,13 @@ def _carry_weights(
         spread = spread or any(not tags.fixed(t) for t in others)
     if axes is not None and name in ("div", "div_", "mul", "mul_"):
         prove(tag.softmax, axes, out)
+    sampled = tag.sampled or (name in ("mul", "mul_") and any(map(tags.sampled, others)))
     known = tags.weights(out)
     if known is None or known.softmax is tag.softmax:
         exact = exact and tag.exact
-        tags.tag_weights(out, tag._replace(axes=axes, exact=exact, dropout=dropout, spread=spread))
+        tags.tag_weights(
+            out, tag._replace(axes=axes, exact=exact, dropout=dropout, spread=spread, sampled=sampled)
+        )
 
 
 def _summed(tags: Tags, tag: Weights, args: tuple[Any, ...], source: Tensor, out: Tensor) -> None:
@@ -94,6 +103,10 @@ def _summed(tags: Tags, tag: Weights, args: tuple[Any, ...], source: Tensor, out
     over = [p for d in dims for p in axes[d] if p[:2] == (softmax.number, softmax.place)]
     if over:
         sure = softmax.of_a_product or not tag.added_up  # else it may be a statistic of a router
+        if tag.sampled and sure and softmax.keys_fixed(over[0].place):
+            softmax.refuse(
+                "its keys are parameters, and its values are sampled between places (deformable attention)"
+            )
         if tag.spread and sure and not softmax.done and not softmax.keys_fixed(over[0].place):
             softmax.refuse("its values are multiplied and summed one by one, not in a product")
     elif softmax.place is not None and softmax.keys_in(axes) and not softmax.keys_fixed(softmax.place):

@@ -105,6 +105,7 @@ class Weights(NamedTuple):
         spread: whether they have been multiplied with a tensor that has more axes.
         logarithm: whether they are the logarithms of a softmax's.
         added_up: whether they were summed or averaged over another axis than that of the keys.
+        sampled: whether they have been multiplied with values that were sampled between places.
     """
 
     softmax: Softmax
@@ -114,12 +115,13 @@ class Weights(NamedTuple):
     spread: bool = False
     logarithm: bool = False
     added_up: bool = False
+    sampled: bool = False
 
 
 class _Store:
     """What is known of a storage. Tags belong to tensors in it, by their geometry."""
 
-    __slots__ = ("fixed", "noise", "ref", "scores", "weights")
+    __slots__ = ("fixed", "noise", "ref", "sampled", "scores", "weights")
 
     def __init__(self, tensor: Tensor) -> None:
         self.ref: Any = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]  # also keeps its address from being used again
@@ -127,6 +129,7 @@ class _Store:
         self.weights: dict[Any, Weights] = {}
         self.fixed = False
         self.noise: float | None = None
+        self.sampled = False
 
 
 class Tags:
@@ -204,6 +207,15 @@ class Tags:
         store.noise, store.fixed = kept, False
         store.scores.pop(key, None)
         store.weights.pop(key, None)
+
+    def sampled(self, tensor: Tensor) -> bool:
+        """Whether a tensor's entries were sampled between the places of another."""
+        store = self._stores.get(address(tensor))
+        return store is not None and store.sampled
+
+    def tag_sampled(self, tensor: Tensor) -> None:
+        """Note that a tensor's entries were sampled between the places of another."""
+        self._store(tensor).sampled = True
 
     def tag_fixed(self, tensor: Tensor) -> None:
         """Note that a tensor is made of parameters alone."""
