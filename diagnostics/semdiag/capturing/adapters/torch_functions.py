@@ -93,6 +93,7 @@ class FunctionWatch(TorchFunctionMode):
                 return mixed
             with outside_all_modes(mixed.device.type):
                 self._recorder.record(_sdpa_call(given, mixed, self._recorder.heads))
+                self._below.attended(mixed)
         except Exception as error:
             self._recorder.failed(MECHANISM, error)
         return mixed
@@ -121,6 +122,7 @@ class FunctionWatch(TorchFunctionMode):
             self._recorder.skip(flex.MECHANISM, not_plain(args[0]))
         else:
             self._recorder.record(call)
+            self._below.attended(*output[:2])
         return output
 
 

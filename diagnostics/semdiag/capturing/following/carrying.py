@@ -29,9 +29,9 @@ def carry(tags: Tags, name: str, args: tuple[Any, ...], given: list[Tensor], res
     """
     if not given or name in _SHAPED:
         return
-    if name in _SAMPLED or (name in _MOVED and any(map(tags.sampled, given))):
+    if name in _SAMPLED or (name in _MOVED and _sampled(tags, given)):
         for out in _outs(result):
-            tags.tag_sampled(out)
+            tags.mark(out, "sampled")
     tagged = [(t, *tag) for t in given if any(tag := tags.of(t))]
     if not tagged:
         outs = _outs(result)
@@ -52,6 +52,10 @@ def carry(tags: Tags, name: str, args: tuple[Any, ...], given: list[Tensor], res
 
 def _outs(result: Any) -> list[Tensor]:
     return [t for t in tensors((result,)) if t.is_floating_point() and is_plain(t)]
+
+
+def _sampled(tags: Tags, given: list[Tensor]) -> bool:
+    return "sampled" in tags.marks and any(tags.marked(t, "sampled") is not None for t in given)
 
 
 def _carry_weights(
@@ -86,7 +90,7 @@ def _carry_weights(
         spread = spread or any(not tags.fixed(t) for t in others)
     if axes is not None and name in ("div", "div_", "mul", "mul_"):
         prove(tag.softmax, axes, out)
-    sampled = tag.sampled or (name in ("mul", "mul_") and any(map(tags.sampled, others)))
+    sampled = tag.sampled or (name in ("mul", "mul_") and _sampled(tags, others))
     known = tags.weights(out)
     if known is None or known.softmax is tag.softmax:
         exact = exact and tag.exact

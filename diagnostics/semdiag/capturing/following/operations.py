@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from semdiag.capturing.attention_call import AttentionCall
 from semdiag.capturing.following.carrying import carry
+from semdiag.capturing.following.merged_blocks import SUMS, MergedBlocks
 from semdiag.capturing.following.own_operators import MAY_BE_ATTENTION, is_foreign, may_attend
 from semdiag.capturing.following.products import OUTSIDE, PRODUCTS, Products
 from semdiag.capturing.following.softmaxes import SOFTMAXES, Softmaxes
@@ -70,6 +71,7 @@ class OperationWatch(TorchDispatchMode):
         self._tags = Tags(recorder.parameters)
         self._softmaxes = Softmaxes(recorder, self._tags)
         self._products = Products(recorder, self._tags, self._softmaxes)
+        self._merged = MergedBlocks(recorder, self._tags)
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -109,6 +111,11 @@ class OperationWatch(TorchDispatchMode):
     def offer(self, history: History | None) -> None:
         """Tell the history of the scores that a function seen in Python is about to give to its softmax."""
         self._softmaxes.offered = history
+
+    def attended(self, output: Tensor, sums: object = None) -> None:
+        """Tell what a captured attention that was seen in Python returned: see :class:`MergedBlocks`."""
+        with torch._C.DisableTorchFunction():
+            self._merged.attended(output, sums)
 
     def settle(self) -> None:
         """Say of every softmax what became of it, and forget it."""
@@ -156,15 +163,21 @@ class OperationWatch(TorchDispatchMode):
             if kind == "softmax" and result.ndim > 2:
                 recorder.skip("softmax", NOTHING)
             return None
+        given = [*tensors((*args, *kwargs.values()) if kwargs else args)]
+        if name in SUMS or "sums" in self._tags.marks:
+            self._merged.ran(name, kind == "product", args, given, result)
         if kind == "product":
-            return self._products.ran(name, args, kwargs, result)
+            found = self._products.ran(name, args, kwargs, result)
+            if found is not None:
+                self._merged.attended(result)
+            return found
         if kind == "fused":
             return self._fused(name, args, kwargs, result)
         if kind == "noise":
             kept = float(args[1]) if len(args) > 1 and not isinstance(args[1], Tensor) else 0.5
             self._tags.tag_noise(result, kept)
             return None
-        given, overwritten = [*tensors((*args, *kwargs.values()) if kwargs else args)], bool(plan.writes)
+        overwritten = bool(plan.writes)
         if kind == "softmax":
             place = args[1] if len(args) > 1 else kwargs.get("dim", -1)
             self._softmaxes.ran(name, given[0], place, result, overwritten)
@@ -190,6 +203,8 @@ class OperationWatch(TorchDispatchMode):
             call = fused_call(name, args, kwargs, result)
         if call is None:
             recorder.skip(name, "runs below Python: in a compiled, traced or exported graph, or in C++")
+        else:
+            self._merged.attended(*result[:2])
         return call
 
 

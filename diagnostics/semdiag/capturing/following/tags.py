@@ -121,7 +121,7 @@ class Weights(NamedTuple):
 class _Store:
     """What is known of a storage. Tags belong to tensors in it, by their geometry."""
 
-    __slots__ = ("fixed", "noise", "ref", "sampled", "scores", "weights")
+    __slots__ = ("fixed", "marks", "noise", "ref", "scores", "weights")
 
     def __init__(self, tensor: Tensor) -> None:
         self.ref: Any = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]  # also keeps its address from being used again
@@ -129,7 +129,7 @@ class _Store:
         self.weights: dict[Any, Weights] = {}
         self.fixed = False
         self.noise: float | None = None
-        self.sampled = False
+        self.marks: dict[str, str] = {}
 
 
 class Tags:
@@ -137,9 +137,13 @@ class Tags:
 
     Args:
         parameters: addresses of the storages of the model's parameters and buffers.
+
+    Attributes:
+        marks: kinds of marks that some tensor has.
     """
 
     def __init__(self, parameters: set[int]) -> None:
+        self.marks: set[str] = set()
         self._parameters = parameters
         self._stores: dict[int, _Store] = {}
         self._limit = 256
@@ -208,14 +212,22 @@ class Tags:
         store.scores.pop(key, None)
         store.weights.pop(key, None)
 
-    def sampled(self, tensor: Tensor) -> bool:
-        """Whether a tensor's entries were sampled between the places of another."""
+    def marked(self, tensor: Tensor, kind: str) -> str | None:
+        """The module that a mark of a kind names, if a tensor's storage has one."""
         store = self._stores.get(address(tensor))
-        return store is not None and store.sampled
+        return None if store is None else store.marks.get(kind)
 
-    def tag_sampled(self, tensor: Tensor) -> None:
-        """Note that a tensor's entries were sampled between the places of another."""
-        self._store(tensor).sampled = True
+    def mark(self, tensor: Tensor, kind: str, module: str = "") -> None:
+        """Mark a tensor's storage, whatever its geometry: its entries are what the kind says, or are made of it.
+
+        Args:
+            tensor: that is marked.
+            kind: "sampled" between the places of another, "sums" of exponentials of scores, "output" of attention.
+            module: that made it.
+        """
+        if address(tensor) != -1:
+            self._store(tensor).marks.setdefault(kind, module)
+            self.marks.add(kind)
 
     def tag_fixed(self, tensor: Tensor) -> None:
         """Note that a tensor is made of parameters alone."""
@@ -248,9 +260,12 @@ class Tags:
 
     def forget(self) -> None:
         """Forget all but which tensors are made of parameters alone."""
+        self.marks.clear()
         self._stores = {
             key: store for key, store in self._stores.items() if store.fixed and not store.ref.expired()
         }
+        for store in self._stores.values():
+            store.marks.clear()
 
     def _store(self, tensor: Tensor) -> _Store:
         place = address(tensor)
