@@ -166,10 +166,14 @@ class OperationWatch(TorchDispatchMode):
         given = [*tensors((*args, *kwargs.values()) if kwargs else args)]
         if name in SUMS or "sums" in self._tags.marks:
             self._merged.ran(name, kind == "product", args, given, result)
+        found = None
         if kind == "product":
             found = self._products.ran(name, args, kwargs, result)
-            if found is not None:
-                self._merged.attended(result)
+        elif name == "mul" and len(given) == 2 and "one key" in self._tags.marks:
+            found = self._products.of_one_key(given, result)
+        if found is not None:
+            self._merged.attended(result)
+        if found is not None or kind == "product":
             return found
         if kind == "fused":
             return self._fused(name, args, kwargs, result)

@@ -1,5 +1,6 @@
 """Products: of queries and keys, whose result can be scores; and of weights and values, which is attention."""
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -62,6 +63,36 @@ class Products:
             self._scored(a, b, scores_a, scores_b, result)
         elif all(map(self._tags.fixed, tensors(args))):
             self._tags.tag_fixed(result)
+        return None
+
+    def of_one_key(self, given: list[Tensor], result: Tensor) -> AttentionCall | None:
+        """A tensor was multiplied entry by entry: einsum does so where weights of one key meet values.
+
+        Args:
+            given: the factors.
+            result: what it returned.
+
+        Returns:
+            The attention that it completes: its weights have one entry along one axis, where its values are wide.
+        """
+        for source, other in (given, given[::-1]):
+            tag = self._tags.weights(source)
+            if tag is None or tag.axes is None or not (tag.softmax.one_key and is_plain(other)):
+                continue
+            axes = ((),) * (result.ndim - source.ndim) + tag.axes
+            w, v = (t[(None,) * (result.ndim - t.ndim)] for t in (source, other))
+            wide = [d for d in range(result.ndim) if w.shape[d] == 1 < v.shape[d]]
+            if len(wide) != 1 or self._tags.fixed(other) or not other.is_floating_point():
+                continue
+            batch = [d for d in range(result.ndim) if w.shape[d] > 1 < v.shape[d]]
+            rows = [d for d in range(result.ndim) if w.shape[d] > 1 == v.shape[d]]
+            order = [*batch, *rows, *wide, *(d for d in range(result.ndim) if result.shape[d] == 1)]
+            n, m = (math.prod(result.shape[d] for d in dims) for dims in (batch, rows))
+            pieces = tuple(p for d in batch for p in axes[d]), tuple(p for d in rows for p in axes[d]), ()
+            with outside_all_modes(result.device.type):
+                w, v, mixed = (t.detach().permute(order) for t in (w, v, result))
+                w, v, mixed = w.reshape(n, m, 1), v.reshape(n, 1, -1), mixed.reshape(n, m, -1)
+            return self._weighted(tag._replace(axes=pieces), w, v, mixed, left=True, added=False)
         return None
 
     def _scored(self, a: Tensor, b: Tensor, of_a: Scores | None, of_b: Scores | None, result: Tensor) -> None:
@@ -159,6 +190,8 @@ def _reason(softmax: Softmax, place: int | None, *, whole: bool, constant: bool,
         return "its scores are not followed to a product of queries and keys"
     if fixed:
         return "its keys are parameters (a codebook, a router, learned keys), not made of the input"
+    if constant and place is not None and softmax.scores.shape[place] == 1:
+        return "it has one key, and its values cannot be told from other factors of its weights"
     if constant:
         return "its values are parameters, not made of the input"
     if added:

@@ -47,6 +47,8 @@ class Softmaxes:
         history, self.offered = self.offered, None
         softmax = self._opened(scores, place % max(1, scores.ndim), history, overwritten)
         axes = fresh(result.shape, softmax.number)
+        if softmax.one_key:
+            self._tags.marks.add("one key")
         self._tags.tag_weights(result, Weights(softmax, axes, logarithm="log" in name))
 
     def exponential(self, source: Tensor, out: Tensor, overwritten: bool) -> None:

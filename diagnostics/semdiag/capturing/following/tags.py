@@ -74,6 +74,11 @@ class Softmax:
         """Whether it is attention if it meets values: one that is written out is not, but of a product."""
         return self.place is not None or self.of_a_product
 
+    @property
+    def one_key(self) -> bool:
+        """Whether its rows have one entry, of a product of two tensors that are made of the model's input."""
+        return self.place is not None and self.scores.shape[self.place] == 1 and self.of_a_product
+
     def refuse(self, reason: str) -> None:
         """Note why it is not captured; the first reason counts."""
         self.reason = self.reason or reason
@@ -139,7 +144,7 @@ class Tags:
         parameters: addresses of the storages of the model's parameters and buffers.
 
     Attributes:
-        marks: kinds of marks that some tensor has.
+        marks: kinds of marks that some tensor has; "one key" where some softmax has one.
     """
 
     def __init__(self, parameters: set[int]) -> None:
