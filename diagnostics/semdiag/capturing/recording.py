@@ -21,6 +21,7 @@ from semdiag_models import AttentionCore
 _STEEP = -1000.0  # a bias below this is remarked on
 _FAINT = math.log(1e-9)  # likewise one that takes a key's weight below that of the best of its row by this factor
 NOTHING = "has no query or no key: there is nothing to measure"
+TRANSFORMED = "runs under a torch.func transform (vmap, grad, jvp): its tensors have no values of their own"
 _OPEN: ContextVar[tuple["Recorder", ...]] = ContextVar("open", default=())  # of this thread or asynchronous task
 
 
@@ -259,7 +260,7 @@ def _unusable(call: AttentionCall) -> str | None:
     if torch._C._current_graph_task_id() != -1:
         return "recomputed in the backward pass (checkpointing): close the context before backward"
     if torch._C._functorch.is_functorch_wrapped_tensor(call.q):
-        return "runs under a torch.func transform (vmap, jvp): its tensors have no values of their own"
+        return TRANSFORMED
     if not (call.q[..., 0].numel() and call.k.shape[2]):
         return NOTHING
     return None

@@ -14,9 +14,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from semdiag.capturing.attention_calls import watch_attention
+from semdiag.capturing.recording import TRANSFORMED
 from semdiag.capturing.sparsify import TopK, sparsify
 from semdiag.measurement.calls.residual import recomputation_residual
-from semdiag_models import Encoder
+from semdiag_models import Encoder, InputError
 
 HEADS, HEAD_WIDTH, LENGTH = 2, 8, 7
 WIDTH = HEADS * HEAD_WIDTH
@@ -466,6 +467,52 @@ def test_attention_under_a_transform_is_listed():
         torch.func.vmap(model)(draw(3, 1, LENGTH, WIDTH))
     assert not calls
     assert "torch.func" in next(iter(audit.skipped)).reason
+
+
+TRANSFORMS = {
+    "grad": lambda model, x: torch.func.grad(lambda y: model(y).sum())(x),
+    "vjp": lambda model, x: torch.func.vjp(model, x)[0],
+    "jvp": lambda model, x: torch.func.jvp(model, (x,), (x,))[0],
+    "jacrev": lambda model, x: torch.func.jacrev(lambda y: model(y).sum())(x),
+}
+
+
+class Transformed(nn.Module):
+    def __init__(self, transform, attend):
+        super().__init__()
+        self.inside, self.transform = Attention(ATTENTIONS[attend]), TRANSFORMS[transform]
+
+    def forward(self, x):
+        return self.transform(self.inside, x)
+
+
+TORCHS_OWN_WARNINGS = pytest.mark.filterwarnings("ignore:.torch.jit", "ignore:There is a performance drop")
+
+
+@TORCHS_OWN_WARNINGS
+@pytest.mark.parametrize("attend", ["plain", "einsum", "split for the softmax"])
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_attention_by_hand_under_a_transform_is_captured_and_not_masked(transform, attend):
+    model, x = Transformed(transform, attend), draw(2, LENGTH, WIDTH)
+    _, (call,), audit = watched(model, x)
+    _, (usual,), _ = watched(model.inside, x)
+    assert not audit.skipped
+    allowed = usual.part().allowed
+    found, expected = call.scores(torch.float64), usual.scores(torch.float64)
+    if allowed is not None:
+        found, expected = found.where(allowed, 0), expected.where(allowed, 0)
+        assert torch.equal(call.part().allowed.expand(found.shape), allowed.expand(found.shape))
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(call.mixed, usual.mixed)
+    with pytest.raises(InputError, match="it takes no mask here"), sparsify(model, TopK(1)):
+        model(x)
+
+
+@TORCHS_OWN_WARNINGS
+@pytest.mark.parametrize("transform", [name for name in TRANSFORMS if name != "jvp"])  # torch has none of it
+def test_torchs_attention_under_a_transform_is_listed(transform):
+    _, calls, audit = watched(Transformed(transform, "sdpa, causal"), draw(2, LENGTH, WIDTH))
+    assert (len(calls), [s.reason for s in audit.skipped]) == (0, [TRANSFORMED])
 
 
 def test_a_compiled_model_is_captured_and_stays_compiled():

@@ -4,11 +4,13 @@ import math
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from semdiag.capturing.attention_call import AttentionCall
 from semdiag.capturing.audit import Remark
 from semdiag.capturing.following.axes import Axes, Axis, fresh, merged
+from semdiag.capturing.following.score_history import ScoreHistory
 from semdiag.capturing.following.softmax_provenance import MECHANISM
 from semdiag.capturing.following.softmaxes import Softmaxes
 from semdiag.capturing.following.tags import Product, Scores, Softmax, Tags, Weights, tensors
@@ -155,7 +157,7 @@ class Products:
                     Weighted(
                         scores=softmax.scores,
                         key=place or 0,
-                        history=softmax.history[0] if softmax.history and softmax.history[1]() else None,
+                        history=_history(softmax),
                         product=None if softmax.tag is None else softmax.tag.axes,
                         heads=softmax.heads,
                         number=softmax.number,
@@ -177,6 +179,14 @@ class Products:
         if remark is not None:
             self._recorder.audit.remarks[Remark(self._recorder.module, remark)] += 1
         return replace(call, mechanism=MECHANISM, dropout=tag.dropout)
+
+
+def _history(softmax: Softmax) -> ScoreHistory | None:
+    """How the scores came about, if that is true still and they are not of a transform (``torch.func.grad``)."""
+    if softmax.history is None or not softmax.history[1]():
+        return None
+    history = softmax.history[0]
+    return None if torch._C._functorch.is_functorch_wrapped_tensor(history.q) else history
 
 
 def _reason(softmax: Softmax, place: int | None, *, whole: bool, constant: bool, added: bool) -> str | None:
