@@ -119,6 +119,11 @@ def test_weights_that_were_changed_besides_are_in_the_audit():
     )
 
 
+def test_what_is_dropped_twice_is_dropped_with_both_probabilities():
+    (call,) = seen(ByHand(lambda w, p: F.dropout(F.dropout(w, p), 0.2), 0.1).train())[1]
+    assert call.dropout == pytest.approx(0.28)
+
+
 def test_a_mask_is_put_in_while_it_is_trained():
     model = built("F.dropout", 0.3).train()
     with sparsify(model, keep=TopK(2)) as masked:

@@ -81,9 +81,9 @@ def _carry_weights(
     noise = next((kept for t in others if (kept := tags.noise(t)) is not None), None)
     dropout, spread = tag.dropout, tag.spread
     if name in ("mul", "mul_") and noise is not None:
-        exact, dropout = True, 1 - noise
+        exact, dropout = True, 1 - (1 - tag.dropout) * noise
     elif name == "native_dropout":
-        exact, dropout = True, float(args[1])
+        exact, dropout = True, 1 - (1 - tag.dropout) * (1 - float(args[1]))
     elif tag.logarithm and name == "exp" and tag.exact:
         exact, tag = True, tag._replace(logarithm=False)
     elif axes is not None and any(p.origin == -1 for pieces in axes for p in pieces):
