@@ -108,9 +108,7 @@ def _summed(tags: Tags, tag: Weights, args: tuple[Any, ...], source: Tensor, out
     if over:
         sure = softmax.of_a_product or not tag.added_up  # else it may be a statistic of a router
         if tag.sampled and sure and softmax.keys_fixed(over[0].place):
-            softmax.refuse(
-                "its keys are parameters, and its values are sampled between places (deformable attention)"
-            )
+            softmax.refuse(_DEFORMABLE)
         if tag.spread and sure and not softmax.done and not softmax.keys_fixed(over[0].place):
             softmax.refuse("its values are multiplied and summed one by one, not in a product")
     elif softmax.place is not None and softmax.keys_in(axes) and not softmax.keys_fixed(softmax.place):
