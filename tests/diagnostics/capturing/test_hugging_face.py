@@ -8,6 +8,7 @@ import torch
 import semdiag
 from semdiag.capturing.attention_calls import watch_attention
 from semdiag.measurement.calls.residual import recomputation_residual
+from semdiag_models import InputError
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -192,3 +193,57 @@ def test_rows_of_a_generation_are_those_of_one_eager_forward_without_a_cache(imp
 
 def _rows(calls):
     return calls.dispersion(), calls.dispersion(k=2), calls.separation(k=2)
+
+
+def test_a_function_that_ignores_its_mask_is_refused_by_sparsify():
+    """V-JEPA 2's eager attention takes a mask and never looks at it: the model would run as it is."""
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "pred_hidden_size": 32, "pred_num_attention_heads": 4}
+    shape = {"patch_size": 8, "crop_size": 16, "frames_per_clip": 4, "mlp_ratio": 1}
+    shape |= {"num_hidden_layers": 1, "pred_num_hidden_layers": 1}
+    videos = torch.randn(2, 4, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        models = {
+            kind: transformers.VJEPA2Model._from_config(
+                transformers.VJEPA2Config(**sizes, **shape), attn_implementation=kind
+            ).eval()
+            for kind in ("eager", "sdpa")
+        }
+    for training in (False, True):
+        model = models["eager"].train(training)
+        with (
+            torch.no_grad(),
+            pytest.raises(InputError, match=r"encoder.layer.0.attention: eager .its function ignores"),
+            semdiag.sparsify(model, semdiag.TopK(1)),
+        ):
+            model(pixel_values_videos=videos)
+        with torch.no_grad(), semdiag.sparsify(model, semdiag.TopK(1), partial=True) as masked:
+            model(pixel_values_videos=videos)
+        assert len(masked.unmasked) == 2
+    with torch.no_grad(), semdiag.sparsify(models["sdpa"], semdiag.TopK(1)) as masked:
+        models["sdpa"](pixel_values_videos=videos)
+    assert set(masked.kept["most"]) == {1}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+@pytest.mark.parametrize(("kind", "k"), [("Llama", 1), ("Llama", 11), ("GptOss", 2), ("Gemma2", 2)])
+def test_a_mask_that_is_applied_is_never_taken_for_an_ignored_one(kind, k, dropout, dtype):
+    implementations = ("eager",) if kind != "Llama" else ("eager", "sdpa")
+    ids = torch.randint(5, 50, (3, 12), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones(3, 12, dtype=torch.int64)
+    mask[1, :4] = 0
+    for implementation in implementations:
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            config = getattr(transformers, f"{kind}Config")(
+                **SHAPE, head_dim=8, pad_token_id=0, attention_dropout=dropout
+            )
+            model = getattr(transformers, f"{kind}ForCausalLM")._from_config(
+                config, attn_implementation=implementation
+            )
+        model = model.to(dtype).train(dropout > 0)
+        with torch.no_grad(), semdiag.sparsify(model, semdiag.TopK(k)) as masked:
+            model(input_ids=ids, attention_mask=mask, use_cache=False)
+        assert masked.calls == 2
+        assert set(masked.kept["most"]) == {k}

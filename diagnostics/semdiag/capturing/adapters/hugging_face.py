@@ -14,6 +14,7 @@ from semdiag.capturing.adapters.flex import mask_of
 from semdiag.capturing.adapters.interface_call import InterfaceCall
 from semdiag.capturing.attention_call import AttentionCall, four_axes
 from semdiag.capturing.audit import Remark
+from semdiag.capturing.kept_keys import allowed_keys
 from semdiag.capturing.overlapping import SharedChange
 from semdiag.capturing.recording import Recorder, is_plain, not_plain, outside_all_modes
 from semdiag.capturing.score_masks import split_mask
@@ -24,6 +25,11 @@ _NAMES = ("attention_mask", "scaling", "dropout")
 _ADDED = (
     "its mask of truths forbids nothing: eager attention adds it to the scores as 0 and 1 (give it 0 and -inf)"
 )
+_IGNORED = (
+    "its function ignores the mask that it is given: load the model with another attn_implementation ('sdpa') to "
+    "mask it"
+)
+_CHECKED = 16  # queries of one sample, in all heads, on which a mask shows or does not
 _RECORDERS: list[Recorder] = []  # those that record now, in the order in which they began
 
 
@@ -86,14 +92,21 @@ def _recorded(recorder: Recorder, implementation: str, attend: Callable[..., Any
             return attend(module, query, key, value, *args, **kwargs)  # type: ignore[no-any-return]
         options = dict(zip(_NAMES, args, strict=False)) | kwargs
         given = InterfaceCall(name, module, implementation, query, key, value, options)
+        full: AttentionCall | None = None
+        kept: Tensor | None = None
         if recorder.masking and _maskable(given):
-            options |= _masked(recorder, given)
-            args, kwargs = (), options
+            full = _call(given, query.transpose(1, 2))
+            kept = recorder.kept(full)
+            given = given if kept is None else replace(given, options=options | _masked(given, kept))
+            args, kwargs = (), given.options
         with recorder.covering():
             output: tuple[Tensor, Tensor | None] = attend(module, query, key, value, *args, **kwargs)
         try:
             with outside_all_modes(query.device.type):
-                _record(recorder, given, output[0])
+                if full is not None and kept is not None and _ignored(full, kept, *output[:2]):
+                    recorder.skip(implementation, _IGNORED, name)
+                else:
+                    _record(recorder, given, output[0])
         except Exception as error:
             recorder.failed(implementation, error, name)
         return output
@@ -108,11 +121,8 @@ def _maskable(given: InterfaceCall) -> bool:
     return given.implementation in ("eager", "sdpa") and is_plain(given.q) and plain
 
 
-def _masked(recorder: Recorder, given: InterfaceCall) -> dict[str, Any]:
-    """The options that change under the recorder's mask."""
-    kept = recorder.kept(_call(given, given.q.transpose(1, 2)))
-    if kept is None:
-        return {}
+def _masked(given: InterfaceCall, kept: Tensor) -> dict[str, Any]:
+    """The options that change where some keys alone are kept, (B, H, Lq, Lk) bool."""
     mask = _mask(given)
     if mask is None and given.implementation == "eager":  # which adds it to the scores
         mask = given.q.new_zeros(())
@@ -122,6 +132,39 @@ def _masked(recorder: Recorder, given: InterfaceCall) -> dict[str, Any]:
         mask = mask if mask.ndim < 4 else mask[..., : kept.shape[-1]]
         found = mask.expand(kept.shape).masked_fill(~kept, torch.finfo(mask.dtype).min)
     return {"attention_mask": found, **({"is_causal": False} if "is_causal" in given.options else {})}
+
+
+def _ignored(full: AttentionCall, kept: Tensor, output: Tensor, weights: Tensor | None = None) -> bool:
+    """Whether a function attended to keys that it was told to leave out.
+
+    Where weights are dropped at random, those that it returns are looked at, if it returns any. Else a few rows
+    are worked out with and without the mask: it was ignored if the output is far nearer to that without it.
+
+    Args:
+        full: the attention as it would be without the mask.
+        kept: (B, H, Lq, Lk) bool.
+        output: what the function returned, (B, Lq, H, Dv).
+        weights: what it returned besides.
+    """
+    dropped = allowed_keys(full.part()) & ~kept
+    if full.dropout:
+        shown = isinstance(weights, Tensor) and weights.shape == dropped.shape
+        return shown and bool(weights.masked_select(dropped).any())  # type: ignore[union-attr]
+    sample = dropped.flatten(1).sum(1).argmax()[None]
+    count = dropped[sample].sum((0, 1, 3))
+    rows = count.topk(min(_CHECKED, len(count))).indices
+    part = replace(full, mixed=output.detach().transpose(1, 2)).part(sample, rows)
+    kept, affected = (x[sample][:, :, rows] for x in (kept, dropped.any(-1)))
+    dtype = torch.promote_types(torch.float32, output.dtype)
+    scores = part.scores(dtype).masked_fill(~allowed_keys(part), -torch.inf)
+    v = part.v.to(dtype).repeat_interleave(scores.shape[1] // part.v.shape[1], 1)
+    far = []
+    for z in (scores, scores.masked_fill(~kept, -torch.inf)):
+        if part.sinks is not None:
+            z = torch.cat([z, part.sinks.to(dtype)[:, None, None].expand(*z.shape[:-1], 1)], -1)
+        found = z.softmax(-1)[..., : scores.shape[-1]] @ v
+        far.append((found - part.mixed.to(dtype))[affected].abs().sum())
+    return bool(far[0] < far[1] / 4)
 
 
 def _mask(given: InterfaceCall) -> Any:
