@@ -53,7 +53,7 @@ class Masked:
 
     @property
     def unmasked(self) -> list[Skipped]:
-        """Operations that look like attention and ran without the mask; empty unless ``partial``."""
+        """What looks like attention and ran without the mask, or was masked and is none; only if ``partial``."""
         found = list(self.audit.skipped)
         if self.audit.captured.total() <= self.calls:
             return found
@@ -142,7 +142,8 @@ def sparsify(model: nn.Module, keep: Keep, *, partial: bool = False) -> Iterator
 
     Raises:
         InputError: (in the model's forward, or at the end of the context) if some attention that was found cannot
-            be masked and not ``partial``, or none was found; if it runs in another thread, or under activation
+            be masked, or a softmax of products was masked whose weights met no values (a pointer's), and not
+            ``partial``; if no attention was found; if it runs in another thread, or under activation
             checkpointing, which would run it again without the mask; if a window or sinks are asked for where
             positions are not known; or if ``keep`` is no rule or does not fit the model.
 
@@ -207,8 +208,8 @@ def _check(masked: Masked, partial: bool) -> None:
     missed = [f"{s.module or 'the model itself'}: {s.operation} ({s.reason})" for s in masked.unmasked]
     if missed:
         raise InputError(
-            f"Not all of the model's attention can be masked. {'; '.join(missed)}. With partial=True the rest is "
-            "masked: that answers another question."
+            f"Not all of the model's attention can be masked, or not it alone. {'; '.join(missed)}. With "
+            "partial=True the rest is masked: that answers another question."
         )
 
 

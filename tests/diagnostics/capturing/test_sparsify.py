@@ -460,6 +460,70 @@ def test_where_nothing_can_be_masked_it_is_named_too():
         model(support.stream())
 
 
+class AfterAttention(nn.Module):
+    """Attention by hand, and a softmax that is none."""
+
+    def __init__(self, other):
+        super().__init__()
+        self.attention, self.other = support.Attention(support.by_hand), other
+        self.weight = nn.Parameter(torch.randn(support.WIDTH, 6, generator=torch.Generator().manual_seed(0)))
+
+    def forward(self, x):
+        x = x + self.attention(x)
+        return self.other(x, self.weight)
+
+
+def routed(x, weight):
+    """A router, a mixture of six experts, the scores of which are a product with a parameter."""
+    p = (x @ weight).softmax(-1)
+    return sum(p[..., i : i + 1] * x.roll(i, -1) for i in range(6))
+
+
+def of_a_vocabulary(x, weight):
+    return torch.softmax(torch.einsum("bld,dv->blv", x, F.normalize(weight)), -1)
+
+
+def pointing(x, weight):
+    return torch.softmax(x[:, :1] @ x.mT, -1)
+
+
+def contrasted(x, weight):
+    x = x.mean(1)
+    return torch.softmax(x @ x.T, -1)
+
+
+@pytest.mark.parametrize("other", [routed, of_a_vocabulary])
+def test_a_softmax_over_parameters_is_left_alone(other):
+    model, alone = AfterAttention(other).eval(), AfterAttention(lambda x, weight: x).eval()
+    alone.load_state_dict(model.state_dict())
+    x = support.stream()
+    with torch.no_grad(), sparsify(alone, TopK(2)):
+        expected = other(alone(x), model.weight)
+    with torch.no_grad(), sparsify(model, {("attention", 0): TopK(2)}) as masked:
+        found = model(x)
+    assert torch.equal(found, expected)
+    assert set(masked.kept["module"]) == {"attention"}
+
+
+@pytest.mark.parametrize("k", [2, 99])
+@pytest.mark.parametrize("other", [pointing, contrasted])
+def test_a_masked_softmax_that_meets_no_values_is_refused(other, k):
+    model, x = AfterAttention(other).eval(), support.stream()
+    with semdiag.capture(model) as calls:
+        model(x)
+    assert (len(calls), calls.other_softmaxes) == (1, 1)
+    said = "not it alone. the model itself: softmax .it was masked like attention, but its weights met no values"
+    with torch.no_grad(), pytest.raises(InputError, match=said), sparsify(model, TopK(k)):
+        model(x)
+    with torch.no_grad(), sparsify(model, TopK(k), partial=True) as masked:
+        model(x)
+    assert [skipped.module for skipped in masked.unmasked] == [""]
+    model.other = lambda x, weight: torch.log_softmax(x[:, :1] @ x.mT, -1).exp()  # as the error advises
+    with torch.no_grad(), sparsify(model, TopK(k)) as masked:
+        model(x)
+    assert (masked.calls, masked.unmasked) == (1, [])
+
+
 def test_a_model_without_attention_is_refused():
     model = nn.Linear(3, 3)
     with pytest.raises(InputError, match="No softmax attention"), sparsify(model, TopK(2)):

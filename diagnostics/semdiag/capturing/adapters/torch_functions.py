@@ -32,7 +32,7 @@ class FunctionWatch(TorchFunctionMode):
     def __init__(self, recorder: Recorder, below: OperationWatch) -> None:
         super().__init__()
         self._recorder, self._below = recorder, below
-        self._provenance = SoftmaxProvenance(below.writes)
+        self._provenance = SoftmaxProvenance(below.writes, below.product)
         looks = self._scaled_dot_product, self._multi_head, self._flex
         self._special = dict(zip(_SPECIAL, looks, strict=True))
 
@@ -52,9 +52,10 @@ class FunctionWatch(TorchFunctionMode):
         if special is not None:
             return special(func, types, args, kwargs)
         if name in _SOFTMAX:
+            masked = False
             if self._recorder.masking:
-                args, kwargs = self._provenance.masked(self._recorder, args, kwargs)
-            self._below.offer(self._provenance.history(args[0] if args else kwargs["input"]))
+                args, kwargs, masked = self._provenance.masked(self._recorder, args, kwargs)
+            self._below.offer(self._provenance.history(args[0] if args else kwargs["input"]), masked)
         self._provenance.before(args, kwargs)
         self._recorder.in_function = True
         try:

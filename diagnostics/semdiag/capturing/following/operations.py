@@ -22,7 +22,7 @@ from semdiag.capturing.following.merged_blocks import SUMS, MergedBlocks
 from semdiag.capturing.following.own_operators import MAY_BE_ATTENTION, is_foreign, may_attend
 from semdiag.capturing.following.products import OUTSIDE, PRODUCTS, Products
 from semdiag.capturing.following.softmaxes import SOFTMAXES, Softmaxes
-from semdiag.capturing.following.tags import History, Tags, tensors
+from semdiag.capturing.following.tags import History, Scores, Tags, tensors
 from semdiag.capturing.following.weighted_values import fused_call
 from semdiag.capturing.overlapping import take_off_dispatch
 from semdiag.capturing.recording import NOTHING, Recorder, is_plain, outside_all_modes
@@ -108,9 +108,18 @@ class OperationWatch(TorchDispatchMode):
         """How many operations have written to a tensor's storage so far."""
         return self._tags.writes(tensor)
 
-    def offer(self, history: History | None) -> None:
-        """Tell the history of the scores that a function seen in Python is about to give to its softmax."""
-        self._softmaxes.offered = history
+    def product(self, scores: Tensor) -> Scores | None:
+        """The product that scores came from; None if they came from none."""
+        return self._tags.scores(scores)
+
+    def offer(self, history: History | None, masked: bool = False) -> None:
+        """Tell the history of the scores that a function seen in Python is about to give to its softmax.
+
+        Args:
+            history: of the scores.
+            masked: whether a mask has been put into them.
+        """
+        self._softmaxes.offered, self._softmaxes.masked = history, masked
 
     def attended(self, output: Tensor, sums: object = None) -> None:
         """Tell what a captured attention that was seen in Python returned: see :class:`MergedBlocks`."""

@@ -10,6 +10,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from semdiag.capturing.following.product_factors import product_factors
 from semdiag.capturing.following.score_history import ScoreHistory, UntraceableError
+from semdiag.capturing.following.tags import Scores
 from semdiag.capturing.recording import Recorder, outside_all_modes
 
 MECHANISM = "softmax provenance"
@@ -25,10 +26,11 @@ class SoftmaxProvenance:
 
     Args:
         writes: how many operations have written to a tensor's storage.
+        product: the product that scores came from, as it is known below Python.
     """
 
-    def __init__(self, writes: Callable[[Tensor], int]) -> None:
-        self._writes = writes
+    def __init__(self, writes: Callable[[Tensor], int], product: Callable[[Tensor], Scores | None]) -> None:
+        self._writes, self._product_of = writes, product
         self._scores: MutableMapping[Tensor, tuple[ScoreHistory, list[tuple[Tensor, int]]]] = WeakIdKeyDictionary()
 
     def close(self) -> None:
@@ -53,17 +55,22 @@ class SoftmaxProvenance:
 
     def masked(
         self, recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    ) -> tuple[tuple[Any, ...], dict[str, Any], bool]:
         """The arguments of a softmax, with the scores of the keys that the recorder's mask drops at -inf.
 
         Of scores whose history is not known nothing is masked; if they are attention's, they are captured
-        below Python, and :func:`~semdiag.capturing.sparsify.sparsify` says so.
+        below Python, and :func:`~semdiag.capturing.sparsify.sparsify` says so. Nor is it of scores whose keys
+        are parameters (a router's, a vocabulary's): they are no attention that is captured.
+
+        Returns:
+            Positional and named arguments, and whether the recorder was asked for a mask.
         """
         scores: Tensor = args[0] if args else kwargs["input"]
         dim = args[1] if len(args) > 1 else kwargs.get("dim")
         found = self.history(scores)
-        if found is None or dim not in (-1, scores.ndim - 1):
-            return args, kwargs
+        tag = None if found is None else self._product_of(scores)
+        if dim not in (-1, scores.ndim - 1) or tag is None or tag.keys_fixed(scores.ndim - 1) is not False:
+            return args, kwargs, False
         history, stamps = self._scores[scores]
         with outside_all_modes(scores.device.type):
             heads = recorder.heads or (scores.shape[1] if scores.ndim == 4 else None)
@@ -73,11 +80,11 @@ class SoftmaxProvenance:
             )
         kept = recorder.kept(replace(call, module=recorder.outside(nn.Softmax), mechanism=MECHANISM))
         if kept is None:
-            return args, kwargs
+            return args, kwargs, True
         kept = kept.reshape(scores.shape)
         left = scores.masked_fill(~kept, -torch.inf)
         self._keep(left, history.filled(-torch.inf, kept), stamps[:-1])
-        return ((left, *args[1:]), kwargs) if args else (args, {**kwargs, "input": left})
+        return ((left, *args[1:]), kwargs, True) if args else (args, {**kwargs, "input": left}, True)
 
     def follow(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """Look at an operation that has just run.

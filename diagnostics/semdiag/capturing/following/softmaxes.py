@@ -10,6 +10,10 @@ from semdiag.capturing.following.axes import Axes, Axis, fresh, merged
 from semdiag.capturing.following.tags import History, Scores, Softmax, Tags, Weights, address, tensors
 from semdiag.capturing.recording import Recorder, is_plain, outside_all_modes
 
+_NO_VALUES = (
+    "it was masked like attention, but its weights met no values: a softmax of products that is none, of which a "
+    "mask cannot know beforehand. Run the model without it, or write it as log_softmax(…).exp()"
+)
 SOFTMAXES = ("_softmax", "_safe_softmax", "softmax", "_log_softmax", "log_softmax")
 
 
@@ -22,6 +26,7 @@ class Softmaxes:
 
     Attributes:
         offered: the history of the scores that a function seen in Python is about to give to its softmax.
+        masked: whether a mask has been put into them.
     """
 
     def __init__(self, recorder: Recorder, tags: Tags) -> None:
@@ -30,6 +35,7 @@ class Softmaxes:
         self._held: Counter[int] = Counter()
         self._saved: dict[int, Tensor] = {}  # inputs that a softmax is about to overwrite
         self.offered: History | None = None
+        self.masked = False
 
     def ran(self, name: str, scores: Tensor, place: int, result: object, overwritten: bool) -> None:
         """A softmax has run.
@@ -46,6 +52,7 @@ class Softmaxes:
             return
         history, self.offered = self.offered, None
         softmax = self._opened(scores, place % max(1, scores.ndim), history, overwritten)
+        softmax.masked, self.masked = self.masked, False
         axes = fresh(result.shape, softmax.number)
         if softmax.one_key:
             self._tags.marks.add("one key")
@@ -110,6 +117,8 @@ class Softmaxes:
         for softmax in self._open:
             if softmax.reason is not None and not softmax.done:
                 self._recorder.skip("softmax", softmax.reason, softmax.module)
+            elif softmax.masked and not softmax.done:
+                self._recorder.skip("softmax", _NO_VALUES, softmax.module)
             elif not softmax.done and softmax.place is not None and not softmax.outside:
                 self._recorder.audit.others[softmax.module] += 1
         self._open.clear()

@@ -35,6 +35,18 @@ class Scores(NamedTuple):
     product: Product
     axes: Axes
 
+    def keys_fixed(self, place: int) -> bool | None:
+        """Whether the keys along an axis are made of parameters alone; None if the product has no such axis."""
+        sides = [p.place for p in self.axes[place] if p.origin == self.product.number and p.place > 0]
+        if not sides:
+            return all(self.product.fixed) if not self.axes[place] else None
+        return self.product.fixed[sides[0] - 1]
+
+    def rows(self, key: int) -> set[int]:
+        """The axes that the factor without the keys has alone: queries, and heads that share the keys."""
+        number, axes = self.product.number, enumerate(self.axes)
+        return {d for d, pieces in axes if d != key and any(p.origin == number and p.place > 0 for p in pieces)}
+
 
 @dataclass(eq=False)
 class Softmax:
@@ -49,6 +61,7 @@ class Softmax:
         heads: number of heads where the surrounding function says it and the tensors do not.
         module: where it ran.
         outside: whether no module of the model was running.
+        masked: whether a mask was put into it, as into attention.
         reason: why it is not captured, once it has met values; None before.
         done: whether it is captured.
     """
@@ -61,6 +74,7 @@ class Softmax:
     heads: int | None
     module: str
     outside: bool
+    masked: bool = False
     reason: str | None = None
     done: bool = False
 
@@ -87,11 +101,7 @@ class Softmax:
         """Whether its keys are made of parameters alone; None if no product made its scores over that axis."""
         if self.tag is None or place is None:
             return None
-        product, axes = self.tag
-        sides = [p.place for p in axes[place] if p.origin == product.number and p.place > 0]
-        if not sides:
-            return all(product.fixed) if not axes[place] else None
-        return product.fixed[sides[0] - 1]
+        return self.tag.keys_fixed(place)
 
     def keys_in(self, axes: Axes) -> bool:
         """Whether the axis that it runs over is still there, if it has more than one entry."""
