@@ -303,6 +303,49 @@ def test_every_layer_and_head_can_have_a_rule_of_its_own():
         model(support.stream())
 
 
+class Windows(nn.Module):
+    """Tokens in windows of four, and four heads of width 4: in the order (samples, heads, windows), or another."""
+
+    def __init__(self, attend, order):
+        super().__init__()
+        self.qkv, self.attend, self.order = nn.Linear(16, 48), attend, order
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).view(len(x), -1, 4, 3, 4, 4).permute(3, *self.order, 2, 5)
+        return self.attend(q, k, v)
+
+
+def written(q, k, v):
+    return torch.softmax(q @ k.mT / 2, -1) @ v
+
+
+@pytest.mark.parametrize("attend", [F.scaled_dot_product_attention, written])
+@pytest.mark.parametrize("windows", [3, 4])
+@pytest.mark.parametrize("order", [(0, 4, 1), (0, 1, 4)])
+def test_heads_are_told_from_windows_by_capture_and_by_masks(attend, windows, order):
+    torch.manual_seed(0)
+    model = nn.Sequential(Windows(attend, order)).eval()
+    x = torch.randn(2, 4 * windows, 16)
+    with torch.no_grad(), semdiag.capture(model) as calls:
+        model(x)
+    assert calls.residual["heads"].tolist() == [4]
+    assert not calls.audit["reason"].str.contains("swapped").any()
+    weights = calls.dispersion()
+    with torch.no_grad(), sparsify(model, TopK([1, 2, 3, 4])):
+        masked = model(x)
+    q, k, v = model[0].qkv(x).view(len(x), -1, 4, 3, 4, 4).permute(3, 0, 4, 1, 2, 5)  # heads, then windows
+    scores = q @ k.mT / 2
+    spread = scores.amax(-1) - scores.amin(-1)
+    torch.testing.assert_close(
+        torch.tensor(weights.groupby("head")["dispersion"].mean().to_numpy()), spread.mean((0, 2, 3)).detach()
+    )
+    for head in range(4):
+        lowest = scores[:, head].sort(-1, descending=True).values[..., head, None]
+        kept = scores[:, head].masked_fill(scores[:, head] < lowest, -torch.inf).softmax(-1) @ v[:, head]
+        found = masked.select(order.index(4), head)
+        torch.testing.assert_close(found, kept.detach())
+
+
 def test_random_keys_are_those_of_their_seed_for_every_batch():
     model, x = two_by_hand(), support.stream()
 

@@ -12,7 +12,9 @@ from torch.overrides import TorchFunctionMode
 from semdiag.capturing.adapters import flex
 from semdiag.capturing.adapters.flex import flex_call
 from semdiag.capturing.attention_call import AttentionCall, four_axes, mask_axes
+from semdiag.capturing.audit import Remark
 from semdiag.capturing.following.operations import OperationWatch
+from semdiag.capturing.following.readings import read_leading
 from semdiag.capturing.following.softmax_provenance import FOLLOWED, SoftmaxProvenance
 from semdiag.capturing.overlapping import take_off
 from semdiag.capturing.recording import Recorder, is_plain, not_plain, outside_all_modes
@@ -93,7 +95,10 @@ class FunctionWatch(TorchFunctionMode):
                 self._recorder.skip(MECHANISM, not_plain(mixed))
                 return mixed
             with outside_all_modes(mixed.device.type):
-                self._recorder.record(_sdpa_call(given, mixed, self._recorder.heads))
+                call, _, remark = _sdpa_call(given, mixed, self._recorder)
+                self._recorder.record(call)
+                if remark is not None:
+                    self._recorder.audit.remarks[Remark(self._recorder.module, remark)] += 1
                 self._below.attended(mixed)
         except Exception as error:
             self._recorder.failed(MECHANISM, error)
@@ -138,10 +143,12 @@ def _masked(recorder: Recorder, given: dict[str, Any]) -> dict[str, Any]:
     q, k, v = (given[name] for name in _SDPA[:3])
     shared = ((*x.shape[:-3], 1) if given.get("enable_gqa") else x.shape[:-2] for x in (k, v))
     lead: torch.Size = torch.broadcast_shapes(q.shape[:-2], *shared)  # type: ignore[no-untyped-call]
-    kept = recorder.kept(_sdpa_call(given, q.expand(*lead, *q.shape[-2:]), recorder.heads))
+    call, order, _ = _sdpa_call(given, q.expand(*lead, *q.shape[-2:]), recorder)
+    kept = recorder.kept(call)
     if kept is None:
         return {}
-    kept, mask = kept.reshape(*lead, *kept.shape[-2:]), given.get("attn_mask")
+    kept, mask = kept.reshape(*(lead[d] for d in order), *kept.shape[-2:]), given.get("attn_mask")
+    kept = kept.permute(*(order.index(d) for d in range(len(order))), -2, -1)
     if mask is None or not is_plain(mask):  # none, or a causal rule, which the kept keys follow
         combined = kept
     else:
@@ -151,7 +158,11 @@ def _masked(recorder: Recorder, given: dict[str, Any]) -> dict[str, Any]:
     return {"attn_mask": combined, "is_causal": False}
 
 
-def _sdpa_call(given: dict[str, Any], mixed: Tensor, heads: int | None) -> AttentionCall:
+def _sdpa_call(
+    given: dict[str, Any], mixed: Tensor, recorder: Recorder
+) -> tuple[AttentionCall, tuple[int, ...], str | None]:
+    """The call; the order in which it has the axes before the queries; what to remark on them."""
+    heads = recorder.heads
     q, k, v = (given[name].detach() for name in _SDPA[:3])
     mask, causal, first = given.get("attn_mask"), bool(given.get("is_causal")), 0
     biases = sys.modules.get("torch.nn.attention.bias")  # importing it takes a second: only if someone else has
@@ -161,6 +172,7 @@ def _sdpa_call(given: dict[str, Any], mixed: Tensor, heads: int | None) -> Atten
         mask = None
     allowed, bias, forbidding = (None, None, None) if mask is None else split_mask(mask)
     mixed, scale = mixed.detach(), given.get("scale")
+    order, remark = tuple(range(mixed.ndim - 2)), None
     if given.get("enable_gqa"):
         k, v = _as_many_heads(k, v)
         samples = mixed.shape[:-3] or (1,)  # of three axes the first is that of the heads
@@ -168,7 +180,18 @@ def _sdpa_call(given: dict[str, Any], mixed: Tensor, heads: int | None) -> Atten
     else:
         q, k, v = (x.expand(*mixed.shape[:-2], *x.shape[-2:]) for x in (q, k, v))
     lead = mixed.shape[:-2]
-    return AttentionCall(
+    if len(lead) > 2 and not given.get("enable_gqa"):  # (B, H, windows, L, D) or (B, windows, H, L, D)
+        order, remark = read_leading(q, k.shape[-2], recorder.shapes)
+
+        def read(x: Tensor) -> Tensor:
+            return x.permute(*order, -2, -1)
+
+        q, k, v, mixed = map(read, (q, k, v, mixed))
+        allowed, bias = (
+            x if x is None or x.ndim <= 2 else read(x.expand(*lead, *x.shape[-2:])) for x in (allowed, bias)
+        )
+        lead = mixed.shape[:-2]
+    call = AttentionCall(
         module="",
         layer=0,
         q=four_axes(q, heads),
@@ -186,6 +209,7 @@ def _sdpa_call(given: dict[str, Any], mixed: Tensor, heads: int | None) -> Atten
         dropout=float(given.get("dropout_p") or 0.0),
         forbidding=forbidding,
     )
+    return call, order, remark
 
 
 def _as_many_heads(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,11 +1,12 @@
 """Which axes of scores are samples, heads, queries and keys."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 if TYPE_CHECKING:
     from semdiag.capturing.following.weighted_values import Weighted
@@ -56,6 +57,8 @@ def read_axes(found: "Weighted", rows: set[int]) -> tuple[Reading, str | None]:
     pool = fitting or [r for r in usual if r.query in rows or not rows]
     same = [r for r in pool if r.query is not None and shape[r.query] == shape[key]]
     pool = same or pool
+    if fitting and found.history is not None:
+        pool = _split_from_features(pool, found.history.q)
     if not rows and len(pool[0].lead) > 2:
         return min(pool, key=lambda r: shape[r.lead[-1]]), OWN_KEYS
     reading = pool[0]
@@ -71,6 +74,25 @@ def read_axes(found: "Weighted", rows: set[int]) -> tuple[Reading, str | None]:
     return reading, None
 
 
+def read_leading(q: Tensor, keys: int, given: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], str | None]:
+    """Read the axes of queries (…, Lq, D) before the last two: samples times queries are the positions given.
+
+    Args:
+        q: the queries.
+        keys: their number.
+        given: shapes of the first inputs of the modules that are running, the innermost last.
+
+    Returns:
+        These axes, that of the heads last; what to remark if it is not the only one that fits, else None.
+    """
+    shape = torch.Size((*q.shape[:-1], keys))
+    readings = [*_readings(len(shape), len(shape) - 1, {len(shape) - 2})]
+    fitting = next((fits for x in reversed(given) if (fits := [r for r in readings if _fits(r, shape, x)])), [])
+    fitting = _split_from_features(fitting, q)
+    remark = None if len(fitting) == 1 else MAY_BE_SWAPPED.format("samples and heads")
+    return (fitting or readings)[0].lead, remark
+
+
 def _fits(reading: Reading, shape: torch.Size, given: tuple[int, ...]) -> bool:
     """Whether samples times queries are those of (B, L), (B, L, D), (B, …, D), (B, H, L, D) or (B, L, H, D)."""
     if len(given) < 2:
@@ -79,6 +101,14 @@ def _fits(reading: Reading, shape: torch.Size, given: tuple[int, ...]) -> bool:
     positions |= {given[0] * given[2]} if len(given) == 4 else set()
     usual = [*reading.lead] == sorted(reading.lead)
     return reading.rows(shape) in positions and (usual or shape[reading.lead[0]] == given[0])
+
+
+def _split_from_features(readings: list[Reading], q: Tensor) -> list[Reading]:
+    """Of readings with five axes or more those whose heads lie beside each other in memory, if there are any."""
+    step = q.shape[-1] * q.stride(-1)
+    if len(readings) < 2 or len(readings[0].lead) < 3 or q.ndim < len(readings[0].lead) + 2:
+        return readings
+    return [r for r in readings if q.shape[r.lead[-1]] > 1 and q.stride(r.lead[-1]) == step] or readings
 
 
 def _crossed(found: "Weighted", reading: Reading) -> bool:

@@ -1,6 +1,7 @@
 """What has happened to a tensor of scores since it was the product of queries and keys."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -8,7 +9,7 @@ import torch
 from torch import Tensor
 
 from semdiag.capturing.attention_call import AttentionCall, four_axes, mask_axes
-from semdiag.capturing.score_masks import FORBIDDING, split_mask
+from semdiag.capturing.score_masks import FORBIDDING, split_mask, split_scores
 
 
 class UntraceableError(Exception):
@@ -218,6 +219,19 @@ class ScoreHistory:
 
     def _lower(self, floor: float) -> float:
         return floor if self.floor is None else max(self.floor, floor)
+
+
+def scores_alone(scores: Tensor, keys: Sequence[int]) -> ScoreHistory:
+    """Scores that are known as they are, and not as a product: all of them stand in the bias.
+
+    Args:
+        scores: (…, Lq, Lk).
+        keys: shape of the keys before their last axis, (…, Lk).
+    """
+    allowed, bias, forbidding = split_scores(scores)
+    zero = scores.new_zeros(())
+    q, k = zero.expand(*scores.shape[:-1], 1), zero.expand(*keys, 1)
+    return ScoreHistory(q, k, scores.shape[:-2], bias=bias, allowed=allowed, forbidding=forbidding)
 
 
 def as_number(value: Any) -> float | None:

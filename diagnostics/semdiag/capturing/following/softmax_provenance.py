@@ -9,8 +9,10 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from semdiag.capturing.following.product_factors import product_factors
-from semdiag.capturing.following.score_history import ScoreHistory, UntraceableError
+from semdiag.capturing.following.readings import read_axes
+from semdiag.capturing.following.score_history import ScoreHistory, UntraceableError, scores_alone
 from semdiag.capturing.following.tags import Scores
+from semdiag.capturing.following.weighted_values import Weighted
 from semdiag.capturing.recording import Recorder, outside_all_modes
 
 MECHANISM = "softmax provenance"
@@ -73,18 +75,37 @@ class SoftmaxProvenance:
             return args, kwargs, False
         history, stamps = self._scores[scores]
         with outside_all_modes(scores.device.type):
-            heads = recorder.heads or (scores.shape[1] if scores.ndim == 4 else None)
-            lead = history.lead
-            call = history.call(
-                history.k, history.q.expand(*lead, *history.q.shape[-2:]), history.left(scores.detach()), heads
-            )
+            order = self._order(recorder, scores, tag)
+            s = scores.detach().permute(order)
+            read = history if order == sorted(order) else scores_alone(s, (*s.shape[:-2], s.shape[-1]))
+            heads = recorder.heads or (s.shape[1] if s.ndim == 4 else None)
+            call = read.call(read.k, read.q.expand(*read.lead, *read.q.shape[-2:]), read.left(s), heads)
         kept = recorder.kept(replace(call, module=recorder.outside(nn.Softmax), mechanism=MECHANISM))
         if kept is None:
             return args, kwargs, True
-        kept = kept.reshape(scores.shape)
+        kept = kept.reshape(s.shape).permute([order.index(d) for d in range(s.ndim)])
         left = scores.masked_fill(~kept, -torch.inf)
         self._keep(left, history.filled(-torch.inf, kept), stamps[:-1])
         return ((left, *args[1:]), kwargs, True) if args else (args, {**kwargs, "input": left}, True)
+
+    def _order(self, recorder: Recorder, scores: Tensor, tag: Scores) -> list[int]:
+        """The axes of scores, samples, heads, queries and keys, as they are read once they meet values."""
+        key = scores.ndim - 1
+        found = Weighted(
+            scores=scores,
+            key=key,
+            history=self._scores[scores][0],
+            product=tag.axes,
+            heads=recorder.heads,
+            number=tag.product.number,
+            axes=tag.axes,
+            weights=None,
+            dropout=0.0,
+            left=True,
+            given=recorder.shapes,
+        )
+        reading, _ = read_axes(found, tag.rows(key))
+        return [*range(key + 1)] if reading.query is None else [*reading.lead, reading.query, key]
 
     def follow(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """Look at an operation that has just run.

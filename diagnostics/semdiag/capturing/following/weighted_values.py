@@ -11,8 +11,8 @@ from torch import Tensor
 from semdiag.capturing.attention_call import AttentionCall, four_axes, mask_axes
 from semdiag.capturing.following.axes import Axes, Axis, total
 from semdiag.capturing.following.readings import read_axes
-from semdiag.capturing.following.score_history import ScoreHistory
-from semdiag.capturing.score_masks import lowest, split_mask, split_scores
+from semdiag.capturing.following.score_history import ScoreHistory, scores_alone
+from semdiag.capturing.score_masks import lowest, split_mask
 from semdiag.mathematics.unraveled import unraveled
 
 _REACH = 1_000.0  # above a sink the scores' own rounding is lost
@@ -205,10 +205,7 @@ def _with_sink(weights: Tensor, s: Tensor, v: Tensor, mixed: Tensor, found: Weig
 
 def _as_bias(s: Tensor, v: Tensor) -> ScoreHistory:
     """Scores that are known as they are, and not as a product: all of them stand in the bias."""
-    allowed, bias, forbidding = split_scores(s)
-    q = s.new_zeros(()).expand(*s.shape[:-1], 1)
-    k = s.new_zeros(()).expand(*v.shape[:-1], 1)
-    return ScoreHistory(q, k, s.shape[:-2], bias=bias, allowed=allowed, forbidding=forbidding)
+    return scores_alone(s, v.shape[:-1])
 
 
 def _agrees(history: ScoreHistory, s: Tensor, generator: torch.Generator) -> bool:
