@@ -17,7 +17,7 @@ from torch import nn
 from semdiag.capturing import hooks
 from semdiag.capturing.arguments import whole_number, whole_numbers
 from semdiag.capturing.attention_calls import AttentionCall, watch_attention
-from semdiag.capturing.audit import Audit, Remark, failure
+from semdiag.capturing.audit import Audit, Remark, Skipped, failure
 from semdiag.capturing.padding import Padding
 from semdiag.mathematics.softmax_secants import local_stability_of_weight
 from semdiag.measurement.calls.counted_rows import CountedRows, counted_rows
@@ -28,6 +28,7 @@ _COMPILED = (
     "The hooks of a module inside a compiled one do not look, also not under fullgraph: give the monitor the "
     "compiled model, Monitor(torch.compile(model))."
 )
+_NAMED = 3  # modules in a warning
 _SAMPLES = 4  # looked at in each attention call: rows of scores = their number × queries × heads
 
 
@@ -44,8 +45,9 @@ class Monitor:
     Every ``every``-th forward call in training mode, a few query rows of each attention call are scored: 8 (or
     ``queries``) random queries of 4 random samples, all heads. Nothing else happens at the other calls. Outputs,
     gradients and random numbers are those of the training without a monitor, to the last bit. A training is
-    never stopped: where the monitor fails, on a full disk too, it warns. With gradient accumulation, forward
-    calls are more than optimiser steps.
+    never stopped: where the monitor fails, on a full disk too, it warns, and so it does, once, where it cannot see
+    some attention, of which there are no rows. With gradient accumulation, forward calls are more than optimiser
+    steps.
 
     Of a compiled training, give it the compiled model: ``Monitor(torch.compile(model))``. The forward calls that
     are looked at then run as they were written, and round otherwise (about 1e-7); the others are those of the
@@ -113,7 +115,8 @@ class Monitor:
         self._rows: list[dict[str, Any]] = []
         self._seen = False  # whether the running look has seen attention
         self._padding = Padding(model)
-        self._said: set[Remark] = set()
+        self._audit = Audit()  # of the running look
+        self._said: set[Remark | Skipped] = set()
 
     @property
     def table(self) -> pd.DataFrame:
@@ -179,7 +182,8 @@ class Monitor:
             self._rows, self._seen = [], False
             with _carrying_on(), ExitStack() as look:
                 look.enter_context(self._padding.watched((args, kwargs)))
-                look.enter_context(watch_attention(model, lambda call: self._reduce(call, step), inside=True))
+                watch = watch_attention(model, lambda call: self._reduce(call, step), inside=True)
+                self._audit = look.enter_context(watch)
                 self._look, self._looked_at = look.pop_all(), step
 
     def _after(self, model: nn.Module, inputs: object, output: object) -> None:
@@ -213,6 +217,7 @@ class Monitor:
         start = time.perf_counter()
         if not self._seen:
             warnings.warn(f"No attention was captured in step {step}.", stacklevel=2)
+        self._name_missed()
         rows, self._rows = self._rows, []
         if self._writer is not None:
             with _carrying_on():
@@ -220,12 +225,27 @@ class Monitor:
         self._log.add(rows)
         self.seconds += time.perf_counter() - start
 
+    def _name_missed(self) -> None:
+        """Say once of which attention there are no rows, and why."""
+        missed: dict[str, list[str]] = {}
+        for seen in self._audit.skipped.keys() - self._said:
+            self._said.add(seen)
+            missed.setdefault(f"{seen.operation}, {seen.reason}", []).append(seen.module or "the model itself")
+        if missed:
+            text = "; ".join(f"{_some(sorted(modules))} ({why})" for why, modules in sorted(missed.items()))
+            warnings.warn(f"The monitor sees not all attention, and has no rows of: {text}.", stacklevel=2)
+
     def _write_scalars(self, step: int, rows: list[dict[str, Any]]) -> None:
         for row in rows:
             again = f".{row['occurrence']}" if row["occurrence"] else ""
             for name in columns(self.k)[5:]:
                 if not math.isnan(row[name]):
                     self._writer.add_scalar(f"{name}/layer {row['layer']}{again}", row[name], step)
+
+
+def _some(names: Sequence[str]) -> str:
+    more = len(names) - _NAMED
+    return ", ".join(names[:_NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
 @contextmanager

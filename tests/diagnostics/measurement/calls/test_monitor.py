@@ -188,6 +188,31 @@ def test_a_mask_that_the_model_itself_takes_counts_where_it_is_true_of_the_keys(
     assert ["all queries count" in str(said.message) for said in recwarn] == [True] * (not obedient)
 
 
+class Moved(nn.Module):
+    """Attention whose weights are moved before they meet values: no capture follows it."""
+
+    def __init__(self, moved):
+        super().__init__()
+        self.moved = moved
+
+    def forward(self, x):
+        weights = (x @ x.mT).softmax(-1)
+        return (weights.roll(1, -1) if self.moved else weights) @ x
+
+
+def test_attention_that_the_monitor_cannot_see_is_named_once(recwarn):
+    model, x = nn.Sequential(*(Moved(i > 0) for i in range(6))).train(), torch.randn(2, 5, 4)
+    with Monitor(model, every=1) as monitor:
+        for _ in range(3):
+            model(x)
+    assert list(monitor.table["module"]) == ["0"] * 3
+    said = [str(warning.message) for warning in recwarn]
+    assert len(said) == 1
+    assert said[0].startswith(
+        "The monitor sees not all attention, and has no rows of: 1, 2, 3 and 2 more (softmax, its weights were"
+    )
+
+
 def test_evaluation_is_neither_counted_nor_watched():
     model = made(encoder)
     with Monitor(model, every=2) as monitor:
