@@ -247,3 +247,41 @@ def test_a_mask_that_is_applied_is_never_taken_for_an_ignored_one(kind, k, dropo
             model(input_ids=ids, attention_mask=mask, use_cache=False)
         assert masked.calls == 2
         assert set(masked.kept["most"]) == {k}
+
+
+def inkling():
+    module = pytest.importorskip("transformers.models.inkling2.modeling_inkling2")
+    heads = {"head_dim": 8, "swa_head_dim": 8, "swa_num_attention_heads": 4, "swa_num_key_value_heads": 2}
+    routed = {"n_routed_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    layers = {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
+    ends = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        config = transformers.Inkling2TextConfig(**SHAPE, **heads, **routed, **layers, **ends)
+        return module.Inkling2TextModel._from_config(config, attn_implementation="eager").eval()
+
+
+def test_sinks_of_each_query_are_read():
+    model, calls = inkling(), []
+    ids = torch.randint(5, 50, (2, 12), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad(), watch_attention(model, calls.append):
+        model(input_ids=ids, use_cache=False)
+    found = [call for call in calls if call.mechanism == "transformers attention interface"]
+    assert [call.sinks.tolist() for call in found] == [[0.0] * 4] * 2
+    assert all(recomputation_residual(call) < 1e-5 for call in found)
+    with torch.no_grad(), semdiag.sparsify(model, semdiag.TopK(1)) as masked:
+        model(input_ids=ids, use_cache=False)
+    assert set(masked.kept["most"]) == {1}
+
+
+def test_sinks_of_an_unknown_form_are_in_the_audit():
+    model = inkling()
+    for layer in model.layers:
+        layer.self_attn.sink_proj.register_forward_hook(
+            lambda module, given, out: out.masked_fill(out > 0, -torch.inf)
+        )
+    ids = torch.randint(5, 50, (2, 12), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad(), watch_attention(model, lambda call: None) as audit:
+        model(input_ids=ids, use_cache=False)
+    assert {seen.reason for seen in audit.skipped} == {"its sinks are of a form that is not known"}
+    assert sum(audit.skipped.values()) == 2

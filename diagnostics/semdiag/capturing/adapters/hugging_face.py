@@ -118,7 +118,17 @@ def _maskable(given: InterfaceCall) -> bool:
     """Whether a mask of the recorder's can be combined with that of the call."""
     mask = given.options.get("attention_mask")
     plain = mask is None or (isinstance(mask, Tensor) and mask.ndim == 4)
-    return given.implementation in ("eager", "sdpa") and is_plain(given.q) and plain
+    return given.implementation in ("eager", "sdpa") and is_plain(given.q) and plain and _sinks_known(given)
+
+
+def _sinks_known(given: InterfaceCall) -> bool:
+    """Whether sinks that eager attention is given by that name are one a head, or one a query of each head."""
+    sinks = given.options.get("sinks")
+    if sinks is None or given.implementation != "eager":
+        return True
+    rows = (*given.q.shape[:3], 1)
+    shaped = isinstance(sinks, Tensor) and (sinks.shape == rows or sinks.numel() == sinks.shape[-1] == rows[1])
+    return shaped and bool(sinks.isfinite().all())
 
 
 def _masked(given: InterfaceCall, kept: Tensor) -> dict[str, Any]:
@@ -192,6 +202,8 @@ def _record(recorder: Recorder, given: InterfaceCall, output: Tensor) -> None:
         recorder.record(call)
     elif implementation not in _UNDERSTOOD:
         recorder.skip(implementation, _LOAD, name)
+    elif not _sinks_known(given):
+        recorder.skip(implementation, "its sinks are of a form that is not known", name)
     else:
         if implementation == "flex_attention" and hasattr(mask, "mask_mod"):
             with recorder.covering():
@@ -214,12 +226,18 @@ def _call(given: InterfaceCall, output: Tensor) -> AttentionCall:
     if mask is not None:
         allowed, added, forbidding = split_mask(mask[..., :k_length])
         bias = added if bias is None else bias if added is None else bias + added
+    sinks = getattr(given.module, "sinks", None) if implementation == "eager" else None
+    if implementation == "eager" and options.get("sinks") is not None:
+        sinks = options["sinks"].detach()
+        if sinks.ndim == 4:  # one for each query: rows are shifted to where it is 0
+            bias = (0.0 if bias is None else bias) - sinks.to(torch.promote_types(sinks.dtype, torch.float32))
+            sinks = sinks.new_zeros(sinks.shape[1])
     by_rule = causal and mask is None and q_length > 1 and implementation == "sdpa"
     return given.attention(
         output,
         allowed,
         bias=None if bias is None else four_axes(bias.detach()),
-        sinks=getattr(given.module, "sinks", None) if implementation == "eager" else None,
+        sinks=sinks,
         causal=by_rule,
         first_query=0 if by_rule or not causal else _first_query(allowed, q_length, k_length),
         forbidding=forbidding,
