@@ -60,6 +60,25 @@ def build(spec: str) -> tuple[nn.Module, Any]:
     return found, batches
 
 
+def in_evaluation_mode(module: nn.Module) -> nn.Module:
+    """Put a module into evaluation mode, also one with a graph of ``torch.export``, which refuses ``eval()``.
+
+    Such a graph is in the mode that it was exported in.
+
+    Args:
+        module: any.
+
+    Returns:
+        The same module.
+    """
+    try:
+        return module.eval()
+    except NotImplementedError:
+        for part in module.modules():
+            part.training = False
+    return module
+
+
 @contextmanager
 def _current_folder_first() -> Iterator[None]:
     here = str(Path.cwd())

@@ -199,7 +199,9 @@ def _load(path: str | Path, config: Mapping[str, Any] | None) -> LoadedModel:
     if factories.recognised(spec):
         model, batches = factories.build(spec)
         source = "python" if isinstance(model, Encoder) else "factory"
-        return LoadedModel(spec, "", model.eval(), source, snapshot="unknown", batches=batches)
+        return LoadedModel(
+            spec, "", factories.in_evaluation_mode(model), source, snapshot="unknown", batches=batches
+        )
     return _load_checkpoint(path, config)
 
 

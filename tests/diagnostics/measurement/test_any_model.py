@@ -533,3 +533,26 @@ def test_a_capture_asks_for_a_k_of_at_least_1(decoder, batch):
         calls.dispersion(k=0)
     with pytest.raises(InputError, match=r"^k must be a whole number\. Got 2\.5\.$"):
         calls.separation(k=2.5)
+
+
+class Plain(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+        return (q @ k.mT).softmax(-1) @ v
+
+
+@pytest.mark.filterwarnings("ignore")  # torch.export's own
+@pytest.mark.parametrize("nested", [False, True])
+def test_an_exported_graph_is_measured_although_it_has_no_evaluation_mode(nested):
+    x = torch.randn(4, LENGTH, WIDTH, generator=torch.Generator().manual_seed(0))
+    model = Plain().eval()
+    exported = torch.export.export(model, (x,)).module()
+    given = nn.Sequential(exported) if nested else exported
+    modes = [part.training for part in given.modules()]
+    found, expected = (semdiag.measure(m, [x], k=(2,)).queries for m in (given, model))
+    pd.testing.assert_frame_equal(found, expected)
+    assert [part.training for part in given.modules()] == modes

@@ -14,6 +14,7 @@ from semdiag.capturing import batches as batching
 from semdiag.capturing.attention_calls import AttentionCall, watch_attention
 from semdiag.capturing.audit import Audit, Remark
 from semdiag.capturing.batches import Batch
+from semdiag.capturing.factories import in_evaluation_mode
 from semdiag.capturing.loading import LoadedModel
 from semdiag.capturing.padding import Padding
 from semdiag.measurement.calls.batch_rows import counted_as, folded
@@ -154,7 +155,7 @@ def in_evaluation(
     module, place, kind = _placed(loaded.module, device, dtype)
     modes = [(part, part.training) for part in module.modules()]
     try:
-        module.eval()
+        in_evaluation_mode(module)
         with torch.no_grad():
             yield module, place, kind
     finally:
