@@ -12,9 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
+from semdiag.capturing.adapters.hugging_face import IGNORED
 from semdiag.capturing.attention_call import AttentionCall
 from semdiag.capturing.attention_calls import watch_attention
 from semdiag.capturing.audit import Audit, Skipped
+from semdiag.capturing.following.softmaxes import NO_VALUES
 from semdiag.capturing.kept_keys import Keep, RandomK, TopK, Window, allowed_keys, check_keep, kept_keys, rule_for
 from semdiag.capturing.recording import outside_all_modes
 from semdiag_models import InputError
@@ -48,18 +50,20 @@ class Masked:
 
     @property
     def calls(self) -> int:
-        """Number of attention calls that were masked, those included in which the rule dropped no key."""
+        """Number of calls that a mask was put into, those included in which the rule dropped no key."""
         return sum(counts.calls for counts in self._counts.values())
 
     @property
     def unmasked(self) -> list[Skipped]:
         """What looks like attention and ran without the mask, or was masked and is none; only if ``partial``."""
         found = list(self.audit.skipped)
-        if self.audit.captured.total() <= self.calls:
-            return found
         asked: Counter[str] = Counter()
         for (module, _), counts in self._counts.items():
             asked[module] += counts.calls
+        for seen, times in self.audit.skipped.items():
+            asked[seen.module] -= times if seen.reason in (IGNORED, NO_VALUES) else 0
+        if self.audit.captured.total() <= asked.total():
+            return found
         reason = "captured, but it takes no mask here"
         return found + [
             Skipped(c.module, c.mechanism, reason) for c, n in self.audit.captured.items() if n > asked[c.module]

@@ -555,12 +555,16 @@ def test_a_masked_softmax_that_meets_no_values_is_refused(other, k):
     with semdiag.capture(model) as calls:
         model(x)
     assert (len(calls), calls.other_softmaxes) == (1, 1)
-    said = "not it alone. the model itself: softmax .it was masked like attention, but its weights met no values"
+    said = "not it alone. the model itself: softmax .it was masked like attention, but its weights were not seen"
     with torch.no_grad(), pytest.raises(InputError, match=said), sparsify(model, TopK(k)):
         model(x)
     with torch.no_grad(), sparsify(model, TopK(k), partial=True) as masked:
         model(x)
     assert [skipped.module for skipped in masked.unmasked] == [""]
+    lacking = nn.Sequential(support.Attention(with_a_sink), model).eval()
+    with torch.no_grad(), sparsify(lacking, TopK(k), partial=True) as masked:
+        lacking(x)
+    assert sorted(skipped.module for skipped in masked.unmasked) == ["0", "1"]
     model.other = lambda x, weight: torch.log_softmax(x[:, :1] @ x.mT, -1).exp()  # as the error advises
     with torch.no_grad(), sparsify(model, TopK(k)) as masked:
         model(x)

@@ -25,7 +25,7 @@ _NAMES = ("attention_mask", "scaling", "dropout")
 _ADDED = (
     "its mask of truths forbids nothing: eager attention adds it to the scores as 0 and 1 (give it 0 and -inf)"
 )
-_IGNORED = (
+IGNORED = (
     "its function ignores the mask that it is given: load the model with another attn_implementation ('sdpa') to "
     "mask it"
 )
@@ -104,7 +104,7 @@ def _recorded(recorder: Recorder, implementation: str, attend: Callable[..., Any
         try:
             with outside_all_modes(query.device.type):
                 if full is not None and kept is not None and _ignored(full, kept, *output[:2]):
-                    recorder.skip(implementation, _IGNORED, name)
+                    recorder.skip(implementation, IGNORED, name)
                 else:
                     _record(recorder, given, output[0])
         except Exception as error:

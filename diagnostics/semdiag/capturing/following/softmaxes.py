@@ -10,9 +10,9 @@ from semdiag.capturing.following.axes import Axes, Axis, fresh, merged
 from semdiag.capturing.following.tags import History, Scores, Softmax, Tags, Weights, address, tensors
 from semdiag.capturing.recording import Recorder, is_plain, outside_all_modes
 
-_NO_VALUES = (
-    "it was masked like attention, but its weights met no values: a softmax of products that is none, of which a "
-    "mask cannot know beforehand. Run the model without it, or write it as log_softmax(…).exp()"
+NO_VALUES = (
+    "it was masked like attention, but its weights were not seen to meet values: what is no attention must not be "
+    "masked, and a mask cannot know it beforehand. Run the model without it, or write it as log_softmax(…).exp()"
 )
 SOFTMAXES = ("_softmax", "_safe_softmax", "softmax", "_log_softmax", "log_softmax")
 
@@ -118,7 +118,7 @@ class Softmaxes:
             if softmax.reason is not None and not softmax.done:
                 self._recorder.skip("softmax", softmax.reason, softmax.module)
             elif softmax.masked and not softmax.done:
-                self._recorder.skip("softmax", _NO_VALUES, softmax.module)
+                self._recorder.skip("softmax", NO_VALUES, softmax.module)
             elif not softmax.done and softmax.place is not None and not softmax.outside:
                 self._recorder.audit.others[softmax.module] += 1
         self._open.clear()
