@@ -65,7 +65,7 @@ class SoftmaxProvenance:
         are parameters (a router's, a vocabulary's): they are no attention that is captured.
 
         Returns:
-            Positional and named arguments, and whether the recorder was asked for a mask.
+            Positional and named arguments, and whether the recorder was asked for a mask that can drop a key.
         """
         scores: Tensor = args[0] if args else kwargs["input"]
         dim = args[1] if len(args) > 1 else kwargs.get("dim")
@@ -82,7 +82,7 @@ class SoftmaxProvenance:
             call = read.call(read.k, read.q.expand(*read.lead, *read.q.shape[-2:]), read.left(s), heads)
         kept = recorder.kept(replace(call, module=recorder.outside(nn.Softmax), mechanism=MECHANISM))
         if kept is None:
-            return args, kwargs, True
+            return args, kwargs, scores.shape[-1] > 1
         kept = kept.reshape(s.shape).permute([order.index(d) for d in range(s.ndim)])
         left = scores.masked_fill(~kept, -torch.inf)
         self._keep(left, history.filled(-torch.inf, kept), stamps[:-1])
