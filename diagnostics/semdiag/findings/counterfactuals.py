@@ -2,6 +2,7 @@
 
 import pandas as pd
 
+from semdiag.findings.divergence import diverged
 from semdiag.findings.findings import Findings
 from semdiag.measurement.percentiles import percentiles
 
@@ -24,9 +25,10 @@ def what_k_keeps(findings: Findings, model: str, k: int) -> dict[str, float]:
     Returns:
         share (of the queries that have more), mass and mass_p5 (attention weight kept at the median and at the 5th
         percentile), lowest and highest (median mass of a layer), lowest_layer and highest_layer, and medians:
-        dispersion, whole (δ over all keys), separation. Empty if no query has more, or the scores of none that has
-        are numbers.
+        dispersion, whole (δ over all keys), separation. Empty if no query has more, or scores are NaN or infinite.
     """
+    if diverged(findings, model):
+        return {}
     queries = findings.measurements.queries[findings.measurements.queries["model"] == model]
     dropping = queries[queries["keys"] > k]
     mass, layers = dropping[f"mass_k{k}"], dropping.groupby("layer")[f"mass_k{k}"].median()

@@ -1,5 +1,6 @@
 """Does the sparse model focus? δ of sparse models beside full attention's, pooled and layer by layer."""
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -7,7 +8,8 @@ import numpy as np
 import pandas as pd
 
 from semdiag.capturing.attention_kinds import FIXED_MASKS
-from semdiag.findings.distributions import pooled_percentiles
+from semdiag.findings.distributions import known_rows, pooled_percentiles
+from semdiag.findings.divergence import diverged
 from semdiag.findings.estimates import in_part
 from semdiag.findings.findings import Findings
 from semdiag.findings.gate.pairs import GateResult, dispersion_gate
@@ -87,20 +89,24 @@ class PairComparison:
     @property
     def answer(self) -> str:
         """Whether δ_h < δ_s, in a word or two."""
+        if self.gate.unknown:
+            return "cannot tell"
         return "yes" if self.gate.passed else f"no at {', '.join(self.gate.failed)}"
 
     @property
     def sentence(self) -> str:
         """The comparison in a sentence."""
         full, topk, ratio = self.gate.full, self.gate.topk, self.ratio
+        start = _WHEN.get(self.snapshot, f"Snapshot {self.snapshot}: ")
+        start += self.gate.pair.label.removesuffix(f", {self.snapshot}")
+        if self.gate.unknown:
+            return f"{start}: nobody can tell which model has the smaller dispersion, for a δ is no number."
         alike = ratio.low < ratio.high and round(ratio.low, 2) == round(ratio.high, 2)
         digits = 3 if alike else 2  # that tell the interval's ends apart
         medians = (
             f"median δₕ {topk['p50']:.3g} against δₛ {full['p50']:.3g} nats, ratio {ratio.estimate:.{digits}f}, "
             f"95 % interval {ratio.low:.{digits}f} to {ratio.high:.{digits}f}"
         )
-        start = _WHEN.get(self.snapshot, f"Snapshot {self.snapshot}: ")
-        start += self.gate.pair.label.removesuffix(f", {self.snapshot}")
         if self.gate.passed:
             where = "at the 50th, 75th, 90th and 95th percentile"
             return f"{start}: the top-k model has the smaller dispersion {where} ({medians})."
@@ -119,6 +125,7 @@ class PairComparison:
             "dispersion_topk": gate.topk,
             "passed": gate.passed,
             "failed": list(gate.failed),
+            "unknown": list(gate.unknown),
             "median_ratio": {"estimate": ratio.estimate, "low": ratio.low, "high": ratio.high, "confidence": 0.95},
         }
 
@@ -138,11 +145,11 @@ def pair_comparisons(findings: Findings) -> list[PairComparison]:
     if not paired or in_part(findings):
         return []
     models = measurements.models[measurements.models["model"].isin(sorted(paired))]
-    queries = {str(model): rows for model, rows in measurements.queries.groupby("model", sort=False)}
     snapshots = dict(zip(models["model"], models["snapshot"], strict=True))
     found = []
     for gate in dispersion_gate(Findings(measurements.replace(models=models))):
-        ratio = ratio_interval(queries[gate.pair.other], queries[gate.pair.full], resamples=RESAMPLES)
+        other, full = (known_rows(findings, m, "dispersion") for m in (gate.pair.other, gate.pair.full))
+        ratio = ratio_interval(other, full, resamples=RESAMPLES)
         found.append(PairComparison(gate, ratio, snapshots[gate.pair.other]))
     return sorted(found, key=lambda comparison: comparison.snapshot != "last")
 
@@ -164,9 +171,11 @@ def layer_ratios(findings: Findings, resamples: int = RESAMPLES) -> pd.DataFrame
         One row per pair, percentile and layer: model, full, percentile, layer, ratio, low, high.
     """
     pairs, _ = find_pairs(findings.measurements.models, attention=None)
+    queries = findings.measurements.queries
     rows = {
-        key: group[["sample", "dispersion"]]
-        for key, group in findings.measurements.queries.groupby(["model", "layer"], sort=True)
+        (str(model), int(layer)): known_rows(findings, str(model), "dispersion", int(layer))
+        for model, own in queries.groupby("model", sort=True)["layer"]
+        for layer in sorted(own.unique())
     }
     found = []
     for pair in pairs:
@@ -196,7 +205,7 @@ def fixed_mask_ratios(findings: Findings) -> list[tuple[Pair, float]]:
     return [
         (pair, medians[pair.other] / medians[pair.full])
         for pair in pairs
-        if medians.get(pair.full, 0) > 0 and pair.other in medians
+        if medians.get(pair.full, 0) > 0 and medians.get(pair.other, math.nan) >= 0
     ]
 
 
@@ -211,10 +220,12 @@ def dispersion_by_number_of_keys(findings: Findings) -> dict[str, pd.DataFrame]:
         findings: of any number of models.
 
     Returns:
-        By model a row per bin: 0.05, 0.25, 0.5, 0.75, 0.95 (quantiles of δ), keys (their mean number), queries.
+        By model a row per bin: 0.05, 0.25, 0.5, 0.75, 0.95 (quantiles of δ), keys (their mean number), queries;
+        none where scores are NaN or infinite.
     """
     return {
-        str(model): _binned(rows) for model, rows in findings.measurements.queries.groupby("model", sort=False)
+        str(model): pd.DataFrame() if diverged(findings, str(model)) else _binned(rows)
+        for model, rows in findings.measurements.queries.groupby("model", sort=False)
     }
 
 

@@ -7,6 +7,7 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from semdiag.findings.counterfactuals import counterfactual_ks
+from semdiag.findings.divergence import Place, broken_places
 from semdiag.findings.findings import Findings
 from semdiag.findings.strict_json import records
 from semdiag.measurement.percentiles import percentiles, pooled_table
@@ -18,9 +19,6 @@ Percentiles = dict[str, float | int]
 def _rows(findings: Findings, quantity: str) -> pd.DataFrame:
     measurements = findings.measurements
     return measurements.loads if quantity.startswith("load") else measurements.queries
-
-
-Place = tuple[int, int]  # layer and head
 
 
 def places_of(rows: pd.DataFrame) -> list[tuple[Place, NDArray[np.intp]]]:
@@ -45,16 +43,26 @@ def place_percentiles(findings: Findings, model: str, quantity: str) -> dict[Pla
         By layer and head, in their order; of a model with more queries than are kept from the table ``sketches``.
         Where scores are NaN or infinite nothing is known, nor of a pool that such a place is part of.
     """
-    broken = _broken(findings, model)
+    broken = broken_places(findings, model)
     found = _place_percentiles(findings, model, quantity)
     return {place: _unknown(row) if place in broken else row for place, row in found.items()}
 
 
-def _broken(findings: Findings, model: str) -> set[Place]:
-    """Where a model's scores are NaN or infinite, and the pools that such a place is part of."""
-    bad = findings.measurements.non_finite
-    places = {(int(row["layer"]), int(row["head"])) for row in records(bad[bad["model"] == model])}
-    return places | {(layer, ALL) for layer, _ in places} | ({(ALL, ALL)} if places else set())
+def known_rows(findings: Findings, model: str, quantity: str, layer: int = ALL) -> pd.DataFrame:
+    """What percentiles, intervals and verdicts about a model's pool, or about one of its layers, rest on.
+
+    Args:
+        findings: of any number of models.
+        model: its path.
+        quantity: a column of the queries, or of the loads.
+        layer: one of its layers; ALL: all of them.
+
+    Returns:
+        The columns sample and ``quantity``; where a score of the pool is NaN or infinite no value is a number.
+    """
+    rows = rows_of(_rows(findings, quantity), model)
+    rows = rows.loc[slice(None) if layer == ALL else rows["layer"] == layer, ["sample", quantity]]
+    return rows.assign(**{quantity: np.nan}) if (layer, ALL) in broken_places(findings, model) else rows
 
 
 def _unknown(row: Percentiles) -> Percentiles:
@@ -104,7 +112,7 @@ def layer_percentiles(findings: Findings, quantity: str) -> dict[str, pd.DataFra
         places = findings(place_percentiles, str(model), quantity).items()
         sketched = [{"layer": layer, **row} for (layer, head), row in places if head == ALL != layer]
         table = pd.DataFrame(sketched) if sketched else pooled_table(rows, quantity, by="layer")
-        broken = {layer for layer, head in _broken(findings, str(model)) if head == ALL}
+        broken = {layer for layer, head in broken_places(findings, str(model)) if head == ALL}
         layers = records(table.sort_values("layer"))
         found[str(model)] = pd.DataFrame({**r, **_unknown(r)} if r["layer"] in broken else r for r in layers)
     return found

@@ -1,7 +1,7 @@
 """The answer to each question of a report at one glance: a word, a number with its denominator, what it counts."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 
@@ -11,7 +11,7 @@ import pandas as pd
 from semdiag.capturing.attention_kinds import DENSE, FIXED_MASKS, external
 from semdiag.findings.convergence import epochs_to
 from semdiag.findings.counterfactuals import counterfactual_ks, what_k_keeps
-from semdiag.findings.dispersion import pair_comparisons
+from semdiag.findings.dispersion import PairComparison, pair_comparisons
 from semdiag.findings.distributions import pooled_percentiles
 from semdiag.findings.estimates import drawn, in_part
 from semdiag.findings.findings import Findings
@@ -65,17 +65,20 @@ def dispersion_glance(findings: Findings) -> Glance:
     trained = [pair for pair in compared if pair not in untrained]
     pairs = [pair for pair in trained if pair.snapshot == "last"] or trained or untrained
     if pairs:
-        passed = sum(pair.gate.passed for pair in pairs)
-        answer = Answer.HOLDS if passed == len(pairs) else Answer.DOES_NOT
-        ratios = _span([pair.ratio.estimate for pair in pairs], "{:.2f}")
+        known = [pair for pair in pairs if not pair.gate.unknown]
+        if not known:
+            words = "of a full and a top-k model have a dispersion δ that is a number on either side"
+            return Glance(Answer.OPEN, _of(0, len(pairs), "pair"), words)
+        passed = sum(pair.gate.passed for pair in known)
+        answer = Answer.HOLDS if passed == len(known) else Answer.DOES_NOT
+        number = _of(passed, len(known), "pair")
         words = "in which the top-k model has the smaller dispersion δ at the 50th, 75th, 90th and 95th percentile"
-        words += f" (ratio of the medians {ratios}"
-        if not trained:
-            return Glance(Answer.OPEN, _of(passed, len(pairs), "pair"), f"{words}); they are not trained yet")
-        words += (
-            f"; at initialisation {_span([p.ratio.estimate for p in untrained], '{:.2f}')}" if untrained else ""
-        )
-        return Glance(answer, _of(passed, len(pairs), "pair"), f"{words})")
+        notes = _ratios("ratio of the medians", known)
+        notes += _ratios("at initialisation", untrained) if trained else []
+        words += f" ({'; '.join(notes)})" if notes else ""
+        words += "" if trained else "; they are not trained yet"
+        words += f"; of {len(pairs) - len(known)} more nobody can tell" if len(known) < len(pairs) else ""
+        return Glance(answer if trained else Answer.OPEN, number, words)
     every = findings(pooled_percentiles, "dispersion").values()
     found = [each for each in every if np.isfinite(each["p50"])]
     if not found:
@@ -92,6 +95,12 @@ def dispersion_glance(findings: Findings) -> Glance:
         else ("no pair of a full and a top-k model to compare")
     )
     return Glance(Answer.OPEN, f"{span} nats", f"{words}; {why}")
+
+
+def _ratios(name: str, pairs: Sequence[PairComparison]) -> list[str]:
+    """The range of the ratios of the medians that are numbers; nothing if none is."""
+    ratios = [pair.ratio.estimate for pair in pairs if np.isfinite(pair.ratio.estimate)]
+    return [f"{name} {_span(ratios, '{:.2f}')}"] if ratios else []
 
 
 def within_glance(findings: Findings) -> Glance:

@@ -4,7 +4,8 @@ from collections.abc import Callable
 from functools import partial
 
 from semdiag.findings.counterfactuals import counterfactual_ks
-from semdiag.findings.distributions import Place, place_percentiles
+from semdiag.findings.distributions import place_percentiles
+from semdiag.findings.divergence import Place
 from semdiag.findings.estimates import estimates_of
 from semdiag.findings.findings import Findings
 from semdiag.findings.strict_json import MODEL_FACTS, Summary, json_object

@@ -3,6 +3,7 @@
 import pandas as pd
 
 from semdiag.findings.convergence import arrivals, over_seeds, speed_ups
+from semdiag.findings.distributions import known_rows
 from semdiag.findings.findings import Findings
 from semdiag.findings.resampling import ratio_interval
 
@@ -20,8 +21,7 @@ def speed_dispersion_table(findings: Findings) -> pd.DataFrame:
         over that of the full one), ratio_low and ratio_high (95 % interval, whole sequences resampled).
     """
     pairs = speed_ups(findings(arrivals))
-    names = {*pairs["model"], *pairs["full"]}
-    queries = {str(m): own for m, own in findings.measurements.queries.groupby("model", sort=False) if m in names}
+    queries = {m: known_rows(findings, m, "dispersion") for m in {*pairs["model"], *pairs["full"]}}
     intervals = [
         ratio_interval(queries[pair["model"]], queries[pair["full"]], resamples=_RESAMPLES)
         for pair in pairs.to_dict("records")

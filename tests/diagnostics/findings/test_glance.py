@@ -1,9 +1,12 @@
 """Answers at one glance: the number has its denominator, and the word follows from it."""
 
+import re
+
 import numpy as np
 import pandas as pd
 import pytest
 
+from semdiag.findings.dispersion import layer_ratios, pair_comparisons
 from semdiag.findings.findings import Findings
 from semdiag.findings.glance import (
     Answer,
@@ -15,6 +18,9 @@ from semdiag.findings.glance import (
     stability_glance,
     within_glance,
 )
+from semdiag.findings.pairing import find_pairs
+from semdiag.findings.theory.corollary import corollary_findings
+from semdiag.findings.theory.finding import Verdict
 from semdiag.measurement.conditions import Conditions
 from semdiag.measurement.probes.noise.masks import NoisePlan
 from semdiag.measurement.probes.noise.secants import SecantsPlan
@@ -46,6 +52,38 @@ def test_the_dispersion_of_a_pair(pair, factor, answer, number):
     queries.loc[queries["model"].str.contains("full"), "dispersion"] *= factor
     glance = dispersion_glance(Findings(pair.replace(queries=queries)))
     assert (glance.answer, glance.number) == (answer, number)
+
+
+def diverged(measurements, kind="topk"):
+    """The measurements, with a score of one model's last layer that is no number."""
+    (model,) = (name for name in measurements.models["model"] if kind in name.rsplit("/", 1)[-1])
+    bad = pd.DataFrame({"model": [model], "sample": [0], "layer": [1], "head": [0], "scores": [3]})
+    return measurements.replace(non_finite=bad)
+
+
+@pytest.mark.parametrize("kind", ["full", "topk"])
+def test_of_a_diverged_model_no_verdict_is_given(pair, kind):
+    factor = pair.queries["model"].str.contains("full").map({True: 100.0, False: 1.0})
+    smaller = pair.replace(queries=pair.queries.assign(dispersion=pair.queries["dispersion"] * factor))
+    assert dispersion_glance(Findings(smaller)).answer is Answer.HOLDS
+    findings = Findings(diverged(smaller, kind))
+    glance = dispersion_glance(findings)
+    assert (glance.answer, glance.number) == (Answer.OPEN, "0 of 1 pair")
+    (compared,) = pair_comparisons(findings)
+    assert compared.answer == "cannot tell"
+    assert np.isnan([compared.ratio.estimate, compared.ratio.low, compared.ratio.high]).all()
+    said = [glance.words, compared.sentence, *corollary_sentences(findings)]
+    assert not any(re.search(r"\bnan\b|holds", each) for each in said)
+    ratios = layer_ratios(findings).set_index("layer")["ratio"]
+    assert ratios.loc[0].notna().all()
+    assert ratios.loc[1].isna().all()
+
+
+def corollary_sentences(findings):
+    (pair,) = find_pairs(findings.measurements.models)[0]
+    found = corollary_findings(findings, pair)
+    assert [f.verdict for f in found] == [Verdict.NOTHING]
+    return [found[0].note]
 
 
 def test_before_training_a_smaller_dispersion_is_no_focus(pair):

@@ -1,5 +1,7 @@
 """Tables of ``semdiag check`` on stderr."""
 
+import math
+
 from semdiag.commands.printing.console import NumberTable, number_table, wide_console
 from semdiag.commands.printing.terminal import counted
 from semdiag.findings.gate.layers import LayerGate
@@ -20,7 +22,9 @@ def print_check(result: Verification) -> None:
     for invariant in result.invariants:
         console.print(f"{'holds' if invariant.passed else 'FAILS'}: {invariant.words}")
     for rule in result.rules:
-        console.print(f"{'holds' if rule.passed else 'FAILS'}: {rule.rule.text} — {rule.value:.4g}, {rule.model}")
+        word = "holds" if rule.passed else "FAILS" if rule.known else "cannot tell"
+        value = f"{rule.value:.4g}" if rule.known else "no number"
+        console.print(f"{word}: {rule.rule.text} — {value}, {rule.model}")
 
 
 def conclusion(result: Verification) -> str:
@@ -45,16 +49,27 @@ def conclusion(result: Verification) -> str:
 
 def _pair(result: GateResult) -> NumberTable:
     table = number_table(["nats", *SHOWN], names=1, title=result.pair.label)
-    table.add_row("δ_s, full", *(f"{result.full[p]:.4g}" for p in SHOWN))
-    table.add_row("δ_h, top-k", *(f"{result.topk[p]:.4g}" for p in SHOWN))
-    verdicts = ("–" if p not in GATED else "FAILS" if p in result.failed else "holds" for p in SHOWN)
-    table.add_row("δ_h < δ_s", *verdicts)
+    for name, values in (("δ_s, full", result.full), ("δ_h, top-k", result.topk)):
+        table.add_row(name, *("–" if math.isnan(values[p]) else f"{values[p]:.4g}" for p in SHOWN))
+    table.add_row("δ_h < δ_s", *(_verdict(result, p) for p in SHOWN))
     return table
+
+
+def _verdict(result: GateResult, percentile: str) -> str:
+    if percentile not in GATED:
+        return "–"
+    if percentile in result.unknown:
+        return "cannot tell"
+    return "FAILS" if percentile in result.failed else "holds"
 
 
 def _layers(gate: LayerGate) -> str:
     if not gate.failing:
         return f"δ_h < δ_s at the median of each of the {len(gate.full)} layers"
-    parts = [f"layer {n} ({gate.topk[n]:.3g} against {gate.full[n]:.3g})" for n in gate.failing]
+    told = [n for n in gate.failing if n not in gate.unknown]
+    parts = [f"layer {n} ({gate.topk[n]:.3g} against {gate.full[n]:.3g})" for n in told]
+    said = [f"does not hold at the median of {', '.join(parts)}"] if parts else []
+    where = ", ".join(f"layer {n}" for n in gate.unknown)
+    said += [f"cannot be told at the median of {where}"] if where else []
     allowed = "which fails" if not gate.passed else "which fewer than half of the layers may"
-    return f"δ_h < δ_s does not hold at the median of {', '.join(parts)}, {allowed}"
+    return f"δ_h < δ_s {' and '.join(said)}, {allowed}"

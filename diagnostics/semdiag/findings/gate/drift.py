@@ -7,6 +7,7 @@ from typing import Any
 
 import pandas as pd
 
+from semdiag.findings.distributions import known_rows
 from semdiag.findings.findings import Findings
 from semdiag.findings.strict_json import has_schema, number_from_json
 from semdiag.measurement.percentiles import percentiles
@@ -40,7 +41,11 @@ class Drift:
         """What happened, in words."""
         if self.quantity == "model":
             return f"{self.model} stands in the baseline and was not measured"
-        return f"{self.model}: {self.quantity} was {self.was:.4g} and is {self.now:.4g}"
+        if math.isnan(self.now):
+            was = "no number" if math.isnan(self.was) else f"{self.was:.4g}"
+            return f"{self.model}: nobody can tell whether {self.quantity} moved; it was {was} and is no number"
+        was = "no number" if math.isnan(self.was) else f"{self.was:.4g}"
+        return f"{self.model}: {self.quantity} was {was} and is {self.now:.4g}"
 
 
 def tracked_numbers(findings: Findings) -> list[dict[str, Any]]:
@@ -56,7 +61,7 @@ def tracked_numbers(findings: Findings) -> list[dict[str, Any]]:
     measurements = findings.measurements
     rows = []
     for row in measurements.models.to_dict("records"):
-        table = percentiles(measurements.queries.loc[measurements.queries["model"] == row["model"], "dispersion"])
+        table = percentiles(known_rows(findings, row["model"], "dispersion")["dispersion"])
         numbers = {f"dispersion.{p}": float(table[p]) for p in TRACKED}
         if row["accuracy"] is not None and not math.isnan(row["accuracy"]):
             numbers["accuracy"] = float(row["accuracy"])
@@ -112,7 +117,7 @@ def drift(findings: Findings, baseline: list[dict[str, Any]], tolerance: float =
         tolerance: largest allowed |now − was| / |was|.
 
     Returns:
-        What moved by more, and models that are gone.
+        What moved by more or is no number, and models that are gone.
 
     Raises:
         InputError: if a model was measured on another number of samples.
@@ -148,6 +153,6 @@ def _match(entry: dict[str, Any], models: list[dict[str, Any]]) -> dict[str, Any
 
 
 def _same(was: float, now: float, tolerance: float) -> bool:
-    if math.isnan(was) or math.isnan(now):
-        return math.isnan(was) and math.isnan(now)
+    if math.isnan(was) or math.isnan(now):  # of what is no number nobody can tell whether it moved
+        return False
     return now == was or abs(now - was) <= tolerance * abs(was) < math.inf

@@ -42,9 +42,12 @@ def invariants(findings: Findings) -> list[Invariant]:
     bad = int(measurements.non_finite["scores"].sum())
     exact = not math.isnan(largest) and largest <= allowed
     # The deviation is rounding, another on each processor: its digits say nothing while it is allowed.
-    deviation = f"at most {allowed:g}" if exact else f"{largest:.1e} (allowed {allowed:g})"
+    deviation = f"deviates by at most {allowed:g}"
+    if not exact:
+        deviation = "deviates by what is no number" if math.isnan(largest) else f"deviates by {largest:.1e}"
+        deviation += f" (allowed {allowed:g})"
     checked = [
-        Invariant("residual", exact, f"attention recomputed from the capture deviates by {deviation}"),
+        Invariant("residual", exact, f"attention recomputed from the capture {deviation}"),
         Invariant(
             "captured",
             bool((models["attention_found"] == models["attention_captured"]).all()),

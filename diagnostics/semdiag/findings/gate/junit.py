@@ -31,15 +31,13 @@ def junit_xml(result: Verification) -> str:
 def _cases(result: Verification) -> Iterator[tuple[str, str, str | None]]:
     """Group, name, and what fails of each thing that was judged."""
     for pair in result.pairs:
-        said = None if pair.passed else f"δ_h < δ_s fails at {', '.join(pair.failed)}"
-        yield "pair", pair.pair.label, said
+        yield "pair", pair.pair.label, None if pair.passed else pair.fault
     for gate in result.layers:
-        said = f"δ_h < δ_s fails at the median of layers {', '.join(map(str, gate.failing))}"
-        yield "layers", gate.label, None if gate.passed else said
+        yield "layers", gate.label, None if gate.passed else gate.fault
     for invariant in result.invariants:
         yield "invariant", invariant.name, None if invariant.passed else invariant.words
     for rule in result.rules:
-        yield "rule", f"{rule.rule.text}: {rule.model}", None if rule.passed else f"it is {rule.value:.4g}"
+        yield "rule", f"{rule.rule.text}: {rule.model}", None if rule.passed else rule.fault
     if result.judged_drift and not result.drifts:
         yield "baseline", "nothing has drifted", None
     for moved in result.drifts:

@@ -1,10 +1,13 @@
 """Whether δ_h < δ_s holds at the median of every layer of a pair, and when that is a failure."""
 
+import math
 from dataclasses import dataclass
 
+from semdiag.findings.distributions import known_rows
 from semdiag.findings.findings import Findings
-from semdiag.findings.gate.pairs import GateResult
-from semdiag.measurement.percentiles import pooled_table
+from semdiag.findings.gate.pairs import NO_NUMBER, GateResult
+from semdiag.measurement.percentiles import percentiles
+from semdiag.measurement.table import rows_of
 
 
 @dataclass(frozen=True)
@@ -25,9 +28,27 @@ class LayerGate:
 
     @property
     def failing(self) -> tuple[int, ...]:
-        """Layers in which δ_h < δ_s does not hold at the median."""
+        """Layers in which δ_h < δ_s does not hold at the median, or cannot be told."""
         pairs = zip(self.full, self.topk, strict=True)
         return tuple(layer for layer, (full, topk) in enumerate(pairs) if not topk < full)
+
+    @property
+    def unknown(self) -> tuple[int, ...]:
+        """Those of the failing layers in which a median is no number, so that nobody can tell."""
+        return tuple(layer for layer in self.failing if math.isnan(self.full[layer] + self.topk[layer]))
+
+    @property
+    def fault(self) -> str:
+        """In which layers it does not hold or cannot be told, in words; empty if there is none."""
+        told = [layer for layer in self.failing if layer not in self.unknown]
+        parts = []
+        if told:
+            many = f"{len(told)} of {len(self.full)} layers"
+            parts.append(f"δ_h < δ_s fails at the median of {many} ({', '.join(map(str, told))})")
+        if self.unknown:
+            many = f"{len(self.unknown)} of {len(self.full)} layers ({', '.join(map(str, self.unknown))})"
+            parts.append(f"δ_h < δ_s cannot be told at the median of {many}, {NO_NUMBER}")
+        return "; ".join(parts)
 
     @property
     def passed(self) -> bool:
@@ -53,9 +74,9 @@ def layer_gate(findings: Findings, results: list[GateResult], every: bool = Fals
     """
 
     def medians(model: str) -> tuple[float, ...]:
-        own = findings.measurements.queries[findings.measurements.queries["model"] == model]
-        table = pooled_table(own, "dispersion", by="layer").sort_values("layer")
-        return tuple(float(value) for value in table["p50"])
+        layers = sorted(int(layer) for layer in rows_of(findings.measurements.queries, model)["layer"].unique())
+        own = (known_rows(findings, model, "dispersion", layer)["dispersion"] for layer in layers)
+        return tuple(float(percentiles(values)["p50"]) for values in own)
 
     pairs = [result.pair for result in results]
     return [LayerGate(pair.label, medians(pair.full), medians(pair.other), every) for pair in pairs]

@@ -1,11 +1,13 @@
 """The gate of ``semdiag check``: heavy hitters must have the smaller dispersion."""
 
+import math
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
 import pandas as pd
 
+from semdiag.findings.distributions import known_rows
 from semdiag.findings.estimates import require_every_query
 from semdiag.findings.findings import Findings
 from semdiag.findings.pairing import Pair, differences, find_pairs, rivals
@@ -14,6 +16,7 @@ from semdiag_models import InputError, TrainingConfig, configure, find_task, rea
 
 GATED = ("p50", "p75", "p90", "p95")
 _USUAL_K = 5  # the paper's
+NO_NUMBER = "for a δ is no number there"
 SHOWN = (*GATED, "p100")  # p100 is one query among hundreds of thousands: printed, not gated
 
 
@@ -25,7 +28,7 @@ class GateResult:
         pair: full model and top-k model.
         full: δ_s of the full model by percentile (nats).
         topk: δ_h of the top-k model by percentile (nats).
-        failed: gated percentiles at which δ_h < δ_s does not hold.
+        failed: gated percentiles at which δ_h < δ_s does not hold, or cannot be told.
     """
 
     pair: Pair
@@ -37,6 +40,19 @@ class GateResult:
     def passed(self) -> bool:
         """Whether δ_h < δ_s at every gated percentile."""
         return not self.failed
+
+    @property
+    def unknown(self) -> tuple[str, ...]:
+        """Those of the failed percentiles at which a δ is no number, so that nobody can tell."""
+        return tuple(p for p in self.failed if math.isnan(self.full[p] + self.topk[p]))
+
+    @property
+    def fault(self) -> str:
+        """What keeps the pair from passing, in words; empty if nothing does."""
+        told = [p for p in self.failed if p not in self.unknown]
+        parts = [f"δ_h < δ_s fails at {', '.join(told)}"] if told else []
+        parts += [f"δ_h < δ_s cannot be told at {', '.join(self.unknown)}, {NO_NUMBER}"] if self.unknown else []
+        return "; ".join(parts)
 
 
 def dispersion_gate(findings: Findings) -> list[GateResult]:
@@ -67,10 +83,12 @@ def dispersion_gate(findings: Findings) -> list[GateResult]:
             "There is no full or top-k checkpoint to pair. Train both with: semdiag train even-pairs, and: "
             "semdiag train even-pairs --attention topk --k 5."
         )
-    dispersions = {name: rows["dispersion"] for name, rows in findings.measurements.queries.groupby("model")}
     results = []
     for pair in pairs:
-        full, topk = percentiles(dispersions[pair.full]), percentiles(dispersions[pair.other])
+        full, topk = (
+            percentiles(known_rows(findings, model, "dispersion")["dispersion"])
+            for model in (pair.full, pair.other)
+        )
         failed = tuple(p for p in GATED if not topk[p] < full[p])
         results.append(GateResult(pair, {p: full[p] for p in SHOWN}, {p: topk[p] for p in SHOWN}, failed))
     return results

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
-from semdiag.capturing.attention_kinds import KINDS
+from semdiag.capturing.attention_kinds import DENSE, KINDS
+from semdiag.findings.distributions import known_rows
+from semdiag.findings.divergence import diverged
 from semdiag.findings.findings import Findings
-from semdiag.measurement.measurements import Measurements
 from semdiag.measurement.percentiles import PERCENTILES, percentiles
+from semdiag.measurement.table import ALL
 from semdiag_models import InputError
 from semdiag_models.errors import unknown_name
 
@@ -62,7 +64,21 @@ class RuleResult:
     def passed(self) -> bool:
         """Whether the value is known and on the right side of the limit."""
         compare = _OPERATORS[self.rule.comparison]
-        return not math.isnan(self.value) and bool(compare(self.value, self.rule.limit))
+        return self.known and bool(compare(self.value, self.rule.limit))
+
+    @property
+    def known(self) -> bool:
+        """Whether there is a value; without one nobody can tell."""
+        return not math.isnan(self.value)
+
+    @property
+    def fault(self) -> str:
+        """What keeps the rule from passing, in words; empty if nothing does."""
+        if self.passed:
+            return ""
+        name = ".".join(filter(None, (self.rule.metric, self.rule.statistic)))
+        said = f"fails, {self.value:.4g}" if self.known else f"cannot be told, for {name} is no number"
+        return f"{self.rule.text} {said}"
 
 
 def parse_rule(text: str) -> Rule:
@@ -128,7 +144,8 @@ def apply_rules(findings: Findings, rules: list[Rule]) -> list[RuleResult]:
     """Apply every rule to every model that it chooses.
 
     A quantity that is undefined for a model — the separation where no key is dropped — does not concern it,
-    unless the rule's filter names such models only: then nothing satisfies it, and it fails.
+    unless the rule's filter names such models only: then nothing satisfies it, and it fails. Of a model whose
+    scores are NaN or infinite nobody can tell, which is no pass.
 
     Args:
         findings: of one or more models.
@@ -145,10 +162,19 @@ def apply_rules(findings: Findings, rules: list[Rule]) -> list[RuleResult]:
         chosen = [row for row in findings.measurements.models.to_dict("records") if _chooses(rule, row)]
         if not chosen:
             raise InputError(f"The rule {rule.text!r} chooses none of the models: nothing would be checked.")
-        found = [RuleResult(rule, row["model"], _value(findings.measurements, rule, row)) for row in chosen]
-        known = [result for result in found if not math.isnan(result.value)]
-        results += known or found
+        found = [RuleResult(rule, row["model"], _value(findings, rule, row)) for row in chosen]
+        concerned = [
+            result
+            for result, row in zip(found, chosen, strict=True)
+            if result.known or (_would_be_known(rule, row) and diverged(findings, row["model"]))
+        ]
+        results += concerned or found
     return results
+
+
+def _would_be_known(rule: Rule, row: dict[Any, Any]) -> bool:
+    """Whether a model has the rule's quantity as long as its scores are numbers."""
+    return rule.metric != "accuracy" and not (rule.metric == "separation" and row["attention"] in DENSE)
 
 
 def _chooses(rule: Rule, row: dict[Any, Any]) -> bool:
@@ -159,14 +185,11 @@ def _chooses(rule: Rule, row: dict[Any, Any]) -> bool:
     )
 
 
-def _value(measurements: Measurements, rule: Rule, row: dict[Any, Any]) -> float:
+def _value(findings: Findings, rule: Rule, row: dict[Any, Any]) -> float:
     if rule.metric in FACTS:
         value = row[rule.metric]
         return math.nan if value is None else float(value)
-    table = getattr(measurements, METRICS[rule.metric])
-    own = table[table["model"] == row["model"]]
-    if rule.layer is not None:
-        if rule.layer >= row["blocks"]:
-            raise InputError(f"The rule {rule.text!r}: {row['model']} has the layers 0 to {row['blocks'] - 1}.")
-        own = own[own["layer"] == rule.layer]
+    if rule.layer is not None and rule.layer >= row["blocks"]:
+        raise InputError(f"The rule {rule.text!r}: {row['model']} has the layers 0 to {row['blocks'] - 1}.")
+    own = known_rows(findings, row["model"], rule.metric, ALL if rule.layer is None else rule.layer)
     return float(percentiles(own[rule.metric])[rule.statistic])

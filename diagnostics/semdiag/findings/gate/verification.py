@@ -58,18 +58,10 @@ class Verification:
     @property
     def failures(self) -> list[str]:
         """What fails, one statement each."""
-        said = [f"{r.pair.label}: δ_h < δ_s fails at {', '.join(r.failed)}" for r in self.pairs if not r.passed]
-        for gate in self.layers:
-            if not gate.passed:
-                layers = ", ".join(map(str, gate.failing))
-                many = f"{len(gate.failing)} of {len(gate.full)} layers"
-                said.append(f"{gate.label}: δ_h < δ_s fails at the median of {many} ({layers})")
+        said = [f"{result.pair.label}: {result.fault}" for result in self.pairs if not result.passed]
+        said += [f"{gate.label}: {gate.fault}" for gate in self.layers if not gate.passed]
         said += [f"{invariant.name}: {invariant.words}" for invariant in self.invariants if not invariant.passed]
-        said += [
-            f"{result.model}: {result.rule.text} fails, {result.value:.4g}"
-            for result in self.rules
-            if not result.passed
-        ]
+        said += [f"{result.model}: {result.fault}" for result in self.rules if not result.passed]
         return said + [moved.words for moved in self.drifts]
 
     def summary(self) -> dict[str, Any]:
@@ -81,10 +73,12 @@ class Verification:
                 "delta_s": pair.full,
                 "delta_h": pair.topk,
                 "passed": pair.passed,
+                "unknown": pair.unknown,
                 "layers": {
                     "delta_s": gate.full,
                     "delta_h": gate.topk,
                     "failing": gate.failing,
+                    "unknown": gate.unknown,
                     "passed": gate.passed,
                 },
             }

@@ -9,6 +9,7 @@ import pandas as pd
 import torch
 
 from semdiag.capturing.attention_kinds import BOUNDED, HEAVY_HITTERS, rows_of
+from semdiag.findings.divergence import diverged
 from semdiag.findings.estimates import require_every_query
 from semdiag.findings.findings import Findings
 from semdiag.findings.pairing import Pair, differences
@@ -32,6 +33,7 @@ JUDGED_PERCENTILES = PAPER_PERCENTILES[:-1]  # the maximum is one query, or one 
 HEURISTIC = "percentiles of different queries are combined, as the paper does: a heuristic"
 ONE_K = "one k stands for rows of {} to {} keys: no bound, as the comparison of layers is"
 CLAIM = "the mask has the better guarantee in {}"
+DIVERGED = "attention scores of the pair are NaN or infinite, and of these no percentile is known"
 CLAIMS = {CLAIM.format(name): name for name in ("W", "X")}  # to the parameters that a condition speaks about
 NOT_COMPARABLE = CLAIM.format("W and X")
 LEFT_SIDES = {"paper": ("left side", 1.0), "sound": ("ln margin", 0.0)}  # name and threshold, by form
@@ -80,6 +82,8 @@ def corollary_findings(findings: Findings, pair: Pair) -> list[Finding]:
     known = full["attention"] == "full" and masked["attention"] in BOUNDED and masked["attention"] != "full"
     if not known or pd.isna(masked["k"]):
         return [_not_comparable(measurements, pair, str(full["attention"]), str(masked["attention"]))]
+    if any(diverged(findings, model) for model in (pair.full, pair.other)):
+        return [Finding(pair.label, NOT_COMPARABLE, "", "all", Verdict.NOTHING, {}, DIVERGED)]
     found, table = [], pair_percentiles(findings, pair)
     note = "; ".join([HEURISTIC, *differences(measurements.models, pair)])
     for form, parameter, condition, why in _conditions(measurements, pair, table):

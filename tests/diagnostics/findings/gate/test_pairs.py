@@ -5,6 +5,7 @@ import sys
 from dataclasses import replace
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 import typer
@@ -60,6 +61,16 @@ def test_the_maximum_is_shown_and_not_judged(made_up):
 def test_dispersions_that_are_no_numbers_fail(made_up):
     assert gate(made_up, LARGE, np.full(100, np.nan)).failed == GATED
     assert gate(made_up, np.full(100, np.nan), LARGE).failed == GATED
+
+
+def test_of_scores_that_are_no_numbers_nobody_can_tell(made_up):
+    """The dispersions of the other queries are finite and small, and say nothing of the model."""
+    measured = made_up(("f", LARGE, {}), ("t", LARGE / 2, TOPK))
+    broken = {"model": ["t"], "sample": [0], "layer": [0], "head": [0], "scores": [3]}
+    (result,) = dispersion_gate(Findings(measured.replace(non_finite=pd.DataFrame(broken))))
+    assert (result.passed, result.unknown) == (False, GATED)
+    assert result.fault == "δ_h < δ_s cannot be told at p50, p75, p90, p95, for a δ is no number there"
+    assert gate(made_up, LARGE / 2, LARGE).fault == "δ_h < δ_s fails at p50, p75, p90, p95"
 
 
 def test_every_pair_is_judged_on_its_own(made_up):

@@ -4,6 +4,7 @@ import math
 from contextlib import suppress
 
 import numpy as np
+import pandas as pd
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -105,3 +106,15 @@ def test_what_is_undefined_does_not_pass(made_up):
     (result,) = apply_rules(found, [parse_rule("dispersion.p50 < 9")])
     assert not result.passed
     assert math.isnan(result.value)
+
+
+def test_a_model_whose_scores_are_no_numbers_does_not_pass_beside_others(made_up):
+    models = ("full", VALUES, {}), ("top", VALUES / 5, {"attention": "topk", "k": 5}), ("fine", VALUES, {})
+    broken = [{"model": m, "sample": 0, "layer": 0, "head": 0, "scores": 1} for m in ("full", "top")]
+    found = Findings(made_up(*models).replace(non_finite=pd.DataFrame(broken)))
+    results = apply_rules(found, [parse_rule("dispersion.p50 < 100"), parse_rule("separation.p50 > 0")])
+    assert [(r.model, r.passed, r.known) for r in results] == [
+        ("full", False, False), ("top", False, False), ("fine", True, True),
+        ("top", False, False), ("fine", True, True),
+    ]  # fmt: skip
+    assert results[0].fault == "dispersion.p50 < 100 cannot be told, for dispersion.p50 is no number"

@@ -11,8 +11,11 @@ import pytest
 from semdiag.findings.findings import Findings
 from semdiag.findings.gate.drift import drift, read_baseline, tracked_numbers
 from semdiag.findings.gate.invariants import invariants
+from semdiag.findings.gate.junit import junit_xml
 from semdiag.findings.gate.layers import LayerGate, layer_gate
 from semdiag.findings.gate.pairs import dispersion_gate
+from semdiag.findings.gate.rules import parse_rule
+from semdiag.findings.gate.verification import Expectations, verify
 from semdiag.findings.strict_json import json_ready
 from semdiag.measurement.conditions import Conditions
 from semdiag.measurement.probes.noise.mask_tables import MASKS
@@ -96,6 +99,32 @@ def test_nothing_drifts_from_itself_and_a_small_move_is_allowed(findings, tmp_pa
     assert moved.quantity == "dispersion.p50"
     assert moved.was == entry["dispersion.p50"]
     assert drift(findings, baseline, tolerance=0.2) == []
+
+
+@pytest.fixture
+def diverged(measured, tiny_runs):
+    """The pair, with a score of the top-k model's second layer that is no number."""
+    bad = pd.DataFrame({"model": [str(tiny_runs.topk)], "sample": [0], "layer": [1], "head": [0], "scores": [3]})
+    return Findings(measured.replace(non_finite=bad))
+
+
+def test_of_a_diverged_model_nobody_can_tell_whether_it_moved(findings, diverged):
+    for baseline in (tracked_numbers(findings), tracked_numbers(diverged)):
+        moved = drift(diverged, baseline)
+        assert [m.quantity for m in moved] == [f"dispersion.{p}" for p in ("p50", "p75", "p90", "p95")]
+        assert all("nobody can tell" in m.words and "nan" not in m.words for m in moved)
+
+
+def test_what_is_said_of_a_diverged_pair_holds_nothing(diverged):
+    result = verify(diverged, Expectations([parse_rule("dispersion.p50 < 1e9")]))
+    (gate,) = result.layers
+    assert gate.unknown == (1,)
+    said = "\n".join(result.failures) + junit_xml(result)
+    assert "nan" not in said.replace(gate.label, "")
+    assert "cannot be told at p50, p75, p90, p95" in said
+    assert "cannot be told at the median of 1 of 2 layers (1)" in gate.fault
+    assert [r.known for r in result.rules] == [True, False]
+    assert json.dumps(result.summary(), allow_nan=False)
 
 
 def test_an_infinite_number_is_read_back_and_an_older_baseline_still_is(findings, tmp_path):

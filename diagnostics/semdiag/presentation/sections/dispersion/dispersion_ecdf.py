@@ -5,7 +5,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from semdiag.capturing.attention_kinds import DENSE
-from semdiag.findings.distributions import Percentiles, pooled_percentiles
+from semdiag.findings.distributions import Percentiles, known_rows, pooled_percentiles
 from semdiag.findings.findings import Findings
 from semdiag.presentation.drawing.curves import cumulative_curve
 from semdiag.presentation.drawing.panels import NothingToDrawError, Panel, panels_of
@@ -28,10 +28,8 @@ def dispersion_ecdf(findings: Findings) -> Figure:
         NothingToDrawError: if no query has a finite positive dispersion.
     """
     panels = panels_of(findings.measurements.models)
-    values = {
-        str(model): column
-        for model, column in findings.measurements.queries.groupby("model", sort=False)["dispersion"]
-    }
+    models = findings.measurements.queries["model"].unique()
+    values = {str(model): known_rows(findings, str(model), "dispersion")["dispersion"] for model in models}
     if not any(len(cumulative_curve(column)[0]) for column in values.values()):
         raise NothingToDrawError("No query has a finite dispersion above 0.")
     figure, axes = panel_grid(len(panels), sharex=True)
