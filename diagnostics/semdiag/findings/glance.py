@@ -1,5 +1,6 @@
 """The answer to each question of a report at one glance: a word, a number with its denominator, what it counts."""
 
+import operator
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -127,18 +128,23 @@ def separation_glance(findings: Findings) -> Glance:
     diverged = models["model"].isin(findings.measurements.non_finite["model"])
     sparse = models[(models["attention"] == "topk") & ~diverged]["model"]
     found = findings(pooled_percentiles, "separation")
-    tables = [found[model] for model in sparse if model in found]
-    if not tables:
+    every = [found[model] for model in models[models["attention"] == "topk"]["model"] if model in found]
+    tables = [found[model] for model in sparse if model in found and np.isfinite(found[model]["p5"])]
+    if not every:
         return Glance(Answer.OPEN, "0 models", "keep the keys with the largest scores")
+    if not tables:
+        words = "that keep the keys with the largest scores have a separation Δ that is a number"
+        return Glance(Answer.OPEN, f"0 of {_models(len(every))}", words)
     bad, queries = (sum(int(table[name]) for table in tables) for name in ("not_positive", "queries"))
     words = f"is the 5th percentile of the separation Δ of {_models(len(tables))} with top-k masks; {bad:,} of "
     words += f"{queries:,} queries{_drawn(findings)} have none (Δ ≤ 0, a tie)"
+    words += f"; of {len(every) - len(tables)} more it is no number" if len(tables) < len(every) else ""
     answer = Answer.DOES_NOT if bad and not drawn(findings) else Answer.MEASURED
     return Glance(answer, f"{_span([table['p5'] for table in tables], '{:.2g}')} nats", words)
 
 
 def learning_glance(findings: Findings) -> Glance:
-    """In how many pairs the top-k model was the first to learn its training data."""
+    """In how many pairs the top-k model was the first to learn its training data; ties are nobody's."""
     measurements = findings.measurements
     pairs = find_pairs(measurements.models[measurements.models["snapshot"] == "last"])[0]
     arrived = {
@@ -149,11 +155,14 @@ def learning_glance(findings: Findings) -> Glance:
     judged = [p for p in known if np.isfinite(min(arrived[p.full], arrived[p.other]))]
     if not judged:
         return Glance(Answer.OPEN, "0 pairs", "of a full and a top-k model of which one learned its training data")
-    first = sum(arrived[p.other] < arrived[p.full] for p in judged)
-    answer = Answer.HOLDS if first == len(judged) else Answer.DOES_NOT
-    words = (
-        "in which the top-k model reached 95 % training accuracy in fewer epochs; full attention has the others"
+    first, tied = (
+        sum(compare(arrived[p.other], arrived[p.full]) for p in judged) for compare in (operator.lt, operator.eq)
     )
+    behind = len(judged) - first - tied
+    answer = Answer.DOES_NOT if behind else Answer.OPEN if tied else Answer.HOLDS
+    words = "in which the top-k model reached 95 % training accuracy in fewer epochs"
+    words += f"; full attention did in {behind:,}" if behind else ""
+    words += f"; both needed as many in {tied:,}" if tied else ""
     return Glance(answer, _of(first, len(judged), "pair"), words)
 
 
@@ -224,7 +233,7 @@ def masks_glance(findings: Findings) -> Glance:
     own, supposed = rows[~without], rows[without]
     noise = f"stay the same under noise of {levels[len(levels) // 2]:g}"
     chosen = f"that top-{findings.measurements.provenance['mask_noise']['k']} would choose"
-    certified, changed = int(table["certified_rows"].sum()), int(table["certified_changed"].sum())
+    certified, changed = int(rows["certified_rows"].sum()), int(rows["certified_changed"].sum())
     tail = f"{changed:,} of {certified:,} certified ones changed"
     if own.empty:
         return Glance(
@@ -267,7 +276,7 @@ def _models(count: int) -> str:
 
 
 def _span(values: list[float], form: str | Callable[[float], str]) -> str:
-    """One number, or the smallest and the largest of several."""
+    """One number, or the smallest and the largest of several, all finite."""
     said = form.format if isinstance(form, str) else form
     low, high = (re.sub("^-", "−", said(end)) for end in (min(values), max(values)))
     signed = any(end.startswith(("−", "<", ">")) for end in (low, high))  # −3 to 98, 85 to > 99.9

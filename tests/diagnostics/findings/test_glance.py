@@ -22,9 +22,11 @@ from semdiag.findings.pairing import find_pairs
 from semdiag.findings.theory.corollary import corollary_findings
 from semdiag.findings.theory.finding import Verdict
 from semdiag.measurement.conditions import Conditions
+from semdiag.measurement.measurements import Measurements
 from semdiag.measurement.probes.noise.masks import NoisePlan
 from semdiag.measurement.probes.noise.secants import SecantsPlan
 from semdiag.measurement.survey import survey
+from semdiag.presentation.sections.separation.sentences import separation_in_short
 
 
 @pytest.fixture(scope="module")
@@ -118,6 +120,34 @@ def test_separations_that_are_not_positive_are_counted(pair):
     assert glance.number == f"{np.percentile(finite, 5):.2g} nats"
 
 
+@pytest.mark.parametrize("undefined", ["first", "last"])
+def test_a_separation_that_is_no_number_hides_no_other(pair, undefined):
+    """A top-k mask with as many keys as there are drops nothing: its Δ is undefined."""
+    topk = pair.of(pair.models["model"].iloc[1])
+    name = "whole/last.pt"
+    named = {t: getattr(topk, t).assign(model=name) for t in ("models", "queries", "loads")}
+    queries = named["queries"].assign(separation=np.inf)
+    whole = topk.replace(**named | {"queries": queries, "history": topk.history.iloc[:0]})
+    both = (whole, topk) if undefined == "first" else (topk, whole)
+    findings, alone = Findings(Measurements.concat(both)), separation_glance(Findings(topk))
+    glance = separation_glance(findings)
+    assert (glance.answer, glance.number) == (alone.answer, alone.number)
+    assert glance.words == f"{alone.words}; of 1 more it is no number"
+    said = separation_in_short(findings)
+    assert not any(re.search(r"\bnan\b", each) for each in said)
+    assert sum("no query drops a key, so that the separation Δ is undefined. The busiest" in s for s in said) == 1
+
+
+def test_of_a_diverged_model_no_separation_is_told(pair):
+    findings = Findings(diverged(pair))
+    glance = separation_glance(findings)
+    assert (glance.answer, glance.number) == (Answer.OPEN, "0 of 1 model")
+    (said,) = separation_in_short(findings)
+    assert said.endswith(
+        "neither the separation Δ nor key loads are numbers, for attention scores are NaN or infinite."
+    )
+
+
 @pytest.mark.parametrize(
     ("full", "topk", "answer", "number"),
     [
@@ -125,11 +155,21 @@ def test_separations_that_are_not_positive_are_counted(pair):
         ([0.96, 1.0], [0.5, 0.96], Answer.DOES_NOT, "0 of 1 pair"),
         ([0.5, 0.6], [0.5, 0.96], Answer.HOLDS, "1 of 1 pair"),
         ([0.5, 0.6], [0.5, 0.6], Answer.OPEN, "0 pairs"),
+        ([0.96, 1.0], [0.97, 1.0], Answer.OPEN, "0 of 1 pair"),
     ],
 )
 def test_who_learned_first(pair, full, topk, answer, number):
     glance = learning_glance(Findings(history(pair, full, topk)))
     assert (glance.answer, glance.number) == (answer, number)
+
+
+def test_ties_are_nobodys_and_said(pair):
+    glance = learning_glance(Findings(history(pair, [0.96, 1.0], [0.97, 1.0])))
+    assert glance.words.endswith("in fewer epochs; both needed as many in 1")
+    behind = learning_glance(Findings(history(pair, [0.96, 1.0], [0.5, 1.0])))
+    assert behind.words.endswith("in fewer epochs; full attention did in 1")
+    ahead = learning_glance(Findings(history(pair, [0.5, 1.0], [0.97, 1.0])))
+    assert ahead.words.endswith("in fewer epochs")
 
 
 def test_exceeded_bounds_have_their_denominator(pair):

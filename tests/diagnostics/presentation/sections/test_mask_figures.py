@@ -3,10 +3,12 @@
 import re
 
 import numpy as np
+import pandas as pd
 import pytest
 from matplotlib.text import Text
 
 from semdiag.findings.findings import Findings
+from semdiag.findings.glance import masks_glance
 from semdiag.findings.mask_stability import mask_summary
 from semdiag.findings.rerun import change_table
 from semdiag.measurement.measurements import Measurements
@@ -146,10 +148,24 @@ def test_what_is_said_of_masks(pair, probed):
 
 def test_a_certified_row_that_changed_is_called_an_error(pair, probed):
     found = probed(pair)
-    found.masks.loc[found.masks.index[0], "certified_changed"] = 1
+    told = found.masks.index[found.masks["level"] == LEVELS[1]]  # the level that the first screen tells
+    found.masks.loc[told[0], "certified_changed"] = 1
     assert "Certified rows that changed: 1 of" in masks_in_short(Findings(found))[0]
     assert "which is an error of semdiag" in masks_in_short(Findings(found))[0]
     assert mask_summary(Findings(found))["results"][0]["certified_changed"] == 1
+
+
+def test_certified_rows_are_those_of_the_noise_that_is_named(pair, probed):
+    """Of another level there are other certified rows, of which the first screen counts none."""
+    found = probed(pair)
+    (alone,), tile = masks_in_short(Findings(found)), masks_glance(Findings(found))
+    others = [found.masks.assign(level=found.masks["level"] * factor, certified=1.0) for factor in (1e-3, 1e3)]
+    both = found.replace(masks=pd.concat([*others, found.masks], ignore_index=True))
+    assert masks_in_short(Findings(both)) == [alone]
+    assert masks_glance(Findings(both)) == tile
+    both.masks.loc[both.masks.index[0], "certified_changed"] = 2
+    (said,) = masks_in_short(Findings(both))
+    assert said == alone[:-1] + " (and 2 under other noise or of other snapshots), which is an error of semdiag."
 
 
 def test_what_is_said_of_other_k(pair, probed):

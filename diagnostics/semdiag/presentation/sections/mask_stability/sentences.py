@@ -13,7 +13,7 @@ from semdiag.presentation.sections.mask_stability.panels import mask_facts, nois
 
 
 def masks_in_short(findings: Findings) -> list[str]:
-    """The first screen's sentence on masks under noise: pooled, last snapshots only.
+    """The first screen's sentence on masks under noise: pooled, one level of it, last snapshots only.
 
     Args:
         findings: with or without masks.
@@ -22,20 +22,26 @@ def masks_in_short(findings: Findings) -> list[str]:
         return []
     table = findings(mask_table)
     table = table[table["layer"] == ALL]
-    level = table["level"].unique()[len(table["level"].unique()) // 2]
-    parts = []
-    for model, label in model_labels(findings.measurements.models, last_only=True).items():
-        row = table[(table["model"] == model) & (table["level"] == level)]
-        parts += (
-            [f"{label} {row['exact'].iloc[0]:.0%} (certified {row['certified'].iloc[0]:.0%})"] if len(row) else []
-        )
+    levels = sorted(table["level"].unique())
+    if not levels:
+        return []
+    level = levels[len(levels) // 2]
+    labels = model_labels(findings.measurements.models, last_only=True)
+    told = table[(table["level"] == level) & table["model"].isin(labels)].set_index("model")
+    parts = [
+        f"{label} {told.loc[model, 'exact']:.0%} (certified {told.loc[model, 'certified']:.0%})"
+        for model, label in labels.items()
+        if model in told.index
+    ]
     if not parts:
         return []
-    changed = int(table["certified_changed"].sum())
-    fault = ", which is an error of semdiag" if changed else ""
+    changed, certified = int(told["certified_changed"].sum()), int(told["certified_rows"].sum())
+    others = int(table["certified_changed"].sum()) - changed
+    more = f" (and {others:,} under other noise or of other snapshots)" if others else ""
+    fault = f"{more}, which is an error of semdiag" if changed or others else ""
     return [
         f"Masks that survive noise of {noise_words(findings, float(level))} unchanged: {'; '.join(parts)}. "
-        f"Certified rows that changed: {changed:,} of {int(table['certified_rows'].sum()):,}{fault}."
+        f"Certified rows that changed: {changed:,} of {certified:,}{fault}."
     ]
 
 

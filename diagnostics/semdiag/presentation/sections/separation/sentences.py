@@ -1,7 +1,10 @@
 """How far apart kept and dropped scores are, in sentences."""
 
+import math
+
 from semdiag.capturing.attention_kinds import DENSE
 from semdiag.findings.distributions import pooled_percentiles
+from semdiag.findings.divergence import diverged
 from semdiag.findings.estimates import SAMPLED, drawn
 from semdiag.findings.findings import Findings
 from semdiag.presentation.drawing.panels import panels_of
@@ -16,11 +19,22 @@ def separation_in_short(findings: Findings) -> list[str]:
     said = []
     for panel in panels_of(models) if len(models) else []:
         for series in panel.series:
-            table, loads = (findings(pooled_percentiles, name)[series.model] for name in ("separation", "load"))
-            said.append(
-                f"{panel.title}, {series.label}: the separation Δ has the median {table['p50']:.2g} nats, 5 % of "
-                f"the queries lie below {table['p5']:.2g}, and {table['not_positive']:,} of {table['queries']:,} "
-                f"are not positive. The busiest key is kept by {loads['p100']:g} queries"
-                f"{f', {SAMPLED}' if series.model in drawn(findings) else ''}."
-            )
+            said.append(f"{panel.title}, {series.label}: {_separation(findings, series.model)}")
     return said or ["No model drops a key: separation is undefined for full attention."]
+
+
+def _separation(findings: Findings, model: str) -> str:
+    """Median and lower end of one model's Δ and its busiest key, or why they are no numbers."""
+    if diverged(findings, model):
+        return "neither the separation Δ nor key loads are numbers, for attention scores are NaN or infinite."
+    table, loads = (findings(pooled_percentiles, name)[model] for name in ("separation", "load"))
+    said = "no query drops a key, so that the separation Δ is undefined"
+    if table["undefined"] < table["queries"]:
+        said = (
+            f"the separation Δ has the median {table['p50']:.2g} nats, 5 % of the queries lie below "
+            f"{table['p5']:.2g}, and {table['not_positive']:,} of {table['queries']:,} are not positive"
+        )
+    if math.isnan(loads["p100"]):
+        return f"{said}."
+    busiest = f"{loads['p100']:g} quer{'y' if loads['p100'] == 1 else 'ies'}"
+    return f"{said}. The busiest key is kept by {busiest}{f', {SAMPLED}' if model in drawn(findings) else ''}."
