@@ -1,5 +1,6 @@
 """``semdiag overlap``."""
 
+import math
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -41,6 +42,7 @@ def _print(findings: "Findings") -> None:
     from semdiag.commands.printing.console import number, number_table, wide_console
     from semdiag.commands.printing.titles import title
     from semdiag.findings.overlap import overlap_summary
+    from semdiag.findings.strict_json import number_from_json
     from semdiag.measurement.table import ALL
 
     console = wide_console()
@@ -50,6 +52,8 @@ def _print(findings: "Findings") -> None:
         table = number_table(heads, names=1, least=["pairs", "95 %"], kept=["index", "at random"])
         for row in result["overlap"]:
             layers = ("all", "all") if row["layer"] == ALL else (str(row["layer"]), str(row["other_layer"]))
-            index = f"{row['jaccard']:.3f}", f"{row['low']:.3f}–{row['high']:.3f}", f"{row['chance']:.3f}"
+            low, high = number_from_json(row["low"]), number_from_json(row["high"])
+            span = "no interval" if math.isnan(low + high) else f"{low:.3f}–{high:.3f}"
+            index = f"{row['jaccard']:.3f}", span, f"{row['chance']:.3f}"
             table.add_row(row["what"], *layers, number(row["pairs"]), *index)
         console.print(table)

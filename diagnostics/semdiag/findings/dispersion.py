@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,8 @@ from semdiag.findings.findings import Findings
 from semdiag.findings.gate.pairs import GateResult, dispersion_gate
 from semdiag.findings.layered_summary import Percentile, by_layer, without
 from semdiag.findings.pairing import Pair, find_pairs
-from semdiag.findings.resampling import Interval, ratio_interval
+from semdiag.findings.resampling import Interval, interval_words, ratio_interval
+from semdiag.findings.shares import ratio_words
 from semdiag.findings.strict_json import Summary
 
 _WHEN = {"last": "", "initialisation": "At initialisation: ", "best": "Best snapshots: "}
@@ -80,11 +82,13 @@ class PairComparison:
         gate: pooled percentiles of both, and whether δ_h < δ_s at p50, p75, p90 and p95.
         ratio: of the pooled medians, with a 95 % interval from resampled sequences.
         snapshot: which snapshots were compared.
+        samples: sequences behind the ratio, of the side with fewer.
     """
 
     gate: GateResult
     ratio: Interval
     snapshot: str
+    samples: int
 
     @property
     def answer(self) -> str:
@@ -102,11 +106,11 @@ class PairComparison:
         if self.gate.unknown:
             return f"{start}: nobody can tell which model has the smaller dispersion, for a δ is no number."
         alike = ratio.low < ratio.high and round(ratio.low, 2) == round(ratio.high, 2)
-        digits = 3 if alike else 2  # that tell the interval's ends apart
-        medians = (
-            f"median δₕ {topk['p50']:.3g} against δₛ {full['p50']:.3g} nats, ratio {ratio.estimate:.{digits}f}, "
-            f"95 % interval {ratio.low:.{digits}f} to {ratio.high:.{digits}f}"
-        )
+        said = partial(ratio_words, digits=3 if alike else 2)  # that tells the interval's ends apart
+        medians = f"median δₕ {topk['p50']:.3g} against δₛ {full['p50']:.3g} nats"
+        if math.isfinite(ratio.estimate):
+            interval = interval_words(ratio.low, ratio.high, said, self.samples)
+            medians += f", ratio {said(ratio.estimate)}, {interval}"
         if self.gate.passed:
             where = "at the 50th, 75th, 90th and 95th percentile"
             return f"{start}: the top-k model has the smaller dispersion {where} ({medians})."
@@ -150,7 +154,8 @@ def pair_comparisons(findings: Findings) -> list[PairComparison]:
     for gate in dispersion_gate(Findings(measurements.replace(models=models))):
         other, full = (known_rows(findings, m, "dispersion") for m in (gate.pair.other, gate.pair.full))
         ratio = ratio_interval(other, full, resamples=RESAMPLES)
-        found.append(PairComparison(gate, ratio, snapshots[gate.pair.other]))
+        samples = min(other["sample"].nunique(), full["sample"].nunique())
+        found.append(PairComparison(gate, ratio, snapshots[gate.pair.other], samples))
     return sorted(found, key=lambda comparison: comparison.snapshot != "last")
 
 

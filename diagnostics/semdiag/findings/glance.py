@@ -18,7 +18,7 @@ from semdiag.findings.estimates import drawn, in_part
 from semdiag.findings.findings import Findings
 from semdiag.findings.mask_stability import mask_table
 from semdiag.findings.pairing import compared_pairs, find_pairs
-from semdiag.findings.shares import percent
+from semdiag.findings.shares import percent, ratio_words
 from semdiag.findings.theory.bounds import bounds_findings
 from semdiag.findings.theory.corollary import CLAIMS, JUDGED_PERCENTILES
 from semdiag.findings.theory.finding import Verdict
@@ -101,7 +101,7 @@ def dispersion_glance(findings: Findings) -> Glance:
 def _ratios(name: str, pairs: Sequence[PairComparison]) -> list[str]:
     """The range of the ratios of the medians that are numbers; nothing if none is."""
     ratios = [pair.ratio.estimate for pair in pairs if np.isfinite(pair.ratio.estimate)]
-    return [f"{name} {_span(ratios, '{:.2f}')}"] if ratios else []
+    return [f"{name} {_span(ratios, ratio_words)}"] if ratios else []
 
 
 def within_glance(findings: Findings) -> Glance:

@@ -6,7 +6,7 @@ are read (:func:`tail_levels`). How often the intervals hold the truth then: doc
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,26 +24,70 @@ def tail_levels(units: int, confidence: float = 0.95) -> tuple[float, float]:
     Deviation: none.
 
     Args:
-        units: n ≥ 1, what is drawn with replacement: sequences, planes.
+        units: n ≥ 2, what is drawn with replacement: sequences, planes.
         confidence: 1 − α, in (0, 1).
 
     Returns:
-        Two percentiles in [0, 100]; the extremes for a single unit, of which nothing varies.
+        Two percentiles in [0, 100].
+
+    Raises:
+        ValueError: for a single unit, of which nothing varies and no interval is known.
 
     Example:
         >>> [round(level, 2) for level in tail_levels(8)], [round(level, 2) for level in tail_levels(10_000)]
         ([0.57, 99.43], [2.5, 97.5])
     """
     if units < 2:
-        return 0.0, 100.0
+        raise ValueError("A single unit has no interval.")
     reach = math.sqrt(units / (units - 1)) * float(scipy.stats.t.ppf((1 + confidence) / 2, units - 1))
     tail = 100 * float(scipy.stats.norm.sf(reach))
     return tail, 100 - tail
 
 
+def interval_ends(resampled: NDArray[np.float64], units: int, confidence: float = 0.95) -> tuple[float, float]:
+    """The ends of an interval: resampled values at :func:`tail_levels`.
+
+    Args:
+        resampled: of an estimate.
+        units: n ≥ 1, what was drawn with replacement.
+        confidence: 1 − α, in (0, 1).
+
+    Returns:
+        Both ends; NaN for a single unit, or where a resampled value is NaN.
+
+    Example:
+        >>> interval_ends(np.array([2.0, 2.0]), units=2), interval_ends(np.array([2.0, 2.0]), units=1)
+        ((2.0, 2.0), (nan, nan))
+    """
+    if units < 2 or not resampled.size:
+        return math.nan, math.nan
+    low, high = np.percentile(resampled, tail_levels(units, confidence))
+    return float(low), float(high)
+
+
+def interval_words(
+    low: float, high: float, said: Callable[[float], str] = "{:.2f}".format, samples: int | None = None
+) -> str:
+    """An interval in a sentence, or that there is none.
+
+    Args:
+        low: its lower end; NaN: there is none.
+        high: its upper end; NaN likewise.
+        said: a number in words.
+        samples: how many sequences were resampled, where that is known.
+
+    Example:
+        >>> interval_words(0.61, 0.76), interval_words(math.nan, math.nan, samples=1)
+        ('95 % interval 0.61 to 0.76', 'one sample: no interval')
+    """
+    if math.isnan(low) or math.isnan(high):
+        return "one sample: no interval" if samples == 1 else "no interval"
+    return f"95 % interval {said(low)} to {said(high)}"
+
+
 @dataclass(frozen=True)
 class Interval:
-    """An estimate with the range that holds it with the given confidence."""
+    """An estimate with the range that holds it with the given confidence; NaN where there is none."""
 
     estimate: float
     low: float
@@ -74,7 +118,8 @@ def ratio_interval(
         seed: of the draws.
 
     Returns:
-        Estimate and interval; NaN where a side has no finite value, or the denominator is 0.
+        Estimate and interval; NaN where a side has no finite value, or the denominator is 0; of one sequence
+        there is no interval.
 
     Raises:
         ValueError: if a side has no samples.
@@ -93,8 +138,7 @@ def ratio_interval(
         for side, times in zip((above, below), zip(every, *draws, strict=True), strict=True)
     )
     ratios = np.divide(tops, bottoms, out=np.full(len(tops), np.nan), where=bottoms != 0)
-    low, high = np.percentile(ratios[1:], tail_levels(min(above.count, below.count), confidence))
-    return Interval(float(ratios[0]), float(low), float(high))
+    return Interval(float(ratios[0]), *interval_ends(ratios[1:], min(above.count, below.count), confidence))
 
 
 _AT_ONCE = 2**21  # numbers that one step of resampling holds
@@ -254,8 +298,4 @@ def _rank_correlation(ties: list[NDArray[np.int64]], weights: NDArray[np.int64])
 
 
 def _interval(estimate: float, resampled: NDArray[np.float64], units: int, confidence: float) -> Interval:
-    known = resampled[np.isfinite(resampled)]
-    if not known.size:
-        return Interval(estimate, float("nan"), float("nan"))
-    low, high = np.percentile(known, tail_levels(units, confidence))
-    return Interval(estimate, float(low), float(high))
+    return Interval(estimate, *interval_ends(resampled[np.isfinite(resampled)], units, confidence))

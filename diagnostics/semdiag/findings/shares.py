@@ -1,4 +1,4 @@
-"""Shares in per cent, such that all and nearly all, none and hardly any read differently."""
+"""Shares in per cent and ratios, such that all and nearly all, none and hardly any read differently."""
 
 
 def percent(share: float, digits: int = 0) -> str:
@@ -17,3 +17,18 @@ def percent(share: float, digits: int = 0) -> str:
         return said
     said = f"{100 * share:.1f}"
     return {"0.0": "< 0.1", "100.0": "> 99.9"}.get(said, said)
+
+
+def ratio_words(ratio: float, digits: int = 2) -> str:
+    """Say a ratio with some digits after the point, or with two that count where these would all be 0.
+
+    Args:
+        ratio: a number.
+        digits: after the point.
+
+    Example:
+        >>> [ratio_words(ratio) for ratio in (0.714, 0.004, 4e-05, 0)]
+        ['0.71', '0.004', '4e-05', '0.00']
+    """
+    said = f"{ratio:.{digits}f}"
+    return said if ratio == 0 or float(said) != 0 else f"{ratio:.2g}"

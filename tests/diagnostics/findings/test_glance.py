@@ -88,6 +88,21 @@ def corollary_sentences(findings):
     return [found[0].note]
 
 
+def test_one_sample_has_no_interval_and_small_ratios_keep_their_digits(pair):
+    """A ratio of hundred-thousandths is not 0.00, and of δ = 0 there is none."""
+    full = pair.queries["model"].str.contains("full")
+    few = pair.queries["sample"] == pair.queries["sample"].iloc[0]
+    queries = pair.queries[few].assign(dispersion=np.where(full[few], 1.0, 4e-5))
+    one = Findings(pair.replace(queries=queries))
+    (said,) = (each.sentence for each in pair_comparisons(one))
+    assert said.endswith("(median δₕ 4e-05 against δₛ 1 nats, ratio 4e-05, one sample: no interval).")
+    assert "(ratio of the medians 4e-05)" in dispersion_glance(one).words
+    flat = Findings(pair.replace(queries=pair.queries.assign(dispersion=0.0)))
+    (said,) = (each.sentence for each in pair_comparisons(flat))
+    assert said.endswith("(median δₕ 0 against δₛ 0 nats).")
+    assert "ratio" not in dispersion_glance(flat).words
+
+
 def test_before_training_a_smaller_dispersion_is_no_focus(pair):
     """A mask alone has the smaller range; beside trained pairs the ratio is told."""
     factor = pair.queries["model"].str.contains("full").map({True: 100.0, False: 1.0})

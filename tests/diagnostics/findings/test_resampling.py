@@ -8,7 +8,13 @@ import pytest
 from scipy.stats import spearmanr
 
 from semdiag.findings import resampling
-from semdiag.findings.resampling import mean_interval, rank_correlation_interval, ratio_interval, tail_levels
+from semdiag.findings.resampling import (
+    mean_interval,
+    rank_correlation_interval,
+    ratio_interval,
+    sum_ratio_interval,
+    tail_levels,
+)
 
 
 def queries(table):
@@ -53,6 +59,23 @@ def test_intervals_of_few_sequences_cover_as_often_as_they_say(law, units):
     level = known[law, units]
     covered = ((low <= truth) & (truth <= high)).mean()
     assert covered >= level - 3.5 * math.sqrt(level * (1 - level) / cases)
+
+
+def test_one_sequence_has_no_interval():
+    """Nothing varies between draws of one sequence; that is no certainty."""
+    one = queries([[1.0, 2.0, 4.0]]).assign(other=[1.0, 3.0, 2.0])
+    for found in (
+        ratio_interval(one, queries([[2.0, 3.0, 9.0]])),
+        ratio_interval(one, queries(np.ones((5, 3)))),
+        mean_interval(one, "dispersion"),
+        sum_ratio_interval(np.array([3.0]), np.array([2.0])),
+        rank_correlation_interval(one, "dispersion", "other"),
+    ):
+        assert math.isfinite(found.estimate)
+        assert math.isnan(found.low)
+        assert math.isnan(found.high)
+    with pytest.raises(ValueError, match="single unit"):
+        tail_levels(1)
 
 
 def test_the_interval_of_a_mean_of_8_sequences_is_students():

@@ -176,4 +176,6 @@ def interval(low: float, high: float) -> str:
         >>> interval(92.61, 93.08), interval(-0.2, 0.1)
         ('92.6–93.1', '-0.2 to 0.1')
     """
+    if math.isnan(low) or math.isnan(high):
+        return "no interval"
     return (" to " if low < 0 or high < 0 else "–").join(ends(low, high))

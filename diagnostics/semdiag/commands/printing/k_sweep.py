@@ -8,6 +8,7 @@ from semdiag.commands.printing.console import ends, number, number_table, wide_c
 from semdiag.commands.printing.titles import title
 from semdiag.findings.findings import Findings
 from semdiag.findings.k_sweep import k_sweep_summary
+from semdiag.findings.resampling import interval_words
 from semdiag.findings.strict_json import number_from_json
 from semdiag.findings.theory.corollary import JUDGED_PERCENTILES
 from semdiag.measurement.table import ALL
@@ -52,7 +53,7 @@ def _rerun_table(result: Summary) -> Any:
         "keys": lambda r: _share(r["share"]),
         "weight": lambda r: _share(r["mass"]),
         f"Δ {measure}": lambda r: _change(r["change"]),
-        "95 % interval": lambda r: " to ".join(ends(_shown(r["low"]), _shown(r["high"]))),
+        "95 % interval": _interval,
         "by weight": lambda r: _change(r["by_mass"]),
         "random": lambda r: _change(control.get(r["k"])),
         "ppl ×": lambda r: number(math.exp(min(r["change"], 700))) if measure == "loss" else "–",
@@ -67,6 +68,13 @@ def _rerun_table(result: Summary) -> Any:
     for line in cells:
         table.add_row(*(line[at] for at in kept))
     return table
+
+
+def _interval(row: Summary) -> str:
+    low, high = _shown(row["low"]), _shown(row["high"])
+    if math.isnan(low) or math.isnan(high):
+        return interval_words(low, high, samples=row["samples"])
+    return " to ".join(ends(low, high))
 
 
 def _change(value: float | str | None) -> str:

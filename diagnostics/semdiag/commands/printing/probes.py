@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from semdiag.commands.printing.console import ends, number, number_table, wide_console
+from semdiag.commands.printing.console import interval, number, number_table, wide_console
 from semdiag.commands.printing.titles import title
 from semdiag.commands.printing.verdicts import verdict_line
 from semdiag.findings.findings import Findings
@@ -68,7 +68,10 @@ def print_lipschitz(findings: Findings) -> None:
         table = number_table(["radius (‖θ‖)", *(f"p{p}" for p in percentiles)], names=1)
         for radius in sorted({row["radius"] for row in pair["ratios"]}):
             rows = [row for row in pair["ratios"] if row["radius"] == radius]
-            cells = [f"{number(r['estimate'])} ({'–'.join(ends(r['low'], r['high']))})" for r in rows]
+            cells = [
+                f"{number(r['estimate'])} ({interval(*map(number_from_json, (r['low'], r['high'])))})"
+                for r in rows
+            ]
             table.add_row(number(radius), *cells)
         console.print(table)
     console.print(summary["scope"])

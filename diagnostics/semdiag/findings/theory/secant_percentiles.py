@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from semdiag.findings.findings import Findings
 from semdiag.findings.pairing import Pair
-from semdiag.findings.resampling import tail_levels
+from semdiag.findings.resampling import interval_ends
 from semdiag.measurement.measurements import Measurements
 
 PERCENTILES = (50, 75, 95, 99)  # of the paper's Fig. 10
@@ -40,7 +40,7 @@ def secant_percentiles(findings: Findings, seed: int = 0) -> pd.DataFrame:
         shared |= {"pairs": len(secants), "planes": len(planes)}
         for place, percentile in enumerate(PERCENTILES):
             estimate = float(np.percentile(planes, percentile))
-            low, high = np.percentile(draws[0][:, place], tail_levels(len(planes)))
+            low, high = interval_ends(draws[0][:, place], len(planes))
             rows.append({**shared, "percentile": percentile, "estimate": estimate, "low": low, "high": high})
     columns = ["model", "radius", "distance", "pairs", "planes", "percentile", "estimate", "low", "high"]
     return pd.DataFrame(rows, columns=columns)
@@ -76,9 +76,9 @@ def secant_ratios(findings: Findings, pair: Pair, seed: int = 0) -> pd.DataFrame
             with np.errstate(divide="ignore", invalid="ignore"):
                 ratios = other[:, place] / full[:, place]
                 estimate = float(np.divide(*once))
-            low, high = np.percentile(ratios, tail_levels(len(above)))
+            low, high = interval_ends(ratios, len(above))
             row = {"radius": radius, "percentile": percentile, "planes": len(above), "estimate": estimate}
-            rows.append({**row, "low": float(low), "high": float(high)})
+            rows.append({**row, "low": low, "high": high})
     return pd.DataFrame(rows, columns=["radius", "percentile", "planes", "estimate", "low", "high"])
 
 

@@ -31,7 +31,7 @@ def dispersion_ratio(findings: Findings) -> Figure:
     compared = set(ratios["model"])
     panels = [p for p in panels_of(findings.measurements.models) if any(s.model in compared for s in p.series)]
     figure, axes = panel_grid(len(RATIO_PERCENTILES) * len(panels), columns=len(RATIO_PERCENTILES))
-    low, high = ratios["low"].min(), ratios["high"].max()
+    low, high = ratios[["ratio", "low"]].min().min(), ratios[["ratio", "high"]].max().max()
     places = [(panel, percentile) for panel in panels for percentile in RATIO_PERCENTILES]
     for ax, (panel, percentile) in zip(axes, places, strict=True):
         _scale(ax, min(low, 0.5), max(high, 2.0))
@@ -56,7 +56,7 @@ def _scale(ax: Axes, low: float, high: float) -> None:
 def _draw(ax: Axes, panel: Panel, ratios: pd.DataFrame) -> None:
     sparse = [series for series in panel.series if series.attention != "full"]
     for place, series in enumerate(sparse):
-        rows = ratios[ratios["model"] == series.model].dropna()
+        rows = ratios[ratios["model"] == series.model].dropna(subset=["ratio"])
         control = series.attention != "topk"
         color = lightened(series.style.color, 0.35) if control else series.style.color
         ax.errorbar(

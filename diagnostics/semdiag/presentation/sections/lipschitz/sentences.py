@@ -40,7 +40,9 @@ def _ordering(own: Sequence[Finding]) -> str:
         f"{f.numbers['largest ratio']:.2g})"
         for f in own
     ]
-    planes = f"{own[0].numbers['planes']:.0f} random planes, by 95 % intervals"
+    many = own[0].numbers["planes"]
+    planes = f"{many:.0f} random planes, by 95 % intervals" if many > 1 else "one random plane: no interval"
+    verdict = verdict if many > 1 else "cannot be told"
     return f"{start} {verdict}: {'; '.join(parts)}; {planes}, one training run each."
 
 

@@ -1,9 +1,14 @@
 """The section ``overlap`` of a report: its figure, sentences and tables."""
 
+import math
+from collections.abc import Mapping
+from typing import Any
+
 from semdiag.capturing.attention_kinds import DENSE
 from semdiag.findings.findings import Findings
 from semdiag.findings.glance import measured_glance
 from semdiag.findings.overlap import overlap_table
+from semdiag.findings.resampling import interval_words
 from semdiag.measurement.table import ALL
 from semdiag.presentation.drawing.panels import model_labels
 from semdiag.presentation.section import Question, Section, Shown
@@ -15,6 +20,12 @@ _BETWEEN = {
     "heads": "two heads of a layer",
     "previous": "a query and the one before it",
 }
+
+
+def _interval(row: Mapping[Any, Any]) -> str:
+    if math.isnan(row["low"] + row["high"]):
+        return interval_words(row["low"], row["high"], samples=row["samples"])
+    return f"{row['low']:.2f} to {row['high']:.2f}"
 
 
 def overlap_sentences(findings: Findings) -> list[str]:
@@ -32,7 +43,7 @@ def overlap_sentences(findings: Findings) -> list[str]:
     for model, label in model_labels(models).items():
         own = table[(table["model"] == model) & (table["layer"] == ALL)]
         parts = [
-            f"{_BETWEEN[row['what']]} {row['jaccard']:.2f} ({row['low']:.2f} to {row['high']:.2f}; at random "
+            f"{_BETWEEN[row['what']]} {row['jaccard']:.2f} ({_interval(row)}; at random "
             f"{row['chance']:.2f}; {row['pairs']:,} pairs, {row['samples']:,} samples)"
             for row in own.to_dict("records")
         ]
