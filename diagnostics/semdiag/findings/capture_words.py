@@ -3,6 +3,7 @@
 from semdiag.capturing.attention_kinds import external
 from semdiag.findings.findings import Findings
 from semdiag.findings.gate.invariants import RESIDUAL
+from semdiag.findings.shares import number_words
 
 _MISSED = 1e-3  # a larger residual says that a bias, a mask or the like was not captured
 
@@ -27,7 +28,7 @@ def capture_sentences(findings: Findings) -> list[str]:
             "there is no residual, attention recomputed from what was captured, of scores that are no numbers."
             if diverged.all()
             else "the largest residual, attention recomputed from what was captured against what the model "
-            f"computed, is {worst:.1g}."
+            f"computed, is {number_words(worst, '{:.1g}'.format)}."
         )
     ]
     limit = max(_MISSED, RESIDUAL.get(str(measurements.provenance.get("dtype")), 0))
@@ -39,7 +40,8 @@ def capture_sentences(findings: Findings) -> list[str]:
             said.append(f"Warning: not every attention layer was captured of {row['model']}. {listed}".rstrip())
         if not row["diverged"] and not row["residual"] < limit:
             said.append(
-                f"Warning: the residual of {row['model']} is {row['residual']:.1g}. Something of its attention "
+                f"Warning: the residual of {row['model']} is "
+                f"{number_words(row['residual'], '{:.1g}'.format)}. Something of its attention "
                 f"was not captured, and its numbers may mean nothing; the last section says in which layer."
             )
     return said

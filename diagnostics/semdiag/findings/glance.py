@@ -18,7 +18,7 @@ from semdiag.findings.estimates import drawn, in_part
 from semdiag.findings.findings import Findings
 from semdiag.findings.mask_stability import mask_table
 from semdiag.findings.pairing import compared_pairs, find_pairs
-from semdiag.findings.shares import percent, ratio_words
+from semdiag.findings.shares import keys_words, percent, ratio_words
 from semdiag.findings.theory.bounds import bounds_findings
 from semdiag.findings.theory.corollary import CLAIMS, JUDGED_PERCENTILES
 from semdiag.findings.theory.finding import Verdict
@@ -115,7 +115,7 @@ def within_glance(findings: Findings) -> Glance:
     dense = measurements.models[measurements.models["attention"].isin(DENSE)]["model"]
     kept = {model: found for model in dense if (found := findings(what_k_keeps, model, k))}
     if not kept:
-        return Glance(Answer.OPEN, "0 queries", f"have more than {k} keys and scores that are numbers")
+        return Glance(Answer.OPEN, "0 queries", f"have more than {keys_words(k)} and scores that are numbers")
     count = int(((queries["keys"] > k) & queries["model"].isin(kept)).sum())
     words = f"of its weight the median query has on its {k} largest scores"
     words += f" ({count:,} queries{' drawn or kept' * in_part(findings)} of {_models(len(kept))})"

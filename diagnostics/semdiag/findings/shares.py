@@ -1,4 +1,7 @@
-"""Shares in per cent and ratios, such that all and nearly all, none and hardly any read differently."""
+"""Numbers in words: nearly all does not read as all, hardly any not as none, and no number is called so."""
+
+import math
+from collections.abc import Callable
 
 
 def percent(share: float, digits: int = 0) -> str:
@@ -32,3 +35,22 @@ def ratio_words(ratio: float, digits: int = 2) -> str:
     """
     said = f"{ratio:.{digits}f}"
     return said if ratio == 0 or float(said) != 0 else f"{ratio:.2g}"
+
+
+def number_words(value: float, said: Callable[[float], str] = "{:.3g}".format) -> str:
+    """Say a number, or that it is none.
+
+    Args:
+        value: a number, infinity or NaN.
+        said: a number in words.
+
+    Example:
+        >>> number_words(0.12345), number_words(math.nan)
+        ('0.123', 'no number')
+    """
+    return "no number" if math.isnan(value) else said(value)
+
+
+def keys_words(count: int) -> str:
+    """A number of keys, as in ``1 key``, ``5 keys``."""
+    return f"{count} key{'s' * (count != 1)}"

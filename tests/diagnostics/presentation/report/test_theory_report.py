@@ -8,7 +8,9 @@ import pandas as pd
 import pytest
 
 from semdiag.findings.findings import Findings
+from semdiag.findings.theory import stability
 from semdiag.presentation.report.report import measured_sections, write_report
+from semdiag.presentation.sections.stability.sentences import stability_sentences
 
 STABILITY = {"stability.csv", "stability_verdicts.csv"}
 BOUNDS = {"constants.csv", "parameters.csv", "corollary.csv", "bounds_verdicts.csv"}
@@ -95,6 +97,33 @@ def test_sentences_say_form_percentile_and_contradiction(known, tmp_path):
     assert re.search(r"Corollary 1, over pairs with top-k masks, .* better guarantee" + counts, heavy)
     assert re.search(r"fixed masks, a control of which the corollary claims nothing.*" + counts, control)
     assert "Control: a smaller constant of the fixed mask in the parameters (W), paper form (Theorem 4, " in said
+
+
+def test_whose_attention_moves_more_is_told_by_the_interval_alone(known, monkeypatch):
+    """By its ends: not by means, and not where it holds 1 or nothing moves."""
+    monkeypatch.setattr(stability, "RESAMPLES", 200)
+    rng = np.random.default_rng(0)
+    secants = known.secants
+
+    def said(of_topk, of_full, rows=secants):
+        topk = rows["model"].str.contains("topk")
+        rows = rows.assign(weight_change=np.where(topk, of_topk, of_full))
+        found = stability_sentences(Findings(known.replace(secants=rows)))
+        assert not any(re.search(r"\bnan\b", each) for each in found)
+        return next(each for each in found if "topk" in each and "input noise" in each)
+
+    noise = np.exp(rng.normal(size=len(secants)))
+    assert "moves this model's attention more than its counterpart's" in said(9 * noise, noise)
+    assert "moves this model's attention less than its counterpart's" in said(noise, 9 * noise)
+    apart = np.where(secants["sample"] % 2, noise * 3, noise / 3)
+    assert "does not tell whether this model's attention moves more than its counterpart's" in said(apart, noise)
+    zeros = np.zeros(len(secants))
+    assert "moves neither this model's attention nor its counterpart's (mean ‖p − p′‖₁ 0 for both)" in said(
+        zeros, zeros
+    )
+    assert "does not tell" in said(noise, zeros)
+    first = secants[secants["sample"] == secants["sample"].iloc[0]]
+    assert "one sample: no interval)." in said(9 * noise[: len(first)], noise[: len(first)], first)
 
 
 def test_what_contradicts_the_paper_is_said_plainly(known, tmp_path):

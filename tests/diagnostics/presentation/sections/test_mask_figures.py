@@ -146,6 +146,18 @@ def test_what_is_said_of_masks(pair, probed):
     assert masks_in_short(Findings(pair)) == []
 
 
+def test_masks_that_all_survive_have_no_rank_correlation(pair, probed):
+    found = probed(pair)
+    same = found.replace(masks=found.masks.assign(agreement=1.0, exact=1.0))
+    said = mask_sentences(Findings(same))
+    assert not any(re.search(r"\bnan\b", each) for each in said)
+    assert "no mask changes, and Δ has no rank correlation with disagreement" in said[1]
+    one = found.replace(masks=found.masks[found.masks["sample"] == 0])
+    said = mask_sentences(Findings(one))
+    assert not any("nan" in each for each in said)
+    assert "stay exactly the same (one sample: no interval; certified" in said[1]
+
+
 def test_a_certified_row_that_changed_is_called_an_error(pair, probed):
     found = probed(pair)
     told = found.masks.index[found.masks["level"] == LEVELS[1]]  # the level that the first screen tells

@@ -2,6 +2,7 @@
 
 from semdiag.findings.convergence import arrivals
 from semdiag.findings.findings import Findings
+from semdiag.findings.shares import number_words
 from semdiag.measurement.table import ALL
 
 
@@ -20,10 +21,10 @@ def along_sentences(findings: Findings) -> list[str]:
         run, epochs = found.loc[model], sorted(rows["epoch"].unique())
         value = rows.set_index(["epoch", "quantity", "statistic"])["value"]
         parts = [
-            f"{name} {value[epochs[0], quantity, statistic]:.3g} → {value[epochs[-1], quantity, statistic]:.3g}"
+            f"{name} " + " → ".join(number_words(value[epochs[end], quantity, statistic]) for end in (0, -1))
             for name, quantity, statistic in _ALONG
         ]
-        when = f"epoch {epochs[0]} → {epochs[-1]}, {len(epochs)} snapshots"
+        when = f"epoch {epochs[0]} → {epochs[-1]}, {len(epochs)} snapshot{'s' * (len(epochs) != 1)}"
         said.append(f"{run['group']}, {run['attention']}, seed {run['seed']} ({when}): {', '.join(parts)}.")
     return said
 

@@ -1,5 +1,6 @@
 """What became of the constants of Theorem 2 and of Corollary 1, in sentences."""
 
+import math
 from collections.abc import Iterator, Sequence
 
 import pandas as pd
@@ -110,12 +111,16 @@ def _corollary(judged: Sequence[Finding], fixed: bool) -> Iterator[str]:
             yield f"Nothing conclusive: {f.note}."
 
 
+def _side(value: float) -> str:
+    return f"{value:.2f}" if math.isfinite(value) else "∞" if value > 0 else "−∞"
+
+
 def _condition(form: str, parameter: str, parts: Sequence[Finding], fixed: bool) -> str:
     """At which percentiles one condition says that the mask has the better guarantee."""
     where: dict[Verdict, list[str]] = {}
     for f in parts:
         value = f.numbers[LEFT_SIDES[form][0]]
-        shown = f.where if f.verdict is Verdict.NOT_MET or pd.isna(value) else f"{f.where} ({value:.2f})"
+        shown = f.where if f.verdict is Verdict.NOT_MET or pd.isna(value) else f"{f.where} ({_side(value)})"
         where.setdefault(f.verdict, []).append(shown)
     words = {
         Verdict.HOLDS: "holds at",

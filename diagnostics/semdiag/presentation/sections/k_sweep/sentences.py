@@ -1,12 +1,14 @@
 """Would sparse attention do? The verdict in a sentence, and what stands behind it."""
 
 import math
+from functools import partial
 
 from semdiag.findings.estimates import drawn
 from semdiag.findings.findings import Findings
 from semdiag.findings.k_sweep import conditions_defined, conditions_met
 from semdiag.findings.rerun import budget_content
-from semdiag.findings.shares import percent
+from semdiag.findings.resampling import interval_words
+from semdiag.findings.shares import keys_words, percent
 from semdiag.findings.sparse_verdict import MASS, SparseVerdict, sparse_glance, sparse_verdict
 from semdiag.findings.theory.corollary import CLAIMS, JUDGED_PERCENTILES
 from semdiag.presentation.drawing.panels import model_labels
@@ -100,8 +102,8 @@ def verdict_lines(findings: Findings, model: str) -> list[str]:
         before = 0.0 if abs(found.before) < _ROUNDING else found.before
         what = f"a loss of {before:.4g} nats without a mask; " if found.measure == "loss" else ""
         lines.append(
-            f"Run again on {found.samples} samples: {what}a change up to {found.tolerance:g} counts as none, in "
-            "the whole of its interval and for every larger k."
+            f"Run again on {found.samples} sample{'s' * (found.samples != 1)}: {what}a change up to "
+            f"{found.tolerance:g} counts as none, in the whole of its interval and for every larger k."
         )
     elif found.reason == "near_uniform":
         lines.append(f"Its loss may tell, when it is run: semdiag k-sweep {model} --rerun.")
@@ -109,7 +111,7 @@ def verdict_lines(findings: Findings, model: str) -> list[str]:
         lines += budget_lines(findings, model)
     if found.queries and not math.isnan(found.share):
         lines.append(
-            f"Weight kept is the mean over {found.queries:,} queries with more than {found.k} keys; "
+            f"Weight kept is the mean over {found.queries:,} queries with more than {keys_words(found.k or 0)}; "
             f"{found.left_out:,} with at most as many are left out: a mask drops nothing of them."
         )
     facts = findings.measurements.models.set_index("model").loc[model]
@@ -155,11 +157,12 @@ def budget_lines(findings: Findings, model: str) -> list[str]:
     for name, budget in content["budgets"].items():
         tested = budget["tested"]
         change = _amount(tested["measure"], tested["change"], True)
-        low, high = (_amount(tested["measure"], end) for end in tested["interval"])
+        low, high = tested["interval"]
+        interval = interval_words(low, high, partial(_amount, tested["measure"]))
         within = "within" if tested["holds"] else "not within"
         said.append(
             f"{name} keeps {budget['share']:.0%} of the keys and {_CHANGES[tested['measure']].format(change)} "
-            f"(95 % interval {low} to {high}), {within} {content['tolerance']:g}"
+            f"({interval}), {within} {content['tolerance']:g}"
         )
         first, last = tested["samples"]
     if not said:

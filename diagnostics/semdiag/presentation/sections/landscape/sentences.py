@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from semdiag.findings.findings import Findings
 from semdiag.findings.landscape import landscape_facts
+from semdiag.findings.shares import number_words
 from semdiag.presentation.drawing.panels import model_labels
 
 
@@ -23,11 +24,12 @@ def landscape_sentences(findings: Findings) -> list[str]:
         lowest, highest = planes["lowest_loss"].min(), planes["highest_loss"].max()
         kind = "the plane through two snapshots" if first["kind"] == "through" else f"{len(planes)} random planes"
         kind = kind.replace("1 random planes", "one random plane")
+        at, low, high = (number_words(v, "{:.2g}".format) for v in (first["checkpoint_loss"], lowest, highest))
+        cells = low if math.isnan(lowest) else f"{low} to {high}"
         works = _working([float(way) for way in planes["working_distance"]])
         said.append(
             f"{labels[str(model)]}, {kind} ({first['cells']} cells, {first['samples']} samples): the loss is "
-            f"{first['checkpoint_loss']:.2g} at the checkpoint and {lowest:.2g} to {highest:.2g} on the cells; "
-            f"{works}."
+            f"{at} at the checkpoint and {cells} on the cells; {works}."
         )
     return said or ["The loss was evaluated on no plane."]
 
@@ -36,6 +38,7 @@ def _working(ways: Sequence[float]) -> str:
     """How far from the checkpoint the model still works, plane by plane."""
     if all(math.isnan(way) for way in ways):
         return "the checkpoint itself has less than 95 % accuracy"
+    ways = [way for way in ways if not math.isnan(way)]
     if max(ways) == 0:
         return "no other cell near the checkpoint keeps 95 % accuracy"
     return f"every cell up to {', '.join(f'{way:.2g}' for way in ways)} ‖θ‖ away keeps 95 % accuracy"

@@ -13,7 +13,7 @@ def learning_in_short(findings: Findings) -> list[str]:
         parts = [
             f"{run.series.label} after {run.arrival} epoch{'s' * (run.arrival != 1)}"
             if run.arrival
-            else f"{run.series.label} not within its {run.epochs} epochs"
+            else f"{run.series.label} not within its {run.epochs} epoch{'s' * (run.epochs != 1)}"
             for run in runs
         ]
         said.append(f"{panel.title}, 95 % training accuracy: {', '.join(parts)}.")

@@ -1,9 +1,12 @@
 """What becomes of models on other lengths, in sentences."""
 
+import math
+
 import pandas as pd
 
 from semdiag.findings.convergence import arrivals
 from semdiag.findings.findings import Findings
+from semdiag.findings.shares import number_words
 from semdiag.measurement.table import ALL
 
 
@@ -28,7 +31,7 @@ def length_sentences(findings: Findings) -> list[str]:
 
 def _length_words(length: int, rows: pd.DataFrame) -> str:
     value = rows.set_index(["quantity", "statistic"])["value"]
-    accuracy = (
-        f"{value['accuracy', 'value']:.1%} ({value['accuracy', 'low']:.1%} to {value['accuracy', 'high']:.1%})"
-    )
-    return f"length {length} accuracy {accuracy}, median δ {value['dispersion', 'p50']:.3g}"
+    accuracy = number_words(value["accuracy", "value"], "{:.1%}".format)
+    if not math.isnan(value["accuracy", "low"]):
+        accuracy += f" ({value['accuracy', 'low']:.1%} to {value['accuracy', 'high']:.1%})"
+    return f"length {length} accuracy {accuracy}, median δ {number_words(value['dispersion', 'p50'])}"

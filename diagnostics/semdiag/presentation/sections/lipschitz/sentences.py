@@ -1,5 +1,6 @@
 """Whether every estimate stays below its bound, and whether top-k has the smaller ones, in sentences."""
 
+import math
 from collections.abc import Sequence
 
 from semdiag.findings.findings import Findings
@@ -36,14 +37,18 @@ def _ordering(own: Sequence[Finding]) -> str:
     verdict = answers.get(own[0].verdict, "is mixed") if len(words) == 1 else "is mixed"
     parts = [
         f"{f.where} smaller at {f.numbers['lower']:.0f}, larger at {f.numbers['higher']:.0f} of "
-        f"{f.numbers['radii']:.0f} radii (ratio {f.numbers['smallest ratio']:.2g} to "
-        f"{f.numbers['largest ratio']:.2g})"
+        f"{f.numbers['radii']:.0f} radii ({_ratios(f)})"
         for f in own
     ]
     many = own[0].numbers["planes"]
     planes = f"{many:.0f} random planes, by 95 % intervals" if many > 1 else "one random plane: no interval"
     verdict = verdict if many > 1 else "cannot be told"
     return f"{start} {verdict}: {'; '.join(parts)}; {planes}, one training run each."
+
+
+def _ratios(finding: Finding) -> str:
+    low, high = finding.numbers["smallest ratio"], finding.numbers["largest ratio"]
+    return "no ratio is a number" if math.isnan(low) else f"ratio {low:.2g} to {high:.2g}"
 
 
 def _below_bounds(own: Sequence[Finding]) -> str:

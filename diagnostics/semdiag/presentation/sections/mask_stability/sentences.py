@@ -1,12 +1,14 @@
 """What became of masks under noise, in sentences."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from semdiag.findings.findings import Findings
 from semdiag.findings.mask_stability import effect_table, mask_table, mask_words
+from semdiag.findings.resampling import interval_words
 from semdiag.measurement.table import ALL
 from semdiag.presentation.drawing.panels import model_labels
 from semdiag.presentation.sections.mask_stability.panels import mask_facts, noise_words
@@ -73,14 +75,25 @@ def mask_sentences(findings: Findings) -> list[str]:
 
 def _levels(findings: Findings, own: pd.DataFrame, effects: pd.DataFrame) -> Iterator[str]:
     outputs = effects.set_index("level")
+    masks = findings.measurements.masks
+    samples = masks.loc[masks["model"].isin(own["model"]), "sample"].nunique()
     for row in own.to_dict("records"):
         known = row["level"] in outputs.index
         flipped = f"; {outputs.loc[row['level'], 'flipped']:.1%} of the predictions change" if known else ""
         promised = f"; certified {row['certified']:.1%}, predicted {row['predicted']:.1%}"
+        interval = interval_words(row["exact_low"], row["exact_high"], "{:.1%}".format, samples)
         yield (
             f"Under {noise_words(findings, row['level'])} noise {row['exact']:.1%} of the masks stay exactly "
-            f"the same (95 % interval {row['exact_low']:.1%} to {row['exact_high']:.1%}"
-            f"{'' if np.isnan(row['predicted']) else promised}), {row['agreement']:.1%} of their keys "
-            f"are kept; rank correlation of Δ with disagreement {row['spearman']:.2f} ({row['spearman_low']:.2f} "
-            f"to {row['spearman_high']:.2f}){flipped}."
+            f"the same ({interval}{'' if np.isnan(row['predicted']) else promised}), {row['agreement']:.1%} of "
+            f"their keys are kept; {_correlation(row, samples)}{flipped}."
         )
+
+
+def _correlation(row: dict[Any, Any], samples: int) -> str:
+    """How closely Δ goes with which masks change, or why that is unknown."""
+    rho, low, high = (row[name] for name in ("spearman", "spearman_low", "spearman_high"))
+    if np.isnan(rho):
+        same = "no mask changes" if row["agreement"] == 1 else "Δ or the agreement is the same everywhere"
+        return f"{same}, and Δ has no rank correlation with disagreement"
+    ends = interval_words(low, high, samples=samples).removeprefix("95 % interval ")
+    return f"rank correlation of Δ with disagreement {rho:.2f} ({ends})"

@@ -1,10 +1,13 @@
 """What became of ξ, and whose attention moves more, in sentences."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 from semdiag.findings.findings import Findings
 from semdiag.findings.glance import exceeding_pairs
+from semdiag.findings.resampling import interval_words
+from semdiag.findings.shares import number_words
 from semdiag.findings.theory.finding import Finding, Verdict
 from semdiag.findings.theory.stability import LOCAL, UNKNOWN, response_table, stability_findings
 from semdiag.presentation.drawing.noise import percent
@@ -42,7 +45,8 @@ def stability_sentences(findings: Findings) -> list[str]:
         parts = [part for f in own for part in (_softmax(f),) if part]
         if parts:
             said.append(f"{label}: {' '.join(parts)}")
-    said += [_response(row) for row in findings(response_table).to_dict("records")]
+    samples = findings.measurements.secants.groupby("model")["sample"].nunique().min()
+    said += [_response(row, int(samples)) for row in findings(response_table).to_dict("records")]
     return said or ["Nothing was perturbed: nothing is known of the stability of these models' attention."]
 
 
@@ -75,11 +79,19 @@ def _softmax(finding: Finding) -> str:
     return f"{start} ({highest}{unmet}){tail}."
 
 
-def _response(row: Mapping[Any, Any]) -> str:
-    """Whose attention weights move more under the same noise."""
-    more = "more" if row["mean"] > row["full_mean"] else "less"
-    return (
-        f"{row['pair']}: {percent(row['level'])} input noise moves this model's attention {more} than its "
-        f"counterpart's (mean ‖p − p′‖₁ {row['mean']:.2g} against {row['full_mean']:.2g}; ratio of the medians "
-        f"{row['ratio']:.2g}, 95 % interval {row['low']:.2g} to {row['high']:.2g})."
-    )
+def _response(row: Mapping[Any, Any], samples: int) -> str:
+    """Whose attention weights move more under the same noise, where the interval of the ratio tells."""
+    start = f"{row['pair']}: {percent(row['level'])} input noise"
+    if row["mean"] == row["full_mean"] == 0:
+        return f"{start} moves neither this model's attention nor its counterpart's (mean ‖p − p′‖₁ 0 for both)."
+    means = f"mean ‖p − p′‖₁ {number_words(row['mean'], _short)} against {number_words(row['full_mean'], _short)}"
+    if math.isfinite(row["ratio"]):
+        interval = interval_words(row["low"], row["high"], _short, samples)
+        means += f"; ratio of the medians {row['ratio']:.2g}, {interval}"
+    more = "more" if min(row["low"], row["ratio"]) > 1 else "less" if max(row["high"], row["ratio"]) < 1 else ""
+    if more:
+        return f"{start} moves this model's attention {more} than its counterpart's ({means})."
+    return f"{start} does not tell whether this model's attention moves more than its counterpart's ({means})."
+
+
+_short = "{:.2g}".format

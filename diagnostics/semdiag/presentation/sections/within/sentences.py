@@ -3,7 +3,7 @@
 from semdiag.capturing.attention_kinds import external
 from semdiag.findings.counterfactuals import counterfactual_ks, what_k_keeps
 from semdiag.findings.findings import Findings
-from semdiag.findings.shares import percent
+from semdiag.findings.shares import keys_words, percent
 from semdiag.presentation.sections.dispersion.sentences import span_sentence
 
 _MOST = 0.95
@@ -32,9 +32,9 @@ def within_sentences(findings: Findings) -> list[str]:
 def _one_k(kept: dict[str, float], k: int, most_keys: int) -> str:
     """What keeping the k largest scores would leave, of the queries that have more."""
     if not kept and most_keys > k:
-        return f"What a top-{k} mask would keep is no number: the scores of no query with more keys are."
+        return f"What a top-{k} mask would keep is no number: some of the model's scores are NaN or infinite."
     if not kept:
-        return f"No query has more than {k} keys: a top-{k} mask would change nothing."
+        return f"No query has more than {keys_words(k)}: a top-{k} mask would change nothing."
     most = "keeps" if kept["mass"] >= _MOST else "would keep"
     mass, low, lowest, highest, share = (
         f"{percent(kept[name])}%" for name in ("mass", "mass_p5", "lowest", "highest", "share")
@@ -44,6 +44,6 @@ def _one_k(kept: dict[str, float], k: int, most_keys: int) -> str:
         f"median query ({low} at the 5th percentile; by layer, medians from {lowest} "
         f"in layer {kept['lowest_layer']} to {highest} in layer {kept['highest_layer']}), with a "
         f"median dispersion of {kept['dispersion']:.3g} instead of {kept['whole']:.3g} nats and a median "
-        f"separation of {kept['separation']:.2g} nats ({share} of the queries have more than {k} "
-        "keys)."
+        f"separation of {kept['separation']:.2g} nats ({share} of the queries have more than "
+        f"{keys_words(k)})."
     )
