@@ -65,9 +65,20 @@ Dtype = Annotated[
         rich_help_panel=_MEASURE,
     ),
 ]
-Seed = Annotated[int, typer.Option(help="Of fresh samples.", rich_help_panel=_MEASURE)]
+Seed = Annotated[
+    int,
+    typer.Option(
+        help="Of fresh samples and of what else is drawn: noise (stability, mask-stability), k-sweep's random "
+        "control, the queries of --queries, directions (bounds, lipschitz, landscape).",
+        rich_help_panel=_MEASURE,
+    ),
+]
 MinKeys = Annotated[
-    int, typer.Option(help="Leave out queries with fewer keys to attend to.", rich_help_panel=_MEASURE)
+    int,
+    typer.Option(
+        help="Leave out queries with fewer keys to attend to; the key loads of separation still count them.",
+        rich_help_panel=_MEASURE,
+    ),
 ]
 Queries = Annotated[
     int | None,

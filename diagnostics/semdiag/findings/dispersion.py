@@ -16,8 +16,8 @@ from semdiag.findings.findings import Findings
 from semdiag.findings.gate.pairs import GateResult, dispersion_gate
 from semdiag.findings.layered_summary import Percentile, by_layer, without
 from semdiag.findings.pairing import Pair, find_pairs
-from semdiag.findings.resampling import Interval, interval_words, ratio_interval
-from semdiag.findings.shares import ratio_words
+from semdiag.findings.resampling import Interval, ratio_interval
+from semdiag.findings.shares import interval_words, ratio_words
 from semdiag.findings.strict_json import Summary
 
 _WHEN = {"last": "", "initialisation": "At initialisation: ", "best": "Best snapshots: "}

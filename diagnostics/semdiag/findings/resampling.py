@@ -6,7 +6,7 @@ are read (:func:`tail_levels`). How often the intervals hold the truth then: doc
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -63,26 +63,6 @@ def interval_ends(resampled: NDArray[np.float64], units: int, confidence: float 
         return math.nan, math.nan
     low, high = np.percentile(resampled, tail_levels(units, confidence))
     return float(low), float(high)
-
-
-def interval_words(
-    low: float, high: float, said: Callable[[float], str] = "{:.2f}".format, samples: int | None = None
-) -> str:
-    """An interval in a sentence, or that there is none.
-
-    Args:
-        low: its lower end; NaN: there is none.
-        high: its upper end; NaN likewise.
-        said: a number in words.
-        samples: how many sequences were resampled, where that is known.
-
-    Example:
-        >>> interval_words(0.61, 0.76), interval_words(math.nan, math.nan, samples=1)
-        ('95 % interval 0.61 to 0.76', 'one sample: no interval')
-    """
-    if math.isnan(low) or math.isnan(high):
-        return "one sample: no interval" if samples == 1 else "no interval"
-    return f"95 % interval {said(low)} to {said(high)}"
 
 
 @dataclass(frozen=True)

@@ -54,3 +54,23 @@ def number_words(value: float, said: Callable[[float], str] = "{:.3g}".format) -
 def keys_words(count: int) -> str:
     """A number of keys, as in ``1 key``, ``5 keys``."""
     return f"{count} key{'s' * (count != 1)}"
+
+
+def interval_words(
+    low: float, high: float, said: Callable[[float], str] = "{:.2f}".format, samples: int | None = None
+) -> str:
+    """An interval in a sentence, or that there is none.
+
+    Args:
+        low: its lower end; NaN: there is none.
+        high: its upper end; NaN likewise.
+        said: a number in words.
+        samples: how many sequences were resampled, where that is known.
+
+    Example:
+        >>> interval_words(0.61, 0.76), interval_words(math.nan, math.nan, samples=1)
+        ('95 % interval 0.61 to 0.76', 'one sample: no interval')
+    """
+    if math.isnan(low) or math.isnan(high):
+        return "one sample: no interval" if samples == 1 else "no interval"
+    return f"95 % interval {said(low)} to {said(high)}"

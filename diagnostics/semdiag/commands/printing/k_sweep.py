@@ -8,7 +8,7 @@ from semdiag.commands.printing.console import ends, number, number_table, wide_c
 from semdiag.commands.printing.titles import title
 from semdiag.findings.findings import Findings
 from semdiag.findings.k_sweep import k_sweep_summary
-from semdiag.findings.resampling import interval_words
+from semdiag.findings.shares import interval_words
 from semdiag.findings.strict_json import number_from_json
 from semdiag.findings.theory.corollary import JUDGED_PERCENTILES
 from semdiag.measurement.table import ALL

@@ -15,7 +15,8 @@ from semdiag.findings.theory.corollary import corollary_findings
 from semdiag.findings.theory.finding import Finding, Verdict, log10, of_rows, verdicts_of
 
 SCOPE = (
-    "The largest over the evaluated inputs at this checkpoint: a bound speaks about these inputs and parameters, "
+    "The largest over the evaluated inputs at this checkpoint; the paper's form is one for all of them together, "
+    "of their largest norm, δ and load and their smallest Δ. A bound speaks about these inputs and parameters, "
     "and about no others; it bounds the gradient there and is no Lipschitz constant of a region. Heavy-hitter "
     "masks: sums over a token's queries are doubled, for the union of two masks. The local form takes the weights "
     "of the attention as they are."

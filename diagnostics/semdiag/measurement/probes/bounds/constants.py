@@ -68,7 +68,8 @@ def measure_constants(
     """Measure every constant of Theorem 2 over the evaluated inputs, in float64.
 
     A bound speaks about these inputs and this checkpoint, and about no others: each input has its own
-    constants, and the tables hold the largest over the inputs (docs/theory.md#scope).
+    constants, and the tables hold the largest over the inputs; the paper's form is one for the whole set
+    (docs/theory.md#scope).
 
     Source: docs/theory.md#network. Deviation: the paper's forms stand beside ours, on largest norms,
     dispersions and loads and the smallest separation.

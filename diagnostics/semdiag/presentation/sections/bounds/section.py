@@ -49,7 +49,8 @@ _QUESTIONS = (
             "along training: it bounds the gradient there and is no Lipschitz constant of a region. The local "
             "form takes the attention weights as they are, instead of the worst that δ, Δ and k allow. Gradient "
             "and secant are lower ends of the true constant and not ordered among themselves.",
-            "The paper's form is computed for its own equations (post-norm, no biases). Where a model differs,"
+            "The paper's form is one for all evaluated inputs together, of their largest norm, δ and load and "
+            "their smallest Δ. It is computed for its own equations (post-norm, no biases). Where a model differs,"
             " the verdict says so: there the paper's theorem claims nothing.",
         ),
     ),

@@ -7,8 +7,7 @@ from semdiag.findings.estimates import drawn
 from semdiag.findings.findings import Findings
 from semdiag.findings.k_sweep import conditions_defined, conditions_met
 from semdiag.findings.rerun import budget_content
-from semdiag.findings.resampling import interval_words
-from semdiag.findings.shares import keys_words, percent
+from semdiag.findings.shares import interval_words, keys_words, percent
 from semdiag.findings.sparse_verdict import MASS, SparseVerdict, sparse_glance, sparse_verdict
 from semdiag.findings.theory.corollary import CLAIMS, JUDGED_PERCENTILES
 from semdiag.presentation.drawing.panels import model_labels

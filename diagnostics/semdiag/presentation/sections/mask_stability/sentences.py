@@ -8,7 +8,7 @@ import pandas as pd
 
 from semdiag.findings.findings import Findings
 from semdiag.findings.mask_stability import effect_table, mask_table, mask_words
-from semdiag.findings.resampling import interval_words
+from semdiag.findings.shares import interval_words
 from semdiag.measurement.table import ALL
 from semdiag.presentation.drawing.panels import model_labels
 from semdiag.presentation.sections.mask_stability.panels import mask_facts, noise_words

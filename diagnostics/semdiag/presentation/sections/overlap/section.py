@@ -8,7 +8,7 @@ from semdiag.capturing.attention_kinds import DENSE
 from semdiag.findings.findings import Findings
 from semdiag.findings.glance import measured_glance
 from semdiag.findings.overlap import overlap_table
-from semdiag.findings.resampling import interval_words
+from semdiag.findings.shares import interval_words
 from semdiag.measurement.table import ALL
 from semdiag.presentation.drawing.panels import model_labels
 from semdiag.presentation.section import Question, Section, Shown

@@ -6,8 +6,7 @@ from typing import Any
 
 from semdiag.findings.findings import Findings
 from semdiag.findings.glance import exceeding_pairs
-from semdiag.findings.resampling import interval_words
-from semdiag.findings.shares import number_words
+from semdiag.findings.shares import interval_words, number_words
 from semdiag.findings.theory.finding import Finding, Verdict
 from semdiag.findings.theory.stability import LOCAL, UNKNOWN, response_table, stability_findings
 from semdiag.presentation.drawing.noise import percent
