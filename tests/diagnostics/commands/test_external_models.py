@@ -121,7 +121,7 @@ def test_what_a_mask_would_keep_of_them_is_no_number(measured, here):
     assert summary["glances"]["within"]["words"] == "have more than 3 keys and scores that are numbers"
     # Of infinite scores query 0, with one key, still has a dispersion: k = 3 can be asked for, and has no answer.
     assert (
-        "What a top-3 mask would keep is no number: the scores of no query with more keys are."
+        "What a top-3 mask would keep is no number: some of the model's scores are NaN or infinite."
         in summary["verdict"]
     )
 
