@@ -13,6 +13,7 @@ from semdiag.mathematics.strip_statistics import finished, nan_where, strip_stat
 
 _STRIP = 2**21  # scores held at a time: fewer leave the work of each strip uncovered
 _MANY = 2**21  # scores of a call from which on compiled kernels pay, which take half a second to start, once
+_LONG = 128  # ... of a row
 
 
 @dataclass(frozen=True, eq=False)
@@ -226,7 +227,8 @@ def row_statistics(
             q, k = q.float(), k.float()
         if allowed is not None and bool(allowed.all()):
             allowed = None  # the usual mask of a batch without padding: nothing to look up in it
-        kernels = _kernels(q, batch * heads * length * k_length) if selected is None else None
+        many = batch * heads * length * k_length
+        kernels = _kernels() if selected is None and _pays(q, many, k_length) else None
         if kernels is not None:
             with torch.inference_mode(False):
                 rows = kernels.empty_rows((batch, heads, length), top)
@@ -256,10 +258,12 @@ def row_statistics(
     return RowStatistics(**rows, load=load, top_load=ranks.movedim(2, 0))
 
 
-def _kernels(q: Tensor, scores: int) -> ModuleType | None:
-    """The same statistics by kernels that Numba compiles, in a third of the time: where it is there, and pays."""
-    if q.device.type != "cpu" or q.dtype != torch.float32 or scores < _MANY:
-        return None
+def _pays(q: Tensor, scores: int, of_a_row: int) -> bool:
+    return q.device.type == "cpu" and q.dtype == torch.float32 and scores >= _MANY and of_a_row >= _LONG
+
+
+def _kernels() -> ModuleType | None:
+    """The same statistics by kernels that Numba compiles; None where it is not installed."""
     try:
         return importlib.import_module("semdiag.mathematics.compiled_rows")
     except ImportError:

@@ -41,6 +41,7 @@ def kernels(monkeypatch):
     """Every call in single precision is read by kernels; the list says of each strip whether they read it."""
     read, read_strip = [], compiled_rows.read_strip
     monkeypatch.setattr(module, "_MANY", 0)
+    monkeypatch.setattr(module, "_LONG", 0)
     monkeypatch.setattr(compiled_rows, "read_strip", lambda *of: read.append(read_strip(*of)) or read[-1])
     return read
 
@@ -233,10 +234,11 @@ def test_short_calls_other_precisions_and_selections_are_read_by_torch(kernels, 
     given = call()
     row_statistics(given["q"].double(), given["k"].double(), 1.0)
     row_statistics(**given, scale=1.0, selected=torch.zeros(2, 2, 5, 1, dtype=torch.int64))
-    monkeypatch.setattr(module, "_MANY", 2 * 2 * 5 * 300 + 1)
-    row_statistics(**given, scale=1.0)
-    assert not kernels
-    monkeypatch.setattr(module, "_MANY", 2 * 2 * 5 * 300)
+    for name, least in (("_MANY", 2 * 2 * 5 * 300), ("_LONG", 300)):
+        monkeypatch.setattr(module, name, least + 1)
+        row_statistics(**given, scale=1.0)
+        assert not kernels
+        monkeypatch.setattr(module, name, least)
     row_statistics(**given, scale=1.0)
     assert kernels == [True]
 
