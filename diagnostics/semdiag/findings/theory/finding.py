@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from semdiag.findings.shares import number_words
+
 
 class Verdict(StrEnum):
     """What the measurements say about a claim."""
@@ -42,7 +44,8 @@ class Finding:
     percentile: int | None = None
 
     def __str__(self) -> str:
-        numbers = ", ".join(f"{name} = {value:.4g}" for name, value in self.numbers.items())
+        said = {name: number_words(value, "{:.4g}".format) for name, value in self.numbers.items()}
+        numbers = ", ".join(f"{name} = {words}" for name, words in said.items())
         head = f"{self.verdict}: {self.claim}" + (f" [{self.form}]" if self.form else "")
         where = "" if self.where == "all" else f", {self.where}"
         return f"{head}{where}" + (f" ({numbers})" if numbers else "") + (f"; {self.note}" if self.note else "")
