@@ -107,7 +107,7 @@ def attention_of(
     heads = found.heads or (s.shape[1] if s.ndim == 4 else None)
     history = found.history if natural else None
     if history is None or not _agrees(history, s, generator):
-        history = _as_bias(s, v)
+        history = scores_alone(s, v.shape[:-1])
     elif len(history.lead) == 3 and history.k.shape[-3] == 1 < v.shape[-3] and bool((v == v[:, :, :1]).all()):
         v = v[:, :, :1]
     return history.call(v, mixed, history.left(s), heads), remark
@@ -188,7 +188,7 @@ def _with_sink(weights: Tensor, s: Tensor, v: Tensor, mixed: Tensor, found: Weig
     if keys is None or rest is None:
         raise UnfollowedError("its values meet only a part of its weights")
     heads = found.heads or (s.shape[1] if s.ndim == 4 else None)
-    history = _as_bias(s, v)
+    history = scores_alone(s, v.shape[:-1])
     s = s.to(torch.promote_types(s.dtype, torch.float32))
     sink, bias, allowed = s[..., rest], s[..., keys], history.allowed
     if not bool((sink.isfinite() & (bias.amax(-1, keepdim=True) - sink < _REACH)).all()):
@@ -201,11 +201,6 @@ def _with_sink(weights: Tensor, s: Tensor, v: Tensor, mixed: Tensor, found: Weig
         bias = bias.masked_fill(~allowed, 0)
     history = replace(history, bias=bias, allowed=allowed)
     return replace(history.call(v, mixed, allowed, heads), sinks=by_head.flatten())
-
-
-def _as_bias(s: Tensor, v: Tensor) -> ScoreHistory:
-    """Scores that are known as they are, and not as a product: all of them stand in the bias."""
-    return scores_alone(s, v.shape[:-1])
 
 
 def _agrees(history: ScoreHistory, s: Tensor, generator: torch.Generator) -> bool:
