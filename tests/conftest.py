@@ -1,7 +1,9 @@
 """What all tests share."""
 
+import hashlib
 import os
 import random
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +14,13 @@ from semdiag_models.device import find_device
 
 # Tiny tensors: a second thread costs more than it gives. .ci/run asks for two to see that no result hangs on it.
 torch.set_num_threads(int(os.environ.get("SEMDIAG_TEST_THREADS", "1")))
+
+# Numba compiles anew only where the file of a kernel changes, not those of the kernels that it calls.
+_ROOT = Path(__file__).parents[1]
+_KERNELS = b"".join(file.read_bytes() for file in sorted(_ROOT.glob("*/semdiag*/**/*_kernels.py")))
+os.environ.setdefault(
+    "NUMBA_CACHE_DIR", str(_ROOT / ".pytest_cache/numba" / hashlib.sha256(_KERNELS).hexdigest()[:16])
+)
 
 if os.environ.get("SEMDIAG_SECOND_DEVICE"):
     import second_device

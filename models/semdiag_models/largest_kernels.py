@@ -107,34 +107,58 @@ def groups_of(count: int) -> int:
 
 
 @kernel
-def extremes(row: Floats, highest: Floats, lowest: Floats) -> tuple[np.float32, np.float32]:
-    """Maxima and minima of groups of every G-th score, G = len(highest), and of them all; NaN goes unnoticed."""
-    groups = len(highest)
+def _more(one: np.float32, other: np.float32) -> np.float32:
+    return one if one > other else other
+
+
+@kernel
+def _less(one: np.float32, other: np.float32) -> np.float32:
+    return one if one < other else other
+
+
+@kernel
+def extremes(row: Floats, highest: Floats, lowest: Floats, memory: Floats) -> tuple[np.float32, np.float32]:
+    """Maxima of groups of every G-th score, G = len(highest), and the extremes of them all; NaN goes unnoticed.
+
+    Args:
+        row: the scores.
+        highest: the maxima are written here.
+        lowest: as long; its content is of no meaning afterwards.
+        memory: likewise.
+
+    Returns:
+        The largest score and the smallest, -inf and inf of none.
+    """
+    groups, start = len(highest), 0
     highest[:] = -INF
     lowest[:] = INF
-    whole = len(row) - len(row) % groups
-    for start in range(0, whole, groups):
-        chunk = row[start : start + groups]
+    while start + 4 * groups <= len(row):  # four at a time: what is found is read and written less often
+        a, b = row[start : start + groups], row[start + groups : start + 2 * groups]
+        start += 2 * groups
+        c, d = row[start : start + groups], row[start + groups : start + 2 * groups]
+        start += 2 * groups
         for lane in range(groups):
-            value = chunk[lane]
-            highest[lane] = value if value > highest[lane] else highest[lane]
-            lowest[lane] = value if value < lowest[lane] else lowest[lane]
-    chunk = row[whole:]
-    for lane in range(len(chunk)):
-        value = chunk[lane]
-        highest[lane] = value if value > highest[lane] else highest[lane]
-        lowest[lane] = value if value < lowest[lane] else lowest[lane]
+            highest[lane] = _more(highest[lane], _more(_more(a[lane], b[lane]), _more(c[lane], d[lane])))
+            lowest[lane] = _less(lowest[lane], _less(_less(a[lane], b[lane]), _less(c[lane], d[lane])))
+    while start < len(row):
+        a = row[start : start + groups]
+        for lane in range(len(a)):
+            highest[lane] = _more(highest[lane], a[lane])
+            lowest[lane] = _less(lowest[lane], a[lane])
+        start += groups
     # In lanes again: one after the other, each would wait for the one before.
-    highs, lows = highest[:_LANES].copy(), lowest[:_LANES].copy()
-    for start in range(_LANES, groups, _LANES):
-        for lane in range(_LANES):
-            high, low = highest[start + lane], lowest[start + lane]
-            highs[lane] = high if high > highs[lane] else highs[lane]
-            lows[lane] = low if low < lows[lane] else lows[lane]
-    high, low = highs[0], lows[0]
-    for lane in range(_LANES):
-        high = highs[lane] if highs[lane] > high else high
-        low = lows[lane] if lows[lane] < low else low
+    half = groups // 2
+    for lane in range(half):
+        memory[lane] = _more(highest[lane], highest[half + lane])
+        lowest[lane] = _less(lowest[lane], lowest[half + lane])
+    while half > _LANES:
+        half //= 2
+        for lane in range(half):
+            memory[lane] = _more(memory[lane], memory[half + lane])
+            lowest[lane] = _less(lowest[lane], lowest[half + lane])
+    high, low = memory[0], lowest[0]
+    for lane in range(1, _LANES):
+        high, low = _more(high, memory[lane]), _less(low, lowest[lane])
     return high, low
 
 
@@ -291,7 +315,7 @@ def _read(first: int, last: int, scores: Floats, values: Floats, positions: NDAr
             odd += ONE if row[j] != row[j] else ZERO
         if odd > ZERO:
             return False
-        high, low = extremes(row, highest, lowest)
+        high, low = extremes(row, highest, lowest, before)
         values[at][:] = -INF
         order[:] = 0
         largest(row, low, high, highest, where, lanes, found, before, values[at], order)

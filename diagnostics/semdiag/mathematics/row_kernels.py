@@ -3,7 +3,12 @@
 Imported only where Numba is installed.
 """
 
+from typing import Any
+
 import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
 from numpy.typing import NDArray
 
 from semdiag_models.largest_kernels import (
@@ -45,26 +50,35 @@ def count_ranks(ranks: Whole, order: Whole, top: Floats, counted: NDArray[np.boo
                             ranks[b, h, rank, order[b, h, i, rank]] += 1
 
 
+def _bits_as_float(context: Any, bits: Any) -> Any:
+    """The number in single precision that has these 32 bits."""
+
+    def instruction(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.bitcast(arguments[0], ir.FloatType())
+
+    return types.float32(types.int32), instruction
+
+
+_as_float: Any = intrinsic(_bits_as_float)
+
+
 @kernel
-def _sums(row: Floats, maximum: np.float32, weights: Floats, powers: Floats, bits: Whole) -> tuple[float, float]:
-    """Σ e and Σ e x of x = z - max z, e = exp(x); NaN if a score is. ``bits`` is the memory of ``powers``."""
+def _sums(row: Floats, maximum: np.float32) -> tuple[float, float]:
+    """Σ e and Σ e x of x = z - max z, e = exp(x); NaN if a score is."""
     total = mean = 0.0
-    for start in range(0, len(row), len(weights)):
-        part = row[start : start + len(weights)]
+    for start in range(0, len(row), _CHUNK):
+        part = row[start : start + _CHUNK]
+        part_total = part_mean = ZERO
         for j in range(len(part)):
             x = part[j] - maximum
             x = _LEAST if x < _LEAST else x
             n = np.floor(x * _LOG2_E + HALF)
             r = x - n * _LN2_HIGH - n * _LN2_LOW
             p = ((((_P0 * r + _P1) * r + _P2) * r + _P3) * r + _P4) * r + _P5
-            weights[j] = p * (r * r) + r + ONE
-            bits[j] = (np.int32(n) + _BIAS) << _MANTISSA
-        part_total = part_mean = ZERO
-        for j in range(len(part)):
-            weight = weights[j] * powers[j]
+            power = _as_float((np.int32(n) + _BIAS) << _MANTISSA)
+            weight = (p * (r * r) + r + ONE) * power
             part_total += weight
-            x = part[j] - maximum
-            part_mean += weight * (_LEAST if x < _LEAST else x)
+            part_mean += weight * x
         total += part_total
         mean += part_mean
     return total, mean
@@ -107,8 +121,6 @@ def read_rows(
     groups = groups_of(most)
     highest, lowest = np.empty(groups, np.float32), np.empty(groups, np.float32)
     found, before = np.empty(groups, np.float32), np.empty(groups, np.float32)
-    weights, powers = np.empty(_CHUNK, np.float32), np.empty(_CHUNK, np.float32)
-    bits = powers.view(np.int32)
     lanes = np.empty(groups, np.int32)
     seen = np.empty(length, np.float32)
     where, places = np.empty(length, np.int32), np.empty(length, np.int32)
@@ -124,8 +136,8 @@ def read_rows(
                 places[count] = j
                 count += NEXT if allowed[b, h, i, j] else NONE
             row = seen[:count]
-        high, low = extremes(row, highest, lowest)
-        total, shift = _sums(row, high, weights, powers, bits)
+        high, low = extremes(row, highest, lowest, before)
+        total, shift = _sums(row, high)
         if len(row) and not (high < INF and low > -INF and total < INF):
             finite = False
             break
