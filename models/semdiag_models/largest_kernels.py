@@ -28,23 +28,32 @@ ZERO: Any = np.float32(0.0)  # Numba tells the types of sums from where they beg
 NONE: Any = np.uint64(0)
 NEXT: Any = np.uint64(1)
 
+_OPTIONS: Any = {"error_model": "numpy", "fastmath": {"contract", "nsz", "reassoc"}}
+
 Floats = NDArray[np.float32]
 Whole = NDArray[np.int32]
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-def kernel(function: Function) -> Function:
-    """Compile on first use, kept on disk. Sums are taken in any order; infinity and NaN stay themselves."""
+def kernel(signature: str) -> Callable[[Function], Function]:
+    """Compile a function now, and keep it on disk. Sums are taken in any order; infinity and NaN stay themselves.
 
-    def compiled(cache: bool) -> Any:
-        return njit(cache=cache, nogil=True, error_model="numpy", fastmath={"contract", "nsz", "reassoc"})(
-            function
-        )
+    It has this one signature: of several, two processes that compile at the same time may keep one in place of the
+    other, and all later ones would take it. What is kept counts until the function's own file changes.
+    """
 
-    try:
-        return cast(Function, compiled(cache=True))
-    except RuntimeError:  # there is no folder to keep it in
-        return cast(Function, compiled(cache=False))
+    def compiled(function: Function) -> Function:
+        try:
+            return cast(Function, njit(signature, cache=True, nogil=True, **_OPTIONS)(function))
+        except RuntimeError:  # there is no folder to keep it in
+            return cast(Function, njit(signature, nogil=True, **_OPTIONS)(function))
+
+    return compiled
+
+
+def part(function: Function) -> Function:
+    """Compile a function into the kernels that call it."""
+    return cast(Function, njit(**_OPTIONS)(function))
 
 
 def in_threads(function: Callable[[int, int], bool], number: int) -> bool:
@@ -81,7 +90,7 @@ def largest_scores(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
         >>> values.tolist(), positions.tolist()
         ([[3.0, 3.0, 2.0]], [[1, 2, 3]])
     """
-    rows = scores.reshape(-1, scores.shape[-1])
+    rows = scores.reshape(-1, scores.shape[-1]).contiguous()
     values, positions = _memory(scores, count)
     arrays = rows.numpy(), values.view(-1, count).numpy(), positions.view(-1, count).numpy()
     if in_threads(lambda first, last: _read(first, last, *arrays), len(rows)):
@@ -97,7 +106,7 @@ def _memory(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return values, torch.empty_like(values, dtype=torch.int64)
 
 
-@kernel
+@part
 def groups_of(count: int) -> int:
     """How many groups serve rows of which so many scores are wanted: a power of two."""
     groups = _LEAST_GROUPS
@@ -106,17 +115,17 @@ def groups_of(count: int) -> int:
     return groups
 
 
-@kernel
+@part
 def _more(one: np.float32, other: np.float32) -> np.float32:
     return one if one > other else other
 
 
-@kernel
+@part
 def _less(one: np.float32, other: np.float32) -> np.float32:
     return one if one < other else other
 
 
-@kernel
+@part
 def extremes(row: Floats, highest: Floats, lowest: Floats, memory: Floats) -> tuple[np.float32, np.float32]:
     """Maxima of groups of every G-th score, G = len(highest), and the extremes of them all; NaN goes unnoticed.
 
@@ -162,7 +171,7 @@ def extremes(row: Floats, highest: Floats, lowest: Floats, memory: Floats) -> tu
     return high, low
 
 
-@kernel
+@part
 def _reached(highest: Floats, bound: np.float32) -> Any:
     count = ZERO
     for lane in range(len(highest)):
@@ -170,7 +179,7 @@ def _reached(highest: Floats, bound: np.float32) -> Any:
     return count
 
 
-@kernel
+@part
 def _threshold(highest: Floats, low: np.float32, high: np.float32, wanted: int) -> Any:
     """A number that at least ``wanted`` groups' maxima reach, so as many scores do, and hardly more."""
     stride = ONE
@@ -193,7 +202,7 @@ def _threshold(highest: Floats, low: np.float32, high: np.float32, wanted: int) 
     return low
 
 
-@kernel
+@part
 def _candidates(row: Floats, highest: Floats, threshold: np.float32, lanes: Whole, where: Whole) -> Any:
     """Positions, rising, of the scores that reach the threshold; returns how many. No branch to mispredict."""
     active = count = NONE
@@ -213,7 +222,7 @@ def _candidates(row: Floats, highest: Floats, threshold: np.float32, lanes: Whol
     return count
 
 
-@kernel
+@part
 def _ranked(row: Floats, where: Whole, found: Floats, before: Floats, values: Floats, order: Whole) -> None:
     """Each candidate goes where its rank says, the number of larger ones; of equals the first one first.
 
@@ -244,7 +253,7 @@ def _ranked(row: Floats, where: Whole, found: Floats, before: Floats, values: Fl
                 order[rank] = where[i]
 
 
-@kernel
+@part
 def _inserted(row: Floats, where: Whole, values: Floats, order: Whole) -> None:
     """As :func:`_ranked`, one after the other: for many candidates, most of them equal."""
     held = 0
@@ -264,7 +273,7 @@ def _inserted(row: Floats, where: Whole, values: Floats, order: Whole) -> None:
         held = min(held + 1, len(values))
 
 
-@kernel
+@part
 def largest(
     row: Floats,
     low: np.float32,
@@ -299,7 +308,7 @@ def largest(
         _inserted(row, chosen, values, order)
 
 
-@kernel
+@kernel("boolean(int64, int64, float32[:, ::1], float32[:, ::1], int64[:, ::1])")
 def _read(first: int, last: int, scores: Floats, values: Floats, positions: NDArray[np.int64]) -> bool:
     """Read the rows from ``first`` to ``last``; whether no score is NaN."""
     length, count = scores.shape[1], values.shape[1]

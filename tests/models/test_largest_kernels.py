@@ -102,14 +102,14 @@ def test_torch_traces_the_operation_and_not_what_it_found(traced):
 def test_kernels_compile_without_a_folder_to_keep_them_in(monkeypatch):
     njit = largest_kernels.njit
 
-    def no_folder(cache, **options):
+    def no_folder(signature, cache=False, **options):
         if cache:
             raise RuntimeError("no locator available")
-        return njit(cache=False, **options)
+        return njit(signature, **options)
 
     monkeypatch.setattr(largest_kernels, "njit", no_folder)
 
-    @largest_kernels.kernel
+    @largest_kernels.kernel("int64(int64)")
     def twice(x):
         return 2 * x
 

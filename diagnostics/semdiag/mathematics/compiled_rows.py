@@ -4,6 +4,7 @@ The same quantities as :mod:`~semdiag.mathematics.strip_statistics` reads with t
 precision on a processor.
 """
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -36,7 +37,7 @@ def read_strip(strip: ScoreStrip, rows: dict[str, Tensor]) -> bool:
     rows["keys"][b, h, r] = strip.keys()
     scores, offsets = strip.scores.numpy(), (b.start, h.start, r.start)
     allowed = None if strip.allowed is None else strip.allowed.expand(strip.scores.shape).numpy()
-    order = rows["order"].numpy() if "order" in rows else None
+    order = rows["order"].numpy() if "order" in rows else np.empty((0, 0, 0, 0), np.int32)
     written = [rows[name].numpy() for name in ("keys", "top", *_NUMBERS)]
 
     def read(first: int, last: int) -> bool:

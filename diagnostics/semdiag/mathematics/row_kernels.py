@@ -24,6 +24,7 @@ from semdiag_models.largest_kernels import (
     groups_of,
     kernel,
     largest,
+    part,
 )  # fmt: skip
 
 _CHUNK = 1024  # weights that are added in single precision; the sums of chunks are added in double
@@ -37,7 +38,7 @@ _BIAS, _MANTISSA = np.int32(127), np.int32(23)
 _LEAST = np.float32(-87.0)  # exp of anything less counts as exp of this, 1.6e-38
 
 
-@kernel
+@kernel("void(int32[:, :, :, ::1], int32[:, :, :, ::1], float32[:, :, :, ::1], boolean[:, :, :])")
 def count_ranks(ranks: Whole, order: Whole, top: Floats, counted: NDArray[np.bool_]) -> None:
     """Add to ranks (B, H, K, Lk) how often each key has each rank: :func:`compiled_rows.count_ranks_`."""
     samples, heads, queries, most = order.shape
@@ -62,7 +63,7 @@ def _bits_as_float(context: Any, bits: Any) -> Any:
 _as_float: Any = intrinsic(_bits_as_float)
 
 
-@kernel
+@part
 def _sums(row: Floats, maximum: np.float32) -> tuple[float, float]:
     """Σ e and Σ e x of x = z - max z, e = exp(x); NaN if a score is."""
     total = mean = 0.0
@@ -84,14 +85,18 @@ def _sums(row: Floats, maximum: np.float32) -> tuple[float, float]:
     return total, mean
 
 
-@kernel
+@kernel(
+    "boolean(float32[:, :, :, ::1], optional(boolean[:, :, :, :]), int64, int64, UniTuple(int64, 3),"
+    " int32[:, :, :, ::1], int64[:, :, ::1], float32[:, :, :, ::1], float32[:, :, ::1], float32[:, :, ::1],"
+    " float32[:, :, ::1])"
+)
 def read_rows(
     scores: Floats,
     allowed: NDArray[np.bool_] | None,
     first: int,
     last: int,
     offsets: tuple[int, int, int],
-    order: Whole | None,
+    order: Whole,
     keys: NDArray[np.int64],
     top: Floats,
     minimum: Floats,
@@ -106,7 +111,7 @@ def read_rows(
         first: the first row to be read, of b · H · r.
         last: the row to stop before.
         offsets: at which sample, head and query the strip begins; the following arrays are of all (B, H, Lq).
-        order: (B, H, Lq, K) positions of the keys of the largest scores; None without K.
+        order: (B, H, Lq, K) positions of the keys of the largest scores; without K of any shape.
         keys: number of keys.
         top: (B, H, Lq, K+1) the largest scores in falling order, -inf beyond the number of keys.
         minimum: smallest score.
@@ -144,12 +149,12 @@ def read_rows(
         minimum[to] = low
         largest_weight[to] = 1.0 / total
         mean[to] = high + shift / total
-        if order is None:
+        if most == 1:
             top[to][0] = high
             continue
         top[to][:] = -INF
         largest(row, low, high, highest, where, lanes, found, before, top[to], order[to])
         if allowed is not None:
-            for rank in range(min(order.shape[3], len(row))):
+            for rank in range(min(most - 1, len(row))):
                 order[to][rank] = places[order[to][rank]]
     return finite

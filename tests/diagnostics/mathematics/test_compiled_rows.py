@@ -11,7 +11,9 @@ import torch
 from semdiag.mathematics import compiled_rows, row_kernels
 from semdiag.mathematics import row_statistics as module
 from semdiag.mathematics.row_statistics import row_statistics
+from semdiag_models import largest_kernels
 
+NO_ORDER = np.empty((0, 0, 0, 0), np.int32)
 EPS = torch.finfo(torch.float32).eps
 EXACT = (
     "keys",
@@ -134,7 +136,7 @@ def rows_read(scores, count):
     allowed = scores > -math.inf
     rows = compiled_rows.empty_rows((1, 1, len(scores)), count)
     written = {name: values.numpy() for name, values in rows.items()}
-    written.setdefault("order", None)
+    written.setdefault("order", NO_ORDER)
     for masked in (True, False):
         if masked:
             rows["keys"][0, 0] = allowed.sum(-1)
@@ -205,11 +207,11 @@ def test_a_score_that_is_not_finite_is_found(odd):
     scores = torch.randn(1, 1, 3, 300, generator=torch.Generator().manual_seed(0))
     rows = compiled_rows.empty_rows((1, 1, 3), 0)
     rows["keys"] += 300
-    written = {name: values.numpy() for name, values in rows.items()}
+    written = {name: values.numpy() for name, values in rows.items()} | {"order": NO_ORDER}
     for place, finite in ((None, True), ((0, 0, 1, 250), False)):
         if place:
             scores[place] = odd
-        assert row_kernels.read_rows(scores.numpy(), None, 0, 3, (0, 0, 0), order=None, **written) is finite
+        assert row_kernels.read_rows(scores.numpy(), None, 0, 3, (0, 0, 0), **written) is finite
 
 
 @pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf])
@@ -257,3 +259,11 @@ for length, wanted in ((64, False), (1600, True)):
     assert ("numba" in sys.modules) is wanted, length
 """
     subprocess.run([sys.executable, "-c", script], check=True)
+
+
+@pytest.mark.parametrize("kernel", [row_kernels.read_rows, row_kernels.count_ranks, largest_kernels._read])
+def test_each_kernel_kept_on_disk_has_one_signature(kernel):
+    """Numba numbers the files of several: two processes that compile two of them at once would mix them up."""
+    assert len(kernel.signatures) == 1
+    with pytest.raises(TypeError, match="No matching definition"):
+        kernel(*(np.zeros((1, 1, 1, 1)) for _ in kernel.signatures[0]))
