@@ -170,6 +170,13 @@ def speed_up(full: Any, full_epochs: int, other: Any, other_epochs: int) -> tupl
     return int(full) / int(other), int(full) / int(other), "exactly"
 
 
+_OF_PAIRS = ("speed_up_low", "speed_up_high", "epoch_low", "epoch_high", "interval_low", "interval_high",
+             "interval_coverage")  # fmt: skip
+_OVER_SEEDS = ["group", "task", "attention", "kind", "seeds", "arrived", "median_epochs", "epochs_low",
+               "epochs_high", "coverage", "pairs", *_OF_PAIRS, "logrank_p", "best_holdout_accuracy",
+               "gap"]  # fmt: skip
+
+
 def over_seeds(found: pd.DataFrame, pairs: pd.DataFrame) -> pd.DataFrame:
     """Epochs and speed-up of each kind of attention over the seeds of a setting.
 
@@ -213,18 +220,16 @@ def over_seeds(found: pd.DataFrame, pairs: pd.DataFrame) -> pd.DataFrame:
                 "gap": float(runs["gap"].median()),
             }
         )
-    return pd.DataFrame(rows)
+    return pd.DataFrame(rows, columns=_OVER_SEEDS)
 
 
 def _speed_up_over_seeds(pairs: pd.DataFrame) -> dict[str, Any]:
-    names = ("speed_up_low", "speed_up_high", "epoch_low", "epoch_high", "interval_low", "interval_high",
-             "interval_coverage")  # fmt: skip
     if pairs.empty:
-        return {"pairs": 0, **dict.fromkeys(names, math.nan)}
+        return {"pairs": 0, **dict.fromkeys(_OF_PAIRS, math.nan)}
     found = median_interval(pairs["low"].tolist(), pairs["high"].tolist())
     off = median_interval(pairs["epoch_low"].tolist(), pairs["epoch_high"].tolist())
     values = (found.low, found.high, off.low, off.high, found.interval_low, found.interval_high, found.coverage)
-    return {"pairs": len(pairs), **dict(zip(names, values, strict=True))}
+    return {"pairs": len(pairs), **dict(zip(_OF_PAIRS, values, strict=True))}
 
 
 def _logrank(full: pd.DataFrame, other: pd.DataFrame) -> float:

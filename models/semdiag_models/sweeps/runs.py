@@ -38,13 +38,13 @@ class RunResult:
         status: a key of ``STATUSES``.
         task: what was learned.
         attention: kind, with k and global tokens in columns of their own.
-        epochs: finished ones.
+        epochs: finished ones, of those that were asked for.
         epochs_to_target: first epoch with at least the target's training accuracy; None if there was none.
         train_accuracy: after the last epoch, in [0, 1].
         holdout_accuracy: after the last epoch.
         best_holdout_accuracy: after the best epoch.
         seconds: of all epochs, evaluation included; sums over interruptions.
-        problem: what went wrong, in one line.
+        problem: what went wrong, or that there are more epochs, in one line.
     """
 
     run: str
@@ -219,7 +219,8 @@ def result(
         status, saved = inspect(folder, run)
         if saved is not None:
             history = saved.history
-        if status == "done" and recorded is None and records is not None and saved is not None:
+        known = 0 if recorded is None else len(recorded["epoch"])
+        if status == "done" and records is not None and saved is not None and known < saved.epoch:
             write_record(records, run, saved)
         if recorded is not None and status != "done" and at_its_end(recorded, run.training):
             status, history = "done", recorded
@@ -227,6 +228,10 @@ def result(
         status, problem = "failed", str(error)
     if outcome is not None and status != "done":
         status = outcome.status
+    epochs, asked = len(history.get("epoch", ())), run.training.epochs
+    if epochs > asked:  # the file has asked for more before
+        history = {name: values[:asked] for name, values in history.items()}
+        problem = problem or f"trained on to epoch {epochs} before; its row is of epoch {asked}"
     train, holdout = history.get("train_accuracy", []), history.get("holdout_accuracy", [])
     return RunResult(
         run=run.name,
@@ -237,7 +242,7 @@ def result(
         global_tokens=run.model.global_tokens,
         activation=run.model.activation,
         seed=run.training.seed,
-        epochs=len(history.get("epoch", ())),
+        epochs=min(epochs, asked),
         epochs_to_target=next((n for n, reached in enumerate(train, start=1) if reached >= target), None),
         train_accuracy=train[-1] if train else None,
         holdout_accuracy=holdout[-1] if holdout else None,

@@ -83,6 +83,17 @@ def test_a_run_that_has_not_begun_is_said_to_be_one(run_semdiag, tiny_runs, here
     assert "not begun" in outcome.err
 
 
+def test_a_pair_that_has_not_begun_is_said_to_be_one(run_semdiag, tiny_runs, here):
+    for name in ("full", "topk"):
+        start = read_checkpoint(getattr(tiny_runs, name) / "epoch-0.pt")
+        (here / name).mkdir()
+        write_checkpoint(here / name / "last.pt", start)
+    outcome = run_semdiag("convergence", "full", "topk", "--samples", 5, "--json")
+    assert outcome.code == 0, outcome.err
+    assert outcome.err.count("not begun") == 2
+    assert json.loads(outcome.out)["over_seeds"] == []
+
+
 def test_the_model_file_is_as_it_was(run_semdiag, tiny_runs, here):
     before = (tiny_runs.topk / "last.pt").read_bytes()
     words = "--samples", 5, "--along", "--lengths", "20", "--figures", "none", "--quiet"

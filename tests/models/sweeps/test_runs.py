@@ -159,6 +159,20 @@ def test_a_record_stands_for_a_run_whose_folder_is_gone(run, trained, tmp_path):
     assert result(run(seed=4), folder, 0.95, records=records).status == "waiting"
 
 
+def test_a_record_grows_with_its_run_and_stands_for_the_longer_one(run, trained, tmp_path):
+    records = tmp_path / "records"
+    result(run(epochs=2), trained(run(epochs=2)), 0.95, records=records)
+    folder = trained(run(epochs=4))
+    result(run(epochs=2), folder, 0.95, records=records)
+    (record,) = records.iterdir()
+    assert json.loads(record.read_text())["history"]["epoch"] == [1, 2, 3, 4]
+    assert json.loads(record.read_text())["weights"] == weights_sha256(weights(folder))
+    shutil.rmtree(folder)
+    assert result(run(epochs=4), folder, 0.95, records=records).status == "done"
+    shorter = result(run(epochs=3), folder, 0.95, records=records)
+    assert (shorter.status, shorter.epochs, shorter.problem[-17:]) == ("done", 3, "row is of epoch 3")
+
+
 def test_a_record_tells_no_folder_of_the_machine(run, trained, tmp_path):
     folder, records = trained(run()), tmp_path / "records"
     typed = [
@@ -212,6 +226,9 @@ def test_the_row_of_a_run_says_what_its_history_says(run, trained):
     assert (row.epochs_to_target, row.train_accuracy) == (2, 0.9)
     assert (row.holdout_accuracy, row.best_holdout_accuracy, row.seconds) == (0.7, 0.8, 6.5)
     assert result(run(epochs=3), folder, 0.98).epochs_to_target is None
+    first = result(run(epochs=1), folder, 0.95)
+    assert (first.status, first.epochs, first.epochs_to_target, first.train_accuracy) == ("done", 1, None, 0.5)
+    assert first.problem == "trained on to epoch 3 before; its row is of epoch 1"
 
 
 def test_hours_come_from_histories_where_there_are_some(run, trained, tmp_path):
