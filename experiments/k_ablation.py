@@ -5,7 +5,8 @@
 
 Top-k attention of the study of speed (k = 1, 2, 3, 5, 8, 12) and full attention: seven tasks, three seeds.
 Learning and accuracy come from the committed records; separation and mask stability are measured on the trained
-models that ``--runs`` holds (``semdiag mask-stability --noise 0.01``, 50 held-out samples, all layers).
+models that ``--runs`` holds (``semdiag mask-stability --noise 0.01``, 50 held-out samples, all layers); of other
+models what the table in ``--out`` says is kept, with the hash of the file that was measured.
 """
 
 import argparse
@@ -31,6 +32,7 @@ PANELS = {
     "separation": "separation Δ, median (nats)",
     "unchanged": "masks unchanged by 1 % noise",
 }
+MEASURED = ["run", "sha256", "queries", "separation", "unchanged"]  # of the weights; the records tell the rest
 COLORS = ("#4c72b0", "#dd8452", "#55a868", "#c44e52", "#8172b3", "#937860", "#da8bc3")
 STYLES = ("-", "--", "-.", ":", (0, (5, 1)), (0, (3, 1, 1, 1)), (0, (1, 1)))
 
@@ -50,6 +52,8 @@ def learning(runs: list[SweepRun], records: Path) -> pd.DataFrame:
 
 def selections(paths: list[Path]) -> pd.DataFrame:
     """Run, median separation and share of masks that no draw changes, by ``semdiag mask-stability``."""
+    if not paths:
+        return pd.DataFrame(columns=MEASURED)
     with tempfile.TemporaryDirectory() as out:
         command = [sys.executable, "-m", "semdiag", "mask-stability", *map(str, paths), "--noise", "0.01"]
         command += ["--samples", "50", "--figures", "none", "--quiet", "--json", "--out", f"{out}/page"]
@@ -63,7 +67,16 @@ def selections(paths: list[Path]) -> pd.DataFrame:
             "queries": pooled["queries"],
         }
         rows.append(facts | {"separation": pooled["separation_p50"], "unchanged": pooled["exact"]})
-    return pd.DataFrame(rows)
+    return pd.DataFrame(rows, columns=MEASURED)
+
+
+def with_earlier(measured: pd.DataFrame, file: Path) -> pd.DataFrame:
+    """What is measured now, and of other runs what the file says."""
+    if not file.exists():
+        return measured
+    earlier = pd.read_csv(file)[MEASURED].dropna()
+    kept = earlier[~earlier["run"].isin(measured["run"])]
+    return pd.concat([part for part in (measured, kept) if len(part)] or [measured], ignore_index=True)
 
 
 @paper_style
@@ -113,10 +126,14 @@ def main() -> None:
     learned = learning(runs, HERE / "speed")
     sparse = [arguments.runs / run.name / "last.pt" for run in runs if run.model.k is not None]
     paths = [path for path in sparse if path.exists()]
-    print(f"Separation and masks: of {len(paths)} of {len(sparse)} runs, whose weights are in {arguments.runs}.")
-    table = learned.merge(selections(paths), on="run", how="left")
+    file = arguments.out / "k_ablation.csv"
+    table = learned.merge(with_earlier(selections(paths), file), on="run", how="left")
+    print(
+        f"Separation and masks: measured now on {len(paths)} of {len(sparse)} runs, whose weights are in "
+        f"{arguments.runs}; of {table['separation'].count() - len(paths)} kept from {file}."
+    )
     arguments.out.mkdir(parents=True, exist_ok=True)
-    table.to_csv(arguments.out / "k_ablation.csv", index=False, float_format="%.6g")
+    table.to_csv(file, index=False, float_format="%.6g")
     drawn = figure(table)
     drawn.savefig(arguments.out / "k_ablation.svg")
     means = table.assign(k=table["k"].fillna(0).astype(int)).groupby("k")[list(PANELS)].mean()

@@ -89,6 +89,18 @@ def test_the_ablation_of_k_reads_the_committed_records():
     assert learned["loss"].between(0, 1.5).all()
 
 
+def test_the_ablation_of_k_keeps_what_was_measured_on_weights_that_are_gone(tmp_path):
+    ablation = script("k_ablation")
+    file = tmp_path / "k_ablation.csv"
+    none = ablation.selections([])
+    assert ablation.with_earlier(none, file).empty
+    row = {"run": "a", "sha256": "0f", "queries": 40, "separation": 0.2, "unchanged": 0.9}
+    pd.DataFrame([row | {"k": 5}, row | {"run": "b"}, {"run": "never measured"}]).to_csv(file, index=False)
+    assert ablation.with_earlier(none, file)["run"].tolist() == ["a", "b"]
+    found = ablation.with_earlier(pd.DataFrame([row | {"separation": 0.3}]), file).set_index("run")
+    assert found["separation"].to_dict() == {"a": 0.3, "b": 0.2}
+
+
 def test_a_missing_record_is_named(tmp_path):
     ablation = script("k_ablation")
     run = read_sweep(EXPERIMENTS / "speed.toml")[0]
