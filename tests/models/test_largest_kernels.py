@@ -80,7 +80,7 @@ def test_threads_change_nothing():
     assert torch.equal(found[0][1], found[1][1])
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.jit.trace
+@pytest.mark.filterwarnings("ignore:.torch.jit.trace:Warning")
 @pytest.mark.parametrize(
     "traced",
     [
