@@ -1,4 +1,4 @@
-"""One process at a time trains in a folder."""
+"""One process at a time trains in a folder, or writes to a file."""
 
 from contextlib import suppress
 from pathlib import Path
@@ -13,6 +13,7 @@ class RunLock:
 
     Args:
         folder: an existing folder that can be written to.
+        file: in the folder, which alone is locked; None means the folder.
 
     Raises:
         InputError: if another process, or another run of this one, holds it.
@@ -27,12 +28,16 @@ class RunLock:
         (['.lock'], [])
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._path = folder / ".lock"
+    def __init__(self, folder: Path, file: str | None = None) -> None:
+        self._path = folder / (".lock" if file is None else f".{file}.lock")
         self._lock = FileLock(self._path)
         try:
             self._lock.acquire(blocking=False)
         except Timeout:
+            if file is not None:
+                raise InputError(
+                    f"{folder / file} is in use: another writes to it. Name a file for each."
+                ) from None
             raise InputError(
                 f"{folder} is in use: another process trains there. Wait for it, or choose another folder "
                 "with --out."

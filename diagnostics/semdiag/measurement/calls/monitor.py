@@ -64,15 +64,16 @@ class Monitor:
             :func:`semdiag.watch_attention` understands.
         every: forward calls in training mode from one look to the next; the first call is looked at.
         k: numbers of heavy hitters for the counterfactual columns, one or several.
-        path: ``.csv`` or ``.parquet`` to which the rows are added as they come; an existing one is continued.
+        path: ``.csv`` or ``.parquet`` to which the rows are added as they come; an existing one is continued. The
+            monitor has it alone until it stops: in several processes give each a file of its own.
         tensorboard: a directory for TensorBoard, or a SummaryWriter.
         seed: of the choice of samples and queries.
         queries: looked at of each of the samples; medians of more rows vary less from look to look.
-        first_step: number of the first step, for resumed trainings.
+        first_step: number of the first step, for resumed trainings; it warns where the file has come as far.
 
     Raises:
-        InputError: if an argument is illegal, the file cannot be continued, TensorBoard is not installed, or
-            (on start) the model has no attention that can be watched or was compiled in place.
+        InputError: if an argument is illegal, the file cannot be continued or is another monitor's, TensorBoard is
+            not installed, or (on start) the model has no attention that can be watched or was compiled in place.
 
     Example:
         >>> from semdiag_models import Encoder, ModelConfig
@@ -105,10 +106,10 @@ class Monitor:
         self._queries = whole_number(queries, "queries", 1)
         self.step = self._first_step = whole_number(first_step, "first_step", 0)
         self.seconds = 0.0
-        self._log = MonitorLog(None if path is None else Path(path), columns(self.k))
         self._tensorboard, self._own_writer = tensorboard, False
         self._writer: Any = None
         self._generator = torch.Generator().manual_seed(whole_number(seed, "seed", 0))
+        self._log = MonitorLog(None if path is None else Path(path), columns(self.k), self.step)
         self._handles: hooks.Handles | tuple[()] = ()
         self._look = ExitStack()
         self._looked_at: int | None = None
@@ -142,6 +143,7 @@ class Monitor:
             )
         with watch_attention(self.model, lambda call: None):
             pass  # a model that cannot be watched is refused here, not in the middle of a training
+        self._log.open()
         self._writer, self._own_writer = _writer(self._tensorboard)
         self._handles = hooks.put_on(self.model, self._before, self._after)
         return self
@@ -155,7 +157,7 @@ class Monitor:
         self._handles = ()
         self._look.close()
         with _carrying_on():
-            self._log.write()
+            self._log.close()
         if self._own_writer and self._writer is not None:
             self._writer.close()
         self._writer, self._own_writer = None, False

@@ -2,6 +2,7 @@
 
 import os
 import warnings
+from contextlib import suppress
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -11,35 +12,80 @@ import pandas as pd
 from semdiag.measurement.table import read_parquet
 from semdiag_models import InputError
 from semdiag_models.reading import open_file
+from semdiag_models.run_lock import RunLock
 
 
 class MonitorLog:
     """Rows that are added step by step, to a CSV file line by line or to a parquet file that is replaced.
 
     A CSV file whose last line is torn, as a training leaves it that was killed while it wrote, is continued
-    without that line. Rows that could not be written are written with the next.
+    without that line. Rows that could not be written are written with the next. The file is this log's alone,
+    from its beginning until it is closed.
 
     Args:
         path: ``.csv`` or ``.parquet``; None keeps the rows in memory only.
         columns: names of the columns.
+        first_step: number of the first step; a file that goes as far is continued with a warning.
 
     Raises:
-        InputError: if the ending is another one, the folder does not exist, or the file has other columns.
+        InputError: if the ending is another one, the folder does not exist, the file has other columns, or another
+            log writes to it.
     """
 
-    def __init__(self, path: Path | None, columns: list[str]) -> None:
+    def __init__(self, path: Path | None, columns: list[str], first_step: int) -> None:
         self.path, self.columns = path, columns
         self._rows: list[dict[str, Any]] = []
         self._written = 0
         self._earlier = pd.DataFrame(columns=columns)
+        self._lock: RunLock | None = None
         if path is None:
             return
         if path.suffix not in (".csv", ".parquet"):
             raise InputError(f"A monitor writes .csv or .parquet. Got {path}.")
         if not path.parent.is_dir():
             raise InputError(f"{path} cannot be written: there is no folder {path.parent}.")
-        if path.exists():
-            self._earlier = _read(path, columns)
+        self.open()
+        last = self._earlier["step"].max()
+        if last >= first_step:
+            warnings.warn(
+                f"{path} has rows up to step {last}, and this monitor begins with step {first_step}: a step may "
+                "stand there twice. Monitor(…, first_step=…) continues it, or name a new file.",
+                stacklevel=3,
+            )
+
+    def open(self) -> None:
+        """Take the file, with what stands in it; a log that is open stays as it is.
+
+        Raises:
+            InputError: if it cannot be continued, or another log writes to it.
+        """
+        if self.path is None or self._lock is not None:
+            return
+        with suppress(OSError, NotImplementedError):  # where no file can be locked, or none written
+            self._lock = RunLock(self.path.parent, self.path.name)
+        try:
+            if self.path.exists():
+                self._earlier = _read(self.path, self.columns)
+                self._rows, self._written = self._rows[self._written :], 0
+        except InputError:
+            self._release()
+            raise
+
+    def close(self) -> None:
+        """Write what is left, and let the file go.
+
+        Raises:
+            OSError: if the file cannot be written; it is as it was.
+        """
+        try:
+            self.write()
+        finally:
+            self._release()
+
+    def _release(self) -> None:
+        if self._lock is not None:
+            self._lock.release()
+        self._lock = None
 
     def table(self) -> pd.DataFrame:
         """Return all rows, those of the continued file first."""
@@ -116,5 +162,5 @@ def _read(path: Path, columns: list[str]) -> pd.DataFrame:
         )
     if torn:
         os.truncate(path, path.stat().st_size - torn)
-        warnings.warn(f"The last line of {path} was torn and is left out.", stacklevel=4)
+        warnings.warn(f"The last line of {path} was torn and is left out.", stacklevel=5)
     return table

@@ -8,6 +8,8 @@ import math
 import re
 import subprocess
 import sys
+import warnings
+from pathlib import Path
 
 import pandas as pd
 import pytest
@@ -245,6 +247,39 @@ def test_rows_stand_in_the_file_and_a_later_training_continues_it(tmp_path, suff
         train(model, 2)
     assert read(path)["step"].tolist() == later.table["step"].tolist() == [0, 0, 2, 2, 4, 4]
     assert [file.name for file in tmp_path.iterdir()] == [path.name]
+
+
+@pytest.mark.parametrize("suffix", ["csv", "parquet"])
+def test_a_file_is_one_monitors_alone_until_it_stops(tmp_path, suffix):
+    path, model = tmp_path / f"attention.{suffix}", made(encoder)
+    with Monitor(model, every=1, path=path) as first:
+        train(model, 1)
+        with pytest.raises(InputError, match=rf"attention\.{suffix} is in use: another writes to it"):
+            Monitor(model, path=path)
+        with Monitor(model, every=1, path=tmp_path / f"other.{suffix}"):
+            train(model, 1)
+    with Monitor(model, every=1, path=path, first_step=2) as second:
+        train(model, 1)
+    with first:  # it goes on, after what others have written meanwhile
+        train(model, 1)
+    read = pd.read_csv if suffix == "csv" else pd.read_parquet
+    assert read(path)["step"].tolist() == first.table["step"].tolist() == [0, 0, 1, 1, 2, 2, 2, 2]
+    assert second.table["step"].tolist() == [0, 0, 1, 1, 2, 2]
+    assert sorted(file.name for file in tmp_path.iterdir()) == [path.name, f"other.{suffix}"]
+
+
+def test_a_file_that_has_the_steps_already_is_continued_with_a_warning(tmp_path):
+    path, model = tmp_path / "attention.csv", made(encoder)
+    with Monitor(model, every=1, path=path):
+        train(model, 2)
+    for first_step, warned in ((0, True), (1, True), (2, False)):
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            Monitor(model, path=path, first_step=first_step).stop()
+        assert bool(said) is warned
+        for warning in said:
+            assert f"rows up to step 1, and this monitor begins with step {first_step}" in str(warning.message)
+            assert Path(warning.filename).name == "test_monitor.py"
 
 
 def test_csv_is_there_while_the_training_runs(tmp_path):
