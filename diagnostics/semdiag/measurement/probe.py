@@ -33,6 +33,7 @@ class Subject:
         few: of the inputs those that costly probes use; None: all.
         after_point: called with the number of finished steps.
         missing: why what is not available, by name; probes fill it.
+        said: what else is to be known of how the model was measured; probes fill it.
     """
 
     model: LoadedModel
@@ -46,6 +47,7 @@ class Subject:
     few: int | None = None
     after_point: Callable[[int], None] = lambda points: None
     missing: dict[str, str] = field(default_factory=dict)
+    said: list[str] = field(default_factory=list)
 
     def note(self, name: str, why: str) -> None:
         """Say what is not available of this model.
@@ -56,10 +58,18 @@ class Subject:
         """
         self.missing[name] = why
 
+    def remark(self, text: str) -> None:
+        """Say what is to be known of how this model was measured.
+
+        Args:
+            text: a sentence without its end.
+        """
+        self.said.append(text)
+
     @property
     def remarks(self) -> pd.DataFrame:
-        """The table ``remarks`` of what is not available of this model."""
-        texts = [f"{name} not available, because {why}" for name, why in self.missing.items()]
+        """The table ``remarks`` of what is not available of this model, and what else is to be known."""
+        texts = [f"{name} not available, because {why}" for name, why in self.missing.items()] + self.said
         return REMARKS.of_rows(
             {"model": self.model.path, "module": "", "text": text, "times": 1} for text in texts
         )

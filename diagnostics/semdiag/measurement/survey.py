@@ -196,7 +196,7 @@ def _with_keys(measurements: Measurements, least: int) -> Measurements:
 
 # Beginnings of remarks about what the user asked for, or that spoil an answer: not in the report alone.
 SAID_AT_ONCE = (
-    "k = ", "the inputs are ", "texts were cut ", "logits are NaN ", "secants not available", "secants of ",
+    "k = ", "the inputs are ", "texts were cut ", "logits are ", "secants not available", "secants of ",
     "mask stability of ", "overlap not available",
 )  # fmt: skip
 

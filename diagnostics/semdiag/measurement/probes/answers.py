@@ -14,6 +14,7 @@ from semdiag.measurement.probes.token_tables import TokenTables, token_ids
 from semdiag_models import Encoder
 
 IGNORED = -100  # as a target: no prediction counts here, as in torch's cross-entropy
+_NO_CLASSES = "regression", "multi_label_classification"  # problem types of which logits are no distribution
 _SAME = 1e-4  # relative to the largest logit: what is left of a position that sees no changed token
 
 
@@ -38,8 +39,10 @@ class Reader:
     """Knows how to read a model's outputs, from its output on a first batch.
 
     A distribution is what an encoder of semdiag_models returns, what is called ``logits``, and what labels or the
-    next token can be compared with; any other output is a representation. Samples are the output's first axis, or
-    the second where the first is not as long as the batch.
+    next token can be compared with; any other output is a representation. So are logits whose softmax says
+    nothing: of one logit alone it is always 1, and regression and independent labels (``problem_type`` of the
+    model's configuration, or labels that are floating-point numbers) have none. Samples are the output's first
+    axis, or the second where the first is not as long as the batch.
 
     The next token is what is right where there are no labels, the output has one row for each token and one column
     for each row of the table in which the model looks the tokens up, and no position's output changes with a later
@@ -50,12 +53,17 @@ class Reader:
     Args:
         module: the model.
         batch: on its device.
-        labelled: whether labels come with the batches.
+        labels: (N,) that come with the batches; None: those in the batch, if any.
         run: calls the model.
+
+    Attributes:
+        causal: whether the output tells the next token.
+        distribution: whether the output is read as one.
+        reason: why logits are read as a representation; empty where they are not.
     """
 
-    def __init__(self, module: nn.Module, batch: Batch, labelled: bool, run: Any) -> None:
-        self._module, self._labelled = module, labelled
+    def __init__(self, module: nn.Module, batch: Batch, labels: Tensor | None, run: Any) -> None:
+        self._module = module
         ids = token_ids(batch)
         with TokenTables(ids) as seen:
             output = run(batch)
@@ -69,8 +77,10 @@ class Reader:
                 self._predicted = place
                 break
         self.causal = self._predicted is not None
-        own = isinstance(batch, Mapping) and isinstance(batch.get("labels"), Tensor)
-        self.distribution = isinstance(module, Encoder) or named or self.causal or labelled or own
+        known = batch.get("labels") if labels is None and isinstance(batch, Mapping) else labels
+        logits = isinstance(module, Encoder) or named or self.causal or isinstance(known, Tensor)
+        self.reason = self._no_distribution(values, known) if logits else ""
+        self.distribution = logits and not self.reason
 
     def read(self, output: Any, batch: Batch, labels: Tensor | None) -> Answers:
         """Read the output on a batch.
@@ -92,6 +102,17 @@ class Reader:
         kind = torch.float64 if values.dtype == torch.float64 else torch.float32
         return Answers(values, values.to(kind).log_softmax(-1), targets, counted)
 
+    def _no_distribution(self, values: Tensor, labels: Any) -> str:
+        """Why a softmax over the last axis of logits says nothing; empty if it does."""
+        if values.ndim < 2 or values.shape[-1] == 1:
+            return "there is one alone, of which a softmax is always 1"
+        kind = getattr(getattr(self._module, "config", None), "problem_type", None)
+        if kind in _NO_CLASSES and not self.causal:
+            return f"the problem type of the model is {kind}"
+        if isinstance(labels, Tensor) and labels.is_floating_point():
+            return "the labels are floating-point numbers, no classes"
+        return ""
+
     def _counted(self, batch: Batch, values: Tensor) -> Tensor:
         real = real_tokens(self._module, batch)
         for name in ("decoder_attention_mask", *real):
@@ -104,7 +125,7 @@ class Reader:
             return labels.to(values.device).reshape(len(values), -1)
         given = batch.get("labels") if isinstance(batch, Mapping) else None
         shift = self.causal and not getattr(getattr(self._module, "config", None), "is_encoder_decoder", False)
-        if isinstance(given, Tensor) and not given.is_floating_point():
+        if isinstance(given, Tensor):
             given = given.reshape(len(values), -1)
             return _next(given, torch.ones_like(given, dtype=torch.bool)) if shift else given
         ids = None if self._predicted is None else token_ids(batch).get(self._predicted)

@@ -1,6 +1,6 @@
 """Within one model, for every k at once: what its scores would be if each query kept its k largest ones."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -135,6 +135,7 @@ def k_sweep_tables(
     min_keys: int = 1,
     queries: int | None = None,
     seed: int = 0,
+    remark: Callable[[str], None] = lambda text: None,
 ) -> dict[str, pd.DataFrame]:
     """All tables of a k-sweep; model, tokens, labels and plan as of :func:`k_sweep`.
 
@@ -150,6 +151,7 @@ def k_sweep_tables(
         queries: how many are drawn per sample and head, as by :func:`~semdiag.measurement.measure.measure`; None:
             every query is looked at. Extremes and loads are then those of the drawn queries; budgets look at all.
         seed: of the draws, and of the random control of reruns.
+        remark: called with what is to be known of a rerun, as of :func:`~semdiag.measurement.probes.rerun.rerun`.
 
     Returns:
         ``sweep``; ``sweep_estimates``, empty unless queries were drawn; ``rerun`` and ``budgets``, empty unless
@@ -179,7 +181,7 @@ def k_sweep_tables(
     rows = list(collected.rows())
     if plan.rerun:
         ks = plan.ks or rerun_ks(min(largest, max(1, collected.most_keys - 1)))
-        again = rerun(loaded, batches, labels, masks_of(ks, seed), device, dtype)
+        again = rerun(loaded, batches, labels, masks_of(ks, seed), device, dtype, remark)
         found["rerun"] = again
         rows += _said(again)
     if plan.budget:
@@ -221,7 +223,7 @@ def _largest_k(plan: KSweepPlan, batches: Sequence[Batch]) -> int:
 def _measure(subject: Subject, plan: KSweepPlan, prepared: int | None) -> Mapping[str, pd.DataFrame]:
     inputs, labels = subject.first
     how: dict[str, Any] = {"batch_size": subject.batch_size, "device": subject.device, "dtype": subject.dtype}
-    how |= {"min_keys": prepared or 1, "queries": subject.queries, "seed": subject.seed}
+    how |= {"min_keys": prepared or 1, "queries": subject.queries, "seed": subject.seed, "remark": subject.remark}
     return k_sweep_tables(subject.model, inputs, labels, plan, **how)
 
 

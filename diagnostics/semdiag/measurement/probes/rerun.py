@@ -1,7 +1,7 @@
 """A model run again with real masks, sample by sample: loss, divergence of its outputs, changed predictions."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pandas as pd
@@ -119,6 +119,7 @@ def rerun(
     masks: Masks,
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
+    remark: Callable[[str], None] = lambda text: None,
 ) -> pd.DataFrame:
     """Run a model without a mask and with each of several, in evaluation mode and without gradients.
 
@@ -129,6 +130,7 @@ def rerun(
         masks: name, k and rule of each.
         device: where to run; None: where the model is.
         dtype: of the model; None: its own.
+        remark: called with what is to be known of how its outputs are compared.
 
     Returns:
         The table ``rerun``; its first rows are those without a mask.
@@ -152,7 +154,7 @@ def rerun(
             batch, size = batching.moved(given, place, kind), batching.samples_of(given)
             own = None if labels is None else labels[first : first + size]
             try:
-                reader = reader or Reader(module, batch, labels is not None, run)
+                reader = reader or Reader(module, batch, labels, run)
                 before = reader.read(run(batch), batch, own)
                 rows += _rows(NO_MASK, 0, first, before, before)
                 for name, k, keep in masks:
@@ -165,6 +167,8 @@ def rerun(
                     f"{loaded.path} cannot be run with a mask ({type(error).__name__}: {said})."
                 ) from error
             first += size
+    if reader and reader.reason:
+        remark(f"logits are compared as outputs, not as a distribution: {reader.reason}")
     return RERUN_TABLE.of_rows({"model": loaded.path, **row} for row in rows)
 
 
