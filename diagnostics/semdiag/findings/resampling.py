@@ -215,7 +215,7 @@ def sum_ratio_interval(
         seed: of the draws.
 
     Returns:
-        Estimate and interval; NaN where no sequence counts.
+        Estimate and interval; NaN where no sequence counts. No interval where a sum is not finite.
 
     Example:
         >>> sum_ratio_interval(np.array([2.0, 4.0]), np.array([1.0, 2.0]))
@@ -224,6 +224,8 @@ def sum_ratio_interval(
     sums, counts = sums[counts > 0], counts[counts > 0]
     if not len(sums):
         return Interval(float("nan"), float("nan"), float("nan"))
+    if not np.isfinite(sums).all():
+        return Interval(float(sums.sum() / counts.sum()), math.nan, math.nan)
     rng = np.random.default_rng(seed)
     times = rng.multinomial(len(sums), np.full(len(sums), 1 / len(sums)), size=resamples)
     return _interval(float(sums.sum() / counts.sum()), (times @ sums) / (times @ counts), len(sums), confidence)

@@ -34,7 +34,7 @@ class SparseVerdict:
     Attributes:
         answer: ``plausible``, ``not without loss`` or ``cannot tell``.
         reason: why there is no answer, as a word: near_uniform, chance, control, few_samples, not_rerun,
-            drops_nothing, fixed_mask, own_mask, not_measured; empty if there is one.
+            not_finite, drops_nothing, fixed_mask, own_mask, not_measured; empty if there is one.
         k: what the answer is about: the smallest k from which on the loss stays, the largest that was run if there
             is none, or the smallest that keeps 95 % of the weight; None: none of these.
         share: k in the keys of its queries, mean.
@@ -73,8 +73,9 @@ def sparse_verdict(findings: Findings, model: str) -> SparseVerdict:
     Plausible: there is a k from which on, at every k that was run, the upper end of the change's interval is
     within the tolerance, and it is at most half of the keys. Not without loss: there is none, or only a larger. No
     answer: the loss is no better than chance; as many random keys do as little harm; there are fewer than 8
-    samples; the attention is near uniform and no loss says that its largest scores matter; the model was not run
-    with masks, or with such as drop nothing; or its mask ranks no scores.
+    samples; the change that decides is no finite number; the attention is near uniform and no loss says that its
+    largest scores matter; the model was not run with masks, or with such as drop nothing; or its mask ranks no
+    scores.
 
     Args:
         findings: with a sweep, and better with a rerun.
@@ -107,8 +108,6 @@ def sparse_verdict(findings: Findings, model: str) -> SparseVerdict:
         share = float(pooled["mean"].get(("share", found.k), math.nan))
         counts = {"queries": queries - left_out, "left_out": left_out}
         found = SparseVerdict(**{**asdict(found), "share": share, "mass": mass[found.k], **counts})
-    if found.answer == "plausible" and not found.share <= MOST_KEYS:
-        found = SparseVerdict(**{**asdict(found), "answer": "not without loss"})
     # A loss that as many random keys destroy, and the largest do not, is an answer, however even the weights.
     if even >= NEAR_UNIFORM and (found.measure != "loss" or found.answer == "cannot tell"):
         return SparseVerdict(**{**asdict(found), "answer": "cannot tell", "reason": "near_uniform"})
@@ -168,16 +167,18 @@ def _judged(top: list[dict[str, Any]], again: pd.DataFrame, limit: float) -> Spa
     at = len(top)
     while at and top[at - 1]["high"] <= limit:
         at -= 1
-    row = top[min(at, len(top) - 1)]
-    answer, reason = ("plausible" if at < len(top) else "not without loss"), ""
+    row, stays = top[min(at, len(top) - 1)], at < len(top)
+    answer, reason = ("plausible" if stays and row["share"] <= MOST_KEYS else "not without loss"), ""
     control = again[(again["mask"] == RANDOM) & (again["k"] == row["k"])]
     classes = int(row["classes"])
     if row["samples"] < LEAST_SAMPLES:
         reason = "few_samples"
-    elif measure == "loss" and classes > 1 and row["before"] >= _CHANCE * math.log(classes):
+    elif measure == "loss" and classes > 1 and _CHANCE * math.log(classes) <= row["before"] < math.inf:
         reason = "chance"
-    elif answer == "plausible" and len(control) and control["high"].iloc[0] <= limit:
+    elif stays and len(control) and control["high"].iloc[0] <= limit:
         reason = "control"
+    elif answer != "plausible" and at and not math.isfinite(top[at - 1]["high"]):
+        row, reason = top[at - 1], "not_finite"
     numbers: dict[str, Any] = {name: float(row[name]) for name in ("change", "low", "high", "before")}
     return SparseVerdict(
         "cannot tell" if reason else answer,

@@ -2,16 +2,19 @@
 
 import math
 
+import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 import pytest
 
+from semdiag.commands.printing.k_sweep import print_k_sweep
 from semdiag.findings.findings import Findings
 from semdiag.findings.k_sweep import k_sweep_summary
 from semdiag.findings.rerun import change_table
 from semdiag.findings.sparse_verdict import sparse_glance, sparse_verdict
 from semdiag.measurement.probes.k_sweep import K_SWEEP_TABLE
 from semdiag.measurement.probes.rerun import RERUN_TABLE
+from semdiag.presentation.sections.k_sweep.loss_change import loss_change
 from semdiag.presentation.sections.k_sweep.sentences import verdict_lines
 
 KEYS, SAMPLES = 16, 12
@@ -24,6 +27,7 @@ def made(made_up, top=None, random=None, *, mass=None, evenness=0.5, before=0.3,
     rows = [(0, "dispersion", 4.0, 0), (0, "evenness", evenness, 0)]
     for k, kept in mass.items():
         values = (("mass", kept), ("share", k / KEYS), ("dispersion", 1.0), ("separation", 0.5), ("load", k))
+        values += (("ratio", 0.5), ("ln_sound", 1.0), ("ln_paper", 2.0))
         rows += [(k, name, value, 100 if name == "mass" else 0) for name, value in values]
     sweep = pd.DataFrame(rows, columns=["k", "quantity", "mean", "undefined"])
     for column in K_SWEEP_TABLE.columns:
@@ -98,6 +102,50 @@ def test_where_no_k_is_harmless_the_largest_is_named(made_up):
     assert sparse_verdict(findings, "m").answer == "not without loss"
     assert first_line(findings).startswith("not without loss: even k = 12 per query")
     assert "changes the loss by +0.5 nats (95 % interval +0.5 to +0.5)" in first_line(findings)
+
+
+def broken(findings, ks, value):
+    """The findings where the loss of one sample is no finite number at some k."""
+    rerun = findings.measurements.rerun.copy()
+    some = (rerun["mask"] == "topk") & rerun["k"].isin(ks) & (rerun["sample"] == 3)
+    rerun.loc[some, ["loss", "divergence"]] = value
+    return Findings(findings.measurements.replace(rerun=rerun))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_of_a_change_that_is_no_finite_number_there_is_no_answer(made_up, value):
+    """It was told as a loss: "not without loss: even k = 12 … changes the loss by +nan nats"."""
+    findings = broken(made(made_up, of(4)), (1, 2, 4, 8, 12), value)
+    found = sparse_verdict(findings, "m")
+    assert (found.answer, found.reason, found.k) == ("cannot tell", "not_finite", 12)
+    lines = verdict_lines(findings, "m")
+    assert lines[0].startswith("cannot tell: what k = 12 changes is no finite number (")
+    assert not any(word in line.replace("+", " ").split() for line in lines for word in ("nan", "inf"))
+    assert sparse_glance(findings).number == "0 of 1"
+    figure = loss_change(findings)
+    figure.canvas.draw()
+    plt.close(figure)
+    print_k_sweep(findings)
+
+
+def test_a_change_that_is_no_number_decides_only_where_it_stands_in_the_way(made_up):
+    assert sparse_verdict(broken(made(made_up, of(1)), (1, 2), math.nan), "m").k == 4
+    found = sparse_verdict(broken(made(made_up, of(1)), (1, 8), math.nan), "m")  # 12 of 16 keys is hardly sparse
+    assert (found.answer, found.reason, found.k) == ("cannot tell", "not_finite", 8)
+    costly = of(12) | {8: HARMFUL}
+    assert sparse_verdict(broken(made(made_up, costly), (1, 4), math.nan), "m").answer == "not without loss"
+
+
+def test_of_a_loss_that_is_infinite_without_a_mask_nobody_can_tell(made_up):
+    """The chance of so many classes was held against it."""
+    findings = made(made_up, of(4))
+    rerun = findings.measurements.rerun.assign(loss=math.inf)
+    findings = Findings(findings.measurements.replace(rerun=rerun))
+    assert sparse_verdict(findings, "m").reason == "not_finite"
+    assert "a loss that is no finite number without a mask" in " ".join(verdict_lines(findings, "m"))
+    figure = loss_change(findings)
+    figure.canvas.draw()
+    plt.close(figure)
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,7 @@ def _rerun_table(result: Summary) -> Any:
         "95 % interval": _interval,
         "by weight": lambda r: _change(r["by_mass"]),
         "random": lambda r: _change(control.get(r["k"])),
-        "ppl ×": lambda r: number(math.exp(min(r["change"], 700))) if measure == "loss" else "–",
+        "ppl ×": lambda r: number(_growth(r["change"])) if measure == "loss" else "–",
         "KL": lambda r: _change(r["divergence"]),
         "changed": lambda r: _share(r["changed"]),
         "accuracy": lambda r: _share(r["accuracy"]),
@@ -68,6 +68,11 @@ def _rerun_table(result: Summary) -> Any:
     for line in cells:
         table.add_row(*(line[at] for at in kept))
     return table
+
+
+def _growth(change: float | str | None) -> float:
+    value = number_from_json(change)
+    return math.inf if value > 700 else math.exp(value)
 
 
 def _interval(row: Summary) -> str:

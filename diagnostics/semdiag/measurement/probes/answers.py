@@ -132,6 +132,20 @@ class Reader:
         return None if ids is None else _next(ids, counted)
 
 
+def difference(after: Tensor, before: Tensor) -> Tensor:
+    """after − before, and 0 where both are the same infinity.
+
+    Args:
+        after: any shape.
+        before: the same shape.
+
+    Example:
+        >>> difference(torch.tensor([-torch.inf, 3.0]), torch.tensor([-torch.inf, 1.0])).tolist()
+        [0.0, 2.0]
+    """
+    return (after - before).masked_fill(after == before, 0)
+
+
 def _next(ids: Tensor, real: Tensor) -> Tensor:
     """The token after each one; nothing after the last, and nothing to or from padding."""
     found = torch.full_like(ids, IGNORED)
@@ -181,6 +195,7 @@ def _looks_back(batch: Batch, ids: Tensor, values: Tensor, real: Tensor, tokens:
         output = run(other)
     except Exception:  # these are no inputs of the user's: where they must hold what ours do not, nothing is told
         return False
-    moved = (_values(output, batch)[0] - values).abs().amax(-1)  # (B, L)
-    noise = _SAME * values[real].abs().max()
+    moved = difference(_values(output, batch)[0], values).abs().amax(-1)  # (B, L)
+    sizes = values[real].abs()
+    noise = _SAME * sizes.where(sizes.isfinite(), 0).max()  # logits of what never follows are -inf
     return bool(moved[before].max() <= noise) and bool(moved[later].max() > noise)

@@ -15,7 +15,7 @@ from semdiag.capturing.loading import LoadedModel
 from semdiag.capturing.sparsify import sparsify
 from semdiag.mathematics.predicted_classes import predicted_classes
 from semdiag.measurement.calls.running import in_evaluation
-from semdiag.measurement.probes.answers import IGNORED, Answers, Reader
+from semdiag.measurement.probes.answers import IGNORED, Answers, Reader, difference
 from semdiag.measurement.table import Table
 from semdiag_models import InputError
 
@@ -25,7 +25,8 @@ RERUN_TABLE = Table(
         "One row per mask, k and sample of a model that was run with it. mask: none, topk, random (of the same "
         "size), or a budget's name (k = -1). Sums over the sample's targets (loss, nats; correct) and over its "
         "positions with a distribution (predictions, changed; divergence KL(without mask || with it), nats); "
-        "output_change: norm of the change of its outputs relative to their norm."
+        "output_change: norm of the change of its outputs relative to their norm, +inf where that is no number, "
+        "NaN where the sample has no position."
     ),
     {
         "model": "str",
@@ -174,26 +175,35 @@ def rerun(
 
 def _rows(mask: str, k: int, first: int, before: Answers, after: Answers) -> Iterator[dict[str, Any]]:
     """One row per sample."""
-    counted, values = before.counted, {}
-    some = counted[..., None]
-    change = torch.linalg.vector_norm((after.values - before.values).double() * some, dim=(1, 2))
-    values["output_change"] = change / torch.linalg.vector_norm(before.values.double() * some, dim=(1, 2))
+    counted, values = before.counted, {"output_change": _output_change(before, after)}
     none = torch.zeros(len(counted), dtype=torch.int64, device=counted.device)
     values |= dict.fromkeys(("targets", "correct", "predictions", "changed", "loss", "divergence"), none)
     if before.likely is not None and after.likely is not None:
-        terms = before.likely.exp() * (before.likely - after.likely)
+        likely = before.likely.exp()
+        terms = (likely * (before.likely - after.likely)).masked_fill(likely == 0, 0)
         choices, others = predicted_classes(before.likely), predicted_classes(after.likely)
         values["predictions"] = counted.sum(1)
         values["changed"] = ((choices != others) & counted).sum(1)
-        values["divergence"] = (terms.double().sum(-1) * counted).sum(1)
+        values["divergence"] = terms.double().sum(-1).masked_fill(~counted, 0).sum(1)
         if before.targets is not None:
             known = before.targets != IGNORED
             right = before.targets.where(known, 0)
             loss = -after.likely.gather(-1, right[..., None])[..., 0].double()
             values |= {"targets": known.sum(1), "correct": ((others == right) & known).sum(1)}
-            values["loss"] = (loss * known).sum(1)
+            values["loss"] = loss.masked_fill(~known, 0).sum(1)
     classes = 0 if before.likely is None else before.likely.shape[-1]
     listed = {name: x.tolist() for name, x in values.items()}
     for at in range(len(counted)):
         row = {name: x[at] for name, x in listed.items()}
         yield {"mask": mask, "k": k, "sample": first + at, "classes": classes, **row}
+
+
+def _output_change(before: Answers, after: Answers) -> Tensor:
+    """(B,) norm of the change of outputs in their own norm, without entries that stay infinite."""
+    left_out = ~before.counted[..., None] | (before.values.isinf() & (before.values == after.values))
+    change, size = (
+        torch.linalg.vector_norm(part.double().masked_fill(left_out, 0), dim=(1, 2))
+        for part in (difference(after.values, before.values), before.values)
+    )
+    relative: Tensor = (change / size).masked_fill(change == 0, 0)
+    return relative.masked_fill(relative.isnan(), math.inf).masked_fill(~before.counted.any(1), math.nan)

@@ -1,12 +1,17 @@
 """What a model's output is read as: a distribution over classes or tokens, or a representation."""
 
+import math
+
+import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
 from semdiag.capturing.kept_keys import TopK
 from semdiag.capturing.loading import LoadedModel
 from semdiag.capturing.sparsify import sparsify
 from semdiag.findings.findings import Findings
+from semdiag.findings.rerun import change_table
 from semdiag.findings.sparse_verdict import sparse_verdict
 from semdiag.measurement.conditions import Conditions
 from semdiag.measurement.probes.k_sweep import KSweepPlan
@@ -94,3 +99,77 @@ def test_a_model_with_one_logit_is_not_said_to_lose_nothing():
     verdict = sparse_verdict(Findings(found), "own:model")
     assert (verdict.measure, verdict.reason) == ("output_change", "")
     assert found.remarks["text"].str.startswith("logits are compared as outputs").sum() == 1
+
+
+# ------------------------------------------------------------------------------- infinite and missing numbers
+
+
+class Never(torch.nn.Module):
+    """A causal model that gives one token a logit of -inf; ``spoilt`` is another's where a key is dropped."""
+
+    def __init__(self, columns=WORDS, spoilt=None):
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            self.tokens, self.places = torch.nn.Embedding(WORDS, 16), torch.nn.Embedding(LENGTH, 16)
+            self.qkv, self.head = torch.nn.Linear(16, 48), torch.nn.Linear(16, columns)
+        self.spoilt = spoilt
+
+    def forward(self, ids):
+        x = self.tokens(ids) + self.places.weight
+        q, k, v = (2 * part for part in self.qkv(x)[:, None].chunk(3, -1))
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)[:, 0]
+        said = self.head(x + mixed).index_fill(-1, torch.tensor([0]), -torch.inf)
+        if self.spoilt is not None:
+            weights = np.exp((q @ k.mT / 4).numpy()) * np.tri(LENGTH)  # which no mask of ours reaches
+            whole = torch.from_numpy(weights / weights.sum(-1, keepdims=True) @ v.numpy())[:, 0]
+            said[..., 1].masked_fill_((mixed - whole).norm(dim=-1) > 1e-6, self.spoilt)
+        return said
+
+
+def never(**options):
+    return Never(**options).double().eval()
+
+
+def no_zeros():
+    return tokens().clamp(min=1)
+
+
+def test_a_token_that_never_follows_hides_no_loss_and_no_divergence():
+    model, ids = never(), no_zeros()
+    again = rerun(loaded(model), [ids], None, [("topk", 2, TopK(2))])
+    assert measure_of(again) == "loss"
+    with torch.no_grad():
+        before = model(ids).log_softmax(-1)
+        with sparsify(model, TopK(2)):
+            after = model(ids).log_softmax(-1)
+    terms = before[..., 1:].exp() * (before - after)[..., 1:]
+    rows = again[again["mask"] == "topk"]
+    assert rows["divergence"].tolist() == pytest.approx(terms.sum((1, 2)).tolist(), rel=1e-9)
+    losses = -after[:, :-1].gather(-1, ids[:, 1:, None]).sum((1, 2))
+    assert rows["loss"].tolist() == pytest.approx(losses.tolist(), rel=1e-9)
+
+
+def test_outputs_that_stay_infinite_are_left_out_of_their_change():
+    model, ids = never(columns=WORDS + 1), no_zeros()
+    again = rerun(loaded(model), [ids], None, [("topk", 2, TopK(2))])
+    with torch.no_grad():
+        before = model(ids)[..., 1:]
+        with sparsify(model, TopK(2)):
+            after = model(ids)[..., 1:]
+    want = (after - before).flatten(1).norm(dim=1) / before.flatten(1).norm(dim=1)
+    assert measure_of(again) == "output_change"
+    assert again.loc[again["mask"] == "topk", "output_change"].tolist() == pytest.approx(want.tolist(), rel=1e-9)
+
+
+@pytest.mark.parametrize("spoilt", [-math.inf, math.nan])
+def test_of_a_change_that_is_no_finite_number_nobody_can_tell(spoilt):
+    plan = KSweepPlan(LENGTH - 1, rerun=True, ks=(1, 2))
+    model = loaded(never(columns=WORDS + 1, spoilt=spoilt), batches=[no_zeros()])
+    found = Findings(survey([model], Conditions(plans=(plan,), dtype="float64")))
+    assert sparse_verdict(found, "own:model").reason == "not_finite"
+    table = change_table(found)
+    assert table[table["mask"] == "topk"]["change"].tolist() == [math.inf] * 2
+    said = rerun(loaded(never(spoilt=spoilt)), [no_zeros()], None, [("topk", 2, TopK(2))])
+    assert measure_of(said) == "loss"
+    assert not np.isfinite(said.loc[said["mask"] == "topk", "divergence"]).any()

@@ -1,5 +1,6 @@
 """What real masks changed, against k, beside the attention weight that they keep."""
 
+import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -46,7 +47,7 @@ def loss_change(findings: Findings) -> Figure:
     again = findings(change_table)
     if again.empty:
         raise NothingToDrawError("No model was run with masks: semdiag k-sweep MODEL --rerun does.")
-    again = again[again["mask"].isin(("topk", "random"))].sort_values("k")
+    again = again[again["mask"].isin(("topk", "random"))].sort_values("k").replace([np.inf, -np.inf], np.nan)
     labels = {
         model: label
         for model, label in short_labels(findings.measurements.models).items()
@@ -78,7 +79,9 @@ def loss_change(findings: Findings) -> Figure:
         ax.xaxis.set_major_locator(FixedLocator([2.0**n for n in range(12) if 2**n <= again["k"].max()]))
         plain_numbers(ax.xaxis)
         ax.set_xlabel("k")
-        ax.set_xlim(axes[0].get_xlim())  # masks that drop nothing have no weight to be drawn
+    drawn = [ax for ax in axes if np.isfinite(ax.dataLim.minposx)]
+    for ax in axes if drawn else ():  # masks that drop nothing have no weight, and changes may be no numbers
+        ax.set_xlim(drawn[0].get_xlim())
     controls = (
         " Dotted: as many random keys; thin dashes: if the change followed the weight dropped."
         if len(labels) <= _FEW
@@ -93,7 +96,8 @@ def loss_change(findings: Findings) -> Figure:
 
 def _change_axis(ax: Axes, tolerance: float, rows: pd.DataFrame) -> None:
     """Linear up to the tolerance, logarithmic beyond; the tolerance as a line."""
-    low, high = rows[["low", "change"]].min().min(), rows[["high", "change", "by_mass"]].max().max()
+    low = np.nanmin(rows[["low", "change"]].to_numpy(), initial=0.0)  # of changes that are numbers, if any is
+    high = np.nanmax(rows[["high", "change", "by_mass"]].to_numpy(), initial=0.0)
     ax.set_yscale("symlog", linthresh=tolerance, linscale=0.6)
     ticks = [tolerance * 10.0**n for n in range(8) if tolerance * 10.0**n <= 2 * high]
     below = [-tick for tick in ticks if tick <= -2 * low]

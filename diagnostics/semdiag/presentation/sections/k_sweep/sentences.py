@@ -24,6 +24,8 @@ _WHY = {
     "control": "as many random keys do as little harm: what is measured does not hang on the attention",
     "drops_nothing": "no query has more keys than the k that were run, which drop nothing",
     "few_samples": "too few samples for an interval",
+    "not_finite": "what k = {k} changes is no finite number (outputs are NaN or infinite, their norm is 0, or a "
+    "probability becomes 0)",
     "fixed_mask": "its mask ranks no scores",
     "own_mask": "it was trained to keep its k largest scores, and was not run with fewer",
     "not_measured": "it was not measured",
@@ -48,7 +50,7 @@ def verdict_sentence(found: SparseVerdict, model: str) -> str:
             "--rerun."
         )
     if found.reason:
-        return f"cannot tell: {_WHY[found.reason]}."
+        return f"cannot tell: {_WHY[found.reason].format(k=found.k)}."
     said = _CHANGES[found.measure].format(_amount(found.measure, found.change, True))
     interval = f"(95 % interval {_amount(found.measure, found.low)} to {_amount(found.measure, found.high)})"
     if found.answer == "plausible":
@@ -99,7 +101,8 @@ def verdict_lines(findings: Findings, model: str) -> list[str]:
     lines = [verdict_sentence(found, model)]
     if found.samples:
         before = 0.0 if abs(found.before) < _ROUNDING else found.before
-        what = f"a loss of {before:.4g} nats without a mask; " if found.measure == "loss" else ""
+        known = f"of {before:.4g} nats" if math.isfinite(before) else "that is no finite number"
+        what = f"a loss {known} without a mask; " if found.measure == "loss" else ""
         lines.append(
             f"Run again on {found.samples} sample{'s' * (found.samples != 1)}: {what}a change up to "
             f"{found.tolerance:g} counts as none, in the whole of its interval and for every larger k."
@@ -158,10 +161,10 @@ def budget_lines(findings: Findings, model: str) -> list[str]:
         change = _amount(tested["measure"], tested["change"], True)
         low, high = tested["interval"]
         interval = interval_words(low, high, partial(_amount, tested["measure"]))
-        within = "within" if tested["holds"] else "not within"
+        within = f", {'within' if tested['holds'] else 'not within'} {content['tolerance']:g}"
         said.append(
             f"{name} keeps {budget['share']:.0%} of the keys and {_CHANGES[tested['measure']].format(change)} "
-            f"({interval}), {within} {content['tolerance']:g}"
+            f"({interval}){within if math.isfinite(tested['change']) else ''}"
         )
         first, last = tested["samples"]
     if not said:
@@ -177,6 +180,8 @@ def _share(found: SparseVerdict) -> str:
 
 
 def _amount(measure: str, value: float, unit: bool = False) -> str:
+    if not math.isfinite(value):
+        return "no finite number"
     if measure == "output_change":
         return f"{value:.1%}"
     value = 0.0 if abs(value) < _ROUNDING else value
