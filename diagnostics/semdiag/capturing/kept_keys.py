@@ -211,7 +211,7 @@ def _kept(rule: Rule, k: Tensor, part: AttentionCall, allowed: Tensor, fixed: Te
         kept = _largest(_priorities(rule, part).masked_fill(~free, -torch.inf), k)
     else:
         dtype = torch.float64 if part.q.dtype == torch.float64 else torch.float32
-        kept = _largest(_by_block(part.scores(dtype).masked_fill(~free, -torch.inf), rule.block), k)
+        kept = _largest(block_scores(part.scores(dtype).masked_fill(~free, -torch.inf), rule.block), k)
         if rule.block > 1:
             kept = kept.repeat_interleave(rule.block, -1)[..., : allowed.shape[-1]]
     kept = kept & free
@@ -233,8 +233,20 @@ def _largest(values: Tensor, k: Tensor) -> Tensor:
     return torch.zeros_like(found).scatter_(-1, places, ranked) | whole
 
 
-def _by_block(scores: Tensor, block: int) -> Tensor:
-    """ln Σ exp(z) of each block of consecutive keys."""
+def block_scores(scores: Tensor, block: int) -> Tensor:
+    """ln Σ exp(z) of each block of consecutive keys, by which blocks are ranked.
+
+    Args:
+        scores: (…, Lk), -inf where a key is hidden.
+        block: keys in a block; the last may have fewer.
+
+    Returns:
+        (…, ⌈Lk / block⌉).
+
+    Example:
+        >>> block_scores(torch.tensor([0.0, 0.0, -torch.inf]), 2).exp().tolist()
+        [2.0, 0.0]
+    """
     if block == 1:
         return scores
     rest = -scores.shape[-1] % block

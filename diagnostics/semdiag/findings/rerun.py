@@ -98,12 +98,11 @@ def budget_content(findings: Findings, model: str) -> dict[str, Any]:
     for name, rows in own.groupby("budget", sort=False):
         tested = records(again[again["mask"] == name])[0]
         block = int(rows["block"].iloc[0])
-        kept = np.minimum(rows["k"] * block, rows["mean_keys"])
         samples = measurements.rerun[(measurements.rerun["model"] == model) & (measurements.rerun["mask"] == name)]
         budgets[str(name)] = {
             "block": block,
             "total": int(rows["k"].sum()),
-            "share": float(kept.sum() / rows["mean_keys"].sum()),
+            "share": _ratio(rows["kept_keys"], rows["all_keys"]),
             "chosen": {"samples": [0, int(samples["sample"].min()) - 1]},
             "tested": {
                 "samples": [int(samples["sample"].min()), int(samples["sample"].max())],

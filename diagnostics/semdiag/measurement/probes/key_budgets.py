@@ -10,14 +10,15 @@ import torch
 from numpy.typing import NDArray
 
 from semdiag.capturing.attention_call import AttentionCall
-from semdiag.capturing.kept_keys import TopK, allowed_keys
+from semdiag.capturing.kept_keys import TopK, allowed_keys, block_scores
 from semdiag.measurement.table import Table
 
 BUDGET_TABLE = Table(
     "budgets",
     (
         "One row per budget, layer and head. k: keys, or blocks of keys if block is above 1, that each query "
-        "keeps; mean_keys: how many it has."
+        "keeps; mean_keys: how many it has. Sums over the queries of the samples on which the budget was chosen: "
+        "all_keys, the keys that they have, and kept_keys, those of them that the budget keeps."
     ),
     {
         "model": "str",
@@ -26,6 +27,7 @@ BUDGET_TABLE = Table(
         "module": "str",
         **dict.fromkeys(("occurrence", "k"), "int64"),
         "mean_keys": "float64",
+        **dict.fromkeys(("all_keys", "kept_keys"), "int64"),
     },
 )
 BY_MASS = (0.95, 0.99)  # of the attention weight
@@ -46,12 +48,15 @@ class NeededKeys:
         layers: number of each place.
         counts: by place, block and level: (H, 1 + most) queries that need so many.
         keys: by place: keys and queries counted, by head.
+        ranked: by place and block: (H, blocks) keys in each query's largest block, in its second largest, and so
+            on, summed over queries.
     """
 
     min_keys: int = 1
     layers: dict[Place, int] = field(default_factory=dict)
     counts: dict[tuple[Place, int, float], NDArray[np.int64]] = field(default_factory=dict)
     keys: dict[Place, NDArray[np.float64]] = field(default_factory=dict)
+    ranked: dict[tuple[Place, int], NDArray[np.int64]] = field(default_factory=dict)
 
     def add(self, call: AttentionCall) -> None:
         """Count the queries of a call."""
@@ -71,6 +76,10 @@ class NeededKeys:
         sums = torch.stack([(number * counted).sum((0, 2)), counted.sum((0, 2))]).cpu().numpy().astype(np.float64)
         self.keys[place] = self.keys.get(place, 0) + sums
         for block in BLOCKS:
+            order = block_scores(scores, block).argsort(dim=-1, descending=True, stable=True)
+            ranked = _by_block(allowed.long(), block).gather(-1, order) * counted[..., None]
+            old = self.ranked.get((place, block), np.zeros((1, 1), np.int64))
+            self.ranked[place, block] = _padded_sum(old, ranked.sum((0, 2)).cpu().numpy())
             if block > 1 and weights.shape[-1] <= block:
                 continue
             kept = _by_block(weights, block).sort(-1, descending=True).values.cumsum(-1)
@@ -117,7 +126,7 @@ class NeededKeys:
         rows: list[dict[str, Any]] = []
         for (name, block), budget in budgets.items():
             for place, numbers in budget.items():
-                keys, queries = self.keys[place]
+                (keys, queries), ranked = self.keys[place], self.ranked[place, block]
                 rows += [
                     {
                         "model": model,
@@ -129,6 +138,8 @@ class NeededKeys:
                         "occurrence": place[1],
                         "k": k,
                         "mean_keys": keys[head] / max(1.0, queries[head]),
+                        "all_keys": ranked[head].sum(),
+                        "kept_keys": ranked[head, :k].sum(),
                     }
                     for head, k in enumerate(numbers)
                 ]
@@ -143,6 +154,13 @@ def budget_name(level: float, block: int = 1) -> str:
 def rules(budget: Mapping[Place, Sequence[int]], block: int = 1) -> dict[int | str | Place, TopK]:
     """A budget as :func:`~semdiag.capturing.sparsify.sparsify` takes it."""
     return {place: TopK(tuple(numbers), block=block) for place, numbers in budget.items()}
+
+
+def _padded_sum(first: NDArray[np.int64], second: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Sum of rows of counts that may differ in length."""
+    width = max(first.shape[1], second.shape[1])
+    wide = (np.pad(part, ((0, 0), (0, width - part.shape[1]))) for part in (first, second))
+    return np.add(*wide)
 
 
 def _by_block(weights: torch.Tensor, block: int) -> torch.Tensor:

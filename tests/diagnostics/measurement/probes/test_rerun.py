@@ -351,6 +351,8 @@ def test_a_budget_file_reproduces_the_stated_loss(tmp_path):
         assert budget["chosen"] == {"samples": [0, 19]}
         keep = semdiag.read_budget(path, name)
         assert keep == {("", 0): TopK(tuple(budget["layers"][0]["k"]))}
+        (k,) = budget["layers"][0]["k"]  # of queries with 1, 2, … keys
+        assert budget["share"] == sum(min(k, n) for n in range(1, LENGTH + 1)) / sum(range(1, LENGTH + 1))
         own = tokens[first : last + 1]
         with torch.no_grad():
             before = F.cross_entropy(model(own)[:, :-1].flatten(0, 1), own[:, 1:].flatten()).item()

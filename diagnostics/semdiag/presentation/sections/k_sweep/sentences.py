@@ -162,9 +162,10 @@ def budget_lines(findings: Findings, model: str) -> list[str]:
         low, high = tested["interval"]
         interval = interval_words(low, high, partial(_amount, tested["measure"]))
         within = f", {'within' if tested['holds'] else 'not within'} {content['tolerance']:g}"
+        within = within if math.isfinite(tested["change"]) else ""
         said.append(
-            f"{name} keeps {budget['share']:.0%} of the keys and {_CHANGES[tested['measure']].format(change)} "
-            f"({interval}){within if math.isfinite(tested['change']) else ''}"
+            f"{name} keeps {percent(budget['share'])}% of the keys and "
+            f"{_CHANGES[tested['measure']].format(change)} ({interval}){within}"
         )
         first, last = tested["samples"]
     if not said:
