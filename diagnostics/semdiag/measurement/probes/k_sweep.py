@@ -107,8 +107,9 @@ def k_sweep(
         δ_h(k)/δ_s, separation Δ_h(k), mass (attention weight of the k largest scores, over queries with more than
         k keys; the others are counted as undefined), share (k in their keys), load, ln_sound and ln_paper (ξ of
         the heavy-hitter mask), sound_better (share of queries whose sound ξ is below that of full attention);
-        after a rerun accuracy and same_prediction. k = 0: all keys kept; there also evenness, the entropy of the
-        weights in that of uniform ones. Empty for a mask that does not depend on the input.
+        after a rerun accuracy and same_prediction (means over all targets and positions, as in the table
+        ``rerun``; percentiles and queries are of samples). k = 0: all keys kept; there also evenness, the entropy
+        of the weights in that of uniform ones. Empty for a mask that does not depend on the input.
 
     Raises:
         InputError: what :func:`k_sweep_tables` raises.
@@ -195,18 +196,19 @@ def k_sweep_tables(
 
 
 def _said(again: pd.DataFrame) -> Iterator[dict[str, Any]]:
-    """Accuracy and same predictions for every k of a rerun, over samples."""
+    """Accuracy and same predictions for every k of a rerun: of all targets, and percentiles over samples."""
     own = again[again["mask"].isin((NO_MASK, TOP_K))]
+    own = own.assign(same=own["predictions"] - own["changed"])
     for k, rows in own.groupby("k"):
         for quantity, part, whole in (
             ("accuracy", "correct", "targets"),
-            ("same_prediction", "changed", "predictions"),
+            ("same_prediction", "same", "predictions"),
         ):
             some = rows[rows[whole] > 0]
             if len(some):
-                share = some[part] / some[whole]
-                values = share if quantity == "accuracy" else 1 - share
-                yield {"layer": ALL, "head": ALL, "k": int(str(k)), "quantity": quantity, **percentiles(values)}
+                row = {"layer": ALL, "head": ALL, "k": int(str(k)), "quantity": quantity}
+                row |= percentiles(some[part] / some[whole])
+                yield {**row, "mean": float(some[part].sum() / some[whole].sum())}
 
 
 def _largest_k(plan: KSweepPlan, batches: Sequence[Batch]) -> int:

@@ -16,6 +16,7 @@ from semdiag.capturing.attention_calls import watch_attention
 from semdiag.capturing.loading import LoadedModel
 from semdiag.capturing.sparsify import TopK, sparsify
 from semdiag.findings.findings import Findings
+from semdiag.findings.k_sweep import k_sweep_summary
 from semdiag.findings.rerun import budget_content
 from semdiag.findings.sparse_verdict import sparse_verdict
 from semdiag.measurement.conditions import Conditions
@@ -409,6 +410,21 @@ def test_the_sweep_says_what_the_rerun_said():
         own = rows[rows["k"] == k]
         assert same[k] == pytest.approx(1 - (own["changed"] / own["predictions"]).mean())
     assert tables["budgets"].empty
+
+
+def test_means_of_the_sweep_are_those_of_the_rerun_where_samples_differ_in_length():
+    """The sweep averaged over samples what the rerun averages over targets: two numbers under one name."""
+    plan = KSweepPlan(4, rerun=True, ks=(1, 2))
+    model = loaded(made(Padded), batches=[padded([2, 9, 4, 10, 3, 10, 2, 7])])
+    found = Findings(survey([model], Conditions(plans=(plan,), dtype="float64")))
+    (result,) = k_sweep_summary(found)["results"]
+    sweep = {(row["quantity"], row["k"]): row for row in result["sweep"]}
+    changes = [row for row in result["rerun"] if row["mask"] in ("none", "topk")]
+    for row in changes:
+        assert sweep["accuracy", row["k"]]["mean"] == pytest.approx(row["accuracy"])
+        assert sweep["same_prediction", row["k"]]["mean"] == pytest.approx(1 - row["changed"])
+        assert sweep["accuracy", row["k"]]["queries"] == 8
+    assert max(row["changed"] for row in changes) > 0
 
 
 def test_plans_that_make_no_sense_are_refused():
