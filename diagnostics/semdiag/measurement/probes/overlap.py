@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import scipy
 import torch
@@ -63,8 +64,9 @@ def mask_overlap(
     """Compare the kept keys of every two heads, and of every query with those of the query before.
 
     Jaccard index |S ∩ S'| / |S ∪ S'| of two sets of kept keys, averaged over the queries of a sample that drop a
-    key at both places. ``chance`` is its expectation if both sets were drawn at random, of the same sizes, from
-    the query's allowed keys: what two unrelated heads would have in common.
+    key at both places. ``chance`` is its expectation if both sets were drawn at random, of the same sizes, each
+    from the keys that its own query may attend to at its own place (:func:`expected_jaccard`): what two unrelated
+    heads would have in common.
 
     Source: not in the paper; asked for by designs that share one selection among several layers.
 
@@ -103,6 +105,7 @@ def mask_overlap(
             run(batch)
             parts += [part.assign(model=loaded.path) for part in _compared(kept, done)]
             kept.calls.clear()
+            kept.allowed.clear()
             done += kept.samples
     return OVERLAP.of_parts(parts)
 
@@ -113,7 +116,8 @@ class _Kept:
 
     k: int | None
     samples: int = 0  # of the running batch
-    calls: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    calls: dict[int, tuple[Tensor, list[int]]] = field(default_factory=dict)  # with what each head sees
+    allowed: list[Tensor] = field(default_factory=list)  # (B, L, Lk) bool, what heads see, each once
 
     def add(self, call: AttentionCall) -> None:
         check_rows(call, self.samples)
@@ -124,7 +128,21 @@ class _Kept:
         else:
             best = rows.scores.topk(min(self.k, rows.scores.shape[-1]), -1).indices
             chosen = torch.zeros_like(rows.selected).scatter_(-1, best, True) & rows.selected
-        self.calls[call.layer] = chosen & (keys > chosen.sum(-1))[..., None], keys
+        seen = call.part().allowed
+        of_heads = (
+            torch.ones_like(chosen[:, :1]) if seen is None else seen.expand(len(chosen), -1, *chosen.shape[2:])
+        )
+        views = [self._view(of_head) for of_head in of_heads.unbind(1)]
+        chosen = chosen & (keys > chosen.sum(-1))[..., None]
+        self.calls[call.layer] = chosen, views * (chosen.shape[1] // len(views))
+
+    def _view(self, allowed: Tensor) -> int:
+        """The place of a head's allowed keys among those known, added where they are new."""
+        for at, known in enumerate(self.allowed):
+            if torch.equal(known, allowed):
+                return at
+        self.allowed.append(allowed)
+        return len(self.allowed) - 1
 
 
 def _compared(kept: _Kept, before: int) -> Iterable[pd.DataFrame]:
@@ -135,14 +153,19 @@ def _compared(kept: _Kept, before: int) -> Iterable[pd.DataFrame]:
     for layers in shapes.values():
         places = [(layer, head) for layer in layers for head in range(kept.calls[layer][0].shape[1])]
         masks = torch.cat([kept.calls[layer][0] for layer in layers], 1)  # (B, P, L, Lk)
-        keys = torch.cat([kept.calls[layer][1] for layer in layers], 1)
-        for sample, (own, numbers) in enumerate(zip(masks, keys, strict=True)):
+        seen_by = [view for layer in layers for view in kept.calls[layer][1]]
+        known = sorted(set(seen_by))
+        views = [known.index(view) for view in seen_by]
+        allowed = torch.stack([kept.allowed[at] for at in known], 1)  # (B, U, L, Lk)
+        for sample, (own, seen) in enumerate(zip(masks, allowed, strict=True)):
             sizes = own.sum(-1)  # (P, L); 0 where nothing is dropped
-            for table in (_pairs(own, sizes, numbers, places), _previous(own, sizes, numbers, places)):
+            for table in (_pairs(own, sizes, seen, views, places), _previous(own, sizes, seen, views, places)):
                 yield table[table["queries"] > 0].assign(sample=before + sample)
 
 
-def _pairs(masks: Tensor, sizes: Tensor, keys: Tensor, places: list[tuple[int, int]]) -> pd.DataFrame:
+def _pairs(
+    masks: Tensor, sizes: Tensor, allowed: Tensor, views: list[int], places: list[tuple[int, int]]
+) -> pd.DataFrame:
     """Every two places: number of queries, mean Jaccard index, and that of random sets."""
     count, length, width = masks.shape
     total = torch.zeros(count, count, dtype=torch.float64)
@@ -157,24 +180,36 @@ def _pairs(masks: Tensor, sizes: Tensor, keys: Tensor, places: list[tuple[int, i
         total += (index * counted).double().sum(0).cpu()
         queries += counted.sum(0).cpu()
     at, to = torch.triu_indices(count, count, 1)
-    # Mostly all places have as many keys and keep as many of them: chance is worked out once for all of these.
-    kinds, kind = torch.stack([sizes, keys], 1).cpu().unique(dim=0, return_inverse=True)  # type: ignore[no-untyped-call]
-    chance = torch.tensor([[_chance(one[0], other[0], one[1]) for other in kinds] for one in kinds])
+    # Mostly all places see the same keys and keep as many: chance is worked out once for all of these.
+    numbers, sizes = allowed.sum(-1).cpu(), sizes.cpu()
+    shared = [[(one & other).sum(-1).cpu() for other in allowed] for one in allowed]
+    kinds, kind = torch.cat([sizes, torch.tensor(views)[:, None]], 1).unique(dim=0, return_inverse=True)  # type: ignore[no-untyped-call]
+    known = [(one[:-1], int(one[-1])) for one in kinds]
+    chance = torch.tensor(
+        [[_chance(a, b, numbers[u], numbers[v], shared[u][v]) for b, v in known] for a, u in known],
+        dtype=torch.float64,
+    )
     return _table(
         "pair", [places[i] for i in at.tolist()], [places[i] for i in to.tolist()],
         queries[at, to], total[at, to] / queries[at, to].clamp(min=1), chance[kind[at], kind[to]],
     )  # fmt: skip
 
 
-def _previous(masks: Tensor, sizes: Tensor, keys: Tensor, places: list[tuple[int, int]]) -> pd.DataFrame:
+def _previous(
+    masks: Tensor, sizes: Tensor, allowed: Tensor, views: list[int], places: list[tuple[int, int]]
+) -> pd.DataFrame:
     """Every place: each query against the one before it."""
     common = (masks[:, 1:] & masks[:, :-1]).sum(-1)
     counted = (sizes[:, 1:] > 0) & (sizes[:, :-1] > 0)
     index = (common / (sizes[:, 1:] + sizes[:, :-1] - common).clamp(min=1)).double()
     queries = counted.sum(1)
-    chance = [_chance(sizes[at, 1:], sizes[at, :-1], keys[at, 1:]) for at in range(len(places))]
+    numbers, shared = allowed.sum(-1), (allowed[:, 1:] & allowed[:, :-1]).sum(-1)
+    chance = [
+        _chance(own[1:], own[:-1], numbers[at, 1:], numbers[at, :-1], shared[at])
+        for own, at in zip(sizes, views, strict=True)
+    ]
     mean = (index * counted).sum(1) / queries.clamp(min=1)
-    return _table("previous", places, places, queries.cpu(), mean.cpu(), torch.tensor(chance))
+    return _table("previous", places, places, queries.cpu(), mean.cpu(), torch.tensor(chance, dtype=torch.float64))
 
 
 def _table(
@@ -198,36 +233,46 @@ def _table(
     )
 
 
-def _chance(first: Tensor, second: Tensor, keys: Tensor) -> float:
-    """Mean expected Jaccard index of random sets of these sizes among so many keys; NaN if no query counts."""
+def _chance(first: Tensor, second: Tensor, keys: Tensor, others: Tensor, shared: Tensor) -> float:
+    """Mean expected Jaccard index of random sets of these sizes from such keys; NaN if no query counts."""
     some = (first > 0) & (second > 0)
     if not bool(some.any()):
         return math.nan
-    triples = torch.stack([first[some], second[some], keys[some]]).cpu()
-    kinds, counts = triples.unique(dim=1, return_counts=True)  # type: ignore[no-untyped-call]
+    numbers = torch.stack([values[some] for values in (first, second, keys, others, shared)]).cpu()
+    kinds, counts = numbers.unique(dim=1, return_counts=True)  # type: ignore[no-untyped-call]
     means = [expected_jaccard(*map(int, kind)) for kind in kinds.T]
     return float(torch.tensor(means, dtype=torch.float64) @ counts.double() / counts.sum())
 
 
 @cache
-def expected_jaccard(first: int, second: int, keys: int) -> float:
-    """E |S ∩ S'| / |S ∪ S'| of two sets drawn at random from the same keys: |S ∩ S'| is hypergeometric.
+def expected_jaccard(
+    first: int, second: int, keys: int, others: int | None = None, shared: int | None = None
+) -> float:
+    """E |S ∩ S'| / |S ∪ S'| of two sets drawn at random, S from the keys A and S' from the keys A'.
+
+    |S ∩ A'| is hypergeometric (of |A| keys, |A ∩ A'|, drawn |S|); where it is x, |S ∩ S'| is hypergeometric (of
+    |A'| keys, x, drawn |S'|).
 
     Args:
         first: |S|.
         second: |S'|.
-        keys: to draw from, at least as many.
+        keys: |A|, at least |S|.
+        others: |A'|, at least |S'|; None: A' = A.
+        shared: |A ∩ A'|; None: A' = A.
 
     Returns:
-        In (0, 1].
+        In [0, 1].
 
     Example:
-        >>> expected_jaccard(1, 1, 4), expected_jaccard(3, 3, 3)
-        (0.25, 1.0)
+        >>> expected_jaccard(1, 1, 4), expected_jaccard(3, 3, 3), expected_jaccard(1, 1, 4, 2, 1)
+        (0.25, 1.0, 0.125)
     """
-    common = range(max(0, first + second - keys), min(first, second) + 1)
-    law = scipy.stats.hypergeom(keys, first, second)
-    return float(sum(law.pmf(x) * x / (first + second - x) for x in common))
+    others, shared = keys if others is None else others, keys if shared is None else shared
+    seen = np.arange(max(0, first + shared - keys), min(first, shared) + 1)
+    common = np.arange(min(seen[-1], second) + 1)
+    at_random = scipy.stats.hypergeom.pmf(common, others, seen[:, None], second)
+    law = scipy.stats.hypergeom.pmf(seen, keys, shared, first) @ at_random
+    return float(law @ (common / (first + second - common)))
 
 
 def _measure(subject: Subject, plan: OverlapPlan, prepared: Any) -> Mapping[str, pd.DataFrame]:

@@ -80,6 +80,65 @@ def test_chance_is_the_mean_over_all_pairs_of_sets(first, second, keys):
     assert expected_jaccard(first, second, keys) == pytest.approx(np.mean(indices), rel=1e-12)
 
 
+def mean_index(ones, others, k):
+    """Over all pairs of sets of k of these keys and k of those."""
+    pairs = itertools.product(itertools.combinations(ones, k), itertools.combinations(others, k))
+    return np.mean([index(set(a), set(b)) for a, b in pairs])
+
+
+@pytest.mark.parametrize("k", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("ones", "others"), [("abcde", "cdefgh"), ("abc", "abcdef"), ("abcde", "cde"), ("abc", "def")]
+)
+def test_chance_of_sets_from_different_keys_is_the_mean_over_all_pairs_of_sets(ones, others, k):
+    shared = len({*ones} & {*others})
+    assert expected_jaccard(k, k, len(ones), len(others), shared) == pytest.approx(mean_index(ones, others, k))
+
+
+class Windows(torch.nn.Module):
+    """Causal attention with a window of each of the given lengths, behind as many pads as the input has."""
+
+    def __init__(self, *reaches):
+        super().__init__()
+        self.reaches, self.layers = reaches, torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in reaches)
+
+    def keys(self, reach, query, pads):
+        """Which keys a query sees."""
+        return [key for key in range(pads, query + 1) if query - key < reach] or [query]
+
+    def forward(self, x):
+        pads, length = (x[..., 0] == 0).sum(1).tolist(), x.shape[1]
+        for reach, layer in zip(self.reaches, self.layers, strict=True):
+            allowed = torch.zeros(len(x), 1, length, length, dtype=torch.bool)
+            for sample, query in itertools.product(range(len(x)), range(length)):
+                allowed[sample, 0, query, self.keys(reach, query, pads[sample])] = True
+            q = layer(x).view(len(x), length, 2, 2).transpose(1, 2)
+            x = torch.nn.functional.scaled_dot_product_attention(q, q, q, allowed).transpose(1, 2).flatten(2)
+        return x
+
+
+@pytest.mark.parametrize("reaches", [(3, 9), (9, 3), (3, 3), (4, 3, 9)])
+def test_chance_draws_each_set_from_the_keys_of_its_own_query(reaches):
+    inputs = torch.rand(3, 9, 4, generator=torch.Generator().manual_seed(0)) + 0.1
+    for sample in range(3):
+        inputs[sample, :sample] = 0
+    model, k = Windows(*reaches), 2
+    table = mask_overlap(model, inputs, OverlapPlan(k), batch_size=2)
+    assert set(table["kind"]) == {"pair", "previous"}
+    for row in table.to_dict("records"):
+        step = 0 if row["kind"] == "pair" else 1
+        sides = [
+            (
+                model.keys(reaches[row["layer"]], query, row["sample"]),
+                model.keys(reaches[row["other_layer"]], query - step, row["sample"]),
+            )
+            for query in range(step, 9)
+        ]
+        pairs = [mean_index(*both, k) for both in sides if min(map(len, both)) > k]
+        assert row["queries"] == len(pairs) > 0
+        assert row["chance"] == pytest.approx(np.mean(pairs), rel=1e-9)
+
+
 def test_a_query_that_drops_nothing_does_not_count(wild_encoder):
     table = mask_overlap(wild_encoder("full"), torch.zeros(1, 4, dtype=torch.int64), OverlapPlan(4))
     assert table.empty
