@@ -18,7 +18,6 @@ from semdiag.measurement.measure import measure
 from semdiag.measurement.measurements import Measurements
 from semdiag.measurement.probe import Subject
 from semdiag.measurement.probes.registry import PROBES
-from semdiag.measurement.schema import OPTIONAL
 from semdiag.measurement.tables import REMARKS
 from semdiag_models import Encoder, InputError
 from semdiag_models.device import find_device
@@ -178,20 +177,13 @@ _TEXTS = "texts, one a line (.txt), "
 
 
 def _with_keys(measurements: Measurements, least: int) -> Measurements:
+    """The measurements, which know what queries were left out; refused where all were."""
     if least == 1:
         return measurements
-    queries = measurements.queries[measurements.queries["keys"] >= least].reset_index(drop=True)
-    missing = set(measurements.models["model"]) - set(queries["model"])
+    missing = set(measurements.models["model"]) - set(measurements.queries["model"])
     if missing:
         raise InputError(f"No query of {min(missing)} has {least} keys. Use a smaller --min-keys.")
-    place = ["model", "sample", "layer", "head", "query"]
-    kept = {
-        name: getattr(measurements, name).merge(queries[place], on=place)
-        for name, table in OPTIONAL.items()
-        if {*place} <= {*table.columns}
-    }
-    provenance = {**measurements.provenance, "min_keys": least}
-    return measurements.replace(provenance, queries=queries, **kept)
+    return measurements.replace({**measurements.provenance, "min_keys": least})
 
 
 # Beginnings of remarks about what the user asked for, or that spoil an answer: not in the report alone.

@@ -11,6 +11,7 @@ from semdiag.capturing.loading import load
 from semdiag.measurement.conditions import Conditions
 from semdiag.measurement.measure import measure
 from semdiag.measurement.probes.bounds.probe import BoundsPlan
+from semdiag.measurement.probes.noise.masks import NoisePlan
 from semdiag.measurement.probes.noise.secants import SecantsPlan
 from semdiag.measurement.survey import survey
 from semdiag_models import InputError
@@ -80,6 +81,27 @@ def test_queries_with_few_keys_are_left_out_on_request(tiny_runs, padded_inputs)
     pd.testing.assert_frame_equal(some.loads, whole.loads)
     assert some.provenance["min_keys"] == 5
     assert "min_keys" not in whole.provenance
+
+
+@pytest.mark.parametrize("name", ["full", "topk"])
+def test_probes_leave_out_queries_with_few_keys_whether_or_not_all_queries_are_kept(tiny_runs, tmp_path, name):
+    tokens = torch.randint(2, (8, 12), generator=torch.Generator().manual_seed(0))
+    tokens[:3, 7:] = 2
+    torch.save(tokens, tmp_path / "tokens.pt")
+    asked = {"inputs": tmp_path / "tokens.pt", "plans": (SecantsPlan((0.1,)), NoisePlan((0.1,), k=3))}
+    whole = survey([getattr(tiny_runs, name)], Conditions(**asked))
+    some = survey([getattr(tiny_runs, name)], Conditions(**asked, min_keys=8))
+    few = survey([getattr(tiny_runs, name)], Conditions(**asked, min_keys=8, max_queries=50))
+    assert len(few.queries) <= 50 < len(some.queries)
+    place = ["sample", "layer", "head", "query"]
+    known = whole.queries.loc[whole.queries["keys"] >= 8, place]
+    for table in ("secants", "masks"):
+        expected, filtered, sampled = (getattr(found, table) for found in (whole, some, few))
+        expected = expected.merge(known, on=place)
+        assert 50 < len(expected) < len(getattr(whole, table))
+        spread = [name for name in ("predicted", "swing_sd") if name in expected]  # of the queries that are left
+        pd.testing.assert_frame_equal(filtered.drop(columns=spread), expected.drop(columns=spread))
+        pd.testing.assert_frame_equal(sampled, filtered)
 
 
 def test_a_least_number_of_keys_that_no_query_has_is_refused(tiny_runs, padded_inputs):

@@ -75,6 +75,7 @@ class RowChanges:
         swing: (D, N, b, H, L) dz_(k) − dz_(k+1), nats; NaN where the scores alone do not say which keys are kept.
         response: (N, b, H, L) ‖p − p'‖₁ of the model's own weights in the first of the draws.
         kept: (b, H, L) int, |S|.
+        keys: (b, H, L) int, how many the query may attend to.
     """
 
     counted: Tensor
@@ -85,6 +86,7 @@ class RowChanges:
     swing: Tensor
     response: Tensor
     kept: Tensor
+    keys: Tensor
 
 
 class Workspace:
@@ -201,9 +203,8 @@ def _strip(
         clean = clean.masked_fill(~allowed, -torch.inf)
         allowed = allowed.expand(clean.shape)
     before = top_set(clean, kept, None if chosen is None else chosen[:samples])
-    counted = torch.full(clean.shape[:-1], clean.shape[-1] > kept, device=clean.device)
+    keys = _numbers(allowed, clean)
     if allowed is not None:
-        counted = allowed.sum(-1) > kept
         # A key that is not allowed must not widen the range: it gets the change of one that is.
         change = torch.where(allowed, change, _at(change, before.boundary[..., :1]))
     width = change.amax(-1) - change.amin(-1)
@@ -218,7 +219,7 @@ def _strip(
     there = None if chosen is None else _copies(chosen, samples, levels)[0].clamp(min=0)
     moved = _weights(noisy[0] if sign > 0 else -noisy[0], allowed, there).sub_(weights).abs_().sum(-1)
     return {
-        "counted": counted,
+        "counted": keys > kept,
         "separation": before.separation,
         "common": common,
         "changed": common < kept,
@@ -226,6 +227,7 @@ def _strip(
         "swing": swing,
         "response": moved,
         "kept": torch.full_like(before.separation, kept, dtype=torch.int64),
+        "keys": keys,
     }
 
 
@@ -253,7 +255,15 @@ def _matched_strip(
         "swing": torch.full(after.shape[:-1], torch.nan, dtype=scores.dtype, device=scores.device),
         "response": (moved[1] - moved[0]).abs().sum(-1),
         "kept": before.sum(-1),
+        "keys": _numbers(allowed, clean),
     }
+
+
+def _numbers(allowed: Tensor | None, scores: Tensor) -> Tensor:
+    """How many keys each query of (…, r, L) scores may attend to: (…, r)."""
+    if allowed is None:
+        return scores.new_full(scores.shape[:-1], scores.shape[-1], dtype=torch.int64)
+    return allowed.expand(scores.shape).sum(-1)
 
 
 def _at(values: Tensor, positions: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import pandas as pd
@@ -62,6 +62,7 @@ def mask_stability(
     batch_size: int = 100,
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
+    min_keys: int = 1,
     after_batch: Callable[[int], None] = lambda samples: None,
     note: Callable[[str, str], None] = lambda name, why: None,
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
@@ -84,6 +85,7 @@ def mask_stability(
         batch_size: samples at a time, noisy copies included.
         device: where to run.
         dtype: of the model and of the scores: float32 or float64.
+        min_keys: queries with fewer keys are left out.
         after_batch: called with the number of clean samples of each finished batch.
         note: called with what is not available of the model, and why.
 
@@ -112,11 +114,11 @@ def mask_stability(
     copies = len(plan.levels) * plan.draws
     cut = split(tokens, max(1, round(batch_size / (1 + copies))))
     if loaded.external:
-        return _external(loaded, cut, plan, device, dtype, after_batch, note), NOISE_EFFECTS.empty()
+        return _external(loaded, cut, plan, device, dtype, min_keys, after_batch, note), NOISE_EFFECTS.empty()
     _check(loaded, plan)
     config = loaded.encoder.config
     runner = copy.deepcopy(loaded.encoder).to(device=device, dtype=dtype).eval()
-    probe = _Probe(plan, selection_of(config.attention), runner, runner.blocks[plan.block])
+    probe = _Probe(plan, selection_of(config.attention), runner, runner.blocks[plan.block], min_keys)
     with torch.inference_mode(), watch_attention(runner, probe.add):
         for batch in cut:
             probe.run(torch.as_tensor(batch).to(device, torch.int64))
@@ -131,12 +133,14 @@ def _external(
     plan: NoisePlan,
     device: torch.device | str,
     dtype: torch.dtype,
+    min_keys: int,
     after_batch: Callable[[int], None],
     note: Callable[[str, str], None],
 ) -> pd.DataFrame:
     """The table ``masks`` of a model whose attention alone is known."""
     _check(loaded, plan)
-    probe, reach = _Probe(plan, selection_of("full"), loaded.module, loaded.module), Reach()
+    probe = _Probe(plan, selection_of("full"), loaded.module, loaded.module, min_keys)
+    reach = Reach()
 
     def add(call: AttentionCall) -> None:
         probe.add(call)
@@ -165,6 +169,7 @@ class _Probe:
     selection: Selection | None
     model: nn.Module
     place: nn.Module
+    min_keys: int
     samples: int = 0
     sums: MaskSums = field(default_factory=MaskSums)
     outputs: list[dict[str, Tensor]] = field(default_factory=list)
@@ -204,7 +209,7 @@ class _Probe:
             return
         draws, levels = self.plan.draws, len(self.plan.levels)
         found = row_changes(call, self.samples, draws, levels, self.plan.k, self.selection, self.workspace)
-        self.sums.add(call.layer, found)
+        self.sums.add(call.layer, replace(found, counted=found.counted & (found.keys >= self.min_keys)))
 
     def compare(self, logits: Tensor) -> dict[str, Tensor]:
         """What the noise does to the output: shapes (levels, b), clean predictions (b,)."""
@@ -237,6 +242,7 @@ def _measure(subject: Subject, plan: NoisePlan, prepared: Any) -> Mapping[str, p
         batch_size=subject.batch_size,
         device=subject.device,
         dtype=subject.dtype,
+        min_keys=prepared or 1,
         note=subject.note,
     )
     return {"masks": masks, "noise_effects": effects}
@@ -256,5 +262,11 @@ def _provenance(plan: NoisePlan, samples: int, few: int) -> dict[str, Any]:
 
 
 MASK_STABILITY = Probe(
-    "mask stability", NoisePlan, (MASKS, NOISE_EFFECTS), _measure, check=_check, provenance=_provenance
+    "mask stability",
+    NoisePlan,
+    (MASKS, NOISE_EFFECTS),
+    _measure,
+    prepare=lambda plan, conditions: conditions.min_keys,
+    check=_check,
+    provenance=_provenance,
 )

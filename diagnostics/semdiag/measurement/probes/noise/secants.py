@@ -52,6 +52,7 @@ def measure_secants(
     samples: int = SAMPLES,
     seed: int = 0,
     device: torch.device | str = "cpu",
+    min_keys: int = 1,
 ) -> pd.DataFrame:
     """Compare every softmax row of clean inputs with that of noisy copies of the same inputs.
 
@@ -69,6 +70,7 @@ def measure_secants(
         samples: inputs to perturb.
         seed: of the noise.
         device: where to run; float64 is needed, so ``mps`` is replaced by the CPU.
+        min_keys: queries with fewer keys are left out.
 
     Returns:
         One row per level, sample, layer, head and query that is not padding: kept (k_i of the clean row),
@@ -101,7 +103,7 @@ def measure_secants(
             part = slice(start, start + per_pass)
             parts += [
                 {"sample": columns.pop("sample") + start, "level": level, **columns}
-                for columns in _pass(runner, tokens[part], level * noise[part])
+                for columns in _pass(runner, tokens[part], level * noise[part], min_keys)
             ]
     return SECANTS.of_parts(pd.DataFrame({"model": model, **columns}) for columns in parts)
 
@@ -114,6 +116,7 @@ def external_secants(
     samples: int = SAMPLES,
     seed: int = 0,
     device: torch.device | str = "cpu",
+    min_keys: int = 1,
     note: Callable[[str, str], None] = lambda name, why: None,
 ) -> pd.DataFrame:
     """As :func:`measure_secants`, for models whose attention alone is known: noise enters behind the embedding.
@@ -125,6 +128,7 @@ def external_secants(
         samples: inputs to perturb, the first ones.
         seed: of the noise, which is the same at every level but for its size.
         device: where to run; ``mps`` is replaced by the CPU.
+        min_keys: queries with fewer keys are left out.
         note: called with what is not available of the model, and why.
 
     Returns:
@@ -137,7 +141,7 @@ def external_secants(
     check_levels(levels)
     device = torch.device("cpu") if torch.device(device).type == "mps" else torch.device(device)
     parts: list[dict[str, Any]] = []
-    collected, reach = _Collector([], 0), Reach()
+    collected, reach = _Collector([], 0, min_keys), Reach()
 
     def add(call: AttentionCall) -> None:
         collected.add(call)
@@ -265,19 +269,20 @@ class _Collector:
 
     parts: list[dict[str, np.ndarray]]
     samples: int  # clean ones of the running batch
+    min_keys: int
 
     def add(self, call: AttentionCall) -> None:
         check_rows(call, 2 * self.samples)
         clean, noisy = scored_rows(call).halves()
-        counted = clean.counted
+        counted = clean.counted & ((clean.scores > -torch.inf).sum(-1) >= self.min_keys)
         sample, head, query = (where.to(torch.int32) for where in counted.nonzero(as_tuple=True))
         columns = {"sample": sample, "layer": torch.full_like(sample, call.layer), "head": head, "query": query}
         columns |= {name: values[counted] for name, values in _changes(clean, noisy).items()}
         self.parts.append({name: column.cpu().numpy() for name, column in columns.items()})
 
 
-def _pass(encoder: Encoder, tokens: Tensor, noise: Tensor) -> list[dict[str, np.ndarray]]:
-    collected = _Collector([], len(tokens))
+def _pass(encoder: Encoder, tokens: Tensor, noise: Tensor, min_keys: int) -> list[dict[str, np.ndarray]]:
+    collected = _Collector([], len(tokens), min_keys)
     with torch.inference_mode(), noisy_second_half(encoder, noise), watch_attention(encoder, collected.add):
         encoder(torch.cat([tokens, tokens]))
     return collected.parts
@@ -313,6 +318,7 @@ class SecantsPlan:
 
 def _measure(subject: Subject, plan: SecantsPlan, prepared: Any) -> Mapping[str, pd.DataFrame]:
     how: dict[str, Any] = {"levels": plan.levels, "seed": subject.seed, "device": subject.device}
+    how |= {"min_keys": prepared or 1}
     if subject.model.external:
         return {"secants": external_secants(subject.model, subject.batches, note=subject.note, **how)}
     return {"secants": measure_secants(subject.model.encoder, subject.tokens, model=subject.model.path, **how)}
@@ -322,4 +328,11 @@ def _provenance(plan: SecantsPlan, samples: int, few: int) -> dict[str, Any]:
     return {"noise": list(plan.levels), "noise_samples": min(SAMPLES, samples)}
 
 
-SOFTMAX_SECANTS = Probe("secants", SecantsPlan, (SECANTS,), _measure, provenance=_provenance)
+SOFTMAX_SECANTS = Probe(
+    "secants",
+    SecantsPlan,
+    (SECANTS,),
+    _measure,
+    prepare=lambda plan, conditions: conditions.min_keys,
+    provenance=_provenance,
+)
