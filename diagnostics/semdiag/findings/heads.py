@@ -20,13 +20,13 @@ def head_table(findings: Findings) -> pd.DataFrame:
         model, layer, head, then: ``dispersion``, the median δ in nats; ``entropy`` of the attention weights (nats)
         and ``first_weight``, the weight on the first key that is no padding (the sink share), both means over all
         queries, of measurements that have the table ``heads``; ``largest_weight``, the median of the
-        largest attention weight of a query; ``first_key``, the share of queries that keep the first key (of a
-        model that keeps every key: that have it among their k largest scores; NaN where no k was asked for, or
-        more queries were measured than are kept); ``mass``, the median share of the weight on the k largest scores
-        (NaN likewise). k is the smallest asked for.
+        largest attention weight of a query; ``first_key``, the share of the same queries that keep that first key
+        (of a model that keeps every key: that have it among their k largest scores; NaN where no k was asked for,
+        and of measurements of older versions); ``mass``, the median share of the weight on the k largest scores
+        (NaN where no k was asked for). k is the smallest asked for.
     """
     measurements = findings.measurements
-    queries, loads = measurements.queries, measurements.loads
+    queries = measurements.queries
     finite = queries[queries["dispersion"].abs() < float("inf")]
     table = finite.groupby(_PLACE, sort=False)["dispersion"].median().rename("dispersion").to_frame()
     if "largest_weight" in queries:
@@ -34,18 +34,13 @@ def head_table(findings: Findings) -> pd.DataFrame:
     k = first_k(findings)
     dense = queries.groupby(_PLACE, sort=False)[["kept", "keys"]].sum()
     keeps_all = dense["kept"] == dense["keys"]
-    first = loads[loads["key"] == 0].groupby(_PLACE, sort=False)
-    counts = queries.groupby(_PLACE, sort=False).size()
-    table["first_key"] = (first["load"].sum() / counts).mask(keeps_all)
-    if k is not None and f"load_k{k}" in loads:
-        table["first_key"] = table["first_key"].fillna(first[f"load_k{k}"].sum(min_count=1) / counts)
+    heads = measurements.heads.set_index(_PLACE)
+    shares = heads.reindex(index=table.index, columns=["first_key", f"first_key_k{k}"]).astype("float64")
+    table["first_key"] = shares["first_key"].mask(keeps_all).fillna(shares[f"first_key_k{k}"])
     if k is not None and f"mass_k{k}" in queries:
         table["mass"] = queries.groupby(_PLACE, sort=False)[f"mass_k{k}"].median()
-    own = measurements.heads.set_index(_PLACE)[["entropy", "first_weight"]]
-    table = table.join(own) if len(own) else table
-    table = table.reset_index()
-    sampled = table["model"].isin(set(measurements.sketches["model"]))  # of queries and loads apart
-    return table.assign(first_key=table["first_key"].mask(sampled))
+    table = table.join(heads[["entropy", "first_weight"]]) if len(heads) else table
+    return table.reset_index()
 
 
 def heads_glance(findings: Findings) -> Glance:

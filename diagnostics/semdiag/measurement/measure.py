@@ -150,7 +150,7 @@ def measure(
         history=pd.DataFrame({"model": loaded.path, "epoch": [], **loaded.history}),
         non_finite=collected.non_finite(),
         calls=collected.calls(),
-        heads=collected.heads(),
+        heads=_with_ks(collected.heads(), k, fits),
         remarks=remarks_table(loaded.path, _noted(loaded, run.audit)),
         skipped=skipped_table(loaded.path, run.audit, collected.layers.modules),
         sketches=_sketches(collected, k, fits),

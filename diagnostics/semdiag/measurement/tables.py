@@ -60,7 +60,8 @@ HEADS = Table(
     "heads",
     (
         "One row per head of a layer, means over its queries: entropy of the attention weights (nats; of a "
-        "learnt sink, too), and the weight on the first key that is no padding."
+        "learnt sink, too), and the weight on the first key that is no padding. Beside them, shares of the "
+        "queries: first_key, that keep this key, and first_key_kK, that have it among their K largest scores."
     ),
     {
         "model": "str",

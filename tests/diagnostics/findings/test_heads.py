@@ -18,14 +18,14 @@ def made(attention, kept, **columns):
     )
     for name, value in columns.items():
         queries[name] = value * (rows["head"] + 1)
-    loads = rows.rename(columns={"query": "key"}).assign(
-        model=attention, load=[3, 2, 1, 0, 3, 3], load_k2=[3, 2, 1, 2, 2, 2]
-    )
+    loads = rows.rename(columns={"query": "key"}).assign(model=attention, load=3)
     models = pd.DataFrame(
         {"model": [attention], "source": ["semdiag"], "attention": [attention], "task": ["parity"]}
     )
     nothing = pd.DataFrame({"model": []})
-    return Measurements(models, queries, loads, nothing, nothing)
+    heads = {"model": attention, "layer": 0, "head": [1, 0], "queries": 3, "entropy": [0.2, 0.1]}
+    heads |= {"first_weight": [0.75, 0.5], "first_key": [0.0, 1.0], "first_key_k2": [2 / 3, 1.0]}
+    return Measurements(models, queries, loads, nothing, nothing, heads=pd.DataFrame(heads))
 
 
 def test_a_model_with_a_mask_is_described_by_its_own_load():
@@ -33,7 +33,7 @@ def test_a_model_with_a_mask_is_described_by_its_own_load():
     table = found(head_table)
     assert table[["layer", "head"]].values.tolist() == [[0, 0], [0, 1]]
     assert table["dispersion"].tolist() == [2.0, 4.0]
-    assert table["first_key"].tolist() == [1.0, 0.0]  # loads of key 0: 3 and 0 of three queries
+    assert table["first_key"].tolist() == [1.0, 0.0]
     assert "mass" not in table
     assert first_k(found) is None
 
@@ -57,12 +57,19 @@ def test_scores_that_are_not_finite_have_no_part_in_the_median():
 
 def test_entropy_and_weight_on_the_first_key_stand_beside_the_others():
     found = made("topk", 2)
-    heads = {"model": "topk", "layer": 0, "head": [1, 0], "queries": 3, "entropy": [0.2, 0.1]}
-    heads = pd.DataFrame({**heads, "first_weight": [0.75, 0.5]})
-    table = Findings(found.replace(heads=heads))(head_table)
+    table = Findings(found)(head_table)
     assert table[["head", "entropy", "first_weight"]].values.tolist() == [[0, 0.1, 0.5], [1, 0.2, 0.75]]
-    glance = heads_glance(Findings(found.replace(heads=heads)))
+    glance = heads_glance(Findings(found))
     assert glance.number == "62 %"  # half of 50 and 75, to even
     assert glance.words.endswith("mean over 2 heads; the most 75 %, head 1 of layer 0")
-    assert "entropy" not in Findings(found)(head_table)  # measured by an older version
-    assert heads_glance(Findings(found)).number == "2 heads"
+
+
+def test_of_measurements_of_an_older_version_less_is_known():
+    found = made("topk", 2)
+    whole = found.heads
+    older = Findings(found.replace(heads=whole[["model", "layer", "head", "queries", "entropy", "first_weight"]]))
+    assert older(head_table)["first_key"].isna().all()
+    oldest = Findings(found.replace(heads=whole.iloc[:0]))
+    assert "entropy" not in oldest(head_table)
+    assert oldest(head_table)["first_key"].isna().all()
+    assert heads_glance(oldest).number == "2 heads"

@@ -56,7 +56,7 @@ class Collector:
         self._queries = KeptRows(max_queries, _QUERY_PLACES)
         self._loads = KeptRows(max_queries, _KEY_PLACES)
         self._non_finite: list[dict[str, np.ndarray]] = []
-        self._heads: dict[int, Tensor] = {}  # by layer (3, H): queries, sums of entropy and first weight
+        self._heads: dict[int, Tensor] = {}  # by layer (4 + k's, H): queries, and sums over them
 
     def start(self, samples: int) -> None:
         """Begin a batch.
@@ -121,27 +121,25 @@ class Collector:
 
     def _add_heads(self, rows: CountedRows, layer: int) -> None:
         some = rows.attending & (rows.statistics.keys >= self._min_keys)
-        values = torch.stack([some, rows.statistics.entropy, rows.first_weight()])
+        firsts = [rows.first_weight(), *(rows.first_kept(k) for k in (None, *self.k))]
+        values = torch.stack([some, rows.statistics.entropy, *firsts])
         sums = torch.where(some, values, 0.0).sum((1, 3), dtype=torch.float64).cpu()
-        known = self._heads.get(layer, sums.new_zeros(3, 0))
+        known = self._heads.get(layer, sums.new_zeros(len(sums), 0))
         heads = max(known.shape[1], sums.shape[1])  # calls of one place may differ in their number of heads
         known, sums = (pad(x, (0, heads - x.shape[1])) for x in (known, sums))
         self._heads[layer] = known + sums
 
     def heads(self) -> pd.DataFrame:
-        """The table ``heads``."""
-        return HEADS.of_rows(
-            {
-                "model": self.model,
-                "layer": layer,
-                "head": head,
-                "queries": int(queries),
-                "entropy": entropy / max(queries, 1),
-                "first_weight": first / max(queries, 1),
-            }
+        """The table ``heads``, with first_key_kK for each counterfactual K."""
+        names = ["entropy", "first_weight", "first_key", *(f"first_key_k{k}" for k in self.k)]
+        rows = [
+            {"model": self.model, "layer": layer, "head": head, "queries": int(queries)}
+            | {name: total / max(queries, 1) for name, total in zip(names, totals, strict=True)}
             for layer, sums in sorted(self._heads.items())
-            for head, (queries, entropy, first) in enumerate(sums.T.tolist())
-        )
+            for head, (queries, *totals) in enumerate(sums.T.tolist())
+        ]
+        further = {name: pd.Series([row[name] for row in rows], dtype="float64") for name in names[2:]}
+        return HEADS.of_rows(rows).assign(**further)
 
     def queries(self) -> pd.DataFrame:
         """The table ``queries``."""

@@ -52,16 +52,13 @@ class CountedRows:
             seen = seen | reached.any(2)
         return seen
 
-    def first_weight(self) -> Tensor:
-        """(B, H, R) attention weight on the first key that is no padding; NaN for a row without keys.
-
-        It is worked out from this key's scores alone; 0 where the query does not attend to it.
-        """
-        call, kept = self.call, self.statistics.kept_log_sum_exp
+    @cached_property
+    def _first(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Of the first key that is no padding, (B, H, R): its score, whether a row may attend to it, and does."""
+        call, exact = self.call, self.statistics.kept_log_sum_exp.dtype
         first = self.keys.to(torch.uint8).argmax(-1)[..., None]  # (B, H, 1)
         sample, head = (torch.arange(size, device=first.device) for size in first.shape[:2])
         key = call.k[sample[:, None], head // (len(head) // call.k.shape[1]), first[..., 0]]
-        exact = kept.dtype
         z = torch.linalg.vecdot(call.q.to(exact), (key.to(exact) * call.scale)[:, :, None])
         if call.softcap is not None:
             z = call.softcap * torch.tanh(z / call.softcap)
@@ -70,12 +67,31 @@ class CountedRows:
         seen = torch.ones_like(z, dtype=torch.bool) if allowed is None else allowed.expand_as(z)
         if call.causal:
             seen = seen & (first <= call.first_query + torch.arange(z.shape[2], device=z.device))
-        if call.selected is not None:
-            seen = seen & (call.selected == first[..., None]).any(-1)
+        kept = seen if call.selected is None else seen & (call.selected == first[..., None]).any(-1)
         if self.places is not None:
-            z, seen = (rows_of(values[..., None], self.places)[..., 0] for values in (z, seen))
-        weight = torch.where(seen, (z - kept).exp().clamp(max=1), 0.0)
+            z, seen, kept = (rows_of(values[..., None], self.places)[..., 0] for values in (z, seen, kept))
+        return z, seen, kept
+
+    def first_weight(self) -> Tensor:
+        """(B, H, R) attention weight on the first key that is no padding; NaN for a row without keys.
+
+        It is worked out from this key's scores alone; 0 where the query does not attend to it.
+        """
+        z, _, kept = self._first
+        weight = torch.where(kept, (z - self.statistics.kept_log_sum_exp).exp().clamp(max=1), 0.0)
         return weight.masked_fill(self.statistics.kept == 0, torch.nan)
+
+    def first_kept(self, k: int | None = None) -> Tensor:
+        """(B, H, R) bool: whether a row attends to the first key that is no padding.
+
+        Args:
+            k: whether it is among the row's k largest scores, 1 … K of the statistics; None: the row's own S_i.
+        """
+        z, seen, kept = self._first
+        if k is None:
+            return kept
+        top = self.statistics.top  # of which the score may be rounded otherwise
+        return seen & (z >= (top[..., k - 1] + top[..., k]) / 2)
 
     def _at(self, values: Tensor | None, key: Tensor) -> Tensor | None:
         """Of what is broadcastable to (B, H, Lq, Lk) one key of each head (B, H, 1)."""

@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from semdiag.capturing.attention_calls import AttentionCall, watch_attention
+from semdiag.findings.findings import Findings
+from semdiag.findings.heads import head_table
 from semdiag.measurement.calls.counted_rows import counted_rows
 from semdiag.measurement.measure import measure
 from semdiag.measurement.probes.k_sweep import k_sweep
@@ -83,7 +85,8 @@ def test_the_weight_on_the_first_key_and_the_entropy_are_those_of_the_softmax(ma
         call = attention_call(mask, causal, True, chosen, seed)
         call = replace(call, sinks=torch.tensor([0.5, -1.0])) if sinks else call
         places = torch.tensor([[2, 0, -1], [3, 1, 2]]).expand(B, H, 3) if drawn else None
-        rows, weights = counted_rows(call, places=places), naive_weights(call)
+        rows, weights = counted_rows(call, 2, places), naive_weights(call)
+        largest = naive_weights(replace(call, selected=None))
         found, entropy = rows.first_weight(), rows.statistics.entropy
         for b, h, r in torch.cartesian_prod(*map(torch.arange, found.shape)).tolist():
             i = r if places is None else int(places[b, h, r])
@@ -91,6 +94,11 @@ def test_the_weight_on_the_first_key_and_the_entropy_are_those_of_the_softmax(ma
                 continue
             p, first = weights[b, h, i], rows.keys[b, h].tolist().index(True)
             assert found[b, h, r].item() == pytest.approx(p[first].item(), rel=2e-6, abs=1e-7, nan_ok=True)
+            assert rows.first_kept()[b, h, r].item() == (p[first].item() > 0)
+            for k in (1, 2):
+                above = (largest[b, h, i] > largest[b, h, i, first]).sum().item()
+                seen_at_all = largest[b, h, i, first].item() > 0
+                assert rows.first_kept(k)[b, h, r].item() == (seen_at_all and above < k)
             q = [float(x) for x in p if x > 0] + ([1 - float(p.sum())] if sinks else [])
             want = math.nan if p.isnan().any() else -sum(x * math.log(x) for x in q)
             # z and ln Σ exp z are below 4 here: a few roundings of 6e-8 each
@@ -133,12 +141,12 @@ def test_the_table_of_heads_has_the_means_of_its_queries(wild_encoder, padded_to
     """Of our encoder with padding, in batches, and without queries of few keys."""
     for kind in ("full", "topk"):
         encoder, tokens, calls = wild_encoder(kind), padded_tokens[0], []
-        found = measure(encoder, tokens, dtype=torch.float64, batch_size=3, min_keys=4).heads
+        found = measure(encoder, tokens, k=2, dtype=torch.float64, batch_size=3, min_keys=4, max_queries=50).heads
         with torch.no_grad(), watch_attention(encoder, calls.append):
             encoder(tokens)
         assert found[["layer", "head"]].values.tolist() == [[0, 0], [0, 1], [1, 0], [1, 1]]
         for row in found.to_dict("records"):
-            entropies, firsts = [], []
+            entropies, firsts, kept, largest = [], [], [], []
             call = calls[row["layer"]]
             for b, i in torch.cartesian_prod(*map(torch.arange, tokens.shape)).tolist():
                 real = [j for j in range(tokens.shape[1]) if tokens[b, j] != 2]
@@ -150,9 +158,33 @@ def test_the_table_of_heads_has_the_means_of_its_queries(wild_encoder, padded_to
                 p = dict(zip(own, z[own].softmax(0).tolist(), strict=True))
                 entropies.append(-sum(x * math.log(x) for x in p.values() if x > 0))
                 firsts.append(p.get(real[0], 0.0))
+                kept.append(real[0] in own)
+                largest.append(real[0] in sorted(real, key=lambda j: -float(z[j]))[:2])
             assert row["queries"] == len(firsts)
             assert row["entropy"] == pytest.approx(sum(entropies) / len(entropies), rel=1e-9)
             assert row["first_weight"] == pytest.approx(sum(firsts) / len(firsts), rel=1e-9)
+            assert row["first_key"] == pytest.approx(sum(kept) / len(kept), rel=1e-9)
+            assert row["first_key_k2"] == pytest.approx(sum(largest) / len(largest), rel=1e-9)
+
+
+class Padded(torch.nn.Module):
+    """Causal attention of sequences that are padded on the left."""
+
+    def forward(self, x, attention_mask):
+        allowed = attention_mask[:, None, None].bool() & torch.ones(5, 5, dtype=torch.bool).tril()
+        allowed = allowed | torch.eye(5, dtype=torch.bool)
+        return torch.nn.functional.scaled_dot_product_attention(x, x, x, allowed)
+
+
+def test_the_share_that_keeps_the_first_key_is_of_the_same_queries_and_looks_past_padding():
+    x = torch.ones(2, 1, 5, 2)
+    x[0, 0, 0, 0] = x[1, 0, 2, 0] = 9.0  # the first keys that are no padding: nobody's scores are larger
+    batch = {"x": x, "attention_mask": torch.tensor([[1, 1, 1, 1, 1], [0, 0, 1, 1, 1]])}
+    for least in (1, 3):
+        found = measure(Padded(), batch, k=1, min_keys=least)
+        assert found.heads["queries"].item() == len(found.queries) == {1: 8, 3: 4}[least]
+        assert found.heads[["first_key", "first_key_k1"]].values.tolist() == [[1.0, 1.0]]
+        assert Findings(found)(head_table)["first_key"].tolist() == [1.0]
 
 
 class ChangesItsHeads(torch.nn.Module):

@@ -16,15 +16,14 @@ _FAR = 10  # between the largest and the smallest δ, above which colours are lo
 _TALL = 60  # heads of all models together, above which their rows get lower
 _WRITTEN = 16  # layers, above which the numbers in the cells could not be read
 _NATS = ("dispersion", "entropy")
-_OLDER = {"largest_weight": "largest weight of a query", "first_key": "queries that keep the first key"}
+_OLDER = {"largest_weight": "largest weight of a query"}
 
 
 @paper_style
 def heads_map(findings: Findings) -> Figure:
     """Draw δ, the entropy of the weights, the weight on the first key and the mass kept of every head.
 
-    Of older measurements, which have neither entropy nor that weight: the largest weight, and how many queries
-    keep the first key.
+    Of older measurements, which have neither entropy nor that weight: the largest weight.
 
     Args:
         findings: of any number of models.
