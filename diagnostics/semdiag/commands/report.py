@@ -56,7 +56,7 @@ def report(
     from semdiag.measurement.probes.k_sweep import KSweepPlan
     from semdiag.measurement.probes.loss.landscape import LandscapePlan
     from semdiag.measurement.probes.loss.lipschitz import LipschitzPlan
-    from semdiag.measurement.probes.noise.masks import NoisePlan
+    from semdiag.measurement.probes.noise.masks import SUPPOSED_K, NoisePlan
     from semdiag.measurement.probes.noise.secants import SecantsPlan
     from semdiag.presentation.report.report import write_report
     from semdiag_models import InputError
@@ -72,17 +72,18 @@ def report(
         whole = (redraw / "data" / "models.parquet").exists()  # a report's folder, not that of its data alone
         findings = Findings(Measurements.load(redraw / "data" if whole else redraw))
     else:
-        levels = measuring.positive_numbers(noise, "--noise")
+        levels, ks = measuring.positive_numbers(noise, "--noise"), measuring.whole_numbers(k, "--k")
+        supposed = min((each for each in ks if each > 0), default=SUPPOSED_K)  # others are refused with the inputs
         plans: tuple[Any, ...] = (
             SecantsPlan(levels),
             BoundsPlan(),
-            NoisePlan(levels, draws=_DRAWS, seed=shared.values["seed"]),
+            NoisePlan(levels, draws=_DRAWS, k=supposed, seed=shared.values["seed"]),
             KSweepPlan(),
         )
         plans += (LandscapePlan(metrics=("loss", "dispersion")), LipschitzPlan()) if thorough else ()
         conditions = shared.conditions(
             keep_queries,
-            k=measuring.whole_numbers(k, "--k"),
+            k=ks,
             k_lowers="k" not in shared.typed,
             plans=plans,
             probe_samples=_PROBE_SAMPLES,

@@ -21,6 +21,17 @@ def test_a_report_on_every_run_here(run_semdiag, here, tiny_runs, monkeypatch):
     assert outcome.err.endswith(f"Report: {page.relative_to(here)}\n")
 
 
+@pytest.mark.parametrize(("asked", "k"), [(("--k", "4"), 4), (("--k", "4,2"), 2), ((), 5)])
+def test_the_masks_of_a_model_without_masks_are_those_of_the_smallest_k(run_semdiag, here, tiny_runs, asked, k):
+    outcome = run_semdiag("report", tiny_runs.full, *FEW, *asked, "--json", "--quiet", "--out", "out")
+    found = json.loads(outcome.out)
+    assert found["provenance"]["mask_noise"]["k"] == k
+    (short,) = (said for said in found["verdict"] if said.startswith("Masks that survive"))
+    assert f"; the mask that top-{k} would choose)" in short
+    assert f"that top-{k} would choose" in found["glances"]["mask-stability"]["words"]
+    assert f"the mask that top-{k} would choose" in found["details"]["mask-stability"][1]
+
+
 def test_json_is_the_summary_beside_the_page(run_semdiag, here, tiny_runs):
     words = (tiny_runs.full, tiny_runs.topk, *FEW, "--out", "out", "--json", "--quiet")
     outcome = run_semdiag("report", *words)

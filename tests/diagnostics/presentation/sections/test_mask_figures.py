@@ -49,6 +49,15 @@ def test_agreement_is_drawn_against_noise_by_layer(pair, probed):
     assert [tick.get_text() for tick in topk.get_xticklabels()] == ["1 %", "10 %"]
 
 
+def test_every_model_without_a_mask_is_titled_so(pair, probed):
+    found = probed(pair)
+    models = found.models.assign(attention=found.models["attention"].replace("full", "causal"))
+    titles = [
+        ax.get_title(loc="left") for ax in FIGURES["mask_agreement"](Findings(found.replace(models=models))).axes
+    ]
+    assert ["top-3 it would choose" in title for title in titles].count(True) == 1
+
+
 def test_one_level_is_drawn_against_layers(pair, probed):
     figure = FIGURES["mask_agreement"](Findings(probed(pair, levels=(0.1,))))
     points = figure.axes[0].containers[0].lines[0]
@@ -143,6 +152,8 @@ def test_what_is_said_of_masks(pair, probed):
     assert banded.endswith("not applicable: the mask of banded attention does not depend on the input.")
     (short,) = masks_in_short(Findings(probed(pair)))
     assert "Certified rows that changed: 0 of" in short
+    assert short.count("would choose") == 1
+    assert re.search(r"full \d+% \(certified \d+%; the mask that top-3 would choose\); ", short)
     assert masks_in_short(Findings(pair)) == []
 
 

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from semdiag.capturing.attention_kinds import DENSE
 from semdiag.findings.findings import Findings
 from semdiag.presentation.drawing.noise import percent
 from semdiag.presentation.drawing.panels import NothingToDrawError, panels_of
@@ -25,7 +26,7 @@ def judged_models(findings: Findings) -> list[tuple[str, str]]:
     for panel in panels_of(measurements.models):
         for series in panel.series:
             if series.model in kept.index:
-                supposed = f": top-{kept[series.model]} it would choose" if series.attention == "full" else ""
+                supposed = f": top-{kept[series.model]} it would choose" if series.attention in DENSE else ""
                 found.append((series.model, f"{panel.title}\n{series.label}{supposed}"))
     if not found:
         raise NothingToDrawError("No mask of these models depends on the input, so none can change.")

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from semdiag.capturing.attention_kinds import DENSE
 from semdiag.findings.findings import Findings
 from semdiag.findings.mask_stability import effect_table, mask_table, mask_words
 from semdiag.findings.shares import interval_words
@@ -30,8 +31,14 @@ def masks_in_short(findings: Findings) -> list[str]:
     level = levels[len(levels) // 2]
     labels = model_labels(findings.measurements.models, last_only=True)
     told = table[(table["level"] == level) & table["model"].isin(labels)].set_index("model")
+    kinds = findings.measurements.models.set_index("model")["attention"]
+    kept = findings.measurements.masks.groupby("model")["kept"].max()
+    supposed = {
+        model: f"; the mask that top-{kept[model]} would choose" for model in told.index if kinds[model] in DENSE
+    }
     parts = [
-        f"{label} {told.loc[model, 'exact']:.0%} (certified {told.loc[model, 'certified']:.0%})"
+        f"{label} {told.loc[model, 'exact']:.0%} (certified {told.loc[model, 'certified']:.0%}"
+        f"{supposed.get(model, '')})"
         for model, label in labels.items()
         if model in told.index
     ]
