@@ -18,6 +18,7 @@ from semdiag.capturing.attention_calls import watch_attention
 from semdiag.capturing.audit import Audit, Skipped
 from semdiag.capturing.following.softmaxes import NO_VALUES
 from semdiag.capturing.kept_keys import Keep, RandomK, TopK, Window, allowed_keys, check_keep, kept_keys, rule_for
+from semdiag.capturing.padding import Padding
 from semdiag.capturing.recording import outside_all_modes
 from semdiag_models import InputError
 
@@ -71,7 +72,10 @@ class Masked:
 
     @property
     def kept(self) -> pd.DataFrame:
-        """One row per place and head: queries with a key; their least, most and mean kept keys; mean keys."""
+        """One row per place and head: queries with a key; their least, most and mean kept keys; mean keys.
+
+        Padded queries are left out, where the arguments of the model's modules (``attention_mask``, …) tell them.
+        """
         rows = []
         for (module, occurrence), c in self._counts.items():
             for head in range(len(c.queries)):
@@ -92,8 +96,9 @@ class Masked:
         return pd.DataFrame(rows)
 
     def _add(self, call: AttentionCall, kept: Tensor, allowed: Tensor) -> None:
-        kept, keys = (x.sum(-1).movedim(1, 0).flatten(1) for x in (kept & allowed, allowed))  # (H, B · Lq)
-        some = keys > 0
+        some = (call.counted & allowed.any(-1))[..., None]
+        kept, keys = (x.sum(-1).movedim(1, 0).flatten(1) for x in (kept & allowed & some, allowed & some))
+        some = some.movedim(1, 0).flatten(1)  # (H, B · Lq), as these
         new = _Counts(
             call.layer,
             1,
@@ -126,9 +131,9 @@ def sparsify(model: nn.Module, keep: Keep, *, partial: bool = False) -> Iterator
     masked model itself: a mask in one layer moves the scores of the next. Where the rule drops no key, the model
     runs as it is, to the last bit (but for fused and compiled paths: see
     :func:`~semdiag.capturing.attention_calls.watch_attention`). Gradients are those of the masked model, so that
-    it can be trained; the choice of keys has none. Nothing is attached to the model, and nothing is left behind,
-    by whatever way the context is left. To see what the masked model attends to, open :func:`semdiag.capture`
-    *around* this context.
+    it can be trained; the choice of keys has none. Nothing is left behind, by whatever way the context is left:
+    hooks that read which tokens are padding are taken off again. To see what the masked model attends to, open
+    :func:`semdiag.capture` *around* this context.
 
     Costs: each call scores its keys once more and holds a mask of B · H · Lq · Lk bytes.
 
@@ -160,7 +165,7 @@ def sparsify(model: nn.Module, keep: Keep, *, partial: bool = False) -> Iterator
         [[0.0, 3.0, 3.0, 6.0], [1.0, 3.0, 3.0, 6.0]]
     """
     check_keep(keep)
-    masked, own = Masked(), threading.get_ident()
+    masked, own, padding = Masked(), threading.get_ident(), Padding(model)
     parts = {id(module): name for name, module in model.named_modules()}
 
     def mask(call: AttentionCall) -> Tensor | None:
@@ -172,7 +177,7 @@ def sparsify(model: nn.Module, keep: Keep, *, partial: bool = False) -> Iterator
             )
         with outside_all_modes(call.q.device.type):
             found = kept_keys(rule_for(keep, call), call)
-            masked._add(call, *_counted(found, call))
+            masked._add(padding.marked(call, Audit()), *_counted(found, call))
         return None if found is None else found[0]
 
     def before(module: nn.Module, inputs: tuple[object, ...]) -> None:
@@ -188,6 +193,7 @@ def sparsify(model: nn.Module, keep: Keep, *, partial: bool = False) -> Iterator
             _check(masked, partial)
 
     with ExitStack() as stack:
+        stack.enter_context(padding.watched())
         stack.callback(register_module_forward_pre_hook(before).remove)
         masked.audit = stack.enter_context(watch_attention(model, lambda call: None, mask=mask))
         stack.callback(register_module_forward_hook(after).remove)

@@ -287,6 +287,31 @@ def test_of_equal_scores_the_lower_position_is_kept():
         assert all(call.part().allowed.expand(2, 4, 9, 9)[..., :2].all() for call in seen)
 
 
+class Padded(nn.Module):
+    """Causal attention that is told which tokens are real."""
+
+    def forward(self, x, attention_mask):
+        past = torch.ones(x.shape[-2], x.shape[-2], dtype=torch.bool).tril()
+        seen = attention_mask[:, None, None].bool() & past
+        return F.scaled_dot_product_attention(x, x, x, attn_mask=seen | torch.eye(x.shape[-2], dtype=torch.bool))
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padded_queries_are_not_counted_on_whichever_side(side):
+    lengths, k = (7, 3, 1), 2
+    real = torch.arange(7) < torch.tensor(lengths)[:, None]
+    model, x = Padded(), torch.randn(3, 2, 7, 4, generator=torch.Generator().manual_seed(0))
+    with sparsify(model, TopK(k)) as masked:
+        model(x, attention_mask=real.flip(1) if side == "left" else real)
+    numbers = [keys for length in lengths for keys in range(1, length + 1)]
+    assert masked.kept["queries"].tolist() == [len(numbers)] * 2
+    assert masked.kept["keys"].tolist() == pytest.approx([sum(numbers) / len(numbers)] * 2)
+    assert masked.kept["kept"].tolist() == pytest.approx([sum(min(k, n) for n in numbers) / len(numbers)] * 2)
+    assert masked.kept[["least", "most"]].values.tolist() == [[1, 2]] * 2
+    assert not model._forward_hooks
+    assert not model._forward_pre_hooks
+
+
 def test_every_layer_and_head_can_have_a_rule_of_its_own():
     model = two_by_hand()
     for keep in (
