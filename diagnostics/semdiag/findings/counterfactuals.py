@@ -5,6 +5,7 @@ import pandas as pd
 from semdiag.findings.divergence import diverged
 from semdiag.findings.findings import Findings
 from semdiag.measurement.percentiles import percentiles
+from semdiag.measurement.table import ALL
 
 
 def counterfactual_ks(queries: pd.DataFrame) -> list[int]:
@@ -23,9 +24,11 @@ def what_k_keeps(findings: Findings, model: str, k: int) -> dict[str, float]:
         k: keys kept.
 
     Returns:
-        share (of the queries that have more), mass and mass_p5 (attention weight kept at the median and at the 5th
-        percentile), lowest and highest (median mass of a layer), lowest_layer and highest_layer, and medians:
-        dispersion, whole (δ over all keys), separation. Empty if no query has more, or scores are NaN or infinite.
+        share (of the queries that have more; of those that were measured, also where not all are kept), mass and
+        mass_p5 (attention weight kept at the median and at the 5th percentile), lowest and highest (median mass of
+        a layer), lowest_layer and highest_layer, and medians: dispersion, whole (δ over all keys), separation.
+        sampled: of how many queries that have more all but the share is told where a sample is kept; else 0. Empty
+        if no query has more, or scores are NaN or infinite.
     """
     if diverged(findings, model):
         return {}
@@ -34,9 +37,14 @@ def what_k_keeps(findings: Findings, model: str, k: int) -> dict[str, float]:
     mass, layers = dropping[f"mass_k{k}"], dropping.groupby("layer")[f"mass_k{k}"].median()
     if mass.isna().all():
         return {}
+    sketches = findings.measurements.sketches
+    sketched = sketches[(sketches["model"] == model) & (sketches["quantity"] == f"separation_k{k}")]
+    pooled = sketched[sketched["layer"] == ALL]  # where nothing is dropped, a separation is undefined
+    share = 1 - (pooled["undefined"] / pooled["queries"]).sum() if len(pooled) else len(dropping) / len(queries)
     medians = {"dispersion": f"dispersion_k{k}", "whole": "dispersion", "separation": f"separation_k{k}"}
     return {
-        "share": len(dropping) / len(queries), "mass": mass.median(), "mass_p5": mass.quantile(0.05),
+        "share": float(share), "sampled": len(dropping) if len(pooled) else 0,
+        "mass": mass.median(), "mass_p5": mass.quantile(0.05),
         "lowest": layers.min(), "lowest_layer": layers.idxmin(),
         "highest": layers.max(), "highest_layer": layers.idxmax(),
         **{name: percentiles(dropping[column])["p50"] for name, column in medians.items()},

@@ -146,6 +146,6 @@ def sampling_sentences(findings: Findings) -> list[str]:
         said.append(
             f"Sketched: {name} has {queries:,} queries or keys, more than are kept one by one. Numbers, means and "
             f"extremes in the tables are exact, percentiles those of a rank within {rows['rank_error'].max():.2%} "
-            "(with 99 % confidence); figures show a random sample of the queries."
+            "(with 99 % confidence); figures, and sentences that say so, are of a random sample of the queries."
         )
     return said

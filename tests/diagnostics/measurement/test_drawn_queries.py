@@ -8,10 +8,15 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import semdiag
+from semdiag.findings.counterfactuals import what_k_keeps
+from semdiag.findings.distributions import pooled_percentiles
+from semdiag.findings.estimates import sampling_sentences
+from semdiag.findings.findings import Findings
 from semdiag.measurement.kept_rows import KeptRows
 from semdiag.measurement.measure import measure
 from semdiag.measurement.percentiles import percentiles
 from semdiag.measurement.probes.k_sweep import KSweepPlan, k_sweep
+from semdiag.presentation.sections.within.sentences import within_sentences
 from semdiag_models import Encoder, InputError
 
 PLACE = ["sample", "layer", "head", "query"]
@@ -156,6 +161,27 @@ def test_below_the_limit_tables_are_the_same_above_it_numbers_and_extremes_are_e
             for name in ("queries", "p0", "p100", "undefined", "not_positive"):
                 assert found[name].item() == exact[name], (quantity, name)
             assert found["mean"].item() == pytest.approx(exact["mean"], rel=1e-12)
+
+
+def test_sentences_of_more_queries_than_are_kept_are_exact_or_say_of_what_sample(vectors):
+    whole, some = (Findings(measure(Causal(), vectors, k=(3,), **few)) for few in ({}, {"max_queries": 100}))
+    (model,) = whole.measurements.models["model"]
+    exact, sampled = (findings(what_k_keeps, model, 3) for findings in (whole, some))
+    queries = some.measurements.queries
+    assert sampled["share"] == pytest.approx(exact["share"], rel=1e-12)
+    assert (queries["keys"] > 3).mean() != pytest.approx(exact["share"])
+    assert (exact["sampled"], sampled["sampled"]) == (0, (queries["keys"] > 3).sum())
+    said = f"; the rest is said of a random sample of {sampled['sampled']} of them)."
+    assert [any(said in each for each in within_sentences(findings)) for findings in (whole, some)] == [
+        False,
+        True,
+    ]
+    keys = [findings(pooled_percentiles, "keys")[model] for findings in (whole, some)]
+    for name in ("queries", "mean", "p0", "p100"):
+        assert keys[1][name] == pytest.approx(keys[0][name], rel=1e-12)
+    assert any("sentences that say so, are of a random sample" in each for each in sampling_sentences(some))
+    none = some.measurements.replace(queries=queries[queries["keys"] <= 3])
+    assert any("no query of the sample has more than 3 keys" in each for each in within_sentences(Findings(none)))
 
 
 def test_a_sketch_stays_within_its_error_in_rank():

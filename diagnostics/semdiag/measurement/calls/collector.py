@@ -22,7 +22,7 @@ from semdiag.measurement.tables import HEADS
 
 MAX_QUERIES = 20_000_000  # rows held in memory at once: about 1 GB
 LEAST_MAX_QUERIES = 50  # below, the sample that is left of more rows may be empty
-_QUERY_PLACES = ("sample", "layer", "head", "query", "stratum", "keys", "kept")
+_QUERY_PLACES = ("sample", "layer", "head", "query", "stratum", "kept")
 _KEY_PLACES = ("sample", "layer", "head", "key")
 
 

@@ -2,6 +2,8 @@
 
 from semdiag.capturing.attention_kinds import external
 from semdiag.findings.counterfactuals import counterfactual_ks, what_k_keeps
+from semdiag.findings.distributions import pooled_percentiles
+from semdiag.findings.divergence import diverged
 from semdiag.findings.findings import Findings
 from semdiag.findings.shares import keys_words, percent
 from semdiag.presentation.sections.dispersion.sentences import span_sentence
@@ -24,26 +26,32 @@ def within_sentences(findings: Findings) -> list[str]:
         own = measurements.queries[measurements.queries["model"] == model]
         said.append(span_sentence(findings, model))
         ks = [k for k in counterfactual_ks(own) if f"mass_k{k}" in own]
-        said += [_one_k(findings(what_k_keeps, model, k), k, int(own["keys"].max())) for k in ks]
+        said += [_one_k(findings, model, k) for k in ks]
         said += ["This is a counterfactual within the model: nobody trained it with a mask."] if ks else []
     return said
 
 
-def _one_k(kept: dict[str, float], k: int, most_keys: int) -> str:
+def _one_k(findings: Findings, model: str, k: int) -> str:
     """What keeping the k largest scores would leave, of the queries that have more."""
-    if not kept and most_keys > k:
+    kept, whole = findings(what_k_keeps, model, k), findings(pooled_percentiles, "keys")[model]
+    if not kept and diverged(findings, model):
         return f"What a top-{k} mask would keep is no number: some of the model's scores are NaN or infinite."
+    if not kept and whole["p100"] > k:
+        return (
+            f"What a top-{k} mask would keep is not known: no query of the sample has more than {keys_words(k)}."
+        )
     if not kept:
         return f"No query has more than {keys_words(k)}: a top-{k} mask would change nothing."
     most = "keeps" if kept["mass"] >= _MOST else "would keep"
     mass, low, lowest, highest, share = (
         f"{percent(kept[name])}%" for name in ("mass", "mass_p5", "lowest", "highest", "share")
     )
+    sample = f"; the rest is said of a random sample of {kept['sampled']:,} of them" if kept["sampled"] else ""
     return (
         f"Would sparse attention help? A top-{k} mask {most} {mass} of the attention weight at the "
         f"median query ({low} at the 5th percentile; by layer, medians from {lowest} "
         f"in layer {kept['lowest_layer']} to {highest} in layer {kept['highest_layer']}), with a "
         f"median dispersion of {kept['dispersion']:.3g} instead of {kept['whole']:.3g} nats and a median "
         f"separation of {kept['separation']:.2g} nats ({share} of the queries have more than "
-        f"{keys_words(k)})."
+        f"{keys_words(k)}{sample})."
     )
