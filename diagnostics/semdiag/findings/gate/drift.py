@@ -9,6 +9,7 @@ import pandas as pd
 
 from semdiag.findings.distributions import known_rows
 from semdiag.findings.findings import Findings
+from semdiag.findings.gate.matching import CONTENT, match
 from semdiag.findings.strict_json import has_schema, number_from_json
 from semdiag.measurement.percentiles import percentiles
 from semdiag_models import InputError
@@ -16,29 +17,34 @@ from semdiag_models.reading import read_json
 
 TRACKED = ("p50", "p75", "p90", "p95")  # of δ, pooled; p100 is one query
 TOLERANCE = 0.05
-_RUN = ("task", "attention", "k", "seed", "snapshot")
-_CONTENT = ("weights_sha256", *_RUN)
 
 
 @dataclass(frozen=True)
 class Drift:
-    """One number that moved, or a model that is gone.
+    """One number that moved, or a model that is gone or cannot be told from others.
 
     Attributes:
         model: path.
-        quantity: like ``dispersion.p95``; ``model`` if the model is not there any more.
+        quantity: like ``dispersion.p95``; ``model`` if the model is gone, or nobody knows which it is.
         was: in the baseline.
         now: NaN if it is gone or undefined.
+        among: paths of the models now, of which nobody knows whether they are this one.
     """
 
     model: str
     quantity: str
     was: float
     now: float
+    among: tuple[str, ...] = ()
 
     @property
     def words(self) -> str:
         """What happened, in words."""
+        if self.among:
+            return (
+                f"nobody can tell whether {self.model} of the baseline is {' or '.join(self.among)}: "
+                "several models agree in all that the baseline knows of them"
+            )
         if self.quantity == "model":
             return f"{self.model} stands in the baseline and was not measured"
         if math.isnan(self.now):
@@ -66,7 +72,7 @@ def tracked_numbers(findings: Findings) -> list[dict[str, Any]]:
         if row["accuracy"] is not None and not math.isnan(row["accuracy"]):
             numbers["accuracy"] = float(row["accuracy"])
         facts = {
-            name: None if pd.isna(row[name]) else row[name] for name in ("model", "sha256", "samples", *_CONTENT)
+            name: None if pd.isna(row[name]) else row[name] for name in ("model", "sha256", "samples", *CONTENT)
         }
         rows.append({**facts, "numbers": numbers})
     return rows
@@ -107,9 +113,8 @@ def _is_entry(entry: Any) -> bool:
 def drift(findings: Findings, baseline: list[dict[str, Any]], tolerance: float = TOLERANCE) -> list[Drift]:
     """Numbers that moved by more than a share of what they were.
 
-    Models are matched by content, wherever they lie: by their weights' hash, else by task, attention, seed and
-    snapshot, of several the one with the same path; of external models the path alone is known. Models that the
-    baseline does not know are not judged.
+    Models are matched by content, wherever they lie (:func:`~semdiag.findings.gate.matching.match`). Models that
+    the baseline does not know are not judged.
 
     Args:
         findings: of now.
@@ -117,18 +122,16 @@ def drift(findings: Findings, baseline: list[dict[str, Any]], tolerance: float =
         tolerance: largest allowed |now − was| / |was|.
 
     Returns:
-        What moved by more or is no number, and models that are gone.
+        What moved by more or is no number, and models that are gone or cannot be told from others.
 
     Raises:
         InputError: if a model was measured on another number of samples.
     """
-    now = findings(tracked_numbers)
-    moved = []
-    for entry in baseline:
-        current = _match(entry, now)
-        if current is None:
-            moved.append(Drift(entry["model"], "model", math.nan, math.nan))
-            continue
+    found = match(baseline, findings(tracked_numbers))
+    moved = [Drift(entry["model"], "model", math.nan, math.nan) for entry in found.gone]
+    for entry, several in found.unclear:
+        moved.append(Drift(entry["model"], "model", math.nan, math.nan, tuple(m["model"] for m in several)))
+    for entry, current in found.pairs:
         if current["samples"] != entry["samples"]:
             raise InputError(
                 f"{entry['model']} was measured on {entry['samples']} samples in the baseline, and now on "
@@ -140,16 +143,6 @@ def drift(findings: Findings, baseline: list[dict[str, Any]], tolerance: float =
             if not _same(before, value, tolerance):
                 moved.append(Drift(entry["model"], quantity, before, value))
     return moved
-
-
-def _match(entry: dict[str, Any], models: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """The model now that an entry of the baseline speaks about."""
-    for names in (("weights_sha256",), _RUN, ("model",)):
-        wanted = [entry.get(name) for name in names]
-        same = [m for m in models if wanted[0] and [m[name] for name in names] == wanted]
-        if same:
-            return next((m for m in same if m["model"] == entry["model"]), same[0])
-    return None
 
 
 def _same(was: float, now: float, tolerance: float) -> bool:

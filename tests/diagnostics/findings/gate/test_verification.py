@@ -148,6 +148,57 @@ def test_a_model_that_is_gone_and_other_samples_are_seen(findings):
         drift(findings, fewer)
 
 
+@pytest.fixture
+def twins(measured):
+    """A full and a top-k model that share their weights, as two runs of a seed do before training."""
+    return Findings(measured.replace(models=measured.models.assign(weights_sha256="a" * 64)))
+
+
+def at(findings, places):
+    """The entries of a baseline, of the same models as if they had lain elsewhere."""
+    return [{**e, "model": f"{place}/last.pt"} for e, place in zip(findings(tracked_numbers), places, strict=True)]
+
+
+def test_models_that_share_weights_are_not_taken_for_each_other(twins):
+    full, topk = at(twins, ("full", "topk"))
+    assert full["numbers"] != topk["numbers"]
+    older = [{name: entry[name] for name in OLDER} for entry in (full, topk)]
+    for baseline in ([full, topk], [topk, full], older):
+        assert drift(twins, baseline) == []
+    topk_alone = Findings(twins.measurements.of(twins.measurements.models["model"][1]))
+    (gone,) = drift(topk_alone, older)
+    assert gone.words == "full/last.pt stands in the baseline and was not measured"
+
+
+OLDER = ("model", "sha256", "samples", "weights_sha256", "task", "attention", "k", "seed", "snapshot", "numbers")
+
+
+def test_where_several_models_could_be_one_nobody_can_tell(measured, tiny_runs):
+    first = measured.of(str(tiny_runs.full))
+
+    def moved_to(path):
+        names = {name: getattr(first, name).assign(model=path) for name in ("models", "queries", "loads")}
+        return first.replace(**names, history=first.history.assign(model=path))
+
+    both = Findings(measured.concat([moved_to("a.pt"), moved_to("b.pt")]))
+    one, two = both(tracked_numbers)
+    assert drift(both, [two, one]) == []  # where they lie tells them apart
+    (unclear,) = drift(both, [{**one, "model": "c.pt"}])
+    assert unclear.words.startswith("nobody can tell whether c.pt of the baseline is a.pt or b.pt")
+    assert json.dumps(verify(both, Expectations([], [{**one, "model": "c.pt"}])).summary(), allow_nan=False)
+    alone = Findings(moved_to("c.pt"))
+    assert [m.among for m in drift(alone, [one, two])] == [("c.pt",), ("c.pt",)]
+
+
+def test_a_model_of_another_file_name_or_trained_anew_is_still_the_same(findings):
+    renamed = [{**entry, "snapshot": "best"} for entry in at(findings, ("full", "topk"))]
+    anew = [{**entry, "weights_sha256": "b" * 64} for entry in at(findings, ("full", "topk"))]
+    other_rate = [{**entry, "setting": "learning rate 1"} for entry in anew]
+    here = [{**entry, "weights_sha256": "b" * 64, "seed": 99} for entry in findings(tracked_numbers)]
+    for baseline in (renamed, anew, other_rate, here):
+        assert drift(findings, baseline) == []
+
+
 @pytest.mark.parametrize(
     "content", ["", "[]", "{}", '{"schema": "semdiag.check/2"}', '{"schema": "semdiag.check/2", "models": [{}]}']
 )
