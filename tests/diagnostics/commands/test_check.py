@@ -3,6 +3,7 @@
 import json
 import shutil
 import sys
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -165,6 +166,27 @@ def test_a_baseline_of_itself_has_not_drifted_and_one_of_another_model_has(run_s
     moved = run_semdiag("check", pair, "--samples", 20, "--baseline", baseline)
     assert moved.code == 1
     assert "dispersion.p50 was" in moved.err
+
+
+def test_a_model_that_the_baseline_does_not_hold_is_named_and_counted(run_semdiag, here, pair):
+    words = "check", pair, "--samples", 20
+    known = json.loads(run_semdiag(*words, "--json", "--quiet").out)
+    (here / "base.json").write_text(json.dumps({**known, "models": known["models"][:1]}))
+    outcome = run_semdiag(*words, "--baseline", "base.json", "--json", "--junit", "check.xml")
+    topk = str(pair / "topk" / "last.pt")
+    assert outcome.code == 0
+    assert f"not compared: {topk} is not in the baseline" in outcome.err
+    assert "; 1 of 2 models compared, nothing has drifted." in outcome.err
+    assert json.loads(outcome.out)["baseline"] == {"models": 2, "compared": 1, "new": [topk]}
+    assert known["baseline"] is None
+    suite = ElementTree.parse(here / "check.xml").getroot()
+    assert suite.get("skipped") == "1"
+    assert int(suite.get("tests")) == len(suite.findall("testcase"))
+    assert [case.get("name") for case in suite.findall("testcase[skipped]")] == [topk]
+    (here / "base.json").write_text(json.dumps(known))
+    gone = run_semdiag("check", pair / "topk", "--samples", 20, "--baseline", "base.json")
+    assert gone.code == 1
+    assert "1 of 1 models compared, 1 model of the baseline not matched." in gone.err
 
 
 def test_a_failing_layer_is_named_and_fails_if_every_layer_must_hold(run_semdiag, pair):

@@ -10,7 +10,7 @@ from semdiag.findings.gate.verification import Verification
 
 
 def print_check(result: Verification) -> None:
-    """Print pairs, layers, invariants and rules.
+    """Print pairs, layers, invariants, rules, and what was not compared with the baseline.
 
     Args:
         result: of the check.
@@ -25,6 +25,8 @@ def print_check(result: Verification) -> None:
         word = "holds" if rule.passed else "FAILS" if rule.known else "cannot tell"
         value = f"{rule.value:.4g}" if rule.known else "no number"
         console.print(f"{word}: {rule.rule.text} — {value}, {rule.model}")
+    for words in result.compared.words if result.compared else ():
+        console.print(f"not compared: {words}")
 
 
 def conclusion(result: Verification) -> str:
@@ -38,12 +40,13 @@ def conclusion(result: Verification) -> str:
     parts.append(f"{sum(i.passed for i in result.invariants)} of {len(result.invariants)} invariants hold")
     if result.rules:
         parts.append(f"{sum(r.passed for r in result.rules)} of {len(result.rules)} rules hold")
-    if result.judged_drift:
-        parts.append(
-            f"{counted(len(result.drifts), 'number')} left the baseline"
-            if result.drifts
-            else "nothing has drifted"
-        )
+    if result.compared:
+        unmatched = sum(moved.quantity == "model" for moved in result.drifts)
+        numbers = len(result.drifts) - unmatched
+        said = [f"{counted(numbers, 'number')} left the baseline"] if numbers else []
+        said += [f"{counted(unmatched, 'model')} of the baseline not matched"] if unmatched else []
+        parts.append(f"{result.compared.compared} of {result.compared.models} models compared")
+        parts[-1] += f", {' and '.join(said) or 'nothing has drifted'}"
     return f"{'; '.join(parts)}."
 
 

@@ -20,6 +20,26 @@ TOLERANCE = 0.05
 
 
 @dataclass(frozen=True)
+class Compared:
+    """How many of the models that were measured a baseline speaks about.
+
+    Attributes:
+        models: that were measured.
+        compared: of them, with their own entry of the baseline.
+        new: paths of those that the baseline does not hold.
+    """
+
+    models: int
+    compared: int
+    new: tuple[str, ...]
+
+    @property
+    def words(self) -> list[str]:
+        """What was not compared, one statement a model."""
+        return [f"{model} is not in the baseline" for model in self.new]
+
+
+@dataclass(frozen=True)
 class Drift:
     """One number that moved, or a model that is gone or cannot be told from others.
 
@@ -110,11 +130,23 @@ def _is_entry(entry: Any) -> bool:
     return all(isinstance(value, int | float) or value in (None, "inf", "-inf") for value in numbers.values())
 
 
+def compared(findings: Findings, baseline: list[dict[str, Any]]) -> Compared:
+    """Count the models that :func:`drift` compares, and name those that the baseline does not hold.
+
+    Args:
+        findings: of now.
+        baseline: from :func:`read_baseline`.
+    """
+    now = findings(tracked_numbers)
+    found = match(baseline, now)
+    return Compared(len(now), len(found.pairs), tuple(model["model"] for model in found.new))
+
+
 def drift(findings: Findings, baseline: list[dict[str, Any]], tolerance: float = TOLERANCE) -> list[Drift]:
     """Numbers that moved by more than a share of what they were.
 
     Models are matched by content, wherever they lie (:func:`~semdiag.findings.gate.matching.match`). Models that
-    the baseline does not know are not judged.
+    the baseline does not hold are not judged: :func:`compared` names them.
 
     Args:
         findings: of now.

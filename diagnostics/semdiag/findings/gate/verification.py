@@ -5,7 +5,7 @@ from typing import Any
 
 from semdiag.findings.estimates import require_every_query
 from semdiag.findings.findings import Findings
-from semdiag.findings.gate.drift import TOLERANCE, Drift, drift, tracked_numbers
+from semdiag.findings.gate.drift import TOLERANCE, Compared, Drift, compared, drift, tracked_numbers
 from semdiag.findings.gate.invariants import Invariant, invariants
 from semdiag.findings.gate.layers import LayerGate, layer_gate
 from semdiag.findings.gate.pairs import GATED, GateResult, dispersion_gate, require_one_partner
@@ -44,7 +44,7 @@ class Verification:
         invariants: of capture and certificates.
         rules: results by rule and model.
         drifts: numbers that left the baseline.
-        judged_drift: whether there was a baseline.
+        compared: how many models the baseline speaks about; None if there is none.
     """
 
     findings: Findings
@@ -53,7 +53,7 @@ class Verification:
     invariants: list[Invariant]
     rules: list[RuleResult]
     drifts: list[Drift]
-    judged_drift: bool
+    compared: Compared | None
 
     @property
     def failures(self) -> list[str]:
@@ -96,6 +96,7 @@ class Verification:
                 {"rule": r.rule.text, "model": r.model, "value": r.value, "passed": r.passed} for r in self.rules
             ],
             "drift": [asdict(moved) for moved in self.drifts],
+            "baseline": None if self.compared is None else asdict(self.compared),
             "models": self.findings(tracked_numbers),
         }
         return {key: json_ready(value) for key, value in content.items()}
@@ -125,13 +126,13 @@ def verify(findings: Findings, expected: Expectations) -> Verification:
         judged = Findings(measurements.replace(models=own))
     require_one_partner(judged)
     gates = dispersion_gate(judged) if len(judged.measurements.models) else []
-    moved = [] if expected.baseline is None else drift(findings, expected.baseline, expected.tolerance)
+    known = expected.baseline
     return Verification(
         findings=findings,
         pairs=gates,
         layers=layer_gate(judged, gates, expected.every_layer),
         invariants=findings(invariants),
         rules=apply_rules(findings, expected.rules),
-        drifts=moved,
-        judged_drift=expected.baseline is not None,
+        drifts=[] if known is None else drift(findings, known, expected.tolerance),
+        compared=None if known is None else compared(findings, known),
     )
