@@ -59,6 +59,7 @@ def good(tmp_path, tiny_runs, paper_code):
         tiny.save_pretrained(tmp_path / "hf")
     (tmp_path / "mutated").mkdir()
     measured.save(tmp_path / "mutated")
+    (tmp_path / "mutated" / "SHA256SUMS").unlink()  # behind which readers do their work
     if (tmp_path / "hf").exists():
         shutil.copytree(tmp_path / "hf", tmp_path / "mutated" / "hf")
     return tmp_path

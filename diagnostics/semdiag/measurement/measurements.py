@@ -8,6 +8,7 @@ from typing import Any, Self
 
 import pandas as pd
 
+from semdiag.measurement.checksums import SUMS, check_sums, write_sums
 from semdiag.measurement.percentiles import layer_table
 from semdiag.measurement.schema import OPTIONAL
 from semdiag.measurement.table import read_parquet, rows_of
@@ -127,13 +128,16 @@ class Measurements:
         return cls(**tables, provenance=shared)
 
     def save(self, folder: Path | str) -> None:
-        """Write one parquet file per table and ``provenance.json``; no file for what was not measured.
+        """Write one parquet file per table, ``provenance.json`` and, of both, ``SHA256SUMS``.
+
+        There is no file for what was not measured.
 
         Args:
             folder: made if absent.
         """
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
+        (folder / SUMS).unlink(missing_ok=True)
         for name in (*TABLES, *OPTIONAL):
             file, table = folder / f"{name}.parquet", getattr(self, name)
             if name not in TABLES and table.empty:
@@ -141,6 +145,7 @@ class Measurements:
             else:
                 table.to_parquet(file, index=False)
         (folder / "provenance.json").write_text(json.dumps(self.provenance, indent=1) + "\n", encoding="utf-8")
+        write_sums(folder, _files(folder))
 
     @classmethod
     def load(cls, folder: Path | str) -> Self:
@@ -153,9 +158,11 @@ class Measurements:
             The measurements.
 
         Raises:
-            InputError: if a file is missing or damaged, or a column is missing or of another kind.
+            InputError: if a file is missing or damaged (is not what ``SHA256SUMS`` says, where there is one), or a
+                column is missing or of another kind.
         """
         folder = Path(folder)
+        check_sums(folder, _files(folder))
         try:
             tables = {name: read_parquet(folder / f"{name}.parquet") for name in TABLES}
             for name in OPTIONAL:
@@ -197,6 +204,12 @@ class Measurements:
 def _joined(tables: list[pd.DataFrame]) -> pd.DataFrame:
     filled = [table for table in tables if len(table)] or tables[:1]
     return pd.concat(filled, ignore_index=True)
+
+
+def _files(folder: Path) -> list[str]:
+    """Names of the files in a folder that :meth:`Measurements.load` reads."""
+    names = (*(f"{name}.parquet" for name in (*TABLES, *OPTIONAL)), "provenance.json")
+    return [name for name in names if (folder / name).exists()]
 
 
 def _check_together(folder: Path, tables: dict[str, pd.DataFrame], provenance: Any) -> None:

@@ -24,8 +24,9 @@ FEW = ("--samples", 8, "--figures", "none", "--quiet")
 
 @pytest.fixture
 def kept(run_semdiag, here, tiny_runs):
-    """The folder of measurements that a report keeps."""
+    """The folder of measurements that a report keeps, free to be doctored."""
     assert run_semdiag("report", tiny_runs.full, *FEW, "--keep-queries", "--out", "kept").code == 0
+    (here / "kept" / "data" / "SHA256SUMS").unlink()
     return here / "kept" / "data"
 
 
@@ -45,6 +46,16 @@ def test_values_that_no_measurement_has_are_refused(refusal, kept, table, column
     content[column] = np.where(np.arange(len(content)) == 0, value, content[column])
     content.to_parquet(file, index=False)
     assert message in refusal("report", "--from", kept, "--out", "again", "--figures", "none")
+
+
+def test_a_flipped_bit_of_kept_measurements_is_refused_in_one_line(run_semdiag, refusal, here, tiny_runs):
+    assert run_semdiag("report", tiny_runs.full, *FEW, "--keep-queries", "--out", "kept").code == 0
+    file = here / "kept" / "data" / "queries.parquet"
+    content = bytearray(file.read_bytes())
+    content[200] ^= 1
+    file.write_bytes(content)
+    line = refusal("report", "--from", "kept", "--out", "again", "--figures", "none")
+    assert line.startswith("kept/data/queries.parquet is not what was saved, says SHA256SUMS beside it")
 
 
 @pytest.mark.slow

@@ -47,6 +47,41 @@ def test_a_round_trip_keeps_what_is_unknown_and_what_is_empty(made_up, tmp_path)
     assert loaded.models[["task", "seed"]].isna().all(axis=None)
 
 
+def save_without_sums(measured, folder):
+    """As versions before ``SHA256SUMS`` did; what is changed then is seen by the readers themselves."""
+    measured.save(folder)
+    (folder / "SHA256SUMS").unlink()
+
+
+def test_every_change_of_a_saved_file_is_refused(made_up, tmp_path):
+    """Of every file one bit of every 7th byte, of the checksums' own, too; then all is as it was."""
+    measured = made_up(("x.pt", [0.5, 0.25, 1, 2], {"task": None}))
+    measured.save(tmp_path)
+    files = sorted(tmp_path.iterdir())
+    assert [file.name for file in files if file.suffix != ".parquet"] == ["SHA256SUMS", "provenance.json"]
+    for file in files:
+        content = file.read_bytes()
+        for at in range(0, len(content), 7):
+            file.write_bytes(content[:at] + bytes([content[at] ^ 1 << at % 8]) + content[at + 1 :])
+            with pytest.raises(InputError, match="is not what was saved"):
+                Measurements.load(tmp_path)
+        file.write_bytes(content)
+    loaded = Measurements.load(tmp_path)
+    pd.testing.assert_frame_equal(loaded.queries, measured.queries, check_exact=True)
+
+
+def test_files_added_to_saved_ones_or_taken_away_are_refused_and_older_folders_load(measured, tmp_path):
+    measured.save(tmp_path)
+    for change in (lambda: (tmp_path / "loads.parquet").unlink(), lambda: (tmp_path / "masks.parquet").touch()):
+        change()
+        with pytest.raises(InputError, match=r"(loads|masks)\.parquet is not what was saved"):
+            Measurements.load(tmp_path)
+        (tmp_path / "masks.parquet").unlink(missing_ok=True)
+        save_without_sums(measured, tmp_path)
+        assert len(Measurements.load(tmp_path).queries) == len(measured.queries)
+        measured.save(tmp_path)
+
+
 def test_saving_twice_keeps_the_later(measured, made_up, tmp_path):
     measured.save(tmp_path)
     made_up(("x.pt", [1, 2, 3, 4], {})).save(tmp_path)
@@ -56,7 +91,7 @@ def test_saving_twice_keeps_the_later(measured, made_up, tmp_path):
 @pytest.mark.parametrize("table", TABLES)
 @pytest.mark.parametrize("damage", [b"", b"not a table at all", None])
 def test_a_damaged_table_is_refused(measured, tmp_path, table, damage):
-    measured.save(tmp_path)
+    save_without_sums(measured, tmp_path)
     file = tmp_path / f"{table}.parquet"
     file.write_bytes(file.read_bytes()[:-30] if damage is None else damage)
     with pytest.raises(
@@ -68,7 +103,7 @@ def test_a_damaged_table_is_refused(measured, tmp_path, table, damage):
 
 @pytest.mark.parametrize("content", ["", "{", "\xff"])
 def test_damaged_provenance_is_refused(measured, tmp_path, content):
-    measured.save(tmp_path)
+    save_without_sums(measured, tmp_path)
     (tmp_path / "provenance.json").write_bytes(content.encode("latin1"))
     with pytest.raises(InputError, match="does not hold saved measurements"):
         Measurements.load(tmp_path)
@@ -76,7 +111,7 @@ def test_damaged_provenance_is_refused(measured, tmp_path, content):
 
 @pytest.mark.parametrize("name", [*(f"{table}.parquet" for table in TABLES), "provenance.json"])
 def test_a_missing_file_is_refused(measured, tmp_path, name):
-    measured.save(tmp_path)
+    save_without_sums(measured, tmp_path)
     (tmp_path / name).unlink()
     with pytest.raises(InputError, match=f"does not hold saved measurements .*{name}"):
         Measurements.load(tmp_path)
@@ -84,14 +119,14 @@ def test_a_missing_file_is_refused(measured, tmp_path, name):
 
 @pytest.mark.parametrize("table", TABLES)
 def test_a_table_without_its_columns_is_refused(measured, tmp_path, table):
-    measured.save(tmp_path)
+    save_without_sums(measured, tmp_path)
     pd.DataFrame({"a": [1]}).to_parquet(tmp_path / f"{table}.parquet")
     with pytest.raises(InputError, match=rf"{table}\.parquet lacks the column model\. Measure again"):
         Measurements.load(tmp_path)
 
 
 def test_a_column_of_another_kind_is_refused(measured, tmp_path):
-    measured.save(tmp_path)
+    save_without_sums(measured, tmp_path)
     measured.queries.astype({"layer": "float64"}).to_parquet(tmp_path / "queries.parquet")
     with pytest.raises(InputError, match=r"queries\.parquet holds float64 in the column layer, where int32"):
         Measurements.load(tmp_path)
@@ -108,7 +143,7 @@ def test_models_that_say_nothing_of_global_tokens_norm_and_pooling_have_the_usua
     for found in (old, older):
         assert found.models[["global_tokens", "norm", "pooling"]].values.tolist() == [[0, "pre", "mean"]]
     post = made_up(("b.pt", [1, 2, 3, 4], {"norm": "post"}))
-    post.save(tmp_path)
+    save_without_sums(post, tmp_path)
     assert Measurements.load(tmp_path).models["norm"].tolist() == ["post"]
     file = tmp_path / "models.parquet"
     post.models.drop(columns=["global_tokens", "norm", "pooling"]).to_parquet(file, index=False)
@@ -222,7 +257,7 @@ def test_what_was_not_measured_is_empty(measured, with_theory, tmp_path):
 
 
 def test_a_damaged_optional_table_is_refused(with_theory, tmp_path):
-    with_theory.save(tmp_path)
+    save_without_sums(with_theory, tmp_path)
     pd.DataFrame({"a": [1]}).to_parquet(tmp_path / "secants.parquet")
     with pytest.raises(InputError, match=r"secants\.parquet lacks the column model\. Measure again"):
         Measurements.load(tmp_path)
@@ -235,7 +270,7 @@ def test_measured_and_unmeasured_models_join(with_theory, made_up):
 
 
 def test_a_column_of_another_kind_is_refused_with_its_file(with_theory, tmp_path):
-    with_theory.save(tmp_path)
+    save_without_sums(with_theory, tmp_path)
     file = tmp_path / "masks.parquet"
     with_theory.masks.assign(agreement="high").to_parquet(file)
     with pytest.raises(
