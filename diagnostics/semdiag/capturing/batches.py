@@ -36,7 +36,7 @@ def samples_of(batch: Batch) -> int:
         >>> samples_of({"cache_position": torch.arange(7), "input_ids": torch.zeros(3, 7), "use_cache": False})
         3
     """
-    lengths = [(t.ndim == 1, len(t)) for t in _tensors(batch) if t.ndim]
+    lengths = [(t.ndim == 1, len(t)) for t in tensors(batch) if t.ndim]
     return min(lengths, key=lambda entry: entry[0], default=(True, 0))[1]
 
 
@@ -46,7 +46,7 @@ def longest(batch: Batch) -> int:
     Args:
         batch: a tensor, a dictionary or a tuple.
     """
-    return next((t.shape[1] for t in _tensors(batch) if t.ndim > 1), 1)
+    return next((t.shape[1] for t in tensors(batch) if t.ndim > 1), 1)
 
 
 def each(batches: Batch | Iterable[Batch], size: int) -> Iterator[Batch]:
@@ -78,7 +78,7 @@ def each(batches: Batch | Iterable[Batch], size: int) -> Iterator[Batch]:
     else:
         cut = (batches,)  # refused below
     for batch in cut:
-        if not isinstance(batch, Tensor | Mapping | tuple | list) or not _tensors(batch):
+        if not isinstance(batch, Tensor | Mapping | tuple | list) or not tensors(batch):
             raise InputError(
                 "Inputs are a tensor, a dictionary of tensors (keyword arguments), or a list of batches, each a "
                 "tensor, a dictionary or a tuple of arguments. Got "
@@ -224,7 +224,12 @@ def moved(batch: Batch, device: torch.device | str, dtype: torch.dtype | None = 
     return _each(batch, one)
 
 
-def _tensors(batch: Batch) -> list[Tensor]:
+def tensors(batch: Batch) -> list[Tensor]:
+    """The tensors of a batch, in its order.
+
+    Args:
+        batch: a tensor, a dictionary or a tuple.
+    """
     if isinstance(batch, Tensor):
         return [batch]
     values = batch.values() if isinstance(batch, Mapping) else batch

@@ -30,7 +30,7 @@ def read_inputs(path: Path) -> Tensor:
 
     Raises:
         InputError: if the file is missing or unreadable, of another kind, holds code, or its content is not
-            whole numbers of shape (N, L).
+            whole numbers of shape (N, L), or expanded from fewer numbers than it shows.
     """
     content = _read(path)
     tokens = content.get("tokens") if isinstance(content, dict) else content
@@ -54,7 +54,8 @@ def read_batches(path: Path, model: LoadedModel, size: int) -> list[Batch]:
         Batches that the model can be called with.
 
     Raises:
-        InputError: if the file is missing, unreadable, empty, holds code, or does not suit the model.
+        InputError: if the file is missing, unreadable, empty, holds code, or does not suit the model; or a tensor
+            is expanded from fewer numbers than it shows.
     """
     if path.suffix == ".txt":
         texts = read_lines(path)[0]
@@ -88,7 +89,9 @@ def cut_texts(path: Path, model: LoadedModel, first: int) -> tuple[int, int | No
 
 def _read(path: Path) -> Any:
     if path.suffix == ".pt":
-        return read_plain(path)
+        content = read_plain(path)
+        _check_memory(path, content)
+        return content
     if path.suffix in (".npy", ".npz"):
         return _read_numpy(path)
     as_array = f'numpy.save("{path.stem}.npy", numpy.loadtxt("{path.name}", delimiter=",", dtype=int))'
@@ -120,6 +123,20 @@ def _read_numpy(path: Path) -> Tensor | None:
     except Exception as error:  # on damaged files numpy raises whatever its reader stumbles over
         reason = str(error).split("\n", 1)[0][:120] or type(error).__name__
         raise InputError(f"{path} cannot be read as an array of numbers ({reason}).") from None
+
+
+def _check_memory(path: Path, content: Any) -> None:
+    """Refuse tensors expanded from fewer numbers than they show: a file of a kilobyte may hold 10⁹ samples."""
+    for batch in content if isinstance(content, list | tuple) else (content,):
+        if not isinstance(batch, Tensor | Mapping | list | tuple):
+            continue
+        for tensor in batches.tensors(batch):
+            plain = tensor.layout == torch.strided and not tensor.is_meta
+            if plain and tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
+                raise InputError(
+                    f"{path}: a tensor of shape {tuple(tensor.shape)} is expanded from fewer numbers than it "
+                    "shows. Save tensor.contiguous()."
+                )
 
 
 def _check_size(path: Path, file: BinaryIO) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from semdiag.capturing.inputs import read_inputs
+from semdiag.capturing.inputs import read_batches, read_inputs
 from semdiag_models import InputError
 
 TOKENS = [[0, 1, 1], [1, 0, 2]]
@@ -32,6 +32,20 @@ def test_of_an_archive_the_array_tokens_or_the_only_one_is_read(tmp_path, save):
 def test_a_tensor_or_a_dictionary_with_tokens_is_read(tmp_path, content):
     torch.save(content, tmp_path / "tokens.pt")
     assert read_inputs(tmp_path / "tokens.pt").tolist() == TOKENS
+
+
+@pytest.mark.parametrize(
+    "wrap", [lambda t: t, lambda t: {"tokens": t}, lambda t: [{"ids": t}], lambda t: [(t, t)]]
+)
+def test_a_small_file_of_expanded_inputs_is_refused_before_anything_is_made_of_it(tmp_path, wrap):
+    path = tmp_path / "tokens.pt"
+    torch.save(wrap(torch.zeros(1, 1, dtype=torch.int64).expand(10**9, 40)), path)
+    with pytest.raises(
+        InputError, match=r"shape \(1000000000, 40\) is expanded from fewer .* tensor\.contiguous\(\)"
+    ):
+        read_batches(path, None, 10)
+    torch.save(wrap(torch.tensor(TOKENS * 2).T[:2]), path)  # a view of all its numbers, in another order
+    assert len(read_batches(path, None, 10)) == 1
 
 
 def test_a_file_that_does_not_exist_is_named(tmp_path):
