@@ -33,11 +33,12 @@ def write_bytes(path: Path, content: bytes | memoryview) -> None:
     """
     temporary = path.with_name(f".{path.name}.tmp")
     try:
-        with _naming(path), temporary.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
+        with _naming(path):
+            with temporary.open("wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
     except BaseException:  # an interruption, too, leaves nothing half-written
         temporary.unlink(missing_ok=True)
         raise
@@ -46,7 +47,7 @@ def write_bytes(path: Path, content: bytes | memoryview) -> None:
 
 @contextmanager
 def _naming(path: Path) -> Iterator[None]:
-    """Let an error of the system say which file it is about: of a full disk it does not.
+    """Let an error of the system name the file that is written: it names the temporary one, or none at all.
 
     Args:
         path: the file that is written.
@@ -57,8 +58,6 @@ def _naming(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.filename is not None:
-            raise
         raise OSError(error.errno, error.strerror or str(error), str(path)) from error
 
 

@@ -1,6 +1,7 @@
 """What is written is on the disk before it has its name, and the name is there, too."""
 
 import os
+import re
 import stat
 
 import pytest
@@ -40,6 +41,15 @@ def test_an_interruption_while_writing_leaves_the_old_file_and_nothing_else(tmp_
         write_text(tmp_path / "history.csv", "new")
     assert (tmp_path / "history.csv").read_text() == "old"
     assert [path.name for path in tmp_path.iterdir()] == ["history.csv"]
+
+
+def test_an_error_names_the_file_that_the_user_named(tmp_path):
+    (tmp_path / "folder").mkdir()
+    for place in (tmp_path / "folder", tmp_path / "nowhere" / "file.txt"):
+        with pytest.raises(OSError, match=re.escape(f"'{place}'")) as failed:
+            write_text(place, "text")
+        assert failed.value.filename == str(place)
+    assert [path.name for path in tmp_path.iterdir()] == ["folder"]
 
 
 def test_results_of_a_sweep_are_brought_to_the_disk(tmp_path, synced):

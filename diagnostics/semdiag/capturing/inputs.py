@@ -37,7 +37,10 @@ def read_inputs(path: Path) -> Tensor:
     if not isinstance(tokens, Tensor) or tokens.ndim != 2 or not tokens.numel() or not _whole(tokens):
         what = f"{tokens.dtype} {tuple(tokens.shape)}" if isinstance(tokens, Tensor) else type(tokens).__name__
         raise InputError(f"{path} must hold whole token ids of shape (N, L), at least one. Got {what}.")
-    return tokens.long()
+    ids = tokens.long()
+    if tokens.dtype == torch.uint64 and (ids < 0).any():
+        raise InputError(f"{path} holds the token id {int(ids.min()) + 2**64}: none is as large as 2^63.")
+    return ids
 
 
 def read_batches(path: Path, model: LoadedModel, size: int) -> list[Batch]:
@@ -106,23 +109,33 @@ def _whole(tokens: Tensor) -> bool:
     return plain and not (tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool)
 
 
-def _read_numpy(path: Path) -> Tensor | None:
+def _read_numpy(path: Path) -> Tensor:
     try:
         with open_file(path) as file:
             _check_size(path, file)
             content = np.load(file, allow_pickle=False)
             if isinstance(content, np.ndarray):
-                return torch.from_numpy(content)
+                return _tensor(path, content)
             names = content.files
+            if not names:
+                raise InputError(f"{path} holds no array. Write one with: numpy.savez(FILE, tokens=ARRAY).")
             name = "tokens" if "tokens" in names else names[0] if len(names) == 1 else None
             if name is None:
                 raise InputError(f"{path} holds {', '.join(names)}: name one of them tokens.")
-            return torch.from_numpy(content[name])
+            return _tensor(path, content[name])
     except InputError:
         raise
     except Exception as error:  # on damaged files numpy raises whatever its reader stumbles over
         reason = str(error).split("\n", 1)[0][:120] or type(error).__name__
         raise InputError(f"{path} cannot be read as an array of numbers ({reason}).") from None
+
+
+def _tensor(path: Path, array: "np.ndarray[Any, Any]") -> Tensor:
+    """The tensor of an array, whatever its byte order."""
+    try:
+        return torch.from_numpy(array.astype(array.dtype.newbyteorder("="), copy=False))
+    except TypeError:
+        raise InputError(f"{path} cannot be read as an array of numbers (it holds {array.dtype}).") from None
 
 
 def _check_memory(path: Path, content: Any) -> None:

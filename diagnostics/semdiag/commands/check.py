@@ -74,6 +74,8 @@ def check(
     from semdiag_models import InputError
     from semdiag_models.writing import write_text
 
+    if junit is not None and junit.is_dir():
+        raise InputError(f"{junit} is a folder. Name a file with --junit FILE.")
     if junit is not None and not junit.parent.is_dir():
         raise InputError(f"{junit} cannot be written: there is no folder {junit.parent}.")
     if not 0 <= tolerance < float("inf"):

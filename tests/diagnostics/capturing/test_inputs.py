@@ -21,6 +21,39 @@ def test_an_array_is_read(tmp_path, dtype):
     assert (found.tolist(), found.dtype) == (TOKENS, torch.int64)
 
 
+@pytest.mark.parametrize("dtype", [">i8", ">u2", "<i4", "<u8", ">u8"])
+def test_an_array_of_either_byte_order_is_read(tmp_path, dtype):
+    np.save(tmp_path / "tokens.npy", np.array(TOKENS, dtype))
+    np.savez(tmp_path / "tokens.npz", np.array(TOKENS, dtype))
+    assert read_inputs(tmp_path / "tokens.npy").tolist() == read_inputs(tmp_path / "tokens.npz").tolist() == TOKENS
+
+
+@pytest.mark.parametrize(
+    ("array", "message"),
+    [
+        (
+            np.array([[1, 2**63 + 5]], "u8"),
+            r"holds the token id 9223372036854775813: none is as large as 2\^63\.$",
+        ),
+        (np.array([["a"]], "S1"), r"numbers \(it holds \|S1\)\.$"),
+        (
+            np.array([[1]], np.longdouble),
+            r"numbers \(it holds float\w+\)\.$",
+        ),
+    ],
+)
+def test_numbers_that_no_tensor_of_token_ids_holds_are_refused_in_whole_sentences(tmp_path, array, message):
+    np.save(tmp_path / "tokens.npy", array)
+    with pytest.raises(InputError, match=message):
+        read_inputs(tmp_path / "tokens.npy")
+
+
+def test_an_archive_without_arrays_is_refused_with_what_writes_one(tmp_path):
+    np.savez(tmp_path / "none.npz")
+    with pytest.raises(InputError, match=r"none\.npz holds no array\. Write one with: numpy\.savez"):
+        read_inputs(tmp_path / "none.npz")
+
+
 @pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
 def test_of_an_archive_the_array_tokens_or_the_only_one_is_read(tmp_path, save):
     save(tmp_path / "named.npz", labels=[0, 1], tokens=TOKENS)

@@ -212,6 +212,12 @@ def test_the_configuration_is_read_of_a_checkpoint_of_the_papers_code(run_semdia
     assert model["numbers"]["dispersion.p50"] == pytest.approx(np.median(paper_code.true["dispersion"].numpy()))
 
 
+def test_a_folder_for_the_verdicts_is_refused_before_anything_is_measured(refusal, here):
+    (here / "folder").mkdir()
+    line = refusal("check", "nowhere.pt", "--junit", "folder")
+    assert line == "folder is a folder. Name a file with --junit FILE."
+
+
 def test_a_tolerance_without_a_baseline_is_refused(refusal, pair):
     line = refusal("check", pair, "--tolerance", 0.1)
     assert line == "--tolerance is about numbers of a baseline: add --baseline FILE."
