@@ -38,7 +38,7 @@ def info(
 
     from semdiag.capturing.loading import describe, load_all
     from semdiag.commands.measuring import read_config
-    from semdiag.findings.strict_json import json_ready, schema
+    from semdiag.findings.strict_json import MODEL_FACTS, json_ready, schema
     from semdiag_models.tasks import perplexity
 
     (loaded,) = load_all([model], read_config(config))
@@ -63,7 +63,10 @@ def info(
         "provenance": loaded.provenance,
     }
     if as_json:
-        typer.echo(json.dumps(json_ready({"schema": schema("info"), **sections}), allow_nan=False))
+        chosen = {} if loaded.external else loaded.encoder.config.to_dict()
+        known = (loaded.path, loaded.sha256, loaded.task, chosen.get("attention"), chosen.get("k"), loaded.epoch)
+        content = {"results": [dict(zip(MODEL_FACTS, known, strict=True))], **sections}
+        typer.echo(json.dumps(json_ready({"schema": schema("info"), **content}), allow_nan=False))
         raise typer.Exit(bool(wrong))
     console = terminal(markup=False)  # what a file says is shown as it is
     for title, entries in sections.items():

@@ -4,7 +4,12 @@ from semdiag.findings.convergence import arrivals
 from semdiag.findings.findings import Findings
 from semdiag.findings.prediction import held_out_tasks, predictor_table
 from semdiag.findings.speed_and_dispersion import run_statistics, speed_dispersion_table
-from semdiag.findings.strict_json import Summary, json_object, records
+from semdiag.findings.strict_json import MODEL_FACTS, Summary, json_object, records
+
+_ARRIVAL = (
+    *("target", "arrival", "epochs", "planned", "state", "train_accuracy", "holdout_accuracy"),
+    *("best_holdout_accuracy", "best_epoch", "gap"),
+)
 
 
 def convergence_summary(findings: Findings) -> Summary:
@@ -14,17 +19,22 @@ def convergence_summary(findings: Findings) -> Summary:
         findings: with runs.
 
     Returns:
-        A JSON-ready dictionary, schema ``semdiag.convergence/2``: target, targets (of single tasks), runs,
-        speed_ups, over_seeds, along, predictors, held_out_tasks, lengths; null where a
-        number is unknown or undefined.
+        A JSON-ready dictionary, schema ``semdiag.convergence/2``: target, targets (of single tasks), results (of
+        each run the facts of its model, and when it arrived), runs (the same, labelled as in tables), speed_ups,
+        over_seeds, along, predictors, held_out_tasks, lengths; null where a number is unknown or undefined.
     """
     measurements = findings.measurements
     found, table = findings(arrivals), findings(speed_dispersion_table)
+    models = {row["model"]: row for row in measurements.models.to_dict("records")}
     return json_object(
         "convergence",
         findings,
         target=measurements.provenance.get("target"),
         targets=measurements.provenance.get("targets", {}),
+        results=[
+            {name: models[run["model"]][name] for name in MODEL_FACTS} | {name: run[name] for name in _ARRIVAL}
+            for run in records(found)
+        ],
         runs=records(found.drop(columns="setting")),
         speed_ups=records(table),
         over_seeds=records(findings(run_statistics)),

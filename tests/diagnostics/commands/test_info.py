@@ -36,7 +36,7 @@ def test_json_holds_everything(run_semdiag, tiny_runs, tiny_models):
     outcome = run_semdiag("info", tiny_runs.topk / "best.pt", "--json")
     assert (outcome.code, outcome.err) == (0, "")
     found = strict(outcome.out)
-    assert list(found) == ["schema", "checkpoint", "model", "training", "last epoch", "provenance"]
+    assert list(found) == ["schema", "results", "checkpoint", "model", "training", "last epoch", "provenance"]
     assert found["schema"] == "semdiag.info/2"
     assert found["checkpoint"]["sha256"] == sha256(tiny_runs.topk / "best.pt")
     assert (found["checkpoint"]["snapshot"], found["checkpoint"]["task"]) == ("best", "even-pairs")

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from semdiag.commands.measuring import command_line
 from semdiag.commands.printing.terminal import counted, tell, terminal
 
 if TYPE_CHECKING:
@@ -56,10 +57,20 @@ def print_estimates(
         _echo_json(
             {
                 "schema": "semdiag.sweep-estimate/1",
+                "provenance": {"command": command_line()},
                 "hours": hours,
                 "jobs": jobs,
                 "results": [
-                    {"run": run.name, "epochs": e.epochs, "epoch_seconds": e.epoch_seconds, "source": e.source}
+                    {
+                        "run": run.name,
+                        "task": run.training.task_label,
+                        "attention": run.model.attention,
+                        "k": run.model.k,
+                        "seed": run.training.seed,
+                        "epochs": e.epochs,
+                        "epoch_seconds": e.epoch_seconds,
+                        "source": e.source,
+                    }
                     for run, e in zip(runs, estimates, strict=True)
                 ],
             }
@@ -77,9 +88,7 @@ def print_results(rows: "list[RunResult]", folder: Path, target: float, as_json:
     from semdiag_models.sweeps.results import results_document
 
     if as_json:
-        import sys
-
-        _echo_json(results_document(rows, {"command": ["semdiag", *sys.argv[1:]], "target": target}))
+        _echo_json(results_document(rows, {"command": command_line(), "target": target}))
     if quiet:
         return
     from semdiag.commands.printing.console import number_table, wide_console
