@@ -59,4 +59,6 @@ def mask_stability(
         plans=(NoisePlan(levels, draws, absolute, at_block, k, shared.values["seed"]),),
     )
     findings = shared.measured(models, conditions)
+    if "k" in shared.typed:
+        measuring.check_supposed_k(findings, k)
     shared.deliver("mask-stability", findings, print_masks)

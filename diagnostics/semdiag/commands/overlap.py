@@ -32,9 +32,12 @@ def overlap(
 
     [bold]semdiag overlap checkpoints/even-pairs-topk-5-seed-153476998[/]
     """
+    from semdiag.commands import measuring
     from semdiag.measurement.probes.overlap import OverlapPlan
 
     findings = shared.measured(models, shared.conditions(plans=(OverlapPlan(k),)))
+    if "k" in shared.typed:
+        measuring.check_supposed_k(findings, k)
     shared.deliver("overlap", findings, _print)
 
 
@@ -47,6 +50,13 @@ def _print(findings: "Findings") -> None:
 
     console = wide_console()
     for result in findings(overlap_summary)["results"]:
+        if not result["overlap"]:
+            remarks = findings.measurements.remarks
+            said = remarks.loc[remarks["model"] == result["model"], "text"]
+            refused = [text for text in said if text.startswith("overlap not available")]
+            why = refused[0] if refused else "no two masks to compare (a query that drops no key has none)"
+            console.print(f"\n{title(result)}: {why}")
+            continue
         console.print(f"\n{title(result)}: Jaccard index of kept keys")
         heads = ["between", "layer", "and layer", "pairs", "index", "95 %", "at random"]
         table = number_table(heads, names=1, least=["pairs", "95 %"], kept=["index", "at random"])

@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pandas as pd
 import pytest
 
@@ -48,6 +49,24 @@ def test_masks_at_several_levels_are_deterministic(run_semdiag, here, tiny_runs)
     assert "Certified rows that changed: 0 of" in first.err
     table = pd.read_csv(here / "a" / "data" / "mask_stability.csv")
     assert set(table["level"]) == {0.01, 0.1}
+
+
+@pytest.mark.parametrize("command", ["mask-stability", "overlap", "dispersion"])
+def test_a_k_that_no_query_has_keys_for_is_refused_by_every_command(refusal, here, tiny_runs, command):
+    line = refusal(command, tiny_runs.topk, tiny_runs.full, *FEW, "--k", 13, "--quiet")
+    assert line.startswith("k must lie in 1 … 12, the l")
+    assert line.endswith(". Got k=13.")
+
+
+def test_masks_that_drop_nothing_are_not_compared_and_it_is_said(run_semdiag, here, tiny_runs):
+    outcome = run_semdiag("overlap", tiny_runs.full, *FEW, "--k", 12)
+    assert outcome.code == 0
+    assert "no two masks to compare (a query that drops no key has none)" in outcome.err
+    assert "at random" not in outcome.err
+    np.save(here / "short.npy", np.array([[0, 1, 1], [1, 0, 1]] * 5))  # shorter than a k that nobody named
+    for command in ("mask-stability", "overlap"):
+        words = (command, tiny_runs.full, "--inputs", here / "short.npy", "--figures", "none")
+        assert run_semdiag(*words).code == 0
 
 
 def test_noise_at_a_block_leaves_those_below_clean(run_semdiag, here, tiny_runs):
