@@ -5,14 +5,13 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-import scipy
 
 from semdiag.findings.findings import Findings
-from semdiag.mathematics.censored import kaplan_meier_median, median_interval
+from semdiag.mathematics.censored import kaplan_meier_median, logrank_p, median_interval
 from semdiag.measurement.measurements import Measurements
 from semdiag.measurement.runs.training_runs import NOT_BEGUN, TARGET, setting_labels
 
-_FEWEST_FOR_LOGRANK = 3  # runs on either side, below which its large-sample distribution says nothing
+_FEWEST_FOR_LOGRANK = 3  # runs on either side: of fewer no p-value is small
 _IDENTITY = ["setting", "kind", "attention", "seed"]
 
 
@@ -111,7 +110,7 @@ def speed_ups(found: pd.DataFrame) -> pd.DataFrame:
 
     Returns:
         One row per pair: group, task, attention, kind, seed, full_arrival, full_epochs, arrival, epochs, low
-        and high (both the speed-up if it is known), epoch_low and epoch_high (the speed-up with both arrivals one
+        and high (both the speed-up if it is known), epoch_low and epoch_high (the same with every arrival one
         epoch off: epochs are whole, and an evaluation at another step would have moved them), known
         (``exactly``, ``above``, ``below`` or ``unknown``), full, model.
     """
@@ -126,7 +125,7 @@ def speed_ups(found: pd.DataFrame) -> pd.DataFrame:
                 {
                     **facts, "full_arrival": base["arrival"], "full_epochs": base["epochs"],
                     "arrival": run["arrival"], "epochs": run["epochs"], "low": low, "high": high,
-                    **_one_epoch_off(base["arrival"], run["arrival"], low, high),
+                    **_one_epoch_off(base["arrival"], base["epochs"], run["arrival"], run["epochs"]),
                     "known": known, "full": base["model"], "model": run["model"],
                 }
             )  # fmt: skip
@@ -137,12 +136,13 @@ def speed_ups(found: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=columns).astype({"full_arrival": "Int64", "arrival": "Int64"})
 
 
-def _one_epoch_off(full: Any, other: Any, low: float, high: float) -> dict[str, float]:
-    """The range of a speed-up when both arrivals may be one epoch off; its bounds where one is censored."""
-    if pd.isna(full) or pd.isna(other):
-        return {"epoch_low": low, "epoch_high": high}
-    later = (int(full) + 1) / (int(other) - 1) if other > 1 else math.inf
-    return {"epoch_low": (int(full) - 1) / (int(other) + 1), "epoch_high": later}
+def _one_epoch_off(full: Any, full_epochs: int, other: Any, other_epochs: int) -> dict[str, float]:
+    """The range of a speed-up when every arrival may be one epoch off."""
+    later, earlier = (None if pd.isna(full) else int(full) + by for by in (1, -1))
+    slower, faster = (None if pd.isna(other) else int(other) + by for by in (1, -1))
+    low, _, _ = speed_up(earlier, full_epochs, slower, other_epochs)
+    high = math.inf if faster == 0 else speed_up(later, full_epochs, faster, other_epochs)[1]
+    return {"epoch_low": low, "epoch_high": high}
 
 
 def speed_up(full: Any, full_epochs: int, other: Any, other_epochs: int) -> tuple[float, float, str]:
@@ -237,14 +237,11 @@ def _logrank(full: pd.DataFrame, other: pd.DataFrame) -> float:
         return math.nan
     if full["arrival"].isna().all() and other["arrival"].isna().all():
         return math.nan
-    sides = [
-        scipy.stats.CensoredData.right_censored(
-            side["arrival"].fillna(side["epochs"]).to_numpy(float), side["arrival"].isna().to_numpy()
-        )
+    sides = (
+        (side["arrival"].fillna(side["epochs"]).tolist(), side["arrival"].notna().tolist())
         for side in (full, other)
-    ]
-    with np.errstate(invalid="ignore", divide="ignore"):
-        return float(scipy.stats.logrank(*sides).pvalue)
+    )
+    return logrank_p(*sides)
 
 
 FEWEST_FOR_MEDIAN = 3  # of two runs, a median would be an accuracy that no run had

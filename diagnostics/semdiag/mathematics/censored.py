@@ -3,9 +3,12 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain, combinations
 
 import numpy as np
 import scipy
+
+_ALL, _SOME = 200_000, 20_000  # relabellings of a permutation test: so many are all tried, else some at random
 
 
 @dataclass(frozen=True)
@@ -103,6 +106,45 @@ def kaplan_meier_median(durations: Sequence[float], arrived: Sequence[bool]) -> 
     ).cdf
     there = share.quantiles[share.probabilities >= 0.5 - 1e-12]
     return float(there[0]) if len(there) else math.inf
+
+
+def logrank_p(
+    first: tuple[Sequence[float], Sequence[bool]], second: tuple[Sequence[float], Sequence[bool]]
+) -> float:
+    """How often runs that differ in their name alone arrive as far apart: two-sided log-rank test by permutation.
+
+    Each run has the log-rank score d − Λ(t): whether it arrived, minus the cumulative hazard of all runs at its
+    time (Nelson–Aalen). Scores add up to 0; observed minus expected arrivals are the sum of one side's. p is the
+    share of relabellings with a sum as far from 0: of all, if there are at most 200,000, else of 20,000 random
+    ones.
+
+    Source: Peto and Peto 1972. Deviation: permutations in place of the large-sample law, under which p < 0.05
+    comes too often by chance (in 9 % of the cases with 3 runs a side, 7 % with 10).
+
+    Args:
+        first: of one side's runs when each arrived, or until when it was watched, and whether it arrived.
+        second: likewise of the other's.
+
+    Returns:
+        In (0, 1].
+
+    Example:
+        >>> logrank_p(([10, 11, 12], [True] * 3), ([20, 21, 22], [True] * 3))
+        0.1
+    """
+    times = np.concatenate([first[0], second[0]]).astype(float)
+    there = np.concatenate([first[1], second[1]]).astype(bool)
+    moments, arrivals = np.unique(times[there], return_counts=True)
+    hazard = np.cumsum(arrivals / (times >= moments[:, None]).sum(1))
+    scores = there - np.concatenate([[0.0], hazard])[np.searchsorted(moments, times, side="right")]
+    n, count = len(first[0]), len(times)
+    observed = abs(scores[:n].sum()) * (1 - 1e-9)  # so that sums in another order do not fall below it
+    if math.comb(count, n) <= _ALL:
+        chosen = np.fromiter(chain.from_iterable(combinations(range(count), n)), int).reshape(-1, n)
+        return float((abs(scores[chosen].sum(1)) >= observed).mean())
+    draws = np.random.default_rng(0)
+    sums = [abs(draws.permutation(scores)[:n].sum()) for _ in range(_SOME)]
+    return float((1 + (np.array(sums) >= observed).sum()) / (1 + _SOME))
 
 
 def _coverage(n: int, rank: int) -> float:
