@@ -251,6 +251,8 @@ def _checkpoint(path: Path, content: dict[str, Any]) -> Checkpoint:
             raise InputError(f"{path} is damaged: its history {column!r} is not a list of numbers.")
         if len(values) != content["epoch"]:
             raise InputError(f"{path} is damaged: its history {column!r} does not end at its epoch.")
+        if column.endswith("accuracy") and not all(0 <= v <= 1 for v in values):  # nor is NaN one
+            raise InputError(f"{path} is damaged: its history {column!r} holds what is not between 0 and 1.")
     for name, values in content["optimizer_state"].items():
         if not isinstance(values, dict) or not all(isinstance(t, Tensor) for t in values.values()):
             raise InputError(f"{path} is damaged: its optimiser state of {name!r} is not tensors by name.")

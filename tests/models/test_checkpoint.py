@@ -1,4 +1,5 @@
 import hashlib
+import math
 import os
 import pickle
 import random
@@ -249,6 +250,18 @@ def test_a_configuration_that_is_no_dict_is_named(doctor, path, key, value):
         ({"history": {"epoch": 3}}, "its history 'epoch' is not a list of numbers."),
         ({"history": {"epoch": [1, "x"]}}, "its history 'epoch' is not a list of numbers."),
         ({"history": {"epoch": [1]}}, "its history 'epoch' does not end at its epoch."),
+        (
+            {"history": {"train_accuracy": [0.5, 5.0]}},
+            "its history 'train_accuracy' holds what is not between 0 and 1.",
+        ),
+        (
+            {"history": {"holdout_accuracy": [math.nan, 1]}},
+            "its history 'holdout_accuracy' holds what is not between 0 and 1.",
+        ),
+        (
+            {"history": {"train_accuracy": [0, 10**400]}},
+            "its history 'train_accuracy' holds what is not between 0 and 1.",
+        ),
     ],
 )
 def test_an_impossible_history_is_refused(doctor, path, change, message):
