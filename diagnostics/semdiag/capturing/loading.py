@@ -74,6 +74,11 @@ class LoadedModel:
         return self.source in EXTERNAL_SOURCES
 
     @property
+    def contradicted_by(self) -> list[str]:
+        """Where another hash of the weights is recorded than theirs: ``file``, ``manifest``."""
+        return [place for place, said in self.recorded_weights.items() if said != self.weights_sha256]
+
+    @property
     def encoder(self) -> Encoder:
         """The model as an encoder of semdiag_models, whose every part is known.
 

@@ -48,7 +48,7 @@ def info(
     if text is not None:
         text["model"] = f"SentencePiece, {len(text['model']) * 3 // 4:,} bytes"
         last.update({f"{split}_perplexity": perplexity(last[f"{split}_loss"]) for split in _SPLITS if last})
-    wrong = [place for place, said in loaded.recorded_weights.items() if said != loaded.weights_sha256]
+    wrong = loaded.contradicted_by
     places = " and ".join(wrong or loaded.recorded_weights)
     recorded = (
         f"NOT those recorded in {places}" if wrong else f"as recorded in {places}" if places else "not recorded"

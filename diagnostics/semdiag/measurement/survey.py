@@ -188,8 +188,8 @@ def _with_keys(measurements: Measurements, least: int) -> Measurements:
 
 # Beginnings of remarks about what the user asked for, or that spoil an answer: not in the report alone.
 SAID_AT_ONCE = (
-    "k = ", "the inputs are ", "texts were cut ", "logits are ", "secants not available", "secants of ",
-    "mask stability of ", "overlap not available",
+    "k = ", "the inputs are ", "the weights are not ", "texts were cut ", "logits are ", "secants not available",
+    "secants of ", "mask stability of ", "overlap not available",
 )  # fmt: skip
 
 
@@ -217,6 +217,8 @@ def _with_remarks(remarks: pd.DataFrame, subject: Subject, given: Path | None) -
     """The remarks, what no probe could measure, and which of all random keys were looked at."""
     texts = _other_length(subject.model, subject.batches)
     texts += _cut_texts(subject.model, subject.batches, given)
+    if places := subject.model.contradicted_by:
+        texts.append(f"the weights are not those recorded in {' and '.join(places)}")
     if not subject.model.external and subject.model.encoder.config.attention == "redrawn":
         texts.append(f"keeps other random keys in every forward pass; measured with those of seed {subject.seed}")
     rows = [{"model": subject.model.path, "module": "", "text": text, "times": 1} for text in texts]

@@ -266,6 +266,17 @@ def test_info_verifies_the_hash_of_the_weights(run_semdiag, here, tiny_runs):
     assert (code, facts["verified"]) == (1, "NOT those recorded in file and manifest")
 
 
+@pytest.mark.parametrize("command", ["dispersion", "report", "check"])
+def test_who_measures_weights_that_are_not_the_recorded_ones_is_told(run_semdiag, here, tiny_runs, command):
+    content = torch.load(tiny_runs.full / "last.pt", weights_only=True)
+    content["model_state"]["head.bias"][0] += 1
+    torch.save(content, "other.pt")
+    more = ("--rule", "dispersion.p50 < 1000") if command == "check" else ("--figures", "none")
+    said = {path: run_semdiag(command, path, "--samples", 6, *more).err for path in ("other.pt", tiny_runs.full)}
+    assert "semdiag: other.pt: the weights are not those recorded in file.\n" in said["other.pt"]
+    assert "recorded" not in said[tiny_runs.full]
+
+
 def test_snapshots_say_on_which_processor_they_were_made(tiny_runs):
     provenance = load(tiny_runs.full).provenance
     assert provenance["processor"]
