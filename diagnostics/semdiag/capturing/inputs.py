@@ -30,7 +30,7 @@ def read_inputs(path: Path) -> Tensor:
 
     Raises:
         InputError: if the file is missing or unreadable, of another kind, holds code, or its content is not
-            whole numbers of shape (N, L), or expanded from fewer numbers than it shows.
+            whole numbers of shape (N, L), or is more than fits into memory.
     """
     content = _read(path)
     tokens = content.get("tokens") if isinstance(content, dict) else content
@@ -58,7 +58,7 @@ def read_batches(path: Path, model: LoadedModel, size: int) -> list[Batch]:
 
     Raises:
         InputError: if the file is missing, unreadable, empty, holds code, or does not suit the model; or a tensor
-            is expanded from fewer numbers than it shows.
+            shows more numbers than fit into memory.
     """
     if path.suffix == ".txt":
         texts = read_lines(path)[0]
@@ -139,17 +139,12 @@ def _tensor(path: Path, array: "np.ndarray[Any, Any]") -> Tensor:
 
 
 def _check_memory(path: Path, content: Any) -> None:
-    """Refuse tensors expanded from fewer numbers than they show: a file of a kilobyte may hold 10⁹ samples."""
+    """Refuse tensors that show more numbers than memory holds: a file of a kilobyte may expand one to 10¹²."""
     for batch in content if isinstance(content, list | tuple) else (content,):
-        if not isinstance(batch, Tensor | Mapping | list | tuple):
-            continue
-        for tensor in batches.tensors(batch):
-            plain = tensor.layout == torch.strided and not tensor.is_meta
-            if plain and tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
-                raise InputError(
-                    f"{path}: a tensor of shape {tuple(tensor.shape)} is expanded from fewer numbers than it "
-                    "shows. Save tensor.contiguous()."
-                )
+        if isinstance(batch, Tensor | Mapping | list | tuple):
+            for tensor in batches.tensors(batch):
+                size = tensor.numel() * tensor.element_size()
+                require_memory(size, f"{path}: a tensor of shape {tuple(tensor.shape)}")
 
 
 def _check_size(path: Path, file: BinaryIO) -> None:
