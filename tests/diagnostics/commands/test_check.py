@@ -168,7 +168,8 @@ def test_a_baseline_of_itself_has_not_drifted_and_one_of_another_model_has(run_s
     assert "dispersion.p50 was" in moved.err
 
 
-def test_a_model_that_the_baseline_does_not_hold_is_named_and_counted(run_semdiag, here, pair):
+def test_a_model_that_the_baseline_does_not_hold_is_named_and_counted(run_semdiag, here, pair, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "300")  # so that no path is broken
     words = "check", pair, "--samples", 20
     known = json.loads(run_semdiag(*words, "--json", "--quiet").out)
     (here / "base.json").write_text(json.dumps({**known, "models": known["models"][:1]}))
