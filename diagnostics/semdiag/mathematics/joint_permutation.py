@@ -21,14 +21,14 @@ class RankTests:
 
     Attributes:
         correlation: (C,) Spearman's ρ within tasks, mean over tasks; NaN without a task of enough masks.
-        by_task: (C, T) ρ of each task, NaN where it has too few masks or all have the same outcome.
+        by_task: (C, T) ρ of each task; NaN where it is not counted.
         low: (C,) end of the bootstrap interval; NaN below 8 masks.
         high: (C,) other end.
         p: (C,) two-sided p-value of the joint permutation.
         p_family: (C,) corrected for the number of candidates: of the largest ρ in size of all of them.
         relabellings: how many there are that differ, observed one included; no p-value is below 1 / relabellings.
         tried: how many were tried, observed one included; all of them, or drawn with replacement.
-        tasks: how many tasks have enough masks.
+        tasks: how many are counted: five masks or more, not all of the same outcome or of the same candidates.
         cells: how many task × mask cells were used.
     """
 
@@ -51,7 +51,8 @@ def joint_rank_tests(
 
     The statistic is (1/T) Σ_t ρ_t, with ρ_t Spearman's correlation over the masks of task t. What a mask does to
     speed it may do in every task, so tasks are not independent: outcomes move to other masks in all tasks alike.
-    The same cells serve all candidates: those in which the outcome and every candidate are known. A relabelling
+    The same cells serve all candidates: those in which the outcome and every candidate are known. Of a task that
+    is not counted nothing is: neither cells nor masks that are known in no other. A relabelling
     that brings an unknown cell to a mask leaves that cell out, which makes the test conservative.
 
     Source: Westfall and Young, Resampling-Based Multiple Testing (1993), single-step max-T; Phipson and Smyth 2010
@@ -79,20 +80,33 @@ def joint_rank_tests(
     if candidates.ndim != 3 or candidates.shape[1:] != outcome.shape:
         raise ValueError(f"Needs (T, M) and (C, T, M). Got {outcome.shape} and {candidates.shape}.")
     known = complete_cells(outcome, candidates)
-    some = known.any(0)
-    outcome, candidates, known = outcome[:, some], candidates[:, :, some], known[:, some]
+    usable = np.array(
+        [_says(y[k], x[:, k]) for y, x, k in zip(outcome, candidates.swapaxes(0, 1), known, strict=True)], bool
+    )
+    some = known[usable].any(0)
+    outcome, candidates, known = (
+        outcome[usable][:, some],
+        candidates[:, usable][:, :, some],
+        known[usable][:, some],
+    )
     ranks = _Ranks(outcome, candidates, known)
     masks = known.shape[1]
     same, once = np.arange(masks)[None], np.ones((1, masks))
-    by_task = ranks.correlations(once, same)[0]
-    correlation = _over_tasks(by_task)
+    own = ranks.correlations(once, same)[0]
+    correlation = _over_tasks(own)
+    by_task = np.full((len(candidates), len(usable)), math.nan)
+    by_task[:, usable] = own
     rng = np.random.default_rng(seed)
     distinct = _distinct(outcome, known)
     p, p_family, tried = _p_values(ranks, correlation, distinct, draws, rng)
     low, high = _interval(ranks, masks, resamples, rng)
-    return RankTests(
-        correlation, by_task, low, high, p, p_family, distinct, tried, ranks.tasks, int(known[ranks.usable].sum())
-    )
+    return RankTests(correlation, by_task, low, high, p, p_family, distinct, tried, len(own.T), int(known.sum()))
+
+
+def _says(outcome: Matrix, candidates: Matrix) -> bool:
+    """Whether a task (M known masks) orders anything: 5 masks, an outcome that differs, a candidate that does."""
+    enough = outcome.size >= FEWEST_MASKS and len(candidates) > 0
+    return enough and bool((outcome != outcome[0]).any() and (candidates != candidates[:, :1]).any())
 
 
 def complete_cells(outcome: Matrix, candidates: Matrix) -> NDArray[np.bool_]:
@@ -131,9 +145,6 @@ def _order(x: Matrix) -> Matrix:
 class _Ranks:
     def __init__(self, outcome: Matrix, candidates: Matrix, known: NDArray[np.bool_]) -> None:
         self.known, self.outcome, self.candidates = known, _order(outcome), _order(candidates)
-        differ = (np.abs(self.outcome) * known[:, :, None] * known[:, None]).any((1, 2))
-        self.usable = np.flatnonzero(differ & (known.sum(1) >= FEWEST_MASKS))
-        self.tasks = len(self.usable)
 
     def correlations(self, times: Matrix, source: NDArray[np.int64]) -> Matrix:
         """ρ (B, C, T) with mask m counted ``times[b, m]`` times and given the outcome of ``source[b, m]``.
@@ -143,7 +154,7 @@ class _Ranks:
         count = len(self.candidates)
         found = np.full((len(times), count, len(self.known)), math.nan)
         rows = np.arange(len(times))[:, None]
-        for t in self.usable:
+        for t in range(len(self.known)):
             weights = times * self.known[t] * self.known[t][source]
             moved = np.zeros_like(weights)
             moved[rows, source] = weights
@@ -177,7 +188,7 @@ def _p_values(
     ranks: _Ranks, observed: Matrix, distinct: int, draws: int, rng: np.random.Generator
 ) -> tuple[Matrix, Matrix, int]:
     masks = ranks.known.shape[1]
-    if not ranks.tasks:
+    if not len(ranks.known):
         unknown = np.full(len(observed), math.nan)
         return unknown, unknown, 0
     every = math.factorial(masks) <= _ALL
@@ -203,7 +214,7 @@ def _p_values(
 
 def _interval(ranks: _Ranks, masks: int, resamples: int, rng: np.random.Generator) -> tuple[Matrix, Matrix]:
     nothing = np.full(len(ranks.candidates), math.nan)
-    if not resamples or not ranks.tasks or masks < FEWEST_FOR_INTERVAL:
+    if not resamples or not len(ranks.known) or masks < FEWEST_FOR_INTERVAL:
         return nothing, nothing
     drawn = rng.multinomial(masks, np.full(masks, 1 / masks), size=resamples).astype(float)
     same = np.tile(np.arange(masks), (resamples, 1))

@@ -97,6 +97,25 @@ def test_tasks_of_few_masks_or_of_one_outcome_say_nothing():
     assert np.isnan([nothing.correlation, nothing.p, nothing.p_family, nothing.low]).all()
 
 
+@pytest.mark.parametrize("lacks", ["masks", "an order", "candidates"])
+def test_a_task_that_is_not_counted_changes_nothing(lacks):
+    """Beside a task of five masks: three others; five others that all tie; five others of equal candidates."""
+    (alone, values), (other, elsewhere) = study(3, tasks=1, masks=5), study(4, tasks=1, masks=5)
+    if lacks == "masks":
+        other[0, :2] = math.nan
+    elif lacks == "an order":
+        other[:] = math.inf
+    else:
+        elsewhere[:] = 1.0
+    outcome, candidates = np.full((2, 10), math.nan), np.full((2, 2, 10), math.nan)
+    outcome[0, :5], outcome[1, 5:] = alone, other
+    candidates[:, 0, :5], candidates[:, 1, 5:] = values[:, 0], elsewhere[:, 0]
+    found, without = joint_rank_tests(outcome, candidates), joint_rank_tests(alone, values)
+    for name in ("correlation", "low", "high", "p", "p_family", "relabellings", "tried", "tasks", "cells"):
+        np.testing.assert_array_equal(getattr(found, name), getattr(without, name), name)
+    np.testing.assert_array_equal(found.by_task, np.c_[without.by_task, [math.nan] * 2])
+
+
 def test_fewer_than_eight_masks_have_no_interval():
     assert np.isnan(joint_rank_tests(*study(0, masks=7), draws=1).low).all()
     assert np.isfinite(joint_rank_tests(*study(0, masks=8), draws=1).low).all()
