@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 Matrix = NDArray[np.float64]
 FEWEST_MASKS = 5  # of a task: a rank correlation of fewer says nothing
 FEWEST_FOR_INTERVAL = 8  # masks, below which resampling them says nothing about other masks
+MOST_UNLIKE = 0.25  # of the resamples: those in which some tasks keep five masks and others do not
 _ALL = 10_000  # up to so many relabellings all are tried
 _CHUNK = 1000  # relabellings at a time
 
@@ -22,7 +23,8 @@ class RankTests:
     Attributes:
         correlation: (C,) Spearman's ρ within tasks, mean over tasks; NaN without a task of enough masks.
         by_task: (C, T) ρ of each task; NaN where it is not counted.
-        low: (C,) end of the bootstrap interval; NaN below 8 masks.
+        low: (C,) end of the bootstrap interval; NaN below 8 masks, and where tasks have so unlike numbers of them
+            that more than a quarter of the resamples leave five in some tasks and not in others.
         high: (C,) other end.
         p: (C,) two-sided p-value of the joint permutation.
         p_family: (C,) corrected for the number of candidates: of the largest ρ in size of all of them.
@@ -218,6 +220,10 @@ def _interval(ranks: _Ranks, masks: int, resamples: int, rng: np.random.Generato
         return nothing, nothing
     drawn = rng.multinomial(masks, np.full(masks, 1 / masks), size=resamples).astype(float)
     same = np.tile(np.arange(masks), (resamples, 1))
-    found = _over_tasks(ranks.correlations(drawn, same))
+    by_task = ranks.correlations(drawn, same)
+    lost = np.isnan(by_task[:, 0])
+    if (lost.any(1) & ~lost.all(1)).mean() > MOST_UNLIKE:  # the mean would be that of other tasks
+        return nothing, nothing
+    found = _over_tasks(by_task)
     low, high = np.nanpercentile(found, [2.5, 97.5], axis=0)
     return low, high

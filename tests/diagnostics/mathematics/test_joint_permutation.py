@@ -121,6 +121,13 @@ def test_fewer_than_eight_masks_have_no_interval():
     assert np.isfinite(joint_rank_tests(*study(0, masks=8), draws=1).low).all()
 
 
+@pytest.mark.parametrize(("masks", "few", "given"), [(10, 5, False), (18, 6, False), (12, 9, True), (10, 9, True)])
+def test_tasks_that_resamples_mostly_lose_have_no_interval(masks, few, given):
+    outcome, candidates = study(0, tasks=4, masks=masks)
+    outcome[1:, few:] = math.nan
+    assert np.isfinite(joint_rank_tests(outcome, candidates, draws=1, resamples=400).low).all() == given
+
+
 def test_shapes_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match=r"Needs \(T, M\) and \(C, T, M\)"):
         joint_rank_tests(np.zeros((2, 5)), np.zeros((2, 5)))

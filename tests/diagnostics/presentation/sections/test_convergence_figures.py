@@ -167,6 +167,9 @@ def test_words_on_predictors_say_what_remains_and_of_how_many(predicted):
     )
     assert "2 are below p = 0.05 after correction" in found
     assert "(720 ways that differ, 720 tried: no p-value is below 0.0014)" in found
+    assert found.endswith(
+        "No interval: fewer than 8 masks, or tasks of so unlike numbers of them that resamples lose some."
+    )
     assert strongest.startswith(
         "Strongest: response to 1 % noise, initialisation: ρ = 1.00, p = 0.0028, corrected"
     )

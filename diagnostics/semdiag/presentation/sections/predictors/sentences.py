@@ -50,6 +50,8 @@ def _sentences(table: pd.DataFrame, words: str) -> list[str]:
     shown = kept if len(kept) else table
     shown = shown.reindex(shown["rho"].abs().sort_values(ascending=False, kind="stable").index).head(3)
     names = "; ".join(correlation_words(row) for row in shown.to_dict("records"))
+    none = " No interval: fewer than 8 masks, or tasks of so unlike numbers of them that resamples lose some."
+    said += none * bool(table["low"].isna().all())
     return [said, f"{'Strongest' if len(kept) else 'Strongest, none of them beyond chance'}: {names}."]
 
 
