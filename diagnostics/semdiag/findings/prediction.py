@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from semdiag.findings.convergence import arrivals, epochs_to
 from semdiag.findings.findings import Findings
-from semdiag.mathematics.joint_permutation import Matrix, complete_cells, joint_rank_tests, spearman
+from semdiag.mathematics.joint_permutation import FEWEST_MASKS, Matrix, complete_cells, joint_rank_tests, spearman
 from semdiag.measurement.runs.predictors import CANDIDATES
 from semdiag.measurement.runs.training_runs import FINISHED, STOPPED
 from semdiag_models import InputError
@@ -266,8 +266,9 @@ def held_out_tasks(findings: Findings) -> pd.DataFrame:
         One row per outcome, task and choice: outcome, group, choice, stage, candidate, rho_others, rho. Choices:
         ``strongest elsewhere`` (the candidate whose ρ over the other tasks is the largest in size, with its sign
         there) and ``the mask itself`` (its mean rank on the other tasks: what a candidate has to beat to say more
-        than which mask it is). rho is Spearman's correlation of the prediction with the outcome, over the same
-        cells. Empty with fewer than two tasks.
+        than which mask it is). rho is Spearman's correlation of the prediction with the outcome, of both over the
+        task's masks that another task knows, too: NaN of fewer than five, or if all learned alike; 0 if all are
+        predicted alike. Empty with fewer than two tasks.
     """
     columns = ["outcome", "group", "choice", *_NAMES, "rho_others", "rho"]
     rows = []
@@ -284,23 +285,29 @@ def held_out_tasks(findings: Findings) -> pd.DataFrame:
             best = int(np.abs(elsewhere).argmax())
             stage, candidate = laid_out.names[best]
             common = {"outcome": outcome, "group": laid_out.tasks[t]}
+            seen = known[t] & known[others].any(0)
+            learned = laid_out.outcome[t, seen]
+            predicted = np.sign(elsewhere[best]) * laid_out.candidates[best, t, seen]
             rows.append(
                 {
                     **common, "choice": "strongest elsewhere", "stage": stage, "candidate": candidate,
-                    "rho_others": elsewhere[best], "rho": by_task[best, t] * np.sign(elsewhere[best]),
+                    "rho_others": elsewhere[best], "rho": _agreement(predicted, learned),
                 }
             )  # fmt: skip
-            itself = _by_mask(laid_out.outcome, known, int(t), others)
-            rows.append({**common, "choice": "the mask itself", "rho": itself})
+            itself = _mean_ranks(laid_out.outcome[others], known[others])[seen]
+            rows.append({**common, "choice": "the mask itself", "rho": _agreement(itself, learned)})
     return pd.DataFrame(rows, columns=columns)
 
 
-def _by_mask(outcome: Matrix, known: NDArray[np.bool_], task: int, others: NDArray[np.int64]) -> float:
-    """Correlation of a task's outcomes with the mean rank, in 0 … 1, of the masks on the others."""
-    ranks = pd.DataFrame(np.where(known, outcome, math.nan)).rank(axis=1, pct=True).to_numpy()
-    seen = known[task] & known[others].any(0)
-    mean = pd.DataFrame(ranks[others][:, seen]).mean().to_numpy()
-    return spearman(mean, outcome[task, seen])
+def _mean_ranks(outcome: Matrix, known: NDArray[np.bool_]) -> Matrix:
+    """The mean rank, in 0 … 1, of every mask over tasks (T, M)."""
+    return pd.DataFrame(np.where(known, outcome, math.nan)).rank(axis=1, pct=True).mean().to_numpy()
+
+
+def _agreement(predicted: Matrix, learned: Matrix) -> float:
+    if len(learned) < FEWEST_MASKS or (learned == learned[0]).all():
+        return math.nan
+    return 0.0 if (predicted == predicted[0]).all() else spearman(predicted, learned)
 
 
 def quantity(candidate: str) -> str:

@@ -204,5 +204,18 @@ def test_a_rule_that_turns_round_on_one_task_is_wrong_there():
     assert table.loc[0, "held_out"] == pytest.approx((0 + 0 - 1) / 3)  # the sign of two that disagree is none
 
 
+def test_a_candidate_and_the_masks_predict_the_same_cells():
+    """On parity three masks that no other task knows learn in the reverse order; of the other five both are right."""
+    rate = {("even-pairs", mask): 0.1 * n for n, mask in enumerate(MASKS[:5], 1)}
+    rate |= {("cycle-navigation", mask): 0.1 * n for n, mask in enumerate(MASKS[:5], 1)}
+    rate |= {("parity", mask): 0.1 * n for n, mask in zip((4, 5, 6, 7, 8, 1, 2, 3), MASKS, strict=True)}
+    study = made(
+        {(*name, 1): falling(one) for name, one in rate.items()},
+        lambda task, mask, *_: -float(MASKS.index(mask)),
+    )
+    found = held_out_tasks(study).query("outcome == 'loss_area' and group == 'parity'")
+    assert found.set_index("choice")["rho"].to_dict() == {"strongest elsewhere": 1, "the mask itself": 1}
+
+
 def test_every_outcome_has_words():
     assert [*OUTCOMES] == ["loss_area", "epochs"]
