@@ -195,6 +195,13 @@ def blocks(cells: pd.DataFrame, outcome: str) -> Blocks:
     return Blocks(tasks, masks, names, laid_out(cells, outcome), np.array(candidates).reshape(len(names), *shape))
 
 
+def too_few_masks(findings: Findings, outcome: str) -> bool:
+    """Whether no task has five masks of which everything is known, be they different or not."""
+    laid_out = blocks(findings(mask_cells), outcome)
+    known = complete_cells(laid_out.outcome, laid_out.candidates).sum(1)
+    return not laid_out.names or bool((known < FEWEST_MASKS).all())
+
+
 def predictor_table(findings: Findings, seed: int = 0, draws: int = 9999, resamples: int = 2000) -> pd.DataFrame:
     """Rank correlation of each candidate at each stage with learning, tested by :func:`joint_rank_tests`.
 

@@ -205,7 +205,7 @@ def test_a_rule_that_turns_round_on_one_task_is_wrong_there():
 
 
 def test_a_candidate_and_the_masks_predict_the_same_cells():
-    """On parity three masks that no other task knows learn in the reverse order; of the other five both are right."""
+    """Both are right on the five masks of parity that other tasks know; three others learn in another order."""
     rate = {("even-pairs", mask): 0.1 * n for n, mask in enumerate(MASKS[:5], 1)}
     rate |= {("cycle-navigation", mask): 0.1 * n for n, mask in enumerate(MASKS[:5], 1)}
     rate |= {("parity", mask): 0.1 * n for n, mask in zip((4, 5, 6, 7, 8, 1, 2, 3), MASKS, strict=True)}

@@ -175,6 +175,15 @@ def test_words_on_predictors_say_what_remains_and_of_how_many(predicted):
     )
 
 
+def test_words_on_predictors_say_why_nothing_is_known(predicted):
+    """Six masks of which all is known never arrive; four are too few."""
+    measured, parity = predicted.measurements, json.dumps({"task": "parity", "length": 8, "listops": None})
+    never = predictor_sentences(Findings(measured.replace(runs=measured.runs.assign(setting=parity))))[-1]
+    assert never.endswith("is unknown: in no task do 5 known masks differ in it.")
+    few = predictor_sentences(Findings(measured.replace(runs=measured.runs[:4])))
+    assert [words.endswith("no task has 5 masks of which all is known.") for words in few] == [True, True]
+
+
 def test_without_predictors_there_is_nothing_to_draw(runs):
     for name in ("predictors", "predictor_cells"):
         with pytest.raises(NothingToDrawError):

@@ -7,7 +7,14 @@ from typing import Any
 import pandas as pd
 
 from semdiag.findings.findings import Findings
-from semdiag.findings.prediction import OUTCOMES, SIGNIFICANCE, held_out_tasks, predictor_table, quantity
+from semdiag.findings.prediction import (
+    OUTCOMES,
+    SIGNIFICANCE,
+    held_out_tasks,
+    predictor_table,
+    quantity,
+    too_few_masks,
+)
 
 
 def predictor_sentences(findings: Findings) -> list[str]:
@@ -23,8 +30,7 @@ def predictor_sentences(findings: Findings) -> list[str]:
     for outcome, words in OUTCOMES.items():
         table = findings(predictor_table)
         table = table[table["outcome"] == outcome].dropna(subset="rho")
-        unknown = f"What goes with the {words} is unknown: no task has 5 masks of which all is known."
-        said += _sentences(table, words) if len(table) else [unknown]
+        said += _sentences(table, words) if len(table) else [_unknown(findings, outcome)]
         rows = findings(held_out_tasks)
         said += _held_out(rows[rows["outcome"] == outcome], words)
     return said
@@ -35,6 +41,15 @@ def predictors_in_short(findings: Findings) -> list[str]:
     return predictor_sentences(findings)[:2]
 
 
+def _unknown(findings: Findings, outcome: str) -> str:
+    why = (
+        "no task has 5 masks of which all is known"
+        if too_few_masks(findings, outcome)
+        else "in no task do 5 known masks differ in it"
+    )
+    return f"What goes with the {OUTCOMES[outcome]} is unknown: {why}."
+
+
 def _sentences(table: pd.DataFrame, words: str) -> list[str]:
     kept = table[table["p_corrected"] < SIGNIFICANCE]
     first = table.iloc[0]
@@ -42,10 +57,10 @@ def _sentences(table: pd.DataFrame, words: str) -> list[str]:
     said = (
         f"Of {len(table)} rank correlations with the {words} ({table['candidate'].nunique()} candidates, "
         f"{table['stage'].nunique()} stages) within {tasks} task{'s' * (tasks != 1)}, over "
-        f"{first['cells']} cells of task × mask ({first['left_out']} left out, where something is unknown or a "
-        f"task has fewer than 5 masks), {_number(len(kept))} below p = {SIGNIFICANCE:g} after correction for "
-        f"their number; masks relabelled alike in all tasks ({count:.3g} ways that differ, {tried} tried: no "
-        f"p-value is below {max(1 / count, 1 / tried):.2g})."
+        f"{first['cells']} cells of task × mask ({first['left_out']} left out, where something is unknown or "
+        f"a task lacks 5 known masks that differ), {_number(len(kept))} below p = {SIGNIFICANCE:g} after "
+        f"correction for their number; masks relabelled alike in all tasks ({count:.3g} ways that differ, "
+        f"{tried} tried: no p-value is below {max(1 / count, 1 / tried):.2g})."
     )
     shown = kept if len(kept) else table
     shown = shown.reindex(shown["rho"].abs().sort_values(ascending=False, kind="stable").index).head(3)
