@@ -2,7 +2,7 @@
 
 from semdiag.findings.convergence import arrivals
 from semdiag.findings.findings import Findings
-from semdiag.findings.prediction import held_out_tasks, predictor_table
+from semdiag.findings.prediction import held_out_tasks, left_out_runs, predictor_table
 from semdiag.findings.speed_and_dispersion import run_statistics, speed_dispersion_table
 from semdiag.findings.strict_json import MODEL_FACTS, Summary, json_object, records
 
@@ -21,7 +21,8 @@ def convergence_summary(findings: Findings) -> Summary:
     Returns:
         A JSON-ready dictionary, schema ``semdiag.convergence/2``: target, targets (of single tasks), results (of
         each run the facts of its model, and when it arrived), runs (the same, labelled as in tables), speed_ups,
-        over_seeds, along, predictors, held_out_tasks, lengths; null where a number is unknown or undefined.
+        over_seeds, along, predictors, held_out_tasks, left_out_runs (of the predictors, and why), lengths; null
+        where a number is unknown or undefined.
     """
     measurements = findings.measurements
     found, table = findings(arrivals), findings(speed_dispersion_table)
@@ -41,5 +42,6 @@ def convergence_summary(findings: Findings) -> Summary:
         along=records(measurements.along),
         predictors=records(findings(predictor_table)),
         held_out_tasks=records(findings(held_out_tasks)),
+        left_out_runs=records(findings(left_out_runs)),
         lengths=records(measurements.lengths),
     )

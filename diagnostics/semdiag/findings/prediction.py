@@ -26,6 +26,7 @@ OUTCOMES = {
     "epochs": "epochs to 90 % of the way from the shortcut to 100 %",
 }
 WAY = 0.9  # from the shortcut's accuracy to 1
+UNSHARED = "of a seed that another mask of the task lacks"
 _RUN = ["group", "task", "attention", "kind", "seed", "model"]
 _NAMES = ["stage", "candidate"]
 
@@ -94,10 +95,10 @@ def _crossing(loss: Matrix, level: float) -> float:
 
 
 def mask_cells(findings: Findings) -> pd.DataFrame:
-    """Outcomes and candidates of every task × mask, averaged over seeds.
+    """Outcomes and candidates of every task × mask, averaged over the seeds that all masks of the task have.
 
-    A candidate at the matched loss is interpolated between the snapshots before and after that epoch, linearly in
-    epochs.
+    So a mask of which a seed's run is missing is not compared with masks that keep theirs. A candidate
+    at the matched loss is interpolated between the snapshots before and after that epoch, linearly in epochs.
 
     Args:
         findings: with runs and predictors.
@@ -108,6 +109,7 @@ def mask_cells(findings: Findings) -> pd.DataFrame:
         unknown).
     """
     outcomes = findings(run_outcomes)
+    outcomes = outcomes[_of_shared_seeds(outcomes)]
     values = findings.measurements.predictors
     snapshots = {str(model): rows for model, rows in values.groupby("model", sort=False)}
     parts: list[dict[Any, Any]] = []
@@ -130,6 +132,31 @@ def mask_cells(findings: Findings) -> pd.DataFrame:
         for name, cell in pd.DataFrame(parts).groupby(names, sort=False)
     ]  # fmt: skip
     return pd.DataFrame(averaged)[columns]
+
+
+def _of_shared_seeds(outcomes: pd.DataFrame) -> "pd.Series[bool]":
+    """Which runs have a seed that every mask of their task has, among those with an outcome."""
+    masks = outcomes.groupby(["group", "seed"])["attention"].transform("nunique")
+    return masks == outcomes.groupby("group")["attention"].transform("nunique")
+
+
+def left_out_runs(findings: Findings) -> pd.DataFrame:
+    """The runs that the cells are not averaged over.
+
+    Args:
+        findings: with runs and predictors.
+
+    Returns:
+        One row per run: group, task, attention, kind, seed, model, why (its state where it has no outcome, like
+        ``unfinished``, as one that diverged is, or ``not begun``; else :data:`UNSHARED`). Empty where no
+        predictors were asked for.
+    """
+    runs, outcomes = findings(arrivals), findings(run_outcomes)
+    if not len(findings.measurements.predictors):
+        return pd.DataFrame(columns=[*_RUN, "why"])
+    unshared = set(outcomes.loc[~_of_shared_seeds(outcomes), "model"])
+    why = runs["state"].mask(runs["model"].isin(unshared), UNSHARED)
+    return runs.assign(why=why).loc[~runs["model"].isin(set(outcomes["model"]) - unshared), [*_RUN, "why"]]
 
 
 def _between(epochs: Matrix, numbers: Matrix, epoch: float) -> float:

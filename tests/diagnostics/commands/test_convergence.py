@@ -28,6 +28,7 @@ def test_the_runs_are_compared_and_written(run_semdiag, tiny_runs, here, monkeyp
         ("initialisation", 0, None), ("matched loss", 0, None)  # of two masks
     }  # fmt: skip
     assert found["held_out_tasks"] == []  # of one task
+    assert found["left_out_runs"] == []
     assert "rank correlation with the log area under the training-loss curve" in outcome.err
     assert "one seed: no interval" not in outcome.err  # one table is enough for one seed each
     folder = here / "reports" / "convergence-2-models"

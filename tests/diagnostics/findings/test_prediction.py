@@ -11,7 +11,9 @@ from semdiag.findings.findings import Findings
 from semdiag.findings.prediction import (
     OUTCOMES,
     STAGES,
+    UNSHARED,
     held_out_tasks,
+    left_out_runs,
     mask_cells,
     predictor_table,
     rank_candidates,
@@ -19,6 +21,7 @@ from semdiag.findings.prediction import (
 )
 from semdiag.measurement.measurements import Measurements
 from semdiag.measurement.runs.tables import PREDICTORS, RUNS
+from semdiag.presentation.sections.predictors.sentences import predictor_sentences, predictors_in_short
 
 MASKS = ("full", "topk-1", "topk-5", "banded-5", "block-5", "bottomk-5", "random-5", "random-8")
 TASKS = ("even-pairs", "parity", "cycle-navigation")
@@ -162,6 +165,29 @@ def test_seeds_are_averaged_and_add_no_cells():
     assert set(found["seeds"]) == {2}
     assert found["loss_area"].unique().tolist() == [pytest.approx(math.log(2))]
     assert found["ln_value"].unique().tolist() == [1.5]
+
+
+def test_a_mask_without_a_seed_is_compared_on_the_seeds_that_it_has():
+    """The runs of seed 2 are slow, and one of them diverged: it is not the faster for that."""
+    runs = {("parity", mask, seed): falling(1 / seed) for mask in MASKS for seed in (1, 2)}
+    whole = made(runs, lambda *_: 0.0)
+    state = whole.measurements.runs["state"].mask(
+        whole.measurements.runs["model"] == "parity-topk-5-2", "unfinished"
+    )
+    study = Findings(whole.measurements.replace(runs=whole.measurements.runs.assign(state=state)))
+    found = mask_cells(study)
+    assert set(found["seeds"]) == {1}
+    assert found["loss_area"].nunique() == 1
+    left_out = left_out_runs(study).set_index("model")["why"]
+    assert left_out.pop("parity-topk-5-2") == "unfinished"
+    assert set(left_out) == {UNSHARED}
+    assert len(left_out) == len(MASKS) - 1
+    assert left_out_runs(whole).empty
+    said = (
+        "Left out of 16 runs: 7 of a seed that another mask of the task lacks; "
+        "1 unfinished (stopped, or diverged)."
+    )
+    assert predictors_in_short(study)[-1] == predictor_sentences(study)[-1] == said
 
 
 def test_a_mask_of_which_one_candidate_is_unknown_is_left_out_for_all():

@@ -6,15 +6,18 @@ from typing import Any
 
 import pandas as pd
 
+from semdiag.findings.convergence import arrivals
 from semdiag.findings.findings import Findings
 from semdiag.findings.prediction import (
     OUTCOMES,
     SIGNIFICANCE,
     held_out_tasks,
+    left_out_runs,
     predictor_table,
     quantity,
     too_few_masks,
 )
+from semdiag.measurement.runs.training_runs import UNFINISHED
 
 
 def predictor_sentences(findings: Findings) -> list[str]:
@@ -24,7 +27,8 @@ def predictor_sentences(findings: Findings) -> list[str]:
         findings: with runs and predictors.
 
     Returns:
-        For each outcome a sentence on the correlations, one on the strongest of them, and those on held-out tasks.
+        For each outcome a sentence on the correlations, one on the strongest of them, and those on held-out tasks;
+        last, where runs are left out, one on how many and why.
     """
     said = []
     for outcome, words in OUTCOMES.items():
@@ -33,12 +37,24 @@ def predictor_sentences(findings: Findings) -> list[str]:
         said += _sentences(table, words) if len(table) else [_unknown(findings, outcome)]
         rows = findings(held_out_tasks)
         said += _held_out(rows[rows["outcome"] == outcome], words)
-    return said
+    return said + _left_out(findings)
 
 
 def predictors_in_short(findings: Findings) -> list[str]:
-    """The correlations with the primary outcome, and the strongest of them."""
-    return predictor_sentences(findings)[:2]
+    """The correlations with the primary outcome, and the strongest of them; the runs that are left out."""
+    left_out = _left_out(findings)
+    said = predictor_sentences(findings)
+    return said[: len(said) - len(left_out)][:2] + left_out
+
+
+def _left_out(findings: Findings) -> list[str]:
+    table = findings(left_out_runs)
+    if table.empty:
+        return []
+    words = {UNFINISHED: "unfinished (stopped, or diverged)"}
+    counts = table["why"].value_counts(sort=False).to_dict()
+    parts = "; ".join(f"{count} {words.get(str(why), why)}" for why, count in counts.items())
+    return [f"Left out of {len(findings(arrivals))} runs: {parts}."]
 
 
 def _unknown(findings: Findings, outcome: str) -> str:
