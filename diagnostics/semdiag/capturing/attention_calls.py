@@ -9,7 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.nn.modules.module import (
+    _global_forward_hooks,
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
 
 from semdiag.capturing.adapters.attention_core import core_call, hooked_alone, masked_inputs
 from semdiag.capturing.adapters.causal_biases import MADE_OUTSIDE_MODES
@@ -18,7 +22,7 @@ from semdiag.capturing.adapters.torch_functions import FunctionWatch
 from semdiag.capturing.attention_call import AttentionCall
 from semdiag.capturing.audit import Audit
 from semdiag.capturing.following.operations import OperationWatch
-from semdiag.capturing.overlapping import SharedChange, put_on, take_off
+from semdiag.capturing.overlapping import SharedChange, put_below, put_below_dispatch, put_on, take_off
 from semdiag.capturing.recording import Recorder, Watched
 from semdiag_models import AttentionCore
 
@@ -49,7 +53,8 @@ def watch_attention(
     softmax that reaches torch's dispatcher is one of three: captured; multiplied with values but not
     followed, and in the audit; or another, which the audit counts. Attention without a softmax is not seen.
     Contexts may be nested, and may overlap in threads and asynchronous tasks: each sees what runs in the thread
-    or task it was opened in, and in those that have no watch of their own.
+    or task it was opened in, and in those that have no watch of their own. A watch with a mask masks what all
+    others see, whichever was opened first.
 
     Args:
         model: any module. Only what runs inside it is seen.
@@ -113,8 +118,11 @@ def watch_attention(
     with ExitStack() as stack:
         stack.enter_context(recorder.opened())
         stack.callback(restore)
-        stack.callback(register_module_forward_pre_hook(before).remove)  # type: ignore[arg-type]
+        started = register_module_forward_pre_hook(before)  # type: ignore[arg-type]
+        stack.callback(started.remove)
         ended = register_module_forward_hook(after, always_call=True)
+        if mask is None:  # those with a mask undo after() what the others look at
+            _global_forward_hooks.move_to_end(ended.id, last=False)  # type: ignore[attr-defined]
         stack.callback(lambda: None if lent else ended.remove())  # other threads end what they run
         stack.enter_context(intercepted_interface(recorder))
         stack.enter_context(_UNCOMPILED.held())
@@ -134,11 +142,14 @@ class _Modes(threading.local):
         self._lent = lent  # the other threads that run the model now
         self.below = OperationWatch(recorder)
         self.watch = FunctionWatch(recorder, self.below)
-        self._on = False
+        self._on, self._masking = False, recorder.masking
 
     def start(self) -> None:
         self.below.__enter__()  # type: ignore[no-untyped-call]
         self.watch.__enter__()  # type: ignore[no-untyped-call]
+        if not self._masking:
+            put_below_dispatch(self.below, _masks)
+            put_below(self.watch, _masks)
         self._on = True
 
     def stop(self) -> None:
@@ -160,6 +171,10 @@ class _Modes(threading.local):
             self._lent.discard(threading.get_ident())
         elif self._on:
             self.below.settle()
+
+
+def _masks(mode: object) -> bool:
+    return isinstance(mode, FunctionWatch | OperationWatch) and mode.masking
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 
 import torch
-from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._python_dispatch import _pop_mode as _pop_dispatch
 from torch.utils._python_dispatch import _push_mode as _push_dispatch
@@ -107,3 +107,37 @@ def put_on(mode: TorchFunctionMode) -> None:
         mode: the mode.
     """
     _push_mode(mode)  # type: ignore[no-untyped-call]
+
+
+def put_below(mode: TorchFunctionMode, others: Callable[[object], bool]) -> None:
+    """Move a function mode, the top of this thread's stack, below some of the others: it sees what they call.
+
+    Args:
+        mode: that was just entered.
+        others: whether it is to stand below a mode.
+    """
+    stack = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    lowest = next((i for i, other in enumerate(stack) if others(other)), len(stack))
+    above = [_pop_mode() for _ in stack[lowest:]]  # type: ignore[no-untyped-call]
+    for other in above[:1] + above[:0:-1]:
+        _push_mode(other)  # type: ignore[no-untyped-call]
+
+
+def put_below_dispatch(mode: TorchDispatchMode, others: Callable[[object], bool]) -> None:
+    """Move a dispatch mode, the top of this thread's stack, below some of the others.
+
+    Args:
+        mode: as in :func:`put_below`.
+        others: as there.
+    """
+    stack = _get_current_dispatch_mode_stack()
+    lowest = next((i for i, other in enumerate(stack) if others(other)), len(stack))
+    if lowest == len(stack):
+        return
+    for name in vars(mode):
+        if name.startswith("old_") and name.endswith("_flags") and (kept := getattr(mode, name)):
+            upper = getattr(stack[lowest], name)  # each brings back what stands below it now
+            kept[-1], upper[-1] = upper[-1], kept[-1]
+    above = [_pop_dispatch() for _ in stack[lowest:]]
+    for other in above[:1] + above[:0:-1]:
+        _push_dispatch(other)

@@ -242,6 +242,11 @@ class Recorder(threading.local):
         self.skip(operation, failure(error), module)
 
 
+def runs_masked(model: nn.Module) -> bool:
+    """Whether this thread or task runs some of the model's modules with a mask: a copy of them would have none."""
+    return any(r.masking and not r.closed and any(id(m) in r.names for m in model.modules()) for r in _OPEN.get())
+
+
 @contextlib.contextmanager
 def outside_all_modes(device: str) -> Iterator[None]:
     """No gradient, no autocast, no function or dispatch mode, neither ours nor another's."""

@@ -132,8 +132,8 @@ def sparsify(model: nn.Module, keep: Keep, *, partial: bool = False) -> Iterator
     runs as it is, to the last bit (but for fused and compiled paths: see
     :func:`~semdiag.capturing.attention_calls.watch_attention`). Gradients are those of the masked model, so that
     it can be trained; the choice of keys has none. Nothing is left behind, by whatever way the context is left:
-    hooks that read which tokens are padding are taken off again. To see what the masked model attends to, open
-    :func:`semdiag.capture` *around* this context.
+    hooks that read which tokens are padding are taken off again. :func:`semdiag.capture` and
+    :class:`semdiag.Monitor`, opened around or inside this context, see what the masked model attends to.
 
     Costs: each call scores its keys once more and holds a mask of B · H · Lq · Lk bytes.
 

@@ -11,7 +11,7 @@ from semdiag.capturing import batches as batching
 from semdiag.capturing.arguments import whole_number
 from semdiag.capturing.batches import Batch
 from semdiag.capturing.loading import LoadedModel
-from semdiag.measurement.calls.running import unnamed
+from semdiag.measurement.calls.running import refuse_masked, unnamed
 from semdiag.measurement.calls.scored_rows import NotAvailableError
 from semdiag.measurement.measure import measure
 from semdiag.measurement.measurements import Measurements
@@ -158,6 +158,7 @@ def _asked(
     if probe is None:
         plans = ", ".join(sorted(kind.__name__ for kind in PROBES))
         raise InputError(f"A plan is one of {plans}. Got {plan!r}.")
+    refuse_masked(loaded.module, f"of which {probe.name} asks")
     whole_number(batch_size, "batch_size", 1)
     whole_number(seed, "seed", 0)
     cut: Sequence[Batch] = batching.split(batches, batch_size)

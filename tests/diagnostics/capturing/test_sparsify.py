@@ -5,22 +5,25 @@ shares neither the mechanisms nor the choice of keys with what is tested. Seeds 
 could swap are some 1e-6 apart, of which there is none among these.
 """
 
+import contextlib
 import gc
 import importlib.util
 import sys
 import warnings
 from pathlib import Path
 
+import pandas as pd
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import checkpoint
 
 import semdiag
 from semdiag.capturing.attention_calls import watch_attention
 from semdiag.capturing.sparsify import RandomK, TopK, Window, sparsify
-from semdiag_models import Encoder, InputError
+from semdiag_models import Encoder, InputError, ModelConfig
 
 _spec = importlib.util.spec_from_file_location("support_rows", Path(__file__).with_name("test_support.py"))
 support = importlib.util.module_from_spec(_spec)
@@ -247,6 +250,77 @@ SELF_ATTENTION = (
     "Llama, grouped keys, padded, sdpa",
     "nanoGPT-like, by hand",
 )
+
+
+def looked_at(model, run, *contexts):
+    """The table of dispersion, the residuals and the audit of a capture among other contexts, in their order."""
+    torch.manual_seed(0)
+    with contextlib.ExitStack() as stack:
+        calls = next(c for c in [stack.enter_context(context()) for context in contexts] if hasattr(c, "residual"))
+        run(model)
+    return calls.dispersion(k=[1, 2]), calls.residual, calls.audit
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_capture_inside_sees_the_masked_attention_as_one_around_does(name):
+    """Whether the mask was opened first or last, the rows are those of the masked model."""
+    if lacking(name):
+        pytest.skip(lacking(name))
+    row, model, _ = built(name)
+    masks, captures = (lambda: sparsify(model, TopK(2), partial=True)), (lambda: semdiag.capture(model, k=2))
+    around, inside = looked_at(model, row.run, captures, masks), looked_at(model, row.run, masks, captures)
+    for one, other in zip(around, inside, strict=True):
+        pd.testing.assert_frame_equal(one, other)
+    with sparsify(model, TopK(2), partial=True) as masked:
+        row.run(model)
+    if not masked.unmasked:
+        assert around[0]["keys"].max() <= 2
+    assert torch.overrides._get_current_function_mode_stack() == _get_current_dispatch_mode_stack() == []
+
+
+def test_global_tokens_of_a_masked_encoder_are_seen_masked_from_inside():
+    """Queries that attend to all keys without the mask keep one with it, and so nothing is dispersed."""
+    config = {"vocabulary_size": 3, "classes": 2, "length": 6, "blocks": 2, "attention": "banded", "k": 3}
+    model = Encoder(ModelConfig(**config, global_tokens=1)).eval()
+    tokens = torch.tensor([[0, 1, 1, 0, 1, 0]])
+    for wrapped in (model, nn.Sequential(model)):
+        with sparsify(model, TopK(1)), semdiag.capture(wrapped) as calls:
+            wrapped(tokens)
+        assert (calls.dispersion()["dispersion"] == 0).all()
+        assert calls.residual["residual"].max() < 1e-5
+
+
+class Others(TorchDispatchMode):
+    """A dispatch mode that does nothing."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **kwargs or {})
+
+
+def test_modes_of_others_between_the_mask_and_the_capture_are_left_in_their_order():
+    """A capture goes below the mask, past the modes that were entered after it, and takes itself off again."""
+    _, model, _ = built("nanoGPT-like, by hand")
+    with sparsify(model, TopK(2)):
+        before = torch.overrides._get_current_function_mode_stack(), _get_current_dispatch_mode_stack()
+        with torch.device("cpu"), Others(), semdiag.capture(model) as calls:
+            model(support.stream())
+        after = torch.overrides._get_current_function_mode_stack(), _get_current_dispatch_mode_stack()
+        assert before == after
+    assert calls.dispersion()["keys"].max() == 2
+    assert torch.overrides._get_current_function_mode_stack() == _get_current_dispatch_mode_stack() == []
+
+
+def test_a_copy_of_a_masked_model_is_refused():
+    """What measures in another dtype or runs copies would tell of the model without its mask."""
+    model = Encoder(ModelConfig(vocabulary_size=3, classes=2, length=4, blocks=1)).eval()
+    tokens = torch.tensor([[0, 1, 1, 0]])
+    with sparsify(model, TopK(1)):
+        assert semdiag.measure(model, tokens).queries["dispersion"].max() == 0
+        with pytest.raises(InputError, match="runs under sparsify"):
+            semdiag.measure(model, tokens, dtype=torch.float64)
+        with pytest.raises(InputError, match="runs under sparsify"):
+            semdiag.k_sweep(model, tokens)
+    assert len(semdiag.measure(model, tokens, dtype=torch.float64).queries)
 
 
 @pytest.mark.parametrize("name", SELF_ATTENTION)

@@ -30,7 +30,7 @@ IGNORED = (
     "mask it"
 )
 _CHECKED = 16  # queries of one sample, in all heads, on which a mask shows or does not
-_RECORDERS: list[Recorder] = []  # those that record now, in the order in which they began
+_RECORDERS: list[Recorder] = []  # those that record now; those that mask stand last, in the order they began in
 
 
 @contextlib.contextmanager
@@ -50,7 +50,7 @@ def intercepted_interface(recorder: Recorder) -> Iterator[None]:
     if not hasattr(_interface(), "get_interface"):  # not imported, or too old: the other mechanisms see its models
         yield
         return
-    _RECORDERS.append(recorder)
+    _RECORDERS.insert(len(_RECORDERS) if recorder.masking else 0, recorder)
     try:
         with _PATCHED.held():
             yield

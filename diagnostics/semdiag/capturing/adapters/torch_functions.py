@@ -38,6 +38,11 @@ class FunctionWatch(TorchFunctionMode):
         looks = self._scaled_dot_product, self._multi_head, self._flex
         self._special = dict(zip(_SPECIAL, looks, strict=True))
 
+    @property
+    def masking(self) -> bool:
+        """Whether its watch has a mask."""
+        return self._recorder.masking
+
     def __torch_function__(
         self,
         func: Any,

@@ -73,6 +73,11 @@ class OperationWatch(TorchDispatchMode):
         self._products = Products(recorder, self._tags, self._softmaxes)
         self._merged = MergedBlocks(recorder, self._tags)
 
+    @property
+    def masking(self) -> bool:
+        """Whether its watch has a mask."""
+        return self._recorder.masking
+
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

@@ -17,6 +17,7 @@ from semdiag.capturing.batches import Batch
 from semdiag.capturing.factories import in_evaluation_mode
 from semdiag.capturing.loading import LoadedModel
 from semdiag.capturing.padding import Padding
+from semdiag.capturing.recording import runs_masked
 from semdiag.measurement.calls.batch_rows import counted_as, folded
 from semdiag.measurement.calls.scored_rows import NotAvailableError
 from semdiag_models import Encoder, InputError
@@ -189,4 +190,24 @@ def _placed(
     place = first.device if device is None else torch.device(device)
     kind = first.dtype if dtype is None else dtype
     there = all(t.device.type == place.type and (dtype is None or t.dtype == kind) for t in tensors)
-    return (module if there else copy.deepcopy(module).to(device=place, dtype=dtype)), place, kind
+    if not there:
+        refuse_masked(module, "in another dtype or on another device")
+        module = copy.deepcopy(module).to(device=place, dtype=dtype)
+    return module, place, kind
+
+
+def refuse_masked(module: nn.Module, how: str) -> None:
+    """Refuse a model that runs under sparsify where a copy of it would run, without the mask.
+
+    Args:
+        module: the model.
+        how: it is to run, in a copy.
+
+    Raises:
+        InputError: if it runs under sparsify.
+    """
+    if runs_masked(module):
+        raise InputError(
+            f"The model runs under sparsify, which masks the model itself: a copy of it, {how}, would run without "
+            "the mask."
+        )

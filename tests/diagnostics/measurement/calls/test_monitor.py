@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from semdiag import InputError, Monitor, capture
+from semdiag import InputError, Monitor, TopK, capture, sparsify
 from semdiag.capturing.attention_calls import AttentionCall, watch_attention
 from semdiag.mathematics.row_statistics import row_statistics
 from semdiag.measurement.calls import monitor as monitoring
@@ -141,6 +141,34 @@ def test_sampled_rows_are_rows_of_the_whole_call(build):
         sampled = torch.stack([found.entropy, found.dispersion(), found.dispersion(2)], -1).flatten(0, 2)
         nearest = (sampled[:, None] - entire).abs().amax(-1).amin(1)
         assert nearest.max() < 1e-5
+
+
+def eager():
+    model = gpt2()
+    model.set_attn_implementation("eager")
+    return model
+
+
+@pytest.mark.parametrize(
+    "build", [encoder, pytest.param(Foreign, marks=INSIDE), gpt2, eager, lambda: nn.Sequential(encoder())]
+)
+@pytest.mark.parametrize("first", ["mask", "monitor"])
+def test_under_sparsify_the_rows_are_those_of_the_masked_model(build, first):
+    """With one key left nothing is dispersed, whichever context was opened first, and training is as without."""
+    model, other = made(build), made(build)
+    with sparsify(other, TopK(1)):
+        expected = train(other, 2)
+    monitor = Monitor(model, every=1)
+    with contextlib.ExitStack() as stack:
+        for context in (sparsify(model, TopK(1)), monitor)[:: 1 if first == "mask" else -1]:
+            stack.enter_context(context)
+        found = train(model, 2)
+    assert len(monitor.table) == 4
+    assert (monitor.table[["dispersion", "xi", "entropy"]].abs() < 1e-6).all(axis=None)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    with Monitor(model, every=1) as after:
+        train(model, 1)
+    assert (after.table["dispersion"] > 0.001).all()
 
 
 def test_padded_queries_are_left_out():
