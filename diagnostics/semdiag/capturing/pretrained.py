@@ -98,21 +98,25 @@ class Tokeniser:
     """A function from texts to a model's input: a dictionary of tensors (N, L), padded and cut to its longest.
 
     Args:
-        tokenizer: of transformers.
-        config: of the model. An encoder–decoder gets the same texts, shifted, as decoder input.
+        tokenizer: of transformers. One without a token for padding pads with 0, which the mask leaves out.
+        model: an encoder–decoder gets the same texts, shifted, as decoder input.
 
     Attributes:
         longest: how many tokens the model takes; None if nothing says so.
     """
 
-    def __init__(self, tokenizer: Any, config: Any) -> None:
-        self.longest = _longest(tokenizer, config)
-        self._tokenizer, self._config = tokenizer, config
+    def __init__(self, tokenizer: Any, model: nn.Module) -> None:
+        self.longest = _longest(tokenizer, model)
+        self._tokenizer, self._config = tokenizer, model.config
 
     def __call__(self, texts: Sequence[str]) -> dict[str, Tensor]:
         """The model's input."""
         cut = {"truncation": self.longest is not None, "max_length": self.longest}
-        found = self._tokens(texts, return_tensors="pt", padding=True, **cut)
+        if self._tokenizer.pad_token is None:
+            left = self._tokenizer.padding_side == "left"
+            found = _padded(self._tokens(texts, return_attention_mask=True, **cut), left)
+        else:
+            found = self._tokens(texts, return_tensors="pt", padding=True, **cut)
         return _with_decoder(found, self._config)
 
     def cut(self, texts: Sequence[str]) -> int:
@@ -155,7 +159,7 @@ def tokeniser(spec: str, model: nn.Module) -> Tokeniser:
             raise InputError(f"{spec}: its tokenizer cannot be used ({_first_line(error)}). {instead}") from error
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
-    return Tokeniser(tokenizer, model.config)
+    return Tokeniser(tokenizer, model)
 
 
 def _transformers(spec: str) -> Any:
@@ -191,11 +195,23 @@ def _check_complete(spec: str, report: dict[str, Any]) -> None:
         )
 
 
-def _longest(tokenizer: Any, config: Any) -> int | None:
+def _longest(tokenizer: Any, model: nn.Module) -> int | None:
     """Tokens that the model takes at most; None if nothing says so."""
-    known = (tokenizer.model_max_length, getattr(config, "max_position_embeddings", None))
+    positions = getattr(model.config, "max_position_embeddings", None)
+    known = (tokenizer.model_max_length, positions)
     limits = [n for n in known if isinstance(n, int) and 0 < n < 10**9]
     return min(limits, default=None)
+
+
+def _padded(found: dict[str, list[list[int]]], left: bool) -> dict[str, Tensor]:
+    """Lists of unequal length as tensors, filled up with zeros, also in the mask."""
+    longest = max(map(len, found["input_ids"]))
+
+    def filled(row: list[int]) -> list[int]:
+        zeros = [0] * (longest - len(row))
+        return zeros + row if left else row + zeros
+
+    return {name: torch.tensor([filled(row) for row in rows]) for name, rows in found.items()}
 
 
 def _with_decoder(batch: dict[str, Tensor], config: Any) -> dict[str, Tensor]:

@@ -77,6 +77,30 @@ def test_a_text_ends_where_its_line_ends_and_nowhere_else(bert, tmp_path):
     assert batch["attention_mask"].sum(1).tolist() == [6, 3]
 
 
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_texts_are_padded_without_a_token_for_it(side, bert, tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    own = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({word: place for place, word in enumerate(WORDS)}, "[UNK]")
+    )
+    own.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    bare = transformers.PreTrainedTokenizerFast(tokenizer_object=own, padding_side=side)
+    assert (bare.pad_token, bare.eos_token, bare.unk_token) == (None, None, None)
+    folder = tmp_path / "gpt2"
+    config = transformers.GPT2Config(vocab_size=len(WORDS), n_positions=8, n_embd=16, n_layer=1, n_head=2)
+    with torch.random.fork_rng():
+        transformers.GPT2Model(config).save_pretrained(folder)
+    bare.save_pretrained(folder)
+    texts = tmp_path / "texts.txt"
+    texts.write_text("the cat sat\ncat\n" + 5 * "the cat " + "\n", encoding="utf-8")
+    first, second = read_batches(texts, load(f"hf:{folder}"), 2)
+    assert first["input_ids"].tolist() == [[4, 5, 6], [5, 0, 0] if side == "right" else [0, 0, 5]]
+    assert first["attention_mask"].tolist() == [[1, 1, 1], [1, 0, 0] if side == "right" else [0, 0, 1]]
+    assert second["input_ids"].shape == (1, 8)
+    found = survey([load(f"hf:{folder}")], Conditions(inputs=texts)).queries
+    assert found.groupby("sample").size().tolist() == [2 * 3, 2 * 1, 2 * 8]
+
+
 @pytest.mark.parametrize(("first", "said"), [(None, ["2 of 3"]), (2, ["1 of 2"]), (1, [])])
 def test_it_is_said_how_many_texts_were_cut(bert, tmp_path, first, said):
     texts = tmp_path / "texts.txt"
