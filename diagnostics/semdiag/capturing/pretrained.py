@@ -200,6 +200,10 @@ def _longest(tokenizer: Any, model: nn.Module) -> int | None:
     positions = getattr(model.config, "max_position_embeddings", None)
     known = (tokenizer.model_max_length, positions)
     limits = [n for n in known if isinstance(n, int) and 0 < n < 10**9]
+    for name, part in model.named_modules():
+        counted = isinstance(part, nn.Embedding) and "position" in name and part.num_embeddings == positions
+        if counted and part.padding_idx is not None:  # of RoBERTa's kind: they begin behind that of padding
+            limits.append(positions - part.padding_idx - 1)
     return min(limits, default=None)
 
 
