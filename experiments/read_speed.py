@@ -18,7 +18,8 @@ from scipy import stats
 
 from semdiag.capturing.loading import LoadedModel
 from semdiag.findings.findings import Findings
-from semdiag.findings.prediction import blocks, mask_cells, rank_candidates, run_outcomes
+from semdiag.findings.mask_cells import mask_cells, run_outcomes
+from semdiag.findings.prediction import blocks, rank_candidates
 from semdiag.mathematics.joint_permutation import joint_rank_tests
 from semdiag.measurement.conditions import Conditions
 from semdiag.measurement.measurements import Measurements

@@ -8,7 +8,8 @@ import pytest
 
 from semdiag.findings.convergence import arrivals, epochs_to, over_seeds, speed_ups
 from semdiag.findings.findings import Findings
-from semdiag.findings.prediction import STAGES, held_out_tasks, predictor_table
+from semdiag.findings.mask_cells import STAGES
+from semdiag.findings.prediction import held_out_tasks, predictor_table
 from semdiag.measurement.measurements import Measurements
 from semdiag.measurement.runs.predictors import CANDIDATES
 from semdiag.measurement.schema import OPTIONAL

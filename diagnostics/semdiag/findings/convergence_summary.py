@@ -2,7 +2,8 @@
 
 from semdiag.findings.convergence import arrivals
 from semdiag.findings.findings import Findings
-from semdiag.findings.prediction import held_out_tasks, left_out_runs, predictor_table
+from semdiag.findings.mask_cells import left_out_runs
+from semdiag.findings.prediction import held_out_tasks, predictor_table
 from semdiag.findings.speed_and_dispersion import run_statistics, speed_dispersion_table
 from semdiag.findings.strict_json import MODEL_FACTS, Summary, json_object, records
 

@@ -8,17 +8,8 @@ import pandas as pd
 import pytest
 
 from semdiag.findings.findings import Findings
-from semdiag.findings.prediction import (
-    OUTCOMES,
-    STAGES,
-    UNSHARED,
-    held_out_tasks,
-    left_out_runs,
-    mask_cells,
-    predictor_table,
-    rank_candidates,
-    run_outcomes,
-)
+from semdiag.findings.mask_cells import OUTCOMES, STAGES, UNSHARED, left_out_runs, mask_cells, run_outcomes
+from semdiag.findings.prediction import held_out_tasks, predictor_table, rank_candidates
 from semdiag.measurement.measurements import Measurements
 from semdiag.measurement.runs.tables import PREDICTORS, RUNS
 from semdiag.presentation.sections.predictors.sentences import predictor_sentences, predictors_in_short

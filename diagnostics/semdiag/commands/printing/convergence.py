@@ -8,7 +8,8 @@ import pandas as pd
 from semdiag.commands.printing.console import NumberTable, number_table, wide_console
 from semdiag.findings.convergence import arrivals
 from semdiag.findings.findings import Findings
-from semdiag.findings.prediction import OUTCOMES, STAGES, predictor_table, quantity
+from semdiag.findings.mask_cells import OUTCOMES, STAGES
+from semdiag.findings.prediction import predictor_table, quantity
 from semdiag.findings.speed_and_dispersion import run_statistics, speed_dispersion_table
 from semdiag.measurement.table import ALL
 from semdiag.presentation.sections.along.sentences import along_sentences

@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 
 from semdiag.findings.findings import Findings
-from semdiag.findings.prediction import STAGES
+from semdiag.findings.mask_cells import STAGES
 from semdiag.measurement.measurements import Measurements
 from semdiag.measurement.schema import OPTIONAL
 from semdiag.presentation.drawing.panels import NothingToDrawError

@@ -5,7 +5,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from semdiag.findings.findings import Findings
-from semdiag.findings.prediction import OUTCOMES, STAGES, mask_cells
+from semdiag.findings.mask_cells import OUTCOMES, STAGES, mask_cells
 from semdiag.presentation.drawing.panels import NothingToDrawError
 from semdiag.presentation.drawing.style import attention_style, finished, panel_grid, paper_style
 from semdiag.presentation.sections.predictors.sentences import short

@@ -5,7 +5,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from semdiag.findings.findings import Findings
-from semdiag.findings.prediction import OUTCOMES, SIGNIFICANCE, STAGES, predictor_table, quantity
+from semdiag.findings.mask_cells import OUTCOMES, STAGES
+from semdiag.findings.prediction import SIGNIFICANCE, predictor_table, quantity
 from semdiag.presentation.drawing.panels import NothingToDrawError
 from semdiag.presentation.drawing.style import FAINT, INK, note_below, panel_grid, paper_style
 

@@ -8,15 +8,8 @@ import pandas as pd
 
 from semdiag.findings.convergence import arrivals
 from semdiag.findings.findings import Findings
-from semdiag.findings.prediction import (
-    OUTCOMES,
-    SIGNIFICANCE,
-    held_out_tasks,
-    left_out_runs,
-    predictor_table,
-    quantity,
-    too_few_masks,
-)
+from semdiag.findings.mask_cells import OUTCOMES, left_out_runs
+from semdiag.findings.prediction import SIGNIFICANCE, held_out_tasks, predictor_table, quantity, too_few_masks
 from semdiag.measurement.runs.training_runs import UNFINISHED
 
 

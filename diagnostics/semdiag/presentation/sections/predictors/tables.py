@@ -3,7 +3,8 @@
 import pandas as pd
 
 from semdiag.findings.findings import Findings
-from semdiag.findings.prediction import held_out_tasks, mask_cells, predictor_table, run_outcomes
+from semdiag.findings.mask_cells import mask_cells, run_outcomes
+from semdiag.findings.prediction import held_out_tasks, predictor_table
 from semdiag.presentation.tables import with_run_facts
 
 
