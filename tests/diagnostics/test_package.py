@@ -98,4 +98,4 @@ def test_every_probe_returns_measurements_and_runs_where_the_model_is(tiny_model
     assert len(getattr(found, table)) > 0
     assert len(found.queries) > 0
     assert found.provenance["device"] == "cpu"
-    assert found.provenance["dtype"] == "float32"
+    assert found.provenance["dtype"] == "float64"  # as in the commands

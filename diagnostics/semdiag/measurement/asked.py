@@ -13,6 +13,7 @@ from semdiag.capturing.batches import Batch
 from semdiag.capturing.loading import LoadedModel
 from semdiag.measurement.calls.running import refuse_masked, unnamed
 from semdiag.measurement.calls.scored_rows import NotAvailableError
+from semdiag.measurement.conditions import DTYPES, Conditions
 from semdiag.measurement.measure import measure
 from semdiag.measurement.measurements import Measurements
 from semdiag.measurement.probe import Subject
@@ -39,7 +40,8 @@ def k_sweep(
         batches: what the model is called with, as of :func:`~semdiag.measurement.measure.measure`.
         labels: (N,) classes, for the accuracy of reruns; None if unknown.
         plan: the largest k; whether the model is run again with every k.
-        how: ``batch_size`` (100), ``device`` (the model's), ``dtype`` (the model's), ``seed`` (0).
+        how: ``batch_size`` (100), ``device`` (the model's), ``dtype`` (float64 of encoders of semdiag_models, as
+            the commands; of others the model's), ``seed`` (0).
 
     Returns:
         Measurements with the table ``sweep``, described at :func:`semdiag.measurement.probes.k_sweep.k_sweep`.
@@ -162,10 +164,11 @@ def _asked(
     whole_number(batch_size, "batch_size", 1)
     whole_number(seed, "seed", 0)
     cut: Sequence[Batch] = batching.split(batches, batch_size)
-    how: dict[str, Any] = {"device": device, "dtype": dtype}
-    found = measure(loaded, cut, labels=labels, batch_size=batch_size, **how)
     own = next((p for p in loaded.module.parameters() if p.is_floating_point()), torch.zeros(0))
     place = torch.device(device) if device is not None else own.device
+    if dtype is None and not loaded.external:
+        dtype = DTYPES[Conditions().decided([loaded], place).dtype]
+    found = measure(loaded, cut, labels=labels, batch_size=batch_size, device=device, dtype=dtype)
     subject = Subject(loaded, list(cut), labels, seed, batch_size, place, dtype or own.dtype)
     try:
         tables = probe.measure(subject, plan, prepared)

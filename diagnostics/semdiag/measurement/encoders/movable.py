@@ -101,7 +101,7 @@ class MovableEncoder:
         """
         logits = self.logits(tokens)
         right = predicted_classes(logits) == labels
-        return float(F.cross_entropy(logits, labels)), float(right.double().mean())
+        return float(F.cross_entropy(logits.cpu().double(), labels.cpu())), float(right.double().mean())
 
 
 def usable_samples(

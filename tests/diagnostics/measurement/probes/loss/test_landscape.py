@@ -9,13 +9,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import semdiag
 from semdiag.capturing.loading import load
 from semdiag.findings.findings import Findings
 from semdiag.findings.landscape import landscape_facts, working_distance
 from semdiag.mathematics.planes import random_plane
+from semdiag.measurement.conditions import Conditions
 from semdiag.measurement.encoders.movable import MovableEncoder
 from semdiag.measurement.measure import measure
 from semdiag.measurement.probes.loss.landscape import LandscapePlan, landscape
+from semdiag.measurement.survey import survey
 from semdiag_models import Encoder, InputError
 
 FEW = LandscapePlan(grid=5, radius=0.5)
@@ -40,6 +43,38 @@ def assert_same(before, after):
     assert torch.equal(before[1][0], after[1][0])
     assert (before[1][1] == after[1][1]).all()
     assert before[2] == after[2]
+
+
+@pytest.mark.parametrize(
+    ("ask", "plan", "name"),
+    [
+        (semdiag.landscape, LandscapePlan(grid=3), "landscape"),
+        (semdiag.lipschitz, semdiag.LipschitzPlan(planes=2, directions=2, draws=5), "loss_secants"),
+        (semdiag.k_sweep, semdiag.KSweepPlan(), "sweep"),
+        (semdiag.mask_stability, semdiag.NoisePlan(), "masks"),
+    ],
+    ids=["landscape", "lipschitz", "k_sweep", "mask_stability"],
+)
+def test_python_and_the_commands_give_the_same_numbers(tiny_models, ask, plan, name):
+    """Of one checkpoint, its inputs and a seed: also in which precision it runs is the same rule."""
+    model = tiny_models[0]
+    tokens, labels, _ = model.default_inputs(20, 1)
+    by_command = survey([model], Conditions(samples=20, seed=1, device="cpu", plans=(plan,)))
+    found = ask(model, tokens, labels, plan, seed=1)
+    assert found.provenance["dtype"] == by_command.provenance["dtype"] == "float64"
+    pd.testing.assert_frame_equal(getattr(found, name), getattr(by_command, name), check_exact=True)
+    pd.testing.assert_frame_equal(found.queries, by_command.queries, check_exact=True)
+    single = ask(model, tokens, labels, plan, seed=1, dtype=torch.float32)
+    assert single.provenance["dtype"] == "float32"
+
+
+def test_a_loss_that_float32_cannot_hold_is_no_zero(tiny_models, inputs):
+    """Of logits in float32 the loss is worked out in float64: far below its resolution around 1, too."""
+    moved = MovableEncoder(tiny_models[0].encoder)
+    moved.encoder.head.weight.data.zero_()
+    moved.encoder.head.bias.data.copy_(torch.tensor([30.0, 0.0]))
+    loss, accuracy = moved.loss_and_accuracy(inputs[0], torch.zeros_like(inputs[1]))
+    assert (loss, accuracy) == (pytest.approx(math.exp(-30), rel=1e-3), 1.0)
 
 
 @pytest.mark.parametrize("kind", [0, 1], ids=["full", "topk"])
