@@ -119,7 +119,7 @@ def usable_samples(
         Tokens and labels on the device.
 
     Raises:
-        InputError: if the labels are unknown, or no sample is left.
+        InputError: if the labels are unknown or none of the model's classes, or no sample is left.
     """
     if labels is None:
         raise InputError(
@@ -127,6 +127,11 @@ def usable_samples(
             "the run's own held-out samples have them."
         )
     tokens, labels = tokens.to(device, torch.int64), labels.to(device, torch.int64)
+    wrong = labels[(labels < 0) | (labels >= encoder.config.classes)]
+    if len(wrong):
+        raise InputError(
+            f"Labels must be classes of the model, 0 to {encoder.config.classes - 1}. Got {int(wrong[0])}."
+        )
     valid = encoder.valid(tokens)
     if valid is not None:
         tokens, labels = tokens[valid.any(-1)], labels[valid.any(-1)]

@@ -224,3 +224,13 @@ def test_facts_of_a_plane(tiny_models, inputs):
     assert (facts["cells"], facts["samples"], facts["not_finite"]) == (25, 30, 1)
     finite = table["loss"][1:][np.isfinite(table["loss"][1:])]
     assert (facts["lowest_loss"], facts["highest_loss"]) == (finite.min(), finite.max())
+
+
+@pytest.mark.parametrize("label", [7, -1, -100])
+@pytest.mark.parametrize("ask", [semdiag.landscape, semdiag.lipschitz])
+def test_labels_that_are_no_classes_of_the_model_are_refused(tiny_models, inputs, ask, label):
+    tokens, labels = inputs
+    labels = labels.clone()
+    labels[3] = label
+    with pytest.raises(InputError, match=f"Labels must be classes of the model, 0 to 1. Got {label}"):
+        ask(tiny_models[0], tokens, labels)
