@@ -78,8 +78,8 @@ def _judged(model: str, claim: str, measured: pd.Series, log_bound: pd.Series, h
         "not_met": int((~usable).sum()),
     }
     numbers: dict[str, float] = dict(counts)
-    gaps = bounds[usable] - logs[usable]
-    gaps = gaps[np.isfinite(gaps)]
+    apart = usable & np.isfinite(bounds) & np.isfinite(logs)  # where neither is 0
+    gaps = bounds[apart] - logs[apart]
     if usable.any():
         numbers["largest measured"] = float(values[usable].max())
     if gaps.size:

@@ -9,6 +9,8 @@ from semdiag.findings.theory.finding import Finding, Verdict
 from semdiag.findings.theory.lipschitz import estimate_findings, ordering_findings
 from semdiag.presentation.drawing.panels import model_labels
 
+_ONE = 0.05  # decimal logarithms below this are 0.0 when written out
+
 
 def lipschitz_sentences(findings: Findings) -> list[str]:
     """Say whether every estimate stays below its bound, and whether top-k has the smaller ones.
@@ -61,5 +63,13 @@ def _below_bounds(own: Sequence[Finding]) -> str:
     unmet = sum(int(f.numbers["not_met"]) for f in own)
     tail = f"; {unmet:,} have no bound" if unmet else ""
     tail += "".join(f"; {f.note}" for f in own if f.numbers.get("estimates above the bound"))
-    nearest = f", the nearest by a factor of 10^{min(gaps):.1f}" if gaps else ""
-    return f"all {checked:,} estimates stay below the sound bounds{nearest}{tail}."
+    return f"all {checked:,} estimates stay below the sound bounds{_nearest(gaps)}{tail}."
+
+
+def _nearest(gaps: Sequence[float]) -> str:
+    """How far the nearest estimate is from its bound, of decimal logarithms; a rounding above it is none below."""
+    if not gaps:
+        return ""
+    if min(gaps) < _ONE:
+        return f", the nearest within {10 ** max(min(gaps), 0) - 1:.1%} of it"
+    return f", the nearest by a factor of 10^{min(gaps):.1f}"

@@ -4,6 +4,7 @@ import copy
 import math
 import subprocess
 import sys
+import warnings
 
 import numpy as np
 import pandas as pd
@@ -11,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import semdiag
 from semdiag.findings.findings import Findings
 from semdiag.findings.pairing import Pair
 from semdiag.findings.theory.finding import Verdict
@@ -26,6 +28,7 @@ from semdiag.measurement.probes.loss.gradients import ball_gradients, gradient_n
 from semdiag.measurement.probes.loss.lipschitz import LOSS_SECANTS, LipschitzPlan, end_points, lipschitz
 from semdiag.measurement.probes.loss.secants import GROUPS, LINES, line_secants, plane_secants
 from semdiag.measurement.schema import OPTIONAL
+from semdiag.presentation.sections.lipschitz.sentences import lipschitz_sentences
 from semdiag_models import Encoder, InputError
 
 FEW = LipschitzPlan(samples=10, planes=2, directions=3, draws=10, radius=0.5)
@@ -358,3 +361,20 @@ def test_percentiles_with_intervals():
         assert row["estimate"] == pytest.approx(np.percentile(own["slope"], row["percentile"]))
         assert row["low"] <= row["estimate"] <= row["high"]
         assert (row["pairs"], row["planes"], row["distance"]) == (120, 4, 1.0)
+
+
+@pytest.mark.parametrize("zero", [True, False], ids=["weights of zero", "one key"])
+def test_slopes_and_bounds_that_are_zero_have_no_gap(zero, tiny_config, inputs):
+    """A slope of 0 beside a bound of 0 is no number of powers of ten, and no warning of numpy's."""
+    torch.manual_seed(0)
+    encoder = Encoder(tiny_config() if zero else tiny_config("topk", k=1)).eval()
+    for parameter in encoder.parameters() if zero else ():
+        parameter.data.zero_()
+    found = Findings(semdiag.lipschitz(encoder, *inputs, FEW))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        (said,) = lipschitz_sentences(found)
+    assert all(math.isfinite(value) for f in estimate_findings(found) for value in f.numbers.values())
+    assert "10^-0" not in said
+    assert "10^0.0" not in said
+    assert ("the nearest within 0.0% of it" in said) == zero
