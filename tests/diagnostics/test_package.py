@@ -1,5 +1,6 @@
 """The package's names: explicit, and imported only when they are used."""
 
+import json
 import subprocess
 import sys
 from importlib.metadata import version
@@ -99,3 +100,24 @@ def test_every_probe_returns_measurements_and_runs_where_the_model_is(tiny_model
     assert len(found.queries) > 0
     assert found.provenance["device"] == "cpu"
     assert found.provenance["dtype"] == "float64"  # as in the commands
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("planes", r"'planes'.*: plan=LipschitzPlan\(planes=…\) takes it"),
+        ("levels", r"'levels'.*plan=LipschitzPlan\(…\)"),
+    ],
+)
+def test_an_argument_that_does_not_exist_is_named(tiny_models, name, said):
+    tokens, labels, _ = tiny_models[0].default_inputs(4, 0)
+    with pytest.raises(TypeError, match=said):
+        semdiag.lipschitz(tiny_models[0], tokens, labels, **{name: 2})
+
+
+@pytest.mark.parametrize("budgets", [{}, None, []])
+def test_a_file_without_budgets_is_refused(budgets, tmp_path):
+    path = tmp_path / "budget.json"
+    path.write_text(json.dumps({"schema": "semdiag.budget/1", "budgets": budgets}), encoding="utf-8")
+    with pytest.raises(semdiag.InputError, match="holds no budget"):
+        semdiag.read_budget(path)

@@ -30,10 +30,11 @@ def read_budget(path: str | Path, name: str | None = None) -> dict[int | str | t
         )
     budgets = content.get("budgets")
     wanted = content.get("default") if name is None else name
-    found = budgets.get(wanted) if isinstance(budgets, dict) else None
+    if not isinstance(budgets, dict) or not budgets:
+        raise InputError(f"{path} holds no budget.")
+    found = budgets.get(wanted)
     if not isinstance(found, dict):
-        known = ", ".join(budgets) if isinstance(budgets, dict) else "none"
-        raise InputError(f"{path} has no budget called {wanted}. It has {known}.")
+        raise InputError(f"{path} has no budget called {wanted}. It has {', '.join(budgets)}.")
     try:
         return {
             _place(layer): TopK(tuple(map(_whole, layer["k"])), block=_whole(found["block"]))

@@ -153,6 +153,7 @@ def _asked(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
     seed: int = 0,
+    **unknown: Any,
 ) -> Measurements:
     """The attention of a clean pass, and what one probe makes of the model."""
     loaded = model if isinstance(model, LoadedModel) else unnamed(model)
@@ -160,6 +161,10 @@ def _asked(
     if probe is None:
         plans = ", ".join(sorted(kind.__name__ for kind in PROBES))
         raise InputError(f"A plan is one of {plans}. Got {plan!r}.")
+    for name in unknown:
+        kind = type(plan).__name__
+        takes = f"plan={kind}({name}=…) takes it" if name in vars(plan) else f"the rest is told by plan={kind}(…)"
+        raise TypeError(f"There is no argument {name!r}, but batch_size, device, dtype and seed: {takes}.")
     refuse_masked(loaded.module, f"of which {probe.name} asks")
     whole_number(batch_size, "batch_size", 1)
     whole_number(seed, "seed", 0)
