@@ -127,7 +127,7 @@ def readers(folder: Path) -> dict[str, Callable[[Path], object]]:
         "sweep.toml": read_sweep,
         "config.json": read_config,
         "baseline.json": read_baseline,
-        "monitor.csv": lambda path: MonitorLog(path, ["step", "layer"]),
+        "monitor.csv": lambda path: MonitorLog(path, ["step", "layer"], 0).close(),
         "queries.parquet": lambda path: Measurements.load(path.parent),
     }
 

@@ -138,7 +138,7 @@ def logrank_p(
     hazard = np.cumsum(arrivals / (times >= moments[:, None]).sum(1))
     scores = there - np.concatenate([[0.0], hazard])[np.searchsorted(moments, times, side="right")]
     n, count = len(first[0]), len(times)
-    observed = abs(scores[:n].sum()) * (1 - 1e-9)  # so that sums in another order do not fall below it
+    observed = abs(scores[:n].sum()) - 1e-9  # so that sums in another order do not fall below it
     if math.comb(count, n) <= _ALL:
         chosen = np.fromiter(chain.from_iterable(combinations(range(count), n)), int).reshape(-1, n)
         return float((abs(scores[chosen].sum(1)) >= observed).mean())

@@ -58,7 +58,8 @@ def test_a_k_that_no_query_has_keys_for_is_refused_by_every_command(refusal, her
     assert line.endswith(". Got k=13.")
 
 
-def test_masks_that_drop_nothing_are_not_compared_and_it_is_said(run_semdiag, here, tiny_runs):
+def test_masks_that_drop_nothing_are_not_compared_and_it_is_said(run_semdiag, here, tiny_runs, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "300")  # so that no sentence is broken
     outcome = run_semdiag("overlap", tiny_runs.full, *FEW, "--k", 12)
     assert outcome.code == 0
     assert "no two masks to compare (a query that drops no key has none)" in outcome.err

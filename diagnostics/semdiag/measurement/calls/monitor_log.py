@@ -45,7 +45,7 @@ class MonitorLog:
         if not path.parent.is_dir():
             raise InputError(f"{path} cannot be written: there is no folder {path.parent}.")
         self.open()
-        last = self._earlier["step"].max()
+        last = pd.to_numeric(self._earlier["step"], errors="coerce").max()
         if last >= first_step:
             warnings.warn(
                 f"{path} has rows up to step {last}, and this monitor begins with step {first_step}: a step may "

@@ -310,6 +310,14 @@ def test_a_file_that_has_the_steps_already_is_continued_with_a_warning(tmp_path)
             assert Path(warning.filename).name == "test_monitor.py"
 
 
+def test_a_file_whose_steps_are_no_numbers_is_continued_without_a_word(tmp_path):
+    path, model = tmp_path / "attention.csv", made(encoder)
+    with Monitor(model, every=1, path=path):
+        train(model, 1)
+    path.write_text(path.read_text(encoding="utf-8").replace("\n0,", "\nfirst,"), encoding="utf-8")
+    Monitor(model, path=path).stop()
+
+
 def test_csv_is_there_while_the_training_runs(tmp_path):
     path = tmp_path / "attention.csv"
     model = made(encoder)
