@@ -142,12 +142,12 @@ class _Modes(threading.local):
         self._lent = lent  # the other threads that run the model now
         self.below = OperationWatch(recorder)
         self.watch = FunctionWatch(recorder, self.below)
-        self._on, self._masking = False, recorder.masking
+        self._on = False
 
     def start(self) -> None:
         self.below.__enter__()  # type: ignore[no-untyped-call]
         self.watch.__enter__()  # type: ignore[no-untyped-call]
-        if not self._masking:
+        if not _masks(self.watch):
             put_below_dispatch(self.below, _masks)
             put_below(self.watch, _masks)
         self._on = True

@@ -110,14 +110,20 @@ def test_it_is_said_how_many_texts_were_cut(bert, tmp_path, first, said):
     assert [text for text in found if text.startswith(SAID_AT_ONCE)] == expected
 
 
+def saved_beside(bert, kind, config):
+    """The folder of a random model with BERT's tokenizer."""
+    folder = bert.parent / kind.__name__
+    with torch.random.fork_rng():
+        kind(config).save_pretrained(folder)
+    for file in bert.glob("token*"):
+        (folder / file.name).write_bytes(file.read_bytes())
+    return folder
+
+
 def test_positions_that_begin_behind_that_of_padding_are_not_counted(bert, tmp_path):
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
     config = transformers.RobertaConfig(vocab_size=10, max_position_embeddings=8, pad_token_id=1, **sizes)
-    folder = tmp_path / "roberta"
-    with torch.random.fork_rng():
-        transformers.RobertaModel(config).save_pretrained(folder)
-    for file in bert.glob("token*"):
-        (folder / file.name).write_bytes(file.read_bytes())
+    folder = saved_beside(bert, transformers.RobertaModel, config)
     texts = tmp_path / "texts.txt"
     texts.write_text(3 * "the cat sat " + "\n", encoding="utf-8")
     model = load(f"hf:{folder}")
@@ -129,11 +135,7 @@ def test_positions_that_begin_behind_that_of_padding_are_not_counted(bert, tmp_p
 def test_an_encoder_decoder_gets_the_texts_shifted_as_decoder_input(bert, tmp_path):
     sizes = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
     config = transformers.T5Config(vocab_size=10, decoder_start_token_id=0, **sizes)
-    folder = tmp_path / "t5"
-    with torch.random.fork_rng():
-        transformers.T5Model(config).save_pretrained(folder)
-    for file in bert.glob("token*"):
-        (folder / file.name).write_bytes(file.read_bytes())
+    folder = saved_beside(bert, transformers.T5Model, config)
     texts = tmp_path / "texts.txt"
     texts.write_text("the cat\ncat\n", encoding="utf-8")
     model = load(f"hf:{folder}")

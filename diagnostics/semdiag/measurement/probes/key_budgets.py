@@ -17,17 +17,15 @@ BUDGET_TABLE = Table(
     "budgets",
     (
         "One row per budget, layer and head. k: keys, or blocks of keys if block is above 1, that each query "
-        "keeps; mean_keys: how many it has. Sums over the queries of the samples on which the budget was chosen: "
-        "all_keys, the keys that they have, and kept_keys, those of them that the budget keeps."
+        "keeps. Sums over the queries of the samples on which the budget was chosen: all_keys, the keys that they "
+        "have, and kept_keys, those of them that the budget keeps."
     ),
     {
         "model": "str",
         "budget": "str",
         **dict.fromkeys(("block", "layer", "head"), "int64"),
         "module": "str",
-        **dict.fromkeys(("occurrence", "k"), "int64"),
-        "mean_keys": "float64",
-        **dict.fromkeys(("all_keys", "kept_keys"), "int64"),
+        **dict.fromkeys(("occurrence", "k", "all_keys", "kept_keys"), "int64"),
     },
 )
 BY_MASS = (0.95, 0.99)  # of the attention weight
@@ -47,7 +45,6 @@ class NeededKeys:
         min_keys: queries with fewer keys are left out.
         layers: number of each place.
         counts: by place, block and level: (H, 1 + most) queries that need so many.
-        keys: by place: keys and queries counted, by head.
         ranked: by place and block: (H, blocks) keys in each query's largest block, in its second largest, and so
             on, summed over queries.
     """
@@ -55,7 +52,6 @@ class NeededKeys:
     min_keys: int = 1
     layers: dict[Place, int] = field(default_factory=dict)
     counts: dict[tuple[Place, int, float], NDArray[np.int64]] = field(default_factory=dict)
-    keys: dict[Place, NDArray[np.float64]] = field(default_factory=dict)
     ranked: dict[tuple[Place, int], NDArray[np.int64]] = field(default_factory=dict)
 
     def add(self, call: AttentionCall) -> None:
@@ -69,12 +65,9 @@ class NeededKeys:
         place = call.module, call.occurrence
         self.layers.setdefault(place, call.layer)
         allowed = allowed_keys(part)
-        number = allowed.sum(-1)
-        counted = part.counted & (number >= max(1, self.min_keys))
+        counted = part.counted & (allowed.sum(-1) >= max(1, self.min_keys))
         scores = part.scores(torch.float64).masked_fill(~allowed, -torch.inf)
         weights = scores.softmax(-1).masked_fill(~allowed, 0)
-        sums = torch.stack([(number * counted).sum((0, 2)), counted.sum((0, 2))]).cpu().numpy().astype(np.float64)
-        self.keys[place] = self.keys.get(place, 0) + sums
         for block in BLOCKS:
             order = block_scores(scores, block).argsort(dim=-1, descending=True, stable=True)
             ranked = _by_block(allowed.long(), block).gather(-1, order) * counted[..., None]
@@ -82,7 +75,7 @@ class NeededKeys:
             self.ranked[place, block] = _padded_sum(old, ranked.sum((0, 2)).cpu().numpy())
             if block > 1 and weights.shape[-1] <= block:
                 continue
-            kept = _by_block(weights, block).sort(-1, descending=True).values.cumsum(-1)
+            kept = _by_block(weights, block).gather(-1, order).cumsum(-1)
             for level in LEVELS:
                 need = 1 + (kept < level).sum(-1).clamp(max=kept.shape[-1] - 1)
                 for head in range(need.shape[1]):
@@ -126,7 +119,7 @@ class NeededKeys:
         rows: list[dict[str, Any]] = []
         for (name, block), budget in budgets.items():
             for place, numbers in budget.items():
-                (keys, queries), ranked = self.keys[place], self.ranked[place, block]
+                ranked = self.ranked[place, block]
                 rows += [
                     {
                         "model": model,
@@ -137,7 +130,6 @@ class NeededKeys:
                         "module": place[0],
                         "occurrence": place[1],
                         "k": k,
-                        "mean_keys": keys[head] / max(1.0, queries[head]),
                         "all_keys": ranked[head].sum(),
                         "kept_keys": ranked[head, :k].sum(),
                     }
