@@ -1,4 +1,4 @@
-"""The paper's length-40 tasks at its own recipe, full against top-5, beside its figures.
+"""The paper's length-40 tasks at its own recipe: full, top-5 and, on two of them, fixed masks, beside its figures.
 
     OMP_WAIT_POLICY=PASSIVE semdiag sweep experiments/length-40.toml --records experiments/length-40
     python experiments/length_40.py --out reports/length-40
@@ -25,12 +25,14 @@ from pathlib import Path
 import pandas as pd
 
 from semdiag.findings.theory.published import published_table
+from semdiag_models import TASKS
 from semdiag_models.sweeps.grid import SweepRun, read_sweep
 from semdiag_models.sweeps.records import read_history
 
 HERE = Path(__file__).parent
 REFERENCES = HERE.parent / "checkpoints"
 REACHED = (0.85, 0.95, 0.999)
+ATTENTIONS = ("full", "topk-5", "banded-5-global-1", "block-5-global-1")  # in this order in the table
 PERCENTILES = (75, 90, 95, 100)
 PUBLISHED_AS = {"parity": "Parity", "even-pairs": "Even pairs", "missing-duplicate": "Missing duplicates"}
 # By quantity: the parameter and the column of corollary.csv, and the column of the paper's table.
@@ -56,13 +58,11 @@ class Run:
 
 
 def references() -> Iterator[Run]:
-    """Those of the shipped checkpoints that are full or top-5."""
+    """The shipped checkpoints."""
     for file in sorted(REFERENCES.glob("*/history.csv")):
         name, seed = file.parent.name.split("-seed-")
-        for attention in ("full", "topk-5"):
-            if name.endswith(f"-{attention}"):
-                task = name.removesuffix(f"-{attention}")
-                yield Run(task, attention, int(seed), file.parent, pd.read_csv(file))
+        (task,) = (task for task in TASKS if name.startswith(f"{task}-"))
+        yield Run(task, name.removeprefix(f"{task}-"), int(seed), file.parent, pd.read_csv(file))
 
 
 def swept(runs: list[SweepRun], records: Path, folder: Path) -> Iterator[Run]:
@@ -70,8 +70,11 @@ def swept(runs: list[SweepRun], records: Path, folder: Path) -> Iterator[Run]:
     for run in runs:
         history = read_history(records, run)
         table = None if history is None else pd.DataFrame(history)
-        attention = "full" if run.model.k is None else f"{run.model.attention}-{run.model.k}"
-        yield Run(run.training.task, attention, run.training.seed, folder / run.name, table)
+        yield Run(run.training.task, run.model.attention_label, run.training.seed, folder / run.name, table)
+
+
+def _ranks(column: pd.Series) -> pd.Series:
+    return column.map(ATTENTIONS.index) if column.name == "attention" else column
 
 
 def arrivals(run: Run, history: pd.DataFrame) -> dict[str, object]:
@@ -189,7 +192,7 @@ def main() -> None:
     runs = [*references(), *sweep]
     arguments.out.mkdir(parents=True, exist_ok=True)
     ended = [arrivals(run, run.history) for run in runs if run.history is not None]
-    table = pd.DataFrame(ended).sort_values(["task", "seed"], kind="stable")
+    table = pd.DataFrame(ended).sort_values(["task", "seed", "attention"], key=_ranks, kind="stable")
     table.to_csv(arguments.out / "runs.csv", index=False)
     file = arguments.out / "percentiles.csv"
     earlier = pd.read_csv(file) if file.exists() else pd.DataFrame(columns=["task", "seed"])
