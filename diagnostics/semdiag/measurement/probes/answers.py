@@ -40,8 +40,9 @@ class Reader:
 
     A distribution is what an encoder of semdiag_models returns, what is called ``logits``, and what labels or the
     next token can be compared with; any other output is a representation. So are logits whose softmax says
-    nothing: of one logit alone it is always 1, and regression and independent labels (``problem_type`` of the
-    model's configuration, or labels that are floating-point numbers) have none. Samples are the output's first
+    nothing: of one logit alone it is always 1, of a map over an image nothing tells which axis is that of the
+    classes, and regression and independent labels (``problem_type`` of the model's configuration, or labels that
+    are floating-point numbers) have none. Samples are the output's first
     axis, or the second where the first is not as long as the batch.
 
     The next token is what is right where there are no labels, the output has one row for each token and one column
@@ -106,6 +107,8 @@ class Reader:
         """Why a softmax over the last axis of logits says nothing; empty if it does."""
         if values.ndim < 2 or values.shape[-1] == 1:
             return "there is one alone, of which a softmax is always 1"
+        if values.ndim > 3:
+            return f"they have {values.ndim} axes, and nothing tells which is that of the classes"
         kind = getattr(getattr(self._module, "config", None), "problem_type", None)
         if kind in _NO_CLASSES and not self.causal:
             return f"the problem type of the model is {kind}"

@@ -92,6 +92,29 @@ def test_labels_that_are_no_classes_are_no_targets():
     assert (measure_of(classes), len(said)) == ("loss", 2)
 
 
+def test_maps_of_logits_are_compared_as_outputs():
+    """Of (samples, classes, height, width) the last axis is not that of the classes."""
+
+    class Map(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = classifier(num_labels=8)
+
+        def forward(self, input_ids):
+            return {"logits": self.model(input_ids).logits.reshape(-1, 2, 2, 2)}
+
+    ids, model, said = tokens(), Map(), []
+    again = rerun(loaded(model), [ids], ids[:, 0] % 2, [("topk", 1, TopK(1))], remark=said.append)
+    assert measure_of(again) == "output_change"
+    with torch.no_grad():
+        before = model(ids)["logits"].flatten(1)
+        with sparsify(model, TopK(1)):
+            change = (model(ids)["logits"].flatten(1) - before).norm(dim=1) / before.norm(dim=1)
+    assert again[again["mask"] == "topk"]["output_change"].tolist() == pytest.approx(change.tolist(), rel=1e-9)
+    why = "they have 4 axes, and nothing tells which is that of the classes"
+    assert said == [f"logits are compared as outputs, not as a distribution: {why}"]
+
+
 def test_a_model_with_one_logit_is_not_said_to_lose_nothing():
     plan = KSweepPlan(LENGTH - 1, rerun=True, ks=(1, LENGTH - 1))
     model = loaded(classifier(num_labels=1), batches=[{"input_ids": tokens()}])
