@@ -6,6 +6,7 @@ from pathlib import Path
 from semdiag_models import InputError
 
 OF_YOUR_OWN = "for a model of your own write a function that builds it: package.module:function"
+_MODELS = f"Models are .pt files, folders of runs and hf:DIRECTORY; {OF_YOUR_OWN}."
 _OTHERS = {
     ".safetensors": "holds weights without the model they belong to",
     ".ckpt": "is a checkpoint of another program",
@@ -36,5 +37,5 @@ def refuse_other_kinds(path: Path, runs: list[Path]) -> None:
     if not path.exists():
         known = {name: run for run in runs for name in (run.name, str(run))}
         near = get_close_matches(str(path), known, n=1) or get_close_matches(path.name, known, n=1)
-        hint = f" Did you mean {known[near[0]]}?" if near else ""
+        hint = f" Did you mean {known[near[0]]}?" if near else "" if path.suffix == ".pt" else f" {_MODELS}"
         raise InputError(f"{path} does not exist.{hint}")

@@ -175,15 +175,8 @@ class Recorder(threading.local):
         found = {*self.audit.modules, *(seen.module for seen in self.audit.skipped)}
         if "" in ran and not found:
             self.audit.remarks[Remark("", "no softmax attention was seen while the model ran")] += 1
-        named = self._watched.model.named_modules()
-        lists = {name: len(m) for name, m in named if isinstance(m, nn.ModuleList)}
-        for name, length in lists.items():
-            blocks = [block for i in range(length) if (block := f"{name}.{i}") in ran]
-            bare = [b for b in blocks if not any(f"{module}.".startswith(f"{b}.") for module in found)]
-            nested = any(name.startswith(f"{other}.") for other in lists)
-            if not nested and 0 < len(bare) < len(blocks):
-                text = f"{len(bare)} of {len(blocks)} blocks ran without softmax attention"
-                self.audit.remarks[Remark(name, text)] += 1
+        for name, text in _bare_blocks(self._watched.model, ran, found):
+            self.audit.remarks[Remark(name, text)] += 1
 
     @contextlib.contextmanager
     def covering(self) -> Iterator[None]:
@@ -269,6 +262,30 @@ def _unusable(call: AttentionCall) -> str | None:
     if not (call.q[..., 0].numel() and call.k.shape[2]):
         return NOTHING
     return None
+
+
+def _bare_blocks(model: nn.Module, ran: set[str], found: set[str]) -> Iterator[tuple[str, str]]:
+    """Lists of blocks of which some ran without attention, each with the words for it.
+
+    A list is an ``nn.ModuleList``, and an ``nn.Sequential`` as far as its modules are of a class that has
+    attention in it: others there are no blocks, but parts of one.
+    """
+
+    def attends(name: str) -> bool:
+        return any(f"{module}.".startswith(f"{name}.") for module in found)
+
+    outer: list[str] = []  # what the names of modules in a list begin with
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.ModuleList | nn.Sequential) or name.startswith((*outer,)):
+            continue
+        blocks = {f"{name}.{key}".lstrip("."): type(block) for key, block in module.named_children()}
+        kinds = {kind for block, kind in blocks.items() if isinstance(module, nn.ModuleList) or attends(block)}
+        running = [block for block, kind in blocks.items() if kind in kinds and block in ran]
+        bare = sum(not attends(block) for block in running)
+        if isinstance(module, nn.ModuleList) or len(running) > 1:
+            outer.append(f"{name}." if name else "")
+        if 0 < bare < len(running):
+            yield name, f"{bare} of {len(running)} blocks ran without softmax attention"
 
 
 def is_plain(tensor: object) -> TypeGuard[Tensor]:

@@ -98,7 +98,8 @@ def main() -> None:
     except _UsageError as error:
         if not error.format_message():  # nothing was asked for, and the help has been shown
             sys.exit(0)
-        _refuse(f"{error.format_message()} See: semdiag --help")
+        where = "semdiag" if error.ctx is None else error.ctx.command_path
+        _refuse(f"{error.format_message()} See: {where} --help")
     except (typer.Abort, KeyboardInterrupt):
         typer.echo("semdiag: interrupted", err=True)
         sys.exit(130)

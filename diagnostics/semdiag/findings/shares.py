@@ -51,6 +51,11 @@ def number_words(value: float, said: Callable[[float], str] = "{:.3g}".format) -
     return "no number" if math.isnan(value) else said(value)
 
 
+def samples_words(count: int) -> str:
+    """A number of samples per model in words: ``1 sample per model``, ``500 samples per model``."""
+    return f"{count} sample{'' if count == 1 else 's'} per model"
+
+
 def keys_words(count: int) -> str:
     """A number of keys, as in ``1 key``, ``5 keys``."""
     return f"{count} key{'s' * (count != 1)}"

@@ -199,9 +199,8 @@ def _check_real(real: Tensor | None, count: int, samples: int | None) -> None:
 def _check_found(loaded: LoadedModel, collected: Collector, audit: Audit) -> None:
     if not len(collected.layers):
         reasons = "; ".join(sorted({f"{seen.operation}: {seen.reason}" for seen in audit.skipped}))
-        raise InputError(
-            f"No softmax attention was seen while {loaded.path} ran. {reasons or 'See docs/your-own-model.md'}."
-        )
+        usual = "Attention without a softmax (linear, sigmoid) cannot be measured; see docs/support.md"
+        raise InputError(f"No softmax attention was seen while {loaded.path} ran. {reasons or usual}.")
     if not sum(collected.counted.values()):
         raise InputError("There is no query to measure: every token of the inputs is padding.")
 

@@ -21,7 +21,7 @@ class Shown:
 
     Attributes:
         draw: from findings to the figure; its name is the figure's.
-        alt: what it shows, for readers who do not see it; ``{models}`` is filled in.
+        alt: what it shows, for readers who do not see it; ``{shown}`` becomes its legend and panels' titles.
         reading: two sentences: what to look at, what it means.
     """
 

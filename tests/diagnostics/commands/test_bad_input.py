@@ -135,6 +135,7 @@ def test_inputs_that_do_not_fit(refusal, here, untouched, tiny_runs, command, ma
         ),
         (["--inputs", "kept.txt"], "was not trained on text: --inputs takes token ids (.npy, .npz or .pt)."),
         (["nowhere.pt"], "nowhere.pt does not exist."),
+        (["own.models"], "own.models does not exist. Models are .pt files"),
     ],
 )
 @pytest.mark.parametrize("command", MEASURING)

@@ -53,6 +53,18 @@ def test_the_runs_are_compared_and_written(run_semdiag, tiny_runs, here, monkeyp
     assert drawn == figures | {f"{name}-narrow" for name in figures}  # the second is for telephones
 
 
+def test_copies_of_a_run_count_once_and_that_is_said(run_semdiag, tiny_runs, here, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "300")
+    for name in ("one", "two"):
+        shutil.copytree(tiny_runs.folder, here / name)
+    words = "--samples", 5, "--target", "even-pairs=1", "--figures", "none", "--json"
+    outcome = run_semdiag("convergence", here / "one", here / "two", *words)
+    assert len(json.loads(outcome.out)["runs"]) == 2
+    said = "2 of 4 files are copies or other snapshots of a run that is shown"
+    assert said in outcome.err
+    assert said not in run_semdiag("convergence", here / "one", *words).err
+
+
 def test_a_run_that_never_arrives_is_said_and_not_dropped(run_semdiag, tiny_runs, here):
     outcome = run_semdiag(
         "convergence", tiny_runs.folder, "--samples", 5, "--target", "even-pairs=1", "--figures", "none", "--json"

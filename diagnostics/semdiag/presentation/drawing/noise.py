@@ -3,6 +3,7 @@
 import pandas as pd
 
 from semdiag.findings.findings import Findings
+from semdiag.findings.shares import samples_words
 
 
 def percent(level: float) -> str:
@@ -28,4 +29,4 @@ def noise_facts(findings: Findings, secants: pd.DataFrame) -> str:
     samples = int(secants.groupby("model")["sample"].nunique().max())
     seed = findings.measurements.provenance.get("seed")
     said = "" if seed is None else f" (seed {seed})"
-    return f"input noise {levels} of each embedded token's RMS, {samples} samples per model, one draw each{said}"
+    return f"input noise {levels} of each embedded token's RMS, {samples_words(samples)}, one draw each{said}"

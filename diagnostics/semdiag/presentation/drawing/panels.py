@@ -1,15 +1,18 @@
 """Which models share a panel: only those that differ in nothing but their attention."""
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pandas as pd
+from matplotlib.colors import to_hex
 
 from semdiag.capturing.attention_kinds import external
 from semdiag.findings.pairing import RUN_AND_SNAPSHOT, path_tail
-from semdiag.presentation.drawing.style import ATTENTION_STYLES, AttentionStyle, attention_style
+from semdiag.presentation.drawing.style import ATTENTION_STYLES, AttentionStyle, attention_style, lightened
 
+_MARKERS = "osD^vPX*"
+_LIGHTEST = 0.6  # share of white in the last of several models of one attention
 _SNAPSHOT_NAMES = {"initialisation": "at initialisation", "best": "best snapshot"}
 
 
@@ -136,6 +139,10 @@ def _series(group: pd.DataFrame) -> tuple[Series, ...]:
     paths = [str(row["model"]) for row in rows]
     ks = [None if pd.isna(row["k"]) else int(row["k"]) for row in rows]
     labels = [attention_label(row["attention"], k, row["global_tokens"]) for row, k in zip(rows, ks, strict=True)]
+    kinds = [row["attention"] for row in rows]
+    styles = [
+        _apart(attention_style(kind), kinds[:i].count(kind), kinds.count(kind)) for i, kind in enumerate(kinds)
+    ]
     return tuple(
         Series(
             model=str(row["model"]),
@@ -143,7 +150,16 @@ def _series(group: pd.DataFrame) -> tuple[Series, ...]:
             k=k,
             length=int(row["length"]),
             label=label if labels.count(label) == 1 else f"{label} {path_tail(str(row['model']), paths)}",
-            style=attention_style(row["attention"]),
+            style=style,
         )
-        for row, k, label in zip(rows, ks, labels, strict=True)
+        for row, k, label, style in zip(rows, ks, labels, styles, strict=True)
     )
+
+
+def _apart(style: AttentionStyle, place: int, count: int) -> AttentionStyle:
+    """The style of one of several models of the same attention: each lighter than the last, with other markers."""
+    if not place:
+        return style
+    markers = [style.marker, *(other for other in _MARKERS if other != style.marker)]
+    color = to_hex(lightened(style.color, _LIGHTEST * place / (count - 1)))
+    return replace(style, color=color, marker=markers[place % len(markers)])

@@ -16,7 +16,8 @@ from semdiag.presentation.sections.registry import SECTIONS
 class Picture(TypedDict):
     """What the page must know of a figure: files by format, size in CSS pixels, or why it is missing.
 
-    ``narrow`` is the file for telephones, where the panels stand one above the other.
+    ``narrow`` is the file for telephones, where the panels stand one above the other; ``shows`` is what its
+    legend and the titles of its panels say, empty if it has neither.
     """
 
     files: dict[str, str]
@@ -24,6 +25,7 @@ class Picture(TypedDict):
     height: int
     missing: str | None
     narrow: str | None
+    shows: str
 
 
 def render_page(

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Protocol
 
 import pandas as pd
+from matplotlib.figure import Figure
 
 from semdiag.capturing.attention_kinds import external
 from semdiag.findings.capture_words import capture_sentences, diverged_sentences
@@ -165,13 +166,13 @@ def _picture(
 ) -> Picture:
     """Draw and save a figure; say what the page needs to know of it, or why there is nothing to show."""
     if not formats:
-        return {"files": {}, "width": 0, "height": 0, "missing": "figures were not asked for.", "narrow": None}
+        return _missing("figures were not asked for.")
     try:
         figure = shown.draw(findings)
         with stacked():
             narrow = shown.draw(findings) if set(formats) & set(_ON_SCREEN) else None
     except NothingToDrawError as reason:
-        return {"files": {}, "width": 0, "height": 0, "missing": str(reason), "narrow": None}
+        return _missing(str(reason))
     files = folder / "figures"
     saved = save_figure(figure, files / shown.figure, formats)
     paths = {path.suffix[1:]: path.relative_to(folder).as_posix() for path in saved}
@@ -181,4 +182,20 @@ def _picture(
         (file,) = save_figure(narrow, files / f"{shown.figure}-narrow", [kind])
         telephone = file.relative_to(folder).as_posix()
     width, height = (round(inches * _PIXELS_PER_INCH) for inches in figure.get_size_inches())
-    return {"files": paths, "width": width, "height": height, "missing": None, "narrow": telephone}
+    return {
+        "files": paths, "width": width, "height": height, "missing": None, "narrow": telephone,
+        "shows": _shows(figure),
+    }  # fmt: skip
+
+
+def _missing(reason: str) -> Picture:
+    return {"files": {}, "width": 0, "height": 0, "missing": reason, "narrow": None, "shows": ""}
+
+
+def _shows(figure: Figure) -> str:
+    """What the legend and the titles of the panels say, each once."""
+    legends = [*figure.legends, *(legend for ax in figure.axes if (legend := ax.get_legend()))]
+    entries = [text.get_text() for legend in legends for text in legend.get_texts()]
+    titles = [" ".join(ax.get_title(loc="left").split()) for ax in figure.axes]
+    parts = [", ".join(dict.fromkeys(filter(None, words))) for words in (entries, titles)]
+    return "; ".join(filter(None, [parts[0], parts[1] and f"panels: {parts[1]}"]))

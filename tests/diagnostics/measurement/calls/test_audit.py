@@ -65,6 +65,39 @@ def test_of_a_hybrid_it_is_said_how_many_blocks_have_no_attention():
     assert remarks(calls) == [["layers", "2 of 4 blocks ran without softmax attention"]]
 
 
+class Block(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return x + self.inner(x)
+
+
+@pytest.mark.parametrize("in_a_list", [True, False], ids=["list", "sequential"])
+def test_blocks_in_a_sequential_are_blocks_as_well(in_a_list):
+    blocks = [Block(Attention()), Block(nn.Linear(WIDTH, WIDTH)), Block(Attention(False))]
+    model = Hybrid()
+    model.layers = nn.ModuleList(blocks) if in_a_list else nn.Sequential(*blocks)
+    with semdiag.capture(model) as calls:
+        model(stream())
+    assert remarks(calls) == [["layers", "1 of 3 blocks ran without softmax attention"]]
+    alone = nn.Sequential(*blocks)  # the model is the list
+    with semdiag.capture(alone) as calls:
+        alone(stream())
+    assert remarks(calls) == [["", "1 of 3 blocks ran without softmax attention"]]
+
+
+def test_parts_of_a_block_in_a_sequential_are_no_blocks():
+    """Attention and what follows it, and what stands before and behind the blocks."""
+    mlp = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH))
+    parts = nn.Sequential(nn.LayerNorm(WIDTH), Attention(), Block(mlp))
+    model = nn.Sequential(Block(mlp), nn.Sequential(*[parts, parts]), nn.Linear(WIDTH, WIDTH))
+    with semdiag.capture(model) as calls:
+        model(stream())
+    assert remarks(calls) == []
+
+
 class CrossCovariance(nn.Module):
     """XCiT's attention: of channels to channels."""
 

@@ -1,5 +1,7 @@
 """Which models share a panel, and what they are called."""
 
+from itertools import pairwise
+
 import pandas as pd
 import pytest
 
@@ -40,6 +42,18 @@ def test_models_of_another_norm_or_pooling_get_a_panel_of_their_own(model):
         "even-pairs, norm post, pooling mean": 1,
         "even-pairs, norm pre, pooling cls": 1,
     }
+
+
+def test_models_of_the_same_attention_look_different(model):
+    paths = [f"run-{i}/last.pt" for i in range(9)]
+    parts = [model("full"), *(model("topk", path=path) for path in paths)]
+    (panel,) = panels_of(pd.concat([part.models for part in parts], ignore_index=True))
+    full, *topk = (series.style for series in panel.series)
+    assert full == ATTENTION_STYLES["full"]
+    assert topk[0] == ATTENTION_STYLES["topk"]  # the first, or only, looks as everywhere
+    assert len({style.color for style in topk}) == len({(s.color, s.marker) for s in topk}) == len(paths)
+    assert all(before.marker != after.marker for before, after in pairwise(topk))
+    assert {style.line for style in topk} == {ATTENTION_STYLES["topk"].line}
 
 
 def test_bottom_k_is_not_called_a_mask_that_ignores_the_scores(model):

@@ -60,6 +60,17 @@ def kept(make_four, tmp_path_factory):
 
 
 @pytest.mark.slow
+def test_pictures_are_described_by_what_they_show(full_report):
+    """Their legend and the titles of their panels, and no model that is in others alone."""
+    images = {Path(image["src"]).stem: image["alt"] for image in Page(full_report / "index.html").all("img")}
+    assert "top-k (k = 3)" in images["dispersion_by_layer"]
+    assert "banded" in images["dispersion_by_layer"]
+    assert "banded" not in images["mass_kept"]  # of full attention alone
+    assert images["heads_map"].endswith("weight on the 3 largest scores.")
+    assert not any("{" in alt for alt in images.values())
+
+
+@pytest.mark.slow
 def test_the_page_is_whole_and_needs_nothing_from_outside(full_report):
     folder, page = full_report, Page(full_report / "index.html")
     images = page.all("img")

@@ -77,7 +77,7 @@ def test_anchors_are_unique_in_a_page():
 
 @pytest.mark.parametrize("shown", SHOWN)
 def test_every_figure_is_described_and_read(shown):
-    assert shown.alt.endswith(": {models}.")
+    assert shown.alt.endswith(": {shown}.")
     assert len(shown.alt) > 60
     assert shown.reading.endswith(".")
     assert len(shown.reading) > 60

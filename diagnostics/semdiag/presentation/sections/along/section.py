@@ -23,7 +23,7 @@ _QUESTIONS = (
             Shown(
                 along_training,
                 "Dispersion, response and the share of the gradient in queries and keys against epochs, "
-                "for each run: {models}.",
+                "for each run: {shown}.",
                 "Each point is a snapshot, measured on the same inputs. A difference between attentions that is "
                 "there at epoch 0 is owed to the mask; what opens later was learned.",
             ),

@@ -84,7 +84,8 @@ def _facts(finding: Finding) -> list[str]:
     if "smallest log10 gap" not in numbers:
         return [f"{finding.form}: {_WORDS.get(finding.verdict, finding.verdict)}"]
     gaps = powers_of_ten(numbers["smallest log10 gap"], numbers["largest log10 gap"])
-    unmet = [f"{finding.form}: assumptions not all met, see the verdict"] if finding.note else []
+    silent = not finding.note or finding.verdict is Verdict.NOT_MET  # which says so itself
+    unmet = [] if silent else [f"{finding.form}: assumptions not all met"]
     return [
         f"{finding.form}: {_WORDS.get(finding.verdict, finding.verdict)}, constants {gaps} times the slope",
         *unmet,

@@ -38,7 +38,7 @@ _QUESTIONS = (
             Shown(
                 secants_under_bounds,
                 "Decimal logarithm of the constants of Theorem 2 in three forms and of measured gradients and "
-                "secants of the loss, for each group of parameters and block: {models}.",
+                "secants of the loss, for each group of parameters and block: {shown}.",
                 "The grey lines are the distance between what the loss did and what the bound allows, in "
                 "powers of ten. Where they are long, the bound is true and explains nothing: a difference "
                 "between two models' constants then need not show in how they learn.",
@@ -61,7 +61,7 @@ _QUESTIONS = (
             Shown(
                 corollary_conditions,
                 "Left sides of both conditions of Corollary 1 at percentiles 75, 90, 95 and 100 as bars around"
-                " 1, and the margins of the sound comparison as bars around 0, for each pair: {models}.",
+                " 1, and the margins of the sound comparison as bars around 0, for each pair: {shown}.",
                 "Bars below the line say that the mask has the better worst-case guarantee at that percentile,"
                 " bars above that full attention has. Left is the paper's condition, right the comparison of "
                 "sound constants; where the two disagree, the paper's explanation rests on its form of ξ. Of "
@@ -71,7 +71,7 @@ _QUESTIONS = (
                 corollary_plane,
                 "Plane of δₕ/δₛ and Δₕ/δₛ, logarithmic ordinate, with the boundary of the paper's condition "
                 "for several δₛ and key loads, and measured pairs and the paper's four tasks as points: "
-                "{models}.",
+                "{shown}.",
                 "A pair meets the paper's condition if it lies left of the boundary that belongs to its own δₛ"
                 " (and β, in X); its points are then filled. A larger δₛ moves the boundary right, so that a "
                 "widely dispersed full model makes the condition easy to meet.",

@@ -83,11 +83,13 @@ def bounds_sentences(findings: Findings) -> list[str]:
 def _constants(finding: Finding) -> str:
     """What became of the constants of Theorem 2 of one model."""
     n, name = finding.numbers, f"the {finding.form} constants of Theorem 2"
-    unmet = finding.note.replace("assumption not met: ", "")
-    reason = f"; its assumptions are not all met here ({unmet})" if unmet else ""
+    assumed = finding.note.replace("assumption not met: ", "")
+    reason = f"; of what they assume this does not hold here: {assumed}" if assumed else ""
     if finding.verdict is Verdict.VIOLATED:
         fault = "which contradicts the paper" if finding.form == "paper" else "which is an error of semdiag"
         return f"In {n['violated']:.0f} tensors the loss is steeper than {name}, {fault}{reason}."
+    if finding.verdict is Verdict.NOT_MET and assumed:
+        return f"Nothing is said of {name}{reason}."
     if finding.verdict is not Verdict.HOLDS:
         return f"On {name}: {finding.verdict}{reason}."
     start = f"In {n['holds']:.0f} tensors the loss is no steeper than {name}"

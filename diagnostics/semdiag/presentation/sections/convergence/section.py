@@ -32,7 +32,7 @@ _QUESTIONS = (
             Shown(
                 learning_curves,
                 "Training and held-out accuracy against epochs, one panel per task, median and range over seeds "
-                "for each attention: {models}.",
+                "for each attention: {shown}.",
                 "Thick lines are training accuracy, of each run or from three seeds on their median with their "
                 "range; markers on the dashed line are the epochs at which single runs arrive. A curve that ends "
                 "below the line belongs to a run that never arrived in the epochs it was given.",
@@ -40,14 +40,14 @@ _QUESTIONS = (
             Shown(
                 speed_up,
                 "Speed-up over full attention by task and attention, logarithmic axis with a line at 1, arrows "
-                "where only a bound is known: {models}.",
+                "where only a bound is known: {shown}.",
                 "Points above the line learned in fewer epochs than full attention of the same seed. An arrow "
                 "says that one run never arrived: the true speed-up lies in its direction, however far.",
             ),
             Shown(
                 speed_up_against_dispersion,
                 "Speed-up over full attention against the ratio of median dispersions at the last checkpoint, "
-                "logarithmic axes: {models}.",
+                "logarithmic axes: {shown}.",
                 "If a smaller dispersion went with faster learning, points would fall from the upper left to the "
                 "lower right. Bars are intervals over inputs only. Runs of one attention are no independent "
                 "points: what goes with speed is asked of masks, with --predictors.",

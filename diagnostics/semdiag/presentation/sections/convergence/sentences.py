@@ -109,6 +109,12 @@ def _reservations(findings: Findings, found: pd.DataFrame) -> list[str]:
     if len(late):
         names = "; ".join(f"{r['model']} {r['epochs']} of {r['planned']} epochs" for r in late.to_dict("records"))
         said.append(f"Unfinished, so more may be known later: {names}.")
+    runs = len(findings.measurements.runs)
+    if runs > len(found):
+        said.append(
+            f"{runs - len(found)} of {runs} files are copies or other snapshots of a run that is shown: of each "
+            "run the file with the most epochs counts."
+        )
     left_out = findings.measurements.provenance.get("left_out", [])
     if left_out:
         said.append(f"Left out, since they bring no training history: {', '.join(left_out)}.")

@@ -28,7 +28,7 @@ def dispersion_tables(findings: Findings, alone: bool) -> dict[str, pd.DataFrame
 _BY_KEYS = Shown(
     dispersion_by_keys,
     "Percentiles of the semantic dispersion δ in nats against the number of keys a query may attend to, "
-    "logarithmic abscissa, as a median line in two bands: {models}.",
+    "logarithmic abscissa, as a median line in two bands: {shown}.",
     "A range over more scores is wider to begin with: compare queries with the same number of keys. A line that "
     "is flat says that the width of the scores, not their number, sets δ; in causal models the first queries "
     "see few keys and pull every pooled percentile down (--min-keys leaves them out).",
@@ -50,7 +50,7 @@ _QUESTIONS = (
             Shown(
                 dispersion_ecdf,
                 "Cumulative distribution of the semantic dispersion δ in nats, logarithmic axis, one curve "
-                "per model, percentiles 50, 75, 90 and 95 marked: {models}.",
+                "per model, percentiles 50, 75, 90 and 95 marked: {shown}.",
                 "Compare the curves at the same height: a curve further left has the smaller dispersion δ, "
                 "the range (largest minus smallest) of the scores a query's softmax mixes. A small δ means "
                 "that the kept keys compete on nearly equal terms: none can take more than e^δ/(e^δ + k − 1) "
@@ -59,7 +59,7 @@ _QUESTIONS = (
             Shown(
                 dispersion_by_layer,
                 "Distribution of the semantic dispersion δ in nats per layer, as nested boxes on a "
-                "logarithmic axis, attention kinds side by side: {models}.",
+                "logarithmic axis, attention kinds side by side: {shown}.",
                 "Look for layers in which full attention (δₛ, over all keys) stands far above the sparse "
                 "models (δₕ, over the kept keys): there the scores spread most. Where an initialisation is "
                 "shown in a panel of its own, compare with it: what is already there before training is "
@@ -81,7 +81,7 @@ _QUESTIONS = (
             Shown(
                 dispersion_ratio,
                 "Ratio of the dispersion of sparse models to that of full attention per layer, median and "
-                "95th percentile, with 95 % intervals and a line at 1: {models}.",
+                "95th percentile, with 95 % intervals and a line at 1: {shown}.",
                 "Points below the dashed line at 1 are layers in which the sparse model has the smaller δ; "
                 "equal steps on the axis are equal factors. The bars are 95 % intervals from resampling "
                 "whole sequences: if a bar crosses 1, these inputs do not settle the question for that "
@@ -106,7 +106,7 @@ _EXTERNAL = (
                 dispersion_by_layer,
                 "Distribution of the semantic dispersion δ in nats per layer, as nested boxes on a logarithmic "
                 "axis: "
-                "{models}.",
+                "{shown}.",
                 "δ is the range, largest minus smallest, of the scores that a query's softmax mixes. A small δ "
                 "means that all keys compete on nearly equal terms: none can take more than e^δ/(e^δ + n − 1) of "
                 "the weight of n keys. The paper's bounds on how fast a model learns grow with e^δ.",

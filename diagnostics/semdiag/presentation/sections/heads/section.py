@@ -13,7 +13,7 @@ _QUESTIONS = (
             Shown(
                 heads_map,
                 "Coloured cells, layers by heads: median dispersion in nats, entropy of the attention weights, "
-                "weight on the first key, weight on the k largest scores: {models}.",
+                "weight on the first key, weight on the k largest scores: {shown}.",
                 "Look for a head unlike its neighbours. A large δ with a small entropy is a head that picks "
                 "single keys; an entropy near the logarithm of the number of keys one that averages; much weight "
                 "on the first key may be a sink, on which queries park what they have no use for, or a token that "

@@ -37,7 +37,7 @@ _QUESTIONS = (
             Shown(
                 loss_change,
                 "Against k, what running the models with real masks changed, with 95 % intervals and as many "
-                "random keys as a control, beside the attention weight that the masks keep: {models}.",
+                "random keys as a control, beside the attention weight that the masks keep: {shown}.",
                 "Look for the smallest k from which on the whole band is below the dashed line: that many keys "
                 "per query do. Where the change falls sooner or later than the weight dropped would have it, the "
                 "weight is no proxy for the loss.",
@@ -45,7 +45,7 @@ _QUESTIONS = (
             Shown(
                 k_sweep,
                 "Against k, within each model: attention mass of the k largest scores, dispersion ratio, "
-                "separation on a logarithmic axis, and left sides of the paper's conditions around 1: {models}.",
+                "separation on a logarithmic axis, and left sides of the paper's conditions around 1: {shown}.",
                 "Look for a k at which the mass is above the dashed line while all curves of the last panel are "
                 "below 1. Where there is none, no top-k mask both keeps what this model attends to and has the "
                 "better guarantee by the paper's own conditions.",

@@ -36,27 +36,27 @@ _QUESTIONS = (
             Shown(
                 landscape_contour,
                 "Coloured cells of cross-entropy and of accuracy on planes in parameter space through each "
-                "checkpoint, contour lines over the loss, checkpoint and snapshots marked: {models}.",
+                "checkpoint, contour lines over the loss, checkpoint and snapshots marked: {shown}.",
                 "Compare the size of the region around the cross in which the accuracy stays high. Every cell is "
                 "a model that was run, and models of one figure share their colour scale.",
             ),
             Shown(
                 landscape_surface,
-                "The cross-entropy on the same planes as surfaces over both directions: {models}.",
+                "The cross-entropy on the same planes as surfaces over both directions: {shown}.",
                 "The same cells as heights: a wide basin with gentle walls can be left by larger steps than a "
                 "narrow one.",
             ),
             Shown(
                 landscape_cuts,
                 "Cross-entropy and accuracy against the way from the checkpoint along both axes of each plane, "
-                "attention kinds together: {models}.",
+                "attention kinds together: {shown}.",
                 "The rows of cells through the checkpoint, exactly as evaluated. Where the curves of one model "
                 "differ much from direction to direction, one plane says little about that model.",
             ),
             Shown(
                 landscape_attention,
                 "Coloured cells of the median and 95th percentile of the dispersion δ, and of the separation Δ, "
-                "on the same planes: {models}.",
+                "on the same planes: {shown}.",
                 "Where the loss changes and δ does not, the dispersion is not what makes the loss steep there.",
             ),
         ),

@@ -23,7 +23,7 @@ _QUESTIONS = (
             Shown(
                 length_generalisation,
                 "Accuracy, dispersion and separation against the length of the inputs, the trained length marked: "
-                "{models}.",
+                "{shown}.",
                 "Compare the points right of the dotted line, the trained length, with those on it. Accuracy at "
                 "the level of guessing means that what was learned is tied to the length.",
             ),

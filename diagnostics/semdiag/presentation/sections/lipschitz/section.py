@@ -33,21 +33,21 @@ _QUESTIONS = (
                 lipschitz_percentiles,
                 "Percentiles 50, 75, 95 and 99 of the secants of the loss between parameters on circles in random "
                 "planes against the radius, logarithmic axes, with 95 % bands, attention kinds together: "
-                "{models}.",
+                "{shown}.",
                 "The lower curve belongs to the model whose loss changes less per distance, as the paper says of "
                 "top-k. Where the bands overlap, these planes do not settle it.",
             ),
             Shown(
                 lipschitz_rungs,
                 "Decimal logarithm of the largest secant, the largest gradient norm, the extreme-value end point "
-                "and the sound bound for each group of parameters: {models}.",
+                "and the sound bound for each group of parameters: {shown}.",
                 "Secants, gradients and end points are three estimates from below, in no order among themselves. "
                 "The grey lines are what the bound leaves open, in powers of ten.",
             ),
             Shown(
                 block_stretch,
                 "How much each block stretches a small change of its input at most, sample by sample, below bars "
-                "for the bound λ_X, logarithmic axis: {models}.",
+                "for the bound λ_X, logarithmic axis: {shown}.",
                 "Compare the points of both models at the same block: the higher ones pass a change of the input "
                 "on more strongly. The bars above them are what the theory promises.",
             ),

@@ -4,6 +4,7 @@ from typing import Any
 
 from semdiag.capturing.attention_kinds import DENSE
 from semdiag.findings.findings import Findings
+from semdiag.findings.shares import samples_words
 from semdiag.presentation.drawing.noise import percent
 from semdiag.presentation.drawing.panels import NothingToDrawError, panels_of
 
@@ -54,7 +55,7 @@ def mask_facts(findings: Findings) -> str:
     samples = int(findings.measurements.masks.groupby("model")["sample"].nunique().max())
     seed = "" if plan.get("seed") is None else f" (seed {plan['seed']})"
     draws = int(findings.measurements.masks["draws"].iloc[0])
-    return f"Noise on {where}, {size}; {samples} samples per model, {draws} draws{seed}"
+    return f"Noise on {where}, {size}; {samples_words(samples)}, {draws} draws{seed}"
 
 
 def _plan(findings: Findings) -> dict[str, Any]:

@@ -30,7 +30,7 @@ _QUESTIONS = (
             Shown(
                 mask_agreement,
                 "Share of queries whose mask stays exactly the same under input noise, per layer, with 95 % "
-                "intervals and the certified share dotted: {models}.",
+                "intervals and the certified share dotted: {shown}.",
                 "A curve near 1 belongs to a layer whose masks do not care about this noise. The dotted line is "
                 "what can be proven from Δ and the change of the scores alone; the space between it and the "
                 "curves are masks that survive without a proof.",
@@ -38,14 +38,14 @@ _QUESTIONS = (
             Shown(
                 mask_reliability,
                 "Observed against predicted share of unchanged masks in ten bins of Δ over the standard "
-                "deviation of the boundary pair's change, one curve per noise level: {models}.",
+                "deviation of the boundary pair's change, one curve per noise level: {shown}.",
                 "On the dashed diagonal Δ says as much as the prediction Φ(Δ/sd) claims. Points below it lose "
                 "their masks to other pairs than the one at the boundary; above it, few large "
                 "changes, like those after a swap below, make the standard deviation larger than most changes.",
             ),
             Shown(
                 mask_heat_map,
-                "Share of unchanged masks as coloured cells, layers by noise levels, or by models: {models}.",
+                "Share of unchanged masks as coloured cells, layers by noise levels, or by models: {shown}.",
                 "Read the layers in their order: noise is passed on from layer to layer, so that later masks "
                 "can change although nothing was added there. --at-block puts the noise into one block's input "
                 "and leaves those below clean.",

@@ -65,7 +65,7 @@ _QUESTIONS = (
             Shown(
                 mask_overlap,
                 "Mean Jaccard index of the kept keys as coloured cells, layer by layer, heads of a layer on the "
-                "diagonal, and beside it for successive queries: {models}.",
+                "diagonal, and beside it for successive queries: {shown}.",
                 "A bright cell is a pair of layers that could share one selection: for the same query they keep "
                 "the same keys. The column on the right tells how much of a query's selection the next one could "
                 "reuse. Compare with the value that random sets of the same size have, in the panel's title.",

@@ -15,7 +15,7 @@ _QUESTIONS = (
             Shown(
                 predictors,
                 "Rank correlation of each candidate with the area under the training-loss curve, at the "
-                "initialisation and at matched loss, with intervals and a line at 0: {models}.",
+                "initialisation and at matched loss, with intervals and a line at 0: {shown}.",
                 "A point right of 0 says: the larger the number, the slower the mask learns. Filled points remain "
                 "after correction for the number of candidates and stages tried; a bar is what other masks could "
                 "have given.",
@@ -23,7 +23,7 @@ _QUESTIONS = (
             Shown(
                 predictor_cells,
                 "Rank of the area under the training-loss curve against the rank of each candidate at the "
-                "initialisation, one panel per candidate: {models}.",
+                "initialisation, one panel per candidate: {shown}.",
                 "A candidate that predicts slowness orders the points along the rising diagonal, one that "
                 "predicts speed along the falling one. One that only sets one kind of attention apart tells which "
                 "mask it is, not how fast it learns.",

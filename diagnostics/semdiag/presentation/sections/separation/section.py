@@ -24,7 +24,7 @@ _QUESTIONS = (
             Shown(
                 separation_by_layer,
                 "Distribution of the semantic separation Δ in nats per layer, as nested boxes on a "
-                "logarithmic axis, with the share of queries at or below 0 stated: {models}.",
+                "logarithmic axis, with the share of queries at or below 0 stated: {shown}.",
                 "Δ is the lowest kept score minus the highest dropped one; the lower ends of the boxes are "
                 "what matters. A tiny Δ means that a small change of the input can swap keys in and out of "
                 "the mask, and the bounds of a heavy-hitter mask grow as 1/Δ.",
@@ -44,7 +44,7 @@ _QUESTIONS = (
             Shown(
                 key_load,
                 "Share of keys that at least x queries keep, logarithmic axis, with k and the largest load "
-                "marked: {models}.",
+                "marked: {shown}.",
                 "Read a curve from left to right: how many keys are kept by at least that many queries. A "
                 "curve that falls at k keeps every key about as often; a long tail means sinks, few keys that "
                 "many queries rely on, beside keys that nobody reads.",

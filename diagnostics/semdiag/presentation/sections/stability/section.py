@@ -31,7 +31,7 @@ _QUESTIONS = (
                 "Constant ξ of a softmax row against its dispersion δ for the commonest numbers of keys, "
                 "logarithmic axes, "
                 "in the paper's form and the sound one, with measured secants of full attention and fixed masks: "
-                "{models}.",
+                "{shown}.",
                 "Every point, a measured change of attention over the change of its scores, must lie below the"
                 " solid curve, the smallest constant that holds for all rows of that δ. Where the paper's "
                 "dashed curve lies below it (shaded) it is no upper bound, even if no point exceeds it; those "
@@ -41,7 +41,7 @@ _QUESTIONS = (
                 attention_response,
                 "Distribution of the change of attention weights ‖p − p′‖₁ under input noise per layer, as "
                 "nested boxes on a logarithmic axis with the mean marked, attention kinds side by side: "
-                "{models}.",
+                "{shown}.",
                 "Compare the marked means at the same layer: the higher one belongs to the attention that the "
                 "same relative noise moves more. A mean far above its box comes from few queries that exchange"
                 " a whole key, as a top-k mask does where Δ is small.",

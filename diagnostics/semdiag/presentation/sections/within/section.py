@@ -28,7 +28,7 @@ _QUESTIONS = (
             Shown(
                 dispersion_counterfactual,
                 "Within full-attention models: dispersion over all keys beside the dispersion over the k largest "
-                "scores of the same rows, per layer: {models}.",
+                "scores of the same rows, per layer: {shown}.",
                 "Within one and the same full model: the spread of all its scores beside the spread of its k "
                 "largest only. It shows what a top-k mask would leave of this model's dispersion without training "
                 "it anew; it is no comparison between trained models.",
@@ -36,7 +36,7 @@ _QUESTIONS = (
             Shown(
                 mass_kept,
                 "Within full-attention models: share of the attention weight on the k largest scores, per layer: "
-                "{models}.",
+                "{shown}.",
                 "How much of the attention a top-k mask would keep. Layers whose boxes touch 1 already attend to "
                 "k "
                 "keys and would hardly notice the mask; where the boxes are low, the mask would throw away what "
@@ -47,7 +47,7 @@ _QUESTIONS = (
                 separation_counterfactual,
                 "Within full-attention models: gap in nats between the k-th and the next largest score, per "
                 "layer, "
-                "logarithmic axis: {models}.",
+                "logarithmic axis: {shown}.",
                 "The gap between the last score that a top-k mask would keep and the first it would drop. Small "
                 "gaps mean that a small change of the input would swap keys in and out of the mask.",
             ),
@@ -55,7 +55,7 @@ _QUESTIONS = (
                 key_load_counterfactual,
                 "Within full-attention models: share of keys that at least x queries would keep, logarithmic "
                 "axis: "
-                "{models}.",
+                "{shown}.",
                 "Which keys a top-k mask would rely on: a curve that falls near k spreads the queries evenly, a "
                 "long tail means sinks that nearly every query would keep.",
             ),

@@ -46,12 +46,12 @@ def _one_k(findings: Findings, model: str, k: int) -> str:
     mass, low, lowest, highest, share = (
         f"{percent(kept[name])}%" for name in ("mass", "mass_p5", "lowest", "highest", "share")
     )
-    sample = f"; the rest is said of a random sample of {kept['sampled']:,} of them" if kept["sampled"] else ""
+    sample = f", said of a random sample of {kept['sampled']:,}" if kept["sampled"] else ""
+    ends = f"{lowest} in layer {kept['lowest_layer']} to {highest} in layer {kept['highest_layer']}"
+    by_layer = f"; by layer, medians from {ends}" if kept["lowest_layer"] != kept["highest_layer"] else ""
     return (
-        f"Would sparse attention help? A top-{k} mask {most} {mass} of the attention weight at the "
-        f"median query ({low} at the 5th percentile; by layer, medians from {lowest} "
-        f"in layer {kept['lowest_layer']} to {highest} in layer {kept['highest_layer']}), with a "
-        f"median dispersion of {kept['dispersion']:.3g} instead of {kept['whole']:.3g} nats and a median "
-        f"separation of {kept['separation']:.2g} nats ({share} of the queries have more than "
-        f"{keys_words(k)}{sample})."
+        f"Would sparse attention help? Of the queries with more than {keys_words(k)} ({share} of all{sample}) a "
+        f"top-{k} mask {most} {mass} of the attention weight at the median ({low} at the 5th "
+        f"percentile{by_layer}), with a median dispersion of {kept['dispersion']:.3g} instead of "
+        f"{kept['whole']:.3g} nats and a median separation of {kept['separation']:.2g} nats."
     )
