@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from semdiag_models import products
+from semdiag_models.attention.compiled import LONG
 from semdiag_models.dropout import dropped_positions
 from semdiag_models.encoder import ACTIVATION_FUNCTIONS, Encoder
 from semdiag_models.errors import InputError
@@ -163,9 +164,12 @@ def test_with_dropout_they_are_those_of_the_network_written_out(kind, activation
 
 @pytest.mark.processor
 @pytest.mark.parametrize("kind", ["full", "banded"])  # which rounding cannot make to select other keys
-@pytest.mark.parametrize("length", [100, 200])
+@pytest.mark.parametrize("length", [100, 200, LONG])
 def test_in_single_precision_large_products_round_no_worse_than_torchs(kind, length, through_onednn):
-    """At sizes at which oneDNN makes the products; the errors of two sums of the same rounded terms are alike."""
+    """At sizes at which oneDNN makes the products, and kernels mix where there are some.
+
+    The errors of two sums of the same rounded terms are alike.
+    """
     sizes = {"length": length, "width": 64, "mlp_width": 64, "heads": 1, "head_width": 64}
     model = encoder(kind, **sizes)
     tokens, labels = batch(model, size=8)

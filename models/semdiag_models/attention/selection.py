@@ -1,8 +1,6 @@
 """Which keys a query attends to, for each kind of attention."""
 
-import importlib
 from functools import lru_cache
-from types import ModuleType
 
 import torch
 import torch.nn.functional as F
@@ -10,11 +8,11 @@ from torch import Tensor
 
 from semdiag_models import products
 from semdiag_models.attention.clustered_selection import same_clusters
+from semdiag_models.attention.compiled import kernels_for
 from semdiag_models.attention.hashed_selection import same_bucket
 from semdiag_models.attention.kinds import ATTENTIONS
 
 _STRIP = 2**20  # scores held at a time
-_LONG = 256  # scores of a row from which on compiled kernels find the largest
 
 
 def select_keys(
@@ -90,12 +88,14 @@ def _heavy_hitters(q: Tensor, keys: Tensor, scale: float, valid: Tensor | None, 
     selected = torch.empty(batch * heads, length, k, dtype=torch.int64, device=q.device)
     alone = products.takes(rows[0], of_keys[0])
     per_strip = 1 if alone else max(1, _STRIP // length**2)
+    strip = q.new_empty(0 if alone else min(per_strip, batch * heads), length, length)  # the same memory for all
     for start in range(0, batch * heads, per_strip):
         s = slice(start, start + per_strip)
         if alone:
             scores = products.linear(rows[start] * scale, of_keys[start])[None]
         else:
-            scores = torch.baddbmm(q.new_empty(()), rows[s], of_keys[s].mT, beta=0, alpha=scale)
+            scores = strip[: len(rows[s])]
+            torch.baddbmm(scores, rows[s], of_keys[s].mT, beta=0, alpha=scale, out=scores)
         if allowed is not None:
             scores.masked_fill_(~allowed[s], float("-inf"))
         values, positions = _largest(scores, k)
@@ -104,23 +104,10 @@ def _heavy_hitters(q: Tensor, keys: Tensor, scale: float, valid: Tensor | None, 
 
 
 def _largest(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Values and positions of the k largest scores of each row: of long ones by kernels, if Numba is installed."""
-    if scores.shape[-1] >= _LONG and scores.dtype == torch.float32 and scores.device.type == "cpu":
-        kernels = None if torch.compiler.is_compiling() else _kernels()
-        if kernels is not None:
-            values, positions = kernels.largest_scores(scores, k)
-            return values, positions
-    best = scores.topk(k, -1)
-    return best.values, best.indices
-
-
-@lru_cache
-def _kernels() -> ModuleType | None:
-    """Return the kernels, which take half a second to start; None without Numba."""
-    try:
-        return importlib.import_module("semdiag_models.largest_kernels")
-    except ImportError:
-        return None
+    """Values and positions of the k largest scores of each row (..., L, L), by kernels where there are some."""
+    kernels = kernels_for("largest_kernels", scores)
+    best: tuple[Tensor, Tensor] = scores.topk(k, -1) if kernels is None else kernels.largest_scores(scores, k)
+    return best
 
 
 @torch.no_grad()

@@ -74,7 +74,7 @@ class LongAttention:
         """
         del drops
         layers, (rows, length, width) = self._members.layers, qkv.shape
-        by_head = qkv.view(rows, length, 3, -1, layers[0].head_width).permute(2, 0, 3, 1, 4).contiguous()
+        by_head = qkv.view(rows, length, 3, -1, layers[0].head_width).permute(2, 0, 3, 1, 4)
         n, self._mixed, outputs = len(layers), [], []
         parts = zip(layers, by_head.chunk(n, 1), [None] * n if valid is None else valid.chunk(n), strict=True)
         for i, (layer, part, counts) in enumerate(parts):

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from semdiag_models import products
+from semdiag_models.attention import compiled
 from semdiag_models.attention import selection as module
 from semdiag_models.attention.selection import random_priorities, select_keys
 
@@ -122,7 +123,7 @@ def test_fixed_selections_are_those_of_every_sample_and_head(kind):
 @pytest.mark.parametrize("long", [1, 256], ids=["kernels", "torch"])
 def test_heavy_hitters_are_those_of_a_stable_sort(monkeypatch, long, strip, k, padded, scale):
     monkeypatch.setattr(module, "_STRIP", strip)
-    monkeypatch.setattr(module, "_LONG", long)
+    monkeypatch.setattr(compiled, "LONG", long)
     q, keys = vectors()
     valid = torch.arange(10) < torch.tensor([[10], [6], [2]]) if padded else None
     selected = select_keys("topk", k, q, keys, scale, valid)
@@ -148,13 +149,13 @@ def test_kernels_select_in_single_precision_and_where_numba_is_installed(monkeyp
         kernels = sys.modules["semdiag_models.largest_kernels"]
         largest = kernels.largest_scores
         monkeypatch.setattr(kernels, "largest_scores", lambda *of: calls.append(of) or largest(*of))
-    module._kernels.cache_clear()
+    compiled._imported.cache_clear()
     assert torch.equal(select_keys("topk", 5, q, keys, 1.0, None), found)
     assert len(calls) == (0 if missing else 1)
     select_keys("topk", 5, q.double(), keys.double(), 1.0, None)
     select_keys("topk", 5, q[:, :, 1:], keys[:, :, 1:], 1.0, None)
     assert len(calls) == (0 if missing else 1)
-    module._kernels.cache_clear()
+    compiled._imported.cache_clear()
 
 
 def orders(seed=3, blocks=2, heads=2, length=10):
