@@ -49,7 +49,7 @@ class _Strips(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, valid: Tensor | None, p: float) -> Tensor:
         heads = q.shape[1]
-        q, k, v = (t.reshape(-1, *t.shape[2:]) for t in (q, k, v))  # (B·H, L, D)
+        q, k, v = (t.reshape(-1, *t.shape[2:]).contiguous() for t in (q, k, v))  # (B·H, L, D)
         per_strip = max(1, _STRIP // (q.shape[1] * k.shape[1]))
         drops: list[Tensor] = []
         mixed = torch.empty_like(q)
