@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from semdiag_models.attention import compiled
+from semdiag_models import compiled
 from semdiag_models.attention.selected_attention import selected_attention
 from semdiag_models.selected_kernels import mix_selected, mix_selected_backward
 
-L, SCALE = compiled.LONG, 0.3
+L, SCALE = compiled.LEAST["selected_kernels"], 0.3
 
 
 def inputs(heads=2, width=5, count=4, missing=True):
@@ -41,7 +41,7 @@ def test_kernels_round_no_worse_than_torch_s_operations(monkeypatch, heads, widt
     """The errors of two sums of the same terms, in another order, are alike."""
     qkv, _, selected = inputs(heads, width, count)
     ours, exact = mixed_and_gradients(qkv, selected, p), mixed_and_gradients(qkv, selected, p, torch.float64)
-    monkeypatch.setattr(compiled, "LONG", L + 1)
+    monkeypatch.setitem(compiled.LEAST, "selected_kernels", L + 1)
     theirs = mixed_and_gradients(qkv, selected, p)
     for name, x, y, true in zip(("mixed", "d_q", "d_k", "d_v"), ours, theirs, exact, strict=True):
         assert (x - true).norm() <= 2 * (y - true).norm() + 1e-7 * true.norm(), name

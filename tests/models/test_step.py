@@ -9,8 +9,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from semdiag_models import products
-from semdiag_models.attention.compiled import LONG
+from semdiag_models import compiled, products
 from semdiag_models.dropout import dropped_positions
 from semdiag_models.encoder import ACTIVATION_FUNCTIONS, Encoder
 from semdiag_models.errors import InputError
@@ -164,7 +163,7 @@ def test_with_dropout_they_are_those_of_the_network_written_out(kind, activation
 
 @pytest.mark.processor
 @pytest.mark.parametrize("kind", ["full", "banded"])  # which rounding cannot make to select other keys
-@pytest.mark.parametrize("length", [100, 200, LONG])
+@pytest.mark.parametrize("length", [100, 200, compiled.LEAST["selected_kernels"]])
 def test_in_single_precision_large_products_round_no_worse_than_torchs(kind, length, through_onednn):
     """At sizes at which oneDNN makes the products, and kernels mix where there are some.
 

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from semdiag_models.attention.compiled import kernels_for
+from semdiag_models.compiled import kernels_for
 from semdiag_models.dropout import dropout as drop
 
 

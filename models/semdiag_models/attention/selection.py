@@ -8,9 +8,9 @@ from torch import Tensor
 
 from semdiag_models import products
 from semdiag_models.attention.clustered_selection import same_clusters
-from semdiag_models.attention.compiled import kernels_for
 from semdiag_models.attention.hashed_selection import same_bucket
 from semdiag_models.attention.kinds import ATTENTIONS
+from semdiag_models.compiled import kernels_for
 
 _STRIP = 2**20  # scores held at a time
 

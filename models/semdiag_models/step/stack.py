@@ -10,11 +10,13 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from itertools import groupby
+from types import ModuleType
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from semdiag_models.compiled import kernels_for
 from semdiag_models.encoder import ACTIVATION_FUNCTIONS, Encoder, mean
 from semdiag_models.errors import InputError
 from semdiag_models.random_state import RandomState
@@ -161,12 +163,12 @@ class Stack(FlatParameters):
             torch.mul(d_pooled / self._valid.sum(1)[:, None, None], self._valid[:, :, None], out=by_token)
         for i in reversed(range(c.blocks)):
             if c.norm == "pre":
-                grad.addcmul_(*self._norm_backward(self._mlp_backward(i, grad), "mlp", i))
-                grad.addcmul_(*self._norm_backward(self._attend_backward(i, grad), "attention", i))
+                self._norm_backward(self._mlp_backward(i, grad), "mlp", i, grad, keep=True)
+                self._norm_backward(self._attend_backward(i, grad), "attention", i, grad, keep=True)
             else:
-                torch.mul(*self._norm_backward(grad, "mlp", i), out=grad)
+                self._norm_backward(grad, "mlp", i, grad, keep=False)
                 grad.add_(self._mlp_backward(i, grad))
-                torch.mul(*self._norm_backward(grad, "attention", i), out=grad)
+                self._norm_backward(grad, "attention", i, grad, keep=False)
                 grad.add_(self._attend_backward(i, grad))
         self._embed_backward(grad)
         self.unscale_gradients()
@@ -230,22 +232,37 @@ class Stack(FlatParameters):
 
     def _norm(self, x: Tensor, name: str, i: int, eps: float = 1e-5) -> Tensor:
         """Rows of mean 0 and variance 1, in fewer passes than torch's kernel takes at small widths."""
-        centre = x.mean(-1, keepdim=True)
-        y = torch.sub(x, centre, out=self.memory(f"{name} norm", x.shape, i))
-        spread = torch.linalg.vector_norm(y, dim=-1, keepdim=True)
-        scale = spread.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
-        self._saved[f"{name} norm", i] = y.mul_(scale), scale
+        y, kernels = self.memory(f"{name} norm", x.shape, i), self._norm_kernels(x)
+        if kernels is not None:
+            scale = x.new_empty(*x.shape[:-1], 1)
+            kernels.normalise(x, y, scale, eps)
+        else:
+            torch.sub(x, x.mean(-1, keepdim=True), out=y)
+            spread = torch.linalg.vector_norm(y, dim=-1, keepdim=True)
+            scale = spread.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+            y.mul_(scale)
+        self._saved[f"{name} norm", i] = y, scale
         return y
 
-    def _norm_backward(self, grad: Tensor, name: str, i: int) -> tuple[Tensor, Tensor]:
-        """Two factors of the gradient of what was normalised: (N, width) and (N, 1)."""
-        y, scale = self._saved[f"{name} norm", i]
+    def _norm_backward(self, grad: Tensor, name: str, i: int, out: Tensor, *, keep: bool) -> None:
+        """Write the gradient of what was normalised in ``out``, which may be ``grad``, or add it there."""
+        (y, scale), kernels = self._saved[f"{name} norm", i], self._norm_kernels(grad)
+        if kernels is not None:
+            kernels.differentiate(grad, y, scale, out, keep=keep)
+            return
         if self._no_shift.shape != scale.shape:
             self._no_shift, self._no_scale = torch.zeros_like(scale), torch.ones_like(scale)
         d_y: Tensor = torch.ops.aten.native_layer_norm_backward(
             grad, y, y.shape[-1:], self._no_shift, self._no_scale, None, None, [True, False, False]
         )[0]
-        return d_y, scale
+        if keep:
+            out.addcmul_(d_y, scale)
+        else:
+            torch.mul(d_y, scale, out=out)
+
+    def _norm_kernels(self, x: Tensor) -> ModuleType | None:
+        """Compiled kernels, where they are faster: of several threads each takes a part of torch's operations."""
+        return kernels_for("norm_kernels", x) if torch.get_num_threads() == 1 else None
 
     def _attend(self, i: int, x: Tensor, base: Tensor, out: Tensor) -> Tensor:
         """Base + dropout(attention(x)), as :meth:`_onto`."""

@@ -5,8 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from semdiag_models import products
-from semdiag_models.attention import compiled
+from semdiag_models import compiled, products
 from semdiag_models.attention import selection as module
 from semdiag_models.attention.selection import random_priorities, select_keys
 
@@ -123,7 +122,7 @@ def test_fixed_selections_are_those_of_every_sample_and_head(kind):
 @pytest.mark.parametrize("long", [1, 256], ids=["kernels", "torch"])
 def test_heavy_hitters_are_those_of_a_stable_sort(monkeypatch, long, strip, k, padded, scale):
     monkeypatch.setattr(module, "_STRIP", strip)
-    monkeypatch.setattr(compiled, "LONG", long)
+    monkeypatch.setitem(compiled.LEAST, "largest_kernels", long)
     q, keys = vectors()
     valid = torch.arange(10) < torch.tensor([[10], [6], [2]]) if padded else None
     selected = select_keys("topk", k, q, keys, scale, valid)
