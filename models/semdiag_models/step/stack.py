@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from itertools import groupby
-from types import ModuleType
 
 import torch
 import torch.nn.functional as F
@@ -232,7 +231,7 @@ class Stack(FlatParameters):
 
     def _norm(self, x: Tensor, name: str, i: int, eps: float = 1e-5) -> Tensor:
         """Rows of mean 0 and variance 1, in fewer passes than torch's kernel takes at small widths."""
-        y, kernels = self.memory(f"{name} norm", x.shape, i), self._norm_kernels(x)
+        y, kernels = self.memory(f"{name} norm", x.shape, i), kernels_for("norm_kernels", x)
         if kernels is not None:
             scale = x.new_empty(*x.shape[:-1], 1)
             kernels.normalise(x, y, scale, eps)
@@ -246,7 +245,7 @@ class Stack(FlatParameters):
 
     def _norm_backward(self, grad: Tensor, name: str, i: int, out: Tensor, *, keep: bool) -> None:
         """Write the gradient of what was normalised in ``out``, which may be ``grad``, or add it there."""
-        (y, scale), kernels = self._saved[f"{name} norm", i], self._norm_kernels(grad)
+        (y, scale), kernels = self._saved[f"{name} norm", i], kernels_for("norm_kernels", grad)
         if kernels is not None:
             kernels.differentiate(grad, y, scale, out, keep=keep)
             return
@@ -259,10 +258,6 @@ class Stack(FlatParameters):
             out.addcmul_(d_y, scale)
         else:
             torch.mul(d_y, scale, out=out)
-
-    def _norm_kernels(self, x: Tensor) -> ModuleType | None:
-        """Compiled kernels, where they are faster: of several threads each takes a part of torch's operations."""
-        return kernels_for("norm_kernels", x) if torch.get_num_threads() == 1 else None
 
     def _attend(self, i: int, x: Tensor, base: Tensor, out: Tensor) -> Tensor:
         """Base + dropout(attention(x)), as :meth:`_onto`."""
