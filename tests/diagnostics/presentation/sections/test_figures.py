@@ -27,7 +27,7 @@ THEORY = (
     "corollary_plane",
     "corollary_conditions",
 )
-MASK_PROBES = ("mask_agreement", "mask_reliability", "mask_heat_map", "k_sweep")
+MASK_PROBES = ("masks_unchanged", "mask_reliability", "mask_heat_map", "k_sweep")
 PROBES = (
     "lipschitz_percentiles",
     "lipschitz_rungs",

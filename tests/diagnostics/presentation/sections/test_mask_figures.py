@@ -34,7 +34,7 @@ def pair(model):
 
 
 def test_agreement_is_drawn_against_noise_by_layer(pair, probed):
-    figure = FIGURES["mask_agreement"](Findings(probed(pair)))
+    figure = FIGURES["masks_unchanged"](Findings(probed(pair)))
     full, topk = figure.axes
     assert "top-3 it would choose" in full.get_title(loc="left")
     assert topk.get_title(loc="left") == "even-pairs\ntop-k (k = 3)"
@@ -53,13 +53,13 @@ def test_every_model_without_a_mask_is_titled_so(pair, probed):
     found = probed(pair)
     models = found.models.assign(attention=found.models["attention"].replace("full", "causal"))
     titles = [
-        ax.get_title(loc="left") for ax in FIGURES["mask_agreement"](Findings(found.replace(models=models))).axes
+        ax.get_title(loc="left") for ax in FIGURES["masks_unchanged"](Findings(found.replace(models=models))).axes
     ]
     assert ["top-3 it would choose" in title for title in titles].count(True) == 1
 
 
 def test_one_level_is_drawn_against_layers(pair, probed):
-    figure = FIGURES["mask_agreement"](Findings(probed(pair, levels=(0.1,))))
+    figure = FIGURES["masks_unchanged"](Findings(probed(pair, levels=(0.1,))))
     points = figure.axes[0].containers[0].lines[0]
     np.testing.assert_allclose(np.asarray(points.get_ydata(), float), [0.9, 0.8], rtol=1e-6)
     assert figure.axes[0].get_xlabel() == "layer"
@@ -135,7 +135,7 @@ def test_without_a_rerun_the_command_is_said(pair, probed):
         FIGURES["loss_change"](Findings(probed(pair)))
 
 
-@pytest.mark.parametrize("name", ["mask_agreement", "mask_reliability", "mask_heat_map", "k_sweep"])
+@pytest.mark.parametrize("name", ["masks_unchanged", "mask_reliability", "mask_heat_map", "k_sweep"])
 def test_fixed_masks_leave_nothing_to_draw(name, model, probed):
     with pytest.raises(NothingToDrawError):
         FIGURES[name](Findings(probed(model("banded"))))

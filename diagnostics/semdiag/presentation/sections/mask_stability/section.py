@@ -7,9 +7,9 @@ from semdiag.findings.findings import Findings
 from semdiag.findings.glance import masks_glance
 from semdiag.findings.mask_stability import effect_table, mask_table
 from semdiag.presentation.section import Question, Section, Shown
-from semdiag.presentation.sections.mask_stability.mask_agreement import mask_agreement
 from semdiag.presentation.sections.mask_stability.mask_heat_map import mask_heat_map
 from semdiag.presentation.sections.mask_stability.mask_reliability import mask_reliability
+from semdiag.presentation.sections.mask_stability.masks_unchanged import masks_unchanged
 from semdiag.presentation.sections.mask_stability.sentences import mask_sentences, masks_in_short
 from semdiag.presentation.tables import with_facts
 
@@ -28,7 +28,7 @@ _QUESTIONS = (
         "Do masks survive noise?",
         (
             Shown(
-                mask_agreement,
+                masks_unchanged,
                 "Share of queries whose mask stays exactly the same under input noise, per layer, with 95 % "
                 "intervals and the certified share dotted: {shown}.",
                 "A curve near 1 belongs to a layer whose masks do not care about this noise. The dotted line is "

@@ -15,7 +15,7 @@ _MARKERS = "osD^vP*Xh<>"
 
 
 @paper_style
-def mask_agreement(findings: Findings) -> Figure:
+def masks_unchanged(findings: Findings) -> Figure:
     """Draw the share of unchanged masks: against noise, one curve per layer; with one level, against layers.
 
     Args:
@@ -37,7 +37,7 @@ def mask_agreement(findings: Findings) -> Figure:
         else:
             _against_layers(ax, layers, findings)
         ax.set_title(title, fontsize=8)
-    axes[0].set_ylabel("share of masks unchanged, S′ = S")
+    axes[0].set_ylabel("observed share of masks unchanged, S′ = S")
     return finished(
         figure,
         f"{mask_facts(findings)}.\nBands and bars: 95 % intervals from resampled sequences; heads pooled by "
