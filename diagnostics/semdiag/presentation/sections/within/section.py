@@ -23,7 +23,7 @@ def within_tables(findings: Findings, alone: bool) -> dict[str, pd.DataFrame]:
 _QUESTIONS = (
     Question(
         "within",
-        "What would top-k leave of a full model?",
+        "What would top-k leave of a model that drops no key?",
         (
             Shown(
                 dispersion_counterfactual,
