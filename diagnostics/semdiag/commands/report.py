@@ -1,6 +1,7 @@
 """``semdiag report``."""
 
 import json
+import tempfile
 import webbrowser
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,6 +14,7 @@ from semdiag.commands.shared import Shared, with_options
 
 _REDRAWING = {"redraw", "keep_queries", "show", "out", "as_json", "figures", "quiet"}  # what goes with --from
 _DRAWS, _PROBE_SAMPLES = 3, 100  # of the sections with a command of their own: enough for a first look
+_UNFITTING = ArithmeticError, AttributeError, LookupError, TypeError, ValueError  # of damaged measurements
 
 
 @with_options(sampling=True)
@@ -93,8 +95,12 @@ def report(
     try:
         with Stages("drawing", 1, shared.values["quiet"]) as bar:
             page = write_report(findings, folder, measuring.command_line(), formats, keep_queries, progress=bar)
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        if redraw is None or isinstance(error, InputError):
+    except Exception as error:
+        if redraw is None and keep_queries and not isinstance(error, InputError):
+            saved = Path(tempfile.mkdtemp(prefix=f"{folder.name}-measurements-", dir=folder.parent))
+            findings.measurements.save(saved)
+            tell(f"semdiag: the report was not drawn. Its measurements are kept: semdiag report --from {saved}")
+        if redraw is None or isinstance(error, InputError) or not isinstance(error, _UNFITTING):
             raise
         said = " ".join(str(error).split())[:120]
         raise InputError(

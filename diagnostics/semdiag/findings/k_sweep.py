@@ -59,7 +59,8 @@ def condition_table(findings: Findings) -> pd.DataFrame:
                     left = float(condition.left_side[at])
                     row = {"model": model, "k": int(k), "percentile": percentile, "parameter": parameter}
                     rows.append({**row, "left_side": left, "met": bool(condition.met[at])})
-    return pd.DataFrame(rows, columns=["model", "k", "percentile", "parameter", "left_side", "met"])
+    table = pd.DataFrame(rows, columns=["model", "k", "percentile", "parameter", "left_side", "met"])
+    return table.astype({"k": "int64", "percentile": "int64", "left_side": "float64", "met": "bool"})  # if empty
 
 
 def _cuts(row: Mapping[Any, Any], mirrored: bool = False) -> torch.Tensor:

@@ -56,6 +56,35 @@ def test_the_sweep_judges_no_k(run_semdiag, here, tiny_runs):
     }
 
 
+@pytest.mark.parametrize("models", [("full", "topk"), ("full",)])
+@pytest.mark.parametrize("command", ["dispersion", "separation", "k-sweep", "report"])
+def test_every_command_draws_its_figures(run_semdiag, here, tiny_runs, command, models):
+    """Fails while the empty table of conditions (findings/k_sweep.py) holds objects, not numbers."""
+    words = [command, *(getattr(tiny_runs, name) for name in models), "--samples", 12, "--figures", "png"]
+    outcome = run_semdiag(*words, "--queries", 4, "--out", here / "out", "--quiet")
+    assert outcome.code == 0, outcome.err
+    figures = json.loads((here / "out" / "summary.json").read_text(encoding="utf-8"))["figures"]
+    drawn = {name for name, files in figures.items() if files}
+    assert {"k-sweep": {"k_sweep"}, "report": {"k_sweep", "dispersion_by_layer"}}.get(command, set()) <= drawn
+    assert drawn
+    assert all((here / "out" / file).stat().st_size for files in figures.values() for file in files)
+
+
+def test_measurements_that_were_to_be_kept_are_when_a_figure_fails(run_semdiag, here, tiny_runs, monkeypatch):
+    def fail(*_):
+        raise RuntimeError("no such figure")
+
+    with monkeypatch.context() as broken:
+        broken.setattr("semdiag.presentation.report.report.save_figure", fail)
+        for keep in ([], ["--keep-queries"]):
+            with pytest.raises(RuntimeError, match="no such figure"):
+                run_semdiag("report", tiny_runs.full, "--samples", 4, "--figures", "png", "--out", "out", *keep)
+            assert len(list(here.iterdir())) == len(keep)
+    (saved,) = here.iterdir()
+    again = run_semdiag("report", "--from", saved, "--figures", "none", "--out", "out", "--quiet")
+    assert again.code == 0, again.err
+
+
 @pytest.mark.parametrize("more", [{"queries": 4}, {"max_queries": 50}])
 def test_the_gate_and_the_corollary_refuse_what_they_do_not_rest_on(tiny_runs, more):
     files = [run / "last.pt" for run in (tiny_runs.full, tiny_runs.topk)]

@@ -77,6 +77,7 @@ def k_sweep(findings: Findings) -> Figure:
     axes[3].set_title("left side of the paper's conditions")
     axes[3].set_ylim(0, _HIGHEST)
     if conditions.empty:
+        axes[3].set_xlim(axes[0].get_xlim())
         axes[3].text(
             0.5, 0.5, "not judged:\nqueries were drawn", ha="center", va="center", transform=axes[3].transAxes
         )
