@@ -85,8 +85,8 @@ def measure(
 
     Raises:
         InputError: if an argument is illegal, ``real`` fits the queries of no attention, there is no sample or
-            nothing but PAD, the model cannot be run on the inputs or has no attention that can be captured, or
-            no k is in 1 … length.
+            nothing but PAD, no query has enough keys, the model cannot be run on the inputs or has no attention
+            that can be captured, or no k is in 1 … length.
 
     Example:
         >>> from semdiag_models import ModelConfig
@@ -138,6 +138,8 @@ def measure(
     fits = fitting(k, int(collected.layers.largest("longest")), "the largest number of keys") if k else []
     for left in sorted(set(k) - set(fits)):
         run.audit.remarks[Remark("", f"k = {left} is left out: no query has so many keys")] += 1
+    rows = collected.queries()
+    _check_keys(loaded.path, rows, min_keys, draws)
     found = torch.cat(answers) if answers else None
     if found is not None and (lost := int((found == NO_CLASS).sum())):
         said = f"logits are NaN for {lost} of {len(found)} samples: they count as wrong"
@@ -145,7 +147,7 @@ def measure(
     accuracy = None if labels is None or found is None else float((found == labels.cpu()).double().mean())
     return Measurements(
         models=_model_row(loaded, collected, run.audit, {"inputs": inputs, "accuracy": accuracy}),
-        queries=_with_ks(collected.queries(), k, fits),
+        queries=_with_ks(rows, k, fits),
         loads=_with_ks(collected.loads(), k, fits),
         history=pd.DataFrame({"model": loaded.path, "epoch": [], **loaded.history}),
         non_finite=collected.non_finite(),
@@ -160,6 +162,7 @@ def measure(
             "device": run.device.type,
             "dtype": str(run.dtype).removeprefix("torch."),
             **({} if queries is None else {"queries": queries}),
+            **({} if min_keys == 1 else {"min_keys": min_keys}),
         },
     )
 
@@ -203,6 +206,14 @@ def _check_found(loaded: LoadedModel, collected: Collector, audit: Audit) -> Non
         raise InputError(f"No softmax attention was seen while {loaded.path} ran. {reasons or usual}.")
     if not sum(collected.counted.values()):
         raise InputError("There is no query to measure: every token of the inputs is padding.")
+
+
+def _check_keys(path: str, rows: pd.DataFrame, least: int, draws: QueryDraws) -> None:
+    """Refuse to go on without a query."""
+    if rows.empty:
+        ways = ["a larger --queries"] * (draws.share < 1) + ["a smaller --min-keys"] * (least > 1)
+        said = f"No {'drawn ' * (draws.share < 1)}query of {path} has {f'{least} keys' if least > 1 else 'a key'}."
+        raise InputError(f"{said} Use {' or '.join(ways)}." if ways else said)
 
 
 def _sketches(collected: Collector, k: Sequence[int], fits: Sequence[int]) -> pd.DataFrame:

@@ -108,7 +108,7 @@ def survey(
         measured = any(not model.external for model in loaded) or len(getattr(joined, probe.tables[0].name))
         if measured:  # what an external model gave instead is not what the plan asked for
             joined.provenance.update(probe.provenance(plan, largest, few))
-    return _with_keys(joined, conditions.min_keys)
+    return joined
 
 
 def has_diverged(part: Measurements) -> bool:
@@ -174,16 +174,6 @@ def _counted(batches: Any) -> bool:
 
 
 _TEXTS = "texts, one a line (.txt), "
-
-
-def _with_keys(measurements: Measurements, least: int) -> Measurements:
-    """The measurements, which know what queries were left out; refused where all were."""
-    if least == 1:
-        return measurements
-    missing = set(measurements.models["model"]) - set(measurements.queries["model"])
-    if missing:
-        raise InputError(f"No query of {min(missing)} has {least} keys. Use a smaller --min-keys.")
-    return measurements.replace({**measurements.provenance, "min_keys": least})
 
 
 # Beginnings of remarks about what the user asked for, or that spoil an answer: not in the report alone.

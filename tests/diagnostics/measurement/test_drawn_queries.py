@@ -197,3 +197,15 @@ def test_a_sketch_stays_within_its_error_in_rank():
     for level in (1, 5, 25, 50, 75, 95, 99):
         rank = np.searchsorted(every, pooled[f"p{level}"]) / len(every)
         assert abs(rank - level / 100) < 2 * pooled["rank_error"] < 0.003
+
+
+def test_measuring_without_a_query_is_refused(vectors):
+    """Fails without ``_check_keys`` in measure."""
+    with pytest.raises(InputError, match=r"^No query of model has 41 keys\. Use a smaller --min-keys\.$"):
+        measure(Causal(), vectors, min_keys=41)
+    real = torch.arange(40) < torch.tensor([[40], [9], [8], [7], [6]])
+    said = r"^No drawn query of model has 40 keys\. Use a larger --queries or a smaller --min-keys\.$"
+    assert len(measure(Causal(), vectors, real=real, min_keys=40).queries) == 2
+    with pytest.raises(InputError, match=said):
+        measure(Causal(), vectors, real=real, min_keys=40, queries=2)
+    assert measure(Causal(), vectors, min_keys=40).provenance["min_keys"] == 40
