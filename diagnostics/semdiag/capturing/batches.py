@@ -40,13 +40,34 @@ def samples_of(batch: Batch) -> int:
     return min(lengths, key=lambda entry: entry[0], default=(True, 0))[1]
 
 
-def longest(batch: Batch) -> int:
-    """Length of a batch: the second axis of its first tensor that has one, as of token ids (N, L); else 1.
+def only_token_ids(batch: Batch) -> bool:
+    """Whether a batch is made of token ids (N, L) and what goes with them: integers or truths on two axes.
+
+    Tensors of fewer axes, as labels, are let alone. Of images, mel bins, waveforms and vectors no axis says how
+    many queries or keys a model makes of them.
 
     Args:
         batch: a tensor, a dictionary or a tuple.
+
+    Example:
+        >>> [only_token_ids(torch.zeros(3, 7, dtype=dtype)) for dtype in (torch.int64, torch.float32)]
+        [True, False]
     """
-    return next((t.shape[1] for t in tensors(batch) if t.ndim > 1), 1)
+    several = [t for t in tensors(batch) if t.ndim > 1]
+    return bool(several) and not any(t.ndim > 2 or t.is_floating_point() or t.is_complex() for t in several)
+
+
+def longest(batch: Batch) -> int:
+    """Length of a batch of token ids: the largest second axis of its tensors, of encoder and decoder; else 1.
+
+    Args:
+        batch: a tensor, a dictionary or a tuple, which :func:`only_token_ids` knows.
+
+    Example:
+        >>> longest({"input_ids": torch.zeros(3, 12), "decoder_input_ids": torch.zeros(3, 40)})
+        40
+    """
+    return max((t.shape[1] for t in tensors(batch) if t.ndim > 1), default=1)
 
 
 def each(batches: Batch | Iterable[Batch], size: int) -> Iterator[Batch]:

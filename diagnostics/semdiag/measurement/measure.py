@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from importlib.metadata import version
+from itertools import chain, islice
 from typing import Any
 
 import pandas as pd
@@ -18,6 +19,7 @@ from semdiag.capturing.loading import LoadedModel
 from semdiag.capturing.padding import NOT_APPLIED
 from semdiag.capturing.token_masks import checked_real
 from semdiag.mathematics.predicted_classes import NO_CLASS, predicted_classes
+from semdiag.measurement.calls.call_lengths import longest_call
 from semdiag.measurement.calls.collector import LEAST_MAX_QUERIES, MAX_QUERIES, Collector
 from semdiag.measurement.calls.layers import remarks_table, skipped_table
 from semdiag.measurement.calls.query_draws import QueryDraws
@@ -63,7 +65,8 @@ def measure(
         queries: how many are drawn per sample and head of the longest sequence, and of all others the same share;
             None: every query is looked at. Every query has the same chance, so that plain means and percentiles
             are estimates; of those not drawn no score is worked out. Extremes and key loads are those of the
-            drawn queries.
+            drawn queries. How long the longest is token ids say themselves; on other inputs the model is run once
+            more, to see it. Of an iterator the first batch says it: a remark tells how many are drawn of a longer.
         real: (N, L) bool over all samples, false for padding. By default read from the usual arguments
             (``attention_mask``, ``key_padding_mask``, …); padded queries are left out. A remark says of which
             attention it is none.
@@ -103,7 +106,6 @@ def measure(
     if loaded.external and any(value < 1 for value in k):
         raise InputError(f"k must be at least 1. Got k={min(k)}.")
     cut: Iterable[Batch] = batching.each(batches, batch_size)
-    longest = 1
     if samples is not None:
         cut, labels = batching.first_samples(cut, samples), None if labels is None else labels[:samples]
     if isinstance(batches, Tensor | Mapping | Sequence):  # all there: what is wrong is said before anything runs
@@ -112,11 +114,12 @@ def measure(
         _check_real(real, sum(map(batching.samples_of, cut)), samples)
         if isinstance(loaded.module, Encoder):
             cut = checked_tokens(loaded.module, cut, k)
-        longest = max(map(batching.longest, cut))
     elif isinstance(loaded.module, Encoder):
         cut = map(partial(checked_batch, loaded.module), cut)
     draws = QueryDraws(queries, seed)
-    draws.expect(longest)
+    if queries is not None:
+        ahead, cut = _ahead(cut)
+        draws.expect(longest_call(loaded, ahead, device, dtype)[0])
     collected = Collector(loaded.path, k, draws, _wanted(loaded), min_keys, max_queries)
     with running(loaded, collected.add, device, dtype, real) as run:
         answers = []  # all logits of a text are large
@@ -136,6 +139,8 @@ def measure(
             f"real fits no attention of {loaded.path}: {min(noted).removeprefix(NOT_APPLIED + ': ')}."
         )
     fits = fitting(k, int(collected.layers.largest("longest")), "the largest number of keys") if k else []
+    for said in draws.said:
+        run.audit.remarks[Remark("", said)] += 1
     for left in sorted(set(k) - set(fits)):
         run.audit.remarks[Remark("", f"k = {left} is left out: no query has so many keys")] += 1
     rows = collected.queries()
@@ -165,6 +170,15 @@ def measure(
             **({} if min_keys == 1 else {"min_keys": min_keys}),
         },
     )
+
+
+def _ahead(cut: Iterable[Batch]) -> tuple[list[Batch], Iterable[Batch]]:
+    """The batches that can be seen before any is measured, of an iterator the first alone; and all of them."""
+    if isinstance(cut, list):
+        return cut, cut
+    rest = iter(cut)
+    first = list(islice(rest, 1))
+    return first, chain(first, rest)
 
 
 def _checked(k: Any, dtype: Any, **numbers: Any) -> tuple[int, ...]:

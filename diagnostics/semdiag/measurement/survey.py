@@ -12,6 +12,7 @@ from torch import Tensor
 from semdiag.capturing.batches import Batch, each, first_samples, longest, samples_of, split
 from semdiag.capturing.inputs import cut_texts, read_batches, read_inputs
 from semdiag.capturing.loading import LoadedModel, load_all
+from semdiag.measurement.calls.query_draws import DRAWN
 from semdiag.measurement.calls.scored_rows import NotAvailableError
 from semdiag.measurement.conditions import DTYPES, Conditions
 from semdiag.measurement.measure import measure
@@ -179,7 +180,7 @@ _TEXTS = "texts, one a line (.txt), "
 # Beginnings of remarks about what the user asked for, or that spoil an answer: not in the report alone.
 SAID_AT_ONCE = (
     "k = ", "the inputs are ", "the weights are not ", "texts were cut ", "logits are ", "secants not available",
-    "secants of ", "mask stability of ", "overlap not available",
+    "secants of ", DRAWN, "mask stability of ", "overlap not available",
 )  # fmt: skip
 
 

@@ -152,7 +152,7 @@ def test_a_budget_is_written_and_read(run_semdiag, here, tiny_runs):
         (("mask-stability", "--noise", "a lot"), "--noise takes positive numbers"),
         (("mask-stability", "--draws", 0), "draws must be at least 1"),
         (("mask-stability", "--at-block", 7), "Noise can enter at blocks 0 to 1"),
-        (("k-sweep", "--max-k", 12), "must be below the length of the inputs, 12"),
+        (("k-sweep", "--max-k", 12), "must be below the number of keys, which is 12"),
         (("k-sweep", "--max-k", 0), "at least 1"),
         (("k-sweep", "--rerun", "--k", "0"), "k must be at least 1"),
         (("k-sweep", "--k", "3"), "--k says which k are run with real masks: add --rerun."),

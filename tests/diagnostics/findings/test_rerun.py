@@ -183,7 +183,7 @@ def test_without_a_rerun_the_weight_is_told_and_the_command(made_up):
         "costs is measured by semdiag k-sweep m --rerun."
     )
     none = made(made_up, mass={1: 0.2, 2: 0.3})
-    assert "no k that was asked keeps 95% of the weight" in first_line(none)
+    assert "no k up to the largest that was looked at keeps 95% of the weight" in first_line(none)
     assert sparse_verdict(made(made_up, evenness=0.99), "m").reason == "near_uniform"
 
 

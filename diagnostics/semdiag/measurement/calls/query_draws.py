@@ -11,6 +11,7 @@ from semdiag.capturing.attention_call import AttentionCall
 from semdiag.mathematics.query_draws import draw_queries
 from semdiag_models import InputError
 
+DRAWN = "queries were drawn:"  # how a remark about them begins
 FEWEST = 2  # of one query nothing says how much the next would differ
 
 
@@ -18,6 +19,8 @@ class QueryDraws:
     """Draws the same share of the queries of every call: so many per sample and head of the longest sequence.
 
     N are drawn of the L queries of the longest sequence that is expected, or of the first call, if that has more.
+    The share stays what it was at the first call, so that plain means are estimates; where a longer sequence comes
+    later, :attr:`said` says how many are drawn of it.
     What is drawn of a sample depends on the seed, the layer and which sample it is, not on the batches.
 
     Args:
@@ -34,6 +37,7 @@ class QueryDraws:
         if count is not None:
             whole_number(count, "Queries to draw per sample and head", FEWEST)
         self.count, self._seed, self._longest, self._started = count, seed, 1, False
+        self._seen = 0  # queries of the longest sequence so far that are no padding
         self._samples: Counter[tuple[int, int]] = Counter()
 
     def expect(self, longest: int) -> None:
@@ -49,6 +53,16 @@ class QueryDraws:
         """The chance of every query, N / L; 1 where all are looked at."""
         return 1.0 if self.count is None else min(1.0, self.count / self._longest)
 
+    @property
+    def said(self) -> list[str]:
+        """What is to be known of the draws: how many there are of the longest sequence so far, if not N of it."""
+        if self.count is None or abs(self.share * self._seen - min(self.count, self._seen)) < 1:
+            return []
+        return [
+            f"{DRAWN} {self.share * self._seen:.3g} of {self._seen} per sample and head of the longest sequence, "
+            f"not {self.count}: the share, {self.count} of {self._longest}, was set before that was seen"
+        ]
+
     def places(self, call: AttentionCall) -> Tensor | None:
         """Draw from the queries of a call that count.
 
@@ -62,11 +76,14 @@ class QueryDraws:
         batch, heads, length, _ = call.q.shape
         if not self._started:
             self._longest, self._started = max(self._longest, length), True
-        if self.count is None or self.share == 1:
+        if self.count is None:
+            return None
+        real = np.ones((batch, length), bool) if call.queries is None else call.queries.cpu().numpy()
+        self._seen = max(self._seen, int(real.sum(1).max(initial=0)))
+        if self.share == 1:
             return None
         place = call.layer, call.occurrence
         first, self._samples[place] = self._samples[place], self._samples[place] + batch
-        real = np.ones((batch, length), bool) if call.queries is None else call.queries.cpu().numpy()
         drawn = []
         for row, counted in enumerate(real, first):
             own, rng = np.flatnonzero(counted), np.random.default_rng([self._seed, *place, row])

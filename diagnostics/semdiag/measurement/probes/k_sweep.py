@@ -1,6 +1,6 @@
 """Within one model, for every k at once: what its scores would be if each query kept its k largest ones."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from semdiag.capturing.attention_kinds import SCORED
-from semdiag.capturing.batches import Batch, longest, samples_of, split
+from semdiag.capturing.batches import Batch, samples_of, split
 from semdiag.capturing.loading import LoadedModel
+from semdiag.measurement.calls.call_lengths import longest_call
 from semdiag.measurement.calls.query_draws import QueryDraws
 from semdiag.measurement.calls.running import running, unnamed
 from semdiag.measurement.percentiles import percentiles
@@ -60,7 +61,7 @@ class KSweepPlan:
         InputError: if a value is illegal.
     """
 
-    max_k: int | None = None  # None: 48, or one less than the inputs' length
+    max_k: int | None = None  # None: 48, or one less than the most keys
     rerun: bool = False  # whether the model is run with real masks
     tolerance: float | None = None  # change of the loss that is still no loss; None: see TOLERANCES
     budget: bool = False  # whether budgets by layer and head are looked for; takes reruns
@@ -152,15 +153,16 @@ def k_sweep_tables(
         queries: how many are drawn per sample and head, as by :func:`~semdiag.measurement.measure.measure`; None:
             every query is looked at. Extremes and loads are then those of the drawn queries; budgets look at all.
         seed: of the draws, and of the random control of reruns.
-        remark: called with what is to be known of a rerun, as of :func:`~semdiag.measurement.probes.rerun.rerun`.
+        remark: called with what is to be known of a rerun, as of :func:`~semdiag.measurement.probes.rerun.rerun`,
+            and of the draws.
 
     Returns:
         ``sweep``; ``sweep_estimates``, empty unless queries were drawn; ``rerun`` and ``budgets``, empty unless
         the plan asks for them.
 
     Raises:
-        InputError: if K is not below the inputs' length, or there are too many queries for K; on a rerun, what
-            :func:`~semdiag.measurement.probes.rerun.rerun` and
+        InputError: if K is not below the largest number of keys, or there are too many queries for K; on a rerun,
+            what :func:`~semdiag.measurement.probes.rerun.rerun` and
             :func:`~semdiag.measurement.probes.budget_search.search` raise.
     """
     plan = plan_of(KSweepPlan, plan)
@@ -169,16 +171,19 @@ def k_sweep_tables(
     if not loaded.external and loaded.encoder.config.attention not in SCORED:
         return found
     batches = split(tokens, batch_size)
-    largest = _largest_k(plan, batches)
+    lengths = longest_call(loaded, batches, device, dtype)
+    largest = _largest_k(plan, lengths[1])
     if plan.budget:
         halves(batches)  # refused before minutes are spent
     draws = QueryDraws(queries, seed)
-    draws.expect(max(map(longest, batches), default=1))
+    draws.expect(lengths[0])
     collected = TopScores(largest, draws, min_keys, own_keys=plan.rerun)
     with running(loaded, collected.add, device, dtype) as run:
         for batch in batches:
             collected.samples.start(samples_of(batch))
             run(batch)
+    for said in draws.said:
+        remark(f"k-sweep: {said}")
     rows = list(collected.rows())
     if plan.rerun:
         ks = plan.ks or rerun_ks(min(largest, max(1, collected.most_keys - 1)))
@@ -211,15 +216,14 @@ def _said(again: pd.DataFrame) -> Iterator[dict[str, Any]]:
                 yield {**row, "mean": float(some[part].sum() / some[whole].sum())}
 
 
-def _largest_k(plan: KSweepPlan, batches: Sequence[Batch]) -> int:
-    length = max((longest(batch) for batch in batches), default=1)
-    if plan.max_k is not None and plan.max_k >= max(length, 2):
+def _largest_k(plan: KSweepPlan, keys: int) -> int:
+    if plan.max_k is not None and plan.max_k >= max(keys, 2):
         raise InputError(
-            f"The largest k must be below the length of the inputs, {length}: then nothing is dropped. "
-            f"Got {plan.max_k}."
+            f"The largest k must be below the number of keys, which is {keys} here at most: with as many nothing "
+            f"is dropped. Got {plan.max_k}."
         )
-    largest = plan.max_k or max(1, min(LARGEST_K, length - 1))
-    return max(largest, min(max(plan.ks, default=1), length - 1))  # what is run is measured, too
+    largest = plan.max_k or max(1, min(LARGEST_K, keys - 1))
+    return max(largest, min(max(plan.ks, default=1), keys - 1))  # what is run is measured, too
 
 
 def _measure(subject: Subject, plan: KSweepPlan, prepared: int | None) -> Mapping[str, pd.DataFrame]:

@@ -1,6 +1,7 @@
 """What input noise does to the softmax rows of a model: secants, response, changed sets."""
 
 import copy
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,10 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from semdiag.capturing.attention_calls import AttentionCall, watch_attention
-from semdiag.capturing.batches import Batch, first_samples, longest, moved, repeated, samples_of, split
+from semdiag.capturing.batches import Batch, first_samples, moved, repeated, samples_of, split
 from semdiag.capturing.loading import LoadedModel
 from semdiag.mathematics.softmax_secants import score_change, weight_change
 from semdiag.measurement.calls.batch_rows import check_rows
+from semdiag.measurement.calls.call_lengths import longest_call
 from semdiag.measurement.calls.running import running
 from semdiag.measurement.calls.scored_rows import ScoredRows, scored_rows
 from semdiag.measurement.probe import Probe, Subject
@@ -147,6 +149,8 @@ def external_secants(
         collected.add(call)
         reach.look(call, collected.samples)
 
+    few = list(first_samples(batches, samples))
+    at_once = max(1, _SCORES // (2 * _HEADS * math.prod(longest_call(loaded, few, device, torch.float64))))
     with running(loaded, add, device, torch.float64) as run:
         for level in levels:
             # One for each place where noise enters, so that batches of other sizes have the same noise.
@@ -163,8 +167,8 @@ def external_secants(
                 drawn = noise_of_samples(copies.shape, generator, copies.dtype).to(copies.device)
                 copies += level * token_size(copies) * drawn
 
-            for batch in first_samples(batches, samples):
-                for part in _small(batch):
+            for batch in few:
+                for part in _small(batch, at_once):
                     collected.samples = size = samples_of(part)
                     copies = moved(repeated(part, 2), run.device, run.dtype)
                     with noisy_embeddings(run.module, copies, size, add_noise):
@@ -177,11 +181,9 @@ def external_secants(
     return found[~found["layer"].isin(reach.left_out(SOFTMAX_SECANTS.name, note))].reset_index(drop=True)
 
 
-def _small(batch: Batch) -> list[Batch]:
-    """A batch in parts whose scores fit; a tuple of arguments as it is."""
-    if isinstance(batch, tuple | list):
-        return [batch]
-    return split(batch, max(1, _SCORES // (2 * _HEADS * longest(batch) ** 2)))
+def _small(batch: Batch, at_once: int) -> list[Batch]:
+    """A batch in parts of so many samples; a tuple of arguments as it is."""
+    return [batch] if isinstance(batch, tuple | list) else split(batch, at_once)
 
 
 def check_levels(levels: Sequence[float]) -> None:

@@ -41,7 +41,7 @@ def verdict_sentence(found: SparseVerdict, model: str) -> str:
     """
     if found.reason == "not_rerun":
         weight = (
-            f"no k that was asked keeps {MASS:.0%} of the weight"
+            f"no k up to the largest that was looked at keeps {MASS:.0%} of the weight"
             if found.k is None
             else f"k = {found.k}{_share(found)} keeps {percent(found.mass, 1)}% of the weight"
         )
