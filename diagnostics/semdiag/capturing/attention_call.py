@@ -38,6 +38,8 @@ class AttentionCall:
         sinks: (H,) one more logit per head in the softmax's denominator, without a value; None means none.
         causal: whether keys after the query's own position are forbidden, beyond what ``allowed`` says.
         first_query: position of query 0 among the keys; above 0 where earlier keys come from a cache.
+        keys_before: tokens before key 0, which a cache with a window has dropped: query i is token
+            ``keys_before + first_query + i``.
         occurrence: how many calls of the same module came before in the same forward of the model. Each forward
             of the model (each step of a generation) starts from 0.
         mechanism: which adapter saw the call.
@@ -61,6 +63,7 @@ class AttentionCall:
     sinks: Tensor | None = None
     causal: bool = False
     first_query: int = 0
+    keys_before: int = 0
     occurrence: int = 0
     mechanism: str = "hook"
     dropout: float = 0.0

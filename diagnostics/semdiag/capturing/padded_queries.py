@@ -17,7 +17,7 @@ def own_part(mask: Tensor, call: AttentionCall) -> Tensor | None:
         (B, Lq) bool; None where the mask is of other samples or tokens.
     """
     (batch, _, length, _), first = call.q.shape, call.first_query
-    if len(mask) != batch or mask.shape[1] != first + length:
+    if len(mask) != batch or mask.shape[1] != call.keys_before + first + length:
         return None
     return mask[:, mask.shape[1] - length :]
 
@@ -51,6 +51,7 @@ def true_of_keys(mask: Tensor, queries: Tensor, call: AttentionCall) -> bool:
         queries: (B, Lq) bool, its part of the call's queries; or (B, 1), true: none at all may.
         call: whose mask tells what its queries attend to.
     """
+    mask = mask[:, call.keys_before :]
     if mask.shape[1] > call.k.shape[2]:
         return False
     if bool(mask.all()):

@@ -135,16 +135,16 @@ class Padding:
 
     def _of_the_user(self, given: Tensor, call: AttentionCall) -> tuple[Tensor | None, str | None]:
         """As :meth:`queries`, by the mask that the user gave."""
-        batch, _, length, _ = call.q.shape
-        if len(given) == batch and call.first_query >= given.shape[1]:  # tokens that were generated since
+        (batch, _, length, _), first = call.q.shape, call.keys_before + call.first_query
+        if len(given) == batch and first >= given.shape[1]:  # tokens that were generated since
             self.fitted = True
             return call.queries, None
         own = own_part(given, call)
         if own is None:
             own = own_part_of_folded(given, call)
         if own is None:
-            why = f"it is of {given.shape[1]} tokens, and there are {call.first_query + length}"
-            if given.shape[1] == call.first_query + length:
+            why = f"it is of {given.shape[1]} tokens, and there are {first + length}"
+            if given.shape[1] == first + length:
                 why = f"the batch axis holds {batch} rows, and it is of {len(given)} samples"
             return call.queries, f"{NOT_APPLIED}: {why}"
         self.fitted = True

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import semdiag
+from semdiag.capturing.adapters.hugging_face import _NO_PLACE
 from semdiag.capturing.attention_calls import watch_attention
 from semdiag.measurement.calls.residual import recomputation_residual
 from semdiag_models import InputError
@@ -189,6 +190,94 @@ def test_rows_of_a_generation_are_those_of_one_eager_forward_without_a_cache(imp
         assert both["keys_x"].tolist() == both["keys_y"].tolist()
         name = table.columns[-1]
         assert both[f"{name}_x"].to_numpy() == pytest.approx(both[f"{name}_y"].to_numpy(), abs=1e-4)
+
+
+WINDOWED = {
+    "Mistral": {"sliding_window": 4},
+    "Qwen2": {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
+    "Gemma2": {"sliding_window": 4, "head_dim": 8},
+    "GptOss": {"sliding_window": 4, "head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1},
+}
+
+
+def windowed(name, implementation):
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        config = getattr(transformers, f"{name}Config")(**SHAPE, **WINDOWED[name], pad_token_id=0)
+        model = getattr(transformers, f"{name}ForCausalLM")
+        return model._from_config(config, attn_implementation=implementation).eval()
+
+
+def generated(model, padded, cache="dynamic", **options):
+    """Ids of a prompt of 9 and 6 more, and the capture of them."""
+    ids = torch.randint(5, 50, (2, 9), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones(2, 9, dtype=torch.int64)
+    mask[1, : 3 if padded else 0] = 0
+    how = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "disable_compile": True}
+    with torch.no_grad(), semdiag.capture(model, k=2, **options) as calls:
+        found = model.generate(ids, attention_mask=mask, cache_implementation=cache, **how)
+    return found, torch.nn.functional.pad(mask, (0, 5), value=1), calls
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize(
+    ("name", "implementation", "cache"),
+    [
+        ("Mistral", "sdpa", "dynamic"), ("Mistral", "eager", "static"), ("Mistral", "flex_attention", "dynamic"),
+        ("Qwen2", "sdpa", "static"), ("Gemma2", "eager", "dynamic"), ("GptOss", "eager", "dynamic"),
+    ],
+)  # fmt: skip
+def test_queries_and_keys_of_a_sliding_window_stand_at_their_positions_among_all_tokens(
+    name, implementation, cache, padded
+):
+    """They were counted from the first key that is left in the cache: 3, 3, 3, … behind a prompt of 9."""
+    ids, whole, calls = generated(windowed(name, implementation), padded, cache)
+    model, positions = windowed(name, "eager"), (whole.cumsum(1) - 1).clamp(min=0)
+    with torch.no_grad(), semdiag.capture(model, k=2) as reference:
+        model(ids[:, :-1], attention_mask=whole, position_ids=positions)
+    place = ["layer", "sample", "head", "query"]
+    for table, other in zip(_rows(calls), _rows(reference), strict=True):
+        both = table.merge(other, on=place, how="outer", validate="one_to_one")
+        assert both["keys_x"].tolist() == both["keys_y"].tolist()
+        column = table.columns[-1]
+        assert both[f"{column}_x"].to_numpy() == pytest.approx(both[f"{column}_y"].to_numpy(), abs=1e-4)
+    place[-1] = "key"
+    loads = [found.loads(k=1).query("load > 0").groupby(place)["load"].sum() for found in (calls, reference)]
+    assert loads[0].to_dict() == loads[1].to_dict()
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_a_mask_of_the_prompt_fits_a_generation_behind_a_window(cache):
+    real = torch.arange(9) >= torch.tensor([[0], [3]])
+    _, _, calls = generated(windowed("Mistral", "sdpa"), True, cache, real=real)
+    assert calls.audit.empty
+    rows = calls.dispersion().groupby(["sample", "layer", "head"]).size().groupby("sample").agg(set)
+    assert rows.to_dict() == {0: {14}, 1: {11}}
+
+
+def test_a_cache_with_a_window_that_does_not_count_its_tokens_is_named(monkeypatch):
+    from transformers.cache_utils import DynamicSlidingWindowLayer
+
+    length = property(lambda layer: lambda: torch.tensor(layer.cumulative_length))
+    monkeypatch.setattr(DynamicSlidingWindowLayer, "get_seq_length", length)
+    _, _, calls = generated(windowed("Mistral", "sdpa"), False)
+    assert set(calls.audit["reason"]) == {_NO_PLACE}
+    assert calls.audit["times"].tolist() == [5, 5]  # not of the prompt
+
+
+def test_a_cache_without_a_window_holds_every_key():
+    model, cache = windowed("Mistral", "sdpa"), transformers.DynamicCache()
+    with torch.no_grad(), semdiag.capture(model, k=2) as calls:
+        for at in range(7):
+            model(torch.full((1, 1), 5 + at), past_key_values=cache)
+    assert calls.dispersion().query("layer == 0 and head == 0")["query"].tolist() == [*range(7)]
+    assert calls.audit.empty
+
+
+def test_caches_are_left_as_they_were():
+    before = transformers.Cache.update
+    generated(windowed("Mistral", "sdpa"), False)
+    assert transformers.Cache.update is before
 
 
 def _rows(calls):

@@ -38,6 +38,7 @@ def flash_call(given: InterfaceCall, output: Tensor) -> AttentionCall:
     options = given.options
     if options.get("cache") is not None or options.get("block_table") is not None:
         raise NotFollowedError("its keys stand in the pages of a cache")
+    before = given.keys_before
     q, k, v = (x.detach().to(output.dtype) for x in (given.q, given.k, given.v))  # as in mixed precision
     causal, window = given.causal(True), options.get("sliding_window")
     if window is not None and k.shape[2] <= window:
@@ -70,6 +71,7 @@ def flash_call(given: InterfaceCall, output: Tensor) -> AttentionCall:
         queries=queries,
         causal=by_rule,
         first_query=max(0, k_length - q_length) if causal else 0,
+        keys_before=before if causal else 0,
     )
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from semdiag.capturing.adapters.cache_positions import watched_caches
 from semdiag.capturing.adapters.flash import NotFollowedError, flash_call
 from semdiag.capturing.adapters.flex import mask_of
 from semdiag.capturing.adapters.interface_call import InterfaceCall
@@ -24,6 +25,10 @@ _LOAD = "load the model with attn_implementation='sdpa' or 'eager' to capture it
 _NAMES = ("attention_mask", "scaling", "dropout")
 _ADDED = (
     "its mask of truths forbids nothing: eager attention adds it to the scores as 0 and 1 (give it 0 and -inf)"
+)
+_NO_PLACE = (
+    "its cache holds the keys of a window and does not say how many tokens it was given: queries and keys are "
+    "counted from the first key that it holds"
 )
 IGNORED = (
     "its function ignores the mask that it is given: load the model with another attn_implementation ('sdpa') to "
@@ -52,7 +57,7 @@ def intercepted_interface(recorder: Recorder) -> Iterator[None]:
         return
     _RECORDERS.insert(len(_RECORDERS) if recorder.masking else 0, recorder)
     try:
-        with _PATCHED.held():
+        with _PATCHED.held(), watched_caches():
             yield
     finally:
         _RECORDERS.remove(recorder)
@@ -200,6 +205,7 @@ def _record(recorder: Recorder, given: InterfaceCall, output: Tensor) -> None:
             recorder.skip(implementation, f"{error}: {_LOAD}", name)
             return
         recorder.record(call)
+        _note_place(recorder, given, given.causal(True))
     elif implementation not in _UNDERSTOOD:
         recorder.skip(implementation, _LOAD, name)
     elif not _sinks_known(given):
@@ -211,10 +217,16 @@ def _record(recorder: Recorder, given: InterfaceCall, output: Tensor) -> None:
         if mask is None or (isinstance(mask, Tensor) and mask.ndim == 4):
             options = given.options | {"attention_mask": mask}
             recorder.record(_call(replace(given, options=options), output))
+            _note_place(recorder, given, given.causal(implementation == "sdpa"))
             if _adds_bools(given):
                 recorder.audit.remarks[Remark(name, _ADDED)] += 1
         else:
             recorder.skip(implementation, f"its mask is a {type(mask).__name__} of an unknown kind", name)
+
+
+def _note_place(recorder: Recorder, given: InterfaceCall, causal: bool) -> None:
+    if causal and given.keys_before is None:
+        recorder.audit.remarks[Remark(given.name, _NO_PLACE)] += 1
 
 
 def _call(given: InterfaceCall, output: Tensor) -> AttentionCall:
@@ -233,13 +245,15 @@ def _call(given: InterfaceCall, output: Tensor) -> AttentionCall:
             bias = (0.0 if bias is None else bias) - sinks.to(torch.promote_types(sinks.dtype, torch.float32))
             sinks = sinks.new_zeros(sinks.shape[1])
     by_rule = causal and mask is None and q_length > 1 and implementation == "sdpa"
+    from_cache = causal and not by_rule
     return given.attention(
         output,
         allowed,
         bias=None if bias is None else four_axes(bias.detach()),
         sinks=sinks,
         causal=by_rule,
-        first_query=0 if by_rule or not causal else _first_query(allowed, q_length, k_length),
+        first_query=_first_query(allowed, q_length, k_length) if from_cache else 0,
+        keys_before=given.keys_before if from_cache else 0,
         forbidding=forbidding,
     )
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from semdiag.capturing.adapters.cache_positions import keys_dropped
 from semdiag.capturing.attention_call import AttentionCall
 
 MECHANISM = "transformers attention interface"
@@ -38,6 +39,14 @@ class InterfaceCall:
         given = self.options.get("is_causal")
         return bool(getattr(self.module, "is_causal", default) if given is None else given)
 
+    @property
+    def keys_before(self) -> int | None:
+        """Tokens before key 0, which a cache with a window has dropped; None where it does not say how many."""
+        dropped, window = keys_dropped(self.k), self.options.get("sliding_window")
+        queries, keys = self.q.shape[2], self.k.shape[2]
+        full = isinstance(window, int) and queries < keys and keys >= window + queries - 1
+        return dropped if dropped is not None or full else 0
+
     def attention(
         self,
         mixed: Tensor,
@@ -45,6 +54,7 @@ class InterfaceCall:
         *,
         causal: bool,
         first_query: int,
+        keys_before: int | None = 0,
         queries: Tensor | None = None,
         bias: Tensor | None = None,
         sinks: Tensor | None = None,
@@ -57,6 +67,7 @@ class InterfaceCall:
             allowed: as in :class:`~semdiag.capturing.attention_call.AttentionCall`, like all that follow.
             causal: its causal rule.
             first_query: position of query 0.
+            keys_before: tokens before key 0; None: not known.
             queries: real ones.
             bias: on the scores.
             sinks: where the options name none.
@@ -80,6 +91,7 @@ class InterfaceCall:
             sinks=None if sinks is None else sinks.detach().flatten(),
             causal=causal,
             first_query=first_query,
+            keys_before=keys_before or 0,
             mechanism=MECHANISM,
             dropout=float(self.options.get("dropout") or 0.0),
             forbidding=forbidding,

@@ -31,10 +31,11 @@ LARGEST_K = 32
 
 @dataclass(frozen=True, eq=False)
 class _Reduced:
-    """What is kept of a call: which one it was, which of its queries and keys are real, its row statistics."""
+    """What is kept of a call: which one, positions of query 0 and key 0, what is real, its row statistics."""
 
     place: dict[str, Any]
     first_query: int
+    keys_before: int
     queries: np.ndarray  # (B, H, R) bool
     places: np.ndarray | None  # (B, H, R), positions of the queries; None: all, in their order
     keys: np.ndarray  # (B, H, Lk) bool
@@ -180,7 +181,8 @@ class Calls:
         places = None if rows.places is None else rows.places.cpu().numpy()
         layer = self._layers.add(rows)
         place = {"call": len(self._reduced), "module": call.module, "layer": layer, "occurrence": call.occurrence}
-        self._reduced.append(_Reduced(place, call.first_query, queries, places, keys, RowStatistics(**on_cpu)))
+        first, before = call.keys_before + call.first_query, call.keys_before
+        self._reduced.append(_Reduced(place, first, before, queries, places, keys, RowStatistics(**on_cpu)))
 
 
 def _rows(reduced: _Reduced, position: str, name: str, k: int | None, values: Tensor) -> pd.DataFrame:
@@ -190,6 +192,8 @@ def _rows(reduced: _Reduced, position: str, name: str, k: int | None, values: Te
     if position == "query":
         columns["keys"] = reduced.statistics.keys.numpy().ravel()
         columns["query"] = reduced.first_query + (where if reduced.places is None else reduced.places.ravel())
+    else:
+        columns["key"] = reduced.keys_before + where
     table = pd.DataFrame({**columns, "k": pd.NA if k is None else k, name: values.numpy().ravel()})
     return table[(reduced.queries if position == "query" else reduced.keys).ravel()]
 
