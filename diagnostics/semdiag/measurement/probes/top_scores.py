@@ -142,7 +142,8 @@ def _quantities(place: dict[str, NDArray[Any]], largest: int) -> Iterator[tuple[
         row = _tensor(dispersion), _tensor(separation), _tensor(kept)
         sound = heavy_hitter_stability(*row).log_value.numpy()
         yield k, "dispersion", dispersion
-        yield k, "ratio", np.divide(dispersion, whole, out=np.full_like(whole, np.nan), where=whole > 0)
+        spread = drops & (whole > 0)
+        yield k, "ratio", np.divide(dispersion, whole, out=np.full_like(whole, np.nan), where=spread)
         yield k, "separation", separation
         yield k, "mass", np.where(drops, np.minimum(np.exp(kept_mass[k - 1]), 1.0), np.nan)
         yield k, "share", np.where(drops, k / keys, np.nan)

@@ -67,9 +67,9 @@ def row_quantities(z, loads):
         gap = z[kept[-1]] - z[order[k]] if k < len(order) else math.inf
         sound = heavy_hitter_stability(delta, gap, len(kept)).log_value.item()
         yield k, "dispersion", delta
-        yield k, "ratio", delta / whole if whole else math.nan
-        yield k, "separation", gap
         drops = k < len(order)  # elsewhere there is nothing to keep a share of
+        yield k, "ratio", delta / whole if whole and drops else math.nan
+        yield k, "separation", gap
         yield k, "mass", sum(math.exp(z[j]) for j in kept) / total if drops else math.nan
         yield k, "share", k / len(order) if drops else math.nan
         yield k, "ln_sound", sound

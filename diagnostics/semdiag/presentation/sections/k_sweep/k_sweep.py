@@ -59,7 +59,8 @@ def k_sweep(findings: Findings) -> Figure:
         own = pooled[pooled["model"] == model]
         for ax, (quantity, (_, outer)) in zip(axes, _PANELS.items(), strict=False):
             rows = own[own["quantity"] == quantity]
-            ax.plot(rows["k"], rows["p50"], color=color, linestyle=line, linewidth=1.6, label=label)
+            middle = "mean" if quantity == "mass" else "p50"  # as in the verdict
+            ax.plot(rows["k"], rows[middle], color=color, linestyle=line, linewidth=1.6, label=label)
             if len(labels) <= _FEW:
                 ax.plot(rows["k"], rows[outer], color=color, linestyle=":", linewidth=1.0)
         accuracy = own[own["quantity"] == "accuracy"]
@@ -87,8 +88,8 @@ def k_sweep(findings: Findings) -> Figure:
     rerun = (pooled["quantity"] == "accuracy").any()
     return finished(
         figure,
-        "Within each model: its own scores, layers, heads and queries pooled"
-        f"{'' if samples is None else f', {samples} samples per model'}; medians"
+        "Within each model: its own scores, layers, heads and queries with more than k keys pooled"
+        f"{'' if samples is None else f', {samples} samples per model'}; mass: means, others medians"
         f"{', thin: 5th percentile (ratio: 95th)' if len(labels) <= _FEW else ''}"
         f"{'; points: accuracy of the rerun model' if rerun else ''}. Conditions: the larger left side of both, "
         "in W and in X, over p75, p90 and p95 of δ and load/k with p25, p10 and p5 of Δ; met below 1.",
