@@ -1,5 +1,7 @@
 """What drawn queries say of all: estimates with intervals, and what is refused because it rests on every one."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import pandas as pd
 
@@ -8,11 +10,12 @@ from semdiag.findings.distributions import places_of
 from semdiag.findings.findings import Findings
 from semdiag.findings.strict_json import Summary
 from semdiag.mathematics.sampled_intervals import TARGETS, sampled_estimates
-from semdiag.measurement.table import ALL
+from semdiag.measurement.table import ALL, rows_of
 from semdiag_models import InputError
 
 COLUMNS = ["model", "layer", "head", "quantity", "statistic", "estimate", "low", "high", "target"]
 SAMPLED = "over sampled queries"
+_SIGNS = {"dispersion": "δ", "separation": "Δ"}
 
 
 def drawn(findings: Findings) -> list[str]:
@@ -22,11 +25,7 @@ def drawn(findings: Findings) -> list[str]:
         findings: of any number of models.
     """
     models = findings.measurements.models
-    return [str(m) for m in models["model"][models["share"] < 1]] if "queries" in _known(findings) else []
-
-
-def _known(findings: Findings) -> Summary:
-    return findings.measurements.provenance
+    return [str(m) for m in models["model"][models["share"] < 1]]
 
 
 def in_part(findings: Findings, *models: str) -> bool:
@@ -38,7 +37,7 @@ def in_part(findings: Findings, *models: str) -> bool:
     """
     table = findings.measurements.models
     own = table[table["model"].isin(models)] if models else table
-    return bool((own["share"] < 1).any())
+    return bool((own["share"] * own["share_kept"] < 1).any())
 
 
 def require_every_query(findings: Findings, what: str) -> None:
@@ -74,7 +73,7 @@ def estimate_table(findings: Findings) -> pd.DataFrame:
     rows: list[list[object]] = []
     for model in drawn(findings):
         own = findings.measurements.of(model)
-        share = float(own.models["share"].iloc[0])
+        share = float((own.models["share"] * own.models["share_kept"]).iloc[0])  # chance to stand in the table
         queries = own.queries.sort_values(["layer", "head", "sample", "stratum"], ignore_index=True)
         place = queries[["layer", "head", "sample", "stratum"]].to_numpy()
         strata = np.cumsum(np.any(np.diff(place, axis=0, prepend=place[:1]) != 0, axis=1))
@@ -106,46 +105,81 @@ def estimates_of(findings: Findings, model: str) -> Summary:
 
 
 def drawing(findings: Findings, model: str) -> Summary:
-    """How many queries of a model were drawn, which share, and what extremes and loads are over.
+    """How many queries of a model were drawn, which share of all and kept of these, and what extremes are over.
 
     Args:
         findings: of the model.
         model: its path.
     """
-    models = findings.measurements.models
-    share = float(models.loc[models["model"] == model, "share"].iloc[0])
-    return {"queries": _known(findings)["queries"], "share": share, "extremes_and_loads": SAMPLED}
+    row = rows_of(findings.measurements.models, model).iloc[0]
+    shares = {"share": float(row["share"]), "share_kept": float(row["share_kept"])}
+    return {"queries": int(row["drawn"]), **shares, "extremes_and_loads": SAMPLED}
 
 
-def sampling_sentences(findings: Findings) -> list[str]:
+def sampling_sentences(findings: Findings, quantities: Sequence[str] = ("dispersion",)) -> list[str]:
     """What was drawn and what that means, and which tables come from a sketch; nothing where all was looked at.
 
     Args:
         findings: of any number of models.
+        quantities: dispersion or separation, or both: whose medians are said.
     """
     said = []
     for model in drawn(findings):
         words = drawing(findings, model)
-        table = findings(estimate_table)
-        pooled = table[(table["model"] == model) & (table["layer"] == ALL)]
-        median = pooled[(pooled["quantity"] == "dispersion") & (pooled["statistic"] == "p50")]
-        intervals = [
-            f"{low:.3g} to {high:.3g} for {target}"
-            for low, high, target in zip(median["low"], median["high"], median["target"], strict=True)
-            if np.isfinite(low + high)
-        ]
+        medians = " ".join(_median(findings, model, quantity) for quantity in quantities)
+        kept = ""
+        if words["share_kept"] < 1:
+            rows = len(findings.measurements.of(model).queries)
+            kept = f" Medians and intervals here are of the {rows:,} that were kept one by one."
         said.append(
             f"Estimated: of {model} {words['share']:.2%} of the queries were drawn ({words['queries']} per sample "
-            f"and head of the longest sequence). The median of δ is {median['estimate'].iloc[0]:.3g} nats (95 % "
-            f"intervals: {'; '.join(intervals) or 'none, too few were drawn'}); extremes (p0, p100) and key loads "
-            f"are {SAMPLED}. No bound, certificate or gate is judged on them."
+            f"and head of the longest sequence).{kept} {medians} Extremes (p0, p100) and key loads are {SAMPLED}. "
+            "No bound, certificate or gate is judged on them."
         )
-    sketches = findings.measurements.sketches
-    for name, rows in sketches.groupby("model", sort=False):
-        queries = int(rows.loc[rows["layer"] == ALL, "queries"].max())
+    return said + _sketch_sentences(findings)
+
+
+def _median(findings: Findings, model: str, quantity: str) -> str:
+    """The estimated median of a quantity over all layers and heads, with its intervals."""
+    table = findings(estimate_table)
+    pooled = table[(table["model"] == model) & (table["layer"] == ALL)]
+    median = pooled[(pooled["quantity"] == quantity) & (pooled["statistic"] == "p50")]
+    estimate = float(median["estimate"].iloc[0])
+    if not np.isfinite(estimate):
+        return f"No drawn query has a finite {_SIGNS[quantity]}."
+    intervals = [
+        f"{low:.3g} to {high:.3g} for {target}"
+        for low, high, target in zip(median["low"], median["high"], median["target"], strict=True)
+        if np.isfinite(low + high)
+    ]
+    return (
+        f"The median of {_SIGNS[quantity]} is {estimate:.3g} nats (95 % intervals: "
+        f"{'; '.join(intervals) or 'none, too few were drawn'})."
+    )
+
+
+def _sketch_sentences(findings: Findings) -> list[str]:
+    """Of which models there were more queries or keys than are kept one by one, and what that means."""
+    said = []
+    for name, rows in findings.measurements.sketches.groupby("model", sort=False):
+        of = "drawn " * (name in drawn(findings))
+        counts = _counts(findings, str(name))
+        many = " and ".join(
+            f"{counts[quantity]:,} {what}"
+            for quantity, what in (("dispersion", f"{of}queries"), ("load", "keys"))
+            if quantity in counts
+        )
+        exact = "those of all drawn queries" if of else "exact"
         said.append(
-            f"Sketched: {name} has {queries:,} queries or keys, more than are kept one by one. Numbers, means and "
-            f"extremes in the tables are exact, percentiles those of a rank within {rows['rank_error'].max():.2%} "
-            "(with 99 % confidence); figures, and sentences that say so, are of a random sample of the queries."
+            f"Sketched: {name} has {many}, more than are kept one by one. Numbers, means and extremes in the "
+            f"tables are {exact}, percentiles those of a rank within {rows['rank_error'].max():.2%} (with 99 % "
+            f"confidence); figures, and sentences that say so, are of a random sample of the {of}queries."
         )
     return said
+
+
+def _counts(findings: Findings, model: str) -> dict[str, int]:
+    """How many queries (dispersion) and keys (load) a model has, where these are more than are kept one by one."""
+    rows = rows_of(findings.measurements.sketches, model)
+    pooled = rows[(rows["layer"] == ALL) & rows["quantity"].isin(("dispersion", "load"))]
+    return {str(name): int(count) for name, count in zip(pooled["quantity"], pooled["queries"], strict=True)}

@@ -151,7 +151,7 @@ def measure(
         run.audit.remarks[Remark("", said)] += 1
     accuracy = None if labels is None or found is None else float((found == labels.cpu()).double().mean())
     return Measurements(
-        models=_model_row(loaded, collected, run.audit, {"inputs": inputs, "accuracy": accuracy}),
+        models=_model_row(loaded, collected, draws, run.audit, {"inputs": inputs, "accuracy": accuracy}),
         queries=_with_ks(rows, k, fits),
         loads=_with_ks(collected.loads(), k, fits),
         history=pd.DataFrame({"model": loaded.path, "epoch": [], **loaded.history}),
@@ -256,7 +256,9 @@ _OF_ENCODERS = (
 )  # fmt: skip
 
 
-def _model_row(loaded: LoadedModel, collected: Collector, audit: Audit, facts: dict[str, object]) -> pd.DataFrame:
+def _model_row(
+    loaded: LoadedModel, collected: Collector, draws: QueryDraws, audit: Audit, facts: dict[str, object]
+) -> pd.DataFrame:
     layers = collected.layers
     row: dict[str, object] = {
         "model": loaded.path,
@@ -279,7 +281,9 @@ def _model_row(loaded: LoadedModel, collected: Collector, audit: Audit, facts: d
         "length": int(layers.largest("longest")),
         "parameters": sum(p.numel() for p in loaded.module.parameters()),
         "samples": collected.samples,
-        "share": collected.share,
+        "drawn": draws.count if draws.count is not None and draws.share < 1 else 0,
+        "share": draws.share,
+        "share_kept": collected.share_kept,
         "attention_found": len({*audit.modules, *(seen.module for seen in audit.skipped)}),
         "attention_captured": len(layers.modules),
         "residual": layers.largest("residual"),

@@ -6,13 +6,14 @@ from html import escape
 from pathlib import Path
 from typing import Any, Self
 
+import numpy as np
 import pandas as pd
 
 from semdiag.measurement.checksums import SUMS, check_sums, write_sums
 from semdiag.measurement.percentiles import layer_table
 from semdiag.measurement.schema import OPTIONAL
-from semdiag.measurement.table import read_parquet, rows_of
-from semdiag.measurement.tables import CORE, TABLES, UNLESS_SAID
+from semdiag.measurement.table import ALL, read_parquet, rows_of
+from semdiag.measurement.tables import CORE, SHARES, TABLES, UNLESS_SAID
 from semdiag_models import InputError
 from semdiag_models.reading import read_json
 
@@ -27,7 +28,9 @@ class Measurements:
     Args:
         models: one row per model: path, sha256, weights_sha256, source, snapshot, task, attention, k,
             global_tokens, norm, pooling, setting (what else was chosen otherwise than usual), seed, epoch, blocks,
-            heads, length, parameters, samples, inputs, accuracy, found and captured attention layers, residual. Of
+            heads, length, parameters, samples, drawn (queries per sample and head of the longest sequence; 0: all
+            were looked at), share (of the queries, that was looked at), share_kept (of these, that stands in the
+            table of queries), inputs, accuracy, found and captured attention layers, residual. Of
             an external model, what is not known is missing; blocks are the places where attention happens,
             attention is ``full``, ``causal`` or ``masked``.
         queries: one row per query: sample, layer, head, query, keys (n_i), kept (k_i), dispersion,
@@ -177,6 +180,7 @@ class Measurements:
         for table in (*CORE, *OPTIONAL.values()):
             table.check(tables[table.name], str(folder / f"{table.name}.parquet"))
         _check_together(folder, tables, provenance)
+        tables["models"] = _with_shares(tables, provenance, str(folder / "models.parquet"))
         return cls(**tables, provenance=provenance)
 
     def of(self, model: str) -> Self:
@@ -210,6 +214,29 @@ def _files(folder: Path) -> list[str]:
     """Names of the files in a folder that :meth:`Measurements.load` reads."""
     names = (*(f"{name}.parquet" for name in (*TABLES, *OPTIONAL)), "provenance.json")
     return [name for name in names if (folder / name).exists()]
+
+
+def _with_shares(tables: dict[str, pd.DataFrame], provenance: dict[str, Any], where: str) -> pd.DataFrame:
+    """The models with all of their shares; up to 0.3 ``share`` was the product of both, N in the provenance alone.
+
+    Raises:
+        InputError: if one is none.
+    """
+    models, sketches = tables["models"], tables["sketches"]
+    missing = {name: UNLESS_SAID[name] for name in SHARES.columns if name not in models}
+    filled = models.assign(**missing)
+    SHARES.check(filled, where)
+    if "share_kept" not in missing:
+        return filled
+    pooled = sketches[(sketches["quantity"] == "dispersion") & (sketches["layer"] == ALL)]
+    counted, rows = pooled.groupby("model")["queries"].max(), tables["queries"]["model"].value_counts()
+    part = [rows.get(model, 1) / max(1, counted.get(model, rows.get(model, 1))) for model in models["model"]]
+    kept = 2 ** np.minimum(np.round(np.log2(part)), 0.0)  # rows are kept by halves
+    share = np.minimum(filled["share"].fillna(1.0) / kept, 1.0)
+    drawn = [round(one * length) for one, length in zip(share, models["length"], strict=True)]
+    return filled.assign(
+        drawn=np.where(share < 1, provenance.get("queries", drawn), 0), share=share, share_kept=kept
+    )
 
 
 def _check_together(folder: Path, tables: dict[str, pd.DataFrame], provenance: Any) -> None:

@@ -21,12 +21,14 @@ _KINDS = {
 _READ_AS = {"text": ("text",), "bool": ("bool",), "int": ("int",), "float": ("float", "int")}  # by declared kind
 _COUNT = 0, 2**31 - 1
 _RANGES: dict[str, tuple[float, float]] = {  # of columns that mean the same in every table
-    **dict.fromkeys(("sample", "query", "key", "keys", "kept", "load", "scores", "times", "draws"), _COUNT),
+    **dict.fromkeys(
+        ("sample", "query", "key", "keys", "kept", "load", "scores", "times", "draws", "drawn"), _COUNT
+    ),
     **dict.fromkeys(("layer", "head"), (-1, 2**31 - 1)),
     **dict.fromkeys(("blocks", "heads", "length", "samples", "width"), (1, 2**31 - 1)),
     **dict.fromkeys(("attention_found", "attention_captured"), _COUNT),
     **dict.fromkeys(("dispersion", "residual"), (0, float("inf"))),
-    "accuracy": (0, 1),
+    **dict.fromkeys(("accuracy", "share", "share_kept"), (0, 1)),
 }
 ALL = -1  # as layer or head: the row speaks about all of them
 

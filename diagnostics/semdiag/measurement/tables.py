@@ -38,8 +38,11 @@ CORE = (
 TABLES = tuple(table.name for table in CORE)
 # Columns of the models that older folders and models of other kinds lack, and what that means.
 UNLESS_SAID: dict[str, Any] = {
-    "global_tokens": 0, "weights_sha256": "", "norm": "pre", "pooling": "mean", "setting": "usual", "share": 1.0
+    "global_tokens": 0, "weights_sha256": "", "norm": "pre", "pooling": "mean", "setting": "usual",
+    "drawn": 0, "share": 1.0, "share_kept": 1.0,
 }  # fmt: skip
+# Of these, what numbers are worked out from.
+SHARES = Table("models", "One row per model.", {"drawn": "int64", "share": "float64", "share_kept": "float64"})
 CALLS = Table(
     "calls",
     (

@@ -10,10 +10,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import semdiag
 from semdiag.findings.counterfactuals import what_k_keeps
 from semdiag.findings.distributions import pooled_percentiles
-from semdiag.findings.estimates import sampling_sentences
+from semdiag.findings.estimates import drawing, drawn, require_every_query, sampling_sentences
 from semdiag.findings.findings import Findings
 from semdiag.measurement.kept_rows import KeptRows
 from semdiag.measurement.measure import measure
+from semdiag.measurement.measurements import Measurements
 from semdiag.measurement.percentiles import percentiles
 from semdiag.measurement.probes.k_sweep import KSweepPlan, k_sweep
 from semdiag.presentation.sections.within.sentences import within_sentences
@@ -152,7 +153,8 @@ def test_below_the_limit_tables_are_the_same_above_it_numbers_and_extremes_are_e
     above = measure(Causal(), vectors, k=(3,), max_queries=100, min_keys=2)
     rows = whole.queries[whole.queries["keys"] >= 2]
     assert len(above.queries) <= 100
-    assert 0 < above.models["share"].item() <= 1 / 4
+    assert 0 < above.models["share_kept"].item() <= 1 / 4
+    assert above.models["share"].item() == 1
     for quantity, table in (("dispersion", rows), ("separation_k3", rows), ("load", whole.loads)):
         for layer, head in ((0, 0), (0, 1), (0, -1), (-1, -1)):
             own = table if head < 0 else table[table["head"] == head]
@@ -197,6 +199,80 @@ def test_a_sketch_stays_within_its_error_in_rank():
     for level in (1, 5, 25, 50, 75, 95, 99):
         rank = np.searchsorted(every, pooled[f"p{level}"]) / len(every)
         assert abs(rank - level / 100) < 2 * pooled["rank_error"] < 0.003
+
+
+def test_where_all_are_looked_at_nothing_is_estimated(vectors):
+    """Fails where ``drawn`` (findings/estimates.py) asks the provenance, or the share kept."""
+    found = measure(Causal(), vectors, queries=64, max_queries=100)
+    row = found.models.iloc[0]
+    assert (row["drawn"], row["share"]) == (0, 1)
+    assert row["share_kept"] <= 1 / 4
+    said = " ".join(semdiag.summary(found)["verdict"])
+    assert "Estimated" not in said
+    assert "model has 400 queries and 400 keys, more than are kept one by one. Numbers, means and extremes" in said
+    assert "in the tables are exact" in said
+
+
+def test_what_is_drawn_and_what_is_kept_of_it_are_told_apart(vectors):
+    """Fails where ``share`` in measure._model_row is the product of both, as it was."""
+    findings = Findings(measure(Causal(), vectors, queries=10, max_queries=60))
+    kept = len(findings.measurements.queries)
+    assert kept <= 60 < 100
+    words = drawing(findings, "model")
+    assert (words["queries"], words["share"]) == (10, 10 / 40)
+    assert words["share_kept"] in (1 / 2, 1 / 4)
+    estimated, sketched = sampling_sentences(findings)
+    assert estimated.startswith("Estimated: of model 25.00% of the queries were drawn (10 per sample and head of")
+    assert (
+        f"Medians and intervals here are of the {kept} that were kept one by one. The median of δ is" in estimated
+    )
+    assert "has 100 drawn queries and 400 keys, more than" in sketched
+    assert "extremes in the tables are those of all drawn queries" in sketched
+
+
+@pytest.mark.parametrize("other", [12, None, 64])
+def test_models_of_which_others_were_drawn_stay_estimated(vectors, other):
+    """Fails where the number drawn is read from the provenance, of which those joined keep what they share."""
+    parts = [measure(Causal(), vectors, queries=count) for count in (10, other)]
+    named = {
+        name: getattr(parts[1], name).assign(model="another")
+        for name in ("models", "queries", "loads", "calls", "heads", "remarks", "skipped")
+    }
+    parts[1] = parts[1].replace(**named)
+    findings = Findings(Measurements.concat(parts))
+    some = ["model", "another"] if other == 12 else ["model"]
+    assert drawn(findings) == some
+    assert [drawing(findings, model)["queries"] for model in some] == [10, 12][: len(some)]
+    said = [each for each in semdiag.summary(findings)["verdict"] if each.startswith("Estimated: ")]
+    assert len(said) == len(some)
+    assert all(f"({count} per sample" in each for count, each in zip((10, 12), said, strict=False))
+    with pytest.raises(InputError, match="rests on every query"):
+        require_every_query(findings, "This")
+
+
+def test_measurements_saved_with_one_share_are_read_with_both(vectors, tmp_path):
+    """As 0.3 saved them. Fails where ``_with_shares`` (measurements.py) leaves a share as it is."""
+    for queries, most in ((10, 60), (None, 100), (10, 10_000), (None, 10_000)):
+        found = measure(Causal(), vectors, queries=queries, max_queries=most)
+        own = found.models
+        older = own.drop(columns=["drawn", "share_kept"]).assign(share=own["share"] * own["share_kept"])
+        found.save(tmp_path)
+        older.to_parquet(tmp_path / "models.parquet", index=False)
+        (tmp_path / "SHA256SUMS").unlink()
+        read = Measurements.load(tmp_path).models
+        for name in ("drawn", "share", "share_kept"):
+            assert read[name].item() == own[name].item(), (queries, most, name)
+
+
+@pytest.mark.parametrize("value", ["a half", 2.0, -0.5])
+def test_a_share_that_is_none_is_refused(vectors, tmp_path, value):
+    found = measure(Causal(), vectors, queries=10)
+    found.models.assign(share_kept=value).to_parquet(tmp_path / "x.parquet", index=False)
+    found.save(tmp_path)
+    (tmp_path / "x.parquet").replace(tmp_path / "models.parquet")
+    (tmp_path / "SHA256SUMS").unlink()
+    with pytest.raises(InputError, match="share_kept"):
+        Measurements.load(tmp_path)
 
 
 def test_measuring_without_a_query_is_refused(vectors):

@@ -155,9 +155,9 @@ class Collector:
         return SKETCHES.of_rows({"model": self.model, **row} for row in rows)
 
     @property
-    def share(self) -> float:
-        """The chance of a query to stand in the table: below 1 if queries were drawn, or not all were kept."""
-        return self.draws.share * self._queries.share
+    def share_kept(self) -> float:
+        """The chance of a query that was looked at to stand in the table: below 1 if not all were kept."""
+        return self._queries.share
 
     def non_finite(self) -> pd.DataFrame:
         """The table ``non_finite``."""
