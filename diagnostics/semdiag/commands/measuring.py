@@ -330,6 +330,7 @@ def deliver(
     from semdiag.commands.output_folder import output_folder
     from semdiag.commands.printing.progress import Stages
     from semdiag.commands.printing.terminal import tell
+    from semdiag.findings.estimates import partial_sentences
     from semdiag.findings.summaries import SUMMARIES
     from semdiag.presentation.report.report import write_report
 
@@ -340,6 +341,8 @@ def deliver(
         )
     if per_query is not None:
         write_per_query(per_query, findings.measurements)
+        for sentence in () if quiet else partial_sentences(findings):
+            tell(f"semdiag: {per_query} does not hold everything: {sentence}.")
     if as_json:
         typer.echo(json.dumps(findings(SUMMARIES[command]), allow_nan=False))
     if not quiet:

@@ -51,7 +51,7 @@ def _print(metric: str, findings: "Findings") -> None:
             for within in result.get("within_model", []):
                 _fill(table, within, part, f" k={within['k']}")
             console.print(table)
-    for sentence in sampling_sentences(findings):
+    for sentence in sampling_sentences(findings, (metric,)):
         console.print(sentence)
 
 

@@ -131,7 +131,9 @@ Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.",
 PerQuery = Annotated[
     Path | None,
     typer.Option(
-        help="Write every query to this .parquet file, and the key loads beside it.", rich_help_panel=_OUTPUT
+        help="Write every query to this .parquet file, and the key loads beside it. With --queries these are the "
+        "drawn ones, and of more than --max-queries a random sample.",
+        rich_help_panel=_OUTPUT,
     ),
 ]
 Figures = Annotated[str, typer.Option(help="Formats, of png, svg, pdf; or none.", rich_help_panel=_OUTPUT)]

@@ -183,3 +183,25 @@ def _counts(findings: Findings, model: str) -> dict[str, int]:
     rows = rows_of(findings.measurements.sketches, model)
     pooled = rows[(rows["layer"] == ALL) & rows["quantity"].isin(("dispersion", "load"))]
     return {str(name): int(count) for name, count in zip(pooled["quantity"], pooled["queries"], strict=True)}
+
+
+def partial_sentences(findings: Findings) -> list[str]:
+    """What the tables of single queries and keys hold of each model of which they do not hold everything.
+
+    Args:
+        findings: of any number of models.
+    """
+    said = []
+    for model in map(str, findings.measurements.models["model"]):
+        own, counts, words = findings.measurements.of(model), _counts(findings, model), drawing(findings, model)
+        of = "drawn " * (words["share"] < 1)
+        some = [f"{len(own.queries):,}{_out_of(counts, 'dispersion')} {of}queries"]
+        some += [f"{len(own.loads):,}{_out_of(counts, 'load')} keys"]
+        why = [f"{words['share']:.2%} of the queries were drawn"] * bool(of)
+        why += ["of more than --max-queries a random sample is kept"] * bool(counts)
+        said += [f"of {model} {' and '.join(some)}; {', and '.join(why)}"] * bool(why)
+    return said
+
+
+def _out_of(counts: dict[str, int], quantity: str) -> str:
+    return f" of {counts[quantity]:,}" if quantity in counts else ""

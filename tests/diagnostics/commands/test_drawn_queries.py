@@ -108,6 +108,52 @@ def test_tables_of_more_than_are_kept_come_from_the_sketch(run_semdiag, here, ti
         assert ours["mean"] == pytest.approx(exact["mean"])
 
 
+@pytest.mark.parametrize(
+    ("command", "signs"), [("dispersion", "δ"), ("separation", "Δ"), ("report", "δΔ"), ("k-sweep", "δ")]
+)
+def test_the_median_of_what_was_asked_for_is_estimated(run_semdiag, here, tiny_runs, command, signs):
+    """Fails where ``sampling_sentences`` is not told the quantities, by metric_command.py or report.py."""
+    outcome = run_semdiag(command, tiny_runs.topk, "--queries", 4, *FEW, "--out", here / "out")
+    assert outcome.code == 0, outcome.err
+    verdict = json.loads((here / "out" / "summary.json").read_text(encoding="utf-8"))["verdict"]
+    (page,) = (words for words in verdict if words.startswith("Estimated: "))
+    shown = [" ".join(outcome.err.split())] * (command in ("dispersion", "separation"))
+    for words in (page, *shown):
+        assert [sign in signs for sign in "δΔ"] == [f"The median of {sign} is " in words for sign in "δΔ"], words
+
+
+@pytest.mark.parametrize(
+    ("some", "said"),
+    [
+        ((), None),
+        (("--queries", 4), "{queries} drawn queries and {loads} keys; 33.33% of the queries were drawn."),
+        (
+            ("--max-queries", 60),
+            "{queries} of 576 queries and {loads} of 576 keys; of more than --max-queries a random sample is "
+            "kept.",
+        ),
+        (
+            ("--queries", 4, "--max-queries", 60),
+            "{queries} of 192 drawn queries and {loads} of 576 keys; 33.33% of the queries were drawn, and of "
+            "more than --max-queries a random sample is kept.",
+        ),
+    ],
+)
+def test_a_file_of_some_queries_is_said_to_hold_some(run_semdiag, here, tiny_runs, some, said):
+    """Fails where ``deliver`` (commands/measuring.py) says nothing of ``partial_sentences``."""
+    outcome = run_semdiag("dispersion", tiny_runs.full, *FEW, *some, "--per-query", "every.parquet")
+    assert outcome.code == 0, outcome.err
+    rows = {
+        n: len(pd.read_parquet(here / f))
+        for n, f in (("queries", "every.parquet"), ("loads", "every.load.parquet"))
+    }
+    words = " ".join(outcome.err.split())
+    assert ("every.parquet does not hold everything: " in words) == (said is not None)
+    assert said is None or said.format(**rows) in words
+    again = run_semdiag("dispersion", tiny_runs.full, *FEW, *some, "--per-query", "every.parquet", "--quiet")
+    assert again.err == ""
+
+
 def test_numbers_that_mean_nothing_are_refused(refusal, here, tiny_runs):
     assert refusal("dispersion", tiny_runs.full, "--queries", 1) == (
         "Queries to draw per sample and head must be at least 2. Got 1."

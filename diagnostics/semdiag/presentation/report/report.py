@@ -137,7 +137,9 @@ def in_short(findings: Findings, sections: Sequence[Section]) -> list[str]:
     said = [sentence for section in sections for sentence in section.in_short(findings)]
     if not said and not external(findings.measurements.models).all():
         said = ["What was found stands below, model by model."]
-    return [*said, *sampling_sentences(findings), *capture_sentences(findings), *diverged_sentences(findings)]
+    metrics = [section.name for section in sections if section.name in ("dispersion", "separation")]
+    sampled = sampling_sentences(findings, metrics or ("dispersion",))
+    return [*said, *sampled, *capture_sentences(findings), *diverged_sentences(findings)]
 
 
 def _tables(findings: Findings, sections: Sequence[Section]) -> dict[str, pd.DataFrame]:
