@@ -12,7 +12,7 @@ import pandas as pd
 from semdiag.measurement.checksums import SUMS, check_sums, write_sums
 from semdiag.measurement.percentiles import layer_table
 from semdiag.measurement.schema import OPTIONAL
-from semdiag.measurement.table import ALL, read_parquet, rows_of
+from semdiag.measurement.table import read_parquet, rows_of
 from semdiag.measurement.tables import CORE, SHARES, TABLES, UNLESS_SAID
 from semdiag_models import InputError
 from semdiag_models.reading import read_json
@@ -217,26 +217,22 @@ def _files(folder: Path) -> list[str]:
 
 
 def _with_shares(tables: dict[str, pd.DataFrame], provenance: dict[str, Any], where: str) -> pd.DataFrame:
-    """The models with all of their shares; up to 0.3 ``share`` was the product of both, N in the provenance alone.
+    """The models with all of their shares.
+
+    Up to 0.3 ``share`` stood for both, and N in the provenance: what was drawn counts as drawn alone.
 
     Raises:
         InputError: if one is none.
     """
-    models, sketches = tables["models"], tables["sketches"]
+    models = tables["models"]
     missing = {name: UNLESS_SAID[name] for name in SHARES.columns if name not in models}
     filled = models.assign(**missing)
     SHARES.check(filled, where)
     if "share_kept" not in missing:
         return filled
-    pooled = sketches[(sketches["quantity"] == "dispersion") & (sketches["layer"] == ALL)]
-    counted, rows = pooled.groupby("model")["queries"].max(), tables["queries"]["model"].value_counts()
-    part = [rows.get(model, 1) / max(1, counted.get(model, rows.get(model, 1))) for model in models["model"]]
-    kept = 2 ** np.minimum(np.round(np.log2(part)), 0.0)  # rows are kept by halves
-    share = np.minimum(filled["share"].fillna(1.0) / kept, 1.0)
-    drawn = [round(one * length) for one, length in zip(share, models["length"], strict=True)]
-    return filled.assign(
-        drawn=np.where(share < 1, provenance.get("queries", drawn), 0), share=share, share_kept=kept
-    )
+    if "queries" in provenance:
+        return filled.assign(drawn=np.where(filled["share"] < 1, provenance["queries"], 0))
+    return filled.assign(share=1.0, share_kept=filled["share"])
 
 
 def _check_together(folder: Path, tables: dict[str, pd.DataFrame], provenance: Any) -> None:

@@ -83,12 +83,12 @@ def select_keys(
 @torch.no_grad()
 def _heavy_hitters(q: Tensor, keys: Tensor, scale: float, valid: Tensor | None, k: int) -> Tensor:
     batch, heads, length, _ = q.shape
-    rows, of_keys = (t.reshape(batch * heads, length, -1) for t in (q, keys))
+    rows, of_keys = (t.detach().reshape(batch * heads, length, -1) for t in (q, keys))  # also from tangents
     allowed = None if valid is None else valid.repeat_interleave(heads, 0)[:, None]
     selected = torch.empty(batch * heads, length, k, dtype=torch.int64, device=q.device)
     alone = products.takes(rows[0], of_keys[0])
     per_strip = 1 if alone else max(1, _STRIP // length**2)
-    strip = q.new_empty(0 if alone else min(per_strip, batch * heads), length, length)  # the same memory for all
+    strip = rows.new_empty(0 if alone else min(per_strip, batch * heads), length, length)  # memory for all
     for start in range(0, batch * heads, per_strip):
         s = slice(start, start + per_strip)
         if alone:
