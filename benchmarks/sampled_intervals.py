@@ -1,15 +1,17 @@
 """How often the 95 % intervals of drawn queries (--queries) hold the truth; how near drawn masses are to exact.
 
-    python benchmarks/sampled_intervals.py
+    python benchmarks/sampled_intervals.py [--unequal]
 
 Part 1: queries of sequences with two heads, a trend along the positions, neighbours that are alike, and what
 sequences differ by; of each sequence and head a few queries are drawn, and it is counted how often an interval
-holds the statistic of all queries of these sequences, and that of the law the sequences come from. Part 2: causal
-attention of synthetic queries and keys, all queries against drawn ones: errors of the mean mass kept, in points.
+holds the statistic of all queries of these sequences, and that of the law the sequences come from; then the same
+of sequences whose lengths are drawn (--unequal: that alone). Part 2: causal attention of synthetic queries and
+keys, all queries against drawn ones: errors of the mean mass kept, in points.
 """
 
 import argparse
 import math
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -30,20 +32,42 @@ def sequences(rng: np.random.Generator, count: int, length: int) -> np.ndarray:
     return math.sqrt(0.2) * own + math.sqrt(0.2) * trend + math.sqrt(0.6) * smooth
 
 
-def coverage(law: str, count: int, length: int, drawn: int, cases: int, seed: int = 0) -> dict[str, list[float]]:
+def drawn_lengths(rng: np.random.Generator, count: int, shortest: int, length: int) -> list[np.ndarray]:
+    """Sequences of any length between two, all lengths alike, (heads, positions) each."""
+    if shortest == length:
+        return list(sequences(rng, count, length))
+    return [sequences(rng, 1, int(n))[0] for n in rng.integers(shortest, length + 1, count)]
+
+
+def law_of(shape: Callable, rng: np.random.Generator, shortest: int, length: int) -> list[float]:
+    """Mean and percentiles of all queries of 20,000 sequences; of equal ones the length changes nothing."""
+    lengths = [50] if shortest == length else range(shortest, length + 1)
+    every = [shape(sequences(rng, 20_000 // len(lengths), n)).ravel() for n in lengths]
+    values = np.concatenate(every)
+    return [values.mean(), *np.percentile(values, PERCENTILES)]
+
+
+def coverage(
+    law: str, count: int, lengths: tuple[int, int], drawn: int, cases: int, seed: int = 0
+) -> dict[str, list[float]]:
     """Share of cases in which the intervals of mean and percentiles hold what they speak about; of those given."""
     rng, shape = np.random.default_rng(seed), LAWS[law]
-    every = shape(sequences(rng, 20_000, 50)).ravel()
-    truth = [every.mean(), *np.percentile(every, PERCENTILES)]
+    truth = law_of(shape, rng, *lengths)
     held = {"these": np.zeros((2, 1 + len(PERCENTILES))), "such": np.zeros((2, 1 + len(PERCENTILES)))}
     for _ in range(cases):
-        values = shape(sequences(rng, count, length))
-        own = [values.mean(), *np.percentile(values, PERCENTILES)]
-        places = np.stack([draw_queries(length, HEADS, drawn, length, rng) for _ in range(count)])
-        found = np.take_along_axis(values, places, 2)
-        sample = np.broadcast_to(np.arange(count)[:, None, None], found.shape).ravel()
-        strata = np.arange(found.size) // PER_STRATUM
-        estimates = sampled_estimates(found.ravel(), sample, strata, drawn / length, PERCENTILES)
+        values = [shape(one) for one in drawn_lengths(rng, count, *lengths)]
+        whole = np.concatenate([one.ravel() for one in values])
+        own = [whole.mean(), *np.percentile(whole, PERCENTILES)]
+        found, sample, strata = [], [], []
+        for at, one in enumerate(values):
+            places = draw_queries(one.shape[1], HEADS, drawn, lengths[1], rng)
+            there = places >= 0
+            found.append(np.take_along_axis(one, places, 1)[there])
+            sample.append(np.full(len(found[-1]), at))
+            head, column = there.nonzero()
+            strata.append((at * HEADS + head) * drawn + column // PER_STRATUM)
+        columns = (np.concatenate(column) for column in (found, sample, strata))
+        estimates = sampled_estimates(*columns, drawn / lengths[1], PERCENTILES)
         for about, target in (("these", own), ("such", truth)):
             for at, (estimate, value) in enumerate(zip(estimates, target, strict=True)):
                 low, high = getattr(estimate, about)
@@ -74,17 +98,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", type=int, default=2000)
     parser.add_argument("--lengths", type=int, nargs="+", default=[8192, 16384, 32768])
+    parser.add_argument("--unequal", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
     print(
         "| law | sequences × drawn of positions | about | mean | p5 | p50 | p95 |\n|---|---|---|---|---|---|---|"
     )
+    equal = [(1, (4096, 4096), 256), (8, (1024, 1024), 64), (20, (1024, 1024), 64), (50, (512, 512), 32)]
+    unequal = [(count, (20, 200), 32) for count in (8, 12, 20, 50)]
     for law in LAWS:
-        for count, length, drawn in ((1, 4096, 256), (8, 1024, 64), (20, 1024, 64), (50, 512, 32)):
-            found = coverage(law, count, length, drawn, options.cases)
+        for count, lengths, drawn in unequal if options.unequal else equal + unequal:
+            found = coverage(law, count, lengths, drawn, options.cases)
+            length = "–".join(map(str, dict.fromkeys(lengths)))
             for about in ("these", "such") if count > 1 else ("these",):
                 cells = " | ".join(f"{share:.3f}" if share else "–" for share in found[about])
                 print(f"| {law} | {count} × {drawn} of {length} | {about} | {cells} |", flush=True)
+    if options.unequal:
+        return
     print("\n| length | drawn per head | 95 % of errors below, points | half width, points | held |")
     print("|---|---|---|---|---|")
     for length in options.lengths:

@@ -50,9 +50,18 @@ def sampled_estimates(
     percentile, where u_i is 1 below it and 0 above. The variance of Σe_i is
 
         these sequences:   (1 - share) Σ over strata of 2 Σ e_i² - (Σ e_i)², two draws in each
-        such sequences:    c/(c-1) Σ over sequences of (Σ e_i)², c sequences (clusters)
+        such sequences:    (c-1)/c Σ over sequences of (Σ e_i / (1 - w))², c sequences (clusters)
 
-    (A draw that is left out, as one with too few keys, has the residual 0.)
+    where w is the sequence's share of the draws. (A draw that is left out, as one with too few keys, has the
+    residual 0.) Σ e_i / (1 - w) is what leaving out the whole sequence changes: the second is the jackknife of a
+    mean over sequences of unequal length. A long one draws the mean to itself, and its residuals are too small by
+    1 - w. For equal ones it is c/(c-1) Σ (Σ e_i)². Student's degrees of freedom are then Satterthwaite's: if
+    sequences differ by their levels alone, which vary alike, what they change has in proportion the covariances
+
+        M_st = k_s k_t ([s = t] - w_s - w_t + Σ w²), k = w / (1 - w)
+
+    and the sum of their squares varies as with (Σ M_ss)² / Σ M_st² degrees: c - 1 for equal lengths, fewer where
+    some weigh more.
 
     The interval of the mean is that of Student; about such sequences, which may be few and skewed, that of
     Student after Hall's transformation of t, with the skewness γ of the Σe_i of sequences and a = γ/(3√c):
@@ -60,10 +69,13 @@ def sampled_estimates(
         t + a t² + a² t³/3 + a/2
 
     That of a percentile lies between the percentiles at the ends of Wilson's interval of its level; it is missing
-    (NaN) where too few draws, or parts of sequences, lie beyond.
+    (NaN) where too few draws, or parts of sequences (one more of them than degrees of freedom), lie beyond.
 
-    Source: Cochran 1977, Sampling Techniques, §5.4 and §11; Hall 1992, On the Removal of Skewness by
-    Transformation; Woodruff 1952, Confidence Intervals for Medians; Wilson 1927.
+    Source: Cochran 1977, Sampling Techniques, §5.4 and §11; Durbin 1959, A Note on the Application of
+    Quenouille's Method of Bias Reduction to the Estimation of Ratios (the jackknife); Bell and McCaffrey 2002,
+    Bias Reduction in Standard Errors for Linear Regression with Multi-Stage Samples (its degrees of freedom); Hall
+    1992, On the Removal of Skewness by Transformation; Woodruff 1952, Confidence Intervals for Medians; Wilson
+    1927.
     Deviation: Student's factor where Hall has the normal one; Wilson's interval with an effective number of draws,
     where Woodruff has the normal one.
 
@@ -90,7 +102,7 @@ def sampled_estimates(
     nothing = float("nan"), float("nan")
     if not count:
         return [SampledEstimate(name, float("nan"), nothing, nothing) for name in names]
-    spread = _Spread(samples, strata, share, confidence)
+    spread = _Spread(samples, strata, known, share, confidence)
     mean = float(finite.mean())
     residuals = np.where(known, values - mean, 0.0) / count
     (error, critical), (error_of_such, critical_of_such) = spread.errors(residuals)
@@ -105,7 +117,7 @@ def sampled_estimates(
         part = min(max((level * count - first) / max(last - first, 1), 0.0), 1.0)
         below = np.where(known, (values < cut) + part * (values == cut), 0.0)
         residuals = np.where(known, below - below.sum() / count, 0.0) / count
-        units = zip(spread.errors(residuals), (count, spread.clusters), _BEYOND, strict=True)
+        units = zip(spread.errors(residuals), (count, spread.effective), _BEYOND, strict=True)
         ends = [
             _woodruff(finite, level, *error) if least <= many * min(level, 1 - level) else nothing
             for error, many, least in units
@@ -118,26 +130,48 @@ class _Spread:
     """Standard errors of sums of residuals, with the factor of Student that goes with each."""
 
     def __init__(
-        self, samples: NDArray[np.int64], strata: NDArray[np.int64], share: float, confidence: float
+        self,
+        samples: NDArray[np.int64],
+        strata: NDArray[np.int64],
+        known: NDArray[np.bool_],
+        share: float,
+        confidence: float,
     ) -> None:
         self._share = share
         sequences, self._cluster = np.unique(samples, return_inverse=True)
         drawn, self._stratum = np.unique(strata, return_inverse=True)
-        self.clusters, self._strata, level = len(sequences), len(drawn), (1 + confidence) / 2
-        freedom = max(1, len(strata) - len(drawn)), max(1, len(sequences) - 1)
+        self._sequences, self._strata, level = len(sequences), len(drawn), (1 + confidence) / 2
+        self._weights = self.of_sequences(known / known.sum())
+        self._clusters = int((self._weights > 0).sum())
+        freedom = float(max(1, len(strata) - len(drawn))), _freedom(self._weights)
+        self.effective = round(freedom[1] + 1, 9)  # of as many equal ones the error is known as well
         self._critical = float(scipy.stats.t.ppf(level, freedom[0])), float(scipy.stats.t.ppf(level, freedom[1]))
 
     def errors(self, residuals: NDArray[np.float64]) -> tuple[Ends, Ends]:
         """Standard error and factor, about these sequences and about such; NaN where nothing tells the error."""
         squares, sums = (np.bincount(self._stratum, e, self._strata) for e in (residuals**2, residuals))
         these = (1 - self._share) * float((PER_STRATUM * squares - sums**2).sum())
-        whole, c = self.of_sequences(residuals), self.clusters
-        such = math.sqrt(c / (c - 1) * float(whole @ whole)) if c > 1 else float("nan")
+        such, c = float("nan"), self._clusters
+        if c > 1:
+            changes = self.of_sequences(residuals) / (1 - self._weights)
+            such = math.sqrt((c - 1) / c * float(changes @ changes))
         return (math.sqrt(max(these, 0.0)), self._critical[0]), (such, self._critical[1])
 
     def of_sequences(self, residuals: NDArray[np.float64]) -> NDArray[np.float64]:
         """Σe_i of each sequence."""
-        return np.bincount(self._cluster, residuals, self.clusters).astype(np.float64)
+        return np.bincount(self._cluster, residuals, self._sequences).astype(np.float64)
+
+
+def _freedom(weights: NDArray[np.float64]) -> float:
+    """Satterthwaite's degrees of freedom of the jackknife, at least 1, from the sequences' shares of draws."""
+    if weights.max() >= 1:  # there is but one
+        return 1.0
+    squares, spread = (weights / (1 - weights)) ** 2, float(weights @ weights)
+    own = 1 + spread - 2 * weights  # M_ss = k_s² own_s; Σ M_st² is summed without the matrix
+    a, b, c = (float((squares * weights**power).sum()) for power in range(3))
+    pairs = spread**2 * a**2 + 2 * a * c - 4 * spread * a * b + 2 * b**2
+    pairs += float((squares**2 * (own**2 - (own - 1) ** 2)).sum())
+    return max(1.0, float((squares * own).sum()) ** 2 / pairs)
 
 
 def _shape(sums: NDArray[np.float64]) -> float:

@@ -29,21 +29,27 @@ def test_variances_are_those_of_loops_over_strata_and_sequences():
     known = np.isfinite(values)
     mean = values[known].mean()
     residuals = np.where(known, values - mean, 0) / known.sum()
-    these = such = cubes = 0.0
+    these = such = squares = cubes = 0.0
     for stratum in set(strata.tolist()):
         own = residuals[strata == stratum]
         these += (own[0] - own[1]) ** 2 if len(own) == 2 else own[0] ** 2
     for sample in range(5):
-        such += residuals[samples == sample].sum() ** 2
+        such += 4 / 5 * (values[known & (samples != sample)].mean() - mean) ** 2  # the sequence is left out
+        squares += residuals[samples == sample].sum() ** 2
         cubes += residuals[samples == sample].sum() ** 3
+    shares = np.array([(known & (samples == sample)).sum() / known.sum() for sample in range(5)])
+    changes = (np.eye(5) - shares) * (shares / (1 - shares))[:, None]  # of independent levels, row by row
+    covariance = changes @ changes.T
+    freedom = np.trace(covariance) ** 2 / (covariance**2).sum()
+    assert freedom < 4
     found = sampled_estimates(values, samples, strata, 0.25, ())[0]
     reach = t.ppf(0.975, len(strata) - len(set(strata.tolist()))) * math.sqrt(0.75 * these)
     assert found.these == pytest.approx((mean - reach, mean + reach), rel=1e-12)
     # Each end, as Student's t, is taken by Hall's cubic to the quantile of Student.
-    a = cubes / 5 / (such / 5) ** 1.5 / (3 * math.sqrt(5))
+    a = cubes / 5 / (squares / 5) ** 1.5 / (3 * math.sqrt(5))
     for end, quantile in zip(found.such, (0.975, 0.025), strict=True):
-        student = (mean - end) / math.sqrt(5 / 4 * such)
-        assert student + a * student**2 + a**2 * student**3 / 3 + a / 2 == pytest.approx(t.ppf(quantile, 4))
+        student = (mean - end) / math.sqrt(such)
+        assert student + a * student**2 + a**2 * student**3 / 3 + a / 2 == pytest.approx(t.ppf(quantile, freedom))
 
 
 def test_two_sequences_or_equal_ones_leave_students_interval():
@@ -64,6 +70,42 @@ def test_intervals_of_few_skewed_sequences_hold_the_mean_of_the_law():
         low, high = sampled_estimates(np.repeat(values, 2), samples, samples, 0.1, ())[0].such
         held += low <= 1 <= high
     assert 0.92 * 3000 <= held <= 0.97 * 3000
+
+
+def unequal(rng, count):
+    """Draws of sequences of 3 to 32, which differ by their levels, and their numbers and strata."""
+    samples = np.repeat(np.arange(count), rng.integers(3, 33, count))
+    return (
+        rng.normal(size=count)[samples] + 0.5 * rng.normal(size=len(samples)),
+        samples,
+        np.arange(len(samples)) // 2,
+    )
+
+
+def test_intervals_hold_the_mean_and_the_median_of_sequences_of_unequal_lengths():
+    """2,000 cases of 12 (standard error 0.5 %): as if all were equal, 92 % held either."""
+    held, rng = np.zeros(2), np.random.default_rng(11)
+    for _ in range(2000):
+        for at, estimate in enumerate(sampled_estimates(*unequal(rng, 12), 0.1, (50,))):
+            held[at] += estimate.such[0] <= 0 <= estimate.such[1]
+    assert (held >= 0.935 * 2000).all(), held
+    assert (held <= 0.975 * 2000).all(), held
+
+
+def test_outer_percentiles_of_unequal_sequences_need_more_of_them():
+    rng = np.random.default_rng(12)
+    given = [not math.isnan(sampled_estimates(*unequal(rng, n), 0.1, (5,))[1].such[0]) for n in (40, 100)]
+    assert given == [False, True]
+    same = rng.normal(size=400), np.repeat(np.arange(40), 10), np.arange(400) // 2
+    assert not math.isnan(sampled_estimates(*same, 0.1, (5,))[1].such[0])
+
+
+def test_a_sequence_that_has_all_the_draws_that_count_has_no_interval_about_such():
+    samples, values = np.repeat([0, 1], 4), np.array([1.0, 2, 3, 4, *[np.inf] * 4])
+    mean = sampled_estimates(values, samples, np.arange(8) // 2, 0.5, ())[0]
+    assert mean.estimate == 2.5
+    assert np.isnan(mean.such).all()
+    assert not np.isnan(mean.these).any()
 
 
 def test_all_queries_leave_no_error_and_ties_keep_a_percentile_in_place():
