@@ -64,9 +64,11 @@ def test_more_default_inputs_than_there_are_held_out_are_refused(tiny_runs):
         load(tiny_runs.full).default_inputs(41, 0)
 
 
-@pytest.mark.parametrize("name", ["nowhere.pt", "nowhere"])
-def test_a_path_that_does_not_exist_is_named(tmp_path, name):
-    with pytest.raises(InputError, match=rf"{name} does not exist\.$"):
+@pytest.mark.parametrize(
+    ("name", "hint"), [("nowhere.pt", "$"), ("nowhere", " Models are .* package.module:function")]
+)
+def test_a_path_that_does_not_exist_is_named(tmp_path, name, hint):
+    with pytest.raises(InputError, match=rf"{name} does not exist\.{hint}"):
         load(tmp_path / name)
 
 
