@@ -51,7 +51,8 @@ def key_load(findings: Findings) -> Figure:
         ax.set_xlabel("load: queries that keep the key (count)")
     axes[0].set_ylabel("share of keys with at least this load")
     return finished(
-        figure, "marker: the largest load; dashed: k, which is the mean load where every query keeps k keys"
+        figure,
+        "marker: the largest load; dashed: k, the mean load where every query keeps k keys and all were looked at",
     )
 
 

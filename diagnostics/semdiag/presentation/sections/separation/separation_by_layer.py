@@ -40,7 +40,7 @@ def separation_by_layer(findings: Findings) -> Figure:
         title_with_facts(ax, panel.title, _facts(panel, pooled))
     axes[0].set_ylabel("semantic separation Δ (nats)")
     return finished(
-        figure, f"{READING}; marker: maximum.\nPercentiles are of all queries: what is ≤ 0 lies below the axis."
+        figure, f"{READING}; marker: maximum.\nPercentiles count separations ≤ 0, too, which lie below the axis."
     )
 
 

@@ -24,7 +24,7 @@ def stability_tables(findings: Findings, alone: bool) -> dict[str, pd.DataFrame]
 _QUESTIONS = (
     Question(
         "stability",
-        "How far does attention move when its scores move?",
+        "Does attention move no further than its bound?",
         (
             Shown(
                 stability_curves,
