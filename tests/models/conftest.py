@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from semdiag_models.model_config import ModelConfig
 from semdiag_models.training_config import TrainingConfig
@@ -54,3 +55,16 @@ def naive_attention() -> Callable[..., Tensor]:
         return torch.einsum("bhij,bhjd->bhid", weights, v)
 
     return mix
+
+
+@pytest.fixture(
+    params=[
+        lambda f, x: make_fx(f)(x),
+        lambda f, x: torch.jit.trace(f, x),
+        lambda f, _: torch.compile(f, backend="eager", fullgraph=True),
+    ],
+    ids=["fx", "jit", "compile"],
+)
+def traced(request: Any) -> Callable[..., Any]:
+    """A function as torch follows it, given the function and a first input."""
+    return request.param

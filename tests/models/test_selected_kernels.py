@@ -4,7 +4,6 @@ import sys
 
 import pytest
 import torch
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from semdiag_models import compiled
 from semdiag_models.attention.selected_attention import selected_attention
@@ -103,14 +102,6 @@ def test_neither_threads_nor_where_it_lies_change_anything():
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.trace:Warning")
-@pytest.mark.parametrize(
-    "traced",
-    [
-        lambda f, x: make_fx(f)(x),
-        lambda f, x: torch.jit.trace(f, x),
-        lambda f, _: torch.compile(f, backend="eager", fullgraph=True),
-    ],
-)
 def test_torch_traces_the_operations_and_not_what_they_found(traced):
     qkv, _, selected = inputs()
     kept, x = torch.ones(selected.shape), qkv.detach()
