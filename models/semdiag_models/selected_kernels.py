@@ -12,11 +12,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from semdiag_models.largest_kernels import INF, ONE, ZERO, Floats, in_threads, kernel, part
+from semdiag_models.largest_kernels import INF, ONE, ZERO, Floats, U, in_threads, kernel, part
 
 Positions = NDArray[np.int64]
 Strides = tuple[int, int, int]
-U: Any = np.uint64  # of positions: Numba looks up no negative ones then
 
 
 @torch.library.custom_op("semdiag::mix_selected", mutates_args=())
