@@ -22,10 +22,10 @@ _SPARE = 4  # groups beyond those needed whose maxima may reach the threshold
 _LANES = 8  # numbers that are compared at a time
 
 INF, HALF, ONE = np.float32(np.inf), np.float32(0.5), np.float32(1.0)
-U: Any = np.uint64  # of positions: Numba looks up no negative ones then
 _FOUR = np.float32(4.0)
 ZERO: Any = np.float32(0.0)  # Numba tells the types of sums from where they begin
 # Positions without a sign: Numba looks up no negative ones then.
+U: Any = np.uint64
 NONE: Any = np.uint64(0)
 NEXT: Any = np.uint64(1)
 
