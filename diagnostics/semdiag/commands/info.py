@@ -72,6 +72,7 @@ def info(
     for title, entries in sections.items():
         table = Table("", Column(overflow="fold"), title=title, title_justify="left", show_header=False)
         for name, value in entries.items():
-            table.add_row(name, f"{value:.6g}" if isinstance(value, float) else str(value))
+            said = f"{value:.6g}" if isinstance(value, float) else str(value)
+            table.add_row(name, "–" if value is None or said in ("", "unknown") else said)
         console.print(table if entries else f"{title}: not in this file")
     raise typer.Exit(bool(wrong))

@@ -90,7 +90,7 @@ def main() -> None:
     And 141, as of other programs, if the reader of our output left before its end: what failed was not told whole.
     """
     speak_any_language()
-    warnings.showwarning = lambda message, *_, **__: tell(f"semdiag: {message}")
+    warnings.showwarning = lambda message, *_, **__: tell(f"semdiag: {' '.join(str(message).split())}")
     if not all(map(str.strip, sys.argv[1:])):  # as a path it would be the working folder
         _refuse("One of the words of the command is empty. Is a variable of the shell unset?")
     try:
