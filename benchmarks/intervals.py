@@ -12,9 +12,10 @@ import math
 import numpy as np
 import pandas as pd
 
-from semdiag.findings.resampling import rank_correlation_interval, tail_levels
+from semdiag.findings.resampling import FEWEST, rank_correlation_interval, tail_levels
 
 CASES, RESAMPLES, PART = 4000, 500, 100
+UNITS = (FEWEST, 8, 20, 50)
 LAWS = {
     "normal": (lambda rng, shape: rng.normal(size=shape), {"mean": 0.0, "median": 0.0}),
     "exponential": (lambda rng, shape: rng.exponential(size=shape), {"mean": 1.0, "median": np.log(2)}),
@@ -53,15 +54,15 @@ def rank_coverage(units: int, rows: int = 12, correlation: float = 0.3, cases: i
 
 def main() -> None:
     """Print the table."""
-    print("| law | of | n = 8 | n = 20 | n = 50 |\n|---|---|---|---|---|")
+    print(f"| law | of | {' | '.join(f'n = {units}' for units in UNITS)} |\n{'|---' * (len(UNITS) + 2)}|")
     for law in LAWS:
         for statistic in ("mean", "median"):
             cells = []
-            for units in (8, 20, 50):
+            for units in UNITS:
                 found = coverage(law, statistic, units)
                 cells.append(f"{found['percentile']:.3f} → {found['semdiag']:.3f}")
             print(f"| {law} | {statistic} | {' | '.join(cells)} |", flush=True)
-    print(f"| normal | rank correlation | {' | '.join(f'{rank_coverage(units):.3f}' for units in (8, 20, 50))} |")
+    print(f"| normal | rank correlation | {' | '.join(f'{rank_coverage(units):.3f}' for units in UNITS)} |")
 
 
 if __name__ == "__main__":

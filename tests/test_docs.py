@@ -103,11 +103,11 @@ def commands() -> list[str]:
 
 def test_every_command_has_a_page_with_a_real_example_and_the_readme_links_it() -> None:
     assert commands(), "no command found in the help"
-    assert set(PAGES) == set(commands())
+    assert set(PAGES) == set(commands()), "a page docs/commands/NAME.md for every command, and no other"
     for command, page in PAGES.items():
         assert page.startswith(f"# `semdiag {command}`\n")
         assert f"```console\n$ semdiag {command}" in page
-        assert f"(docs/commands/{command}.md)" in README
+        assert f"(docs/commands/{command}.md)" in README, f"README.md does not link the page of {command}"
 
 
 def test_the_front_door_is_short() -> None:

@@ -139,6 +139,8 @@ def test_a_masks_speed_is_that_of_its_own_tasks_and_seeds():
     )  # Student's t with 1 degree, error 2
     line = next(line for line in speeds.markdown(table).splitlines() if "topk-5" in line)
     assert line.startswith("| topk-5 | 0.37 (2/2) | 20.09 (0/2) | 2.72 (")
+    assert whole["topk-5"] == whole["mean"]
+    assert speeds.over_tasks(table).loc["random-5", "topk-5"] == -1.0  # over parity alone, its one task
 
 
 def test_correlations_are_those_of_the_registered_cells_and_stand_in_the_document():

@@ -2,7 +2,9 @@
 
 A percentile bootstrap of few sequences is too narrow: its spread is that of a variance divided by n instead of
 n − 1, and its shape is normal where Student's is due. Both are mended in the levels at which the resampled values
-are read (:func:`tail_levels`). How often the intervals hold the truth then: docs/reading-a-report.md.
+are read (:func:`tail_levels`). How often the intervals hold the truth then: docs/reading-a-report.md. Of
+fewer units than :data:`FEWEST` there is none: resampled values stay within the range of the n values, which holds
+their law's median in 1 − 2^(1 − n) of all cases.
 """
 
 import math
@@ -14,6 +16,8 @@ import pandas as pd
 import scipy
 from numpy.typing import NDArray
 
+FEWEST = 5  # sequences or planes of which there is an interval
+
 
 def tail_levels(units: int, confidence: float = 0.95) -> tuple[float, float]:
     """Percentiles of the resampled values between which an interval lies, wider for few units.
@@ -24,21 +28,21 @@ def tail_levels(units: int, confidence: float = 0.95) -> tuple[float, float]:
     Deviation: none.
 
     Args:
-        units: n ≥ 2, what is drawn with replacement: sequences, planes.
+        units: n ≥ FEWEST, what is drawn with replacement: sequences, planes.
         confidence: 1 − α, in (0, 1).
 
     Returns:
         Two percentiles in [0, 100].
 
     Raises:
-        ValueError: for a single unit, of which nothing varies and no interval is known.
+        ValueError: for fewer units.
 
     Example:
         >>> [round(level, 2) for level in tail_levels(8)], [round(level, 2) for level in tail_levels(10_000)]
         ([0.57, 99.43], [2.5, 97.5])
     """
-    if units < 2:
-        raise ValueError("A single unit has no interval.")
+    if units < FEWEST:
+        raise ValueError(f"Of fewer than {FEWEST} there is no interval. Got {units}.")
     reach = math.sqrt(units / (units - 1)) * float(scipy.stats.t.ppf((1 + confidence) / 2, units - 1))
     tail = 100 * float(scipy.stats.norm.sf(reach))
     return tail, 100 - tail
@@ -53,13 +57,13 @@ def interval_ends(resampled: NDArray[np.float64], units: int, confidence: float 
         confidence: 1 − α, in (0, 1).
 
     Returns:
-        Both ends; NaN for a single unit, or where a resampled value is NaN.
+        Both ends; NaN for fewer units than FEWEST, or where a resampled value is NaN.
 
     Example:
-        >>> interval_ends(np.array([2.0, 2.0]), units=2), interval_ends(np.array([2.0, 2.0]), units=1)
+        >>> interval_ends(np.array([2.0, 2.0]), units=5), interval_ends(np.array([2.0, 2.0]), units=4)
         ((2.0, 2.0), (nan, nan))
     """
-    if units < 2 or not resampled.size:
+    if units < FEWEST or not resampled.size:
         return math.nan, math.nan
     low, high = np.percentile(resampled, tail_levels(units, confidence))
     return float(low), float(high)
@@ -98,8 +102,8 @@ def ratio_interval(
         seed: of the draws.
 
     Returns:
-        Estimate and interval; NaN where a side has no finite value, or the denominator is 0; of one sequence
-        there is no interval.
+        Estimate and interval; NaN where a side has no finite value, or the denominator is 0; no interval of
+        fewer sequences than FEWEST.
 
     Raises:
         ValueError: if a side has no samples.
@@ -186,7 +190,7 @@ def mean_interval(
         Estimate and interval, of the finite values alone; NaN where there are none.
 
     Example:
-        >>> mean_interval(pd.DataFrame({"sample": [0, 0, 1], "x": [1.0, 1.0, 1.0]}), "x")
+        >>> mean_interval(pd.DataFrame({"sample": [0, 0, 1, 2, 3, 4], "x": [1.0] * 6}), "x")
         Interval(estimate=1.0, low=1.0, high=1.0)
     """
     values = rows[quantity].to_numpy(np.float64)
@@ -218,7 +222,7 @@ def sum_ratio_interval(
         Estimate and interval; NaN where no sequence counts. No interval where a sum is not finite.
 
     Example:
-        >>> sum_ratio_interval(np.array([2.0, 4.0]), np.array([1.0, 2.0]))
+        >>> sum_ratio_interval(np.array([2.0, 4.0, 2.0, 2.0, 2.0]), np.array([1.0, 2.0, 1.0, 1.0, 1.0]))
         Interval(estimate=2.0, low=2.0, high=2.0)
     """
     sums, counts = sums[counts > 0], counts[counts > 0]

@@ -95,7 +95,7 @@ def test_one_sample_has_no_interval_and_small_ratios_keep_their_digits(pair):
     queries = pair.queries[few].assign(dispersion=np.where(full[few], 1.0, 4e-5))
     one = Findings(pair.replace(queries=queries))
     (said,) = (each.sentence for each in pair_comparisons(one))
-    assert said.endswith("(median δₕ 4e-05 against δₛ 1 nats, ratio 4e-05, one sample: no interval).")
+    assert said.endswith("(median δₕ 4e-05 against δₛ 1 nats, ratio 4e-05, 1 sample: too few for an interval).")
     assert "(ratio of the medians 4e-05)" in dispersion_glance(one).words
     flat = Findings(pair.replace(queries=pair.queries.assign(dispersion=0.0)))
     (said,) = (each.sentence for each in pair_comparisons(flat))

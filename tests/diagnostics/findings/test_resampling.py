@@ -9,6 +9,7 @@ from scipy.stats import spearmanr
 
 from semdiag.findings import resampling
 from semdiag.findings.resampling import (
+    FEWEST,
     mean_interval,
     rank_correlation_interval,
     ratio_interval,
@@ -61,21 +62,22 @@ def test_intervals_of_few_sequences_cover_as_often_as_they_say(law, units):
     assert covered >= level - 3.5 * math.sqrt(level * (1 - level) / cases)
 
 
-def test_one_sequence_has_no_interval():
-    """Nothing varies between draws of one sequence; that is no certainty."""
-    one = queries([[1.0, 2.0, 4.0]]).assign(other=[1.0, 3.0, 2.0])
+@pytest.mark.parametrize("units", range(1, FEWEST + 1))
+def test_few_sequences_have_no_interval(units):
+    """Draws of one sequence do not vary, and those of two stay between them: that is no certainty."""
+    few = queries(np.arange(1.0, 3 * units + 1).reshape(units, 3)).assign(other=np.arange(3 * units) % 4.0)
     for found in (
-        ratio_interval(one, queries([[2.0, 3.0, 9.0]])),
-        ratio_interval(one, queries(np.ones((5, 3)))),
-        mean_interval(one, "dispersion"),
-        sum_ratio_interval(np.array([3.0]), np.array([2.0])),
-        rank_correlation_interval(one, "dispersion", "other"),
+        ratio_interval(few, queries(np.full((units, 3), [2.0, 3.0, 9.0]))),
+        ratio_interval(few, queries(np.ones((9, 3)))),
+        mean_interval(few, "dispersion"),
+        sum_ratio_interval(np.arange(3.0, 3.0 + units), np.full(units, 2.0)),
+        rank_correlation_interval(few, "dispersion", "other"),
     ):
         assert math.isfinite(found.estimate)
-        assert math.isnan(found.low)
-        assert math.isnan(found.high)
-    with pytest.raises(ValueError, match="single unit"):
-        tail_levels(1)
+        assert math.isnan(found.low) == math.isnan(found.high) == (units < FEWEST)
+    if units < FEWEST:
+        with pytest.raises(ValueError, match=f"fewer than {FEWEST} there is no interval. Got {units}"):
+            tail_levels(units)
 
 
 def test_the_interval_of_a_mean_of_8_sequences_is_students():

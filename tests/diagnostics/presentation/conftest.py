@@ -214,7 +214,7 @@ def _probes(row):
     groups = ("all", "qk", "value-output", "mlp-in", "mlp-out", "embedding", "head")
     secants = [
         {"group": group, "draw": draw, "radius": radius, "distance": radius, "slope": steep * (1 + i) * radius}
-        for group in groups for draw in (0, 1) for radius in (0.5, 1.0) for i in range(5)
+        for group in groups for draw in range(5) for radius in (0.5, 1.0) for i in range(5)
     ]  # fmt: skip
     gradients = [
         {"group": g, "draw": d, "radius": d / 4, "distance": d, "slope": steep, "ln_sound": 20.0, "holds": True}

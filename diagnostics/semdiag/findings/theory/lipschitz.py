@@ -8,6 +8,7 @@ import pandas as pd
 
 from semdiag.findings.findings import Findings
 from semdiag.findings.pairing import Pair, compared_pairs
+from semdiag.findings.resampling import FEWEST
 from semdiag.findings.strict_json import MODEL_FACTS, Summary, json_object, records
 from semdiag.findings.theory.finding import Finding, Verdict, log10, of_rows, verdicts_of
 from semdiag.findings.theory.secant_percentiles import PERCENTILES, secant_percentiles, secant_ratios
@@ -116,7 +117,9 @@ def ordering_findings(findings: Findings, pair: Pair) -> list[Finding]:
             verdict = Verdict.VIOLATED
         numbers = {"radii": len(rows), "lower": lower, "higher": higher, "planes": int(rows["planes"].min())}
         numbers |= {"smallest ratio": rows["estimate"].min(), "largest ratio": rows["estimate"].max()}
-        found.append(Finding(pair.label, ORDERING, "", f"p{percentile}", verdict, numbers, percentile=percentile))
+        few = numbers["planes"] < FEWEST
+        note = f"random planes: {numbers['planes']}, too few for an interval" if few else ""
+        found.append(Finding(pair.label, ORDERING, "", f"p{percentile}", verdict, numbers, note, percentile))
     return found
 
 

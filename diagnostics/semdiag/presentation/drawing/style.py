@@ -17,7 +17,7 @@ from matplotlib.axis import Axis
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.text import Text
-from matplotlib.ticker import FuncFormatter, NullFormatter
+from matplotlib.ticker import FuncFormatter
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -285,11 +285,19 @@ def title_with_facts(ax: Axes, title: str, facts: Sequence[str]) -> None:
 def plain_numbers(axis: Axis) -> None:
     """Label a logarithmic axis 0.1, 1, 10 instead of with powers of ten.
 
+    Where only one of them or none is in view, 0.2 and 0.5 are labelled, too.
+
     Args:
         axis: of a panel.
     """
+
+    def between(value: float, _: int | None) -> str:
+        low, high = np.log10(np.clip(sorted(axis.get_view_interval()), 1e-300, None))
+        labelled = np.floor(high) - np.ceil(low) >= 1 or f"{value:e}"[0] not in "25"
+        return "" if labelled else f"{value:g}"
+
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axis.set_minor_formatter(NullFormatter())
+    axis.set_minor_formatter(FuncFormatter(between))
 
 
 def decades(ax: Axes) -> float:

@@ -123,7 +123,7 @@ def test_whose_attention_moves_more_is_told_by_the_interval_alone(known, monkeyp
     )
     assert "does not tell" in said(noise, zeros)
     first = secants[secants["sample"] == secants["sample"].iloc[0]]
-    assert "one sample: no interval)." in said(9 * noise[: len(first)], noise[: len(first)], first)
+    assert "1 sample: too few for an interval)." in said(9 * noise[: len(first)], noise[: len(first)], first)
 
 
 def test_what_contradicts_the_paper_is_said_plainly(known, tmp_path):

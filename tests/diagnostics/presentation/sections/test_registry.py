@@ -78,9 +78,9 @@ def test_anchors_are_unique_in_a_page():
 @pytest.mark.parametrize("shown", SHOWN)
 def test_every_figure_is_described_and_read(shown):
     assert shown.alt.endswith(": {shown}.")
-    assert len(shown.alt) > 60
+    assert len(shown.alt) > 60, f"say what {shown} draws, in a sentence of more than 60 characters"
     assert shown.reading.endswith(".")
-    assert len(shown.reading) > 60
+    assert len(shown.reading) > 60, f"say how to read {shown}, in more than 60 characters"
 
 
 def test_every_question_says_what_it_does_not_cover():

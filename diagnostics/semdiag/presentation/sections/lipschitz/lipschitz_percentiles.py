@@ -63,9 +63,15 @@ def _note(findings: Findings, table: pd.DataFrame) -> str:
     planes, pairs = int(table["planes"].min()), int(table["pairs"].min())
     samples = findings.measurements.provenance.get("lipschitz_samples")
     seed = findings.measurements.provenance.get("seed")
+    bands = (
+        f"Bands: 95 %, whole planes resampled {RESAMPLES} times; they speak about other planes, not about other "
+        "training runs."
+        if table["low"].notna().any()
+        else "No bands: these are too few for intervals."
+    )
     return (
         f"{planes} random planes (seed {seed}), each tensor's direction as long as the tensor; per radius {pairs} "
         "pairs of the checkpoint and points on circles, each divided by the true distance of its parameters; loss "
-        f"over {samples} samples.\nBands: 95 %, whole planes resampled {RESAMPLES} times; they speak about other "
-        "planes, not about other training runs. Where the loss is near 0 its secants are, too."
+        f"over {samples} samples.\n{bands} "
+        "Where the loss is near 0 its secants are, too."
     )

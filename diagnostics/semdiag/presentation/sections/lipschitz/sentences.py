@@ -42,9 +42,9 @@ def _ordering(own: Sequence[Finding]) -> str:
         f"{f.numbers['radii']:.0f} radii ({_ratios(f)})"
         for f in own
     ]
-    many = own[0].numbers["planes"]
-    planes = f"{many:.0f} random planes, by 95 % intervals" if many > 1 else "one random plane: no interval"
-    verdict = verdict if many > 1 else "cannot be told"
+    many = int(own[0].numbers["planes"])
+    planes = own[0].note or f"{many} random planes, by 95 % intervals"
+    verdict = "cannot be told" if own[0].note else verdict
     return f"{start} {verdict}: {'; '.join(parts)}; {planes}, one training run each."
 
 

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 import semdiag
 from semdiag.findings.findings import Findings
 from semdiag.findings.pairing import Pair
+from semdiag.findings.resampling import FEWEST
 from semdiag.findings.theory.finding import Verdict
 from semdiag.findings.theory.lipschitz import END_POINTS, SECANTS, estimate_findings, ordering_findings
 from semdiag.findings.theory.secant_percentiles import secant_percentiles, secant_ratios
@@ -317,7 +318,7 @@ def test_end_points_are_of_maxima_of_blocks():
     assert row["estimate"] < 1.2
 
 
-def secants(path, factor, planes=4, radii=(0.5, 1.0)):
+def secants(path, factor, planes=6, radii=(0.5, 1.0)):
     rng = np.random.default_rng(0)
     same = {"model": path, "group": "all"}
     rows = [
@@ -360,7 +361,7 @@ def test_percentiles_with_intervals():
     for row in table[(table["model"] == "full") & (table["radius"] == 1.0)].to_dict("records"):
         assert row["estimate"] == pytest.approx(np.percentile(own["slope"], row["percentile"]))
         assert row["low"] <= row["estimate"] <= row["high"]
-        assert (row["pairs"], row["planes"], row["distance"]) == (120, 4, 1.0)
+        assert (row["pairs"], row["planes"], row["distance"]) == (180, 6, 1.0)
 
 
 @pytest.mark.parametrize("zero", [True, False], ids=["weights of zero", "one key"])
@@ -378,3 +379,11 @@ def test_slopes_and_bounds_that_are_zero_have_no_gap(zero, tiny_config, inputs):
     assert "10^-0" not in said
     assert "10^0.0" not in said
     assert ("the nearest within 0.0% of it" in said) == zero
+
+
+def test_few_planes_have_no_interval_and_no_verdict():
+    few = [secants(model, (factor, factor), planes=FEWEST - 1) for model, factor in (("full", 1.0), ("topk", 0.1))]
+    found = made((1.0, 1.0), (1.0, 1.0)).replace(loss_secants=pd.concat(few, ignore_index=True))
+    judged = ordering_findings(Findings(found), Pair("pair", "full", "topk"))
+    assert {f.verdict for f in judged} == {Verdict.NOTHING}
+    assert {f.note for f in judged} == {"random planes: 4, too few for an interval"}
