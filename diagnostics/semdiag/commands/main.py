@@ -3,10 +3,12 @@
 import inspect
 import sys
 import warnings
+from contextlib import suppress
 from importlib.metadata import version
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
+from typer.core import TyperGroup
 
 from semdiag.commands.bounds import bounds
 from semdiag.commands.check import check
@@ -32,7 +34,19 @@ _UsageError: Any = next(kind for kind in typer.BadParameter.__mro__ if kind.__na
 _LONGEST = 2000  # characters of a message
 _BROKEN_PIPE = 141
 
+
+class _Program(TyperGroup):
+    """The commands. Typer would make an interruption an exit code, as of a command that has told of it itself."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            raise typer.Abort from None
+
+
 app = typer.Typer(
+    cls=_Program,
     no_args_is_help=True,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
@@ -103,9 +117,12 @@ def main() -> None:
     except (typer.Abort, KeyboardInterrupt):
         typer.echo("semdiag: interrupted", err=True)
         sys.exit(130)
-    except BrokenPipeError:  # the reader of our output has seen enough
-        sys.stderr.close()
-        sys.exit(_BROKEN_PIPE)
+    except BrokenPipeError:
+        _leave_unread()
+    except SystemExit as left:
+        if not isinstance(left.__context__, BrokenPipeError):
+            raise
+        _leave_unread()  # Typer and rich end so, with the exit code of a failed check
     except UnicodeEncodeError as error:
         _refuse(f"{error.object[:200]!r} holds bytes that are no text. Rename the file.")
     except OSError as error:  # a full disk, a name that is too long, a folder without permission
@@ -118,6 +135,14 @@ def main() -> None:
         _refuse(str(error))
     else:
         sys.exit(code if isinstance(code, int) else 0)
+
+
+def _leave_unread() -> NoReturn:
+    """The reader of our output has seen enough; what is still on its way to it goes nowhere."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(BrokenPipeError):
+            stream.close()
+    sys.exit(_BROKEN_PIPE)
 
 
 def _refuse(message: str) -> None:

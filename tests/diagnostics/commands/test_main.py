@@ -2,6 +2,7 @@
 
 import io
 import os
+import signal
 import subprocess
 import sys
 from importlib.metadata import version
@@ -141,16 +142,23 @@ def test_what_the_system_refuses_is_one_line_and_code_2(program, error, message)
     assert (outcome.code, outcome.out, outcome.err) == (2, "", f"semdiag: {message}\n")
 
 
-def test_a_reader_who_has_seen_enough_is_told_so(monkeypatch):
+def test_a_reader_who_has_seen_enough_ends_the_program_without_a_word(monkeypatch):
     def fail(standalone_mode):
         raise BrokenPipeError
 
+    monkeypatch.setattr(sys, "argv", ["semdiag"])
     monkeypatch.setattr(module, "app", fail)
+    monkeypatch.setattr(sys, "stdout", io.StringIO())
     monkeypatch.setattr(sys, "stderr", io.StringIO())
     with pytest.raises(SystemExit) as left:
         module.main()
-    assert left.value.code == 141  # as of any program whose reader left: what failed was not told whole
+    assert left.value.code == 141
+    assert sys.stdout.closed
     assert sys.stderr.closed
+
+
+def test_who_leaves_by_itself_leaves_with_its_own_code(program):
+    assert program(SystemExit(3)).code == 3
 
 
 @pytest.mark.parametrize("error", [ValueError("a fault of ours"), ZeroDivisionError()])
@@ -166,16 +174,35 @@ def test_our_own_faults_are_not_hidden_before_anything_is_imported(program, monk
 
 
 @pytest.mark.skipif(os.name == "nt", reason="pipes break otherwise there")
-def test_a_broken_pipe_leaves_no_traceback():
-    shown = subprocess.Popen(
-        [sys.executable, "-m", "semdiag.commands.main", "--version"],
+@pytest.mark.parametrize("words", [["--help"], ["--version"], ["list"], ["info", "{}", "--json"]])
+def test_a_reader_who_left_before_the_end_is_code_141(words, tiny_runs):
+    """As of other programs; not 1, which is a failed check: Typer and rich would leave with that."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "semdiag", *(word.format(tiny_runs.full / "last.pt") for word in words)]
+    try:
+        done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, timeout=60, check=False)
+    finally:
+        os.close(writing)
+    assert (done.returncode, done.stderr) == (141, b"")
+
+
+@pytest.mark.skipif(os.name == "nt", reason="processes are interrupted otherwise there")
+def test_control_c_in_a_real_process_is_told_in_one_line(tmp_path):
+    made = "import time\n\n\ndef make():\n    print('at work', flush=True)\n    time.sleep(60)\n"
+    (tmp_path / "own_made.py").write_text(made, encoding="utf-8")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "semdiag", "dispersion", "own_made:make"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
+        text=True,
+        cwd=tmp_path,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # in the background it is ignored
     )
-    shown.stdout.close()
-    assert shown.stderr.read() == b""
-    shown.stderr.close()
-    shown.wait()
+    assert process.stdout.readline() == "at work\n"
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (130, "semdiag: interrupted\n")
 
 
 def test_the_program_can_be_run_as_a_module():
