@@ -124,7 +124,8 @@ def main() -> None:
             raise
         _leave_unread()  # Typer and rich end so, with the exit code of a failed check
     except UnicodeEncodeError as error:
-        _refuse(f"{error.object[:200]!r} holds bytes that are no text. Rename the file.")
+        other = "" if sys.getfilesystemencoding() == "utf-8" else ", or set PYTHONUTF8=1 if it is UTF-8"
+        _refuse(f"{error.object[:200]!r} holds bytes that are no text here. Rename the file{other}.")
     except OSError as error:  # a full disk, a name that is too long, a folder without permission
         _refuse(f"{error.filename or 'A file'} cannot be read or written: {error.strerror or error}.")
     except Exception as error:

@@ -168,7 +168,26 @@ def test_a_name_that_is_no_text_is_refused_where_it_cannot_be_written(refusal, h
     with open(name, "wb") as file:
         file.write((tiny_runs.full / "last.pt").read_bytes())
     line = refusal("dispersion", name, "--samples", 4, "--out", "out", "--per-query", "q.parquet")
-    assert "holds bytes that are no text" in line
+    assert "holds bytes that are no text here. Rename the file" in line
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="names are UTF-8 there, whatever the locale")
+def test_a_name_that_another_locale_could_read_is_refused_with_both_remedies(here, tiny_runs):
+    (here / "ü.pt").write_bytes((tiny_runs.full / "last.pt").read_bytes())
+    plain = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0"}
+
+    def measured(**environment):
+        command = [sys.executable, "-m", "semdiag", "dispersion", "ü.pt", "--samples", "4", "--quiet"]
+        environment = {**plain, **environment}
+        return subprocess.run(
+            command, capture_output=True, encoding="utf-8", env=environment, timeout=60, check=False
+        )
+
+    refused = measured()
+    assert refused.returncode == 2
+    assert "no text here. Rename the file, or set PYTHONUTF8=1 if it is UTF-8." in refused.stderr
+    assert refused.stderr.count("\n") == 1
+    assert measured(PYTHONUTF8="1").returncode == 0
 
 
 def test_an_interruption_while_the_program_is_loaded_is_one_line():
