@@ -17,6 +17,7 @@ class RunLock:
 
     Raises:
         InputError: if another process, or another run of this one, holds it.
+        OSError: if no file can be made in the folder.
 
     Example:
         >>> import tempfile
@@ -34,6 +35,8 @@ class RunLock:
         try:
             self._lock.acquire(blocking=False)
         except Timeout:
+            if not self._path.exists():  # none can be made, as in /proc; filelock tells of another, too
+                self._path.touch()
             if file is not None:
                 raise InputError(
                     f"{folder / file} is in use: another writes to it. Name a file for each."

@@ -72,8 +72,9 @@ class Monitor:
         first_step: number of the first step, for resumed trainings; it warns where the file has come as far.
 
     Raises:
-        InputError: if an argument is illegal, the file cannot be continued or is another monitor's, TensorBoard is
-            not installed, or (on start) the model has no attention that can be watched or was compiled in place.
+        InputError: if an argument is illegal, the file cannot be written or continued or is another monitor's,
+            TensorBoard is not installed, or (on start) the model has no attention that can be watched or was
+            compiled in place.
 
     Example:
         >>> from semdiag_models import Encoder, ModelConfig
@@ -150,10 +151,14 @@ class Monitor:
 
     def stop(self) -> None:
         """Leave the model as it was found; rows stay readable."""
+        unseen = bool(self._handles) and self.step == self._first_step
+        self._leave()
+        if unseen:
+            warnings.warn(f"The monitor saw no forward call in training mode. {_COMPILED}", stacklevel=2)
+
+    def _leave(self) -> None:
         for handle in self._handles:
             handle.remove()
-        if self._handles and self.step == self._first_step:
-            warnings.warn(f"The monitor saw no forward call in training mode. {_COMPILED}", stacklevel=2)
         self._handles = ()
         self._look.close()
         with _carrying_on():
@@ -168,7 +173,10 @@ class Monitor:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.stop()
+        if error is None:
+            self.stop()
+        else:
+            self._leave()
 
     def _before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if torch.compiler.is_compiling():

@@ -28,8 +28,8 @@ class MonitorLog:
         first_step: number of the first step; a file that goes as far is continued with a warning.
 
     Raises:
-        InputError: if the ending is another one, the folder does not exist, the file has other columns, or another
-            log writes to it.
+        InputError: if the ending is another one, the folder does not exist, the file cannot be written or has
+            other columns, or another log writes to it.
     """
 
     def __init__(self, path: Path | None, columns: list[str], first_step: int) -> None:
@@ -57,13 +57,14 @@ class MonitorLog:
         """Take the file, with what stands in it; a log that is open stays as it is.
 
         Raises:
-            InputError: if it cannot be continued, or another log writes to it.
+            InputError: if it cannot be written or continued, or another log writes to it.
         """
         if self.path is None or self._lock is not None:
             return
-        with suppress(OSError, NotImplementedError):  # where no file can be locked, or none written
+        with suppress(OSError, NotImplementedError):  # where no file can be locked
             self._lock = RunLock(self.path.parent, self.path.name)
         try:
+            _check_writable(self.path)
             if self.path.exists():
                 self._earlier = _read(self.path, self.columns)
                 self._rows, self._written = self._rows[self._written :], 0
@@ -118,13 +119,28 @@ class MonitorLog:
         if self.path.suffix == ".csv":
             _append(self.path, pd.DataFrame(new, columns=self.columns))
         else:
-            unfinished = self.path.with_name(f".{self.path.name}.unfinished")
+            unfinished = _unfinished(self.path)
             try:
                 self.table().to_parquet(unfinished, index=False)
                 unfinished.replace(self.path)
             finally:
                 unfinished.unlink(missing_ok=True)
         self._written = len(self._rows)
+
+
+def _check_writable(path: Path) -> None:
+    target = path if path.suffix == ".csv" else _unfinished(path)
+    new = not target.exists()
+    try:
+        target.open("ab").close()
+        if new:
+            target.unlink()
+    except OSError as error:
+        raise InputError(f"{path} cannot be written: {error.strerror or error}.") from None
+
+
+def _unfinished(path: Path) -> Path:
+    return path.with_name(f".{path.name}.unfinished")
 
 
 def _append(path: Path, table: pd.DataFrame) -> None:

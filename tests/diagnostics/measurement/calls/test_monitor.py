@@ -21,6 +21,7 @@ from semdiag import InputError, Monitor, TopK, capture, sparsify
 from semdiag.capturing.attention_calls import AttentionCall, watch_attention
 from semdiag.mathematics.row_statistics import row_statistics
 from semdiag.measurement.calls import monitor as monitoring
+from semdiag.measurement.calls import monitor_log
 from semdiag.measurement.calls.counted_rows import counted_rows
 from semdiag.measurement.calls.monitor import describe, sampled_rows
 from semdiag_models import Encoder, ModelConfig
@@ -263,6 +264,14 @@ def test_an_exception_in_the_model_leaves_nothing_behind_and_the_next_call_is_wa
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
+def test_an_error_before_the_first_forward_is_all_that_is_told(recwarn):
+    model = made(encoder)
+    with pytest.raises(ZeroDivisionError), Monitor(model):
+        raise ZeroDivisionError
+    assert not [str(warning.message) for warning in recwarn]
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
 @pytest.mark.parametrize("suffix", ["csv", "parquet"])
 def test_rows_stand_in_the_file_and_a_later_training_continues_it(tmp_path, suffix):
     path = tmp_path / f"attention.{suffix}"
@@ -294,6 +303,27 @@ def test_a_file_is_one_monitors_alone_until_it_stops(tmp_path, suffix):
     assert read(path)["step"].tolist() == first.table["step"].tolist() == [0, 0, 1, 1, 2, 2, 2, 2]
     assert second.table["step"].tolist() == [0, 0, 1, 1, 2, 2]
     assert sorted(file.name for file in tmp_path.iterdir()) == [path.name, f"other.{suffix}"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="there is no /proc")
+@pytest.mark.parametrize("suffix", ["csv", "parquet"])
+@pytest.mark.parametrize("folder", ["/proc", "/sys"])
+def test_a_place_that_cannot_be_written_is_refused_as_such(folder, suffix):
+    with pytest.raises(InputError, match=rf"^{folder}/x\.{suffix} cannot be written: [A-Z][a-z ]+\.$"):
+        Monitor(made(encoder), path=f"{folder}/x.{suffix}")
+
+
+def test_a_place_where_no_file_can_be_locked_is_written_all_the_same(tmp_path, monkeypatch):
+    def fail(*arguments):
+        raise NotImplementedError
+
+    monkeypatch.setattr(monitor_log, "RunLock", fail)
+    for name in ("attention.csv", "attention.parquet"):
+        model = made(encoder)
+        with Monitor(model, every=1, path=tmp_path / name):
+            assert not list(tmp_path.glob(f"*{name}*"))
+            train(model, 1)
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["attention.csv", "attention.parquet"]
 
 
 def test_a_file_that_has_the_steps_already_is_continued_with_a_warning(tmp_path):
