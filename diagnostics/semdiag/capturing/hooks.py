@@ -48,7 +48,12 @@ def put_on(
     Returns:
         Handles that remove them.
     """
+
+    def unless_removed(*arguments: Any) -> None:
+        if len(arguments) == 3:  # torch gives no keyword arguments to a hook that was removed since the call began
+            before(*arguments)
+
     return (
-        module.register_forward_pre_hook(Hook(before), prepend=prepend, with_kwargs=True),
+        module.register_forward_pre_hook(Hook(unless_removed), prepend=prepend, with_kwargs=True),
         module.register_forward_hook(Hook(after), always_call=True),
     )

@@ -67,6 +67,7 @@ class Padding:
         Args:
             running: the arguments of the model's forward, by position and by name, where it runs already.
         """
+        self._running.clear()  # of forwards in this thread that began while another watched
         with ExitStack() as stack:
             stack.callback(self._running.clear)
             stack.callback(self._take_off, *self._model.modules())

@@ -1,6 +1,7 @@
 """Watching a model's attention while it is trained."""
 
 import math
+import threading
 import time
 import warnings
 from collections.abc import Iterator, Sequence
@@ -52,6 +53,9 @@ class Monitor:
     Of a compiled training, give it the compiled model: ``Monitor(torch.compile(model))``. The forward calls that
     are looked at then run as they were written, and round otherwise (about 1e-7); the others are those of the
     compiled model. The hooks of a module inside a compiled one are compiled with it and cannot look.
+
+    Several threads may train the model: a look belongs to the thread that began it, and the forward calls that
+    others make meanwhile are counted and not looked at.
 
     One row per step, attention layer and occurrence of the layer in that step:
     ``step, layer, module, occurrence, rows`` (scored queries, padded ones left out), and medians over these rows
@@ -114,6 +118,9 @@ class Monitor:
         self._handles: hooks.Handles | tuple[()] = ()
         self._look = ExitStack()
         self._looked_at: int | None = None
+        self._looker: threading.Thread | None = None  # which the running look belongs to
+        self._forwards: set[int] = set()  # threads that run the model
+        self._turn = threading.Lock()  # to count, and to begin a look
         self._rows: list[dict[str, Any]] = []
         self._seen = False  # whether the running look has seen attention
         self._padding = Padding(model)
@@ -161,6 +168,7 @@ class Monitor:
             handle.remove()
         self._handles = ()
         self._look.close()
+        self._looked_at = self._looker = None
         with _carrying_on():
             self._log.close()
         if self._own_writer and self._writer is not None:
@@ -181,14 +189,20 @@ class Monitor:
     def _before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if torch.compiler.is_compiling():
             _warn_while_compiling()
-        elif model.training:
+            return
+        self._forwards.add(threading.get_ident())
+        if model.training:
             self._begin(model, args, kwargs)
 
     def _begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._look.close()  # of a call that was interrupted
-        self._looked_at = None
-        step, self.step = self.step, self.step + 1
-        if step % self.every == 0:
+        own = threading.current_thread()
+        with self._turn:
+            step, self.step = self.step, self.step + 1
+            if self._looker is not None and self._looker is not own and self._looker.is_alive():
+                return
+            self._look.close()  # of a call that was interrupted
+            self._looked_at, self._looker = None, None if step % self.every else own
+        if self._looker is own:
             self._rows, self._seen = [], False
             with _carrying_on(), ExitStack() as look:
                 look.enter_context(self._padding.watched((args, kwargs)))
@@ -197,15 +211,21 @@ class Monitor:
                 self._look, self._looked_at = look.pop_all(), step
 
     def _after(self, model: nn.Module, inputs: object, output: object) -> None:
-        if torch.compiler.is_compiling() or self._looked_at is None:
+        if torch.compiler.is_compiling():
+            return
+        self._forwards.discard(threading.get_ident())
+        if self._looker is not threading.current_thread():
             return
         self._look.close()
         step, self._looked_at = self._looked_at, None
-        if output is not None:  # None: the forward raised an exception
+        if step is not None and output is not None:  # None: the watch failed, the forward raised an exception
             with _carrying_on():
                 self._finish(step)
+        self._looker = None
 
     def _reduce(self, call: AttentionCall, step: int) -> None:
+        if self._looker is not threading.current_thread() and threading.get_ident() in self._forwards:
+            return  # of another thread's forward
         start, self._seen = time.perf_counter(), True
         with _carrying_on():
             call = self._marked(call)

@@ -8,6 +8,7 @@ import math
 import re
 import subprocess
 import sys
+import threading
 import warnings
 from pathlib import Path
 
@@ -262,6 +263,77 @@ def test_an_exception_in_the_model_leaves_nothing_behind_and_the_next_call_is_wa
         model(torch.zeros(1, 12, dtype=torch.int64))
     assert monitor.table["step"].tolist() == [1, 1]
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_a_look_belongs_to_the_thread_that_began_it():
+    """The second thread's forward begins, attends and ends while the first one's look is in progress."""
+    model, tokens = made(encoder).train(), torch.zeros(1, 12, dtype=torch.int64)
+    other = threading.Thread(target=lambda: model(tokens))
+
+    def meanwhile(module, inputs):
+        if threading.current_thread() is not other and other.ident is None:
+            other.start()
+            other.join()
+
+    model.get_submodule("blocks.1").register_forward_pre_hook(meanwhile)
+    with Monitor(model, every=1) as monitor:
+        model(tokens)
+        model(tokens)
+    assert monitor.step == 3
+    assert monitor.table[["step", "layer", "occurrence"]].values.tolist() == [
+        [0, 0, 0],
+        [0, 1, 0],
+        [2, 0, 0],
+        [2, 1, 0],
+    ]
+
+
+def test_a_thread_that_ended_in_the_middle_of_a_look_keeps_it_from_nobody():
+    class Killed(BaseException):
+        pass
+
+    model, tokens = made(encoder).train(), torch.zeros(1, 12, dtype=torch.int64)
+
+    def kill(module, inputs):
+        raise Killed
+
+    def interrupted():
+        with contextlib.suppress(Killed):
+            model(tokens)
+
+    with Monitor(model, every=1) as monitor:
+        hook = model.get_submodule("blocks.1").register_forward_pre_hook(kill)
+        thread = threading.Thread(target=interrupted)
+        thread.start()
+        thread.join()
+        hook.remove()
+        model(tokens)
+    assert monitor.table[["step", "layer"]].values.tolist() == [[1, 0], [1, 1]]
+
+
+def test_threads_that_train_one_model_mix_up_no_looks():
+    model, tokens = made(encoder).train(), torch.zeros(1, 12, dtype=torch.int64)
+    with Monitor(model, every=1) as monitor:
+        threads = [threading.Thread(target=lambda: [model(tokens) for _ in range(20)]) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert monitor.step == 60
+    assert not monitor.table.empty
+    assert {tuple(layers) for _, layers in monitor.table.groupby("step")["layer"]} == {(0, 1)}
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_a_monitor_may_be_stopped_when_a_forward_has_begun():
+    """As by another thread; torch calls its hook all the same, without the keyword arguments."""
+    model = made(encoder).train()
+    monitor = Monitor(model, every=1)
+    model.register_forward_pre_hook(lambda *_: monitor.stop())
+    monitor.start()
+    with pytest.warns(UserWarning, match="saw no forward call"):
+        model(torch.zeros(1, 12, dtype=torch.int64))
+    assert monitor.table.empty
 
 
 def test_an_error_before_the_first_forward_is_all_that_is_told(recwarn):
