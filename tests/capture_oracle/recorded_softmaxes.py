@@ -4,6 +4,7 @@ A dispatch mode of its own, which shares nothing with the capture. Each softmax'
 product uses a softmax if one of its factors holds the softmax's numbers, in whatever order.
 """
 
+import math
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
@@ -14,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from semdiag.capturing.attention_calls import watch_attention
 
 _SOFTMAX = ("softmax", "_softmax", "_safe_softmax", "_log_softmax")
+_EXPONENTIALS = ("exp", "exp_", "expm1", "expm1_", "exp2", "exp2_", "pow", "pow_")
 _PRODUCTS = ("mm", "bmm", "addmm", "baddbmm", "mv")
 
 
@@ -56,7 +58,7 @@ class TrueFused:
 
 
 class RecordedSoftmaxes(TorchDispatchMode):
-    """Records every softmax and fused attention in the order in which they run, and inputs of exp."""
+    """Records every softmax and fused attention in the order in which they run, and logarithms of exponentials."""
 
     def __init__(self):
         super().__init__()
@@ -70,8 +72,8 @@ class RecordedSoftmaxes(TorchDispatchMode):
         with _disable_current_modes():
             if name in _SOFTMAX:
                 before = args[0].detach().clone()
-            if name == "exp":
-                self.exponentials.append(args[0].detach().clone())
+            if name in _EXPONENTIALS:
+                self._exponential(name.rstrip("_"), args)
             if name in _PRODUCTS:
                 self._product(name, args)
             fused = name.startswith("_scaled_dot_product_")
@@ -90,6 +92,12 @@ class RecordedSoftmaxes(TorchDispatchMode):
                 causal = bool(args[4] if len(args) > 4 else kwargs.get("is_causal", False))
                 self.seen.append(TrueFused(*qkv, None if mask is None else mask.clone(), causal, given))
         return result
+
+    def _exponential(self, name, args):
+        base, exponent = (2.0, args[0]) if name == "exp2" else args[:2] if name == "pow" else (math.e, args[0])
+        if isinstance(exponent, Tensor) and torch.as_tensor(base).numel() == 1 and float(base) > 0:
+            unit = 1.0 if base == math.e else math.log(float(base))
+            self.exponentials.append(exponent.detach().clone() if unit == 1 else exponent.detach().double() * unit)
 
     def _product(self, name, args):
         factors = args[1:3] if name in ("addmm", "baddbmm") else args[:2]

@@ -1,5 +1,6 @@
 """Whatever is composed by hand is captured as it was, or in the audit: held against an independent truth."""
 
+import math
 import os
 import warnings
 
@@ -121,6 +122,15 @@ def by_exp(z):
     return e / e.sum(-1, keepdim=True)
 
 
+def normalised(e):
+    return e / e.sum(-1, keepdim=True)
+
+
+def exp2_out(z):
+    z = z * math.log2(math.e)
+    return normalised(torch.exp2(z, out=z))
+
+
 def over_the_queries(z):
     return z.mT.softmax(-2).mT
 
@@ -142,6 +152,21 @@ SOFTMAXES = {
     "log_softmax, exp": lambda z: z.log_softmax(-1).exp(),
     "exp / sum": by_exp,
     "exp of less logsumexp": lambda z: (z - z.logsumexp(-1, keepdim=True)).exp(),
+    "exp, out": lambda z: normalised(torch.exp(z := z * 1, out=z)),
+    "exp2": lambda z: normalised(torch.exp2(z)),
+    "exp2, less the largest": lambda z: normalised(torch.exp2((z - z.amax(-1, keepdim=True)) * math.log2(math.e))),
+    "exp2 of less logsumexp": lambda z: torch.exp2((z - z.logsumexp(-1, keepdim=True)) * math.log2(math.e)),
+    "log_softmax, exp2": lambda z: torch.exp2(z.log_softmax(-1) * math.log2(math.e)),
+    "exp2_": lambda z: normalised((z * 2).exp2_()),
+    "exp2, out": exp2_out,
+    "2 ** z": lambda z: normalised(2.0**z),
+    "e ** z": lambda z: normalised(math.e**z),
+    "0.1 ** -z": lambda z: normalised(0.1**-z),
+    "pow of a tensor": lambda z: normalised(torch.pow(torch.tensor(3.0), z)),
+    "pow, out": lambda z: normalised(torch.pow(3.0, z := z * 1, out=z)),
+    "float_power": lambda z: normalised(torch.float_power(2.0, z)).float(),
+    "expm1 + 1": lambda z: normalised(torch.expm1(z - z.amax(-1, keepdim=True)) + 1),
+    "exp2 with a sink": lambda z: normalised(torch.exp2(torch.cat([z, sinks(z)], -1)))[..., :-1],
     "out": lambda z: torch.softmax(z, -1, out=torch.empty_like(z)),
     "in place": in_place,
     "over -2": over_the_queries,

@@ -13,12 +13,10 @@ CAPTURED = (
     {"attn_qk_norm": True}, {"attn_head_scale": True}, {"attn_gate_values": True}, {"attn_on_attn": True},
     {"attn_add_zero_kv": True}, {"attn_head_learned_sink": True},
     {"attn_selective": True}, {"attn_data_dependent_alibi": True}, {"macaron": True},
-    {"rotary_pos_emb": True},
+    {"rotary_pos_emb": True}, {"attn_laser": True},
 )  # fmt: skip
-# Weights that are mixed or changed between softmax and values, values that are exponentials.
-AUDITED = (
-    {"attn_hard": True}, {"attn_cog_signed": True}, {"attn_laser": True},
-)  # fmt: skip
+# Weights that are mixed or changed between softmax and values.
+AUDITED = ({"attn_hard": True}, {"attn_cog_signed": True})
 
 
 def found(options):

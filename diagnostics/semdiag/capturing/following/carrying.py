@@ -92,7 +92,7 @@ def _carry_weights(
         prove(tag.softmax, axes, out)
     sampled = tag.sampled or (name in ("mul", "mul_") and _sampled(tags, others))
     known = tags.weights(out)
-    if known is None or known.softmax is tag.softmax:
+    if known is None or known.softmax is tag.softmax or (softmax.suspect and not known.softmax.suspect):
         exact = exact and tag.exact
         tags.tag_weights(
             out, tag._replace(axes=axes, exact=exact, dropout=dropout, spread=spread, sampled=sampled)

@@ -21,7 +21,7 @@ from semdiag.capturing.following.carrying import carry
 from semdiag.capturing.following.merged_blocks import SUMS, MergedBlocks
 from semdiag.capturing.following.own_operators import MAY_BE_ATTENTION, is_foreign, may_attend
 from semdiag.capturing.following.products import OUTSIDE, PRODUCTS, Products
-from semdiag.capturing.following.softmaxes import SOFTMAXES, Softmaxes
+from semdiag.capturing.following.softmaxes import EXPONENTIALS, SOFTMAXES, Softmaxes
 from semdiag.capturing.following.tags import History, Scores, Tags, tensors
 from semdiag.capturing.following.weighted_values import fused_call
 from semdiag.capturing.overlapping import take_off_dispatch
@@ -29,7 +29,6 @@ from semdiag.capturing.recording import NOTHING, Recorder, is_plain, outside_all
 
 _FUSED = ("_scaled_dot_product_", "_transformer_encoder_layer", "_native_multi_head", "flex_attention")
 _OPAQUE = ("_flash_attention_forward", "_efficient_attention_forward", "_masked_softmax")
-_EXPONENTIALS = ("exp", "exp_")
 _NOISE = ("bernoulli_", "bernoulli")
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 
@@ -201,7 +200,7 @@ class OperationWatch(TorchDispatchMode):
             self._softmaxes.ran(name, given[0], place, result, overwritten)
             return None
         if kind == "exponential" and result.ndim > 1 and result.is_floating_point():
-            self._softmaxes.exponential(given[0], result, overwritten)
+            self._softmaxes.exponential(name, args, result, overwritten)
         if kind == "foreign" and recorder.running:
             written = [args[index] if index < len(args) else kwargs.get(n) for index, n in plan.writes]
             if may_attend(name, recorder.module, given, tensors((result, *written)), self._tags.fixed):
@@ -261,5 +260,5 @@ def _has_kernel(func: Any, key: str) -> bool:
 def _kind(name: str) -> str:
     if name.startswith(_FUSED) or name in _OPAQUE:
         return "fused"
-    kinds = {"softmax": SOFTMAXES, "product": PRODUCTS, "exponential": _EXPONENTIALS, "noise": _NOISE}
+    kinds = {"softmax": SOFTMAXES, "product": PRODUCTS, "exponential": EXPONENTIALS, "noise": _NOISE}
     return next((kind for kind, names in kinds.items() if name in names), "other")

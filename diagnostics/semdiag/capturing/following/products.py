@@ -12,13 +12,14 @@ from semdiag.capturing.audit import Remark
 from semdiag.capturing.following.axes import Axes, Axis, fresh, merged
 from semdiag.capturing.following.score_history import ScoreHistory
 from semdiag.capturing.following.softmax_provenance import MECHANISM
-from semdiag.capturing.following.softmaxes import Softmaxes
+from semdiag.capturing.following.softmaxes import Softmaxes, sums_to_one
 from semdiag.capturing.following.tags import Product, Scores, Softmax, Tags, Weights, tensors
 from semdiag.capturing.following.weighted_values import UnfollowedError, Weighted, attention_of
 from semdiag.capturing.recording import Recorder, is_plain, outside_all_modes
 
 PRODUCTS = ("mm", "bmm", "baddbmm", "addmm", "addbmm", "mv", "addmv", "dot")
 _ADDED = ("baddbmm", "addmm", "addbmm", "addmv")
+UNKNOWN = "a factor is made of scores and sums to one, but not by a softmax that is known: it may be attention"
 OUTSIDE = "runs outside of the model's modules: call the module itself inside the context"
 
 
@@ -52,16 +53,23 @@ class Products:
         if not (is_plain(a) and is_plain(b)):
             return None
         (scores_a, of_a), (scores_b, of_b) = self._tags.of(a), self._tags.of(b)
+        may_score = b.ndim > 1 and name != "addbmm"
+        suspects = [t is not None and t.softmax.suspect for t in (of_a, of_b)]
+        if any(suspects):  # an exponential of something else is not taken for weights beside them
+            of_a, of_b = (t if suspect else None for t, suspect in zip((of_a, of_b), suspects, strict=True))
+        elif may_score and (of_a is not None or of_b is not None):
+            self._scored(a, b, scores_a, scores_b, result)
         if of_a is not None and of_b is not None:
-            for tag in (of_a, of_b):
-                if tag.softmax.suspect:
+            if all(suspects):
+                for tag in (of_a, of_b):
                     tag.softmax.refuse("its weights are multiplied with other attention weights, not with values")
             self._tags.tag_weights(result, of_a._replace(axes=None, exact=False))
         elif of_a is not None:
             return self._weighted(of_a, a, b, result, left=True, added=name in _ADDED)
         elif of_b is not None:
             return self._weighted(of_b, b, a, result, left=False, added=name in _ADDED)
-        elif b.ndim > 1 and name != "addbmm":
+        elif may_score:
+            self._note_unknown(name, a, b, scores_a, scores_b)
             self._scored(a, b, scores_a, scores_b, result)
         elif all(map(self._tags.fixed, tensors(args))):
             self._tags.tag_fixed(result)
@@ -96,6 +104,16 @@ class Products:
                 w, v, mixed = w.reshape(n, m, 1), v.reshape(n, 1, -1), mixed.reshape(n, m, -1)
             return self._weighted(tag._replace(axes=pieces), w, v, mixed, left=True, added=False)
         return None
+
+    def _note_unknown(self, name: str, a: Tensor, b: Tensor, of_a: Scores | None, of_b: Scores | None) -> None:
+        """No factor is a softmax's: one that is made of scores and sums to one may be that of an unknown one."""
+        for scores, factor, other, place in ((of_a, a, b, -1), (of_b, b, a, -2)):
+            if scores is None or any(scores.product.fixed) or not scores.axes[place] or self._tags.fixed(other):
+                continue
+            with outside_all_modes(factor.device.type):
+                found = bool((factor >= 0).all()) and sums_to_one(factor, place)
+            if found:
+                self._recorder.skip(name, UNKNOWN if self._recorder.running else OUTSIDE)
 
     def _scored(self, a: Tensor, b: Tensor, of_a: Scores | None, of_b: Scores | None, result: Tensor) -> None:
         """No factor is a softmax's: the result can be scores, or scores whose heads are mixed."""
@@ -155,7 +173,7 @@ class Products:
             with outside_all_modes(result.device.type):
                 call, remark = attention_of(
                     Weighted(
-                        scores=softmax.scores,
+                        scores=softmax.scores_over(place or 0),
                         key=place or 0,
                         history=_history(softmax),
                         product=None if softmax.tag is None else softmax.tag.axes,

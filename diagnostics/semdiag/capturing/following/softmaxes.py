@@ -1,5 +1,6 @@
 """Softmaxes, also those that are written out with exp: what went into them, and what became of them."""
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 
@@ -15,6 +16,7 @@ NO_VALUES = (
     "masked, and a mask cannot know it beforehand. Run the model without it, or write it as log_softmax(…).exp()"
 )
 SOFTMAXES = ("_softmax", "_safe_softmax", "softmax", "_log_softmax", "log_softmax")
+EXPONENTIALS = ("exp", "exp_", "exp2", "exp2_", "expm1", "expm1_", "pow", "pow_")
 
 
 class Softmaxes:
@@ -58,11 +60,23 @@ class Softmaxes:
             self._tags.marks.add("one key")
         self._tags.tag_weights(result, Weights(softmax, axes, logarithm="log" in name))
 
-    def exponential(self, source: Tensor, out: Tensor, overwritten: bool) -> None:
-        """It may be a softmax that is written out: its sum divides it later, or is 1 already."""
-        if not is_plain(source) or self._tags.weights(source) is not None:  # of a log_softmax: no other softmax
+    def exponential(self, name: str, args: Sequence[object], out: Tensor, overwritten: bool) -> None:
+        """It may be a softmax that is written out: its sum divides it later, or is 1 already.
+
+        Args:
+            name: of the operation.
+            args: its arguments.
+            out: what it returned.
+            overwritten: whether it may have written to its input, which :meth:`before_write` kept then.
+        """
+        source, unit = _exponent(name, args), _unit(name, args, out.dtype)
+        if not is_plain(source) or not unit or source.shape != out.shape:
+            return
+        weights = self._tags.weights(source)
+        if weights is not None and weights.softmax.suspect:  # of a log_softmax: no other softmax
             return
         softmax = self._opened(source, None, None, overwritten)
+        softmax.unit = unit
         axes = fresh(out.shape, softmax.number)
         prove(softmax, axes, out)
         self._tags.tag_weights(out, Weights(softmax, axes, exact=False))
@@ -99,9 +113,9 @@ class Softmaxes:
                             softmax.scores = softmax.scores.clone()
                         self._held[address(softmax.scores)] += 1
                 self._held[place] = 0
-            if name in SOFTMAXES or (name == "exp_" and known):
-                source = next(tensors(args))
-                if address(source) == place:
+            if name in SOFTMAXES or (name in EXPONENTIALS and known):
+                source = _exponent(name, args)
+                if isinstance(source, Tensor) and address(source) == place:
                     with outside_all_modes(tensor.device.type):
                         self._saved[place] = source.detach().clone()
 
@@ -125,6 +139,32 @@ class Softmaxes:
         self._held.clear()
 
 
+def _exponent(name: str, args: Sequence[object]) -> object:
+    """What a softmax or an exponential is taken of."""
+    return args[1] if name.startswith("pow") else next(tensors(args))
+
+
+def _unit(name: str, args: Sequence[object], dtype: torch.dtype) -> float:
+    """The logarithm of the base of an exponential: what it is taken of, times this, are scores.
+
+    Args:
+        name: of the operation.
+        args: its arguments.
+        dtype: of its result, to which torch rounds a base.
+
+    Returns:
+        The logarithm; 0 if the base is no positive number.
+    """
+    if not name.startswith("pow"):
+        return math.log(2) if name.startswith("exp2") else 1.0
+    base = args[0].detach() if isinstance(args[0], Tensor) else args[0]
+    if isinstance(base, Tensor) and (not is_plain(base) or base.numel() != 1):
+        return 0.0
+    with outside_all_modes("cpu"):
+        number = float(torch.as_tensor(base, dtype=dtype))
+    return math.log(number) if 0 < number < math.inf else 0.0
+
+
 def prove(softmax: Softmax, axes: Axes, weights: Tensor) -> None:
     """Find the axis of a softmax that is written out, if weights sum to one along one.
 
@@ -139,8 +179,14 @@ def prove(softmax: Softmax, axes: Axes, weights: Tensor) -> None:
         for d, pieces in enumerate(axes):
             if not pieces or merged(pieces) != (Axis(softmax.number, pieces[0].place, weights.shape[d], 1),):
                 continue
-            off = (weights.detach().float().sum(d) - 1).abs()
-            wrong = (off > 16 * torch.finfo(weights.dtype).eps) & ~off.isnan()
-            between = (weights > 1e-3) & (weights < 0.999)  # zeros and ones are more likely those of a mask
-            if bool(between.any()) and not bool(wrong.any()):
+            if sums_to_one(weights, d):
                 softmax.place = pieces[0].place
+
+
+def sums_to_one(weights: Tensor, place: int) -> bool:
+    """Whether weights sum to one along an axis, up to rounding, and are not all zeros and ones, as of a mask."""
+    dtype = torch.promote_types(weights.dtype, torch.float32)
+    off = (weights.detach().sum(place, dtype=dtype) - 1).abs()
+    wrong = (off > 16 * torch.finfo(weights.dtype).eps) & ~off.isnan()
+    between = (weights > 1e-3) & (weights < 0.999)
+    return bool(between.any()) and not bool(wrong.any())

@@ -12,6 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from semdiag.capturing.following.axes import Axes
 from semdiag.capturing.following.score_history import ScoreHistory
 from semdiag.capturing.recording import is_plain
+from semdiag.capturing.score_masks import lowest
 
 History = tuple[ScoreHistory, Callable[[], bool]]
 
@@ -64,6 +65,8 @@ class Softmax:
         masked: whether a mask was put into it, as into attention.
         reason: why it is not captured, once it has met values; None before.
         done: whether it is captured.
+        unit: what its input is to be multiplied with: the logarithm of the base, where it is written out with
+            exponentials of another base than e.
     """
 
     number: int
@@ -77,6 +80,7 @@ class Softmax:
     masked: bool = False
     reason: str | None = None
     done: bool = False
+    unit: float = 1.0
 
     @property
     def of_a_product(self) -> bool:
@@ -92,6 +96,17 @@ class Softmax:
     def one_key(self) -> bool:
         """Whether its rows have one entry, of a product of two tensors that are made of the model's input."""
         return self.place is not None and self.scores.shape[self.place] == 1 and self.of_a_product
+
+    def scores_over(self, place: int) -> Tensor:
+        """Its input to the base e, up to a constant in each row along an axis: there it keeps its precision."""
+        if self.unit == 1:
+            return self.scores
+        wide = torch.float32 if self.scores.device.type == "mps" else torch.float64
+        scores = self.scores.to(wide) * self.unit
+        top = scores.amax(place, keepdim=True)
+        usual = top.isfinite() & (top > lowest(self.scores.dtype))
+        scores = scores - top.where(usual, 0.0)
+        return scores.to(torch.promote_types(self.scores.dtype, torch.float32))
 
     def refuse(self, reason: str) -> None:
         """Note why it is not captured; the first reason counts."""
