@@ -6,7 +6,6 @@ import time
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
@@ -20,9 +19,8 @@ from semdiag.capturing.arguments import whole_number, whole_numbers
 from semdiag.capturing.attention_calls import AttentionCall, watch_attention
 from semdiag.capturing.audit import Audit, Remark, Skipped, failure
 from semdiag.capturing.padding import Padding
-from semdiag.mathematics.softmax_secants import local_stability_of_weight
-from semdiag.measurement.calls.counted_rows import CountedRows, counted_rows
 from semdiag.measurement.calls.monitor_log import MonitorLog
+from semdiag.measurement.calls.monitor_rows import columns, describe, sampled_rows
 from semdiag_models import InputError
 
 _COMPILED = (
@@ -30,7 +28,6 @@ _COMPILED = (
     "compiled model, Monitor(torch.compile(model))."
 )
 _NAMED = 3  # modules in a warning
-_SAMPLES = 4  # looked at in each attention call: rows of scores = their number × queries × heads
 
 
 class ScalarWriter(Protocol):
@@ -296,56 +293,6 @@ def _warn_while_compiling() -> None:
 
 
 _warn_while_compiling._dynamo_marked_constant = True  # type: ignore[attr-defined]  # run while compiling, not compiled
-
-
-def columns(k: Sequence[int]) -> list[str]:
-    """Names of the columns of a monitor's table."""
-    own = ["step", "layer", "module", "occurrence", "rows", "keys", "dispersion", "separation", "xi", "entropy"]
-    return own + [f"{name}_k{value}" for value in k for name in ("dispersion", "separation", "mass")]
-
-
-def sampled_rows(
-    call: AttentionCall, k: Sequence[int], generator: torch.Generator, queries: int = 8
-) -> CountedRows:
-    """A few random rows of an attention call.
-
-    Args:
-        call: one attention call.
-        k: counterfactual numbers of heavy hitters.
-        generator: on CPU; chooses samples and queries, the same for all heads.
-        queries: of each sample, at most.
-
-    Returns:
-        The rows, shapes (b, H, r).
-    """
-    batch, _, length, _ = call.q.shape
-    b = torch.randperm(batch, generator=generator)[:_SAMPLES].sort().values.to(call.q.device)
-    r = torch.randperm(length, generator=generator)[:queries].sort().values.to(call.q.device)
-    call = replace(call, v=call.v[..., :0], mixed=call.mixed[..., :0])  # nobody looks at values: none are copied
-    return counted_rows(call.part(b, r), top=min(max(k, default=0), call.k.shape[2]))
-
-
-def describe(rows: CountedRows, k: Sequence[int]) -> dict[str, float | int]:
-    """Medians over the rows that count and have keys; NaN where no row has the quantity."""
-    statistics, used = rows.statistics, rows.attending
-    weight = statistics.largest_weight()
-    values = {
-        "keys": statistics.keys.to(weight.dtype),
-        "dispersion": statistics.dispersion(),
-        "separation": statistics.separation(),
-        "xi": local_stability_of_weight(weight),
-        "entropy": statistics.entropy,
-    }
-    for value in k:
-        most = min(value, len(statistics.top_load))
-        values[f"dispersion_k{value}"] = statistics.dispersion(most)
-        values[f"separation_k{value}"] = statistics.separation(most)
-        values[f"mass_k{value}"] = statistics.mass_kept(most)
-    found: dict[str, float | int] = {"rows": int(used.sum())}
-    for name, numbers in values.items():
-        there = numbers[used & numbers.isfinite()]
-        found[name] = float(there.quantile(0.5)) if len(there) else math.nan
-    return found
 
 
 def _writer(tensorboard: Path | str | ScalarWriter | None) -> tuple[Any, bool]:

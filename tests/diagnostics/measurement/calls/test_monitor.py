@@ -24,7 +24,7 @@ from semdiag.mathematics.row_statistics import row_statistics
 from semdiag.measurement.calls import monitor as monitoring
 from semdiag.measurement.calls import monitor_log
 from semdiag.measurement.calls.counted_rows import counted_rows
-from semdiag.measurement.calls.monitor import describe, sampled_rows
+from semdiag.measurement.calls.monitor_rows import describe, sampled_rows
 from semdiag_models import Encoder, ModelConfig
 
 INSIDE = pytest.mark.skipif(
