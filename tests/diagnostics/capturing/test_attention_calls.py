@@ -1,5 +1,7 @@
 """Watching attention: everything is seen, nothing is changed, nothing is left behind."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import nn
@@ -226,3 +228,28 @@ def test_a_model_without_attention_has_an_empty_audit():
     with watch_attention(model, calls.append) as audit:
         model(torch.ones(1, 2))
     assert (calls, audit.modules, audit.captured, audit.skipped) == ([], [], {}, {})
+
+
+@pytest.mark.parametrize("context", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_products_run_in_the_form_that_torch_chose_for_trained_weights(context):
+    """``matmul`` folds batches where the other factor is trained; not to do so may round otherwise."""
+
+    class Turned(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight, self.out = nn.Parameter(torch.eye(8)), nn.Linear(8, 8)
+
+        def forward(self, x):
+            return self.out((x.transpose(0, 1) @ self.weight.T).transpose(0, 1))
+
+    model, x = Turned(), torch.randn(3, 5, 8, generator=torch.Generator().manual_seed(0))
+    ran = []
+    for watched in (False, True):
+        with (
+            context(),
+            watch_attention(model, lambda call: None) if watched else nullcontext(),
+            torch.profiler.profile() as profile,
+        ):
+            model(x)
+        ran.append({event.name for event in profile.events()} & {"aten::mm", "aten::bmm", "aten::addmm"})
+    assert ran == [{"aten::mm"}] * 2

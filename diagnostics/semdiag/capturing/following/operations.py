@@ -146,6 +146,8 @@ class OperationWatch(TorchDispatchMode):
             excluded = torch._C._dispatch_tls_local_exclude_set()
             # Torch 2.9 fails if the parts do not come by this key; 2.13 does without.
             excluded = excluded.remove(torch._C.DispatchKey.PythonTLSSnapshot)
+            if torch.is_inference_mode_enabled():  # a view knows that what it views is trained: matmul asks it
+                excluded = excluded.remove(torch._C.DispatchKey.ADInplaceOrView)
             with enable_reentrant_dispatch():  # what was on when the composite was called
                 cast = is_autocast_available(device) and torch.is_autocast_enabled(device)
                 if cast and not _has_kernel(func, autocast := f"Autocast{_key(device)}"):
