@@ -292,7 +292,7 @@ def lacking(name):
 
 
 @cache
-def found(name):
+def found(name, context=torch.no_grad):
     """Run a row's model with and without the watch."""
     row = ROWS[name]
     residuals, mechanisms = [], Counter()
@@ -307,7 +307,7 @@ def found(name):
         model = row.build()
         if "train" not in name and not name.startswith("exported"):
             model.eval()
-        with torch.no_grad():
+        with context():
             before = row.run(model)
             with watch_attention(model, consume) as audit:
                 during = row.run(model)
@@ -335,12 +335,13 @@ def line(name):
 
 
 @pytest.mark.processor
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("name", ROWS)
-def test_every_call_is_captured_with_everything_it_is_made_of(name):
+def test_every_call_is_captured_with_everything_it_is_made_of(name, context):
     row = ROWS[name]
     if lacking(name):
         pytest.skip(lacking(name))
-    mechanisms, residual, deviation, audit = found(name)
+    mechanisms, residual, deviation, audit = found(name, context)
     assert mechanisms.total() == row.calls, audit
     assert residual < 1e-5
     assert not audit.skipped
