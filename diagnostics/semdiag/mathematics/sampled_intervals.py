@@ -3,7 +3,6 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 import scipy
@@ -14,7 +13,7 @@ from semdiag.mathematics.query_draws import PER_STRATUM
 # What is expected beyond a percentile at least: of draws, so that all lie on one side of it in less than 2.5 %
 # of the cases; of sequences, so that their spread tells its error (benchmarks/sampled_intervals.py).
 _BEYOND = 3.7, 2.0
-_SIDES: tuple[Literal["left"], Literal["right"]] = "left", "right"
+_TIED = 1e-9  # of a percentile: values as near it equal it, and differ by rounding alone (sums in another order)
 TARGETS = "all queries of these inputs", "inputs like these"  # what the intervals speak about
 Ends = tuple[float, float]
 
@@ -47,7 +46,8 @@ def sampled_estimates(
     """Estimate mean and percentiles of all queries from drawn ones, of which each had the same chance.
 
     A statistic is linear in the queries up to its residuals e_i: (y_i - ȳ)/n for the mean, (u_i - p)/n for a
-    percentile, where u_i is 1 below it and 0 above. The variance of Σe_i is
+    percentile, where u_i is 1 below it, 0 above, and one number between for all that equal it up to rounding. The
+    variance of Σe_i is
 
         these sequences:   (1 - share) Σ over strata of 2 Σ e_i² - (Σ e_i)², two draws in each
         such sequences:    (c-1)/c Σ over sequences of (Σ e_i / (1 - w))², c sequences (clusters)
@@ -112,15 +112,16 @@ def sampled_estimates(
     found = [SampledEstimate("mean", mean, these, (low, high))]
     for percentile in percentiles:
         level, cut = percentile / 100, float(np.percentile(finite, percentile))
-        first, last = (int(np.searchsorted(finite, cut, side)) for side in _SIDES)
+        least, most = cut - _TIED * abs(cut), cut + _TIED * abs(cut)
+        first, last = int(np.searchsorted(finite, least)), int(np.searchsorted(finite, most, "right"))
         # Of values that equal the percentile as large a part is below it as makes its level exact.
         part = min(max((level * count - first) / max(last - first, 1), 0.0), 1.0)
-        below = np.where(known, (values < cut) + part * (values == cut), 0.0)
+        below = np.where(known, (values < least) + part * ((values >= least) & (values <= most)), 0.0)
         residuals = np.where(known, below - below.sum() / count, 0.0) / count
         units = zip(spread.errors(residuals), (count, spread.effective), _BEYOND, strict=True)
         ends = [
-            _woodruff(finite, level, *error) if least <= many * min(level, 1 - level) else nothing
-            for error, many, least in units
+            _woodruff(finite, level, *error) if needed <= many * min(level, 1 - level) else nothing
+            for error, many, needed in units
         ]
         found.append(SampledEstimate(f"p{percentile}", cut, *ends))
     return found

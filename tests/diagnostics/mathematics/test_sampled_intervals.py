@@ -117,6 +117,20 @@ def test_all_queries_leave_no_error_and_ties_keep_a_percentile_in_place():
     assert part[0].these[0] < 0.95 < part[0].these[1]
 
 
+def test_ends_do_not_hang_on_the_rounding_of_values_that_tie():
+    """Sequences that begin alike have the same values, up to the order in which a processor sums."""
+    rng = np.random.default_rng(0)
+    values = np.tile(rng.lognormal(size=15), 12)
+    samples, query = np.divmod(np.arange(180), 15)
+    strata = samples * 8 + query // 2
+    first, *others = (
+        [(e.estimate, *e.these, *e.such) for e in sampled_estimates(values * noise, samples, strata, 0.5)]
+        for noise in (1.0, *(1 + 1e-15 * rng.normal(size=(20, 180))))
+    )
+    for other in others:
+        np.testing.assert_allclose(first, other, rtol=1e-12)
+
+
 def test_too_few_draws_give_no_interval_of_an_outer_percentile():
     values, one = np.random.default_rng(0).normal(size=100), np.zeros(100, np.int64)
     found = {e.statistic: e for e in sampled_estimates(values, one, np.arange(100) // 2, 0.1)}
