@@ -356,7 +356,9 @@ def test_sinks_of_each_query_are_read():
     with torch.no_grad(), watch_attention(model, calls.append):
         model(input_ids=ids, use_cache=False)
     found = [call for call in calls if call.mechanism == "transformers attention interface"]
-    assert [call.sinks.tolist() for call in found] == [[0.0] * 4] * 2
+    # From transformers 5.24 on it attends over the outputs of earlier layers, too, and there without sinks.
+    of_tokens = [call for call in found if call.module.endswith("self_attn")]
+    assert [call.sinks.tolist() for call in of_tokens] == [[0.0] * 4] * 2
     assert all(recomputation_residual(call) < 1e-5 for call in found)
     with torch.no_grad(), semdiag.sparsify(model, semdiag.TopK(1)) as masked:
         model(input_ids=ids, use_cache=False)

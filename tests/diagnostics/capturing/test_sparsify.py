@@ -8,6 +8,7 @@ could swap are some 1e-6 apart, of which there is none among these.
 import contextlib
 import gc
 import importlib.util
+import inspect
 import sys
 import warnings
 from pathlib import Path
@@ -747,13 +748,15 @@ def test_a_generation_is_masked_step_by_step():
     """With a cache each step keeps what the same query keeps in one forward over all tokens."""
     _, model, _ = built("GPT-2, sdpa")
     ids = support.tokens()
+    # transformers 5.24 renamed the argument.
+    name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
     for rule in (TopK(3), TopK(1, sinks=1, window=2)):
         with torch.no_grad(), sparsify(model, rule):
             whole = model(ids).last_hidden_state
             first = model(ids[:, :6], use_cache=True)
-            steps, cache = [first.last_hidden_state], first.past_key_values
+            steps, cache = [first.last_hidden_state], {name: first.past_key_values}
             for at in range(6, ids.shape[1]):
-                step = model(ids[:, at : at + 1], past_key_values=cache, use_cache=True)
+                step = model(ids[:, at : at + 1], **cache, use_cache=True)
                 steps.append(step.last_hidden_state)
         close(torch.cat(steps, 1), whole)
 
