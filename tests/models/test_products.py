@@ -57,7 +57,31 @@ def test_other_products_are_left_to_torch(x, weight, through_onednn):
     assert not products.takes(x, weight)
 
 
-def test_on_intels_processors_all_products_are_left_to_torch(monkeypatch, tmp_path):
+@pytest.mark.parametrize(
+    ("vendor", "capability", "mkl", "pays"),
+    [
+        ("GenuineIntel", "AVX512", True, False),
+        ("AuthenticAMD", "AVX512", True, True),
+        ("AuthenticAMD", "AVX2", True, False),
+        ("GenuineIntel", "AVX2", False, True),
+    ],
+)
+def test_torchs_products_are_kept_where_mkl_is_as_fast(vendor, capability, mkl, pays, monkeypatch):
+    monkeypatch.setattr(products, "_LINEAR", object())
+    monkeypatch.setattr(products, "made_by_intel", lambda: vendor == "GenuineIntel")
+    monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: mkl)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    assert products._pays() == pays
+    monkeypatch.setattr(products, "_PAYS", pays)
+    assert products.takes(torch.ones(1500, 64), torch.ones(64, 64)) == pays
+
+
+def test_a_torch_without_onednn_makes_all_products_itself(monkeypatch):
+    monkeypatch.setattr(products, "_LINEAR", None)
+    assert not products._pays()
+
+
+def test_who_made_the_processor_is_read_or_asked(monkeypatch, tmp_path):
     said = tmp_path / "cpuinfo"
     said.write_text("processor\t: 0\nvendor_id\t: GenuineIntel\n", encoding="utf-8")
     assert products.made_by_intel(said)
@@ -65,5 +89,3 @@ def test_on_intels_processors_all_products_are_left_to_torch(monkeypatch, tmp_pa
     assert not products.made_by_intel(said)
     monkeypatch.setattr(products.platform, "processor", lambda: "Intel64 Family 6 Model 142, GenuineIntel")
     assert products.made_by_intel(tmp_path / "missing")
-    monkeypatch.setattr(products, "_PAYS", False)
-    assert not products.takes(torch.ones(1500, 64), torch.ones(64, 64))
