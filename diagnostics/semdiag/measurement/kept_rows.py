@@ -1,6 +1,8 @@
 """Rows of a table that grows without limit: all of them up to a number, from there on a sketch and a sample."""
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -30,13 +32,18 @@ class Sketch:
     """What is kept of a stream of numbers: number, mean and extremes exactly, quantiles within an error in rank.
 
     Source: KLL sketch (Karnin, Lang, Liberty 2016), of the library datasketches. Its random bits cannot be
-    seeded: a quantile may differ from one run to the next, within the error.
+    seeded: a quantile may differ from one run to the next, within the error. Where the library is not installed
+    (pip has none for Python 3.14) quantiles are those of a sample of the numbers.
     """
 
     def __init__(self) -> None:
-        from datasketches import kll_doubles_sketch  # takes a tenth of a second, and few need it
-
-        self._quantiles = kll_doubles_sketch(_ACCURACY)
+        try:
+            from datasketches import kll_doubles_sketch  # takes a tenth of a second, and few need it
+        except ImportError:
+            self._quantiles: Any = None
+        else:
+            self._quantiles = kll_doubles_sketch(_ACCURACY)
+        self._finite, self._least, self._greatest = 0, math.inf, -math.inf
         self._sum, self._undefined, self._not_positive = 0.0, 0, 0
 
     def add(self, values: np.ndarray) -> None:
@@ -47,7 +54,11 @@ class Sketch:
         """
         values = values.astype(np.float64).ravel()
         finite = values[np.isfinite(values)]
-        self._quantiles.update(finite)
+        if self._quantiles is not None:
+            self._quantiles.update(finite)
+        self._finite += finite.size
+        self._least = min(self._least, float(finite.min(initial=math.inf)))
+        self._greatest = max(self._greatest, float(finite.max(initial=-math.inf)))
         self._sum += float(finite.sum())
         self._undefined += values.size - finite.size
         self._not_positive += int((finite <= 0).sum())
@@ -58,24 +69,38 @@ class Sketch:
         Args:
             other: stays as it is.
         """
-        self._quantiles.merge(other._quantiles)
+        if self._quantiles is not None:
+            self._quantiles.merge(other._quantiles)
+        self._finite += other._finite
+        self._least, self._greatest = min(self._least, other._least), max(self._greatest, other._greatest)
         self._sum += other._sum
         self._undefined += other._undefined
         self._not_positive += other._not_positive
 
-    def percentiles(self) -> dict[str, float | int]:
-        """As :func:`~semdiag.measurement.percentiles.percentiles`, and the error in rank."""
-        finite, cuts = self._quantiles.n, [float("nan")] * len(PERCENTILES)
-        if finite:
-            inner = self._quantiles.get_quantiles([p / 100 for p in PERCENTILES[1:-1]])
-            cuts = [self._quantiles.get_min_value(), *inner, self._quantiles.get_max_value()]
+    def percentiles(self, sample: Callable[[], np.ndarray]) -> dict[str, float | int]:
+        """As :func:`~semdiag.measurement.percentiles.percentiles`, and the error in rank.
+
+        Args:
+            sample: gives numbers drawn of all, each with the same chance; called without datasketches only.
+        """
+        levels = [p / 100 for p in PERCENTILES[1:-1]]
+        cuts, error = [math.nan] * len(levels), 1.0
+        if self._quantiles is not None:
+            error = self._quantiles.normalized_rank_error(False)
+            cuts = self._quantiles.get_quantiles(levels) if self._finite else cuts
+        elif len(drawn := sample()):
+            # Dvoretzky, Kiefer, Wolfowitz and Massart: all ranks at once, with 99 % confidence.
+            error = min(1.0, math.sqrt(math.log(2 / 0.01) / (2 * len(drawn))))
+            cuts = np.quantile(drawn, levels).tolist()
+        ends = (self._least, self._greatest) if self._finite else (math.nan, math.nan)
+        cuts = [ends[0], *cuts, ends[1]]
         return {
-            "queries": finite + self._undefined,
-            "mean": self._sum / finite if finite else float("nan"),
+            "queries": self._finite + self._undefined,
+            "mean": self._sum / self._finite if self._finite else math.nan,
             **{f"p{p}": float(cut) for p, cut in zip(PERCENTILES, cuts, strict=True)},
             "undefined": self._undefined,
             "not_positive": self._not_positive,
-            "rank_error": self._quantiles.normalized_rank_error(False),
+            "rank_error": error,
         }
 
 
@@ -141,4 +166,14 @@ class KeptRows:
             for place in ((name, layer, head), (name, layer, ALL), (name, ALL, ALL)):
                 pooled.setdefault(place, Sketch()).merge(sketch)
         for (name, layer, head), sketch in sorted(pooled.items(), key=lambda item: item[0]):
-            yield {"quantity": name, "layer": layer, "head": head, **sketch.percentiles()}
+            found = sketch.percentiles(partial(self._sample, name, layer, head))
+            yield {"quantity": name, "layer": layer, "head": head, **found}
+
+    def _sample(self, name: str, layer: int, head: int) -> np.ndarray:
+        """The finite numbers of a quantity among the rows that are kept."""
+        found = [np.empty(0)]
+        for part in self.parts:
+            if len(part["layer"]) and layer in (ALL, part["layer"][0]):
+                values = part[name] if head == ALL else part[name][part["head"] == head]
+                found.append(values[np.isfinite(values)].astype(np.float64))
+        return np.concatenate(found)
