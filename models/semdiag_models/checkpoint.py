@@ -86,7 +86,8 @@ def write_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
         }
     whole = io.BytesIO()  # of a full disk torch's own writer tells neither name nor reason
     torch.save(content, whole)
-    write_bytes(path, whole.getbuffer())
+    with whole.getbuffer() as content_bytes:  # else Python 3.13 warns where writing fails
+        write_bytes(path, content_bytes)
 
 
 def read_checkpoint(path: Path) -> Checkpoint:

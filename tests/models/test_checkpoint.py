@@ -105,6 +105,21 @@ def test_a_failure_while_writing_leaves_the_old_file_and_nothing_else(monkeypatc
     assert list(path.parent.iterdir()) == [path]
 
 
+def test_memory_that_could_not_be_written_is_given_back(monkeypatch, path, checkpoint):
+    """Else Python 3.13 warns when it comes to throw it away."""
+    seen = []
+
+    def fail(path, content):
+        seen.append(content)
+        raise OSError("disk full")
+
+    monkeypatch.setattr("semdiag_models.checkpoint.write_bytes", fail)
+    with pytest.raises(OSError, match="disk full"):
+        write_checkpoint(path, checkpoint)
+    with pytest.raises(ValueError, match="released"):
+        len(seen[0])
+
+
 def test_the_whole_content_is_on_the_disk_before_it_gets_its_name(monkeypatch, tmp_path, checkpoint):
     synced = []
     monkeypatch.setattr(os, "fsync", lambda fd: synced.append((os.fstat(fd).st_size, list(tmp_path.glob("*.pt")))))

@@ -5,6 +5,7 @@ import copy
 import csv
 import io
 import math
+import os
 import re
 import subprocess
 import sys
@@ -381,6 +382,8 @@ def test_a_file_is_one_monitors_alone_until_it_stops(tmp_path, suffix):
 @pytest.mark.parametrize("suffix", ["csv", "parquet"])
 @pytest.mark.parametrize("folder", ["/proc", "/sys"])
 def test_a_place_that_cannot_be_written_is_refused_as_such(folder, suffix):
+    if not os.path.ismount(folder):
+        pytest.skip(f"{folder} is a folder like any other here")  # in a chroot
     with pytest.raises(InputError, match=rf"^{folder}/x\.{suffix} cannot be written: [A-Z][a-z ]+\.$"):
         Monitor(made(encoder), path=f"{folder}/x.{suffix}")
 
