@@ -10,10 +10,11 @@ from semdiag.commands.main import app
 from semdiag.findings.strict_json import MODEL_FACTS
 
 PROMISE = (
-    "Every object has `schema`, `provenance` (versions, command, inputs, options) and `results`: an entry per "
-    "model (of `check` per pair: `full`, `topk`; of `sweep` per `run`), with `model`, `task`, `attention`, `k` "
-    "and the rest of what is known of it. `provenance.command` is a list of words; of `sweep` (as in its "
-    "`results.json`) one string. Of `info`, `provenance` is what the checkpoint says of its training."
+    "Every object has these keys: - `schema`: the command and a version, like `semdiag.bounds/2`. - `provenance`: "
+    "versions, command, inputs, options. `provenance.command` is a list of words; in `sweep`, as in its "
+    "`results.json`, it is one string. In `info`, `provenance` is what the checkpoint says of its training. - "
+    "`results`: one entry per model, with `model`, `task`, `attention`, `k` and the rest of what is known of it. "
+    "In `check` an entry is a pair (`full`, `topk`), in `sweep` a run (`run`)."
 )
 FEW = ("--samples", 6)
 NAMES = ("dispersion", "separation", "stability", "mask-stability", "bounds", "overlap", "k-sweep")
@@ -35,7 +36,7 @@ attention = ["full", {attention = "topk", k = 3}]
 """
 
 
-def test_the_sentence_stands_in_the_documentation_and_every_command_with_json_is_here():
+def test_the_promise_stands_in_the_documentation_and_every_command_with_json_is_here():
     documented = Path(__file__).parents[3] / "docs" / "README.md"
     assert PROMISE in " ".join(documented.read_text(encoding="utf-8").split())
     with_json = {c.name for c in app.registered_commands if "as_json" in inspect.signature(c.callback).parameters}
@@ -43,7 +44,7 @@ def test_the_sentence_stands_in_the_documentation_and_every_command_with_json_is
 
 
 def keeps_the_promise(text, per, command):
-    """The one object of a text, which holds what the sentence says; command is the type of provenance.command."""
+    """The one object of a text, which holds what the promise says; command is the type of provenance.command."""
     found = json.loads(text)
     assert found["schema"].startswith("semdiag.")
     assert isinstance(found["provenance"]["command"], command)
