@@ -51,7 +51,7 @@ def test_the_findings_have_the_constants_of_the_loss() -> None:
             values = [row[form, kind] for kind in ("full", "topk", "banded", "block")]
             label = f"{task}, {seed}" if form == "paper" else ""
             cells = [label, form, *("–" if pd.isna(v) else f"{v:.1f}" for v in values)]
-            lines.append(f"  | {' | '.join(cells)} |".replace("|  |", "| |"))
+            lines.append(f"| {' | '.join(cells)} |".replace("|  |", "| |"))
     assert "\n".join(lines) in (ROOT / "docs" / "findings.md").read_text(encoding="utf-8")
 
 
