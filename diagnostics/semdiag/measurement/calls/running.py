@@ -19,6 +19,7 @@ from semdiag.capturing.loading import LoadedModel
 from semdiag.capturing.padding import Padding
 from semdiag.capturing.recording import runs_masked
 from semdiag.measurement.calls.batch_rows import counted_as, folded
+from semdiag.measurement.calls.random_numbers import DRAWS, RandomNumbers
 from semdiag.measurement.calls.scored_rows import NotAvailableError
 from semdiag_models import Encoder, InputError
 
@@ -40,6 +41,7 @@ class Run:
         dtype: of the module.
         audit: of the capture.
         padding: which queries are padding.
+        drew: whether an external model has drawn random numbers: its next run on the same inputs is another one.
     """
 
     module: nn.Module
@@ -54,6 +56,7 @@ class Run:
         self._loaded, self._consume, self._queries = loaded, consume, queries
         self._layers: dict[tuple[str, int], int] = {}
         self._samples, self._batch = 0, 0
+        self.drew = False
         self._failure: BaseException | None = None
 
     def __call__(self, batch: Batch) -> Any:
@@ -75,6 +78,7 @@ class Run:
         self._samples, self._batch = self._samples + size, size
         if not self._loaded.external:
             return self.module(batch)
+        numbers = RandomNumbers(self.device)
         try:
             batching.call(self.module, batch)
         except Exception as error:  # whatever the model raises
@@ -91,7 +95,19 @@ class Run:
                 f"{self._loaded.path} cannot be run on these inputs ({type(error).__name__}: {said}). It is "
                 "called with a batch's tensor, the entries of its dictionary by name, or those of its tuple."
             ) from error
+        if not self.drew and numbers.drawn:
+            self.drew = True
+            self.audit.remarks[Remark("", f"{DRAWS}: another run on the same inputs has other scores")] += 1
         return None
+
+    def alike(self) -> None:
+        """Refuse a model of which two copies of an input, side by side in a batch, draw other random numbers.
+
+        Raises:
+            NotAvailableError: if it has drawn some.
+        """
+        if self.drew:
+            raise NotAvailableError(f"{DRAWS}: copies of an input differ by more than the noise that is added")
 
     def add(self, call: AttentionCall) -> None:
         """Hand a call on."""

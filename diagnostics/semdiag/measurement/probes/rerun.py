@@ -14,6 +14,7 @@ from semdiag.capturing.kept_keys import Keep, RandomK, TopK
 from semdiag.capturing.loading import LoadedModel
 from semdiag.capturing.sparsify import sparsify
 from semdiag.mathematics.predicted_classes import predicted_classes
+from semdiag.measurement.calls.random_numbers import DRAWS, RandomNumbers
 from semdiag.measurement.calls.running import in_evaluation
 from semdiag.measurement.probes.answers import IGNORED, Answers, Reader, difference
 from semdiag.measurement.table import Table
@@ -124,6 +125,8 @@ def rerun(
 ) -> pd.DataFrame:
     """Run a model without a mask and with each of several, in evaluation mode and without gradients.
 
+    Where its forward draws random numbers (masked autoencoders, hashes), every run of a batch draws the same.
+
     Args:
         loaded: any model.
         batches: from :func:`~semdiag.capturing.batches.split`.
@@ -144,19 +147,22 @@ def rerun(
     with in_evaluation(loaded, device, dtype) as (module, place, kind):
 
         def run(batch: Batch) -> Any:
+            numbers.again()
             return batching.call(module, batch)
 
         def masked(batch: Batch, keep: Keep) -> Any:
             with sparsify(module, keep):
                 return run(batch)
 
-        first, reader = 0, None
+        first, reader, drew = 0, None, False
         for given in batches:
+            numbers = RandomNumbers(place)
             batch, size = batching.moved(given, place, kind), batching.samples_of(given)
             own = None if labels is None else labels[first : first + size]
             try:
                 reader = reader or Reader(module, batch, labels, run)
                 before = reader.read(run(batch), batch, own)
+                drew = drew or numbers.drawn
                 rows += _rows(NO_MASK, 0, first, before, before)
                 for name, k, keep in masks:
                     rows += _rows(name, k, first, before, reader.read(masked(batch, keep), batch, own))
@@ -168,6 +174,10 @@ def rerun(
                     f"{loaded.path} cannot be run with a mask ({type(error).__name__}: {said})."
                 ) from error
             first += size
+    if drew:
+        remark(f"{DRAWS}: every run of a batch, with a mask or without, draws the same")
+    if reader and reader.others:
+        remark(f"of its outputs {reader.others}")
     if reader and reader.reason:
         remark(f"logits are compared as outputs, not as a distribution: {reader.reason}")
     return RERUN_TABLE.of_rows({"model": loaded.path, **row} for row in rows)

@@ -400,6 +400,52 @@ def test_a_batch_of_arguments_is_not_cut_in_two():
         k_sweep_tables(made(), [(ids(40),)], None, plan)
 
 
+class Towers(nn.Module):
+    """Two outputs, as those of a model of pictures and texts; a number beside them."""
+
+    def __init__(self, named):
+        super().__init__()
+        self.one, self.two, self.named = Causal(causal=False), Causal(causal=False), named
+
+    def forward(self, ids, scale=1.0):
+        found = {"loss": None, "pictures": self.one(0 * ids), "scale": torch.tensor(2.0), "texts": self.two(ids)}
+        return found if self.named else tuple(found.values())
+
+
+@pytest.mark.parametrize(
+    ("named", "text"),
+    [(True, "pictures alone is compared, not texts"), (False, "number 2 alone is compared, not number 4")],
+)
+def test_outputs_that_are_not_compared_are_named(named, text):
+    """What masks do to the texts was left out, without a word."""
+    said = []
+    rerun(loaded(made(Towers, named=named)), [ids()], None, masks_of([2], 0), remark=said.append)
+    assert said == [f"of its outputs {text}"]
+
+
+class Shuffled(Causal):
+    """Sees its tokens in an order that every forward draws anew, as masked autoencoders draw their patches."""
+
+    def __init__(self):
+        super().__init__(causal=False)
+
+    def forward(self, ids):
+        return super().forward(ids[:, torch.randperm(LENGTH)])
+
+
+def test_what_a_forward_draws_is_no_change_by_a_mask():
+    """Two runs without any mask differ by more than 1, and every k was said to cost as much."""
+    said, model = [], made(Shuffled)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        assert (model(ids()) - model(ids())).norm() > 1
+        table = rerun(loaded(model), [ids()[:4], ids()[4:]], None, masks_of([3, LENGTH], 0), remark=said.append)
+    assert not table.loc[table["k"] == LENGTH, "output_change"].any()
+    assert (table.loc[table["k"] == 3, "output_change"] > 0).all()
+    (text,) = said
+    assert text.startswith("its forward draws random numbers in evaluation mode")
+
+
 def test_the_sweep_says_what_the_rerun_said():
     tables = k_sweep_tables(made(), ids(), None, KSweepPlan(4, rerun=True, ks=(2, 4)), dtype=torch.float64)
     sweep, again = tables["sweep"], tables["rerun"]
