@@ -93,7 +93,8 @@ class Run:
                 ) from error
             raise InputError(
                 f"{self._loaded.path} cannot be run on these inputs ({type(error).__name__}: {said}). It is "
-                "called with a batch's tensor, the entries of its dictionary by name, or those of its tuple."
+                "called with a batch's tensor, the entries of its dictionary by name, or those of its tuple; a model "
+                "that takes a dictionary as one argument, with [(dictionary,)]."
             ) from error
         if not self.drew and numbers.drawn:
             self.drew = True

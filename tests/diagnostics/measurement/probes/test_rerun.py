@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 import torch.nn.functional as F
@@ -398,6 +399,24 @@ def test_a_batch_of_arguments_is_not_cut_in_two():
     plan = KSweepPlan(4, rerun=True, budget=True)
     with pytest.raises(InputError, match="Of 40 samples one half has 0"):
         k_sweep_tables(made(), [(ids(40),)], None, plan)
+
+
+class OfFeatures(nn.Module):
+    """Takes its arguments in one dictionary."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = Padded()
+
+    def forward(self, features):
+        return self.inner(**features)
+
+
+def test_a_dictionary_as_one_argument_is_read_as_arguments_are():
+    batch, model = padded([2, 9, 4, 10]), made(OfFeatures)
+    several, one = run(model.inner, [batch]), run(model, [(batch,)])
+    assert several["targets"].sum() > 0
+    pd.testing.assert_frame_equal(one, several)
 
 
 class Towers(nn.Module):
