@@ -1,4 +1,4 @@
-"""Batches of any model: tensors, dictionaries of tensors, or tuples of arguments, some of them dictionaries again."""
+"""Batches of any model: tensors, dictionaries of tensors, or tuples of arguments, which may be dictionaries."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any

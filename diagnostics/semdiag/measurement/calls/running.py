@@ -93,8 +93,8 @@ class Run:
                 ) from error
             raise InputError(
                 f"{self._loaded.path} cannot be run on these inputs ({type(error).__name__}: {said}). It is "
-                "called with a batch's tensor, the entries of its dictionary by name, or those of its tuple; a model "
-                "that takes a dictionary as one argument, with [(dictionary,)]."
+                "called with a batch's tensor, the entries of its dictionary by name, or those of its tuple; a "
+                "model that takes a dictionary as one argument, with [(dictionary,)]."
             ) from error
         if not self.drew and numbers.drawn:
             self.drew = True
@@ -198,16 +198,37 @@ def unnamed(module: nn.Module) -> LoadedModel:
     return LoadedModel("model", "", module, source, "unknown")
 
 
+def home_of(module: nn.Module) -> tuple[torch.device, torch.dtype]:
+    """Where a model runs, and in which dtype: those of its first floating-point tensor that has values.
+
+    Weights without values (offloaded to memory or disk, and fetched in the forward) are wherever the others are.
+
+    Args:
+        module: any; without tensors it is on the CPU.
+
+    Example:
+        >>> home_of(nn.Linear(2, 2).double())
+        (device(type='cpu'), torch.float64)
+    """
+    tensors = [t for t in (*module.parameters(), *module.buffers()) if t.is_floating_point()]
+    first = next((t for t in tensors if not t.is_meta), None)
+    kind = torch.get_default_dtype() if not tensors else tensors[0].dtype
+    return (torch.device("cpu"), kind) if first is None else (first.device, first.dtype)
+
+
 def _placed(
     module: nn.Module, device: torch.device | str | None, dtype: torch.dtype | None
 ) -> tuple[nn.Module, torch.device, torch.dtype]:
     """The module on a device and in a dtype; a copy only if it is not there already."""
     tensors = [t for t in (*module.parameters(), *module.buffers()) if t.is_floating_point()]
-    first = tensors[0] if tensors else torch.zeros(())
-    place = first.device if device is None else torch.device(device)
-    kind = first.dtype if dtype is None else dtype
-    there = all(t.device.type == place.type and (dtype is None or t.dtype == kind) for t in tensors)
-    if not there:
+    place, kind = home_of(module)
+    place, kind = place if device is None else torch.device(device), kind if dtype is None else dtype
+    there = all(t.is_meta or t.device.type == place.type for t in tensors)
+    if not there or (dtype is not None and any(t.dtype != kind for t in tensors)):
+        if any(t.is_meta for t in tensors):
+            raise NotAvailableError(
+                "its weights are offloaded (meta tensors): it runs as it is, without another device or dtype"
+            )
         refuse_masked(module, "in another dtype or on another device")
         module = copy.deepcopy(module).to(device=place, dtype=dtype)
     return module, place, kind
