@@ -181,7 +181,8 @@ _TEXTS = "texts, one a line (.txt), "
 # Beginnings of remarks about what the user asked for, or that spoil an answer: not in the report alone.
 SAID_AT_ONCE = (
     "k = ", "the inputs are ", "the weights are not ", "texts were cut ", "logits are ", "secants not available",
-    "secants of ", DRAWN, DRAWS, "of its outputs ", "mask stability of ", "overlap not available",
+    "secants of ", DRAWN, DRAWS, "of its outputs ", "outputs at padding ", "mask stability of ",
+    "overlap not available",
 )  # fmt: skip
 
 

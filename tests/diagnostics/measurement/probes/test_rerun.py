@@ -419,6 +419,35 @@ def test_a_dictionary_as_one_argument_is_read_as_arguments_are():
     pd.testing.assert_frame_equal(one, several)
 
 
+class OfLengths(nn.Module):
+    """Knows from lengths what is padding, and tells its parts."""
+
+    def __init__(self, pooled=False):
+        super().__init__()
+        self.inner, self.pooled = Padded(causal=False), pooled
+
+    def forward(self, ids, lengths):
+        found = self.inner(ids, attention_mask=torch.arange(LENGTH) < lengths[:, None])
+        return found.mean(1) if self.pooled else found
+
+
+@pytest.mark.parametrize(("pooled", "lengths"), [(False, [2, 9]), (False, [LENGTH] * 2), (True, [2, 9])])
+def test_outputs_at_padding_that_the_inputs_do_not_tell_count_and_it_is_said(pooled, lengths):
+    """The same change with the mask among the inputs leaves these positions out."""
+    batch, said = padded(lengths), []
+    rerun(
+        loaded(made(OfLengths, pooled=pooled)),
+        [(batch["ids"], torch.tensor(lengths))],
+        None,
+        [],
+        remark=said.append,
+    )
+    expected = not pooled and min(lengths) < LENGTH
+    assert [text.startswith("outputs at padding count in its changes") for text in said] == [True] * expected
+    rerun(loaded(made(Padded, causal=False)), [batch], None, [], remark=(told := []).append)
+    assert not told
+
+
 class Towers(nn.Module):
     """Two outputs, as those of a model of pictures and texts; a number beside them."""
 
