@@ -521,6 +521,14 @@ def test_means_of_the_sweep_are_those_of_the_rerun_where_samples_differ_in_lengt
     assert max(row["changed"] for row in changes) > 0
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_model_in_half_precision_gets_its_verdict(dtype):
+    """numpy knows no bfloat16: the verdict ended in a ValueError."""
+    found = semdiag.k_sweep(made().to(dtype), ids(), plan=KSweepPlan(4, rerun=True, ks=(2,)))
+    assert found.provenance["dtype"] == str(dtype).removeprefix("torch.")
+    assert len(semdiag.summary(found)["verdict"]) >= 3
+
+
 def test_plans_that_make_no_sense_are_refused():
     for wrong in ({"tolerance": 0.0}, {"ks": (0,)}, {"budget": True}):
         with pytest.raises(InputError):
