@@ -534,6 +534,30 @@ def test_a_window_is_refused_in_cross_attention():
         }
 
 
+class Near(nn.Module):
+    """As many neighbours as there are queries, in an order of each query's own."""
+
+    def forward(self, x):
+        near = x[
+            :,
+            torch.stack(
+                [torch.randperm(x.shape[1], generator=torch.Generator().manual_seed(i)) for i in range(x.shape[1])]
+            ),
+        ]
+        return torch.einsum("bij,bijd->bid", torch.einsum("bid,bijd->bij", x, near).softmax(-1), near)
+
+
+def test_of_keys_that_each_query_has_for_itself_the_largest_are_kept_and_a_window_is_refused(reference):
+    model, x = Near(), support.stream()
+    with pytest.raises(InputError, match="window"), sparsify(model, Window(2)):
+        model(x)
+    with sparsify(model, TopK(3)) as masked:
+        found = model(x)
+    assert set(masked.kept["most"]) == {3}
+    reference(top(3))
+    close(found, model(x))
+
+
 def test_sinks_are_refused_where_the_first_keys_are_hidden():
     q, k = torch.randn(1, 1, 1, 4), torch.randn(1, 1, 6, 4)
     model = Fused(torch.tensor([False, False, True, True, True, True]))

@@ -77,8 +77,9 @@ class SoftmaxProvenance:
         if history is None and not tag.whole(scores.ndim - 1, scores.shape[-1]):  # a sink may be among the keys
             return args, kwargs, False
         with outside_all_modes(scores.device.type):
-            order = self._order(recorder, scores, tag, history)
+            order, own = self._order(recorder, scores, tag, history)
             s = scores.detach().permute(order)
+            s = s[..., None, :] if own else s
             usual = history if order == sorted(order) else None
             read = usual or scores_alone(s, (*s.shape[:-2], s.shape[-1]))
             heads = recorder.heads or (s.shape[1] if s.ndim == 4 else None)
@@ -86,14 +87,20 @@ class SoftmaxProvenance:
         kept = recorder.kept(replace(call, module=recorder.outside(nn.Softmax), mechanism=MECHANISM))
         if kept is None:
             return args, kwargs, scores.shape[-1] > 1
-        kept = kept.reshape(s.shape).permute([order.index(d) for d in range(s.ndim)])
+        kept = kept.reshape(s.shape)
+        kept = (kept[..., 0, :] if own else kept).permute([order.index(d) for d in range(scores.ndim)])
         left = scores.masked_fill(~kept, -torch.inf)
         if history is not None:
             self._keep(left, history.filled(-torch.inf, kept), stamps[:-1])
         return ((left, *args[1:]), kwargs, True) if args else (args, {**kwargs, "input": left}, True)
 
-    def _order(self, recorder: Recorder, scores: Tensor, tag: Scores, history: ScoreHistory | None) -> list[int]:
-        """The axes of scores, samples, heads, queries and keys, as they are read once they meet values."""
+    def _order(
+        self, recorder: Recorder, scores: Tensor, tag: Scores, history: ScoreHistory | None
+    ) -> tuple[list[int], bool]:
+        """The axes of scores, samples, heads, queries and keys, as they are read once they meet values.
+
+        Also whether each query has keys of its own, and counts as the only one of a sample.
+        """
         key = scores.ndim - 1
         found = Weighted(
             scores=scores,
@@ -109,7 +116,9 @@ class SoftmaxProvenance:
             given=recorder.shapes,
         )
         reading, _ = read_axes(found, tag.rows(key))
-        return [*range(key + 1)] if reading.query is None else [*reading.lead, reading.query, key]
+        if reading.query is not None:
+            return [*reading.lead, reading.query, key], False
+        return ([*range(key + 1)], False) if history is not None else ([*reading.lead, key], True)
 
     def follow(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """Look at an operation that has just run.
