@@ -1,4 +1,4 @@
-"""Batches of any model: tensors, dictionaries of tensors, or tuples of arguments."""
+"""Batches of any model: tensors, dictionaries of tensors, or tuples of arguments, which may be dictionaries."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -16,7 +16,7 @@ def call(model: nn.Module, batch: Batch) -> Any:
 
     Args:
         model: any module.
-        batch: its input.
+        batch: its input; (dictionary,) for a model that takes a dictionary as one argument.
 
     Returns:
         What the model returns.
@@ -211,18 +211,24 @@ def _each(batch: Batch, change: Callable[[Any], Any]) -> Batch:
     if isinstance(batch, Tensor):
         found: Batch = change(batch)
     elif isinstance(batch, Mapping):
-        found = {name: change(value) for name, value in batch.items()}
+        found = {name: _inside(value, change) for name, value in batch.items()}
     else:
-        found = tuple(change(value) for value in batch)
+        found = tuple(_inside(value, change) for value in batch)
     return found
 
 
-def _part(batch: Mapping[str, Any], rows: slice, whole: int) -> dict[str, Any]:
+def _inside(value: Any, change: Callable[[Any], Any]) -> Any:
+    """A value changed; of a dictionary its values."""
+    return _each(value, change) if isinstance(value, Mapping) else change(value)
+
+
+def _part(batch: Mapping[str, Any], rows: slice, whole: int) -> Batch:
     """The rows of every tensor that has one entry per sample; everything else as it is."""
-    return {
-        name: value[rows] if isinstance(value, Tensor) and value.ndim and len(value) == whole else value
-        for name, value in batch.items()
-    }
+
+    def own(value: Any) -> Any:
+        return value[rows] if isinstance(value, Tensor) and value.ndim and len(value) == whole else value
+
+    return _each(batch, own)
 
 
 def moved(batch: Batch, device: torch.device | str, dtype: torch.dtype | None = None) -> Batch:
@@ -250,8 +256,28 @@ def tensors(batch: Batch) -> list[Tensor]:
 
     Args:
         batch: a tensor, a dictionary or a tuple.
+
+    Example:
+        >>> [len(tensor) for tensor in tensors(({"input_ids": torch.zeros(3, 7)}, torch.zeros(2)))]
+        [3, 2]
+    """
+    return [value for _, value in entries(batch) if isinstance(value, Tensor)]
+
+
+def entries(batch: Batch) -> list[tuple[str | int, Any]]:
+    """The values of a batch by name or position, in its order; in the place of a dictionary its own.
+
+    Args:
+        batch: a tensor, a dictionary or a tuple.
+
+    Example:
+        >>> entries(({"flag": True}, None))
+        [('flag', True), (1, None)]
     """
     if isinstance(batch, Tensor):
-        return [batch]
-    values = batch.values() if isinstance(batch, Mapping) else batch
-    return [value for value in values if isinstance(value, Tensor)]
+        return [(0, batch)]
+    named = batch.items() if isinstance(batch, Mapping) else enumerate(batch)
+    found: list[tuple[str | int, Any]] = []
+    for name, value in named:
+        found += entries(value) if isinstance(value, Mapping) else [(name, value)]
+    return found

@@ -156,7 +156,8 @@ def token_masks(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         given = inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments
     except (TypeError, ValueError):  # the call itself will say what is wrong
         return None
-    given = {**given, **given.get("kwargs", {})}
+    for several in [x for x in given.values() if isinstance(x, Mapping)]:  # a dictionary of arguments, or **kwargs
+        given = {**given, **several}
     names = _parameters(module)
     both = "decoder_attention_mask" in names or {"src_key_padding_mask", "tgt_key_padding_mask"} <= {*names}
     definitive = not both and any(name in names for name in _OF_OTHER)

@@ -11,7 +11,7 @@ from semdiag.capturing import batches as batching
 from semdiag.capturing.arguments import whole_number
 from semdiag.capturing.batches import Batch
 from semdiag.capturing.loading import LoadedModel
-from semdiag.measurement.calls.running import refuse_masked, unnamed
+from semdiag.measurement.calls.running import home_of, refuse_masked, unnamed
 from semdiag.measurement.calls.scored_rows import NotAvailableError
 from semdiag.measurement.conditions import DTYPES, Conditions
 from semdiag.measurement.measure import measure
@@ -169,12 +169,12 @@ def _asked(
     whole_number(batch_size, "batch_size", 1)
     whole_number(seed, "seed", 0)
     cut: Sequence[Batch] = batching.split(batches, batch_size)
-    own = next((p for p in loaded.module.parameters() if p.is_floating_point()), torch.zeros(0))
-    place = torch.device(device) if device is not None else own.device
+    home, own = home_of(loaded.module)
+    place = torch.device(device) if device is not None else home
     if dtype is None and not loaded.external:
         dtype = DTYPES[Conditions().decided([loaded], place).dtype]
     found = measure(loaded, cut, labels=labels, batch_size=batch_size, device=device, dtype=dtype)
-    subject = Subject(loaded, list(cut), labels, seed, batch_size, place, dtype or own.dtype)
+    subject = Subject(loaded, list(cut), labels, seed, batch_size, place, dtype or own)
     try:
         tables = probe.measure(subject, plan, prepared)
     except NotAvailableError as reason:

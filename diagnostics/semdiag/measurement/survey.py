@@ -13,6 +13,7 @@ from semdiag.capturing.batches import Batch, each, first_samples, longest, sampl
 from semdiag.capturing.inputs import cut_texts, read_batches, read_inputs
 from semdiag.capturing.loading import LoadedModel, load_all
 from semdiag.measurement.calls.query_draws import DRAWN
+from semdiag.measurement.calls.random_numbers import DRAWS
 from semdiag.measurement.calls.scored_rows import NotAvailableError
 from semdiag.measurement.conditions import DTYPES, Conditions
 from semdiag.measurement.measure import measure
@@ -180,7 +181,8 @@ _TEXTS = "texts, one a line (.txt), "
 # Beginnings of remarks about what the user asked for, or that spoil an answer: not in the report alone.
 SAID_AT_ONCE = (
     "k = ", "the inputs are ", "the weights are not ", "texts were cut ", "logits are ", "secants not available",
-    "secants of ", DRAWN, "mask stability of ", "overlap not available",
+    "secants of ", DRAWN, DRAWS, "of its outputs ", "outputs at padding ", "mask stability of ",
+    "overlap not available",
 )  # fmt: skip
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from semdiag.capturing.batches import call, moved, samples_of, split
+from semdiag.capturing.batches import call, moved, repeated, samples_of, split
 from semdiag_models import InputError
 
 
@@ -20,6 +20,18 @@ def test_a_model_is_called_as_the_batch_says():
     assert call(Named(), tokens) == (tokens, None, True)
     assert call(Named(), {"tokens": tokens, "flag": False}) == (tokens, None, False)
     assert call(Named(), (tokens, mask)) == (tokens, mask, True)
+
+
+def test_a_dictionary_may_be_one_argument():
+    """As of sentence-transformers; it was refused, without a tensor."""
+    features = {"tokens": torch.zeros(2, 3), "flag": True}
+    (batch,) = split([(features, None)], 5)
+    assert call(Named(), batch)[:2] == (features, None)
+    assert samples_of(batch) == 2
+    changed = moved(repeated(batch, 2), "cpu", torch.float64)[0]
+    assert (changed["tokens"].shape, changed["tokens"].dtype, changed["flag"]) == ((4, 3), torch.float64, True)
+    halves = split({"batch": features, "table": torch.zeros(4)}, 1)
+    assert [(half["batch"]["tokens"].shape, len(half["table"])) for half in halves] == [((1, 3), 4)] * 2
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7])

@@ -555,3 +555,34 @@ def test_queries_with_keys_of_their_own_are_samples_and_it_is_said():
     expected = model.best.transpose(1, 2).flatten(0, 1)[:, :, None]
     torch.testing.assert_close(call.scores(torch.float32), expected, rtol=1e-5, atol=1e-5)
     assert [remark.text.split(":")[0] for remark in audit.remarks] == ["each query has keys of its own"]
+
+
+class Edges(nn.Module):
+    """Keys of a graph: each pair of tokens has one of its own, as edges have features; or one query for all."""
+
+    def __init__(self, of_pairs):
+        super().__init__()
+        self.of_pairs = of_pairs
+
+    def forward(self, x):
+        if self.of_pairs:
+            q, k = x, x[:, None] + draw(LENGTH, LENGTH, 8)
+        else:
+            q, k = (
+                x[:, 0].unflatten(-1, (HEADS, 4)),
+                torch.cat([x, x], 1).unflatten(-1, (HEADS, 4)).transpose(1, 2),
+            )
+        weights = torch.einsum("bid,bijd->bij", q, k).softmax(-1)
+        return torch.einsum("bij,bijd->bid", weights, k)
+
+
+@pytest.mark.parametrize(("of_pairs", "length"), [(True, LENGTH), (False, LENGTH), (False, 1)])
+def test_queries_of_three_axes_with_keys_of_their_own_may_be_heads_and_it_is_said(of_pairs, length):
+    """They count as heads of one query, which nothing tells them from; only of one token they are."""
+    calls, model = [], Edges(of_pairs)
+    with torch.no_grad(), watch_attention(model, calls.append) as audit:
+        model(draw(BATCH, length, 8))
+    (call,) = calls
+    assert call.q.shape[:3] == (BATCH, LENGTH if of_pairs else HEADS, 1)
+    said = [remark.text.split(":")[0] for remark in audit.remarks]
+    assert said == ["its queries and heads may be swapped"] * (length > 1)

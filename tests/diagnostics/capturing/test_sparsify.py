@@ -64,6 +64,18 @@ def boolean(self, q, k, v):
     return F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
 
 
+def planar(self, q, k, v):
+    """Positions on a grid, 3 × 3, each axis with a bias that depends on the query: those of Segment Anything."""
+    places = torch.randn(2, 3, q.shape[-1], generator=torch.Generator().manual_seed(0))
+    scores = (q @ k.mT / 3).unflatten(-1, (3, 3))
+    scores = scores + (q @ places[0].T)[..., :, None] + (q @ places[1].T)[..., None, :]
+    return scores.flatten(-2).softmax(-1) @ v
+
+
+def mixed_heads(self, q, k, v):
+    return (q @ k.mT).sort(1).values.softmax(-1) @ v
+
+
 def bart(kind):
     run = support.text(attention_mask=support.present, decoder_input_ids=lambda: support.tokens()[:, :5])
     return support.hugging_face("Bart", kind, 6, run, **BART)
@@ -78,6 +90,8 @@ ROWS = {
     ),
     "boolean mask, fused": support.Row(support.two(boolean), 2, support.on_stream),
     "grouped, biased and causal by hand": support.Row(support.two(hand_causal), 2, support.on_stream),
+    "on a grid, by hand": support.Row(support.two(planar), 2, support.on_stream),
+    "mixed heads, by hand": support.Row(support.two(mixed_heads), 2, support.on_stream),
 }
 NAMES = [name for name, row in ROWS.items() if row.needs != "timm"]
 TOLERANCE = 1e-5  # of the largest output or gradient: float32, two layers, sums in another order
@@ -520,6 +534,30 @@ def test_a_window_is_refused_in_cross_attention():
         }
 
 
+class Near(nn.Module):
+    """As many neighbours as there are queries, in an order of each query's own."""
+
+    def forward(self, x):
+        near = x[
+            :,
+            torch.stack(
+                [torch.randperm(x.shape[1], generator=torch.Generator().manual_seed(i)) for i in range(x.shape[1])]
+            ),
+        ]
+        return torch.einsum("bij,bijd->bid", torch.einsum("bid,bijd->bij", x, near).softmax(-1), near)
+
+
+def test_of_keys_that_each_query_has_for_itself_the_largest_are_kept_and_a_window_is_refused(reference):
+    model, x = Near(), support.stream()
+    with pytest.raises(InputError, match="window"), sparsify(model, Window(2)):
+        model(x)
+    with sparsify(model, TopK(3)) as masked:
+        found = model(x)
+    assert set(masked.kept["most"]) == {3}
+    reference(top(3))
+    close(found, model(x))
+
+
 def test_sinks_are_refused_where_the_first_keys_are_hidden():
     q, k = torch.randn(1, 1, 1, 4), torch.randn(1, 1, 6, 4)
     model = Fused(torch.tensor([False, False, True, True, True, True]))
@@ -554,10 +592,6 @@ def unknown_scores(self, q, k, v):
     return (-torch.cdist(q.contiguous(), k.contiguous())).softmax(-1) @ v
 
 
-def mixed_heads(self, q, k, v):
-    return (q @ k.mT).sort(1).values.softmax(-1) @ v
-
-
 def with_a_sink(self, q, k, v):
     return torch.nn.functional.pad(q @ k.mT, (0, 1)).softmax(-1)[..., :-1] @ v
 
@@ -573,7 +607,6 @@ def flexible():
     [
         (traced, "inner: .*captured, but it takes no mask here"),
         (lambda: support.Attention(unknown_scores), "softmax .its scores are not followed to a product"),
-        (lambda: support.Attention(mixed_heads), "captured, but it takes no mask here"),
         (lambda: support.Attention(with_a_sink), "captured, but it takes no mask here"),
         (flexible, "flex_attention"),
     ],

@@ -96,6 +96,43 @@ def test_meta_tensors_are_audited():
     assert len(captured(Attention(False).to("meta"), torch.empty(2, 3, 8, device="meta"))) == 0
 
 
+class Graph(nn.Module):
+    """Attention of all tokens, and a sum over neighbours whose weights are a sparse tensor."""
+
+    def __init__(self, kind, attends=False):
+        super().__init__()
+        near = (drawn(4, 4) > 0).float()
+        self.near = near.to_sparse_csr() if kind == "csr" else near.to_sparse()
+        self.attention, self.attends = Attention(fused=False), attends
+
+    def forward(self, x):
+        x = torch.stack([self.near @ sample for sample in x])
+        mixed = self.attention(x)
+        if self.attends:
+            weights = torch.sparse.softmax((x[0] @ x[0].T).to_sparse(), 1)
+            mixed = mixed + torch.sparse.mm(weights, x[0])[:, :4]
+        return mixed
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+@pytest.mark.parametrize("kind", ["coo", "csr"])
+def test_a_sparse_tensor_beside_attention_is_no_matter(kind):
+    """Each operation with it was in the audit, and ``sparsify`` refused the model."""
+    model, x = Graph(kind), drawn(2, 4, 8)
+    calls = captured(model, x)
+    assert len(calls) == 1
+    assert calls.audit.empty
+    with torch.no_grad(), semdiag.sparsify(model, semdiag.TopK(4)):
+        masked = model(x)
+    assert torch.equal(masked, model(x))
+
+
+def test_a_softmax_of_a_sparse_tensor_and_scores_that_become_one_are_audited():
+    audit = captured(Graph("coo", attends=True), drawn(2, 4, 8)).audit
+    assert audit["operation"].tolist() == ["_to_sparse", "softmax"]
+    assert audit["reason"].str.contains("sparse tensor").all()
+
+
 class Ragged(nn.Module):
     """An encoder that is given nested tensors."""
 

@@ -6,6 +6,7 @@ import re
 import warnings
 import weakref
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pandas as pd
@@ -155,6 +156,30 @@ def test_in_float64_a_copy_is_measured(decoder, batch):
     assert double.queries["dispersion"].dtype == np.float64
     assert next(decoder.parameters()).dtype == torch.float32
     np.testing.assert_allclose(single.queries["dispersion"], double.queries["dispersion"], rtol=1e-4, atol=1e-5)
+
+
+def offload(model):
+    """Keep every weight elsewhere until its module runs, as accelerate's hooks do."""
+    for module in model.modules():
+        kept = dict(module._parameters)
+
+        def put(module, *_, weights):
+            module._parameters.update(weights)
+
+        away = {name: nn.Parameter(p.detach().to("meta")) for name, p in kept.items()}
+        put(module, weights=away)
+        module.register_forward_pre_hook(partial(put, weights=kept))
+        module.register_forward_hook(partial(put, weights=away))
+
+
+def test_a_model_whose_weights_are_offloaded_is_measured_where_it_runs(decoder, batch):
+    """Its inputs went to the device "meta", and the model was said not to run on them."""
+    before, sweep = semdiag.measure(decoder, batch, k=(3,)), semdiag.k_sweep(decoder, batch)
+    offload(decoder)
+    pd.testing.assert_frame_equal(semdiag.measure(decoder, batch, k=(3,)).queries, before.queries)
+    pd.testing.assert_frame_equal(semdiag.k_sweep(decoder, batch).sweep, sweep.sweep)
+    with pytest.raises(InputError, match=r"its weights are offloaded \(meta tensors\)"):
+        semdiag.measure(decoder, batch, dtype=torch.float64)
 
 
 def test_padding_may_be_given_where_the_model_takes_none(decoder, batch):

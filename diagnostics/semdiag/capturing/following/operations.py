@@ -30,6 +30,8 @@ from semdiag.capturing.recording import NOTHING, Recorder, is_plain, outside_all
 _FUSED = ("_scaled_dot_product_", "_transformer_encoder_layer", "_native_multi_head", "flex_attention")
 _OPAQUE = ("_flash_attention_forward", "_efficient_attention_forward", "_masked_softmax")
 _NOISE = ("bernoulli_", "bernoulli")
+_SPARSE = ("_sparse_softmax", "_sparse_log_softmax")
+_STORED = (torch.strided, torch.jagged)  # layouts of tensors with a storage in which entries can be followed
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 
 
@@ -179,6 +181,9 @@ class OperationWatch(TorchDispatchMode):
                 recorder.skip("softmax", NOTHING)
             return None
         given = [*tensors((*args, *kwargs.values()) if kwargs else args)]
+        if any(t.layout not in _STORED for t in (given if result is None else (*given, *tensors((result,))))):
+            self._of_no_storage(name, given)
+            return None
         if name in SUMS or "sums" in self._tags.marks:
             self._merged.ran(name, kind == "product", args, given, result)
         found = None
@@ -209,6 +214,17 @@ class OperationWatch(TorchDispatchMode):
                 recorder.skip(plan.full, MAY_BE_ATTENTION)
         carry(self._tags, name, args, given, result)
         return None
+
+    def _of_no_storage(self, name: str, given: Sequence[Tensor]) -> None:
+        """An operation with a sparse tensor, or one of oneDNN's, in which nothing is followed: does it matter?"""
+        if name in _SPARSE or name in SOFTMAXES:
+            self._recorder.skip("softmax", "of a sparse tensor, or one of oneDNN's: only dense ones are followed")
+            return
+        for tensor in given:
+            scores, weights = self._tags.of(tensor)
+            if weights is not None or (scores is not None and not any(scores.product.fixed)):
+                self._recorder.skip(name, "attention's scores or weights meet a sparse tensor, or become one")
+                return
 
     def _fused(
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any

@@ -62,6 +62,10 @@ def read_axes(found: "Weighted", rows: set[int]) -> tuple[Reading, str | None]:
     if not rows and len(pool[0].lead) > 2:
         return min(pool, key=lambda r: shape[r.lead[-1]]), OWN_KEYS
     reading = pool[0]
+    if (
+        reading.query is None and len(reading.lead) == 2 and not fitting
+    ):  # heads of one query, or queries of own keys
+        return reading, MAY_BE_SWAPPED.format("queries and heads")
     if len({r.query for r in pool if r.query not in ones}) + any(r.query in ones for r in pool) > 1 or (
         not (fitting or same) and reading.query != usual[0].query
     ):

@@ -60,41 +60,52 @@ class SoftmaxProvenance:
     ) -> tuple[tuple[Any, ...], dict[str, Any], bool]:
         """The arguments of a softmax, with the scores of the keys that the recorder's mask drops at -inf.
 
-        Of scores whose history is not known nothing is masked; if they are attention's, they are captured
+        Of scores that come from no known product nothing is masked; if they are attention's, they are captured
         below Python, and :func:`~semdiag.capturing.sparsify.sparsify` says so. Nor is it of scores whose keys
-        are parameters (a router's, a vocabulary's): they are no attention that is captured.
+        are parameters (a router's, a vocabulary's): they are no attention that is captured. Of scores whose
+        history is known below Python alone, what they are is what there is: no mask or bias of their own.
 
         Returns:
             Positional and named arguments, and whether the recorder was asked for a mask that can drop a key.
         """
         scores: Tensor = args[0] if args else kwargs["input"]
         dim = args[1] if len(args) > 1 else kwargs.get("dim")
-        found = self.history(scores)
-        tag = None if found is None else self._product_of(scores)
+        tag = self._product_of(scores)
         if dim not in (-1, scores.ndim - 1) or tag is None or tag.keys_fixed(scores.ndim - 1) is not False:
             return args, kwargs, False
-        history, stamps = self._scores[scores]
+        history, stamps = (None, []) if self.history(scores) is None else self._scores[scores]
+        if history is None and not tag.whole(scores.ndim - 1, scores.shape[-1]):  # a sink may be among the keys
+            return args, kwargs, False
         with outside_all_modes(scores.device.type):
-            order = self._order(recorder, scores, tag)
+            order, own = self._order(recorder, scores, tag, history)
             s = scores.detach().permute(order)
-            read = history if order == sorted(order) else scores_alone(s, (*s.shape[:-2], s.shape[-1]))
+            s = s[..., None, :] if own else s
+            usual = history if order == sorted(order) else None
+            read = usual or scores_alone(s, (*s.shape[:-2], s.shape[-1]))
             heads = recorder.heads or (s.shape[1] if s.ndim == 4 else None)
             call = read.call(read.k, read.q.expand(*read.lead, *read.q.shape[-2:]), read.left(s), heads)
         kept = recorder.kept(replace(call, module=recorder.outside(nn.Softmax), mechanism=MECHANISM))
         if kept is None:
             return args, kwargs, scores.shape[-1] > 1
-        kept = kept.reshape(s.shape).permute([order.index(d) for d in range(s.ndim)])
+        kept = kept.reshape(s.shape)
+        kept = (kept[..., 0, :] if own else kept).permute([order.index(d) for d in range(scores.ndim)])
         left = scores.masked_fill(~kept, -torch.inf)
-        self._keep(left, history.filled(-torch.inf, kept), stamps[:-1])
+        if history is not None:
+            self._keep(left, history.filled(-torch.inf, kept), stamps[:-1])
         return ((left, *args[1:]), kwargs, True) if args else (args, {**kwargs, "input": left}, True)
 
-    def _order(self, recorder: Recorder, scores: Tensor, tag: Scores) -> list[int]:
-        """The axes of scores, samples, heads, queries and keys, as they are read once they meet values."""
+    def _order(
+        self, recorder: Recorder, scores: Tensor, tag: Scores, history: ScoreHistory | None
+    ) -> tuple[list[int], bool]:
+        """The axes of scores, samples, heads, queries and keys, as they are read once they meet values.
+
+        Also whether each query has keys of its own, and counts as the only one of a sample.
+        """
         key = scores.ndim - 1
         found = Weighted(
             scores=scores,
             key=key,
-            history=self._scores[scores][0],
+            history=history,
             product=tag.axes,
             heads=recorder.heads,
             number=tag.product.number,
@@ -105,7 +116,9 @@ class SoftmaxProvenance:
             given=recorder.shapes,
         )
         reading, _ = read_axes(found, tag.rows(key))
-        return [*range(key + 1)] if reading.query is None else [*reading.lead, reading.query, key]
+        if reading.query is not None:
+            return [*reading.lead, reading.query, key], False
+        return ([*range(key + 1)], False) if history is not None else ([*reading.lead, key], True)
 
     def follow(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """Look at an operation that has just run.

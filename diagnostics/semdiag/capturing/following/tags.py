@@ -43,6 +43,11 @@ class Scores(NamedTuple):
             return all(self.product.fixed) if not self.axes[place] else None
         return self.product.fixed[sides[0] - 1]
 
+    def whole(self, place: int, size: int) -> bool:
+        """Whether an axis of a size is one side of the product, without a column that was added or left out."""
+        sides = [p.place for p in self.axes[place] if p.origin == self.product.number and p.place > 0]
+        return bool(sides) and self.product.sizes[sides[0] - 1] == size
+
     def rows(self, key: int) -> set[int]:
         """The axes that the factor without the keys has alone: queries, and heads that share the keys."""
         number, axes = self.product.number, enumerate(self.axes)

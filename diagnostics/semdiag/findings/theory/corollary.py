@@ -128,7 +128,7 @@ def separation_rounding(measurements: Measurements, model: str, dispersion: floa
     """
     rows = measurements.constants
     reach = rows.loc[(rows["model"] == model) & (rows["quantity"] == "score_reach"), "ln_value"].max()
-    eps = float(np.finfo(measurements.provenance.get("dtype", "float32")).eps)
+    eps = torch.finfo(getattr(torch, measurements.provenance.get("dtype", "float32"))).eps
     return 8 * eps * max(1.0, dispersion, 0.0 if pd.isna(reach) else math.exp(reach))
 
 

@@ -19,6 +19,7 @@ from semdiag.capturing.loading import LoadedModel
 from semdiag.capturing.padding import Padding
 from semdiag.capturing.recording import runs_masked
 from semdiag.measurement.calls.batch_rows import counted_as, folded
+from semdiag.measurement.calls.random_numbers import DRAWS, RandomNumbers
 from semdiag.measurement.calls.scored_rows import NotAvailableError
 from semdiag_models import Encoder, InputError
 
@@ -40,6 +41,7 @@ class Run:
         dtype: of the module.
         audit: of the capture.
         padding: which queries are padding.
+        drew: whether an external model has drawn random numbers: its next run on the same inputs is another one.
     """
 
     module: nn.Module
@@ -54,6 +56,7 @@ class Run:
         self._loaded, self._consume, self._queries = loaded, consume, queries
         self._layers: dict[tuple[str, int], int] = {}
         self._samples, self._batch = 0, 0
+        self.drew = False
         self._failure: BaseException | None = None
 
     def __call__(self, batch: Batch) -> Any:
@@ -75,6 +78,7 @@ class Run:
         self._samples, self._batch = self._samples + size, size
         if not self._loaded.external:
             return self.module(batch)
+        numbers = RandomNumbers(self.device)
         try:
             batching.call(self.module, batch)
         except Exception as error:  # whatever the model raises
@@ -89,9 +93,22 @@ class Run:
                 ) from error
             raise InputError(
                 f"{self._loaded.path} cannot be run on these inputs ({type(error).__name__}: {said}). It is "
-                "called with a batch's tensor, the entries of its dictionary by name, or those of its tuple."
+                "called with a batch's tensor, the entries of its dictionary by name, or those of its tuple; a "
+                "model that takes a dictionary as one argument, with [(dictionary,)]."
             ) from error
+        if not self.drew and numbers.drawn:
+            self.drew = True
+            self.audit.remarks[Remark("", f"{DRAWS}: another run on the same inputs has other scores")] += 1
         return None
+
+    def alike(self) -> None:
+        """Refuse a model of which two copies of an input, side by side in a batch, draw other random numbers.
+
+        Raises:
+            NotAvailableError: if it has drawn some.
+        """
+        if self.drew:
+            raise NotAvailableError(f"{DRAWS}: copies of an input differ by more than the noise that is added")
 
     def add(self, call: AttentionCall) -> None:
         """Hand a call on."""
@@ -181,16 +198,37 @@ def unnamed(module: nn.Module) -> LoadedModel:
     return LoadedModel("model", "", module, source, "unknown")
 
 
+def home_of(module: nn.Module) -> tuple[torch.device, torch.dtype]:
+    """Where a model runs, and in which dtype: those of its first floating-point tensor that has values.
+
+    Weights without values (offloaded to memory or disk, and fetched in the forward) are wherever the others are.
+
+    Args:
+        module: any; without tensors it is on the CPU.
+
+    Example:
+        >>> home_of(nn.Linear(2, 2).double())
+        (device(type='cpu'), torch.float64)
+    """
+    tensors = [t for t in (*module.parameters(), *module.buffers()) if t.is_floating_point()]
+    first = next((t for t in tensors if not t.is_meta), None)
+    kind = torch.get_default_dtype() if not tensors else tensors[0].dtype
+    return (torch.device("cpu"), kind) if first is None else (first.device, first.dtype)
+
+
 def _placed(
     module: nn.Module, device: torch.device | str | None, dtype: torch.dtype | None
 ) -> tuple[nn.Module, torch.device, torch.dtype]:
     """The module on a device and in a dtype; a copy only if it is not there already."""
     tensors = [t for t in (*module.parameters(), *module.buffers()) if t.is_floating_point()]
-    first = tensors[0] if tensors else torch.zeros(())
-    place = first.device if device is None else torch.device(device)
-    kind = first.dtype if dtype is None else dtype
-    there = all(t.device.type == place.type and (dtype is None or t.dtype == kind) for t in tensors)
-    if not there:
+    place, kind = home_of(module)
+    place, kind = place if device is None else torch.device(device), kind if dtype is None else dtype
+    there = all(t.is_meta or t.device.type == place.type for t in tensors)
+    if not there or (dtype is not None and any(t.dtype != kind for t in tensors)):
+        if any(t.is_meta for t in tensors):
+            raise NotAvailableError(
+                "its weights are offloaded (meta tensors): it runs as it is, without another device or dtype"
+            )
         refuse_masked(module, "in another dtype or on another device")
         module = copy.deepcopy(module).to(device=place, dtype=dtype)
     return module, place, kind

@@ -61,6 +61,7 @@ class Reader:
         causal: whether the output tells the next token.
         distribution: whether the output is read as one.
         reason: why logits are read as a representation; empty where they are not.
+        others: what else the output holds that could be compared, and is not; empty where nothing is.
     """
 
     def __init__(self, module: nn.Module, batch: Batch, labels: Tensor | None, run: Any) -> None:
@@ -82,6 +83,7 @@ class Reader:
         logits = isinstance(module, Encoder) or named or self.causal or isinstance(known, Tensor)
         self.reason = self._no_distribution(values, known) if logits else ""
         self.distribution = logits and not self.reason
+        self.others = "" if self.distribution else _others(output)
 
     def read(self, output: Any, batch: Batch, labels: Tensor | None) -> Answers:
         """Read the output on a batch.
@@ -162,13 +164,26 @@ def _values(output: Any, batch: Batch) -> tuple[Tensor, bool]:
     if isinstance(output, Mapping) and isinstance(output.get("logits"), Tensor):
         found, named = output["logits"], True
     if found is None:
-        parts = output.values() if isinstance(output, Mapping) else output
-        parts = parts if isinstance(output, Mapping | tuple | list) else ()
-        found = next((x for x in parts if isinstance(x, Tensor) and x.is_floating_point() and x.ndim >= 2), None)
+        found = next(iter(_comparable(output).values()), None)
     if found is None or not found.is_floating_point():
         kind = type(output).__name__ if found is None else f"tensor of {str(found.dtype).removeprefix('torch.')}"
         raise TypeError(f"its output, a {kind}, holds no tensor of floating-point numbers")
     return _samples_first(found, batching.samples_of(batch)), named
+
+
+def _comparable(output: Any) -> dict[str, Tensor]:
+    """The tensors of an output of several that may be representations, by name or place."""
+    if isinstance(output, Mapping):
+        parts = {str(name): x for name, x in output.items()}
+    else:
+        several = output if isinstance(output, tuple | list) else ()
+        parts = {f"number {place}": x for place, x in enumerate(several, 1)}
+    return {n: x for n, x in parts.items() if isinstance(x, Tensor) and x.is_floating_point() and x.ndim >= 2}
+
+
+def _others(output: Any) -> str:
+    first, *rest = [*_comparable(output)] or [""]
+    return f"{first} alone is compared, not {', '.join(rest)}" if rest else ""
 
 
 def _samples_first(values: Tensor, samples: int) -> Tensor:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pandas as pd
@@ -9,12 +10,14 @@ import torch
 from torch import Tensor
 
 from semdiag.capturing import batches as batching
+from semdiag.capturing.attention_calls import AttentionCall
 from semdiag.capturing.batches import Batch
 from semdiag.capturing.kept_keys import Keep, RandomK, TopK
 from semdiag.capturing.loading import LoadedModel
 from semdiag.capturing.sparsify import sparsify
 from semdiag.mathematics.predicted_classes import predicted_classes
-from semdiag.measurement.calls.running import in_evaluation
+from semdiag.measurement.calls.random_numbers import DRAWS, RandomNumbers
+from semdiag.measurement.calls.running import in_evaluation, running
 from semdiag.measurement.probes.answers import IGNORED, Answers, Reader, difference
 from semdiag.measurement.table import Table
 from semdiag_models import InputError
@@ -124,6 +127,8 @@ def rerun(
 ) -> pd.DataFrame:
     """Run a model without a mask and with each of several, in evaluation mode and without gradients.
 
+    Where its forward draws random numbers (masked autoencoders, hashes), every run of a batch draws the same.
+
     Args:
         loaded: any model.
         batches: from :func:`~semdiag.capturing.batches.split`.
@@ -144,19 +149,23 @@ def rerun(
     with in_evaluation(loaded, device, dtype) as (module, place, kind):
 
         def run(batch: Batch) -> Any:
+            numbers.again()
             return batching.call(module, batch)
 
         def masked(batch: Batch, keep: Keep) -> Any:
             with sparsify(module, keep):
                 return run(batch)
 
-        first, reader = 0, None
+        first, reader, drew, padded = 0, None, False, False
         for given in batches:
+            numbers = RandomNumbers(place)
             batch, size = batching.moved(given, place, kind), batching.samples_of(given)
             own = None if labels is None else labels[first : first + size]
             try:
-                reader = reader or Reader(module, batch, labels, run)
+                new, reader = reader is None, reader or Reader(module, batch, labels, run)
                 before = reader.read(run(batch), batch, own)
+                padded = padded or (new and _counts_padding(replace(loaded, module=module), batch, before.counted))
+                drew = drew or numbers.drawn
                 rows += _rows(NO_MASK, 0, first, before, before)
                 for name, k, keep in masks:
                     rows += _rows(name, k, first, before, reader.read(masked(batch, keep), batch, own))
@@ -168,9 +177,31 @@ def rerun(
                     f"{loaded.path} cannot be run with a mask ({type(error).__name__}: {said})."
                 ) from error
             first += size
+    if padded:
+        remark(
+            "outputs at padding count in its changes: its modules know it, and no mask among its inputs says it"
+        )
+    if drew:
+        remark(f"{DRAWS}: every run of a batch, with a mask or without, draws the same")
+    if reader and reader.others:
+        remark(f"of its outputs {reader.others}")
     if reader and reader.reason:
         remark(f"logits are compared as outputs, not as a distribution: {reader.reason}")
     return RERUN_TABLE.of_rows({"model": loaded.path, **row} for row in rows)
+
+
+def _counts_padding(loaded: LoadedModel, batch: Batch, counted: Tensor) -> bool:
+    """Whether all positions count although an attention with as many queries knows that some are padding."""
+    if not loaded.external or not bool(counted.all()):
+        return False
+    found: list[bool] = []
+
+    def look(call: AttentionCall) -> None:
+        found.append(call.q.shape[2] == counted.shape[1] and not bool(call.counted.all()))
+
+    with running(loaded, look) as run:
+        run(batch)
+    return any(found)
 
 
 def _rows(mask: str, k: int, first: int, before: Answers, after: Answers) -> Iterator[dict[str, Any]]:

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from semdiag.capturing.batches import Batch
+from semdiag.capturing.batches import Batch, entries
 from semdiag.capturing.token_masks import MASK_NAMES
 
 _DECODED = "decoder_input_ids"
@@ -29,9 +29,7 @@ def token_ids(batch: Batch) -> dict[str | int, Tensor]:
         >>> list(token_ids(batch))
         ['ids']
     """
-    values = (batch,) if isinstance(batch, Tensor) else batch
-    given: list[tuple[str | int, Any]]
-    given = [*values.items()] if isinstance(values, Mapping) else [*enumerate(values)]
+    given = entries(batch)
     given.sort(key=lambda entry: entry[0] != _DECODED)
     whole = (torch.int64, torch.int32)
     return {

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 import torch.nn.functional as F
@@ -400,6 +401,99 @@ def test_a_batch_of_arguments_is_not_cut_in_two():
         k_sweep_tables(made(), [(ids(40),)], None, plan)
 
 
+class OfFeatures(nn.Module):
+    """Takes its arguments in one dictionary."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = Padded()
+
+    def forward(self, features):
+        return self.inner(**features)
+
+
+def test_a_dictionary_as_one_argument_is_read_as_arguments_are():
+    batch, model = padded([2, 9, 4, 10]), made(OfFeatures)
+    several, one = run(model.inner, [batch]), run(model, [(batch,)])
+    assert several["targets"].sum() > 0
+    pd.testing.assert_frame_equal(one, several)
+
+
+class OfLengths(nn.Module):
+    """Knows from lengths what is padding, and tells its parts."""
+
+    def __init__(self, pooled=False):
+        super().__init__()
+        self.inner, self.pooled = Padded(causal=False), pooled
+
+    def forward(self, ids, lengths):
+        found = self.inner(ids, attention_mask=torch.arange(LENGTH) < lengths[:, None])
+        return found.mean(1) if self.pooled else found
+
+
+@pytest.mark.parametrize(("pooled", "lengths"), [(False, [2, 9]), (False, [LENGTH] * 2), (True, [2, 9])])
+def test_outputs_at_padding_that_the_inputs_do_not_tell_count_and_it_is_said(pooled, lengths):
+    """The same change with the mask among the inputs leaves these positions out."""
+    batch, said = padded(lengths), []
+    rerun(
+        loaded(made(OfLengths, pooled=pooled)),
+        [(batch["ids"], torch.tensor(lengths))],
+        None,
+        [],
+        remark=said.append,
+    )
+    expected = not pooled and min(lengths) < LENGTH
+    assert [text.startswith("outputs at padding count in its changes") for text in said] == [True] * expected
+    rerun(loaded(made(Padded, causal=False)), [batch], None, [], remark=(told := []).append)
+    assert not told
+
+
+class Towers(nn.Module):
+    """Two outputs, as those of a model of pictures and texts; a number beside them."""
+
+    def __init__(self, named):
+        super().__init__()
+        self.one, self.two, self.named = Causal(causal=False), Causal(causal=False), named
+
+    def forward(self, ids, scale=1.0):
+        found = {"loss": None, "pictures": self.one(0 * ids), "scale": torch.tensor(2.0), "texts": self.two(ids)}
+        return found if self.named else tuple(found.values())
+
+
+@pytest.mark.parametrize(
+    ("named", "text"),
+    [(True, "pictures alone is compared, not texts"), (False, "number 2 alone is compared, not number 4")],
+)
+def test_outputs_that_are_not_compared_are_named(named, text):
+    """What masks do to the texts was left out, without a word."""
+    said = []
+    rerun(loaded(made(Towers, named=named)), [ids()], None, masks_of([2], 0), remark=said.append)
+    assert said == [f"of its outputs {text}"]
+
+
+class Shuffled(Causal):
+    """Sees its tokens in an order that every forward draws anew, as masked autoencoders draw their patches."""
+
+    def __init__(self):
+        super().__init__(causal=False)
+
+    def forward(self, ids):
+        return super().forward(ids[:, torch.randperm(LENGTH)])
+
+
+def test_what_a_forward_draws_is_no_change_by_a_mask():
+    """Two runs without any mask differ by more than 1, and every k was said to cost as much."""
+    said, model = [], made(Shuffled)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        assert (model(ids()) - model(ids())).norm() > 1
+        table = rerun(loaded(model), [ids()[:4], ids()[4:]], None, masks_of([3, LENGTH], 0), remark=said.append)
+    assert not table.loc[table["k"] == LENGTH, "output_change"].any()
+    assert (table.loc[table["k"] == 3, "output_change"] > 0).all()
+    (text,) = said
+    assert text.startswith("its forward draws random numbers in evaluation mode")
+
+
 def test_the_sweep_says_what_the_rerun_said():
     tables = k_sweep_tables(made(), ids(), None, KSweepPlan(4, rerun=True, ks=(2, 4)), dtype=torch.float64)
     sweep, again = tables["sweep"], tables["rerun"]
@@ -425,6 +519,14 @@ def test_means_of_the_sweep_are_those_of_the_rerun_where_samples_differ_in_lengt
         assert sweep["same_prediction", row["k"]]["mean"] == pytest.approx(1 - row["changed"])
         assert sweep["accuracy", row["k"]]["queries"] == 8
     assert max(row["changed"] for row in changes) > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_model_in_half_precision_gets_its_verdict(dtype):
+    """numpy knows no bfloat16: the verdict ended in a ValueError."""
+    found = semdiag.k_sweep(made().to(dtype), ids(), plan=KSweepPlan(4, rerun=True, ks=(2,)))
+    assert found.provenance["dtype"] == str(dtype).removeprefix("torch.")
+    assert len(semdiag.summary(found)["verdict"]) >= 3
 
 
 def test_plans_that_make_no_sense_are_refused():

@@ -5,6 +5,7 @@ from typing import Any
 
 import pandas as pd
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from semdiag.capturing.attention_call import AttentionCall
@@ -33,7 +34,9 @@ def projection_norms(loaded: LoadedModel, batches: Iterable[Batch]) -> pd.DataFr
 
     A linear layer counts as W_q if what it returned for the first sample is the queries that attention was given,
     so nothing (rotary positions, a normalisation) comes between; likewise W_k and W_v, apart or in one layer. W_o
-    is the linear layer that is given the mixed values. ``nn.MultiheadAttention`` names its own.
+    is the linear layer that is given the mixed values, unless a module around it that is given them alone changes
+    what it returned (an adapter, as of LoRA). A layer counts as linear if it returned W x + b for its own W and b:
+    one that adds to its weight, or quantises it, does not. ``nn.MultiheadAttention`` names its own.
 
     Source: docs/theory.md#norms. Deviation: none.
 
@@ -47,6 +50,7 @@ def projection_norms(loaded: LoadedModel, batches: Iterable[Batch]) -> pd.DataFr
     seen = _Seen(loaded.module)
     linear = [part for part in loaded.module.modules() if isinstance(part, nn.Linear) or _transposed(part)]
     handles = [part.register_forward_hook(seen.linear) for part in linear]
+    handles += [part.register_forward_hook(seen.other) for part in loaded.module.modules() if part not in linear]
     try:
         with running(loaded, seen.attention) as run:
             for batch in first_samples(batches, 1):
@@ -65,14 +69,25 @@ class _Seen:
         self.modules = dict(model.named_modules())
         self.returned: list[tuple[nn.Module, Tensor]] = []
         self.open: dict[str, Any] | None = None
+        self.taken: tuple[dict[str, Any], Tensor] | None = None  # by W_o: the layer, and what it made of them
         self.found: dict[int, dict[str, Any]] = {}
 
     def linear(self, module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:
         """Keep what a linear layer returned; if it was given the mixed values, it is the open layer's W_o."""
+        if not _is_linear(module, inputs, output):
+            return
         if self.open is not None and _equal(inputs[0], _merged(self.open["mixed"])):
             self.open["out"] = _weights(module)[0]
-            self.open = None
+            self.taken, self.open = (self.open, output), None
         self.returned.append((module, output))
+
+    def other(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        """If it was given the mixed values alone, and changed what W_o returned, W_o is not all."""
+        if self.taken is None or len(inputs) != 1 or not all(isinstance(x, Tensor) for x in (*inputs, output)):
+            return
+        found, returned = self.taken
+        if _equal(inputs[0], _merged(found["mixed"])) and not _equal(output, returned):
+            found["out"], found["changed"] = None, True
 
     def attention(self, call: AttentionCall) -> None:
         """Look for the layers that its queries, keys and values came from."""
@@ -88,6 +103,7 @@ class _Seen:
             found |= {name: self._source(_merged(tensor)) for name, tensor in given}
             found["mixed"] = call.mixed
             self.open = found
+        self.taken = None
         self.found.setdefault(call.layer, found)
         self.returned.clear()
 
@@ -116,6 +132,9 @@ def _rows(model: str, layer: int, found: dict[str, Any]) -> list[dict[str, Any]]
         gamma = bilinear_form_norm(_per_head(query, heads), keys, biases, found["scale"])
     if found.get("v") is None or found.get("out") is None:
         what = "no linear layer returned the values" if found.get("v") is None else "none took the mixed values"
+        what = (
+            "what a linear layer made of the mixed values was changed (an adapter)" if "changed" in found else what
+        )
         reasons.append(f"Υ: {what}")
     else:
         values = _per_head(found["v"][0], found["key_heads"]).repeat_interleave(groups, 0)
@@ -139,8 +158,22 @@ def _merged(values: Tensor) -> Tensor:
 def _equal(one: Tensor, two: Tensor) -> bool:
     if one.shape[-1] != two.shape[-1] or one.numel() != two.numel():
         return False
+    least = max(_TOLERANCE, *(torch.finfo(x.dtype).eps for x in (one, two)))
     one, two = one.reshape(-1, one.shape[-1]).float(), two.reshape(-1, two.shape[-1]).float()
-    return bool((one - two).abs().max() <= _TOLERANCE * two.abs().max())
+    return bool((one - two).abs().max() <= least * two.abs().max())
+
+
+def _is_linear(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> bool:
+    """Whether a layer returned W x + b for the weight and the bias that it has."""
+    try:
+        return _equal(F.linear(inputs[0], *_weights(module)), output)
+    except (
+        AttributeError,
+        IndexError,
+        RuntimeError,
+        TypeError,
+    ):  # its weight is packed, or it is called otherwise
+        return False
 
 
 def _transposed(module: nn.Module) -> bool:

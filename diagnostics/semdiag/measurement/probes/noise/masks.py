@@ -152,6 +152,7 @@ def _external(
             copies = moved(repeated(batch, 1 + plan.draws * len(plan.levels)), run.device, run.dtype)
             with noisy_embeddings(run.module, copies, probe.samples, probe.add_noise):
                 run(copies)
+            run.alike()
             after_batch(probe.samples)
     probe.sums.leave_out(reach.left_out(MASK_STABILITY.name, note))
     return probe.sums.table(loaded.path, plan.levels, plan.draws)

@@ -173,6 +173,7 @@ def external_secants(
                     copies = moved(repeated(part, 2), run.device, run.dtype)
                     with noisy_embeddings(run.module, copies, size, add_noise):
                         run(copies)
+                    run.alike()
                     for columns in collected.parts:
                         parts.append({"sample": columns.pop("sample") + done, "level": level, **columns})
                     collected.parts.clear()

@@ -106,3 +106,48 @@ def test_nothing_is_left_behind():
     norms(model)
     assert model.training
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+class Doubled(nn.Linear):
+    """Its map is another than that of its weight, as with low ranks that are added or weights that are rounded."""
+
+    def forward(self, x):
+        return F.linear(x, 2 * self.weight, self.bias)
+
+
+class Adapted(nn.Module):
+    """A linear layer, and something that is added to it."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base, self.rank = base, nn.Parameter(torch.ones(WIDTH, base.in_features))
+
+    def forward(self, x):
+        return self.base(x) + x @ self.rank.T
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+def test_a_layer_with_another_map_than_its_weight_is_no_linear_layer(hooked):
+    """Its Γ was that of half the queries."""
+    attention = Attention(fused=False)
+    if hooked:
+        attention.parts[0].register_forward_hook(lambda module, inputs, output: 2 * output)
+    else:
+        attention.parts[0].__class__ = Doubled
+    table = norms(attention)
+    assert table["gamma"].isna().all()
+    assert table["reason"].str.startswith("Γ: the queries are not what a linear layer returned").all()
+    assert table["upsilon"].tolist() == pytest.approx([naive(attention, head)[1] for head in range(HEADS)])
+
+
+def test_an_adapter_around_the_last_layer_makes_the_value_map_unknown_and_says_so():
+    """Υ was that of the layer without its adapter."""
+    attention = Attention(fused=False)
+    gamma = norms(attention)["gamma"]
+    attention.out = Adapted(attention.out)
+    table = norms(attention)
+    assert table["upsilon"].isna().all()
+    assert table["reason"].unique().tolist() == [
+        "Υ: what a linear layer made of the mixed values was changed (an adapter)"
+    ]
+    assert table["gamma"].tolist() == gamma.tolist()

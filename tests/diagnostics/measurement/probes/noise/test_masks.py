@@ -10,10 +10,13 @@ from torch import nn
 
 import semdiag
 from semdiag.capturing.attention_calls import AttentionCall, watch_attention
+from semdiag.measurement.calls.running import unnamed
+from semdiag.measurement.calls.scored_rows import NotAvailableError
 from semdiag.measurement.probes.noise import mask_rows
 from semdiag.measurement.probes.noise.mask_rows import Workspace, row_changes, selection_of
 from semdiag.measurement.probes.noise.mask_tables import MASKS, NOISE_EFFECTS
 from semdiag.measurement.probes.noise.masks import NoisePlan, mask_stability
+from semdiag.measurement.probes.noise.secants import external_secants
 from semdiag_models import InputError
 
 SAMPLES, LENGTH, K = 7, 12, 3
@@ -399,3 +402,21 @@ def test_a_shared_table_that_is_never_called_itself_is_found():
     found = of_others(model, {"input_ids": texts(), "decoder_input_ids": texts(seed=4)})
     assert sorted(set(found["layer"])) == [0, 1, 2]  # encoder, decoder, and from the one to the other
     assert (found.groupby("layer")["response"].max() > 0).all()
+
+
+class Drawn(Texts):
+    """Forgets some of its tokens, others in every sample of every forward."""
+
+    def forward(self, ids):
+        return self.tower(self.embedded(ids) * (torch.rand(*ids.shape, 1) < 0.8))
+
+
+def test_what_draws_random_numbers_has_no_noisy_copies():
+    """What the draws change was counted as changed by the noise; a forward alone tells it, with a remark."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        for probe in (of_others, lambda model, batch: external_secants(unnamed(model), [batch])):
+            with pytest.raises(NotAvailableError, match=r"^its forward draws random numbers in evaluation mode"):
+                probe(Drawn(), texts())
+        remarks = [semdiag.measure(model, texts(), k=(2,)).remarks["text"] for model in (Drawn(), Texts())]
+    assert [text.str.startswith("its forward draws random numbers").sum() for text in remarks] == [1, 0]

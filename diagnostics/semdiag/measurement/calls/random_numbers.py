@@ -1,0 +1,44 @@
+"""Random numbers that a model's forward draws although it is in evaluation mode: noticed, and drawn again."""
+
+import torch
+from torch import Tensor
+
+DRAWS = "its forward draws random numbers in evaluation mode"
+
+
+class RandomNumbers:
+    """The state of torch's own generators, as it was when this was made: of the CPU, and of a CUDA device.
+
+    What a model draws from a generator of its own, or from another library's, is not known.
+
+    Args:
+        device: where the model runs.
+
+    Example:
+        >>> numbers = RandomNumbers(torch.device("cpu"))
+        >>> first = torch.rand(2)
+        >>> numbers.drawn
+        True
+        >>> numbers.again()
+        >>> torch.equal(first, torch.rand(2))
+        True
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._states = self._now()
+
+    @property
+    def drawn(self) -> bool:
+        """Whether some have been drawn since."""
+        return any(not torch.equal(now, then) for now, then in zip(self._now(), self._states, strict=True))
+
+    def again(self) -> None:
+        """Put the state back: what is drawn next is what was drawn first."""
+        torch.set_rng_state(self._states[0])
+        if self._device.type == "cuda":
+            torch.cuda.set_rng_state(self._states[1], self._device)
+
+    def _now(self) -> list[Tensor]:
+        of_device = [torch.cuda.get_rng_state(self._device)] if self._device.type == "cuda" else []
+        return [torch.get_rng_state(), *of_device]
