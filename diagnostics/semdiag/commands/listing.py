@@ -12,12 +12,12 @@ def list_names(
     what: Annotated[
         str,
         typer.Argument(
-            help="tasks, attentions or metrics; nothing lists all three.",
+            help="tasks, attentions or metrics. Default: all three.",
             autocompletion=completion.names(completion.LISTS),
         ),
     ] = "all",
 ) -> None:
-    """List what is there: tasks with their baselines, kinds of attention, metrics.
+    """List the tasks with their baselines, the kinds of attention, and the metrics.
 
     [bold]semdiag list tasks[/]
     """

@@ -51,8 +51,8 @@ app = typer.Typer(
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
-    help="Why does an attention mechanism learn fast or slowly? "
-    "Measures semantic dispersion, separation and key load of trained transformers.",
+    help="Measure what attention does in trained transformers, and ask why some attention mechanisms learn "
+    "faster than others. To begin: [bold]semdiag report[/].",
 )
 
 
@@ -92,7 +92,7 @@ def _show_version(wanted: bool) -> None:
 @app.callback()
 def _options(
     show_version: Annotated[
-        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and leave.")
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
     pass
