@@ -87,7 +87,7 @@ def check(
     if not 0 <= tolerance < float("inf"):
         raise InputError(f"--tolerance is a share like 0.05, not negative. Got {tolerance}.")
     if baseline is None and "tolerance" in shared.typed:
-        raise InputError("--tolerance is about numbers of a baseline: add --baseline FILE.")
+        raise InputError("--tolerance applies to the numbers of a baseline: add --baseline FILE.")
     known = None if baseline is None else read_baseline(baseline)
     expected = Expectations([parse_rule(text) for text in rule or ()], known, tolerance, every_layer)
     paired = not expected.rules and known is None  # which is asked of encoders alone

@@ -75,10 +75,14 @@ def k_sweep(
     from semdiag_models.writing import write_text
 
     if budget is not None and (len(models or ()) != 1 or budget.suffix != ".json" or not budget.parent.is_dir()):
-        raise InputError(f"--budget takes one MODEL and a file name in a folder that exists, .json. Got {budget}.")
+        raise InputError(
+            f"--budget takes one MODEL, and the name of a .json file in a folder that exists. Got {budget}."
+        )
     again = rerun or budget is not None
     if runs_of and not again:
-        raise InputError("--k says which k are run with real masks: add --rerun. Without it every k is looked at.")
+        raise InputError(
+            "--k says which k to run with real masks: add --rerun. Without --rerun every k is measured."
+        )
     if tolerance is not None and not again:
         raise InputError("--tolerance judges what real masks change: add --rerun.")
     plan = KSweepPlan(max_k, again, tolerance, budget is not None, whole_numbers(runs_of, "--k"))

@@ -59,7 +59,7 @@ def landscape(
     from semdiag_models import InputError
 
     if through and (vain := sorted({"planes", "radius"} & shared.typed)):
-        raise InputError(f"--through takes the place of random planes: leave --{' and --'.join(vain)} away.")
+        raise InputError(f"--through replaces random planes: leave out --{' and --'.join(vain)}.")
     conditions = shared.conditions(
         encoders_only=True,
         plans=(

@@ -72,10 +72,10 @@ def report(
     formats = measuring.figure_formats(shared.values["figures"])
     if redraw is not None:
         if models:
-            raise InputError("--from draws saved measurements: name no models with it.")
+            raise InputError("--from draws saved measurements: do not name models with it.")
         if vain := shared.typed - _REDRAWING:
             said = ", ".join(sorted(f"--{name.replace('_', '-')}" for name in vain))
-            raise InputError(f"--from draws saved measurements as they are: leave {said} away.")
+            raise InputError(f"--from draws saved measurements as they are: leave out {said}.")
         whole = (redraw / "data" / "models.parquet").exists()  # a report's folder, not that of its data alone
         findings = Findings(Measurements.load(redraw / "data" if whole else redraw))
     else:

@@ -220,6 +220,8 @@ def _train(
         except KeyboardInterrupt:
             rows.update({run.name: row_of(run) for run in left if run.name in progress.open})
             done = sum(row.status == "done" for row in rows.values())
-            tell(f"Stopped; {done} of {len(runs)} runs are done in {folder}. The same command goes on.")
+            tell(
+                f"Stopped; {done} of {len(runs)} runs are done in {folder}. To go on, run the same command again."
+            )
             raise typer.Exit(130) from None
     return list(rows.values())

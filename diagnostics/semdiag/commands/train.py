@@ -95,9 +95,9 @@ def train(
     from semdiag_models.device import find_device
 
     if resume and overwrite:
-        raise InputError("--resume and --overwrite exclude each other.")
+        raise InputError("--resume and --overwrite cannot be used together.")
     if seeds and seed is not None:
-        raise InputError("--seeds names every seed: leave --seed away.")
+        raise InputError("--seeds names every seed: leave out --seed.")
     found: Classification
     if task == Text.name:
         found = text_task(text, holdout_text, tokenizer, vocabulary, length, quiet)
