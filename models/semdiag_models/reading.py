@@ -52,7 +52,7 @@ def open_file(path: Path, largest: int | None = None) -> BufferedReader:
     size, allowed = os.fstat(descriptor).st_size, memory_share() if largest is None else largest
     if size > allowed:
         file.close()
-        raise InputError(f"{path} has {size:,} bytes; of its kind, files of at most {allowed:,} are read.")
+        raise InputError(f"{path} has {size:,} bytes; files of its kind are read up to {allowed:,}.")
     return file
 
 

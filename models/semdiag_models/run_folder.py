@@ -68,7 +68,8 @@ def open_run(
         lock = _lock(folder, undo) if folder.is_dir() else None
         if last.exists() and not (resume or overwrite):
             raise InputError(
-                f"{folder} already holds a run. Add --resume to go on, --overwrite to start anew, or --out."
+                f"{folder} already holds a run. Add --resume to continue it, --overwrite to start anew, or name "
+                "another folder with --out."
             )
         saved = _saved(last, model, training) if resume else None
         trainer = Trainer(model, training, device)
@@ -195,7 +196,7 @@ def start_run(
 
 def _saved(last: Path, model: ModelConfig, training: TrainingConfig) -> Checkpoint:
     if not last.exists():
-        raise InputError(f"Nothing to resume: {last} does not exist. Leave --resume out to start the run.")
+        raise InputError(f"Nothing to resume: {last} does not exist. Leave out --resume to start the run.")
     saved = read_checkpoint(last)
     was = replace(saved.training, epochs=training.epochs, until=training.until, snapshots=training.snapshots)
     if (saved.model, was) != (model, training):

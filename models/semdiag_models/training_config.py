@@ -129,7 +129,7 @@ class TrainingConfig(Record):
         if self.listops is not None and self.task != "listops":
             raise InputError(f"Only the task listops has trees. Got task={self.task!r}, {self.listops}.")
         if self.fresh_samples and self.text is not None:
-            raise InputError("A text has no fresh samples. Leave out --fresh-samples.")
+            raise InputError("A text has no fresh samples: leave out --fresh-samples.")
         object.__setattr__(self, "snapshots", tuple(self.snapshots))
         if self.optimizer not in OPTIMIZERS:
             raise unknown_name("optimizer", self.optimizer, OPTIMIZERS)

@@ -185,7 +185,7 @@ def test_divergence_leaves_the_last_good_epoch(run, folder):
 def test_a_used_folder_is_refused_and_left_alone(run, folder):
     run()
     before = {path: path.read_bytes() for path in folder.iterdir()}
-    with pytest.raises(InputError, match=r"already holds a run\. Add --resume to go on, --overwrite"):
+    with pytest.raises(InputError, match=r"already holds a run\. Add --resume to continue it, --overwrite"):
         run()
     assert {path: path.read_bytes() for path in folder.iterdir()} == before
 
@@ -204,7 +204,7 @@ def test_overwriting_a_fresh_folder_is_simply_a_run(run, folder):
 
 
 def test_nothing_to_resume_is_refused_without_a_trace(run, folder):
-    with pytest.raises(InputError, match=r"^Nothing to resume: .*last\.pt does not exist\. Leave --resume out"):
+    with pytest.raises(InputError, match=r"^Nothing to resume: .*last\.pt does not exist\. Leave out --resume"):
         run(resume=True)
     assert not folder.parent.exists()
 

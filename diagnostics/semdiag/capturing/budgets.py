@@ -26,7 +26,7 @@ def read_budget(path: str | Path, name: str | None = None) -> dict[int | str | t
     content = read_json(Path(path))
     if not isinstance(content, dict) or content.get("schema") != SCHEMA:
         raise InputError(
-            f"{path} is no budget: semdiag k-sweep MODEL --rerun --budget FILE.json writes one ({SCHEMA})."
+            f"{path} is not a budget: semdiag k-sweep MODEL --rerun --budget FILE.json writes one ({SCHEMA})."
         )
     budgets = content.get("budgets")
     wanted = content.get("default") if name is None else name

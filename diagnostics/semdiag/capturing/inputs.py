@@ -63,7 +63,7 @@ def read_batches(path: Path, model: LoadedModel, size: int) -> list[Batch]:
     if path.suffix == ".txt":
         texts = read_lines(path)[0]
         if model.source != "hugging face":
-            raise InputError(f"{path}: texts need a tokenizer, which {model.path} has not. Give token ids.")
+            raise InputError(f"{path}: texts need a tokenizer, and {model.path} has none. Give token ids.")
         tokenise = pretrained.tokeniser(model.path, model.module)
         return [tokenise(texts[i : i + size]) for i in range(0, len(texts), size)]
     content = _read(path)

@@ -88,9 +88,9 @@ class LoadedModel:
         if isinstance(self.module, Encoder):
             return self.module
         raise InputError(
-            f"{self.path} is a {type(self.module).__name__}: this needs one of semdiag's encoders, whose every "
-            "part is known. On any model work: semdiag info, dispersion, separation, stability, mask-stability, "
-            "k-sweep, overlap, report, and check with --rule or --baseline."
+            f"{self.path} is a {type(self.module).__name__}: this command needs one of semdiag's encoders, whose "
+            "every part is known. These work on any model: semdiag info, dispersion, separation, stability, "
+            "mask-stability, k-sweep, overlap, report, and check with --rule or --baseline."
         )
 
     def default_inputs(self, samples: int, seed: int) -> tuple[Tensor, Tensor, str]:
@@ -115,7 +115,8 @@ class LoadedModel:
             # How many windows a text has is nobody's choice: of a small one, all are taken.
             if samples > self.training.holdout_samples and self.training.text is None:
                 raise InputError(
-                    f"{self.path} has {self.training.holdout_samples} held-out samples. Got --samples {samples}."
+                    f"{self.path} has {self.training.holdout_samples} held-out samples; --samples must not be "
+                    f"larger. Got --samples {samples}."
                 )
             drawn = self.training.train_samples + self.training.holdout_samples
             require_memory(16 * drawn * config.length, f"Drawing the samples that {self.path} declares")
@@ -191,7 +192,8 @@ def load_all(models: Iterable[str | Path | LoadedModel], config: Mapping[str, An
     loaded = [model if isinstance(model, LoadedModel) else load(model, config) for model in models]
     if config is not None and not any(model.source == "paper code" for model in loaded):
         raise InputError(
-            f"--config describes checkpoints of the paper's code, and {loaded[0].path} is none: leave it out."
+            f"--config describes checkpoints of the paper's code, but {loaded[0].path} is not one: leave out "
+            "--config."
         )
     return loaded
 
@@ -250,8 +252,8 @@ def _load_checkpoint(path: str | Path, config: Mapping[str, Any] | None) -> Load
     if not is_checkpoint(content):
         if isinstance(content, dict) and all(map(torch.is_tensor, content.values())):
             raise InputError(
-                f"{path} is a bare state dict of an unknown model. Supported are semdiag checkpoints and those of "
-                f"the paper's released code; {OF_YOUR_OWN}."
+                f"{path} is a state dict of an unknown model. Supported are semdiag checkpoints and those of the "
+                f"paper's released code; {OF_YOUR_OWN}."
             )
         raise InputError(
             f"{path} is not a semdiag checkpoint (no format entry {FORMAT!r}). "

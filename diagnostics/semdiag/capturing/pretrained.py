@@ -190,8 +190,8 @@ def _check_complete(spec: str, report: dict[str, Any]) -> None:
     missing = sorted(str(name) for name in report["missing_keys"] if "pooler" not in str(name))
     if missing:
         raise InputError(
-            f"{spec} lacks {len(missing)} of the model's parameters ({missing[0]}): they would be random, and "
-            "what is measured would mean nothing."
+            f"{spec} lacks {len(missing)} of the model's parameters ({missing[0]}): they would be random, so "
+            "measurements would mean nothing."
         )
 
 

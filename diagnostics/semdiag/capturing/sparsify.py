@@ -218,8 +218,8 @@ def _check(masked: Masked, partial: bool) -> None:
     missed = [f"{s.module or 'the model itself'}: {s.operation} ({s.reason})" for s in masked.unmasked]
     if missed:
         raise InputError(
-            f"Not all of the model's attention can be masked, or not it alone. {'; '.join(missed)}. With "
-            "partial=True the rest is masked: that answers another question."
+            "Not all of the model's attention can be masked, or not without masking something else. "
+            f"{'; '.join(missed)}. partial=True masks the rest, which answers another question."
         )
 
 

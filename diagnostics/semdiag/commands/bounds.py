@@ -11,11 +11,12 @@ def bounds(
     *,
     shared: Shared,
 ) -> None:
-    """Compute the Lipschitz bounds of Theorems 2, 4 and 5 and the conditions of Corollary 1, in both forms.
+    """Compute the Lipschitz bounds of Theorems 2, 4 and 5 and the conditions of Corollary 1.
 
-    Norms, every block's and every parameter tensor's constant (paper and sound), measured slopes of the
-    loss beside them, and for every pair whether the mask has the better guarantee. The bounds speak about the
-    evaluated inputs (100 of them) and this checkpoint.
+    Each in the paper's form and in a sound (proved) one. Shown: norms, the constant of every block and parameter
+    tensor, measured slopes of the loss beside them, and for every pair of full and sparse models whether the
+    sparse one has the better guarantee. The bounds hold for the measured inputs (100 of them) and this
+    checkpoint.
 
     [bold]semdiag bounds checkpoints/even-pairs-topk-5-seed-153476998 --against
     checkpoints/even-pairs-full-seed-153476998[/]

@@ -19,9 +19,10 @@ def check(
     rule: Annotated[
         list[str] | None,
         typer.Option(
-            help='What every model must satisfy, like "dispersion.p95 < 10". Repeatable. dispersion, separation '
-            "or load with .mean, .p0 … .p100, or accuracy or residual; <, <=, >, >=; then any of layer=0 "
-            "attention=topk task=even-pairs model=*seed-1*.",
+            help='What every model must satisfy, like "dispersion.p95 < 10". Repeatable. First a quantity: '
+            "dispersion, separation or load with .mean or .p0 … .p100, or accuracy or residual (how far attention "
+            "recomputed from the capture deviates). Then <, <=, > or >= and a number. Then, to choose models and "
+            "layers, any of layer=0 attention=topk task=even-pairs model=*seed-1*.",
             rich_help_panel=_JUDGED,
             autocompletion=completion.names(completion.RULES),
         ),
@@ -29,18 +30,22 @@ def check(
     baseline: Annotated[
         Path | None,
         typer.Option(
-            help="What an earlier semdiag check --json printed: numbers that moved since are a failure.",
+            help="JSON file that an earlier semdiag check --json printed. A number that moved since is a failure.",
             rich_help_panel=_JUDGED,
         ),
     ] = None,
     tolerance: Annotated[
-        float, typer.Option(help="Share by which a number of the baseline may move.", rich_help_panel=_JUDGED)
+        float,
+        typer.Option(
+            help="With --baseline: how far a number may move, as a share of it.", rich_help_panel=_JUDGED
+        ),
     ] = 0.05,
     every_layer: Annotated[
         bool,
         typer.Option(
             "--every-layer",
-            help="One layer without δ_h < δ_s at its median is a failure; by default half of them are.",
+            help="Fail if δ_h < δ_s does not hold at the median of a single layer. Default: fail if it does not "
+            "hold in half of the layers or more.",
             rich_help_panel=_JUDGED,
         ),
     ] = False,
@@ -50,18 +55,19 @@ def check(
     ] = None,
     exit_zero: Annotated[
         bool,
-        typer.Option("--exit-zero", help="Say what fails, but leave with exit code 0.", rich_help_panel=_JUDGED),
+        typer.Option("--exit-zero", help="Report failures, but exit with code 0.", rich_help_panel=_JUDGED),
     ] = False,
     *,
     shared: Shared,
 ) -> None:
     """Check that top-k attention has the smaller dispersion: δ_h < δ_s. Made for CI.
 
-    Pairs full and top-k checkpoints of the same task, seed, size, setting and snapshot. δ_h < δ_s must hold pooled
-    at p50, p75, p90 and p95, and at the median of more than half of the layers; untrained models pass, too: few of
-    many scores have a small range to begin with. Capture must be complete, and no certified mask
-    may change under 1 % noise. Further rules and a baseline are judged besides; with either, unpaired models are
-    fine. Exit code 0: everything passes; 1: something fails; 2: nothing to check, or the input is wrong.
+    Pairs full and top-k checkpoints of the same task, seed, size, setting and snapshot. In each pair δ_h < δ_s
+    must hold at p50, p75, p90 and p95 of the pooled queries, and at the median of more than half of the layers.
+    (Untrained models pass, too: a few of many scores have a smaller range to begin with.) In each model attention
+    must be captured completely, and no certified mask may change under 1 % noise. Your own rules and a baseline
+    are checked as well; with either, a model needs no partner. Exit code 0: everything passes; 1: something
+    fails; 2: there is nothing to check, or the input is wrong.
 
     [bold]semdiag check --rule "dispersion.p95 < 10 attention=topk"[/]
     """
@@ -81,7 +87,7 @@ def check(
     if not 0 <= tolerance < float("inf"):
         raise InputError(f"--tolerance is a share like 0.05, not negative. Got {tolerance}.")
     if baseline is None and "tolerance" in shared.typed:
-        raise InputError("--tolerance is about numbers of a baseline: add --baseline FILE.")
+        raise InputError("--tolerance applies to the numbers of a baseline: add --baseline FILE.")
     known = None if baseline is None else read_baseline(baseline)
     expected = Expectations([parse_rule(text) for text in rule or ()], known, tolerance, every_layer)
     paired = not expected.rules and known is None  # which is asked of encoders alone

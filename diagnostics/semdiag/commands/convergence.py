@@ -13,8 +13,8 @@ Runs = Annotated[
     list[Path] | None,
     typer.Argument(
         metavar="[RUN]...",
-        help="Run folders, folders of runs, or checkpoints (.pt) of semdiag train. None: every run in "
-        "./checkpoints or in $SEMDIAG_CHECKPOINTS.",
+        help="Run folders, folders of runs, or checkpoints (.pt) of semdiag train. Default: every run in "
+        "./checkpoints, or in $SEMDIAG_CHECKPOINTS if that is set.",
         show_default=False,
         autocompletion=completion.models,
     ),
@@ -28,7 +28,7 @@ def convergence(
         list[str] | None,
         typer.Option(
             metavar="FLOAT|TASK=FLOAT",
-            help="Training accuracy that counts as having learned; TASK=0.35 for one task, as often as needed.",
+            help="Training accuracy that counts as having learned. TASK=0.35 sets it for one task; repeatable.",
             show_default="0.95",
         ),
     ] = None,
@@ -36,24 +36,26 @@ def convergence(
         bool,
         typer.Option(
             "--along",
-            help="Measure every snapshot in the runs' folders: δ, Δ, ξ, response, Γ and the gradient's share in "
-            "queries and keys against epochs. About a second per snapshot. Keep more of them with: semdiag train "
-            "--snapshots 1,2,5,10,20.",
+            help="Measure every snapshot in the runs' folders and plot against epochs: δ, Δ, ξ, response, Γ, and "
+            "the share of the gradient in queries and keys. About a second per snapshot. To keep more snapshots: "
+            "semdiag train --snapshots 1,2,5,10,20.",
         ),
     ] = False,
     predictors: Annotated[
         str,
         typer.Option(
             metavar="all|NAME,NAME",
-            help="Ask what goes with faster learning: measure candidates like dispersion,xi_sound,lambda_sound at "
-            "every snapshot, and correlate them, at the initialisation and at matched loss, with the area under "
-            "the loss curve over the masks of each task, corrected for their number. About a second per snapshot.",
+            help="Ask what goes with faster learning. Measures candidates like dispersion,xi_sound,lambda_sound "
+            "at every snapshot. Correlates each, at the initialisation and at matched loss, with the area under "
+            "the loss curve, over the masks of each task; corrected for the number of candidates. About a second "
+            "per snapshot.",
         ),
     ] = "",
     lengths: Annotated[
         str,
         typer.Option(
-            help="Evaluate the last checkpoints on fresh inputs of these lengths, like 40,60,80: accuracy, δ, Δ."
+            help="Also measure accuracy, δ and Δ of the last checkpoints on fresh inputs of these lengths, like "
+            "40,60,80."
         ),
     ] = "",
     *,
@@ -61,9 +63,10 @@ def convergence(
 ) -> None:
     """Compare how fast runs learn: epochs to 95 % training accuracy, and speed-up over full attention.
 
-    Runs are compared with the full-attention run of the same seed that differs in nothing else. A run that never
-    arrives gives a bound, and is not dropped. Over several seeds: medians, with the confidence that so many
-    seeds allow. Also held-out accuracy, generalisation gap, and speed-up against δ_h/δ_s.
+    Each run is compared with the full-attention run of the same seed that differs in nothing else. A run that
+    never reaches the target gives a bound, and is not dropped. Over several seeds medians are shown, with the
+    confidence that so many seeds allow. Also shown: held-out accuracy, generalisation gap, and speed-up against
+    δ_h/δ_s.
 
     [bold]semdiag convergence --lengths 40,60,80[/]
     """

@@ -6,8 +6,8 @@ dispersion = metric_command(
     "dispersion",
     """Measure semantic dispersion δ: how far apart the scores of a query are.
 
-    δ is the range of a query's dot products, over all keys for full attention and over the kept keys for
-    sparse attention (paper, eq. 19). Small δ means a stable softmax. Given per layer and head as percentiles
+    δ is a query's largest score minus its smallest, over all keys for full attention and over the kept keys for
+    sparse attention (paper, eq. 19). A small δ means a stable softmax. Shown per layer and head, as percentiles
     over queries, in nats.
 
     [bold]semdiag dispersion checkpoints/even-pairs-full-seed-153476998 --k 5[/]

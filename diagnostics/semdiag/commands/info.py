@@ -18,7 +18,7 @@ def info(
     model: Annotated[
         Path,
         typer.Argument(
-            help="A checkpoint, a run's folder, hf:DIRECTORY, or package.module:function.",
+            help="A checkpoint (.pt), the folder of a run, hf:DIRECTORY, or package.module:function.",
             autocompletion=completion.models,
         ),
     ],
@@ -27,8 +27,8 @@ def info(
 ) -> None:
     """Show what is in a checkpoint: architecture, training, accuracy, provenance.
 
-    The hash of its weights alone is compared with the one recorded in it, and in manifest.json beside its
-    folder; exit code 1 if they differ.
+    A hash of the weights is compared with the one recorded in the checkpoint, and with the one in manifest.json
+    beside the run's folder, if there is one. Exit code 1 if they differ.
 
     [bold]semdiag info checkpoints/even-pairs-topk-5-seed-153476998[/]
     """

@@ -17,46 +17,50 @@ def k_sweep(
     max_k: Annotated[
         int | None,
         typer.Option(
-            help="Largest k. Default: 48, or one less than the length of the inputs.", rich_help_panel=_MEASURE
+            help="Largest k. Default: 48, or one less than the length of shorter inputs.", rich_help_panel=_MEASURE
         ),
     ] = None,
     rerun: Annotated[
         bool,
         typer.Option(
             "--rerun",
-            help="Run the model with real masks: change of its loss, of its output distribution and of its "
-            "predictions, for top-k and as many random keys.",
+            help="Run the model with real masks, and show how its loss, its output distribution and its "
+            "predictions change. A control keeps as many keys at random.",
             rich_help_panel=_MEASURE,
         ),
     ] = False,
     runs_of: Annotated[
         str,
         typer.Option(
-            "--k", help="Which k are run, like 4,8,16. Default: growing steps.", rich_help_panel=_MEASURE
+            "--k",
+            help="With --rerun: which k to run, like 4,8,16. Default: growing steps.",
+            rich_help_panel=_MEASURE,
         ),
     ] = "",
     tolerance: Annotated[
         float | None,
         typer.Option(
-            help="Change that counts as none. Default: 0.01 nats; 0.05 where only outputs are known.",
+            help="With --rerun: the largest change that counts as none. Default: 0.01 nats of loss; 0.05 where "
+            "only the outputs are known.",
             rich_help_panel=_MEASURE,
         ),
     ] = None,
     budget: Annotated[
         Path | None,
         typer.Option(
-            help="JSON file for budgets by layer and head, found on half of the samples and run on the others.",
+            help="Write a k for each layer and head to this JSON file, found on half of the samples and tested on "
+            "the other half.",
             rich_help_panel="Output",
         ),
     ] = None,
     *,
     shared: Shared,
 ) -> None:
-    """Would sparse attention do in this model, and with which k?
+    """Ask whether sparse attention is enough in this model, and with which k.
 
-    For every k at once, from the model's scores: attention weight kept, dispersion δ_h(k) against δ_s, separation
-    Δ_h(k), key load, and the paper's conditions. With --rerun the model is run with real masks. Says nothing about
-    a model trained with that k.
+    Computed for every k from the model's scores, if each query kept only its k largest: the attention weight kept,
+    dispersion δ_h(k) against δ_s, separation Δ_h(k), key load, and the paper's conditions. With --rerun the model
+    also runs with such masks. This says nothing about a model trained with that k.
 
     [bold]semdiag k-sweep checkpoints/even-pairs-full-seed-153476998 --rerun[/]
     """
@@ -71,10 +75,14 @@ def k_sweep(
     from semdiag_models.writing import write_text
 
     if budget is not None and (len(models or ()) != 1 or budget.suffix != ".json" or not budget.parent.is_dir()):
-        raise InputError(f"--budget takes one MODEL and a file name in a folder that exists, .json. Got {budget}.")
+        raise InputError(
+            f"--budget takes one MODEL, and the name of a .json file in a folder that exists. Got {budget}."
+        )
     again = rerun or budget is not None
     if runs_of and not again:
-        raise InputError("--k says which k are run with real masks: add --rerun. Without it every k is looked at.")
+        raise InputError(
+            "--k says which k to run with real masks: add --rerun. Without --rerun every k is measured."
+        )
     if tolerance is not None and not again:
         raise InputError("--tolerance judges what real masks change: add --rerun.")
     plan = KSweepPlan(max_k, again, tolerance, budget is not None, whole_numbers(runs_of, "--k"))

@@ -19,17 +19,17 @@ def landscape(
     radius: Annotated[
         float,
         typer.Option(
-            help="Half the side of a random plane. 1: each tensor is moved by up to its own norm, along each of "
+            help="Half the side of a random plane. 1: each tensor moves by up to its own norm along each of the "
             "two directions.",
             rich_help_panel=_PANEL,
         ),
     ] = 1.0,
-    grid: Annotated[int, typer.Option(help="Cells per side, odd.", rich_help_panel=_PANEL)] = 25,
+    grid: Annotated[int, typer.Option(help="Cells per side; an odd number.", rich_help_panel=_PANEL)] = 25,
     through: Annotated[
         str,
         typer.Option(
             metavar="FILE,FILE",
-            help="Instead of random planes the one through the checkpoint and two other snapshots, like "
+            help="Instead of random planes, take the plane through the checkpoint and two other snapshots, like "
             "epoch-0.pt and best.pt of the same run.",
             rich_help_panel=_PANEL,
         ),
@@ -37,7 +37,8 @@ def landscape(
     metrics: Annotated[
         str,
         typer.Option(
-            help="loss (with accuracy), dispersion (δ, Δ and key load over 50 samples), or both: loss,dispersion.",
+            help="What each cell shows: loss (with accuracy), dispersion (δ, Δ and key load over 50 samples), or "
+            "both: loss,dispersion.",
             rich_help_panel=_PANEL,
             autocompletion=completion.names(completion.PARTS),
         ),
@@ -45,10 +46,10 @@ def landscape(
     *,
     shared: Shared,
 ) -> None:
-    """Evaluate the loss on planes through each checkpoint: cells, surface, cuts.
+    """Evaluate the loss on planes through each checkpoint in parameter space: cells, surface, cuts.
 
     Every cell is a model that was run; nothing is interpolated. 25 × 25 cells over 500 samples take about two
-    minutes per model on one core: fewer samples or a coarser grid are quick looks.
+    minutes per model on one core. For a quick look take fewer samples or a coarser grid.
 
     [bold]semdiag landscape checkpoints/even-pairs-topk-5-seed-153476998 --grid 11 --samples 100[/]
     """
@@ -58,7 +59,7 @@ def landscape(
     from semdiag_models import InputError
 
     if through and (vain := sorted({"planes", "radius"} & shared.typed)):
-        raise InputError(f"--through takes the place of random planes: leave --{' and --'.join(vain)} away.")
+        raise InputError(f"--through replaces random planes: leave out --{' and --'.join(vain)}.")
     conditions = shared.conditions(
         encoders_only=True,
         plans=(

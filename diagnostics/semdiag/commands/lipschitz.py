@@ -16,26 +16,31 @@ def lipschitz(
     against: options.Against = None,
     planes: Annotated[
         int,
-        typer.Option(help="Random planes for the secants; the intervals resample them.", rich_help_panel=_PANEL),
+        typer.Option(
+            help="Random planes in which secants are taken. Intervals resample the planes.", rich_help_panel=_PANEL
+        ),
     ] = 8,
-    directions: Annotated[int, typer.Option(help="Points on each circle in a plane.", rich_help_panel=_PANEL)] = 8,
+    directions: Annotated[
+        int, typer.Option(help="Points on each circle in a plane, one per direction.", rich_help_panel=_PANEL)
+    ] = 8,
     draws: Annotated[
         int, typer.Option(help="Random parameters at which gradients are taken.", rich_help_panel=_PANEL)
     ] = 120,
     radius: Annotated[
         float,
         typer.Option(
-            help="The largest, relative to each tensor's norm; six smaller ones halve it.", rich_help_panel=_PANEL
+            help="Largest radius, relative to each tensor's norm. Six smaller ones follow, each half of the last.",
+            rich_help_panel=_PANEL,
         ),
     ] = 1.0,
     *,
     shared: Shared,
 ) -> None:
-    """Estimate from below how steep the loss is in the parameters, beside the bounds that hold.
+    """Estimate how steep the loss is in the parameters. Every estimate is a lower one, beside an upper bound.
 
-    Secants in random planes and on lines, gradient norms at random parameters with an extreme-value estimate
-    (refused where its fit is bad), and how much each block stretches its input; full against top-k with intervals.
-    In float64, about two minutes per model on one core.
+    Measured: secants in random planes and on lines, gradient norms at random parameters with an extreme-value
+    estimate (not given where its fit is bad), and how much each block stretches its input. Full attention is
+    compared with top-k, with intervals. Runs in float64; about two minutes per model on one core.
 
     [bold]semdiag lipschitz checkpoints/even-pairs-full-seed-153476998
     checkpoints/even-pairs-topk-5-seed-153476998[/]

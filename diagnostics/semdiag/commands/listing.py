@@ -12,12 +12,12 @@ def list_names(
     what: Annotated[
         str,
         typer.Argument(
-            help="tasks, attentions or metrics; nothing lists all three.",
+            help="tasks, attentions or metrics. Default: all three.",
             autocompletion=completion.names(completion.LISTS),
         ),
     ] = "all",
 ) -> None:
-    """List what is there: tasks with their baselines, kinds of attention, metrics.
+    """List the tasks with their baselines, the kinds of attention, and the metrics.
 
     [bold]semdiag list tasks[/]
     """
@@ -30,8 +30,8 @@ def list_names(
     tasks = Table("task", "question", "classes", "chance", "majority", "shortcut", title="Tasks", box=SIMPLE_HEAD)
     tasks.columns[0].no_wrap = True
     tasks.caption = (
-        "Accuracy of a uniform guess, of the commonest label, and of the best rule that looks at one token. "
-        f"{_out_of_reach()}"
+        "chance: accuracy of a uniform guess; majority: of the commonest label; shortcut: of the best rule that "
+        f"looks at one token. {_out_of_reach()}"
     )
     for task in TASKS.values():
         numbers = (f"{task.chance:.0%}", f"{task.majority:.0%}", f"{task.shortcut[0]:.0%}")
@@ -66,8 +66,8 @@ def _out_of_reach() -> str:
             names += [task.name] * cannot_represent(task, config)
         said.append(f"{kind} on {', '.join(names)}")
     return (
-        f"No weights are right on every input, in the recipes' lengths and blocks and with k = {_K}: "
-        f"{'; '.join(said)}. One global token removes this."
+        f"With the recipes' lengths and blocks and k = {_K}, no weights are right on every input for "
+        f"{'; '.join(said)}. One global token removes this limit."
     )
 
 

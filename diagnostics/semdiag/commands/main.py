@@ -51,8 +51,8 @@ app = typer.Typer(
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
-    help="Why does an attention mechanism learn fast or slowly? "
-    "Measures semantic dispersion, separation and key load of trained transformers.",
+    help="Measure what attention does in trained transformers, and ask why some attention mechanisms learn "
+    "faster than others. To begin: [bold]semdiag report[/].",
 )
 
 
@@ -92,7 +92,7 @@ def _show_version(wanted: bool) -> None:
 @app.callback()
 def _options(
     show_version: Annotated[
-        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and leave.")
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
     pass
@@ -106,7 +106,7 @@ def main() -> None:
     speak_any_language()
     warnings.showwarning = lambda message, *_, **__: tell(f"semdiag: {' '.join(str(message).split())}")
     if not all(map(str.strip, sys.argv[1:])):  # as a path it would be the working folder
-        _refuse("One of the words of the command is empty. Is a variable of the shell unset?")
+        _refuse("An argument of the command is empty. Is a shell variable unset?")
     try:
         code = app(standalone_mode=False)
     except _UsageError as error:
@@ -125,7 +125,7 @@ def main() -> None:
         _leave_unread()  # Typer and rich end so, with the exit code of a failed check
     except UnicodeEncodeError as error:
         other = "" if sys.getfilesystemencoding() == "utf-8" else ", or set PYTHONUTF8=1 if it is UTF-8"
-        _refuse(f"{error.object[:200]!r} holds bytes that are no text here. Rename the file{other}.")
+        _refuse(f"{error.object[:200]!r} holds bytes that are not text here. Rename the file{other}.")
     except OSError as error:  # a full disk, a name that is too long, a folder without permission
         _refuse(f"{error.filename or 'A file'} cannot be read or written: {error.strerror or error}.")
     except Exception as error:

@@ -21,32 +21,38 @@ def mask_stability(
             rich_help_panel=_NOISE,
         ),
     ] = "0.001,0.01,0.1",
-    draws: Annotated[int, typer.Option(help="Noisy copies of each input and level.", rich_help_panel=_NOISE)] = 5,
+    draws: Annotated[
+        int, typer.Option(help="Noisy copies of each input at each noise level.", rich_help_panel=_NOISE)
+    ] = 5,
     absolute: Annotated[
-        bool, typer.Option("--absolute", help="The levels of --noise are absolute.", rich_help_panel=_NOISE)
+        bool,
+        typer.Option(
+            "--absolute", help="Take the levels of --noise as absolute, not relative.", rich_help_panel=_NOISE
+        ),
     ] = False,
     at_block: Annotated[
         int,
         typer.Option(
-            help="Block at whose input the noise enters; what is below stays clean. 0: the embedded tokens.",
+            help="Add the noise to the input of this block; earlier blocks see none. 0: the embedded tokens.",
             rich_help_panel=_NOISE,
         ),
     ] = 0,
     k: Annotated[
         int,
         typer.Option(
-            help="Full-attention models have no mask: judge the one that top-k would choose, with this k.",
+            help="Full-attention models have no mask: test the one that top-k would choose, with this k.",
             rich_help_panel="What is measured",
         ),
     ] = 5,
     *,
     shared: Shared,
 ) -> None:
-    """Tell whether attention masks survive a little input noise: certified, predicted, observed.
+    """Test whether attention masks survive a little input noise: certified, predicted, observed.
 
-    For each query the set S of kept keys is compared with the sets S' of noisy copies of the same input.
-    Certified: the change of the scores is provably too small to change S. Predicted: the chance that the
-    two keys at the boundary do not swap. Masks that do not depend on the input cannot change.
+    A query's mask is the set of keys that it keeps. Certified: the scores provably move too little to change the
+    mask. Predicted: the probability that the two keys at the boundary (the smallest kept score, the largest
+    dropped one) do not swap. Observed: how many masks are the same in noisy copies of the input. Masks that do
+    not depend on the input cannot change.
 
     [bold]semdiag mask-stability checkpoints/even-pairs-topk-5-seed-153476998 --noise 0.01[/]
     """

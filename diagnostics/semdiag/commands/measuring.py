@@ -193,7 +193,7 @@ def measured(
         paths = _with_reference(paths, against)
     facts = [_attention_and_samples(path, conditions.config) for path in paths if path.is_file()]
     if "k" in typed and [attention in DENSE for attention, _ in facts] == [False] * len(paths):
-        raise InputError(f"--k is about models that attend to every key: {paths[0]} keeps keys of its own.")
+        raise InputError(f"--k applies only to models that attend to every key: {paths[0]} has a mask of its own.")
     held_out = min((samples for _, samples in facts), default=conditions.samples)
     fewer = "samples" not in typed and conditions.inputs is None and held_out < conditions.samples
     if fewer:
@@ -207,10 +207,10 @@ def measured(
         if remark["text"].startswith(SAID_AT_ONCE):
             tell(f"semdiag: {remark['model']}: {remark['text']}.")
     if fewer and not quiet:
-        tell(f"semdiag: measured on {counted(held_out, 'sample')}, all that one of the runs held out.")
+        tell(f"semdiag: measured on {counted(held_out, 'sample')}: one of the runs held out no more.")
     idle = found.models.loc[~found.models["attention"].isin(DENSE) & ~external(found.models), "model"]
     if "k" in typed and len(idle) and not quiet:
-        tell(f"semdiag: --k is about models that attend to every key, and not about {', '.join(idle)}.")
+        tell(f"semdiag: --k applies only to models that attend to every key, not to {', '.join(idle)}.")
     findings = Findings(found)
     for sentence in () if quiet else diverged_sentences(findings):
         tell(f"semdiag: {sentence}")

@@ -18,17 +18,17 @@ def overlap(
     k: Annotated[
         int,
         typer.Option(
-            help="Models that keep every key have no masks: compare those that top-k would choose, with this k.",
+            help="Full-attention models have no masks: compare those that top-k would choose, with this k.",
             rich_help_panel="What is measured",
         ),
     ] = 5,
     *,
     shared: Shared,
 ) -> None:
-    """Tell whether layers, heads and successive queries keep the same keys, and could share one selection.
+    """Test whether layers, heads and successive queries keep the same keys, and so could share one selection.
 
-    Jaccard index of the sets of kept keys, for every two layers and heads at the same query, and for every query
-    and the one before it; beside it, what sets drawn at random would have in common.
+    Shown: the Jaccard index of the sets of kept keys, for every two layers and heads at the same query, and for
+    each query and the one before it. Beside it stands the index of sets drawn at random.
 
     [bold]semdiag overlap checkpoints/even-pairs-topk-5-seed-153476998[/]
     """

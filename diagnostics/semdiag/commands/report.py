@@ -25,29 +25,34 @@ def report(
     redraw: Annotated[
         Path | None,
         typer.Option(
-            "--from", help="Draw a report that --keep-queries kept (its folder) anew; no model is needed."
+            "--from",
+            help="Redraw a report from its folder, if it was made with --keep-queries; no model is needed.",
         ),
     ] = None,
     keep_queries: Annotated[
-        bool, typer.Option("--keep-queries", help="Keep every query in data/, to redraw the report from.")
+        bool,
+        typer.Option(
+            "--keep-queries", help="Keep every query in the report's data/, so that --from can redraw it."
+        ),
     ] = False,
     thorough: Annotated[
         bool,
         typer.Option(
             "--thorough",
-            help="Also the loss surface and the empirical Lipschitz estimates; minutes per model.",
+            help="Also measure the loss surface and the empirical Lipschitz estimates. Takes minutes per model.",
             rich_help_panel="What is measured",
         ),
     ] = False,
     show: Annotated[
-        bool, typer.Option("--open", help="Show the page in the browser.", rich_help_panel="Output")
+        bool, typer.Option("--open", help="Open the page in the browser.", rich_help_panel="Output")
     ] = False,
     *,
     shared: Shared,
 ) -> None:
     """Measure everything and write one report: a page with the verdict, figures, tables and caveats.
 
-    Opens from disk in any browser. [bold]semdiag report[/] alone reports on every run in ./checkpoints.
+    The page opens from disk in any browser. Without a MODEL, [bold]semdiag report[/] reports on every run in
+    ./checkpoints.
     """
     from semdiag.commands import measuring
     from semdiag.commands.output_folder import output_folder
@@ -67,10 +72,10 @@ def report(
     formats = measuring.figure_formats(shared.values["figures"])
     if redraw is not None:
         if models:
-            raise InputError("--from draws saved measurements: name no models with it.")
+            raise InputError("--from draws saved measurements: do not name models with it.")
         if vain := shared.typed - _REDRAWING:
             said = ", ".join(sorted(f"--{name.replace('_', '-')}" for name in vain))
-            raise InputError(f"--from draws saved measurements as they are: leave {said} away.")
+            raise InputError(f"--from draws saved measurements as they are: leave out {said}.")
         whole = (redraw / "data" / "models.parquet").exists()  # a report's folder, not that of its data alone
         findings = Findings(Measurements.load(redraw / "data" if whole else redraw))
     else:

@@ -4,11 +4,12 @@ from semdiag.commands.metric_command import metric_command
 
 separation = metric_command(
     "separation",
-    """Measure semantic separation Δ and key load: how clear-cut the mask is.
+    """Measure semantic separation Δ and key load: how clear-cut is the mask, and which keys are used?
 
-    Δ is the smallest kept score minus the largest dropped one (paper, Def. 3): the larger, the more a query's
-    input may change before its mask does. Undefined for full attention, which drops nothing; can be negative
-    for masks that ignore the scores and for bottom-k. The key load counts the queries that attend to a key.
+    Δ is a query's smallest kept score minus its largest dropped one (paper, Def. 3). The larger Δ is, the more the
+    input may change before the mask does. Δ is undefined for full attention, which drops nothing. It can be
+    negative for bottom-k and for masks that ignore the scores. The load of a key is the number of queries that
+    attend to it.
 
     [bold]semdiag separation checkpoints/even-pairs-topk-5-seed-153476998[/]
     """,

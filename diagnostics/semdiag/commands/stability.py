@@ -11,11 +11,11 @@ def stability(
     *,
     shared: Shared,
 ) -> None:
-    """Measure how much attention weights move when scores move, beside the paper's and the sound bound.
+    """Measure how much attention weights move when scores move, and compare it with the paper's and a sound bound.
 
-    ξ bounds ‖p − p'‖₁ by ξ ‖z − z'‖₁ (paper, Theorem 5). Given per layer and head: the local constant,
-    measured secants under input noise (50 samples), the response (mean change), ξ in both forms, and
-    verdicts.
+    ξ bounds the change of the weights p by that of the scores z: ‖p − p'‖₁ ≤ ξ ‖z − z'‖₁ (paper, Theorem 5).
+    Shown per layer and head: the local constant, secants measured under input noise (50 samples), the response
+    (mean change of the weights), ξ in both forms, and whether each bound holds.
 
     [bold]semdiag stability checkpoints/even-pairs-topk-5-seed-153476998 --noise 0.01[/]
     """

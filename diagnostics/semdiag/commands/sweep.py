@@ -21,25 +21,33 @@ _WHERE, _OUTPUT = "Where it runs", "Output"
 
 
 def sweep(
-    config: Annotated[Path, typer.Argument(help="TOML file; experiments/ holds some.", show_default=False)],
+    config: Annotated[
+        Path,
+        typer.Argument(
+            help="TOML file that names the runs. Examples: experiments/ of the repository.", show_default=False
+        ),
+    ],
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Check the file, list the runs and estimate their hours.")
+        bool,
+        typer.Option(
+            "--dry-run", help="Check the file, list the runs and estimate the hours they take; train nothing."
+        ),
     ] = False,
-    retries: Annotated[
-        int, typer.Option(help="Further attempts of a run whose process died or met an error.")
-    ] = 2,
+    retries: Annotated[int, typer.Option(help="How often to retry a run whose process died or met an error.")] = 2,
     jobs: Annotated[
         int | None,
         typer.Option(
-            help="Processes at once, each with one CPU thread.", show_default="cores", rich_help_panel=_WHERE
+            help="Processes at the same time, each with one CPU thread.",
+            show_default="cores",
+            rich_help_panel=_WHERE,
         ),
     ] = None,
     in_a_step: Annotated[
         int,
         typer.Option(
             "--in-a-step",
-            help="Runs that differ only in seed and attention, trained in the same steps: small models "
-            "take half the time, and end as they would alone up to rounding.",
+            help="How many runs that differ only in seed and attention to train in the same steps. Small models "
+            "then take half the time each, and end as they would alone, up to rounding.",
             rich_help_panel=_WHERE,
         ),
     ] = 1,
@@ -53,12 +61,13 @@ def sweep(
         str,
         typer.Option(
             metavar="auto|ADDRESS",
-            help="On a Ray cluster: its address, or auto for the one here, begun if there is none.",
+            help="Run on a Ray cluster: its address, or auto for the one on this machine, which is started if "
+            "needed.",
             rich_help_panel=_WHERE,
         ),
     ] = "",
     gpus_per_run: Annotated[
-        float, typer.Option(help="With --ray: share of a GPU, like 0.25.", rich_help_panel=_WHERE)
+        float, typer.Option(help="With --ray: share of a GPU for each run, like 0.25.", rich_help_panel=_WHERE)
     ] = 0.0,
     out: Annotated[
         Path | None,
@@ -67,26 +76,30 @@ def sweep(
     records: Annotated[
         Path | None,
         typer.Option(
-            help="Folder of small files that outlive the runs: configuration, history and the hash of the weights "
-            "of every finished run. A run with a record counts as done.",
+            help="Keep a small file for every finished run in this folder: configuration, history and the hash of "
+            "the weights. A run with such a record counts as done, even if its own folder is gone.",
             show_default=False,
             rich_help_panel=_OUTPUT,
         ),
     ] = None,
     target: Annotated[
-        float, typer.Option(help="Training accuracy that epochs are counted to.", rich_help_panel=_OUTPUT)
+        float,
+        typer.Option(
+            help="Training accuracy to reach: results count the epochs up to it.", rich_help_panel=_OUTPUT
+        ),
     ] = 0.95,
     as_json: Annotated[
-        bool, typer.Option("--json", help="The results on stdout.", rich_help_panel=_OUTPUT)
+        bool,
+        typer.Option("--json", help="Print the results as one JSON object on stdout.", rich_help_panel=_OUTPUT),
     ] = False,
     quiet: Annotated[
-        bool, typer.Option("--quiet", help="No progress, no tables.", rich_help_panel=_OUTPUT)
+        bool, typer.Option("--quiet", help="Show no progress and no tables.", rich_help_panel=_OUTPUT)
     ] = False,
 ) -> None:
     r"""Train a grid of runs: task × attention × seed × any option of semdiag train.
 
-    Keys are the options' names, with underscores. What stands at the top holds for every run, the lists of
-    the grid multiply, and what belongs together stands in braces:
+    The keys of the TOML file are the options of semdiag train, with underscores. Keys at the top hold for every
+    run. Lists in the grid multiply the runs. Keys that belong together stand in braces:
 
         until = 0.999
 
@@ -95,8 +108,9 @@ def sweep(
         attention = ["full", { attention = "topk", k = [5, 9] }]
         seed = [1, 2, 3]
 
-    The same command again goes on: finished runs are known by the hash of their configuration and skipped,
-    interrupted ones go on after their last epoch, failed ones are tried again. docs/sweep.md tells more.
+    To continue a sweep, run the same command again. Finished runs (recognised by a hash of their configuration)
+    are skipped, interrupted ones continue after their last epoch, failed ones are tried again. More:
+    docs/sweep.md.
 
     [bold]semdiag sweep experiments/study.toml --dry-run[/]
     """
@@ -206,6 +220,8 @@ def _train(
         except KeyboardInterrupt:
             rows.update({run.name: row_of(run) for run in left if run.name in progress.open})
             done = sum(row.status == "done" for row in rows.values())
-            tell(f"Stopped; {done} of {len(runs)} runs are done in {folder}. The same command goes on.")
+            tell(
+                f"Stopped; {done} of {len(runs)} runs are done in {folder}. To go on, run the same command again."
+            )
             raise typer.Exit(130) from None
     return list(rows.values())

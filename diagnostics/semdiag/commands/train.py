@@ -70,12 +70,13 @@ def train(
 ) -> None:
     """Train an encoder and keep its checkpoints.
 
-    Without further options: the paper's recipe for the task. Every epoch is saved; Ctrl-C loses at most the
-    unfinished one, and the same command with --resume goes on to the same weights.
+    Without further options it follows the paper's recipe for the task; "recipe" below means a default that depends
+    on the task. Every epoch is saved, so Ctrl-C loses at most the unfinished one. The same command with --resume
+    then continues, and ends with the same weights.
 
     [bold]semdiag train even-pairs --attention topk --k 5[/]
 
-    Language modelling, on any text: which piece follows a window of pieces?
+    The task text is language modelling on any text: which piece (token) follows a window of pieces?
 
     [bold]semdiag train text --text FILE --attention topk --k 5[/]
     """
@@ -94,9 +95,9 @@ def train(
     from semdiag_models.device import find_device
 
     if resume and overwrite:
-        raise InputError("--resume and --overwrite exclude each other.")
+        raise InputError("--resume and --overwrite cannot be used together.")
     if seeds and seed is not None:
-        raise InputError("--seeds names every seed: leave --seed away.")
+        raise InputError("--seeds names every seed: leave out --seed.")
     found: Classification
     if task == Text.name:
         found = text_task(text, holdout_text, tokenizer, vocabulary, length, quiet)

@@ -25,10 +25,11 @@ def capture_sentences(findings: Findings) -> list[str]:
     said = [
         f"Captured: {captured} of {found} attention modules; "
         + (
-            "there is no residual, attention recomputed from what was captured, of scores that are no numbers."
+            "the residual (how far attention recomputed from the capture deviates) is unknown, because scores are "
+            "not numbers."
             if diverged.all()
-            else "the largest residual, attention recomputed from what was captured against what the model "
-            f"computed, is {number_words(worst, '{:.1g}'.format)}."
+            else "the largest residual (how far attention recomputed from the capture deviates from what the "
+            f"model computed) is {number_words(worst, '{:.1g}'.format)}."
         )
     ]
     limit = max(_MISSED, RESIDUAL.get(str(measurements.provenance.get("dtype")), 0))
@@ -40,9 +41,9 @@ def capture_sentences(findings: Findings) -> list[str]:
             said.append(f"Warning: not every attention layer was captured of {row['model']}. {listed}".rstrip())
         if not row["diverged"] and not row["residual"] < limit:
             said.append(
-                f"Warning: the residual of {row['model']} is "
-                f"{number_words(row['residual'], '{:.1g}'.format)}. Something of its attention "
-                f"was not captured, and its numbers may mean nothing; the last section says in which layer."
+                f"Warning: the residual of {row['model']} is {number_words(row['residual'], '{:.1g}'.format)}. "
+                "Part of its attention was not captured, so its numbers may mean nothing; the last section says "
+                "in which layer."
             )
     return said
 
@@ -61,7 +62,7 @@ def diverged_sentences(findings: Findings) -> list[str]:
         )
         said.append(
             f"Diverged: {int(rows['scores'].sum()):,} attention scores of {model} are NaN or infinite, first in "
-            f"layer {first['layer']}, head {first['head']}, so what is said of it means nothing, and of probes "
-            f"nothing was measured. {advice}."
+            f"layer {first['layer']}, head {first['head']}, so what is reported of it means nothing, and no probe "
+            f"was run on it. {advice}."
         )
     return said

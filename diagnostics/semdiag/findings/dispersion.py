@@ -104,7 +104,7 @@ class PairComparison:
         start = _WHEN.get(self.snapshot, f"Snapshot {self.snapshot}: ")
         start += self.gate.pair.label.removesuffix(f", {self.snapshot}")
         if self.gate.unknown:
-            return f"{start}: nobody can tell which model has the smaller dispersion, for a δ is no number."
+            return f"{start}: it is unclear which model has the smaller dispersion, because a δ is not a number."
         alike = ratio.low < ratio.high and round(ratio.low, 2) == round(ratio.high, 2)
         said = partial(ratio_words, digits=3 if alike else 2)  # that tells the interval's ends apart
         medians = f"median δₕ {topk['p50']:.3g} against δₛ {full['p50']:.3g} nats"

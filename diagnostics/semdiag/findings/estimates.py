@@ -52,8 +52,8 @@ def require_every_query(findings: Findings, what: str) -> None:
     """
     if in_part(findings):
         raise InputError(
-            f"{what} rests on every query, and of these only some were drawn or kept: measure without --queries, "
-            "and with no more of them than --max-queries."
+            f"{what} needs every query, but only some were drawn or kept: measure without --queries, and with at "
+            "most --max-queries queries."
         )
 
 
@@ -132,7 +132,7 @@ def sampling_sentences(findings: Findings, quantities: Sequence[str] = ("dispers
             rows = len(findings.measurements.of(model).queries)
             kept = f" Medians and intervals here are of the {rows:,} that were kept one by one."
         said.append(
-            f"Estimated: of {model} {words['share']:.2%} of the queries were drawn ({words['queries']} per sample "
+            f"Estimated: {words['share']:.2%} of the queries of {model} were drawn ({words['queries']} per sample "
             f"and head of the longest sequence).{kept} {medians} Extremes (p0, p100) and key loads are {SAMPLED}. "
             "No bound, certificate or gate is judged on them."
         )
@@ -171,9 +171,9 @@ def _sketch_sentences(findings: Findings) -> list[str]:
         )
         exact = "those of all drawn queries" if of else "exact"
         said.append(
-            f"Sketched: {name} has {many}, more than are kept one by one. Numbers, means and extremes in the "
-            f"tables are {exact}, percentiles those of a rank within {rows['rank_error'].max():.2%} (with 99 % "
-            f"confidence); figures, and sentences that say so, are of a random sample of the {of}queries."
+            f"Sketched: {name} has {many}, more than are kept one by one. Counts, means and extremes in the "
+            f"tables are {exact}; percentiles are within {rows['rank_error'].max():.2%} in rank (with 99 % "
+            f"confidence). Figures, and sentences that say so, use a random sample of the {of}queries."
         )
     return said
 

@@ -68,7 +68,7 @@ def dispersion_glance(findings: Findings) -> Glance:
     if pairs:
         known = [pair for pair in pairs if not pair.gate.unknown]
         if not known:
-            words = "of a full and a top-k model have a dispersion δ that is a number on either side"
+            words = "of a full and a top-k model have a finite dispersion δ on both sides"
             return Glance(Answer.OPEN, _of(0, len(pairs), "pair"), words)
         passed = sum(pair.gate.passed for pair in known)
         answer = Answer.HOLDS if passed == len(known) else Answer.DOES_NOT
@@ -78,20 +78,20 @@ def dispersion_glance(findings: Findings) -> Glance:
         notes += _ratios("at initialisation", untrained) if trained else []
         words += f" ({'; '.join(notes)})" if notes else ""
         words += "" if trained else "; they are not trained yet"
-        words += f"; of {len(pairs) - len(known)} more nobody can tell" if len(known) < len(pairs) else ""
+        words += f"; {len(pairs) - len(known)} more cannot be judged" if len(known) < len(pairs) else ""
         return Glance(answer if trained else Answer.OPEN, number, words)
     every = findings(pooled_percentiles, "dispersion").values()
     found = [each for each in every if np.isfinite(each["p50"])]
     if not found:
-        return Glance(Answer.OPEN, f"0 of {_models(len(every))}", "have a dispersion δ that is a number")
+        return Glance(Answer.OPEN, f"0 of {_models(len(every))}", "have a finite dispersion δ")
     queries = sum(int(each["queries"]) for each in found)
     span = _span([each["p50"] for each in found], "{:.3g}")
     words = f"is the median dispersion δ of {_models(len(found))} ({queries:,} queries{_drawn(findings)})"
-    words += f"; of {len(every) - len(found)} more it is no number" if len(found) < len(every) else ""
+    words += f"; for {len(every) - len(found)} more it is not a number" if len(found) < len(every) else ""
     if external(findings.measurements.models).all():
         return Glance(Answer.MEASURED, f"{span} nats", words)
     why = (
-        "only some queries were drawn or kept, and a verdict on pairs rests on all"
+        "only some queries were drawn or kept, but a verdict on pairs needs all of them"
         if in_part(findings)
         else ("no pair of a full and a top-k model to compare")
     )
@@ -110,14 +110,14 @@ def within_glance(findings: Findings) -> Glance:
     queries = measurements.queries
     ks = [k for k in counterfactual_ks(queries) if f"mass_k{k}" in queries]
     if not ks:
-        return Glance(Answer.OPEN, "0 models", "were measured with the weight that their largest scores have")
+        return Glance(Answer.OPEN, "0 models", "were measured for the weight on their largest scores")
     k = min(ks)
     dense = measurements.models[measurements.models["attention"].isin(DENSE)]["model"]
     kept = {model: found for model in dense if (found := findings(what_k_keeps, model, k))}
     if not kept:
-        return Glance(Answer.OPEN, "0 queries", f"have more than {keys_words(k)} and scores that are numbers")
+        return Glance(Answer.OPEN, "0 queries", f"have more than {keys_words(k)} and finite scores")
     count = int(((queries["keys"] > k) & queries["model"].isin(kept)).sum())
-    words = f"of its weight the median query has on its {k} largest scores"
+    words = f"of the weight of the median query is on its {k} largest scores"
     words += f" ({count:,} queries{' drawn or kept' * in_part(findings)} of {_models(len(kept))})"
     return Glance(Answer.MEASURED, f"{_span([each['mass'] for each in kept.values()], percent)} %", words)
 
@@ -133,12 +133,12 @@ def separation_glance(findings: Findings) -> Glance:
     if not every:
         return Glance(Answer.OPEN, "0 models", "keep the keys with the largest scores")
     if not tables:
-        words = "that keep the keys with the largest scores have a separation Δ that is a number"
+        words = "that keep the keys with the largest scores have a finite separation Δ"
         return Glance(Answer.OPEN, f"0 of {_models(len(every))}", words)
     bad, queries = (sum(int(table[name]) for table in tables) for name in ("not_positive", "queries"))
     words = f"is the 5th percentile of the separation Δ of {_models(len(tables))} with top-k masks; {bad:,} of "
     words += f"{queries:,} queries{_drawn(findings)} have none (Δ ≤ 0, a tie)"
-    words += f"; of {len(every) - len(tables)} more it is no number" if len(tables) < len(every) else ""
+    words += f"; for {len(every) - len(tables)} more it is not a number" if len(tables) < len(every) else ""
     answer = Answer.DOES_NOT if bad and not drawn(findings) else Answer.MEASURED
     return Glance(answer, f"{_span([table['p5'] for table in tables], '{:.2g}')} nats", words)
 
@@ -154,15 +154,17 @@ def learning_glance(findings: Findings) -> Glance:
     known = [pair for pair in pairs if {pair.full, pair.other} <= arrived.keys()]
     judged = [p for p in known if np.isfinite(min(arrived[p.full], arrived[p.other]))]
     if not judged:
-        return Glance(Answer.OPEN, "0 pairs", "of a full and a top-k model of which one learned its training data")
+        return Glance(
+            Answer.OPEN, "0 pairs", "of a full and a top-k model in which at least one learned its training data"
+        )
     first, tied = (
         sum(compare(arrived[p.other], arrived[p.full]) for p in judged) for compare in (operator.lt, operator.eq)
     )
     behind = len(judged) - first - tied
     answer = Answer.DOES_NOT if behind else Answer.OPEN if tied else Answer.HOLDS
     words = "in which the top-k model reached 95 % training accuracy in fewer epochs"
-    words += f"; full attention did in {behind:,}" if behind else ""
-    words += f"; both needed as many in {tied:,}" if tied else ""
+    words += f"; in {behind:,} full attention did" if behind else ""
+    words += f"; in {tied:,} both needed the same number" if tied else ""
     return Glance(answer, _of(first, len(judged), "pair"), words)
 
 
@@ -170,15 +172,15 @@ def stability_glance(findings: Findings) -> Glance:
     """How many measured pairs of rows exceed the paper's bound."""
     exceeded = findings(exceeding_pairs)
     if "paper" not in exceeded:
-        return Glance(Answer.OPEN, "0 pairs of rows", "were measured of an attention whose ξ is known")
+        return Glance(Answer.OPEN, "0 pairs of rows", "were measured in attention whose ξ is known")
     paper, sound = exceeded["paper"], exceeded["sound"]
     mostly_vacuous = 2 * paper["vacuous"] > paper["rows"]
     # That no pair exceeds it does not make it a bound: the paper's form is none for every row (docs/theory.md).
     answer = Answer.DOES_NOT if paper["violated"] else Answer.OPEN if mostly_vacuous else Answer.MEASURED
     return Glance(
         answer, f"{paper['violated']:,} of {paper['rows']:,}",
-        f"measured pairs of rows exceed the paper's bound ξ ({paper['vacuous']:,} could not, whatever was "
-        f"measured), {sound['violated']:,} the sound one",
+        f"measured pairs of rows exceed the paper's bound ξ (for {paper['vacuous']:,} it is vacuous), "
+        f"{sound['violated']:,} exceed the sound one",
     )  # fmt: skip
 
 

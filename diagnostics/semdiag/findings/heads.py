@@ -52,7 +52,7 @@ def heads_glance(findings: Findings) -> Glance:
     most = records(known.sort_values("first_weight"))[-1]
     return Glance(
         Answer.MEASURED, f"{100 * known['first_weight'].mean():.0f} %",
-        f"of its weight a head puts on the first key, mean over {len(known):,} heads; the most "
+        f"of a head's weight is on the first key, mean over {len(known):,} heads; the most is "
         f"{100 * most['first_weight']:.0f} %, head {most['head']} of layer {most['layer']}",
     )  # fmt: skip
 

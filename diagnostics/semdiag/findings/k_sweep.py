@@ -18,8 +18,8 @@ from semdiag.mathematics.bounds.corollary import paper_input_condition, paper_we
 from semdiag.measurement.table import ALL
 
 SCOPE = (
-    "Within one model: its own scores, had each query kept its k largest. A model trained with that k has other "
-    "scores; nothing here is the comparison of trained models."
+    "Within one model: its own scores, if each query kept only its k largest. A model trained with that k has "
+    "other scores, so this does not compare trained models."
 )
 
 

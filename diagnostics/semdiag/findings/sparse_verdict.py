@@ -122,14 +122,16 @@ def sparse_glance(findings: Findings) -> Glance:
     if not judged:
         weighed = [each for each in found if each.reason == "not_rerun" and each.k is not None]
         if not weighed:
-            return Glance(Answer.OPEN, f"0 of {len(found)}", "models have attention of which this can be said")
+            return Glance(
+                Answer.OPEN, f"0 of {len(found)}", "models have attention for which this can be answered"
+            )
         dense = sum(each.reason not in _OF_MASKS for each in found)
         many = f", in {len(weighed)} of {dense} models that keep every key" if len(found) > 1 else ""
         queries, left_out = (sum(getattr(each, name) for each in weighed) for name in ("queries", "left_out"))
         return Glance(
             Answer.OPEN, f"k = {_range([each.k for each in weighed])}",
             f"keeps {MASS:.0%} of the weight on average over {queries:,} queries with more keys ({left_out:,} "
-            f"with no more are left out){many}; what a mask costs is measured by semdiag k-sweep MODEL --rerun",
+            f"with no more are left out){many}; to measure what a mask costs: semdiag k-sweep MODEL --rerun",
         )  # fmt: skip
     answer = Answer.PLAUSIBLE if len(plausible) == len(judged) else Answer.COSTS
     if len(found) == 1:
@@ -140,9 +142,9 @@ def sparse_glance(findings: Findings) -> Glance:
             f"{one.low:+.2g} to {one.high:+.2g}) and keeps {percent(one.mass)}% of the weight; tolerated: "
             f"{one.tolerance:g}",
         )  # fmt: skip
-    words = "that were run with masks do with at most half of their keys"
+    words = "that were run with masks need at most half of their keys"
     words += f" (k = {_range([each.k for each in plausible])})" if plausible else ""
-    words += f"; of {len(found) - len(judged)} more nobody can tell" if len(judged) < len(found) else ""
+    words += f"; {len(found) - len(judged)} more cannot be judged" if len(judged) < len(found) else ""
     return Glance(answer, f"{len(plausible)} of {len(judged)} models", words)
 
 

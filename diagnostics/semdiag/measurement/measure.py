@@ -142,7 +142,7 @@ def measure(
     for said in draws.said:
         run.audit.remarks[Remark("", said)] += 1
     for left in sorted(set(k) - set(fits)):
-        run.audit.remarks[Remark("", f"k = {left} is left out: no query has so many keys")] += 1
+        run.audit.remarks[Remark("", f"k = {left} is left out: no query has that many keys")] += 1
     rows = collected.queries()
     _check_keys(loaded.path, rows, min_keys, draws)
     found = torch.cat(answers) if answers else None

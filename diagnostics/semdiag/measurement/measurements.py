@@ -248,4 +248,4 @@ def _check_together(folder: Path, tables: dict[str, pd.DataFrame], provenance: A
         raise InputError(f"{folder / 'models.parquet'} must hold every model once, and at least one.")
     for name, table in tables.items():
         if not table["model"].isin(models).all():
-            raise InputError(f"{folder / name}.parquet speaks of a model that models.parquet does not hold.")
+            raise InputError(f"{folder / name}.parquet names a model that models.parquet does not hold.")

@@ -93,7 +93,7 @@ def survey(
                 subject.note(probe.name, "its attention scores are not finite numbers")
                 continue
             if conditions.queries is not None and not probe.draws:
-                subject.note(probe.name, "it rests on every query and --queries drew some")
+                subject.note(probe.name, "it needs every query, but --queries drew only some")
                 continue
             announce(f"{model.path}: {probe.name}", 0 if model.external else probe.steps(plan))
             try:

@@ -77,7 +77,7 @@ def read_sweep(path: Path) -> list[SweepRun]:
             if before != run:
                 where = places(settings, CONTINUABLE)
                 expansion.note(
-                    f"{where}: one run cannot have two of these; its longer training holds the shorter."
+                    f"{where}: one run cannot have two of these; the longer training contains the shorter."
                 )
     problems = [*file.problems, *expansion.problems()]
     if not runs and not problems:

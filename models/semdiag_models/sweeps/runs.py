@@ -231,7 +231,7 @@ def result(
     epochs, asked = len(history.get("epoch", ())), run.training.epochs
     if epochs > asked:  # the file has asked for more before
         history = {name: values[:asked] for name, values in history.items()}
-        problem = problem or f"trained on to epoch {epochs} before; its row is of epoch {asked}"
+        problem = problem or f"was trained to epoch {epochs} before; this row is of epoch {asked}"
     train, holdout = history.get("train_accuracy", []), history.get("holdout_accuracy", [])
     return RunResult(
         run=run.name,

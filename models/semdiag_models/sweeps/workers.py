@@ -16,7 +16,7 @@ from semdiag_models.sweeps.grid import SweepRun
 from semdiag_models.sweeps.runs import Order, Outcome, epochs_so_far, train_order
 
 TICK = 1.0  # seconds between two looks at who is ready
-KILLED = Outcome("failed", "its process was killed, by someone or for want of memory", retry=True)
+KILLED = Outcome("failed", "its process was killed, by someone or for lack of memory", retry=True)
 
 
 class Workers(Protocol):

@@ -94,7 +94,7 @@ class Text:
         for pieces, n, name in zip(there, (train, holdout), names, strict=True):
             total = self._count(pieces, length, name)
             if n > total:
-                raise InputError(f"{name} has {total} windows of {length} pieces. Asked for were {n}.")
+                raise InputError(f"{name} has {total} windows of {length} pieces; {n} were asked for.")
             drawn.append(windows(pieces, length, torch.randperm(total, generator=generator)[:n]))
         return drawn[0], drawn[1]
 

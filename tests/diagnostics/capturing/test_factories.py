@@ -102,5 +102,5 @@ def test_a_file_of_that_name_is_a_file(tmp_path):
 
 
 def test_commands_that_need_our_encoder_refuse_others_and_say_what_works():
-    with pytest.raises(InputError, match=r"^ownmodels\.made:build is a Linear: .* On any model work: "):
+    with pytest.raises(InputError, match=r"^ownmodels\.made:build is a Linear: .* These work on any model: "):
         _ = load("ownmodels.made:build").encoder

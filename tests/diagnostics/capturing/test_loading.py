@@ -60,7 +60,9 @@ def test_fewer_default_inputs_are_the_first_ones(tiny_runs):
 
 
 def test_more_default_inputs_than_there_are_held_out_are_refused(tiny_runs):
-    with pytest.raises(InputError, match=r"full has 40 held-out samples\. Got --samples 41\.$"):
+    with pytest.raises(
+        InputError, match=r"full has 40 held-out samples; --samples must not be larger\. Got --samples 41\.$"
+    ):
         load(tiny_runs.full).default_inputs(41, 0)
 
 
@@ -80,7 +82,7 @@ def test_a_folder_without_a_last_snapshot_is_not_a_checkpoint(tmp_path):
 def test_a_bare_state_dict_of_another_model_is_called_that(tmp_path, tiny_config):
     torch.save(Encoder(tiny_config()).state_dict(), tmp_path / "bare.pt")
     with pytest.raises(
-        InputError, match=r"is a bare state dict of an unknown model. Supported are semdiag checkpoints"
+        InputError, match=r"is a state dict of an unknown model. Supported are semdiag checkpoints"
     ):
         load(tmp_path / "bare.pt")
 

@@ -79,7 +79,7 @@ def external(path, last):
         (bare_pickle, "odd.pt refused: it holds the code object posix.mkdir"),
         (misshapen, "parameter 'blocks.0.expand.weight' has shape (3, 3); its configuration says (16, 16)."),
         (k_zero, "k must be at least 1. Got k=0."),
-        (external, "odd.pt is a bare state dict of an unknown model."),
+        (external, "odd.pt is a state dict of an unknown model."),
     ],
 )
 @pytest.mark.parametrize("command", ["info", "dispersion", "check", "report"])
@@ -124,7 +124,7 @@ def test_inputs_that_do_not_fit(refusal, here, untouched, tiny_runs, command, ma
     ("words", "message"),
     [
         (["--samples", "0"], "samples must be at least 1. Got 0."),
-        (["--samples", "41"], "has 40 held-out samples. Got --samples 41."),
+        (["--samples", "41"], "has 40 held-out samples; --samples must not be larger. Got --samples 41."),
         (["--batch-size", "-1"], "batch_size must be at least 1. Got -1."),
         (["--dtype", "float16"], "dtype must be auto, float32 or float64. Got 'float16'."),
         (["--device", "abacus"], "Unknown device 'abacus'. Known: auto, cuda, mps, cpu."),
@@ -166,7 +166,7 @@ def test_cuda_where_there_is_none(refusal, here, tiny_runs, command):
         (["--config", "nowhere.json"], "--config nowhere.json does not exist."),
         (["--config", "broken.json"], "--config broken.json cannot be read as JSON"),
         (["--config", "list.json"], "--config list.json must hold a JSON object. Got list."),
-        (["--config", "idle.json"], "--config describes checkpoints of the paper's code, and"),
+        (["--config", "idle.json"], "--config describes checkpoints of the paper's code, but"),
         (["--out", "broken.json"], "broken.json"),
         (["--out", "broken.json/below"], "broken.json"),
     ],
@@ -200,7 +200,7 @@ def test_saved_measurements_that_are_none(refusal, here, untouched, tiny_runs):
     assert "empty does not hold saved measurements" in refusal("report", "--from", "empty")
     assert (
         refusal("report", tiny_runs.full, "--from", "empty")
-        == "--from draws saved measurements: name no models with it."
+        == "--from draws saved measurements: do not name models with it."
     )
 
 
@@ -213,7 +213,7 @@ def test_saved_measurements_that_are_none(refusal, here, untouched, tiny_runs):
         (("report", "RUN", "--out", "mine"), "mine is not empty and not a semdiag report."),
         (("mask-stability", "RUN", "--at-block", 2), "Noise can enter at blocks 0 to 1 of"),
         (("landscape", "RUN", "--through", "same.pt,again.pt"), "Name two other snapshots."),
-        (("check", "no_encoder:build"), "On any model work: semdiag info, "),
+        (("check", "no_encoder:build"), "These work on any model: semdiag info, "),
     ],
 )
 def test_what_can_be_known_before_is_refused_before_anything_is_measured(

@@ -221,4 +221,4 @@ def test_a_folder_for_the_verdicts_is_refused_before_anything_is_measured(refusa
 
 def test_a_tolerance_without_a_baseline_is_refused(refusal, pair):
     line = refusal("check", pair, "--tolerance", 0.1)
-    assert line == "--tolerance is about numbers of a baseline: add --baseline FILE."
+    assert line == "--tolerance applies to the numbers of a baseline: add --baseline FILE."

@@ -137,7 +137,7 @@ def test_wrong_input_is_refused_before_anything_is_written(refusal, tiny_runs, h
 def test_a_model_without_history_is_no_run_and_beside_runs_is_left_out(run_semdiag, refusal, tiny_runs, here):
     content = torch.load(tiny_runs.full / "last.pt", weights_only=True)
     torch.save({**content, "history": {}}, here / "bare.pt")
-    assert "brings no training history" in refusal("convergence", "bare.pt", "--samples", 5)
+    assert "has no training history" in refusal("convergence", "bare.pt", "--samples", 5)
     outcome = run_semdiag("convergence", "bare.pt", tiny_runs.full, "--samples", 5, "--figures", "none")
     assert outcome.code == 0
-    assert "Left out, since they bring no training history: bare.pt." in outcome.err
+    assert "Left out, because they have no training history: bare.pt." in outcome.err

@@ -35,12 +35,12 @@ def test_a_report_judges_no_bound_no_certificate_and_no_pair(run_semdiag, here, 
     assert outcome.code == 0, outcome.err
     found = json.loads((here / "out" / "summary.json").read_text(encoding="utf-8"))
     assert not found["pairs"]
-    assert found["verdict"][0].startswith("Pairs of models are not judged: a verdict rests on every query")
-    assert any(words.startswith("Estimated: of ") for words in found["verdict"])
+    assert found["verdict"][0].startswith("Pairs of models are not judged: a verdict needs every query")
+    assert any(words.startswith("Estimated: ") for words in found["verdict"])
     said = {remark["text"] for row in found["results"] for remark in row["capture"]["remarks"]}
     for name in ("bounds", "secants", "mask stability"):
-        assert f"{name} not available, because it rests on every query and --queries drew some" in said
-    assert "the paper's conditions, which rest on extremes" in found["details"]["k-sweep"][0]
+        assert f"{name} not available, because it needs every query, but --queries drew only some" in said
+    assert "the paper's conditions, which need extremes" in found["details"]["k-sweep"][0]
     assert not (here / "out" / "data" / "corollary.csv").exists()
 
 
@@ -89,9 +89,9 @@ def test_measurements_that_were_to_be_kept_are_when_a_figure_fails(run_semdiag, 
 def test_the_gate_and_the_corollary_refuse_what_they_do_not_rest_on(tiny_runs, more):
     files = [run / "last.pt" for run in (tiny_runs.full, tiny_runs.topk)]
     findings = Findings(survey(files, Conditions(samples=8, **more)))
-    with pytest.raises(InputError, match=r"^The gate rests on every query"):
+    with pytest.raises(InputError, match=r"^The gate needs every query"):
         dispersion_gate(findings)
-    with pytest.raises(InputError, match=r"^Corollary 1 rests on every query"):
+    with pytest.raises(InputError, match=r"^Corollary 1 needs every query"):
         pair_percentiles(findings, find_pairs(findings.measurements.models)[0][0])
 
 

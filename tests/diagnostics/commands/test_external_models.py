@@ -118,10 +118,10 @@ def test_one_whose_scores_are_no_numbers_is_told_of(command, model, measured):
 def test_what_a_mask_would_keep_of_them_is_no_number(measured, here):
     measured("report --k 3", "theirs:infinite", "theirs:not_a_number")
     summary = json.loads((here / "page" / "summary.json").read_text("utf-8"))
-    assert summary["glances"]["within"]["words"] == "have more than 3 keys and scores that are numbers"
+    assert summary["glances"]["within"]["words"] == "have more than 3 keys and finite scores"
     # Of infinite scores query 0, with one key, still has a dispersion: k = 3 can be asked for, and has no answer.
     assert (
-        "What a top-3 mask would keep is no number: some of the model's scores are NaN or infinite."
+        "What a top-3 mask would keep is unknown: some of the model's scores are NaN or infinite."
         in summary["verdict"]
     )
 

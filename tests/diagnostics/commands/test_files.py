@@ -37,7 +37,7 @@ def kept(run_semdiag, here, tiny_runs):
         ("queries", "layer", -7, "holds a value of layer that is not between -1 and"),
         ("models", "accuracy", 3.0, "holds a value of accuracy that is not between 0 and 1."),
         ("models", "heads", 0, "holds a value of heads that is not between 1 and"),
-        ("queries", "model", "another", "speaks of a model that models.parquet does not hold."),
+        ("queries", "model", "another", "names a model that models.parquet does not hold."),
     ],
 )
 def test_values_that_no_measurement_has_are_refused(refusal, kept, table, column, value, message):
@@ -168,7 +168,7 @@ def test_a_name_that_is_no_text_is_refused_where_it_cannot_be_written(refusal, h
     with open(name, "wb") as file:
         file.write((tiny_runs.full / "last.pt").read_bytes())
     line = refusal("dispersion", name, "--samples", 4, "--out", "out", "--per-query", "q.parquet")
-    assert "holds bytes that are no text here. Rename the file" in line
+    assert "holds bytes that are not text here. Rename the file" in line
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="names are UTF-8 there, whatever the locale")
@@ -185,7 +185,7 @@ def test_a_name_that_another_locale_could_read_is_refused_with_both_remedies(her
 
     refused = measured()
     assert refused.returncode == 2
-    assert "no text here. Rename the file, or set PYTHONUTF8=1 if it is UTF-8." in refused.stderr
+    assert "not text here. Rename the file, or set PYTHONUTF8=1 if it is UTF-8." in refused.stderr
     assert refused.stderr.count("\n") == 1
     assert measured(PYTHONUTF8="1").returncode == 0
 

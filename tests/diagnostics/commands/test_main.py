@@ -215,4 +215,4 @@ def test_the_program_can_be_run_as_a_module():
 def test_an_empty_word_is_refused_and_not_taken_for_the_working_folder(words):
     done = spied(*words)
     assert done.returncode == 2
-    assert done.stderr.startswith("semdiag: One of the words of the command is empty.")
+    assert done.stderr.startswith("semdiag: An argument of the command is empty.")

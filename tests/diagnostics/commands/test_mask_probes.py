@@ -22,7 +22,7 @@ def test_json_is_one_object_and_tables_go_to_stderr(run_semdiag, here, tiny_runs
     assert f"{tiny_runs.full}/last.pt" in outcome.err
     assert "…" not in outcome.err
     page = (here / "out" / "index.html").read_text(encoding="utf-8")
-    assert {"mask-stability": "Do masks survive noise?", "k-sweep": "Would sparse attention do"}[command] in page
+    assert {"mask-stability": "Do masks survive noise?", "k-sweep": "Is sparse attention enough"}[command] in page
     quiet = run_semdiag(command, tiny_runs.full, *FEW, "--quiet", "--out", here / "quiet")
     assert (quiet.code, quiet.out, quiet.err) == (0, "", "")
 
@@ -84,7 +84,7 @@ def test_a_fixed_mask_is_not_applicable(run_semdiag, here, paper_code):
     words = (paper_code.checkpoint, "--config", paper_code.config_file, "--inputs", here / "tokens.pt", "--json")
     for command, said in (
         ("mask-stability", "not applicable: the mask of banded attention does not depend on the input"),
-        ("k-sweep", "cannot tell: its mask ranks no scores."),
+        ("k-sweep", "cannot tell: its mask does not rank keys by their scores."),
     ):
         outcome = run_semdiag(command, *words)
         assert outcome.code == 0, outcome.err
@@ -152,10 +152,10 @@ def test_a_budget_is_written_and_read(run_semdiag, here, tiny_runs):
         (("mask-stability", "--noise", "a lot"), "--noise takes positive numbers"),
         (("mask-stability", "--draws", 0), "draws must be at least 1"),
         (("mask-stability", "--at-block", 7), "Noise can enter at blocks 0 to 1"),
-        (("k-sweep", "--max-k", 12), "must be below the number of keys, which is 12"),
+        (("k-sweep", "--max-k", 12), "must be below the number of keys, at most 12"),
         (("k-sweep", "--max-k", 0), "at least 1"),
         (("k-sweep", "--rerun", "--k", "0"), "k must be at least 1"),
-        (("k-sweep", "--k", "3"), "--k says which k are run with real masks: add --rerun."),
+        (("k-sweep", "--k", "3"), "--k says which k to run with real masks: add --rerun."),
         (("k-sweep", "--tolerance", 0.5), "--tolerance judges what real masks change: add --rerun."),
         (("k-sweep", "--rerun", "--tolerance", -1), "must be above 0"),
         (("k-sweep", "--budget", "budget.txt"), "--budget takes one MODEL"),

@@ -96,7 +96,7 @@ def test_the_default_number_of_samples_is_lowered_to_what_a_run_held_out_and_thi
     for words in (("dispersion",), ("convergence",), ("overlap",), ("k-sweep", "--max-k", 2)):
         outcome = run_semdiag(words[0], tiny_runs.full, *words[1:], *few)
         assert outcome.code == 0, outcome.err
-        said = f"semdiag: measured on {held_out} samples, all that one of the runs held out.\n"
+        said = f"semdiag: measured on {held_out} samples: one of the runs held out no more.\n"
         assert outcome.err.count(said) == 1
         assert json.loads(outcome.out)["provenance"]["samples"] == held_out
     quiet = run_semdiag("dispersion", tiny_runs.full, *few, "--quiet")
@@ -105,7 +105,10 @@ def test_the_default_number_of_samples_is_lowered_to_what_a_run_held_out_and_thi
 
 def test_a_number_of_samples_that_was_typed_is_not_lowered(run_semdiag, refusal, here, tiny_runs):
     line = refusal("dispersion", tiny_runs.full, "--samples", 500)
-    assert line == f"{tiny_runs.full}/last.pt has 40 held-out samples. Got --samples 500."
+    assert (
+        line
+        == f"{tiny_runs.full}/last.pt has 40 held-out samples; --samples must not be larger. Got --samples 500."
+    )
     outcome = run_semdiag("dispersion", tiny_runs.full, "--samples", 8, "--figures", "none")
     assert "held out" not in outcome.err
 
@@ -113,12 +116,14 @@ def test_a_number_of_samples_that_was_typed_is_not_lowered(run_semdiag, refusal,
 def test_a_k_that_has_no_effect_is_refused_and_beside_full_models_said(run_semdiag, refusal, here, tiny_runs):
     for command in ("dispersion", "separation", "report", "mask-stability", "overlap"):
         line = refusal(command, tiny_runs.topk, *FEW, "--k", 2)
-        said = f"--k is about models that attend to every key: {tiny_runs.topk}/last.pt keeps keys of its own."
+        said = (
+            f"--k applies only to models that attend to every key: {tiny_runs.topk}/last.pt has a mask of its own."
+        )
         assert line == said
     assert not list(here.iterdir())
     both = run_semdiag("dispersion", tiny_runs.full, tiny_runs.topk, *FEW, "--k", 2)
     assert both.code == 0
-    said = f"semdiag: --k is about models that attend to every key, and not about {tiny_runs.topk}/last.pt.\n"
+    said = f"semdiag: --k applies only to models that attend to every key, not to {tiny_runs.topk}/last.pt.\n"
     assert both.err.count(said) == 1
     for words in ((tiny_runs.full, *FEW, "--k", 2), (tiny_runs.topk, *FEW)):
         assert "--k" not in run_semdiag("dispersion", *words).err

@@ -94,10 +94,10 @@ def test_lipschitz_compares_snapshots_of_different_epochs_with_one_of_them(run_s
     [
         (("landscape", "--grid", 4), "grid must be an odd number"),
         (("landscape", "--through", "a.pt"), "through takes two snapshots"),
-        (("landscape", "--through", "a.pt,b.pt", "--planes", 2), "leave --planes away."),
+        (("landscape", "--through", "a.pt,b.pt", "--planes", 2), "leave out --planes."),
         (
             ("landscape", "--through", "a.pt,b.pt", "--planes", 1, "--radius", 1),
-            "leave --planes and --radius away.",
+            "leave out --planes and --radius.",
         ),
         (("landscape", "--metrics", "los"), "loss"),
         (("landscape", "--radius=-1"), "radius must be a positive number"),
@@ -118,7 +118,7 @@ def test_inputs_without_labels_are_refused_by_name(refusal, sections, tiny_runs,
 
     np.save(tmp_path / "ids.npy", np.zeros((2, 12), np.int64))
     for command in SMALL:
-        assert "brings no labels" in refusal(command, tiny_runs.topk, "--inputs", tmp_path / "ids.npy")
+        assert "has no labels" in refusal(command, tiny_runs.topk, "--inputs", tmp_path / "ids.npy")
 
 
 def test_a_thorough_report_measures_both(run_semdiag, sections, tiny_runs, monkeypatch):

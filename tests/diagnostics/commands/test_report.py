@@ -60,8 +60,8 @@ def test_what_cannot_change_saved_measurements_is_refused(refusal, here):
         "report", "--from", "data", "--samples", 7, "--noise", 0.5, "--k", 2, "--thorough", "--out", "x"
     )
     said = "--k, --noise, --samples, --thorough"
-    assert line == f"--from draws saved measurements as they are: leave {said} away."
-    assert refusal("report", "--from", "data", "--samples", 500).endswith("leave --samples away.")  # the default
+    assert line == f"--from draws saved measurements as they are: leave out {said}."
+    assert refusal("report", "--from", "data", "--samples", 500).endswith("leave out --samples.")  # the default
 
 
 def test_a_default_k_is_lowered_to_inputs_that_are_shorter(run_semdiag, refusal, here, tiny_runs):
@@ -109,7 +109,7 @@ def test_of_a_head_whose_scores_are_no_numbers_nothing_is_said_nor_of_the_whole(
     assert result["all"]["undefined"] == result["all"]["queries"] > 0
     said = [line for line in outcome.err.splitlines() if line.startswith("semdiag: Diverged: ")]
     assert len(said) == 1
-    assert "of full.pt are NaN or infinite, first in layer 1, head 0, so what is said" in said[0]
+    assert "of full.pt are NaN or infinite, first in layer 1, head 0, so what is reported" in said[0]
     page = (here / "reports" / "dispersion-full" / "index.html").read_text(encoding="utf-8")
     assert not re.search(r"\bnan\b", page)
 
@@ -141,7 +141,7 @@ def test_logits_that_are_no_numbers_are_wrong_answers_and_said_to_be(run_semdiag
             (None, 0, 0, 0)
         }
         said = " ".join(outcome.err.split())
-        assert "some logits are no numbers, 0.00% of the predictions change, accuracy 0.0% → 0.0%" in said
+        assert "some logits are not numbers, 0.00% of the predictions change, accuracy 0.0% → 0.0%" in said
 
 
 def test_noise_beyond_all_numbers_is_no_error_of_ours(run_semdiag, here, tiny_runs):
@@ -149,4 +149,4 @@ def test_noise_beyond_all_numbers_is_no_error_of_ours(run_semdiag, here, tiny_ru
         "mask-stability", tiny_runs.topk, "--samples", 4, "--figures", "none", "--out", "out", "--noise", "1e300"
     )
     assert outcome.code == 0
-    assert "Noise 1e+300: some logits are no numbers, " in " ".join(outcome.err.split())
+    assert "Noise 1e+300: some logits are not numbers, " in " ".join(outcome.err.split())

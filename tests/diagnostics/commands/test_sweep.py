@@ -137,7 +137,7 @@ def test_control_c_keeps_what_is_there_and_says_how_to_go_on(here):
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert "Stopped; 0 of 2 runs are done in out. The same command goes on." in err
+    assert "Stopped; 0 of 2 runs are done in out. To go on, run the same command again." in err
     assert "Traceback" not in err
     assert [row["status"] for row in table(here)] == ["begun", "begun"]
     at = epochs(folders(here)[0])

@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 import webbrowser
@@ -37,7 +38,7 @@ def test_a_table_shows_every_number_whole_or_not_at_all(width):
     text = printed(table, width)
     assert max(map(len, text.splitlines())) <= width
     shown = [cell for cell in ROWS[0] if cell in text.split()]
-    left_out = " ".join(text.split()).partition("columns have no room for: ")[2]
+    left_out = " ".join(text.split()).partition("Left out to fit ")[2]
     assert len(shown) + left_out.count("quantity") + left_out.count("share") == len(HEADS)
     assert "…" not in text
     assert bool(left_out) == (width < 120)
@@ -91,7 +92,7 @@ def test_the_tables_of_a_command_fit(run_semdiag, here, tiny_runs, monkeypatch, 
 
 def left_away(lines):
     """Headings of the columns that tables had no room for."""
-    said = " ".join(" ".join(lines).split()).split(" columns have no room for: ")[1:]
+    said = re.split(r"Left out to fit \d+ columns: ", " ".join(" ".join(lines).split()))[1:]
     return {name for part in said for name in part.split(".")[0].split(", ")}
 
 
@@ -247,7 +248,7 @@ def test_of_several_k_those_that_fit_are_used(run_semdiag, here, tiny_runs):
     few = ("--samples", 4, "--figures", "none", "--out", "out", "--json", "--k", "4,16")
     outcome = run_semdiag("dispersion", tiny_runs.full, *few)
     assert outcome.code == 0
-    assert "k = 16 is left out: no query has so many keys" in outcome.err
+    assert "k = 16 is left out: no query has that many keys" in outcome.err
     [result] = json.loads(outcome.out)["results"]
     assert [within["k"] for within in result["within_model"]] == [4]
 

@@ -104,7 +104,7 @@ def test_interrupted_and_resumed_is_uninterrupted(run_semdiag, here, corpus):
         (["text", "--text", "corpus.txt", *TINY, "--k", "3"], "Full attention keeps every key and takes no k."),
         (
             ["text", "--text", "corpus.txt", *TINY, "--train-samples", "99999"],
-            "corpus.txt has 681 windows of 16 pieces. Asked for were 99999.",
+            "corpus.txt has 681 windows of 16 pieces; 99999 were asked for.",
         ),
         (["text", "--text", "corpus.txt", "--holdout-text", "empty.txt", *TINY], "empty.txt is empty: "),
     ],

@@ -126,11 +126,15 @@ def test_a_used_folder_asks_for_resume_or_overwrite(semdiag, refused, tmp_path):
     semdiag("train", "even-pairs", *TINY, "--out", "run")
     before = (tmp_path / "run" / "last.pt").read_bytes()
     line = refused("train", "even-pairs", *TINY, "--out", "run")
-    assert line.startswith("semdiag: run already holds a run. Add --resume to go on, --overwrite to start anew")
+    assert line.startswith(
+        "semdiag: run already holds a run. Add --resume to continue it, --overwrite to start anew"
+    )
     assert "trained with seed=5, not 6" in refused(
         "train", "even-pairs", *TINY, "--seed", 6, "--out", "run", "--resume"
     )
-    assert "exclude each other" in refused("train", "even-pairs", *TINY, "--out", "run", "--resume", "--overwrite")
+    assert "cannot be used together" in refused(
+        "train", "even-pairs", *TINY, "--out", "run", "--resume", "--overwrite"
+    )
     assert (tmp_path / "run" / "last.pt").read_bytes() == before
     assert semdiag("train", "even-pairs", *TINY, "--seed", 6, "--out", "run", "--overwrite")[0] == 0
     assert read_checkpoint(tmp_path / "run" / "last.pt").training.seed == 6
@@ -315,7 +319,7 @@ def test_the_options_of_the_optimiser_reach_the_checkpoint(semdiag, tmp_path):
         (["even-pairs", "--weight-decay", -1], "weight_decay must be finite and not negative."),
         (["even-pairs", "--until", 1.5], "until is a training accuracy in (0, 1], like 0.999. Got until=1.5."),
         (["even-pairs", "--seeds", "1;2"], "--seeds takes whole numbers separated by commas, like 1,5,20. Got"),
-        (["even-pairs", "--seeds", "1,2", "--seed", "5"], "--seeds names every seed: leave --seed away."),
+        (["even-pairs", "--seeds", "1,2", "--seed", "5"], "--seeds names every seed: leave out --seed."),
         (["even-pairs", "--seeds", "1,1"], "Seeds to train at once must all be different. Got 1,1."),
         (["even-pairs", "--seeds", "1,2", "--compile"], "Several runs at once cannot be compiled, nor in bf16."),
         (["evenpairs"], "Unknown task 'evenpairs'. Did you mean 'even-pairs'? Known: "),

@@ -119,7 +119,7 @@ def test_of_a_change_that_is_no_finite_number_there_is_no_answer(made_up, value)
     found = sparse_verdict(findings, "m")
     assert (found.answer, found.reason, found.k) == ("cannot tell", "not_finite", 12)
     lines = verdict_lines(findings, "m")
-    assert lines[0].startswith("cannot tell: what k = 12 changes is no finite number (")
+    assert lines[0].startswith("cannot tell: the change at k = 12 is not a finite number (")
     assert not any(word in line.replace("+", " ").split() for line in lines for word in ("nan", "inf"))
     assert sparse_glance(findings).number == "0 of 1"
     figure = loss_change(findings)
@@ -142,7 +142,7 @@ def test_of_a_loss_that_is_infinite_without_a_mask_nobody_can_tell(made_up):
     rerun = findings.measurements.rerun.assign(loss=math.inf)
     findings = Findings(findings.measurements.replace(rerun=rerun))
     assert sparse_verdict(findings, "m").reason == "not_finite"
-    assert "a loss that is no finite number without a mask" in " ".join(verdict_lines(findings, "m"))
+    assert "Without a mask the loss is not a finite number" in " ".join(verdict_lines(findings, "m"))
     figure = loss_change(findings)
     figure.canvas.draw()
     plt.close(figure)
@@ -179,11 +179,11 @@ def test_without_a_rerun_the_weight_is_told_and_the_command(made_up):
     found = sparse_verdict(findings, "m")
     assert (found.answer, found.reason, found.k) == ("cannot tell", "not_rerun", 8)
     assert first_line(findings) == (
-        "cannot tell before it is run: k = 8 (50% of the keys) keeps 100.0% of the weight; what a mask "
-        "costs is measured by semdiag k-sweep m --rerun."
+        "cannot tell before it is run with masks: k = 8 (50% of the keys) keeps 100.0% of the weight; to "
+        "measure what a mask costs: semdiag k-sweep m --rerun."
     )
     none = made(made_up, mass={1: 0.2, 2: 0.3})
-    assert "no k up to the largest that was looked at keeps 95% of the weight" in first_line(none)
+    assert "no k up to the largest measured keeps 95% of the weight" in first_line(none)
     assert sparse_verdict(made(made_up, evenness=0.99), "m").reason == "near_uniform"
 
 
@@ -204,7 +204,7 @@ def test_masks_that_drop_nothing_are_no_evidence(made_up):
     found = sparse_verdict(findings, "m")
     assert (found.answer, found.reason, found.k) == ("cannot tell", "drops_nothing", KEYS)
     assert first_line(findings) == (
-        "cannot tell: no query has more keys than the k that were run, which drop nothing."
+        "cannot tell: no query has more keys than any k that was run, so nothing was dropped."
     )
     costly = made(made_up, {4: HARMFUL, KEYS: 0.0}, {4: HARMFUL, KEYS: 0.0})
     assert (sparse_verdict(costly, "m").answer, sparse_verdict(costly, "m").k) == ("not without loss", 4)
@@ -230,7 +230,7 @@ def test_the_conditions_of_the_paper_follow_as_their_own_line_and_decide_nothing
 def test_a_fixed_mask_is_not_judged(made_up):
     findings = Findings(made_up(("m", np.ones(8), {"attention": "banded", "k": 5})))
     assert sparse_verdict(findings, "m").reason == "fixed_mask"
-    assert first_line(findings) == "cannot tell: its mask ranks no scores."
+    assert first_line(findings) == "cannot tell: its mask does not rank keys by their scores."
     (result,) = k_sweep_summary(findings)["results"]
     assert (result["verdict"]["answer"], result["rerun"]) == ("cannot tell", [])
 
@@ -288,7 +288,7 @@ def test_the_tile_of_several_models_counts_those_that_were_run(made_up):
     glance = sparse_glance(joined(made(made_up, of(4)), made(made_up, of(8)), made(made_up)))
     assert (glance.answer, glance.number) == ("plausible", "2 of 2 models")
     assert "k = 4–8" in glance.words
-    assert glance.words.endswith("; of 1 more nobody can tell")
+    assert glance.words.endswith("; 1 more cannot be judged")
     assert sparse_glance(joined(made(made_up, of(4)), made(made_up, of(12)))).answer == "not without loss"
     fixed = Findings(made_up(("m", np.ones(8), {"attention": "banded", "k": 5})))
     assert (sparse_glance(fixed).answer, sparse_glance(fixed).number) == ("cannot tell", "0 of 1")

@@ -95,4 +95,4 @@ def test_bounds_name_every_pair(measured):
             "paper code",
         }
         assert all(v["verdict"] in ("holds", "assumption not met") for v in result["verdicts"])
-    assert "about these inputs" in summary["scope"]
+    assert "for these inputs" in summary["scope"]

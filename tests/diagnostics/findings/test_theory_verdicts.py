@@ -141,7 +141,7 @@ def test_tensors(made_up):
     words = [one(found, where=name).verdict for name in "abcdef"]
     assert words[:3] == [Verdict.HOLDS, Verdict.VIOLATED, Verdict.HOLDS]
     assert words[3:] == [Verdict.NOT_MET, Verdict.NOTHING, Verdict.NOT_MET]
-    assert "leaves the parameter vector" in one(found, where="f").note  # a bound there is one of the gradient
+    assert "leaves the parameters for which" in one(found, where="f").note  # a bound there is one of the gradient
     assert one(found, where="a").numbers["log10 gap"] == pytest.approx(4 / math.log(10))
     assert one(found, where="d").note == "a tie"
     together = one(found, where="all", form="sound")
@@ -194,7 +194,7 @@ def test_corollary_by_the_papers_equations(pair):
 
 def test_one_k_for_rows_of_different_length_is_said(pair):
     measured = pair(np.linspace(1, 20, 8), np.linspace(0.5, 4, 8))
-    words = "one k stands for rows of 2 to 4 keys: no bound"
+    words = "one k stands for rows of 2 to 4 keys: this is not a bound"
     for tables in (measured, measured.replace(queries=measured.queries.assign(kept=[2, 3, 4, 4] * 4))):
         for finding in on_pairs(corollary_findings, tables):
             if finding.form == "sound" and finding.claim.endswith("W"):

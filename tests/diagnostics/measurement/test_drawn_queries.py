@@ -175,7 +175,7 @@ def test_sentences_of_more_queries_than_are_kept_are_exact_or_say_of_what_sample
     assert sampled["share"] == pytest.approx(exact["share"], rel=1e-12)
     assert (queries["keys"] > 3).mean() != pytest.approx(exact["share"])
     assert (exact["sampled"], sampled["sampled"]) == (0, (queries["keys"] > 3).sum())
-    said = f", said of a random sample of {sampled['sampled']}) a top-3 mask"
+    said = f", from a random sample of {sampled['sampled']}) a top-3 mask"
     assert [any(said in each for each in within_sentences(findings)) for findings in (whole, some)] == [
         False,
         True,
@@ -183,7 +183,7 @@ def test_sentences_of_more_queries_than_are_kept_are_exact_or_say_of_what_sample
     keys = [findings(pooled_percentiles, "keys")[model] for findings in (whole, some)]
     for name in ("queries", "mean", "p0", "p100"):
         assert keys[1][name] == pytest.approx(keys[0][name], rel=1e-12)
-    assert any("sentences that say so, are of a random sample" in each for each in sampling_sentences(some))
+    assert any("sentences that say so, use a random sample" in each for each in sampling_sentences(some))
     none = some.measurements.replace(queries=queries[queries["keys"] <= 3])
     assert any("no query of the sample has more than 3 keys" in each for each in within_sentences(Findings(none)))
 
@@ -255,7 +255,7 @@ def test_where_all_are_looked_at_nothing_is_estimated(vectors):
     assert row["share_kept"] <= 1 / 4
     said = " ".join(semdiag.summary(found)["verdict"])
     assert "Estimated" not in said
-    assert "model has 400 queries and 400 keys, more than are kept one by one. Numbers, means and extremes" in said
+    assert "model has 400 queries and 400 keys, more than are kept one by one. Counts, means and extremes" in said
     assert "in the tables are exact" in said
 
 
@@ -268,7 +268,7 @@ def test_what_is_drawn_and_what_is_kept_of_it_are_told_apart(vectors):
     assert (words["queries"], words["share"]) == (10, 10 / 40)
     assert words["share_kept"] in (1 / 2, 1 / 4)
     estimated, sketched = sampling_sentences(findings)
-    assert estimated.startswith("Estimated: of model 25.00% of the queries were drawn (10 per sample and head of")
+    assert estimated.startswith("Estimated: 25.00% of the queries of model were drawn (10 per sample and head of")
     assert (
         f"Medians and intervals here are of the {kept} that were kept one by one. The median of δ is" in estimated
     )
@@ -292,7 +292,7 @@ def test_models_of_which_others_were_drawn_stay_estimated(vectors, other):
     said = [each for each in semdiag.summary(findings)["verdict"] if each.startswith("Estimated: ")]
     assert len(said) == len(some)
     assert all(f"({count} per sample" in each for count, each in zip((10, 12), said, strict=False))
-    with pytest.raises(InputError, match="rests on every query"):
+    with pytest.raises(InputError, match="needs every query"):
         require_every_query(findings, "This")
 
 

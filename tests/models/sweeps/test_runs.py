@@ -228,7 +228,7 @@ def test_the_row_of_a_run_says_what_its_history_says(run, trained):
     assert result(run(epochs=3), folder, 0.98).epochs_to_target is None
     first = result(run(epochs=1), folder, 0.95)
     assert (first.status, first.epochs, first.epochs_to_target, first.train_accuracy) == ("done", 1, None, 0.5)
-    assert first.problem == "trained on to epoch 3 before; its row is of epoch 1"
+    assert first.problem == "was trained to epoch 3 before; this row is of epoch 1"
 
 
 def test_hours_come_from_histories_where_there_are_some(run, trained, tmp_path):

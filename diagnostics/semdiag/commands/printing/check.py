@@ -73,6 +73,6 @@ def _layers(gate: LayerGate) -> str:
     parts = [f"layer {n} ({gate.topk[n]:.3g} against {gate.full[n]:.3g})" for n in told]
     said = [f"does not hold at the median of {', '.join(parts)}"] if parts else []
     where = ", ".join(f"layer {n}" for n in gate.unknown)
-    said += [f"cannot be told at the median of {where}"] if where else []
-    allowed = "which fails" if not gate.passed else "which fewer than half of the layers may"
+    said += [f"cannot be judged at the median of {where}"] if where else []
+    allowed = "which fails" if not gate.passed else "which is allowed in fewer than half of the layers"
     return f"δ_h < δ_s {' and '.join(said)}, {allowed}"

@@ -54,7 +54,7 @@ class NumberTable:
         missing-        17
         duplicate
         <BLANKLINE>
-        21 columns have no room for: best loss.
+        Left out to fit 21 columns: best loss.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class NumberTable:
         yield table
         if left:
             missing = ", ".join(self.columns[place] for place in sorted(left))
-            yield f"{options.max_width} columns have no room for: {missing}."
+            yield f"Left out to fit {options.max_width} columns: {missing}."
 
     def _table(self, left: Sequence[int], breaking: bool = True, narrower: int = 0) -> Table:
         """The table without some columns, its headings broken, its names narrower by so much in all."""

@@ -67,7 +67,7 @@ def _share(value: float | None) -> str:
 def _output(level: Summary) -> str:
     found = level["output"]
     moved = number_from_json(found["logit_change"])
-    change = f"logits move by {moved:.2%} of their norm" if math.isfinite(moved) else "some logits are no numbers"
+    change = f"logits move by {moved:.2%} of their norm" if math.isfinite(moved) else "some logits are not numbers"
     said = f"Noise {level['noise']:g}: {change}, {found['flipped']:.2%} of the predictions change"
     if found["accuracy_after"] is not None:
         said += f", accuracy {found['accuracy_before']:.1%} → {found['accuracy_after']:.1%}"

@@ -73,7 +73,7 @@ def print_bounds(findings: Findings) -> None:
     for result in summary["results"]:
         console.print(f"\n{title(result)}: constants")
         console.print(_constants(result["constants"]))
-        console.print("Slopes of the loss, the largest of each group's tensors:")
+        console.print("Slopes of the loss (the largest in each group of tensors):")
         console.print(_slopes(result["parameters"]))
         print_verdicts(console, (f for f in judged if f.subject == result["model"] and f.where == "all"))
     for pair in findings(compared_pairs):

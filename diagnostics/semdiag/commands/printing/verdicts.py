@@ -14,8 +14,8 @@ _COUNTS = ("holds", "violated", "vacuous", "not_met")
 _ANSWERS = {
     Verdict.HOLDS: "holds",
     Verdict.VIOLATED: "does not hold",
-    Verdict.VACUOUS: "holds of every row, and says nothing",
-    Verdict.NOT_MET: "cannot be stated, an assumption is not met",
+    Verdict.VACUOUS: "is vacuous: it holds for every row, whatever was measured",
+    Verdict.NOT_MET: "does not apply, an assumption is not met",
     Verdict.NOTHING: "nothing conclusive",
 }
 
@@ -44,8 +44,8 @@ def verdict_line(verdict: str, claim: str, form: str, numbers: Mapping[str, Any]
 
     Example:
         >>> numbers = {"holds": 9000, "violated": 0, "vacuous": 1000, "not_met": 0}
-        >>> verdict_line("holds", "ξ bounds the pairs [sound]", "sound", numbers)
-        'ξ bounds the pairs [sound]: 0 of 10,000 exceed the bound; 1,000 could not, whatever was measured'
+        >>> verdict_line("holds", "ξ bounds pairs [sound]", "sound", numbers)
+        'ξ bounds pairs [sound]: 0 of 10,000 exceed the bound; for 1,000 it is vacuous: nothing could exceed it'
         >>> verdict_line("violated", "better guarantee [paper]", "paper", {"left side": 1.21})
         'better guarantee [paper]: does not hold (left side = 1.21)'
     """
@@ -56,7 +56,7 @@ def verdict_line(verdict: str, claim: str, form: str, numbers: Mapping[str, Any]
     if not rows:  # no claim about rows, or none of which it speaks
         return f"{claim}: {_ANSWERS[Verdict(verdict)]}" + (f" ({others})" if others else "")
     said = [f"{exceeded:,} of {rows:,} exceed the bound"]
-    said += [f"{vacuous:,} could not, whatever was measured"] if vacuous else []
+    said += [f"for {vacuous:,} it is vacuous: nothing could exceed it"] if vacuous else []
     said += [f"{unmet:,} more do not meet its assumptions"] if unmet else []
     loud = "ERROR OF SEMDIAG: " if exceeded and form != "paper" else ""
     return f"{loud}{claim}: {'; '.join(said)}" + (f" ({others})" if others else "")

@@ -62,14 +62,14 @@ class Drift:
         """What happened, in words."""
         if self.among:
             return (
-                f"nobody can tell whether {self.model} of the baseline is {' or '.join(self.among)}: "
-                "several models agree in all that the baseline knows of them"
+                f"it is unclear whether {self.model} of the baseline is {' or '.join(self.among)}: the baseline "
+                "does not tell these models apart"
             )
         if self.quantity == "model":
-            return f"{self.model} stands in the baseline and was not measured"
+            return f"{self.model} is in the baseline and was not measured"
         if math.isnan(self.now):
             was = "no number" if math.isnan(self.was) else f"{self.was:.4g}"
-            return f"{self.model}: nobody can tell whether {self.quantity} moved; it was {was} and is no number"
+            return f"{self.model}: it is unclear whether {self.quantity} moved: it was {was} and is not a number"
         was = "no number" if math.isnan(self.was) else f"{self.was:.4g}"
         return f"{self.model}: {self.quantity} was {was} and is {self.now:.4g}"
 

@@ -44,7 +44,9 @@ def invariants(findings: Findings) -> list[Invariant]:
     # The deviation is rounding, another on each processor: its digits say nothing while it is allowed.
     deviation = f"deviates by at most {allowed:g}"
     if not exact:
-        deviation = "deviates by what is no number" if math.isnan(largest) else f"deviates by {largest:.1e}"
+        deviation = (
+            "deviates by a value that is not a number" if math.isnan(largest) else f"deviates by {largest:.1e}"
+        )
         deviation += f" (allowed {allowed:g})"
     checked = [
         Invariant("residual", exact, f"attention recomputed from the capture {deviation}"),

@@ -47,7 +47,7 @@ class LayerGate:
             parts.append(f"δ_h < δ_s fails at the median of {many} ({', '.join(map(str, told))})")
         if self.unknown:
             many = f"{len(self.unknown)} of {len(self.full)} layers ({', '.join(map(str, self.unknown))})"
-            parts.append(f"δ_h < δ_s cannot be told at the median of {many}, {NO_NUMBER}")
+            parts.append(f"δ_h < δ_s cannot be judged at the median of {many}, {NO_NUMBER}")
         return "; ".join(parts)
 
     @property

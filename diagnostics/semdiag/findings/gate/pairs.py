@@ -16,7 +16,7 @@ from semdiag_models import InputError, TrainingConfig, configure, find_task, rea
 
 GATED = ("p50", "p75", "p90", "p95")
 _USUAL_K = 5  # the paper's
-NO_NUMBER = "for a δ is no number there"
+NO_NUMBER = "because a δ there is not a number"
 SHOWN = (*GATED, "p100")  # p100 is one query among hundreds of thousands: printed, not gated
 
 
@@ -51,7 +51,7 @@ class GateResult:
         """What keeps the pair from passing, in words; empty if nothing does."""
         told = [p for p in self.failed if p not in self.unknown]
         parts = [f"δ_h < δ_s fails at {', '.join(told)}"] if told else []
-        parts += [f"δ_h < δ_s cannot be told at {', '.join(self.unknown)}, {NO_NUMBER}"] if self.unknown else []
+        parts += [f"δ_h < δ_s cannot be judged at {', '.join(self.unknown)}, {NO_NUMBER}"] if self.unknown else []
         return "; ".join(parts)
 
 

@@ -77,7 +77,7 @@ class RuleResult:
         if self.passed:
             return ""
         name = ".".join(filter(None, (self.rule.metric, self.rule.statistic)))
-        said = f"fails, {self.value:.4g}" if self.known else f"cannot be told, for {name} is no number"
+        said = f"fails, {self.value:.4g}" if self.known else f"cannot be judged: {name} is not a number"
         return f"{self.rule.text} {said}"
 
 

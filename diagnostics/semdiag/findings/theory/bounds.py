@@ -15,11 +15,11 @@ from semdiag.findings.theory.corollary import corollary_findings
 from semdiag.findings.theory.finding import Finding, Verdict, log10, of_rows, verdicts_of
 
 SCOPE = (
-    "The largest over the evaluated inputs at this checkpoint; the paper's form is one for all of them together, "
-    "of their largest norm, δ and load and their smallest Δ. A bound speaks about these inputs and parameters, "
-    "and about no others; it bounds the gradient there and is no Lipschitz constant of a region. Heavy-hitter "
-    "masks: sums over a token's queries are doubled, for the union of two masks. The local form takes the weights "
-    "of the attention as they are."
+    "Each constant is the largest over the evaluated inputs at this checkpoint. The paper's form is one value for "
+    "all inputs together, from their largest norm, δ and load and their smallest Δ. A bound holds for these "
+    "inputs and parameters only: it bounds the gradient there and is not a Lipschitz constant of a region. For "
+    "heavy-hitter masks, sums over a token's queries are doubled, to cover the union of two masks. The local form "
+    "takes the attention weights as they are."
 )
 CLAIM = "the loss is no steeper in a tensor than its constant"
 
@@ -79,7 +79,10 @@ def _tensor(model: str, row: Mapping[Hashable, Any], reason: str) -> Finding:
     elif gradient > bound + 1e-9:
         verdict, note = Verdict.VIOLATED, ""
     elif secant > bound + 1e-9:
-        verdict, note = Verdict.NOT_MET, "a secant is steeper: it leaves the parameter vector of the constants"
+        verdict, note = (
+            Verdict.NOT_MET,
+            "a secant is steeper: it leaves the parameters for which the constants hold",
+        )
     else:
         verdict = Verdict.HOLDS
         note = "both are 0: it cancels in the softmax" if bound == measured == -math.inf else ""

@@ -31,9 +31,9 @@ from semdiag_models.attention.kinds import LOCAL
 PAPER_PERCENTILES = (75, 90, 95, 100)
 JUDGED_PERCENTILES = PAPER_PERCENTILES[:-1]  # the maximum is one query, or one key: shown, never judged
 HEURISTIC = "percentiles of different queries are combined, as the paper does: a heuristic"
-ONE_K = "one k stands for rows of {} to {} keys: no bound, as the comparison of layers is"
+ONE_K = "one k stands for rows of {} to {} keys: this is not a bound, but the comparison of layers is"
 CLAIM = "the mask has the better guarantee in {}"
-DIVERGED = "attention scores of the pair are NaN or infinite, and of these no percentile is known"
+DIVERGED = "attention scores of the pair are NaN or infinite, so their percentiles are unknown"
 CLAIMS = {CLAIM.format(name): name for name in ("W", "X")}  # to the parameters that a condition speaks about
 NOT_COMPARABLE = CLAIM.format("W and X")
 LEFT_SIDES = {"paper": ("left side", 1.0), "sound": ("ln margin", 0.0)}  # name and threshold, by form

@@ -15,8 +15,8 @@ from semdiag.findings.theory.secant_percentiles import PERCENTILES, secant_perce
 from semdiag.measurement.percentiles import percentiles
 
 SCOPE = (
-    "Every estimate is a lower end. Bounds speak about these samples at the drawn parameters, the checkpoint "
-    "included; an end point is that of the sampling law, not the supremum over the ball."
+    "Every estimate is a lower one. Bounds hold for these samples at the drawn parameters, including the "
+    "checkpoint. An end point is that of the distribution of the drawn gradients, not the supremum over the ball."
 )
 GRADIENTS = "gradients of the loss are below the constants at the same parameters"
 SECANTS = "secants of the loss are below the largest constant of the drawn parameters"

@@ -260,7 +260,7 @@ class Monitor:
             missed.setdefault(f"{seen.operation}, {seen.reason}", []).append(seen.module or "the model itself")
         if missed:
             text = "; ".join(f"{_some(sorted(modules))} ({why})" for why, modules in sorted(missed.items()))
-            warnings.warn(f"The monitor sees not all attention, and has no rows of: {text}.", stacklevel=2)
+            warnings.warn(f"The monitor does not see all attention: it has no rows of {text}.", stacklevel=2)
 
     def _write_scalars(self, step: int, rows: list[dict[str, Any]]) -> None:
         for row in rows:
@@ -282,7 +282,7 @@ def _carrying_on() -> Iterator[None]:
         yield
     except OSError as error:
         said = f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}"
-        text = f"The monitor cannot write ({said}). Its rows stay in memory and are written when they can be."
+        text = f"The monitor cannot write ({said}). Its rows stay in memory and are written as soon as possible."
         warnings.warn(text, stacklevel=4)
     except Exception as error:
         warnings.warn(f"The monitor of a training: {failure(error)}.", stacklevel=4)

@@ -123,8 +123,8 @@ def usable_samples(
     """
     if labels is None:
         raise InputError(
-            "The loss of these inputs is unknown, for --inputs brings no labels. Leave --inputs away: "
-            "the run's own held-out samples have them."
+            "The loss of these inputs is unknown, because --inputs has no labels. Leave out --inputs: the run's "
+            "own held-out samples have labels."
         )
     tokens, labels = tokens.to(device, torch.int64), labels.to(device, torch.int64)
     wrong = labels[(labels < 0) | (labels >= encoder.config.classes)]

@@ -219,8 +219,8 @@ def _said(again: pd.DataFrame) -> Iterator[dict[str, Any]]:
 def _largest_k(plan: KSweepPlan, keys: int) -> int:
     if plan.max_k is not None and plan.max_k >= max(keys, 2):
         raise InputError(
-            f"The largest k must be below the number of keys, which is {keys} here at most: with as many nothing "
-            f"is dropped. Got {plan.max_k}."
+            f"The largest k must be below the number of keys, at most {keys} here: otherwise nothing is dropped. "
+            f"Got {plan.max_k}."
         )
     largest = plan.max_k or max(1, min(LARGEST_K, keys - 1))
     return max(largest, min(max(plan.ks, default=1), keys - 1))  # what is run is measured, too

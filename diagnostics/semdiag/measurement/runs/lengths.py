@@ -139,7 +139,8 @@ def _positions(model: LoadedModel, length: int) -> int:
 def _task(model: LoadedModel) -> Any:
     if model.task is None or model.training is None or model.training.text is not None:
         raise InputError(
-            f"{model.path}: --lengths draws fresh samples of the model's task; a text or nothing has none."
+            f"{model.path}: --lengths needs fresh samples of the model's task, and it has none (a text, or no "
+            "task)."
         )
     return find_task(model.task)
 

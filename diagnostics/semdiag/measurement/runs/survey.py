@@ -71,8 +71,8 @@ def convergence_survey(
     left_out = [model.path for model in loaded if model.path not in set(runs["model"])]
     if runs.empty:
         raise InputError(
-            f"{left_out[0]} brings no training history: convergence is about runs of semdiag train. "
-            "Make one with: semdiag train even-pairs --attention topk --k 5 --epochs 5"
+            f"{left_out[0]} has no training history: convergence compares runs of semdiag train. Make one with: "
+            "semdiag train even-pairs --attention topk --k 5 --epochs 5"
         )
     loaded = [model for model in loaded if model.path not in left_out]
     tasks = dict(zip(runs["model"], runs["task"], strict=True))

@@ -69,7 +69,7 @@ def test_of_scores_that_are_no_numbers_nobody_can_tell(made_up):
     broken = {"model": ["t"], "sample": [0], "layer": [0], "head": [0], "scores": [3]}
     (result,) = dispersion_gate(Findings(measured.replace(non_finite=pd.DataFrame(broken))))
     assert (result.passed, result.unknown) == (False, GATED)
-    assert result.fault == "δ_h < δ_s cannot be told at p50, p75, p90, p95, for a δ is no number there"
+    assert result.fault == "δ_h < δ_s cannot be judged at p50, p75, p90, p95, because a δ there is not a number"
     assert gate(made_up, LARGE / 2, LARGE).fault == "δ_h < δ_s fails at p50, p75, p90, p95"
 
 

@@ -117,4 +117,4 @@ def test_a_model_whose_scores_are_no_numbers_does_not_pass_beside_others(made_up
         ("full", False, False), ("top", False, False), ("fine", True, True),
         ("top", False, False), ("fine", True, True),
     ]  # fmt: skip
-    assert results[0].fault == "dispersion.p50 < 100 cannot be told, for dispersion.p50 is no number"
+    assert results[0].fault == "dispersion.p50 < 100 cannot be judged: dispersion.p50 is not a number"

@@ -112,7 +112,7 @@ def test_of_a_diverged_model_nobody_can_tell_whether_it_moved(findings, diverged
     for baseline in (tracked_numbers(findings), tracked_numbers(diverged)):
         moved = drift(diverged, baseline)
         assert [m.quantity for m in moved] == [f"dispersion.{p}" for p in ("p50", "p75", "p90", "p95")]
-        assert all("nobody can tell" in m.words and "nan" not in m.words for m in moved)
+        assert all("it is unclear" in m.words and "nan" not in m.words for m in moved)
 
 
 def test_what_is_said_of_a_diverged_pair_holds_nothing(diverged):
@@ -121,8 +121,8 @@ def test_what_is_said_of_a_diverged_pair_holds_nothing(diverged):
     assert gate.unknown == (1,)
     said = "\n".join(result.failures) + junit_xml(result)
     assert "nan" not in said.replace(gate.label, "")
-    assert "cannot be told at p50, p75, p90, p95" in said
-    assert "cannot be told at the median of 1 of 2 layers (1)" in gate.fault
+    assert "cannot be judged at p50, p75, p90, p95" in said
+    assert "cannot be judged at the median of 1 of 2 layers (1)" in gate.fault
     assert [r.known for r in result.rules] == [True, False]
     assert json.dumps(result.summary(), allow_nan=False)
 
@@ -167,7 +167,7 @@ def test_models_that_share_weights_are_not_taken_for_each_other(twins):
         assert drift(twins, baseline) == []
     topk_alone = Findings(twins.measurements.of(twins.measurements.models["model"][1]))
     (gone,) = drift(topk_alone, older)
-    assert gone.words == "full/last.pt stands in the baseline and was not measured"
+    assert gone.words == "full/last.pt is in the baseline and was not measured"
 
 
 OLDER = ("model", "sha256", "samples", "weights_sha256", "task", "attention", "k", "seed", "snapshot", "numbers")
@@ -184,7 +184,7 @@ def test_where_several_models_could_be_one_nobody_can_tell(measured, tiny_runs):
     one, two = both(tracked_numbers)
     assert drift(both, [two, one]) == []  # where they lie tells them apart
     (unclear,) = drift(both, [{**one, "model": "c.pt"}])
-    assert unclear.words.startswith("nobody can tell whether c.pt of the baseline is a.pt or b.pt")
+    assert unclear.words.startswith("it is unclear whether c.pt of the baseline is a.pt or b.pt")
     assert json.dumps(verify(both, Expectations([], [{**one, "model": "c.pt"}])).summary(), allow_nan=False)
     alone = Findings(moved_to("c.pt"))
     assert [m.among for m in drift(alone, [one, two])] == [("c.pt",), ("c.pt",)]

@@ -243,7 +243,7 @@ def test_attention_that_the_monitor_cannot_see_is_named_once(recwarn):
     said = [str(warning.message) for warning in recwarn]
     assert len(said) == 1
     assert said[0].startswith(
-        "The monitor sees not all attention, and has no rows of: 1, 2, 3 and 2 more (softmax, its weights were"
+        "The monitor does not see all attention: it has no rows of 1, 2, 3 and 2 more (softmax, its weights were"
     )
 
 

@@ -193,9 +193,9 @@ def test_certified_rows_are_those_of_the_noise_that_is_named(pair, probed):
 
 def test_what_is_said_of_other_k(pair, probed):
     full, topk, banded = k_sweep_sentences(Findings(probed(pair)))
-    assert "cannot tell before it is run: k = 6 (50% of the keys) keeps 100.0% of the weight" in full
+    assert "cannot tell before it is run with masks: k = 6 (50% of the keys) keeps 100.0% of the weight" in full
     assert "trained with top-k attention, k = 3" in topk
-    assert "ranks no scores" in banded
+    assert "does not rank keys by their scores" in banded
 
 
 @pytest.mark.parametrize(
@@ -226,7 +226,7 @@ def test_tables_and_sections(pair, probed, tmp_path):
     page = write_report(Findings(found), tmp_path / "report", "semdiag report", (), keep_queries=True)
     text = page.read_text(encoding="utf-8")
     assert "Do masks survive noise?" in text
-    assert "Would sparse attention do in this model, and with which k?" in text
+    assert "Is sparse attention enough in this model, and with which k?" in text
     again = Measurements.load(tmp_path / "report" / "data")
     assert mask_sentences(Findings(again)) == mask_sentences(Findings(found))
     assert k_sweep_sentences(Findings(again)) == k_sweep_sentences(Findings(found))

@@ -110,7 +110,7 @@ class Reach:
         out = self.modules.keys() - self.reached
         if out and not self.reached:
             raise NotAvailableError(
-                "noise behind its embedding moves queries and keys of none of its attention beyond rounding"
+                "noise behind its embedding moves no queries or keys of its attention beyond rounding"
             )
         if out:
             listed = ", ".join(dict.fromkeys(self.modules[layer] or "the model" for layer in sorted(out)))

@@ -25,11 +25,11 @@ _QUESTIONS = (
                 "Dispersion, response and the share of the gradient in queries and keys against epochs, "
                 "for each run: {shown}.",
                 "Each point is a snapshot, measured on the same inputs. A difference between attentions that is "
-                "there at epoch 0 is owed to the mask; what opens later was learned.",
+                "there at epoch 0 comes from the mask; one that opens later was learned.",
             ),
         ),
         (
-            "Between two snapshots nothing is known; lines join them for the eye. Runs keep the initialisation, "
+            "Between two snapshots nothing was measured; lines only guide the eye. Runs keep the initialisation, "
             "the last epoch and the epochs named by --snapshots.",
             "At most 50 held-out samples; gradients are of the mean loss on them, not on training batches.",
         ),

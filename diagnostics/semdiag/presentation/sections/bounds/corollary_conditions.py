@@ -45,9 +45,9 @@ def corollary_conditions(findings: Findings) -> Figure:
     return finished(
         figure,
         "Bars down from the line at 1 or 0: the mask has the better guarantee; up: full attention has. "
-        f"Separation at the mirrored percentiles (25, 10, 5, 0). {HEURISTIC[0].upper()}{HEURISTIC[1:]}."
-        "\nSound margin: W with norms taken as equal, X with each model's own largest norms; where rows differ in "
-        "length, one k stands for all of them, and the margin is no bound.",
+        f"Separation at the mirrored percentiles (25, 10, 5, 0). {HEURISTIC[0].upper()}{HEURISTIC[1:]}.\nSound "
+        "margin: W with norms taken as equal, X with each model's own largest norms; where rows differ in "
+        "length, one k stands for all of them, and the margin is not a bound.",
     )
 
 

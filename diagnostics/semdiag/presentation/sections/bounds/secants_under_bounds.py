@@ -69,9 +69,9 @@ def secants_under_bounds(findings: Findings) -> Figure:
     scope = f"the {samples} evaluated inputs" if samples else "the evaluated inputs"
     return finished(
         figure,
-        f"within a block, left to right: {', '.join(GROUPS)}; the largest of a group's tensors. Constants speak "
-        f"about {scope} at this checkpoint, and about nothing else.\nGradient and secant are two measurements: "
-        "neither need be the larger (gradient of the mean loss over these inputs, secants over the first few).",
+        f"within a block, left to right: {', '.join(GROUPS)}; the largest of a group's tensors. Constants hold "
+        f"for {scope} at this checkpoint only.\nGradient and secant are two measurements: neither need be the "
+        "larger (gradient of the mean loss over these inputs, secants over the first few).",
     )
 
 

@@ -46,26 +46,26 @@ _QUESTIONS = (
         ),
         (
             "A constant is the largest over the evaluated inputs at this checkpoint, not over all inputs, nor "
-            "along training: it bounds the gradient there and is no Lipschitz constant of a region. The local "
-            "form takes the attention weights as they are, instead of the worst that δ, Δ and k allow. Gradient "
-            "and secant are lower ends of the true constant and not ordered among themselves.",
-            "The paper's form is one for all evaluated inputs together, of their largest norm, δ and load and "
-            "their smallest Δ. It is computed for its own equations (post-norm, no biases). Where a model differs,"
-            " the verdict says so: there the paper's theorem claims nothing.",
+            "along training: it bounds the gradient there and is not a Lipschitz constant of a region. The local "
+            "form takes the attention weights as they are, instead of the worst case that δ, Δ and k allow. "
+            "Gradient and secant are lower bounds of the true constant; either may be the larger.",
+            "The paper's form is one value for all evaluated inputs together, from their largest norm, δ and load "
+            "and their smallest Δ. It is computed for its own equations (post-norm, no biases). Where a model "
+            "differs, the verdict says so: there the paper's theorem claims nothing.",
         ),
     ),
     Question(
         "corollary",
-        "Has the mask the better guarantee?",
+        "Does the mask have the better guarantee?",
         (
             Shown(
                 corollary_conditions,
                 "Left sides of both conditions of Corollary 1 at percentiles 75, 90, 95 and 100 as bars around"
                 " 1, and the margins of the sound comparison as bars around 0, for each pair: {shown}.",
-                "Bars below the line say that the mask has the better worst-case guarantee at that percentile,"
-                " bars above that full attention has. Left is the paper's condition, right the comparison of "
-                "sound constants; where the two disagree, the paper's explanation rests on its form of ξ. Of "
-                "masks whose rows differ in length the right bars are no bounds: see the comparison by layers.",
+                "Bars below the line mean that the mask has the better worst-case guarantee at that percentile, "
+                "bars above that full attention has. Left is the paper's condition, right the comparison of sound "
+                "constants; where the two disagree, the paper's explanation rests on its form of ξ. For masks "
+                "whose rows differ in length the right bars are not bounds: see the comparison by layers.",
             ),
             Shown(
                 corollary_plane,

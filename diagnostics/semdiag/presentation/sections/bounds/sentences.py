@@ -27,13 +27,14 @@ def corollary_in_short(findings: Findings) -> list[str]:
     said = []
     if parts := _counts(heavy):
         said.append(
-            "Corollary 1, over pairs with top-k masks, percentiles 75 to 95 and both conditions: the mask has the "
-            f"better guarantee {parts}; which ones, and whether those masks learn faster, stands under the bounds."
+            "Corollary 1, over pairs with top-k masks, percentiles 75 to 95 and both conditions: the mask has "
+            f"the better guarantee {parts}; the section on the bounds says which, and whether those masks learn "
+            "faster."
         )
     if parts := _counts(control):
         said.append(
-            "The same of fixed masks, a control of which the corollary claims nothing: the mask's constants are "
-            f"the smaller ones {parts}."
+            "The same for fixed masks, a control about which the corollary claims nothing: the mask's constants "
+            f"are the smaller ones {parts}."
         )
     return said
 
@@ -84,12 +85,12 @@ def _constants(finding: Finding) -> str:
     """What became of the constants of Theorem 2 of one model."""
     n, name = finding.numbers, f"the {finding.form} constants of Theorem 2"
     assumed = finding.note.replace("assumption not met: ", "")
-    reason = f"; of what they assume this does not hold here: {assumed}" if assumed else ""
+    reason = f"; these assumptions do not hold here: {assumed}" if assumed else ""
     if finding.verdict is Verdict.VIOLATED:
         fault = "which contradicts the paper" if finding.form == "paper" else "which is an error of semdiag"
         return f"In {n['violated']:.0f} tensors the loss is steeper than {name}, {fault}{reason}."
     if finding.verdict is Verdict.NOT_MET and assumed:
-        return f"Nothing is said of {name}{reason}."
+        return f"Nothing can be said about {name}{reason}."
     if finding.verdict is not Verdict.HOLDS:
         return f"On {name}: {finding.verdict}{reason}."
     start = f"In {n['holds']:.0f} tensors the loss is no steeper than {name}"
@@ -107,10 +108,10 @@ def _corollary(judged: Sequence[Finding], fixed: bool) -> Iterator[str]:
             if parts:
                 yield _condition(form, parameter, parts, fixed)
             elif own:
-                yield f"Nothing conclusive {_GUARANTEE[parameter]}, {form} form: {own[0].note}."
+                yield f"Inconclusive {_GUARANTEE[parameter]}, {form} form: {own[0].note}."
     for f in judged:
         if f.claim == NOT_COMPARABLE:
-            yield f"Nothing conclusive: {f.note}."
+            yield f"Inconclusive: {f.note}."
 
 
 def _side(value: float) -> str:

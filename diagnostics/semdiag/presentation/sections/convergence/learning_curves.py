@@ -62,7 +62,7 @@ def learning_curves(findings: Findings) -> Figure:
         figure,
         "above the panel: epochs to this training accuracy, seed by seed; markers: the same. thick: training, "
         "thin: held-out; from three seeds on the lower median, with their range as a band, in which a run that "
-        "stopped when it had arrived keeps its last accuracy",
+        "stopped at the target keeps its last accuracy",
     )
 
 

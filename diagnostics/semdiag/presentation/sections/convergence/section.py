@@ -33,29 +33,29 @@ _QUESTIONS = (
                 learning_curves,
                 "Training and held-out accuracy against epochs, one panel per task, median and range over seeds "
                 "for each attention: {shown}.",
-                "Thick lines are training accuracy, of each run or from three seeds on their median with their "
-                "range; markers on the dashed line are the epochs at which single runs arrive. A curve that ends "
-                "below the line belongs to a run that never arrived in the epochs it was given.",
+                "Thick lines are training accuracy: of each run or, from three seeds on, their median with their "
+                "range. Markers on the dashed line are the epochs at which single runs reach the target. A curve "
+                "that ends below the line belongs to a run that did not reach it in its epochs.",
             ),
             Shown(
                 speed_up,
                 "Speed-up over full attention by task and attention, logarithmic axis with a line at 1, arrows "
                 "where only a bound is known: {shown}.",
                 "Points above the line learned in fewer epochs than full attention of the same seed. An arrow "
-                "says that one run never arrived: the true speed-up lies in its direction, however far.",
+                "means that one run never reached the target: the true speed-up lies somewhere in its direction.",
             ),
             Shown(
                 speed_up_against_dispersion,
                 "Speed-up over full attention against the ratio of median dispersions at the last checkpoint, "
                 "logarithmic axes: {shown}.",
                 "If a smaller dispersion went with faster learning, points would fall from the upper left to the "
-                "lower right. Bars are intervals over inputs only. Runs of one attention are no independent "
-                "points: what goes with speed is asked of masks, with --predictors.",
+                "lower right. Bars are intervals over inputs only. Runs of one attention are not independent "
+                "points: --predictors tests across masks what goes with speed.",
             ),
         ),
         (
-            "Runs that never arrive are censored, not dropped: medians of epochs are Kaplan–Meier's, medians of "
-            "speed-ups are ranges if a bound leaves them open.",
+            "Runs that never reach the target are censored, not dropped: medians of epochs are Kaplan–Meier "
+            "estimates, and medians of speed-ups are ranges where only a bound is known.",
             "Intervals over seeds are order statistics and hold for any distribution; their confidence is given "
             "because with few seeds it is low. One seed has no interval.",
             "Epochs are counted, not seconds. A correlation of final checkpoints' dispersion with speed does not "

@@ -117,5 +117,5 @@ def _reservations(findings: Findings, found: pd.DataFrame) -> list[str]:
         )
     left_out = findings.measurements.provenance.get("left_out", [])
     if left_out:
-        said.append(f"Left out, since they bring no training history: {', '.join(left_out)}.")
+        said.append(f"Left out, because they have no training history: {', '.join(left_out)}.")
     return said

@@ -43,7 +43,7 @@ def speed_up(findings: Findings) -> Figure:
     if pairs.empty:
         raise NothingToDrawError("No run has a full-attention run of the same setting and seed.")
     if (pairs["known"] == "unknown").all():
-        raise NothingToDrawError("Neither full attention nor any other arrived: nothing is known of a speed-up.")
+        raise NothingToDrawError("Neither full attention nor any other reached the target: no speed-up is known.")
     seeds = over_seeds(found, pairs)
     figure, (ax,) = panel_grid(1, height=3.6)
     groups = list(dict.fromkeys(pairs["group"]))
@@ -62,9 +62,9 @@ def speed_up(findings: Findings) -> Figure:
     ax.set_ylabel(f"speed-up over full attention\n(epochs to {target_words(findings)}, ratio)")
     return finished(
         figure,
-        f"{targets_sentence(findings)} point: one seed; arrow: only this bound is known, one run never "
-        "arrived; bar: interval of the median over seeds (order statistics; its confidence stands beside it), "
-        "none for one seed; ?: neither arrived",
+        f"{targets_sentence(findings)} point: one seed; arrow: only this bound is known, because one run never "
+        "reached the target; bar: interval of the median over seeds (order statistics; its confidence stands "
+        "beside it), none for one seed; ?: neither reached it",
     )
 
 

@@ -35,9 +35,7 @@ def speed_up_against_dispersion(findings: Findings) -> Figure:
     table = findings(speed_dispersion_table)
     table = table[(table["known"] != "unknown") & (table["ratio"] > 0)]
     if table.empty:
-        raise NothingToDrawError(
-            "There is no pair of runs of which a speed-up and a ratio of dispersions are known."
-        )
+        raise NothingToDrawError("There is no pair of runs whose speed-up and ratio of dispersions are known.")
     figure, (ax,) = panel_grid(1, height=4.0)
     ax.set_xscale("log")
     ax.set_yscale("log")
@@ -66,7 +64,7 @@ def speed_up_against_dispersion(findings: Findings) -> Figure:
     return finished(
         figure,
         f"{targets_sentence(findings)} {numbers}. bars: 95 % intervals over sequences (200 resamplings of "
-        f"{samples} samples); hollow with arrow: a bound, one run never arrived",
+        f"{samples} samples); hollow with arrow: a bound, because one run never reached the target",
     )
 
 

@@ -39,8 +39,8 @@ _PAIRED = (
     "other's mask."
 )
 _POOLED = (
-    "Percentiles pool the queries of all layers and heads; the 95th percentile of two models need not come "
-    "from the same layer. The maximum (p100) is one single query and is shown, not judged."
+    "Percentiles pool the queries of all layers and heads; the 95th percentiles of two models need not come from "
+    "the same layer. The maximum (p100) is one single query, so it is shown but not judged."
 )
 _QUESTIONS = (
     Question(
@@ -60,10 +60,10 @@ _QUESTIONS = (
                 dispersion_by_layer,
                 "Distribution of the semantic dispersion δ in nats per layer, as nested boxes on a "
                 "logarithmic axis, attention kinds side by side: {shown}.",
-                "Look for layers in which full attention (δₛ, over all keys) stands far above the sparse "
-                "models (δₕ, over the kept keys): there the scores spread most. Where an initialisation is "
-                "shown in a panel of its own, compare with it: what is already there before training is "
-                "owed to the mask, not to learning.",
+                "Look for layers in which full attention (δₛ, over all keys) stands far above the sparse models "
+                "(δₕ, over the kept keys): there the scores spread most. Where an initialisation is shown in a "
+                "panel of its own, compare with it: what is already there before training comes from the mask, "
+                "not from learning.",
             ),
             _BY_KEYS,
         ),
@@ -89,9 +89,8 @@ _QUESTIONS = (
             ),
         ),
         (
-            "The intervals speak about other inputs of the same kind, not about other seeds or training "
-            "runs. Queries of one sequence depend on each other, therefore sequences are drawn, never "
-            "single queries.",
+            "The intervals are about other inputs of the same kind, not about other seeds or training runs. "
+            "Queries of one sequence depend on each other, therefore sequences are drawn, never single queries.",
             "Layer n of one model and layer n of another are matched by position; nothing says that they do "
             "the same work.",
         ),

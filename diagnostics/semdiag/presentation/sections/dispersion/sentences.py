@@ -11,12 +11,12 @@ from semdiag.findings.findings import Findings
 from semdiag.findings.pairing import attention_word
 
 _NO_PAIR = (
-    "Nothing is compared: there is no full and top-k model of the same task, seed, size, setting and snapshot. "
-    "The figures show each model by itself."
+    "Nothing is compared: there is no pair of a full and a top-k model of the same task, seed, size, setting and "
+    "snapshot. The figures show each model by itself."
 )
 _NOT_JUDGED = (
-    "Pairs of models are not judged: a verdict rests on every query, and of these only some were drawn or kept. "
-    "The figures show each model by itself."
+    "Pairs of models are not judged: a verdict needs every query, but only some were drawn or kept. The figures "
+    "show each model by itself."
 )
 
 
@@ -62,7 +62,7 @@ def span_sentence(findings: Findings, model: str) -> str:
     """
     delta, keys = (findings(pooled_percentiles, name)[model] for name in ("dispersion", "keys"))
     if math.isnan(delta["p50"]):
-        return f"{model}: its dispersion is no number."
+        return f"{model}: its dispersion is not a number."
     return (
         f"{model}: the scores of a query span {delta['p50']:.3g} nats at the median and "
         f"{delta['p95']:.3g} at the 95th percentile, over {keys['p50']:g} keys at the median."

@@ -14,16 +14,16 @@ _QUESTIONS = (
                 heads_map,
                 "Coloured cells, layers by heads: median dispersion in nats, entropy of the attention weights, "
                 "weight on the first key, weight on the k largest scores: {shown}.",
-                "Look for a head unlike its neighbours. A large δ with a small entropy is a head that picks "
-                "single keys; an entropy near the logarithm of the number of keys one that averages; much weight "
-                "on the first key may be a sink, on which queries park what they have no use for, or a token that "
-                "the task needs.",
+                "Look for a head unlike its neighbours. A large δ with a small entropy means a head that picks "
+                "single keys; an entropy near the logarithm of the number of keys means one that averages. Much "
+                "weight on the first key may be a sink, where queries put weight that they have no use for, or a "
+                "token that the task needs.",
             ),
         ),
         (
-            "Medians and means over all queries of a head. Single queries stand in data/ with --keep-queries.",
-            "The first key is the first that is no padding. A sink elsewhere, as a separator, does not show; a "
-            "learnt logit in the softmax's denominator is no key, and part of the entropy.",
+            "Medians and means over all queries of a head. With --keep-queries, data/ holds the single queries.",
+            "The first key is the first that is not padding. A sink elsewhere, such as a separator, does not "
+            "show. A learnt logit in the softmax's denominator is not a key, but is part of the entropy.",
         ),
     ),
 )

@@ -46,7 +46,7 @@ def loss_change(findings: Findings) -> Figure:
     """
     again = findings(change_table)
     if again.empty:
-        raise NothingToDrawError("No model was run with masks: semdiag k-sweep MODEL --rerun does.")
+        raise NothingToDrawError("No model was run with masks. To do so: semdiag k-sweep MODEL --rerun.")
     again = again[again["mask"].isin(("topk", "random"))].sort_values("k").replace([np.inf, -np.inf], np.nan)
     labels = {
         model: label
@@ -83,14 +83,14 @@ def loss_change(findings: Findings) -> Figure:
     for ax in axes if drawn else ():  # masks that drop nothing have no weight, and changes may be no numbers
         ax.set_xlim(drawn[0].get_xlim())
     controls = (
-        " Dotted: as many random keys; thin dashes: if the change followed the weight dropped."
+        " Dotted: as many random keys; thin dashes: what the change would be if it followed the weight dropped."
         if len(labels) <= _FEW
         else ""
     )
     return finished(
         figure,
-        "Bands: 95 % intervals over samples. The line across: the change that counts as none; below it the axis "
-        f"is linear, above logarithmic.{controls} Weight: mean over queries with more than k keys.",
+        "Bands: 95 % intervals over samples. Horizontal line: the largest change that counts as none; the axis "
+        f"is linear below it and logarithmic above.{controls} Weight: mean over queries with more than k keys.",
     )
 
 

@@ -32,15 +32,15 @@ def k_sweep_tables(findings: Findings, alone: bool) -> dict[str, pd.DataFrame]:
 _QUESTIONS = (
     Question(
         "k-sweep",
-        "Would sparse attention do in this model, and with which k?",
+        "Is sparse attention enough in this model, and with which k?",
         (
             Shown(
                 loss_change,
                 "Against k, what running the models with real masks changed, with 95 % intervals and as many "
                 "random keys as a control, beside the attention weight that the masks keep: {shown}.",
                 "Look for the smallest k from which on the whole band is below the dashed line: that many keys "
-                "per query do. Where the change falls sooner or later than the weight dropped would have it, the "
-                "weight is no proxy for the loss.",
+                "per query are enough. Where the change does not follow the weight dropped, the weight is not a "
+                "proxy for the loss.",
             ),
             Shown(
                 k_sweep,
@@ -53,7 +53,7 @@ _QUESTIONS = (
         ),
         (
             "This is a comparison within a model, on its own scores. A model trained with that k has other "
-            "scores: the sections above that compare trained models are about that.",
+            "scores: see the sections above that compare trained models.",
             "Percentiles of δ, Δ and load are combined although they come from different queries, as the paper "
             "does: that is a heuristic.",
             "Small k meets the paper's condition easily because δₕ(1) = 0: a mask that keeps one key has no "

@@ -21,12 +21,12 @@ _ROUNDING = 5e-5  # nats: what is smaller is rounding, or might as well be
 _WHY = {
     "near_uniform": "the attention is near uniform, half of the queries weigh their keys almost evenly",
     "chance": "the model predicts no better than chance (untrained?)",
-    "control": "as many random keys do as little harm: what is measured does not hang on the attention",
-    "drops_nothing": "no query has more keys than the k that were run, which drop nothing",
+    "control": "as many random keys do as little harm: what is measured does not depend on the attention",
+    "drops_nothing": "no query has more keys than any k that was run, so nothing was dropped",
     "few_samples": "too few samples for an interval",
-    "not_finite": "what k = {k} changes is no finite number (outputs are NaN or infinite, their norm is 0, or a "
-    "probability becomes 0)",
-    "fixed_mask": "its mask ranks no scores",
+    "not_finite": "the change at k = {k} is not a finite number (outputs are NaN or infinite, their norm is 0, or "
+    "a probability becomes 0)",
+    "fixed_mask": "its mask does not rank keys by their scores",
     "own_mask": "it was trained to keep its k largest scores, and was not run with fewer",
     "not_measured": "it was not measured",
 }
@@ -41,13 +41,13 @@ def verdict_sentence(found: SparseVerdict, model: str) -> str:
     """
     if found.reason == "not_rerun":
         weight = (
-            f"no k up to the largest that was looked at keeps {MASS:.0%} of the weight"
+            f"no k up to the largest measured keeps {MASS:.0%} of the weight"
             if found.k is None
             else f"k = {found.k}{_share(found)} keeps {percent(found.mass, 1)}% of the weight"
         )
         return (
-            f"cannot tell before it is run: {weight}; what a mask costs is measured by semdiag k-sweep {model} "
-            "--rerun."
+            f"cannot tell before it is run with masks: {weight}; to measure what a mask costs: semdiag k-sweep "
+            f"{model} --rerun."
         )
     if found.reason:
         return f"cannot tell: {_WHY[found.reason].format(k=found.k)}."
@@ -101,30 +101,30 @@ def verdict_lines(findings: Findings, model: str) -> list[str]:
     lines = [verdict_sentence(found, model)]
     if found.samples:
         before = 0.0 if abs(found.before) < _ROUNDING else found.before
-        known = f"of {before:.4g} nats" if math.isfinite(before) else "that is no finite number"
-        what = f"a loss {known} without a mask; " if found.measure == "loss" else ""
+        known = f"{before:.4g} nats" if math.isfinite(before) else "not a finite number"
+        what = f" Without a mask the loss is {known}." if found.measure == "loss" else ""
         lines.append(
-            f"Run again on {found.samples} sample{'s' * (found.samples != 1)}: {what}a change up to "
-            f"{found.tolerance:g} counts as none, in the whole of its interval and for every larger k."
+            f"Run with masks on {found.samples} sample{'s' * (found.samples != 1)}.{what} A k is enough if the "
+            f"upper end of its interval, and of that of every larger k, is at most {found.tolerance:g}."
         )
     elif found.reason == "near_uniform":
-        lines.append(f"Its loss may tell, when it is run: semdiag k-sweep {model} --rerun.")
+        lines.append(f"Its loss may tell: semdiag k-sweep {model} --rerun.")
     if len(findings.measurements.budgets):
         lines += budget_lines(findings, model)
     if found.queries and not math.isnan(found.share):
         lines.append(
             f"Weight kept is the mean over {found.queries:,} queries with more than {keys_words(found.k or 0)}; "
-            f"{found.left_out:,} with at most as many are left out: a mask drops nothing of them."
+            f"{found.left_out:,} with no more keys are left out, as the mask drops nothing there."
         )
     facts = findings.measurements.models.set_index("model").loc[model]
     if facts["attention"] == "topk":
         run = found.samples or found.reason == "drops_nothing"
-        these = "everything is over the keys that it keeps" if run else "these are its scores"
+        these = "everything is computed over the keys that it keeps" if run else "these are its scores"
         lines.append(f"The model was trained with top-k attention, k = {facts['k']}: {these}.")
     if model in drawn(findings):
         lines.append(
-            "Queries were drawn: the weight kept is estimated from them, and the paper's conditions, which rest "
-            "on extremes and loads over every query, are not judged."
+            "Queries were drawn: the weight kept is estimated from them, and the paper's conditions, which need "
+            "extremes and loads over every query, are not judged."
         )
     return lines + _conditions_lines(findings, model, found.k)
 

@@ -17,7 +17,7 @@ def learning_in_short(findings: Findings) -> list[str]:
             for run in runs
         ]
         said.append(f"{panel.title}, 95 % training accuracy: {', '.join(parts)}.")
-    said = said or ["Nothing is known of the training: no model brings its history."]
+    said = said or ["Nothing is known of the training: no model has a training history."]
     return [*said, *reach_sentences(findings)]
 
 

@@ -28,7 +28,7 @@ def training_curves(findings: Findings) -> Figure:
     """
     groups = training_runs(findings)
     if not groups:
-        raise NothingToDrawError("No model brings its training history.")
+        raise NothingToDrawError("No model has a training history.")
     figure, axes = panel_grid(len(_COLUMNS) * len(groups), height=2.3, sharey=False, columns=len(_COLUMNS))
     for place, (panel, runs) in enumerate(groups):
         row = axes[len(_COLUMNS) * place : len(_COLUMNS) * (place + 1)]

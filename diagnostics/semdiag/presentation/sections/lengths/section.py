@@ -30,8 +30,8 @@ _QUESTIONS = (
         ),
         (
             "Inputs are fresh samples of the task, without padding, from a generator that training never used.",
-            "Longer inputs stand at sinusoidal positions that training never showed; global tokens move behind "
-            "the longest input, as the encoder places them. k stays what it was.",
+            "Longer inputs use sinusoidal positions that did not occur in training; global tokens move behind the "
+            "longest input, as the encoder places them. k stays the same.",
         ),
     ),
 )

@@ -94,6 +94,6 @@ def _note(findings: Findings) -> str:
         f"Gradients at the checkpoint and {draws} random parameters up to {radius:.2g} of each tensor's norm away "
         f"(seed {seed}), {samples} samples; secants in planes (all) and on lines. End point: reverse Weibull on "
         "maxima of 5 gradients, of the sampling law and not of the ball; it has no interval.\nBound: the largest "
-        "at the drawn parameters; it speaks about them and these samples. W_qk: queries and keys, V: values and "
+        "at the drawn parameters; it holds for them and these samples. W_qk: queries and keys, V: values and "
         "outputs, P and R: the MLP's matrices."
     )

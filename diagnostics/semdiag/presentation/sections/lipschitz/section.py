@@ -58,7 +58,7 @@ _QUESTIONS = (
             "Random directions are nearly orthogonal to the gradient, so secants lie far below gradient norms; "
             "an end point is that of the sampling law: none of these numbers is the supremum over the ball.",
             "With a top-k mask the loss jumps where a key is swapped: gradients do not see it, secants do.",
-            "The intervals speak about other random planes around these models, not about other training runs.",
+            "The intervals are about other random planes around these models, not about other training runs.",
         ),
     ),
 )

@@ -31,35 +31,35 @@ _QUESTIONS = (
                 masks_unchanged,
                 "Share of queries whose mask stays exactly the same under input noise, per layer, with 95 % "
                 "intervals and the certified share dotted: {shown}.",
-                "A curve near 1 belongs to a layer whose masks do not care about this noise. The dotted line is "
-                "what can be proven from Δ and the change of the scores alone; the space between it and the "
-                "curves are masks that survive without a proof.",
+                "A curve near 1 belongs to a layer whose masks this noise hardly changes. The dotted line is what "
+                "can be proven from Δ and the change of the scores alone; masks between it and the curves survive "
+                "without a proof.",
             ),
             Shown(
                 mask_reliability,
                 "Observed against predicted share of unchanged masks in ten bins of Δ over the standard "
                 "deviation of the boundary pair's change, one curve per noise level: {shown}.",
                 "On the dashed diagonal Δ says as much as the prediction Φ(Δ/sd) claims. Points below it lose "
-                "their masks to other pairs than the one at the boundary; above it, few large "
-                "changes, like those after a swap below, make the standard deviation larger than most changes.",
+                "their masks to other pairs than the one at the boundary; above it, a few large changes, like "
+                "those after a swap in an earlier layer, make the standard deviation larger than most changes.",
             ),
             Shown(
                 mask_heat_map,
                 "Share of unchanged masks as coloured cells, layers by noise levels, or by models: {shown}.",
-                "Read the layers in their order: noise is passed on from layer to layer, so that later masks "
-                "can change although nothing was added there. --at-block puts the noise into one block's input "
-                "and leaves those below clean.",
+                "Read the layers in their order: noise is passed on from layer to layer, so later masks can "
+                "change although nothing was added there. --at-block adds the noise to the input of one block and "
+                "leaves earlier blocks clean.",
             ),
         ),
         (
             "A full-attention model drops no key. The mask judged there is the one that top-k would choose from "
-            "its scores; nothing of that model's output depends on it. Masks that do not depend on the input "
+            "its scores; that model's output does not depend on it. Masks that do not depend on the input "
             "(banded, block-local) cannot change: not applicable.",
             "Certified means: max dz − min dz over all allowed keys is below Δ, which proves S′ = S. A certified "
             "mask that changed would be an error of semdiag; such rows are counted and named above. In float32 "
             "the certificate leaves room for rounding.",
             "The noise is Gaussian and isotropic; that of training data or of an adversary is neither. Intervals "
-            "speak about other inputs of the same kind, not about other seeds of the training.",
+            "are about other inputs of the same kind, not about other seeds of the training.",
         ),
     ),
 )

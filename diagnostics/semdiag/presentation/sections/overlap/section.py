@@ -52,7 +52,7 @@ def overlap_sentences(findings: Findings) -> list[str]:
         said.append(
             f"{label}{supposed}: mean Jaccard index of the kept keys of {', of '.join(parts)}."
             if parts
-            else f"{label}{supposed}: no query drops a key at two places that could be compared."
+            else f"{label}{supposed}: no query drops a key at both of two places, so nothing can be compared."
         )
     return said
 
@@ -73,11 +73,11 @@ _QUESTIONS = (
         ),
         (
             "A model that keeps every key has no masks: those that top-k would choose from its scores are "
-            "compared, and nothing of its output depends on them. Queries with too few keys to drop one are left "
+            "compared, and its output does not depend on them. Queries with too few keys to drop one are left "
             "out.",
             "The index counts keys, not weights: two heads may share all but the key that matters. Masks that do "
             "not depend on the input overlap by construction.",
-            "Intervals resample sequences; they speak about other inputs of the same kind.",
+            "Intervals resample sequences; they are about other inputs of the same kind.",
         ),
     ),
 )

@@ -33,7 +33,7 @@ def predictor_cells(findings: Findings) -> Figure:
     table = table.assign(x=x, y=y, masks=masks)
     table = table[table["masks"] > 1]
     if table.empty:
-        raise NothingToDrawError("No task has two masks of which a candidate is known.")
+        raise NothingToDrawError("No task has two masks for which a candidate is known.")
     shown = [*table["candidate"].unique()]
     figure, axes = panel_grid(len(shown), height=2.1, columns=_COLUMNS)
     for ax, candidate in zip(axes, shown, strict=True):

@@ -27,7 +27,7 @@ def predictors(findings: Findings) -> Figure:
     table = findings(predictor_table)
     table = table[table["outcome"] == next(iter(OUTCOMES))]
     if table.empty or table["rho"].isna().all():
-        raise NothingToDrawError("No task has 5 masks of which all candidates are known.")
+        raise NothingToDrawError("No task has 5 masks for which all candidates are known.")
     names = [*table["candidate"].unique()]
     figure, axes = panel_grid(len(STAGES), height=1.2 + 0.25 * len(names))
     for ax, stage in zip(axes, STAGES, strict=True):

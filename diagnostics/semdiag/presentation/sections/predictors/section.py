@@ -16,9 +16,9 @@ _QUESTIONS = (
                 predictors,
                 "Rank correlation of each candidate with the area under the training-loss curve, at the "
                 "initialisation and at matched loss, with intervals and a line at 0: {shown}.",
-                "A point right of 0 says: the larger the number, the slower the mask learns. Filled points remain "
-                "after correction for the number of candidates and stages tried; a bar is what other masks could "
-                "have given.",
+                "A point right of 0 means: the larger the number, the slower the mask learns. Filled points are "
+                "significant after correction for the number of candidates and stages tried; a bar shows what "
+                "other masks could have given.",
             ),
             Shown(
                 predictor_cells,

@@ -45,9 +45,9 @@ _QUESTIONS = (
                 key_load,
                 "Share of keys that at least x queries keep, logarithmic axis, with k and the largest load "
                 "marked: {shown}.",
-                "Read a curve from left to right: how many keys are kept by at least that many queries. A "
-                "curve that falls at k keeps every key about as often; a long tail means sinks, few keys that "
-                "many queries rely on, beside keys that nobody reads.",
+                "Read a curve from left to right: how many keys are kept by at least that many queries. A curve "
+                "that falls at k keeps every key about as often; a long tail means sinks, a few keys that many "
+                "queries rely on, beside keys that no query keeps.",
             ),
         ),
         (

@@ -26,9 +26,9 @@ def separation_in_short(findings: Findings) -> list[str]:
 def _separation(findings: Findings, model: str) -> str:
     """Median and lower end of one model's Δ and its busiest key, or why they are no numbers."""
     if diverged(findings, model):
-        return "neither the separation Δ nor key loads are numbers, for attention scores are NaN or infinite."
+        return "the separation Δ and the key loads are unknown, because attention scores are NaN or infinite."
     table, loads = (findings(pooled_percentiles, name)[model] for name in ("separation", "load"))
-    said = "no query drops a key, so that the separation Δ is undefined"
+    said = "no query drops a key, so the separation Δ is undefined"
     if table["undefined"] < table["queries"]:
         said = (
             f"the separation Δ has the median {table['p50']:.2g} nats, 5 % of the queries lie below "

@@ -32,10 +32,10 @@ _QUESTIONS = (
                 "logarithmic axes, "
                 "in the paper's form and the sound one, with measured secants of full attention and fixed masks: "
                 "{shown}.",
-                "Every point, a measured change of attention over the change of its scores, must lie below the"
-                " solid curve, the smallest constant that holds for all rows of that δ. Where the paper's "
-                "dashed curve lies below it (shaded) it is no upper bound, even if no point exceeds it; those "
-                "that do are ringed. Further right it grows without end while the sound constant stays at ½.",
+                "Every point, a measured change of attention over the change of its scores, must lie below the "
+                "solid curve, the smallest constant that holds for all rows of that δ. Where the paper's dashed "
+                "curve lies below it (shaded) it is not an upper bound, even if no point exceeds it; points that "
+                "do are ringed. Further right it grows without limit, while the sound constant stays at ½.",
             ),
             Shown(
                 attention_response,
@@ -48,11 +48,11 @@ _QUESTIONS = (
             ),
         ),
         (
-            "A constant bounds the worst pair of rows; the response is an average under one kind of noise "
-            "(level, samples and draws stand on the figures). A small δ can lower the first and leave the "
-            "second high.",
-            "ξ bounds the attention weights by the change of the scores. How much noise at the input changes "
-            "the scores depends on the layers below and on Γ, which ξ does not know.",
+            "A constant bounds the worst pair of rows; the response is an average under one kind of noise (level, "
+            "samples and draws are given on the figures). A small δ can lower the first and leave the second "
+            "high.",
+            "ξ bounds the attention weights by the change of the scores. How much noise at the input changes the "
+            "scores depends on the earlier layers and on Γ, which ξ does not contain.",
             "The heavy-hitter form takes δ as the larger and Δ as the smaller of both rows; rows with Δ ≤ 0 do"
             " not meet its assumptions and are counted, not judged.",
         ),

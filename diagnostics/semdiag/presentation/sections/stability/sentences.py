@@ -23,8 +23,8 @@ def stability_in_short(findings: Findings) -> list[str]:
             continue
         fixed = ", all of fixed masks" if counts["violated"] and counts["violated"] == counts["fixed"] else ""
         parts.append(
-            f"{counts['violated']:,} of {counts['rows']:,} exceed {name}{fixed} ({counts['vacuous']:,} could not: "
-            "their constant is ½ or more)"
+            f"{counts['violated']:,} of {counts['rows']:,} exceed {name}{fixed} ({counts['vacuous']:,} cannot: "
+            "their constant is ½ or more, so the bound is vacuous)"
         )
     return [f"Softmax stability, measured pairs of rows: {'; '.join(parts)}."] if parts else []
 
@@ -70,7 +70,7 @@ def _softmax(finding: Finding) -> str:
         start = f"{name} is exceeded by {int(n['violated']):,} of {rows:,} measured pairs of rows"
         return f"{start[0].upper()}{start[1:]} ({highest}{unmet}), {fault}."
     if not rows:
-        return f"{name[0].upper()}{name[1:]} speaks about no measured pair of rows: {finding.note}."
+        return f"{name[0].upper()}{name[1:]} applies to no measured pair of rows: {finding.note}."
     tail = f"; for {int(n['vacuous']):,} it is no less than the trivial ½" if n["vacuous"] else ""
     if n.get("below the sound form"):
         tail += f"; for {int(n['below the sound form']):,} it lies below the sound form and promises too much"

@@ -31,7 +31,7 @@ _QUESTIONS = (
                 "scores of the same rows, per layer: {shown}.",
                 "Within one and the same full model: the spread of all its scores beside the spread of its k "
                 "largest only. It shows what a top-k mask would leave of this model's dispersion without training "
-                "it anew; it is no comparison between trained models.",
+                "it anew; it does not compare trained models.",
             ),
             Shown(
                 mass_kept,
@@ -61,8 +61,8 @@ _QUESTIONS = (
             ),
         ),
         (
-            "A counterfactual within one trained model: nobody trained it with a mask. A model trained with one "
-            "moves its scores; how far, only training tells.",
+            "A counterfactual within one trained model, which was not trained with a mask. Training with a mask "
+            "would move its scores; how far, only training can tell.",
             "Queries with at most k keys lose none: their δₕ(k) is δₛ, they keep all weight and have no "
             "separation.",
         ),

@@ -27,7 +27,7 @@ def within_sentences(findings: Findings) -> list[str]:
         said.append(span_sentence(findings, model))
         ks = [k for k in counterfactual_ks(own) if f"mass_k{k}" in own]
         said += [_one_k(findings, model, k) for k in ks]
-        said += ["This is a counterfactual within the model: nobody trained it with a mask."] if ks else []
+        said += ["This is a counterfactual within the model, which was not trained with a mask."] if ks else []
     return said
 
 
@@ -35,7 +35,7 @@ def _one_k(findings: Findings, model: str, k: int) -> str:
     """What keeping the k largest scores would leave, of the queries that have more."""
     kept, whole = findings(what_k_keeps, model, k), findings(pooled_percentiles, "keys")[model]
     if not kept and diverged(findings, model):
-        return f"What a top-{k} mask would keep is no number: some of the model's scores are NaN or infinite."
+        return f"What a top-{k} mask would keep is unknown: some of the model's scores are NaN or infinite."
     if not kept and whole["p100"] > k:
         return (
             f"What a top-{k} mask would keep is not known: no query of the sample has more than {keys_words(k)}."
@@ -46,7 +46,7 @@ def _one_k(findings: Findings, model: str, k: int) -> str:
     mass, low, lowest, highest, share = (
         f"{percent(kept[name])}%" for name in ("mass", "mass_p5", "lowest", "highest", "share")
     )
-    sample = f", said of a random sample of {kept['sampled']:,}" if kept["sampled"] else ""
+    sample = f", from a random sample of {kept['sampled']:,}" if kept["sampled"] else ""
     ends = f"{lowest} in layer {kept['lowest_layer']} to {highest} in layer {kept['highest_layer']}"
     by_layer = f"; by layer, medians from {ends}" if kept["lowest_layer"] != kept["highest_layer"] else ""
     return (

@@ -373,7 +373,7 @@ def test_noise_that_reaches_no_attention_is_refused():
             return self.pictures(pixels).mean(1) + self.embedded(ids).mean(1)
 
     batch = {"pixels": torch.randn(5, 6, 8, dtype=torch.float64), "ids": texts()}
-    with pytest.raises(InputError, match="because noise behind its embedding moves queries and keys of none"):
+    with pytest.raises(InputError, match="because noise behind its embedding moves no queries or keys"):
         semdiag.mask_stability(Late(), batch, plan=PLAN)
 
 
