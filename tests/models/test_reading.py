@@ -35,7 +35,7 @@ def test_a_file_that_is_too_large_is_refused_unread(tmp_path):
     with (tmp_path / "endless.toml").open("wb") as file:
         file.truncate(2**40)  # a hole: it takes no place on the disk
     for read in (read_sweep_file, read_lines, read_checkpoint, reading.read_json):
-        with pytest.raises(InputError, match="has 1,099,511,627,776 bytes; of its kind"):
+        with pytest.raises(InputError, match="has 1,099,511,627,776 bytes; files of its kind"):
             read(tmp_path / "endless.toml")
 
 

@@ -88,7 +88,7 @@ class LoadedModel:
         if isinstance(self.module, Encoder):
             return self.module
         raise InputError(
-            f"{self.path} is a {type(self.module).__name__}: this command needs one of semdiag's encoders, whose "
+            f"{self.path} is a {type(self.module).__name__}: this needs one of semdiag's encoders, whose "
             "every part is known. These work on any model: semdiag info, dispersion, separation, stability, "
             "mask-stability, k-sweep, overlap, report, and check with --rule or --baseline."
         )

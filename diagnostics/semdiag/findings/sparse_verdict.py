@@ -1,4 +1,4 @@
-"""Would sparse attention do, and with which k? Plausible, not without loss, or nobody can tell."""
+"""Is sparse attention enough, and with which k? Plausible, not without loss, or nobody can tell."""
 
 import math
 from dataclasses import asdict, dataclass

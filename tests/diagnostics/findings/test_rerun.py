@@ -1,4 +1,4 @@
-"""Would sparse attention do? The verdict on made-up sweeps and reruns, and its sentence."""
+"""Is sparse attention enough? The verdict on made-up sweeps and reruns, and its sentence."""
 
 import math
 

@@ -81,5 +81,5 @@ def test_samples_of_nothing_but_padding_have_no_loss(encoder):
     assert classes.tolist() == [0, 1, 1, 0, 1, 0]
     with pytest.raises(InputError, match="no sample has a token"):
         usable_samples(encoder, ids[2:3], labels[2:3], "cpu")
-    with pytest.raises(InputError, match="brings no labels"):
+    with pytest.raises(InputError, match="has no labels"):
         usable_samples(encoder, ids, None, "cpu")

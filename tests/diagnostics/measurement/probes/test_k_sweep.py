@@ -180,7 +180,7 @@ def test_a_fixed_mask_is_not_swept(kind, wild_encoder, padded_tokens):
 
 
 def test_a_k_that_drops_nothing_is_refused(wild_encoder, padded_tokens):
-    with pytest.raises(InputError, match="below the number of keys, which is 12"):
+    with pytest.raises(InputError, match="below the number of keys, at most 12"):
         k_sweep(wild_encoder("full"), padded_tokens[0], None, KSweepPlan(12))
     with pytest.raises(InputError, match="at least 1"):
         KSweepPlan(0)

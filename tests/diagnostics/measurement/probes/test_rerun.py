@@ -368,7 +368,7 @@ def test_a_budget_file_reproduces_the_stated_loss(tmp_path):
     with pytest.raises(InputError, match="no budget called mass-50"):
         semdiag.read_budget(path, "mass-50")
     path.write_text("{}", encoding="utf-8")
-    with pytest.raises(InputError, match="is no budget"):
+    with pytest.raises(InputError, match="is not a budget"):
         semdiag.read_budget(path)
 
 

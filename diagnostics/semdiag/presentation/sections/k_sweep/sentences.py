@@ -1,4 +1,4 @@
-"""Would sparse attention do? The verdict in a sentence, and what stands behind it."""
+"""Is sparse attention enough? The verdict in a sentence, and what stands behind it."""
 
 import math
 from functools import partial

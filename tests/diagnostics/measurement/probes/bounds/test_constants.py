@@ -150,7 +150,7 @@ def test_that_the_constants_are_of_one_parameter_vector_is_returned(wild_encoder
     forms = network_forms(encoder, trace_inputs(encoder, padded_tokens[0]))
     for bound in (forms.sound, forms.paper, forms.local):
         assert any("one parameter vector" in a.statement for a in bound.assumptions)
-    assert "no Lipschitz constant of a region" in SCOPE  # printed under the tables
+    assert "not a Lipschitz constant of a region" in SCOPE  # printed under the tables
 
 
 def test_tables_have_their_columns_and_every_place_once(kind, wild_encoder, padded_tokens):

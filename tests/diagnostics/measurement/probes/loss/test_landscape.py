@@ -203,7 +203,7 @@ def test_wrong_options_are_refused(values, message):
 
 
 def test_the_loss_needs_labels(tiny_models, inputs):
-    with pytest.raises(InputError, match="brings no labels"):
+    with pytest.raises(InputError, match="has no labels"):
         landscape(tiny_models[0], inputs[0], options=FEW)
     with pytest.raises(InputError, match="number of samples is 0"):
         landscape(tiny_models[0], inputs[0][:0], options=LandscapePlan(metrics=("dispersion",)))
