@@ -695,7 +695,7 @@ def test_a_masked_softmax_that_meets_no_values_is_refused(other, k):
     with semdiag.capture(model) as calls:
         model(x)
     assert (len(calls), calls.other_softmaxes) == (1, 1)
-    said = "masking something else. the model itself: softmax .it was masked like attention, but its weights"
+    said = "something else. the model itself: softmax .it was masked like attention, but its weights were not seen"
     with torch.no_grad(), pytest.raises(InputError, match=said), sparsify(model, TopK(k)):
         model(x)
     with torch.no_grad(), sparsify(model, TopK(k), partial=True) as masked:
