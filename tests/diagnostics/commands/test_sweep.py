@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -39,10 +40,12 @@ def sweep(here, run_semdiag):
 
 
 def start(here, text, *options):
-    """The program in a process of its own."""
+    """The program in a process of its own, which hears Ctrl-C even if a shell runs the tests in the background."""
     (here / "sweep.toml").write_text(SIZES + text, encoding="utf-8")
     command = [sys.executable, "-c", CODE, "sweep", "sweep.toml", "--out", "out", *options]
-    return subprocess.Popen(command, cwd=here, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    heard = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, cwd=here, stdout=pipe, stderr=pipe, text=True, preexec_fn=heard)
 
 
 def table(here):
