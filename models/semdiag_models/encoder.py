@@ -14,6 +14,7 @@ from semdiag_models.attention.hashed_selection import hash_directions
 from semdiag_models.attention.kinds import ATTENTIONS, LOCAL
 from semdiag_models.attention.selected_attention import selected_attention
 from semdiag_models.attention.selection import random_priorities, select_keys
+from semdiag_models.attention.straight_through import straight_through_attention
 from semdiag_models.dropout import dropout
 from semdiag_models.model_config import ModelConfig
 from semdiag_models.positions import sinusoids
@@ -30,11 +31,12 @@ class AttentionCore(nn.Module):
     Args:
         p: dropout probability of the attention weights.
         everywhere: how many queries in front, and how many at the end, attend to all valid keys.
+        straight_through: whether in training the scores learn by :func:`straight_through_attention`.
     """
 
-    def __init__(self, p: float, everywhere: tuple[int, int] = (0, 0)) -> None:
+    def __init__(self, p: float, everywhere: tuple[int, int] = (0, 0), straight_through: bool = False) -> None:
         super().__init__()
-        self.p, self.everywhere = p, everywhere
+        self.p, self.everywhere, self.straight_through = p, everywhere, straight_through
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, valid: Tensor | None, selected: Tensor | None
@@ -55,6 +57,8 @@ class AttentionCore(nn.Module):
         p = self.p if self.training else 0.0
         if selected is None:
             return dense_attention(q, k, v, scale, valid, p)
+        if self.straight_through and self.training:
+            return straight_through_attention(q, k, v, scale, valid, selected, p)
         mixed = self.attend_selected(q, k, v, scale, selected, p)
         first, last = self.everywhere
         if first + last == 0:
@@ -89,7 +93,7 @@ class Attention(nn.Module):
         self.scale = config.inverse_temperature / math.sqrt(config.head_width)
         inner = config.heads * config.head_width
         self.qkv = nn.Linear(config.width, 3 * inner)
-        self.core = AttentionCore(config.dropout, everywhere)
+        self.core = AttentionCore(config.dropout, everywhere, config.score_gradient == "straight-through")
         self.out = nn.Linear(inner, config.width)
         centroids = None  # of routing attention: state, not a parameter; training moves them in every step
         if config.clusters is not None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from semdiag_models.frozen import Frozen, frozen_rows
 from semdiag_models.optimization import make_optimizer, product_precision, set_learning_rate
 from semdiag_models.random_state import RandomState, drawing_from
 from semdiag_models.step.stack import Stack
@@ -42,6 +43,8 @@ def train_epoch(
         trainer.begin_epoch()
         set_learning_rate(trainer.optimizer, trainer.learning_rate)
         _load_optimizer(optimizer.state[parameters], stack, i, trainer)
+    frozen_parts = frozen_rows(first.encoder, first.training).items()
+    frozen = Frozen((parameters, stack.rows(name, count)) for name, count in frozen_parts)
     orders = []
     for i in range(len(trainers)):
         with drawing_from(states, i, first.device):
@@ -54,8 +57,10 @@ def train_epoch(
         for batch in torch.split(torch.stack(orders), first.training.batch_size, dim=1):
             total += stack.differentiate(tokens[member, batch], labels[member, batch], padded)
             with torch.inference_mode():  # no bookkeeping for torch's differentiation
+                frozen.drop_gradients()
                 stack.clip_gradients(first.training.gradient_clip)
                 optimizer.step()
+                frozen.restore(optimizer)
             for trainer in trainers:
                 after_batch(trainer)
     totals: list[float] = total.tolist()

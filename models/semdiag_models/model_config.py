@@ -16,6 +16,10 @@ NORMS = {
     "pre": "x + attention(norm(x)), then x + mlp(norm(x)): the paper's code",
     "post": "norm(x + attention(x)), then norm(x + mlp(x)): the paper's equations",
 }
+SCORE_GRADIENTS = {
+    "exact": "the derivative of the forward pass: scores of keys that are left out have none",
+    "straight-through": "of topk, in training: forward the k largest, backward the softmax over all keys",
+}
 POOLINGS = {
     "mean": "the mean over all tokens that are not PAD",
     "cls": "the output of a learnt token in front of the input",
@@ -34,6 +38,7 @@ _IN_THE_LABEL = {
     "hashes": "",
     "clusters": "clusters-",
     "centroid_decay": "decay-",
+    "score_gradient": "",
 }
 _LEAST_DROPOUT = 1e-9  # gaps between drops are counted in 64 bits
 
@@ -74,11 +79,15 @@ class ModelConfig(Record):
     hashes: str = "shared"  # of lsh, a key of HASHES
     clusters: int | None = None  # of routing; None: one for every k tokens
     centroid_decay: float = 0.999  # of routing: what a centroid keeps of its old place in a training step
+    score_gradient: str = "exact"  # of topk, a key of SCORE_GRADIENTS: how its scores learn
 
     def __post_init__(self) -> None:
         if self.attention not in ATTENTIONS:
             raise unknown_name("attention", self.attention, ATTENTIONS)
-        named = (("activation", ACTIVATIONS), ("norm", NORMS), ("pooling", POOLINGS), ("hashes", HASHES))
+        named = (
+            *(("activation", ACTIVATIONS), ("norm", NORMS), ("pooling", POOLINGS), ("hashes", HASHES)),
+            ("score_gradient", SCORE_GRADIENTS),
+        )
         for name, known in named:
             if getattr(self, name) not in known:
                 raise unknown_name(name, getattr(self, name), known)
@@ -128,6 +137,10 @@ class ModelConfig(Record):
             raise InputError(
                 f"Global tokens go with {' and '.join(LOCAL)} attention only. Got {self.global_tokens} with "
                 f"{self.attention} attention."
+            )
+        if self.score_gradient != "exact" and self.attention != "topk":
+            raise InputError(
+                f"Only topk attention takes score_gradient={self.score_gradient!r}. Got it with {self.attention}."
             )
         if not 0 <= self.selection_seed < 2**63:
             raise InputError(f"selection_seed must lie in 0 … 2^63 - 1. Got {self.selection_seed}.")

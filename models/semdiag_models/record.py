@@ -67,7 +67,8 @@ def _type_name(annotation: object) -> str:
 def _fits(value: object, annotation: str) -> bool:
     """Whether a plain value may stand in a field annotated like this."""
     if "tuple" in annotation:
-        return isinstance(value, list | tuple) and all(type(item) is int for item in value)
+        kind = str if "str" in annotation else int
+        return isinstance(value, list | tuple) and all(type(item) is kind for item in value)
     if isinstance(value, bool):
         return "bool" in annotation
     if isinstance(value, Record):

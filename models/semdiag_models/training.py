@@ -14,6 +14,7 @@ from semdiag_models.data import Split, draw_data, draw_fresh
 from semdiag_models.encoder import Encoder
 from semdiag_models.epoch import train_epoch
 from semdiag_models.errors import InputError
+from semdiag_models.frozen import Frozen, frozen_rows
 from semdiag_models.model_config import ModelConfig
 from semdiag_models.optimization import (
     check_precision,
@@ -212,21 +213,25 @@ class Trainer:
         set_learning_rate(self.optimizer, self.learning_rate)
         order = torch.randperm(self.training.train_samples, device=self.device)
         total = torch.zeros((), device=self.device)
+        rows = frozen_rows(self.encoder, self.training).items()
+        frozen = Frozen((self.encoder.get_parameter(name), slice(count)) for name, count in rows)
         with product_precision(self.training.precision):
             for batch in torch.split(order, self.training.batch_size):
-                total += self._step(batch)
+                total += self._step(batch, frozen)
                 after_batch()
         return float(total)  # the one moment in an epoch at which the device is waited for
 
-    def _step(self, batch: Tensor) -> Tensor:
+    def _step(self, batch: Tensor, frozen: Frozen) -> Tensor:
         parameters = list(self.encoder.parameters())
         with forward_precision(self.training.precision, self.device):
             logits = self._forward(self.train_split.tokens[batch], self.padded)
             loss = F.cross_entropy(logits, self.train_split.labels[batch])
         self.optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
+        frozen.drop_gradients()
         torch.nn.utils.clip_grad_norm_(parameters, self.training.gradient_clip, foreach=True)
         self.optimizer.step()
+        frozen.restore(self.optimizer)
         return loss.detach()
 
     @torch.no_grad()

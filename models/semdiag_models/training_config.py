@@ -21,6 +21,7 @@ PRECISIONS = {
     "tf32": "matrix products rounded to 19 bits; CUDA only",
     "bf16": "linear layers in 16 bits; parameters, attention, norms, loss and optimiser in float32",
 }
+FROZEN = {"qk": "query and key projections, W_q and W_k, with their biases"}
 _LARGEST_DATA = 10**9  # tokens of a run's samples, 8 GB
 
 
@@ -104,6 +105,7 @@ class TrainingConfig(Record):
     compiled: bool = False  # the steps go through torch.compile
     query_key_scale: float = 1.0  # factor on W_q, W_k and their biases at the initialisation
     fresh_samples: bool = False  # every epoch draws training samples of its own: the loss cannot fall by memory
+    frozen: tuple[str, ...] = ()  # keys of FROZEN: parameters that stay as they were initialised
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
@@ -131,6 +133,12 @@ class TrainingConfig(Record):
         if self.fresh_samples and self.text is not None:
             raise InputError("A text has no fresh samples: leave out --fresh-samples.")
         object.__setattr__(self, "snapshots", tuple(self.snapshots))
+        object.__setattr__(self, "frozen", tuple(self.frozen))
+        for part in self.frozen:
+            if part not in FROZEN:
+                raise unknown_name("frozen", part, FROZEN)
+        if len(set(self.frozen)) < len(self.frozen):
+            raise InputError(f"frozen names every part once. Got {', '.join(self.frozen)}.")
         if self.optimizer not in OPTIMIZERS:
             raise unknown_name("optimizer", self.optimizer, OPTIMIZERS)
         if self.precision not in PRECISIONS:

@@ -23,6 +23,7 @@ PAD = 4
 KINDS = {
     "full": {},
     "topk": {"k": 3},
+    "topk straight through": {"attention": "topk", "k": 3, "score_gradient": "straight-through"},
     "topk of many": {"attention": "topk", "k": 14},
     "bottomk": {"k": 3},
     "banded": {"k": 3},
@@ -143,14 +144,18 @@ class Dropping:
         scores = q @ k.mT / math.sqrt(self.c.head_width)
         if self.c.k is not None:
             selected = layer.select(q, k, None)
+            of_all = scores.softmax(-1)
             scores = scores + torch.full_like(scores, -math.inf).scatter(-1, selected, 0.0)
-        mixed = (scores.softmax(-1) * kept) @ v
+        weights = scores.softmax(-1)
+        if self.c.score_gradient == "straight-through":
+            weights = weights.detach() + of_all - of_all.detach()
+        mixed = (weights * kept) @ v
         return layer.out(mixed.transpose(1, 2).flatten(2))
 
 
 @pytest.mark.processor
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("kind", ["full", "topk", "banded", "random"])
+@pytest.mark.parametrize("kind", ["full", "topk", "topk straight through", "banded", "random"])
 def test_with_dropout_they_are_those_of_the_network_written_out(kind, activation):
     model = encoder(kind, dropout=0.2, activation=activation)
     tokens, labels = batch(model)

@@ -27,6 +27,7 @@ def train(
     hashes: options.Hashes = "shared",
     clusters: options.Clusters = None,
     centroid_decay: options.CentroidDecay = 0.999,
+    score_gradient: options.ScoreGradient = "exact",
     global_tokens: options.GlobalTokens = 0,
     blocks: options.Blocks = None,
     width: options.Width = None,
@@ -59,6 +60,7 @@ def train(
     precision: options.Precision = "float32",
     compiled: options.Compiled = False,
     query_key_scale: options.QueryKeyScale = None,
+    frozen: options.Frozen = "",
     fresh_samples: options.FreshSamples = False,
     snapshots: options.Snapshots = "",
     out: options.Out = None,
@@ -113,6 +115,7 @@ def train(
         "hashes": hashes,
         "clusters": clusters,
         "centroid_decay": centroid_decay,
+        "score_gradient": score_gradient,
         "blocks": blocks,
         "width": width,
         "mlp_width": mlp_width,
@@ -141,6 +144,7 @@ def train(
         "precision": precision,
         "compiled": compiled,
         "query_key_scale": query_key_scale,
+        "frozen": tuple(part.strip() for part in frozen.split(",") if part.strip()),
         "fresh_samples": fresh_samples,
     }
     model, training = configure(found, chosen)

@@ -60,6 +60,13 @@ CentroidDecay = Annotated[
         help="For routing: share of its old position that a centroid keeps at each step.", rich_help_panel=_MODEL
     ),
 ]
+ScoreGradient = Annotated[
+    str,
+    typer.Option(
+        help="For topk: exact, or straight-through (the scores learn as if every key were kept).",
+        rich_help_panel=_MODEL,
+    ),
+]
 GlobalTokens = Annotated[
     int,
     typer.Option(
@@ -220,6 +227,13 @@ QueryKeyScale = Annotated[
     float | None,
     typer.Option(
         help="Factor on W_q and W_k at the initialisation. Scores and δ change by its square. Default: 1.",
+        rich_help_panel=_OPTIMISATION,
+    ),
+]
+Frozen = Annotated[
+    str,
+    typer.Option(
+        help="What stays as it was initialised: qk (W_q and W_k, with their biases). Default: nothing.",
         rich_help_panel=_OPTIMISATION,
     ),
 ]

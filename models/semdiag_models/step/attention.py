@@ -111,6 +111,7 @@ class ShortAttention:
         self._fixed: dict[int, Tensor] = {}  # by length: keys that do not depend on the input
         self._saved: tuple[Tensor, ...] = ()
         self._drops: tuple[Tensor, Tensor] | None = None
+        self._of_all: Tensor | None = None  # the softmax over all keys, where the scores learn by it
 
     def forward(self, qkv: Tensor, valid: Tensor | None, training: bool, drops: Sequence[Tensor] = ()) -> Tensor:
         """See :meth:`LongAttention.forward`.
@@ -161,7 +162,8 @@ class ShortAttention:
             d_weights.view(-1).index_fill_(0, where, 0)
             weights.view(-1).index_copy_(0, where, kept)
         d_scores = self._members.scratch("by row", tuple(weights.shape))  # whose content has been laid out by key
-        torch._softmax_backward_data(d_weights, weights, 0, weights.dtype, grad_input=d_scores)
+        of_all = weights if self._of_all is None else self._of_all
+        torch._softmax_backward_data(d_weights, of_all, 0, weights.dtype, grad_input=d_scores)
         torch.baddbmm(d_q, d_scores.permute(1, 2, 0), k, beta=0, alpha=layer.scale, out=d_q)
         torch.baddbmm(d_k, d_scores.transpose(0, 1), q, beta=0, alpha=layer.scale, out=d_k)
         if not alone:
@@ -205,6 +207,9 @@ class ShortAttention:
         if keeps in ("largest", "smallest"):
             k, counts = min(layer.k, length), scores.new_tensor([length]) if valid is None else valid.sum(1)
             wanted = int((counts.clamp(max=k) + length - counts).sum()) * (scores[0].numel() // len(counts))
+            if layer.core.straight_through and layer.training:
+                of_all = self._members.kept("weights of all keys", tuple(scores.shape))
+                self._of_all = torch.softmax(scores, 0, out=of_all).nan_to_num_(0.0)
             if keeps == "largest":
                 return _largest(scores, k, wanted, self._members.scratch)
             kept = _largest(torch.where(scores == -math.inf, scores, -scores), k, wanted, self._members.scratch)

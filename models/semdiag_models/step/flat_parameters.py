@@ -67,6 +67,11 @@ class FlatParameters:
         for name, (start, shape) in self._places.items():
             yield name, rows[i, start : start + shape.numel()].view(shape)
 
+    def rows(self, name: str, count: int) -> tuple[slice, slice]:
+        """Where the first rows of a parameter of all encoders lie in a buffer laid out as ``parameters`` is."""
+        start, shape = self._places[name]
+        return slice(None), slice(start, start + count * shape[1:].numel())
+
     @torch.no_grad()
     def load(self) -> None:
         """Copy the encoders' parameters into the buffer."""

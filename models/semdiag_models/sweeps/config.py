@@ -20,8 +20,9 @@ _TEXT_KEYS = {"text": str, "holdout_text": str, "tokenizer": str, "vocabulary": 
 _DECISIVE = ("task", "attention")  # without them the other keys cannot be checked
 _TOGETHER = (  # legal only with others
     *_DECISIVE, "length", "k", "global_tokens", "selection_seed", "snapshots", "hash_rounds", "hash_bits",
-    "hashes", "clusters", "centroid_decay",
+    "hashes", "clusters", "centroid_decay", "score_gradient",
 )  # fmt: skip
+_LISTS = ("snapshots", "frozen")  # whose values are lists, and do not multiply the runs
 _OWN = ("vocabulary_size", "classes", "listops", "text")  # of the records, and not for the user to say
 KEYS = tuple(
     dict.fromkeys(
@@ -110,7 +111,7 @@ class _Reader:
         settings: Settings = {}
         for key, value in table.items():
             place = self._place(key, "", key)
-            if isinstance(value, list) and key != "snapshots":
+            if isinstance(value, list) and key not in _LISTS:
                 self.problems.append(f"{place}: a list multiplies the runs, and stands in [grid].")
             elif self._legal(key, value, place):
                 settings[key] = Setting(value, place)
@@ -185,8 +186,8 @@ def _count(table: dict[str, Any]) -> int:
 
 
 def _entries(key: str, value: Any) -> list[Any]:
-    """The values of a key; a list of epochs is one value of ``snapshots``."""
-    if key == "snapshots" and not (isinstance(value, list) and any(isinstance(v, list) for v in value)):
+    """The values of a key; a list of epochs is one value of ``snapshots``, one of names of ``frozen``."""
+    if key in _LISTS and not (isinstance(value, list) and any(isinstance(v, list) for v in value)):
         return [value]
     return value if isinstance(value, list) else [value]
 

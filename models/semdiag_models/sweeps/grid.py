@@ -23,6 +23,7 @@ _TEXT = ("text", "holdout_text", "tokenizer", "vocabulary")
 _IN_THE_NAME = (
     "task", "length", "attention", "k", "global_tokens", "seed", "selection_seed", "text", "listops",
     "hash_rounds", "hash_bits", "hashes", "clusters", "centroid_decay",
+    "score_gradient",
 )  # fmt: skip
 _LONGEST_NAME = 90  # without the hash; what does not fit is left out
 
@@ -109,7 +110,9 @@ def identity(model: ModelConfig, training: TrainingConfig) -> str:
 def _not_default(record: ModelConfig | TrainingConfig) -> dict[str, Any]:
     values = record.to_dict()
     for field in fields(record):
-        if field.default is not MISSING and values[field.name] == field.default:
+        # Of snapshots the empty list has been part of all hashes so far.
+        compared = values[field.name] if field.name == "snapshots" else getattr(record, field.name)
+        if field.default is not MISSING and compared == field.default:
             del values[field.name]
         elif "float" in str(field.type) and values[field.name] is not None:
             values[field.name] = float(values[field.name])  # 1 and 1.0 are one learning rate
@@ -131,7 +134,7 @@ def name_run(model: ModelConfig, training: TrainingConfig) -> str:
     )
     words = []
     for record, ordinary in zip((model, training), usual, strict=True):
-        for name, value in record.to_dict().items():
+        for name, value in vars(record).items():
             plain = TrainingConfig.optimizer if name == "optimizer" else getattr(ordinary, name)
             if name not in (*_IN_THE_NAME, *CONTINUABLE) and value != plain:
                 words.append(_word(name, value))
@@ -146,7 +149,8 @@ def name_run(model: ModelConfig, training: TrainingConfig) -> str:
 
 
 def _word(name: str, value: object) -> str:
-    text = value if isinstance(value, str) else name if value is True else f"{name}-{value}"
+    said = "-".join(value) if isinstance(value, tuple) else value
+    text = value if isinstance(value, str) else name if value is True else f"{name}-{said}"
     return re.sub(r"[^\w.-]+", "-", str(text)).replace("_", "-")
 
 

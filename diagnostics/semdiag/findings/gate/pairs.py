@@ -159,4 +159,7 @@ def partner_command(model: str) -> str:
 
 
 # What the counterpart has of its own, and what follows from the task.
-_NO_OPTIONS = ("attention", "k", "vocabulary_size", "classes", "first_norm_eps", "selection_seed", "task")
+_NO_OPTIONS = (
+    *("attention", "k", "score_gradient", "vocabulary_size", "classes", "first_norm_eps", "selection_seed"),
+    "task",
+)

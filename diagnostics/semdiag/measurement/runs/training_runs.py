@@ -15,11 +15,13 @@ from semdiag_models.training_config import TrainingConfig
 # What may differ between runs that are compared: the attention itself, and how long was trained.
 _ATTENTION = (
     "attention", "k", "global_tokens", "selection_seed", "inverse_temperature", "hash_rounds", "hash_bits",
-    "hashes", "clusters", "centroid_decay",
+    "hashes", "clusters", "centroid_decay", "score_gradient",
 )  # fmt: skip
 _NOT_A_SETTING = ("seed", "epochs", "snapshots", "until", "compiled")
 _COLUMNS = ("blocks", "heads", "width", "norm", "pooling")  # of the table of models
-_USUAL = {f.name: f.default for kind in (ModelConfig, TrainingConfig) for f in fields(kind)}
+_USUAL: dict[str, Any] = {  # as to_dict says it: tuples as lists
+    f.name: [] if f.default == () else f.default for kind in (ModelConfig, TrainingConfig) for f in fields(kind)
+}
 TARGET = 0.95  # training accuracy that counts as having learned, where nothing else is said
 FINISHED, STOPPED, UNFINISHED, NOT_BEGUN = "finished", "stopped at --until", "unfinished", "not begun"
 

@@ -108,13 +108,13 @@ DIFFERENT = {  # from the recipe of even-pairs in every option that full and top
     "train_samples": 200, "holdout_samples": 100, "seed": 3, "epochs": 2, "until": 0.9, "batch_size": 7,
     "optimizer": "adamw", "learning_rate": 0.003, "weight_decay": 0.02, "learning_rate_decay": 0.9,
     "gradient_clip": 0.7, "precision": "bf16", "compiled": True, "query_key_scale": 2.0, "fresh_samples": True,
-    "snapshots": (1, 2),
+    "snapshots": (1, 2), "frozen": ("qk",),
 }  # fmt: skip
 # Of the command: which attention, options of other attentions, of a text, and of the run and not of the model.
 OTHER = {
     "task", "attention", "k", "global_tokens", "hash_rounds", "hash_bits", "hashes", "clusters", "centroid_decay",
-    "text", "holdout_text", "tokenizer", "vocabulary", "seeds", "out", "resume", "overwrite", "device", "threads",
-    "quiet",
+    "score_gradient", "text", "holdout_text", "tokenizer", "vocabulary", "seeds", "out", "resume", "overwrite",
+    "device", "threads", "quiet",
 }  # fmt: skip
 
 
