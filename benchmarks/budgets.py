@@ -14,10 +14,10 @@ import torch
 
 import semdiag
 from semdiag.capturing.batches import split
-from semdiag.measurement.calls.running import running
-from semdiag.measurement.probes.budget_search import greedy
-from semdiag.measurement.probes.key_budgets import NeededKeys, Place, rules
-from semdiag.measurement.probes.rerun import mean_change, rerun, upper_change
+from semdiag.measuring.calls.running import running
+from semdiag.questions.k_sweep.measure.budget_search import greedy
+from semdiag.questions.k_sweep.measure.key_budgets import NeededKeys, Place, rules
+from semdiag.questions.k_sweep.measure.rerun import mean_change, rerun, upper_change
 
 SAMPLES, TOLERANCE, MOST_RUNS = 2000, 0.01, 200
 

@@ -16,7 +16,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from semdiag.measurement.probes.loss.landscape import LandscapePlan, landscape
+from semdiag.questions.landscape.measure import LandscapePlan, landscape
 from semdiag_models import Encoder, ModelConfig
 
 LENGTH, SAMPLES, CELLS = 40, 500, 9

@@ -9,10 +9,10 @@ from pathlib import Path
 import torch
 
 import semdiag
-from semdiag.findings.dispersion import pair_comparisons
-from semdiag.findings.findings import Findings
-from semdiag.measurement.conditions import Conditions
-from semdiag.measurement.survey import survey
+from semdiag.questions.dispersion.answer.comparisons import pair_comparisons
+from semdiag.measuring.findings.findings import Findings
+from semdiag.measuring.conditions import Conditions
+from semdiag.measuring.survey import survey
 
 checkpoints = Path(__file__).parents[1] / "checkpoints"
 pair = [checkpoints / f"even-pairs-{kind}-seed-153476998" for kind in ("full", "topk-5")]

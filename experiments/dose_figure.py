@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 from scipy import stats
 
-from semdiag.presentation.drawing.style import finished, panel_grid, paper_style, plain_numbers
+from semdiag.presenting.drawing.style import finished, panel_grid, paper_style, plain_numbers
 
 STYLES = ("-", "--", "-.", ":", (0, (5, 1)), (0, (3, 1, 1, 1)), (0, (1, 1)))
 ARMS = {"for good": "scores multiplied for good", "at first": "scores multiplied at the initialisation"}

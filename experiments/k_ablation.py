@@ -21,7 +21,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
-from semdiag.presentation.drawing.style import finished, panel_grid, paper_style, plain_numbers
+from semdiag.presenting.drawing.style import finished, panel_grid, paper_style, plain_numbers
 from semdiag_models.sweeps.grid import SweepRun, read_sweep
 from semdiag_models.sweeps.records import read_history
 

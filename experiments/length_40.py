@@ -24,7 +24,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from semdiag.findings.theory.published import published_table
+from semdiag.questions.bounds.answer.published import published_table
 from semdiag_models import TASKS
 from semdiag_models.sweeps.grid import SweepRun, read_sweep
 from semdiag_models.sweeps.records import read_history

@@ -17,15 +17,15 @@ import torch
 from scipy import stats
 
 from semdiag.capturing.loading import LoadedModel
-from semdiag.findings.findings import Findings
-from semdiag.findings.mask_cells import mask_cells, run_outcomes
-from semdiag.findings.prediction import blocks, rank_candidates
+from semdiag.measuring.findings.findings import Findings
+from semdiag.questions.predictors.answer.mask_cells import mask_cells, run_outcomes
+from semdiag.questions.predictors.answer.prediction import blocks, rank_candidates
 from semdiag.mathematics.joint_permutation import joint_rank_tests
-from semdiag.measurement.conditions import Conditions
-from semdiag.measurement.measurements import Measurements
-from semdiag.measurement.runs.predictors import candidates_at
-from semdiag.measurement.runs.training_runs import run_table
-from semdiag.measurement.schema import OPTIONAL
+from semdiag.measuring.conditions import Conditions
+from semdiag.measuring.measurements import Measurements
+from semdiag.questions.predictors.measure import candidates_at
+from semdiag.measuring.runs.training_runs import run_table
+from semdiag.measuring.schema import OPTIONAL
 from semdiag_models import Encoder, InputError
 from semdiag_models.sweeps.grid import SweepRun, read_sweep
 from semdiag_models.sweeps.records import read_history

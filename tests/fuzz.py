@@ -25,14 +25,14 @@ import numpy as np
 import pandas as pd
 import torch
 
-import semdiag.presentation.report.report  # noqa: F401 (so that forked processes need not import it)
+import semdiag.reporting.report  # noqa: F401 (so that forked processes need not import it)
 from semdiag.capturing.inputs import read_batches, read_inputs
 from semdiag.capturing.loading import load
 from semdiag.commands.main import main
 from semdiag.commands.measuring import read_config
-from semdiag.findings.gate.drift import read_baseline
-from semdiag.measurement.calls.monitor_log import MonitorLog
-from semdiag.measurement.measurements import Measurements
+from semdiag.reporting.gate.drift import read_baseline
+from semdiag.measuring.calls.monitor_log import MonitorLog
+from semdiag.measuring.measurements import Measurements
 from semdiag_models import InputError, reading
 from semdiag_models.sweeps.grid import read_sweep
 from semdiag_models.tasks.text_lines import read_lines

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from semdiag.commands.main import main
-from semdiag.findings.summaries import SUMMARIES
+from semdiag.questions.summaries import SUMMARIES
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

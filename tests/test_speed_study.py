@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from semdiag.capturing.loading import load
-from semdiag.measurement.conditions import Conditions
-from semdiag.measurement.runs.predictors import candidates_at
+from semdiag.measuring.conditions import Conditions
+from semdiag.questions.predictors.measure import candidates_at
 from semdiag_models import InputError
 from semdiag_models.run_folder import open_run, train_run
 from semdiag_models.sweeps.grid import SweepRun, read_sweep

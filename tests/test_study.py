@@ -6,13 +6,13 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from semdiag.findings.convergence import arrivals, epochs_to, over_seeds, speed_ups
-from semdiag.findings.findings import Findings
-from semdiag.findings.mask_cells import STAGES
-from semdiag.findings.prediction import held_out_tasks, predictor_table
-from semdiag.measurement.measurements import Measurements
-from semdiag.measurement.runs.predictors import CANDIDATES
-from semdiag.measurement.schema import OPTIONAL
+from semdiag.questions.convergence.answer.epochs import arrivals, epochs_to, over_seeds, speed_ups
+from semdiag.measuring.findings.findings import Findings
+from semdiag.questions.predictors.answer.mask_cells import STAGES
+from semdiag.questions.predictors.answer.prediction import held_out_tasks, predictor_table
+from semdiag.measuring.measurements import Measurements
+from semdiag.questions.predictors.measure import CANDIDATES
+from semdiag.measuring.schema import OPTIONAL
 from semdiag_models import TASKS, configure
 from semdiag_models.attention.reach import cannot_represent
 

@@ -16,18 +16,18 @@ if TYPE_CHECKING:
     from semdiag.capturing.kept_keys import RandomK, TopK, Window
     from semdiag.capturing.loading import LoadedModel, load
     from semdiag.capturing.sparsify import sparsify
-    from semdiag.findings.findings import Findings
+    from semdiag.measuring.findings.findings import Findings
     from semdiag.mathematics.row_statistics import RowStatistics, row_statistics
-    from semdiag.measurement.asked import k_sweep, landscape, lipschitz, mask_stability
-    from semdiag.measurement.calls.capture import Calls, capture
-    from semdiag.measurement.calls.monitor import Monitor
-    from semdiag.measurement.measure import measure
-    from semdiag.measurement.measurements import Measurements
-    from semdiag.measurement.probes.k_sweep import KSweepPlan
-    from semdiag.measurement.probes.loss.landscape import LandscapePlan
-    from semdiag.measurement.probes.loss.lipschitz import LipschitzPlan
-    from semdiag.measurement.probes.noise.masks import NoisePlan
-    from semdiag.presentation.asked import plot, report, summary
+    from semdiag.questions.in_python import k_sweep, landscape, lipschitz, mask_stability
+    from semdiag.measuring.calls.capture import Calls, capture
+    from semdiag.measuring.calls.monitor import Monitor
+    from semdiag.measuring.measure import measure
+    from semdiag.measuring.measurements import Measurements
+    from semdiag.questions.k_sweep.measure.probe import KSweepPlan
+    from semdiag.questions.landscape.measure import LandscapePlan
+    from semdiag.questions.lipschitz.measure.probe import LipschitzPlan
+    from semdiag.questions.mask_stability.measure.probe import NoisePlan
+    from semdiag.reporting.in_python import plot, report, summary
     from semdiag_models import InputError
 
 # Imported on first use: `semdiag --help` must not wait for torch and pandas.
@@ -43,23 +43,23 @@ _HOME = {
     "load": "semdiag.capturing.loading",
     "RowStatistics": "semdiag.mathematics.row_statistics",
     "row_statistics": "semdiag.mathematics.row_statistics",
-    "Calls": "semdiag.measurement.calls.capture",
-    "capture": "semdiag.measurement.calls.capture",
-    "KSweepPlan": "semdiag.measurement.probes.k_sweep",
-    "k_sweep": "semdiag.measurement.asked",
-    "NoisePlan": "semdiag.measurement.probes.noise.masks",
-    "mask_stability": "semdiag.measurement.asked",
-    "LandscapePlan": "semdiag.measurement.probes.loss.landscape",
-    "landscape": "semdiag.measurement.asked",
-    "LipschitzPlan": "semdiag.measurement.probes.loss.lipschitz",
-    "lipschitz": "semdiag.measurement.asked",
-    "measure": "semdiag.measurement.measure",
-    "Measurements": "semdiag.measurement.measurements",
-    "Monitor": "semdiag.measurement.calls.monitor",
-    "Findings": "semdiag.findings.findings",
-    "plot": "semdiag.presentation.asked",
-    "report": "semdiag.presentation.asked",
-    "summary": "semdiag.presentation.asked",
+    "Calls": "semdiag.measuring.calls.capture",
+    "capture": "semdiag.measuring.calls.capture",
+    "KSweepPlan": "semdiag.questions.k_sweep.measure.probe",
+    "k_sweep": "semdiag.questions.in_python",
+    "NoisePlan": "semdiag.questions.mask_stability.measure.probe",
+    "mask_stability": "semdiag.questions.in_python",
+    "LandscapePlan": "semdiag.questions.landscape.measure",
+    "landscape": "semdiag.questions.in_python",
+    "LipschitzPlan": "semdiag.questions.lipschitz.measure.probe",
+    "lipschitz": "semdiag.questions.in_python",
+    "measure": "semdiag.measuring.measure",
+    "Measurements": "semdiag.measuring.measurements",
+    "Monitor": "semdiag.measuring.calls.monitor",
+    "Findings": "semdiag.measuring.findings.findings",
+    "plot": "semdiag.reporting.in_python",
+    "report": "semdiag.reporting.in_python",
+    "summary": "semdiag.reporting.in_python",
     "InputError": "semdiag_models",
 }
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from semdiag.capturing.loading import load
-from semdiag.measurement.measurements import Measurements
+from semdiag.measuring.measurements import Measurements
 from semdiag_models import Encoder, ModelConfig, TrainingConfig, open_run, train_run
 
 LENGTH, BLOCKS, HEADS, K, EPOCHS, SAMPLES = 12, 2, 2, 3, 2, 40

@@ -13,16 +13,16 @@ import pytest
 import torch
 
 from semdiag.capturing.loading import load
-from semdiag.findings.findings import Findings
-from semdiag.findings.gate.drift import tracked_numbers
-from semdiag.findings.strict_json import json_ready, schema
-from semdiag.measurement.conditions import Conditions
-from semdiag.measurement.probes.bounds.probe import BoundsPlan
-from semdiag.measurement.probes.k_sweep import KSweepPlan
-from semdiag.measurement.probes.loss.lipschitz import LipschitzPlan
-from semdiag.measurement.probes.noise.masks import NoisePlan
-from semdiag.measurement.probes.noise.secants import SecantsPlan
-from semdiag.measurement.survey import survey
+from semdiag.measuring.findings.findings import Findings
+from semdiag.reporting.gate.drift import tracked_numbers
+from semdiag.measuring.findings.strict_json import json_ready, schema
+from semdiag.measuring.conditions import Conditions
+from semdiag.questions.bounds.measure.probe import BoundsPlan
+from semdiag.questions.k_sweep.measure.probe import KSweepPlan
+from semdiag.questions.lipschitz.measure.probe import LipschitzPlan
+from semdiag.questions.mask_stability.measure.probe import NoisePlan
+from semdiag.questions.stability.measure.probe import SecantsPlan
+from semdiag.measuring.survey import survey
 
 pytestmark = pytest.mark.slow
 NUMBERS, SEED = {"in process": 5000, "reports": 216, "command lines": 104}, 20261121

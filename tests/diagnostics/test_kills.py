@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from semdiag.commands.main import main
-from semdiag.findings.findings import Findings
-from semdiag.presentation.report.report import write_report
+from semdiag.measuring.findings.findings import Findings
+from semdiag.reporting.report import write_report
 from semdiag_models import TrainingConfig, open_run, read_checkpoint, train_run, weights_sha256
 
 pytestmark = [

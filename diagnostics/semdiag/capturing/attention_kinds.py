@@ -30,7 +30,7 @@ def external(models: pd.DataFrame) -> "pd.Series[bool]":
     """Whether each model is external: of its parts the attention alone is known.
 
     Args:
-        models: the table of :class:`~semdiag.measurement.measurements.Measurements`.
+        models: the table of :class:`~semdiag.measuring.measurements.Measurements`.
     """
     return models["source"].isin(EXTERNAL_SOURCES)
 

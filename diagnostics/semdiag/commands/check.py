@@ -6,8 +6,10 @@ from typing import Annotated
 
 import typer
 
-from semdiag.commands import completion, options
-from semdiag.commands.printing.terminal import tell
+from semdiag.presenting import completion
+
+from semdiag.presenting import options
+from semdiag.presenting.terminal.terminal import tell
 from semdiag.commands.shared import Shared, with_options
 
 _JUDGED = "What is judged"
@@ -72,11 +74,11 @@ def check(
     [bold]semdiag check --rule "dispersion.p95 < 10 attention=topk"[/]
     """
     from semdiag.commands.printing.check import conclusion, print_check
-    from semdiag.findings.gate.drift import read_baseline
-    from semdiag.findings.gate.junit import junit_xml
-    from semdiag.findings.gate.rules import parse_rule
-    from semdiag.findings.gate.verification import PROBED, Expectations, verify
-    from semdiag.measurement.probes.noise.masks import NoisePlan
+    from semdiag.reporting.gate.drift import read_baseline
+    from semdiag.reporting.gate.junit import junit_xml
+    from semdiag.reporting.gate.rules import parse_rule
+    from semdiag.reporting.gate.verification import PROBED, Expectations, verify
+    from semdiag.questions.mask_stability.measure.probe import NoisePlan
     from semdiag_models import InputError
     from semdiag_models.writing import write_text
 

@@ -5,8 +5,10 @@ from typing import Annotated
 
 import typer
 
-from semdiag.commands import completion, options
-from semdiag.commands.printing.terminal import terminal
+from semdiag.presenting import completion
+
+from semdiag.presenting import options
+from semdiag.presenting.terminal.terminal import terminal
 
 _SPLITS = ("train", "holdout")
 _FACTS = {name: name for name in ("path", "sha256", "source", "snapshot", "task", "seed", "epoch")} | {
@@ -38,7 +40,7 @@ def info(
 
     from semdiag.capturing.loading import describe, load_all
     from semdiag.commands.measuring import read_config
-    from semdiag.findings.strict_json import MODEL_FACTS, json_ready, schema
+    from semdiag.measuring.findings.strict_json import MODEL_FACTS, json_ready, schema
     from semdiag_models.tasks import perplexity
 
     (loaded,) = load_all([model], read_config(config))

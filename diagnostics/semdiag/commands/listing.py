@@ -4,8 +4,8 @@ from typing import Annotated
 
 import typer
 
-from semdiag.commands import completion
-from semdiag.commands.printing.terminal import terminal
+from semdiag.presenting import completion
+from semdiag.presenting.terminal.terminal import terminal
 
 
 def list_names(

@@ -10,21 +10,21 @@ from typing import Annotated, Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
-from semdiag.commands.bounds import bounds
+from semdiag.questions.bounds.command import bounds
 from semdiag.commands.check import check
-from semdiag.commands.convergence import convergence
-from semdiag.commands.dispersion import dispersion
+from semdiag.questions.convergence.command import convergence
+from semdiag.questions.dispersion.command import dispersion
 from semdiag.commands.info import info
-from semdiag.commands.k_sweep import k_sweep
-from semdiag.commands.landscape import landscape
-from semdiag.commands.lipschitz import lipschitz
+from semdiag.questions.k_sweep.command import k_sweep
+from semdiag.questions.landscape.command import landscape
+from semdiag.questions.lipschitz.command import lipschitz
 from semdiag.commands.listing import list_names
-from semdiag.commands.mask_stability import mask_stability
-from semdiag.commands.overlap import overlap
-from semdiag.commands.printing.terminal import speak_any_language, tell
+from semdiag.questions.mask_stability.command import mask_stability
+from semdiag.questions.overlap.command import overlap
+from semdiag.presenting.terminal.terminal import speak_any_language, tell
 from semdiag.commands.report import report
-from semdiag.commands.separation import separation
-from semdiag.commands.stability import stability
+from semdiag.questions.separation.command import separation
+from semdiag.questions.stability.command import stability
 from semdiag.commands.sweep import sweep
 from semdiag.commands.train import train
 

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from semdiag.findings.findings import Findings
-    from semdiag.measurement.conditions import Conditions
-    from semdiag.measurement.measurements import Measurements
+    from semdiag.measuring.findings.findings import Findings
+    from semdiag.measuring.conditions import Conditions
+    from semdiag.measuring.measurements import Measurements
 
 FORMATS = ("png", "svg", "pdf")
 
@@ -55,8 +55,8 @@ def check_supposed_k(findings: "Findings", k: int) -> None:
         InputError: if the largest number of keys of such a model is smaller.
     """
     from semdiag.capturing.attention_kinds import DENSE
-    from semdiag.findings.distributions import pooled_percentiles
-    from semdiag.measurement.encoders.inputs import fitting
+    from semdiag.measuring.findings.distributions import pooled_percentiles
+    from semdiag.measuring.encoders.inputs import fitting
 
     kinds = findings.measurements.models.set_index("model")["attention"]
     for model, keys in findings(pooled_percentiles, "keys").items():
@@ -165,7 +165,7 @@ def measured(
         conditions: under which they are measured.
         quiet: whether to say nothing.
         run: measures paths under conditions and reports its progress; by default
-            :func:`~semdiag.measurement.survey.survey`.
+            :func:`~semdiag.measuring.survey.survey`.
         more_stages: of each model besides the clean pass and the plans of the conditions.
         against: a model that all are compared with; it is measured last.
         typed: names of the options that the user gave. Without ``samples`` all models are measured on no more
@@ -181,11 +181,11 @@ def measured(
     """
     from semdiag.capturing.attention_kinds import DENSE, external
     from semdiag.capturing.discovery import find_checkpoints
-    from semdiag.commands.printing.progress import Stages
-    from semdiag.commands.printing.terminal import counted, tell
-    from semdiag.findings.capture_words import diverged_sentences
-    from semdiag.findings.findings import Findings
-    from semdiag.measurement.survey import SAID_AT_ONCE, survey
+    from semdiag.presenting.terminal.progress import Stages
+    from semdiag.presenting.terminal.terminal import counted, tell
+    from semdiag.reporting.capture_words import diverged_sentences
+    from semdiag.measuring.findings.findings import Findings
+    from semdiag.measuring.survey import SAID_AT_ONCE, survey
     from semdiag_models import InputError
 
     paths = find_checkpoints(list(models) if models else None)
@@ -250,7 +250,7 @@ def check_out(folder: Path | None, keep_queries: bool) -> None:
     Raises:
         InputError: if a report cannot take its place.
     """
-    from semdiag.presentation.report.folder import check_folder
+    from semdiag.reporting.folder import check_folder
 
     if folder is not None:
         check_folder(folder, keep_queries)
@@ -328,11 +328,11 @@ def deliver(
     import typer
 
     from semdiag.commands.output_folder import output_folder
-    from semdiag.commands.printing.progress import Stages
-    from semdiag.commands.printing.terminal import tell
-    from semdiag.findings.estimates import partial_sentences
-    from semdiag.findings.summaries import SUMMARIES
-    from semdiag.presentation.report.report import write_report
+    from semdiag.presenting.terminal.progress import Stages
+    from semdiag.presenting.terminal.terminal import tell
+    from semdiag.measuring.findings.estimates import partial_sentences
+    from semdiag.questions.summaries import SUMMARIES
+    from semdiag.reporting.report import write_report
 
     folder = output_folder(command, findings.measurements, out)
     with Stages("drawing", 1, quiet) as bar:

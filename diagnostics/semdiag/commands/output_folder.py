@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from semdiag.measurement.measurements import Measurements
+    from semdiag.measuring.measurements import Measurements
 
 _LONGEST = 80  # letters of a name: folders of a file system have 255 bytes, and a letter up to four
 
@@ -23,7 +23,7 @@ def output_folder(command: str, measurements: "Measurements", given: Path | None
         measurements: of the models.
         given: what the user named; None: nothing.
     """
-    from semdiag.commands.printing.terminal import tell
+    from semdiag.presenting.terminal.terminal import tell
 
     models = [str(model) for model in measurements.models["model"]]
     name = file_safe(models[0]) if len(models) == 1 else f"{len(models)}-models"

@@ -8,8 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
-from semdiag.commands import options
-from semdiag.commands.printing.terminal import tell
+from semdiag.presenting import options
+from semdiag.presenting.terminal.terminal import tell
 from semdiag.commands.shared import Shared, with_options
 
 _REDRAWING = {"redraw", "keep_queries", "show", "out", "as_json", "figures", "quiet"}  # what goes with --from
@@ -56,16 +56,16 @@ def report(
     """
     from semdiag.commands import measuring
     from semdiag.commands.output_folder import output_folder
-    from semdiag.commands.printing.progress import Stages
-    from semdiag.findings.findings import Findings
-    from semdiag.measurement.measurements import Measurements
-    from semdiag.measurement.probes.bounds.probe import BoundsPlan
-    from semdiag.measurement.probes.k_sweep import KSweepPlan
-    from semdiag.measurement.probes.loss.landscape import LandscapePlan
-    from semdiag.measurement.probes.loss.lipschitz import LipschitzPlan
-    from semdiag.measurement.probes.noise.masks import SUPPOSED_K, NoisePlan
-    from semdiag.measurement.probes.noise.secants import SecantsPlan
-    from semdiag.presentation.report.report import write_report
+    from semdiag.presenting.terminal.progress import Stages
+    from semdiag.measuring.findings.findings import Findings
+    from semdiag.measuring.measurements import Measurements
+    from semdiag.questions.bounds.measure.probe import BoundsPlan
+    from semdiag.questions.k_sweep.measure.probe import KSweepPlan
+    from semdiag.questions.landscape.measure import LandscapePlan
+    from semdiag.questions.lipschitz.measure.probe import LipschitzPlan
+    from semdiag.questions.mask_stability.measure.probe import SUPPOSED_K, NoisePlan
+    from semdiag.questions.stability.measure.probe import SecantsPlan
+    from semdiag.reporting.report import write_report
     from semdiag_models import InputError
     from semdiag_models.reading import read_json
 

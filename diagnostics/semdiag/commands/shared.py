@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from semdiag.commands import options
+from semdiag.presenting import options
 
 if TYPE_CHECKING:
-    from semdiag.findings.findings import Findings
-    from semdiag.measurement.conditions import Conditions
+    from semdiag.measuring.findings.findings import Findings
+    from semdiag.measuring.conditions import Conditions
 
 # Name, type with help, default; in the order of the help.
 _SHARED: dict[str, tuple[Any, Any]] = {
@@ -53,13 +53,13 @@ class Shared:
 
         Args:
             keep_queries: whether the report is to keep every query.
-            more: fields of :class:`~semdiag.measurement.conditions.Conditions` that the command decides.
+            more: fields of :class:`~semdiag.measuring.conditions.Conditions` that the command decides.
 
         Raises:
             InputError: if an option is wrong.
         """
         from semdiag.commands import measuring
-        from semdiag.measurement.conditions import Conditions
+        from semdiag.measuring.conditions import Conditions
 
         measuring.figure_formats(self.values.get("figures", ""))
         measuring.check_per_query(self.values.get("per_query"))

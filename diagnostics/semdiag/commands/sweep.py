@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from semdiag.commands.printing.terminal import tell
+from semdiag.presenting.terminal.terminal import tell
 
 if TYPE_CHECKING:
     from semdiag_models.sweeps.grid import SweepRun

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from semdiag.commands import training_options as options
-from semdiag.commands.printing.terminal import tell
+from semdiag.presenting.terminal.terminal import tell
 from semdiag.commands.printing.training import TrainingProgress, summarise
 from semdiag.commands.text_training import introduction, text_task
 

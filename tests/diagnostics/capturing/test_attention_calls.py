@@ -10,8 +10,8 @@ from torch.overrides import _get_current_function_mode_stack
 
 from semdiag.capturing import attention_calls
 from semdiag.capturing.attention_calls import watch_attention
-from semdiag.measurement.calls.monitor import Monitor
-from semdiag.measurement.probes.noise.secants import noisy_copies
+from semdiag.measuring.calls.monitor import Monitor
+from semdiag.questions.stability.measure.probe import noisy_copies
 from semdiag_models import Encoder
 
 TOKENS = torch.tensor([[0, 1, 1, 0, 1, 1], [1, 0, 0, 2, 2, 2]])

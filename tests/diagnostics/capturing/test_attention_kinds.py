@@ -18,8 +18,8 @@ from semdiag.capturing.attention_kinds import (
     joint_kind,
     mask_kind,
 )
-from semdiag.measurement.calls.running import unnamed
-from semdiag.measurement.probes.noise.mask_rows import SELECTIONS
+from semdiag.measuring.calls.running import unnamed
+from semdiag.questions.mask_stability.measure.mask_rows import SELECTIONS
 from semdiag_models import ATTENTIONS, Encoder
 
 

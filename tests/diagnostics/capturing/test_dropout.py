@@ -9,7 +9,7 @@ from torch import nn
 
 from semdiag.capturing.attention_calls import watch_attention
 from semdiag.capturing.sparsify import TopK, sparsify
-from semdiag.measurement.calls.monitor import Monitor
+from semdiag.measuring.calls.monitor import Monitor
 
 HEADS, LENGTH, WIDTH = 2, 9, 16
 DROPPED = {

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from semdiag.capturing.attention_calls import watch_attention
 from semdiag.capturing.recording import TRANSFORMED
 from semdiag.capturing.sparsify import TopK, sparsify
-from semdiag.measurement.calls.residual import recomputation_residual
+from semdiag.measuring.calls.residual import recomputation_residual
 from semdiag_models import Encoder, InputError
 
 HEADS, HEAD_WIDTH, LENGTH = 2, 8, 7

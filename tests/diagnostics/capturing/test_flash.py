@@ -17,7 +17,7 @@ import semdiag
 from semdiag.capturing.adapters import flash
 from semdiag.capturing.adapters.interface_call import InterfaceCall
 from semdiag.capturing.attention_calls import watch_attention
-from semdiag.measurement.calls.residual import recomputation_residual
+from semdiag.measuring.calls.residual import recomputation_residual
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

@@ -9,7 +9,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import semdiag
 from semdiag.capturing.attention_calls import watch_attention
-from semdiag.measurement.calls.residual import recomputation_residual
+from semdiag.measuring.calls.residual import recomputation_residual
 
 BATCH, HEADS, LENGTH, WIDTH = 2, 4, 7, 8
 SEEN = pytest.mark.skipif(

@@ -8,7 +8,7 @@ import torch
 import semdiag
 from semdiag.capturing.adapters.hugging_face import _NO_PLACE
 from semdiag.capturing.attention_calls import watch_attention
-from semdiag.measurement.calls.residual import recomputation_residual
+from semdiag.measuring.calls.residual import recomputation_residual
 from semdiag_models import InputError
 
 with warnings.catch_warnings():

@@ -10,8 +10,8 @@ import torch
 
 from semdiag import load
 from semdiag.capturing.inputs import read_batches
-from semdiag.measurement.conditions import Conditions
-from semdiag.measurement.survey import SAID_AT_ONCE, survey
+from semdiag.measuring.conditions import Conditions
+from semdiag.measuring.survey import SAID_AT_ONCE, survey
 from semdiag_models import InputError
 
 transformers = pytest.importorskip("transformers", reason="needs the extra test-hf")

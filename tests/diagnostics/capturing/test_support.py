@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention as imported_before
 
 from semdiag.capturing.attention_calls import watch_attention
-from semdiag.measurement.calls.residual import recomputation_residual
+from semdiag.measuring.calls.residual import recomputation_residual
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "support.md"
 BATCH, LENGTH, WIDTH, HEADS = 2, 9, 32, 4

@@ -10,7 +10,7 @@ from torch import nn
 import semdiag
 from semdiag.capturing import padding
 from semdiag.capturing.adapters import torch_functions
-from semdiag.measurement.calls import capture as capturing
+from semdiag.measuring.calls import capture as capturing
 
 pytestmark = pytest.mark.filterwarnings("ignore:No softmax attention was captured")
 

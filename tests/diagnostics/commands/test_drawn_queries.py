@@ -5,12 +5,12 @@ import json
 import pandas as pd
 import pytest
 
-from semdiag.findings.findings import Findings
-from semdiag.findings.gate.pairs import dispersion_gate
-from semdiag.findings.pairing import find_pairs
-from semdiag.findings.theory.corollary import pair_percentiles
-from semdiag.measurement.conditions import Conditions
-from semdiag.measurement.survey import survey
+from semdiag.measuring.findings.findings import Findings
+from semdiag.questions.dispersion.answer.pairs import dispersion_gate
+from semdiag.measuring.findings.pairing import find_pairs
+from semdiag.questions.bounds.answer.corollary import pair_percentiles
+from semdiag.measuring.conditions import Conditions
+from semdiag.measuring.survey import survey
 from semdiag_models import InputError
 
 FEW = ("--samples", 12, "--figures", "none")
@@ -59,7 +59,7 @@ def test_the_sweep_judges_no_k(run_semdiag, here, tiny_runs):
 @pytest.mark.parametrize("models", [("full", "topk"), ("full",)])
 @pytest.mark.parametrize("command", ["dispersion", "separation", "k-sweep", "report"])
 def test_every_command_draws_its_figures(run_semdiag, here, tiny_runs, command, models):
-    """Fails while the empty table of conditions (findings/k_sweep.py) holds objects, not numbers."""
+    """Fails while the empty table of conditions (questions/k_sweep/answer/summary.py) holds objects, not numbers."""
     words = [command, *(getattr(tiny_runs, name) for name in models), "--samples", 12, "--figures", "png"]
     outcome = run_semdiag(*words, "--queries", 4, "--out", here / "out", "--quiet")
     assert outcome.code == 0, outcome.err
@@ -75,7 +75,7 @@ def test_measurements_that_were_to_be_kept_are_when_a_figure_fails(run_semdiag, 
         raise RuntimeError("no such figure")
 
     with monkeypatch.context() as broken:
-        broken.setattr("semdiag.presentation.report.report.save_figure", fail)
+        broken.setattr("semdiag.reporting.report.save_figure", fail)
         for keep in ([], ["--keep-queries"]):
             with pytest.raises(RuntimeError, match="no such figure"):
                 run_semdiag("report", tiny_runs.full, "--samples", 4, "--figures", "png", "--out", "out", *keep)

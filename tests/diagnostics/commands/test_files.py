@@ -14,9 +14,9 @@ from torch import nn
 
 from semdiag import Monitor, load, measure
 from semdiag.capturing.pretrained import find_folder
-from semdiag.commands.printing.terminal import terminal, visible
-from semdiag.findings.findings import Findings
-from semdiag.presentation.report.report import write_report
+from semdiag.presenting.terminal.terminal import terminal, visible
+from semdiag.measuring.findings.findings import Findings
+from semdiag.reporting.report import write_report
 from semdiag_models import InputError, weights_sha256
 
 FEW = ("--samples", 8, "--figures", "none", "--quiet")
@@ -107,7 +107,7 @@ def killed_report(findings, folder, moment):
 
 @pytest.mark.parametrize("moment", ["before", "between"])
 def test_a_report_that_was_killed_is_put_right_at_the_next_start(made_up, tmp_path, moment, monkeypatch):
-    from semdiag.presentation.report import report
+    from semdiag.reporting import report
 
     findings = Findings(made_up(("a/last.pt", range(8), {})))
     killed_report(findings, tmp_path / "r", moment)

@@ -12,8 +12,8 @@ import pytest
 
 from semdiag.commands import measuring
 from semdiag.commands.output_folder import output_folder
-from semdiag.measurement.conditions import Conditions
-from semdiag.measurement.survey import survey
+from semdiag.measuring.conditions import Conditions
+from semdiag.measuring.survey import survey
 from semdiag_models import InputError
 
 

@@ -7,10 +7,10 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from semdiag.findings.findings import Findings
-from semdiag.findings.summaries import SUMMARIES
-from semdiag.measurement.conditions import Conditions
-from semdiag.measurement.survey import survey
+from semdiag.measuring.findings.findings import Findings
+from semdiag.questions.summaries import SUMMARIES
+from semdiag.measuring.conditions import Conditions
+from semdiag.measuring.survey import survey
 
 
 def strict(text):

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from semdiag.presentation.report import report
+from semdiag.reporting import report
 
 
 @pytest.fixture
@@ -122,7 +122,8 @@ def test_inputs_without_labels_are_refused_by_name(refusal, sections, tiny_runs,
 
 
 def test_a_thorough_report_measures_both(run_semdiag, sections, tiny_runs, monkeypatch):
-    from semdiag.measurement.probes.loss import landscape, lipschitz
+    from semdiag.questions.landscape import measure as landscape
+    from semdiag.questions.lipschitz.measure import probe as lipschitz
 
     small = landscape.LandscapePlan(grid=3, metrics=("loss", "dispersion"))
     monkeypatch.setattr(landscape, "LandscapePlan", lambda **_: small)

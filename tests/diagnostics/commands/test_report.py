@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from semdiag.measurement.measurements import Measurements
+from semdiag.measuring.measurements import Measurements
 
 FEW = ("--samples", 8, "--figures", "none")
 

@@ -14,10 +14,10 @@ import torch
 from rich.cells import cell_len
 from rich.console import Console
 
-from semdiag.commands import completion
-from semdiag.commands.printing.console import ends, interval, number_table
-from semdiag.commands.printing.progress import Stages
-from semdiag.findings.gate import rules
+from semdiag.presenting import completion
+from semdiag.presenting.terminal.console import ends, interval, number_table
+from semdiag.presenting.terminal.progress import Stages
+from semdiag.reporting.gate import rules
 from semdiag_models import ATTENTIONS, TASKS
 
 HEADS = ["layer", "head", *(f"quantity {n} p50" for n in range(9)), "share"]
@@ -120,9 +120,9 @@ def test_progress_counts_every_stage(capsys, monkeypatch):
 
 
 def test_a_survey_announces_each_probe(tiny_runs):
-    from semdiag.measurement.conditions import Conditions
-    from semdiag.measurement.probes.k_sweep import KSweepPlan
-    from semdiag.measurement.survey import survey
+    from semdiag.measuring.conditions import Conditions
+    from semdiag.questions.k_sweep.measure.probe import KSweepPlan
+    from semdiag.measuring.survey import survey
 
     stages = []
     conditions = Conditions(samples=4, plans=(KSweepPlan(),))

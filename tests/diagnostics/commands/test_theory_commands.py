@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 
-from semdiag.presentation.report import report
+from semdiag.reporting import report
 
 
 @pytest.fixture

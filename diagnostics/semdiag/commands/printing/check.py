@@ -2,11 +2,11 @@
 
 import math
 
-from semdiag.commands.printing.console import NumberTable, number_table, wide_console
-from semdiag.commands.printing.terminal import counted
-from semdiag.findings.gate.layers import LayerGate
-from semdiag.findings.gate.pairs import GATED, SHOWN, GateResult
-from semdiag.findings.gate.verification import Verification
+from semdiag.presenting.terminal.console import NumberTable, number_table, wide_console
+from semdiag.presenting.terminal.terminal import counted
+from semdiag.reporting.gate.layers import LayerGate
+from semdiag.questions.dispersion.answer.pairs import GATED, SHOWN, GateResult
+from semdiag.reporting.gate.verification import Verification
 
 
 def print_check(result: Verification) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from semdiag.commands.measuring import command_line
-from semdiag.commands.printing.terminal import counted, tell, terminal
+from semdiag.presenting.terminal.terminal import counted, tell, terminal
 
 if TYPE_CHECKING:
     from semdiag_models.sweeps.estimates import Estimate
@@ -30,7 +30,7 @@ def print_estimates(
         groups.setdefault((run.training.task_label, run.model.attention_label), []).append((run, left))
     hours = sum(left.hours for left in estimates)
     if not quiet:
-        from semdiag.commands.printing.console import number_table, wide_console
+        from semdiag.presenting.terminal.console import number_table, wide_console
 
         heads = ["task", "attention", "runs", "left", "epochs left", "s/epoch", "hours", "from"]
         table = number_table(heads, names=2, title="Runs", least=["from", "runs"])
@@ -91,7 +91,7 @@ def print_results(rows: "list[RunResult]", folder: Path, target: float, as_json:
         _echo_json(results_document(rows, {"command": command_line(), "target": target}))
     if quiet:
         return
-    from semdiag.commands.printing.console import number_table, wide_console
+    from semdiag.presenting.terminal.console import number_table, wide_console
 
     to_target = f"to {target:.0%}"
     heads = ["run", "status", "epochs", to_target, "train", "held-out", "best", "seconds"]

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from semdiag.commands.printing.terminal import counted, tell, terminal
+from semdiag.presenting.terminal.terminal import counted, tell, terminal
 
 if TYPE_CHECKING:
     from semdiag_models.training import Progress, Trainer

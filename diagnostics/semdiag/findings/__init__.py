@@ -1,1 +1,0 @@
-"""Findings: tables to comparisons, verdicts and JSON; one file a question, no model in sight."""

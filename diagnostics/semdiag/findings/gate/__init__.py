@@ -1,1 +1,0 @@
-"""What ``semdiag check`` judges."""

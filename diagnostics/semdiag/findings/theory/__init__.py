@@ -1,1 +1,0 @@
-"""What the theory claims, held against measurements: bounds, Corollary 1, stability, Lipschitz estimates."""

@@ -1,1 +1,0 @@
-"""Measurement: from attention calls to tidy tables and verdicts."""

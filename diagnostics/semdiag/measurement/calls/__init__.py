@@ -1,1 +1,0 @@
-"""One consumer of attention calls: rows, layers, residuals, a monitor."""

@@ -1,1 +1,0 @@
-"""What only semdiag's own encoders tell: weights, traces of inputs, moved parameters."""

@@ -1,1 +1,0 @@
-"""What can be measured besides a clean forward pass; one folder or file a probe."""

@@ -1,1 +1,0 @@
-"""The constants of the theory, and measured slopes beside them."""

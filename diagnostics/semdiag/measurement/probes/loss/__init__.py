@@ -1,1 +1,0 @@
-"""The loss around a checkpoint: planes, secants, gradients, Jacobians."""

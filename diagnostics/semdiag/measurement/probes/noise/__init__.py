@@ -1,1 +1,0 @@
-"""What input noise does to weights and masks."""

@@ -1,1 +1,0 @@
-"""Training runs: their histories, snapshots, other lengths, candidates."""

@@ -1,0 +1,1 @@
+"""Calls become tables: what every measurement has, and what all questions ask of the tables."""

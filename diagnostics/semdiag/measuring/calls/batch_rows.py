@@ -1,0 +1,117 @@
+"""Rows of an attention's batch axis, and samples of the batch: one row each, or several (heads, windows)."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from semdiag.capturing.attention_call import AttentionCall
+from semdiag.measuring.calls.scored_rows import NotAvailableError
+
+
+def rows_per_sample(rows: int, samples: int) -> int:
+    """How many rows in succession are taken for one sample.
+
+    Args:
+        rows: length of a call's batch axis.
+        samples: of the batch; 0 if unknown.
+
+    Returns:
+        Rows by samples; 1 where that is no whole number, so that every row is taken for a sample.
+
+    Example:
+        >>> rows_per_sample(12, 3), rows_per_sample(4, 3)
+        (4, 1)
+    """
+    return rows // samples if samples and rows % samples == 0 else 1
+
+
+class SampleNumbers:
+    """Numbers the samples of one batch after the other; no number is of two batches, whatever counts as a sample.
+
+    Example:
+        >>> numbers = SampleNumbers()
+        >>> for samples in (2, 2):
+        ...     numbers.start(samples)
+        ...     print(numbers.of(4).tolist(), numbers.of(3).tolist())
+        [0, 0, 1, 1] [0, 1, 2]
+        [3, 3, 4, 4] [3, 4, 5]
+    """
+
+    def __init__(self) -> None:
+        self._batch, self._first, self._next = 0, 0, 0
+
+    def start(self, samples: int) -> None:
+        """Begin a batch.
+
+        Args:
+            samples: how many it has.
+        """
+        self._batch, self._first, self._next = samples, self._next, self._next + samples
+
+    def of(self, rows: int) -> NDArray[np.int32]:
+        """Of each row of a call's batch axis the number of its sample.
+
+        Args:
+            rows: length of that axis.
+        """
+        numbers = self._first + np.arange(rows, dtype=np.int32) // rows_per_sample(rows, self._batch)
+        self._next = max(self._next, int(numbers[-1]) + 1)
+        return numbers.astype(np.int32)
+
+
+def folded(rows: int, samples: int) -> str | None:
+    """Say that a batch axis does not hold one row per sample.
+
+    Args:
+        rows: length of a call's batch axis.
+        samples: of the batch; 0 if unknown.
+
+    Returns:
+        The beginning of a sentence; None if there is nothing to say.
+
+    Example:
+        >>> folded(12, 3)
+        'its batch axis holds 4 rows per sample (heads or windows)'
+    """
+    if not samples or rows == samples:
+        return None
+    if rows % samples == 0:
+        return f"its batch axis holds {rows // samples} rows per sample (heads or windows)"
+    return f"its batch axis holds {rows} row{'s' * (rows > 1)}, and the batch {samples} samples"
+
+
+def counted_as(rows: int, samples: int) -> str:
+    """Say which sample the rows of such a batch axis count as.
+
+    Args:
+        rows: length of a call's batch axis.
+        samples: of the batch.
+
+    Returns:
+        The end of a sentence that :func:`folded` begins.
+
+    Example:
+        >>> counted_as(12, 3)
+        'the first 4 count as sample 0, and so on, which mixes samples where heads come before them'
+    """
+    several = rows_per_sample(rows, samples)
+    if several == 1:
+        return "each row counts as a sample"
+    return f"the first {several} count as sample 0, and so on, which mixes samples where heads come before them"
+
+
+def check_rows(call: AttentionCall, samples: int) -> None:
+    """Refuse a call of whose rows it is not known to which sample each belongs.
+
+    Args:
+        call: of any model.
+        samples: that the model was given.
+
+    Raises:
+        NotAvailableError: if the batch axis does not hold one row per sample.
+    """
+    said = folded(call.q.shape[0], samples)
+    if said is not None:
+        raise NotAvailableError(
+            f"the attention of {call.module or 'the model'} does not keep the samples apart: {said}, in an order "
+            "that is not known; queries of four axes (batch, heads, length, width) would tell"
+        )

@@ -1,0 +1,65 @@
+"""How many queries and keys the longest attention call of a model will have, before anything is measured."""
+
+from collections.abc import Sequence
+
+import torch
+
+from semdiag.capturing.attention_call import AttentionCall
+from semdiag.capturing.batches import Batch, each, longest, only_token_ids, tensors
+from semdiag.capturing.loading import LoadedModel
+from semdiag.measuring.calls.running import running
+from semdiag_models import Encoder
+
+
+def longest_call(
+    loaded: LoadedModel,
+    batches: Sequence[Batch],
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+) -> tuple[int, int]:
+    """Say how many queries, and how many keys, the attention calls on some inputs have at most.
+
+    Token ids say it themselves, those of encoder and decoder together. Of all else, images, spectrograms and
+    waveforms, the model is run once on the batch with the largest samples, and its calls are counted.
+
+    Args:
+        loaded: any model.
+        batches: its inputs.
+        device: where to run; None: where the model is.
+        dtype: of the model; None: its own.
+
+    Returns:
+        The largest number of queries of a call, and that of keys; at least 1.
+
+    Raises:
+        InputError: if the model cannot be run on the inputs.
+
+    Example:
+        >>> from semdiag.measuring.calls.running import unnamed
+        >>> layer = torch.nn.MultiheadAttention(4, 1, batch_first=True).eval()
+        >>> longest_call(unnamed(layer), [(torch.zeros(1, 3, 4), torch.zeros(1, 5, 4), torch.zeros(1, 5, 4))])
+        (3, 5)
+    """
+    if all(map(only_token_ids, batches)):
+        further = loaded.module.config.extra_tokens if isinstance(loaded.module, Encoder) else 0
+        length = max(map(longest, batches), default=1) + further
+        return length, length
+    seen = [(1, 1)]
+
+    def look(call: AttentionCall) -> None:
+        seen.append((call.q.shape[2], call.k.shape[2]))
+
+    with running(loaded, look, device, dtype) as run:
+        run(_one_sample(max(batches, key=_largest)))
+    queries, keys = zip(*seen, strict=True)
+    return max(queries), max(keys)
+
+
+def _largest(batch: Batch) -> int:
+    """Numbers of a sample, in the largest of the tensors."""
+    return max((t.shape[1:].numel() for t in tensors(batch)), default=0)
+
+
+def _one_sample(batch: Batch) -> Batch:
+    """The first sample of a batch that is one tensor; others are not cut, as their tensors may go together."""
+    return batch if isinstance(batch, tuple | list) or len(tensors(batch)) > 1 else next(each(batch, 1))

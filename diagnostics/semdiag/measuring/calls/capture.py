@@ -1,0 +1,284 @@
+"""``with semdiag.capture(model) as calls``: what the attention of one's own forward passes says."""
+
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from torch import Tensor, nn
+
+from semdiag.capturing import hooks
+from semdiag.capturing.arguments import whole_number, whole_numbers
+from semdiag.capturing.attention_calls import AttentionCall, watch_attention
+from semdiag.capturing.audit import Audit, Remark, Skipped, failure
+from semdiag.capturing.batches import samples_of
+from semdiag.capturing.padding import Padding
+from semdiag.capturing.token_masks import checked_real
+from semdiag.mathematics.row_statistics import RowStatistics
+from semdiag.measuring.calls.batch_rows import folded
+from semdiag.measuring.calls.counted_rows import counted_rows
+from semdiag.measuring.calls.layers import Layers, remarks_table, skipped_table
+from semdiag.measuring.calls.query_draws import QueryDraws
+from semdiag_models import InputError
+
+LARGEST_K = 32
+
+
+@dataclass(frozen=True, eq=False)
+class _Reduced:
+    """What is kept of a call: which one, positions of query 0 and key 0, what is real, its row statistics."""
+
+    place: dict[str, Any]
+    first_query: int
+    keys_before: int
+    queries: np.ndarray  # (B, H, R) bool
+    places: np.ndarray | None  # (B, H, R), positions of the queries; None: all, in their order
+    keys: np.ndarray  # (B, H, Lk) bool
+    statistics: RowStatistics
+
+
+class Calls:
+    """The attention calls of a capture, reduced as they came: nothing of size L × L, no query and no key is kept.
+
+    Every table has the columns call (number in the context), module, layer (place of its first call), occurrence
+    (which call of the module in one forward), sample (row of the batch axis), head, and query or key. Where a call
+    tells the positions of its queries among its keys, as in a cache, ``query`` is that position, else the number
+    in the call. Padded queries are left out. Everything counts from 0; scores are in nats.
+    """
+
+    def __init__(self, k: int, draws: QueryDraws) -> None:
+        self._k, self._layers, self._reduced, self._draws = k, Layers(), list[_Reduced](), draws
+        self._audit = Audit()
+
+    def __len__(self) -> int:
+        return len(self._reduced)
+
+    def dispersion(self, k: int | Sequence[int] | None = None) -> pd.DataFrame:
+        """Semantic dispersion δ of every query: the range of the scores it attends to.
+
+        Args:
+            k: as if each query kept its k largest scores; one k or several, up to the capture's. None: what the
+                model really attends to.
+
+        Returns:
+            One row per query (and k): also the columns keys, k (missing for None) and dispersion, NaN for a
+            query without keys.
+
+        Raises:
+            ValueError: if a k is not in 1 … the capture's k.
+        """
+        return self._table("query", "dispersion", k, lambda statistics, n: statistics.dispersion(n))
+
+    def separation(self, k: int | Sequence[int] | None = None) -> pd.DataFrame:
+        """Semantic separation Δ of every query: the smallest kept score minus the largest dropped one.
+
+        Args:
+            k: as in :meth:`dispersion`.
+
+        Returns:
+            One row per query (and k): also keys, k and separation, +inf where nothing is dropped.
+
+        Raises:
+            ValueError: if a k is not in 1 … the capture's k.
+        """
+        return self._table("query", "separation", k, lambda statistics, n: statistics.separation(n))
+
+    def loads(self, k: int | Sequence[int] | None = None) -> pd.DataFrame:
+        """Key load: how many queries attend to each key, a raw count.
+
+        Args:
+            k: as in :meth:`dispersion`.
+
+        Returns:
+            One row per key (and k): also k and load; padded keys have none.
+
+        Raises:
+            ValueError: if a k is not in 1 … the capture's k.
+        """
+        return self._table("key", "load", k, lambda statistics, n: statistics.key_load(n))
+
+    @property
+    def share(self) -> float:
+        """Share of the queries that was drawn, 1 if all are looked at: extremes and loads are over these alone."""
+        return self._draws.share
+
+    @property
+    def residual(self) -> pd.DataFrame:
+        """One row per layer: mechanism, mask, heads, calls, and the largest residual.
+
+        The residual is the largest relative deviation of softmax(scale · q kᵀ + …) v, recomputed on random rows
+        of all samples, heads and queries, from what the layer returned: about 1e-7 in float32 if nothing was
+        missed; NaN where weights were dropped at random, in training mode.
+        """
+        return self._layers.table("").drop(columns="model")
+
+    @property
+    def audit(self) -> pd.DataFrame:
+        """What was not captured, and what to know of what was: what, module, operation, reason, times.
+
+        The column ``what`` is ``not captured`` for an operation that looks like attention, else ``remark``.
+        """
+        skipped = skipped_table("", self._audit, self._layers.modules).drop(columns="model")
+        remarks = remarks_table("", self._audit).drop(columns="model").rename(columns={"text": "reason"})
+        skipped.insert(0, "what", "not captured")
+        remarks.insert(0, "what", "remark")
+        remarks.insert(2, "operation", "")
+        return pd.concat([skipped, remarks], ignore_index=True)
+
+    @property
+    def other_softmaxes(self) -> int:
+        """How many softmaxes ran whose result met no values: routers, losses, outputs. They are no attention."""
+        return self._audit.others.total()
+
+    def _table(
+        self,
+        position: str,
+        name: str,
+        k: int | Sequence[int] | None,
+        value: Callable[[RowStatistics, int | None], Tensor],
+    ) -> pd.DataFrame:
+        ks: tuple[int | None, ...] = (None,) if k is None else whole_numbers(k, "k", 1)
+        wrong = [n for n in ks if n is not None and n > self._k]
+        if wrong:
+            raise ValueError(
+                f"k must lie in 1 … {self._k}, the capture's k. Got {wrong[0]}: use capture(model, k={wrong[0]})."
+            )
+        parts = [
+            _rows(reduced, position, name, n, value(reduced.statistics, n))
+            for reduced in self._reduced
+            for n in ks
+        ]
+        if parts:
+            return pd.concat(parts, ignore_index=True).astype({"k": "Int64"})
+        head = [
+            "call",
+            "module",
+            "layer",
+            "occurrence",
+            "sample",
+            "head",
+            position,
+            *["keys"] * (position == "query"),
+            "k",
+            name,
+        ]
+        return pd.DataFrame({column: [] for column in head})
+
+    @torch.no_grad()
+    def _add(self, call: AttentionCall, padding: Padding, samples: int) -> None:
+        call = padding.marked(call, self._audit)
+        said = folded(call.q.shape[0], samples)
+        if said is not None:
+            self._audit.remarks[Remark(call.module, f"{said}: each row counts as a sample")] += 1
+        rows = counted_rows(call, self._k, self._draws.places(call))
+        on_cpu = {field.name: getattr(rows.statistics, field.name).cpu() for field in fields(RowStatistics)}
+        queries, keys = rows.queries.cpu().numpy(), rows.keys.cpu().numpy()
+        places = None if rows.places is None else rows.places.cpu().numpy()
+        layer = self._layers.add(rows)
+        place = {"call": len(self._reduced), "module": call.module, "layer": layer, "occurrence": call.occurrence}
+        first, before = call.keys_before + call.first_query, call.keys_before
+        self._reduced.append(_Reduced(place, first, before, queries, places, keys, RowStatistics(**on_cpu)))
+
+
+def _rows(reduced: _Reduced, position: str, name: str, k: int | None, values: Tensor) -> pd.DataFrame:
+    """One call's rows: an entry per sample, head and position of (B, H, L)."""
+    sample, head, where = (axis.ravel() for axis in np.indices(values.shape))
+    columns = {**reduced.place, "sample": sample, "head": head, position: where}
+    if position == "query":
+        columns["keys"] = reduced.statistics.keys.numpy().ravel()
+        columns["query"] = reduced.first_query + (where if reduced.places is None else reduced.places.ravel())
+    else:
+        columns["key"] = reduced.keys_before + where
+    table = pd.DataFrame({**columns, "k": pd.NA if k is None else k, name: values.numpy().ravel()})
+    return table[(reduced.queries if position == "query" else reduced.keys).ravel()]
+
+
+class _Batch(threading.local):
+    """How many samples the model is given in this thread, by its first tensor; 0 while that is not known."""
+
+    samples = 0
+
+    @contextmanager
+    def counted(self, model: nn.Module) -> Iterator[None]:
+        """Listen to the model's arguments; torch's own layers, which keep their heads apart, are let alone."""
+        if isinstance(model, torch.jit.ScriptModule) or type(model).__module__.startswith("torch.nn."):
+            yield
+            return
+        handles = hooks.put_on(model, self._before, self._after)
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.samples = samples_of((*args, *kwargs.values()))
+
+    def _after(self, module: nn.Module, args: tuple[Any, ...], output: object) -> None:
+        self.samples = 0
+
+
+@contextmanager
+def capture(
+    model: nn.Module, k: int = LARGEST_K, queries: int | None = None, *, real: Tensor | None = None, seed: int = 0
+) -> Iterator[Calls]:
+    """Watch every softmax attention of a model while you run it.
+
+    The model's outputs, parameters, mode and gradients are its own; nothing stays behind after the context. It
+    is never stopped: where the capture itself fails, :attr:`Calls.audit` says so. Watches may overlap, in
+    threads and in asynchronous tasks: each sees the calls of the thread or task it was opened in, and of others
+    that have no watch of their own.
+    Dropout in training mode is part of what the model does; its layers then have no residual.
+
+    Args:
+        model: any module, unmodified.
+        k: the largest k that :meth:`Calls.dispersion` and its like can be asked for. Each query keeps k + 1
+            scores.
+        queries: how many of the first call's queries are drawn per sample and head, and of all others the same
+            share; None: every query is looked at. Every query has the same chance, and of the others no score is
+            worked out: for sequences of 100,000 tokens.
+        real: (B, L) bool, false for padded queries. By default read from the arguments of each forward
+            (``attention_mask``, ``key_padding_mask``, …). :attr:`Calls.audit` says of which calls it is none.
+        seed: of the draws.
+
+    Yields:
+        The calls, which fill as the model runs.
+
+    Raises:
+        InputError: if the model is no module, k or the seed no whole number of at least 0, ``queries`` none of at
+            least 2, or ``real`` no tensor of two axes.
+
+    Example:
+        >>> from semdiag_models import Encoder, ModelConfig
+        >>> model = Encoder(ModelConfig(vocabulary_size=3, classes=2, length=4, blocks=1)).eval()
+        >>> with capture(model, k=2) as calls:
+        ...     _ = model(torch.tensor([[0, 1, 1, 0]]))
+        >>> calls.dispersion(k=2)[["call", "module", "layer", "head", "query", "keys", "k"]].head(2)
+           call                   module  layer  head  query  keys  k
+        0     0  blocks.0.attention.core      0     0      0     4  2
+        1     0  blocks.0.attention.core      0     0      1     4  2
+    """
+    if not isinstance(model, nn.Module):
+        raise InputError(f"A capture watches a torch.nn.Module. Got {type(model).__name__}.")
+    whole_number(k, "k", 0)
+    whole_number(seed, "seed", 0)
+    calls = Calls(k, QueryDraws(queries, seed))
+    padding = Padding(model, checked_real(real))
+
+    batch = _Batch()
+
+    def consume(call: AttentionCall) -> None:
+        try:
+            calls._add(call, padding, batch.samples)
+        except Exception as error:
+            calls._audit.skipped[Skipped(call.module, call.mechanism, failure(error))] += 1
+
+    with padding.watched(), batch.counted(model), watch_attention(model, consume) as calls._audit:
+        yield calls
+    if not len(calls) and (calls._audit.skipped or calls._audit.remarks):
+        warnings.warn("No softmax attention was captured: calls.audit says what was seen.", stacklevel=3)

@@ -1,0 +1,130 @@
+"""What counts in an attention call, and what its rows say: made once a call, read by whoever looks at calls."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from semdiag.capturing.attention_call import AttentionCall
+from semdiag.mathematics.row_statistics import RowStatistics, row_statistics
+from semdiag.mathematics.score_strips import part_of, rows_of
+
+_STRIP = 2**24  # entries of a mask looked at together
+
+
+@dataclass(frozen=True, eq=False)
+class CountedRows:
+    """The row statistics of an attention call, and which of its queries and keys count.
+
+    Attributes:
+        call: what they are of.
+        statistics: of every row that is looked at, of padded queries too.
+        queries: (B, H, R) bool, false for padded queries.
+        attending: (B, H, R) bool, queries that count and keep a key: those that have a softmax.
+        places: (B, H, R) int64, which queries they are, -1 for none; None: all, in their order.
+    """
+
+    call: AttentionCall
+    statistics: RowStatistics
+    queries: Tensor
+    attending: Tensor
+    places: Tensor | None = None
+
+    @cached_property
+    def keys(self) -> Tensor:
+        """(B, H, Lk) bool: keys that a query that counts may attend to, drawn or not; the others are padding."""
+        call, load = self.call, self.statistics.load
+        if call.selected is None and self.places is None:
+            return load > 0
+        counted, allowed, first = call.counted[:, :1], call.allowed, call.first_query
+        rows, keys = (torch.arange(length, device=load.device) for length in (counted.shape[2], load.shape[2]))
+        if allowed is None or allowed.shape[2] == 1:  # the last query that counts sees whatever the others do
+            last = torch.where(counted, rows, -1 - first).amax(-1, keepdim=True)
+            seen = keys <= first + last if call.causal else last >= 0
+            return (seen if allowed is None else seen & allowed[:, :, 0]).expand(load.shape)
+        seen, some = torch.zeros_like(load, dtype=torch.bool), max(1, _STRIP // load.numel())
+        for start in range(0, len(rows), some):
+            part = slice(start, start + some)
+            reached = counted[:, :, part, None] & allowed[:, :, part]
+            if call.causal:
+                reached = reached & (keys <= first + rows[part, None])
+            seen = seen | reached.any(2)
+        return seen
+
+    @cached_property
+    def _first(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Of the first key that is no padding, (B, H, R): its score, whether a row may attend to it, and does."""
+        call, exact = self.call, self.statistics.kept_log_sum_exp.dtype
+        first = self.keys.to(torch.uint8).argmax(-1)[..., None]  # (B, H, 1)
+        sample, head = (torch.arange(size, device=first.device) for size in first.shape[:2])
+        key = call.k[sample[:, None], head // (len(head) // call.k.shape[1]), first[..., 0]]
+        z = torch.linalg.vecdot(call.q.to(exact), (key.to(exact) * call.scale)[:, :, None])
+        if call.softcap is not None:
+            z = call.softcap * torch.tanh(z / call.softcap)
+        bias, allowed = (self._at(values, first) for values in (call.bias, call.allowed))
+        z = z if bias is None else z + bias
+        seen = torch.ones_like(z, dtype=torch.bool) if allowed is None else allowed.expand_as(z)
+        if call.causal:
+            seen = seen & (first <= call.first_query + torch.arange(z.shape[2], device=z.device))
+        kept = seen if call.selected is None else seen & (call.selected == first[..., None]).any(-1)
+        if self.places is not None:
+            z, seen, kept = (rows_of(values[..., None], self.places)[..., 0] for values in (z, seen, kept))
+        return z, seen, kept
+
+    def first_weight(self) -> Tensor:
+        """(B, H, R) attention weight on the first key that is no padding; NaN for a row without keys.
+
+        It is worked out from this key's scores alone; 0 where the query does not attend to it.
+        """
+        z, _, kept = self._first
+        weight = torch.where(kept, (z - self.statistics.kept_log_sum_exp).exp().clamp(max=1), 0.0)
+        return weight.masked_fill(self.statistics.kept == 0, torch.nan)
+
+    def first_kept(self, k: int | None = None) -> Tensor:
+        """(B, H, R) bool: whether a row attends to the first key that is no padding.
+
+        Args:
+            k: whether it is among the row's k largest scores, 1 … K of the statistics; None: the row's own S_i.
+        """
+        z, seen, kept = self._first
+        if k is None:
+            return kept
+        top = self.statistics.top  # of which the score may be rounded otherwise
+        return seen & (z >= (top[..., k - 1] + top[..., k]) / 2)
+
+    def _at(self, values: Tensor | None, key: Tensor) -> Tensor | None:
+        """Of what is broadcastable to (B, H, Lq, Lk) one key of each head (B, H, 1)."""
+        values = part_of(values, slice(None), slice(None))
+        if values is None or values.shape[3] == 1:
+            return None if values is None else values[..., 0]
+        shape = *key.shape[:2], *values.shape[2:]
+        return values.expand(shape).gather(3, key[..., None].expand(*shape[:3], 1))[..., 0]
+
+
+def counted_rows(call: AttentionCall, top: int = 0, places: Tensor | None = None) -> CountedRows:
+    """Reduce an attention call to statistics of its rows.
+
+    Args:
+        call: its scores, masks and selections.
+        top: K, the number of heavy hitters for which counterfactuals can be asked.
+        places: (B, H, R) int64, queries to be looked at, as
+            :meth:`~semdiag.measuring.calls.query_draws.QueryDraws.places` gives them; None: all.
+    """
+    statistics = row_statistics(
+        call.q,
+        call.k,
+        call.scale,
+        call.allowed,
+        call.selected,
+        call.queries,
+        top,
+        bias=call.bias,
+        softcap=call.softcap,
+        sinks=call.sinks,
+        causal=call.causal,
+        first_query=call.first_query,
+        places=places,
+    )
+    counted = call.counted if places is None else (places >= 0) & call.counted.gather(2, places.clamp(min=0))
+    return CountedRows(call, statistics, counted, counted & (statistics.kept > 0), places)

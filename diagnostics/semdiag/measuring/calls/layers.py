@@ -1,0 +1,137 @@
+"""The places of a model where attention happens, and what the capture says of each."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import pandas as pd
+import torch
+
+from semdiag.capturing.attention_calls import AttentionCall
+from semdiag.capturing.attention_kinds import joint_kind, mask_kind
+from semdiag.capturing.audit import Audit
+from semdiag.measuring.calls.counted_rows import CountedRows
+from semdiag.measuring.calls.residual import recomputation_residual
+from semdiag.measuring.tables import CALLS, REMARKS, SKIPPED
+
+
+@dataclass
+class Layer:
+    """What is known of one place where attention happens: a module, and which of its calls in a forward.
+
+    Attributes:
+        number: position among the places, in the order of their first calls.
+        mechanism: which adapter saw it.
+        kinds: of its masks so far.
+        heads: of its queries.
+        key_heads: of its keys.
+        width: of a head.
+        longest: largest number of keys.
+        calls: so far.
+        residual: the largest so far; NaN if one was.
+    """
+
+    number: int
+    mechanism: str
+    kinds: set[str] = field(default_factory=set)
+    heads: int = 0
+    key_heads: int = 0
+    width: int = 0
+    longest: int = 0
+    calls: int = 0
+    residual: float = 0.0
+
+    def add(self, call: AttentionCall, kind: str, generator: torch.Generator) -> None:
+        """Count a call; the generator draws the rows of its residual."""
+        residual = recomputation_residual(call, generator)  # first: a call where it fails does not count
+        self.kinds.add(kind)
+        self.heads, self.key_heads, self.width = call.q.shape[1], call.k.shape[1], call.q.shape[3]
+        self.longest = max(self.longest, call.k.shape[2])
+        self.calls += 1
+        self.residual = float(np.maximum(self.residual, residual))  # keeps a NaN
+
+
+class Layers:
+    """Numbers the places in the order of their first calls: a module that a forward calls twice is two places."""
+
+    def __init__(self) -> None:
+        self._places: dict[tuple[str, int], Layer] = {}
+        self._generator = torch.Generator().manual_seed(0)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def add(self, rows: CountedRows) -> int:
+        """Count a call.
+
+        Args:
+            rows: of any call.
+
+        Returns:
+            The number of its place.
+        """
+        call = rows.call
+        name = call.module, call.occurrence
+        place = self._places.get(name) or Layer(len(self._places), call.mechanism)
+        kind = mask_kind(rows.statistics.keys, rows.keys, rows.queries, rows.places)
+        place.add(call, kind, self._generator)
+        self._places[name] = place
+        return place.number
+
+    @property
+    def modules(self) -> set[str]:
+        """Names of the modules."""
+        return {module for module, _ in self._places}
+
+    @property
+    def kind(self) -> str:
+        """Kind of the masks of all places together."""
+        return joint_kind({kind for place in self._places.values() for kind in place.kinds})
+
+    def largest(self, name: str) -> float:
+        """Largest value of a number of :class:`Layer` over the places; NaN if one is.
+
+        Args:
+            name: of the attribute.
+        """
+        return float(np.max([getattr(place, name) for place in self._places.values()]))
+
+    def table(self, model: str) -> pd.DataFrame:
+        """The table ``calls`` of :class:`~semdiag.measuring.measurements.Measurements`.
+
+        Args:
+            model: written into the column ``model``.
+        """
+        shared = ("mechanism", "heads", "key_heads", "width", "calls", "residual")
+        rows = [
+            {"model": model, "layer": place.number, "module": module, "occurrence": occurrence}
+            | {"mask": joint_kind(place.kinds)}
+            | {name: getattr(place, name) for name in shared}
+            for (module, occurrence), place in self._places.items()
+        ]
+        return CALLS.of_rows(rows)
+
+
+def skipped_table(model: str, audit: Audit, captured: set[str]) -> pd.DataFrame:
+    """The table ``skipped``: what looks like attention and was not captured, and modules never called.
+
+    Args:
+        model: written into the column ``model``.
+        audit: of the capture.
+        captured: names of the modules with captured calls.
+    """
+    rows = [{"model": model, **seen._asdict(), "times": times} for seen, times in audit.skipped.items()]
+    reached = captured | {seen.module for seen in audit.skipped}
+    idle = [name for name in audit.modules if name not in reached]
+    rows += [{"model": model, "module": n, "operation": "", "reason": "never called", "times": 0} for n in idle]
+    return SKIPPED.of_rows(rows)
+
+
+def remarks_table(model: str, audit: Audit) -> pd.DataFrame:
+    """The table ``remarks``: what a reader should know about the attention that was captured.
+
+    Args:
+        model: written into the column ``model``.
+        audit: of the capture.
+    """
+    rows = [{"model": model, **remark._asdict(), "times": times} for remark, times in audit.remarks.items()]
+    return REMARKS.of_rows(rows)

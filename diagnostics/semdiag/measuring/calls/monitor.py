@@ -1,0 +1,306 @@
+"""Watching a model's attention while it is trained."""
+
+import math
+import threading
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+import pandas as pd
+import torch
+from torch import nn
+
+from semdiag.capturing import hooks
+from semdiag.capturing.arguments import whole_number, whole_numbers
+from semdiag.capturing.attention_calls import AttentionCall, watch_attention
+from semdiag.capturing.audit import Audit, Remark, Skipped, failure
+from semdiag.capturing.padding import Padding
+from semdiag.measuring.calls.monitor_log import MonitorLog
+from semdiag.measuring.calls.monitor_rows import columns, describe, sampled_rows
+from semdiag_models import InputError
+
+_COMPILED = (
+    "The hooks of a module inside a compiled one do not look, also not under fullgraph: give the monitor the "
+    "compiled model, Monitor(torch.compile(model))."
+)
+_NAMED = 3  # modules in a warning
+
+
+class ScalarWriter(Protocol):
+    """What is needed of a TensorBoard SummaryWriter."""
+
+    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None:
+        """Log one number."""
+
+
+class Monitor:
+    """Follow dispersion, separation, stability and entropy of a model's attention during training.
+
+    Every ``every``-th forward call in training mode, a few query rows of each attention call are scored: 8 (or
+    ``queries``) random queries of 4 random samples, all heads. Nothing else happens at the other calls. Outputs,
+    gradients and random numbers are those of the training without a monitor, to the last bit. A training is
+    never stopped: where the monitor fails, on a full disk too, it warns, and so it does, once, where it cannot see
+    some attention, of which there are no rows. With gradient accumulation, forward calls are more than optimiser
+    steps.
+
+    Of a compiled training, give it the compiled model: ``Monitor(torch.compile(model))``. The forward calls that
+    are looked at then run as they were written, and round otherwise (about 1e-7); the others are those of the
+    compiled model. The hooks of a module inside a compiled one are compiled with it and cannot look.
+
+    Several threads may train the model: a look belongs to the thread that began it, and the forward calls that
+    others make meanwhile are counted and not looked at.
+
+    One row per step, attention layer and occurrence of the layer in that step:
+    ``step, layer, module, occurrence, rows`` (scored queries, padded ones left out), and medians over these rows
+    of ``keys``, ``dispersion`` (δ, nats), ``separation`` (Δ, nats; empty where nothing is dropped), ``xi`` (the
+    local stability 2p(1 − p) of the largest weight p, docs/theory.md#local-stability) and ``entropy`` (nats);
+    for each k also ``dispersion_kK``, ``separation_kK``, ``mass_kK`` as if the K largest scores were kept.
+
+    Args:
+        model: the module whose forward calls are counted; an encoder of semdiag_models or any transformer that
+            :func:`semdiag.watch_attention` understands.
+        every: forward calls in training mode from one look to the next; the first call is looked at.
+        k: numbers of heavy hitters for the counterfactual columns, one or several.
+        path: ``.csv`` or ``.parquet`` to which the rows are added as they come; an existing one is continued. The
+            monitor has it alone until it stops: in several processes give each a file of its own.
+        tensorboard: a directory for TensorBoard, or a SummaryWriter.
+        seed: of the choice of samples and queries.
+        queries: looked at of each of the samples; medians of more rows vary less from look to look.
+        first_step: number of the first step, for resumed trainings; it warns where the file has come as far.
+
+    Raises:
+        InputError: if an argument is illegal, the file cannot be written or continued or is another monitor's,
+            TensorBoard is not installed, or (on start) the model has no attention that can be watched or was
+            compiled in place.
+
+    Example:
+        >>> from semdiag_models import Encoder, ModelConfig
+        >>> encoder = Encoder(ModelConfig(vocabulary_size=3, classes=2, length=4, blocks=2)).train()
+        >>> with Monitor(encoder, every=2) as monitor:
+        ...     for _ in range(3):
+        ...         loss = encoder(torch.tensor([[0, 1, 1, 0]])).sum()
+        >>> monitor.table[["step", "layer", "rows"]].values.tolist()
+        [[0, 0, 4], [0, 1, 4], [2, 0, 4], [2, 1, 4]]
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        every: int = 200,
+        *,
+        k: int | Sequence[int] = (),
+        path: Path | str | None = None,
+        tensorboard: Path | str | ScalarWriter | None = None,
+        seed: int = 0,
+        first_step: int = 0,
+        queries: int = 8,
+    ) -> None:
+        if not isinstance(model, nn.Module):
+            raise InputError(f"A monitor watches a module, like Encoder(config). Got {model!r}.")
+        if not any(model.children()) and type(model) in vars(nn).values():
+            raise InputError(f"{type(model).__name__} has no attention to watch.")
+        self.model, self.every = model, whole_number(every, "every", 1)
+        self.k = tuple(dict.fromkeys(whole_numbers(k, "k", 1)))
+        self._queries = whole_number(queries, "queries", 1)
+        self.step = self._first_step = whole_number(first_step, "first_step", 0)
+        self.seconds = 0.0
+        self._tensorboard, self._own_writer = tensorboard, False
+        self._writer: Any = None
+        self._generator = torch.Generator().manual_seed(whole_number(seed, "seed", 0))
+        self._log = MonitorLog(None if path is None else Path(path), columns(self.k), self.step)
+        self._handles: hooks.Handles | tuple[()] = ()
+        self._look = ExitStack()
+        self._looked_at: int | None = None
+        self._looker: threading.Thread | None = None  # which the running look belongs to
+        self._forwards: set[int] = set()  # threads that run the model
+        self._turn = threading.Lock()  # to count, and to begin a look
+        self._rows: list[dict[str, Any]] = []
+        self._seen = False  # whether the running look has seen attention
+        self._padding = Padding(model)
+        self._audit = Audit()  # of the running look
+        self._said: set[Remark | Skipped] = set()
+
+    @property
+    def table(self) -> pd.DataFrame:
+        """All rows so far, those of a continued file included."""
+        return self._log.table()
+
+    def start(self) -> Self:
+        """Begin to count and to look; ``with Monitor(…)`` does it.
+
+        Returns:
+            This monitor.
+
+        Raises:
+            InputError: if the model has no attention that can be watched or was compiled in place, or TensorBoard
+                is not installed.
+        """
+        if self._handles:
+            return self
+        if getattr(self.model, "_compiled_call_impl", None) is not None:
+            raise InputError(
+                "A monitor cannot look into a module that was compiled in place, by its compile(): its hooks "
+                "would be compiled too. Give it the compiled model: Monitor(torch.compile(model))."
+            )
+        with watch_attention(self.model, lambda call: None):
+            pass  # a model that cannot be watched is refused here, not in the middle of a training
+        self._log.open()
+        self._writer, self._own_writer = _writer(self._tensorboard)
+        self._handles = hooks.put_on(self.model, self._before, self._after)
+        return self
+
+    def stop(self) -> None:
+        """Leave the model as it was found; rows stay readable."""
+        unseen = bool(self._handles) and self.step == self._first_step
+        self._leave()
+        if unseen:
+            warnings.warn(f"The monitor saw no forward call in training mode. {_COMPILED}", stacklevel=2)
+
+    def _leave(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = ()
+        self._look.close()
+        self._looked_at = self._looker = None
+        with _carrying_on():
+            self._log.close()
+        if self._own_writer and self._writer is not None:
+            self._writer.close()
+        self._writer, self._own_writer = None, False
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.stop()
+        else:
+            self._leave()
+
+    def _before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if torch.compiler.is_compiling():
+            _warn_while_compiling()
+            return
+        self._forwards.add(threading.get_ident())
+        if model.training:
+            self._begin(model, args, kwargs)
+
+    def _begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        own = threading.current_thread()
+        with self._turn:
+            step, self.step = self.step, self.step + 1
+            if self._looker is not None and self._looker is not own and self._looker.is_alive():
+                return
+            self._look.close()  # of a call that was interrupted
+            self._looked_at, self._looker = None, None if step % self.every else own
+        if self._looker is own:
+            self._rows, self._seen = [], False
+            with _carrying_on(), ExitStack() as look:
+                look.enter_context(self._padding.watched((args, kwargs)))
+                watch = watch_attention(model, lambda call: self._reduce(call, step), inside=True)
+                self._audit = look.enter_context(watch)
+                self._look, self._looked_at = look.pop_all(), step
+
+    def _after(self, model: nn.Module, inputs: object, output: object) -> None:
+        if torch.compiler.is_compiling():
+            return
+        self._forwards.discard(threading.get_ident())
+        if self._looker is not threading.current_thread():
+            return
+        self._look.close()
+        step, self._looked_at = self._looked_at, None
+        if step is not None and output is not None:  # None: the watch failed, the forward raised an exception
+            with _carrying_on():
+                self._finish(step)
+        self._looker = None
+
+    def _reduce(self, call: AttentionCall, step: int) -> None:
+        if self._looker is not threading.current_thread() and threading.get_ident() in self._forwards:
+            return  # of another thread's forward
+        start, self._seen = time.perf_counter(), True
+        with _carrying_on():
+            call = self._marked(call)
+            place = {"step": step, "layer": call.layer, "module": call.module, "occurrence": call.occurrence}
+            rows = sampled_rows(call, self.k, self._generator, self._queries)
+            self._rows.append(place | describe(rows, self.k))
+        self.seconds += time.perf_counter() - start
+
+    def _marked(self, call: AttentionCall) -> AttentionCall:
+        """The call with its padded queries marked; what could not be matched is said once."""
+        audit = Audit()
+        call = self._padding.marked(call, audit)
+        for remark in audit.remarks.keys() - self._said:
+            self._said.add(remark)
+            warnings.warn(f"The monitor of {remark.module or 'a model'}: {remark.text}.", stacklevel=2)
+        return call
+
+    def _finish(self, step: int) -> None:
+        start = time.perf_counter()
+        if not self._seen:
+            warnings.warn(f"No attention was captured in step {step}.", stacklevel=2)
+        self._name_missed()
+        rows, self._rows = self._rows, []
+        if self._writer is not None:
+            with _carrying_on():
+                self._write_scalars(step, rows)
+        self._log.add(rows)
+        self.seconds += time.perf_counter() - start
+
+    def _name_missed(self) -> None:
+        """Say once of which attention there are no rows, and why."""
+        missed: dict[str, list[str]] = {}
+        for seen in self._audit.skipped.keys() - self._said:
+            self._said.add(seen)
+            missed.setdefault(f"{seen.operation}, {seen.reason}", []).append(seen.module or "the model itself")
+        if missed:
+            text = "; ".join(f"{_some(sorted(modules))} ({why})" for why, modules in sorted(missed.items()))
+            warnings.warn(f"The monitor does not see all attention: it has no rows of {text}.", stacklevel=2)
+
+    def _write_scalars(self, step: int, rows: list[dict[str, Any]]) -> None:
+        for row in rows:
+            again = f".{row['occurrence']}" if row["occurrence"] else ""
+            for name in columns(self.k)[5:]:
+                if not math.isnan(row[name]):
+                    self._writer.add_scalar(f"{name}/layer {row['layer']}{again}", row[name], step)
+
+
+def _some(names: Sequence[str]) -> str:
+    more = len(names) - _NAMED
+    return ", ".join(names[:_NAMED]) + (f" and {more} more" if more > 0 else "")
+
+
+@contextmanager
+def _carrying_on() -> Iterator[None]:
+    """Warn of what goes wrong inside, which is no reason to stop a training."""
+    try:
+        yield
+    except OSError as error:
+        said = f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}"
+        text = f"The monitor cannot write ({said}). Its rows stay in memory and are written as soon as possible."
+        warnings.warn(text, stacklevel=4)
+    except Exception as error:
+        warnings.warn(f"The monitor of a training: {failure(error)}.", stacklevel=4)
+
+
+def _warn_while_compiling() -> None:
+    warnings.warn(f"A monitored module is being compiled. {_COMPILED}", stacklevel=2)
+
+
+_warn_while_compiling._dynamo_marked_constant = True  # type: ignore[attr-defined]  # run while compiling, not compiled
+
+
+def _writer(tensorboard: Path | str | ScalarWriter | None) -> tuple[Any, bool]:
+    """The writer, and whether it is ours to close."""
+    if not isinstance(tensorboard, Path | str):
+        return tensorboard, False
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        raise InputError("TensorBoard is not installed. Install it with: pip install tensorboard.") from None
+    return SummaryWriter(str(tensorboard)), True

@@ -1,0 +1,182 @@
+"""The rows of a training monitor, in memory and in a file that grows with them."""
+
+import os
+import warnings
+from contextlib import suppress
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from semdiag.measuring.table import read_parquet
+from semdiag_models import InputError
+from semdiag_models.reading import open_file
+from semdiag_models.run_lock import RunLock
+
+
+class MonitorLog:
+    """Rows that are added step by step, to a CSV file line by line or to a parquet file that is replaced.
+
+    A CSV file whose last line is torn, as a training leaves it that was killed while it wrote, is continued
+    without that line. Rows that could not be written are written with the next. The file is this log's alone,
+    from its beginning until it is closed.
+
+    Args:
+        path: ``.csv`` or ``.parquet``; None keeps the rows in memory only.
+        columns: names of the columns.
+        first_step: number of the first step; a file that goes as far is continued with a warning.
+
+    Raises:
+        InputError: if the ending is another one, the folder does not exist, the file cannot be written or has
+            other columns, or another log writes to it.
+    """
+
+    def __init__(self, path: Path | None, columns: list[str], first_step: int) -> None:
+        self.path, self.columns = path, columns
+        self._rows: list[dict[str, Any]] = []
+        self._written = 0
+        self._earlier = pd.DataFrame(columns=columns)
+        self._lock: RunLock | None = None
+        if path is None:
+            return
+        if path.suffix not in (".csv", ".parquet"):
+            raise InputError(f"A monitor writes .csv or .parquet. Got {path}.")
+        if not path.parent.is_dir():
+            raise InputError(f"{path} cannot be written: there is no folder {path.parent}.")
+        self.open()
+        last = pd.to_numeric(self._earlier["step"], errors="coerce").max()
+        if last >= first_step:
+            warnings.warn(
+                f"{path} has rows up to step {last}, and this monitor begins with step {first_step}: a step may "
+                "stand there twice. Monitor(…, first_step=…) continues it, or name a new file.",
+                stacklevel=3,
+            )
+
+    def open(self) -> None:
+        """Take the file, with what stands in it; a log that is open stays as it is.
+
+        Raises:
+            InputError: if it cannot be written or continued, or another log writes to it.
+        """
+        if self.path is None or self._lock is not None:
+            return
+        with suppress(OSError, NotImplementedError):  # where no file can be locked
+            self._lock = RunLock(self.path.parent, self.path.name)
+        try:
+            _check_writable(self.path)
+            if self.path.exists():
+                self._earlier = _read(self.path, self.columns)
+                self._rows, self._written = self._rows[self._written :], 0
+        except InputError:
+            self._release()
+            raise
+
+    def close(self) -> None:
+        """Write what is left, and let the file go.
+
+        Raises:
+            OSError: if the file cannot be written; it is as it was.
+        """
+        try:
+            self.write()
+        finally:
+            self._release()
+
+    def _release(self) -> None:
+        if self._lock is not None:
+            self._lock.release()
+        self._lock = None
+
+    def table(self) -> pd.DataFrame:
+        """Return all rows, those of the continued file first."""
+        own = pd.DataFrame(self._rows, columns=self.columns)
+        if self._earlier.empty:
+            return own
+        return pd.concat([self._earlier, own], ignore_index=True) if len(own) else self._earlier.copy()
+
+    def add(self, rows: list[dict[str, Any]]) -> None:
+        """Add rows, to the file too.
+
+        Args:
+            rows: a value or None for every column.
+
+        Raises:
+            OSError: if the file cannot be written; the rows are kept, and the file is as it was.
+        """
+        self._rows += rows
+        self.write()
+
+    def write(self) -> None:
+        """Write the rows that are not in the file yet.
+
+        Raises:
+            OSError: if the file cannot be written; it is as it was.
+        """
+        new = self._rows[self._written :]
+        if self.path is None or not new:
+            return
+        if self.path.suffix == ".csv":
+            _append(self.path, pd.DataFrame(new, columns=self.columns))
+        else:
+            unfinished = _unfinished(self.path)
+            try:
+                self.table().to_parquet(unfinished, index=False)
+                unfinished.replace(self.path)
+            finally:
+                unfinished.unlink(missing_ok=True)
+        self._written = len(self._rows)
+
+
+def _check_writable(path: Path) -> None:
+    target = path if path.suffix == ".csv" else _unfinished(path)
+    new = not target.exists()
+    try:
+        target.open("ab").close()
+        if new:
+            target.unlink()
+    except OSError as error:
+        raise InputError(f"{path} cannot be written: {error.strerror or error}.") from None
+
+
+def _unfinished(path: Path) -> Path:
+    return path.with_name(f".{path.name}.unfinished")
+
+
+def _append(path: Path, table: pd.DataFrame) -> None:
+    """Add lines to a CSV file, all or none."""
+    with path.open("ab", buffering=0) as file:
+        end = file.seek(0, os.SEEK_END)
+        try:
+            left = table.to_csv(index=False, header=end == 0).encode()
+            while left:
+                left = left[file.write(left) :]
+        except OSError:
+            file.truncate(end)
+            raise
+
+
+def _read(path: Path, columns: list[str]) -> pd.DataFrame:
+    torn = 0
+    try:
+        if path.suffix == ".csv":
+            with open_file(path) as file:
+                content = file.read()
+            torn = len(content) - content.rfind(b"\n") - 1
+            if torn == len(content) and ",".join(columns).encode().startswith(content):
+                table = pd.DataFrame(columns=columns)  # not even the head was written
+            else:
+                table = pd.read_csv(BytesIO(content[: len(content) - torn]))
+        else:
+            table = read_parquet(path)
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path} cannot be continued ({str(error).splitlines()[0]}). Name a new file.") from None
+    if list(table) != columns:
+        raise InputError(
+            f"{path} cannot be continued: its columns are {', '.join(map(str, table))}, "
+            f"not {', '.join(columns)}. Name a new file."
+        )
+    if torn:
+        os.truncate(path, path.stat().st_size - torn)
+        warnings.warn(f"The last line of {path} was torn and is left out.", stacklevel=5)
+    return table

@@ -1,0 +1,63 @@
+"""The rows of a monitor's table: what is seen of one attention call while a model is trained."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from semdiag.capturing.attention_calls import AttentionCall
+from semdiag.mathematics.softmax_secants import local_stability_of_weight
+from semdiag.measuring.calls.counted_rows import CountedRows, counted_rows
+
+_SAMPLES = 4  # looked at in each attention call: rows of scores = their number × queries × heads
+
+
+def columns(k: Sequence[int]) -> list[str]:
+    """Names of the columns of a monitor's table."""
+    own = ["step", "layer", "module", "occurrence", "rows", "keys", "dispersion", "separation", "xi", "entropy"]
+    return own + [f"{name}_k{value}" for value in k for name in ("dispersion", "separation", "mass")]
+
+
+def sampled_rows(
+    call: AttentionCall, k: Sequence[int], generator: torch.Generator, queries: int = 8
+) -> CountedRows:
+    """A few random rows of an attention call.
+
+    Args:
+        call: one attention call.
+        k: counterfactual numbers of heavy hitters.
+        generator: on CPU; chooses samples and queries, the same for all heads.
+        queries: of each sample, at most.
+
+    Returns:
+        The rows, shapes (b, H, r).
+    """
+    batch, _, length, _ = call.q.shape
+    b = torch.randperm(batch, generator=generator)[:_SAMPLES].sort().values.to(call.q.device)
+    r = torch.randperm(length, generator=generator)[:queries].sort().values.to(call.q.device)
+    call = replace(call, v=call.v[..., :0], mixed=call.mixed[..., :0])  # nobody looks at values: none are copied
+    return counted_rows(call.part(b, r), top=min(max(k, default=0), call.k.shape[2]))
+
+
+def describe(rows: CountedRows, k: Sequence[int]) -> dict[str, float | int]:
+    """Medians over the rows that count and have keys; NaN where no row has the quantity."""
+    statistics, used = rows.statistics, rows.attending
+    weight = statistics.largest_weight()
+    values = {
+        "keys": statistics.keys.to(weight.dtype),
+        "dispersion": statistics.dispersion(),
+        "separation": statistics.separation(),
+        "xi": local_stability_of_weight(weight),
+        "entropy": statistics.entropy,
+    }
+    for value in k:
+        most = min(value, len(statistics.top_load))
+        values[f"dispersion_k{value}"] = statistics.dispersion(most)
+        values[f"separation_k{value}"] = statistics.separation(most)
+        values[f"mass_k{value}"] = statistics.mass_kept(most)
+    found: dict[str, float | int] = {"rows": int(used.sum())}
+    for name, numbers in values.items():
+        there = numbers[used & numbers.isfinite()]
+        found[name] = float(there.quantile(0.5)) if len(there) else math.nan
+    return found

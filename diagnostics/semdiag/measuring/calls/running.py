@@ -1,0 +1,251 @@
+"""Running a model of any kind while its attention is watched: in evaluation mode, without gradients, unchanged."""
+
+import copy
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from semdiag.capturing import batches as batching
+from semdiag.capturing.attention_calls import AttentionCall, watch_attention
+from semdiag.capturing.audit import Audit, Remark
+from semdiag.capturing.batches import Batch
+from semdiag.capturing.factories import in_evaluation_mode
+from semdiag.capturing.loading import LoadedModel
+from semdiag.capturing.padding import Padding
+from semdiag.capturing.recording import runs_masked
+from semdiag.measuring.calls.batch_rows import counted_as, folded
+from semdiag.measuring.calls.random_numbers import DRAWS, RandomNumbers
+from semdiag.measuring.calls.scored_rows import NotAvailableError
+from semdiag_models import Encoder, InputError
+
+_GROUPED = (
+    ": its experts are one grouped matrix product, which knows no float64; "
+    'model.set_experts_implementation("eager") multiplies them one by one'
+)
+
+
+class Run:
+    """Call it with a batch; every attention call of the forward pass goes to a consumer.
+
+    Calls come with their padded queries marked, and numbered by place: a module that one forward calls twice
+    is two layers.
+
+    Attributes:
+        module: what runs: the model, or a copy that was moved or converted.
+        device: of the module.
+        dtype: of the module.
+        audit: of the capture.
+        padding: which queries are padding.
+        drew: whether an external model has drawn random numbers: its next run on the same inputs is another one.
+    """
+
+    module: nn.Module
+    device: torch.device
+    dtype: torch.dtype
+    audit: Audit
+    padding: Padding
+
+    def __init__(
+        self, loaded: LoadedModel, consume: Callable[[AttentionCall], None], queries: Tensor | None
+    ) -> None:
+        self._loaded, self._consume, self._queries = loaded, consume, queries
+        self._layers: dict[tuple[str, int], int] = {}
+        self._samples, self._batch = 0, 0
+        self.drew = False
+        self._failure: BaseException | None = None
+
+    def __call__(self, batch: Batch) -> Any:
+        """Run the model on a batch.
+
+        Args:
+            batch: on any device.
+
+        Returns:
+            What the model returns; None for an external model, of whose output nothing is known.
+
+        Raises:
+            NotAvailableError: if an external model fails in float64, which not every operation knows.
+            InputError: if it fails otherwise.
+        """
+        size, batch = batching.samples_of(batch), batching.moved(batch, self.device, self.dtype)
+        if self._queries is not None:
+            self.padding.given = self._queries[self._samples : self._samples + size].bool().to(self.device)
+        self._samples, self._batch = self._samples + size, size
+        if not self._loaded.external:
+            return self.module(batch)
+        numbers = RandomNumbers(self.device)
+        try:
+            batching.call(self.module, batch)
+        except Exception as error:  # whatever the model raises
+            if error is self._failure:  # it is ours, not the model's
+                raise
+            said = " ".join(str(error).split())[:200]
+            if self.dtype == torch.float64:
+                grouped = "grouped_mm" in "".join(traceback.format_tb(error.__traceback__))
+                raise NotAvailableError(
+                    f"{self._loaded.path} cannot run in float64, in which it is measured here "
+                    f"({type(error).__name__}: {said}){_GROUPED if grouped else ''}"
+                ) from error
+            raise InputError(
+                f"{self._loaded.path} cannot be run on these inputs ({type(error).__name__}: {said}). It is "
+                "called with a batch's tensor, the entries of its dictionary by name, or those of its tuple; a "
+                "model that takes a dictionary as one argument, with [(dictionary,)]."
+            ) from error
+        if not self.drew and numbers.drawn:
+            self.drew = True
+            self.audit.remarks[Remark("", f"{DRAWS}: another run on the same inputs has other scores")] += 1
+        return None
+
+    def alike(self) -> None:
+        """Refuse a model of which two copies of an input, side by side in a batch, draw other random numbers.
+
+        Raises:
+            NotAvailableError: if it has drawn some.
+        """
+        if self.drew:
+            raise NotAvailableError(f"{DRAWS}: copies of an input differ by more than the noise that is added")
+
+    def add(self, call: AttentionCall) -> None:
+        """Hand a call on."""
+        layer = call.layer
+        if self._loaded.external:
+            layer = self._layers.setdefault((call.module, call.occurrence), len(self._layers))
+        said = folded(call.q.shape[0], self._batch)
+        if said is not None:
+            self.audit.remarks[Remark(call.module, f"{said}: {counted_as(call.q.shape[0], self._batch)}")] += 1
+        try:
+            self._consume(replace(self.padding.marked(call, self.audit), layer=layer))
+        except BaseException as error:
+            self._failure = error
+            raise
+
+
+@contextmanager
+def running(
+    loaded: LoadedModel,
+    consume: Callable[[AttentionCall], None],
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+    queries: Tensor | None = None,
+) -> Iterator[Run]:
+    """Run a model in evaluation mode and without gradients; the mode of every module is restored.
+
+    The model is copied only if it has to be moved or converted.
+
+    Args:
+        loaded: the model.
+        consume: gets each attention call while its tensors are alive.
+        device: where to run; None: where the model is.
+        dtype: of the model; None: its own.
+        queries: (N, L) bool over all samples to come, false for padding; None: what each batch says.
+
+    Yields:
+        A function from batches to what the model returns.
+    """
+    run = Run(loaded, consume, queries)
+    with ExitStack() as stack:
+        run.module, run.device, run.dtype = stack.enter_context(in_evaluation(loaded, device, dtype))
+        run.padding = Padding(run.module)
+        stack.enter_context(run.padding.watched())
+        run.audit = stack.enter_context(watch_attention(run.module, run.add))
+        yield run
+
+
+@contextmanager
+def in_evaluation(
+    loaded: LoadedModel, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+) -> Iterator[tuple[nn.Module, torch.device, torch.dtype]]:
+    """A model on a device, in evaluation mode and without gradients; the mode of every module is restored.
+
+    Args:
+        loaded: the model; it is copied only if it has to be moved or converted.
+        device: where to run; None: where the model is.
+        dtype: of the model; None: its own.
+
+    Yields:
+        The module that runs, its device and its dtype.
+    """
+    module, place, kind = _placed(loaded.module, device, dtype)
+    modes = [(part, part.training) for part in module.modules()]
+    try:
+        in_evaluation_mode(module)
+        with torch.no_grad():
+            yield module, place, kind
+    finally:
+        for part, mode in modes:
+            part.training = mode
+
+
+def unnamed(module: nn.Module) -> LoadedModel:
+    """A module of one's own, as if it had been loaded.
+
+    Args:
+        module: any.
+
+    Raises:
+        InputError: if it is none.
+    """
+    if not isinstance(module, nn.Module):
+        raise InputError(
+            f"A model is a torch.nn.Module or what semdiag.load returns. Got {type(module).__name__}."
+        )
+    source = "python" if isinstance(module, Encoder) else "module"
+    return LoadedModel("model", "", module, source, "unknown")
+
+
+def home_of(module: nn.Module) -> tuple[torch.device, torch.dtype]:
+    """Where a model runs, and in which dtype: those of its first floating-point tensor that has values.
+
+    Weights without values (offloaded to memory or disk, and fetched in the forward) are wherever the others are.
+
+    Args:
+        module: any; without tensors it is on the CPU.
+
+    Example:
+        >>> home_of(nn.Linear(2, 2).double())
+        (device(type='cpu'), torch.float64)
+    """
+    tensors = [t for t in (*module.parameters(), *module.buffers()) if t.is_floating_point()]
+    first = next((t for t in tensors if not t.is_meta), None)
+    kind = torch.get_default_dtype() if not tensors else tensors[0].dtype
+    return (torch.device("cpu"), kind) if first is None else (first.device, first.dtype)
+
+
+def _placed(
+    module: nn.Module, device: torch.device | str | None, dtype: torch.dtype | None
+) -> tuple[nn.Module, torch.device, torch.dtype]:
+    """The module on a device and in a dtype; a copy only if it is not there already."""
+    tensors = [t for t in (*module.parameters(), *module.buffers()) if t.is_floating_point()]
+    place, kind = home_of(module)
+    place, kind = place if device is None else torch.device(device), kind if dtype is None else dtype
+    there = all(t.is_meta or t.device.type == place.type for t in tensors)
+    if not there or (dtype is not None and any(t.dtype != kind for t in tensors)):
+        if any(t.is_meta for t in tensors):
+            raise NotAvailableError(
+                "its weights are offloaded (meta tensors): it runs as it is, without another device or dtype"
+            )
+        refuse_masked(module, "in another dtype or on another device")
+        module = copy.deepcopy(module).to(device=place, dtype=dtype)
+    return module, place, kind
+
+
+def refuse_masked(module: nn.Module, how: str) -> None:
+    """Refuse a model that runs under sparsify where a copy of it would run, without the mask.
+
+    Args:
+        module: the model.
+        how: it is to run, in a copy.
+
+    Raises:
+        InputError: if it runs under sparsify.
+    """
+    if runs_masked(module):
+        raise InputError(
+            f"The model runs under sparsify, which masks the model itself: a copy of it, {how}, would run without "
+            "the mask."
+        )

@@ -1,0 +1,84 @@
+"""Under which conditions models are measured."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+
+from semdiag.capturing.loading import LoadedModel
+from semdiag.measuring.calls.collector import LEAST_MAX_QUERIES, MAX_QUERIES
+from semdiag.measuring.calls.query_draws import QueryDraws
+from semdiag.questions.probes import PROBES
+from semdiag_models import InputError
+
+DTYPES = {"float32": torch.float32, "float64": torch.float64}
+
+_MOST = 10**9  # of samples, in a batch or in all
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """Under which every model of a survey is measured.
+
+    Raises:
+        InputError: if a value is illegal.
+        TypeError: if a plan is of no probe, or two are of the same.
+    """
+
+    inputs: Path | None = None  # token ids, or text (.txt); None: each checkpoint's own held-out samples
+    samples: int = 500  # of the default inputs, of inputs of unknown length, and windows of a text
+    first: int | None = None  # samples of inputs that are given, or came with a model; None: all of them
+    batch_size: int = 100
+    device: str = "auto"
+    dtype: str = "auto"  # or a key of DTYPES; see decided()
+    seed: int = 0  # of fresh samples and of resampling
+    min_keys: int = 1  # queries with fewer keys are left out
+    queries: int | None = None  # drawn per sample and head of the longest sequence; None: all
+    max_queries: int = MAX_QUERIES  # of a model, kept row by row
+    k: tuple[int, ...] = ()  # counterfactual heavy hitters, on full models
+    k_lowers: bool = False  # whether a k above the length of the inputs becomes that: of a default
+    config: dict[str, Any] | None = None  # of checkpoints of the paper's code
+    encoders_only: bool = False  # whether models of which the attention alone is known are refused
+    probe_samples: int | None = None  # inputs of the probes that run a model many times; None: all
+    plans: tuple[Any, ...] = ()  # what is measured besides: of the types in the registry of probes
+
+    def __post_init__(self) -> None:
+        QueryDraws(self.queries, self.seed)  # which refuses too few
+        for name in ("samples", "batch_size", "min_keys", "max_queries"):
+            least = LEAST_MAX_QUERIES if name == "max_queries" else 1
+            if getattr(self, name) < least:
+                raise InputError(f"{name} must be at least {least}. Got {getattr(self, name)}.")
+            if getattr(self, name) > _MOST:
+                raise InputError(f"{name} must be at most {_MOST}. Got {getattr(self, name)}.")
+        if self.first is not None and self.first < 1:
+            raise InputError(f"first must be at least 1. Got {self.first}.")
+        if self.dtype not in {"auto", *DTYPES}:
+            raise InputError(f"dtype must be auto, float32 or float64. Got {self.dtype!r}.")
+        for plan in self.plans:
+            if type(plan) not in PROBES:
+                raise TypeError(f"Plans are {', '.join(kind.__name__ for kind in PROBES)}. Got {plan!r}.")
+        kinds = [type(plan) for plan in self.plans]
+        twice = [kind.__name__ for kind in kinds if kinds.count(kind) > 1]
+        if twice:  # the tables of the later would replace those of the earlier
+            raise TypeError(f"Conditions take one plan of a type. Got several of {twice[0]}.")
+
+    def decided(self, models: Sequence[LoadedModel], device: torch.device) -> Self:
+        """Decide what ``auto`` means, one dtype for all models.
+
+        In float32 the smallest of many separations, and which of two nearly equal scores is kept, are the
+        processor's rounding. So it is float64, where every model is an encoder (of which large ones are rare);
+        of other models it is float32, and on mps, which knows nothing else.
+
+        Args:
+            models: that will be measured.
+            device: where.
+
+        Returns:
+            The conditions with a key of ``DTYPES`` as dtype.
+        """
+        if self.dtype != "auto":
+            return self
+        single = device.type == "mps" or any(model.external for model in models)
+        return replace(self, dtype="float32" if single else "float64")

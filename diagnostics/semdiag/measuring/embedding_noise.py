@@ -1,0 +1,127 @@
+"""Where noise can enter an external model, behind its embedding of tokens or patches, and what it reaches."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from semdiag.capturing.attention_calls import AttentionCall
+from semdiag.capturing.batches import Batch, samples_of
+from semdiag.measuring.calls.scored_rows import NotAvailableError
+from semdiag.measuring.token_tables import TokenTables, named_embedding, token_ids
+
+_ROUNDING = 16  # units in the last place of the largest entry: the same sums in another order
+
+
+@contextmanager
+def noisy_embeddings(
+    model: nn.Module, batch: Batch, samples: int, add_noise: Callable[[Tensor, int], None]
+) -> Iterator[None]:
+    """Make the copies in a batch of [clean samples; copies of them] noisy, behind the embedding of its tokens.
+
+    Noise enters behind every ``nn.Embedding`` in whose table the batch's token ids are looked up (encoder and
+    decoder may each do it), and behind what the model itself names as its embedding, like that of patches.
+
+    Args:
+        model: its embeddings get a hook, removed when the context is left by whatever way.
+        batch: what the model is called with inside the context, the very tensors.
+        samples: clean samples at the head of the batch.
+        add_noise: called with the embedded copies, (B, …, d), which it changes, and how often it was before.
+
+    Yields:
+        Nothing.
+
+    Raises:
+        NotAvailableError: if the model has no embedding, or none that looks up the tokens or
+            returns an activation per sample.
+    """
+    tables, named, whole = TokenTables(token_ids(batch)), named_embedding(model), samples_of(batch)
+    places = [part for part in model.modules() if isinstance(part, nn.Embedding) or part is named]
+    if not places:
+        raise NotAvailableError("no embedding of tokens was found in it, behind which noise could be added")
+    times = 0
+
+    def perturb(module: nn.Module, inputs: object, output: object) -> object:
+        nonlocal times
+        if isinstance(module, nn.Embedding):
+            own = isinstance(named, nn.Embedding) and module.weight is named.weight
+            axis = tables.axis(module.weight)
+            axis = 0 if axis is None and own else axis
+        else:
+            axis = None if times else 0  # the embedding of tokens may be a part of it
+        if axis is None or not isinstance(output, Tensor) or not output.is_floating_point():
+            return output
+        if output.ndim <= axis + 1 or output.shape[axis] != whole:
+            return output
+        noisy = output.movedim(axis, 0).clone(memory_format=torch.contiguous_format)
+        add_noise(noisy[samples:], times)
+        times += 1
+        return noisy.movedim(0, axis)
+
+    with ExitStack() as stack:
+        for place in places:
+            stack.callback(place.register_forward_hook(perturb).remove)
+        stack.enter_context(tables)
+        yield
+    if not times:
+        raise NotAvailableError(
+            "none of its embeddings looks up the tokens of its inputs, or has an activation for each sample"
+        )
+
+
+@dataclass
+class Reach:
+    """Which attention the noise reaches: where queries or keys of a copy differ from the clean ones.
+
+    Attributes:
+        modules: by layer, the module that attends.
+        reached: layers.
+    """
+
+    modules: dict[int, str] = field(default_factory=dict)
+    reached: set[int] = field(default_factory=set)
+
+    def look(self, call: AttentionCall, samples: int) -> None:
+        """Look at one call.
+
+        Args:
+            call: over a batch of [clean; copies].
+            samples: clean ones.
+        """
+        self.modules[call.layer] = call.module
+        if call.layer not in self.reached and any(_moved(values, samples) for values in (call.q, call.k)):
+            self.reached.add(call.layer)
+
+    def left_out(self, name: str, note: Callable[[str, str], None]) -> set[int]:
+        """The layers that the noise does not reach: what does not move says nothing about stability.
+
+        Args:
+            name: of what is measured.
+            note: called with what is not available and why, if some are.
+
+        Returns:
+            The layers.
+
+        Raises:
+            NotAvailableError: if it reaches none.
+        """
+        out = self.modules.keys() - self.reached
+        if out and not self.reached:
+            raise NotAvailableError(
+                "noise behind its embedding moves no queries or keys of its attention beyond rounding"
+            )
+        if out:
+            listed = ", ".join(dict.fromkeys(self.modules[layer] or "the model" for layer in sorted(out)))
+            note(f"{name} of {listed}", "noise behind the embedding moves no query or key there beyond rounding")
+        return out
+
+
+def _moved(values: Tensor, samples: int) -> bool:
+    """Whether one of [clean; copies of them] differs by more than rounding; what is no number does not tell."""
+    copies = values[samples:].reshape(-1, *values[:samples].shape)
+    change = (copies - values[:samples]).abs().nan_to_num(0.0, torch.inf)
+    size = values[:samples].abs().nan_to_num(0.0, 0.0)
+    eps = min(torch.finfo(values.dtype).eps, torch.finfo(torch.float32).eps)
+    return bool(change.max() > _ROUNDING * eps * size.max())

@@ -1,0 +1,140 @@
+"""A private copy of an encoder that can be put anywhere in its parameter space."""
+
+import copy
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from semdiag.mathematics.predicted_classes import predicted_classes
+from semdiag.measuring.encoders.weights import named_tensors
+from semdiag_models import Encoder, InputError
+
+_TOKENS = 10_000  # of one forward pass, about what fits a core's cache
+
+
+@dataclass(frozen=True)
+class TensorPlace:
+    """Where a parameter tensor lies in the vector of all parameters.
+
+    Attributes:
+        name: as in :func:`~semdiag.measuring.encoders.weights.named_tensors`.
+        group: likewise.
+        bound: likewise, its name among the constants of Theorem 2.
+        part: of the vector.
+    """
+
+    name: str
+    group: str
+    bound: str
+    part: slice
+
+
+class MovableEncoder:
+    """An encoder in evaluation mode whose parameters are views into one vector.
+
+    Moving it is one copy into that vector. It is a copy: the model it was made of is never written to, so there
+    is nothing to put back, whatever happens on the way.
+
+    Args:
+        encoder: the model.
+        device: where to run.
+        dtype: of the parameters.
+        gradients: whether the copy's parameters want gradients.
+
+    Example:
+        >>> from semdiag_models import ModelConfig
+        >>> encoder = Encoder(ModelConfig(vocabulary_size=3, classes=2, length=4, blocks=1))
+        >>> moved = MovableEncoder(encoder)
+        >>> moved.move_to(0 * moved.origin)
+        >>> moved.logits(torch.tensor([[0, 1, 1, 0]])).tolist(), encoder.head.weight.any().item()
+        ([[0.0, 0.0]], True)
+    """
+
+    def __init__(
+        self,
+        encoder: Encoder,
+        *,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        gradients: bool = False,
+    ) -> None:
+        self.encoder = copy.deepcopy(encoder).to(device=device, dtype=dtype).eval().requires_grad_(gradients)
+        self.encoder.zero_grad(set_to_none=True)
+        parameters = list(self.encoder.parameters())
+        self.vector = torch.cat([p.detach().flatten() for p in parameters])
+        start = 0
+        for parameter in parameters:
+            parameter.data = self.vector[start : start + parameter.numel()].view_as(parameter)
+            start += parameter.numel()
+        self.origin = self.vector.clone()
+        self.places = tuple(
+            TensorPlace(t.name, t.group, t.bound, slice(at := t.values.storage_offset(), at + t.values.numel()))
+            for t in named_tensors(self.encoder)
+        )
+
+    def move_to(self, point: Tensor) -> None:
+        """Put the copy at a point, (n,)."""
+        self.vector.copy_(point)
+
+    def slices(self, group: str | None = None) -> list[slice]:
+        """Where the tensors of a group, or all tensors, lie."""
+        return [place.part for place in self.places if group in (None, place.group)]
+
+    @torch.inference_mode()
+    def logits(self, tokens: Tensor) -> Tensor:
+        """Logits (N, classes) where the copy stands now, in passes of about 10,000 tokens.
+
+        Args:
+            tokens: (N, L) int64 on its device.
+        """
+        per_pass = max(1, _TOKENS // tokens.shape[1])
+        return torch.cat([self.encoder(batch) for batch in torch.split(tokens, per_pass)])
+
+    def loss_and_accuracy(self, tokens: Tensor, labels: Tensor) -> tuple[float, float]:
+        """Mean cross-entropy (nats) and accuracy in [0, 1] where the copy stands now.
+
+        Args:
+            tokens: (N, L) int64 on its device.
+            labels: (N,) int64 likewise.
+        """
+        logits = self.logits(tokens)
+        right = predicted_classes(logits) == labels
+        return float(F.cross_entropy(logits.cpu().double(), labels.cpu())), float(right.double().mean())
+
+
+def usable_samples(
+    encoder: Encoder, tokens: Tensor, labels: Tensor | None, device: torch.device | str
+) -> tuple[Tensor, Tensor]:
+    """Samples that have a loss: those that are not PAD alone.
+
+    Args:
+        encoder: the model.
+        tokens: (N, L) int64.
+        labels: (N,) classes.
+        device: where they are wanted.
+
+    Returns:
+        Tokens and labels on the device.
+
+    Raises:
+        InputError: if the labels are unknown or none of the model's classes, or no sample is left.
+    """
+    if labels is None:
+        raise InputError(
+            "The loss of these inputs is unknown, because --inputs has no labels. Leave out --inputs: the run's "
+            "own held-out samples have labels."
+        )
+    tokens, labels = tokens.to(device, torch.int64), labels.to(device, torch.int64)
+    wrong = labels[(labels < 0) | (labels >= encoder.config.classes)]
+    if len(wrong):
+        raise InputError(
+            f"Labels must be classes of the model, 0 to {encoder.config.classes - 1}. Got {int(wrong[0])}."
+        )
+    valid = encoder.valid(tokens)
+    if valid is not None:
+        tokens, labels = tokens[valid.any(-1)], labels[valid.any(-1)]
+    if not len(tokens):
+        raise InputError("There is nothing to measure: no sample has a token that is not PAD.")
+    return tokens, labels

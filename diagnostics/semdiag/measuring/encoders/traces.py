@@ -1,0 +1,197 @@
+"""What the evaluated inputs show of each block: the norms, stabilities and masks that the bounds are made of."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from semdiag.capturing.attention_kinds import HEAVY_HITTERS, rows_of
+from semdiag.capturing.block_calls import BlockCall, watch_blocks
+from semdiag.mathematics.attention_rows import AttentionRows
+from semdiag.mathematics.bounds.attention_bounds import HeadNorms, attention_map_bound, bilinear_form_bound
+from semdiag.mathematics.bounds.layer_constants import query_norm
+from semdiag.mathematics.bounds.local_bounds import local_attention_map_bound, local_rows
+from semdiag.measuring.calls.scored_rows import ScoredRows, scored_rows
+from semdiag.measuring.encoders.weights import block_weights
+from semdiag_models import Encoder
+
+_MLP_NORM_EPS = 1e-5  # of the normalisation before the MLP (pre-norm) or after it (post-norm)
+_SCORES = 2**22  # scores of one forward pass, at most (or one sample's)
+
+
+@dataclass(frozen=True, eq=False)
+class LayerTrace:
+    """One block over the evaluated inputs: one entry per sample (and head), padding left out.
+
+    Attributes:
+        token_norm: (N,) Ξ, largest norm at the attention's input.
+        score_reach: (N,) largest |scale|·‖q‖·‖k‖, which no score exceeds and their rounding grows with.
+        attention_std: (N,) smallest sqrt(var + eps) that the first normalisation sees.
+        mlp_std: (N,) likewise the second.
+        mlp_token_norm: (N,) Ξ_P, largest norm at the MLP's input.
+        hidden_norm: (N,) largest norm at the MLP's second matrix.
+        log_map: (N, H) ln λ_A; +inf where the kind of attention is not covered, or Δ ≤ 0.
+        log_form: (N, H) ln λ_M.
+        local_map: (N, H) ln λ_A in the local form, from the rows' own weights.
+        local_form: (N, H) ln λ_M, likewise.
+        dispersion: (N, H) largest δ of a query.
+        separation: (N, H) smallest Δ of a query.
+        not_positive: (N, H) int64, queries with Δ ≤ 0.
+        not_finite: (N, H) int64, queries with a score that is NaN or infinite; their sample has no constant.
+        load: (N, H) int64, largest key load.
+    """
+
+    token_norm: Tensor
+    score_reach: Tensor
+    attention_std: Tensor
+    mlp_std: Tensor
+    mlp_token_norm: Tensor
+    hidden_norm: Tensor
+    log_map: Tensor
+    log_form: Tensor
+    local_map: Tensor
+    local_form: Tensor
+    dispersion: Tensor
+    separation: Tensor
+    not_positive: Tensor
+    not_finite: Tensor
+    load: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class InputTraces:
+    """The evaluated inputs, layer by layer.
+
+    Attributes:
+        layers: one trace per block.
+        tokens: (N,) int64, tokens that are not padding, CLS and global tokens included.
+        counts: (N, rows of the embedding) int64, how often each token id occurs among them.
+        pooled_norm: (N,) norm of the pooled representation.
+    """
+
+    layers: Sequence[LayerTrace]
+    tokens: Tensor
+    counts: Tensor
+    pooled_norm: Tensor
+
+
+def trace_inputs(encoder: Encoder, tokens: Tensor) -> InputTraces:
+    """Run the inputs and measure, input by input, everything that the bounds need.
+
+    λ_A is the form with each token's own load, from the masks the model really used. For heavy-hitter masks
+    the sums over a token's queries are doubled: that covers the union S_i ∪ S'_i with any second mask
+    that gives no token a larger (weighted) load than the measured one.
+
+    Source: docs/theory.md#attention-map. Deviation: none.
+
+    Args:
+        encoder: a float64 model in evaluation mode; hooks are added and removed.
+        tokens: (N, L) int64 on its device.
+
+    Returns:
+        The traces.
+    """
+    tracer = _Tracer(encoder)
+    length = tokens.shape[1] + encoder.config.extra_tokens
+    per_pass = max(1, _SCORES // (encoder.config.heads * length**2))
+    handle = encoder.head.register_forward_pre_hook(tracer.pool)
+    try:
+        with torch.inference_mode(), watch_blocks(encoder, tracer.add):
+            for batch in torch.split(tokens, per_pass):
+                tracer.start(batch)
+                encoder(batch)
+    finally:
+        handle.remove()
+    return tracer.result()
+
+
+class _Tracer:
+    """Collects the traces batch by batch."""
+
+    def __init__(self, encoder: Encoder) -> None:
+        self.encoder, self.kind = encoder, encoder.config.attention
+        self.weights = [block_weights(encoder, layer) for layer in range(len(encoder.blocks))]
+        self.gammas = [w.gamma for w in self.weights]
+        self.upsilons = [w.upsilon for w in self.weights]
+        self.layers: list[list[dict[str, Tensor]]] = [[] for _ in self.weights]
+        self.whole: dict[str, list[Tensor]] = {"tokens": [], "counts": [], "pooled_norm": []}
+        self.valid = torch.ones(0, dtype=torch.bool)
+
+    def start(self, batch: Tensor) -> None:
+        valid, whole = self.encoder.valid(batch), self.encoder.sequence(batch)
+        self.valid = torch.ones_like(whole, dtype=torch.bool) if valid is None else valid
+        ids = torch.nn.functional.one_hot(whole, self.encoder.embedding.num_embeddings)
+        self.whole["tokens"].append(self.valid.sum(-1))
+        self.whole["counts"].append((ids * self.valid[..., None]).sum(1))
+
+    def pool(self, head: nn.Module, inputs: tuple[Tensor]) -> None:
+        self.whole["pooled_norm"].append(inputs[0].norm(dim=-1))
+
+    def add(self, call: BlockCall) -> None:
+        eps = float(self.encoder.blocks[call.layer].attention_norm_eps)  # type: ignore[arg-type]
+        pre = self.encoder.config.norm == "pre"
+        seen = (call.stream, call.middle) if pre else (call.middle, call.end)
+        q, k = (heads.norm(dim=-1).amax(1) for heads in (call.attention.q, call.attention.k))
+        found = {
+            "token_norm": self._largest(call.tokens.norm(dim=-1)),
+            "score_reach": abs(call.attention.scale) * self._largest(q) * self._largest(k),
+            "attention_std": -self._largest(-_token_std(seen[0], eps)),
+            "mlp_std": -self._largest(-_token_std(seen[1], _MLP_NORM_EPS)),
+            "mlp_token_norm": self._largest(call.mlp_tokens.norm(dim=-1)),
+            "hidden_norm": self._largest(call.hidden.norm(dim=-1)),
+        }
+        rows = scored_rows(call.attention)
+        self.layers[call.layer].append(found | self._attention(call.layer, rows, found["token_norm"]))
+
+    def _largest(self, values: Tensor) -> Tensor:
+        """Largest value of each sample's tokens: (B, L) -> (B,)."""
+        return values.masked_fill(~self.valid, -math.inf).amax(-1)
+
+    def _attention(self, layer: int, rows: ScoredRows, token_norm: Tensor) -> dict[str, Tensor]:
+        finite = rows.dispersion.isfinite()
+        found = {
+            "dispersion": rows.dispersion.amax(-1),
+            "separation": rows.separation.amin(-1),
+            "not_positive": (rows.separation <= 0).sum(-1),
+            "not_finite": (~finite).sum(-1),
+            "load": rows.selected.sum(-2).amax(-1),
+        }
+        delta, gap = rows.dispersion.where(finite, 0.0), rows.separation.where(finite, math.inf)
+        constants = rows_of(self.kind, delta, gap, rows.kept.where(finite, 0))
+        if constants is None:
+            nothing = torch.full_like(found["dispersion"], math.inf)
+            return found | dict.fromkeys(("log_map", "log_form", "local_map", "local_form"), nothing)
+        xi = token_norm[:, None]
+        norms = HeadNorms(self.gammas[layer], self.upsilons[layer], xi, query_norm(xi, query_bias=True))
+        bounds = {
+            "log_map": attention_map_bound(self._united(constants), rows.selected, norms),
+            "log_form": bilinear_form_bound(constants, norms),
+            "local_map": local_attention_map_bound(rows.weights, norms),
+            "local_form": bilinear_form_bound(local_rows(rows.weights), norms),
+        }
+        known = {name: bound.log_value.where(finite.all(-1), math.inf) for name, bound in bounds.items()}
+        if self.kind in HEAVY_HITTERS:  # at a tie the masks change nearby
+            tied = found["not_positive"] > 0
+            known |= {name: known[name].masked_fill(tied, math.inf) for name in ("local_map", "local_form")}
+        return found | known
+
+    def _united(self, rows: AttentionRows) -> AttentionRows:
+        """For heavy hitters, double the sums over a token's queries: the union of two masks."""
+        if self.kind not in HEAVY_HITTERS:
+            return rows
+        double = math.log(2)
+        return replace(rows, log_weight=rows.log_weight + double, log_xi=rows.log_xi + double)
+
+    def result(self) -> InputTraces:
+        layers = [
+            LayerTrace(**{name: torch.cat([part[name] for part in parts]) for name in parts[0]})
+            for parts in self.layers
+        ]
+        return InputTraces(layers, **{name: torch.cat(parts) for name, parts in self.whole.items()})
+
+
+def _token_std(x: Tensor, eps: float) -> Tensor:
+    """Return sqrt(var + eps) of each token."""
+    return (x.var(-1, unbiased=False) + eps).sqrt()

@@ -1,0 +1,174 @@
+"""Percentiles over queries and keys of every model: pooled, by layer, and by layer and head."""
+
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+
+from semdiag.measuring.findings.counterfactuals import counterfactual_ks
+from semdiag.measuring.findings.divergence import Place, broken_places
+from semdiag.measuring.findings.findings import Findings
+from semdiag.measuring.findings.strict_json import records
+from semdiag.measuring.percentiles import percentiles, pooled_table
+from semdiag.measuring.table import ALL, rows_of
+
+Percentiles = dict[str, float | int]
+
+
+def _rows(findings: Findings, quantity: str) -> pd.DataFrame:
+    measurements = findings.measurements
+    return measurements.loads if quantity.startswith("load") else measurements.queries
+
+
+def places_of(rows: pd.DataFrame) -> list[tuple[Place, NDArray[np.intp]]]:
+    """The layers and heads of a table in their order, each with the positions of its rows.
+
+    Args:
+        rows: with the columns layer and head.
+    """
+    found: dict[Any, Any] = rows.groupby(["layer", "head"]).indices
+    return [((int(layer), int(head)), found[layer, head]) for layer, head in sorted(found)]
+
+
+def place_percentiles(findings: Findings, model: str, quantity: str) -> dict[Place, Percentiles]:
+    """Percentiles of a model's quantity in every layer and head, and pooled: ``(ALL, ALL)``.
+
+    Args:
+        findings: of any number of models.
+        model: its path.
+        quantity: a column of the queries, or of the loads.
+
+    Returns:
+        By layer and head, in their order; of a model with more queries than are kept from the table ``sketches``.
+        Where scores are NaN or infinite nothing is known, nor of a pool that such a place is part of.
+    """
+    broken = broken_places(findings, model)
+    found = _place_percentiles(findings, model, quantity)
+    return {place: _unknown(row) if place in broken else row for place, row in found.items()}
+
+
+def known_rows(findings: Findings, model: str, quantity: str, layer: int = ALL) -> pd.DataFrame:
+    """What percentiles, intervals and verdicts about a model's pool, or about one of its layers, rest on.
+
+    Args:
+        findings: of any number of models.
+        model: its path.
+        quantity: a column of the queries, or of the loads.
+        layer: one of its layers; ALL: all of them.
+
+    Returns:
+        The columns sample and ``quantity``; where a score of the pool is NaN or infinite no value is a number.
+    """
+    rows = rows_of(_rows(findings, quantity), model)
+    rows = rows.loc[slice(None) if layer == ALL else rows["layer"] == layer, ["sample", quantity]]
+    return rows.assign(**{quantity: np.nan}) if (layer, ALL) in broken_places(findings, model) else rows
+
+
+def _unknown(row: Percentiles) -> Percentiles:
+    """Percentiles of as many queries, all undefined."""
+    return {**percentiles([]), "queries": row["queries"], "undefined": row["queries"]}
+
+
+def _place_percentiles(findings: Findings, model: str, quantity: str) -> dict[Place, Percentiles]:
+    sketches = findings.measurements.sketches
+    own = sketches[(sketches["model"] == model) & (sketches["quantity"] == quantity)]
+    if len(own):
+        known = {place: own.iloc[at[0]] for place, at in places_of(own)}
+        ordered = sorted(known, key=lambda place: (place[0] == ALL, place[0], place[1] == ALL, place[1]))
+        return {place: known[place][list(percentiles([]))].to_dict() for place in ordered}
+    rows = rows_of(_rows(findings, quantity), model)
+    values = rows[quantity].to_numpy(np.float64)
+    found = {place: percentiles(values[at]) for place, at in places_of(rows)}
+    return found | {(ALL, ALL): percentiles(values)}
+
+
+def pooled_percentiles(findings: Findings, quantity: str) -> dict[str, Percentiles]:
+    """Percentiles of a quantity over all layers and heads.
+
+    Args:
+        findings: of any number of models.
+        quantity: a column of the queries, or of the loads.
+
+    Returns:
+        :func:`~semdiag.measuring.percentiles.percentiles` by model.
+    """
+    models = _rows(findings, quantity)["model"].unique()
+    return {str(model): findings(place_percentiles, str(model), quantity)[ALL, ALL] for model in models}
+
+
+def layer_percentiles(findings: Findings, quantity: str) -> dict[str, pd.DataFrame]:
+    """Percentiles of a quantity in every layer, heads pooled.
+
+    Args:
+        findings: of any number of models.
+        quantity: a column of the queries, or of the loads.
+
+    Returns:
+        By model a row per layer, in their order.
+    """
+    found = {}
+    for model, rows in _rows(findings, quantity).groupby("model", sort=False):
+        places = findings(place_percentiles, str(model), quantity).items()
+        sketched = [{"layer": layer, **row} for (layer, head), row in places if head == ALL != layer]
+        table = pd.DataFrame(sketched) if sketched else pooled_table(rows, quantity, by="layer")
+        broken = {layer for layer, head in broken_places(findings, str(model)) if head == ALL}
+        layers = records(table.sort_values("layer"))
+        found[str(model)] = pd.DataFrame({**r, **_unknown(r)} if r["layer"] in broken else r for r in layers)
+    return found
+
+
+def percentile_table(findings: Findings, quantity: str) -> pd.DataFrame:
+    """Percentiles of a quantity per layer and head, and pooled, of every model.
+
+    Args:
+        findings: of any number of models.
+        quantity: dispersion, separation or load.
+
+    Returns:
+        model, layer and head (ALL where pooled), then the columns of
+        :func:`~semdiag.measuring.percentiles.percentiles`.
+    """
+    models = [str(model) for model in findings.measurements.models["model"]]
+    return pd.DataFrame({"model": model, **row} for model in models for row in _places(findings, model, quantity))
+
+
+def within_table(findings: Findings) -> pd.DataFrame:
+    """Percentiles of what every counterfactual k would leave, per layer and head, and pooled, of every model.
+
+    Args:
+        findings: of any number of models.
+
+    Returns:
+        Columns model, quantity (dispersion, separation, mass or load), k, layer and head (ALL where pooled),
+        then those of :func:`~semdiag.measuring.percentiles.percentiles`.
+    """
+    table: list[dict[Any, Any]] = []
+    for model in findings.measurements.models["model"]:
+        own = findings.measurements.of(model)
+        for k in counterfactual_ks(own.queries):
+            for quantity in ("dispersion", "separation", "mass", "load"):
+                rows, column = own.loads if quantity == "load" else own.queries, f"{quantity}_k{k}"
+                if column in rows:
+                    place = {"model": model, "quantity": quantity, "k": k}
+                    table += [{**place, **row} for row in _places(findings, str(model), column)]
+    return pd.DataFrame(table)
+
+
+def _places(findings: Findings, model: str, column: str) -> list[dict[Any, Any]]:
+    """Rows of each layer and head, then of all together."""
+    return [
+        {"layer": layer, "head": head, **row}
+        for (layer, head), row in findings(place_percentiles, model, column).items()
+        if (layer == ALL) == (head == ALL)
+    ]
+
+
+def all_by_name(table: pd.DataFrame) -> pd.DataFrame:
+    """A table for readers: layer and head say ``all`` where a row speaks about all of them.
+
+    Args:
+        table: with the columns layer and head, ALL where pooled.
+    """
+    named = {name: table[name].astype(object).mask(table[name] == ALL, "all") for name in ("layer", "head")}
+    return table.assign(**named)

@@ -1,0 +1,113 @@
+"""A finding: a claim of the theory about a measured model or pair, its verdict, and the numbers behind it."""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from semdiag.measuring.findings.number_words import number_words
+
+
+class Verdict(StrEnum):
+    """What the measurements say about a claim."""
+
+    HOLDS = "holds"
+    VIOLATED = "violated"
+    VACUOUS = "vacuous"  # true of every row, whatever the model: says nothing
+    NOT_MET = "assumption not met"
+    NOTHING = "nothing conclusive"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One claim and what became of it.
+
+    Attributes:
+        subject: a model's path, or a pair's label.
+        claim: in words.
+        form: ``sound`` or ``paper``; empty where the claim has only one.
+        where: ``all``, a percentile (``p95``), a layer (``layer 2``) or a tensor's name.
+        verdict: the word.
+        numbers: what decided it, by name; logarithms are natural and named ``ln …``.
+        note: what a reader must know besides; empty if nothing.
+        percentile: at which the claim was judged; None: not at one.
+    """
+
+    subject: str
+    claim: str
+    form: str
+    where: str
+    verdict: Verdict
+    numbers: Mapping[str, float] = field(default_factory=dict)
+    note: str = ""
+    percentile: int | None = None
+
+    def __str__(self) -> str:
+        said = {name: number_words(value, "{:.4g}".format) for name, value in self.numbers.items()}
+        numbers = ", ".join(f"{name} = {words}" for name, words in said.items())
+        head = f"{self.verdict}: {self.claim}" + (f" [{self.form}]" if self.form else "")
+        where = "" if self.where == "all" else f", {self.where}"
+        return f"{head}{where}" + (f" ({numbers})" if numbers else "") + (f"; {self.note}" if self.note else "")
+
+
+def of_rows(holds: int, violated: int, vacuous: int, not_met: int) -> Verdict:
+    """The verdict on a claim about many rows: violated if any row is, else the word of most rows.
+
+    Args:
+        holds: rows for which the claim holds and says something.
+        violated: rows that contradict it.
+        vacuous: rows for which it holds trivially.
+        not_met: rows that break its assumptions.
+
+    Returns:
+        The word; nothing conclusive without rows.
+
+    Example:
+        >>> of_rows(holds=90, violated=0, vacuous=8, not_met=2).value
+        'holds'
+    """
+    if violated:
+        return Verdict.VIOLATED
+    counts = {Verdict.HOLDS: holds, Verdict.VACUOUS: vacuous, Verdict.NOT_MET: not_met}
+    return max(counts, key=lambda word: counts[word]) if any(counts.values()) else Verdict.NOTHING
+
+
+def agreed(verdicts: Iterable[Verdict]) -> Verdict:
+    """The verdict that several have in common; nothing conclusive if they differ or there is none.
+
+    Args:
+        verdicts: for instance one per percentile.
+
+    Example:
+        >>> agreed([Verdict.HOLDS, Verdict.VIOLATED]).value
+        'nothing conclusive'
+    """
+    words = set(verdicts)
+    return words.pop() if len(words) == 1 else Verdict.NOTHING
+
+
+def log10(natural: float) -> float:
+    """Decimal logarithm from a natural one."""
+    return natural / math.log(10)
+
+
+def verdicts_of(judged: Iterable[Finding], subject: str) -> list[dict[str, Any]]:
+    """What became of the claims about a model or a pair, as plain values.
+
+    Args:
+        judged: findings on any subjects.
+        subject: a model's path, or a pair's label.
+    """
+    return [
+        {
+            "claim": f.claim,
+            "form": f.form,
+            "where": f.where,
+            "verdict": f.verdict.value,
+            "numbers": {name: float(value) for name, value in f.numbers.items()},
+            "note": f.note,
+        }
+        for f in judged
+        if f.subject == subject
+    ]

@@ -1,0 +1,60 @@
+"""Percentiles by layer and head and pooled, within a model and for every counterfactual k, as plain values."""
+
+from collections.abc import Callable
+from functools import partial
+
+from semdiag.measuring.findings.counterfactuals import counterfactual_ks
+from semdiag.measuring.findings.distributions import place_percentiles
+from semdiag.measuring.findings.divergence import Place
+from semdiag.measuring.findings.estimates import estimates_of
+from semdiag.measuring.findings.findings import Findings
+from semdiag.measuring.findings.strict_json import MODEL_FACTS, Summary, json_object
+from semdiag.measuring.measurements import Measurements
+from semdiag.measuring.table import ALL
+
+Percentile = Callable[[str], Summary]  # of a column of the queries or loads, at one place
+Describe = Callable[[Percentile, str], Summary]
+
+
+def by_layer(command: str, findings: Findings, describe: Describe) -> Summary:
+    """Numbers of every model by layer and head and pooled; likewise for every counterfactual k.
+
+    Args:
+        command: whose object this is.
+        findings: of one or more models.
+        describe: from the percentiles of a column and the suffix of the counterfactual's columns to numbers.
+    """
+    measurements = findings.measurements
+    results = []
+    for row in measurements.models.to_dict("records"):
+        own = measurements.of(row["model"])
+        result = {key: row[key] for key in MODEL_FACTS}
+        layers = partial(_layers, findings, row["model"], describe)
+        result |= {"unit": "nats", **layers(""), **estimates_of(findings, row["model"]), "capture": _capture(own)}
+        within = [{"k": k, **layers(f"_k{k}")} for k in counterfactual_ks(own.queries)]
+        if within:
+            result["within_model"] = within
+        results.append(result)
+    return json_object(command, findings, results=results)
+
+
+def _layers(findings: Findings, model: str, describe: Describe, suffix: str) -> Summary:
+    def of(place: Place, column: str) -> Summary:
+        return findings(place_percentiles, model, column)[place]
+
+    places = [place for place in findings(place_percentiles, model, "dispersion") if ALL not in place]
+    layers = [{"layer": at[0], "head": at[1], **describe(partial(of, at), suffix)} for at in places]
+    return {"layers": layers, "all": describe(partial(of, (ALL, ALL)), suffix)}
+
+
+def without(table: Summary, *names: str) -> Summary:
+    """A table of numbers without some of them."""
+    return {key: value for key, value in table.items() if key not in names}
+
+
+def _capture(own: Measurements) -> Summary:
+    """How much of a model's attention was seen: modules found and captured, residual, what was skipped and why."""
+    row = own.models.iloc[0]
+    found, captured = int(row["attention_found"]), int(row["attention_captured"])
+    listed = {name: getattr(own, name).drop(columns="model").to_dict("records") for name in ("skipped", "remarks")}
+    return {"found": found, "captured": captured, "residual": float(row["residual"]), **listed}

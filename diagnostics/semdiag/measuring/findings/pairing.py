@@ -1,0 +1,172 @@
+"""Which trained models may be compared with each other: same task, seed, size, setting and snapshot."""
+
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pandas as pd
+
+from semdiag.capturing.attention_kinds import external
+from semdiag.measuring.findings.findings import Findings
+
+# Models that differ in one of these are never compared, nor drawn on the same axes.
+RUN = ("task", "seed", "blocks", "heads", "width", "length", "norm", "pooling", "setting")
+RUN_AND_SNAPSHOT = (*RUN, "snapshot")
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A full-attention model and a counterpart that differs from it only in its attention.
+
+    Attributes:
+        label: task, attention and seed in words.
+        full: the full model's path.
+        other: the counterpart's path.
+    """
+
+    label: str
+    full: str
+    other: str
+
+
+def find_pairs(models: pd.DataFrame, attention: str | None = "topk") -> tuple[list[Pair], list[str]]:
+    """Pair every model of one attention kind with the full model trained on the same data.
+
+    Args:
+        models: the table of :class:`Measurements`.
+        attention: kind of the counterpart; None for every kind but full.
+
+    Returns:
+        The pairs, and the paths of full models and counterparts that have no partner.
+    """
+    pairs, alone = [], []
+    models = models[~external(models)]  # of which nobody knows how they were trained
+    sparse = models["attention"] != "full" if attention is None else models["attention"] == attention
+    some = models[sparse | (models["attention"] == "full")]
+    for _, group in some.groupby([*RUN_AND_SNAPSHOT], dropna=False, sort=False):
+        full = group[group["attention"] == "full"]["model"].tolist()
+        others = group[group["attention"] != "full"]
+        if not full or others.empty:
+            alone += group["model"].tolist()
+            continue
+        for _, row in others.iterrows():
+            label = f"{row['task']}, {attention_word(row)}, seed {row['seed']}"
+            if row["snapshot"] != "last":
+                label += f", {row['snapshot']}"
+            pairs.append(Pair(label, full[0], row["model"]))
+    return _told_apart(pairs, [pair.other for pair in pairs]), alone
+
+
+def rivals(models: pd.DataFrame, pair: Pair) -> list[str]:
+    """Find other models that could stand in the full model's place.
+
+    Args:
+        models: the table of :class:`Measurements`.
+        pair: from :func:`find_pairs`.
+
+    Returns:
+        Paths of full-attention models of the same run and snapshot, with other weights.
+    """
+    full = models[models["attention"] == "full"]
+    chosen = full[full["model"] == pair.full].iloc[0]
+    same = [all(_equal(row[name], chosen[name]) for name in RUN_AND_SNAPSHOT) for _, row in full.iterrows()]
+    others = full[same]
+    return [str(path) for path in others[others["weights_sha256"] != chosen["weights_sha256"]]["model"]]
+
+
+def compared_pairs(findings: Findings) -> list[Pair]:
+    """Find what a report compares: with the model named by --against, or full models with their counterparts.
+
+    Args:
+        findings: of any number of models; the reference's path stands in ``provenance["against"]``.
+
+    Returns:
+        The pairs, of every kind of attention.
+    """
+    measurements = findings.measurements
+    against = measurements.provenance.get("against")
+    if against is not None and against in set(measurements.models["model"]):
+        return pairs_against(measurements.models, against)
+    return find_pairs(measurements.models, attention=None)[0]
+
+
+def pairs_against(models: pd.DataFrame, against: str) -> list[Pair]:
+    """Pair every model with one reference, whether or not they are alike.
+
+    Args:
+        models: the table of :class:`Measurements`.
+        against: the reference's path.
+
+    Returns:
+        One pair per other model; where only one of the two has full attention, that one is ``full``,
+        else the reference is.
+    """
+    reference = models[models["model"] == against].iloc[0]
+    pairs = []
+    for _, row in models[models["model"] != against].iterrows():
+        label = f"{_short(row)} against {_short(reference)}"
+        swap = row["attention"] == "full" and reference["attention"] != "full"
+        ends = (row["model"], against) if swap else (against, row["model"])
+        pairs.append(Pair(label, *ends))
+    return _told_apart(pairs, [path for path in models["model"] if path != against])
+
+
+def differences(models: pd.DataFrame, pair: Pair) -> list[str]:
+    """In what, besides attention, the two models of a pair differ.
+
+    Args:
+        models: the table of :class:`Measurements`.
+        pair: two of its models.
+
+    Returns:
+        Sentences like ``seed 1 and 2``; empty for a pair that :func:`find_pairs` makes.
+    """
+    full, other = (models[models["model"] == path].iloc[0] for path in (pair.full, pair.other))
+    both = full["attention"] != "full" and other["attention"] != "full"
+    names = [*RUN_AND_SNAPSHOT, *(("k", "global_tokens") if both else ())]
+    return [f"{name} {full[name]} and {other[name]}" for name in names if not _equal(full[name], other[name])]
+
+
+def _equal(one: Any, two: Any) -> bool:
+    if pd.isna(one) or pd.isna(two):
+        return bool(pd.isna(one) and pd.isna(two))
+    return bool(one == two)
+
+
+def attention_word(row: Any) -> str:
+    """Name a model's attention in one word: ``full``, ``topk-5``, ``banded-5-global-1``.
+
+    Args:
+        row: of the table of models: attention, k, global_tokens.
+    """
+    kind = str(row["attention"]) if pd.isna(row["k"]) else f"{row['attention']}-{row['k']}"
+    return f"{kind}-global-{row['global_tokens']}" if row["global_tokens"] else kind
+
+
+def path_tail(path: str, among: Collection[str], letters: int = 28) -> str:
+    """Shorten a path to its end.
+
+    Args:
+        path: to shorten.
+        among: the paths that it is to be told from; it stays whole where another one ends alike.
+        letters: how many to keep.
+    """
+    tail = path[-letters:]
+    if len(path) <= letters or sum(other.endswith(tail) for other in set(among) | {path}) > 1:
+        return path
+    return f"…{tail}"
+
+
+def _told_apart(pairs: list[Pair], compared: list[str]) -> list[Pair]:
+    """The pairs; where labels are equal, as models differ in what none says, with the compared models' paths."""
+    labels = [pair.label for pair in pairs]
+    return [
+        pair
+        if labels.count(pair.label) == 1
+        else replace(pair, label=f"{pair.label}, {path_tail(path, compared)}")
+        for pair, path in zip(pairs, compared, strict=True)
+    ]
+
+
+def _short(row: Any) -> str:
+    return f"{row['task']}, {attention_word(row)}, seed {row['seed']}, {row['snapshot']}"

@@ -1,0 +1,75 @@
+"""What a command prints with ``--json``: values that strict JSON can hold, under a schema; and reading them.
+
+A number that is not known is null. Infinities are the strings "inf" and "-inf": a bound of "inf" is no guarantee,
+a logarithm of "-inf" is the constant 0. Up to version 1 of the schemas all three were null.
+"""
+
+import math
+from typing import Any
+
+import pandas as pd
+
+from semdiag.measuring.findings.findings import Findings
+
+Summary = dict[str, Any]
+MODEL_FACTS = ("model", "sha256", "task", "attention", "k", "epoch")  # of every entry of results
+
+
+def json_ready(value: Any) -> Any:
+    """Replace what JSON has no number for, at any depth: NaN by None, infinities by the strings "inf" and "-inf".
+
+    Example:
+        >>> json_ready({"ln bound": [math.inf, -math.inf, math.nan, 0.5]})
+        {'ln bound': ['inf', '-inf', None, 0.5]}
+    """
+    if isinstance(value, dict):
+        return {str(key): json_ready(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [json_ready(entry) for entry in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None if math.isnan(value) else str(float(value))
+    return None if value is pd.NA else value
+
+
+def number_from_json(value: float | str | None) -> float:
+    """The number that :func:`json_ready` wrote; NaN for null.
+
+    Raises:
+        ValueError: if it is another string than those of the infinities.
+
+    Example:
+        >>> [number_from_json(value) for value in (0.5, "-inf", None)]
+        [0.5, -inf, nan]
+    """
+    if value is None:
+        return math.nan
+    if isinstance(value, str) and value not in ("inf", "-inf"):
+        raise ValueError(f"A number is a number, null, 'inf' or '-inf'. Got {value!r}.")
+    return float(value)
+
+
+def schema(command: str) -> str:
+    """Name and version of what a command writes."""
+    return f"semdiag.{command}/2"
+
+
+def has_schema(content: Any, command: str) -> bool:
+    """Whether something read from a file is what a command wrote, in this version or the one before."""
+    return isinstance(content, dict) and content.get("schema") in (schema(command), f"semdiag.{command}/1")
+
+
+def json_object(command: str, findings: Findings, **content: Any) -> Summary:
+    """The one object that a command prints.
+
+    Args:
+        command: its name, part of the schema.
+        findings: whose provenance it carries.
+        content: what it says besides.
+    """
+    whole = {"schema": schema(command), "provenance": findings.measurements.provenance, **content}
+    return Summary(json_ready(whole))
+
+
+def records(table: pd.DataFrame) -> list[Summary]:
+    """The rows of a table as dictionaries."""
+    return [{str(name): value for name, value in row.items()} for row in table.to_dict("records")]

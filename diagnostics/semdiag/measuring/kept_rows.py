@@ -1,0 +1,179 @@
+"""Rows of a table that grows without limit: all of them up to a number, from there on a sketch and a sample."""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from semdiag.measuring.percentiles import PERCENTILES
+from semdiag.measuring.table import ALL, Table
+
+_ACCURACY = 2000  # k of the sketch: an error of about 0.14 % in rank, in about 60 kB
+SKETCHES = Table(
+    "sketches",
+    "One row per quantity, layer and head (ALL: pooled) of a model with more queries or keys than are kept row by "
+    "row: numbers, mean and extremes (p0, p100) are exact; the other percentiles may be those of a rank that is "
+    "off by rank_error (with 99 % confidence).",
+    {
+        "model": "str",
+        "quantity": "str",
+        **dict.fromkeys(("layer", "head", "queries"), "int64"),
+        "mean": "float64",
+        **{f"p{p}": "float64" for p in PERCENTILES},
+        **dict.fromkeys(("undefined", "not_positive"), "int64"),
+        "rank_error": "float64",
+    },
+)
+
+
+class Sketch:
+    """What is kept of a stream of numbers: number, mean and extremes exactly, quantiles within an error in rank.
+
+    Source: KLL sketch (Karnin, Lang, Liberty 2016), of the library datasketches. Its random bits cannot be
+    seeded: a quantile may differ from one run to the next, within the error. Where the library is not installed
+    (pip has none for Python 3.14) quantiles are those of a sample of the numbers.
+    """
+
+    def __init__(self) -> None:
+        try:
+            from datasketches import kll_doubles_sketch  # takes a tenth of a second, and few need it
+        except ImportError:
+            self._quantiles: Any = None
+        else:
+            self._quantiles = kll_doubles_sketch(_ACCURACY)
+        self._finite, self._least, self._greatest = 0, math.inf, -math.inf
+        self._sum, self._undefined, self._not_positive = 0.0, 0, 0
+
+    def add(self, values: np.ndarray) -> None:
+        """Take in numbers.
+
+        Args:
+            values: any shape; those that are not finite count as undefined.
+        """
+        values = values.astype(np.float64).ravel()
+        finite = values[np.isfinite(values)]
+        if self._quantiles is not None:
+            self._quantiles.update(finite)
+        self._finite += finite.size
+        self._least = min(self._least, float(finite.min(initial=math.inf)))
+        self._greatest = max(self._greatest, float(finite.max(initial=-math.inf)))
+        self._sum += float(finite.sum())
+        self._undefined += values.size - finite.size
+        self._not_positive += int((finite <= 0).sum())
+
+    def merge(self, other: "Sketch") -> None:
+        """Take in what another has taken in.
+
+        Args:
+            other: stays as it is.
+        """
+        if self._quantiles is not None:
+            self._quantiles.merge(other._quantiles)
+        self._finite += other._finite
+        self._least, self._greatest = min(self._least, other._least), max(self._greatest, other._greatest)
+        self._sum += other._sum
+        self._undefined += other._undefined
+        self._not_positive += other._not_positive
+
+    def percentiles(self, sample: Callable[[], np.ndarray]) -> dict[str, float | int]:
+        """As :func:`~semdiag.measuring.percentiles.percentiles`, and the error in rank.
+
+        Args:
+            sample: gives numbers drawn of all, each with the same chance; called without datasketches only.
+        """
+        levels = [p / 100 for p in PERCENTILES[1:-1]]
+        cuts, error = [math.nan] * len(levels), 1.0
+        if self._quantiles is not None:
+            error = self._quantiles.normalized_rank_error(False)
+            cuts = self._quantiles.get_quantiles(levels) if self._finite else cuts
+        elif len(drawn := sample()):
+            # Dvoretzky, Kiefer, Wolfowitz and Massart: all ranks at once, with 99 % confidence.
+            error = min(1.0, math.sqrt(math.log(2 / 0.01) / (2 * len(drawn))))
+            cuts = np.quantile(drawn, levels).tolist()
+        ends = (self._least, self._greatest) if self._finite else (math.nan, math.nan)
+        cuts = [ends[0], *cuts, ends[1]]
+        return {
+            "queries": self._finite + self._undefined,
+            "mean": self._sum / self._finite if self._finite else math.nan,
+            **{f"p{p}": float(cut) for p, cut in zip(PERCENTILES, cuts, strict=True)},
+            "undefined": self._undefined,
+            "not_positive": self._not_positive,
+            "rank_error": error,
+        }
+
+
+class KeptRows:
+    """Rows that come in parts: columns of the same length, with the layer the same in a part.
+
+    Beyond the limit every quantity is sketched, by layer and head, and of the rows a random sample is kept, each
+    with the same chance: a half of them, a quarter, … of all.
+
+    Args:
+        limit: rows that are kept at most.
+        places: columns that say where a row belongs: all others are quantities.
+        seed: of the sample.
+    """
+
+    def __init__(self, limit: int, places: Sequence[str], seed: int = 0) -> None:
+        self.parts: list[dict[str, np.ndarray]] = []
+        self.share = 1.0  # the chance of a row to be kept
+        self._limit, self._places, self._rows = limit, places, 0
+        self._rng = np.random.default_rng(seed)
+        self._sketches: dict[tuple[str, int, int], Sketch] = {}
+
+    def add(self, part: dict[str, np.ndarray]) -> None:
+        """Take in rows.
+
+        Args:
+            part: columns by name.
+        """
+        if self.share < 1:
+            self._sketch(part)
+            part = self._thinned(part, self.share)
+        self.parts.append(part)
+        self._rows += len(part["layer"])
+        while self._rows > self._limit:
+            if self.share == 1:
+                for earlier in self.parts:
+                    self._sketch(earlier)
+            self.share /= 2
+            self.parts = [self._thinned(earlier, 0.5) for earlier in self.parts]
+            self._rows = sum(len(earlier["layer"]) for earlier in self.parts)
+
+    def _thinned(self, part: dict[str, np.ndarray], share: float) -> dict[str, np.ndarray]:
+        kept = self._rng.random(len(part["layer"])) < share
+        return {name: column[kept] for name, column in part.items()}
+
+    def _sketch(self, part: dict[str, np.ndarray]) -> None:
+        if not len(part["layer"]):
+            return
+        layer, heads = int(part["layer"][0]), part["head"]
+        order = np.argsort(heads, kind="stable")
+        starts = np.flatnonzero(np.diff(heads[order], prepend=-1))
+        for name, column in part.items():
+            if name in self._places:
+                continue
+            for start, values in zip(starts, np.split(column[order], starts[1:]), strict=True):
+                place = name, layer, int(heads[order[start]])
+                self._sketches.setdefault(place, Sketch()).add(values)
+
+    def sketched(self) -> Iterator[dict[str, Any]]:
+        """Rows of the table ``sketches``: each layer and head, each layer, all together; none below the limit."""
+        pooled: dict[tuple[str, int, int], Sketch] = {}
+        for (name, layer, head), sketch in self._sketches.items():
+            for place in ((name, layer, head), (name, layer, ALL), (name, ALL, ALL)):
+                pooled.setdefault(place, Sketch()).merge(sketch)
+        for (name, layer, head), sketch in sorted(pooled.items(), key=lambda item: item[0]):
+            found = sketch.percentiles(partial(self._sample, name, layer, head))
+            yield {"quantity": name, "layer": layer, "head": head, **found}
+
+    def _sample(self, name: str, layer: int, head: int) -> np.ndarray:
+        """The finite numbers of a quantity among the rows that are kept."""
+        found = [np.empty(0)]
+        for part in self.parts:
+            if len(part["layer"]) and layer in (ALL, part["layer"][0]):
+                values = part[name] if head == ALL else part[name][part["head"] == head]
+                found.append(values[np.isfinite(values)].astype(np.float64))
+        return np.concatenate(found)

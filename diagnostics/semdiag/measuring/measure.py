@@ -1,0 +1,299 @@
+"""Running a model over inputs and reducing its attention to measurements."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from importlib.metadata import version
+from itertools import chain, islice
+from typing import Any
+
+import pandas as pd
+import torch
+from torch import Tensor, nn
+
+from semdiag.capturing import batches as batching
+from semdiag.capturing.arguments import whole_number, whole_numbers
+from semdiag.capturing.attention_kinds import APPROXIMATE
+from semdiag.capturing.audit import Audit, Remark
+from semdiag.capturing.batches import Batch
+from semdiag.capturing.loading import LoadedModel
+from semdiag.capturing.padding import NOT_APPLIED
+from semdiag.capturing.token_masks import checked_real
+from semdiag.mathematics.predicted_classes import NO_CLASS, predicted_classes
+from semdiag.measuring.calls.call_lengths import longest_call
+from semdiag.measuring.calls.collector import LEAST_MAX_QUERIES, MAX_QUERIES, Collector
+from semdiag.measuring.calls.layers import remarks_table, skipped_table
+from semdiag.measuring.calls.query_draws import QueryDraws
+from semdiag.measuring.calls.running import running, unnamed
+from semdiag.measuring.encoders.inputs import checked_batch, checked_tokens, fitting
+from semdiag.measuring.measurements import Measurements
+from semdiag.measuring.runs.training_runs import setting_in_words
+from semdiag.measuring.tables import OUT_OF_REACH
+from semdiag_models import TASKS, Encoder, InputError
+from semdiag_models.attention.reach import cannot_represent
+from semdiag_models.device import find_device
+
+
+def measure(
+    model: LoadedModel | nn.Module,
+    batches: Batch | Iterable[Batch],
+    *,
+    labels: Tensor | None = None,
+    queries: int | None = None,
+    real: Tensor | None = None,
+    inputs: str = "given by the user",
+    k: int | Sequence[int] = (),
+    batch_size: int = 100,
+    samples: int | None = None,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+    seed: int = 0,
+    min_keys: int = 1,
+    max_queries: int = MAX_QUERIES,
+    after_batch: Callable[[int], None] = lambda samples: None,
+) -> Measurements:
+    """Measure dispersion, separation and key load of every query of every attention layer, of any model.
+
+    The model is not changed: it runs without gradients in evaluation mode, and every module's mode is restored.
+    It is copied only if it has to be moved or converted.
+
+    Args:
+        model: from :func:`semdiag.load`, or any module of one's own.
+        batches: what the model is called with: a tensor, a dictionary of keyword arguments or a tuple of
+            positional ones; or an iterable of them, which is read one batch at a time. One tensor or dictionary
+            is cut into batches.
+        labels: (N,) classes, for the accuracy of semdiag's own models; None if unknown.
+        queries: how many are drawn per sample and head of the longest sequence, and of all others the same share;
+            None: every query is looked at. Every query has the same chance, so that plain means and percentiles
+            are estimates; of those not drawn no score is worked out. Extremes and key loads are those of the
+            drawn queries. How long the longest is token ids say themselves; on other inputs the model is run once
+            more, to see it. Of an iterator the first batch says it: a remark tells how many are drawn of a longer.
+        real: (N, L) bool over all samples, false for padding. By default read from the usual arguments
+            (``attention_mask``, ``key_padding_mask``, …); padded queries are left out. A remark says of which
+            attention it is none.
+        inputs: where the inputs come from, for the report.
+        k: counterfactual numbers of heavy hitters, one or several; their columns are added for every query. Of
+            several, those that exceed the number of keys are left out, with a remark.
+        batch_size: samples at a time, if ``batches`` is one tensor or dictionary.
+        samples: the first so many samples are measured, and no batch after them is read; None: all.
+        device: where to run; None: where the model is.
+        dtype: of the model and of the scores: float32 or float64; None: the model's own.
+        seed: of the queries that are drawn.
+        min_keys: queries with fewer keys are left out.
+        max_queries: rows kept of the tables of queries and of loads. With more, the table ``sketches`` holds exact
+            numbers, means and extremes and close percentiles, and of the rows a sample is kept.
+        after_batch: called with the number of samples of each finished batch.
+
+    Returns:
+        Measurements of this one model.
+
+    Raises:
+        InputError: if an argument is illegal, ``real`` fits the queries of no attention, there is no sample or
+            nothing but PAD, no query has enough keys, the model cannot be run on the inputs or has no attention
+            that can be captured, or no k is in 1 … length.
+
+    Example:
+        >>> from semdiag_models import ModelConfig
+        >>> encoder = Encoder(ModelConfig(vocabulary_size=3, classes=2, length=4, blocks=1))
+        >>> measure(encoder, torch.tensor([[0, 1, 1, 0]])).queries[["layer", "query", "keys"]].values.tolist()
+        [[0, 0, 4], [0, 1, 4], [0, 2, 4], [0, 3, 4]]
+    """
+    loaded = model if isinstance(model, LoadedModel) else unnamed(model)
+    real = checked_real(real)
+    k = _checked(k, dtype, batch_size=batch_size, samples=samples, min_keys=min_keys, max_queries=max_queries)
+    whole_number(seed, "seed", 0)
+    if device is not None:
+        find_device(str(device).partition(":")[0])  # which refuses one that is not here
+    if loaded.external and any(value < 1 for value in k):
+        raise InputError(f"k must be at least 1. Got k={min(k)}.")
+    cut: Iterable[Batch] = batching.each(batches, batch_size)
+    if samples is not None:
+        cut, labels = batching.first_samples(cut, samples), None if labels is None else labels[:samples]
+    if isinstance(batches, Tensor | Mapping | Sequence):  # all there: what is wrong is said before anything runs
+        cut = list(cut)
+        _check_samples(sum(map(batching.samples_of, cut)), labels)
+        _check_real(real, sum(map(batching.samples_of, cut)), samples)
+        if isinstance(loaded.module, Encoder):
+            cut = checked_tokens(loaded.module, cut, k)
+    elif isinstance(loaded.module, Encoder):
+        cut = map(partial(checked_batch, loaded.module), cut)
+    draws = QueryDraws(queries, seed)
+    if queries is not None:
+        ahead, cut = _ahead(cut)
+        draws.expect(longest_call(loaded, ahead, device, dtype)[0])
+    collected = Collector(loaded.path, k, draws, _wanted(loaded), min_keys, max_queries)
+    with running(loaded, collected.add, device, dtype, real) as run:
+        answers = []  # all logits of a text are large
+        for batch in cut:
+            collected.start(batching.samples_of(batch))
+            _check_real(real, collected.samples, 0)  # there may be more to come
+            logits = run(batch)
+            if logits is not None:  # of an external model nothing is known of the output
+                answers.append(predicted_classes(logits).cpu())
+            after_batch(batching.samples_of(batch))
+    _check_samples(collected.samples, labels)
+    _check_real(real, collected.samples, samples)
+    _check_found(loaded, collected, run.audit)
+    if real is not None and not run.padding.fitted:
+        noted = {seen.text for seen in run.audit.remarks if seen.text.startswith(NOT_APPLIED)}
+        raise InputError(
+            f"real fits no attention of {loaded.path}: {min(noted).removeprefix(NOT_APPLIED + ': ')}."
+        )
+    fits = fitting(k, int(collected.layers.largest("longest")), "the largest number of keys") if k else []
+    for said in draws.said:
+        run.audit.remarks[Remark("", said)] += 1
+    for left in sorted(set(k) - set(fits)):
+        run.audit.remarks[Remark("", f"k = {left} is left out: no query has that many keys")] += 1
+    rows = collected.queries()
+    _check_keys(loaded.path, rows, min_keys, draws)
+    found = torch.cat(answers) if answers else None
+    if found is not None and (lost := int((found == NO_CLASS).sum())):
+        said = f"logits are NaN for {lost} of {len(found)} samples: they count as wrong"
+        run.audit.remarks[Remark("", said)] += 1
+    accuracy = None if labels is None or found is None else float((found == labels.cpu()).double().mean())
+    return Measurements(
+        models=_model_row(loaded, collected, draws, run.audit, {"inputs": inputs, "accuracy": accuracy}),
+        queries=_with_ks(rows, k, fits),
+        loads=_with_ks(collected.loads(), k, fits),
+        history=pd.DataFrame({"model": loaded.path, "epoch": [], **loaded.history}),
+        non_finite=collected.non_finite(),
+        calls=collected.calls(),
+        heads=_with_ks(collected.heads(), k, fits),
+        remarks=remarks_table(loaded.path, _noted(loaded, run.audit)),
+        skipped=skipped_table(loaded.path, run.audit, collected.layers.modules),
+        sketches=_sketches(collected, k, fits),
+        provenance={
+            "semdiag": version("semdiag"),
+            "torch": str(torch.__version__),
+            "device": run.device.type,
+            "dtype": str(run.dtype).removeprefix("torch."),
+            **({} if queries is None else {"queries": queries}),
+            **({} if min_keys == 1 else {"min_keys": min_keys}),
+        },
+    )
+
+
+def _ahead(cut: Iterable[Batch]) -> tuple[list[Batch], Iterable[Batch]]:
+    """The batches that can be seen before any is measured, of an iterator the first alone; and all of them."""
+    if isinstance(cut, list):
+        return cut, cut
+    rest = iter(cut)
+    first = list(islice(rest, 1))
+    return first, chain(first, rest)
+
+
+def _checked(k: Any, dtype: Any, **numbers: Any) -> tuple[int, ...]:
+    """The counterfactual k, one or several; every argument is refused that is none."""
+    for name, value in numbers.items():
+        if value is not None or name != "samples":
+            whole_number(value, name, LEAST_MAX_QUERIES if name == "max_queries" else 1)
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise InputError(f"dtype must be torch.float32 or torch.float64. Got {dtype!r}.")
+    return whole_numbers(k, "k")
+
+
+def _noted(loaded: LoadedModel, audit: Audit) -> Audit:
+    """The audit, with a remark if the model's mask cannot represent its task."""
+    if isinstance(loaded.module, Encoder) and loaded.task in TASKS:
+        length = loaded.training.length if loaded.training is not None else None
+        if cannot_represent(TASKS[loaded.task], loaded.module.config, length):
+            audit.remarks[Remark("", OUT_OF_REACH)] += 1
+    return audit
+
+
+def _check_samples(samples: int, labels: Tensor | None) -> None:
+    if labels is not None and len(labels) != samples:
+        raise InputError(f"There must be a label for every sample. Got {len(labels)} labels of {samples} samples.")
+    if not samples:
+        raise InputError("There are no inputs to measure on: the number of samples is 0.")
+
+
+def _check_real(real: Tensor | None, count: int, samples: int | None) -> None:
+    """Refuse a mask with fewer rows than samples; also one with more, where all samples are measured."""
+    if real is not None and (len(real) < count or (len(real) > count and samples is None)):
+        raise InputError(f"real must have a row for every sample. Got {len(real)} rows of {count} samples.")
+
+
+def _check_found(loaded: LoadedModel, collected: Collector, audit: Audit) -> None:
+    if not len(collected.layers):
+        reasons = "; ".join(sorted({f"{seen.operation}: {seen.reason}" for seen in audit.skipped}))
+        usual = "Attention without a softmax (linear, sigmoid) cannot be measured; see docs/support.md"
+        raise InputError(f"No softmax attention was seen while {loaded.path} ran. {reasons or usual}.")
+    if not sum(collected.counted.values()):
+        raise InputError("There is no query to measure: every token of the inputs is padding.")
+
+
+def _check_keys(path: str, rows: pd.DataFrame, least: int, draws: QueryDraws) -> None:
+    """Refuse to go on without a query."""
+    if rows.empty:
+        ways = ["a larger --queries"] * (draws.share < 1) + ["a smaller --min-keys"] * (least > 1)
+        said = f"No {'drawn ' * (draws.share < 1)}query of {path} has {f'{least} keys' if least > 1 else 'a key'}."
+        raise InputError(f"{said} Use {' or '.join(ways)}." if ways else said)
+
+
+def _sketches(collected: Collector, k: Sequence[int], fits: Sequence[int]) -> pd.DataFrame:
+    """Likewise the rows of the table of sketches."""
+    table = collected.sketches()
+    left = tuple(f"_k{value}" for value in set(k) - set(fits))
+    return table[~table["quantity"].str.endswith(left)] if left and len(table) else table
+
+
+def _with_ks(table: pd.DataFrame, k: Sequence[int], fits: Sequence[int]) -> pd.DataFrame:
+    """Without the columns of a k that no query has keys for."""
+    left = tuple(f"_k{value}" for value in set(k) - set(fits))
+    return table.drop(columns=[name for name in table if left and str(name).endswith(left)])
+
+
+def _wanted(loaded: LoadedModel) -> int | None:
+    """How many of a query's largest scores the model's hashes or clusters look for."""
+    if not isinstance(loaded.module, Encoder):
+        return None
+    config = loaded.module.config
+    return config.k if config.attention in APPROXIMATE else None
+
+
+_OF_ENCODERS = (
+    "attention", "k", "global_tokens", "norm", "pooling", "blocks", "heads", "width", "length",
+)  # fmt: skip
+
+
+def _model_row(
+    loaded: LoadedModel, collected: Collector, draws: QueryDraws, audit: Audit, facts: dict[str, object]
+) -> pd.DataFrame:
+    layers = collected.layers
+    row: dict[str, object] = {
+        "model": loaded.path,
+        "sha256": loaded.sha256,
+        "weights_sha256": loaded.weights_sha256,
+        "source": loaded.source,
+        "snapshot": loaded.snapshot,
+        "task": loaded.task,
+        "attention": layers.kind,
+        "k": None,
+        "global_tokens": 0,
+        "norm": None,
+        "pooling": None,
+        "setting": None,
+        "seed": loaded.seed,
+        "epoch": loaded.epoch,
+        "blocks": len(layers),
+        "heads": int(layers.largest("heads")),
+        "width": None,
+        "length": int(layers.largest("longest")),
+        "parameters": sum(p.numel() for p in loaded.module.parameters()),
+        "samples": collected.samples,
+        "drawn": draws.count if draws.count is not None and draws.share < 1 else 0,
+        "share": draws.share,
+        "share_kept": collected.share_kept,
+        "attention_found": len({*audit.modules, *(seen.module for seen in audit.skipped)}),
+        "attention_captured": len(layers.modules),
+        "residual": layers.largest("residual"),
+        **facts,
+    }
+    if isinstance(loaded.module, Encoder):
+        config = loaded.module.config
+        row |= {name: getattr(config, name) for name in _OF_ENCODERS} | {"setting": setting_in_words(loaded)}
+        if loaded.training is not None:
+            row["length"] = loaded.training.length  # of the samples; PAD that counts is no part of them
+    whole = dict.fromkeys(("k", "seed", "epoch", "width"), "Int64")
+    text = dict.fromkeys(("sha256", "weights_sha256", "task"), "str")
+    return pd.DataFrame([row]).astype({**whole, **text, "accuracy": "float64"})

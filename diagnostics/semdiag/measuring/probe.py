@@ -1,0 +1,147 @@
+"""What a probe is: something that can be measured of a model besides the attention of a clean forward pass."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import pandas as pd
+import torch
+from torch import Tensor
+
+from semdiag.capturing.batches import Batch, first_samples
+from semdiag.capturing.loading import LoadedModel
+from semdiag.measuring.table import Table
+from semdiag.measuring.tables import REMARKS
+from semdiag_models import InputError
+
+P = TypeVar("P")
+
+
+@dataclass(frozen=True, eq=False)
+class Subject:
+    """A model under survey, as probes see it.
+
+    Attributes:
+        model: loaded; :attr:`~semdiag.capturing.loading.LoadedModel.external` if only its attention is known.
+        batches: its inputs.
+        labels: (N,) classes; None if unknown.
+        seed: of whatever is drawn.
+        batch_size: samples at a time.
+        device: where to run.
+        dtype: of the model and of its scores.
+        queries: drawn per sample and head; None: all are looked at.
+        few: of the inputs those that costly probes use; None: all.
+        after_point: called with the number of finished steps.
+        missing: why what is not available, by name; probes fill it.
+        said: what else is to be known of how the model was measured; probes fill it.
+    """
+
+    model: LoadedModel
+    batches: list[Batch]
+    labels: Tensor | None
+    seed: int
+    batch_size: int
+    device: torch.device
+    dtype: torch.dtype
+    queries: int | None = None
+    few: int | None = None
+    after_point: Callable[[int], None] = lambda points: None
+    missing: dict[str, str] = field(default_factory=dict)
+    said: list[str] = field(default_factory=list)
+
+    def note(self, name: str, why: str) -> None:
+        """Say what is not available of this model.
+
+        Args:
+            name: of what is not.
+            why: ends a sentence: "not available, because …".
+        """
+        self.missing[name] = why
+
+    def remark(self, text: str) -> None:
+        """Say what is to be known of how this model was measured.
+
+        Args:
+            text: a sentence without its end.
+        """
+        self.said.append(text)
+
+    @property
+    def remarks(self) -> pd.DataFrame:
+        """The table ``remarks`` of what is not available of this model, and what else is to be known."""
+        texts = [f"{name} not available, because {why}" for name, why in self.missing.items()] + self.said
+        return REMARKS.of_rows(
+            {"model": self.model.path, "module": "", "text": text, "times": 1} for text in texts
+        )
+
+    @property
+    def tokens(self) -> Tensor:
+        """(N, L) int64, of an encoder of semdiag_models."""
+        return torch.cat([batch for batch in self.batches if isinstance(batch, Tensor)])
+
+    @property
+    def first(self) -> tuple[list[Batch] | Tensor, Tensor | None]:
+        """The few inputs, and their labels."""
+        if self.model.external:
+            return (list(first_samples(self.batches, self.few)) if self.few else self.batches), None
+        return self.tokens[: self.few], None if self.labels is None else self.labels[: self.few]
+
+
+def _none(*known: Any) -> Any:
+    return {}
+
+
+@dataclass(frozen=True)
+class Probe:
+    """A probe. A new one is a file (or a folder) beside the others and a line in the registry.
+
+    Attributes:
+        name: in words, for messages.
+        plan: the frozen dataclass that says what is asked of it; a survey finds the probe by the type of a plan.
+        tables: that it makes.
+        measure: from subject, plan and what ``prepare`` made to tables by name. What cannot be measured of a model
+            is noted with :meth:`Subject.note`, or a
+            :class:`~semdiag.measuring.calls.scored_rows.NotAvailableError` is raised.
+        prepare: what must be there before the first model is measured, from plan and conditions, so that a wrong
+            path does not cost minutes.
+        check: raises an :class:`~semdiag_models.InputError` if a model is none of which the plan can be measured,
+            from model, plan and what ``prepare`` made; called likewise before the first model is measured.
+        steps: of one encoder, from the plan, for the progress bar.
+        draws: whether it can do with queries that were drawn; others rest on every query.
+        provenance: what is recorded, from the plan, the largest number of samples of a model, and the few of them.
+    """
+
+    name: str
+    plan: type
+    tables: tuple[Table, ...]
+    measure: Callable[[Subject, Any, Any], Mapping[str, pd.DataFrame]]
+    prepare: Callable[[Any, Any], Any] = _none
+    check: Callable[[LoadedModel, Any, Any], object] = _none
+    steps: Callable[[Any], int] = lambda plan: 0
+    provenance: Callable[[Any, int, int], dict[str, Any]] = _none
+    draws: bool = False
+
+
+def plan_of(kind: type[P], plan: P | None) -> P:
+    """What is asked of a probe; by default the defaults of its plan.
+
+    Args:
+        kind: of plan that the probe takes.
+        plan: what was given; None: the default.
+
+    Raises:
+        InputError: if it is another probe's.
+
+    Example:
+        >>> from dataclasses import dataclass
+        >>> @dataclass(frozen=True)
+        ... class Plan:
+        ...     draws: int = 5
+        >>> plan_of(Plan, None)
+        Plan(draws=5)
+    """
+    if plan is None:
+        return kind()
+    if not isinstance(plan, kind):
+        raise InputError(f"The plan must be a {kind.__name__}. Got {plan!r}.")
+    return plan

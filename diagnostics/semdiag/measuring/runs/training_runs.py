@@ -1,0 +1,132 @@
+"""What is known of the training runs behind checkpoints: their settings, and whether they are finished."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import MISSING, fields
+from typing import Any
+
+import pandas as pd
+
+from semdiag.capturing.loading import LoadedModel
+from semdiag.measuring.runs.tables import RUNS
+from semdiag_models import ModelConfig
+from semdiag_models.training_config import TrainingConfig
+
+# What may differ between runs that are compared: the attention itself, and how long was trained.
+_ATTENTION = (
+    "attention", "k", "global_tokens", "selection_seed", "inverse_temperature", "hash_rounds", "hash_bits",
+    "hashes", "clusters", "centroid_decay", "score_gradient",
+)  # fmt: skip
+_NOT_A_SETTING = ("seed", "epochs", "snapshots", "until", "compiled")
+_COLUMNS = ("blocks", "heads", "width", "norm", "pooling")  # of the table of models
+_USUAL: dict[str, Any] = {  # as to_dict says it: tuples as lists
+    f.name: [] if f.default == () else f.default for kind in (ModelConfig, TrainingConfig) for f in fields(kind)
+}
+TARGET = 0.95  # training accuracy that counts as having learned, where nothing else is said
+FINISHED, STOPPED, UNFINISHED, NOT_BEGUN = "finished", "stopped at --until", "unfinished", "not begun"
+
+
+def run_table(models: Sequence[LoadedModel]) -> pd.DataFrame:
+    """Describe the runs that models come from.
+
+    Args:
+        models: any; those that bring no training history are left out.
+
+    Returns:
+        One row per model: model, task, attention (in one word, with the inverse temperature where it is not 1),
+        kind, seed, setting (every other choice of architecture and training, as JSON: runs of one setting may be
+        compared), epochs (trained), planned, and state: ``finished``, ``stopped at --until``, ``unfinished``,
+        ``not begun``, or ``snapshot`` for a file that is not the run's last.
+    """
+    rows = [_row(model) for model in models if model.training is not None and "train_accuracy" in model.history]
+    return RUNS.of_rows(rows)
+
+
+def setting_in_words(model: LoadedModel) -> str:
+    """What was chosen otherwise than usual, but for the attention and what has a column of its own.
+
+    Args:
+        model: an encoder of semdiag_models.
+
+    Returns:
+        Names and values, like ``activation gelu, learning_rate 0.5``; of a model whose training is not known those
+        of its architecture. ``usual`` where there are none.
+
+    Example:
+        >>> from semdiag_models import Encoder
+        >>> encoder = Encoder(ModelConfig(vocabulary_size=3, classes=2, length=4, mlp_width=32, activation="gelu"))
+        >>> setting_in_words(LoadedModel("model", "", encoder, "python", "unknown"))
+        'activation gelu, mlp_width 32'
+    """
+    chosen = {**_setting(model), "inverse_temperature": model.encoder.config.inverse_temperature}
+    said = {*_COLUMNS, "listops"}  # whose law the task's label names
+    others = [n for n, value in chosen.items() if n not in said and _USUAL[n] not in (MISSING, value)]
+    return ", ".join(f"{name} {chosen[name]}" for name in sorted(others)) or "usual"
+
+
+def _setting(model: LoadedModel) -> dict[str, Any]:
+    """Every choice of architecture and training but the attention, and how long was trained."""
+    setting = {name: value for name, value in model.encoder.config.to_dict().items() if name not in _ATTENTION}
+    if model.training is not None:
+        training = model.training.to_dict()
+        training.pop("text", None)  # the task's label names it
+        setting |= {name: value for name, value in training.items() if name not in _NOT_A_SETTING}
+        setting["task"] = model.training.task_label
+    return setting
+
+
+def _row(model: LoadedModel) -> dict[str, Any]:
+    assert model.training is not None  # run_table has looked
+    return {
+        "model": model.path,
+        "task": model.training.task_label,
+        "attention": _mask(model.encoder.config),
+        "kind": model.encoder.config.attention,
+        "seed": model.training.seed,
+        "setting": json.dumps(_setting(model), sort_keys=True),
+        "epochs": model.epoch,
+        "planned": model.training.epochs,
+        "state": _state(model),
+    }
+
+
+def _mask(config: ModelConfig) -> str:
+    """Attention in one word, like ``topk-5``, or ``topk-5-times-2`` with an inverse temperature of 2."""
+    factor = config.inverse_temperature
+    return config.attention_label if factor == 1 else f"{config.attention_label}-times-{factor:g}"
+
+
+def _state(model: LoadedModel) -> str:
+    assert model.training is not None
+    if model.snapshot != "last":  # the initialisation's own file, a named epoch, the best
+        return "snapshot"
+    accuracy = model.history["train_accuracy"]
+    if not accuracy:
+        return NOT_BEGUN
+    if model.training.until is not None and accuracy[-1] >= model.training.until:
+        return STOPPED
+    return FINISHED if len(accuracy) >= model.training.epochs else UNFINISHED
+
+
+def setting_labels(settings: Sequence[str]) -> dict[str, str]:
+    """Name settings by their task and by what they do not have in common.
+
+    Args:
+        settings: JSON of :func:`run_table`.
+
+    Returns:
+        A label for each, like ``even-pairs`` or ``even-pairs, activation gelu``.
+
+    Example:
+        >>> relu, gelu = ('{"task": "parity", "activation": "%s"}' % name for name in ("relu", "gelu"))
+        >>> setting_labels([relu, gelu])[gelu]
+        'parity, activation gelu'
+    """
+    read = {setting: json.loads(setting) for setting in dict.fromkeys(settings)}
+    labels = {}
+    for setting, values in read.items():
+        # What another task brings with it, like its vocabulary, need not be said.
+        alike = [other for other in read.values() if other["task"] == values["task"]]
+        names = [name for name in values if len({json.dumps(other.get(name)) for other in alike}) > 1]
+        labels[setting] = ", ".join([values["task"], *(f"{name} {values[name]}" for name in names)])
+    return labels

@@ -1,0 +1,218 @@
+"""Measuring several models under the same conditions."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from torch import Tensor
+
+from semdiag.capturing.batches import Batch, each, first_samples, longest, samples_of, split
+from semdiag.capturing.inputs import cut_texts, read_batches, read_inputs
+from semdiag.capturing.loading import LoadedModel, load_all
+from semdiag.measuring.calls.query_draws import DRAWN
+from semdiag.measuring.calls.random_numbers import DRAWS
+from semdiag.measuring.calls.scored_rows import NotAvailableError
+from semdiag.measuring.conditions import DTYPES, Conditions
+from semdiag.measuring.measure import measure
+from semdiag.measuring.measurements import Measurements
+from semdiag.measuring.probe import Subject
+from semdiag.questions.probes import PROBES
+from semdiag.measuring.tables import REMARKS
+from semdiag_models import Encoder, InputError
+from semdiag_models.device import find_device
+
+
+def survey(
+    models: Sequence[Path | LoadedModel],
+    conditions: Conditions,
+    announce: Callable[[str, int], None] = lambda model, samples: None,
+    after_batch: Callable[[int], None] = lambda samples: None,
+) -> Measurements:
+    """Load and measure one model after the other.
+
+    Args:
+        models: checkpoints, or models already loaded.
+        conditions: inputs, precision, counterfactuals.
+        announce: called before each stage (the clean pass over the inputs, then every probe) with the model's
+            path, and the probe's name, and the number of steps; 0 if that is not known.
+        after_batch: called with the number of finished steps.
+
+    Returns:
+        Measurements of all models.
+
+    Raises:
+        InputError: if a model or the inputs cannot be used, or no query has enough keys.
+    """
+    # All are loaded before the first is measured: a wrong path should not cost minutes.
+    loaded = load_all(models, conditions.config)
+    device = find_device(conditions.device)
+    conditions = conditions.decided(loaded, device)
+    if device.type == "mps" and conditions.dtype == "float64":  # which it does not know
+        device = torch.device("cpu")
+    for model in loaded if conditions.encoders_only else ():
+        _ = model.encoder  # which refuses any other
+    for model in loaded:
+        if isinstance(model.module, Encoder):
+            model.module.with_draws(conditions.seed)
+    inputs = [_inputs(model, conditions) for model in loaded]
+    probes = [(PROBES[type(plan)], plan) for plan in conditions.plans]
+    prepared = [probe.prepare(plan, conditions) for probe, plan in probes]
+    for model in loaded:
+        for (probe, plan), known in zip(probes, prepared, strict=True):
+            probe.check(model, plan, known)
+    parts: list[Measurements] = []
+    for model, (batches, labels, source) in zip(loaded, inputs, strict=True):
+        announce(model.path, sum(map(samples_of, batches)))
+        if model.external and not isinstance(models[len(parts)], LoadedModel):
+            model.module.to(device, DTYPES[conditions.dtype])  # ours alone: no copy, however large it is
+        part = measure(
+            model,
+            batches,
+            labels=labels,
+            inputs=source,
+            k=_counterfactual(model, batches, conditions),
+            device=device,
+            dtype=DTYPES[conditions.dtype],
+            queries=conditions.queries,
+            seed=conditions.seed,
+            min_keys=conditions.min_keys,
+            max_queries=conditions.max_queries,
+            after_batch=after_batch,
+        )
+        subject = Subject(
+            model, batches, labels, conditions.seed, conditions.batch_size, device, DTYPES[conditions.dtype],
+            conditions.queries, conditions.probe_samples, after_batch,
+        )  # fmt: skip
+        tables: dict[str, pd.DataFrame] = {}
+        diverged = has_diverged(part)
+        for (probe, plan), known in zip(probes, prepared, strict=True):
+            if diverged:
+                subject.note(probe.name, "its attention scores are not finite numbers")
+                continue
+            if conditions.queries is not None and not probe.draws:
+                subject.note(probe.name, "it needs every query, but --queries drew only some")
+                continue
+            announce(f"{model.path}: {probe.name}", 0 if model.external else probe.steps(plan))
+            try:
+                tables |= probe.measure(subject, plan, known)
+            except NotAvailableError as reason:
+                subject.note(probe.name, str(reason))
+        part = part.replace(**tables, remarks=_with_remarks(part.remarks, subject, conditions.inputs))
+        parts.append(part)
+    joined = Measurements.concat(parts)
+    largest = int(joined.models["samples"].max())
+    joined.provenance.update(seed=conditions.seed, samples=largest)
+    few = min(conditions.probe_samples or largest, largest)
+    for probe, plan in probes:
+        measured = any(not model.external for model in loaded) or len(getattr(joined, probe.tables[0].name))
+        if measured:  # what an external model gave instead is not what the plan asked for
+            joined.provenance.update(probe.provenance(plan, largest, few))
+    return joined
+
+
+def has_diverged(part: Measurements) -> bool:
+    """Whether a model's scores, or how far they lie apart, are no longer numbers: what probes say would be none.
+
+    Args:
+        part: measurements of the model.
+    """
+    queries = part.queries[part.queries["kept"] > 0]  # a query that keeps no key has no dispersion
+    return len(part.non_finite) > 0 or not np.isfinite(queries["dispersion"]).all()
+
+
+def _counterfactual(model: LoadedModel, batches: Sequence[Batch], conditions: Conditions) -> tuple[int, ...]:
+    """The k asked of a model: none of one that drops keys by itself; those of a default as far as inputs go."""
+    if model.external:
+        return conditions.k
+    if model.encoder.config.attention != "full":
+        return ()
+    length = max(map(longest, batches)) if conditions.k_lowers else max(conditions.k, default=1)
+    return tuple(dict.fromkeys(min(k, length) for k in conditions.k))
+
+
+def _inputs(model: LoadedModel, conditions: Conditions) -> tuple[list[Batch], Tensor | None, str]:
+    """Batches, labels, and where they come from."""
+    given, size = conditions.inputs, conditions.batch_size
+    if given is not None and model.external:
+        return _cut(read_batches(given, model, size), conditions.first, f"{given} (given)")
+    if given is not None and given.suffix == ".txt":
+        tokens, labels, source = model.text_inputs(given, conditions.samples, conditions.seed)
+        return split(tokens, size), labels, source
+    if given is not None:
+        return _cut(split(read_inputs(given), size), conditions.first, f"{given} (given)")
+    if model.batches is not None:
+        if _counted(model.batches):
+            return _cut(split(model.batches, size), conditions.first, "came with the model")
+        first = list(first_samples(each(model.batches, size), conditions.samples))  # there may be no end of them
+        return first, None, f"came with the model, the first {sum(map(samples_of, first))} samples"
+    if model.external:
+        raise InputError(
+            f"Name inputs for {model.path} with --inputs FILE: {_TEXTS if model.source == 'hugging face' else ''}"
+            "token ids (.npy, .npz, .pt), or a .pt with a dictionary of the model's arguments."
+        )
+    tokens, labels, source = model.default_inputs(conditions.samples, conditions.seed)
+    return split(tokens, size), labels, source
+
+
+def _cut(batches: list[Batch], first: int | None, source: str) -> tuple[list[Batch], None, str]:
+    """The first samples of inputs without labels, and where they come from."""
+    held = sum(map(samples_of, batches))
+    if first is None or first == held:
+        return batches, None, source
+    if first > held:
+        raise InputError(f"There are only {held} samples of inputs ({source}). Got samples={first}.")
+    return list(first_samples(batches, first)), None, f"{source}, the first {first} of {held}"
+
+
+def _counted(batches: Any) -> bool:
+    """Whether it says how many it has, which a generator does not, nor a loader of a stream."""
+    try:
+        return len(batches) >= 0
+    except TypeError:
+        return False
+
+
+_TEXTS = "texts, one a line (.txt), "
+
+
+# Beginnings of remarks about what the user asked for, or that spoil an answer: not in the report alone.
+SAID_AT_ONCE = (
+    "k = ", "the inputs are ", "the weights are not ", "texts were cut ", "logits are ", "secants not available",
+    "secants of ", DRAWN, DRAWS, "of its outputs ", "outputs at padding ", "mask stability of ",
+    "overlap not available",
+)  # fmt: skip
+
+
+def _other_length(model: LoadedModel, batches: Sequence[Batch]) -> list[str]:
+    """Say that an encoder sees inputs of another length than it was trained on, if so."""
+    if not isinstance(model.module, Encoder):
+        return []
+    config = model.module.config
+    own = config.length if model.training is None or config.pad_as_token else model.training.length
+    given = sorted({longest(batch) for batch in batches})
+    said = ", ".join(map(str, given))
+    return [] if given == [own] else [f"the inputs are {said} tokens long, and the model was trained on {own}"]
+
+
+def _cut_texts(model: LoadedModel, batches: Sequence[Batch], given: Path | None) -> list[str]:
+    """Say how many texts are longer than the model takes, if any is."""
+    if given is None or given.suffix != ".txt" or not model.external:
+        return []
+    samples = sum(map(samples_of, batches))
+    cut, most = cut_texts(given, model, samples)
+    return [f"texts were cut to {most} tokens, the most that the model takes: {cut} of {samples}"] if cut else []
+
+
+def _with_remarks(remarks: pd.DataFrame, subject: Subject, given: Path | None) -> pd.DataFrame:
+    """The remarks, what no probe could measure, and which of all random keys were looked at."""
+    texts = _other_length(subject.model, subject.batches)
+    texts += _cut_texts(subject.model, subject.batches, given)
+    if places := subject.model.contradicted_by:
+        texts.append(f"the weights are not those recorded in {' and '.join(places)}")
+    if not subject.model.external and subject.model.encoder.config.attention == "redrawn":
+        texts.append(f"keeps other random keys in every forward pass; measured with those of seed {subject.seed}")
+    rows = [{"model": subject.model.path, "module": "", "text": text, "times": 1} for text in texts]
+    return pd.concat([remarks, subject.remarks, REMARKS.of_rows(rows)], ignore_index=True)

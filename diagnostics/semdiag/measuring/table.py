@@ -1,0 +1,151 @@
+"""What a table of measurements is: its name, columns and their types, declared where it is measured."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pyarrow.parquet as pq
+
+from semdiag_models import InputError
+from semdiag_models.reading import open_file, require_memory
+
+_KINDS = {
+    **dict.fromkeys(("int32", "int64", "Int64"), "int"),
+    **dict.fromkeys(("float32", "float64"), "float"),
+    "bool": "bool",
+    "str": "text",
+}
+_READ_AS = {"text": ("text",), "bool": ("bool",), "int": ("int",), "float": ("float", "int")}  # by declared kind
+_COUNT = 0, 2**31 - 1
+_RANGES: dict[str, tuple[float, float]] = {  # of columns that mean the same in every table
+    **dict.fromkeys(
+        ("sample", "query", "key", "keys", "kept", "load", "scores", "times", "draws", "drawn"), _COUNT
+    ),
+    **dict.fromkeys(("layer", "head"), (-1, 2**31 - 1)),
+    **dict.fromkeys(("blocks", "heads", "length", "samples", "width"), (1, 2**31 - 1)),
+    **dict.fromkeys(("attention_found", "attention_captured"), _COUNT),
+    **dict.fromkeys(("dispersion", "residual"), (0, float("inf"))),
+    **dict.fromkeys(("accuracy", "share", "share_kept"), (0, 1)),
+}
+ALL = -1  # as layer or head: the row speaks about all of them
+
+
+@dataclass(frozen=True, eq=False)
+class Table:
+    """A table, and what its columns hold.
+
+    Attributes:
+        name: under which it stands in :class:`~semdiag.measuring.measurements.Measurements`, and of its file.
+        about: what a row is, and the columns that do not explain themselves, with units.
+        columns: pandas types by name, of the kinds bool, int, float and text; scores are in nats; layers,
+            heads and positions count from 0; layer or head is :data:`ALL` where a row speaks about all of them.
+    """
+
+    name: str
+    about: str
+    columns: Mapping[str, str]
+
+    def __post_init__(self) -> None:
+        unknown = set(self.columns.values()) - set(_KINDS)
+        if unknown:
+            raise ValueError(f"The types of columns are {', '.join(_KINDS)}. Got {sorted(unknown)[0]}.")
+
+    def empty(self) -> pd.DataFrame:
+        """The table without rows."""
+        return self.of_rows([])
+
+    def of_rows(self, rows: Iterable[Mapping[str, Any]]) -> pd.DataFrame:
+        """The table with rows that have its columns.
+
+        Args:
+            rows: dictionaries; further entries are left out.
+        """
+        listed = list(rows)
+        table = pd.DataFrame({column: [row[column] for row in listed] for column in self.columns})
+        return self._typed(table)
+
+    def of_parts(self, parts: Iterable[pd.DataFrame]) -> pd.DataFrame:
+        """The table of parts that have its columns, one below the other.
+
+        Args:
+            parts: data frames; further columns are left out. None: the empty table.
+        """
+        listed = list(parts)
+        if not listed:
+            return self.empty()
+        return self._typed(pd.concat(listed, ignore_index=True)[list(self.columns)])
+
+    def _typed(self, table: pd.DataFrame) -> pd.DataFrame:
+        with np.errstate(over="ignore"):  # of a diverged model: what float32 cannot hold is infinite
+            return table.astype(dict(self.columns))
+
+    def check(self, table: pd.DataFrame, where: str) -> None:
+        """Refuse a table read from a file that lacks a column or has one of another kind.
+
+        Args:
+            table: as read.
+            where: the file, for the message.
+
+        Raises:
+            InputError: naming the first such column.
+        """
+        for column, wanted in self.columns.items():
+            if column not in table:
+                raise InputError(f"{where} lacks the column {column}. Measure again with this version of semdiag.")
+            if len(table) and _kind(table[column]) not in _READ_AS[_KINDS[wanted]]:
+                raise InputError(
+                    f"{where} holds {table[column].dtype} in the column {column}, where {wanted} belongs."
+                )
+            if len(table):
+                _check_values(column, wanted, table[column], where)
+
+
+def _check_values(name: str, wanted: str, column: "pd.Series[Any]", where: str) -> None:
+    """Refuse what no measurement writes: a missing whole number, a count below 0, a share above 1."""
+    if wanted in ("bool", "int32", "int64") and column.isna().any():
+        raise InputError(f"{where} has no value in a row of the column {name}.")
+    least, most = _RANGES.get(name, (None, None))
+    if least is not None and ((column < least) | (column > most)).any():
+        raise InputError(f"{where} holds a value of {name} that is not between {least} and {most}.")
+
+
+def _kind(column: "pd.Series[Any]") -> str:
+    """``bool``, ``int``, ``float`` or ``text``, of any precision, missing entries or not; else what it is."""
+    types = pd.api.types
+    tests = {"bool": types.is_bool_dtype, "int": types.is_integer_dtype, "float": types.is_float_dtype}
+    for kind, is_of in tests.items():
+        if is_of(column.dtype):
+            return kind
+    if isinstance(column.dtype, pd.StringDtype):
+        return "text"
+    found = types.infer_dtype(column.astype(object), skipna=True)
+    return "text" if found == "string" else found
+
+
+def rows_of(table: pd.DataFrame, model: str) -> pd.DataFrame:
+    """The rows of one model; not copied where they stand together, as those of joined measurements do.
+
+    Args:
+        table: with the column ``model``.
+        model: one of its values; no rows if it is none.
+    """
+    own = (table["model"] == model).to_numpy(bool)
+    first, count = int(own.argmax()) if own.size else 0, int(own.sum())
+    return table.iloc[first : first + count] if own[first : first + count].all() else table[own]
+
+
+def read_parquet(path: Path) -> pd.DataFrame:
+    """Read a table from a regular file.
+
+    Raises:
+        InputError: if it is none, or would take too much memory.
+        ValueError: if it is damaged.
+    """
+    with open_file(path) as file:
+        known = pq.ParquetFile(file).metadata
+        require_memory(16 * known.num_rows * known.num_columns, f"{path}, unpacked,")
+        file.seek(0)
+        return pd.read_parquet(file)

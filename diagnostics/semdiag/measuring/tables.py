@@ -1,0 +1,89 @@
+"""The tables that every measurement has, and what a model's attention calls say of themselves."""
+
+from typing import Any
+
+from semdiag.measuring.table import Table
+
+_PLACE = {"model": "str", **dict.fromkeys(("sample", "layer", "head"), "int32")}
+# What every measurement has; the columns without which nothing can be drawn.
+CORE = (
+    Table(
+        "models",
+        "One row per model.",
+        {
+            **dict.fromkeys(("model", "sha256", "source", "snapshot", "task", "attention", "inputs"), "str"),
+            **dict.fromkeys(("k", "seed", "epoch", "width"), "Int64"),
+            **dict.fromkeys(("blocks", "heads", "length", "parameters", "samples"), "int64"),
+            **dict.fromkeys(("attention_found", "attention_captured"), "int64"),
+            **dict.fromkeys(("accuracy", "residual"), "float64"),
+        },
+    ),
+    Table(
+        "queries",
+        "One row per query.",
+        {
+            **_PLACE,
+            **dict.fromkeys(("query", "keys", "kept"), "int32"),
+            **dict.fromkeys(("dispersion", "separation"), "float32"),
+        },
+    ),
+    Table("loads", "One row per key.", {**_PLACE, "key": "int32", "load": "int32"}),
+    Table("history", "One row per epoch of each training run.", {"model": "str", "epoch": "float64"}),
+    Table(
+        "non_finite",
+        "One row per sample, layer and head with scores that are not finite.",
+        {**_PLACE, "scores": "int64"},
+    ),
+)
+TABLES = tuple(table.name for table in CORE)
+# Columns of the models that older folders and models of other kinds lack, and what that means.
+UNLESS_SAID: dict[str, Any] = {
+    "global_tokens": 0, "weights_sha256": "", "norm": "pre", "pooling": "mean", "setting": "usual",
+    "drawn": 0, "share": 1.0, "share_kept": 1.0,
+}  # fmt: skip
+# Of these, what numbers are worked out from.
+SHARES = Table("models", "One row per model.", {"drawn": "int64", "share": "float64", "share_kept": "float64"})
+CALLS = Table(
+    "calls",
+    (
+        "One row per place where attention happens (a module, and which of its calls in a forward): how "
+        "it was captured, its mask, heads, number of calls and largest residual."
+    ),
+    {
+        "model": "str",
+        "layer": "int64",
+        "module": "str",
+        "occurrence": "int64",
+        **dict.fromkeys(("mechanism", "mask"), "str"),
+        **dict.fromkeys(("heads", "key_heads", "width", "calls"), "int64"),
+        "residual": "float64",
+    },
+)
+HEADS = Table(
+    "heads",
+    (
+        "One row per head of a layer, means over its queries: entropy of the attention weights (nats; of a "
+        "learnt sink, too), and the weight on the first key that is no padding. Beside them, shares of the "
+        "queries: first_key, that keep this key, and first_key_kK, that have it among their K largest scores."
+    ),
+    {
+        "model": "str",
+        **dict.fromkeys(("layer", "head", "queries"), "int64"),
+        **dict.fromkeys(("entropy", "first_weight"), "float64"),
+    },
+)
+REMARKS = Table(
+    "remarks",
+    "One row per thing to know about a captured attention, as a mask that adds -10,000.",
+    {**dict.fromkeys(("model", "module", "text"), "str"), "times": "int64"},
+)
+# Of a model that no weights make right on every input of its task: the mask keeps apart what decides the label.
+OUT_OF_REACH = (
+    "no weights make a model with this mask right on every input of its task: pooling and head are additive, and "
+    "no output sees all the tokens that decide the label together"
+)
+SKIPPED = Table(
+    "skipped",
+    "One row per operation that looks like attention and was not captured, with the reason.",
+    {**dict.fromkeys(("model", "module", "operation", "reason"), "str"), "times": "int64"},
+)

@@ -1,1 +1,0 @@
-"""Presentation: figures and the report, drawn from measurements alone."""

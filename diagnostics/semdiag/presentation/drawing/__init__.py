@@ -1,1 +1,0 @@
-"""What figures have in common."""

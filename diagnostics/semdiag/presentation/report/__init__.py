@@ -1,1 +1,0 @@
-"""The report: a page, its figures, tables and summary."""

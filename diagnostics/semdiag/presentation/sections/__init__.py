@@ -1,1 +1,0 @@
-"""The questions of a report, a folder each."""

@@ -1,1 +1,0 @@
-"""The section along of a report."""

@@ -1,1 +1,0 @@
-"""The section bounds of a report."""

@@ -1,1 +1,0 @@
-"""The section convergence of a report."""

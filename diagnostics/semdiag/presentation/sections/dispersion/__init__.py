@@ -1,1 +1,0 @@
-"""The section dispersion of a report."""

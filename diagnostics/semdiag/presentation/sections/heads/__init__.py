@@ -1,1 +1,0 @@
-"""Head by head."""

@@ -1,1 +1,0 @@
-"""The section k-sweep of a report."""

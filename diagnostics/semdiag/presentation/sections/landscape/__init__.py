@@ -1,1 +1,0 @@
-"""The section landscape of a report."""

@@ -1,1 +1,0 @@
-"""The section learning of a report."""

@@ -1,1 +1,0 @@
-"""The section lengths of a report."""

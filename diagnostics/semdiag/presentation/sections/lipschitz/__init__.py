@@ -1,1 +1,0 @@
-"""The section lipschitz of a report."""

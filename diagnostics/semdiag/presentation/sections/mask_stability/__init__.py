@@ -1,1 +1,0 @@
-"""The section mask-stability of a report."""

@@ -1,1 +1,0 @@
-"""The section ``overlap`` of a report."""

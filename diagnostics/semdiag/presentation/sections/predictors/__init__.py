@@ -1,1 +1,0 @@
-"""The section predictors of a report."""

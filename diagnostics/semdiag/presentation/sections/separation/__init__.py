@@ -1,1 +1,0 @@
-"""The section separation of a report."""

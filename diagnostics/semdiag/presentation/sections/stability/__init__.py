@@ -1,1 +1,0 @@
-"""The section stability of a report."""

@@ -1,1 +1,0 @@
-"""The section within of a report."""

@@ -1,0 +1,117 @@
+"""Nested boxes from percentiles: a distribution with a heavy tail in a handful of shapes."""
+
+from collections.abc import Hashable, Mapping, Sequence
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.patches import Rectangle
+
+from semdiag.presenting.drawing.panels import NothingToDrawError
+from semdiag.presenting.drawing.style import AttentionStyle, lightened, plain_numbers
+
+# (lower percentile, upper percentile, share of the full width, share of white), drawn from the outside in.
+_BOXES = (("p1", "p99", 0.25, 0.75), ("p5", "p95", 0.5, 0.55), ("p10", "p90", 0.75, 0.3), ("p25", "p75", 1.0, 0.0))
+READING = "boxes from the inside out: 25–75, 10–90, 5–95, 1–99 % of the queries; white line: median"
+
+
+def draw_letter_values(
+    ax: Axes, x: float, width: float, table: Mapping[Hashable, float], style: AttentionStyle, extreme: str = "p100"
+) -> None:
+    """Draw the percentiles of one set of queries as nested boxes, its median and one extreme.
+
+    What lies at or below 0 falls below a logarithmic axis: the boxes are cut there, not moved.
+
+    Args:
+        ax: with a scale already set.
+        x: centre of the boxes.
+        width: of the innermost box.
+        table: ``p1`` … ``p99``, ``p50`` and ``extreme``; nothing is drawn if they are NaN.
+        style: of the attention kind.
+        extreme: the percentile marked as a point.
+    """
+    if not np.isfinite(table["p50"]):
+        return
+    floor = ax.get_ylim()[0]
+    logarithmic = ax.get_yscale() == "log"
+    for low, high, share, white in _BOXES:
+        bottom, top = table[low], table[high]
+        if logarithmic:
+            bottom, top = max(bottom, floor), max(top, floor)
+        if top > bottom or not logarithmic:
+            box = Rectangle((x - width * share / 2, bottom), width * share, top - bottom)
+            box.set(facecolor=lightened(style.color, white), edgecolor="white", linewidth=0.3)
+            ax.add_patch(box)
+    if table["p50"] > floor:
+        ax.plot(
+            [x - width / 2, x + width / 2], [table["p50"]] * 2, color="white", linewidth=1.4, solid_capstyle="butt"
+        )
+    if table[extreme] > floor:
+        ax.plot(x, table[extreme], marker=style.marker, color=style.color, markersize=3.2, linestyle="none")
+
+
+def layer_boxes(
+    ax: Axes, boxes: Sequence[tuple[str, AttentionStyle, pd.DataFrame]], extreme: str = "p100"
+) -> list[tuple[float, dict[Hashable, float], AttentionStyle]]:
+    """Draw one group of boxes per layer, one box of each table, and number the layers from 0.
+
+    Args:
+        ax: with its scale set.
+        boxes: label for the legend, style, and percentiles by layer.
+        extreme: the percentile marked as a point.
+
+    Returns:
+        Where each box stands, with its row and style.
+    """
+    width, drawn = 0.84 / max(len(boxes), 1), []
+    for place, (label, style, table) in enumerate(boxes):
+        ax.plot([], [], marker=style.marker, color=style.color, linestyle="none", markersize=6, label=label)
+        for row in table.to_dict("records"):
+            x = row["layer"] + (place - (len(boxes) - 1) / 2) * width
+            draw_letter_values(ax, x, 0.85 * width, row, style, extreme)
+            drawn.append((x, row, style))
+    layers = sorted({int(layer) for _, _, table in boxes for layer in table["layer"]})
+    ax.set_xticks(layers)
+    ax.set_xlim(min(layers, default=0) - 0.6, max(layers, default=0) + 0.6)
+    ax.set_xlabel("layer")
+    return drawn
+
+
+def logarithmic_limits(ax: Axes, low: float, high: float) -> None:
+    """Set a logarithmic ordinate with a little room at both ends.
+
+    Args:
+        ax: the panel.
+        low: smallest positive value to be seen.
+        high: largest value.
+    """
+    ax.set_yscale("log")
+    ax.set_ylim(low / 1.3, high * 1.5)
+    plain_numbers(ax.yaxis)
+
+
+def positive_range(tables: pd.DataFrame, low: str, high: str) -> tuple[float, float]:
+    """Smallest and largest positive percentile, for a logarithmic axis.
+
+    Args:
+        tables: percentile tables, one below the other.
+        low: column of the smallest values to be seen; a column further up is taken where none is positive.
+        high: column of the largest.
+
+    Returns:
+        Two positive numbers.
+
+    Raises:
+        NothingToDrawError: if there are none.
+    """
+    nothing = "No query has a finite value above 0, so there is nothing to show on a logarithmic axis."
+    tops = tables[high].to_numpy(float) if len(tables) else np.zeros(0)
+    tops = tops[np.isfinite(tops) & (tops > 0)]
+    if not tops.size:
+        raise NothingToDrawError(nothing)
+    for column in (low, "p5", "p25", "p50", "p95", high):
+        bottoms = tables[column].to_numpy(float)
+        bottoms = bottoms[np.isfinite(bottoms) & (bottoms > 0)]
+        if bottoms.size:
+            return float(bottoms.min()), float(tops.max())
+    raise NothingToDrawError(nothing)

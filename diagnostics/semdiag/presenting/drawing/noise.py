@@ -1,0 +1,32 @@
+"""The perturbation behind measured secants, in words for a figure."""
+
+import pandas as pd
+
+from semdiag.measuring.findings.findings import Findings
+from semdiag.measuring.findings.number_words import samples_words
+
+
+def percent(level: float) -> str:
+    """A relative size of noise: ``1 %``.
+
+    Args:
+        level: relative to each token's root mean square.
+    """
+    return f"{100 * level:g} %"
+
+
+def noise_facts(findings: Findings, secants: pd.DataFrame) -> str:
+    """Noise level, samples and draws behind some secants.
+
+    Args:
+        findings: for the seed.
+        secants: the rows that are shown.
+
+    Returns:
+        For instance ``input noise 1 % of each token's RMS, 50 samples, one draw each (seed 0)``.
+    """
+    levels = ", ".join(percent(float(level)) for level in sorted(secants["level"].unique()))
+    samples = int(secants.groupby("model")["sample"].nunique().max())
+    seed = findings.measurements.provenance.get("seed")
+    said = "" if seed is None else f" (seed {seed})"
+    return f"input noise {levels} of each embedded token's RMS, {samples_words(samples)}, one draw each{said}"

@@ -1,0 +1,53 @@
+"""Saving figures: the same measurements give the same bytes."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from matplotlib.backend_bases import get_registered_canvas_class
+from matplotlib.figure import Figure
+
+from semdiag.presenting.drawing.style import paper_style
+from semdiag_models import InputError
+
+# What would otherwise carry the date or a version into the file.
+_METADATA: dict[str, dict[str, str | None]] = {
+    "png": {"Software": None},
+    "svg": {"Date": None, "Creator": None},
+    "pdf": {"CreationDate": None, "Creator": None, "Producer": None},
+}
+FORMATS = tuple(_METADATA)
+_PNG_DPI = 150
+
+
+@paper_style
+def save_figure(figure: Figure, path: Path, formats: Sequence[str] = ("png", "svg")) -> list[Path]:
+    """Write a figure in several formats.
+
+    Args:
+        figure: to be saved.
+        path: without suffix; its folder is made if absent.
+        formats: of png, svg and pdf.
+
+    Returns:
+        The files, in the order of the formats.
+
+    Raises:
+        InputError: if a format is unknown.
+    """
+    unknown = [name for name in formats if name not in _METADATA]
+    if unknown:
+        raise InputError(f"Figures are written as {', '.join(FORMATS)}. Got {unknown[0]}.")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    files = [path.parent / f"{path.name}.{name}" for name in formats]
+    canvas, layout, dpi = figure.canvas, figure.get_layout_engine(), figure.get_dpi()
+    figure.set_dpi(_PNG_DPI)
+    try:
+        for name, file in zip(formats, files, strict=True):
+            # Straight to the canvas of the format: Figure.savefig draws everything twice, and lays out each time.
+            getattr(get_registered_canvas_class(name)(figure), f"print_{name}")(file, metadata=_METADATA[name])
+            figure.set_layout_engine("none")
+    finally:
+        figure.set_canvas(canvas)
+        figure.set_layout_engine(layout)
+        figure.set_dpi(dpi)
+    return files

@@ -1,0 +1,151 @@
+"""The options that the measuring commands share."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from semdiag.presenting import completion
+
+_MEASURE, _OUTPUT = "What is measured", "Output"
+
+Models = Annotated[
+    list[Path] | None,
+    typer.Argument(
+        metavar="[MODEL]...",
+        help="Checkpoints (.pt), run folders, checkpoints of the paper's released code, hf:DIRECTORY (a Hugging "
+        "Face model on disk), or package.module:function (a function of yours that returns a model, or a model "
+        "and its inputs). Default: every run in ./checkpoints, or in $SEMDIAG_CHECKPOINTS if that is set.",
+        show_default=False,
+        autocompletion=completion.models,
+    ),
+]
+Against = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="MODEL",
+        help="Compare every model with this one. Default: each full-attention model is compared with the models "
+        "of the same task, seed, size and snapshot.",
+        rich_help_panel=_MEASURE,
+        autocompletion=completion.models,
+    ),
+]
+Inputs = Annotated[
+    Path | None,
+    typer.Option(
+        help="File of inputs to measure. Token ids of shape (N, L): .npy, .npz or .pt. Hugging Face models also "
+        "take a .txt with one text per line; models of text that semdiag trained take a .txt, from which "
+        "--samples windows are drawn; Hugging Face models and your own also take a .pt with a dictionary of the "
+        "model's arguments. Default: the samples that the run held out; for the paper's code, fresh samples of "
+        "the task.",
+        rich_help_panel=_MEASURE,
+    ),
+]
+Samples = Annotated[
+    int,
+    typer.Option(
+        help="How many inputs to measure. If a run held out fewer than the default, all of them are measured; "
+        "asking for more than it held out is an error. With --inputs the default is all.",
+        rich_help_panel=_MEASURE,
+    ),
+]
+BatchSize = Annotated[int, typer.Option(help="Samples in one forward pass.", rich_help_panel=_MEASURE)]
+Device = Annotated[
+    str,
+    typer.Option(
+        help="cpu, cuda, mps, or another accelerator that torch finds. auto takes cuda, else mps, else cpu.",
+        rich_help_panel=_MEASURE,
+        autocompletion=completion.names(("auto", "cpu", "cuda", "mps")),
+    ),
+]
+Dtype = Annotated[
+    str,
+    typer.Option(
+        help="Precision of the model and its scores: float32 or float64. auto: float64 if all models are "
+        "semdiag's or the paper's encoders, so that numbers are the same on every processor; float32 if any other "
+        "model is among them, or on mps.",
+        rich_help_panel=_MEASURE,
+    ),
+]
+Seed = Annotated[
+    int,
+    typer.Option(
+        help="Seed of everything drawn at random: fresh samples, noise (stability, mask-stability), random keys "
+        "(k-sweep), queries (--queries), directions (bounds, lipschitz, landscape).",
+        rich_help_panel=_MEASURE,
+    ),
+]
+MinKeys = Annotated[
+    int,
+    typer.Option(
+        help="Leave out queries that may attend to fewer keys than this. Key loads (separation) still count them.",
+        rich_help_panel=_MEASURE,
+    ),
+]
+Queries = Annotated[
+    int | None,
+    typer.Option(
+        help="For long sequences: measure only this many random queries per sample and head of the longest "
+        "sequence, and the same share of shorter ones. Numbers are then estimates with intervals, and quantities "
+        "that need every query are not given. Default: every query.",
+        rich_help_panel=_MEASURE,
+        show_default=False,
+    ),
+]
+MaxQueries = Annotated[
+    int,
+    typer.Option(
+        help="How many queries and keys of a model are kept one by one. Beyond that, counts, means and extremes "
+        "stay exact and percentiles come from a sketch, within 0.14 % in rank (on Python 3.14, where the sketch's "
+        "library is missing, from a random sample, with its error stated).",
+        rich_help_panel=_MEASURE,
+    ),
+]
+Counterfactual = Annotated[
+    str,
+    typer.Option(
+        "--k",
+        help="For full-attention models: also show what the quantity would be if each query kept its k largest "
+        "scores. One k or several, like 5 or 4,8,16.",
+        rich_help_panel=_MEASURE,
+    ),
+]
+Config = Annotated[
+    Path | None,
+    typer.Option(
+        help="For a checkpoint of the paper's code whose file name does not state its configuration: a JSON file "
+        "with mask_type, mask_size, n_heads …",
+        rich_help_panel=_MEASURE,
+    ),
+]
+Noise = Annotated[
+    str,
+    typer.Option(
+        help="Standard deviation of the Gaussian noise added to the embedded tokens, relative to each token's "
+        "root mean square. One level or several, like 0.01 or 0.001,0.01,0.1.",
+        rich_help_panel=_MEASURE,
+    ),
+]
+Out = Annotated[
+    Path | None,
+    typer.Option(
+        help="Folder for the page with its figures and tables. Default: reports/COMMAND-MODEL.",
+        rich_help_panel=_OUTPUT,
+    ),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.", rich_help_panel=_OUTPUT)]
+PerQuery = Annotated[
+    Path | None,
+    typer.Option(
+        help="Write one row per query to this .parquet file, and the key loads to another beside it. With "
+        "--queries only the drawn queries; beyond --max-queries a random sample.",
+        rich_help_panel=_OUTPUT,
+    ),
+]
+Figures = Annotated[
+    str,
+    typer.Option(
+        help="Figure formats: any of png, svg, pdf, separated by commas; or none.", rich_help_panel=_OUTPUT
+    ),
+]
+Quiet = Annotated[bool, typer.Option("--quiet", help="Show no progress and no tables.", rich_help_panel=_OUTPUT)]

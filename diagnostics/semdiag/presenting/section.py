@@ -1,0 +1,107 @@
+"""What a section of a report is: its questions, and what it says, draws and tabulates of findings."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import pandas as pd
+from matplotlib.figure import Figure
+
+from semdiag.capturing.attention_kinds import external
+from semdiag.measuring.findings.findings import Findings
+from semdiag.questions.glance import Glance
+from semdiag.measuring.findings.finding import Finding
+
+Sentences = Callable[[Findings], list[str]]
+Tables = Callable[[Findings, bool], Mapping[str, pd.DataFrame]]
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A figure in a section.
+
+    Attributes:
+        draw: from findings to the figure; its name is the figure's.
+        alt: what it shows, for readers who do not see it; ``{shown}`` becomes its legend and panels' titles.
+        reading: two sentences: what to look at, what it means.
+    """
+
+    draw: Callable[[Findings], Figure]
+    alt: str
+    reading: str
+
+    @property
+    def figure(self) -> str:
+        """The figure's name, and that of its files."""
+        return self.draw.__name__
+
+
+@dataclass(frozen=True)
+class Question:
+    """A heading in a section.
+
+    Attributes:
+        anchor: its identifier in the page.
+        title: the question.
+        figures: that answer it.
+        caveats: what the answer does not cover.
+    """
+
+    anchor: str
+    title: str
+    figures: tuple[Shown, ...]
+    caveats: tuple[str, ...]
+
+
+def _nothing(findings: Findings) -> list[str]:
+    return []
+
+
+def _no_tables(findings: Findings, alone: bool) -> dict[str, pd.DataFrame]:
+    return {}
+
+
+def _always(findings: Findings) -> bool:
+    return True
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of a report.
+
+    Attributes:
+        name: of the command that measures it, where there is one.
+        needs: tables of measurements, of which one at least must have rows; none: it needs no table of its own.
+        questions: under which its figures stand.
+        external: likewise for external models, of which nothing but the attention is known; none if they have no
+            such section.
+        measured: what must hold besides.
+        glance: its answer at one glance, for the first screen; None: it has no tile there.
+        glanced: the anchor of the question that it answers; empty: the first.
+        in_short: its sentences for the first screen.
+        details: its sentences model by model and pair by pair; None: it has none.
+        verdicts: what became of the claims it speaks about; None: it judges none.
+        tables: by file name without suffix, to be written as CSV; the second argument says whether the section is
+            the report's only one.
+    """
+
+    name: str
+    needs: tuple[str, ...]
+    questions: tuple[Question, ...]
+    external: tuple[Question, ...]
+    measured: Callable[[Findings], bool] = _always
+    glance: Callable[[Findings], Glance] | None = None
+    glanced: str = ""
+    in_short: Sentences = _nothing
+    details: Sentences | None = None
+    verdicts: Callable[[Findings], list[Finding]] | None = None
+    tables: Tables = _no_tables
+
+    def asked(self, findings: Findings) -> tuple[Question, ...]:
+        """The questions that apply to the measured models."""
+        return self.external if external(findings.measurements.models).all() else self.questions
+
+    def applies(self, findings: Findings) -> bool:
+        """Whether there is something to show."""
+        tables = [getattr(findings.measurements, name) for name in self.needs]
+        some = not tables or any(len(table) for table in tables)
+        return some and bool(self.asked(findings)) and self.measured(findings)

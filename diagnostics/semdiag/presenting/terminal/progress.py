@@ -1,0 +1,53 @@
+"""How far a command is, on stderr."""
+
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Self
+
+from semdiag.presenting.terminal.terminal import terminal
+
+
+class Stages:
+    """Two bars on a terminal, nothing elsewhere: the stages of a command, and the steps of the running one.
+
+    Args:
+        name: of what all stages together do.
+        stages: how many there will be.
+        quiet: whether nothing is shown.
+    """
+
+    def __init__(self, name: str, stages: int, quiet: bool) -> None:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+        columns = TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn()
+        console = terminal(stderr=True)
+        self._hidden = quiet or not console.is_terminal  # elsewhere even a transient bar leaves an empty line
+        self._bar = Progress(*columns, TimeElapsedColumn(), console=console, disable=self._hidden, transient=True)
+        self._whole, self._step = self._bar.add_task(name, total=stages), self._bar.add_task("loading", total=None)
+        self._begun = False
+        self._open = ExitStack()
+
+    def __enter__(self) -> Self:
+        if not self._hidden:  # before rich 14.3 even a disabled one leaves an empty line
+            self._open.enter_context(self._bar)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._open.__exit__(kind, error, trace)
+
+    def announce(self, stage: str, steps: int) -> None:
+        """Begin a stage; the one before is over.
+
+        Args:
+            stage: its name.
+            steps: that it will take; 0 if that is not known.
+        """
+        self._bar.advance(self._whole, int(self._begun))
+        self._begun = True
+        self._bar.reset(self._step, total=steps or None, description=stage[-50:])
+
+    def advance(self, steps: int) -> None:
+        """Count finished steps of the running stage."""
+        self._bar.advance(self._step, steps)

@@ -1,0 +1,155 @@
+"""Is every measured slope of the loss below its bound, and how far below?"""
+
+import math
+from collections.abc import Hashable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import pandas as pd
+
+from semdiag.measuring.findings.findings import Findings
+from semdiag.measuring.findings.pairing import compared_pairs, differences
+from semdiag.measuring.findings.strict_json import MODEL_FACTS, Summary, json_object
+from semdiag.questions.bounds.answer.consequences import consequence_findings
+from semdiag.questions.bounds.answer.corollary import corollary_findings
+from semdiag.measuring.findings.finding import Finding, Verdict, log10, of_rows, verdicts_of
+
+SCOPE = (
+    "Each constant is the largest over the evaluated inputs at this checkpoint. The paper's form is one value for "
+    "all inputs together, from their largest norm, δ and load and their smallest Δ. A bound holds for these "
+    "inputs and parameters only: it bounds the gradient there and is not a Lipschitz constant of a region. For "
+    "heavy-hitter masks, sums over a token's queries are doubled, to cover the union of two masks. The local form "
+    "takes the attention weights as they are."
+)
+CLAIM = "the loss is no steeper in a tensor than its constant"
+
+
+def parameter_findings(findings: Findings) -> list[Finding]:
+    """Judge the constants of Theorem 2, tensor by tensor and all together.
+
+    The gap is log10 of the bound over the largest measured slope; a large one is looseness, not failure. The
+    constants are of one parameter vector and bound the gradient there: a steeper secant, whose other end lies
+    elsewhere, contradicts nothing. The local form is held against the gradient alone.
+
+    Source: docs/theory.md#network. Deviation: none.
+
+    Args:
+        findings: with the tables constants and parameters.
+
+    Returns:
+        One finding per model and form (sound, paper, local) for all tensors together, then one per tensor (sound).
+    """
+    measurements = findings.measurements
+    found = []
+    for model, rows in measurements.parameters.groupby("model", sort=False):
+        own = measurements.constants[measurements.constants["model"] == model]
+        network = own[own["quantity"] == "network"].set_index("form")
+        reasons, met = network["assumptions"].to_dict(), network["holds"].to_dict()
+        tensors = [_tensor(str(model), row, reasons.get("sound", "")) for row in rows.to_dict("records")]
+        found.append(_together(str(model), tensors, "sound", reasons.get("sound", "")))
+        found[-1] = replace(found[-1], numbers={**found[-1].numbers, **_without_guarantee(network)})
+        paper = [
+            _tensor(str(model), {**row, "ln_sound": row["ln_paper"], "holds": met.get("paper", True)}, "")
+            for row in rows[rows["ln_paper"].notna()].to_dict("records")
+        ]
+        found.append(_together(str(model), paper, "paper", reasons.get("paper", "")))
+        local = [
+            _tensor(str(model), {**row, "ln_sound": row["ln_local"], "ln_secant": math.nan}, "")
+            for row in rows.to_dict("records")
+        ]
+        found.append(_together(str(model), local, "local", reasons.get("local", "")))
+        found += tensors
+    return found
+
+
+def _without_guarantee(network: pd.DataFrame) -> dict[str, float]:
+    """How many inputs have an infinite constant, and the largest of the others: one tie must not hide them."""
+    infinite, finite = (network[name].to_dict().get("sound", 0) for name in ("infinite", "ln_finite"))
+    return {"inputs without a guarantee": infinite, "ln λ_L of the others": finite} if infinite else {}
+
+
+def _tensor(model: str, row: Mapping[Hashable, Any], reason: str) -> Finding:
+    bound, gradient, secant = (float(row[name]) for name in ("ln_sound", "ln_gradient", "ln_secant"))
+    measured = max((slope for slope in (gradient, secant) if not math.isnan(slope)), default=math.nan)
+    numbers = {"ln measured": measured, "ln bound": bound}
+    if math.isnan(bound) or bound == math.inf or not row["holds"]:
+        verdict, note = Verdict.NOT_MET, reason
+    elif math.isnan(measured):
+        verdict, note = Verdict.NOTHING, "no slope was measured: the labels of the inputs are unknown"
+    elif gradient > bound + 1e-9:
+        verdict, note = Verdict.VIOLATED, ""
+    elif secant > bound + 1e-9:
+        verdict, note = (
+            Verdict.NOT_MET,
+            "a secant is steeper: it leaves the parameters for which the constants hold",
+        )
+    else:
+        verdict = Verdict.HOLDS
+        note = "both are 0: it cancels in the softmax" if bound == measured == -math.inf else ""
+    if math.isfinite(measured) and math.isfinite(bound):
+        numbers["log10 gap"] = log10(bound - measured)
+    return Finding(model, CLAIM, "sound", str(row["tensor"]), verdict, numbers, note)
+
+
+def _together(model: str, tensors: list[Finding], form: str, reason: str) -> Finding:
+    words = [t.verdict for t in tensors]
+    counts = {
+        "holds": words.count(Verdict.HOLDS),
+        "violated": words.count(Verdict.VIOLATED),
+        "not_met": words.count(Verdict.NOT_MET),
+    }
+    gaps = pd.Series([t.numbers["log10 gap"] for t in tensors if "log10 gap" in t.numbers], dtype=float)
+    numbers: dict[str, float] = {**counts, "unmeasured": words.count(Verdict.NOTHING)}
+    if len(gaps):
+        numbers |= {"smallest log10 gap": float(gaps.min()), "largest log10 gap": float(gaps.max())}
+    return Finding(model, CLAIM, form, "all", of_rows(**counts, vacuous=0), numbers, reason)
+
+
+def bounds_findings(findings: Findings) -> list[Finding]:
+    """What became of the constants of every model, then of Corollary 1 and its consequences on every pair.
+
+    Args:
+        findings: with the tables constants and parameters.
+    """
+    pairs = findings(compared_pairs)
+    return [
+        *findings(parameter_findings),
+        *(finding for pair in pairs for finding in findings(corollary_findings, pair)),
+        *(finding for pair in pairs for finding in findings(consequence_findings, pair)),
+    ]
+
+
+def bounds_summary(findings: Findings) -> Summary:
+    """Constants, bounds and slopes of every model, and what Corollary 1 says about every pair.
+
+    Args:
+        findings: of one or more models, with constants and parameters.
+
+    Returns:
+        A JSON-ready dictionary, schema ``semdiag.bounds/2``.
+    """
+    measurements = findings.measurements
+    pairs = findings(compared_pairs)
+    of_models = findings(parameter_findings)
+    results = []
+    for row in measurements.models.to_dict("records"):
+        own = measurements.of(row["model"])
+        tables = {
+            name: getattr(own, name).drop(columns="model").to_dict("records")
+            for name in ("constants", "parameters")
+        }
+        result = {key: row[key] for key in MODEL_FACTS} | {"unit": "natural logarithm", **tables}
+        results.append(result | {"verdicts": verdicts_of(of_models, row["model"])})
+    compared = [
+        {
+            "label": pair.label,
+            "reference": pair.full,
+            "other": pair.other,
+            "differences": differences(measurements.models, pair),
+            "verdicts": verdicts_of(
+                findings(corollary_findings, pair) + findings(consequence_findings, pair), pair.label
+            ),
+        }
+        for pair in pairs
+    ]
+    return json_object("bounds", findings, scope=SCOPE, results=results, pairs=compared)

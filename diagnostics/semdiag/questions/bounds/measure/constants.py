@@ -1,0 +1,217 @@
+"""The constants of the theory for one model, as tables: norms, bounds in both forms, slopes beside them."""
+
+import copy
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pandas as pd
+import torch
+from torch import Tensor
+
+from semdiag.mathematics.bounds.block_bounds import log_input_constant
+from semdiag.mathematics.bounds.bound import Assumption
+from semdiag.mathematics.bounds.layer_constants import query_norm
+from semdiag.mathematics.logarithms import log
+from semdiag.measuring.encoders.network_constants import BlockForms, NetworkForms, network_forms
+from semdiag.measuring.encoders.traces import trace_inputs
+from semdiag.measuring.encoders.weights import named_tensors, not_finite
+from semdiag.questions.bounds.measure.slopes import Slope, parameter_slopes
+from semdiag.measuring.table import ALL, Table
+from semdiag_models import Encoder
+
+CONSTANTS = Table(
+    "constants",
+    "One row per constant of the theory and form; layer and head may be ALL. ln_value is the largest over "
+    "the inputs, ln_finite that of the inputs whose constant is finite, infinite how many have none.",
+    {
+        "model": "str",
+        **dict.fromkeys(("layer", "head"), "int64"),
+        **dict.fromkeys(("quantity", "form"), "str"),
+        **dict.fromkeys(("ln_value", "ln_finite"), "float64"),
+        "infinite": "int64",
+        "holds": "bool",
+        "assumptions": "str",
+    },
+)
+PARAMETERS = Table(
+    "parameters",
+    "One row per parameter tensor: bounds beside measured slopes, natural logarithms; infinite: of how many "
+    "inputs the sound constant is.",
+    {
+        **dict.fromkeys(("model", "tensor"), "str"),
+        "layer": "int64",
+        "group": "str",
+        **dict.fromkeys(("ln_sound", "ln_paper", "ln_local", "ln_gradient", "ln_secant"), "float64"),
+        "infinite": "int64",
+        "holds": "bool",
+    },
+)
+
+SAMPLES = 100
+# Tensors that the paper's Theorem 2 speaks about, W carried to W_q and W_k and V to W_v and W_o.
+_PAPER_TENSORS = ("q.weight", "k.weight", "v.weight", "out.weight", "expand.weight", "contract.weight")
+Row = dict[str, Any]
+
+
+def measure_constants(
+    encoder: Encoder,
+    tokens: Tensor,
+    labels: Tensor | None = None,
+    *,
+    model: str = "model",
+    samples: int = SAMPLES,
+    seed: int = 0,
+    secants: bool = True,
+    device: torch.device | str = "cpu",
+) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Measure every constant of Theorem 2 over the evaluated inputs, in float64.
+
+    A bound speaks about these inputs and this checkpoint, and about no others: each input has its own
+    constants, and the tables hold the largest over the inputs; the paper's form is one for the whole set
+    (docs/theory.md#scope).
+
+    Source: docs/theory.md#network. Deviation: the paper's forms stand beside ours, on largest norms,
+    dispersions and loads and the smallest separation.
+
+    Args:
+        encoder: the model; a copy is used, in evaluation mode.
+        tokens: (N, L) int64; the first ``samples`` are used.
+        labels: (N,) classes; without them no slope of the loss is measured.
+        model: written into the column ``model``.
+        samples: inputs to use.
+        seed: of the secants' directions.
+        secants: whether the loss's secants in each tensor are taken; its gradient is in any case.
+        device: where to run; float64 is needed, so ``mps`` is replaced by the CPU.
+
+    Returns:
+        The tables ``constants`` (layer −1: the whole network, head −1: the whole layer; ``measured``
+        values, ``sound``, ``paper`` and ``local`` bounds, ``paper code`` norms) and ``parameters``.
+
+    Example:
+        >>> from semdiag_models import ModelConfig
+        >>> encoder = Encoder(ModelConfig(vocabulary_size=3, classes=2, length=4, blocks=1))
+        >>> constants, parameters = measure_constants(encoder, torch.tensor([[0, 1, 1, 0]]), torch.tensor([1]))
+        >>> bool((parameters["ln_gradient"] <= parameters["ln_sound"]).all())
+        True
+    """
+    device = torch.device("cpu") if torch.device(device).type == "mps" else torch.device(device)
+    runner = copy.deepcopy(encoder).to(device=device, dtype=torch.float64).eval().requires_grad_(True)
+    tokens = tokens[:samples].to(device, torch.int64)
+    valid = runner.valid(tokens)
+    if valid is not None:  # a sample of nothing but PAD has no loss
+        labels = None if labels is None else labels[:samples][valid.any(-1).cpu()]
+        tokens = tokens[valid.any(-1)]
+    broken = not_finite(runner)
+    if broken:
+        return _unknown(model, runner, broken)
+    traces = trace_inputs(runner, tokens)
+    forms = network_forms(runner, traces)
+    slopes = {}
+    if labels is not None:
+        slopes = parameter_slopes(
+            runner,
+            tokens,
+            labels[:samples].to(device, torch.int64),
+            seed,
+            secants=secants,
+            score_reach=max(float(trace.score_reach.max()) for trace in traces.layers),
+            constant={t.name for t in named_tensors(runner) if forms.log_sound[t.bound] == -math.inf},
+        )
+    rows = [row for layer, block in enumerate(forms.blocks) for row in _layer_rows(layer, block)]
+    rows += list(_network_rows(forms))
+    constants = CONSTANTS.of_rows({"model": model, **row} for row in rows)
+    parameters = PARAMETERS.of_rows({"model": model, **row} for row in _parameter_rows(runner, forms, slopes))
+    return constants, parameters
+
+
+def _layer_rows(layer: int, block: BlockForms) -> Iterator[Row]:
+    weights, trace, sound = block.weights, block.trace, block.sound
+    token = trace.token_norm.max()
+    measured = {
+        "gamma": weights.gamma,
+        "upsilon": weights.upsilon,
+        "token_norm": token[None],
+        "query_norm": query_norm(token, query_bias=True)[None],
+        "score_reach": trace.score_reach.max()[None],
+        "mlp_in": torch.as_tensor(sound.mlp.weight_in)[None],
+        "mlp_out": torch.as_tensor(sound.mlp.weight_out)[None],
+        "mlp_token_norm": trace.mlp_token_norm.max()[None],
+        "mlp_hidden_norm": trace.hidden_norm.max()[None],
+        "norm_lipschitz_attention": torch.as_tensor(sound.attention_norm).max()[None],
+        "norm_lipschitz_mlp": torch.as_tensor(sound.mlp_norm).max()[None],
+    }
+    for name, values in measured.items():
+        yield from _rows(layer, name, "measured", log(values))
+    for name, values in weights.paper_code_norms().items():
+        yield from _rows(layer, name, "paper code", log(values))
+    for form, constants in (("sound", sound), ("paper", block.paper), ("local", block.local)):
+        said = constants.assumptions
+        maps = constants.attention.log_map, constants.attention.log_form
+        for name, values in zip(("attention_map", "bilinear_form"), maps, strict=True):
+            yield from _rows(layer, name, form, values, said)
+        yield from _rows(layer, "block_input", form, log_input_constant(constants).reshape(-1, 1), said)
+
+
+_PER_HEAD = ("gamma", "upsilon", "attention_map", "bilinear_form")
+
+
+def _rows(
+    layer: int, quantity: str, form: str, values: Tensor, assumptions: Sequence[Assumption] = ()
+) -> Iterator[Row]:
+    """Rows of values of shape (heads,), or (inputs, heads), of which the largest counts."""
+    each = values.reshape(-1, values.shape[-1])
+    infinite = each == math.inf
+    finite = each.masked_fill(infinite, -math.inf).amax(0).where(~infinite.all(0), math.nan)
+    for head, value in enumerate(each.amax(0).tolist()):
+        yield {
+            "layer": layer,
+            "head": head if quantity in _PER_HEAD else ALL,
+            "quantity": quantity,
+            "form": form,
+            "ln_value": value,
+            "ln_finite": finite[head].item(),
+            "infinite": int(infinite[:, head].sum()),
+            "holds": all(a.holds for a in assumptions),
+            "assumptions": "; ".join(dict.fromkeys(str(a) for a in assumptions if not a.holds)),
+        }
+
+
+def _network_rows(forms: NetworkForms) -> Iterator[Row]:
+    for form, bound in (("sound", forms.sound), ("paper", forms.paper), ("local", forms.local)):
+        values = forms.each.get(form, bound.log_value).reshape(-1, 1)
+        yield from _rows(-1, "network", form, values, bound.assumptions)
+
+
+def _parameter_rows(encoder: Encoder, forms: NetworkForms, slopes: dict[str, Slope]) -> Iterator[Row]:
+    unmeasured = Slope(math.nan, math.nan)
+    for tensor in named_tensors(encoder):
+        slope = slopes.get(tensor.name, unmeasured)
+        paper = tensor.layer >= 0 and tensor.name.endswith(_PAPER_TENSORS)
+        yield {
+            "tensor": tensor.name,
+            "layer": tensor.layer,
+            "group": tensor.group,
+            "ln_sound": float(forms.log_sound[tensor.bound]),
+            "ln_paper": float(forms.log_paper[tensor.bound]) if paper else math.nan,
+            "ln_local": float(forms.log_local[tensor.bound]),
+            "ln_gradient": slope.log_gradient,
+            "ln_secant": slope.log_secant,
+            "infinite": forms.infinite[tensor.bound],
+            "holds": forms.sound.holds,
+        }
+
+
+def _unknown(model: str, encoder: Encoder, broken: list[str]) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Tables of a model whose parameters are not numbers: nothing is known, and why."""
+    finite = Assumption(f"parameters are finite ({broken[0]} is not)", {"tensors": len(broken)}, holds=False)
+    nan = torch.tensor([math.nan])
+    rows = [row for form in ("sound", "paper", "local") for row in _rows(-1, "network", form, nan, (finite,))]
+    nothing = dict.fromkeys(("ln_sound", "ln_paper", "ln_local", "ln_gradient", "ln_secant"), math.nan)
+    parameters = [
+        {"tensor": t.name, "layer": t.layer, "group": t.group, **nothing, "infinite": 0, "holds": False}
+        for t in named_tensors(encoder)
+    ]
+    return CONSTANTS.of_rows({"model": model, **row} for row in rows), PARAMETERS.of_rows(
+        {"model": model, **row} for row in parameters
+    )

@@ -1,0 +1,104 @@
+"""The section ``bounds`` of a report."""
+
+import pandas as pd
+
+from semdiag.measuring.findings.estimates import in_part
+from semdiag.measuring.findings.findings import Findings
+from semdiag.questions.glance import bounds_glance
+from semdiag.measuring.findings.pairing import compared_pairs
+from semdiag.questions.bounds.answer.summary import bounds_findings
+from semdiag.questions.bounds.answer.corollary import corollary_table
+from semdiag.presenting.section import Question, Section, Shown
+from semdiag.questions.bounds.figures.corollary_conditions import corollary_conditions
+from semdiag.questions.bounds.figures.corollary_plane import corollary_plane
+from semdiag.questions.bounds.figures.secants_under_bounds import secants_under_bounds
+from semdiag.questions.bounds.words import bounds_sentences, corollary_in_short
+from semdiag.presenting.tables import verdict_table, with_facts
+
+
+def bounds_tables(findings: Findings, alone: bool) -> dict[str, pd.DataFrame]:
+    """Constants and tensors of every model, conditions of every pair, verdicts."""
+    return {
+        "constants": with_facts(findings, findings.measurements.constants),
+        "parameters": with_facts(findings, findings.measurements.parameters),
+        "corollary": corollary_table(findings, findings(compared_pairs)),
+        "bounds_verdicts": verdict_table(findings(bounds_findings)),
+    }
+
+
+_HEURISTIC = (
+    "Percentiles of δ, Δ and load are combined although they come from different queries, as the paper does: "
+    "that is a heuristic, not a theorem about any one query."
+)
+_QUESTIONS = (
+    Question(
+        "constants",
+        "How far below their bounds are the slopes of the loss?",
+        (
+            Shown(
+                secants_under_bounds,
+                "Decimal logarithm of the constants of Theorem 2 in three forms and of measured gradients and "
+                "secants of the loss, for each group of parameters and block: {shown}.",
+                "The grey lines are the distance between what the loss did and what the bound allows, in "
+                "powers of ten. Where they are long, the bound is true and explains nothing: a difference "
+                "between two models' constants then need not show in how they learn.",
+            ),
+        ),
+        (
+            "A constant is the largest over the evaluated inputs at this checkpoint, not over all inputs, nor "
+            "along training: it bounds the gradient there and is not a Lipschitz constant of a region. The local "
+            "form takes the attention weights as they are, instead of the worst case that δ, Δ and k allow. "
+            "Gradient and secant are lower bounds of the true constant; either may be the larger.",
+            "The paper's form is one value for all evaluated inputs together, from their largest norm, δ and load "
+            "and their smallest Δ. It is computed for its own equations (post-norm, no biases). Where a model "
+            "differs, the verdict says so: there the paper's theorem claims nothing.",
+        ),
+    ),
+    Question(
+        "corollary",
+        "Does the mask have the better guarantee?",
+        (
+            Shown(
+                corollary_conditions,
+                "Left sides of both conditions of Corollary 1 at percentiles 75, 90, 95 and 100 as bars around"
+                " 1, and the margins of the sound comparison as bars around 0, for each pair: {shown}.",
+                "Bars below the line mean that the mask has the better worst-case guarantee at that percentile, "
+                "bars above that full attention has. Left is the paper's condition, right the comparison of sound "
+                "constants; where the two disagree, the paper's explanation rests on its form of ξ. For masks "
+                "whose rows differ in length the right bars are not bounds: see the comparison by layers.",
+            ),
+            Shown(
+                corollary_plane,
+                "Plane of δₕ/δₛ and Δₕ/δₛ, logarithmic ordinate, with the boundary of the paper's condition "
+                "for several δₛ and key loads, and measured pairs and the paper's four tasks as points: "
+                "{shown}.",
+                "A pair meets the paper's condition if it lies left of the boundary that belongs to its own δₛ"
+                " (and β, in X); its points are then filled. A larger δₛ moves the boundary right, so that a "
+                "widely dispersed full model makes the condition easy to meet.",
+            ),
+        ),
+        (
+            _HEURISTIC,
+            "The sound comparison in W never favours a heavy-hitter mask: the worst-case constant of full "
+            "attention does not depend on its δ. Faster learning of a top-k model cannot follow from it.",
+            "Fixed masks (banded, block-local, random) are a control: their constants differ from those of full "
+            "attention only in δ, k and load, and ignore what the tokens mean. The paper's numbers are those "
+            "it prints, k = 5.",
+        ),
+    ),
+)
+
+
+BOUNDS = Section(
+    name="bounds",
+    needs=("constants", "parameters"),
+    measured=lambda findings: not in_part(findings),
+    questions=_QUESTIONS,
+    external=(),
+    in_short=corollary_in_short,
+    details=bounds_sentences,
+    verdicts=bounds_findings,
+    glance=bounds_glance,
+    glanced="corollary",
+    tables=bounds_tables,
+)

@@ -1,0 +1,137 @@
+"""What became of the constants of Theorem 2 and of Corollary 1, in sentences."""
+
+import math
+from collections.abc import Iterator, Sequence
+
+import pandas as pd
+
+from semdiag.capturing.attention_kinds import FIXED_MASKS
+from semdiag.measuring.findings.findings import Findings
+from semdiag.measuring.findings.pairing import Pair, compared_pairs
+from semdiag.questions.bounds.answer.summary import bounds_findings, parameter_findings
+from semdiag.questions.bounds.answer.consequences import consequence_findings
+from semdiag.questions.bounds.answer.corollary import CLAIMS, HEURISTIC, LEFT_SIDES, NOT_COMPARABLE, corollary_findings
+from semdiag.measuring.findings.finding import Finding, Verdict
+from semdiag.presenting.drawing.panels import model_labels
+from semdiag.presenting.drawing.powers import powers_of_ten
+
+_PAPERS = {"W": "eq. 304", "X": "eq. 305"}
+_GUARANTEE = {"W": "in the parameters (W)", "X": "in the inputs (X)"}
+
+
+def corollary_in_short(findings: Findings) -> list[str]:
+    """In how many cases a heavy-hitter mask has the better guarantee, all pairs together; fixed masks apart."""
+    cases = [f for f in findings(bounds_findings) if f.claim in CLAIMS and f.percentile not in (None, 100)]
+    fixed = {pair.label for pair in findings(compared_pairs) if _is_fixed(findings, pair)}
+    heavy, control = ([f for f in cases if (f.subject in fixed) == wanted] for wanted in (False, True))
+    said = []
+    if parts := _counts(heavy):
+        said.append(
+            "Corollary 1, over pairs with top-k masks, percentiles 75 to 95 and both conditions: the mask has "
+            f"the better guarantee {parts}; the section on the bounds says which, and whether those masks learn "
+            "faster."
+        )
+    if parts := _counts(control):
+        said.append(
+            "The same for fixed masks, a control about which the corollary claims nothing: the mask's constants "
+            f"are the smaller ones {parts}."
+        )
+    return said
+
+
+def _counts(cases: Sequence[Finding]) -> str:
+    """``in 2 of 18 cases in the paper form (assumption not met in 6 more), …``."""
+    parts = []
+    for form in ("paper", "sound"):
+        own = [f for f in cases if f.form == form]
+        stated = [f for f in own if f.verdict is not Verdict.NOT_MET]
+        met = sum(f.verdict is Verdict.HOLDS for f in stated)
+        unmet = len(own) - len(stated)
+        more = f" (assumption not met in {unmet} more)" if unmet else ""
+        parts += [f"in {met} of {len(stated)} cases in the {form} form{more}"] if own else []
+    return ", ".join(parts)
+
+
+def _is_fixed(findings: Findings, pair: Pair) -> bool:
+    """Whether a pair's mask ignores the scores."""
+    models = findings.measurements.models
+    return bool(models.loc[models["model"] == pair.other, "attention"].isin(FIXED_MASKS).all())
+
+
+def bounds_sentences(findings: Findings) -> list[str]:
+    """Say whether the constants hold, and where a mask has the better guarantee.
+
+    Args:
+        findings: of one or several models.
+
+    Returns:
+        Sentences per model, then per pair.
+    """
+    said = []
+    for model, label in model_labels(findings.measurements.models).items():
+        parts = [_constants(f) for f in findings(parameter_findings) if f.subject == model and f.where == "all"]
+        said += [f"{label}: {' '.join(parts)}"] if parts else []
+    for pair in findings(compared_pairs):
+        parts = list(_corollary(findings(corollary_findings, pair), _is_fixed(findings, pair)))
+        said += [f"{pair.label}: {' '.join(parts)} ({HEURISTIC[0].upper()}{HEURISTIC[1:]}.)"] if parts else []
+        said += [
+            f"{pair.label}, {f.form} constants of the whole network: {f.note}."
+            for f in findings(consequence_findings, pair)
+        ]
+    return said or ["No constant of these models is known."]
+
+
+def _constants(finding: Finding) -> str:
+    """What became of the constants of Theorem 2 of one model."""
+    n, name = finding.numbers, f"the {finding.form} constants of Theorem 2"
+    assumed = finding.note.replace("assumption not met: ", "")
+    reason = f"; these assumptions do not hold here: {assumed}" if assumed else ""
+    if finding.verdict is Verdict.VIOLATED:
+        fault = "which contradicts the paper" if finding.form == "paper" else "which is an error of semdiag"
+        return f"In {n['violated']:.0f} tensors the loss is steeper than {name}, {fault}{reason}."
+    if finding.verdict is Verdict.NOT_MET and assumed:
+        return f"Nothing can be said about {name}{reason}."
+    if finding.verdict is not Verdict.HOLDS:
+        return f"On {name}: {finding.verdict}{reason}."
+    start = f"In {n['holds']:.0f} tensors the loss is no steeper than {name}"
+    if "smallest log10 gap" not in n:  # no slope to compare with: of weights that are no numbers
+        return f"{start}{reason}."
+    gaps = powers_of_ten(n["smallest log10 gap"], n["largest log10 gap"])
+    return f"{start}, which are {gaps} times the measured slopes{reason}."
+
+
+def _corollary(judged: Sequence[Finding], fixed: bool) -> Iterator[str]:
+    for form in ("paper", "sound"):
+        for claim, parameter in CLAIMS.items():
+            own = [f for f in judged if f.claim == claim and f.form == form]
+            parts = [f for f in own if f.percentile is not None]
+            if parts:
+                yield _condition(form, parameter, parts, fixed)
+            elif own:
+                yield f"Inconclusive {_GUARANTEE[parameter]}, {form} form: {own[0].note}."
+    for f in judged:
+        if f.claim == NOT_COMPARABLE:
+            yield f"Inconclusive: {f.note}."
+
+
+def _side(value: float) -> str:
+    return f"{value:.2f}" if math.isfinite(value) else "∞" if value > 0 else "−∞"
+
+
+def _condition(form: str, parameter: str, parts: Sequence[Finding], fixed: bool) -> str:
+    """At which percentiles one condition says that the mask has the better guarantee."""
+    where: dict[Verdict, list[str]] = {}
+    for f in parts:
+        value = f.numbers[LEFT_SIDES[form][0]]
+        shown = f.where if f.verdict is Verdict.NOT_MET or pd.isna(value) else f"{f.where} ({_side(value)})"
+        where.setdefault(f.verdict, []).append(shown)
+    words = {
+        Verdict.HOLDS: "holds at",
+        Verdict.VIOLATED: "does not hold at",
+        Verdict.NOT_MET: "cannot be stated at",
+    }
+    said = ", ".join(f"{words[v]} {', '.join(at)}" for v, at in where.items())
+    equation = "Theorem 4" if fixed else _PAPERS[parameter]
+    what = f"{equation}, left side below 1" if form == "paper" else "ln margin below 0"
+    whose = "Control: a smaller constant of the fixed mask" if fixed else "A better guarantee of the mask"
+    return f"{whose} {_GUARANTEE[parameter]}, {form} form ({what}), {said}."

@@ -1,0 +1,268 @@
+"""How fast runs learn: epochs to a training accuracy, and speed-up over full attention, censored runs included."""
+
+import math
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from semdiag.measuring.findings.findings import Findings
+from semdiag.mathematics.censored import kaplan_meier_median, logrank_p, median_interval
+from semdiag.measuring.measurements import Measurements
+from semdiag.measuring.runs.training_runs import NOT_BEGUN, TARGET, setting_labels
+
+_FEWEST_FOR_LOGRANK = 3  # runs on either side: of fewer no p-value is small
+_IDENTITY = ["setting", "kind", "attention", "seed"]
+
+
+def arrivals(findings: Findings) -> pd.DataFrame:
+    """When each run first had the target's training accuracy, and how it generalises.
+
+    A run that never had it is censored: all that is known is that it needs more epochs than it was trained.
+
+    Args:
+        findings: with runs; the target stands in ``provenance["target"]``, those of single tasks in
+            ``provenance["targets"]``.
+
+    Returns:
+        One row per run, full attention first, copies and earlier snapshots of a run left out: group (task and
+        what else differs between settings), task, attention, kind, seed, target (training accuracy), arrival
+        (epoch; missing if censored), epochs
+        (trained), planned, state, train_accuracy and holdout_accuracy (last epoch), best_holdout_accuracy,
+        best_epoch, gap (last training minus last held-out accuracy), model, setting.
+    """
+    measurements = findings.measurements
+    labels = setting_labels(measurements.runs["setting"].tolist())
+    histories = {str(model): rows for model, rows in measurements.history.groupby("model", sort=False)}
+    rows: list[dict[Any, Any]] = []
+    for run in measurements.runs.to_dict("records"):
+        history = histories.get(run["model"], measurements.history.iloc[:0]).dropna(subset=["epoch"])
+        target = target_of(measurements, run["task"])
+        arrived = _arrival(history.sort_values("epoch"), target)
+        rows.append({"group": labels[run["setting"]], **run, "target": target, **arrived})
+    table = pd.DataFrame(rows, columns=[*_ARRIVAL_COLUMNS])
+    table = table.sort_values("epochs", ascending=False, kind="stable").drop_duplicates(_IDENTITY).sort_index()
+    order = table.assign(first=pd.factorize(table["group"])[0], sparse=table["kind"] != "full")
+    table = table.loc[order.sort_values(["first", "sparse", "attention", "seed"], kind="stable").index]
+    return table.astype({"arrival": "Int64", "best_epoch": "Int64"}).reset_index(drop=True)
+
+
+_ARRIVAL_COLUMNS = (
+    "group", "task", "attention", "kind", "seed", "target", "arrival", "epochs", "planned", "state",
+    "train_accuracy", "holdout_accuracy", "best_holdout_accuracy", "best_epoch", "gap", "model", "setting",
+)  # fmt: skip
+
+
+def target_of(measurements: Measurements, task: str) -> float:
+    """The training accuracy that counts as having learned a task.
+
+    Args:
+        measurements: with runs.
+        task: of one of them.
+    """
+    general = measurements.provenance.get("target", TARGET)
+    return float(measurements.provenance.get("targets", {}).get(task, general))
+
+
+def _arrival(history: pd.DataFrame, target: float) -> dict[str, Any]:
+    if history.empty:
+        return dict.fromkeys(("train_accuracy", "holdout_accuracy", "best_holdout_accuracy", "gap"), math.nan)
+    last, best = history.iloc[-1], history.iloc[int(history["holdout_accuracy"].argmax())]
+    return {
+        "arrival": epochs_to(history, target),
+        "train_accuracy": float(last["train_accuracy"]),
+        "holdout_accuracy": float(last["holdout_accuracy"]),
+        "best_holdout_accuracy": float(best["holdout_accuracy"]),
+        "best_epoch": int(best["epoch"]),
+        "gap": float(last["train_accuracy"] - last["holdout_accuracy"]),
+    }
+
+
+def epochs_to(history: pd.DataFrame, target: float = TARGET) -> int | None:
+    """First epoch whose training accuracy reaches the target.
+
+    Args:
+        history: with the columns epoch and train_accuracy, in order of epochs.
+        target: accuracy in 0 … 1.
+
+    Returns:
+        The epoch; None if the run never got there.
+
+    Example:
+        >>> epochs_to(pd.DataFrame({"epoch": [1, 2, 3], "train_accuracy": [0.5, 0.96, 0.94]}))
+        2
+    """
+    if "train_accuracy" not in history:
+        return None
+    there = history[history["train_accuracy"] >= target]
+    return None if there.empty else int(there["epoch"].iloc[0])
+
+
+def speed_ups(found: pd.DataFrame) -> pd.DataFrame:
+    """Speed-up of every run over the full-attention run of the same setting and seed.
+
+    Epochs of full attention over epochs of the other. Where one of them is censored only a bound is known:
+    above epochs trained / arrival if full attention never arrived, below arrival / epochs trained if the other
+    did not; nothing if neither did.
+
+    Args:
+        found: from :func:`arrivals`.
+
+    Returns:
+        One row per pair: group, task, attention, kind, seed, full_arrival, full_epochs, arrival, epochs, low
+        and high (both the speed-up if it is known), epoch_low and epoch_high (the same with every arrival one
+        epoch off: epochs are whole, and an evaluation at another step would have moved them), known
+        (``exactly``, ``above``, ``below`` or ``unknown``), full, model.
+    """
+    rows = []
+    for _, runs in found.groupby(["setting", "seed"], sort=False):
+        full = runs[runs["attention"] == "full"]
+        for run in runs[runs["attention"] != "full"].to_dict("records") if len(full) else []:
+            base = full.iloc[0]
+            low, high, known = speed_up(base["arrival"], base["epochs"], run["arrival"], run["epochs"])
+            facts = {name: run[name] for name in ("group", "task", "attention", "kind", "seed")}
+            rows.append(
+                {
+                    **facts, "full_arrival": base["arrival"], "full_epochs": base["epochs"],
+                    "arrival": run["arrival"], "epochs": run["epochs"], "low": low, "high": high,
+                    **_one_epoch_off(base["arrival"], base["epochs"], run["arrival"], run["epochs"]),
+                    "known": known, "full": base["model"], "model": run["model"],
+                }
+            )  # fmt: skip
+    columns = [
+        "group", "task", "attention", "kind", "seed", "full_arrival", "full_epochs", "arrival", "epochs", "low",
+        "high", "epoch_low", "epoch_high", "known", "full", "model",
+    ]  # fmt: skip
+    return pd.DataFrame(rows, columns=columns).astype({"full_arrival": "Int64", "arrival": "Int64"})
+
+
+def _one_epoch_off(full: Any, full_epochs: int, other: Any, other_epochs: int) -> dict[str, float]:
+    """The range of a speed-up when every arrival may be one epoch off."""
+    later, earlier = (None if pd.isna(full) else int(full) + by for by in (1, -1))
+    slower, faster = (None if pd.isna(other) else int(other) + by for by in (1, -1))
+    low, _, _ = speed_up(earlier, full_epochs, slower, other_epochs)
+    high = math.inf if faster == 0 else speed_up(later, full_epochs, faster, other_epochs)[1]
+    return {"epoch_low": low, "epoch_high": high}
+
+
+def speed_up(full: Any, full_epochs: int, other: Any, other_epochs: int) -> tuple[float, float, str]:
+    """Range of the speed-up of one run over another.
+
+    Args:
+        full: epoch at which the full-attention run arrived; missing if it did not.
+        full_epochs: for how long it was trained.
+        other: epoch at which the other run arrived; missing if it did not.
+        other_epochs: for how long that was trained.
+
+    Returns:
+        Low and high end, and ``exactly``, ``above``, ``below`` or ``unknown``.
+
+    Example:
+        >>> speed_up(35, 100, 5, 100), speed_up(None, 100, 5, 100), speed_up(35, 100, None, 100)
+        ((7.0, 7.0, 'exactly'), (20.0, inf, 'above'), (0.0, 0.35, 'below'))
+    """
+    if pd.isna(full) and pd.isna(other):
+        return 0.0, math.inf, "unknown"
+    if pd.isna(full):
+        return full_epochs / int(other), math.inf, "above"
+    if pd.isna(other):
+        return (0.0, int(full) / other_epochs, "below") if other_epochs else (0.0, math.inf, "unknown")
+    return int(full) / int(other), int(full) / int(other), "exactly"
+
+
+_OF_PAIRS = ("speed_up_low", "speed_up_high", "epoch_low", "epoch_high", "interval_low", "interval_high",
+             "interval_coverage")  # fmt: skip
+_OVER_SEEDS = ["group", "task", "attention", "kind", "seeds", "arrived", "median_epochs", "epochs_low",
+               "epochs_high", "coverage", "pairs", *_OF_PAIRS, "logrank_p", "best_holdout_accuracy",
+               "gap"]  # fmt: skip
+
+
+def over_seeds(found: pd.DataFrame, pairs: pd.DataFrame) -> pd.DataFrame:
+    """Epochs and speed-up of each kind of attention over the seeds of a setting.
+
+    Args:
+        found: from :func:`arrivals`.
+        pairs: from :func:`speed_ups`.
+
+    Returns:
+        One row per setting and attention: group, task, attention, kind, seeds, arrived, median_epochs
+        (Kaplan–Meier; +inf if fewer than half arrive), epochs_low and epochs_high (interval of the median;
+        NaN for one seed), coverage (its confidence), pairs, median and interval of the speed-up
+        (speed_up_low … speed_up_high: the range of the median that the bounds leave; epoch_low … epoch_high: the
+        same with every arrival one epoch off; interval_low, interval_high, interval_coverage), logrank_p (whole
+        arrival curves against full attention; missing below 3 runs a side), best_holdout_accuracy and gap
+        (medians over seeds).
+    """
+    rows = []
+    for (setting, _), runs in found.groupby(["setting", "attention"], sort=False):
+        runs = runs[runs["state"] != NOT_BEGUN]
+        if runs.empty:
+            continue
+        watched = runs["arrival"].fillna(runs["epochs"]).to_numpy(float)
+        there = runs["arrival"].notna().to_numpy()
+        epochs = median_interval(watched.tolist(), np.where(there, watched, np.inf).tolist())
+        own = pairs[pairs["model"].isin(runs["model"])]
+        full = found[
+            (found["setting"] == setting) & (found["attention"] == "full") & (found["state"] != NOT_BEGUN)
+        ]
+        rows.append(
+            {
+                **{name: runs[name].iloc[0] for name in ("group", "task", "attention", "kind")},
+                "seeds": len(runs),
+                "arrived": int(there.sum()),
+                "median_epochs": kaplan_meier_median(watched.tolist(), there.tolist()),
+                "epochs_low": epochs.interval_low,
+                "epochs_high": epochs.interval_high,
+                "coverage": epochs.coverage,
+                **_speed_up_over_seeds(own),
+                "logrank_p": _logrank(full, runs) if runs["attention"].iloc[0] != "full" else math.nan,
+                "best_holdout_accuracy": float(runs["best_holdout_accuracy"].median()),
+                "gap": float(runs["gap"].median()),
+            }
+        )
+    return pd.DataFrame(rows, columns=_OVER_SEEDS)
+
+
+def _speed_up_over_seeds(pairs: pd.DataFrame) -> dict[str, Any]:
+    if pairs.empty:
+        return {"pairs": 0, **dict.fromkeys(_OF_PAIRS, math.nan)}
+    found = median_interval(pairs["low"].tolist(), pairs["high"].tolist())
+    off = median_interval(pairs["epoch_low"].tolist(), pairs["epoch_high"].tolist())
+    values = (found.low, found.high, off.low, off.high, found.interval_low, found.interval_high, found.coverage)
+    return {"pairs": len(pairs), **dict(zip(_OF_PAIRS, values, strict=True))}
+
+
+def _logrank(full: pd.DataFrame, other: pd.DataFrame) -> float:
+    if min(len(full), len(other)) < _FEWEST_FOR_LOGRANK:
+        return math.nan
+    if full["arrival"].isna().all() and other["arrival"].isna().all():
+        return math.nan
+    sides = (
+        (side["arrival"].fillna(side["epochs"]).tolist(), side["arrival"].notna().tolist())
+        for side in (full, other)
+    )
+    return logrank_p(*sides)
+
+
+FEWEST_FOR_MEDIAN = 3  # of two runs, a median would be an accuracy that no run had
+
+
+def seed_curves(findings: Findings, runs: pd.DataFrame, column: str) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Join runs of several seeds; what has arrived and stopped keeps its last value beside runs that go on.
+
+    Args:
+        findings: with histories.
+        runs: rows of :func:`arrivals`.
+        column: of the history.
+
+    Returns:
+        By epoch a column per run, or their lower median from three on; and then low and high of all runs.
+    """
+    history = findings.measurements.history[findings.measurements.history["model"].isin(runs["model"])]
+    wide = history.dropna(subset=["epoch"]).pivot_table(index="epoch", columns="model", values=column)
+    if len(wide.columns) < FEWEST_FOR_MEDIAN:
+        return wide, pd.DataFrame()
+    arrived = runs.loc[runs["arrival"].notna(), "model"]
+    wide = wide.assign(**wide[[*arrived]].ffill()).dropna()
+    median = wide.quantile(0.5, axis=1, interpolation="lower").to_frame()
+    return median, pd.DataFrame({"low": wide.min(axis=1), "high": wide.max(axis=1)})

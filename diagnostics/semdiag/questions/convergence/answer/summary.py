@@ -1,0 +1,48 @@
+"""The findings of ``semdiag convergence`` as plain values."""
+
+from semdiag.questions.convergence.answer.epochs import arrivals
+from semdiag.measuring.findings.findings import Findings
+from semdiag.questions.predictors.answer.mask_cells import left_out_runs
+from semdiag.questions.predictors.answer.prediction import held_out_tasks, predictor_table
+from semdiag.questions.convergence.answer.speed_and_dispersion import run_statistics, speed_dispersion_table
+from semdiag.measuring.findings.strict_json import MODEL_FACTS, Summary, json_object, records
+
+_ARRIVAL = (
+    *("target", "arrival", "epochs", "planned", "state", "train_accuracy", "holdout_accuracy"),
+    *("best_holdout_accuracy", "best_epoch", "gap"),
+)
+
+
+def convergence_summary(findings: Findings) -> Summary:
+    """Epochs to the target, speed-ups, their relation to dispersion, and what else was measured of the runs.
+
+    Args:
+        findings: with runs.
+
+    Returns:
+        A JSON-ready dictionary, schema ``semdiag.convergence/2``: target, targets (of single tasks), results (of
+        each run the facts of its model, and when it arrived), runs (the same, labelled as in tables), speed_ups,
+        over_seeds, along, predictors, held_out_tasks, left_out_runs (of the predictors, and why), lengths; null
+        where a number is unknown or undefined.
+    """
+    measurements = findings.measurements
+    found, table = findings(arrivals), findings(speed_dispersion_table)
+    models = {row["model"]: row for row in measurements.models.to_dict("records")}
+    return json_object(
+        "convergence",
+        findings,
+        target=measurements.provenance.get("target"),
+        targets=measurements.provenance.get("targets", {}),
+        results=[
+            {name: models[run["model"]][name] for name in MODEL_FACTS} | {name: run[name] for name in _ARRIVAL}
+            for run in records(found)
+        ],
+        runs=records(found.drop(columns="setting")),
+        speed_ups=records(table),
+        over_seeds=records(findings(run_statistics)),
+        along=records(measurements.along),
+        predictors=records(findings(predictor_table)),
+        held_out_tasks=records(findings(held_out_tasks)),
+        left_out_runs=records(findings(left_out_runs)),
+        lengths=records(measurements.lengths),
+    )

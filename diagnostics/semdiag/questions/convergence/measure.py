@@ -1,0 +1,103 @@
+"""Measuring training runs: their last checkpoints, and on request their snapshots and other lengths."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pandas as pd
+
+from semdiag.capturing.loading import load_all
+from semdiag.measuring.conditions import DTYPES, Conditions
+from semdiag.measuring.measurements import Measurements
+from semdiag.questions.over_training.measure import measure_along, snapshots_of
+from semdiag.questions.lengths.measure import check_lengths, measure_lengths
+from semdiag.questions.predictors.measure import CANDIDATES, measure_predictors
+from semdiag.measuring.runs.training_runs import TARGET, run_table
+from semdiag.measuring.survey import survey
+from semdiag_models import InputError
+from semdiag_models.device import find_device
+from semdiag_models.errors import unknown_name
+
+
+@dataclass(frozen=True)
+class ConvergencePlan:
+    """What is asked of training runs.
+
+    Raises:
+        InputError: if a target is no accuracy, or a candidate is unknown.
+    """
+
+    target: float = TARGET  # training accuracy that counts as having learned
+    along: bool = False  # whether every snapshot is measured
+    predictors: tuple[str, ...] = ()  # of CANDIDATES, what may predict speed: measured at every snapshot
+    targets: Mapping[str, float] = field(default_factory=dict)  # instead, for single tasks
+    lengths: tuple[int, ...] = ()  # of the inputs on which the last checkpoint is evaluated; none: it is not
+
+    def __post_init__(self) -> None:
+        for target in (self.target, *self.targets.values()):
+            if not 0 < target <= 1:
+                raise InputError(f"--target is a training accuracy in (0, 1], like 0.95. Got {target}.")
+        for name in self.predictors:
+            if name not in CANDIDATES:
+                raise unknown_name("candidate", name, [*CANDIDATES])
+
+
+def convergence_survey(
+    models: Sequence[Path],
+    conditions: Conditions,
+    announce: Callable[[str, int], None] = lambda model, steps: None,
+    after_step: Callable[[int], None] = lambda steps: None,
+    *,
+    plan: ConvergencePlan,
+) -> Measurements:
+    """Measure the last checkpoints of runs, and add what is known of the runs.
+
+    Args:
+        models: checkpoints; those without a training history are left out and named in
+            ``provenance["left_out"]``.
+        conditions: under which they are measured.
+        announce: called with a path and its number of steps before it is measured.
+        after_step: called with the number of finished steps.
+        plan: target, snapshots, predictors, lengths.
+
+    Returns:
+        Measurements with the tables runs, and if asked for along, predictors and lengths.
+
+    Raises:
+        InputError: if none of them is a training run, or something cannot be measured.
+    """
+    loaded = load_all(models, conditions.config)
+    runs = run_table(loaded)
+    left_out = [model.path for model in loaded if model.path not in set(runs["model"])]
+    if runs.empty:
+        raise InputError(
+            f"{left_out[0]} has no training history: convergence compares runs of semdiag train. Make one with: "
+            "semdiag train even-pairs --attention topk --k 5 --epochs 5"
+        )
+    loaded = [model for model in loaded if model.path not in left_out]
+    tasks = dict(zip(runs["model"], runs["task"], strict=True))
+    for task in plan.targets:
+        if task not in tasks.values():
+            raise unknown_name("task of --target", task, [*runs["task"].unique()])
+    if plan.lengths:
+        check_lengths(loaded, plan.lengths)
+    device = find_device(conditions.device)
+    conditions = conditions.decided(loaded, device)
+    found = survey(loaded, conditions, announce, after_step)
+    found.provenance.update(target=plan.target, **({"left_out": left_out} if left_out else {}))
+    found.provenance.update({"targets": dict(plan.targets)} if plan.targets else {})
+    tables: dict[str, list[pd.DataFrame]] = {"along": [], "predictors": [], "lengths": []}
+    for model in loaded if plan.along else []:
+        announce(model.path, len(snapshots_of(model)))
+        tables["along"].append(measure_along(model, conditions, after_step))
+    for model in loaded if plan.predictors else []:
+        announce(model.path, len(snapshots_of(model)))
+        tables["predictors"].append(measure_predictors(model, conditions, plan.predictors, after_step))
+    for model in loaded if plan.lengths else []:
+        announce(model.path, conditions.samples * len(plan.lengths))
+        how = {"samples": conditions.samples, "seed": conditions.seed, "batch_size": conditions.batch_size}
+        dtype = DTYPES[conditions.dtype]
+        table = measure_lengths(model, plan.lengths, **how, device=device, dtype=dtype, after_batch=after_step)
+        tables["lengths"].append(table)
+    joined = {name: pd.concat(parts, ignore_index=True) for name, parts in tables.items() if parts}
+    return found.replace(runs=runs, **joined)

@@ -1,0 +1,121 @@
+"""What was found on runs, in words: arrivals, speed-ups and their bounds, other lengths."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import pandas as pd
+
+from semdiag.questions.convergence.answer.epochs import arrivals, target_of
+from semdiag.measuring.findings.findings import Findings
+from semdiag.questions.convergence.answer.speed_and_dispersion import run_statistics
+from semdiag.measuring.runs.training_runs import NOT_BEGUN, TARGET, UNFINISHED
+from semdiag.presenting.drawing.noise import percent
+from semdiag.questions.learning.words import reach_sentences
+
+
+def target_words(findings: Findings) -> str:
+    """The accuracy that counts as having learned, short: ``95 %``, or ``the target`` if tasks differ."""
+    if findings.measurements.provenance.get("targets"):
+        return "the target"
+    return percent(findings.measurements.provenance.get("target", TARGET))
+
+
+def targets_sentence(findings: Findings) -> str:
+    """Say all targets: ``The target is 95 % training accuracy, for listops 36 %``."""
+    general = percent(findings.measurements.provenance.get("target", TARGET))
+    others = findings.measurements.provenance.get("targets", {})
+    single = "".join(f", for {task} {percent(value)}" for task, value in others.items())
+    return f"The target is {general} training accuracy{single}."
+
+
+def arrival_words(run: Mapping[Any, Any]) -> str:
+    """When a run arrived: ``35``, or ``not in 100``; an unfinished run says that it is one."""
+    if run["state"] == NOT_BEGUN:
+        return "not begun"
+    words = f"not in {run['epochs']}" if pd.isna(run["arrival"]) else str(run["arrival"])
+    return f"{words} (of {run['planned']}, unfinished)" if run["state"] == UNFINISHED else words
+
+
+def speed_words(low: float, high: float) -> str:
+    """A speed-up or what bounds it: ``11.7``, ``above 20``, ``below 0.35``, ``unknown``."""
+    if math.isnan(low) or (low == 0 and math.isinf(high)):
+        return "unknown"
+    if low == high:
+        return f"{low:.3g}"
+    if math.isinf(high):
+        return f"above {low:.3g}"
+    return f"below {high:.3g}" if low == 0 else f"{low:.3g} to {high:.3g}"
+
+
+def epoch_words(row: Mapping[Any, Any]) -> str:
+    """The range of a median speed-up when every arrival may be one epoch off, where it is known at all.
+
+    Args:
+        row: of :func:`~semdiag.questions.convergence.answer.epochs.over_seeds`.
+    """
+    known = row["pairs"] and row["speed_up_low"] == row["speed_up_high"]
+    return speed_words(row["epoch_low"], row["epoch_high"]) if known else "–"
+
+
+def interval_words(row: Mapping[Any, Any]) -> str:
+    """The interval of a median speed-up over seeds, or why there is none.
+
+    Args:
+        row: of :func:`~semdiag.questions.convergence.answer.epochs.over_seeds`.
+    """
+    if row["pairs"] == 0:
+        return "–"
+    if row["pairs"] == 1:
+        return "one seed: no interval"
+    low, high = row["interval_low"], row["interval_high"]
+    ends = f"{low:.3g} to {'∞' if math.isinf(high) else f'{high:.3g}'}"
+    return f"{ends} ({row['interval_coverage']:.0%})"
+
+
+def convergence_sentences(findings: Findings) -> list[str]:
+    """Say per task and attention how many epochs were needed, and what that is to full attention.
+
+    Args:
+        findings: with runs.
+
+    Returns:
+        One sentence per setting, then what no weights can learn, what is unfinished or left out.
+    """
+    found, seeds = findings(arrivals), findings(run_statistics)
+    said = []
+    for group, rows in seeds.groupby("group", sort=False) if len(seeds) else []:
+        parts = [_attention_words(row, found[found["group"] == group]) for row in rows.to_dict("records")]
+        target = percent(target_of(findings.measurements, rows["task"].iloc[0]))
+        said.append(f"{group}, epochs to {target} training accuracy: {'; '.join(parts)}.")
+    return said + reach_sentences(findings) + _reservations(findings, found)
+
+
+def _attention_words(row: dict[Any, Any], runs: pd.DataFrame) -> str:
+    own = runs[runs["attention"] == row["attention"]].to_dict("records")
+    arrived = ", ".join(arrival_words(run) for run in own)
+    words = f"{row['attention']} {arrived}"
+    if row["pairs"]:
+        speed = speed_words(row["speed_up_low"], row["speed_up_high"])
+        which = "speed-up" if row["pairs"] == 1 else f"median speed-up over {row['pairs']} seeds"
+        off = f"; one epoch off {epoch_words(row)}" if epoch_words(row) != "–" else ""
+        words += f" ({which} {speed}{off}; {interval_words(row)})"
+    return words
+
+
+def _reservations(findings: Findings, found: pd.DataFrame) -> list[str]:
+    said = []
+    late = found[found["state"].isin([UNFINISHED, NOT_BEGUN])]
+    if len(late):
+        names = "; ".join(f"{r['model']} {r['epochs']} of {r['planned']} epochs" for r in late.to_dict("records"))
+        said.append(f"Unfinished, so more may be known later: {names}.")
+    runs = len(findings.measurements.runs)
+    if runs > len(found):
+        said.append(
+            f"{runs - len(found)} of {runs} files are copies or other snapshots of a run that is shown: of each "
+            "run the file with the most epochs counts."
+        )
+    left_out = findings.measurements.provenance.get("left_out", [])
+    if left_out:
+        said.append(f"Left out, because they have no training history: {', '.join(left_out)}.")
+    return said

@@ -1,0 +1,103 @@
+"""Within one dense model: its quantities as if each query kept its k largest scores, as boxes per layer."""
+
+from collections.abc import Callable
+
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from semdiag.capturing.attention_kinds import DENSE
+from semdiag.measuring.findings.counterfactuals import counterfactual_ks
+from semdiag.measuring.findings.distributions import layer_percentiles
+from semdiag.measuring.findings.findings import Findings
+from semdiag.presenting.drawing.letter_values import READING, layer_boxes
+from semdiag.presenting.drawing.panels import NothingToDrawError, Panel, panels_of
+from semdiag.presenting.drawing.style import AttentionStyle, attention_style, finished, lightened, panel_grid
+
+_MARKERS = "sPXv<>*h"
+Tables = dict[tuple[str, str], pd.DataFrame]  # percentiles per layer, by model and column
+
+
+def dense_panels(findings: Findings, quantity: str = "dispersion") -> tuple[list[Panel], list[int]]:
+    """Panels of the models that select no keys, and the k they were measured with.
+
+    Args:
+        findings: of any number of models.
+        quantity: dispersion, separation or mass; older measurements have no mass.
+
+    Returns:
+        The panels and the numbers of heavy hitters, smallest first, for which the quantity is known.
+
+    Raises:
+        NothingToDrawError: if no such model was measured with a k.
+    """
+    measurements = findings.measurements
+    dense = measurements.models[measurements.models["attention"].isin(DENSE)]
+    ks = sorted(counterfactual_ks(measurements.queries[measurements.queries["model"].isin(dense["model"])]))
+    ks = [k for k in ks if f"{quantity}_k{k}" in measurements.queries]
+    if not ks:
+        raise NothingToDrawError("No full-attention model was measured with a counterfactual k.")
+    return panels_of(dense), ks
+
+
+def layer_tables(findings: Findings, panels: list[Panel], columns: list[str]) -> Tables:
+    """Percentiles per layer, heads pooled.
+
+    Args:
+        findings: of the panels' models.
+        panels: whose models are wanted.
+        columns: of the table of queries.
+    """
+    wanted = {series.model for panel in panels for series in panel.series}
+    return {
+        (model, column): table
+        for column in columns
+        for model, table in findings(layer_percentiles, column).items()
+        if model in wanted
+    }
+
+
+def k_style(ks: list[int], k: int) -> AttentionStyle:
+    """Heavy hitters' colour, paler with growing k.
+
+    Args:
+        ks: all that are shown.
+        k: one of them.
+    """
+    place, topk = ks.index(k), attention_style("topk")
+    shade = lightened(topk.color, 0.6 * place / max(len(ks) - 1, 1))
+    color = "#" + "".join(f"{round(255 * part):02x}" for part in shade)
+    return AttentionStyle(topk.name, color, _MARKERS[place % len(_MARKERS)], "-", 1.6)
+
+
+def within_boxes(
+    panels: list[Panel],
+    columns: dict[str, tuple[str, AttentionStyle]],
+    tables: Tables,
+    scale: Callable[[Axes], None],
+    ylabel: str,
+    note: str,
+    *,
+    extreme: str = "p100",
+    height: float = 2.7,
+) -> Figure:
+    """Draw one group of boxes per layer of each model, a box per column of the table of queries.
+
+    Args:
+        panels: of models.
+        columns: label and style by column.
+        tables: from :func:`layer_tables`.
+        scale: sets a panel's ordinate.
+        ylabel: of the ordinate.
+        note: below the panels, after how to read the boxes.
+        extreme: the percentile marked as a point.
+        height: of a panel, in inches.
+    """
+    figure, axes = panel_grid(len(panels), height=height)
+    for ax, panel in zip(axes, panels, strict=True):
+        scale(ax)
+        boxes = [(*columns[name], tables[series.model, name]) for series in panel.series for name in columns]
+        layer_boxes(ax, boxes, extreme)
+        ax.set_title(panel.title)
+    axes[0].set_ylabel(ylabel)
+    return finished(figure, f"Within each full model; {READING}; {note}")

@@ -1,0 +1,248 @@
+"""Does the sparse model focus? δ of sparse models beside full attention's, pooled and layer by layer."""
+
+import math
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from semdiag.capturing.attention_kinds import FIXED_MASKS
+from semdiag.measuring.findings.distributions import known_rows, pooled_percentiles
+from semdiag.measuring.findings.divergence import diverged
+from semdiag.measuring.findings.estimates import in_part
+from semdiag.measuring.findings.findings import Findings
+from semdiag.questions.dispersion.answer.pairs import GateResult, dispersion_gate
+from semdiag.measuring.findings.layered_summary import Percentile, by_layer, without
+from semdiag.measuring.findings.pairing import Pair, find_pairs
+from semdiag.measuring.findings.resampling import Interval, ratio_interval
+from semdiag.measuring.findings.number_words import interval_words, ratio_words
+from semdiag.measuring.findings.strict_json import Summary
+
+_WHEN = {"last": "", "initialisation": "At initialisation: ", "best": "Best snapshots: "}
+
+
+def dispersion_summary(findings: Findings) -> Summary:
+    """Percentiles of δ per layer and head, and pooled; with counterfactual columns also δ_h(k) and the mass kept.
+
+    Of models that select by hashes or clusters also the mean recall of their k largest scores, and the share of
+    queries without any key.
+
+    Args:
+        findings: of one or more models.
+
+    Returns:
+        A JSON-ready dictionary, schema ``semdiag.dispersion/2``.
+    """
+    queries = findings.measurements.queries
+
+    def describe(of: Percentile, suffix: str) -> Summary:
+        found = without(of("dispersion" + suffix), "not_positive")
+        if suffix and "mass" + suffix in queries:
+            found["mass"] = without(of("mass" + suffix), "not_positive")
+        if not suffix and "recall" in queries and of("recall")["queries"] > of("recall")["undefined"]:
+            undefined = found["undefined"] / max(1, found["queries"])  # of a query that keeps no key
+            found |= {"recall": of("recall")["mean"], "without_keys": undefined}
+        return found
+
+    return by_layer("dispersion", findings, describe)
+
+
+def recall_table(findings: Findings) -> pd.DataFrame:
+    """How many of their largest scores models find that select by hashes or clusters.
+
+    Args:
+        findings: of any number of models.
+
+    Returns:
+        A row per head, and one of ``layer`` "all" per model: ``model``, ``layer``, ``head``, ``recall`` (mean
+        share of a query's k largest scores among the keys it keeps), ``at_random`` (of k keys drawn at random, in
+        the longest sequence), ``without_keys`` (share of queries that keep none), ``queries``. Empty if no model
+        selects so.
+    """
+    models = {row["model"]: row for row in findings.measurements.models.to_dict("records")}
+    keys = findings.measurements.queries.groupby("model")["keys"].max()
+    rows = []
+    for result in findings(dispersion_summary)["results"]:
+        model = result["model"]
+        for row in (*result["layers"], {"layer": "all", "head": "all", **result["all"]}):
+            if "recall" in row:
+                at_random = min(1.0, models[model]["k"] / keys[model])
+                own = {name: row[name] for name in ("layer", "head", "recall", "without_keys", "queries")}
+                rows.append({"model": model, **own, "at_random": at_random})
+    return pd.DataFrame(rows)
+
+
+@dataclass(frozen=True)
+class PairComparison:
+    """One top-k model against its full counterpart.
+
+    Attributes:
+        gate: pooled percentiles of both, and whether δ_h < δ_s at p50, p75, p90 and p95.
+        ratio: of the pooled medians, with a 95 % interval from resampled sequences.
+        snapshot: which snapshots were compared.
+        samples: sequences behind the ratio, of the side with fewer.
+    """
+
+    gate: GateResult
+    ratio: Interval
+    snapshot: str
+    samples: int
+
+    @property
+    def answer(self) -> str:
+        """Whether δ_h < δ_s, in a word or two."""
+        if self.gate.unknown:
+            return "cannot tell"
+        return "yes" if self.gate.passed else f"no at {', '.join(self.gate.failed)}"
+
+    @property
+    def sentence(self) -> str:
+        """The comparison in a sentence."""
+        full, topk, ratio = self.gate.full, self.gate.topk, self.ratio
+        start = _WHEN.get(self.snapshot, f"Snapshot {self.snapshot}: ")
+        start += self.gate.pair.label.removesuffix(f", {self.snapshot}")
+        if self.gate.unknown:
+            return f"{start}: it is unclear which model has the smaller dispersion, because a δ is not a number."
+        alike = ratio.low < ratio.high and round(ratio.low, 2) == round(ratio.high, 2)
+        said = partial(ratio_words, digits=3 if alike else 2)  # that tells the interval's ends apart
+        medians = f"median δₕ {topk['p50']:.3g} against δₛ {full['p50']:.3g} nats"
+        if math.isfinite(ratio.estimate):
+            interval = interval_words(ratio.low, ratio.high, said, self.samples)
+            medians += f", ratio {said(ratio.estimate)}, {interval}"
+        if self.gate.passed:
+            where = "at the 50th, 75th, 90th and 95th percentile"
+            return f"{start}: the top-k model has the smaller dispersion {where} ({medians})."
+        failed = ", ".join(f"{p} (δₕ {topk[p]:.3g}, δₛ {full[p]:.3g})" for p in self.gate.failed)
+        return f"{start}: δₕ is not below δₛ at {failed} ({medians})."
+
+    def to_dict(self) -> dict[str, Any]:
+        """The comparison as plain values."""
+        gate, ratio = self.gate, self.ratio
+        return {
+            "label": gate.pair.label,
+            "snapshot": self.snapshot,
+            "full": gate.pair.full,
+            "topk": gate.pair.other,
+            "dispersion_full": gate.full,
+            "dispersion_topk": gate.topk,
+            "passed": gate.passed,
+            "failed": list(gate.failed),
+            "unknown": list(gate.unknown),
+            "median_ratio": {"estimate": ratio.estimate, "low": ratio.low, "high": ratio.high, "confidence": 0.95},
+        }
+
+
+def pair_comparisons(findings: Findings) -> list[PairComparison]:
+    """Compare every top-k model that has a full counterpart with it, last snapshots first.
+
+    Args:
+        findings: of any number of models; those without a partner are left out.
+
+    Returns:
+        One comparison per pair; none where not every query was looked at and kept: a verdict rests on all.
+    """
+    measurements = findings.measurements
+    pairs, _ = find_pairs(measurements.models)
+    paired = {model for pair in pairs for model in (pair.full, pair.other)}
+    if not paired or in_part(findings):
+        return []
+    models = measurements.models[measurements.models["model"].isin(sorted(paired))]
+    snapshots = dict(zip(models["model"], models["snapshot"], strict=True))
+    found = []
+    for gate in dispersion_gate(Findings(measurements.replace(models=models))):
+        other, full = (known_rows(findings, m, "dispersion") for m in (gate.pair.other, gate.pair.full))
+        ratio = ratio_interval(other, full, resamples=RESAMPLES)
+        samples = min(other["sample"].nunique(), full["sample"].nunique())
+        found.append(PairComparison(gate, ratio, snapshots[gate.pair.other], samples))
+    return sorted(found, key=lambda comparison: comparison.snapshot != "last")
+
+
+RATIO_PERCENTILES = (50, 95)
+
+
+RESAMPLES = 300  # of whole sequences; the ends of a 95 % interval are then good to about a tenth of its width
+
+
+def layer_ratios(findings: Findings, resamples: int = RESAMPLES) -> pd.DataFrame:
+    """Ratios of dispersion between every sparse model and its full counterpart, layer by layer.
+
+    Args:
+        findings: of full models and their counterparts.
+        resamples: bootstrap draws per ratio.
+
+    Returns:
+        One row per pair, percentile and layer: model, full, percentile, layer, ratio, low, high.
+    """
+    pairs, _ = find_pairs(findings.measurements.models, attention=None)
+    queries = findings.measurements.queries
+    rows = {
+        (str(model), int(layer)): known_rows(findings, str(model), "dispersion", int(layer))
+        for model, own in queries.groupby("model", sort=True)["layer"]
+        for layer in sorted(own.unique())
+    }
+    found = []
+    for pair in pairs:
+        layers = [layer for model, layer in rows if model == pair.other and (pair.full, layer) in rows]
+        for percentile in RATIO_PERCENTILES:
+            for layer in layers:
+                interval = ratio_interval(
+                    rows[pair.other, layer], rows[pair.full, layer], percentile=percentile, resamples=resamples
+                )
+                numbers = (interval.estimate, interval.low, interval.high)
+                found.append((pair.other, pair.full, percentile, layer, *numbers))
+    return pd.DataFrame(found, columns=["model", "full", "percentile", "layer", "ratio", "low", "high"])
+
+
+def fixed_mask_ratios(findings: Findings) -> list[tuple[Pair, float]]:
+    """Controls: pooled median of δ under masks that ignore the input, over full attention's; last snapshots only.
+
+    Args:
+        findings: of full models and their counterparts.
+
+    Returns:
+        Pairs with their ratio.
+    """
+    models = findings.measurements.models[findings.measurements.models["snapshot"] == "last"]
+    pairs, _ = find_pairs(models[models["attention"].isin(FIXED_MASKS)], attention=None)
+    medians = {model: table["p50"] for model, table in findings(pooled_percentiles, "dispersion").items()}
+    return [
+        (pair, medians[pair.other] / medians[pair.full])
+        for pair in pairs
+        if medians.get(pair.full, 0) > 0 and medians.get(pair.other, math.nan) >= 0
+    ]
+
+
+_BINS = 24
+FEWEST = 10  # queries with about as many keys of which percentiles are given
+
+
+def dispersion_by_number_of_keys(findings: Findings) -> dict[str, pd.DataFrame]:
+    """Percentiles of δ by the number of keys a query may attend to, from two on, in bins of equal ratio.
+
+    Args:
+        findings: of any number of models.
+
+    Returns:
+        By model a row per bin: 0.05, 0.25, 0.5, 0.75, 0.95 (quantiles of δ), keys (their mean number), queries;
+        none where scores are NaN or infinite.
+    """
+    return {
+        str(model): pd.DataFrame() if diverged(findings, str(model)) else _binned(rows)
+        for model, rows in findings.measurements.queries.groupby("model", sort=False)
+    }
+
+
+def _binned(rows: pd.DataFrame) -> pd.DataFrame:
+    finite = rows[np.isfinite(rows["dispersion"]) & (rows["keys"] > 1)]
+    if finite.empty:
+        return pd.DataFrame()
+    keys = finite["keys"].to_numpy(float)
+    edges = np.unique(np.round(np.geomspace(2, keys.max() + 1, _BINS + 1)))
+    bins = np.digitize(keys, edges)
+    groups = finite.assign(bin=bins).groupby("bin")
+    table = groups["dispersion"].quantile([0.05, 0.25, 0.5, 0.75, 0.95]).unstack()
+    table["keys"], table["queries"] = groups["keys"].mean(), groups.size()
+    shown: pd.DataFrame = table[table["queries"] >= FEWEST]
+    return shown

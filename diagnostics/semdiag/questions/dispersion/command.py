@@ -1,0 +1,15 @@
+"""``semdiag dispersion``."""
+
+from semdiag.questions.dispersion.percentile_command import metric_command
+
+dispersion = metric_command(
+    "dispersion",
+    """Measure semantic dispersion δ: how far apart the scores of a query are.
+
+    δ is a query's largest score minus its smallest, over all keys for full attention and over the kept keys for
+    sparse attention (paper, eq. 19). A small δ means a stable softmax. Shown per layer and head, as percentiles
+    over queries, in nats.
+
+    [bold]semdiag dispersion checkpoints/even-pairs-full-seed-153476998 --k 5[/]
+    """,
+)

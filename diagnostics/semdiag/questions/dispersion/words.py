@@ -1,0 +1,69 @@
+"""Does the sparse model focus? In sentences."""
+
+import math
+
+from semdiag.capturing.attention_kinds import external
+from semdiag.measuring.findings.counterfactuals import counterfactual_ks
+from semdiag.questions.dispersion.answer.comparisons import fixed_mask_ratios, pair_comparisons, recall_table
+from semdiag.measuring.findings.distributions import pooled_percentiles
+from semdiag.measuring.findings.estimates import in_part
+from semdiag.measuring.findings.findings import Findings
+from semdiag.measuring.findings.pairing import attention_word
+
+_NO_PAIR = (
+    "Nothing is compared: there is no pair of a full and a top-k model of the same task, seed, size, setting and "
+    "snapshot. The figures show each model by itself."
+)
+_NOT_JUDGED = (
+    "Pairs of models are not judged: a verdict needs every query, but only some were drawn or kept. The figures "
+    "show each model by itself."
+)
+
+
+def dispersion_in_short(findings: Findings) -> list[str]:
+    """Whether δ_h < δ_s, pair by pair, and what fixed masks do; external models have no partner."""
+    if external(findings.measurements.models).all():
+        counterfactual = counterfactual_ks(findings.measurements.queries)  # then it stands with what k would leave
+        return (
+            [] if counterfactual else [span_sentence(findings, m) for m in findings.measurements.models["model"]]
+        )
+    said = [comparison.sentence for comparison in findings(pair_comparisons)]
+    ratios = [f"{pair.label} {ratio:.2g} times" for pair, ratio in findings(fixed_mask_ratios)]
+    control = (
+        f"For comparison, masks that ignore the scores have a median δ of: {'; '.join(ratios)} full attention's. "
+        "A smaller range is in part only a range over fewer keys."
+    )
+    said = said or [_NOT_JUDGED if in_part(findings) else _NO_PAIR]
+    return [*said, *([control] if ratios else []), *_recall_sentences(findings)]
+
+
+def _recall_sentences(findings: Findings) -> list[str]:
+    """How many of the largest scores hashes and clusters find."""
+    table, models = findings(recall_table), findings.measurements.models.set_index("model")
+    said = []
+    for model, own in table.groupby("model", sort=False) if len(table) else ():
+        pooled, heads = own[own["layer"] == "all"].iloc[0], own.loc[own["layer"] != "all", "recall"]
+        row = models.loc[model]
+        said.append(
+            f"{row['task']}, {attention_word(row)}, seed {row['seed']}: the keys that a query keeps hold "
+            f"{pooled['recall']:.0%} of its {row['k']} largest scores ({heads.min():.0%} to {heads.max():.0%} "
+            f"by head; {row['k']} keys at random would hold {pooled['at_random']:.0%}), and "
+            f"{pooled['without_keys']:.1%} of {pooled['queries']:,} queries keep no key."
+        )
+    return said
+
+
+def span_sentence(findings: Findings, model: str) -> str:
+    """How far apart a model's scores are, for one that is compared with no other.
+
+    Args:
+        findings: of any number of models.
+        model: a value of the column ``model``.
+    """
+    delta, keys = (findings(pooled_percentiles, name)[model] for name in ("dispersion", "keys"))
+    if math.isnan(delta["p50"]):
+        return f"{model}: its dispersion is not a number."
+    return (
+        f"{model}: the scores of a query span {delta['p50']:.3g} nats at the median and "
+        f"{delta['p95']:.3g} at the 95th percentile, over {keys['p50']:g} keys at the median."
+    )

@@ -1,0 +1,62 @@
+"""What every head of every layer does: the picture that tools for attention show first."""
+
+import pandas as pd
+
+from semdiag.measuring.findings.counterfactuals import counterfactual_ks
+from semdiag.measuring.findings.findings import Findings
+from semdiag.questions.glance import Answer, Glance
+from semdiag.measuring.findings.strict_json import records
+
+_PLACE = ["model", "layer", "head"]
+
+
+def head_table(findings: Findings) -> pd.DataFrame:
+    """One row per model, layer and head; layers and heads count from 0.
+
+    Args:
+        findings: of any number of models.
+
+    Returns:
+        model, layer, head, then: ``dispersion``, the median δ in nats; ``entropy`` of the attention weights (nats)
+        and ``first_weight``, the weight on the first key that is no padding (the sink share), both means over all
+        queries, of measurements that have the table ``heads``; ``largest_weight``, the median of the
+        largest attention weight of a query; ``first_key``, the share of the same queries that keep that first key
+        (of a model that keeps every key: that have it among their k largest scores; NaN where no k was asked for,
+        and of measurements of older versions); ``mass``, the median share of the weight on the k largest scores
+        (NaN where no k was asked for). k is the smallest asked for.
+    """
+    measurements = findings.measurements
+    queries = measurements.queries
+    finite = queries[queries["dispersion"].abs() < float("inf")]
+    table = finite.groupby(_PLACE, sort=False)["dispersion"].median().rename("dispersion").to_frame()
+    if "largest_weight" in queries:
+        table["largest_weight"] = queries.groupby(_PLACE, sort=False)["largest_weight"].median()
+    k = first_k(findings)
+    dense = queries.groupby(_PLACE, sort=False)[["kept", "keys"]].sum()
+    keeps_all = dense["kept"] == dense["keys"]
+    heads = measurements.heads.set_index(_PLACE)
+    shares = heads.reindex(index=table.index, columns=["first_key", f"first_key_k{k}"]).astype("float64")
+    table["first_key"] = shares["first_key"].mask(keeps_all).fillna(shares[f"first_key_k{k}"])
+    if k is not None and f"mass_k{k}" in queries:
+        table["mass"] = queries.groupby(_PLACE, sort=False)[f"mass_k{k}"].median()
+    table = table.join(heads[["entropy", "first_weight"]]) if len(heads) else table
+    return table.reset_index()
+
+
+def heads_glance(findings: Findings) -> Glance:
+    """How much of its weight a head puts on the first key: on average, and that which puts most."""
+    table = findings(head_table)
+    known = table.dropna(subset=["first_weight"]) if "first_weight" in table else table.iloc[:0]
+    if known.empty:
+        return Glance(Answer.MEASURED, f"{len(table):,} heads", "measured")
+    most = records(known.sort_values("first_weight"))[-1]
+    return Glance(
+        Answer.MEASURED, f"{100 * known['first_weight'].mean():.0f} %",
+        f"of a head's weight is on the first key, mean over {len(known):,} heads; the most is "
+        f"{100 * most['first_weight']:.0f} %, head {most['head']} of layer {most['layer']}",
+    )  # fmt: skip
+
+
+def first_k(findings: Findings) -> int | None:
+    """The smallest k asked for within models that keep every key; None if there is none."""
+    return min(counterfactual_ks(findings.measurements.queries), default=None)

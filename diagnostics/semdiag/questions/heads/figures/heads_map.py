@@ -1,0 +1,117 @@
+"""Heads by layers as coloured cells, a panel per quantity, all models one below the other."""
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.axis import Axis
+from matplotlib.colors import LogNorm, Normalize
+from matplotlib.figure import Figure
+
+from semdiag.measuring.findings.findings import Findings
+from semdiag.questions.heads.answer import first_k, head_table
+from semdiag.presenting.drawing.panels import NothingToDrawError, short_labels
+from semdiag.presenting.drawing.style import note_below, page_width, panel_grid, paper_style, plain_numbers
+
+_FAR = 10  # between the largest and the smallest δ, above which colours are logarithmic
+_TALL = 60  # heads of all models together, above which their rows get lower
+_WRITTEN = 16  # layers, above which the numbers in the cells could not be read
+_NATS = ("dispersion", "entropy")
+_OLDER = {"largest_weight": "largest weight of a query"}
+
+
+@paper_style
+def heads_map(findings: Findings) -> Figure:
+    """Draw δ, the entropy of the weights, the weight on the first key and the mass kept of every head.
+
+    Of older measurements, which have neither entropy nor that weight: the largest weight.
+
+    Args:
+        findings: of any number of models.
+
+    Returns:
+        One panel per quantity that was measured; abscissa: layers; ordinate: heads, model by model.
+
+    Raises:
+        NothingToDrawError: if no query has a dispersion.
+    """
+    table = findings(head_table)
+    if not table["dispersion"].notna().any():
+        raise NothingToDrawError("No query has a dispersion.")
+    k = first_k(findings)
+    titles = {
+        "dispersion": "dispersion δ (nats)",
+        **({"entropy": "entropy of the weights (nats)"} if "entropy" in table else {}),
+        **({"first_weight": "weight on the first key"} if "first_weight" in table else _OLDER),
+        "mass": f"weight on the {k} largest scores",
+    }
+    shown = [name for name in titles if name in table and table[name].notna().any()]
+    labels = short_labels(findings.measurements.models)
+    models = [model for model in labels if model in set(table["model"])]
+    heads = [sorted(table.loc[table["model"] == model, "head"].unique()) for model in models]
+    layers = sorted(table["layer"].unique())
+    rows = [head for own in heads for head in own]
+    figure, axes = panel_grid(
+        len(shown), height=0.6 + 0.22 * min(max(len(rows), 4), _TALL), sharey=False, columns=2
+    )
+    edges = np.cumsum([0, *map(len, heads)])
+    for place, (ax, name) in enumerate(zip(axes, shown, strict=True)):
+        _draw(ax, _cells(table, name, models, heads, layers), name)
+        ax.set_title(titles[name], fontsize=8)
+        ax.set_xlabel("layer")
+        _ticks(ax.xaxis, layers)
+        for edge in edges[1:-1]:
+            ax.axhline(edge - 0.5, color="white", linewidth=2)
+        if len(models) == 1:
+            ax.set_ylabel("head")
+            _ticks(ax.yaxis, rows)
+        elif place % 2 == 0 or page_width() < 5:
+            names = [
+                labels[model].replace(", ", "\n", 1) if page_width() < 5 else labels[model] for model in models
+            ]
+            ax.set_yticks((edges[:-1] + edges[1:] - 1) / 2, names, fontsize=6.5)
+        else:
+            ax.set_yticks([])
+    means = "; of entropy and the first key's weight the mean" if "first_weight" in shown else ""
+    note_below(
+        figure,
+        f"A cell is a head of a layer: the median over its queries{means}. Grey: not measured or undefined.",
+    )
+    return figure
+
+
+def _ticks(axis: Axis, numbers: list[int]) -> None:
+    """Label at most a dozen of the numbers, at their places."""
+    step = -(-len(numbers) // 12)
+    axis.set_ticks(range(0, len(numbers), step), [str(number) for number in numbers[::step]])
+
+
+def _cells(
+    table: pd.DataFrame, name: str, models: list[str], heads: list[list[int]], layers: list[int]
+) -> np.ndarray:
+    """(heads of all models, layers): the models one below the other."""
+    parts = []
+    for model, wanted in zip(models, heads, strict=True):
+        own = table[table["model"] == model].pivot(index="head", columns="layer", values=name)
+        parts.append(own.reindex(index=wanted, columns=layers).to_numpy(float))
+    return np.concatenate(parts)
+
+
+def _draw(ax: Axes, cells: np.ndarray, name: str) -> None:
+    positive = cells[np.isfinite(cells) & (cells > 0)]
+    scale = Normalize(0, 1)
+    if name in _NATS:
+        low, high = (positive.min(), positive.max()) if len(positive) else (0.0, 1.0)
+        far = name == "dispersion" and high > _FAR * low
+        scale = LogNorm(low, high) if low and far else Normalize(low if name == "dispersion" else 0, high)
+    image = ax.imshow(cells, cmap="cividis", norm=scale, aspect="auto", interpolation="none")
+    ax.set_facecolor("#bbbbbb")
+    ax.grid(visible=False)
+    if cells.shape[1] <= _WRITTEN:
+        for (row, column), value in np.ndenumerate(cells):
+            if np.isfinite(value):
+                ink = "black" if scale(max(value, scale.vmin or 0)) > 0.55 else "white"
+                said = f"{value:.2g}" if name in _NATS else f"{value:.0%}"
+                ax.text(column, row, said, ha="center", va="center", fontsize=6, color=ink)
+    bar = ax.figure.colorbar(image, ax=ax, pad=0.01, aspect=12)
+    bar.ax.tick_params(labelsize=7)
+    plain_numbers(bar.ax.yaxis)

@@ -1,0 +1,185 @@
+"""One probe asked of one model and its inputs, in Python: measurements, like those of measure()."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import pandas as pd
+import torch
+from torch import Tensor, nn
+
+from semdiag.capturing import batches as batching
+from semdiag.capturing.arguments import whole_number
+from semdiag.capturing.batches import Batch
+from semdiag.capturing.loading import LoadedModel
+from semdiag.measuring.calls.running import home_of, refuse_masked, unnamed
+from semdiag.measuring.calls.scored_rows import NotAvailableError
+from semdiag.measuring.conditions import DTYPES, Conditions
+from semdiag.measuring.measure import measure
+from semdiag.measuring.measurements import Measurements
+from semdiag.measuring.probe import Subject
+from semdiag.questions.k_sweep.measure.probe import KSweepPlan
+from semdiag.questions.landscape.measure import LandscapePlan
+from semdiag.questions.lipschitz.measure.probe import LipschitzPlan
+from semdiag.questions.mask_stability.measure.probe import NoisePlan
+from semdiag.questions.probes import PROBES
+from semdiag_models import Encoder, InputError
+
+Model = LoadedModel | nn.Module
+Batches = Batch | Iterable[Batch]
+
+
+def k_sweep(
+    model: Model, batches: Batches, labels: Tensor | None = None, plan: KSweepPlan | None = None, **how: Any
+) -> Measurements:
+    """Ask of one model's scores, for every k at once, what top-k attention would make of them.
+
+    Source: docs/theory.md#k-sweep. Deviation: not in the paper.
+
+    Args:
+        model: from :func:`semdiag.load`, or any module.
+        batches: what the model is called with, as of :func:`~semdiag.measuring.measure.measure`.
+        labels: (N,) classes, for the accuracy of reruns; None if unknown.
+        plan: the largest k; whether the model is run again with every k.
+        how: ``batch_size`` (100), ``device`` (the model's), ``dtype`` (float64 of encoders of semdiag_models, as
+            the commands; of others the model's), ``seed`` (0).
+
+    Returns:
+        Measurements with the table ``sweep``, described at :func:`semdiag.questions.k_sweep.measure.probe.k_sweep`.
+
+    Raises:
+        InputError: if it cannot be measured of this model or these inputs.
+
+    Example:
+        >>> from semdiag_models import ModelConfig
+        >>> encoder = Encoder(ModelConfig(vocabulary_size=3, classes=2, length=4, blocks=1))
+        >>> found = k_sweep(encoder, torch.tensor([[0, 1, 1, 0]]))
+        >>> sorted(set(found.sweep["k"]))
+        [0, 1, 2, 3]
+    """
+    return _asked(model, batches, labels, plan or KSweepPlan(), **how)
+
+
+def mask_stability(
+    model: Model, batches: Batches, labels: Tensor | None = None, plan: NoisePlan | None = None, **how: Any
+) -> Measurements:
+    """Compare the mask of every query with the masks of noisy copies of the same input.
+
+    Source: docs/theory.md#mask-stability. Deviation: not in the paper.
+
+    Args:
+        model: from :func:`semdiag.load`, or any module.
+        batches: what the model is called with.
+        labels: (N,) classes, for the accuracy; None if unknown.
+        plan: levels, draws, place and seed of the noise.
+        how: as of :func:`k_sweep`.
+
+    Returns:
+        Measurements with the tables ``masks`` and ``noise_effects``, described at
+        :func:`semdiag.questions.mask_stability.measure.probe.mask_stability`.
+
+    Raises:
+        InputError: if it cannot be measured of this model or these inputs.
+    """
+    return _asked(model, batches, labels, plan or NoisePlan(), **how)
+
+
+def landscape(
+    model: LoadedModel | Encoder,
+    batches: Batches,
+    labels: Tensor,
+    plan: LandscapePlan | None = None,
+    *,
+    snapshots: Mapping[str, Encoder] | None = None,
+    **how: Any,
+) -> Measurements:
+    """Evaluate the loss on every cell of planes through a checkpoint.
+
+    Source: docs/theory.md#empirical. Deviation: the directions of a random plane are orthogonal tensor by tensor.
+
+    Args:
+        model: from :func:`semdiag.load`, or an encoder of one's own.
+        batches: token ids (N, L).
+        labels: (N,) classes.
+        plan: planes, size, resolution and metrics.
+        snapshots: two other parameter settings of the same shapes, by name, if the plane is to go through them.
+        how: as of :func:`k_sweep`.
+
+    Returns:
+        Measurements with the table ``landscape``, described at
+        :func:`semdiag.questions.landscape.measure.landscape`.
+
+    Raises:
+        InputError: if it cannot be measured of this model or these inputs.
+    """
+    return _asked(model, batches, labels, plan or LandscapePlan(), prepared=snapshots or {}, **how)
+
+
+def lipschitz(
+    model: LoadedModel | Encoder,
+    batches: Batches,
+    labels: Tensor,
+    plan: LipschitzPlan | None = None,
+    **how: Any,
+) -> Measurements:
+    """Estimate from below how steep the loss is in the parameters, and each block in its input; in float64.
+
+    Source: docs/theory.md#empirical. Deviation: see each part.
+
+    Args:
+        model: from :func:`semdiag.load`, or an encoder of one's own.
+        batches: token ids (N, L); the first ``plan.samples`` are used.
+        labels: (N,) classes.
+        plan: how much is drawn, and how far.
+        how: as of :func:`k_sweep`.
+
+    Returns:
+        Measurements with the tables ``loss_secants``, ``loss_gradients``, ``end_points`` and ``jacobians``,
+        described at :func:`semdiag.questions.lipschitz.measure.probe.lipschitz`.
+
+    Raises:
+        InputError: if it cannot be measured of this model or these inputs.
+    """
+    return _asked(model, batches, labels, plan or LipschitzPlan(), **how)
+
+
+def _asked(
+    model: Model,
+    batches: Batches,
+    labels: Tensor | None,
+    plan: Any,
+    *,
+    prepared: Any = None,
+    batch_size: int = 100,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+    seed: int = 0,
+    **unknown: Any,
+) -> Measurements:
+    """The attention of a clean pass, and what one probe makes of the model."""
+    loaded = model if isinstance(model, LoadedModel) else unnamed(model)
+    probe = PROBES.get(type(plan))
+    if probe is None:
+        plans = ", ".join(sorted(kind.__name__ for kind in PROBES))
+        raise InputError(f"A plan is one of {plans}. Got {plan!r}.")
+    for name in unknown:
+        kind = type(plan).__name__
+        takes = f"plan={kind}({name}=…) takes it" if name in vars(plan) else f"the rest is told by plan={kind}(…)"
+        raise TypeError(f"There is no argument {name!r}, but batch_size, device, dtype and seed: {takes}.")
+    refuse_masked(loaded.module, f"of which {probe.name} asks")
+    whole_number(batch_size, "batch_size", 1)
+    whole_number(seed, "seed", 0)
+    cut: Sequence[Batch] = batching.split(batches, batch_size)
+    home, own = home_of(loaded.module)
+    place = torch.device(device) if device is not None else home
+    if dtype is None and not loaded.external:
+        dtype = DTYPES[Conditions().decided([loaded], place).dtype]
+    found = measure(loaded, cut, labels=labels, batch_size=batch_size, device=device, dtype=dtype)
+    subject = Subject(loaded, list(cut), labels, seed, batch_size, place, dtype or own)
+    try:
+        tables = probe.measure(subject, plan, prepared)
+    except NotAvailableError as reason:
+        raise InputError(f"{probe.name} of {loaded.path} not available, because {reason}.") from None
+    samples = int(found.models["samples"].max())
+    known = {"seed": seed, "samples": samples, **probe.provenance(plan, samples, samples)}
+    remarks = pd.concat([found.remarks, subject.remarks], ignore_index=True)
+    return found.replace({**found.provenance, **known}, remarks=remarks, **tables)

@@ -1,0 +1,123 @@
+"""What a k-sweep says: its verdict, and the paper's conditions for every k."""
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+
+from semdiag.measuring.findings.estimates import drawing, drawn
+from semdiag.measuring.findings.findings import Findings
+from semdiag.questions.k_sweep.answer.rerun import change_table
+from semdiag.questions.k_sweep.answer.sparse_verdict import sparse_verdict
+from semdiag.measuring.findings.strict_json import MODEL_FACTS, Summary, json_object, records
+from semdiag.questions.bounds.answer.corollary import JUDGED_PERCENTILES, PAPER_PERCENTILES, separation_rounding
+from semdiag.mathematics.bounds.corollary import paper_input_condition, paper_weight_condition
+from semdiag.measuring.table import ALL
+
+SCOPE = (
+    "Within one model: its own scores, if each query kept only its k largest. A model trained with that k has "
+    "other scores, so this does not compare trained models."
+)
+
+
+def condition_table(findings: Findings) -> pd.DataFrame:
+    """Both conditions of Corollary 1 within each model, for every k, at matching percentiles.
+
+    δ_s and δ_h(k) at percentiles 75, 90, 95 and 100 of the pooled queries, Δ_h(k) at the mirrored ones, and
+    β = load/k.
+
+    Source: docs/theory.md#k-sweep, paper, eq. 304 and 305. Deviation: within one model, where the paper
+    compares two trained ones; percentiles of different queries are combined, as the paper does.
+
+    Args:
+        findings: with a sweep.
+
+    Returns:
+        model, k, percentile, parameter (W or X), left_side (+inf where Δ ≤ 0 or a tie within rounding), met. None
+        of a model whose queries were drawn: extremes and loads are those of every query.
+    """
+    rows = []
+    for model, own in findings.measurements.sweep.groupby("model", sort=False):
+        pooled = {(str(row["quantity"]), row["k"]): row for row in records(own[own["layer"] == ALL])}
+        if ("dispersion", 0) not in pooled or model in drawn(findings):
+            continue
+        full = _cuts(pooled["dispersion", 0])
+        rounding = separation_rounding(findings.measurements, str(model), float(full[-1]))
+        for k in sorted(own.loc[own["quantity"] == "separation", "k"].unique()):
+            delta, load = _cuts(pooled["dispersion", k]), _cuts(pooled["load", k]) / int(k)
+            gap = _cuts(pooled["separation", k], mirrored=True)
+            gap = torch.where(gap.isnan(), torch.inf, gap.where(gap.abs() > rounding, 0.0))
+            sides = {
+                "W": paper_weight_condition(full, delta, gap),
+                "X": paper_input_condition(full, delta, gap, load),
+            }
+            for parameter, condition in sides.items():
+                for at, percentile in enumerate(PAPER_PERCENTILES):
+                    left = float(condition.left_side[at])
+                    row = {"model": model, "k": int(k), "percentile": percentile, "parameter": parameter}
+                    rows.append({**row, "left_side": left, "met": bool(condition.met[at])})
+    table = pd.DataFrame(rows, columns=["model", "k", "percentile", "parameter", "left_side", "met"])
+    return table.astype({"k": "int64", "percentile": "int64", "left_side": "float64", "met": "bool"})  # if empty
+
+
+def _cuts(row: Mapping[Any, Any], mirrored: bool = False) -> torch.Tensor:
+    names = [f"p{100 - p if mirrored else p}" for p in PAPER_PERCENTILES]
+    return torch.tensor([row[name] for name in names], dtype=torch.float64)
+
+
+def conditions_met(findings: Findings, model: str) -> dict[int, int]:
+    """In how many of 6 cases (W and X at p75, p90 and p95) each k meets the paper's conditions.
+
+    Args:
+        findings: with a sweep.
+        model: a model's path.
+    """
+    counts = _judged(findings, model).groupby("k")["met"].sum()
+    return {int(str(k)): int(count) for k, count in counts.items()}
+
+
+def conditions_defined(findings: Findings, model: str) -> bool:
+    """Whether the left side of one of these cases is a number, at one k at least.
+
+    Args:
+        findings: with a sweep.
+        model: a model's path.
+    """
+    return bool(np.isfinite(_judged(findings, model)["left_side"].astype(float)).any())
+
+
+def _judged(findings: Findings, model: str) -> pd.DataFrame:
+    table = findings(condition_table)
+    return table[(table["model"] == model) & table["percentile"].isin(JUDGED_PERCENTILES)]
+
+
+def k_sweep_summary(findings: Findings) -> Summary:
+    """Everything a sweep found, and its verdict, for every model.
+
+    Args:
+        findings: of one or more models, with a sweep.
+
+    Returns:
+        A JSON-ready dictionary, schema ``semdiag.k-sweep/2``.
+    """
+    measurements = findings.measurements
+    conditions, again = findings(condition_table), findings(change_table)
+    results = []
+    for row in measurements.models.to_dict("records"):
+        own = measurements.sweep[measurements.sweep["model"] == row["model"]]
+        result = {key: row[key] for key in MODEL_FACTS} | {"unit": "nats"}
+        result["verdict"] = asdict(findings(sparse_verdict, row["model"]))
+        result["rerun"] = again[again["model"] == row["model"]].drop(columns="model").to_dict("records")
+        result["conditions"] = (
+            conditions[conditions["model"] == row["model"]].drop(columns="model").to_dict("records")
+        )
+        result["sweep"] = own.drop(columns="model").to_dict("records")
+        if row["model"] in drawn(findings):
+            estimates = measurements.sweep_estimates
+            own = estimates[estimates["model"] == row["model"]].drop(columns="model")
+            result["sampled"] = {**drawing(findings, row["model"]), "estimates": own.to_dict("records")}
+        results.append(result)
+    return json_object("k-sweep", findings, scope=SCOPE, results=results)

@@ -1,0 +1,94 @@
+"""``semdiag k-sweep``."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from semdiag.presenting import options
+from semdiag.commands.shared import Shared, with_options
+
+_MEASURE = "What is measured"
+
+
+@with_options(sampling=True)
+def k_sweep(
+    models: options.Models = None,
+    max_k: Annotated[
+        int | None,
+        typer.Option(
+            help="Largest k. Default: 48, or one less than the length of shorter inputs.", rich_help_panel=_MEASURE
+        ),
+    ] = None,
+    rerun: Annotated[
+        bool,
+        typer.Option(
+            "--rerun",
+            help="Run the model with real masks, and show how its loss, its output distribution and its "
+            "predictions change. A control keeps as many keys at random.",
+            rich_help_panel=_MEASURE,
+        ),
+    ] = False,
+    runs_of: Annotated[
+        str,
+        typer.Option(
+            "--k",
+            help="With --rerun: which k to run, like 4,8,16. Default: growing steps.",
+            rich_help_panel=_MEASURE,
+        ),
+    ] = "",
+    tolerance: Annotated[
+        float | None,
+        typer.Option(
+            help="With --rerun: the largest change that counts as none. Default: 0.01 nats of loss; 0.05 where "
+            "only the outputs are known.",
+            rich_help_panel=_MEASURE,
+        ),
+    ] = None,
+    budget: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write a k for each layer and head to this JSON file, found on half of the samples and tested on "
+            "the other half.",
+            rich_help_panel="Output",
+        ),
+    ] = None,
+    *,
+    shared: Shared,
+) -> None:
+    """Ask whether sparse attention is enough in this model, and with which k.
+
+    Computed for every k from the model's scores, if each query kept only its k largest: the attention weight kept,
+    dispersion δ_h(k) against δ_s, separation Δ_h(k), key load, and the paper's conditions. With --rerun the model
+    also runs with such masks. This says nothing about a model trained with that k.
+
+    [bold]semdiag k-sweep checkpoints/even-pairs-full-seed-153476998 --rerun[/]
+    """
+    import json
+
+    from semdiag.commands.measuring import whole_numbers
+    from semdiag.questions.k_sweep.terminal import print_k_sweep
+    from semdiag.questions.k_sweep.answer.rerun import budget_content
+    from semdiag.measuring.findings.strict_json import json_ready
+    from semdiag.questions.k_sweep.measure.probe import KSweepPlan
+    from semdiag_models import InputError
+    from semdiag_models.writing import write_text
+
+    if budget is not None and (len(models or ()) != 1 or budget.suffix != ".json" or not budget.parent.is_dir()):
+        raise InputError(
+            f"--budget takes one MODEL, and the name of a .json file in a folder that exists. Got {budget}."
+        )
+    again = rerun or budget is not None
+    if runs_of and not again:
+        raise InputError(
+            "--k says which k to run with real masks: add --rerun. Without --rerun every k is measured."
+        )
+    if tolerance is not None and not again:
+        raise InputError("--tolerance judges what real masks change: add --rerun.")
+    plan = KSweepPlan(max_k, again, tolerance, budget is not None, whole_numbers(runs_of, "--k"))
+    conditions = shared.conditions(plans=(plan,))
+    findings = shared.measured(models, conditions)
+    shared.deliver("k-sweep", findings, print_k_sweep)
+    if budget is not None:
+        path = findings.measurements.models["model"].iloc[0]
+        write_text(budget, json.dumps(json_ready(budget_content(findings, path)), indent=1))

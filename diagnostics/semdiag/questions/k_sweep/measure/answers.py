@@ -1,0 +1,219 @@
+"""What a model says of a batch: a distribution over classes or tokens, or a representation; and what is right."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from semdiag.capturing import batches as batching
+from semdiag.capturing.batches import Batch
+from semdiag.capturing.token_masks import real_tokens
+from semdiag.measuring.token_tables import TokenTables, token_ids
+from semdiag_models import Encoder
+
+IGNORED = -100  # as a target: no prediction counts here, as in torch's cross-entropy
+_NO_CLASSES = "regression", "multi_label_classification"  # problem types of which logits are no distribution
+_SAME = 1e-4  # relative to the largest logit: what is left of a position that sees no changed token
+
+
+@dataclass(frozen=True, eq=False)
+class Answers:
+    """A model's output on a batch of B samples at P positions each.
+
+    Attributes:
+        values: (B, P, C) logits, or (B, P, D) representations.
+        likely: (B, P, C) logarithms of probabilities; None for representations.
+        targets: (B, P) int64, what is right, ``IGNORED`` where nothing is known; None: nothing is.
+        counted: (B, P) bool, positions that are no padding.
+    """
+
+    values: Tensor
+    likely: Tensor | None
+    targets: Tensor | None
+    counted: Tensor
+
+
+class Reader:
+    """Knows how to read a model's outputs, from its output on a first batch.
+
+    A distribution is what an encoder of semdiag_models returns, what is called ``logits``, and what labels or the
+    next token can be compared with; any other output is a representation. So are logits whose softmax says
+    nothing: of one logit alone it is always 1, of a map over an image nothing tells which axis is that of the
+    classes, and regression and independent labels (``problem_type`` of the model's configuration, or labels that
+    are floating-point numbers) have none. Samples are the output's first
+    axis, or the second where the first is not as long as the batch.
+
+    The next token is what is right where there are no labels, the output has one row for each token and one column
+    for each row of the table in which the model looks the tokens up, and no position's output changes with a later
+    token. This is tried out: the second half of each sample's real tokens is changed. Where no sample of the first
+    batch has two of them nothing can be told, and the output is a representation. A model that says that it has no
+    output embedding, as the bodies of transformers do, returns logits only if it calls them so.
+
+    Args:
+        module: the model.
+        batch: on its device.
+        labels: (N,) that come with the batches; None: those in the batch, if any.
+        run: calls the model.
+
+    Attributes:
+        causal: whether the output tells the next token.
+        distribution: whether the output is read as one.
+        reason: why logits are read as a representation; empty where they are not.
+        others: what else the output holds that could be compared, and is not; empty where nothing is.
+    """
+
+    def __init__(self, module: nn.Module, batch: Batch, labels: Tensor | None, run: Any) -> None:
+        self._module = module
+        ids = token_ids(batch)
+        with TokenTables(ids) as seen:
+            output = run(batch)
+        values, named = _values(output, batch)
+        headless = not named and _says_headless(module)
+        self._predicted: str | int | None = None  # place of the ids whose next token it predicts
+        for place, tables in () if headless else seen.tables.items():
+            sizes = {len(table) for table in tables}
+            fits = values.ndim == 3 and values.shape[:2] == ids[place].shape and values.shape[2] in sizes
+            if fits and _looks_back(batch, ids[place], values, self._counted(batch, values), min(sizes), run):
+                self._predicted = place
+                break
+        self.causal = self._predicted is not None
+        known = batch.get("labels") if labels is None and isinstance(batch, Mapping) else labels
+        logits = isinstance(module, Encoder) or named or self.causal or isinstance(known, Tensor)
+        self.reason = self._no_distribution(values, known) if logits else ""
+        self.distribution = logits and not self.reason
+        self.others = "" if self.distribution else _others(output)
+
+    def read(self, output: Any, batch: Batch, labels: Tensor | None) -> Answers:
+        """Read the output on a batch.
+
+        Args:
+            output: what the model returned.
+            batch: its input.
+            labels: (B,) classes; None if unknown.
+
+        Raises:
+            TypeError: if the output holds no tensor of floating-point numbers, or none with an axis of samples.
+        """
+        values, _ = _values(output, batch)
+        values = values if values.ndim == 3 else values.reshape(len(values), 1, -1)
+        counted = self._counted(batch, values)
+        if not self.distribution:
+            return Answers(values, None, None, counted)
+        targets = self._targets(batch, values, labels, counted)
+        kind = torch.float64 if values.dtype == torch.float64 else torch.float32
+        return Answers(values, values.to(kind).log_softmax(-1), targets, counted)
+
+    def _no_distribution(self, values: Tensor, labels: Any) -> str:
+        """Why a softmax over the last axis of logits says nothing; empty if it does."""
+        if values.ndim < 2 or values.shape[-1] == 1:
+            return "there is one alone, of which a softmax is always 1"
+        if values.ndim > 3:
+            return f"they have {values.ndim} axes, and nothing tells which is that of the classes"
+        kind = getattr(getattr(self._module, "config", None), "problem_type", None)
+        if kind in _NO_CLASSES and not self.causal:
+            return f"the problem type of the model is {kind}"
+        if isinstance(labels, Tensor) and labels.is_floating_point():
+            return "the labels are floating-point numbers, no classes"
+        return ""
+
+    def _counted(self, batch: Batch, values: Tensor) -> Tensor:
+        real = real_tokens(self._module, batch)
+        for name in ("decoder_attention_mask", *real):
+            if name in real and real[name].shape == values.shape[:2]:
+                return real[name]
+        return torch.ones(values.shape[:2], dtype=torch.bool, device=values.device)
+
+    def _targets(self, batch: Batch, values: Tensor, labels: Tensor | None, counted: Tensor) -> Tensor | None:
+        if labels is not None:
+            return labels.to(values.device).reshape(len(values), -1)
+        given = batch.get("labels") if isinstance(batch, Mapping) else None
+        shift = self.causal and not getattr(getattr(self._module, "config", None), "is_encoder_decoder", False)
+        if isinstance(given, Tensor):
+            given = given.reshape(len(values), -1)
+            return _next(given, torch.ones_like(given, dtype=torch.bool)) if shift else given
+        ids = None if self._predicted is None else token_ids(batch).get(self._predicted)
+        return None if ids is None else _next(ids, counted)
+
+
+def difference(after: Tensor, before: Tensor) -> Tensor:
+    """after − before, and 0 where both are the same infinity.
+
+    Args:
+        after: any shape.
+        before: the same shape.
+
+    Example:
+        >>> difference(torch.tensor([-torch.inf, 3.0]), torch.tensor([-torch.inf, 1.0])).tolist()
+        [0.0, 2.0]
+    """
+    return (after - before).masked_fill(after == before, 0)
+
+
+def _next(ids: Tensor, real: Tensor) -> Tensor:
+    """The token after each one; nothing after the last, and nothing to or from padding."""
+    found = torch.full_like(ids, IGNORED)
+    found[:, :-1] = ids[:, 1:].where(real[:, 1:] & real[:, :-1], IGNORED)
+    return found
+
+
+def _values(output: Any, batch: Batch) -> tuple[Tensor, bool]:
+    """The output's tensor, samples first, and whether it is called logits."""
+    found, named = output if isinstance(output, Tensor) else None, False
+    if isinstance(output, Mapping) and isinstance(output.get("logits"), Tensor):
+        found, named = output["logits"], True
+    if found is None:
+        found = next(iter(_comparable(output).values()), None)
+    if found is None or not found.is_floating_point():
+        kind = type(output).__name__ if found is None else f"tensor of {str(found.dtype).removeprefix('torch.')}"
+        raise TypeError(f"its output, a {kind}, holds no tensor of floating-point numbers")
+    return _samples_first(found, batching.samples_of(batch)), named
+
+
+def _comparable(output: Any) -> dict[str, Tensor]:
+    """The tensors of an output of several that may be representations, by name or place."""
+    if isinstance(output, Mapping):
+        parts = {str(name): x for name, x in output.items()}
+    else:
+        several = output if isinstance(output, tuple | list) else ()
+        parts = {f"number {place}": x for place, x in enumerate(several, 1)}
+    return {n: x for n, x in parts.items() if isinstance(x, Tensor) and x.is_floating_point() and x.ndim >= 2}
+
+
+def _others(output: Any) -> str:
+    first, *rest = [*_comparable(output)] or [""]
+    return f"{first} alone is compared, not {', '.join(rest)}" if rest else ""
+
+
+def _samples_first(values: Tensor, samples: int) -> Tensor:
+    if samples in values.shape[:1]:
+        return values
+    if samples in values.shape[1:2]:  # sequence first
+        return values.transpose(0, 1)
+    raise TypeError(f"its output, of shape {tuple(values.shape)}, has no axis of the batch's samples, {samples}")
+
+
+def _says_headless(module: nn.Module) -> bool:
+    """Whether a model says that it has no output embedding, as the bodies of transformers do."""
+    try:
+        return module.get_output_embeddings() is None  # type: ignore[operator]
+    except (AttributeError, TypeError, NotImplementedError):
+        return False
+
+
+def _looks_back(batch: Batch, ids: Tensor, values: Tensor, real: Tensor, tokens: int, run: Any) -> bool:
+    """Whether outputs change with the second half of each sample's real tokens there, and nowhere before."""
+    later = real & (2 * real.cumsum(1) > real.sum(1, keepdim=True))
+    before = real & ~later
+    if not before.any():
+        return False
+    other = batching.with_tensor(batch, ids, torch.where(later, (ids + 1) % tokens, ids))
+    try:
+        output = run(other)
+    except Exception:  # these are no inputs of the user's: where they must hold what ours do not, nothing is told
+        return False
+    moved = difference(_values(output, batch)[0], values).abs().amax(-1)  # (B, L)
+    sizes = values[real].abs()
+    noise = _SAME * sizes.where(sizes.isfinite(), 0).max()  # logits of what never follows are -inf
+    return bool(moved[before].max() <= noise) and bool(moved[later].max() > noise)

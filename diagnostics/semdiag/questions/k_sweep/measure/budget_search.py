@@ -1,0 +1,165 @@
+"""Budgets by layer and head: chosen on one half of the samples, run on the other."""
+
+from collections.abc import Callable, Mapping, Sequence
+
+import pandas as pd
+import torch
+from torch import Tensor
+
+from semdiag.capturing.batches import Batch, first_samples, samples_of, without_first
+from semdiag.capturing.loading import LoadedModel
+from semdiag.measuring.calls.running import running
+from semdiag.questions.k_sweep.measure.key_budgets import BY_MASS, GREEDY, LEVELS, NeededKeys, Place, budget_name, rules
+from semdiag.questions.k_sweep.measure.rerun import (
+    LEAST_SAMPLES,
+    NO_MASK,
+    TOLERANCES,
+    measure_of,
+    rerun,
+    upper_change,
+)
+from semdiag_models import InputError
+
+_MOST_RUNS = 200  # while a budget is looked for
+
+
+def halves(batches: Sequence[Batch]) -> tuple[list[Batch], list[Batch]]:
+    """The samples on which budgets are chosen, and those on which they are run.
+
+    Args:
+        batches: from :func:`~semdiag.capturing.batches.split`.
+
+    Raises:
+        InputError: if a half has fewer samples than an interval takes.
+    """
+    samples = sum(map(samples_of, batches))
+    first = list(first_samples(batches, (samples + 1) // 2))
+    second = without_first(batches, sum(map(samples_of, first)))
+    fewest = min(sum(map(samples_of, half)) for half in (first, second))
+    if fewest < LEAST_SAMPLES:
+        raise InputError(
+            "Budgets are chosen on one half of the samples and run on the other, each of at least "
+            f"{LEAST_SAMPLES}. Of {samples} samples one half has {fewest}: give more, or leave out --budget."
+        )
+    return first, second
+
+
+def search(
+    loaded: LoadedModel,
+    batches: Sequence[Batch],
+    labels: Tensor | None,
+    tolerance: float | None,
+    min_keys: int,
+    device: torch.device | str,
+    dtype: torch.dtype,
+) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Budgets, and what the model says with them on samples of which nothing was used to choose them.
+
+    Args:
+        loaded: any model.
+        batches: from :func:`~semdiag.capturing.batches.split`.
+        labels: (N,) classes, or None.
+        tolerance: largest change that counts as none; None: see TOLERANCES.
+        min_keys: queries with fewer keys are left out of the weight kept.
+        device: where to run.
+        dtype: of the model.
+
+    Returns:
+        The table ``budgets``; rows of the table ``rerun``, of the second half.
+
+    Raises:
+        InputError: if there are too few samples for two halves, or the model cannot be run with a mask.
+    """
+    first, second = halves(batches)
+    head = sum(map(samples_of, first))
+    known, others = (None, None) if labels is None else (labels[:head], labels[head:])
+    needed = NeededKeys(min_keys)
+    with running(loaded, needed.add, device, dtype) as run:
+        for batch in first:
+            run(batch)
+
+    def cost(budget: Mapping[Place, Sequence[int]]) -> float:
+        again = rerun(loaded, first, known, [("budget", -1, rules(budget))], device, dtype)
+        return upper_change(again, "budget", -1)
+
+    limit = tolerance or TOLERANCES[measure_of(rerun(loaded, first, known, [], device, dtype))]
+    named: dict[tuple[str, int], Mapping[Place, Sequence[int]]] = {}
+    for level in BY_MASS:
+        for block in needed.blocks:
+            named[budget_name(level, block), block] = needed.smallest(level, block)
+    best = greedy(needed, cost, limit, _MOST_RUNS)
+    if best is not None:
+        named[GREEDY, 1] = best
+    masks = [(name, -1, rules(budget, block)) for (name, block), budget in named.items()]
+    tests = rerun(loaded, second, others, masks, device, dtype)
+    shifted = tests.assign(sample=tests["sample"] + head)
+    return needed.table(loaded.path, named), shifted[shifted["mask"] != NO_MASK]
+
+
+def greedy(
+    needed: NeededKeys,
+    cost: Callable[[Mapping[Place, Sequence[int]]], float],
+    tolerance: float,
+    most_runs: int,
+    *,
+    margin: bool = True,
+) -> dict[Place, list[int]] | None:
+    """A budget with a small total whose cost is within a tolerance.
+
+    All heads start with the k that keeps the smallest share of their weight with which the cost is within the
+    tolerance; then, always the head that keeps most keys, k is lowered to the next smaller share, as long as the
+    cost stays within. In the end every head that could not be lowered goes one share up again: what is within the
+    tolerance by a hair on the samples that chose it is not on others. No smaller total is excluded: only single
+    steps are tried.
+
+    Args:
+        needed: how many keys queries need.
+        cost: of running the model with a budget.
+        tolerance: the largest cost.
+        most_runs: of the model.
+        margin: whether heads go up again in the end; what that is worth: benchmarks/budgets.py.
+
+    Returns:
+        The budget; None if even 99.9 % of the weight costs more.
+    """
+    ladder = [needed.smallest(level) for level in LEVELS]
+    runs, start = 0, None
+    for step, budget in enumerate(ladder):
+        runs += 1
+        if cost(budget) <= tolerance:
+            start = step
+            break
+    if start is None:
+        return None
+    at = {(place, head): start for place, numbers in ladder[0].items() for head in range(len(numbers))}
+
+    def budget_of(steps: Mapping[tuple[Place, int], int]) -> dict[Place, list[int]]:
+        return {
+            place: [1 if steps[place, h] < 0 else ladder[steps[place, h]][place][h] for h in range(len(numbers))]
+            for place, numbers in ladder[0].items()
+        }
+
+    def moved(one: tuple[Place, int], by: int) -> dict[tuple[Place, int], int]:
+        """To the next share at which this head has another k, if there is one."""
+        steps, (place, head) = dict(at), one
+        now = budget_of(at)[place][head]
+        while budget_of(steps)[place][head] == now and steps[one] + by < len(ladder):
+            steps[one] += by
+        return steps
+
+    fixed: set[tuple[Place, int]] = set()
+    while runs < most_runs:
+        now = budget_of(at)
+        free = [one for one in at if one not in fixed and now[one[0]][one[1]] > 1]
+        if not free:
+            break
+        one = max(free, key=lambda one: now[one[0]][one[1]])
+        lower = moved(one, -1)
+        runs += 1
+        if cost(budget_of(lower)) <= tolerance:
+            at = lower
+        else:
+            fixed.add(one)
+    for one in fixed if margin else ():
+        at = moved(one, 1)
+    return budget_of(at)

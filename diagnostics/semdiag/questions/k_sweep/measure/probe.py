@@ -1,0 +1,248 @@
+"""Within one model, for every k at once: what its scores would be if each query kept its k largest ones."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import pandas as pd
+import torch
+from torch import Tensor, nn
+
+from semdiag.capturing.attention_kinds import SCORED
+from semdiag.capturing.batches import Batch, samples_of, split
+from semdiag.capturing.loading import LoadedModel
+from semdiag.measuring.calls.call_lengths import longest_call
+from semdiag.measuring.calls.query_draws import QueryDraws
+from semdiag.measuring.calls.running import running, unnamed
+from semdiag.measuring.percentiles import percentiles
+from semdiag.measuring.probe import Probe, Subject, plan_of
+from semdiag.questions.k_sweep.measure.budget_search import halves, search
+from semdiag.questions.k_sweep.measure.key_budgets import BUDGET_TABLE
+from semdiag.questions.k_sweep.measure.rerun import NO_MASK, RERUN_TABLE, TOP_K, masks_of, rerun, rerun_ks
+from semdiag.questions.k_sweep.measure.top_scores import TopScores
+from semdiag.measuring.table import ALL, Table
+from semdiag_models import InputError
+
+K_SWEEP_TABLE = Table(
+    "sweep",
+    "One row per k, layer, head (ALL: pooled) and quantity: percentiles within a model.",
+    {
+        "model": "str",
+        **dict.fromkeys(("layer", "head", "k"), "int64"),
+        "quantity": "str",
+        "queries": "int64",
+        "mean": "float64",
+        **{f"p{p}": "float64" for p in (0, 1, 5, 10, 25, 50, 75, 90, 95, 99, 100)},
+        **dict.fromkeys(("undefined", "not_positive"), "int64"),
+    },
+)
+
+SWEEP_ESTIMATES = Table(
+    "sweep_estimates",
+    "One row per k, quantity, statistic and target of a k-sweep whose queries were drawn, layers and heads "
+    "pooled: the estimate with its 95 % interval (empty where too few were drawn).",
+    {
+        "model": "str",
+        "k": "int64",
+        **dict.fromkeys(("quantity", "statistic", "target"), "str"),
+        **dict.fromkeys(("estimate", "low", "high"), "float64"),
+    },
+)
+_TABLES = (K_SWEEP_TABLE, SWEEP_ESTIMATES, RERUN_TABLE, BUDGET_TABLE)
+
+LARGEST_K = 48
+
+
+@dataclass(frozen=True)
+class KSweepPlan:
+    """Which k are looked at.
+
+    Raises:
+        InputError: if a value is illegal.
+    """
+
+    max_k: int | None = None  # None: 48, or one less than the most keys
+    rerun: bool = False  # whether the model is run with real masks
+    tolerance: float | None = None  # change of the loss that is still no loss; None: see TOLERANCES
+    budget: bool = False  # whether budgets by layer and head are looked for; takes reruns
+    ks: tuple[int, ...] = ()  # of the reruns; none named: up to max_k in growing steps
+
+    def __post_init__(self) -> None:
+        if self.max_k is not None and self.max_k < 1:
+            raise InputError(f"The largest k must be at least 1. Got {self.max_k}.")
+        if self.tolerance is not None and not self.tolerance > 0:
+            raise InputError(f"The tolerated change must be above 0. Got {self.tolerance}.")
+        if any(k < 1 for k in self.ks):
+            raise InputError(f"k must be at least 1. Got k={min(self.ks)}.")
+        if self.budget and not self.rerun:
+            raise InputError("Budgets are tested by running the model: they take --rerun.")
+
+
+def k_sweep(
+    model: LoadedModel | nn.Module,
+    tokens: Batch | Iterable[Batch],
+    labels: Tensor | None = None,
+    plan: KSweepPlan | None = None,
+    **how: Any,
+) -> pd.DataFrame:
+    """Ask of one model's scores, for every k up to K in one pass, what top-k attention would make of them.
+
+    A within-model comparison: nothing is trained anew, and a model trained with that k has other scores.
+    The model itself is not changed. Where it is run again, masks keep some of the keys that its own mask keeps,
+    and everything here is over these; else over all of its scores.
+
+    Source: docs/theory.md#k-sweep. Deviation: not in the paper, which compares trained models.
+
+    Args:
+        model: from :func:`semdiag.load`, or any module; of our encoders those with full or top-k attention.
+        tokens: (N, L) int64, or what :func:`~semdiag.measuring.measure.measure` takes.
+        labels: (N,) classes, for the loss of reruns; None: what the batches say (``labels``), else the next token
+            of a causal language model.
+        plan: the largest k; whether the model is run again with real masks.
+        how: ``batch_size``, ``device``, ``dtype``, ``min_keys``, ``queries`` and ``seed``, as of
+            :func:`k_sweep_tables`.
+
+    Returns:
+        The table ``sweep``: one row per k, layer and head (ALL, -1: pooled) and quantity, with the columns of
+        :func:`~semdiag.measuring.percentiles.percentiles`. Quantities: dispersion δ_h(k), ratio
+        δ_h(k)/δ_s, separation Δ_h(k), mass (attention weight of the k largest scores; all three over queries
+        with more than k keys, the others are counted as undefined), share (k in their keys), load, ln_sound and
+        ln_paper (ξ of the heavy-hitter mask), sound_better (share of queries whose sound ξ is below that of full
+        attention); after a rerun accuracy and same_prediction (means over all targets and positions, as in the
+        table ``rerun``; percentiles and queries are of samples). k = 0: all keys kept; there also evenness, the
+        entropy of the weights in that of uniform ones. Empty for a mask that does not depend on the input.
+
+    Raises:
+        InputError: what :func:`k_sweep_tables` raises.
+
+    Example:
+        >>> from semdiag_models import Encoder, ModelConfig
+        >>> encoder = Encoder(ModelConfig(vocabulary_size=3, classes=2, length=4, blocks=1))
+        >>> sweep = k_sweep(encoder, torch.tensor([[0, 1, 1, 0]]))
+        >>> sweep[(sweep["quantity"] == "mass") & (sweep["layer"] == -1)]["k"].tolist()
+        [1, 2, 3]
+    """
+    return k_sweep_tables(model, tokens, labels, plan, **how)["sweep"]
+
+
+def k_sweep_tables(
+    model: LoadedModel | nn.Module,
+    tokens: Batch | Iterable[Batch],
+    labels: Tensor | None,
+    plan: KSweepPlan | None,
+    *,
+    batch_size: int = 100,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    min_keys: int = 1,
+    queries: int | None = None,
+    seed: int = 0,
+    remark: Callable[[str], None] = lambda text: None,
+) -> dict[str, pd.DataFrame]:
+    """All tables of a k-sweep; model, tokens, labels and plan as of :func:`k_sweep`.
+
+    Args:
+        model: as there.
+        tokens: as there.
+        labels: as there.
+        plan: as there.
+        batch_size: samples at a time.
+        device: where to run.
+        dtype: of the model and of the scores: float32 or float64.
+        min_keys: queries with fewer keys are left out.
+        queries: how many are drawn per sample and head, as by :func:`~semdiag.measuring.measure.measure`; None:
+            every query is looked at. Extremes and loads are then those of the drawn queries; budgets look at all.
+        seed: of the draws, and of the random control of reruns.
+        remark: called with what is to be known of a rerun, as of :func:`~semdiag.questions.k_sweep.measure.rerun.rerun`,
+            and of the draws.
+
+    Returns:
+        ``sweep``; ``sweep_estimates``, empty unless queries were drawn; ``rerun`` and ``budgets``, empty unless
+        the plan asks for them.
+
+    Raises:
+        InputError: if K is not below the largest number of keys, or there are too many queries for K; on a rerun,
+            what :func:`~semdiag.questions.k_sweep.measure.rerun.rerun` and
+            :func:`~semdiag.questions.k_sweep.measure.budget_search.search` raise.
+    """
+    plan = plan_of(KSweepPlan, plan)
+    loaded = model if isinstance(model, LoadedModel) else unnamed(model)
+    found = {table.name: table.empty() for table in _TABLES}
+    if not loaded.external and loaded.encoder.config.attention not in SCORED:
+        return found
+    batches = split(tokens, batch_size)
+    lengths = longest_call(loaded, batches, device, dtype)
+    largest = _largest_k(plan, lengths[1])
+    if plan.budget:
+        halves(batches)  # refused before minutes are spent
+    draws = QueryDraws(queries, seed)
+    draws.expect(lengths[0])
+    collected = TopScores(largest, draws, min_keys, own_keys=plan.rerun)
+    with running(loaded, collected.add, device, dtype) as run:
+        for batch in batches:
+            collected.samples.start(samples_of(batch))
+            run(batch)
+    for said in draws.said:
+        remark(f"k-sweep: {said}")
+    rows = list(collected.rows())
+    if plan.rerun:
+        ks = plan.ks or rerun_ks(min(largest, max(1, collected.most_keys - 1)))
+        again = rerun(loaded, batches, labels, masks_of(ks, seed), device, dtype, remark)
+        found["rerun"] = again
+        rows += _said(again)
+    if plan.budget:
+        budgets, tests = search(loaded, batches, labels, plan.tolerance, min_keys, device, dtype)
+        found |= {"budgets": budgets, "rerun": RERUN_TABLE.of_parts([found["rerun"], tests])}
+    if draws.share < 1:
+        estimates = ({"model": loaded.path, **row} for row in collected.estimates())
+        found["sweep_estimates"] = SWEEP_ESTIMATES.of_rows(estimates)
+    found["sweep"] = K_SWEEP_TABLE.of_rows({"model": loaded.path, **row} for row in rows)
+    return found
+
+
+def _said(again: pd.DataFrame) -> Iterator[dict[str, Any]]:
+    """Accuracy and same predictions for every k of a rerun: of all targets, and percentiles over samples."""
+    own = again[again["mask"].isin((NO_MASK, TOP_K))]
+    own = own.assign(same=own["predictions"] - own["changed"])
+    for k, rows in own.groupby("k"):
+        for quantity, part, whole in (
+            ("accuracy", "correct", "targets"),
+            ("same_prediction", "same", "predictions"),
+        ):
+            some = rows[rows[whole] > 0]
+            if len(some):
+                row = {"layer": ALL, "head": ALL, "k": int(str(k)), "quantity": quantity}
+                row |= percentiles(some[part] / some[whole])
+                yield {**row, "mean": float(some[part].sum() / some[whole].sum())}
+
+
+def _largest_k(plan: KSweepPlan, keys: int) -> int:
+    if plan.max_k is not None and plan.max_k >= max(keys, 2):
+        raise InputError(
+            f"The largest k must be below the number of keys, at most {keys} here: otherwise nothing is dropped. "
+            f"Got {plan.max_k}."
+        )
+    largest = plan.max_k or max(1, min(LARGEST_K, keys - 1))
+    return max(largest, min(max(plan.ks, default=1), keys - 1))  # what is run is measured, too
+
+
+def _measure(subject: Subject, plan: KSweepPlan, prepared: int | None) -> Mapping[str, pd.DataFrame]:
+    inputs, labels = subject.first
+    how: dict[str, Any] = {"batch_size": subject.batch_size, "device": subject.device, "dtype": subject.dtype}
+    how |= {"min_keys": prepared or 1, "queries": subject.queries, "seed": subject.seed, "remark": subject.remark}
+    return k_sweep_tables(subject.model, inputs, labels, plan, **how)
+
+
+def _provenance(plan: KSweepPlan, samples: int, few: int) -> dict[str, Any]:
+    return {"probe_samples": few, **({"tolerance": plan.tolerance} if plan.tolerance else {})}
+
+
+K_SWEEP = Probe(
+    "k-sweep",
+    KSweepPlan,
+    _TABLES,
+    _measure,
+    prepare=lambda plan, conditions: conditions.min_keys,
+    provenance=_provenance,
+    draws=True,
+)

@@ -1,0 +1,240 @@
+"""A model run again with real masks, sample by sample: loss, divergence of its outputs, changed predictions."""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pandas as pd
+import torch
+from torch import Tensor
+
+from semdiag.capturing import batches as batching
+from semdiag.capturing.attention_calls import AttentionCall
+from semdiag.capturing.batches import Batch
+from semdiag.capturing.kept_keys import Keep, RandomK, TopK
+from semdiag.capturing.loading import LoadedModel
+from semdiag.capturing.sparsify import sparsify
+from semdiag.mathematics.predicted_classes import predicted_classes
+from semdiag.measuring.calls.random_numbers import DRAWS, RandomNumbers
+from semdiag.measuring.calls.running import in_evaluation, running
+from semdiag.questions.k_sweep.measure.answers import IGNORED, Answers, Reader, difference
+from semdiag.measuring.table import Table
+from semdiag_models import InputError
+
+RERUN_TABLE = Table(
+    "rerun",
+    (
+        "One row per mask, k and sample of a model that was run with it. mask: none, topk, random (of the same "
+        "size), or a budget's name (k = -1). Sums over the sample's targets (loss, nats; correct) and over its "
+        "positions with a distribution (predictions, changed; divergence KL(without mask || with it), nats); "
+        "output_change: norm of the change of its outputs relative to their norm, +inf where that is no number, "
+        "NaN where the sample has no position."
+    ),
+    {
+        "model": "str",
+        "mask": "str",
+        "k": "int64",
+        "sample": "int32",
+        **dict.fromkeys(("targets", "correct", "predictions", "changed", "classes"), "int64"),
+        **dict.fromkeys(("loss", "divergence", "output_change"), "float64"),
+    },
+)
+NO_MASK, TOP_K, RANDOM = "none", "topk", "random"
+# Up to which mean change a mask does no harm: of the loss and of the divergence 0.01 nats (1 % of a perplexity);
+# where nothing but outputs is known, 5 % of their norm.
+TOLERANCES = {"loss": 0.01, "divergence": 0.01, "output_change": 0.05}
+LEAST_SAMPLES = 8  # below, an interval over samples says nothing
+Masks = Sequence[tuple[str, int, Keep]]
+
+
+def rerun_ks(largest: int) -> list[int]:
+    """Which k a model is run again with: powers of 2, half-way between them, and the largest.
+
+    Args:
+        largest: of the sweep.
+
+    Example:
+        >>> rerun_ks(40)
+        [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 40]
+    """
+    steps = sorted({1, *(2**n for n in range(31)), *(3 * 2**n for n in range(30))})
+    return [*(k for k in steps if k < largest), largest]
+
+
+def masks_of(ks: Sequence[int], seed: int) -> list[tuple[str, int, Keep]]:
+    """Top-k and, as a control, as many random keys.
+
+    Args:
+        ks: numbers of keys.
+        seed: of the control.
+    """
+    return [(TOP_K, k, TopK(k)) for k in ks] + [(RANDOM, k, RandomK(k, seed)) for k in ks]
+
+
+def measure_of(again: pd.DataFrame) -> str:
+    """What a model's reruns are judged by: its loss if targets are known, else divergence or change of outputs."""
+    if again["targets"].sum():
+        return "loss"
+    return "divergence" if again["predictions"].sum() else "output_change"
+
+
+def mean_change(again: pd.DataFrame, mask: str, k: int) -> tuple[str, float]:
+    """What a mask changes on average.
+
+    Args:
+        again: the table ``rerun`` of one model.
+        mask: name.
+        k: number of keys.
+
+    Returns:
+        The measure, and its mean change: of the loss per target, the divergence per position, or per sample.
+    """
+    measure = measure_of(again)
+    rows, before = again[(again["mask"] == mask) & (again["k"] == k)], again[again["mask"] == NO_MASK]
+    if measure == "output_change":
+        return measure, float(rows[measure].mean())
+    unit = {"loss": "targets", "divergence": "predictions"}[measure]
+    return measure, float((rows[measure].sum() - before[measure].sum()) / rows[unit].sum())
+
+
+def upper_change(again: pd.DataFrame, mask: str, k: int) -> float:
+    """What a mask changes on average, and twice its standard error over samples.
+
+    Args:
+        again: the table ``rerun`` of one model.
+        mask: name.
+        k: number of keys.
+    """
+    measure, mean = mean_change(again, mask, k)
+    rows = again[(again["mask"] == mask) & (again["k"] == k)].set_index("sample")
+    before = again[again["mask"] == NO_MASK].set_index("sample").loc[rows.index]
+    unit = {"loss": "targets", "divergence": "predictions"}.get(measure)
+    weights = rows[unit] if unit else pd.Series(1, rows.index)
+    rest = rows[measure] - before[measure] - mean * weights
+    samples = max(2, len(rows))
+    return mean + 2 * math.sqrt(samples / (samples - 1) * float((rest**2).sum())) / float(weights.sum())
+
+
+def rerun(
+    loaded: LoadedModel,
+    batches: Sequence[Batch],
+    labels: Tensor | None,
+    masks: Masks,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+    remark: Callable[[str], None] = lambda text: None,
+) -> pd.DataFrame:
+    """Run a model without a mask and with each of several, in evaluation mode and without gradients.
+
+    Where its forward draws random numbers (masked autoencoders, hashes), every run of a batch draws the same.
+
+    Args:
+        loaded: any model.
+        batches: from :func:`~semdiag.capturing.batches.split`.
+        labels: (N,) classes; None: what the batches say, else the next token of a causal language model.
+        masks: name, k and rule of each.
+        device: where to run; None: where the model is.
+        dtype: of the model; None: its own.
+        remark: called with what is to be known of how its outputs are compared.
+
+    Returns:
+        The table ``rerun``; its first rows are those without a mask.
+
+    Raises:
+        InputError: if the model cannot be run, some of its attention cannot be masked, or its output is of an
+            unknown kind.
+    """
+    rows: list[dict[str, Any]] = []
+    with in_evaluation(loaded, device, dtype) as (module, place, kind):
+
+        def run(batch: Batch) -> Any:
+            numbers.again()
+            return batching.call(module, batch)
+
+        def masked(batch: Batch, keep: Keep) -> Any:
+            with sparsify(module, keep):
+                return run(batch)
+
+        first, reader, drew, padded = 0, None, False, False
+        for given in batches:
+            numbers = RandomNumbers(place)
+            batch, size = batching.moved(given, place, kind), batching.samples_of(given)
+            own = None if labels is None else labels[first : first + size]
+            try:
+                new, reader = reader is None, reader or Reader(module, batch, labels, run)
+                before = reader.read(run(batch), batch, own)
+                padded = padded or (new and _counts_padding(replace(loaded, module=module), batch, before.counted))
+                drew = drew or numbers.drawn
+                rows += _rows(NO_MASK, 0, first, before, before)
+                for name, k, keep in masks:
+                    rows += _rows(name, k, first, before, reader.read(masked(batch, keep), batch, own))
+            except InputError:
+                raise
+            except Exception as error:  # whatever the model raises
+                said = " ".join(str(error).split())[:200]
+                raise InputError(
+                    f"{loaded.path} cannot be run with a mask ({type(error).__name__}: {said})."
+                ) from error
+            first += size
+    if padded:
+        remark(
+            "outputs at padding count in its changes: its modules know it, and no mask among its inputs says it"
+        )
+    if drew:
+        remark(f"{DRAWS}: every run of a batch, with a mask or without, draws the same")
+    if reader and reader.others:
+        remark(f"of its outputs {reader.others}")
+    if reader and reader.reason:
+        remark(f"logits are compared as outputs, not as a distribution: {reader.reason}")
+    return RERUN_TABLE.of_rows({"model": loaded.path, **row} for row in rows)
+
+
+def _counts_padding(loaded: LoadedModel, batch: Batch, counted: Tensor) -> bool:
+    """Whether all positions count although an attention with as many queries knows that some are padding."""
+    if not loaded.external or not bool(counted.all()):
+        return False
+    found: list[bool] = []
+
+    def look(call: AttentionCall) -> None:
+        found.append(call.q.shape[2] == counted.shape[1] and not bool(call.counted.all()))
+
+    with running(loaded, look) as run:
+        run(batch)
+    return any(found)
+
+
+def _rows(mask: str, k: int, first: int, before: Answers, after: Answers) -> Iterator[dict[str, Any]]:
+    """One row per sample."""
+    counted, values = before.counted, {"output_change": _output_change(before, after)}
+    none = torch.zeros(len(counted), dtype=torch.int64, device=counted.device)
+    values |= dict.fromkeys(("targets", "correct", "predictions", "changed", "loss", "divergence"), none)
+    if before.likely is not None and after.likely is not None:
+        likely = before.likely.exp()
+        terms = (likely * (before.likely - after.likely)).masked_fill(likely == 0, 0)
+        choices, others = predicted_classes(before.likely), predicted_classes(after.likely)
+        values["predictions"] = counted.sum(1)
+        values["changed"] = ((choices != others) & counted).sum(1)
+        values["divergence"] = terms.double().sum(-1).masked_fill(~counted, 0).sum(1)
+        if before.targets is not None:
+            known = before.targets != IGNORED
+            right = before.targets.where(known, 0)
+            loss = -after.likely.gather(-1, right[..., None])[..., 0].double()
+            values |= {"targets": known.sum(1), "correct": ((others == right) & known).sum(1)}
+            values["loss"] = loss.masked_fill(~known, 0).sum(1)
+    classes = 0 if before.likely is None else before.likely.shape[-1]
+    listed = {name: x.tolist() for name, x in values.items()}
+    for at in range(len(counted)):
+        row = {name: x[at] for name, x in listed.items()}
+        yield {"mask": mask, "k": k, "sample": first + at, "classes": classes, **row}
+
+
+def _output_change(before: Answers, after: Answers) -> Tensor:
+    """(B,) norm of the change of outputs in their own norm, without entries that stay infinite."""
+    left_out = ~before.counted[..., None] | (before.values.isinf() & (before.values == after.values))
+    change, size = (
+        torch.linalg.vector_norm(part.double().masked_fill(left_out, 0), dim=(1, 2))
+        for part in (difference(after.values, before.values), before.values)
+    )
+    relative: Tensor = (change / size).masked_fill(change == 0, 0)
+    return relative.masked_fill(relative.isnan(), math.inf).masked_fill(~before.counted.any(1), math.nan)

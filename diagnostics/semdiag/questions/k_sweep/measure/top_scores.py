@@ -1,0 +1,157 @@
+"""What a k-sweep keeps of every query while a model runs, and every quantity of every k that follows from it."""
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from semdiag.capturing.attention_call import AttentionCall
+from semdiag.capturing.kept_keys import allowed_keys
+from semdiag.mathematics.paper_stability import paper_heavy_hitter_stability
+from semdiag.mathematics.query_draws import PER_STRATUM
+from semdiag.mathematics.sampled_intervals import TARGETS, sampled_estimates
+from semdiag.mathematics.softmax_stability import fixed_mask_stability, heavy_hitter_stability
+from semdiag.measuring.calls.batch_rows import SampleNumbers
+from semdiag.measuring.calls.counted_rows import counted_rows
+from semdiag.measuring.calls.query_draws import QueryDraws
+from semdiag.measuring.percentiles import percentiles
+from semdiag.measuring.table import ALL
+from semdiag_models import InputError
+
+_ESTIMATED = ("dispersion", "ratio", "separation", "mass")
+_MOST_NUMBERS = 200_000_000  # top scores held at once: 800 MB
+
+
+@dataclass
+class TopScores:
+    """Keeps of every query its top scores, range, number of keys and log-sum-exp; of every key its loads.
+
+    Attributes:
+        largest: K.
+        draws: which queries are looked at.
+        min_keys: queries with fewer keys are left out.
+        parts: by layer and head, one of each call.
+        own_keys: whether the keys are those that the model's own mask keeps, and not all that it chooses among.
+        numbers: top scores held.
+        most_keys: the most that a query has.
+        samples: their numbers; each batch is to be begun.
+    """
+
+    largest: int
+    draws: QueryDraws
+    min_keys: int = 1
+    own_keys: bool = False
+    parts: dict[tuple[int, int], list[dict[str, NDArray[Any]]]] = field(default_factory=dict)
+    numbers: int = 0
+    most_keys: int = 0
+    samples: SampleNumbers = field(default_factory=SampleNumbers)
+
+    def add(self, call: AttentionCall) -> None:
+        """Keep what a call says.
+
+        Raises:
+            InputError: if that is more than can be held.
+        """
+        places = self.draws.places(call)
+        self.numbers += (call.q[..., 0] if places is None else places).numel() * (self.largest + 1)
+        if self.numbers > _MOST_NUMBERS:
+            raise InputError(
+                f"More than {_MOST_NUMBERS:,} top scores are too many to hold. Use fewer samples, --queries or "
+                "a smaller --max-k."
+            )
+        if self.own_keys and call.selected is not None:
+            call = replace(call, allowed=allowed_keys(call.part()), causal=False, first_query=0)
+        rows = counted_rows(replace(call, selected=None), self.largest, places)
+        found, keys = rows.statistics, rows.keys
+        self.most_keys = max(self.most_keys, int(found.keys.max()))
+        numbers = torch.from_numpy(self.samples.of(len(call.q))).to(call.q.device)
+        for head in range(call.q.shape[1]):
+            own = rows.attending[:, head] & (found.keys[:, head] >= self.min_keys)
+            part = {
+                "entropy": found.entropy[:, head][own],
+                "top": found.top[:, head][own].T,
+                "range": (found.maximum - found.minimum)[:, head][own],
+                "keys": found.keys[:, head][own],
+                "log_sum_exp": found.log_sum_exp[:, head][own],
+                "load": found.top_load[:, :, head][:, keys[:, head]],
+            }
+            if places is not None:
+                sample = numbers[:, None].expand_as(own)
+                stratum = torch.arange(own.shape[1], device=own.device).expand_as(own) // PER_STRATUM
+                part |= {"sample": sample[own], "stratum": stratum[own]}
+            self.parts.setdefault((call.layer, head), []).append({n: v.cpu().numpy() for n, v in part.items()})
+
+    @property
+    def _swept(self) -> int:
+        """The largest k of the table: of a model's own keys none that all queries have."""
+        return min(self.largest, max(1, self.most_keys - 1)) if self.own_keys else self.largest
+
+    def _places(self) -> dict[tuple[int, int], dict[str, NDArray[Any]]]:
+        return {
+            place: {name: np.concatenate([part[name] for part in parts], -1) for name in parts[0]}
+            for place, parts in sorted(self.parts.items())
+        }
+
+    def estimates(self) -> Iterator[dict[str, Any]]:
+        """Rows of the table of estimates, all layers and heads together; of drawn queries alone."""
+        places = self._places()
+        together = _joined(places.values())
+        numbers = np.concatenate([np.full_like(p["sample"], at) for at, p in enumerate(places.values())])
+        key = np.stack([numbers, together["sample"], together["stratum"]], 1)
+        strata = np.unique(key, axis=0, return_inverse=True)[1].ravel()
+        for k, quantity, values in _quantities(together, self._swept):
+            if quantity not in _ESTIMATED:
+                continue
+            for found in sampled_estimates(values, together["sample"], strata, self.draws.share, (5, 50, 95)):
+                for target, (low, high) in zip(TARGETS, (found.these, found.such), strict=True):
+                    row = {"k": k, "quantity": quantity, "statistic": found.statistic, "target": target}
+                    yield {**row, "estimate": found.estimate, "low": low, "high": high}
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """Rows of the table: each layer and head, then all together."""
+        places = self._places()
+        places[ALL, ALL] = _joined(places.values())
+        for (layer, head), place in places.items():
+            for k, quantity, values in _quantities(place, self._swept):
+                yield {"layer": layer, "head": head, "k": k, "quantity": quantity, **percentiles(values)}
+
+
+def _joined(places: Collection[dict[str, NDArray[Any]]]) -> dict[str, NDArray[Any]]:
+    return {name: np.concatenate([p[name] for p in places], -1) for name in next(iter(places))}
+
+
+def _quantities(place: dict[str, NDArray[Any]], largest: int) -> Iterator[tuple[int, str, NDArray[Any]]]:
+    """Every quantity of every k, over the queries (or keys) of one layer and head."""
+    top, whole, keys = place["top"].astype(np.float64), place["range"].astype(np.float64), place["keys"]
+    kept_mass = np.logaddexp.accumulate(top[:largest], axis=0) - place["log_sum_exp"]
+    full = fixed_mask_stability(_tensor(whole), _tensor(keys)).log_value.numpy()
+    yield 0, "dispersion", whole
+    yield 0, "ln_sound", full
+    several = np.where(keys > 1, np.log(np.maximum(keys, 2)), np.nan)
+    yield 0, "evenness", place["entropy"] / several
+    for k in range(1, largest + 1):
+        drops = keys > k  # elsewhere the entries of ``top`` may be -inf
+        lowest, following = (np.where(drops, top[at], 0.0) for at in (k - 1, k))
+        dispersion = np.where(drops, top[0] - lowest, whole)
+        separation = np.where(drops, lowest - following, np.inf)
+        kept = np.minimum(keys, k)
+        row = _tensor(dispersion), _tensor(separation), _tensor(kept)
+        sound = heavy_hitter_stability(*row).log_value.numpy()
+        yield k, "dispersion", dispersion
+        spread = drops & (whole > 0)
+        yield k, "ratio", np.divide(dispersion, whole, out=np.full_like(whole, np.nan), where=spread)
+        yield k, "separation", separation
+        yield k, "mass", np.where(drops, np.minimum(np.exp(kept_mass[k - 1]), 1.0), np.nan)
+        yield k, "share", np.where(drops, k / keys, np.nan)
+        yield k, "load", place["load"][k - 1]
+        yield k, "ln_sound", sound
+        yield k, "ln_paper", paper_heavy_hitter_stability(*row).log_value.numpy()
+        yield k, "sound_better", (sound < full).astype(np.float64)
+
+
+def _tensor(values: NDArray[Any]) -> Tensor:
+    return torch.from_numpy(values.astype(np.float64))

@@ -1,0 +1,75 @@
+"""The section ``k-sweep`` of a report."""
+
+import pandas as pd
+
+from semdiag.measuring.findings.findings import Findings
+from semdiag.questions.k_sweep.answer.summary import condition_table
+from semdiag.questions.k_sweep.answer.rerun import change_table
+from semdiag.questions.k_sweep.answer.sparse_verdict import sparse_glance
+from semdiag.measuring.table import ALL
+from semdiag.presenting.section import Question, Section, Shown
+from semdiag.questions.k_sweep.figures.k_sweep import k_sweep
+from semdiag.questions.k_sweep.figures.loss_change import loss_change
+from semdiag.questions.k_sweep.words import k_sweep_in_short, k_sweep_sentences
+from semdiag.presenting.tables import with_facts
+
+
+def k_sweep_tables(findings: Findings, alone: bool) -> dict[str, pd.DataFrame]:
+    """What every k would leave, the paper's conditions, and what real masks changed.
+
+    The model's own k is ``k``, that of the sweep ``swept_k``. Layers and heads are told apart where the sweep is
+    the report's only section: every layer, head and k would outweigh a whole report.
+    """
+    sweep = findings.measurements.sweep
+    sweep = sweep if alone else sweep[sweep["layer"] == ALL]
+    tables = {"k_sweep": sweep, "k_sweep_conditions": findings(condition_table)}
+    again = findings(change_table)
+    if len(again):
+        tables["k_sweep_rerun"] = again
+    return {name: with_facts(findings, table.rename(columns={"k": "swept_k"})) for name, table in tables.items()}
+
+
+_QUESTIONS = (
+    Question(
+        "k-sweep",
+        "Is sparse attention enough in this model, and with which k?",
+        (
+            Shown(
+                loss_change,
+                "Against k, what running the models with real masks changed, with 95 % intervals and as many "
+                "random keys as a control, beside the attention weight that the masks keep: {shown}.",
+                "Look for the smallest k from which on the whole band is below the dashed line: that many keys "
+                "per query are enough. Where the change does not follow the weight dropped, the weight is not a "
+                "proxy for the loss.",
+            ),
+            Shown(
+                k_sweep,
+                "Against k, within each model: attention mass of the k largest scores, dispersion ratio, "
+                "separation on a logarithmic axis, and left sides of the paper's conditions around 1: {shown}.",
+                "Look for a k at which the mass is above the dashed line while all curves of the last panel are "
+                "below 1. Where there is none, no top-k mask both keeps what this model attends to and has the "
+                "better guarantee by the paper's own conditions.",
+            ),
+        ),
+        (
+            "This is a comparison within a model, on its own scores. A model trained with that k has other "
+            "scores: see the sections above that compare trained models.",
+            "Percentiles of δ, Δ and load are combined although they come from different queries, as the paper "
+            "does: that is a heuristic.",
+            "Small k meets the paper's condition easily because δₕ(1) = 0: a mask that keeps one key has no "
+            "dispersion and no attention left to learn.",
+        ),
+    ),
+)
+
+
+K_SWEEP = Section(
+    name="k-sweep",
+    needs=("sweep",),
+    glance=sparse_glance,
+    questions=_QUESTIONS,
+    external=_QUESTIONS,
+    in_short=k_sweep_in_short,
+    details=k_sweep_sentences,
+    tables=k_sweep_tables,
+)

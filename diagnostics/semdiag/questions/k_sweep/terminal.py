@@ -1,0 +1,127 @@
+"""The table of ``semdiag k-sweep`` on stderr."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from semdiag.presenting.terminal.console import ends, number, number_table, wide_console
+from semdiag.presenting.terminal.titles import title
+from semdiag.measuring.findings.findings import Findings
+from semdiag.questions.k_sweep.answer.summary import k_sweep_summary
+from semdiag.measuring.findings.number_words import interval_words
+from semdiag.measuring.findings.strict_json import number_from_json
+from semdiag.questions.bounds.answer.corollary import JUDGED_PERCENTILES
+from semdiag.measuring.table import ALL
+from semdiag.questions.k_sweep.words import verdict_lines
+
+Summary = dict[str, Any]
+_FIRST, _STEP = 8, 4  # every k is shown up to the first, then every fourth; all stand in the CSV file
+_COLUMNS = (
+    "k", "δ(k)/δ_s p50", "p95", "Δ(k) p50", "p5", "mass mean", "p5", "load p95", "p100",
+    "ln ξ p50", "paper p50", "W met", "X met",
+)  # fmt: skip
+
+
+def print_k_sweep(findings: Findings) -> None:
+    """Print the verdict and one table per model, all layers and heads together; after a rerun what it changed.
+
+    Args:
+        findings: of what was measured.
+    """
+    screen = wide_console()
+    summary = findings(k_sweep_summary)
+    for result in summary["results"]:
+        first, *more = verdict_lines(findings, result["model"])
+        screen.print(f"\n{title(result)}: within this model, for every k")
+        screen.print(first, soft_wrap=True)
+        if result["rerun"]:
+            screen.print(_rerun_table(result))
+        if result["sweep"]:
+            screen.print(_table(result))
+        for line in more:
+            screen.print(line, soft_wrap=True)
+    screen.print(summary["scope"])
+
+
+def _rerun_table(result: Summary) -> Any:
+    """What the masks changed: columns without a number are left out."""
+    rows = result["rerun"]
+    control = {row["k"]: row["change"] for row in rows if row["mask"] == "random"}
+    measure = rows[0]["measure"].replace("_", " ")
+    named: dict[str, Callable[[Summary], str]] = {
+        "mask": lambda r: r["mask"] if r["k"] < 0 else f"k = {r['k']}",
+        "keys": lambda r: _share(r["share"]),
+        "weight": lambda r: _share(r["mass"]),
+        f"Δ {measure}": lambda r: _change(r["change"]),
+        "95 % interval": _interval,
+        "by weight": lambda r: _change(r["by_mass"]),
+        "random": lambda r: _change(control.get(r["k"])),
+        "ppl ×": lambda r: number(_growth(r["change"])) if measure == "loss" else "–",
+        "KL": lambda r: _change(r["divergence"]),
+        "changed": lambda r: _share(r["changed"]),
+        "accuracy": lambda r: _share(r["accuracy"]),
+    }
+    shown = [row for row in rows if row["mask"] not in ("none", "random")]
+    cells = [[text(row) for text in named.values()] for row in shown]
+    kept = [at for at in range(len(named)) if any(line[at] != "–" for line in cells)]
+    table = number_table([list(named)[at] for at in kept], names=1, least=["KL", "ppl ×"], kept=["95 % interval"])
+    for line in cells:
+        table.add_row(*(line[at] for at in kept))
+    return table
+
+
+def _growth(change: float | str | None) -> float:
+    value = number_from_json(change)
+    return math.inf if value > 700 else math.exp(value)
+
+
+def _interval(row: Summary) -> str:
+    low, high = _shown(row["low"]), _shown(row["high"])
+    if math.isnan(low) or math.isnan(high):
+        return interval_words(low, high, samples=row["samples"])
+    return " to ".join(ends(low, high))
+
+
+def _change(value: float | str | None) -> str:
+    return number(_shown(value))
+
+
+def _shown(value: float | str | None) -> float:
+    """A change; below a tenth of a thousandth it is rounding, or might as well be."""
+    value = number_from_json(value)
+    return 0.0 if abs(value) < 5e-5 else value
+
+
+def _share(value: float | str | None) -> str:
+    value = number_from_json(value)
+    return "–" if math.isnan(value) else f"{value:.1%}"
+
+
+def _table(result: Summary) -> Any:
+    pooled = {(row["quantity"], row["k"]): row for row in result["sweep"] if row["layer"] == ALL}
+    table = number_table(_COLUMNS, least=["paper p50", "p100", "load p95"], kept=["W met", "X met"])
+    known = sorted({k for name, k in pooled if name == "mass"})
+    asked = {result["verdict"]["k"], result["k"], known[-1]}
+    for k in (k for k in known if k <= _FIRST or k % _STEP == 0 or k in asked):
+        cells = [pooled[name, k][p] for name, percentiles in _SHOWN.items() for p in percentiles]
+        met = {
+            name: [
+                row["met"]
+                for row in result["conditions"]
+                if (row["k"], row["parameter"]) == (k, name) and row["percentile"] in JUDGED_PERCENTILES
+            ]
+            for name in "WX"
+        }
+        answers = [f"{sum(values)} of {len(values)}" if values else "–" for values in met.values()]
+        table.add_row(str(k), *map(number, cells), *answers)
+    return table
+
+
+_SHOWN = {
+    "ratio": ("p50", "p95"),
+    "separation": ("p50", "p5"),
+    "mass": ("mean", "p5"),
+    "load": ("p95", "p100"),
+    "ln_sound": ("p50",),
+    "ln_paper": ("p50",),
+}

@@ -1,0 +1,97 @@
+"""What the evaluated cells of a plane tell in numbers: how far from the checkpoint a model still works."""
+
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from semdiag.measuring.findings.findings import Findings
+from semdiag.measuring.findings.strict_json import MODEL_FACTS, Summary, json_object
+
+WORKING = 0.95  # accuracy
+
+
+def landscape_facts(findings: Findings) -> pd.DataFrame:
+    """Summarise every plane on which the loss was measured.
+
+    Args:
+        findings: with the table landscape.
+
+    Returns:
+        One row per model and plane: cells, samples, checkpoint_loss, checkpoint_accuracy, lowest_loss and
+        highest_loss of the cells, not_finite (cells whose loss is), and working_distance: the largest distance
+        from the checkpoint, relative to the length of its parameters, up to which every evaluated cell has an
+        accuracy of at least 95 %; NaN if the checkpoint itself has less.
+
+    Example:
+        >>> cells = [(0.0, 0.0, 1.0), (-1.0, 0.0, 0.97), (2.0, 0.0, 0.5), (0.0, 3.0, 0.99)]
+        >>> working_distance(pd.DataFrame(cells, columns=["x", "y", "accuracy"]))
+        1.0
+    """
+    table = findings.measurements.landscape
+    rows = []
+    for (model, plane), cells in table[table["loss"].notna()].groupby(["model", "plane"], sort=False):
+        grid, checkpoint = cells[cells["place"] == "grid"], cells[cells["place"] == "checkpoint"].iloc[0]
+        finite = grid["loss"][np.isfinite(grid["loss"])]
+        row: dict[str, Any] = {"model": model, "plane": plane, "kind": checkpoint["kind"], "cells": len(grid)}
+        row |= {"samples": checkpoint["samples"], "checkpoint_loss": checkpoint["loss"]}
+        row |= {"checkpoint_accuracy": checkpoint["accuracy"]}
+        row |= {"lowest_loss": finite.min(), "highest_loss": finite.max(), "not_finite": len(grid) - len(finite)}
+        rows.append({**row, "working_distance": working_distance(cells)})
+    columns = ["model", "plane", "kind", "cells", "samples", "checkpoint_loss", "checkpoint_accuracy"]
+    columns += ["lowest_loss", "highest_loss", "not_finite", "working_distance"]
+    return pd.DataFrame(rows, columns=columns)
+
+
+def working_distance(cells: pd.DataFrame) -> float:
+    """How far from the checkpoint every evaluated cell still has an accuracy of 95 %.
+
+    Args:
+        cells: of one plane, with the columns x, y, accuracy.
+
+    Returns:
+        The distance of the farthest cell that no failing cell is nearer than; in units of the checkpoint's
+        length. NaN if the nearest cell fails.
+    """
+    away = np.hypot(cells["x"].to_numpy(float), cells["y"].to_numpy(float))
+    fails = away[~(cells["accuracy"].to_numpy() >= WORKING)]
+    within = away[away < fails.min()] if fails.size else away
+    return float(within.max()) if within.size else float("nan")
+
+
+_CELLS = ("loss", "accuracy", "dispersion_p50", "dispersion_p95", "separation_p50", "separation_p5", "load_max")
+
+
+def landscape_summary(findings: Findings) -> Summary:
+    """Every plane of every model, cell by cell, with what it says in numbers.
+
+    Args:
+        findings: of one or more models, with the table landscape.
+
+    Returns:
+        A JSON-ready dictionary, schema ``semdiag.landscape/2``; matrices have one list per y; quantities that were
+        not measured are absent.
+    """
+    measurements = findings.measurements
+    facts = findings(landscape_facts)
+    results = []
+    for row in measurements.models.to_dict("records"):
+        own = measurements.landscape[measurements.landscape["model"] == row["model"]]
+        planes = []
+        for number, cells in own.groupby("plane", sort=True):
+            said = facts[(facts["model"] == row["model"]) & (facts["plane"] == number)]
+            plane = said.drop(columns="model").to_dict("records")[0] if len(said) else {"plane": number}
+            planes.append({**plane, **_matrices(cells)})
+        result = {key: row[key] for key in MODEL_FACTS} | {"unit": "nats", "planes": planes}
+        results.append(result)
+    return json_object("landscape", findings, results=results)
+
+
+def _matrices(cells: pd.DataFrame) -> Summary:
+    """Coordinates and values of a plane's grid, and the values at its marks."""
+    measured = [name for name in _CELLS if cells[name].notna().any()]
+    grid = cells[cells["place"] == "grid"].sort_values(["y", "x"], kind="stable")
+    x, y = (np.unique(grid[name]) for name in ("x", "y"))
+    marks = cells[cells["place"] != "grid"][["place", "x", "y", "distance", *measured]]
+    matrices = {name: grid[name].to_numpy(float).reshape(len(y), len(x)).tolist() for name in measured}
+    return {"x": x.tolist(), "y": y.tolist(), "marks": marks.to_dict("records"), **matrices}

@@ -1,0 +1,78 @@
+"""``semdiag landscape``."""
+
+from typing import Annotated
+
+import typer
+
+from semdiag.presenting import completion
+
+from semdiag.presenting import options
+from semdiag.commands.shared import Shared, with_options
+
+_PANEL = "What is measured"
+
+
+@with_options(leave_out=("min_keys", "per_query"))
+def landscape(
+    models: options.Models = None,
+    planes: Annotated[
+        int, typer.Option(help="Random planes through each checkpoint.", rich_help_panel=_PANEL)
+    ] = 1,
+    radius: Annotated[
+        float,
+        typer.Option(
+            help="Half the side of a random plane. 1: each tensor moves by up to its own norm along each of the "
+            "two directions.",
+            rich_help_panel=_PANEL,
+        ),
+    ] = 1.0,
+    grid: Annotated[int, typer.Option(help="Cells per side; an odd number.", rich_help_panel=_PANEL)] = 25,
+    through: Annotated[
+        str,
+        typer.Option(
+            metavar="FILE,FILE",
+            help="Instead of random planes, take the plane through the checkpoint and two other snapshots, like "
+            "epoch-0.pt and best.pt of the same run.",
+            rich_help_panel=_PANEL,
+        ),
+    ] = "",
+    metrics: Annotated[
+        str,
+        typer.Option(
+            help="What each cell shows: loss (with accuracy), dispersion (δ, Δ and key load over 50 samples), or "
+            "both: loss,dispersion.",
+            rich_help_panel=_PANEL,
+            autocompletion=completion.names(completion.PARTS),
+        ),
+    ] = "loss",
+    *,
+    shared: Shared,
+) -> None:
+    """Evaluate the loss on planes through each checkpoint in parameter space: cells, surface, cuts.
+
+    Every cell is a model that was run; nothing is interpolated. 25 × 25 cells over 500 samples take about two
+    minutes per model on one core. For a quick look take fewer samples or a coarser grid.
+
+    [bold]semdiag landscape checkpoints/even-pairs-topk-5-seed-153476998 --grid 11 --samples 100[/]
+    """
+    from semdiag.commands import measuring
+    from semdiag.questions.lipschitz.terminal import print_landscape
+    from semdiag.questions.landscape.measure import LandscapePlan
+    from semdiag_models import InputError
+
+    if through and (vain := sorted({"planes", "radius"} & shared.typed)):
+        raise InputError(f"--through replaces random planes: leave out --{' and --'.join(vain)}.")
+    conditions = shared.conditions(
+        encoders_only=True,
+        plans=(
+            LandscapePlan(
+                planes=planes,
+                radius=radius,
+                grid=grid,
+                through=measuring.paths(through),
+                metrics=measuring.names(metrics),
+            ),
+        ),
+    )
+    findings = shared.measured(models, conditions)
+    shared.deliver("landscape", findings, print_landscape)

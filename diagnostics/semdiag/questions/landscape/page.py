@@ -1,0 +1,81 @@
+"""The section ``landscape`` of a report."""
+
+import pandas as pd
+
+from semdiag.measuring.findings.findings import Findings
+from semdiag.questions.glance import measured_glance
+from semdiag.questions.landscape.answer import landscape_facts
+from semdiag.presenting.section import Question, Section, Shown
+from semdiag.questions.landscape.figures.landscape_attention import landscape_attention
+from semdiag.questions.landscape.figures.landscape_contour import landscape_contour
+from semdiag.questions.landscape.figures.landscape_cuts import landscape_cuts
+from semdiag.questions.landscape.figures.landscape_surface import landscape_surface
+from semdiag.questions.landscape.words import landscape_sentences
+from semdiag.presenting.tables import with_facts
+
+
+def landscape_tables(findings: Findings, alone: bool) -> dict[str, pd.DataFrame]:
+    """Every evaluated cell, and what each plane says."""
+    table = findings.measurements.landscape
+    cells = table.dropna(axis=1, how="all") if len(table) else table
+    return {
+        "landscape": with_facts(findings, cells),
+        "landscape_planes": with_facts(findings, findings(landscape_facts)),
+    }
+
+
+_TWO_OF_MANY = (
+    "A plane shows two of more than a hundred thousand directions. Random ones miss the steep directions: a flat "
+    "picture does not mean a flat loss."
+)
+_QUESTIONS = (
+    Question(
+        "landscape",
+        "What does the loss look like around the checkpoint?",
+        (
+            Shown(
+                landscape_contour,
+                "Coloured cells of cross-entropy and of accuracy on planes in parameter space through each "
+                "checkpoint, contour lines over the loss, checkpoint and snapshots marked: {shown}.",
+                "Compare the size of the region around the cross in which the accuracy stays high. Every cell is "
+                "a model that was run, and models of one figure share their colour scale.",
+            ),
+            Shown(
+                landscape_surface,
+                "The cross-entropy on the same planes as surfaces over both directions: {shown}.",
+                "The same cells as heights: a wide basin with gentle walls can be left by larger steps than a "
+                "narrow one.",
+            ),
+            Shown(
+                landscape_cuts,
+                "Cross-entropy and accuracy against the way from the checkpoint along both axes of each plane, "
+                "attention kinds together: {shown}.",
+                "The rows of cells through the checkpoint, exactly as evaluated. Where the curves of one model "
+                "differ much from direction to direction, one plane says little about that model.",
+            ),
+            Shown(
+                landscape_attention,
+                "Coloured cells of the median and 95th percentile of the dispersion δ, and of the separation Δ, "
+                "on the same planes: {shown}.",
+                "Where the loss changes and δ does not, the dispersion is not what makes the loss steep there.",
+            ),
+        ),
+        (
+            _TWO_OF_MANY,
+            "Distances are relative to the length ‖θ‖ of all parameters, and each tensor moves by its own length "
+            "at distance 1. Models of different length walk different true distances; the tables hold both.",
+            "One trained model per surface: how surfaces of other seeds look is not in these pictures.",
+        ),
+    ),
+)
+
+
+LANDSCAPE = Section(
+    name="landscape",
+    needs=("landscape",),
+    glance=measured_glance("landscape"),
+    questions=_QUESTIONS,
+    external=(),
+    details=landscape_sentences,
+    tables=landscape_tables,
+)

@@ -1,0 +1,84 @@
+"""Accuracy and loss against epochs, and when each run had learned its training data."""
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator, PercentFormatter
+
+from semdiag.measuring.findings.findings import Findings
+from semdiag.measuring.runs.training_runs import TARGET
+from semdiag.presenting.drawing.curves import POINTS
+from semdiag.presenting.drawing.panels import NothingToDrawError
+from semdiag.presenting.drawing.style import FAINT, decades, finished, panel_grid, paper_style, title_with_facts
+from semdiag.questions.learning.figures.learning_speed import Run, training_runs
+
+
+@paper_style
+def training_curves(findings: Findings) -> Figure:
+    """Draw training and held-out accuracy and loss per epoch, with the arrival at 95 % training accuracy.
+
+    Args:
+        findings: of any number of models with training histories.
+
+    Returns:
+        Three panels per task, seed and size: training accuracy, held-out accuracy, training loss.
+
+    Raises:
+        NothingToDrawError: if no model brings a training history.
+    """
+    groups = training_runs(findings)
+    if not groups:
+        raise NothingToDrawError("No model has a training history.")
+    figure, axes = panel_grid(len(_COLUMNS) * len(groups), height=2.3, sharey=False, columns=len(_COLUMNS))
+    for place, (panel, runs) in enumerate(groups):
+        row = axes[len(_COLUMNS) * place : len(_COLUMNS) * (place + 1)]
+        for ax, (column, what) in zip(row, _COLUMNS.items(), strict=True):
+            for run in runs:
+                _draw_curve(ax, run, column)
+            if "accuracy" in column:
+                ax.yaxis.set_major_formatter(PercentFormatter(1.0))
+                ax.set_ylim(top=1.03)
+            elif decades(ax) > 1:
+                ax.set_yscale("log")
+            ax.set_title(what)
+            ax.set_xlabel("epoch")
+            ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+        _mark_arrivals(row[0], runs)
+        title_with_facts(row[0], f"{panel.title}: {_COLUMNS['train_accuracy']}", [_fact(run) for run in runs])
+    return finished(figure, "marker on the 95 % line: first epoch with that training accuracy")
+
+
+_COLUMNS = {
+    "train_accuracy": "training accuracy",
+    "holdout_accuracy": "held-out accuracy",
+    "train_loss": "training loss (nats)",
+}
+
+
+def _fact(run: Run) -> str:
+    """When the run arrived, in words."""
+    arrived = f"95 % at epoch {run.arrival}" if run.arrival else f"95 % not reached in {run.epochs} epochs"
+    return f"{run.series.label}: {arrived}"
+
+
+def _draw_curve(ax: Axes, run: Run, column: str) -> None:
+    if column not in run.history:
+        return
+    chosen = np.unique(np.linspace(0, len(run.history) - 1, min(POINTS, len(run.history))).round().astype(int))
+    rows, style = run.history.iloc[chosen], run.series.style
+    ax.plot(
+        [], [], color=style.color, linestyle=style.line, marker=style.marker, markersize=4, label=run.series.label
+    )
+    marker = "." if len(rows) == 1 else ""  # a line of one point is nothing
+    ax.plot(
+        rows["epoch"], rows[column], color=style.color, linestyle=style.line, linewidth=1.3, marker=marker,
+    )  # fmt: skip
+
+
+def _mark_arrivals(ax: Axes, runs: list[Run]) -> None:
+    ax.axhline(TARGET, color=FAINT, linewidth=0.8, linestyle=(0, (4, 2)))
+    for run in runs:
+        if run.arrival:
+            ax.plot(
+                run.arrival, TARGET, marker=run.series.style.marker, color=run.series.style.color, markersize=6
+            )

@@ -1,0 +1,38 @@
+"""The section ``learning`` of a report."""
+
+from semdiag.questions.glance import learning_glance
+from semdiag.presenting.section import Question, Section, Shown
+from semdiag.questions.learning.words import learning_in_short
+from semdiag.questions.learning.figures.training_curves import training_curves
+
+_QUESTIONS = (
+    Question(
+        "learning",
+        "Did it learn faster?",
+        (
+            Shown(
+                training_curves,
+                "Training and held-out accuracy and training loss against epochs, first epoch with 95 "
+                "% training accuracy marked: {shown}.",
+                "Compare where the curves of the first panel cross the dashed line: the first epoch with 95 % "
+                "training accuracy. How far a curve of the second panel stays below that of the first is what was "
+                "memorised instead of learned.",
+            ),
+        ),
+        (
+            "One run per curve: a different seed can shift the arrival by many epochs. A smaller dispersion "
+            "and faster learning seen together in one pair do not show that one causes the other.",
+            "Epochs are counted, not seconds: an epoch does not cost the same for every attention.",
+        ),
+    ),
+)
+
+
+LEARNING = Section(
+    name="learning",
+    needs=(),
+    questions=_QUESTIONS,
+    external=(),
+    glance=learning_glance,
+    in_short=learning_in_short,
+)

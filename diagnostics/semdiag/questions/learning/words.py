@@ -1,0 +1,39 @@
+"""How fast the models learned, in sentences."""
+
+from semdiag.measuring.findings.findings import Findings
+from semdiag.measuring.tables import OUT_OF_REACH
+from semdiag.presenting.drawing.panels import model_labels
+from semdiag.questions.learning.figures.learning_speed import training_runs
+
+
+def learning_in_short(findings: Findings) -> list[str]:
+    """Epochs to 95 % training accuracy, panel by panel."""
+    said = []
+    for panel, runs in training_runs(findings):
+        parts = [
+            f"{run.series.label} after {run.arrival} epoch{'s' * (run.arrival != 1)}"
+            if run.arrival
+            else f"{run.series.label} not within its {run.epochs} epoch{'s' * (run.epochs != 1)}"
+            for run in runs
+        ]
+        said.append(f"{panel.title}, 95 % training accuracy: {', '.join(parts)}.")
+    said = said or ["Nothing is known of the training: no model has a training history."]
+    return [*said, *reach_sentences(findings)]
+
+
+def reach_sentences(findings: Findings) -> list[str]:
+    """Name the models whose masks cannot represent their tasks, and say what follows.
+
+    Args:
+        findings: of any number of models.
+    """
+    remarks = findings.measurements.remarks
+    models = [*dict.fromkeys(remarks.loc[remarks["text"] == OUT_OF_REACH, "model"])]
+    if not models:
+        return []
+    labels = model_labels(findings.measurements.models)
+    names = "; ".join(labels[model] for model in models)
+    return [
+        f"Out of reach for {len(models)} of {len(labels)} models ({names}): {OUT_OF_REACH}. That they do not "
+        "learn it says nothing about their speed; a global token removes this."
+    ]

@@ -1,0 +1,185 @@
+"""Do the empirical Lipschitz estimates stay below the sound bounds, and has top-k the smaller ones?"""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pandas as pd
+
+from semdiag.measuring.findings.findings import Findings
+from semdiag.measuring.findings.pairing import Pair, compared_pairs
+from semdiag.measuring.findings.resampling import FEWEST
+from semdiag.measuring.findings.strict_json import MODEL_FACTS, Summary, json_object, records
+from semdiag.measuring.findings.finding import Finding, Verdict, log10, of_rows, verdicts_of
+from semdiag.questions.lipschitz.answer.secant_percentiles import PERCENTILES, secant_percentiles, secant_ratios
+from semdiag.measuring.percentiles import percentiles
+
+SCOPE = (
+    "Every estimate is a lower one. Bounds hold for these samples at the drawn parameters, including the "
+    "checkpoint. An end point is that of the distribution of the drawn gradients, not the supremum over the ball."
+)
+GRADIENTS = "gradients of the loss are below the constants at the same parameters"
+SECANTS = "secants of the loss are below the largest constant of the drawn parameters"
+END_POINTS = "end points are below the largest constant of the drawn parameters"
+JACOBIANS = "block Jacobians are below λ_X of the same sample"
+ORDERING = "the loss is less steep around this model than around the full one"
+_SLACK = 1e-9
+
+
+def estimate_findings(findings: Findings) -> list[Finding]:
+    """Hold every empirical estimate against the sound bound.
+
+    Secants and end points are held against the largest constant at the drawn parameters, the checkpoint
+    included: that is the set the bound speaks about; what lies between the draws is not in it.
+
+    An end point is no measurement but an extrapolation without an interval: beyond the bound it is nothing
+    conclusive, and contradicts nothing.
+
+    Source: docs/theory.md#empirical. Deviation: none.
+
+    Args:
+        findings: with the tables of :func:`~semdiag.questions.lipschitz.measure.probe.lipschitz`.
+
+    Returns:
+        Four findings per model. A violated one is a bug of semdiag.
+    """
+    found = []
+    for model in findings.measurements.loss_gradients["model"].unique():
+        own = findings.measurements.of(model)
+        gradients = own.loss_gradients
+        bounds = gradients.groupby("group")["ln_sound"].max()
+        known = gradients.groupby("group")["holds"].all()
+        found.append(_judged(model, GRADIENTS, gradients["slope"], gradients["ln_sound"], gradients["holds"]))
+        groups = own.loss_secants["group"]
+        found.append(_judged(model, SECANTS, own.loss_secants["slope"], groups.map(bounds), groups.map(known)))
+        points = own.end_points[own.end_points["accepted"]]
+        limits = points["group"].map(bounds).astype("float64")
+        ends = _judged(model, END_POINTS, points["estimate"], limits, points["group"].map(known))
+        if ends.numbers["violated"]:
+            beyond = ", ".join(points["group"][np.log(points["estimate"]) > limits])
+            numbers = {**ends.numbers, "violated": 0, "beyond the bound": ends.numbers["violated"]}
+            note = f"extrapolated beyond the bound, which contradicts nothing: {beyond}"
+            ends = replace(ends, verdict=Verdict.NOTHING, numbers=numbers, note=note)
+        found.append(ends)
+        norms = own.jacobians
+        finite = norms["ln_sound"] < math.inf
+        found.append(_judged(model, JACOBIANS, norms["norm"], norms["ln_sound"], finite))
+    return found
+
+
+def _judged(model: str, claim: str, measured: pd.Series, log_bound: pd.Series, holds: pd.Series) -> Finding:
+    values, bounds = measured.to_numpy(float), log_bound.to_numpy(float)
+    usable = holds.to_numpy(bool) & np.isfinite(values) & ~np.isnan(bounds) & (bounds < math.inf)
+    with np.errstate(divide="ignore"):
+        logs = np.log(np.maximum(values, 0))
+    violated = usable & (logs > bounds + _SLACK)
+    counts = {
+        "holds": int((usable & ~violated).sum()),
+        "violated": int(violated.sum()),
+        "not_met": int((~usable).sum()),
+    }
+    numbers: dict[str, float] = dict(counts)
+    apart = usable & np.isfinite(bounds) & np.isfinite(logs)  # where neither is 0
+    gaps = bounds[apart] - logs[apart]
+    if usable.any():
+        numbers["largest measured"] = float(values[usable].max())
+    if gaps.size:
+        numbers |= {"smallest log10 gap": log10(float(gaps.min())), "largest log10 gap": log10(float(gaps.max()))}
+    note = f"{counts['not_met']} have no bound or are not finite" if counts["not_met"] else ""
+    return Finding(model, claim, "sound", "all", of_rows(**counts, vacuous=0), numbers, note)
+
+
+def ordering_findings(findings: Findings, pair: Pair) -> list[Finding]:
+    """Is the loss around a counterpart less steep than around its full model, as the paper's Fig. 10 has it?
+
+    Radius by radius: lower if the whole 95 % interval of the ratio lies below 1, higher if above.
+
+    Source: docs/theory.md#empirical, the paper's Fig. 10. Deviation: intervals by resampled planes.
+
+    Args:
+        findings: with the table loss_secants.
+        pair: of its models.
+
+    Returns:
+        One finding per percentile: it holds if every radius is lower, is violated if every one is higher,
+        and is else nothing conclusive, with the counts.
+    """
+    found, ratios = [], findings(secant_ratios, pair)
+    for percentile in PERCENTILES:
+        rows = ratios[ratios["percentile"] == percentile]
+        if rows.empty:
+            continue
+        lower, higher = int((rows["high"] < 1).sum()), int((rows["low"] > 1).sum())
+        verdict = Verdict.NOTHING
+        if lower == len(rows):
+            verdict = Verdict.HOLDS
+        elif higher == len(rows):
+            verdict = Verdict.VIOLATED
+        numbers = {"radii": len(rows), "lower": lower, "higher": higher, "planes": int(rows["planes"].min())}
+        numbers |= {"smallest ratio": rows["estimate"].min(), "largest ratio": rows["estimate"].max()}
+        few = numbers["planes"] < FEWEST
+        note = f"random planes: {numbers['planes']}, too few for an interval" if few else ""
+        found.append(Finding(pair.label, ORDERING, "", f"p{percentile}", verdict, numbers, note, percentile))
+    return found
+
+
+def lipschitz_findings(findings: Findings) -> list[Finding]:
+    """What became of the estimates of every model, then of the paper's ordering on every pair.
+
+    Args:
+        findings: with the tables of :func:`~semdiag.questions.lipschitz.measure.probe.lipschitz`.
+    """
+    pairs = findings(compared_pairs)
+    return [*findings(estimate_findings), *(f for pair in pairs for f in findings(ordering_findings, pair))]
+
+
+def lipschitz_summary(findings: Findings) -> Summary:
+    """Secants by radius, gradients, end points and Jacobians beside their bounds, and who has the steeper loss.
+
+    Args:
+        findings: of one or more models, with the tables of
+            :func:`~semdiag.questions.lipschitz.measure.probe.lipschitz`.
+
+    Returns:
+        A JSON-ready dictionary, schema ``semdiag.lipschitz/2``.
+    """
+    measurements = findings.measurements
+    judged, curves = findings(estimate_findings), findings(secant_percentiles)
+    results = []
+    for row in measurements.models.to_dict("records"):
+        own = measurements.of(row["model"])
+        gradients = own.loss_gradients.groupby("group", sort=False)
+        groups = [
+            {
+                "group": group,
+                "gradient": percentiles(rows["slope"]),
+                "at_checkpoint": float(rows.loc[rows["draw"] == 0, "slope"].iloc[0]),
+                "largest_secant": own.loss_secants.loc[own.loss_secants["group"] == group, "slope"].max(),
+                "ln_sound": rows["ln_sound"].max(),
+                "end_point": own.end_points[own.end_points["group"] == group]
+                .drop(columns=["model", "group"])
+                .to_dict("records")[0],
+            }
+            for group, rows in gradients
+        ]
+        result = {key: row[key] for key in MODEL_FACTS} | {
+            "unit": "nats per unit of the parameters",
+            "groups": groups,
+        }
+        result["secants"] = records(curves[curves["model"] == row["model"]].drop(columns="model"))
+        result["blocks"] = [
+            {"layer": layer, "stretch": percentiles(rows["norm"]), "ln_sound": rows["ln_sound"].max()}
+            for layer, rows in own.jacobians.groupby("layer", sort=True)
+        ]
+        results.append(result | {"verdicts": verdicts_of(judged, row["model"])})
+    pairs = [
+        {
+            "label": pair.label,
+            "reference": pair.full,
+            "other": pair.other,
+            "ratios": findings(secant_ratios, pair).to_dict("records"),
+            "verdicts": verdicts_of(findings(ordering_findings, pair), pair.label),
+        }
+        for pair in findings(compared_pairs)
+    ]
+    return json_object("lipschitz", findings, scope=SCOPE, results=results, pairs=pairs)

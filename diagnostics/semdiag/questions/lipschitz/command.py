@@ -1,0 +1,56 @@
+"""``semdiag lipschitz``."""
+
+from typing import Annotated
+
+import typer
+
+from semdiag.presenting import options
+from semdiag.commands.shared import Shared, with_options
+
+_PANEL = "What is measured"
+
+
+@with_options(leave_out=("dtype", "min_keys", "per_query"), samples=100)
+def lipschitz(
+    models: options.Models = None,
+    against: options.Against = None,
+    planes: Annotated[
+        int,
+        typer.Option(
+            help="Random planes in which secants are taken. Intervals resample the planes.", rich_help_panel=_PANEL
+        ),
+    ] = 8,
+    directions: Annotated[
+        int, typer.Option(help="Points on each circle in a plane, one per direction.", rich_help_panel=_PANEL)
+    ] = 8,
+    draws: Annotated[
+        int, typer.Option(help="Random parameters at which gradients are taken.", rich_help_panel=_PANEL)
+    ] = 120,
+    radius: Annotated[
+        float,
+        typer.Option(
+            help="Largest radius, relative to each tensor's norm. Six smaller ones follow, each half of the last.",
+            rich_help_panel=_PANEL,
+        ),
+    ] = 1.0,
+    *,
+    shared: Shared,
+) -> None:
+    """Estimate how steep the loss is in the parameters. Every estimate is a lower one, beside an upper bound.
+
+    Measured: secants in random planes and on lines, gradient norms at random parameters with an extreme-value
+    estimate (not given where its fit is bad), and how much each block stretches its input. Full attention is
+    compared with top-k, with intervals. Runs in float64; about two minutes per model on one core.
+
+    [bold]semdiag lipschitz checkpoints/even-pairs-full-seed-153476998
+    checkpoints/even-pairs-topk-5-seed-153476998[/]
+    """
+    from semdiag.questions.lipschitz.terminal import print_lipschitz
+    from semdiag.questions.lipschitz.measure.probe import LipschitzPlan
+
+    conditions = shared.conditions(
+        dtype="float64",
+        encoders_only=True,
+        plans=(LipschitzPlan(shared.values["samples"], planes, directions, draws, radius),),
+    )
+    shared.deliver("lipschitz", shared.measured(models, conditions, against=against), print_lipschitz)

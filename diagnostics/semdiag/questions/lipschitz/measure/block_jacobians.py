@@ -1,0 +1,130 @@
+"""How much each block stretches its input: Jacobian norms from below, beside the bound λ_X."""
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from semdiag.mathematics.bounds.block_bounds import log_input_constant
+from semdiag.mathematics.power_iteration import token_jacobian_norm
+from semdiag.measuring.encoders.network_constants import network_forms
+from semdiag.measuring.encoders.traces import trace_inputs
+from semdiag_models import AttentionCore, Encoder
+from semdiag_models.attention.selected_attention import plain_selected_attention
+
+SAMPLES = 20
+# Torch's own forward derivatives call, once in a process, what torch deprecates; in Python 3.14 in other words.
+_TORCH_ON_ITSELF = r"`torch\.jit\.script` is (deprecated|not supported in Python 3\.14\+)"
+Row = dict[str, Any]
+
+
+class _PlainCore(AttentionCore):
+    """Attention in operations that have forward derivatives; the same function as the core it stands for."""
+
+    def __init__(self, core: AttentionCore) -> None:
+        super().__init__(core.p, core.everywhere)
+        self.train(core.training)
+
+    def forward(self, *inputs: Any) -> Tensor:
+        with sdpa_kernel(SDPBackend.MATH):
+            return super().forward(*inputs)
+
+    def attend_selected(self, q: Tensor, k: Tensor, v: Tensor, scale: float, selected: Tensor, p: float) -> Tensor:
+        return plain_selected_attention(q, k, v, scale, selected)
+
+
+def block_jacobians(encoder: Encoder, tokens: Tensor, seed: int = 0) -> Iterator[Row]:
+    """Largest stretch of every block found by power iteration, sample by sample.
+
+    In the norm of the theory, the sum over tokens of the 2-norm; a lower bound, and a derivative: where a mask
+    changes there is none, and the iteration does not see it.
+
+    Source: docs/theory.md#empirical. Deviation: not in the paper.
+
+    Args:
+        encoder: a float64 model in evaluation mode that may be changed; it is put back.
+        tokens: (N, L) int64 on its device; the first 20 are used.
+        seed: of the starts.
+
+    Yields:
+        layer, sample, norm, settled, ln_sound (λ_X of that sample).
+    """
+    tokens = tokens[:SAMPLES]
+    forms = network_forms(encoder, trace_inputs(encoder, tokens))
+    generator = torch.Generator().manual_seed(seed)
+    for layer, (block, x, valid) in enumerate(_block_inputs(encoder, tokens)):
+        start = torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x)
+        with plain_attention(block):
+            found = _stretch(block, x, valid, start)
+        bounds = log_input_constant(forms.blocks[layer].sound).expand(len(x))
+        for sample, values in enumerate(zip(*found, bounds.tolist(), strict=True)):
+            yield {
+                "layer": layer,
+                "sample": sample,
+                **dict(zip(("norm", "settled", "ln_sound"), values, strict=True)),
+            }
+
+
+@contextmanager
+def plain_attention(block: nn.Module) -> Iterator[None]:
+    """Let a block attend in operations that have forward derivatives, inside the context.
+
+    Args:
+        block: of an encoder; its core is put back when the context is left, by whatever way.
+
+    Yields:
+        Nothing.
+    """
+    attention: Any = block.attention
+    core = attention.core
+    attention.core = _PlainCore(core)
+    try:
+        yield
+    finally:
+        attention.core = core
+
+
+def _block_inputs(encoder: Encoder, tokens: Tensor) -> list[tuple[nn.Module, Tensor, Tensor | None]]:
+    found: list[tuple[nn.Module, Tensor, Tensor | None]] = []
+
+    def keep(block: nn.Module, inputs: tuple[Tensor, Tensor | None]) -> None:
+        found.append((block, inputs[0].clone(), inputs[1]))
+
+    handles = []
+    try:
+        for block in encoder.blocks:
+            handles.append(block.register_forward_pre_hook(keep))
+        with torch.no_grad():
+            encoder(tokens)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found
+
+
+def _stretch(block: nn.Module, x: Tensor, valid: Tensor | None, start: Tensor) -> tuple[list[float], list[bool]]:
+    """Power iteration on the block's Jacobian; padded tokens neither move nor count."""
+    counted = torch.ones_like(x[..., :1]) if valid is None else valid[..., None].to(x)
+    leaf = x.clone().requires_grad_(True)
+    with torch.enable_grad():
+        out = block(leaf, valid)
+
+    def jvp(tangent: Tensor) -> Tensor:
+        with torch.no_grad(), warnings.catch_warnings(), forward_ad.dual_level():
+            for category in (DeprecationWarning, FutureWarning):  # which of them, torch's version decides
+                warnings.filterwarnings("ignore", _TORCH_ON_ITSELF, category)
+            dual = forward_ad.make_dual(x, tangent)  # type: ignore[no-untyped-call]
+            moved: Tensor = forward_ad.unpack_dual(block(dual, valid)).tangent  # type: ignore[no-untyped-call]
+        return moved * counted
+
+    def vjp(cotangent: Tensor) -> Tensor:
+        (back,) = torch.autograd.grad(out, leaf, cotangent * counted, retain_graph=True)
+        return back * counted
+
+    found = token_jacobian_norm(jvp, vjp, start * counted)
+    return found.value.tolist(), found.settled.tolist()

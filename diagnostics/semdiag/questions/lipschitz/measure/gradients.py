@@ -1,0 +1,91 @@
+"""Gradient norms of the loss at random parameters around a checkpoint, each beside its own bound."""
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from semdiag.mathematics.logarithms import log_root_sum_squares
+from semdiag.mathematics.planes import random_direction
+from semdiag.measuring.encoders.movable import MovableEncoder
+from semdiag.measuring.encoders.network_constants import network_forms
+from semdiag.measuring.encoders.traces import trace_inputs
+from semdiag.questions.lipschitz.measure.secants import GROUPS
+
+_TOKENS = 4000  # of one backward pass
+Row = dict[str, Any]
+
+
+def ball_gradients(
+    moved: MovableEncoder, tokens: Tensor, labels: Tensor, radius: float, draws: int, seed: int
+) -> Iterator[Row]:
+    """Gradients of the mean cross-entropy at the checkpoint and at random parameters in a ball around it.
+
+    The sampling law: a Gaussian direction, in each tensor as long as that tensor, times a radius uniform in
+    (0, ``radius``]. The sound constants of Theorem 2 are taken at the very same parameters and inputs.
+
+    Source: docs/theory.md#empirical. Deviation: not in the paper.
+
+    Args:
+        moved: a float64 model that wants gradients.
+        tokens: (N, L) int64 on its device.
+        labels: (N,) likewise.
+        radius: of the ball, relative to each tensor's norm.
+        draws: random parameters.
+        seed: of the draws.
+
+    Yields:
+        For each draw (0 is the checkpoint) and group (``all`` first): draw, radius, distance (true), group, slope
+        (the gradient's 2-norm), ln_sound, holds (whether the bound's assumptions do).
+    """
+    generator = torch.Generator().manual_seed(seed)
+    for draw in range(draws + 1):
+        size, point = 0.0, moved.origin
+        if draw:
+            size = radius * (1 - float(torch.rand((), generator=generator, dtype=torch.float64)))
+            direction = random_direction(moved.origin, moved.slices(), generator)
+            point = moved.origin + size * direction
+        moved.move_to(point)
+        distance = float((point - moved.origin).norm())
+        norms = gradient_norms(moved, tokens, labels)
+        forms = network_forms(moved.encoder, trace_inputs(moved.encoder, tokens))
+        bounds = _group_bounds(moved, forms.log_sound) | {"all": float(forms.sound.log_value)}
+        for group, slope in norms.items():
+            row = {"draw": draw, "radius": size, "distance": distance, "group": group, "slope": slope}
+            yield {**row, "ln_sound": bounds[group], "holds": forms.sound.holds}
+
+
+def gradient_norms(moved: MovableEncoder, tokens: Tensor, labels: Tensor) -> dict[str, float]:
+    """2-norm of the gradient of the mean cross-entropy where the model stands now, in all and by group.
+
+    Args:
+        moved: a model that wants gradients.
+        tokens: (N, L) int64 on its device.
+        labels: (N,) likewise.
+
+    Returns:
+        By group, ``all`` first.
+    """
+    moved.encoder.zero_grad(set_to_none=True)
+    per_pass = max(1, _TOKENS // tokens.shape[1])
+    for ids, classes in zip(torch.split(tokens, per_pass), torch.split(labels, per_pass), strict=True):
+        loss = F.cross_entropy(moved.encoder(ids), classes, reduction="sum") / len(tokens)
+        loss.backward()  # type: ignore[no-untyped-call]
+    gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in moved.encoder.parameters()]
+    whole = torch.cat([gradient.flatten() for gradient in gradients])
+    moved.encoder.zero_grad(set_to_none=True)
+    squares = {group: sum(float(whole[part].square().sum()) for part in moved.slices(group)) for group in GROUPS}
+    return {"all": float(whole.norm()), **{group: math.sqrt(square) for group, square in squares.items()}}
+
+
+def _group_bounds(moved: MovableEncoder, log_sound: Mapping[str, Tensor]) -> dict[str, float]:
+    """Root of the sum of squares of a group's constants; one constant may speak about weight and bias."""
+    found = {}
+    for group in GROUPS:
+        names = dict.fromkeys(place.bound for place in moved.places if place.group == group)
+        constants = torch.stack([log_sound[name].reshape(()) for name in names])
+        found[group] = float(log_root_sum_squares(constants, dim=0))
+    return found

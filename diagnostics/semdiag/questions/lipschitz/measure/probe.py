@@ -1,0 +1,222 @@
+"""Empirical Lipschitz estimates of one model: secants, gradients, end points and Jacobians, beside the bounds."""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import pandas as pd
+import torch
+from torch import Tensor
+
+from semdiag.capturing.loading import LoadedModel
+from semdiag.mathematics.extreme_values import estimate_end_point
+from semdiag.measuring.calls.scored_rows import NotAvailableError
+from semdiag.measuring.encoders.movable import MovableEncoder, usable_samples
+from semdiag.measuring.encoders.weights import not_finite
+from semdiag.measuring.probe import Probe, Subject
+from semdiag.questions.lipschitz.measure.block_jacobians import block_jacobians
+from semdiag.questions.lipschitz.measure.gradients import ball_gradients
+from semdiag.questions.lipschitz.measure.secants import GROUPS, LINES, line_secants, plane_secants, radii
+from semdiag.measuring.table import Table
+from semdiag_models import Encoder, InputError
+
+LOSS_SECANTS = Table(
+    "loss_secants",
+    "One row per pair of parameter settings.",
+    {
+        **dict.fromkeys(("model", "group"), "str"),
+        "draw": "int64",
+        **dict.fromkeys(("radius", "distance", "slope"), "float64"),
+    },
+)
+LOSS_GRADIENTS = Table(
+    "loss_gradients",
+    "One row per random parameter setting and group of tensors.",
+    {
+        **dict.fromkeys(("model", "group"), "str"),
+        "draw": "int64",
+        **dict.fromkeys(("radius", "distance", "slope", "ln_sound"), "float64"),
+        "holds": "bool",
+    },
+)
+END_POINTS = Table(
+    "end_points",
+    "One row per group of tensors.",
+    {
+        **dict.fromkeys(("model", "group"), "str"),
+        **dict.fromkeys(("estimate", "p_value", "p_endless"), "float64"),
+        "accepted": "bool",
+        "reason": "str",
+        "blocks": "int64",
+    },
+)
+JACOBIANS = Table(
+    "jacobians",
+    "One row per block and sample.",
+    {
+        "model": "str",
+        **dict.fromkeys(("layer", "sample"), "int64"),
+        "norm": "float64",
+        "settled": "bool",
+        "ln_sound": "float64",
+    },
+)
+
+BLOCK = 5  # draws behind each maximum of the extreme-value estimate
+TABLES = (LOSS_SECANTS, LOSS_GRADIENTS, END_POINTS, JACOBIANS)
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class LipschitzPlan:
+    """What is drawn.
+
+    Raises:
+        InputError: if a value is illegal.
+    """
+
+    samples: int = 100  # inputs behind every loss
+    planes: int = 8  # random planes, the units of the intervals
+    directions: int = 8  # points on each circle in a plane
+    draws: int = 120  # random parameters at which gradients are taken
+    radius: float = 1.0  # the largest, relative to each tensor's norm
+
+    def __post_init__(self) -> None:
+        for name, least in (("samples", 1), ("planes", 2), ("directions", 2), ("draws", BLOCK)):
+            if getattr(self, name) < least:
+                raise InputError(f"{name} must be at least {least}. Got {getattr(self, name)}.")
+        if not 0 < self.radius < math.inf:
+            raise InputError(f"radius must be a positive number, like 1. Got {self.radius}.")
+
+    @property
+    def sizes(self) -> tuple[float, ...]:
+        """The radii of the circles and lines."""
+        return radii(self.radius)
+
+    @property
+    def points(self) -> int:
+        """Evaluated parameter settings of one model."""
+        circles = self.planes * self.directions + len(GROUPS) * LINES * 2
+        return circles * len(self.sizes) + self.draws + 3
+
+
+def lipschitz(
+    model: LoadedModel | Encoder,
+    tokens: Tensor,
+    labels: Tensor | None,
+    *,
+    options: LipschitzPlan | None = None,
+    seed: int = 0,
+    device: torch.device | str = "cpu",
+    after_point: Callable[[int], None] = lambda points: None,
+) -> dict[str, pd.DataFrame]:
+    """Estimate from below how steep the loss is in the parameters, and each block in its input; in float64.
+
+    The model itself is not changed: a copy is moved.
+
+    Source: docs/theory.md#empirical. Deviation: see each part.
+
+    Args:
+        model: from :func:`semdiag.load`, or an encoder of one's own.
+        tokens: (N, L) int64; the first ``options.samples`` are used.
+        labels: (N,) classes.
+        options: how much is drawn, and how far.
+        seed: of all draws.
+        device: where to run; float64 is needed, so ``mps`` is replaced by the CPU.
+        after_point: called with 1 after each parameter setting.
+
+    Returns:
+        The tables ``loss_secants`` (:func:`~semdiag.questions.lipschitz.measure.secants.plane_secants`,
+        ``line_secants``), ``loss_gradients`` (:func:`~semdiag.questions.lipschitz.measure.gradients.ball_gradients`),
+        ``end_points`` (:func:`~semdiag.mathematics.extreme_values.estimate_end_point` by group) and ``jacobians``
+        (:func:`~semdiag.questions.lipschitz.measure.block_jacobians.block_jacobians`).
+
+    Raises:
+        InputError: if the labels are missing, there is no sample, or a parameter is not a number.
+
+    Example:
+        >>> from semdiag_models import ModelConfig
+        >>> encoder = Encoder(ModelConfig(vocabulary_size=3, classes=2, length=4, blocks=1))
+        >>> few = LipschitzPlan(planes=2, directions=2, draws=5)
+        >>> tables = lipschitz(encoder, torch.tensor([[0, 1, 1, 0]]), torch.tensor([1]), options=few)
+        >>> sorted(tables), bool((tables["loss_gradients"]["slope"] > 0).any())
+        (['end_points', 'jacobians', 'loss_gradients', 'loss_secants'], True)
+    """
+    loaded = model if isinstance(model, LoadedModel) else LoadedModel("model", "", model, "python", "unknown")
+    chosen = options or LipschitzPlan()
+    device = torch.device("cpu") if torch.device(device).type == "mps" else torch.device(device)
+    moved = MovableEncoder(loaded.encoder, device=device, dtype=torch.float64, gradients=True)
+    broken = not_finite(moved.encoder)
+    if broken:
+        raise InputError(f"{loaded.path} cannot be moved: its tensor {broken[0]} holds a NaN or an infinity.")
+    labels = None if labels is None else labels[: chosen.samples]
+    tokens, labels = usable_samples(moved.encoder, tokens[: chosen.samples], labels, device)
+
+    def loss(point: Tensor) -> float:
+        moved.move_to(point)
+        after_point(1)
+        return moved.loss_and_accuracy(tokens, labels)[0]
+
+    rows: dict[str, list[Row]] = {"jacobians": list(block_jacobians(moved.encoder, tokens, seed))}
+    secants = plane_secants(moved, loss, chosen.sizes, chosen.planes, chosen.directions, seed)
+    rows["loss_secants"] = [*secants, *line_secants(moved, loss, chosen.sizes, seed)]
+    gradients = ball_gradients(moved, tokens, labels, chosen.radius, chosen.draws, seed)
+    rows["loss_gradients"] = list(_counting(gradients, after_point))
+    rows["end_points"] = list(end_points(pd.DataFrame(rows["loss_gradients"]), seed))
+    return {
+        table.name: table.of_rows({"model": loaded.path, **row} for row in rows[table.name]) for table in TABLES
+    }
+
+
+def end_points(gradients: pd.DataFrame, seed: int = 0) -> Iterator[Row]:
+    """Estimate the largest gradient norm that the sampling law can give, by group, from maxima of blocks of 5.
+
+    Args:
+        gradients: one model's table loss_gradients.
+        seed: of the bootstrap.
+
+    Yields:
+        group, then the fields of :class:`~semdiag.mathematics.extreme_values.EndPoint`.
+    """
+    drawn = gradients[gradients["draw"] > 0]
+    for group, rows in drawn.groupby("group", sort=False):
+        slopes = rows.sort_values("draw")["slope"].to_numpy(float)
+        blocks = len(slopes) // BLOCK
+        maxima = slopes[: blocks * BLOCK].reshape(blocks, BLOCK).max(1)
+        yield {"group": group, **vars(estimate_end_point(maxima, BLOCK, seed))}
+
+
+def _counting(rows: Iterable[Row], after_point: Callable[[int], None]) -> Iterator[Row]:
+    for row in rows:
+        if row["group"] == "all":
+            after_point(1)
+        yield row
+
+
+def _measure(subject: Subject, plan: LipschitzPlan, prepared: Any) -> Mapping[str, pd.DataFrame]:
+    if subject.model.external:
+        raise NotAvailableError("its loss is not known")
+    return lipschitz(
+        subject.model,
+        subject.tokens,
+        subject.labels,
+        options=plan,
+        seed=subject.seed,
+        device=subject.device,
+        after_point=subject.after_point,
+    )
+
+
+def _provenance(plan: LipschitzPlan, samples: int, few: int) -> dict[str, Any]:
+    return {"lipschitz_samples": min(plan.samples, samples)}
+
+
+LIPSCHITZ = Probe(
+    "Lipschitz estimates",
+    LipschitzPlan,
+    TABLES,
+    _measure,
+    steps=lambda plan: int(plan.points),
+    provenance=_provenance,
+)

@@ -1,0 +1,75 @@
+"""Whether every estimate stays below its bound, and whether top-k has the smaller ones, in sentences."""
+
+import math
+from collections.abc import Sequence
+
+from semdiag.measuring.findings.findings import Findings
+from semdiag.measuring.findings.pairing import compared_pairs
+from semdiag.measuring.findings.finding import Finding, Verdict
+from semdiag.questions.lipschitz.answer.summary import estimate_findings, ordering_findings
+from semdiag.presenting.drawing.panels import model_labels
+
+_ONE = 0.05  # decimal logarithms below this are 0.0 when written out
+
+
+def lipschitz_sentences(findings: Findings) -> list[str]:
+    """Say whether every estimate stays below its bound, and whether top-k has the smaller ones.
+
+    Args:
+        findings: with the tables of lipschitz.
+
+    Returns:
+        One sentence per pair, then per model.
+    """
+    said = []
+    for pair in findings(compared_pairs):
+        own = findings(ordering_findings, pair)
+        said += [f"{pair.label}: {_ordering(own)}"] if own else []
+    for model, label in model_labels(findings.measurements.models).items():
+        own = [f for f in findings(estimate_findings) if f.subject == model]
+        said += [f"{label}: {_below_bounds(own)}"] if own else []
+    return said or ["Nothing is known of the steepness of these models' loss."]
+
+
+def _ordering(own: Sequence[Finding]) -> str:
+    """Where the loss around the counterpart is less steep, percentile by percentile."""
+    answers = {Verdict.HOLDS: "is there", Verdict.VIOLATED: "is reversed"}
+    start = "the paper's ordering (secants smaller than around full attention)"
+    words = {f.verdict for f in own}
+    verdict = answers.get(own[0].verdict, "is mixed") if len(words) == 1 else "is mixed"
+    parts = [
+        f"{f.where} smaller at {f.numbers['lower']:.0f}, larger at {f.numbers['higher']:.0f} of "
+        f"{f.numbers['radii']:.0f} radii ({_ratios(f)})"
+        for f in own
+    ]
+    many = int(own[0].numbers["planes"])
+    planes = own[0].note or f"{many} random planes, by 95 % intervals"
+    verdict = "cannot be told" if own[0].note else verdict
+    return f"{start} {verdict}: {'; '.join(parts)}; {planes}, one training run each."
+
+
+def _ratios(finding: Finding) -> str:
+    low, high = finding.numbers["smallest ratio"], finding.numbers["largest ratio"]
+    return "no ratio is a number" if math.isnan(low) else f"ratio {low:.2g} to {high:.2g}"
+
+
+def _below_bounds(own: Sequence[Finding]) -> str:
+    violated = [f for f in own if f.verdict is Verdict.VIOLATED]
+    if violated:
+        faults = "; ".join(f"{f.claim}: {f.numbers['violated']:.0f} are not" for f in violated)
+        return f"ERROR OF SEMDIAG, a sound bound is exceeded: {faults}. Please report it."
+    gaps = [f.numbers["smallest log10 gap"] for f in own if "smallest log10 gap" in f.numbers]
+    checked = sum(int(f.numbers["holds"]) for f in own)
+    unmet = sum(int(f.numbers["not_met"]) for f in own)
+    tail = f"; {unmet:,} have no bound" if unmet else ""
+    tail += "".join(f"; {f.note}" for f in own if f.numbers.get("estimates above the bound"))
+    return f"all {checked:,} estimates stay below the sound bounds{_nearest(gaps)}{tail}."
+
+
+def _nearest(gaps: Sequence[float]) -> str:
+    """How far the nearest estimate is from its bound, of decimal logarithms; a rounding above it is none below."""
+    if not gaps:
+        return ""
+    if min(gaps) < _ONE:
+        return f", the nearest within {10 ** max(min(gaps), 0) - 1:.1%} of it"
+    return f", the nearest by a factor of 10^{min(gaps):.1f}"

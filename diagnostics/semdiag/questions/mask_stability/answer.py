@@ -1,0 +1,188 @@
+"""The findings of ``semdiag mask-stability``: by noise level, layer and head, and what is not applicable."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from semdiag.capturing.attention_kinds import DENSE
+from semdiag.measuring.findings.distributions import all_by_name
+from semdiag.measuring.findings.findings import Findings
+from semdiag.measuring.findings.layered_summary import without
+from semdiag.measuring.findings.resampling import Interval, mean_interval, rank_correlation_interval
+from semdiag.measuring.findings.strict_json import MODEL_FACTS, Summary, json_object, records
+from semdiag.questions.mask_stability.measure.mask_rows import SELECTIONS
+from semdiag.measuring.table import ALL
+
+RESAMPLES = 200
+_BINS = 10  # of equal counts
+_MEANS = ("agreement", "exact", "certified", "predicted", "response")
+SUPPOSED = "full attention drops no key: this is the mask that top-{k} would choose from its scores"
+NOT_APPLICABLE = "not applicable: the mask of {attention} attention does not depend on the input"
+
+
+def mask_summary(findings: Findings) -> Summary:
+    """Agreement, certificate and prediction per noise level, layer and head, and pooled.
+
+    Args:
+        findings: of one or more models, with masks.
+
+    Returns:
+        A JSON-ready dictionary, schema ``semdiag.mask-stability/2``.
+    """
+    results = []
+    table = findings(mask_table)
+    effects = findings(effect_table)
+    for row in findings.measurements.models.to_dict("records"):
+        own = table[table["model"] == row["model"]]
+        result = {key: row[key] for key in MODEL_FACTS} | {"mask": mask_words(findings, row["model"])}
+        changed = int(own.loc[own["layer"] == ALL, "certified_changed"].sum())
+        result |= {"applicable": not own.empty, "certified_changed": changed}
+        result["certified_rows"] = int(own.loc[own["layer"] == ALL, "certified_rows"].sum())
+        levels = []
+        for level, rows in own.groupby("level"):
+            entries = all_by_name(rows).drop(columns=["model", "level"]).to_dict("records")
+            after = records(effects[(effects["model"] == row["model"]) & (effects["level"] == level)])
+            output = without(after[0], "model", "level") if after else {}
+            levels.append({"noise": level, "layers": entries[:-1], "all": entries[-1], "output": output})
+        results.append(result | {"levels": levels})
+    return json_object("mask-stability", findings, results=results)
+
+
+def mask_words(findings: Findings, model: str) -> str:
+    """Which mask of a model was judged, or why none was.
+
+    Args:
+        findings: with the model.
+        model: its path.
+    """
+    measurements = findings.measurements
+    row = next(row for row in measurements.models.to_dict("records") if row["model"] == model)
+    kind = str(row["attention"])
+    if SELECTIONS.get(kind) is None:
+        return NOT_APPLICABLE.format(attention=kind)
+    own = measurements.masks.loc[measurements.masks["model"] == model, "kept"]
+    if own.empty:
+        said = measurements.remarks.loc[measurements.remarks["model"] == model, "text"]
+        refused = [text for text in said if text.startswith("mask stability not available")]
+        return refused[0] if refused else "no query drops a key: no mask can change"
+    if not SELECTIONS[kind].ranked:  # type: ignore[union-attr]  # of a fixed mask it was None
+        kept = f"{own.min()} to {own.max()} keys" if own.min() < own.max() else f"k = {own.iloc[0]}"
+        return f"the model's own mask, {kept}; no certificate is known for {kind} attention"
+    return SUPPOSED.format(k=own.iloc[0]) if kind in DENSE else f"the model's own mask, k = {own.iloc[0]}"
+
+
+def mask_table(findings: Findings) -> pd.DataFrame:
+    """What became of the masks, per model, noise level, layer and head, and pooled.
+
+    Means are over queries and draws; ``_low`` and ``_high`` are 95 % intervals from resampled sequences.
+    ``spearman`` is the rank correlation of Δ with disagreement (1 − agreement): -1 where the masks of
+    ill-separated queries change first.
+
+    Args:
+        findings: with masks.
+
+    Returns:
+        model, level, layer and head (ALL where pooled), queries, draws, separation_p50, the means and
+        intervals, swing_sd, certified_rows and certified_changed (rows × draws).
+    """
+    rows = []
+    for (model, level), own in findings.measurements.masks.groupby(["model", "level"], sort=False):
+        for layer, head, part in _places(own):
+            rows.append({"model": model, "level": level, "layer": layer, "head": head, **_described(part)})
+    columns = ["model", "level", "layer", "head", "certified_rows", "certified_changed"]
+    return pd.DataFrame(rows) if rows else pd.DataFrame(columns=columns)
+
+
+def reliability_tables(findings: Findings) -> dict[tuple[str, float], pd.DataFrame]:
+    """Does Δ tell which masks change? Mean prediction and observed share, in ten bins of equal counts of Δ/sd.
+
+    Args:
+        findings: with masks.
+
+    Returns:
+        By model and noise level a row per bin: predicted, exact, and low and high of its 95 % interval. None for
+        models whose masks have no prediction.
+    """
+    masks = findings.measurements.masks
+    groups = masks[masks["predicted"].notna()].groupby(["model", "level"], sort=True)
+    return {(str(model), float(str(level))): _binned(rows) for (model, level), rows in groups}
+
+
+def heads_pooled(findings: Findings) -> pd.DataFrame:
+    """Means over the heads of :func:`mask_table`, by model, level and layer: exact with its interval, certified.
+
+    Args:
+        findings: with masks.
+    """
+    layers = findings(mask_table)
+    layers = layers[layers["layer"] != ALL]
+    columns = ["exact", "exact_low", "exact_high", "certified"]
+    return layers.groupby(["model", "level", "layer"], as_index=False)[columns].mean()
+
+
+def effect_table(findings: Findings) -> pd.DataFrame:
+    """What the noise does to the output, per model and level, over samples.
+
+    Args:
+        findings: with noise effects.
+
+    Returns:
+        model, level, samples, logit_change (relative; no number if a logit is none), flipped, accuracy_before,
+        accuracy_after, with the 95 % interval of the last.
+    """
+    rows = []
+    for (model, level), own in findings.measurements.noise_effects.groupby(["model", "level"], sort=False):
+        after = mean_interval(own, "correct_after", RESAMPLES)
+        rows.append(
+            {
+                "model": model, "level": level, "samples": len(own),
+                "logit_change": own["logit_change"].mean(skipna=False),
+                "flipped": own["flipped"].mean(), "accuracy_before": own["correct_before"].mean(),
+                "accuracy_after": after.estimate,
+                "accuracy_after_low": after.low, "accuracy_after_high": after.high,
+            }
+        )  # fmt: skip
+    return pd.DataFrame(rows, columns=["model", "level"] if not rows else None)
+
+
+def _binned(rows: pd.DataFrame) -> pd.DataFrame:
+    spread = rows["swing_sd"].astype(np.float64)
+    order = (rows["separation"] / spread.where(spread > 0, np.nan)).fillna(np.inf).rank(method="first")
+    bins = np.minimum((order - 1) * _BINS // len(rows), _BINS - 1)
+    table = []
+    for _, part in rows.groupby(bins):
+        found = mean_interval(part, "exact", RESAMPLES)
+        predicted = float(part["predicted"].mean())
+        table.append({"predicted": predicted, "exact": found.estimate, "low": found.low, "high": found.high})
+    return pd.DataFrame(table)
+
+
+def _places(own: pd.DataFrame) -> Iterator[tuple[int, int, pd.DataFrame]]:
+    for layer, rows in own.groupby("layer", sort=True):
+        for head, part in rows.groupby("head", sort=True):
+            yield int(str(layer)), int(str(head)), part
+    yield ALL, ALL, own
+
+
+def _described(part: pd.DataFrame) -> Summary:
+    means: dict[str, Any] = {}
+    for name in _MEANS:
+        means |= _named(name, mean_interval(part, name, RESAMPLES))
+    disagreement = part.assign(disagreement=1 - part["agreement"].astype(np.float64))
+    means |= _named("spearman", rank_correlation_interval(disagreement, "separation", "disagreement", RESAMPLES))
+    swing = part["swing_sd"].astype(np.float64)
+    return {
+        "queries": len(part),
+        "draws": int(part["draws"].iloc[0]),
+        "separation_p50": float(part["separation"].median()),
+        **means,
+        "swing_sd": float(np.sqrt((swing**2).mean())),
+        "certified_rows": round(float((part["certified"].astype(np.float64) * part["draws"]).sum())),
+        "certified_changed": int(part["certified_changed"].sum()),
+    }
+
+
+def _named(name: str, interval: Interval) -> dict[str, float]:
+    return {name: interval.estimate, f"{name}_low": interval.low, f"{name}_high": interval.high}

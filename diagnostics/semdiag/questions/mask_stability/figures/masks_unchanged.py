@@ -1,0 +1,75 @@
+"""Which share of the masks stays exactly the same, layer by layer, the more noise the less."""
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from semdiag.measuring.findings.findings import Findings
+from semdiag.questions.mask_stability.answer import heads_pooled, mask_table
+from semdiag.measuring.table import ALL
+from semdiag.presenting.drawing.style import INK, finished, panel_grid, paper_style
+from semdiag.questions.mask_stability.figures.panels import judged_models, mask_facts, noise_words, shades
+
+_MARKERS = "osD^vP*Xh<>"
+
+
+@paper_style
+def masks_unchanged(findings: Findings) -> Figure:
+    """Draw the share of unchanged masks: against noise, one curve per layer; with one level, against layers.
+
+    Args:
+        findings: with masks.
+
+    Returns:
+        One panel per model; bands and bars are 95 % intervals.
+
+    Raises:
+        NothingToDrawError: if no mask was judged.
+    """
+    models = judged_models(findings)
+    table, by_layer = findings(mask_table), findings(heads_pooled)
+    figure, axes = panel_grid(len(models), height=2.9)
+    for ax, (model, title) in zip(axes, models, strict=True):
+        layers = by_layer[by_layer["model"] == model]
+        if layers["level"].nunique() > 1:
+            _against_noise(ax, layers, table[(table["model"] == model) & (table["layer"] == ALL)], findings)
+        else:
+            _against_layers(ax, layers, findings)
+        ax.set_title(title, fontsize=8)
+    axes[0].set_ylabel("observed share of masks unchanged, S′ = S")
+    return finished(
+        figure,
+        f"{mask_facts(findings)}.\nBands and bars: 95 % intervals from resampled sequences; heads pooled by "
+        "mean; dotted: certified to be unchanged (all layers).",
+    )
+
+
+def _against_noise(ax: Axes, pooled: pd.DataFrame, whole: pd.DataFrame, findings: Findings) -> None:
+    layers = sorted(pooled["layer"].unique())
+    for place, (layer, color) in enumerate(zip(layers, shades(len(layers)), strict=True)):
+        rows = pooled[pooled["layer"] == layer]
+        ax.plot(
+            rows["level"], rows["exact"], color=color, marker=_MARKERS[place % len(_MARKERS)], markersize=4,
+            label=f"layer {layer}",
+        )  # fmt: skip
+        ax.fill_between(rows["level"], rows["exact_low"], rows["exact_high"], color=color, alpha=0.25, linewidth=0)
+    whole = whole.sort_values("level")
+    ax.plot(whole["level"], whole["certified"], color=INK, linestyle=":", linewidth=1.3, label="certified")
+    ax.set_xscale("log")
+    ax.set_xticks(whole["level"], [noise_words(findings, level) for level in whole["level"]])
+    ax.set_xticks([], minor=True)
+    ax.set_xlabel("noise (standard deviation)")
+    ax.set_ylim(0, 1.03)
+
+
+def _against_layers(ax: Axes, rows: pd.DataFrame, findings: Findings) -> None:
+    layers = np.arange(len(rows))
+    ends = np.abs(np.stack([rows["exact"] - rows["exact_low"], rows["exact_high"] - rows["exact"]]))
+    color = shades(3)[1]
+    level = noise_words(findings, float(rows["level"].iloc[0]))
+    ax.errorbar(layers, rows["exact"], yerr=ends, color=color, marker="o", capsize=3, label=f"noise {level}")
+    ax.plot(layers, rows["certified"], color=INK, linestyle=":", linewidth=1.3, label="certified")
+    ax.set_xticks(layers, [str(int(layer)) for layer in rows["layer"]])
+    ax.set_xlabel("layer")
+    ax.set_ylim(0, 1.03)

@@ -1,0 +1,74 @@
+"""The models whose masks were judged, and the noise behind it, in words for a figure."""
+
+from typing import Any
+
+from semdiag.capturing.attention_kinds import DENSE
+from semdiag.measuring.findings.findings import Findings
+from semdiag.measuring.findings.number_words import samples_words
+from semdiag.presenting.drawing.noise import percent
+from semdiag.presenting.drawing.panels import NothingToDrawError, panels_of
+
+
+def judged_models(findings: Findings) -> list[tuple[str, str]]:
+    """Models with an input-dependent mask that was judged, last snapshots first.
+
+    Args:
+        findings: with masks.
+
+    Returns:
+        Path and title of each, two lines like ``even-pairs``, ``top-k (k = 5)``.
+
+    Raises:
+        NothingToDrawError: if there is none.
+    """
+    measurements = findings.measurements
+    kept = measurements.masks.groupby("model")["kept"].last()
+    found = []
+    for panel in panels_of(measurements.models):
+        for series in panel.series:
+            if series.model in kept.index:
+                supposed = f": top-{kept[series.model]} it would choose" if series.attention in DENSE else ""
+                found.append((series.model, f"{panel.title}\n{series.label}{supposed}"))
+    if not found:
+        raise NothingToDrawError("No mask of these models depends on the input, so none can change.")
+    return found
+
+
+def noise_words(findings: Findings, level: float) -> str:
+    """A size of noise: ``1 %``, or ``0.01`` where it is absolute."""
+    return f"{level:g}" if _plan(findings).get("absolute") else percent(level)
+
+
+def mask_facts(findings: Findings) -> str:
+    """Noise, samples and draws behind the judged masks.
+
+    Args:
+        findings: with masks.
+
+    Returns:
+        For instance ``noise on the embedded tokens, relative to each token's RMS; 500 samples, 5 draws (seed 0)``.
+    """
+    plan = _plan(findings)
+    block = plan.get("block", 0)
+    where = "the embedded tokens" if not block else f"the input of block {block}"
+    size = "absolute standard deviation" if plan.get("absolute") else "relative to each token's RMS"
+    samples = int(findings.measurements.masks.groupby("model")["sample"].nunique().max())
+    seed = "" if plan.get("seed") is None else f" (seed {plan['seed']})"
+    draws = int(findings.measurements.masks["draws"].iloc[0])
+    return f"Noise on {where}, {size}; {samples_words(samples)}, {draws} draws{seed}"
+
+
+def _plan(findings: Findings) -> dict[str, Any]:
+    found = findings.measurements.provenance.get("mask_noise", {})
+    return found if isinstance(found, dict) else {}
+
+
+def shades(count: int) -> list[str]:
+    """Colours of ordered things, from light to dark, tellable apart by the colour-blind.
+
+    Args:
+        count: how many.
+    """
+    import seaborn as sns  # takes a second
+
+    return list(sns.color_palette("viridis_r", count + 1).as_hex())[1:]

@@ -1,0 +1,134 @@
+"""The metrics against epochs: every snapshot in a run's folder, measured on the same inputs."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from semdiag.capturing.loading import LoadedModel, load
+from semdiag.measuring.conditions import Conditions
+from semdiag.measuring.measurements import Measurements
+from semdiag.measuring.percentiles import percentiles
+from semdiag.questions.bounds.measure.probe import BoundsPlan
+from semdiag.questions.stability.measure.probe import SecantsPlan
+from semdiag.questions.stability.measure.softmax_bounds import local_stability, with_bounds
+from semdiag.measuring.runs.tables import ALONG
+from semdiag.measuring.survey import survey
+from semdiag.measuring.table import ALL
+
+SAMPLES = 50
+_QUERY_KEY = (".q.weight", ".q.bias", ".k.weight", ".k.bias")
+
+
+def snapshots_of(model: LoadedModel) -> list[Path]:
+    """Files in the folder of a run, in the order of their epochs: the named epochs, then the last.
+
+    Args:
+        model: a run, loaded from its folder or its ``last.pt``.
+
+    Returns:
+        ``epoch-N.pt`` by N, then ``last.pt``; the file itself if it is not a run's.
+    """
+    path = Path(model.path)
+    folder = path if path.is_dir() else path.parent
+    last = folder / "last.pt"
+    if not last.exists() or model.snapshot != "last":
+        return [path]
+    numbered = [(int(f.stem.removeprefix("epoch-")), f) for f in folder.glob("epoch-*.pt") if _number(f).isdigit()]
+    return [file for epoch, file in sorted(numbered) if epoch != model.epoch] + [last]
+
+
+def _number(file: Path) -> str:
+    return file.stem.removeprefix("epoch-")
+
+
+def measure_along(
+    model: LoadedModel,
+    conditions: Conditions,
+    after_snapshot: Callable[[int], None] = lambda count: None,
+) -> pd.DataFrame:
+    """Measure every snapshot of a run on the same few inputs.
+
+    Source: docs/theory.md, sections on ξ, Γ and secants. Deviation: none.
+
+    Args:
+        model: a run.
+        conditions: inputs, device, precision; at most 50 samples are used.
+        after_snapshot: called with 1 after each snapshot.
+
+    Returns:
+        One row per snapshot, layer (−1: all layers; of Γ the largest) and number; heads are pooled. Quantity
+        and statistic: dispersion and separation (p5, p50, p95; nats), xi_local and xi_sound (p50, p95),
+        response (mean of ‖p − p'‖₁ under 1 % input noise), gamma (max), query_key_gradient (share: squared
+        norm of the loss's gradient in W_q, W_k and their biases over that in all parameters, or over that
+        in the layer's own).
+
+    Raises:
+        InputError: if a snapshot cannot be read.
+    """
+    few = replace(
+        conditions,
+        samples=min(SAMPLES, conditions.samples),
+        plans=(SecantsPlan(), BoundsPlan(tensor_secants=False)),
+    )
+    rows: list[dict[str, Any]] = []
+    for path in snapshots_of(model):
+        snapshot = load(path)
+        found = survey([snapshot], few)
+        common = {"model": model.path, "epoch": snapshot.epoch}
+        rows += [{**common, **row} for row in _numbers(found, snapshot.encoder.config.attention)]
+        after_snapshot(1)
+    return ALONG.of_rows(rows)
+
+
+def _numbers(found: Measurements, attention: str) -> list[dict[str, Any]]:
+    secants = with_bounds(found.secants, attention)
+    queries = found.queries.assign(xi_local=local_stability(found.queries))
+    with np.errstate(over="ignore"):
+        secants = secants.assign(xi_sound=np.exp(secants["ln_sound"]))
+    rows = []
+    for layer in [ALL, *sorted(int(n) for n in queries["layer"].unique())]:
+        own, noisy = (t if layer < 0 else t[t["layer"] == layer] for t in (queries, secants))
+        described = {
+            **{("dispersion", p): value for p, value in _cuts(own["dispersion"], "p5", "p50", "p95")},
+            **{("separation", p): value for p, value in _cuts(own["separation"], "p5", "p50", "p95")},
+            **{("xi_local", p): value for p, value in _cuts(own["xi_local"], "p50", "p95")},
+            **{("xi_sound", p): value for p, value in _cuts(noisy["xi_sound"], "p50", "p95")},
+            ("response", "mean"): float(noisy["weight_change"].mean()),
+            ("gamma", "max"): _gamma(found.constants, layer),
+            ("query_key_gradient", "share"): query_key_share(found.parameters, layer),
+        }
+        rows += [{"layer": layer, "quantity": q, "statistic": s, "value": v} for (q, s), v in described.items()]
+    return rows
+
+
+def _cuts(values: "pd.Series[float]", *names: str) -> list[tuple[str, float]]:
+    table = percentiles(values)
+    return [(name, float(table[name])) for name in names]
+
+
+def _gamma(constants: pd.DataFrame, layer: int) -> float:
+    rows = constants[(constants["quantity"] == "gamma") & (constants["form"] == "measured")]
+    rows = rows if layer < 0 else rows[rows["layer"] == layer]
+    return float(np.exp(rows["ln_value"].max())) if len(rows) else float("nan")
+
+
+def query_key_share(parameters: pd.DataFrame, layer: int = ALL) -> float:
+    """Share of the squared norm of the loss's gradient that lies in the queries' and keys' weights and biases.
+
+    Source: docs/theory.md#empirical. Deviation: not in the paper.
+
+    Args:
+        parameters: the table ``parameters`` of one model.
+        layer: of which one; ALL: of the whole network.
+
+    Returns:
+        In [0, 1]; NaN where the gradient is zero or unknown.
+    """
+    rows = parameters if layer < 0 else parameters[parameters["layer"] == layer]
+    squared = np.exp(2 * rows["ln_gradient"].to_numpy())  # −inf, a gradient of zero, gives 0
+    chosen = rows["tensor"].str.endswith(_QUERY_KEY).to_numpy()
+    return float(squared[chosen].sum() / squared.sum()) if squared.sum() else float("nan")

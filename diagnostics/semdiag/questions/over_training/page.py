@@ -1,0 +1,48 @@
+"""The section ``along`` of a report."""
+
+import pandas as pd
+
+from semdiag.measuring.findings.findings import Findings
+from semdiag.questions.glance import measured_glance
+from semdiag.presenting.section import Question, Section, Shown
+from semdiag.questions.over_training.figures.along_training import along_training
+from semdiag.questions.over_training.words import along_sentences
+from semdiag.presenting.tables import a_column_each, with_run_facts
+
+
+def along_tables(findings: Findings, alone: bool) -> dict[str, pd.DataFrame]:
+    """Every snapshot of every run, a column for each quantity and statistic."""
+    return {"along": with_run_facts(findings, a_column_each(findings.measurements.along))}
+
+
+_QUESTIONS = (
+    Question(
+        "along",
+        "How do the numbers move while the model learns?",
+        (
+            Shown(
+                along_training,
+                "Dispersion, response and the share of the gradient in queries and keys against epochs, "
+                "for each run: {shown}.",
+                "Each point is a snapshot, measured on the same inputs. A difference between attentions that is "
+                "there at epoch 0 comes from the mask; one that opens later was learned.",
+            ),
+        ),
+        (
+            "Between two snapshots nothing was measured; lines only guide the eye. Runs keep the initialisation, "
+            "the last epoch and the epochs named by --snapshots.",
+            "At most 50 held-out samples; gradients are of the mean loss on them, not on training batches.",
+        ),
+    ),
+)
+
+
+ALONG = Section(
+    name="along",
+    needs=("along",),
+    glance=measured_glance("along"),
+    questions=_QUESTIONS,
+    external=(),
+    details=along_sentences,
+    tables=along_tables,
+)

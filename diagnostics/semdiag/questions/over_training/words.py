@@ -1,0 +1,37 @@
+"""How numbers moved during training, in sentences."""
+
+from semdiag.questions.convergence.answer.epochs import arrivals
+from semdiag.measuring.findings.findings import Findings
+from semdiag.measuring.findings.number_words import number_words
+from semdiag.measuring.table import ALL
+
+
+def along_sentences(findings: Findings) -> list[str]:
+    """Say of every run how its numbers moved from its first to its last snapshot.
+
+    Args:
+        findings: with snapshots.
+    """
+    found = findings(arrivals).set_index("model")
+    said = []
+    pooled = findings.measurements.along[findings.measurements.along["layer"] == ALL]
+    for model, rows in pooled.groupby("model", sort=False):
+        if model not in found.index:
+            continue
+        run, epochs = found.loc[model], sorted(rows["epoch"].unique())
+        value = rows.set_index(["epoch", "quantity", "statistic"])["value"]
+        parts = [
+            f"{name} " + " → ".join(number_words(value[epochs[end], quantity, statistic]) for end in (0, -1))
+            for name, quantity, statistic in _ALONG
+        ]
+        when = f"epoch {epochs[0]} → {epochs[-1]}, {len(epochs)} snapshot{'s' * (len(epochs) != 1)}"
+        said.append(f"{run['group']}, {run['attention']}, seed {run['seed']} ({when}): {', '.join(parts)}.")
+    return said
+
+
+_ALONG = (
+    ("median δ", "dispersion", "p50"),
+    ("mean response", "response", "mean"),
+    ("largest Γ", "gamma", "max"),
+    ("share of the squared gradient in queries and keys", "query_key_gradient", "share"),
+)

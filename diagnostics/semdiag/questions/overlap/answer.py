@@ -1,0 +1,76 @@
+"""Do layers, heads and successive queries keep the same keys? Jaccard indices with intervals, beside chance."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pandas as pd
+
+from semdiag.measuring.findings.findings import Findings
+from semdiag.measuring.findings.resampling import mean_interval
+from semdiag.measuring.findings.strict_json import MODEL_FACTS, Summary, json_object
+from semdiag.measuring.table import ALL
+
+_RESAMPLES = 500
+_COLUMNS = [
+    "model", "what", "layer", "other_layer", "pairs", "queries", "samples", "jaccard", "low", "high", "chance",
+]  # fmt: skip
+
+
+def overlap_table(findings: Findings) -> pd.DataFrame:
+    """Mean Jaccard index between layers, between the heads of a layer, and between successive queries.
+
+    Every sample counts alike. Intervals (95 %) resample whole sequences; they speak about other inputs.
+
+    Args:
+        findings: with the table overlap.
+
+    Returns:
+        One row per model and: two layers (``layers``, over all pairs of their heads), a layer with several heads
+        (``heads``), a layer (``previous``), each of these three in all (layer ALL); pairs (of places), queries
+        (sum over pairs and samples), samples, jaccard, low, high, chance (of random sets of the same sizes).
+    """
+    rows = [
+        {"model": model, **row}
+        for model, own in findings.measurements.overlap.groupby("model", sort=False)
+        for row in _of_model(own)
+    ]
+    return pd.DataFrame(rows, columns=_COLUMNS)
+
+
+def _of_model(own: pd.DataFrame) -> Iterator[dict[str, Any]]:
+    pair = own["kind"] == "pair"
+    same = own["layer"] == own["other_layer"]
+    parts = {"layers": own[pair & ~same], "heads": own[pair & same], "previous": own[~pair]}
+    for what, rows in parts.items():
+        if rows.empty:
+            continue
+        yield _described(what, ALL, ALL, rows)
+        for (layer, other), part in rows.groupby(["layer", "other_layer"], sort=True):
+            yield _described(what, int(str(layer)), int(str(other)), part)
+
+
+def _described(what: str, layer: int, other: int, rows: pd.DataFrame) -> dict[str, Any]:
+    found = mean_interval(rows, "jaccard", _RESAMPLES)
+    places = ["layer", "head", "other_layer", "other_head"]
+    return {
+        "what": what, "layer": layer, "other_layer": other, "pairs": len(rows[places].drop_duplicates()),
+        "queries": int(rows["queries"].sum()), "samples": rows["sample"].nunique(), "jaccard": found.estimate,
+        "low": found.low, "high": found.high, "chance": float(rows["chance"].mean()),
+    }  # fmt: skip
+
+
+def overlap_summary(findings: Findings) -> Summary:
+    """The overlap of every model's masks.
+
+    Args:
+        findings: with the table overlap.
+
+    Returns:
+        A JSON-ready dictionary, schema ``semdiag.overlap/2``.
+    """
+    table = findings(overlap_table)
+    results = []
+    for row in findings.measurements.models.to_dict("records"):
+        own = table[table["model"] == row["model"]].drop(columns="model")
+        results.append({key: row[key] for key in MODEL_FACTS} | {"overlap": own.to_dict("records")})
+    return json_object("overlap", findings, k=findings.measurements.provenance.get("overlap_k"), results=results)

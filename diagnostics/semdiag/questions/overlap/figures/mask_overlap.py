@@ -1,0 +1,63 @@
+"""How much of their kept keys layers share: layer by layer, and from one query to the next."""
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from semdiag.measuring.findings.findings import Findings
+from semdiag.questions.overlap.answer import overlap_table
+from semdiag.measuring.table import ALL
+from semdiag.presenting.drawing.panels import NothingToDrawError, model_labels
+from semdiag.presenting.drawing.style import note_below, panel_grid, paper_style
+
+_WRITTEN = 14  # layers up to which the cells bear their numbers
+
+
+@paper_style
+def mask_overlap(findings: Findings) -> Figure:
+    """Draw the mean Jaccard index of kept keys for every two layers, and for successive queries.
+
+    Args:
+        findings: with the table overlap.
+
+    Returns:
+        One panel per model: layer by layer (diagonal: two heads of the layer), and a column for successive
+        queries; one colour scale from 0 to 1.
+
+    Raises:
+        NothingToDrawError: if no masks were compared.
+    """
+    table = findings(overlap_table)
+    compared = {*table["model"]}
+    labels = {m: label for m, label in model_labels(findings.measurements.models).items() if m in compared}
+    if not labels:
+        raise NothingToDrawError("No masks were compared.")
+    layers = sorted({*table["layer"], *table["other_layer"]} - {ALL})
+    figure, axes = panel_grid(len(labels), height=1.5 + 0.26 * min(len(layers), 24), sharey=False)
+    for ax, (model, label) in zip(axes, labels.items(), strict=True):
+        own = table[table["model"] == model]
+        cells = np.full((len(layers), len(layers) + 2), np.nan)
+        for row in own[own["layer"] != ALL].to_dict("records"):
+            at, to = layers.index(row["layer"]), layers.index(row["other_layer"])
+            if row["what"] == "previous":
+                cells[at, -1] = row["jaccard"]
+            else:
+                cells[at, to] = cells[to, at] = row["jaccard"]
+        image = ax.imshow(cells, vmin=0, vmax=1, cmap="cividis", aspect="auto")
+        for (at, to), value in np.ndenumerate(cells) if len(layers) <= _WRITTEN else ():
+            if np.isfinite(value):
+                ink = "black" if value > 0.55 else "white"
+                ax.text(to, at, f"{value:.2f}", ha="center", va="center", fontsize=6.5, color=ink)
+        step = max(1, len(layers) // 12)
+        shown = range(0, len(layers), step)
+        ax.set_xticks([*shown, len(layers) + 1], [*(str(layers[at]) for at in shown), "prev."])
+        ax.set_yticks(list(shown), [str(layers[at]) for at in shown])
+        ax.set_xlabel("layer; prev.: the query before")
+        chance = own.loc[own["layer"] == ALL, "chance"]
+        ax.set_title(f"{label}\nat random {chance.mean():.2f}", fontsize=8)
+        ax.grid(visible=False)
+    axes[0].set_ylabel("layer")
+    figure.colorbar(image, ax=axes, shrink=0.8).set_label("Jaccard index of kept keys", fontsize=8)
+    note_below(
+        figure, "mean over queries that drop a key, samples, pairs of heads; diagonal: two heads of a layer."
+    )
+    return figure

@@ -1,0 +1,287 @@
+"""The probe ``overlap``: whether layers, heads and successive queries keep the same keys."""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import scipy
+import torch
+from torch import Tensor, nn
+
+from semdiag.capturing.attention_call import AttentionCall
+from semdiag.capturing.attention_kinds import DENSE
+from semdiag.capturing.batches import Batch, samples_of, split
+from semdiag.capturing.loading import LoadedModel
+from semdiag.measuring.calls.batch_rows import check_rows
+from semdiag.measuring.calls.running import running, unnamed
+from semdiag.measuring.calls.scored_rows import scored_rows
+from semdiag.measuring.probe import Probe, Subject, plan_of
+from semdiag.measuring.table import Table
+from semdiag_models import InputError
+
+OVERLAP = Table(
+    "overlap",
+    "One row per sample and pair of places: two heads of one or of two layers for the same query (kind pair), or "
+    "one head for a query and the one before it (kind previous). queries: that drop a key at both places.",
+    {
+        "model": "str",
+        "kind": "str",
+        **dict.fromkeys(("sample", "layer", "head", "other_layer", "other_head", "queries"), "int32"),
+        **dict.fromkeys(("jaccard", "chance"), "float64"),
+    },
+)
+SUPPOSED_K = 5
+_ENTRIES = 2**26  # of the masks that are compared at a time
+
+
+@dataclass(frozen=True)
+class OverlapPlan:
+    """Which masks are compared.
+
+    Raises:
+        InputError: if k is illegal.
+    """
+
+    k: int = SUPPOSED_K  # of the mask that a model without a selection of its own would choose
+
+    def __post_init__(self) -> None:
+        if self.k < 1:
+            raise InputError(f"k must be at least 1. Got {self.k}.")
+
+
+def mask_overlap(
+    model: LoadedModel | nn.Module,
+    inputs: Batch | Iterable[Batch],
+    plan: OverlapPlan | None = None,
+    *,
+    batch_size: int = 20,
+    device: torch.device | str | None = None,
+) -> pd.DataFrame:
+    """Compare the kept keys of every two heads, and of every query with those of the query before.
+
+    Jaccard index |S ∩ S'| / |S ∪ S'| of two sets of kept keys, averaged over the queries of a sample that drop a
+    key at both places. ``chance`` is its expectation if both sets were drawn at random, of the same sizes, each
+    from the keys that its own query may attend to at its own place (:func:`expected_jaccard`): what two unrelated
+    heads would have in common.
+
+    Source: not in the paper; asked for by designs that share one selection among several layers.
+
+    Args:
+        model: from :func:`semdiag.load`, or any module; one that keeps every key is asked what top-k would keep.
+        inputs: what :func:`~semdiag.measuring.measure.measure` takes.
+        plan: k of such a model.
+        batch_size: samples at a time.
+        device: where to run; None: where the model is.
+
+    Returns:
+        The table ``overlap``. Places whose queries or keys differ in number (self- and cross-attention) are not
+        compared.
+
+    Raises:
+        NotAvailableError: if the model has attention sinks, or attention that does not keep the samples apart
+            (heads or windows in its batch axis).
+
+    Example:
+        >>> from semdiag_models import Encoder, ModelConfig
+        >>> sizes = {"vocabulary_size": 3, "classes": 2, "length": 8, "blocks": 2}
+        >>> encoder = Encoder(ModelConfig(**sizes, attention="block", k=4))
+        >>> table = mask_overlap(encoder, torch.tensor([[0, 1, 1, 0, 0, 0, 1, 1]]))
+        >>> table[["kind", "layer", "other_layer", "queries", "jaccard"]].values.tolist()[0]
+        ['pair', 0, 1, 8, 1.0]
+    """
+    plan = plan_of(OverlapPlan, plan)
+    loaded = model if isinstance(model, LoadedModel) else unnamed(model)
+    dense = loaded.external or loaded.encoder.config.attention in DENSE
+    kept = _Kept(plan.k if dense else None)
+    parts: list[pd.DataFrame] = []
+    done = 0
+    with running(loaded, kept.add, device) as run:
+        for batch in split(inputs, batch_size):
+            kept.samples = samples_of(batch)
+            run(batch)
+            parts += [part.assign(model=loaded.path) for part in _compared(kept, done)]
+            kept.calls.clear()
+            kept.allowed.clear()
+            done += kept.samples
+    return OVERLAP.of_parts(parts)
+
+
+@dataclass
+class _Kept:
+    """The kept keys of every layer of one forward pass: (B, H, L, Lk) bool, queries that drop none empty."""
+
+    k: int | None
+    samples: int = 0  # of the running batch
+    calls: dict[int, tuple[Tensor, list[int]]] = field(default_factory=dict)  # with what each head sees
+    allowed: list[Tensor] = field(default_factory=list)  # (B, L, Lk) bool, what heads see, each once
+
+    def add(self, call: AttentionCall) -> None:
+        check_rows(call, self.samples)
+        rows = scored_rows(replace(call, selected=None) if self.k is not None else call)
+        keys = torch.isfinite(rows.scores).sum(-1)
+        if self.k is None:
+            chosen = rows.selected
+        else:
+            best = rows.scores.topk(min(self.k, rows.scores.shape[-1]), -1).indices
+            chosen = torch.zeros_like(rows.selected).scatter_(-1, best, True) & rows.selected
+        seen = call.part().allowed
+        of_heads = (
+            torch.ones_like(chosen[:, :1]) if seen is None else seen.expand(len(chosen), -1, *chosen.shape[2:])
+        )
+        views = [self._view(of_head) for of_head in of_heads.unbind(1)]
+        chosen = chosen & (keys > chosen.sum(-1))[..., None]
+        self.calls[call.layer] = chosen, views * (chosen.shape[1] // len(views))
+
+    def _view(self, allowed: Tensor) -> int:
+        """The place of a head's allowed keys among those known, added where they are new."""
+        for at, known in enumerate(self.allowed):
+            if torch.equal(known, allowed):
+                return at
+        self.allowed.append(allowed)
+        return len(self.allowed) - 1
+
+
+def _compared(kept: _Kept, before: int) -> Iterable[pd.DataFrame]:
+    """Rows of one batch, whose first sample has the number ``before``."""
+    shapes: dict[tuple[int, ...], list[int]] = {}
+    for layer, (chosen, _) in kept.calls.items():
+        shapes.setdefault((chosen.shape[0], *chosen.shape[2:]), []).append(layer)
+    for layers in shapes.values():
+        places = [(layer, head) for layer in layers for head in range(kept.calls[layer][0].shape[1])]
+        masks = torch.cat([kept.calls[layer][0] for layer in layers], 1)  # (B, P, L, Lk)
+        seen_by = [view for layer in layers for view in kept.calls[layer][1]]
+        known = sorted(set(seen_by))
+        views = [known.index(view) for view in seen_by]
+        allowed = torch.stack([kept.allowed[at] for at in known], 1)  # (B, U, L, Lk)
+        for sample, (own, seen) in enumerate(zip(masks, allowed, strict=True)):
+            sizes = own.sum(-1)  # (P, L); 0 where nothing is dropped
+            for table in (_pairs(own, sizes, seen, views, places), _previous(own, sizes, seen, views, places)):
+                yield table[table["queries"] > 0].assign(sample=before + sample)
+
+
+def _pairs(
+    masks: Tensor, sizes: Tensor, allowed: Tensor, views: list[int], places: list[tuple[int, int]]
+) -> pd.DataFrame:
+    """Every two places: number of queries, mean Jaccard index, and that of random sets."""
+    count, length, width = masks.shape
+    total = torch.zeros(count, count, dtype=torch.float64)
+    queries = torch.zeros(count, count, dtype=torch.int64)
+    strip = max(1, _ENTRIES // (count * max(width, count)))
+    for start in range(0, length, strip):
+        part = masks[:, start : start + strip].transpose(0, 1).float()  # (l, P, Lk)
+        size = sizes[:, start : start + strip].T.float()
+        common = part @ part.transpose(1, 2)
+        counted = (size[:, :, None] > 0) & (size[:, None] > 0)
+        index = common / (size[:, :, None] + size[:, None] - common).clamp(min=1)
+        total += (index * counted).double().sum(0).cpu()
+        queries += counted.sum(0).cpu()
+    at, to = torch.triu_indices(count, count, 1)
+    # Mostly all places see the same keys and keep as many: chance is worked out once for all of these.
+    numbers, sizes = allowed.sum(-1).cpu(), sizes.cpu()
+    shared = [[(one & other).sum(-1).cpu() for other in allowed] for one in allowed]
+    kinds, kind = torch.cat([sizes, torch.tensor(views)[:, None]], 1).unique(dim=0, return_inverse=True)  # type: ignore[no-untyped-call]
+    known = [(one[:-1], int(one[-1])) for one in kinds]
+    chance = torch.tensor(
+        [[_chance(a, b, numbers[u], numbers[v], shared[u][v]) for b, v in known] for a, u in known],
+        dtype=torch.float64,
+    )
+    return _table(
+        "pair", [places[i] for i in at.tolist()], [places[i] for i in to.tolist()],
+        queries[at, to], total[at, to] / queries[at, to].clamp(min=1), chance[kind[at], kind[to]],
+    )  # fmt: skip
+
+
+def _previous(
+    masks: Tensor, sizes: Tensor, allowed: Tensor, views: list[int], places: list[tuple[int, int]]
+) -> pd.DataFrame:
+    """Every place: each query against the one before it."""
+    common = (masks[:, 1:] & masks[:, :-1]).sum(-1)
+    counted = (sizes[:, 1:] > 0) & (sizes[:, :-1] > 0)
+    index = (common / (sizes[:, 1:] + sizes[:, :-1] - common).clamp(min=1)).double()
+    queries = counted.sum(1)
+    numbers, shared = allowed.sum(-1), (allowed[:, 1:] & allowed[:, :-1]).sum(-1)
+    chance = [
+        _chance(own[1:], own[:-1], numbers[at, 1:], numbers[at, :-1], shared[at])
+        for own, at in zip(sizes, views, strict=True)
+    ]
+    mean = (index * counted).sum(1) / queries.clamp(min=1)
+    return _table("previous", places, places, queries.cpu(), mean.cpu(), torch.tensor(chance, dtype=torch.float64))
+
+
+def _table(
+    kind: str,
+    places: list[tuple[int, int]],
+    others: list[tuple[int, int]],
+    queries: Tensor,
+    jaccard: Tensor,
+    chance: Tensor,
+) -> pd.DataFrame:
+    columns = [*zip(*places, strict=True), *zip(*others, strict=True)] or [()] * 4
+    ends = zip(("layer", "head", "other_layer", "other_head"), columns, strict=True)
+    return pd.DataFrame(
+        {
+            **dict(ends),
+            "kind": kind,
+            "queries": queries.numpy(),
+            "jaccard": jaccard.numpy(),
+            "chance": chance.numpy(),
+        }
+    )
+
+
+def _chance(first: Tensor, second: Tensor, keys: Tensor, others: Tensor, shared: Tensor) -> float:
+    """Mean expected Jaccard index of random sets of these sizes from such keys; NaN if no query counts."""
+    some = (first > 0) & (second > 0)
+    if not bool(some.any()):
+        return math.nan
+    numbers = torch.stack([values[some] for values in (first, second, keys, others, shared)]).cpu()
+    kinds, counts = numbers.unique(dim=1, return_counts=True)  # type: ignore[no-untyped-call]
+    means = [expected_jaccard(*map(int, kind)) for kind in kinds.T]
+    return float(torch.tensor(means, dtype=torch.float64) @ counts.double() / counts.sum())
+
+
+@cache
+def expected_jaccard(
+    first: int, second: int, keys: int, others: int | None = None, shared: int | None = None
+) -> float:
+    """E |S ∩ S'| / |S ∪ S'| of two sets drawn at random, S from the keys A and S' from the keys A'.
+
+    |S ∩ A'| is hypergeometric (of |A| keys, |A ∩ A'|, drawn |S|); where it is x, |S ∩ S'| is hypergeometric (of
+    |A'| keys, x, drawn |S'|).
+
+    Args:
+        first: |S|.
+        second: |S'|.
+        keys: |A|, at least |S|.
+        others: |A'|, at least |S'|; None: A' = A.
+        shared: |A ∩ A'|; None: A' = A.
+
+    Returns:
+        In [0, 1].
+
+    Example:
+        >>> expected_jaccard(1, 1, 4), expected_jaccard(3, 3, 3), expected_jaccard(1, 1, 4, 2, 1)
+        (0.25, 1.0, 0.125)
+    """
+    others, shared = keys if others is None else others, keys if shared is None else shared
+    seen = np.arange(max(0, first + shared - keys), min(first, shared) + 1)
+    common = np.arange(min(seen[-1], second) + 1)
+    at_random = scipy.stats.hypergeom.pmf(common, others, seen[:, None], second)
+    law = scipy.stats.hypergeom.pmf(seen, keys, shared, first) @ at_random
+    return float(law @ (common / (first + second - common)))
+
+
+def _measure(subject: Subject, plan: OverlapPlan, prepared: Any) -> Mapping[str, pd.DataFrame]:
+    inputs, _ = subject.first
+    return {"overlap": mask_overlap(subject.model, inputs, plan, device=subject.device)}
+
+
+def _provenance(plan: OverlapPlan, samples: int, few: int) -> dict[str, Any]:
+    return {"overlap_k": plan.k, "probe_samples": few}
+
+
+MASK_OVERLAP = Probe("overlap", OverlapPlan, (OVERLAP,), _measure, provenance=_provenance)

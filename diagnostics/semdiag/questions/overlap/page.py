@@ -1,0 +1,93 @@
+"""The section ``overlap`` of a report: its figure, sentences and tables."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from semdiag.capturing.attention_kinds import DENSE
+from semdiag.measuring.findings.findings import Findings
+from semdiag.questions.glance import measured_glance
+from semdiag.questions.overlap.answer import overlap_table
+from semdiag.measuring.findings.number_words import interval_words
+from semdiag.measuring.table import ALL
+from semdiag.presenting.drawing.panels import model_labels
+from semdiag.presenting.section import Question, Section, Shown
+from semdiag.questions.overlap.figures.mask_overlap import mask_overlap
+from semdiag.presenting.tables import one_table
+
+_BETWEEN = {
+    "layers": "two layers",
+    "heads": "two heads of a layer",
+    "previous": "a query and the one before it",
+}
+
+
+def _interval(row: Mapping[Any, Any]) -> str:
+    if math.isnan(row["low"] + row["high"]):
+        return interval_words(row["low"], row["high"], samples=row["samples"])
+    return f"{row['low']:.2f} to {row['high']:.2f}"
+
+
+def overlap_sentences(findings: Findings) -> list[str]:
+    """Say of every model how much of their masks layers, heads and successive queries have in common.
+
+    Args:
+        findings: with the table overlap.
+
+    Returns:
+        One sentence per model.
+    """
+    table, models = findings(overlap_table), findings.measurements.models
+    kinds = dict(zip(models["model"], models["attention"], strict=True))
+    said = []
+    for model, label in model_labels(models).items():
+        own = table[(table["model"] == model) & (table["layer"] == ALL)]
+        parts = [
+            f"{_BETWEEN[row['what']]} {row['jaccard']:.2f} ({_interval(row)}; at random "
+            f"{row['chance']:.2f}; {row['pairs']:,} pairs, {row['samples']:,} samples)"
+            for row in own.to_dict("records")
+        ]
+        k = findings.measurements.provenance.get("overlap_k")
+        supposed = f", the mask that top-{k} would choose" if kinds[model] in DENSE else ""
+        said.append(
+            f"{label}{supposed}: mean Jaccard index of the kept keys of {', of '.join(parts)}."
+            if parts
+            else f"{label}{supposed}: no query drops a key at both of two places, so nothing can be compared."
+        )
+    return said
+
+
+_QUESTIONS = (
+    Question(
+        "overlap",
+        "Do layers keep the same keys?",
+        (
+            Shown(
+                mask_overlap,
+                "Mean Jaccard index of the kept keys as coloured cells, layer by layer, heads of a layer on the "
+                "diagonal, and beside it for successive queries: {shown}.",
+                "A bright cell is a pair of layers that could share one selection: for the same query they keep "
+                "the same keys. The column on the right tells how much of a query's selection the next one could "
+                "reuse. Compare with the value that random sets of the same size have, in the panel's title.",
+            ),
+        ),
+        (
+            "A model that keeps every key has no masks: those that top-k would choose from its scores are "
+            "compared, and its output does not depend on them. Queries with too few keys to drop one are left "
+            "out.",
+            "The index counts keys, not weights: two heads may share all but the key that matters. Masks that do "
+            "not depend on the input overlap by construction.",
+            "Intervals resample sequences; they are about other inputs of the same kind.",
+        ),
+    ),
+)
+
+OVERLAP = Section(
+    name="overlap",
+    needs=("overlap",),
+    glance=measured_glance("overlap"),
+    questions=_QUESTIONS,
+    external=_QUESTIONS,
+    details=overlap_sentences,
+    tables=one_table("overlap", overlap_table),
+)

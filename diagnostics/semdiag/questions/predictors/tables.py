@@ -1,0 +1,19 @@
+"""The tables of the section ``predictors``."""
+
+import pandas as pd
+
+from semdiag.measuring.findings.findings import Findings
+from semdiag.questions.predictors.answer.mask_cells import mask_cells, run_outcomes
+from semdiag.questions.predictors.answer.prediction import held_out_tasks, predictor_table
+from semdiag.presenting.tables import with_run_facts
+
+
+def predictor_tables(findings: Findings, alone: bool) -> dict[str, pd.DataFrame]:
+    """The correlations (predictors), what they are taken over (cells), the numbers behind, held_out_tasks."""
+    return {
+        "predictors": findings(predictor_table),
+        "cells": findings(mask_cells),
+        "outcomes": findings(run_outcomes),
+        "candidates": with_run_facts(findings, findings.measurements.predictors),
+        "held_out_tasks": findings(held_out_tasks),
+    }

@@ -1,0 +1,23 @@
+"""How far apart kept and dropped scores are, and which keys are relied on."""
+
+from semdiag.measuring.findings.findings import Findings
+from semdiag.measuring.findings.layered_summary import Percentile, by_layer, without
+from semdiag.measuring.findings.strict_json import Summary
+
+
+def separation_summary(findings: Findings) -> Summary:
+    """Percentiles of Δ and of the raw key loads per layer and head, and pooled.
+
+    Args:
+        findings: of one or more models.
+
+    Returns:
+        A JSON-ready dictionary, schema ``semdiag.separation/2``.
+    """
+
+    def describe(of: Percentile, suffix: str) -> Summary:
+        load = without(of("load" + suffix), "not_positive", "undefined")
+        load["keys"] = load.pop("queries")
+        return {"separation": of("separation" + suffix), "load": load}
+
+    return by_layer("separation", findings, describe)

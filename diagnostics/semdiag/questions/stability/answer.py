@@ -1,0 +1,268 @@
+"""Does ξ bound what softmax rows do? Sound and paper form against measured secants and local constants."""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from numpy.typing import NDArray
+
+from semdiag.capturing.attention_kinds import BOUNDED
+from semdiag.measuring.findings.findings import Findings
+from semdiag.measuring.findings.layered_summary import without
+from semdiag.measuring.findings.pairing import compared_pairs
+from semdiag.measuring.findings.resampling import ratio_interval
+from semdiag.measuring.findings.strict_json import MODEL_FACTS, Summary, json_object
+from semdiag.measuring.findings.finding import Finding, Verdict, of_rows, verdicts_of
+from semdiag.mathematics.softmax_stability import fixed_mask_stability
+from semdiag.measuring.percentiles import percentiles, pooled_table
+from semdiag.questions.stability.measure.softmax_bounds import local_stability, with_bounds
+from semdiag.measuring.table import ALL
+
+RESAMPLES = 300
+SECANTS = "‖p − p'‖₁ ≤ ξ ‖z − z'‖₁ on the measured pairs"
+ROWS = "‖p − p'‖₁ ≤ row constant · ‖z − z'‖_∞ on the measured pairs"
+LOCAL = "local ξ_loc ≤ ξ*(δ, k)"
+UNKNOWN = "ξ bounds the measured secants"  # of a kind of attention without a ξ
+_LOG_HALF = math.log(0.5)
+_SLACK = 1e-9  # relative, of quantities in float64
+_TOLERANCE = {"float32": 1e-3, "float64": 1e-9}  # relative, of ξ_loc against ξ* from rounded scores
+
+_HALF = 1e-2  # of models in half precision
+
+
+def stability_findings(findings: Findings) -> list[Finding]:
+    """Judge every form of ξ on every measured model.
+
+    Source: docs/theory.md#secants. Deviation: none.
+
+    Args:
+        findings: with secants, or without: then only the local constants are judged.
+
+    Returns:
+        Findings per model. A violated ``sound`` form is a bug of semdiag; a violated ``paper`` form is not.
+    """
+    measurements = findings.measurements
+    tolerance = _TOLERANCE.get(measurements.provenance.get("dtype", "float32"), _HALF)
+    found = []
+    for row in measurements.models.to_dict("records"):
+        own = measurements.of(row["model"])
+        found.append(_local(row["model"], own.queries, tolerance))
+        if own.secants.empty:
+            continue
+        if row["attention"] not in BOUNDED:
+            note = f"no ξ is known for {row['attention']} attention; secants and response are still given"
+            found.append(Finding(row["model"], UNKNOWN, "", "all", Verdict.NOT_MET, {}, note))
+            continue
+        rows = with_bounds(own.secants, row["attention"])
+        distances = (("sound", "ln_sound", "score_change"), ("paper", "ln_paper", "score_change"))
+        found += [_secants(row["model"], rows, *names) for names in distances]
+        found.append(_secants(row["model"], rows, "sound, row form", "ln_row", "score_change_max"))
+    return found
+
+
+def _secants(model: str, rows: pd.DataFrame, form: str, bound: str, distance: str) -> Finding:
+    """Judge one form of ξ on the measured pairs of rows."""
+    log_bound, fixed = rows[bound].to_numpy(), rows["fixed_set"].to_numpy(bool)
+    not_met, violated = _not_met(rows, bound), exceeding(rows, bound, distance)
+    with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+        promised = np.exp(log_bound) * rows[distance].to_numpy()
+        factor = rows["weight_change"].to_numpy() / promised
+    trivial = np.full(len(rows), False)
+    if distance == "score_change":  # where the set is fixed, ½ holds for any row
+        trivial = (log_bound >= _LOG_HALF - 1e-12) & fixed & ~violated & ~not_met
+    counts = {
+        "holds": int((~violated & ~trivial & ~not_met).sum()),
+        "violated": int(violated.sum()),
+        "vacuous": int(trivial.sum()),
+        "not_met": int(not_met.sum()),
+    }
+    numbers = {
+        **counts,
+        "largest measured over bound": float(np.nanmax(factor[~not_met], initial=0.0)),
+        "promises no less than 2": int((~not_met & (promised >= 2)).sum()),
+    }
+    if form == "paper":
+        numbers["below the sound form"] = int((rows["ln_paper"] < rows["ln_sound"] - 1e-12).sum())
+    claim = SECANTS if distance == "score_change" else ROWS
+    return Finding(model, claim, form, "all", of_rows(**counts), numbers, _note(rows, counts["not_met"]))
+
+
+def exceeding(rows: pd.DataFrame, bound: str, distance: str = "score_change") -> NDArray[np.bool_]:
+    """Which measured pairs of rows exceed a form of ξ, by more than rounding in float64.
+
+    Source: docs/theory.md#secants. Deviation: none.
+
+    Args:
+        rows: from :func:`~semdiag.questions.stability.measure.softmax_bounds.with_bounds`.
+        bound: column with the logarithm of the form.
+        distance: column with what it multiplies.
+
+    Returns:
+        (rows,); false where the form's assumptions are not met.
+    """
+    with np.errstate(over="ignore", invalid="ignore"):
+        promised = np.exp(rows[bound].to_numpy()) * rows[distance].to_numpy()
+        above: NDArray[np.bool_] = rows["weight_change"].to_numpy() > promised * (1 + _SLACK) + 1e-13
+    return ~_not_met(rows, bound) & above
+
+
+def _not_met(rows: pd.DataFrame, bound: str) -> NDArray[np.bool_]:
+    fixed, apart = rows["fixed_set"].to_numpy(bool), rows["separation"].to_numpy() > 0
+    unknown: NDArray[np.bool_] = ~(rows[bound].to_numpy() < math.inf) | (~fixed & ~apart)
+    return unknown
+
+
+def _note(rows: pd.DataFrame, not_met: int) -> str:
+    if not not_met:
+        return ""
+    tied = int((rows["separation"] == 0).sum())
+    return f"no ξ_h for {not_met} rows: Δ ≤ 0 ({tied} ties within rounding), or not finite"
+
+
+def _local(model: str, queries: pd.DataFrame, tolerance: float) -> Finding:
+    """Judge ξ_loc ≤ ξ*(δ, k), query by query."""
+    queries = queries[queries["kept"] > 0]  # without a key there is no softmax
+    usable = queries[np.isfinite(queries["dispersion"])]
+    delta, kept = (torch.tensor(usable[name].to_numpy(np.float64)) for name in ("dispersion", "kept"))
+    bound = fixed_mask_stability(delta, kept).log_value.exp().numpy()
+    local = local_stability(usable).to_numpy()
+    violated = local > bound * (1 + tolerance) + tolerance * 1e-3
+    trivial = ~violated & (bound >= 0.5)
+    counts = {
+        "holds": int((~violated & ~trivial).sum()),
+        "violated": int(violated.sum()),
+        "vacuous": int(trivial.sum()),
+        "not_met": len(queries) - len(usable),
+    }
+    with np.errstate(invalid="ignore", divide="ignore"):
+        factor = local / bound
+    numbers = {**counts, "largest measured over bound": float(np.nanmax(factor, initial=0.0))}
+    return Finding(model, LOCAL, "sound", "all", of_rows(**counts), numbers)
+
+
+def response_by_layer(findings: Findings) -> dict[tuple[float, str], pd.DataFrame]:
+    """Percentiles of ‖p − p'‖₁ in every layer, heads pooled.
+
+    Args:
+        findings: with secants.
+
+    Returns:
+        By noise level and model a row per layer, in their order.
+    """
+    groups = findings.measurements.secants.groupby(["level", "model"], sort=True)
+    return {
+        (float(str(level)), str(model)): pooled_table(rows, "weight_change", by="layer").sort_values("layer")
+        for (level, model), rows in groups
+    }
+
+
+def stability_table(findings: Findings) -> pd.DataFrame:
+    """Percentiles of measured changes and of both forms of ξ, per layer and head, and pooled.
+
+    Args:
+        findings: with the table secants.
+
+    Returns:
+        model, noise, layer, head (ALL where pooled), quantity (local, secant, response,
+        ln_sound, ln_paper, ln_row), then the columns of
+        :func:`~semdiag.measuring.percentiles.percentiles`.
+    """
+    rows: list[dict[Any, Any]] = []
+    for facts in findings.measurements.models[["model", "attention"]].to_dict("records"):
+        own, model = findings.measurements.of(facts["model"]), {"model": facts["model"]}
+        local = own.queries.assign(local=local_stability(own.queries))
+        rows += [{**model, "noise": None, **row} for row in _by_place(local, {"local": "local"})]
+        named = {"secant": "secant", "response": "weight_change"}
+        named |= {name: name for name in ("ln_sound", "ln_paper", "ln_row")}
+        for noise, secants in with_bounds(own.secants, str(facts["attention"])).groupby("level"):
+            rows += [{**model, "noise": noise, **row} for row in _by_place(secants, named)]
+    return pd.DataFrame(rows)
+
+
+def _by_place(rows: pd.DataFrame, columns: dict[str, str]) -> Iterator[dict[str, Any]]:
+    places: list[tuple[Any, Any, pd.DataFrame]] = [
+        (layer, head, part) for (layer, head), part in rows.groupby(["layer", "head"], sort=True)
+    ]
+    for layer, head, part in [*places, (ALL, ALL, rows)]:
+        for quantity, column in columns.items():
+            yield {"layer": layer, "head": head, "quantity": quantity, **percentiles(part[column])}
+
+
+def response_table(findings: Findings) -> pd.DataFrame:
+    """Whose attention weights move more under the same noise.
+
+    Args:
+        findings: with secants.
+
+    Returns:
+        One row per compared pair and noise level: pair, level, mean and full_mean (of ‖p − p'‖₁), ratio of the
+        medians with its 95 % interval low … high (whole sequences resampled).
+    """
+    secants = findings.measurements.secants
+    rows = dict(iter(secants.groupby(["model", "level"], sort=False)))
+    found = []
+    for pair in findings(compared_pairs):
+        for level in sorted(secants["level"].unique()):
+            if (pair.full, level) not in rows or (pair.other, level) not in rows:
+                continue
+            other, full = rows[pair.other, level], rows[pair.full, level]
+            ratio = ratio_interval(other, full, "weight_change", resamples=RESAMPLES)
+            found.append(
+                {
+                    "pair": pair.label, "level": level, "mean": percentiles(other["weight_change"])["mean"],
+                    "full_mean": percentiles(full["weight_change"])["mean"], "ratio": ratio.estimate,
+                    "low": ratio.low, "high": ratio.high,
+                }
+            )  # fmt: skip
+    return pd.DataFrame(found, columns=["pair", "level", "mean", "full_mean", "ratio", "low", "high"])
+
+
+def stability_summary(findings: Findings) -> Summary:
+    """Percentiles of the local constant, secants, response and both forms of ξ, per layer and head and pooled.
+
+    Args:
+        findings: of one or more models, with secants.
+
+    Returns:
+        A JSON-ready dictionary, schema ``semdiag.stability/2``. Of several noise levels secants, ln ξ and the
+        share of same sets are of all together, and by level in ``by_noise``.
+    """
+    measurements = findings.measurements
+    judged = findings(stability_findings)
+    results = []
+    for row in measurements.models.to_dict("records"):
+        own = measurements.of(row["model"])
+        secants = with_bounds(own.secants, str(row["attention"]))
+        layers = []
+        for layer, head in sorted({*zip(own.queries["layer"], own.queries["head"], strict=True)}):
+            parts = (t[(t["layer"] == layer) & (t["head"] == head)] for t in (own.queries, secants))
+            layers.append({"layer": int(layer), "head": int(head), **_describe(*parts)})
+        result = {key: row[key] for key in MODEL_FACTS} | {"unit": "per nat", "layers": layers}
+        result |= {"all": _describe(own.queries, secants), "verdicts": verdicts_of(judged, row["model"])}
+        results.append(result)
+    return json_object("stability", findings, results=results)
+
+
+def _describe(queries: pd.DataFrame, secants: pd.DataFrame) -> Summary:
+    """Percentiles over the queries; bounds as natural logarithms."""
+    described: Summary = {"local": without(percentiles(local_stability(queries)), "not_positive")}
+    if secants.empty:
+        return described
+    levels = {float(str(level)): rows for level, rows in secants.groupby("level")}
+    response = [{"noise": level, **_percentiles(rows, "weight_change")} for level, rows in levels.items()]
+    described |= {"response": response, **_moved(secants)}
+    if len(levels) > 1:  # what stands above is then of all levels together
+        described["by_noise"] = [{"noise": level, **_moved(rows)} for level, rows in levels.items()]
+    return described
+
+
+def _moved(secants: pd.DataFrame) -> Summary:
+    found = {name: _percentiles(secants, name) for name in ("secant", "ln_sound", "ln_paper")}
+    return {**found, "same_set": float(secants["same_set"].mean())}
+
+
+def _percentiles(rows: pd.DataFrame, name: str) -> Summary:
+    return without(percentiles(rows[name]), "not_positive")

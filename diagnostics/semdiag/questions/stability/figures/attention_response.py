@@ -1,0 +1,57 @@
+"""How far attention weights move under input noise, layer by layer: full attention against its counterparts."""
+
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from semdiag.measuring.findings.findings import Findings
+from semdiag.questions.stability.answer import response_by_layer, stability_table
+from semdiag.measuring.table import ALL
+from semdiag.presenting.drawing.letter_values import READING, layer_boxes, logarithmic_limits, positive_range
+from semdiag.presenting.drawing.noise import noise_facts, percent
+from semdiag.presenting.drawing.panels import NothingToDrawError, Panel, panels_of
+from semdiag.presenting.drawing.style import finished, panel_grid, paper_style, title_with_facts
+
+
+@paper_style
+def attention_response(findings: Findings) -> Figure:
+    """Draw the distribution of ‖p − p'‖₁ under input noise per layer, heads pooled, with its mean.
+
+    Args:
+        findings: with secants.
+
+    Returns:
+        One panel per noise level and per task, seed, size, setting and snapshot.
+
+    Raises:
+        NothingToDrawError: if nothing was perturbed, or nothing moved.
+    """
+    secants = findings.measurements.secants
+    if secants.empty:
+        raise NothingToDrawError("No input was perturbed: no response was measured.")
+    tables, pooled = findings(response_by_layer), findings(stability_table)
+    pooled = pooled[(pooled["layer"] == ALL) & (pooled["quantity"] == "response")]
+    means = {(row["noise"], row["model"]): row["mean"] for row in pooled.to_dict("records")}
+    low, high = positive_range(pd.concat(tables.values()), "p1", "p99")
+    levels = sorted({level for level, _ in tables})
+    measured = set(secants["model"])
+    panels = [p for p in panels_of(findings.measurements.models) if any(s.model in measured for s in p.series)]
+    places = [(panel, level) for panel in panels for level in levels]
+    figure, axes = panel_grid(len(places), height=3.0)
+    for ax, (panel, level) in zip(axes, places, strict=True):
+        logarithmic_limits(ax, low, high)
+        _draw(ax, panel, {model: table for (at, model), table in tables.items() if at == level})
+        named = f"{panel.title}, noise {percent(level)}"
+        facts = [f"{s.label}: mean {means[level, s.model]:.3g}" for s in panel.series if (level, s.model) in means]
+        title_with_facts(ax, named, facts)
+    axes[0].set_ylabel("response ‖p − p′‖₁ (at most 2)")
+    return finished(figure, f"{noise_facts(findings, secants)}.\n{READING}; marker: mean")
+
+
+def _draw(ax: Axes, panel: Panel, tables: dict[str, pd.DataFrame]) -> None:
+    boxes = [(s.label, s.style, tables[s.model]) for s in panel.series if s.model in tables]
+    for x, row, style in layer_boxes(ax, boxes, extreme="mean"):
+        ax.plot(
+            x, row["mean"], marker=style.marker, color=style.color, markersize=5, markeredgecolor="white",
+            markeredgewidth=0.8, linestyle="none", zorder=4,
+        )  # fmt: skip

@@ -1,0 +1,130 @@
+"""The softmax constant ξ against the dispersion in both forms, with what was measured below it."""
+
+import math
+
+import numpy as np
+import pandas as pd
+import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from semdiag.capturing.attention_kinds import DENSE, FIXED_MASKS
+from semdiag.measuring.findings.findings import Findings
+from semdiag.questions.stability.answer import exceeding
+from semdiag.mathematics.paper_stability import paper_fixed_mask_stability, paper_form_threshold
+from semdiag.mathematics.softmax_stability import fixed_mask_stability
+from semdiag.questions.stability.measure.softmax_bounds import with_bounds
+from semdiag.presenting.drawing.noise import noise_facts
+from semdiag.presenting.drawing.panels import NothingToDrawError
+from semdiag.presenting.drawing.style import (
+    ATTENTION_STYLES,
+    FAINT,
+    INK,
+    attention_style,
+    finished,
+    lightened,
+    panel_grid,
+    paper_style,
+    plain_numbers,
+    title_with_facts,
+)
+
+POINTS = 300
+_EXCEEDING = 50
+_RANGE = (0.1, 100.0)
+_TOP, _FLOOR = 10.0, 1e-5
+_SHADE = "#f6dcc3"
+
+
+@paper_style
+def stability_curves(findings: Findings) -> Figure:
+    """Draw ξ = e^δ/n and ξ*(δ, n) against δ for the numbers of keys that rows have, and their secants.
+
+    The rows are those of full attention and of fixed masks, of which these forms of ξ speak.
+
+    Args:
+        findings: with secants of such models.
+
+    Returns:
+        One panel per number of keys, at most three: the two commonest, and that with the most rows above the
+        paper's form, or the third commonest.
+
+    Raises:
+        NothingToDrawError: if no secant of such a model was measured.
+    """
+    rows = _rows(findings)
+    if rows.empty:
+        raise NothingToDrawError("No secant of full attention or of a fixed mask was measured.")
+    common, exceeding = (some["kept"].value_counts().index for some in (rows, rows[rows["above"]]))
+    third = exceeding[:1] if len(exceeding) else common[2:3]
+    panels = sorted({int(keys) for keys in [*common[:2], *third]})
+    figure, axes = panel_grid(len(panels), height=3.0)
+    for ax, keys in zip(axes, panels, strict=True):
+        _draw_curves(ax, keys)
+        _draw_points(ax, keys, rows[rows["kept"] == keys])
+    axes[0].set_ylabel("‖p − p′‖₁ / ‖z − z′‖₁ (per nat)")
+    return finished(
+        figure,
+        f"{noise_facts(findings, rows)}; at most {POINTS} points per panel."
+        f"\nUp to {_EXCEEDING} above the paper's form and the five closest to ξ* are always drawn. No row "
+        "exceeds ½ (dotted): a constant above it says nothing.",
+    )
+
+
+def _rows(findings: Findings) -> pd.DataFrame:
+    """Secants of full attention and of fixed masks beside ξ, those with a change to show; full attention first."""
+    measurements, parts = findings.measurements, []
+    models = measurements.models[measurements.models["attention"].isin(FIXED_MASKS)]
+    for model, attention in zip(models["model"], models["attention"], strict=True):
+        own = with_bounds(measurements.secants[measurements.secants["model"] == model], attention)
+        moved = (own["secant"] > 0) & (own["dispersion"] > 0) & np.isfinite(own["ln_sound"])
+        kind = "full" if attention in DENSE else attention
+        parts.append(own.assign(attention=kind, above=exceeding(own, "ln_paper"))[moved])
+    rows: pd.DataFrame = pd.concat(parts, ignore_index=True) if parts else pd.DataFrame()
+    return rows
+
+
+def _draw_curves(ax: Axes, keys: int) -> None:
+    delta = np.geomspace(*_RANGE, 181)
+    sound = fixed_mask_stability(torch.tensor(delta), keys).log_value.numpy()
+    paper = paper_fixed_mask_stability(torch.tensor(delta), keys).log_value.numpy()
+    shown = np.exp(np.minimum(paper, math.log(10 * _TOP)))
+    ax.fill_between(delta, shown, np.exp(sound), where=paper < sound, color=_SHADE, linewidth=0,
+                    label="paper form below the sound one")  # fmt: skip
+    ax.plot(delta, np.exp(sound), color=INK, linewidth=1.6, label="sound: ξ*(δ, n)")
+    ax.plot(delta, shown, color=INK, linewidth=1.3, linestyle=(0, (5, 2)), label="paper: e^δ/n")
+    ax.axhline(0.5, color=FAINT, linewidth=0.7, linestyle=(0, (1, 2)))
+    ax.set(xscale="log", yscale="log", xlim=_RANGE, ylim=(_FLOOR, _TOP), xlabel="dispersion δ (nats)")
+    plain_numbers(ax.xaxis)
+
+
+def _draw_points(ax: Axes, keys: int, rows: pd.DataFrame) -> None:
+    threshold = paper_form_threshold(torch.tensor([keys])).item()
+    facts = [f"paper form below the sound one for δ < {threshold:.2f}"] if threshold else []
+    facts.append(f"{len(rows):,} measured pairs of rows, {rows['above'].sum():,} above the paper's form")
+    title_with_facts(ax, f"n = {keys} keys", facts)
+    excess = np.log(rows["secant"]) - rows["ln_paper"]
+    always = (np.log(rows["secant"]) - rows["ln_sound"]).nlargest(5).index
+    always = always.union(excess[rows["above"]].nlargest(_EXCEEDING).index)
+    others = rows.drop(index=always)
+    chosen = others.sample(min(POINTS - len(always), len(others)), random_state=0).index.union(always)
+    points = rows.loc[chosen]
+    kinds = [kind for kind in ATTENTION_STYLES if kind in set(points["attention"])]
+    for kind in kinds:
+        style, own = attention_style(kind), points[points["attention"] == kind]
+        ax.plot([], [], marker=style.marker, color=style.color, linestyle="none", markersize=4,
+                label=f"{style.name}, measured")  # fmt: skip
+        ax.plot(
+            own["dispersion"], own["secant"].clip(lower=_FLOOR), marker=style.marker, markersize=2,
+            markeredgewidth=0, color=lightened(style.color, 0.2), linestyle="none", zorder=3,
+        )  # fmt: skip
+        above = own[own["above"]]
+        ax.plot(
+            above["dispersion"], above["secant"], marker=style.marker, markersize=4.5, markeredgecolor=INK,
+            markeredgewidth=0.9, color=style.color, linestyle="none", zorder=4,
+        )  # fmt: skip
+    if points["above"].any():
+        ax.plot(
+            [], [], marker="o", markersize=4.5, markerfacecolor="none", markeredgecolor=INK, linestyle="none",
+            label="above the paper's form",
+        )  # fmt: skip

@@ -1,0 +1,341 @@
+"""What input noise does to the softmax rows of a model: secants, response, changed sets."""
+
+import copy
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from torch import Tensor, nn
+
+from semdiag.capturing.attention_calls import AttentionCall, watch_attention
+from semdiag.capturing.batches import Batch, first_samples, moved, repeated, samples_of, split
+from semdiag.capturing.loading import LoadedModel
+from semdiag.mathematics.softmax_secants import score_change, weight_change
+from semdiag.measuring.calls.batch_rows import check_rows
+from semdiag.measuring.calls.call_lengths import longest_call
+from semdiag.measuring.calls.running import running
+from semdiag.measuring.calls.scored_rows import ScoredRows, scored_rows
+from semdiag.measuring.probe import Probe, Subject
+from semdiag.measuring.embedding_noise import Reach, noisy_embeddings
+from semdiag.measuring.table import Table
+from semdiag_models import Encoder, InputError
+
+SECANTS = Table(
+    "secants",
+    "One row per query, noise level and clean-noisy pair.",
+    {
+        "model": "str",
+        **dict.fromkeys(("sample", "layer", "head", "query"), "int32"),
+        "level": "float64",
+        "kept": "int32",
+        **dict.fromkeys(("weight_change", "score_change", "score_change_max"), "float64"),
+        "same_set": "bool",
+        **dict.fromkeys(("dispersion", "separation"), "float64"),
+    },
+)
+
+SAMPLES = 50
+NOISE = 0.01  # of each embedded token's root mean square
+_SCORES = 2**22  # scores of one forward pass, at most (or one sample's)
+_HEADS = 16  # supposed of models of others, for the size of a pass
+
+
+def measure_secants(
+    encoder: Encoder,
+    tokens: Tensor,
+    *,
+    model: str = "model",
+    levels: Sequence[float] = (NOISE,),
+    samples: int = SAMPLES,
+    seed: int = 0,
+    device: torch.device | str = "cpu",
+    min_keys: int = 1,
+) -> pd.DataFrame:
+    """Compare every softmax row of clean inputs with that of noisy copies of the same inputs.
+
+    Gaussian noise is added to the embedded tokens (CLS and global ones, too), with a standard deviation of
+    ``level`` times the token's root mean square; everything downstream follows. Clean and noisy inputs share
+    one forward pass in float64, and the noise is the same at every level but for its size.
+
+    Source: docs/theory.md#secants. Deviation: not in the paper.
+
+    Args:
+        encoder: the model; a copy is run, in evaluation mode.
+        tokens: (N, L) int64; the first ``samples`` are used.
+        model: written into the column ``model``.
+        levels: relative sizes of the noise, each positive.
+        samples: inputs to perturb.
+        seed: of the noise.
+        device: where to run; float64 is needed, so ``mps`` is replaced by the CPU.
+        min_keys: queries with fewer keys are left out.
+
+    Returns:
+        One row per level, sample, layer, head and query that is not padding: kept (k_i of the clean row),
+        weight_change ‖p − p'‖₁, score_change ‖z − z'‖₁ and score_change_max ‖z − z'‖_∞ over S ∪ S', same_set
+        (S = S'), dispersion (the larger of both rows), separation (the smaller; +inf where nothing is
+        dropped, 0 at a tie).
+
+    Raises:
+        InputError: if a level is not positive and finite.
+
+    Example:
+        >>> from semdiag_models import ModelConfig
+        >>> encoder = Encoder(ModelConfig(vocabulary_size=3, classes=2, length=4, blocks=1))
+        >>> rows = measure_secants(encoder, torch.tensor([[0, 1, 1, 0]]))
+        >>> len(rows), bool((rows["weight_change"] <= 0.5 * rows["score_change"]).all())
+        (4, True)
+    """
+    check_levels(levels)
+    device = torch.device("cpu") if torch.device(device).type == "mps" else torch.device(device)
+    runner = copy.deepcopy(encoder).to(device=device, dtype=torch.float64).eval()
+    tokens = tokens[:samples].to(device, torch.int64)
+    generator = torch.Generator().manual_seed(seed)
+    length = tokens.shape[1] + encoder.config.extra_tokens
+    shape = (len(tokens), length, encoder.config.width)
+    noise = torch.randn(shape, generator=generator, dtype=torch.float64).to(device)
+    per_pass = max(1, _SCORES // (2 * encoder.config.heads * length**2))
+    parts = []
+    for level in levels:
+        for start in range(0, len(tokens), per_pass):
+            part = slice(start, start + per_pass)
+            parts += [
+                {"sample": columns.pop("sample") + start, "level": level, **columns}
+                for columns in _pass(runner, tokens[part], level * noise[part], min_keys)
+            ]
+    return SECANTS.of_parts(pd.DataFrame({"model": model, **columns}) for columns in parts)
+
+
+def external_secants(
+    loaded: LoadedModel,
+    batches: Iterable[Batch],
+    *,
+    levels: Sequence[float] = (NOISE,),
+    samples: int = SAMPLES,
+    seed: int = 0,
+    device: torch.device | str = "cpu",
+    min_keys: int = 1,
+    note: Callable[[str, str], None] = lambda name, why: None,
+) -> pd.DataFrame:
+    """As :func:`measure_secants`, for models whose attention alone is known: noise enters behind the embedding.
+
+    Args:
+        loaded: any model; a copy in float64 is run.
+        batches: its inputs.
+        levels: relative sizes of the noise, each positive.
+        samples: inputs to perturb, the first ones.
+        seed: of the noise, which is the same at every level but for its size.
+        device: where to run; ``mps`` is replaced by the CPU.
+        min_keys: queries with fewer keys are left out.
+        note: called with what is not available of the model, and why.
+
+    Returns:
+        The table ``secants``; no rows of attention that the noise does not reach.
+
+    Raises:
+        NotAvailableError: if the model has no embedding that can be found, attention sinks, or attention that does
+            not keep the samples apart (heads or windows in its batch axis), or if the noise reaches none of it.
+    """
+    check_levels(levels)
+    device = torch.device("cpu") if torch.device(device).type == "mps" else torch.device(device)
+    parts: list[dict[str, Any]] = []
+    collected, reach = _Collector([], 0, min_keys), Reach()
+
+    def add(call: AttentionCall) -> None:
+        collected.add(call)
+        reach.look(call, collected.samples)
+
+    few = list(first_samples(batches, samples))
+    at_once = max(1, _SCORES // (2 * _HEADS * math.prod(longest_call(loaded, few, device, torch.float64))))
+    with running(loaded, add, device, torch.float64) as run:
+        for level in levels:
+            # One for each place where noise enters, so that batches of other sizes have the same noise.
+            generators: dict[int, torch.Generator] = {}
+            done = 0
+
+            def add_noise(
+                copies: Tensor,
+                place: int,
+                level: float = level,
+                generators: dict[int, torch.Generator] = generators,
+            ) -> None:
+                generator = generators.setdefault(place, torch.Generator().manual_seed(seed + place))
+                drawn = noise_of_samples(copies.shape, generator, copies.dtype).to(copies.device)
+                copies += level * token_size(copies) * drawn
+
+            for batch in few:
+                for part in _small(batch, at_once):
+                    collected.samples = size = samples_of(part)
+                    copies = moved(repeated(part, 2), run.device, run.dtype)
+                    with noisy_embeddings(run.module, copies, size, add_noise):
+                        run(copies)
+                    run.alike()
+                    for columns in collected.parts:
+                        parts.append({"sample": columns.pop("sample") + done, "level": level, **columns})
+                    collected.parts.clear()
+                    done += size
+    found = SECANTS.of_parts(pd.DataFrame({"model": loaded.path, **columns}) for columns in parts)
+    return found[~found["layer"].isin(reach.left_out(SOFTMAX_SECANTS.name, note))].reset_index(drop=True)
+
+
+def _small(batch: Batch, at_once: int) -> list[Batch]:
+    """A batch in parts of so many samples; a tuple of arguments as it is."""
+    return [batch] if isinstance(batch, tuple | list) else split(batch, at_once)
+
+
+def check_levels(levels: Sequence[float]) -> None:
+    """Refuse noise levels that no noise has.
+
+    Args:
+        levels: relative sizes of the noise.
+
+    Raises:
+        InputError: if a level is not positive and finite.
+    """
+    wrong = [level for level in levels if not 0 < level < float("inf")]
+    if wrong:
+        raise InputError(f"A noise level must be a positive number, like {NOISE}. Got {wrong[0]}.")
+
+
+@contextmanager
+def noisy_second_half(encoder: Encoder, noise: Tensor) -> Iterator[None]:
+    """Add noise to the embedded tokens of the second half of each batch, inside the context.
+
+    Args:
+        encoder: gets a hook on its first block, removed when the context is left by whatever way.
+        noise: (B, L, d) in units of each token's root mean square, for batches of 2B.
+
+    Yields:
+        Nothing.
+    """
+
+    def add_noise(copies: Tensor) -> None:
+        copies += token_size(copies) * noise
+
+    with noisy_copies(encoder.blocks[0], len(noise), add_noise):
+        yield
+
+
+@contextmanager
+def noisy_copies(place: nn.Module, samples: int, add_noise: Callable[[Tensor], None]) -> Iterator[None]:
+    """Make the copies in each batch of [clean samples; copies of them] noisy, where they enter a module.
+
+    Args:
+        place: module at whose input the noise enters, like an encoder's first block for the embedded tokens;
+            its first argument is a tensor of activations. It gets a hook, removed when the context is left
+            by whatever way.
+        samples: clean samples at the head of each batch.
+        add_noise: called with the copies, which it changes.
+
+    Yields:
+        Nothing.
+    """
+
+    def perturb(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        noisy = inputs[0].clone()  # what came in may be needed elsewhere, as it was
+        add_noise(noisy[samples:])
+        return noisy, *inputs[1:]
+
+    handle = place.register_forward_pre_hook(perturb)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def noise_of_samples(shape: Sequence[int], generator: torch.Generator, dtype: torch.dtype) -> Tensor:
+    """Standard normal numbers, drawn sample by sample: how samples are shared among batches changes none of them.
+
+    Torch fills a tensor in groups of 16 numbers, and the last group otherwise if it is not full: two draws of half
+    a tensor are not one draw of the whole.
+
+    Args:
+        shape: (B, …).
+        generator: whose state moves on.
+        dtype: of the numbers.
+    """
+    return torch.stack([torch.randn(shape[1:], generator=generator, dtype=dtype) for _ in range(shape[0])])
+
+
+def token_size(tokens: Tensor) -> Tensor:
+    """Root mean square of each token's vector: (..., d) -> (..., 1)."""
+    return tokens.square().mean(-1, keepdim=True).sqrt()
+
+
+@dataclass
+class _Collector:
+    """Reduces each attention call over [clean; noisy] to columns of numbers."""
+
+    parts: list[dict[str, np.ndarray]]
+    samples: int  # clean ones of the running batch
+    min_keys: int
+
+    def add(self, call: AttentionCall) -> None:
+        check_rows(call, 2 * self.samples)
+        clean, noisy = scored_rows(call).halves()
+        counted = clean.counted & ((clean.scores > -torch.inf).sum(-1) >= self.min_keys)
+        sample, head, query = (where.to(torch.int32) for where in counted.nonzero(as_tuple=True))
+        columns = {"sample": sample, "layer": torch.full_like(sample, call.layer), "head": head, "query": query}
+        columns |= {name: values[counted] for name, values in _changes(clean, noisy).items()}
+        self.parts.append({name: column.cpu().numpy() for name, column in columns.items()})
+
+
+def _pass(encoder: Encoder, tokens: Tensor, noise: Tensor, min_keys: int) -> list[dict[str, np.ndarray]]:
+    collected = _Collector([], len(tokens), min_keys)
+    with torch.inference_mode(), noisy_second_half(encoder, noise), watch_attention(encoder, collected.add):
+        encoder(torch.cat([tokens, tokens]))
+    return collected.parts
+
+
+def _changes(clean: ScoredRows, noisy: ScoredRows) -> dict[str, Tensor]:
+    # Rows that do not count have no softmax: they get a key, and are dropped afterwards.
+    ours, theirs = (rows.selected | ~rows.counted[..., None] for rows in (clean, noisy))
+    return {
+        "kept": clean.kept,
+        "weight_change": weight_change(clean.scores, noisy.scores, ours, theirs),
+        "score_change": score_change(clean.scores, noisy.scores, ours, theirs),
+        "score_change_max": score_change(clean.scores, noisy.scores, ours, theirs, order=float("inf")),
+        "same_set": (clean.selected == noisy.selected).all(-1),
+        "dispersion": torch.maximum(clean.dispersion, noisy.dispersion),
+        "separation": torch.minimum(clean.separation, noisy.separation),
+    }
+
+
+@dataclass(frozen=True)
+class SecantsPlan:
+    """Which noise is added.
+
+    Raises:
+        InputError: if a level is not positive and finite.
+    """
+
+    levels: tuple[float, ...] = (NOISE,)  # relative to each token's root mean square
+
+    def __post_init__(self) -> None:
+        check_levels(self.levels)
+
+
+def _measure(subject: Subject, plan: SecantsPlan, prepared: Any) -> Mapping[str, pd.DataFrame]:
+    how: dict[str, Any] = {"levels": plan.levels, "seed": subject.seed, "device": subject.device}
+    how |= {"min_keys": prepared or 1}
+    if subject.model.external:
+        return {"secants": external_secants(subject.model, subject.batches, note=subject.note, **how)}
+    return {"secants": measure_secants(subject.model.encoder, subject.tokens, model=subject.model.path, **how)}
+
+
+def _provenance(plan: SecantsPlan, samples: int, few: int) -> dict[str, Any]:
+    return {"noise": list(plan.levels), "noise_samples": min(SAMPLES, samples)}
+
+
+SOFTMAX_SECANTS = Probe(
+    "secants",
+    SecantsPlan,
+    (SECANTS,),
+    _measure,
+    prepare=lambda plan, conditions: conditions.min_keys,
+    provenance=_provenance,
+)

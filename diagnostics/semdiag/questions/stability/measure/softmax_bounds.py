@@ -1,0 +1,85 @@
+"""Measured changes of softmax rows, beside what each form of ξ promises for them."""
+
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from torch import Tensor
+
+from semdiag.capturing.attention_kinds import FIXED_MASKS, HEAVY_HITTERS
+from semdiag.mathematics.paper_stability import paper_fixed_mask_stability, paper_heavy_hitter_stability
+from semdiag.mathematics.softmax_secants import local_stability_of_weight
+from semdiag.mathematics.softmax_stability import (
+    fixed_mask_row_stability,
+    fixed_mask_stability,
+    heavy_hitter_row_stability,
+    heavy_hitter_stability,
+)
+
+
+def with_bounds(secants: pd.DataFrame, attention: str) -> pd.DataFrame:
+    """Add secants and the logarithms of every form of ξ to the table ``secants`` of one model.
+
+    Source: docs/theory.md#fixed-mask-stability, docs/theory.md#heavy-hitter-stability and
+    docs/theory.md#row-form. Deviation: none.
+
+    Args:
+        secants: rows of one model, see :func:`~semdiag.questions.stability.measure.probe.measure_secants`.
+        attention: the model's kind of attention.
+
+    Returns:
+        The rows with the further columns secant (‖p − p'‖₁/‖z − z'‖₁; NaN where no score moved), ln_sound,
+        ln_paper (ξ) and ln_row (against ‖z − z'‖_∞): +inf where Δ ≤ 0, NaN for a kind of attention that no
+        bound covers and for rows that are not finite; and fixed_set, whether the set ignores the scores
+        (by its kind, or because nothing is masked).
+    """
+    with np.errstate(invalid="ignore", divide="ignore"):
+        secant = secants["weight_change"] / secants["score_change"].where(secants["score_change"] > 0)
+    known = np.isfinite(secants["dispersion"]) & secants["separation"].notna()
+    usable = secants[known]
+    delta, gap, kept = (
+        torch.tensor(usable[name].to_numpy(np.float64)) for name in ("dispersion", "separation", "kept")
+    )
+    fixed = np.isposinf(secants["separation"]) | (attention in FIXED_MASKS)
+    columns: dict[str, Any] = {"secant": secant, "fixed_set": fixed}
+    for name, values in _constants(attention, delta, gap, kept).items():
+        column = np.full(len(secants), np.nan)
+        column[known.to_numpy()] = values.numpy()
+        columns[name] = pd.Series(column, index=secants.index)
+    return secants.assign(**columns)
+
+
+def _constants(attention: str, delta: Tensor, gap: Tensor, kept: Tensor) -> dict[str, Tensor]:
+    if attention in FIXED_MASKS:
+        bounds = {
+            "ln_sound": fixed_mask_stability(delta, kept),
+            "ln_paper": paper_fixed_mask_stability(delta, kept),
+            "ln_row": fixed_mask_row_stability(delta, kept),
+        }
+    elif attention in HEAVY_HITTERS:
+        bounds = {
+            "ln_sound": heavy_hitter_stability(delta, gap, kept),
+            "ln_paper": paper_heavy_hitter_stability(delta, gap, kept),
+            "ln_row": heavy_hitter_row_stability(delta, gap, kept),
+        }
+    else:
+        return dict.fromkeys(("ln_sound", "ln_paper", "ln_row"), torch.full_like(delta, torch.nan))
+    return {name: bound.log_value for name, bound in bounds.items()}
+
+
+def local_stability(queries: pd.DataFrame) -> "pd.Series[float]":
+    """Local ξ_loc of each query, from its largest attention weight.
+
+    Source: docs/theory.md#local-stability. Deviation: where the largest weight has rounded to 1, it is 0.
+
+    Args:
+        queries: rows with the column largest_weight; older measurements do not have it.
+
+    Returns:
+        2p(1 − p), in [0, ½]; NaN where the largest weight is not known.
+    """
+    if "largest_weight" not in queries:
+        return pd.Series(np.nan, index=queries.index)
+    largest = torch.tensor(queries["largest_weight"].to_numpy(np.float64))
+    return pd.Series(local_stability_of_weight(largest).numpy(), index=queries.index)

@@ -1,0 +1,1 @@
+"""The page and the gate: loops over the registry."""

@@ -1,0 +1,113 @@
+"""The folder of a report: what may be replaced, and how."""
+
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from semdiag.measuring.findings.strict_json import has_schema
+from semdiag_models import InputError
+from semdiag_models.reading import read_json
+
+
+def check_folder(folder: Path, keep_queries: bool) -> None:
+    """Refuse to replace anything but an earlier report, and to lose measurements kept there.
+
+    What a killed process left of a report there is put right first.
+
+    Args:
+        folder: of a report to be written.
+        keep_queries: whether it will hold its own measurements.
+
+    Raises:
+        InputError: if the folder holds something else than a report, or cannot be made.
+    """
+    folder = Path(os.path.abspath(folder))
+    there = next(parent for parent in folder.parents if parent.exists())
+    if not there.is_dir():
+        raise InputError(f"The report cannot be written to {folder}: {there} is a file.")
+    if not os.access(there, os.W_OK):
+        raise InputError(f"The report cannot be written to {folder}: nothing can be written in {there}.")
+    _tidy(folder)
+    if not folder.exists():
+        return
+    if not folder.is_dir():
+        raise InputError(f"{folder} is a file. Name a folder for the report with --out DIR.")
+    try:
+        if not any(folder.iterdir()):
+            return
+        found = read_json(folder / "summary.json")
+    except (OSError, InputError):
+        found = None
+    if not has_schema(found, "report"):
+        raise InputError(f"{folder} is not empty and not a semdiag report. Name another folder with --out DIR.")
+    if (folder / "data" / "queries.parquet").exists() and not keep_queries:
+        raise InputError(
+            f"{folder} holds the queries of an earlier report, which would be lost. "
+            "Add --keep-queries, or name another folder with --out DIR."
+        )
+
+
+@contextmanager
+def replacing(folder: Path) -> Iterator[Path]:
+    """A new folder to write to, which takes the place of ``folder`` when all is written, or leaves nothing.
+
+    Args:
+        folder: passed by :func:`check_folder`.
+
+    Raises:
+        InputError: if something cannot be written.
+    """
+    folder = Path(os.path.abspath(folder))
+    building = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
+    try:
+        try:
+            building.mkdir(parents=True)
+            yield building
+            _swap(building, folder)
+        finally:
+            shutil.rmtree(building, ignore_errors=True)
+    except OSError as error:
+        raise InputError(f"The report cannot be written to {folder}: {error.strerror or error}.") from None
+
+
+def _tidy(folder: Path) -> None:
+    """Put right what a killed process left: an older report goes back, half a new one away."""
+    if not folder.parent.is_dir():
+        return
+    for path in sorted(folder.parent.iterdir()):
+        found = re.fullmatch(rf"\.{re.escape(folder.name)}\.(\d+)\.(partial|old)", path.name)
+        if found is None or _runs(int(found[1])):
+            continue
+        if found[2] == "old" and not folder.exists():
+            path.rename(folder)
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _runs(process: int) -> bool:
+    """Whether another process of this number is there, whose folder is to be left alone."""
+    if process == os.getpid() or os.name == "nt":
+        return False
+    try:
+        os.kill(process, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:  # somebody else's
+        return True
+    return True
+
+
+def _swap(building: Path, folder: Path) -> None:
+    """Put the finished folder in the place of an older one; on failure the older one goes back."""
+    old = building.with_suffix(".old")
+    if folder.exists():
+        folder.rename(old)
+    try:
+        building.rename(folder)
+    except OSError:
+        if old.exists():
+            old.rename(folder)
+        raise
+    shutil.rmtree(old, ignore_errors=True)

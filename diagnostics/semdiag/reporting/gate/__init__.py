@@ -1,0 +1,1 @@
+"""What semdiag check judges."""

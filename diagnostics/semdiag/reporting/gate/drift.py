@@ -1,0 +1,183 @@
+"""Drift: whether the numbers of a check are still those of an earlier one."""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from semdiag.measuring.findings.distributions import known_rows
+from semdiag.measuring.findings.findings import Findings
+from semdiag.reporting.gate.matching import CONTENT, match
+from semdiag.measuring.findings.strict_json import has_schema, number_from_json
+from semdiag.measuring.percentiles import percentiles
+from semdiag_models import InputError
+from semdiag_models.reading import read_json
+
+TRACKED = ("p50", "p75", "p90", "p95")  # of δ, pooled; p100 is one query
+TOLERANCE = 0.05
+
+
+@dataclass(frozen=True)
+class Compared:
+    """How many of the models that were measured a baseline speaks about.
+
+    Attributes:
+        models: that were measured.
+        compared: of them, with their own entry of the baseline.
+        new: paths of those that the baseline does not hold.
+    """
+
+    models: int
+    compared: int
+    new: tuple[str, ...]
+
+    @property
+    def words(self) -> list[str]:
+        """What was not compared, one statement a model."""
+        return [f"{model} is not in the baseline" for model in self.new]
+
+
+@dataclass(frozen=True)
+class Drift:
+    """One number that moved, or a model that is gone or cannot be told from others.
+
+    Attributes:
+        model: path.
+        quantity: like ``dispersion.p95``; ``model`` if the model is gone, or nobody knows which it is.
+        was: in the baseline.
+        now: NaN if it is gone or undefined.
+        among: paths of the models now, of which nobody knows whether they are this one.
+    """
+
+    model: str
+    quantity: str
+    was: float
+    now: float
+    among: tuple[str, ...] = ()
+
+    @property
+    def words(self) -> str:
+        """What happened, in words."""
+        if self.among:
+            return (
+                f"it is unclear whether {self.model} of the baseline is {' or '.join(self.among)}: the baseline "
+                "does not tell these models apart"
+            )
+        if self.quantity == "model":
+            return f"{self.model} is in the baseline and was not measured"
+        if math.isnan(self.now):
+            was = "no number" if math.isnan(self.was) else f"{self.was:.4g}"
+            return f"{self.model}: it is unclear whether {self.quantity} moved: it was {was} and is not a number"
+        was = "no number" if math.isnan(self.was) else f"{self.was:.4g}"
+        return f"{self.model}: {self.quantity} was {was} and is {self.now:.4g}"
+
+
+def tracked_numbers(findings: Findings) -> list[dict[str, Any]]:
+    """Give the numbers that a later check can be compared with.
+
+    Args:
+        findings: of one or more models.
+
+    Returns:
+        Per model: model, sha256, samples, what its content is known by, numbers (accuracy where known, and δ at
+        p50, p75, p90, p95).
+    """
+    measurements = findings.measurements
+    rows = []
+    for row in measurements.models.to_dict("records"):
+        table = percentiles(known_rows(findings, row["model"], "dispersion")["dispersion"])
+        numbers = {f"dispersion.{p}": float(table[p]) for p in TRACKED}
+        if row["accuracy"] is not None and not math.isnan(row["accuracy"]):
+            numbers["accuracy"] = float(row["accuracy"])
+        facts = {
+            name: None if pd.isna(row[name]) else row[name] for name in ("model", "sha256", "samples", *CONTENT)
+        }
+        rows.append({**facts, "numbers": numbers})
+    return rows
+
+
+def read_baseline(path: Path) -> list[dict[str, Any]]:
+    """Read the models of what ``semdiag check --json`` wrote.
+
+    Args:
+        path: a JSON file.
+
+    Returns:
+        As :func:`tracked_numbers`.
+
+    Raises:
+        InputError: if the file cannot be read or is something else.
+    """
+    make = "Make one with: semdiag check --json > baseline.json."
+    try:
+        content = read_json(path)
+    except InputError as error:
+        raise InputError(f"The baseline {error} {make}") from None
+    models = content.get("models") if has_schema(content, "check") else None
+    if not isinstance(models, list) or not models or not all(map(_is_entry, models)):
+        raise InputError(f"The baseline {path} is not the output of semdiag check --json. {make}")
+    return models
+
+
+def _is_entry(entry: Any) -> bool:
+    if not isinstance(entry, dict) or not isinstance(entry.get("model"), str):
+        return False
+    numbers = entry.get("numbers")
+    if not isinstance(numbers, dict) or not isinstance(entry.get("samples"), int):
+        return False
+    return all(isinstance(value, int | float) or value in (None, "inf", "-inf") for value in numbers.values())
+
+
+def compared(findings: Findings, baseline: list[dict[str, Any]]) -> Compared:
+    """Count the models that :func:`drift` compares, and name those that the baseline does not hold.
+
+    Args:
+        findings: of now.
+        baseline: from :func:`read_baseline`.
+    """
+    now = findings(tracked_numbers)
+    found = match(baseline, now)
+    return Compared(len(now), len(found.pairs), tuple(model["model"] for model in found.new))
+
+
+def drift(findings: Findings, baseline: list[dict[str, Any]], tolerance: float = TOLERANCE) -> list[Drift]:
+    """Numbers that moved by more than a share of what they were.
+
+    Models are matched by content, wherever they lie (:func:`~semdiag.reporting.gate.matching.match`). Models that
+    the baseline does not hold are not judged: :func:`compared` names them.
+
+    Args:
+        findings: of now.
+        baseline: from :func:`read_baseline`.
+        tolerance: largest allowed |now − was| / |was|.
+
+    Returns:
+        What moved by more or is no number, and models that are gone or cannot be told from others.
+
+    Raises:
+        InputError: if a model was measured on another number of samples.
+    """
+    found = match(baseline, findings(tracked_numbers))
+    moved = [Drift(entry["model"], "model", math.nan, math.nan) for entry in found.gone]
+    for entry, several in found.unclear:
+        moved.append(Drift(entry["model"], "model", math.nan, math.nan, tuple(m["model"] for m in several)))
+    for entry, current in found.pairs:
+        if current["samples"] != entry["samples"]:
+            raise InputError(
+                f"{entry['model']} was measured on {entry['samples']} samples in the baseline, and now on "
+                f"{current['samples']}. Use --samples {entry['samples']}."
+            )
+        for quantity, was in entry["numbers"].items():
+            value = current["numbers"].get(quantity, math.nan)
+            before = number_from_json(was)
+            if not _same(before, value, tolerance):
+                moved.append(Drift(entry["model"], quantity, before, value))
+    return moved
+
+
+def _same(was: float, now: float, tolerance: float) -> bool:
+    if math.isnan(was) or math.isnan(now):  # of what is no number nobody can tell whether it moved
+        return False
+    return now == was or abs(now - was) <= tolerance * abs(was) < math.inf

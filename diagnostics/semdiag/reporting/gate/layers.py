@@ -1,0 +1,82 @@
+"""Whether δ_h < δ_s holds at the median of every layer of a pair, and when that is a failure."""
+
+import math
+from dataclasses import dataclass
+
+from semdiag.measuring.findings.distributions import known_rows
+from semdiag.measuring.findings.findings import Findings
+from semdiag.questions.dispersion.answer.pairs import NO_NUMBER, GateResult
+from semdiag.measuring.percentiles import percentiles
+from semdiag.measuring.table import rows_of
+
+
+@dataclass(frozen=True)
+class LayerGate:
+    """The median dispersions of a pair, layer by layer.
+
+    Attributes:
+        label: of the pair.
+        full: δ_s at p50 in each layer (nats), heads pooled.
+        topk: δ_h at p50 in each layer (nats).
+        every: whether every layer must hold.
+    """
+
+    label: str
+    full: tuple[float, ...]
+    topk: tuple[float, ...]
+    every: bool
+
+    @property
+    def failing(self) -> tuple[int, ...]:
+        """Layers in which δ_h < δ_s does not hold at the median, or cannot be told."""
+        pairs = zip(self.full, self.topk, strict=True)
+        return tuple(layer for layer, (full, topk) in enumerate(pairs) if not topk < full)
+
+    @property
+    def unknown(self) -> tuple[int, ...]:
+        """Those of the failing layers in which a median is no number, so that nobody can tell."""
+        return tuple(layer for layer in self.failing if math.isnan(self.full[layer] + self.topk[layer]))
+
+    @property
+    def fault(self) -> str:
+        """In which layers it does not hold or cannot be told, in words; empty if there is none."""
+        told = [layer for layer in self.failing if layer not in self.unknown]
+        parts = []
+        if told:
+            many = f"{len(told)} of {len(self.full)} layers"
+            parts.append(f"δ_h < δ_s fails at the median of {many} ({', '.join(map(str, told))})")
+        if self.unknown:
+            many = f"{len(self.unknown)} of {len(self.full)} layers ({', '.join(map(str, self.unknown))})"
+            parts.append(f"δ_h < δ_s cannot be judged at the median of {many}, {NO_NUMBER}")
+        return "; ".join(parts)
+
+    @property
+    def passed(self) -> bool:
+        """Whether fewer than half of the layers fail; none, if every layer must hold.
+
+        The paper compares layers pooled. In a deep model single layers may go the other way, whatever the
+        others do (one of fifteen in the reference checkpoints does); a claim about the model fails where half
+        of its layers contradict it.
+        """
+        return not self.failing if self.every else 2 * len(self.failing) < len(self.full)
+
+
+def layer_gate(findings: Findings, results: list[GateResult], every: bool = False) -> list[LayerGate]:
+    """Compare the median dispersion of paired models in each layer.
+
+    Args:
+        findings: of full and top-k models.
+        results: of :func:`~semdiag.questions.dispersion.answer.pairs.dispersion_gate`, for the pairs.
+        every: whether a single failing layer is a failure.
+
+    Returns:
+        One result per pair; layers are matched by position.
+    """
+
+    def medians(model: str) -> tuple[float, ...]:
+        layers = sorted(int(layer) for layer in rows_of(findings.measurements.queries, model)["layer"].unique())
+        own = (known_rows(findings, model, "dispersion", layer)["dispersion"] for layer in layers)
+        return tuple(float(percentiles(values)["p50"]) for values in own)
+
+    pairs = [result.pair for result in results]
+    return [LayerGate(pair.label, medians(pair.full), medians(pair.other), every) for pair in pairs]

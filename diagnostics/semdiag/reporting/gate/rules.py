@@ -1,0 +1,195 @@
+"""Rules like ``dispersion.p95 < 10``: read without evaluating anything, then applied to measurements."""
+
+import math
+import operator
+import re
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+from semdiag.capturing.attention_kinds import DENSE, KINDS
+from semdiag.measuring.findings.distributions import known_rows
+from semdiag.measuring.findings.divergence import diverged
+from semdiag.measuring.findings.findings import Findings
+from semdiag.measuring.percentiles import PERCENTILES, percentiles
+from semdiag.measuring.table import ALL
+from semdiag_models import InputError
+from semdiag_models.errors import unknown_name
+
+METRICS = {"dispersion": "queries", "separation": "queries", "load": "loads"}  # and the table each stands in
+FACTS = ("accuracy", "residual")  # one number per model: no percentile
+STATISTICS = ("mean", *(f"p{p}" for p in PERCENTILES))
+_OPERATORS = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge}
+_FILTERS = ("layer", "attention", "model", "task")
+_RULE = re.compile(r"\s*([a-z]+)(?:\.([a-z]+\d*))?\s*(<=|>=|<|>)\s*(\S+)((?:\s+\S+)*)\s*")
+_EXAMPLE = 'Write it like "dispersion.p95 < 10" or "separation.p5 > 1e-4 attention=topk layer=0".'
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A number that every chosen model must stay above or below.
+
+    Attributes:
+        text: as the user wrote it.
+        metric: a key of :data:`METRICS`, or one of :data:`FACTS`.
+        statistic: one of :data:`STATISTICS`; empty for a fact.
+        comparison: a key of the known comparisons.
+        limit: the number.
+        layer: only this layer; None pools all.
+        attention: only models with this kind; empty for all.
+        model: only models whose path matches this pattern (``*``, ``?``); empty for all.
+        task: only models of this task; empty for all.
+    """
+
+    text: str
+    metric: str
+    statistic: str
+    comparison: str
+    limit: float
+    layer: int | None = None
+    attention: str = ""
+    model: str = ""
+    task: str = ""
+
+
+@dataclass(frozen=True)
+class RuleResult:
+    """What became of a rule on one model: its value there, and whether it passed (no value does not)."""
+
+    rule: Rule
+    model: str
+    value: float
+
+    @property
+    def passed(self) -> bool:
+        """Whether the value is known and on the right side of the limit."""
+        compare = _OPERATORS[self.rule.comparison]
+        return self.known and bool(compare(self.value, self.rule.limit))
+
+    @property
+    def known(self) -> bool:
+        """Whether there is a value; without one nobody can tell."""
+        return not math.isnan(self.value)
+
+    @property
+    def fault(self) -> str:
+        """What keeps the rule from passing, in words; empty if nothing does."""
+        if self.passed:
+            return ""
+        name = ".".join(filter(None, (self.rule.metric, self.rule.statistic)))
+        said = f"fails, {self.value:.4g}" if self.known else f"cannot be judged: {name} is not a number"
+        return f"{self.rule.text} {said}"
+
+
+def parse_rule(text: str) -> Rule:
+    """Read ``metric.percentile op number [layer=N] [attention=KIND] [model=PATTERN] [task=NAME]``.
+
+    Args:
+        text: one rule.
+
+    Returns:
+        The rule.
+
+    Raises:
+        InputError: if it is not of this form, or names something unknown; the message says what would work.
+
+    Example:
+        >>> rule = parse_rule("separation.p5 > 1e-4 attention=topk")
+        >>> rule.metric, rule.statistic, rule.comparison, rule.limit, rule.attention
+        ('separation', 'p5', '>', 0.0001, 'topk')
+    """
+    read = _RULE.fullmatch(text)
+    if read is None:
+        raise InputError(f"The rule {text!r} cannot be read. {_EXAMPLE}")
+    metric, statistic, comparison, number, rest = read.groups()
+    if metric not in (*METRICS, *FACTS):
+        raise unknown_name("metric in a rule", metric, (*METRICS, *FACTS))
+    if metric in FACTS and statistic:
+        raise InputError(f"The rule {text!r}: {metric} is one number per model and takes no percentile.")
+    if metric in METRICS and statistic not in STATISTICS:
+        raise InputError(f"The rule {text!r} needs a statistic after {metric}: one of {', '.join(STATISTICS)}.")
+    try:
+        limit = float(number)
+    except ValueError:
+        limit = math.nan
+    if not math.isfinite(limit):
+        raise InputError(f"The rule {text!r} compares with {number!r}, which is not a number. {_EXAMPLE}")
+    filters = _filters(text, rest.split())
+    if metric in FACTS and "layer" in filters:
+        raise InputError(f"The rule {text!r}: {metric} belongs to the whole model and not to a layer.")
+    return Rule(text, metric, statistic or "", comparison, limit, **filters)
+
+
+def _filters(text: str, words: list[str]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for word in words:
+        name, sign, value = word.partition("=")
+        if not sign or not value:
+            raise InputError(f"The rule {text!r}: {word!r} is no filter. {_EXAMPLE}")
+        if name not in _FILTERS:
+            raise unknown_name("filter in a rule", name, _FILTERS)
+        if name in found:
+            raise InputError(f"The rule {text!r} names {name} twice.")
+        found[name] = value
+    if "layer" in found:
+        if not re.fullmatch(r"\d{1,6}", found["layer"]):
+            raise InputError(f"The rule {text!r}: layers are counted 0, 1, 2 … Got layer={found['layer']}.")
+        found["layer"] = int(found["layer"])
+    if "attention" in found and found["attention"] not in KINDS:
+        raise unknown_name("attention in a rule", found["attention"], KINDS)
+    return found
+
+
+def apply_rules(findings: Findings, rules: list[Rule]) -> list[RuleResult]:
+    """Apply every rule to every model that it chooses.
+
+    A quantity that is undefined for a model — the separation where no key is dropped — does not concern it,
+    unless the rule's filter names such models only: then nothing satisfies it, and it fails. Of a model whose
+    scores are NaN or infinite nobody can tell, which is no pass.
+
+    Args:
+        findings: of one or more models.
+        rules: from :func:`parse_rule`.
+
+    Returns:
+        One result per rule and model concerned.
+
+    Raises:
+        InputError: if a rule chooses no model or no layer.
+    """
+    results = []
+    for rule in rules:
+        chosen = [row for row in findings.measurements.models.to_dict("records") if _chooses(rule, row)]
+        if not chosen:
+            raise InputError(f"The rule {rule.text!r} chooses none of the models: nothing would be checked.")
+        found = [RuleResult(rule, row["model"], _value(findings, rule, row)) for row in chosen]
+        concerned = [
+            result
+            for result, row in zip(found, chosen, strict=True)
+            if result.known or (_would_be_known(rule, row) and diverged(findings, row["model"]))
+        ]
+        results += concerned or found
+    return results
+
+
+def _would_be_known(rule: Rule, row: dict[Any, Any]) -> bool:
+    """Whether a model has the rule's quantity as long as its scores are numbers."""
+    return rule.metric != "accuracy" and not (rule.metric == "separation" and row["attention"] in DENSE)
+
+
+def _chooses(rule: Rule, row: dict[Any, Any]) -> bool:
+    return (
+        rule.attention in ("", row["attention"])
+        and rule.task in ("", row["task"])
+        and (not rule.model or fnmatchcase(row["model"], rule.model))
+    )
+
+
+def _value(findings: Findings, rule: Rule, row: dict[Any, Any]) -> float:
+    if rule.metric in FACTS:
+        value = row[rule.metric]
+        return math.nan if value is None else float(value)
+    if rule.layer is not None and rule.layer >= row["blocks"]:
+        raise InputError(f"The rule {rule.text!r}: {row['model']} has the layers 0 to {row['blocks'] - 1}.")
+    own = known_rows(findings, row["model"], rule.metric, ALL if rule.layer is None else rule.layer)
+    return float(percentiles(own[rule.metric])[rule.statistic])

@@ -1,0 +1,138 @@
+"""Everything that ``semdiag check`` judges, in one place."""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from semdiag.measuring.findings.estimates import require_every_query
+from semdiag.measuring.findings.findings import Findings
+from semdiag.reporting.gate.drift import TOLERANCE, Compared, Drift, compared, drift, tracked_numbers
+from semdiag.reporting.gate.invariants import Invariant, invariants
+from semdiag.reporting.gate.layers import LayerGate, layer_gate
+from semdiag.questions.dispersion.answer.pairs import GATED, GateResult, dispersion_gate, require_one_partner
+from semdiag.reporting.gate.rules import Rule, RuleResult, apply_rules
+from semdiag.measuring.findings.pairing import find_pairs
+from semdiag.measuring.findings.strict_json import json_ready, schema
+
+PROBED = 50  # samples on which masks are put under noise
+
+
+@dataclass(frozen=True)
+class Expectations:
+    """What is asked of the models besides δ_h < δ_s.
+
+    Attributes:
+        rules: that every model must satisfy.
+        baseline: numbers of an earlier check; None if there is none.
+        tolerance: share by which they may move.
+        every_layer: whether a single layer without δ_h < δ_s at its median is a failure.
+    """
+
+    rules: list[Rule]
+    baseline: list[dict[str, Any]] | None = None
+    tolerance: float = TOLERANCE
+    every_layer: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Verification:
+    """What was judged, and how.
+
+    Attributes:
+        findings: of the models.
+        pairs: pooled percentiles of each pair.
+        layers: medians by layer of the same pairs.
+        invariants: of capture and certificates.
+        rules: results by rule and model.
+        drifts: numbers that left the baseline.
+        compared: how many models the baseline speaks about; None if there is none.
+    """
+
+    findings: Findings
+    pairs: list[GateResult]
+    layers: list[LayerGate]
+    invariants: list[Invariant]
+    rules: list[RuleResult]
+    drifts: list[Drift]
+    compared: Compared | None
+
+    @property
+    def failures(self) -> list[str]:
+        """What fails, one statement each."""
+        said = [f"{result.pair.label}: {result.fault}" for result in self.pairs if not result.passed]
+        said += [f"{gate.label}: {gate.fault}" for gate in self.layers if not gate.passed]
+        said += [f"{invariant.name}: {invariant.words}" for invariant in self.invariants if not invariant.passed]
+        said += [f"{result.model}: {result.fault}" for result in self.rules if not result.passed]
+        return said + [moved.words for moved in self.drifts]
+
+    def summary(self) -> dict[str, Any]:
+        """The verdicts as plain values, schema ``semdiag.check/2``."""
+        results = [
+            {
+                "full": pair.pair.full,
+                "topk": pair.pair.other,
+                "delta_s": pair.full,
+                "delta_h": pair.topk,
+                "passed": pair.passed,
+                "unknown": pair.unknown,
+                "layers": {
+                    "delta_s": gate.full,
+                    "delta_h": gate.topk,
+                    "failing": gate.failing,
+                    "unknown": gate.unknown,
+                    "passed": gate.passed,
+                },
+            }
+            for pair, gate in zip(self.pairs, self.layers, strict=True)
+        ]
+        content: dict[str, Any] = {
+            "schema": schema("check"),
+            "provenance": self.findings.measurements.provenance,
+            "gated": GATED,
+            "passed": not self.failures,
+            "failures": self.failures,
+            "results": results,
+            "invariants": [asdict(invariant) for invariant in self.invariants],
+            "rules": [
+                {"rule": r.rule.text, "model": r.model, "value": r.value, "passed": r.passed} for r in self.rules
+            ],
+            "drift": [asdict(moved) for moved in self.drifts],
+            "baseline": None if self.compared is None else asdict(self.compared),
+            "models": self.findings(tracked_numbers),
+        }
+        return {key: json_ready(value) for key, value in content.items()}
+
+
+def verify(findings: Findings, expected: Expectations) -> Verification:
+    """Judge pairs, layers, invariants, rules and drift.
+
+    Args:
+        findings: of the models, with masks.
+        expected: rules, baseline.
+
+    Returns:
+        The verdicts.
+
+    Raises:
+        InputError: if a model has no partner or there is none to pair, and neither rules nor a baseline are
+            given; or a rule chooses nothing, or the baseline was measured otherwise.
+    """
+    require_every_query(findings, "The gate")
+    measurements = findings.measurements
+    judged = findings
+    if expected.rules or expected.baseline is not None:
+        pairs, _ = find_pairs(measurements.models)
+        paired = {path for pair in pairs for path in (pair.full, pair.other)}
+        own = measurements.models[measurements.models["model"].isin(paired)]
+        judged = Findings(measurements.replace(models=own))
+    require_one_partner(judged)
+    gates = dispersion_gate(judged) if len(judged.measurements.models) else []
+    known = expected.baseline
+    return Verification(
+        findings=findings,
+        pairs=gates,
+        layers=layer_gate(judged, gates, expected.every_layer),
+        invariants=findings(invariants),
+        rules=apply_rules(findings, expected.rules),
+        drifts=[] if known is None else drift(findings, known, expected.tolerance),
+        compared=None if known is None else compared(findings, known),
+    )

@@ -1,0 +1,109 @@
+"""The page of a report: the template filled with numbers and words."""
+
+from collections.abc import Sequence
+from importlib.resources import files
+from typing import Any, TypedDict
+
+import pandas as pd
+from jinja2 import Environment, StrictUndefined
+
+from semdiag.capturing.attention_kinds import EXTERNAL_SOURCES
+from semdiag.measuring.findings.strict_json import number_from_json
+from semdiag.presenting.section import Question
+from semdiag.questions.registry import SECTIONS
+
+
+class Picture(TypedDict):
+    """What the page must know of a figure: files by format, size in CSS pixels, or why it is missing.
+
+    ``narrow`` is the file for telephones, where the panels stand one above the other; ``shows`` is what its
+    legend and the titles of its panels say, empty if it has neither.
+    """
+
+    files: dict[str, str]
+    width: int
+    height: int
+    missing: str | None
+    narrow: str | None
+    shows: str
+
+
+def render_page(
+    whole: dict[str, Any],
+    parts: Sequence[tuple[str, Sequence[Question]]],
+    pictures: dict[str, Picture],
+    non_finite: pd.DataFrame,
+    keep_queries: bool,
+    theory: Sequence[str] = (),
+) -> str:
+    """Fill the template; every value is escaped.
+
+    Args:
+        whole: the report's summary.
+        parts: name and questions of each section, in order.
+        pictures: by figure.
+        non_finite: the table of measurements with this name.
+        keep_queries: whether the measurements themselves are beside the page.
+        theory: names of the tables of the theory beside the page.
+
+    Returns:
+        The page.
+    """
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment.filters["number"] = _number
+    environment.filters["percent"] = _percent
+    source = files("semdiag.presentation.report").joinpath("templates/report.html.j2").read_text(encoding="utf-8")
+    rows = whole["results"]
+    glances = whole["glances"]
+    places = [(name, question) for name, questions in parts for question in questions]
+    best = next((s for _, q in places for s in q.figures if not pictures[s.figure]["missing"]), None)
+    others = [row["source"] in EXTERNAL_SOURCES for row in rows]
+    named = {
+        f"{row['attention_label']} ({row['model'] if other else row['task'] or 'task unknown'})"
+        for row, other in zip(rows, others, strict=True)
+    }
+    return environment.from_string(source).render(
+        report=whole,
+        parts=parts,
+        pictures=pictures,
+        models=", ".join(sorted(named)),
+        title=_title(rows),
+        tiles=[(_glanced(name, asked), glances[name]) for name, asked in parts if asked and name in glances],
+        lead=_lead(whole),
+        best=best,
+        external=all(others),
+        sections={name for name, _ in parts},
+        non_finite=non_finite.to_dict("records"),
+        keep_queries=keep_queries,
+        theory=theory,
+    )
+
+
+def _glanced(name: str, questions: Sequence[Question]) -> Question:
+    """The question of a section that its answer at one glance is about."""
+    anchor = SECTIONS[name].glanced
+    return next((question for question in questions if question.anchor == anchor), questions[0])
+
+
+def _title(rows: Sequence[dict[str, Any]]) -> str:
+    """For the tab of a browser: the one model, or how many."""
+    return str(rows[0]["model"])[-60:] if len(rows) == 1 else f"{len(rows)} models"
+
+
+def _lead(whole: dict[str, Any]) -> str:
+    """The one sentence of the first screen: the first question's answer."""
+    glance = whole["glances"].get("dispersion")
+    if glance is not None and glance["answer"] in ("holds", "does not hold"):
+        smaller, _, words = f"{glance['number']} {glance['words']}".partition(" in which ")
+        start = "The sparse model focuses" if glance["answer"] == "holds" else "Not every sparse model focuses"
+        return f"{start}: in {smaller} {words}."
+    return str(whole["verdict"][0])
+
+
+def _number(value: float | str | None) -> str:
+    """Three digits, an en dash where there is no number."""
+    return "–" if value is None else f"{number_from_json(value):.3g}"
+
+
+def _percent(value: float | str | None) -> str:
+    return "–" if value is None else f"{100 * number_from_json(value):.1f} %"

@@ -1,0 +1,203 @@
+"""The report: a folder with a page, figures, percentile tables and a summary, drawn from findings alone."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import pandas as pd
+from matplotlib.figure import Figure
+
+from semdiag.capturing.attention_kinds import external
+from semdiag.reporting.capture_words import capture_sentences, diverged_sentences
+from semdiag.measuring.findings.estimates import estimate_table, sampling_sentences
+from semdiag.measuring.findings.findings import Findings
+from semdiag.presenting.drawing.panels import NothingToDrawError
+from semdiag.presenting.drawing.save import save_figure
+from semdiag.presenting.drawing.style import stacked
+from semdiag.reporting.folder import check_folder, replacing
+from semdiag.reporting.page import Picture, render_page
+from semdiag.reporting.summary import summary
+from semdiag.presenting.section import Section, Shown
+from semdiag.questions.registry import SECTIONS
+from semdiag.presenting.tables import percentile_csv
+from semdiag_models import InputError
+
+_PIXELS_PER_INCH = 96  # of CSS
+_ON_SCREEN = ("png", "svg")
+
+
+class Progress(Protocol):
+    """Who is told how far the report is."""
+
+    def announce(self, stage: str, steps: int) -> None:
+        """A stage of so many steps begins."""
+
+    def advance(self, steps: int) -> None:
+        """So many steps are done."""
+
+
+_NAMED_IN_THE_PAGE = ("dispersion", "dispersion_ratio", "separation", "load", "within", "projections")
+
+
+def write_report(
+    findings: Findings,
+    folder: Path,
+    command: str,
+    formats: Sequence[str] = ("png", "svg"),
+    keep_queries: bool = False,
+    sections: Sequence[str] | None = None,
+    progress: Progress | None = None,
+) -> Path:
+    """Write the report into a folder; an older report there is replaced only when the new one is complete.
+
+    Args:
+        findings: of one or several models.
+        folder: made if absent.
+        command: that was typed, to be shown.
+        formats: of the figures: png, svg, pdf; none for a report without figures.
+        keep_queries: whether to add the measurements themselves, so that everything can be redrawn.
+        sections: which parts, of :data:`~semdiag.questions.registry.SECTIONS`; by default all for
+            which something was measured.
+        progress: told how many figures there will be, and of each that is drawn.
+
+    Returns:
+        The page ``folder/index.html``.
+
+    Raises:
+        ValueError: if a section is unknown.
+        InputError: if the folder holds something else than a report, cannot be written, there is no model, or
+            a format is unknown.
+    """
+    if findings.measurements.models.empty:
+        raise InputError("There is nothing to report: no model was measured.")
+    sections = measured_sections(findings) if sections is None else sections
+    unknown = [name for name in sections if name not in SECTIONS]
+    if unknown:
+        raise ValueError(f"Sections of a report are {', '.join(SECTIONS)}. Got {unknown[0]!r}.")
+    check_folder(folder, keep_queries)
+    with replacing(folder) as building:
+        _write(findings, building, command, formats, keep_queries, sections, progress)
+    return folder / "index.html"
+
+
+def measured_sections(findings: Findings) -> list[str]:
+    """The parts of a report for which something was measured.
+
+    Args:
+        findings: of one or several models.
+
+    Returns:
+        Names of :data:`~semdiag.questions.registry.SECTIONS`, in order.
+    """
+    return [name for name, section in SECTIONS.items() if section.applies(findings)]
+
+
+def _write(
+    findings: Findings,
+    folder: Path,
+    command: str,
+    formats: Sequence[str],
+    keep_queries: bool,
+    names: Sequence[str],
+    progress: Progress | None,
+) -> None:
+    sections = [section for section in SECTIONS.values() if section.name in names]
+    tables = _tables(findings, sections)
+    _write_tables(tables, folder / "data")
+    if keep_queries:
+        findings.measurements.save(folder / "data")
+    parts = [(section.name, section.asked(findings)) for section in sections]
+    figures = [shown for _, questions in parts for question in questions for shown in question.figures]
+    if progress is not None:
+        progress.announce("figures", len(figures))
+    pictures = {}
+    for shown in figures:
+        pictures[shown.figure] = _picture(shown, findings, folder, formats)
+        if progress is not None:
+            progress.advance(1)
+    paths = {name: list(picture["files"].values()) for name, picture in pictures.items()}
+    whole = summary(findings, command, in_short(findings, sections), sections, paths)
+    whole["cautions"] = [*capture_sentences(findings)[1:], *diverged_sentences(findings)]
+    text = json.dumps(whole, indent=1, ensure_ascii=False, allow_nan=False)
+    (folder / "summary.json").write_text(text + "\n", encoding="utf-8", errors="backslashreplace")
+    others = sorted(name for name in tables if name not in _NAMED_IN_THE_PAGE)
+    non_finite = findings.measurements.non_finite
+    page = render_page(whole, parts, pictures, non_finite, keep_queries, others)
+    (folder / "index.html").write_text(page, encoding="utf-8", errors="backslashreplace")
+
+
+def in_short(findings: Findings, sections: Sequence[Section]) -> list[str]:
+    """What the first screen says: every section's short sentences, how much was captured, warnings.
+
+    Args:
+        findings: of any number of models.
+        sections: of the report.
+    """
+    said = [sentence for section in sections for sentence in section.in_short(findings)]
+    if not said and not external(findings.measurements.models).all():
+        said = ["What was found stands below, model by model."]
+    metrics = [section.name for section in sections if section.name in ("dispersion", "separation")]
+    sampled = sampling_sentences(findings, metrics or ("dispersion",))
+    return [*said, *sampled, *capture_sentences(findings), *diverged_sentences(findings)]
+
+
+def _tables(findings: Findings, sections: Sequence[Section]) -> dict[str, pd.DataFrame]:
+    """What is written as CSV; the percentiles of δ stand in every report."""
+    tables = {"dispersion": percentile_csv(findings, "dispersion")}
+    if len(findings.measurements.projections):
+        tables["projections"] = findings.measurements.projections
+    for section in sections:
+        tables |= section.tables(findings, len(sections) == 1)
+    estimates = findings(estimate_table), findings.measurements.sweep_estimates, findings.measurements.sketches
+    named = zip(("estimates", "sweep_estimates", "sketches"), estimates, strict=True)
+    return tables | {name: table for name, table in named if len(table)}
+
+
+def _write_tables(tables: Mapping[str, pd.DataFrame], folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, table in tables.items():
+        table.to_csv(folder / f"{name}.csv", index=False, lineterminator="\n")
+
+
+def _picture(
+    shown: Shown,
+    findings: Findings,
+    folder: Path,
+    formats: Sequence[str],
+) -> Picture:
+    """Draw and save a figure; say what the page needs to know of it, or why there is nothing to show."""
+    if not formats:
+        return _missing("figures were not asked for.")
+    try:
+        figure = shown.draw(findings)
+        with stacked():
+            narrow = shown.draw(findings) if set(formats) & set(_ON_SCREEN) else None
+    except NothingToDrawError as reason:
+        return _missing(str(reason))
+    files = folder / "figures"
+    saved = save_figure(figure, files / shown.figure, formats)
+    paths = {path.suffix[1:]: path.relative_to(folder).as_posix() for path in saved}
+    telephone = None
+    if narrow is not None:
+        kind = "svg" if "svg" in formats else "png"
+        (file,) = save_figure(narrow, files / f"{shown.figure}-narrow", [kind])
+        telephone = file.relative_to(folder).as_posix()
+    width, height = (round(inches * _PIXELS_PER_INCH) for inches in figure.get_size_inches())
+    return {
+        "files": paths, "width": width, "height": height, "missing": None, "narrow": telephone,
+        "shows": _shows(figure),
+    }  # fmt: skip
+
+
+def _missing(reason: str) -> Picture:
+    return {"files": {}, "width": 0, "height": 0, "missing": reason, "narrow": None, "shows": ""}
+
+
+def _shows(figure: Figure) -> str:
+    """What the legend and the titles of the panels say, each once."""
+    legends = [*figure.legends, *(legend for ax in figure.axes if (legend := ax.get_legend()))]
+    entries = [text.get_text() for legend in legends for text in legend.get_texts()]
+    titles = [" ".join(ax.get_title(loc="left").split()) for ax in figure.axes]
+    parts = [", ".join(dict.fromkeys(filter(None, words))) for words in (entries, titles)]
+    return "; ".join(filter(None, [parts[0], parts[1] and f"panels: {parts[1]}"]))

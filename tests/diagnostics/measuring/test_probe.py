@@ -1,0 +1,279 @@
+"""The contract of probes: what each declares is what it returns, of our encoders and of external models."""
+
+import dataclasses
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import torch
+from torch import nn
+
+import semdiag
+from semdiag.capturing.batches import split
+from semdiag.capturing.loading import LoadedModel
+from semdiag.measuring.calls.scored_rows import NotAvailableError
+from semdiag.measuring.conditions import Conditions
+from semdiag.measuring.probe import Probe, Subject
+from semdiag.questions.bounds.measure.probe import BoundsPlan
+from semdiag.questions.k_sweep.measure.probe import KSweepPlan, k_sweep
+from semdiag.questions.landscape.measure import LandscapePlan
+from semdiag.questions.lipschitz.measure.probe import LipschitzPlan
+from semdiag.questions.mask_stability.measure.probe import NoisePlan, mask_stability
+from semdiag.questions.stability.measure.probe import SecantsPlan
+from semdiag.questions.overlap.measure import mask_overlap
+from semdiag.questions.probes import PROBES
+from semdiag.measuring.schema import OPTIONAL
+from semdiag.measuring.survey import survey
+from semdiag.measuring.tables import TABLES
+from semdiag_models import InputError
+
+CHEAP = {
+    NoisePlan: NoisePlan((0.1,), draws=2, k=3),
+    KSweepPlan: KSweepPlan(3),
+    LandscapePlan: LandscapePlan(grid=3),
+    LipschitzPlan: LipschitzPlan(5, 2, 2, 5),
+}
+FEW = {plan: CHEAP.get(plan) or plan() for plan in PROBES}
+OF_EXTERNAL_MODELS = {"projections"}  # which our encoders do not need: of them all constants are known
+ON_REQUEST = {"sweep_estimates", "rerun", "budgets"}  # with rows only of drawn queries, and of models run again
+SAMPLES = 5
+
+
+class Decoder(nn.Module):
+    """A causal attention with an embedding."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.qkv, self.out = nn.Embedding(5, 8), nn.Linear(8, 24), nn.Linear(8, 8)
+
+    def forward(self, tokens):
+        q, k, v = self.qkv(self.embedding(tokens)).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4)
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(mixed.transpose(1, 2).flatten(2))
+
+
+class Blind(nn.Module):
+    """An attention without an embedding, so that no noise can enter."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.Linear(8, 24)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4)
+        return nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+
+
+@pytest.fixture
+def decoder():
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = Decoder().eval()
+        tokens = torch.randint(5, (SAMPLES, 7))
+    return LoadedModel("own:decoder", "", model, "factory", "unknown", batches=tokens)
+
+
+@pytest.fixture
+def blind():
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model, x = Blind().eval(), torch.randn(SAMPLES, 6, 8)
+    return LoadedModel("own:blind", "", model, "factory", "unknown", batches=x)
+
+
+def subject_of(model, **fields):
+    """The model under survey, with its own inputs."""
+    if model.external:
+        batches, labels = split(model.batches, 3), None
+    else:
+        tokens, labels, _ = model.default_inputs(SAMPLES, 0)
+        batches = split(tokens, 3)
+    return Subject(model, batches, labels, 0, 3, torch.device("cpu"), torch.float32, **fields)
+
+
+def measured(probe, subject):
+    plan = FEW[probe.plan]
+    return probe.measure(subject, plan, probe.prepare(plan, Conditions()))
+
+
+def assert_declared(probe, tables, model):
+    """Tables under their declared names, with their declared columns."""
+    declared = {table.name: table for table in probe.tables}
+    assert set(tables) <= set(declared)
+    for name, table in tables.items():
+        assert isinstance(table, pd.DataFrame)
+        assert {column: str(kind) for column, kind in table.dtypes.items()} == declared[name].columns
+        assert list(table) == list(declared[name].columns)
+        assert set(table["model"]) <= {model.path}
+
+
+@pytest.fixture(params=PROBES, ids=lambda plan: plan.__name__)
+def probe(request):
+    """Every probe in turn."""
+    return PROBES[request.param]
+
+
+def test_a_plan_is_a_frozen_dataclass_that_needs_nothing_said(probe):
+    assert dataclasses.is_dataclass(probe.plan)
+    assert probe.plan.__dataclass_params__.frozen
+    assert PROBES[type(probe.plan())] is probe
+    assert probe.plan() == probe.plan()
+    assert hash(probe.plan()) == hash(probe.plan())
+    Conditions(plans=(probe.plan(),))
+
+
+def test_a_probe_declares_its_tables(probe):
+    assert isinstance(probe, Probe)
+    assert probe.name
+    assert probe.tables
+    for table in probe.tables:
+        assert OPTIONAL[table.name] is table
+        assert next(iter(table.columns)) == "model"
+        assert table.about.endswith(".")
+
+
+def test_names_of_tables_and_probes_are_unique():
+    names = [table.name for probe in PROBES.values() for table in probe.tables]
+    assert len(set(names)) == len(names)
+    assert not set(names) & set(TABLES)
+    assert len({probe.name for probe in PROBES.values()}) == len(PROBES)
+    assert [table.name for table in OPTIONAL.values()] == list(OPTIONAL)
+
+
+@pytest.mark.parametrize("which", [0, 1], ids=["full", "topk"])
+def test_what_is_declared_is_what_an_encoder_gives(probe, tiny_models, which):
+    subject = subject_of(tiny_models[which])
+    tables = measured(probe, subject)
+    assert set(tables) == {table.name for table in probe.tables} - OF_EXTERNAL_MODELS
+    assert_declared(probe, tables, tiny_models[which])
+    assert {name for name, table in tables.items() if not len(table)} <= ON_REQUEST
+    assert subject.missing == {}
+
+
+def test_a_random_mask_has_every_table_even_where_it_has_no_rows(probe, tiny_models, wild_encoder):
+    model = dataclasses.replace(tiny_models[0], module=wild_encoder("random").float())
+    tables = measured(probe, subject_of(model))
+    assert set(tables) == {table.name for table in probe.tables} - OF_EXTERNAL_MODELS
+    assert_declared(probe, tables, model)
+
+
+@pytest.mark.parametrize("name", ["decoder", "blind"])
+def test_an_external_model_has_tables_or_a_reason_why_not(probe, name, request):
+    model = request.getfixturevalue(name)
+    subject = subject_of(model)
+    try:
+        tables = measured(probe, subject)
+    except NotAvailableError:
+        tables = {}
+    assert_declared(probe, tables, model)
+    found = survey([model], Conditions(plans=(FEW[probe.plan],)))
+    rows = {table.name: len(getattr(found, table.name)) for table in probe.tables}
+    said = found.remarks["text"].str.startswith(f"{probe.name} not available, because ")
+    assert any(rows.values()) or said.any()
+    assert rows == {table.name: len(tables.get(table.name, ())) for table in probe.tables}
+
+
+def test_which_probes_know_what_to_do_with_external_models(decoder, blind):
+    asked = (SecantsPlan, BoundsPlan, NoisePlan, KSweepPlan, LandscapePlan, LipschitzPlan)
+
+    def of(model):
+        found = survey([model], Conditions(plans=tuple(FEW[plan] for plan in asked)))
+        assert set(found.remarks["model"]) == {model.path}
+        tables = {name for name in OPTIONAL if len(getattr(found, name))}
+        tables -= {"calls", "heads", "remarks", "skipped"}
+        said = found.remarks["text"].str.extract(r"^(.+) not available, because (.+)$").dropna()
+        return tables, dict(said.itertuples(index=False))
+
+    tables, reasons = of(decoder)
+    assert tables == {"secants", "projections", "masks", "sweep"}
+    assert set(reasons) == {"bounds", "loss surface", "Lipschitz estimates"}
+    assert reasons["loss surface"] == "its loss is not known"
+    tables, reasons = of(blind)
+    assert tables == {"projections", "sweep"}
+    assert set(reasons) == {"secants", "bounds", "mask stability", "loss surface", "Lipschitz estimates"}
+    assert reasons["mask stability"].startswith("no embedding of tokens was found")
+
+
+def test_every_table_of_a_probe_is_given_by_some_model(probe, tiny_models, decoder):
+    given = set()
+    for model in (tiny_models[1], decoder):
+        found = survey([model], Conditions(samples=SAMPLES, plans=(FEW[probe.plan],)))
+        given |= {table.name for table in probe.tables if len(getattr(found, table.name))}
+    assert given == {table.name for table in probe.tables} - ON_REQUEST
+
+
+def test_finished_steps_are_as_many_as_were_announced(probe, tiny_models):
+    done = []
+    measured(probe, subject_of(tiny_models[1], after_point=done.append))
+    assert sum(done) == probe.steps(FEW[probe.plan])
+
+
+def test_the_progress_bar_of_a_survey_fills_and_external_models_have_no_steps(tiny_models, decoder):
+    announced, done = [], []
+    conditions = Conditions(samples=SAMPLES, plans=tuple(FEW.values()))
+    survey([tiny_models[1], decoder], conditions, lambda model, steps: announced.append(steps), done.append)
+    steps = sum(probe.steps(FEW[plan]) for plan, probe in PROBES.items())
+    assert sum(announced) == SAMPLES + steps + SAMPLES
+    assert sum(done) == sum(announced)
+
+
+def test_what_is_recorded_stands_in_the_provenance(probe, tiny_models):
+    plain = survey([tiny_models[1]], Conditions(samples=SAMPLES)).provenance
+    found = survey([tiny_models[1]], Conditions(samples=SAMPLES, plans=(FEW[probe.plan],))).provenance
+    assert found == {**plain, **probe.provenance(FEW[probe.plan], SAMPLES, SAMPLES)}
+
+
+def test_of_what_was_not_measured_nothing_is_recorded(blind):
+    found = survey([blind], Conditions(plans=(FEW[SecantsPlan], FEW[LipschitzPlan])))
+    assert not {"noise", "noise_samples", "lipschitz_samples"} & set(found.provenance)
+
+
+def test_few_samples_are_those_of_the_costly_probes(tiny_models):
+    few = Conditions(samples=SAMPLES, probe_samples=2, plans=(FEW[NoisePlan], FEW[KSweepPlan]))
+    found = survey([tiny_models[1]], few)
+    assert set(found.masks["sample"]) == {0, 1}
+    assert found.queries["sample"].nunique() == SAMPLES
+    assert found.provenance["probe_samples"] == 2
+
+
+@pytest.mark.parametrize("few", [None, 2, SAMPLES, 100])
+def test_the_first_inputs_and_their_labels(few, tiny_models, decoder):
+    tokens, labels = subject_of(tiny_models[0], few=few).first
+    assert len(tokens) == len(labels) == min(few or SAMPLES, SAMPLES)
+    assert torch.equal(tokens, tiny_models[0].default_inputs(SAMPLES, 0)[0][:few])
+    batches, unknown = subject_of(decoder, few=few).first
+    assert unknown is None
+    assert torch.equal(torch.cat([*batches]), decoder.batches[:few])
+
+
+def test_what_must_be_there_is_looked_for_before_anything_is_measured(tiny_models):
+    announced, nowhere = [], (Path("nowhere/a.pt"), Path("nowhere/b.pt"))
+    conditions = Conditions(samples=SAMPLES, plans=(LandscapePlan(grid=3, through=nowhere),))
+    with pytest.raises(InputError, match=r"a\.pt does not exist"):
+        survey([tiny_models[0]], conditions, lambda model, steps: announced.append(model))
+    assert announced == []
+
+
+def test_measuring_leaves_the_model_as_it_was(probe, wild_encoder, tiny_models, untouched):
+    encoder = wild_encoder("topk").float().train()
+    check = untouched(encoder)
+    measured(probe, subject_of(dataclasses.replace(tiny_models[0], module=encoder)))
+    check()
+
+
+def test_a_plan_says_the_same_twice(probe, tiny_models):
+    one, again = (measured(probe, subject_of(tiny_models[0])) for _ in range(2))
+    for name, table in one.items():
+        pd.testing.assert_frame_equal(table, again[name])
+
+
+@pytest.mark.parametrize("function", [k_sweep, mask_stability, mask_overlap])
+def test_a_plan_of_another_probe_is_refused_by_name(function, tiny_models):
+    with pytest.raises(InputError, match=r"^The plan must be a \w+Plan\. Got BoundsPlan"):
+        function(tiny_models[0], torch.zeros(1, 4, dtype=torch.int64), plan=BoundsPlan())
+
+
+def test_what_is_no_module_cannot_be_captured():
+    refused = pytest.raises(InputError, match=r"^A capture watches a torch\.nn\.Module\. Got int\.$")
+    with refused, semdiag.capture(3):
+        pass

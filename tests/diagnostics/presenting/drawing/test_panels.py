@@ -1,0 +1,65 @@
+"""Which models share a panel, and what they are called."""
+
+from itertools import pairwise
+
+import pandas as pd
+import pytest
+
+from semdiag.measuring.findings.findings import Findings
+from semdiag.measuring.measurements import Measurements
+from semdiag.presenting.drawing.panels import attention_label, panels_of
+from semdiag.presenting.drawing.style import ATTENTION_STYLES
+from semdiag.reporting.report import in_short
+from semdiag.questions.registry import SECTIONS
+from semdiag_models import ATTENTIONS
+
+
+def test_every_attention_has_a_style():
+    assert set(ATTENTION_STYLES) == set(ATTENTIONS)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "label"),
+    [
+        (("full", None), "full"),
+        (("topk", 5), "top-k (k = 5)"),
+        (("bottomk", 5), "bottom-k (k = 5)"),
+        (("random", 5), "random-k (k = 5)"),
+        (("banded", 5, 3), "banded (k = 5 + 3 global)"),
+    ],
+)
+def test_labels(arguments, label):
+    assert attention_label(*arguments) == label
+
+
+def test_models_of_another_norm_or_pooling_get_a_panel_of_their_own(model):
+    parts = [model("full"), model("topk"), model("banded", path="post.pt"), model("banded", path="cls.pt")]
+    models = pd.concat([part.models for part in parts], ignore_index=True)
+    models.loc[2, "norm"], models.loc[3, "pooling"] = "post", "cls"
+    titles = {panel.title: len(panel.series) for panel in panels_of(models)}
+    assert titles == {
+        "even-pairs, norm pre, pooling mean": 2,
+        "even-pairs, norm post, pooling mean": 1,
+        "even-pairs, norm pre, pooling cls": 1,
+    }
+
+
+def test_models_of_the_same_attention_look_different(model):
+    paths = [f"run-{i}/last.pt" for i in range(9)]
+    parts = [model("full"), *(model("topk", path=path) for path in paths)]
+    (panel,) = panels_of(pd.concat([part.models for part in parts], ignore_index=True))
+    full, *topk = (series.style for series in panel.series)
+    assert full == ATTENTION_STYLES["full"]
+    assert topk[0] == ATTENTION_STYLES["topk"]  # the first, or only, looks as everywhere
+    assert len({style.color for style in topk}) == len({(s.color, s.marker) for s in topk}) == len(paths)
+    assert all(before.marker != after.marker for before, after in pairwise(topk))
+    assert {style.line for style in topk} == {ATTENTION_STYLES["topk"].line}
+
+
+def test_bottom_k_is_not_called_a_mask_that_ignores_the_scores(model):
+    measured = Measurements.concat([model(kind) for kind in ("full", "random", "bottomk")])
+    (said,) = (
+        s for s in in_short(Findings(measured), [SECTIONS["dispersion"]]) if "masks that ignore the scores" in s
+    )
+    assert "random-" in said
+    assert "bottomk" not in said

@@ -1,0 +1,235 @@
+"""Every k of one model in one pass: against loops, and against the model really run with that k."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from semdiag.capturing.attention_calls import watch_attention
+from semdiag.measuring.findings.findings import Findings
+from semdiag.questions.k_sweep.answer.summary import condition_table, conditions_met
+from semdiag.mathematics.bounds.corollary import paper_input_condition, paper_weight_condition
+from semdiag.mathematics.paper_stability import paper_heavy_hitter_stability
+from semdiag.mathematics.softmax_stability import fixed_mask_stability, heavy_hitter_stability
+from semdiag.measuring.measure import measure
+from semdiag.measuring.percentiles import percentiles
+from semdiag.questions.k_sweep.measure.probe import K_SWEEP_TABLE, KSweepPlan, k_sweep, k_sweep_tables
+from semdiag_models import Encoder, InputError
+
+LENGTH, LARGEST = 12, 7
+PERCENTILE_COLUMNS = ["mean", "p0", "p25", "p50", "p95", "p100"]
+
+
+def with_heavy_hitters(encoder, k):
+    """An encoder with the same weights, made with top-k attention."""
+    swapped = Encoder(replace(encoder.config, attention="topk", k=k)).double()
+    swapped.load_state_dict(encoder.state_dict())
+    return swapped.eval()
+
+
+def naive(encoder, tokens):
+    """Values {(layer, head, k, quantity): list} by loops over rows of scores."""
+    calls, found = [], {}
+    with torch.no_grad(), watch_attention(encoder, calls.append):
+        for row in tokens:
+            encoder(row[None])
+    layers = len(encoder.blocks)
+    for at, call in enumerate(calls):
+        valid = [j for j in range(LENGTH) if tokens[at // layers][j] != 2]
+        for head in range(encoder.config.heads):
+            place = (call.layer, head)
+            loads = {(k, j): 0 for k in range(1, LARGEST + 1) for j in valid}
+            for i in valid:
+                z = {j: call.scale * float(call.q[0, head, i] @ call.k[0, head, j]) for j in valid}
+                for k, quantity, value in row_quantities(z, loads):
+                    found.setdefault((*place, k, quantity), []).append(value)
+            for (k, _), load in loads.items():
+                found.setdefault((*place, k, "load"), []).append(load)
+    return found
+
+
+def row_quantities(z, loads):
+    order = sorted(z, key=lambda j: -z[j])
+    total, whole = sum(math.exp(v) for v in z.values()), z[order[0]] - z[order[-1]]
+    full = fixed_mask_stability(whole, len(z)).log_value.item()
+    yield 0, "dispersion", whole
+    yield 0, "ln_sound", full
+    p = [math.exp(v) / total for v in z.values()]
+    even = math.log(len(z)) if len(z) > 1 else math.nan
+    yield 0, "evenness", -sum(x * math.log(x) for x in p) / even
+    for k in range(1, LARGEST + 1):
+        kept = order[:k]
+        for j in kept:
+            loads[k, j] += 1
+        delta = z[kept[0]] - z[kept[-1]]
+        gap = z[kept[-1]] - z[order[k]] if k < len(order) else math.inf
+        sound = heavy_hitter_stability(delta, gap, len(kept)).log_value.item()
+        yield k, "dispersion", delta
+        drops = k < len(order)  # elsewhere there is nothing to keep a share of
+        yield k, "ratio", delta / whole if whole and drops else math.nan
+        yield k, "separation", gap
+        yield k, "mass", sum(math.exp(z[j]) for j in kept) / total if drops else math.nan
+        yield k, "share", k / len(order) if drops else math.nan
+        yield k, "ln_sound", sound
+        yield k, "ln_paper", paper_heavy_hitter_stability(delta, gap, len(kept)).log_value.item()
+        yield k, "sound_better", float(sound < full)
+
+
+@pytest.mark.parametrize("kind", ["full", "topk"])
+@pytest.mark.parametrize("batch_size", [100, 2])
+def test_the_table_is_as_defined(kind, wild_encoder, padded_tokens, batch_size):
+    encoder, tokens = wild_encoder(kind), padded_tokens[0]
+    table = k_sweep(encoder, tokens, None, KSweepPlan(LARGEST), batch_size=batch_size, dtype=torch.float64)
+    assert {name: str(t) for name, t in table.dtypes.items()} == K_SWEEP_TABLE.columns
+    expected = naive(encoder, tokens)
+    for (_, _, k, quantity), values in list(expected.items()):
+        expected.setdefault((-1, -1, k, quantity), []).extend(values)
+    found = table.set_index(["layer", "head", "k", "quantity"])
+    assert sorted(found.index) == sorted(expected)
+    for place, row in found.iterrows():
+        want = percentiles(expected[place])
+        assert (row["queries"], row["undefined"]) == (want["queries"], want["undefined"])
+        for column in PERCENTILE_COLUMNS:
+            assert row[column] == pytest.approx(want[column], rel=1e-6, abs=1e-8, nan_ok=True), (place, column)
+
+
+def test_more_keys_keep_more_mass_and_more_dispersion(wild_encoder, padded_tokens):
+    table = k_sweep(wild_encoder("full"), padded_tokens[0].clamp(max=1))  # without PAD all have as many keys
+    assert table["k"].max() == LENGTH - 1
+    pooled = table[table["layer"] == -1]
+    for quantity in ("mass", "ratio"):
+        rows = pooled[(pooled["quantity"] == quantity) & (pooled["k"] > 0)].sort_values("k")
+        assert (np.diff(rows["p50"]) >= 0).all()
+        assert rows["p100"].max() <= 1
+
+
+def test_a_rerun_is_that_of_a_model_with_this_k(wild_encoder, padded_tokens):
+    encoder, (tokens, labels) = wild_encoder("full"), padded_tokens
+    table = k_sweep(encoder, tokens, labels, KSweepPlan(4, rerun=True), dtype=torch.float64)
+    with torch.no_grad():
+        before = encoder(tokens).argmax(-1)
+        for k in range(5):
+            swapped = encoder if k == 0 else with_heavy_hitters(encoder, k)
+            after = swapped(tokens).argmax(-1)
+            rows = table[(table["k"] == k) & (table["layer"] == -1)].set_index("quantity")["mean"]
+            assert rows["accuracy"] == (after == labels).double().mean().item()
+            assert rows["same_prediction"] == (after == before).double().mean().item()
+
+
+def test_of_a_model_that_is_run_again_everything_is_over_the_keys_that_its_own_mask_keeps(
+    wild_encoder, padded_tokens
+):
+    encoder, (tokens, labels) = wild_encoder("topk"), padded_tokens
+    own, calls = encoder.config.k, []
+    plan = KSweepPlan(LARGEST, rerun=True)
+    tables = k_sweep_tables(encoder, tokens, labels, plan, dtype=torch.float64)
+    assert sorted(set(tables["rerun"]["k"])) == list(range(own))  # larger ones would drop nothing
+    pooled = tables["sweep"][tables["sweep"]["layer"] == -1].set_index(["quantity", "k"])["mean"]
+    assert set(tables["sweep"]["k"]) == set(range(own))
+    with torch.no_grad(), watch_attention(encoder, calls.append):
+        encoder(tokens)
+    mass, share, range_kept = {1: [], 2: []}, {1: [], 2: []}, []
+    for call in calls:
+        scores = call.scores(torch.float64)
+        for b, h, i in call.counted.nonzero().tolist():
+            z = scores[b, h, i, call.selected[b, h, i][call.selected[b, h, i] >= 0]].sort(descending=True).values
+            range_kept.append(float(z[0] - z[-1]))
+            for k in (1, 2):
+                if len(z) > k:
+                    mass[k].append(float(z.softmax(0)[:k].sum()))
+                    share[k].append(k / len(z))
+    for k in (1, 2):
+        assert pooled["mass", k] == pytest.approx(np.mean(mass[k]), rel=1e-9)
+        assert pooled["share", k] == pytest.approx(np.mean(share[k]), rel=1e-9)
+    assert pooled["dispersion", 0] == pytest.approx(np.mean(range_kept), rel=1e-9)
+
+
+@pytest.mark.parametrize(("max_k", "ks", "swept"), [(2, (5,), 5), (None, (3, 40), 11), (4, (1,), 4)])
+def test_every_k_that_is_run_is_measured(wild_encoder, padded_tokens, max_k, ks, swept):
+    """Above the sweep's largest k a run had no share of the keys, and was "not without loss" for want of it."""
+    table = k_sweep(wild_encoder("full"), padded_tokens[0], None, KSweepPlan(max_k, rerun=True, ks=ks))
+    assert table["k"][table["quantity"] == "mass"].max() == swept
+
+
+def test_queries_with_few_keys_are_left_out(wild_encoder, padded_tokens):
+    encoder, tokens = wild_encoder("full"), padded_tokens[0]
+    some = k_sweep(encoder, tokens, None, KSweepPlan(3), min_keys=10)
+    pooled = some[some["layer"] == -1].set_index(["quantity", "k"])
+    long = [int((row != 2).sum()) for row in tokens if (row != 2).sum() >= 10]
+    assert pooled["queries"]["mass", 3] == sum(long) * len(encoder.blocks) * encoder.config.heads
+    whole = k_sweep(encoder, tokens[[1, 4, 5, 6]], None, KSweepPlan(3))  # the samples with 10 keys or more
+    alone = whole[whole["layer"] == -1].set_index(["quantity", "k"])
+    for quantity in ("mass", "dispersion", "ratio"):
+        assert pooled["p50"][quantity, 3] == pytest.approx(alone["p50"][quantity, 3], rel=1e-6)
+
+
+@pytest.mark.parametrize("rerun", [False, True])
+@pytest.mark.parametrize("kind", ["full", "topk"])
+def test_nothing_is_left_behind(kind, wild_encoder, padded_tokens, untouched, rerun):
+    encoder = wild_encoder(kind).float().train()
+    check = untouched(encoder)
+    k_sweep(encoder, *padded_tokens, KSweepPlan(3, rerun))
+    check()
+
+
+@pytest.mark.parametrize("kind", ["banded", "block"])
+def test_a_fixed_mask_is_not_swept(kind, wild_encoder, padded_tokens):
+    assert k_sweep(wild_encoder(kind), padded_tokens[0]).equals(K_SWEEP_TABLE.empty())
+
+
+def test_a_k_that_drops_nothing_is_refused(wild_encoder, padded_tokens):
+    with pytest.raises(InputError, match="below the number of keys, at most 12"):
+        k_sweep(wild_encoder("full"), padded_tokens[0], None, KSweepPlan(12))
+    with pytest.raises(InputError, match="at least 1"):
+        KSweepPlan(0)
+
+
+def swept(encoder, padded_tokens, **plan):
+    """Measurements of one model with its sweep."""
+    tokens, labels = padded_tokens
+    found = measure(encoder, tokens, labels=labels)
+    return found.replace(sweep=k_sweep(encoder, tokens, labels, KSweepPlan(**plan), dtype=torch.float64))
+
+
+def test_conditions_are_those_of_the_corollary_at_matching_percentiles(wild_encoder, padded_tokens):
+    encoder = wild_encoder("full", 0.7)
+    found = swept(encoder, padded_tokens, max_k=3)
+    values = naive(encoder, padded_tokens[0])
+    pooled = {}
+    for (_, _, k, quantity), some in values.items():
+        pooled.setdefault((k, quantity), []).extend(some)
+    table = condition_table(Findings(found)).set_index(["k", "percentile", "parameter"])["left_side"]
+    for k in (1, 2, 3):
+        for p in (75, 90, 95, 100):
+            full, delta, load = (
+                np.percentile(pooled[at], p) for at in ((0, "dispersion"), (k, "dispersion"), (k, "load"))
+            )
+            gaps = np.array(pooled[k, "separation"])
+            gap = np.percentile(gaps[np.isfinite(gaps)], 100 - p)
+            weight, inputs = (
+                paper_weight_condition(full, delta, gap),
+                paper_input_condition(full, delta, gap, load / k),
+            )
+            assert table[k, p, "W"] == pytest.approx(weight.left_side.item(), rel=1e-6)
+            assert table[k, p, "X"] == pytest.approx(inputs.left_side.item(), rel=1e-6)
+
+
+def test_a_tie_within_rounding_meets_no_condition(wild_encoder, padded_tokens):
+    """As in Corollary 1 over pairs: two forms of one rule would disagree."""
+    found = swept(wild_encoder("full", 0.7), padded_tokens, max_k=2)
+    smallest = found.sweep["p0"].mask(found.sweep["quantity"] == "separation", 1e-17)
+    table = condition_table(Findings(found.replace(sweep=found.sweep.assign(p0=smallest))))
+    at_the_tie = table[table["percentile"] == 100]
+    assert (at_the_tie["left_side"] == np.inf).all()
+    assert not at_the_tie["met"].any()
+
+
+def test_cases_that_meet_the_conditions_are_counted(wild_encoder, padded_tokens):
+    findings = Findings(swept(wild_encoder("full", 0.7), padded_tokens, max_k=3))
+    table, met = findings(condition_table), conditions_met(findings, "model")
+    assert sorted(met) == [1, 2, 3]
+    judged = table[table["percentile"] < 100]
+    assert all(met[k] == judged[judged["k"] == k]["met"].sum() for k in met)
+    assert len(table) == 3 * 8

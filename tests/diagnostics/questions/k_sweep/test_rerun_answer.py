@@ -1,0 +1,294 @@
+"""Is sparse attention enough? The verdict on made-up sweeps and reruns, and its sentence."""
+
+import math
+
+import matplotlib.pyplot as plt
+import numpy as np
+import pandas as pd
+import pytest
+
+from semdiag.questions.k_sweep.terminal import print_k_sweep
+from semdiag.measuring.findings.findings import Findings
+from semdiag.questions.k_sweep.answer.summary import k_sweep_summary
+from semdiag.questions.k_sweep.answer.rerun import change_table
+from semdiag.questions.k_sweep.answer.sparse_verdict import sparse_glance, sparse_verdict
+from semdiag.questions.k_sweep.measure.probe import K_SWEEP_TABLE
+from semdiag.questions.k_sweep.measure.rerun import RERUN_TABLE
+from semdiag.questions.k_sweep.figures.loss_change import loss_change
+from semdiag.questions.k_sweep.words import verdict_lines
+
+KEYS, SAMPLES = 16, 12
+HARMLESS, HARMFUL = 0.001, 0.5
+
+
+def made(made_up, top=None, random=None, *, mass=None, evenness=0.5, before=0.3, samples=SAMPLES, **facts):
+    """Findings on one model with the change of loss by k, the same for all samples but for a small wave."""
+    mass = mass or {k: min(1.0, 0.5 + k / KEYS) for k in (1, 2, 4, 8, 12)}
+    rows = [(0, "dispersion", 4.0, 0), (0, "evenness", evenness, 0)]
+    for k, kept in mass.items():
+        values = (("mass", kept), ("share", k / KEYS), ("dispersion", 1.0), ("separation", 0.5), ("load", k))
+        values += (("ratio", 0.5), ("ln_sound", 1.0), ("ln_paper", 2.0))
+        rows += [(k, name, value, 100 if name == "mass" else 0) for name, value in values]
+    sweep = pd.DataFrame(rows, columns=["k", "quantity", "mean", "undefined"])
+    for column in K_SWEEP_TABLE.columns:
+        if column.startswith("p"):
+            sweep[column] = sweep["mean"]
+    sweep = sweep.assign(model="m", layer=-1, head=-1, queries=1000, not_positive=0)
+    table = RERUN_TABLE.empty()
+    if top is not None:
+        runs = [("none", 0, 0.0), *(("topk", k, d) for k, d in top.items())]
+        runs += [("random", k, (random or {}).get(k, 2.0)) for k in top]
+        wave = 1e-4 * np.sin(np.arange(samples))
+        parts = [
+            {
+                "model": "m", "mask": mask, "k": k, "sample": i, "targets": 5, "correct": 4, "predictions": 6,
+                "changed": 1, "classes": 4, "loss": 5 * (before + change + (wave[i] if k else 0)),
+                "divergence": 6 * abs(change), "output_change": 0.1,
+            }
+            for mask, k, change in runs
+            for i in range(samples)
+        ]  # fmt: skip
+        table = RERUN_TABLE.of_rows(parts)
+    found = made_up(("m", np.ones(8), {"attention": "full", **facts}))
+    return Findings(found.replace(sweep=K_SWEEP_TABLE.of_parts([sweep]), rerun=table))
+
+
+def of(harmless_from):
+    return {k: HARMLESS if k >= harmless_from else HARMFUL for k in (1, 2, 4, 8, 12)}
+
+
+def first_line(findings):
+    return verdict_lines(findings, "m")[0]
+
+
+def test_a_small_k_that_changes_nothing_is_plausible(made_up):
+    findings = made(made_up, of(4))
+    found = sparse_verdict(findings, "m")
+    assert (found.answer, found.k, found.measure, found.samples) == ("plausible", 4, "loss", SAMPLES)
+    assert found.low <= found.change <= found.high <= 0.01
+    assert (found.queries, found.left_out) == (900, 100)
+    assert first_line(findings).startswith(
+        "plausible: k = 4 per query (25% of the keys) changes the loss by +0.001"
+    )
+    assert first_line(findings).endswith("keeps 75.0% of the weight.")
+
+
+def test_a_k_counts_only_if_every_larger_one_is_harmless_too(made_up):
+    changes = of(4) | {8: HARMFUL}
+    found = sparse_verdict(made(made_up, changes), "m")
+    assert (found.answer, found.k) == ("not without loss", 12)  # 12 of 16 keys is hardly sparse
+
+
+def test_the_whole_interval_must_be_within_the_tolerance(made_up):
+    findings = made(made_up, of(4))
+    rerun = findings.measurements.rerun.copy()
+    some = (rerun["mask"] == "topk") & (rerun["k"] == 4)
+    rerun.loc[some, "loss"] += 0.04 * np.where(
+        np.arange(SAMPLES) % 2, 5, -5
+    )  # the mean stays, the interval is ±0.03
+    found = sparse_verdict(Findings(findings.measurements.replace(rerun=rerun)), "m")
+    assert (found.answer, found.k) == ("plausible", 8)
+
+
+def test_half_of_the_keys_is_the_most_that_is_sparse(made_up):
+    assert sparse_verdict(made(made_up, of(8)), "m").answer == "plausible"
+    findings = made(made_up, of(12))
+    assert sparse_verdict(findings, "m").answer == "not without loss"
+    assert first_line(findings).startswith("not without loss: of the k that were run, 12 (75% of the keys) is the")
+
+
+def test_where_no_k_is_harmless_the_largest_is_named(made_up):
+    findings = made(made_up, of(99))
+    assert sparse_verdict(findings, "m").answer == "not without loss"
+    assert first_line(findings).startswith("not without loss: even k = 12 per query")
+    assert "changes the loss by +0.5 nats (95 % interval +0.5 to +0.5)" in first_line(findings)
+
+
+def broken(findings, ks, value):
+    """The findings where the loss of one sample is no finite number at some k."""
+    rerun = findings.measurements.rerun.copy()
+    some = (rerun["mask"] == "topk") & rerun["k"].isin(ks) & (rerun["sample"] == 3)
+    rerun.loc[some, ["loss", "divergence"]] = value
+    return Findings(findings.measurements.replace(rerun=rerun))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_of_a_change_that_is_no_finite_number_there_is_no_answer(made_up, value):
+    """It was told as a loss: "not without loss: even k = 12 … changes the loss by +nan nats"."""
+    findings = broken(made(made_up, of(4)), (1, 2, 4, 8, 12), value)
+    found = sparse_verdict(findings, "m")
+    assert (found.answer, found.reason, found.k) == ("cannot tell", "not_finite", 12)
+    lines = verdict_lines(findings, "m")
+    assert lines[0].startswith("cannot tell: the change at k = 12 is not a finite number (")
+    assert not any(word in line.replace("+", " ").split() for line in lines for word in ("nan", "inf"))
+    assert sparse_glance(findings).number == "0 of 1"
+    figure = loss_change(findings)
+    figure.canvas.draw()
+    plt.close(figure)
+    print_k_sweep(findings)
+
+
+def test_a_change_that_is_no_number_decides_only_where_it_stands_in_the_way(made_up):
+    assert sparse_verdict(broken(made(made_up, of(1)), (1, 2), math.nan), "m").k == 4
+    found = sparse_verdict(broken(made(made_up, of(1)), (1, 8), math.nan), "m")  # 12 of 16 keys is hardly sparse
+    assert (found.answer, found.reason, found.k) == ("cannot tell", "not_finite", 8)
+    costly = of(12) | {8: HARMFUL}
+    assert sparse_verdict(broken(made(made_up, costly), (1, 4), math.nan), "m").answer == "not without loss"
+
+
+def test_of_a_loss_that_is_infinite_without_a_mask_nobody_can_tell(made_up):
+    """The chance of so many classes was held against it."""
+    findings = made(made_up, of(4))
+    rerun = findings.measurements.rerun.assign(loss=math.inf)
+    findings = Findings(findings.measurements.replace(rerun=rerun))
+    assert sparse_verdict(findings, "m").reason == "not_finite"
+    assert "Without a mask the loss is not a finite number" in " ".join(verdict_lines(findings, "m"))
+    figure = loss_change(findings)
+    figure.canvas.draw()
+    plt.close(figure)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason", "words"),
+    [
+        (
+            {"evenness": 0.97, "random": of(1)},
+            "near_uniform",
+            "cannot tell: the attention is near uniform, half of the queries weigh their keys almost evenly.",
+        ),
+        ({"before": math.log(4)}, "chance", "cannot tell: the model predicts no better than chance"),
+        ({"random": of(1)}, "control", "cannot tell: as many random keys do as little harm"),
+        ({"samples": 7}, "few_samples", "cannot tell: too few samples"),
+    ],
+)
+def test_there_are_four_reasons_for_no_answer(made_up, options, reason, words):
+    findings = made(made_up, of(4), **options)
+    found = sparse_verdict(findings, "m")
+    assert (found.answer, found.reason) == ("cannot tell", reason)
+    assert first_line(findings).startswith(words)
+
+
+def test_a_loss_that_hangs_on_the_largest_scores_is_an_answer_however_even_the_weights(made_up):
+    """Trained on even pairs, 4 of 40 keys keep 32 % of the weight and the loss; 4 random ones do not."""
+    assert sparse_verdict(made(made_up, of(4), evenness=0.97), "m").answer == "plausible"
+    assert sparse_verdict(made(made_up, evenness=0.97), "m").reason == "near_uniform"  # not rerun
+
+
+def test_without_a_rerun_the_weight_is_told_and_the_command(made_up):
+    findings = made(made_up)
+    found = sparse_verdict(findings, "m")
+    assert (found.answer, found.reason, found.k) == ("cannot tell", "not_rerun", 8)
+    assert first_line(findings) == (
+        "cannot tell before it is run with masks: k = 8 (50% of the keys) keeps 100.0% of the weight; to "
+        "measure what a mask costs: semdiag k-sweep m --rerun."
+    )
+    none = made(made_up, mass={1: 0.2, 2: 0.3})
+    assert "no k up to the largest measured keeps 95% of the weight" in first_line(none)
+    assert sparse_verdict(made(made_up, evenness=0.99), "m").reason == "near_uniform"
+
+
+def test_a_mask_of_its_own_is_judged_only_when_it_was_run_with_fewer_keys(made_up):
+    """The weight of all its scores is that of a softmax which the model never computes."""
+    findings = made(made_up, attention="topk", k=5)
+    assert sparse_verdict(findings, "m").reason == "own_mask"
+    assert first_line(findings) == (
+        "cannot tell: it was trained to keep its k largest scores, and was not run with fewer."
+    )
+    assert sparse_glance(findings).number == "0 of 1"
+    assert not sparse_verdict(made(made_up, of(4), attention="topk", k=5), "m").reason
+
+
+def test_masks_that_drop_nothing_are_no_evidence(made_up):
+    """That as many random keys do as little harm was held against the attention, where they were all keys."""
+    findings = made(made_up, {KEYS: 0.0, 2 * KEYS: 0.0}, {KEYS: 0.0, 2 * KEYS: 0.0})
+    found = sparse_verdict(findings, "m")
+    assert (found.answer, found.reason, found.k) == ("cannot tell", "drops_nothing", KEYS)
+    assert first_line(findings) == (
+        "cannot tell: no query has more keys than any k that was run, so nothing was dropped."
+    )
+    costly = made(made_up, {4: HARMFUL, KEYS: 0.0}, {4: HARMFUL, KEYS: 0.0})
+    assert (sparse_verdict(costly, "m").answer, sparse_verdict(costly, "m").k) == ("not without loss", 4)
+
+
+@pytest.mark.parametrize(
+    ("attention", "said"), [("full", False), ("causal", False), ("masked", False), ("topk", True)]
+)
+def test_only_a_top_k_model_is_called_one(made_up, attention, said):
+    """Of every causal model it was said that it was "trained with k = None, so these are … of a top-k model"."""
+    lines = verdict_lines(made(made_up, of(4), attention=attention, k=5 if said else None), "m")
+    assert any("trained with top-k attention" in line for line in lines) == said
+    assert not any("None" in line for line in lines)
+
+
+def test_the_conditions_of_the_paper_follow_as_their_own_line_and_decide_nothing(made_up):
+    findings = made(made_up, of(4))
+    said = [line for line in verdict_lines(findings, "m") if "Corollary 1" in line]
+    assert len(said) == 1
+    assert not first_line(findings).count("condition")
+
+
+def test_a_fixed_mask_is_not_judged(made_up):
+    findings = Findings(made_up(("m", np.ones(8), {"attention": "banded", "k": 5})))
+    assert sparse_verdict(findings, "m").reason == "fixed_mask"
+    assert first_line(findings) == "cannot tell: its mask does not rank keys by their scores."
+    (result,) = k_sweep_summary(findings)["results"]
+    assert (result["verdict"]["answer"], result["rerun"]) == ("cannot tell", [])
+
+
+def test_what_the_weight_alone_would_have_said_is_proportional_to_the_weight_dropped(made_up):
+    table = change_table(made(made_up, of(4))).set_index(["mask", "k"])
+    for k in (1, 2, 4, 8, 12):
+        dropped = 1 - min(1.0, 0.5 + k / KEYS)
+        assert table.loc[("topk", k), "by_mass"] == pytest.approx(
+            HARMFUL * dropped / (0.5 - 1 / KEYS), rel=1e-3, abs=1e-9
+        )
+    row = table.loc[("topk", 1)]
+    assert (row["accuracy"], row["changed"]) == (pytest.approx(0.8), pytest.approx(1 / 6))
+    assert row["divergence"] == pytest.approx(HARMFUL)
+    assert np.isnan(table.loc[("random", 1), "by_mass"])
+
+
+def test_unequal_samples_weigh_by_their_targets(made_up):
+    findings = made(made_up, {4: 0.1})
+    rerun = findings.measurements.rerun.copy()
+    long = rerun["sample"] == 0
+    rerun.loc[long, ["targets", "loss"]] *= 100
+    rerun.loc[long & (rerun["k"] == 4), "loss"] += 500
+    row = (
+        change_table(Findings(findings.measurements.replace(rerun=rerun)))
+        .set_index(["mask", "k"])
+        .loc[("topk", 4)]
+    )
+    assert row["change"] == pytest.approx(0.1 + 500 / (500 + 55), rel=1e-3)
+
+
+def joined(*findings):
+    """Findings of several models: those of the parts."""
+    names = ("models", "sweep", "rerun")
+    tables = {
+        name: [getattr(one.measurements, name).assign(model=f"m{at}") for at, one in enumerate(findings)]
+        for name in names
+    }
+    joint = {name: pd.concat(parts, ignore_index=True) for name, parts in tables.items()}
+    return Findings(findings[0].measurements.replace(**joint))
+
+
+@pytest.mark.parametrize(
+    ("top", "answer", "number"),
+    [(of(4), "plausible", "k = 4"), (of(99), "not without loss", "k = 12"), (None, "cannot tell", "k = 8")],
+)
+def test_the_tile_says_what_the_verdict_says(made_up, top, answer, number):
+    findings = made(made_up, top)
+    glance, found = sparse_glance(findings), sparse_verdict(findings, "m")
+    assert (glance.answer, glance.number) == (found.answer, f"k = {found.k}") == (answer, number)
+    assert ("95 % interval" in glance.words) == ("--rerun" not in glance.words) == (top is not None)
+
+
+def test_the_tile_of_several_models_counts_those_that_were_run(made_up):
+    glance = sparse_glance(joined(made(made_up, of(4)), made(made_up, of(8)), made(made_up)))
+    assert (glance.answer, glance.number) == ("plausible", "2 of 2 models")
+    assert "k = 4–8" in glance.words
+    assert glance.words.endswith("; 1 more cannot be judged")
+    assert sparse_glance(joined(made(made_up, of(4)), made(made_up, of(12)))).answer == "not without loss"
+    fixed = Findings(made_up(("m", np.ones(8), {"attention": "banded", "k": 5})))
+    assert (sparse_glance(fixed).answer, sparse_glance(fixed).number) == ("cannot tell", "0 of 1")

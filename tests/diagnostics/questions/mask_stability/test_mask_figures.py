@@ -1,0 +1,232 @@
+"""Figures and words on masks under noise and on other k: what they show of numbers that are known."""
+
+import re
+
+import numpy as np
+import pandas as pd
+import pytest
+from matplotlib.text import Text
+
+from semdiag.measuring.findings.findings import Findings
+from semdiag.questions.glance import masks_glance
+from semdiag.questions.mask_stability.answer import mask_summary
+from semdiag.questions.k_sweep.answer.rerun import change_table
+from semdiag.measuring.measurements import Measurements
+from semdiag.presenting.drawing.panels import NothingToDrawError
+from semdiag.reporting.report import measured_sections, write_report
+from semdiag.questions.k_sweep.page import k_sweep_tables
+from semdiag.questions.k_sweep.words import k_sweep_sentences
+from semdiag.questions.mask_stability.page import mask_tables
+from semdiag.questions.mask_stability.words import mask_sentences, masks_in_short
+from semdiag.questions.registry import FIGURES
+
+LEVELS = (0.01, 0.1)
+
+
+def words(figure):
+    return "\n".join(text.get_text() for text in figure.findobj(Text))
+
+
+@pytest.fixture
+def pair(model):
+    """A full, a top-k and a banded model."""
+    return Measurements.concat([model("full"), model("topk"), model("banded")])
+
+
+def test_agreement_is_drawn_against_noise_by_layer(pair, probed):
+    figure = FIGURES["masks_unchanged"](Findings(probed(pair)))
+    full, topk = figure.axes
+    assert "top-3 it would choose" in full.get_title(loc="left")
+    assert topk.get_title(loc="left") == "even-pairs\ntop-k (k = 3)"
+    lines = {line.get_label(): line for line in topk.get_lines()}
+    for layer in (0, 1):
+        np.testing.assert_allclose(lines[f"layer {layer}"].get_xdata(), LEVELS)
+        np.testing.assert_allclose(
+            lines[f"layer {layer}"].get_ydata(), [1 - lv * (layer + 1) for lv in LEVELS], rtol=1e-6
+        )
+    assert "6 samples per model, 5 draws (seed 0)" in words(figure)
+    assert "95 % intervals" in words(figure)
+    assert [tick.get_text() for tick in topk.get_xticklabels()] == ["1 %", "10 %"]
+
+
+def test_every_model_without_a_mask_is_titled_so(pair, probed):
+    found = probed(pair)
+    models = found.models.assign(attention=found.models["attention"].replace("full", "causal"))
+    titles = [
+        ax.get_title(loc="left") for ax in FIGURES["masks_unchanged"](Findings(found.replace(models=models))).axes
+    ]
+    assert ["top-3 it would choose" in title for title in titles].count(True) == 1
+
+
+def test_one_level_is_drawn_against_layers(pair, probed):
+    figure = FIGURES["masks_unchanged"](Findings(probed(pair, levels=(0.1,))))
+    points = figure.axes[0].containers[0].lines[0]
+    np.testing.assert_allclose(np.asarray(points.get_ydata(), float), [0.9, 0.8], rtol=1e-6)
+    assert figure.axes[0].get_xlabel() == "layer"
+
+
+def test_reliability_sets_observed_against_predicted(pair, probed):
+    figure = FIGURES["mask_reliability"](Findings(probed(pair)))
+    ax = figure.axes[1]
+    diagonal, (low, high) = ax.get_lines()[0], ax.containers
+    assert list(diagonal.get_xdata()) == list(diagonal.get_ydata())
+    for container, level in ((low, LEVELS[0]), (high, LEVELS[1])):
+        points = container.lines[0]
+        assert len(points.get_xdata()) == 10
+        np.testing.assert_allclose(np.asarray(points.get_xdata(), float), 1 - level, rtol=1e-6)
+        assert np.mean(np.asarray(points.get_ydata(), float)) == pytest.approx(1 - 1.5 * level, abs=0.1 * level)
+    assert "boundary pair" in words(figure)
+
+
+def test_the_heat_map_writes_its_numbers(pair, probed):
+    figure = FIGURES["mask_heat_map"](Findings(probed(pair)))
+    assert {"99%", "98%", "90%", "80%"} <= {text.get_text() for text in figure.axes[0].texts}
+    np.testing.assert_allclose(figure.axes[0].images[0].get_array(), [[0.99, 0.9], [0.98, 0.8]], rtol=1e-6)
+
+
+def test_one_level_is_one_panel_of_models_by_layers(pair, probed):
+    found = probed(pair)
+    found = found.replace(masks=found.masks[found.masks["level"] == LEVELS[0]])
+    ax, _ = FIGURES["mask_heat_map"](Findings(found)).axes
+    np.testing.assert_allclose(ax.images[0].get_array(), [[0.99, 0.98], [0.99, 0.98]], rtol=1e-6)
+    assert [label.get_text().split("\n")[1] for label in ax.get_yticklabels()][1] == "top-k (k = 3)"
+
+
+def test_the_sweep_shows_mass_ratio_separation_and_conditions(pair, probed):
+    figure = FIGURES["k_sweep"](Findings(probed(pair)))
+    mass, ratio, separation, conditions = figure.axes
+    np.testing.assert_allclose(mass.get_lines()[0].get_ydata(), np.arange(1, 7) / 6)
+    assert any(np.allclose(line.get_ydata(), 0.1 * np.arange(1, 7)) for line in mass.get_lines()[1:] if
+               len(line.get_ydata()) == 6)  # fmt: skip
+    assert "points: accuracy of the rerun model" in words(figure).replace("\n", " ")
+    np.testing.assert_allclose(ratio.get_lines()[0].get_ydata(), np.arange(1, 7) / 6)
+    assert separation.get_yscale() == "log"
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["full", "top-k (k = 3)", "95%"]
+    assert len(conditions.get_lines()) == 2 + 1  # a line for each model, and that at 1
+    assert "Within each model" in words(figure)
+
+
+def test_the_change_is_drawn_with_its_interval_its_control_and_the_tolerance(pair, probed, reruns):
+    found = reruns(probed(pair))
+    change, mass = FIGURES["loss_change"](Findings(found)).axes
+    table = Findings(found)(change_table)
+    for model, band in zip(table["model"].unique(), change.collections, strict=True):
+        own = table[(table["model"] == model) & (table["mask"] == "topk")]
+        lines = [line for line in change.get_lines() if line.get_color() == mass.get_lines()[0].get_color()]
+        if model == table["model"].iloc[0]:
+            top, random, by_mass = (line.get_ydata() for line in lines)
+            np.testing.assert_allclose(top, own["change"])
+            np.testing.assert_allclose(top, [1, 0.5, 0], atol=1e-9)
+            np.testing.assert_allclose(random, [2, 2, 1])
+            np.testing.assert_allclose(by_mass, own["by_mass"])
+        corners = band.get_paths()[0].vertices
+        assert corners[:, 1].min() == pytest.approx(own["low"].min())
+        assert corners[:, 1].max() == pytest.approx(own["high"].max())
+    np.testing.assert_allclose(mass.get_lines()[0].get_ydata(), [1 / 6, 2 / 6, 4 / 6])
+    across = [
+        line for line in change.get_lines() if len(set(line.get_ydata())) == 1 and len(line.get_ydata()) == 2
+    ]
+    assert [line.get_ydata()[0] for line in across] == [0.01]
+    assert change.get_yscale() == "symlog"
+
+
+def test_without_a_rerun_the_command_is_said(pair, probed):
+    with pytest.raises(NothingToDrawError, match="semdiag k-sweep MODEL --rerun"):
+        FIGURES["loss_change"](Findings(probed(pair)))
+
+
+@pytest.mark.parametrize("name", ["masks_unchanged", "mask_reliability", "mask_heat_map", "k_sweep"])
+def test_fixed_masks_leave_nothing_to_draw(name, model, probed):
+    with pytest.raises(NothingToDrawError):
+        FIGURES[name](Findings(probed(model("banded"))))
+
+
+def test_what_is_said_of_masks(pair, probed):
+    said = mask_sentences(Findings(probed(pair)))
+    assert said[0].startswith("Noise on the embedded tokens, relative to each token's RMS; 6 samples")
+    full, topk, banded = said[1:]
+    assert "full attention drops no key: this is the mask that top-3 would choose" in full
+    assert "Under 1 % noise 98.5% of the masks stay exactly the same" in topk
+    assert "Certified rows that changed: 0 of" in topk
+    assert "25.0% of the predictions change" in topk
+    assert banded.endswith("not applicable: the mask of banded attention does not depend on the input.")
+    (short,) = masks_in_short(Findings(probed(pair)))
+    assert "Certified rows that changed: 0 of" in short
+    assert short.count("would choose") == 1
+    assert re.search(r"full \d+% \(certified \d+%; the mask that top-3 would choose\); ", short)
+    assert masks_in_short(Findings(pair)) == []
+
+
+def test_masks_that_all_survive_have_no_rank_correlation(pair, probed):
+    found = probed(pair)
+    same = found.replace(masks=found.masks.assign(agreement=1.0, exact=1.0))
+    said = mask_sentences(Findings(same))
+    assert not any(re.search(r"\bnan\b", each) for each in said)
+    assert "no mask changes, and Δ has no rank correlation with disagreement" in said[1]
+    one = found.replace(masks=found.masks[found.masks["sample"] == 0])
+    said = mask_sentences(Findings(one))
+    assert not any("nan" in each for each in said)
+    assert "stay exactly the same (1 sample: too few for an interval; certified" in said[1]
+
+
+def test_a_certified_row_that_changed_is_called_an_error(pair, probed):
+    found = probed(pair)
+    told = found.masks.index[found.masks["level"] == LEVELS[1]]  # the level that the first screen tells
+    found.masks.loc[told[0], "certified_changed"] = 1
+    assert "Certified rows that changed: 1 of" in masks_in_short(Findings(found))[0]
+    assert "which is an error of semdiag" in masks_in_short(Findings(found))[0]
+    assert mask_summary(Findings(found))["results"][0]["certified_changed"] == 1
+
+
+def test_certified_rows_are_those_of_the_noise_that_is_named(pair, probed):
+    """Of another level there are other certified rows, of which the first screen counts none."""
+    found = probed(pair)
+    (alone,), tile = masks_in_short(Findings(found)), masks_glance(Findings(found))
+    others = [found.masks.assign(level=found.masks["level"] * factor, certified=1.0) for factor in (1e-3, 1e3)]
+    both = found.replace(masks=pd.concat([*others, found.masks], ignore_index=True))
+    assert masks_in_short(Findings(both)) == [alone]
+    assert masks_glance(Findings(both)) == tile
+    both.masks.loc[both.masks.index[0], "certified_changed"] = 2
+    (said,) = masks_in_short(Findings(both))
+    assert said == alone[:-1] + " (and 2 under other noise or of other snapshots), which is an error of semdiag."
+
+
+def test_what_is_said_of_other_k(pair, probed):
+    full, topk, banded = k_sweep_sentences(Findings(probed(pair)))
+    assert "cannot tell before it is run with masks: k = 6 (50% of the keys) keeps 100.0% of the weight" in full
+    assert "trained with top-k attention, k = 3" in topk
+    assert "does not rank keys by their scores" in banded
+
+
+@pytest.mark.parametrize(
+    ("range_of_full", "said"),
+    [
+        (1e3, "are met by k = 6 in 6 of 6 cases (W and X at p75, p90 and p95); most often by k = 1, in 6."),
+        (1e-3, "are met by no k in any of 6 cases (W and X at p75, p90 and p95)."),
+        (0.0, "have no value at any k: what they divide by, δ_s or Δ_h(k), is 0."),
+    ],
+)
+def test_what_is_said_of_the_conditions_is_a_sentence(pair, probed, range_of_full, said):
+    found = probed(pair)
+    sweep = found.sweep.copy()
+    percentiles = [name for name in sweep if re.fullmatch(r"p\d+", name)]
+    sweep.loc[(sweep["quantity"] == "dispersion") & (sweep["k"] == 0), percentiles] = range_of_full
+    full = k_sweep_sentences(Findings(found.replace(sweep=sweep)))[0]
+    assert full.endswith(f"The paper's conditions of Corollary 1 {said}")
+
+
+def test_tables_and_sections(pair, probed, tmp_path):
+    found = probed(pair)
+    assert measured_sections(Findings(pair))[-1] not in ("mask-stability", "k-sweep")
+    assert measured_sections(Findings(found))[-2:] == ["mask-stability", "k-sweep"]
+    findings = Findings(found)
+    tables = mask_tables(findings, False) | k_sweep_tables(findings, False)
+    assert set(tables) == {"mask_stability", "noise_effects", "k_sweep", "k_sweep_conditions"}
+    assert tables["k_sweep"]["swept_k"].max() == 6
+    page = write_report(Findings(found), tmp_path / "report", "semdiag report", (), keep_queries=True)
+    text = page.read_text(encoding="utf-8")
+    assert "Do masks survive noise?" in text
+    assert "Is sparse attention enough in this model, and with which k?" in text
+    again = Measurements.load(tmp_path / "report" / "data")
+    assert mask_sentences(Findings(again)) == mask_sentences(Findings(found))
+    assert k_sweep_sentences(Findings(again)) == k_sweep_sentences(Findings(found))

@@ -1,0 +1,330 @@
+"""Every figure: what it shows, and what it does with little, much and broken data."""
+
+import functools
+
+import matplotlib
+import matplotlib.pyplot
+import numpy as np
+import pytest
+from matplotlib.colors import to_hex
+from matplotlib.figure import Figure
+
+from semdiag.questions.dispersion.answer.comparisons import layer_ratios
+from semdiag.measuring.findings.findings import Findings
+from semdiag.measuring.findings.pairing import find_pairs
+from semdiag.measuring.measurements import Measurements
+from semdiag.measuring.percentiles import percentiles
+from semdiag.presenting.drawing.panels import NothingToDrawError, panels_of
+from semdiag.presenting.drawing.save import save_figure
+from semdiag.presenting.drawing.style import ATTENTION_STYLES, PAPER
+from semdiag.questions.registry import FIGURES, SECTIONS
+from semdiag_models import ATTENTIONS, InputError
+
+THEORY = (
+    "stability_curves",
+    "attention_response",
+    "secants_under_bounds",
+    "corollary_plane",
+    "corollary_conditions",
+)
+MASK_PROBES = ("masks_unchanged", "mask_reliability", "mask_heat_map", "k_sweep")
+PROBES = (
+    "lipschitz_percentiles",
+    "lipschitz_rungs",
+    "block_stretch",
+    "landscape_contour",
+    "landscape_surface",
+    "landscape_cuts",
+    "landscape_attention",
+)
+WITHIN = ("dispersion_counterfactual", "separation_counterfactual", "mass_kept", "key_load_counterfactual")
+BY_HAND = {"secants", "constants", "parameters", "masks", "noise_effects", "sweep", "loss_gradients", "landscape"}
+ELSEWHERE = tuple(  # drawn from what is not made up here: tested beside the runs or the probe they are about
+    shown.figure
+    for section in SECTIONS.values()
+    for question in section.questions
+    for shown in question.figures
+    if not {*section.needs} <= BY_HAND
+)
+OF_QUERIES = ("corollary_plane", "corollary_conditions")
+
+
+def shown(figure):
+    return [ax for ax in figure.axes if ax.get_visible() and ax.get_label() != "<colorbar>"]
+
+
+def legend(figure):
+    return [text.get_text() for text in figure.legends[0].get_texts()]
+
+
+def words(figure):
+    return "\n".join(text.get_text() for text in figure.findobj(matplotlib.text.Text))
+
+
+def title(ax):
+    return ax.get_title(loc="left")
+
+
+def boxes(ax):
+    return [(p.get_x() + p.get_width() / 2, p.get_y(), p.get_height()) for p in ax.patches]
+
+
+@pytest.fixture(scope="module")
+def some(many):
+    """Two tasks, last and initialisation, and a pair of models of unknown task."""
+    seeds = many.models["seed"]
+    return Measurements.concat([many.of(model) for model in many.models["model"][seeds.isna() | (seeds == 1)]])
+
+
+@pytest.fixture(scope="module")
+def several(some, make_four, theory, probed, reruns, probes, unequal):
+    """Call with the name of a figure: findings on many models of which it can be drawn."""
+    kinds = {
+        WITHIN: make_four,
+        THEORY: lambda: theory(some),
+        MASK_PROBES: lambda: probed(some),
+        ("loss_change",): lambda: reruns(probed(some)),
+        PROBES: lambda: probes(make_four()),
+        ("dispersion_by_keys",): lambda: unequal(some),
+    }
+    made = functools.cache(lambda figures: Findings(kinds[figures]() if figures else some))
+    return lambda name: made(next((figures for figures in kinds if name in figures), ()))
+
+
+@pytest.mark.parametrize("name", [name for name in FIGURES if name not in ELSEWHERE])
+def test_many_models_are_drawn_without_touching_pyplot_or_its_settings(name, several):
+    before = dict(matplotlib.rcParams)
+    figure = FIGURES[name](several(name))
+    figure.draw_without_rendering()
+    assert isinstance(figure, Figure)
+    assert dict(matplotlib.rcParams) == before
+    assert matplotlib.pyplot.get_fignums() == []
+    assert all(title(ax) for ax in shown(figure))
+
+
+@pytest.fixture(scope="module")
+def alone(model, theory, probes, probed):
+    """Call with an attention: findings on a single model with every table of the probes."""
+    return functools.cache(lambda attention: Findings(probed(probes(theory(model(attention))))))
+
+
+@pytest.mark.parametrize("name", FIGURES)
+@pytest.mark.parametrize("attention", ["full", "topk", "never heard of"])
+def test_one_model_is_drawn_or_the_reason_is_said(name, attention, alone):
+    try:
+        figure = FIGURES[name](alone(attention))
+    except NothingToDrawError as error:
+        reason = str(error)
+        figure = None
+    assert reason.endswith(".") if figure is None else shown(figure)
+
+
+@pytest.fixture(scope="module")
+def not_finite(make_four, unequal, theory, probes):
+    """Call with a value: the same in all numbers of the queries of one model, and of all."""
+
+    @functools.cache
+    def make(value, keys_differ):
+        four = probes(theory(make_four()))
+        four = four.replace(landscape=four.landscape[four.landscape["plane"] == 0])
+        four = unequal(four) if keys_differ else four
+        numbers = ["dispersion", "separation", "dispersion_k3", "separation_k3", "mass_k3"]
+        one = four.queries["model"].str.contains("block")
+        some, every = four.queries.copy(), four.queries.copy()
+        some.loc[one, numbers], every[numbers] = value, value
+        return Findings(four.replace(queries=some)), Findings(four.replace(queries=every))
+
+    return make
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in FIGURES if name not in (*MASK_PROBES, "loss_change", *ELSEWHERE)]
+)
+@pytest.mark.parametrize("value", [np.nan, np.inf], ids=["nan", "inf"])
+def test_values_that_are_not_finite_do_not_stop_a_figure(name, value, not_finite):
+    some, every = not_finite(value, name == "dispersion_by_keys")
+    FIGURES[name](some).draw_without_rendering()
+    if name in (*THEORY, *PROBES) and name not in OF_QUERIES:
+        return  # not drawn from queries
+    if name == "key_load_counterfactual":
+        return  # drawn from loads
+    if name in ("key_load", "training_curves"):
+        FIGURES[name](every)
+    else:
+        with pytest.raises(NothingToDrawError):
+            FIGURES[name](every)
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_no_models_at_all(name, four):
+    tables = {t: getattr(four, t).iloc[:0] for t in ("models", "queries", "loads", "history", "non_finite")}
+    with pytest.raises(NothingToDrawError):
+        FIGURES[name](Findings(Measurements(**tables)))
+
+
+def test_dispersion_by_layer_shows_percentiles_of_every_layer(four):
+    (ax,) = shown(FIGURES["dispersion_by_layer"](Findings(four)))
+    assert (ax.get_ylabel(), ax.get_xlabel(), ax.get_yscale()) == ("semantic dispersion δ (nats)", "layer", "log")
+    assert ax.get_xticks().tolist() == [0, 1]
+    full = four.queries[four.queries["model"].str.contains("full") & (four.queries["layer"] == 0)]["dispersion"]
+    table = percentiles(full)
+    assert any(y == pytest.approx(table["p25"]) and y + h == pytest.approx(table["p75"]) for _, y, h in boxes(ax))
+    assert any(np.allclose(line.get_ydata(), table["p50"]) for line in ax.lines if len(line.get_ydata()) == 2)
+    assert len(ax.patches) == 4 * 2 * 4  # boxes, layers, models
+    assert legend(ax.figure) == ["full", "top-k (k = 3)", "banded (k = 3)", "block-local (k = 3)"]
+
+
+def test_ecdf_marks_the_percentiles(four):
+    (ax,) = shown(FIGURES["dispersion_ecdf"](Findings(four)))
+    assert (ax.get_xlabel(), ax.get_xscale()) == ("semantic dispersion δ (nats)", "log")
+    assert legend(ax.figure)[:2] == ["δₛ, full", "δₕ, top-k (k = 3)"]
+    table = percentiles(four.of("even-pairs-topk-7/last.pt").queries["dispersion"])
+    marks = [line.get_xydata() for line in ax.lines if len(line.get_xdata()) == 4]
+    expected = [[table[f"p{p}"], p / 100] for p in (50, 75, 90, 95)]
+    assert any(np.allclose(found, expected) for found in marks)
+    widths = {line.get_color(): line.get_linewidth() for line in ax.lines if len(line.get_xdata()) > 4}
+    assert widths[ATTENTION_STYLES["full"].color] > widths[ATTENTION_STYLES["banded"].color]
+
+
+def test_ratio_is_known_and_never_crosses_snapshots(four, many):
+    ratios = layer_ratios(Findings(four), resamples=20)
+    assert ratios.groupby("model", sort=False)["ratio"].unique().map(list).to_dict() == {
+        "even-pairs-topk-7/last.pt": [0.25],
+        "even-pairs-banded-7/last.pt": [0.5],
+        "even-pairs-block-7/last.pt": [0.625],
+    }
+    figure = FIGURES["dispersion_ratio"](Findings(four))
+    assert [title(ax) for ax in shown(figure)] == ["even-pairs: median", "even-pairs: p95"]
+    assert shown(figure)[0].get_ylabel() == "δ of sparse / δ of full attention"
+    assert any(np.allclose(line.get_ydata(), 1.0) for line in shown(figure)[0].lines)
+    assert "95 % intervals" in words(figure)
+    across = layer_ratios(Findings(many), resamples=2)
+    compared = zip(across["model"], across["full"], strict=True)
+    assert all(("initialisation" in sparse) == ("initialisation" in full) for sparse, full in compared)
+
+
+def test_separation_says_what_is_not_positive_and_what_is_undefined(four):
+    figure = FIGURES["separation_by_layer"](Findings(four))
+    text = words(figure)
+    queries = 6 * 2 * 8
+    assert "full: Δ undefined, no key is dropped" in text
+    assert f"top-k (k = 3): Δ ≤ 0 for 0 of {queries} queries" in text
+    assert f"banded (k = 3): Δ ≤ 0 for {queries} of {queries} queries (100.00%)" in text
+    (ax,) = shown(figure)
+    assert (ax.get_ylabel(), ax.get_yscale()) == ("semantic separation Δ (nats)", "log")
+    assert "full" not in legend(figure)
+
+
+def test_key_load_shows_shares_and_the_largest_load(four):
+    figure = FIGURES["key_load"](Findings(four))
+    (ax,) = shown(figure)
+    assert (ax.get_xlabel(), ax.get_yscale()) == ("load: queries that keep the key (count)", "log")
+    curves = [line.get_xydata().tolist() for line in ax.lines if line.get_drawstyle() == "steps-pre"]
+    assert [[0, 1], [0, 1], [6, 0.5]] in curves
+    assert "top-k (k = 3): largest load 6; 50% of keys never kept" in words(figure)
+    assert "k = 3" in words(figure)
+
+
+def test_training_curves_mark_the_arrival_or_say_there_was_none(model):
+    runs = Measurements.concat([model("full", epochs=3), model("topk", epochs=3)])
+    figure = FIGURES["training_curves"](Findings(runs))
+    accuracy, holdout, loss = shown(figure)
+    assert title(accuracy) == "even-pairs: training accuracy"
+    assert (title(holdout), title(loss)) == ("held-out accuracy", "training loss (nats)")
+    assert "top-k (k = 3): 95 % at epoch 2" in words(figure)
+    assert "full: 95 % not reached in 3 epochs" in words(figure)
+    assert any(line.get_xydata().tolist() == [[2, 0.95]] for line in accuracy.lines)
+
+
+def test_losses_that_span_decades_are_drawn_on_a_logarithmic_axis(model):
+    for factors, scale in (((1.0, 0.9, 0.8), "linear"), ((1.0, 0.1, 0.01), "log")):
+        run = model("full", epochs=3)
+        for column in ("train_loss", "holdout_loss"):
+            run.history[column] = np.array(factors)
+        *_, loss = shown(FIGURES["training_curves"](Findings(run)))
+        assert loss.get_yscale() == scale
+
+
+def test_a_single_epoch_can_be_seen(model):
+    for ax in shown(FIGURES["training_curves"](Findings(model("full", epochs=1)))):
+        points = [line.get_marker() for line in ax.lines if len(line.get_xdata()) == 1]
+        assert points
+        assert not {"", "None"} & set(points)
+
+
+def test_snapshots_of_one_run_are_one_curve(model):
+    parts = [
+        model("full"),
+        model("full", snapshot="best", epochs=3),
+        model("full", snapshot="initialisation", epochs=0),
+    ]
+    figure = FIGURES["training_curves"](Findings(Measurements.concat(parts)))
+    assert legend(figure) == ["full"]
+    assert "full: 95 % at epoch 4" in words(figure)
+
+
+def test_counterfactual_is_labelled_within_the_model(four, model):
+    figure = FIGURES["dispersion_counterfactual"](Findings(four))
+    assert title(shown(figure)[0]) == "even-pairs"
+    assert "Within each full model" in words(figure)
+    assert legend(figure) == ["δₛ, all keys", "δₕ(3), largest scores only"]
+    several = model("full", within=(1, 2, 3))
+    assert len(legend(FIGURES["dispersion_counterfactual"](Findings(several)))) == 4
+
+
+def test_a_panel_holds_what_may_be_compared(many):
+    panels = panels_of(many.models)
+    assert len(panels) == 2 * 2 * 2 + 1
+    together = [{series.model for series in panel.series} for panel in panels]
+    pairs, _ = find_pairs(many.models, attention=None)
+    assert pairs
+    assert all(any({pair.full, pair.other} <= models for models in together) for pair in pairs)
+    assert [panel.snapshot for panel in panels] == ["last"] * 5 + ["initialisation"] * 4
+    assert "task unknown, seed unknown, last snapshot" in [panel.title for panel in panels]
+
+
+def test_models_of_one_attention_in_one_panel_keep_their_names_apart(model):
+    twice = Measurements.concat([model("topk", path="a.pt"), model("topk", path="b" * 60)])
+    assert legend(FIGURES["dispersion_by_layer"](Findings(twice))) == [
+        "top-k (k = 3) a.pt",
+        "top-k (k = 3) …" + "b" * 28,
+    ]
+
+
+def test_every_attention_has_a_look_of_its_own():
+    assert set(ATTENTIONS) <= set(ATTENTION_STYLES)
+    looks = ATTENTION_STYLES.values()
+    for aspect in ("color", "marker", "line"):
+        assert len({getattr(look, aspect) for look in looks}) == len(looks)
+    assert to_hex(ATTENTION_STYLES["full"].color) == "#0173b2"
+
+
+@pytest.mark.parametrize("suffix", ["png", "svg", "pdf"])
+def test_the_same_measurements_give_the_same_bytes(suffix, four, tmp_path):
+    for folder in ("a", "b"):
+        for name in ("dispersion_by_layer", "key_load"):
+            save_figure(FIGURES[name](Findings(four)), tmp_path / folder / name, [suffix])
+    for name in ("dispersion_by_layer", "key_load"):
+        first, second = ((tmp_path / folder / f"{name}.{suffix}").read_bytes() for folder in ("a", "b"))
+        assert first == second
+
+
+@pytest.mark.slow
+def test_many_queries_do_not_make_a_large_file(model, theory, tmp_path):
+    one = theory(model("full"))
+    queries = one.queries.loc[one.queries.index.repeat(1000)].reset_index(drop=True)
+    queries["dispersion"] *= np.random.default_rng(0).lognormal(size=len(queries))
+    secants = one.secants.loc[one.secants.index.repeat(1000)].reset_index(drop=True)
+    many = one.replace(queries=queries, secants=secants)
+    for name in ("dispersion_by_layer", "key_load", "training_curves", "stability_curves", "attention_response"):
+        for file in save_figure(FIGURES[name](Findings(many)), tmp_path / name):
+            assert file.stat().st_size < 200_000
+
+
+def test_an_unknown_format_is_refused(tmp_path):
+    with pytest.raises(InputError, match="png, svg, pdf"):
+        save_figure(Figure(), tmp_path / "x", ["gif"])
+
+
+def test_pdf_text_stays_text():
+    assert PAPER["pdf.fonttype"] == 42

@@ -1,0 +1,177 @@
+"""The figures and words of landscape and lipschitz: what they show of tables with known numbers."""
+
+import json
+
+import matplotlib
+import numpy as np
+import pandas as pd
+import pytest
+from matplotlib.collections import QuadMesh
+from matplotlib.colors import LogNorm
+
+from semdiag.measuring.findings.findings import Findings
+from semdiag.measuring.measurements import Measurements
+from semdiag.presenting.drawing.panels import NothingToDrawError
+from semdiag.presenting.drawing.style import ATTENTION_STYLES
+from semdiag.reporting.report import measured_sections, write_report
+from semdiag.questions.landscape.figures.panels import common_scale, plane_cells
+from semdiag.questions.registry import FIGURES
+
+
+@pytest.fixture
+def pair(model, probes):
+    return probes(Measurements.concat([model("full"), model("topk")]))
+
+
+def panels(figure):
+    return [ax for ax in figure.axes if ax.get_visible() and ax.get_label() != "<colorbar>"]
+
+
+def words(figure):
+    return "\n".join(text.get_text() for text in figure.findobj(matplotlib.text.Text))
+
+
+def test_contour_shows_the_cells_themselves(pair):
+    figure = FIGURES["landscape_contour"](Findings(pair))
+    axes = panels(figure)
+    assert len(axes) == 2 * 2 * 2  # models, planes, quantities
+    assert (axes[0].get_xlabel(), axes[0].get_ylabel()) == (
+        "first direction, in ‖θ‖", "second direction, in ‖θ‖",
+    )  # fmt: skip
+    rows = pair.landscape[(pair.landscape["model"].str.contains("full")) & (pair.landscape["plane"] == 0)]
+    grid = rows[rows["place"] == "grid"].sort_values(["y", "x"])
+    for ax, quantity in zip(axes, ("loss", "accuracy"), strict=False):
+        (mesh,) = (c for c in ax.collections if isinstance(c, QuadMesh))
+        assert np.asarray(mesh.get_array()).ravel().tolist() == grid[quantity].tolist()
+    scales = {(a.norm.vmin, a.norm.vmax) for ax in axes[::2] for a in ax.collections if isinstance(a, QuadMesh)}
+    assert len(scales) == 1
+    assert "checkpoint" in [t.get_text() for t in figure.legends[0].get_texts()]
+    assert "2 random planes" in words(figure)
+    assert "seed 0" in words(figure)
+    assert "6 samples" in words(figure)
+    assert "interpolated" in words(figure)
+
+
+def test_a_wide_range_of_losses_is_logarithmic_and_broken_cells_are_marked(pair):
+    table = pair.landscape.copy()
+    table["loss"] = table["loss"] ** 4
+    table.loc[table.index[4], "loss"] = np.inf
+    wide = pair.replace(landscape=table)
+    cells = plane_cells(Findings(wide), "loss")
+    assert isinstance(common_scale(cells, "loss"), LogNorm)
+    assert np.isnan(cells[0].values("loss")).sum() == 1
+    for name in ("landscape_contour", "landscape_surface", "landscape_cuts"):
+        FIGURES[name](Findings(wide)).draw_without_rendering()
+    for ax in panels(FIGURES["landscape_cuts"](Findings(wide)))[::2]:
+        assert ax.get_yscale() == "log"
+
+
+def test_cuts_are_the_cells_on_the_axes(pair):
+    loss, accuracy = panels(FIGURES["landscape_cuts"](Findings(pair)))
+    lines = [line for line in loss.lines if len(line.get_xdata()) == 3]
+    assert len(lines) == 2 * 2 * 2  # models, planes, axes
+    assert {tuple(line.get_xdata()) for line in lines} == {(-1.0, 0.0, 1.0)}
+    assert sorted({tuple(line.get_ydata()) for line in lines}) == [(0.501, 0.001, 0.501), (1.001, 0.001, 1.001)]
+    assert (loss.get_ylabel(), accuracy.get_ylabel()) == ("cross-entropy (nats)", "accuracy")
+
+
+def test_the_surface_has_a_corner_per_cell(pair):
+    figure = FIGURES["landscape_surface"](Findings(pair))
+    assert len(panels(figure)) == 4
+    for ax in panels(figure):
+        assert ax.get_zlabel().endswith("cross-entropy (nats)")
+
+
+def test_separation_is_drawn_only_where_keys_are_dropped(pair, model, probes):
+    assert len(panels(FIGURES["landscape_attention"](Findings(pair)))) == 4 * 2
+    assert len(panels(FIGURES["landscape_attention"](Findings(probes(model("topk")))))) == 2 * 3
+    nothing = pair.replace(landscape=pair.landscape.assign(dispersion_p50=np.nan))
+    with pytest.raises(NothingToDrawError, match="dispersion was not measured"):
+        FIGURES["landscape_attention"](Findings(nothing))
+
+
+def test_percentile_curves_by_radius(pair):
+    axes = panels(FIGURES["lipschitz_percentiles"](Findings(pair)))
+    assert len(axes) == 4
+    own = pair.loss_secants[
+        (pair.loss_secants["model"].str.contains("topk")) & (pair.loss_secants["group"] == "all")
+    ]
+    for ax, percentile in zip(axes, (50, 75, 95, 99), strict=True):
+        assert (ax.get_xscale(), ax.get_yscale()) == ("log", "log")
+        line = next(x for x in ax.lines if x.get_color() == ATTENTION_STYLES["topk"].color)
+        expected = [np.percentile(own[own["radius"] == r]["slope"], percentile) for r in (0.5, 1.0)]
+        assert line.get_xdata().tolist() == [0.5, 1.0]
+        assert line.get_ydata().tolist() == pytest.approx(expected)
+    said = words(axes[0].figure)
+    assert "5 random planes (seed 0)" in said
+    assert "loss over 6 samples" in said
+    assert "95 %" in said
+
+
+def test_rungs_stand_below_the_bound(pair):
+    figure = FIGURES["lipschitz_rungs"](Findings(pair))
+    for ax in panels(figure):
+        bounds = next(line for line in ax.lines if line.get_label() == "sound bound").get_ydata()
+        assert bounds.tolist() == pytest.approx([20 / np.log(10)] * 7)
+        assert [t.get_text() for t in ax.get_xticklabels()] == ["all", "W_qk", "V", "P", "R", "emb.", "head"]
+        points = [line.get_ydata() for line in ax.lines if line.get_marker() in "oxD" and len(line.get_ydata())]
+        assert all((np.asarray(p) < bounds[0]).all() for p in points)
+        assert "end point refused: W_qk" in [t.get_text() for t in ax.texts]
+
+
+def test_stretch_of_blocks_under_their_bounds(pair):
+    (ax,) = panels(FIGURES["block_stretch"](Findings(pair)))
+    assert (ax.get_xlabel(), ax.get_yscale()) == ("block", "log")
+    full, bound, topk, _ = (line.get_ydata() for line in ax.lines)
+    assert full.tolist() == [1.0, 2.0, 3.0] * 2
+    assert topk.tolist() == [0.5, 1.0, 1.5] * 2
+    assert bound.tolist() == pytest.approx([np.exp(5.0)] * 2)
+
+
+def test_a_report_with_probes_says_what_was_found(pair, tmp_path):
+    assert measured_sections(Findings(pair))[-2:] == ["lipschitz", "landscape"]
+    page = write_report(Findings(pair), tmp_path / "r", "semdiag", formats=(), sections=("lipschitz", "landscape"))
+    summary = json.loads((tmp_path / "r" / "summary.json").read_text(encoding="utf-8"))
+    said = " ".join(summary["details"]["lipschitz"])
+    assert "the paper's ordering (secants smaller than around full attention) is there" in said
+    assert "p95 smaller at 2, larger at 0 of 2 radii (ratio 0.5 to 0.5)" in said
+    assert "5 random planes" in said
+    assert "estimates stay below the sound bounds" in said
+    assert "no other cell near the checkpoint keeps 95 %" in " ".join(summary["details"]["landscape"])
+    assert "the loss is 0.001 at the checkpoint and 0.001 to 1.4 on the cells" in " ".join(
+        summary["details"]["landscape"]
+    )
+    data = {file.stem for file in (page.parent / "data").glob("*.csv")}
+    assert {"landscape", "landscape_planes", "lipschitz_secants", "lipschitz_ratios", "end_points"} <= data
+    cells = pd.read_csv(page.parent / "data" / "landscape.csv")
+    assert len(cells) == len(pair.landscape)
+    text = page.read_text(encoding="utf-8")
+    assert "How steep is the loss around the checkpoint?" in text
+    assert "What does the loss look like around the checkpoint?" in text
+
+
+def test_a_violated_bound_is_loud(pair, tmp_path):
+    broken = pair.replace(jacobians=pair.jacobians.assign(ln_sound=-3.0))
+    write_report(Findings(broken), tmp_path / "r", "semdiag", formats=(), sections=("lipschitz",))
+    summary = json.loads((tmp_path / "r" / "summary.json").read_text(encoding="utf-8"))
+    assert "ERROR OF SEMDIAG, a sound bound is exceeded: block Jacobians" in " ".join(
+        summary["details"]["lipschitz"]
+    )
+
+
+def test_mixed_orderings_are_called_mixed(pair, tmp_path):
+    secants = pair.loss_secants.copy()
+    high = secants["model"].str.contains("topk") & (secants["radius"] == 1.0)
+    secants.loc[high, "slope"] *= 10
+    write_report(
+        Findings(pair.replace(loss_secants=secants)), tmp_path / "r", "semdiag", (), sections=("lipschitz",)
+    )
+    summary = json.loads((tmp_path / "r" / "summary.json").read_text(encoding="utf-8"))
+    assert "is mixed: p50 smaller at 1, larger at 1 of 2 radii" in " ".join(summary["details"]["lipschitz"])
+
+
+def test_saved_probes_are_drawn_again(pair, tmp_path):
+    pair.save(tmp_path / "data")
+    again = Measurements.load(tmp_path / "data")
+    for name in ("landscape", "loss_secants", "loss_gradients", "end_points", "jacobians"):
+        pd.testing.assert_frame_equal(getattr(again, name), getattr(pair, name))

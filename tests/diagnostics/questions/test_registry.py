@@ -1,0 +1,135 @@
+"""The registry: every section with what a report asks of it, every figure reached."""
+
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+import semdiag.presentation.sections as package
+from semdiag.measuring.findings.findings import Findings
+from semdiag.presenting.section import Section
+from semdiag.questions.registry import FIGURES, SECTIONS
+
+FOLDER = Path(package.__path__[0])
+FOLDERS = sorted(path.name for path in FOLDER.iterdir() if (path / "section.py").exists())
+MODULES = [path for path in sorted(FOLDER.glob("*/*.py")) if path.stem not in ("__init__", "section")]
+# A figure is a function with the name of its file.
+FIGURE_FILES = [
+    path for path in MODULES if f"\ndef {path.stem}(findings: Findings) -> Figure:" in path.read_text()
+]
+WITHOUT_TABLES = ("dispersion", "heads", "separation", "learning")  # drawn from what every measurement has
+SHOWN = [
+    pytest.param(shown, id=f"{section.name}-{kind}-{shown.figure}")
+    for section in SECTIONS.values()
+    for kind in ("questions", "external")
+    for question in getattr(section, kind)
+    for shown in question.figures
+]
+
+
+@pytest.fixture(scope="module")
+def everything(make_everything):
+    """Findings on measurements that have every table; nobody may change them."""
+    return Findings(make_everything())
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_every_folder_holds_a_section_under_its_name(name):
+    module = import_module(f"{package.__name__}.{name}.section")
+    (section,) = (value for value in vars(module).values() if isinstance(value, Section))
+    assert section.name.replace("-", "_") == name
+    assert SECTIONS[section.name] is section
+
+
+def test_every_section_stands_under_its_name_and_has_questions():
+    assert len(SECTIONS) == len(FOLDERS)
+    for name, section in SECTIONS.items():
+        assert section.name == name
+        assert section.questions
+
+
+def test_no_two_figures_of_a_report_share_a_name_or_files():
+    for kind in ("questions", "external"):
+        drawn = [shown for s in SECTIONS.values() for q in getattr(s, kind) for shown in q.figures]
+        assert len({shown.figure for shown in drawn}) == len(drawn)
+    assert all(name == draw.__name__ for name, draw in FIGURES.items())
+    assert len(set(FIGURES.values())) == len(FIGURES)
+
+
+def test_a_figure_that_external_models_share_is_the_same_one():
+    for param in SHOWN:
+        (shown,) = param.values
+        assert FIGURES[shown.figure] is shown.draw
+
+
+def test_every_figure_file_is_reached_by_a_section():
+    assert {path.stem for path in FIGURE_FILES} == set(FIGURES)
+    for path in FIGURE_FILES:
+        assert FIGURES[path.stem].__module__ == f"{package.__name__}.{path.parent.name}.{path.stem}"
+
+
+def test_anchors_are_unique_in_a_page():
+    for kind in ("questions", "external"):
+        anchors = [question.anchor for section in SECTIONS.values() for question in getattr(section, kind)]
+        assert len(set(anchors)) == len(anchors)
+        assert "measured" not in anchors  # the last section of every page
+
+
+@pytest.mark.parametrize("shown", SHOWN)
+def test_every_figure_is_described_and_read(shown):
+    assert shown.alt.endswith(": {shown}.")
+    assert len(shown.alt) > 60, f"say what {shown} draws, in a sentence of more than 60 characters"
+    assert shown.reading.endswith(".")
+    assert len(shown.reading) > 60, f"say how to read {shown}, in more than 60 characters"
+
+
+def test_every_question_says_what_it_does_not_cover():
+    for section in SECTIONS.values():
+        for question in (*section.questions, *section.external):
+            assert question.title.endswith("?")
+            assert question.caveats
+            assert all(caveat.endswith(".") for caveat in question.caveats)
+
+
+def test_tables_have_names_of_their_own(everything):
+    found = {name: section.tables(everything, False) for name, section in SECTIONS.items()}
+    names = [name for tables in found.values() for name in tables]
+    assert len(set(names)) == len(names)
+    assert [section for section, tables in found.items() if not tables] == ["learning"]
+    empty = [name for tables in found.values() for name, table in tables.items() if table.empty]
+    assert empty == ["held_out_tasks"]  # which takes two tasks
+
+
+def test_alone_a_section_has_the_same_tables(everything):
+    for section in SECTIONS.values():
+        assert set(section.tables(everything, True)) == set(section.tables(everything, False))
+
+
+def test_every_section_applies_where_everything_was_measured(everything):
+    assert all(section.applies(everything) for section in SECTIONS.values())
+
+
+@pytest.mark.parametrize("name", SECTIONS)
+def test_a_section_applies_only_where_its_tables_have_rows(name, everything, model):
+    section = SECTIONS[name]
+    assert section.applies(Findings(model("full"))) == (name in WITHOUT_TABLES)
+    measurements = everything.measurements
+    empty = {table: getattr(measurements, table).iloc[:0] for table in section.needs}
+    if name == "within":
+        empty = {"queries": measurements.queries.drop(columns=["dispersion_k3", "separation_k3", "mass_k3"])}
+    assert section.applies(Findings(measurements.replace(**empty))) == (name in WITHOUT_TABLES)
+    for table in section.needs:  # one of them is enough
+        others = {other: rows for other, rows in empty.items() if other != table}
+        assert section.applies(Findings(measurements.replace(**others)))
+
+
+@pytest.mark.parametrize("name", SECTIONS)
+def test_of_external_models_it_applies_only_with_questions_for_them(name, everything):
+    measurements = everything.measurements
+    foreign = measurements.replace(models=measurements.models.assign(source="factory"))
+    section = SECTIONS[name]
+    assert section.applies(Findings(foreign)) == bool(section.external)
+    assert section.asked(Findings(foreign)) == section.external
+    mixed = measurements.models.copy()
+    mixed.loc[0, "source"] = "factory"
+    assert section.asked(Findings(measurements.replace(models=mixed))) == section.questions

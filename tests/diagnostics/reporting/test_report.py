@@ -1,0 +1,268 @@
+"""The report folder: page, figures, tables, summary."""
+
+import html
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from semdiag.measuring.findings.findings import Findings
+from semdiag.measuring.measurements import Measurements
+from semdiag.measuring.percentiles import PERCENTILES, layer_table, percentiles
+from semdiag.reporting.report import write_report
+from semdiag.questions.registry import FIGURES
+from semdiag_models import InputError
+
+HOSTILE = "<script>alert(1)</script>\"'&.pt"
+VOID = {"meta", "img", "br", "source", "link"}
+
+
+class Page(HTMLParser):
+    """Tags, attributes and text of a page; refuses tags that are not closed in order."""
+
+    def __init__(self, path):
+        super().__init__()
+        self.tags, self.text, self.open = [], "", []
+        self.feed(Path(path).read_text(encoding="utf-8"))
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text += data if not self.open or self.open[-1] != "style" else ""
+
+    def all(self, tag):
+        return [attributes for name, attributes in self.tags if name == tag]
+
+
+@pytest.fixture
+def hostile(model):
+    full, topk = model("full", HOSTILE, path="a/" + HOSTILE), model("topk", HOSTILE)
+    bad = pd.DataFrame({"model": ["a/" + HOSTILE], "sample": [0], "layer": [1], "head": [0], "scores": [17]})
+    return Measurements.concat([full.replace(non_finite=bad), topk])
+
+
+@pytest.fixture(scope="module")
+def kept(make_four, tmp_path_factory):
+    """The report on one model of each attention, queries kept. Do not write to its folder."""
+    page = write_report(Findings(make_four()), tmp_path_factory.mktemp("kept"), "x", ["svg"], keep_queries=True)
+    return page.parent
+
+
+@pytest.mark.slow
+def test_pictures_are_described_by_what_they_show(full_report):
+    """Their legend and the titles of their panels, and no model that is in others alone."""
+    images = {Path(image["src"]).stem: image["alt"] for image in Page(full_report / "index.html").all("img")}
+    assert "top-k (k = 3)" in images["dispersion_by_layer"]
+    assert "banded" in images["dispersion_by_layer"]
+    assert "banded" not in images["mass_kept"]  # of full attention alone
+    assert images["heads_map"].endswith("weight on the 3 largest scores.")
+    assert not any("{" in alt for alt in images.values())
+
+
+@pytest.mark.slow
+def test_the_page_is_whole_and_needs_nothing_from_outside(full_report):
+    folder, page = full_report, Page(full_report / "index.html")
+    images = page.all("img")
+    drawn = set(FIGURES) - {"predictors"}  # which takes five masks; its own test has them
+    assert {Path(image["src"]).stem for image in images} == drawn
+    assert len(images) == len(drawn)
+    for image in images:
+        assert (folder / image["src"]).is_file()
+        assert len(image["alt"]) > 60
+        assert int(image["width"]) > 300
+        assert int(image["height"]) > 200
+    check_addresses(page, folder)
+
+
+def check_addresses(page, folder):
+    """Every address of the page is a file beside it or a place in it."""
+    for tag, attributes in page.tags:
+        assert tag not in ("link", "iframe", "object")
+        assert tag != "script" or not attributes
+        for name in ("src", "href", "srcset"):
+            address = attributes.get(name, "")
+            assert "://" not in address
+            if address.startswith("#"):
+                assert address[1:] in {a.get("id") for _, a in page.tags}
+            elif address:
+                assert (folder / address).is_file()
+    text = (folder / "index.html").read_text(encoding="utf-8")
+    assert not {"http:", "https:", "url(", "@import", "onload"} & set(text.split())
+    assert "http" not in text
+    assert "@media print" in text
+
+
+def test_the_first_screen_is_a_sentence_a_tile_for_each_question_and_a_figure(kept):
+    text = (kept / "index.html").read_text(encoding="utf-8")
+    page = Page(kept / "index.html")
+    summary = json.loads((kept / "summary.json").read_text(encoding="utf-8"))
+    before, _, after = text.partition("<figure>")
+    assert before.count("<p") == 1 + len(summary["cautions"])
+    tiles = [a for a in page.all("a") if a.get("class", "").startswith("tile")]
+    assert len(tiles) == len(summary["glances"]) == 5  # focus, heads, within, separation, learning
+    for glance in summary["glances"].values():
+        tile = f"<b>{glance['number']}</b><span>{glance['words']}"
+        assert tile in html.unescape(before)
+        assert re.search(r"\d", glance["number"])
+        assert glance["answer"] in {"holds", "does not hold", "cannot tell", "measured"}
+    assert {a["href"][1:] for a in tiles} <= {section.get("id") for section in page.all("section")}
+    (title,) = re.findall("<title>(.*)</title>", text)
+    assert len(title) < 80
+    assert all(sentence in html.unescape(after) for sentence in summary["verdict"])
+
+
+def test_every_figure_has_one_for_telephones_and_the_page_no_address_outside(kept):
+    page = Page(kept / "index.html")
+    narrow = [source["srcset"] for source in page.all("source") if "media" in source]
+    assert len(narrow) == len(page.all("img"))
+    assert all((kept / file).is_file() for file in narrow)
+
+
+def test_the_verdict_is_in_words_and_numbers(kept):
+    page = Page(kept / "index.html")
+    assert "the top-k model has the smaller dispersion at the 50th, 75th, 90th and 95th percentile" in page.text
+    assert "ratio 0.25, 95 % interval 0.25 to 0.25" in page.text
+    assert "even-pairs, banded-3, seed 7 0.5 times" in page.text
+    assert "full after 4 epochs, top-k (k = 3) after 2 epochs" in page.text
+    assert "0 of 96 are not positive. The busiest key is kept by 6 queries." in page.text
+    assert "yes" in page.text
+
+
+def test_a_failing_pair_and_a_lone_model_are_said(model, tmp_path):
+    pair = Measurements.concat([model("full"), model("topk")])
+    queries = pair.queries.copy()
+    queries.loc[queries["model"].str.contains("topk"), "dispersion"] *= 100
+    worse = pair.replace(queries=queries)
+    page = Page(write_report(Findings(worse), tmp_path / "worse", "x", formats=()))
+    assert "δₕ is not below δₛ at p50" in page.text
+    assert "no at p50, p75, p90, p95" in page.text
+    alone = Page(write_report(Findings(model("topk")), tmp_path / "alone", "x", ["svg"], sections=["dispersion"]))
+    assert "Nothing is compared" in alone.text
+    assert "No figure dispersion_ratio" in alone.text
+
+
+def test_initialisation_is_not_mixed_with_the_trained_models(many, tmp_path):
+    write_report(Findings(many), tmp_path / "r", "x", formats=())
+    summary = json.loads((tmp_path / "r" / "summary.json").read_text(encoding="utf-8"))
+    assert [pair["snapshot"] for pair in summary["pairs"]] == ["last"] * 4 + ["initialisation"] * 4
+    assert all(("initialisation" in p["full"]) == ("initialisation" in p["topk"]) for p in summary["pairs"])
+    assert summary["verdict"][4].startswith("At initialisation: ")
+
+
+def test_strings_from_files_are_escaped(hostile, tmp_path):
+    path = write_report(Findings(hostile), tmp_path / "r", "semdiag report " + HOSTILE, formats=["svg"])
+    assert path.read_text(encoding="utf-8").count("<script") == 1  # the one of the template
+    page = Page(path)
+    assert page.all("script") == [{}]
+    assert "semdiag report " + HOSTILE in page.text
+    assert f"a/{HOSTILE}: layer 1, head 0, sample 0: 17 scores" in page.text
+    assert f"Diverged: 17 attention scores of a/{HOSTILE} are NaN or infinite" in page.text
+
+
+def test_layers_that_were_not_captured_are_said_at_the_top(four, tmp_path):
+    models = four.models.assign(attention_captured=1)
+    page = Page(write_report(Findings(four.replace(models=models)), tmp_path / "r", "x", formats=()))
+    assert "not every attention layer was captured" in page.text
+    assert "2 / 1" in page.text
+
+
+def test_the_summary_is_valid_json(four, tmp_path):
+    queries = four.queries.copy()
+    queries.loc[queries["model"].str.contains("block"), "dispersion"] = float("nan")
+    models = four.models.assign(accuracy=float("nan"), residual=float("nan"))
+    broken = four.replace(queries=queries, models=models)
+    write_report(Findings(broken), tmp_path / "r", "the command", formats=["svg"], sections=["separation"])
+    text = (tmp_path / "r" / "summary.json").read_text(encoding="utf-8")
+    summary = json.loads(text, parse_constant=pytest.fail)
+    assert (summary["schema"], summary["command"]) == ("semdiag.report/2", "the command")
+    block = summary["results"][3]
+    assert block["accuracy"] is None
+    assert block["dispersion"]["all"]["p50"] is None
+    assert (block["dispersion"]["all"]["undefined"], block["epochs_to_95"]) == (96, 2)
+    assert summary["pairs"][0]["passed"] is True
+    assert summary["figures"]["key_load"] == ["figures/key_load.svg"]
+
+
+@pytest.mark.parametrize("quantity", ["dispersion", "separation", "load"])
+def test_csv_holds_the_percentiles(quantity, four, kept):
+    table = pd.read_csv(kept / "data" / f"{quantity}.csv")
+    columns = [*percentiles([1.0])]
+    assert list(table)[-len(columns) :] == columns
+    assert [f"p{p}" for p in PERCENTILES] == columns[2:-2]
+    own = four.of("even-pairs-topk-7/last.pt")
+    rows = own.loads if quantity == "load" else own.queries
+    found = table[table["model"] == "even-pairs-topk-7/last.pt"]
+    assert found[found["layer"] == "all"][columns].iloc[0].to_dict() == pytest.approx(percentiles(rows[quantity]))
+    layers = found[found["layer"] != "all"][columns].reset_index(drop=True)
+    pd.testing.assert_frame_equal(layers, layer_table(rows, quantity)[columns], check_dtype=False)
+
+
+def test_kept_queries_redraw_the_same_report(kept, tmp_path):
+    again = Findings(Measurements.load(kept / "data"))
+    write_report(again, tmp_path / "r", "x", ["svg"], keep_queries=True)
+    files = sorted(path.relative_to(kept) for path in kept.rglob("*.*") if path.is_file())
+    assert len(files) == 36
+    for file in files:
+        if file.suffix != ".parquet":
+            assert (kept / file).read_bytes() == (tmp_path / "r" / file).read_bytes(), file
+
+
+def test_kept_queries_are_not_lost_by_a_report_without(four, tmp_path):
+    write_report(Findings(four), tmp_path / "a", "x", formats=(), keep_queries=True)
+    with pytest.raises(InputError, match="would be lost"):
+        write_report(Findings(four), tmp_path / "a", "x", formats=())
+    assert Measurements.load(tmp_path / "a" / "data").models["model"].tolist() == four.models["model"].tolist()
+    write_report(Findings(four), tmp_path / "a", "x", formats=(), keep_queries=True)
+
+
+def test_queries_are_kept_on_request_only(four, tmp_path):
+    write_report(Findings(four), tmp_path / "r", "x", formats=())
+    assert not list(tmp_path.rglob("*.parquet"))
+
+
+def test_sections_are_chosen(four, tmp_path):
+    page = Page(write_report(Findings(four), tmp_path / "s", "x", formats=["svg"], sections=["separation"]))
+    assert {Path(image["src"]).stem for image in page.all("img")} == {"separation_by_layer", "key_load"}
+    assert {path.name for path in (tmp_path / "s/data").iterdir()} == {
+        "dispersion.csv", "separation.csv", "load.csv",
+    }  # fmt: skip
+    page = Page(write_report(Findings(four), tmp_path / "d", "x", formats=["svg"], sections=["dispersion"]))
+    assert len(page.all("img")) == 3
+    page = Page(write_report(Findings(four), tmp_path / "w", "x", formats=["svg"], sections=["within"]))
+    assert len(page.all("img")) == 4
+    with pytest.raises(ValueError, match="dispersion, heads, within, separation, learning"):
+        write_report(Findings(four), tmp_path / "x", "x", sections=["weather"])
+
+
+@pytest.mark.parametrize("formats", [(), ("png",), ("pdf",), ("pdf", "svg"), ("png", "svg")])
+def test_formats(formats, four, tmp_path):
+    page = Page(write_report(Findings(four), tmp_path / "r", "x", formats=formats, sections=["learning"]))
+    found = {path.suffix[1:] for path in tmp_path.rglob("training_curves.*")}
+    assert found == set(formats)
+    assert len(page.all("img")) == bool({"png", "svg"} & set(formats))
+    narrow = bool({"png", "svg"} & set(formats))  # for telephones
+    assert len(page.all("source")) == ({"png", "svg"} <= set(formats)) + narrow
+    check_addresses(page, tmp_path / "r")
+    assert {a["href"] for a in page.all("a")} >= {f"figures/training_curves.{name}" for name in formats}
+
+
+@pytest.mark.parametrize("within", [(), (3,)])
+def test_how_far_the_scores_of_an_external_model_span_is_said_once(within, model, tmp_path):
+    measured = model("full", path="own:build", within=within)
+    external = measured.replace(models=measured.models.assign(source="factory"))
+    write_report(Findings(external), tmp_path / "r", "x", formats=())
+    said = json.loads((tmp_path / "r" / "summary.json").read_text(encoding="utf-8"))["verdict"]
+    assert said[0].startswith("own:build: the scores of a query span ")
+    assert sum("span" in sentence for sentence in said) == 1
+    assert any("top-3 mask" in sentence for sentence in said) == bool(within)

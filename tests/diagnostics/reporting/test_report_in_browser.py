@@ -1,0 +1,137 @@
+"""The page in headless Chromium: no broken image, nothing wider than the window."""
+
+import html
+import json
+import os
+import re
+import shutil
+import subprocess
+
+import pytest
+
+from semdiag.measuring.findings.findings import Findings
+from semdiag.measuring.measurements import Measurements
+from semdiag.reporting.report import write_report
+from semdiag.questions.registry import FIGURES
+
+_FLAGS = [
+    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--hide-scrollbars",
+    "--disable-background-networking", "--disable-component-update", "--disable-sync",
+    "--allow-file-access-from-files", "--virtual-time-budget=8000",
+]  # fmt: skip
+# Headless windows are at least 500 pixels wide, a frame can be as narrow as a telephone.
+_PROBE = """<!DOCTYPE html><meta charset="utf-8">
+<iframe id="page" src="index.html" style="border:0;width:{width}px;height:2000px"></iframe><pre id="found"></pre>
+<script>
+document.getElementById("page").onload = async (event) => {{
+  const page = event.target.contentDocument, root = page.documentElement, images = [...page.images];
+  await Promise.all(images.map((image) => image.decode().catch(() => null)));
+  const outside = [...page.querySelectorAll("body *")].filter((element) =>
+    !element.closest(".wide, nav") && element.getBoundingClientRect().right > {width} + 0.5);
+  document.getElementById("found").textContent = JSON.stringify({{
+    window: root.clientWidth, content: Math.max(root.scrollWidth, page.body.scrollWidth),
+    images: images.length, broken: images.filter((image) => !image.naturalWidth).map((image) => image.src),
+    shown: images.map((image) => image.currentSrc.split(".").pop()),
+    outside: outside.map((element) => element.outerHTML.slice(0, 200)),
+  }});
+}};
+</script>"""
+
+
+@pytest.fixture(scope="module")
+def chromium():
+    found = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if found is None:
+        if os.environ.get("SEMDIAG_REQUIRE_BROWSER") == "1":
+            pytest.fail("SEMDIAG_REQUIRE_BROWSER=1, but no chromium is on the PATH: apt-get install chromium")
+        pytest.skip("no chromium on the PATH; SEMDIAG_REQUIRE_BROWSER=1 makes this a failure")
+    return found
+
+
+def look(chromium, folder, width, profile):
+    (folder / "probe.html").write_text(_PROBE.format(width=width), encoding="utf-8")
+    command = [chromium, *_FLAGS, f"--user-data-dir={profile}", "--window-size=1400,2200", "--dump-dom"]
+    done = subprocess.run(
+        [*command, (folder / "probe.html").as_uri()], capture_output=True, text=True, timeout=60, check=False
+    )
+    found = re.search(r'<pre id="found">(.+?)</pre>', done.stdout, re.DOTALL)
+    assert found, f"The browser ended with {done.returncode}: {done.stderr[-2000:]}"
+    return json.loads(html.unescape(found[1]))
+
+
+@pytest.fixture(scope="module")
+def pages(full_report, model, tmp_path_factory):
+    """Folders of a report on everything and of one on models with long names, and the images in each."""
+    everything = tmp_path_factory.mktemp("everything")
+    shutil.copytree(full_report, everything, dirs_exist_ok=True)
+    parts = [model(kind, path=f"runs/{'long-' * 30}{kind}.pt") for kind in ("full", "topk", "banded", "block")]
+    long_words = Findings(Measurements.concat(parts))  # neither counterfactuals nor any table of a probe
+    page = write_report(long_words, tmp_path_factory.mktemp("long"), "semdiag report " + "x" * 300, ["svg"])
+    return [(everything, len(FIGURES) - 1), (page.parent, 7)]  # predictors take five masks
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [1280, 390])
+def test_nothing_is_broken_or_too_wide(chromium, width, pages, tmp_path):
+    for folder, images in pages:
+        found = look(chromium, folder, width, tmp_path / "profile")
+        assert found["window"] == width
+        assert found["content"] <= width
+        assert found["outside"] == []
+        assert found["broken"] == []
+        assert found["shown"] == ["svg"] * images
+
+
+_USE = """<!DOCTYPE html><meta charset="utf-8">
+<iframe id="page" src="index.html" style="border:0;width:1280px;height:2000px"></iframe><pre id="found"></pre>
+<script>
+document.getElementById("page").onload = (event) => {
+  const page = event.target.contentDocument, rows = () => [...page.querySelector("#models tbody").rows];
+  const heads = [...page.querySelectorAll("#models th")];
+  const place = heads.findIndex((head) => head.textContent === "δ p50");
+  const numbers = () => rows().map((row) => +row.cells[place].textContent);
+  const found = {};
+  heads[place].querySelector("button").click();
+  found.rising = numbers();
+  heads[place].querySelector("button").click();
+  found.falling = numbers();
+  rows()[0].click();
+  found.marked = [...page.querySelectorAll("tr.marked")].map((row) => row.dataset.model);
+  const filter = page.querySelector("input.filter");
+  filter.value = "TOP-K";
+  filter.oninput();
+  found.left = rows().filter((row) => !row.hidden).length;
+  page.querySelector("figure > a").click();
+  found.large = page.querySelector("dialog").open;
+  document.getElementById("found").textContent = JSON.stringify(found);
+};
+</script>"""
+
+
+@pytest.mark.slow
+def test_tables_sort_and_filter_a_model_is_marked_and_figures_grow(chromium, pages, tmp_path):
+    folder = pages[0][0]
+    (folder / "use.html").write_text(_USE, encoding="utf-8")
+    command = [chromium, *_FLAGS, f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom"]
+    done = subprocess.run(
+        [*command, (folder / "use.html").as_uri()], capture_output=True, text=True, timeout=60, check=False
+    )
+    found = json.loads(html.unescape(re.search(r'<pre id="found">(.+?)</pre>', done.stdout, re.DOTALL)[1]))
+    assert found["rising"] == sorted(found["rising"])
+    assert found["falling"] == sorted(found["rising"], reverse=True)
+    assert len(set(found["rising"])) > 1
+    assert len(found["marked"]) == 2  # in both tables of models
+    assert len(set(found["marked"])) == 1
+    assert found["left"] == 1
+    assert found["large"]
+
+
+def test_the_probe_sees_what_is_broken(chromium, four, tmp_path):
+    page = write_report(Findings(four), tmp_path / "r", "x", formats=["png"], sections=["learning"])
+    (page.parent / "figures" / "training_curves-narrow.png").write_bytes(b"not a picture")
+    wide = '<div style="width:2000px">wide</div></main>'
+    page.write_text(page.read_text(encoding="utf-8").replace("</main>", wide), encoding="utf-8")
+    found = look(chromium, page.parent, 390, tmp_path / "profile")
+    assert found["content"] > 390
+    assert len(found["broken"]) == 1
+    assert len(found["outside"]) == 1
