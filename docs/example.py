@@ -9,10 +9,10 @@ from pathlib import Path
 import torch
 
 import semdiag
-from semdiag.questions.dispersion.answer.comparisons import pair_comparisons
-from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.conditions import Conditions
+from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.survey import survey
+from semdiag.questions.dispersion.answer.comparisons import pair_comparisons
 
 checkpoints = Path(__file__).parents[1] / "checkpoints"
 pair = [checkpoints / f"even-pairs-{kind}-seed-153476998" for kind in ("full", "topk-5")]

@@ -17,15 +17,15 @@ import torch
 from scipy import stats
 
 from semdiag.capturing.loading import LoadedModel
-from semdiag.measuring.findings.findings import Findings
-from semdiag.questions.predictors.answer.mask_cells import mask_cells, run_outcomes
-from semdiag.questions.predictors.answer.prediction import blocks, rank_candidates
 from semdiag.mathematics.joint_permutation import joint_rank_tests
 from semdiag.measuring.conditions import Conditions
+from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.measurements import Measurements
-from semdiag.questions.predictors.measure import candidates_at
 from semdiag.measuring.runs.training_runs import run_table
-from semdiag.measuring.schema import OPTIONAL
+from semdiag.measuring.schema import optional_tables
+from semdiag.questions.predictors.answer.mask_cells import mask_cells, run_outcomes
+from semdiag.questions.predictors.answer.prediction import blocks, rank_candidates
+from semdiag.questions.predictors.measure import candidates_at
 from semdiag_models import Encoder, InputError
 from semdiag_models.sweeps.grid import SweepRun, read_sweep
 from semdiag_models.sweeps.records import read_history
@@ -92,7 +92,7 @@ def study(runs: dict[SweepRun, dict[str, list[float]]], candidates: Sequence[str
     nothing = pd.DataFrame({"model": []})
     measurements = Measurements(
         nothing, nothing, nothing, histories, nothing, {"target": 0.95},
-        runs=run_table(models), predictors=OPTIONAL["predictors"].of_rows(values),
+        runs=run_table(models), predictors=optional_tables()["predictors"].of_rows(values),
     )  # fmt: skip
     return Findings(measurements)
 

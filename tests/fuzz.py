@@ -30,9 +30,9 @@ from semdiag.capturing.inputs import read_batches, read_inputs
 from semdiag.capturing.loading import load
 from semdiag.commands.main import main
 from semdiag.commands.measuring import read_config
-from semdiag.reporting.gate.drift import read_baseline
 from semdiag.measuring.calls.monitor_log import MonitorLog
 from semdiag.measuring.measurements import Measurements
+from semdiag.reporting.gate.drift import read_baseline
 from semdiag_models import InputError, reading
 from semdiag_models.sweeps.grid import read_sweep
 from semdiag_models.tasks.text_lines import read_lines

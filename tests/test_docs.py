@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from semdiag.questions.summaries import SUMMARIES
 
 from semdiag.commands.main import main
-from semdiag.questions.summaries import SUMMARIES
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -6,13 +6,13 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from semdiag.questions.convergence.answer.epochs import arrivals, epochs_to, over_seeds, speed_ups
 from semdiag.measuring.findings.findings import Findings
+from semdiag.measuring.measurements import Measurements
+from semdiag.measuring.schema import optional_tables
+from semdiag.questions.convergence.answer.epochs import arrivals, epochs_to, over_seeds, speed_ups
 from semdiag.questions.predictors.answer.mask_cells import STAGES
 from semdiag.questions.predictors.answer.prediction import held_out_tasks, predictor_table
-from semdiag.measuring.measurements import Measurements
 from semdiag.questions.predictors.measure import CANDIDATES
-from semdiag.measuring.schema import OPTIONAL
 from semdiag_models import TASKS, configure
 from semdiag_models.attention.reach import cannot_represent
 
@@ -31,8 +31,8 @@ def study() -> Findings:
     nothing = pd.DataFrame({"model": []})
     measurements = Measurements(
         nothing, nothing, nothing, table("history"), nothing, SUMMARY["provenance"],
-        runs=OPTIONAL["runs"].of_rows(table("runs").to_dict("records")),
-        predictors=OPTIONAL["predictors"].of_rows(table("candidates").to_dict("records")),
+        runs=optional_tables()["runs"].of_rows(table("runs").to_dict("records")),
+        predictors=optional_tables()["predictors"].of_rows(table("candidates").to_dict("records")),
     )  # fmt: skip
     return Findings(measurements)
 

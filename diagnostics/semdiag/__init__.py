@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     from semdiag.capturing.kept_keys import RandomK, TopK, Window
     from semdiag.capturing.loading import LoadedModel, load
     from semdiag.capturing.sparsify import sparsify
-    from semdiag.measuring.findings.findings import Findings
     from semdiag.mathematics.row_statistics import RowStatistics, row_statistics
-    from semdiag.questions.in_python import k_sweep, landscape, lipschitz, mask_stability
     from semdiag.measuring.calls.capture import Calls, capture
     from semdiag.measuring.calls.monitor import Monitor
+    from semdiag.measuring.findings.findings import Findings
     from semdiag.measuring.measure import measure
     from semdiag.measuring.measurements import Measurements
+    from semdiag.questions.in_python import k_sweep, landscape, lipschitz, mask_stability
     from semdiag.questions.k_sweep.measure.probe import KSweepPlan
     from semdiag.questions.landscape.measure import LandscapePlan
     from semdiag.questions.lipschitz.measure.probe import LipschitzPlan

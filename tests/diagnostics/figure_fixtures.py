@@ -7,19 +7,18 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from semdiag.questions.dispersion.answer import comparisons as dispersion
-
-from semdiag.questions.convergence.answer import speed_and_dispersion
+from semdiag.measuring.conditions import Conditions
 from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.findings.resampling import ratio_interval
-from semdiag.questions.stability import answer as stability
-from semdiag.measuring.conditions import Conditions
 from semdiag.measuring.measurements import Measurements
-from semdiag.questions.probes import PROBES
+from semdiag.measuring.schema import optional_tables
+from semdiag.measuring.schema import probes as every_probe
+from semdiag.measuring.survey import survey
+from semdiag.questions.convergence.answer import speed_and_dispersion
+from semdiag.questions.dispersion.answer import comparisons as dispersion
 from semdiag.questions.k_sweep.measure.rerun import RERUN_TABLE
 from semdiag.questions.predictors.measure import CANDIDATES
-from semdiag.measuring.schema import OPTIONAL
-from semdiag.measuring.survey import survey
+from semdiag.questions.stability import answer as stability
 from semdiag.reporting.report import write_report
 
 SAMPLES, LENGTH, LAYERS = 6, 8, 2
@@ -75,7 +74,9 @@ def with_theory(measurements, noise=0.01):
         for row in measurements.models.to_dict("records")
     ]
     tables = {
-        name: pd.concat([part[name] for part in parts], ignore_index=True).astype(dict(OPTIONAL[name].columns))
+        name: pd.concat([part[name] for part in parts], ignore_index=True).astype(
+            dict(optional_tables()[name].columns)
+        )
         for name in ("secants", "constants", "parameters")
     }
     known = {"seed": 0, "dtype": "float64", "noise": [noise], "noise_samples": SAMPLES, "bound_samples": 5}
@@ -104,9 +105,11 @@ def with_masks(measurements, levels=(0.01, 0.1), draws=5):
             )  # fmt: skip
         if row["attention"] in ("banded", "block", "odd", "never heard of"):
             del parts[-len(levels) :]
-    tables = {"masks": [OPTIONAL["masks"].empty(), *parts], "noise_effects": effects}
+    tables = {"masks": [optional_tables()["masks"].empty(), *parts], "noise_effects": effects}
     tables = {
-        name: pd.concat(t, ignore_index=True).astype(dict(OPTIONAL[name].columns))[list(OPTIONAL[name].columns)]
+        name: pd.concat(t, ignore_index=True).astype(dict(optional_tables()[name].columns))[
+            list(optional_tables()[name].columns)
+        ]
         for name, t in tables.items()
     }
     plan = {"levels": list(levels), "draws": draws, "absolute": False, "block": 0, "k": 3, "seed": 0}
@@ -129,8 +132,8 @@ def with_sweep(measurements):
             for k, quantity, value in found:
                 place = {"model": row["model"], "layer": layer, "head": layer, "k": k, "quantity": quantity}
                 counts = {"queries": 100, "undefined": 0, "not_positive": 0}
-                rows.append(dict.fromkeys(OPTIONAL["sweep"].columns, value) | place | counts)
-    table = OPTIONAL["sweep"].of_rows(rows)
+                rows.append(dict.fromkeys(optional_tables()["sweep"].columns, value) | place | counts)
+    table = optional_tables()["sweep"].of_rows(rows)
     return measurements.replace({**measurements.provenance, "probe_samples": SAMPLES}, sweep=table)
 
 
@@ -171,10 +174,10 @@ def _theory(row, queries, noise):
         (f"{layer}.{g}", layer, g) for layer in range(LAYERS) for g in ("qk", "value-output", "mlp-in", "mlp-out")
     ]
     return {
-        "secants": secants[list(OPTIONAL["secants"].columns)],
+        "secants": secants[list(optional_tables()["secants"].columns)],
         "constants": pd.DataFrame(constants, columns=columns).assign(
             model=row["model"], holds=True, infinite=0, ln_finite=1.0
-        )[list(OPTIONAL["constants"].columns)],
+        )[list(optional_tables()["constants"].columns)],
         "parameters": pd.DataFrame(tensors, columns=["tensor", "layer", "group"]).assign(
             model=row["model"],
             ln_sound=6 * ten,
@@ -184,7 +187,7 @@ def _theory(row, queries, noise):
             ln_secant=-3 * ten,
             infinite=0,
             holds=True,
-        )[list(OPTIONAL["parameters"].columns)],
+        )[list(optional_tables()["parameters"].columns)],
     }
 
 
@@ -194,8 +197,8 @@ def with_probes(measurements):
     names = ("landscape", "loss_secants", "loss_gradients", "end_points", "jacobians")
     tables = {
         name: pd.concat([part[name] for part in parts], ignore_index=True)
-        .reindex(columns=list(OPTIONAL[name].columns))
-        .astype(dict(OPTIONAL[name].columns))
+        .reindex(columns=list(optional_tables()[name].columns))
+        .astype(dict(optional_tables()[name].columns))
         for name in names
     }
     known = {"seed": 0, "lipschitz_samples": SAMPLES}
@@ -250,7 +253,9 @@ def with_runs(measurements):
         rows["predictors"] += [(name, epoch, one, 0.5) for epoch in (0, 4) for one in CANDIDATES]
         rows["lengths"] += [(name, n, -1, SAMPLES, *number, 0.5) for n in (6, 16) for number in quantities]
     tables = {
-        name: OPTIONAL[name].of_rows(dict(zip(OPTIONAL[name].columns, row, strict=True)) for row in own)
+        name: optional_tables()[name].of_rows(
+            dict(zip(optional_tables()[name].columns, row, strict=True)) for row in own
+        )
         for name, own in rows.items()
     }
     return measurements.replace({**measurements.provenance, "target": 0.95}, **tables)
@@ -339,7 +344,7 @@ def make_everything(make_four, unequal, tiny_runs):
         found = unequal(with_runs(with_reruns(with_sweep(with_masks(with_probes(with_theory(make_four())))))))
         shown = found.landscape["model"].str.contains("full|topk") & (found.landscape["plane"] == 0)
         found = found.replace(landscape=found.landscape[shown])
-        new = [p for p in PROBES.values() if not any(len(getattr(found, table.name)) for table in p.tables)]
+        new = [p for p in every_probe().values() if not any(len(getattr(found, table.name)) for table in p.tables)]
         measured = survey([tiny_runs.topk], Conditions(samples=4, plans=tuple(probe.plan() for probe in new)))
         tables = {
             table.name: pd.concat(

@@ -6,16 +6,14 @@ from typing import Annotated
 
 import typer
 
-from semdiag.presenting import completion
-
-from semdiag.presenting import options
+from semdiag.presenting import completion, options
+from semdiag.presenting.question import Shared, command
 from semdiag.presenting.terminal.terminal import tell
-from semdiag.commands.shared import Shared, with_options
 
 _JUDGED = "What is judged"
 
 
-@with_options(leave_out=("seed", "min_keys", "out", "per_query", "figures"))
+@command(leave_out=("seed", "min_keys", "out", "per_query", "figures"))
 def check(
     models: options.Models = None,
     rule: Annotated[
@@ -74,11 +72,11 @@ def check(
     [bold]semdiag check --rule "dispersion.p95 < 10 attention=topk"[/]
     """
     from semdiag.commands.printing.check import conclusion, print_check
+    from semdiag.questions.mask_stability.measure.probe import NoisePlan
     from semdiag.reporting.gate.drift import read_baseline
     from semdiag.reporting.gate.junit import junit_xml
     from semdiag.reporting.gate.rules import parse_rule
     from semdiag.reporting.gate.verification import PROBED, Expectations, verify
-    from semdiag.questions.mask_stability.measure.probe import NoisePlan
     from semdiag_models import InputError
     from semdiag_models.writing import write_text
 

@@ -5,9 +5,7 @@ from typing import Annotated
 
 import typer
 
-from semdiag.presenting import completion
-
-from semdiag.presenting import options
+from semdiag.presenting import completion, options
 from semdiag.presenting.terminal.terminal import terminal
 
 _SPLITS = ("train", "holdout")

@@ -3,6 +3,7 @@
 import inspect
 import sys
 import warnings
+from collections.abc import Callable
 from contextlib import suppress
 from importlib.metadata import version
 from typing import Annotated, Any, NoReturn
@@ -10,23 +11,15 @@ from typing import Annotated, Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
-from semdiag.questions.bounds.command import bounds
 from semdiag.commands.check import check
-from semdiag.questions.convergence.command import convergence
-from semdiag.questions.dispersion.command import dispersion
 from semdiag.commands.info import info
-from semdiag.questions.k_sweep.command import k_sweep
-from semdiag.questions.landscape.command import landscape
-from semdiag.questions.lipschitz.command import lipschitz
 from semdiag.commands.listing import list_names
-from semdiag.questions.mask_stability.command import mask_stability
-from semdiag.questions.overlap.command import overlap
-from semdiag.presenting.terminal.terminal import speak_any_language, tell
 from semdiag.commands.report import report
-from semdiag.questions.separation.command import separation
-from semdiag.questions.stability.command import stability
+from semdiag.commands.shared import with_options
 from semdiag.commands.sweep import sweep
 from semdiag.commands.train import train
+from semdiag.presenting.terminal.terminal import speak_any_language, tell
+from semdiag.questions.registry import QUESTIONS
 
 # Typer carries click under a name that has changed between its versions; its own exports lead there.
 _UsageError: Any = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
@@ -62,25 +55,18 @@ def _reflowed(docstring: str) -> str:
     return "\n\n".join(part if part.startswith("    ") else " ".join(part.split()) for part in parts)
 
 
-for name, command in (
-    ("list", list_names),
-    ("train", train),
-    ("info", info),
-    ("dispersion", dispersion),
-    ("separation", separation),
-    ("stability", stability),
-    ("mask-stability", mask_stability),
-    ("lipschitz", lipschitz),
-    ("landscape", landscape),
-    ("bounds", bounds),
-    ("k-sweep", k_sweep),
-    ("overlap", overlap),
-    ("convergence", convergence),
-    ("report", report),
-    ("check", check),
-    ("sweep", sweep),
-):
+def _add(name: str, command: Callable[..., None]) -> None:
     app.command(name, help=_reflowed(command.__doc__ or ""))(command)
+
+
+for name, own in (("list", list_names), ("train", train), ("info", info)):
+    _add(name, own)
+for question in QUESTIONS.values():
+    if question.command is not None:
+        _add(question.name, with_options(question.command))
+for name, looping in (("report", report), ("check", check)):
+    _add(name, with_options(looping))
+_add("sweep", sweep)
 
 
 def _show_version(wanted: bool) -> None:

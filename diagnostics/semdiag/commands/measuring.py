@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from semdiag.measuring.findings.findings import Findings
     from semdiag.measuring.conditions import Conditions
+    from semdiag.measuring.findings.findings import Findings
     from semdiag.measuring.measurements import Measurements
 
 FORMATS = ("png", "svg", "pdf")
@@ -19,99 +19,6 @@ FORMATS = ("png", "svg", "pdf")
 def command_line() -> str:
     """The command as the user could type it again."""
     return shlex.join(["semdiag", *sys.argv[1:]])
-
-
-def listed_numbers(text: str, what: str, example: str) -> tuple[int, ...]:
-    """Read ``"5,3,3"``: whole numbers in their order.
-
-    Raises:
-        InputError: if a part is not a whole number.
-    """
-    from semdiag_models import InputError
-
-    try:
-        return tuple(int(part) for part in text.split(",") if part.strip())
-    except ValueError:
-        raise InputError(f"{what} separated by commas, like {example}. Got {text!r}.") from None
-
-
-def whole_numbers(text: str, option: str) -> tuple[int, ...]:
-    """Read ``"4,8,16"``: different whole numbers in rising order.
-
-    Raises:
-        InputError: if a part is not a whole number.
-    """
-    return tuple(sorted(set(listed_numbers(text, f"{option} takes whole numbers", "4,8,16"))))
-
-
-def check_supposed_k(findings: "Findings", k: int) -> None:
-    """Refuse masks of a k that drops nothing of a model that keeps every key, as no query has so many keys.
-
-    Args:
-        findings: of what was measured.
-        k: of the mask that such a model would choose, named by the user.
-
-    Raises:
-        InputError: if the largest number of keys of such a model is smaller.
-    """
-    from semdiag.capturing.attention_kinds import DENSE
-    from semdiag.measuring.findings.distributions import pooled_percentiles
-    from semdiag.measuring.encoders.inputs import fitting
-
-    kinds = findings.measurements.models.set_index("model")["attention"]
-    for model, keys in findings(pooled_percentiles, "keys").items():
-        if kinds[model] in DENSE and keys["p100"] < k:
-            fitting((k,), int(keys["p100"]), "the largest number of keys")
-
-
-def positive_numbers(text: str, option: str) -> tuple[float, ...]:
-    """Read ``"0.001,0.01"``.
-
-    Raises:
-        InputError: if a part is not a positive number, or there is none.
-    """
-    from semdiag_models import InputError
-
-    try:
-        numbers = tuple(sorted({float(part) for part in text.split(",") if part.strip()}))
-    except ValueError:
-        numbers = ()
-    if not numbers or not all(0 < number < float("inf") for number in numbers):
-        raise InputError(f"{option} takes positive numbers separated by commas, like 0.01,0.1. Got {text!r}.")
-    return numbers
-
-
-def targets(texts: Sequence[str]) -> dict[str, Any]:
-    """Read ``["0.95", "listops=0.35"]``: what is said for all tasks, and for single ones.
-
-    Raises:
-        InputError: if a part is not a number.
-    """
-    from semdiag_models import InputError
-
-    found: dict[str, Any] = {"targets": {}}
-    for text in texts:
-        task, _, number = text.rpartition("=")
-        try:
-            value = float(number)
-        except ValueError:
-            said = "--target takes an accuracy like 0.95, or TASK=0.35 for one task"
-            raise InputError(f"{said}. Got {text!r}.") from None
-        if task:
-            found["targets"][task] = value
-        else:
-            found["target"] = value
-    return found
-
-
-def names(text: str) -> tuple[str, ...]:
-    """Read ``"loss,dispersion"``."""
-    return tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
-
-
-def paths(text: str) -> tuple[Path, ...]:
-    """Read ``"run/epoch-0.pt,run/best.pt"``."""
-    return tuple(Path(name) for name in names(text))
 
 
 def figure_formats(text: str) -> tuple[str, ...]:
@@ -181,11 +88,11 @@ def measured(
     """
     from semdiag.capturing.attention_kinds import DENSE, external
     from semdiag.capturing.discovery import find_checkpoints
+    from semdiag.measuring.findings.findings import Findings
+    from semdiag.measuring.survey import SAID_AT_ONCE, survey
     from semdiag.presenting.terminal.progress import Stages
     from semdiag.presenting.terminal.terminal import counted, tell
     from semdiag.reporting.capture_words import diverged_sentences
-    from semdiag.measuring.findings.findings import Findings
-    from semdiag.measuring.survey import SAID_AT_ONCE, survey
     from semdiag_models import InputError
 
     paths = find_checkpoints(list(models) if models else None)
@@ -328,10 +235,10 @@ def deliver(
     import typer
 
     from semdiag.commands.output_folder import output_folder
+    from semdiag.measuring.findings.estimates import partial_sentences
     from semdiag.presenting.terminal.progress import Stages
     from semdiag.presenting.terminal.terminal import tell
-    from semdiag.measuring.findings.estimates import partial_sentences
-    from semdiag.questions.summaries import SUMMARIES
+    from semdiag.questions.registry import summaries
     from semdiag.reporting.report import write_report
 
     folder = output_folder(command, findings.measurements, out)
@@ -344,7 +251,7 @@ def deliver(
         for sentence in () if quiet else partial_sentences(findings):
             tell(f"semdiag: {per_query} does not hold everything: {sentence}.")
     if as_json:
-        typer.echo(json.dumps(findings(SUMMARIES[command]), allow_nan=False))
+        typer.echo(json.dumps(findings(summaries()[command]), allow_nan=False))
     if not quiet:
         show(findings)
         tell(f"Figures and tables: {page}")

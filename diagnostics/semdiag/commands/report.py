@@ -4,20 +4,20 @@ import json
 import tempfile
 import webbrowser
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from semdiag.presenting import options
+from semdiag.presenting.question import Shared, command
 from semdiag.presenting.terminal.terminal import tell
-from semdiag.commands.shared import Shared, with_options
 
 _REDRAWING = {"redraw", "keep_queries", "show", "out", "as_json", "figures", "quiet"}  # what goes with --from
-_DRAWS, _PROBE_SAMPLES = 3, 100  # of the sections with a command of their own: enough for a first look
+_PROBE_SAMPLES = 100  # of what has a command of its own: enough for a first look
 _UNFITTING = ArithmeticError, AttributeError, LookupError, TypeError, ValueError  # of damaged measurements
 
 
-@with_options(sampling=True)
+@command(sampling=True)
 def report(
     models: options.Models = None,
     k: options.Counterfactual = "5",
@@ -56,15 +56,12 @@ def report(
     """
     from semdiag.commands import measuring
     from semdiag.commands.output_folder import output_folder
-    from semdiag.presenting.terminal.progress import Stages
     from semdiag.measuring.findings.findings import Findings
     from semdiag.measuring.measurements import Measurements
-    from semdiag.questions.bounds.measure.probe import BoundsPlan
-    from semdiag.questions.k_sweep.measure.probe import KSweepPlan
-    from semdiag.questions.landscape.measure import LandscapePlan
-    from semdiag.questions.lipschitz.measure.probe import LipschitzPlan
-    from semdiag.questions.mask_stability.measure.probe import SUPPOSED_K, NoisePlan
-    from semdiag.questions.stability.measure.probe import SecantsPlan
+    from semdiag.measuring.probe import ReportOptions
+    from semdiag.measuring.schema import probes
+    from semdiag.presenting.option_values import positive_numbers, whole_numbers
+    from semdiag.presenting.terminal.progress import Stages
     from semdiag.reporting.report import write_report
     from semdiag_models import InputError
     from semdiag_models.reading import read_json
@@ -79,20 +76,19 @@ def report(
         whole = (redraw / "data" / "models.parquet").exists()  # a report's folder, not that of its data alone
         findings = Findings(Measurements.load(redraw / "data" if whole else redraw))
     else:
-        levels, ks = measuring.positive_numbers(noise, "--noise"), measuring.whole_numbers(k, "--k")
-        supposed = min((each for each in ks if each > 0), default=SUPPOSED_K)  # others are refused with the inputs
-        plans: tuple[Any, ...] = (
-            SecantsPlan(levels),
-            BoundsPlan(),
-            NoisePlan(levels, draws=_DRAWS, k=supposed, seed=shared.values["seed"]),
-            KSweepPlan(),
+        ks = whole_numbers(k, "--k")
+        options = ReportOptions(
+            noise=positive_numbers(noise, "--noise"),
+            seed=shared.values["seed"],
+            k=min((each for each in ks if each > 0), default=None),  # others are refused with the inputs
+            thorough=thorough,
         )
-        plans += (LandscapePlan(metrics=("loss", "dispersion")), LipschitzPlan()) if thorough else ()
+        plans = (probe.reported(options) for probe in probes().values())
         conditions = shared.conditions(
             keep_queries,
             k=ks,
             k_lowers="k" not in shared.typed,
-            plans=plans,
+            plans=tuple(plan for plan in plans if plan is not None),
             probe_samples=_PROBE_SAMPLES,
         )
         findings = shared.measured(models, conditions)

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from semdiag.presenting import options
+from semdiag.presenting.question import Command
 
 if TYPE_CHECKING:
-    from semdiag.measuring.findings.findings import Findings
     from semdiag.measuring.conditions import Conditions
+    from semdiag.measuring.findings.findings import Findings
 
 # Name, type with help, default; in the order of the help.
 _SHARED: dict[str, tuple[Any, Any]] = {
@@ -38,12 +39,7 @@ _OF_CONDITIONS = ("inputs", "samples", "batch_size", "device", "dtype", "seed", 
 
 @dataclass(frozen=True)
 class Shared:
-    """What the user said with the shared options of one command.
-
-    Attributes:
-        values: by name; a command that does not take an option has none for it.
-        typed: names of the options of the command, shared or its own, that are not left at their defaults.
-    """
+    """What :class:`semdiag.presenting.question.Shared` promises."""
 
     values: dict[str, Any]
     typed: frozenset[str]
@@ -111,49 +107,43 @@ class Shared:
         )
 
 
-def with_options(
-    leave_out: Sequence[str] = ("per_query",), *, sampling: bool = False, **defaults: Any
-) -> Callable[..., Callable[..., None]]:
+def with_options(command: Command) -> Callable[..., None]:
     """Give a command the shared options; it is called with what the user said as its argument ``shared``.
 
     Args:
-        leave_out: options that the command does not take.
-        sampling: whether it can do with queries that were drawn.
-        defaults: where they differ from the usual ones.
+        command: of a question, or of this room.
 
     Returns:
-        A decorator; what it returns has the options in its signature, where typer finds them.
+        A function that has the options in its signature, where typer finds them.
     """
+    names = [
+        name for name in _SHARED if name not in command.leave_out and (command.sampling or name not in _SAMPLING)
+    ]
 
-    def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        names = [name for name in _SHARED if name not in leave_out and (sampling or name not in _SAMPLING)]
+    def with_shared(context: typer.Context, **given: Any) -> None:
+        sources = {name: context.get_parameter_source(name) for name in given}
+        # Before click 8.2 an argument that was left out came from the command line, too, as None.
+        typed = frozenset(
+            name
+            for name, source in sources.items()
+            if source and source.name == "COMMANDLINE" and given[name] is not None
+        )
+        shared = Shared({name: given.pop(name) for name in names}, typed)
+        command.run(**given, shared=shared)
 
-        def with_shared(context: typer.Context, **given: Any) -> None:
-            sources = {name: context.get_parameter_source(name) for name in given}
-            # Before click 8.2 an argument that was left out came from the command line, too, as None.
-            typed = frozenset(
-                name
-                for name, source in sources.items()
-                if source and source.name == "COMMANDLINE" and given[name] is not None
-            )
-            shared = Shared({name: given.pop(name) for name in names}, typed)
-            command(**given, shared=shared)
-
-        own = [p for p in inspect.signature(command).parameters.values() if p.name != "shared"]
-        added = [
-            inspect.Parameter(
-                name,
-                inspect.Parameter.POSITIONAL_OR_KEYWORD,
-                default=defaults.get(name, _SHARED[name][1]),
-                annotation=_SHARED[name][0],
-            )
-            for name in names
-        ]
-        context = inspect.Parameter("context", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)
-        parameters = [context, *own, *added]
-        with_shared.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        with_shared.__annotations__ = {p.name: p.annotation for p in parameters}
-        with_shared.__doc__, with_shared.__name__ = command.__doc__, command.__name__
-        return with_shared
-
-    return decorate
+    own = [p for p in inspect.signature(command.run).parameters.values() if p.name != "shared"]
+    added = [
+        inspect.Parameter(
+            name,
+            inspect.Parameter.POSITIONAL_OR_KEYWORD,
+            default=command.defaults.get(name, _SHARED[name][1]),
+            annotation=_SHARED[name][0],
+        )
+        for name in names
+    ]
+    context = inspect.Parameter("context", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)
+    parameters = [context, *own, *added]
+    with_shared.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    with_shared.__annotations__ = {p.name: p.annotation for p in parameters}
+    with_shared.__doc__, with_shared.__name__ = command.run.__doc__, command.run.__name__
+    return with_shared

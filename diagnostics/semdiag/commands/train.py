@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from semdiag.commands import training_options as options
-from semdiag.presenting.terminal.terminal import tell
 from semdiag.commands.printing.training import TrainingProgress, summarise
 from semdiag.commands.text_training import introduction, text_task
+from semdiag.presenting.terminal.terminal import tell
 
 if TYPE_CHECKING:
     from semdiag_models import Trainer
@@ -84,7 +84,7 @@ def train(
     """
     import torch
 
-    from semdiag.commands.measuring import listed_numbers
+    from semdiag.presenting.option_values import listed_numbers
     from semdiag_models import (
         InputError,
         Text,

@@ -10,7 +10,7 @@ import torch
 from semdiag.capturing.loading import LoadedModel
 from semdiag.measuring.calls.collector import LEAST_MAX_QUERIES, MAX_QUERIES
 from semdiag.measuring.calls.query_draws import QueryDraws
-from semdiag.questions.probes import PROBES
+from semdiag.measuring.schema import probes
 from semdiag_models import InputError
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
@@ -57,8 +57,8 @@ class Conditions:
         if self.dtype not in {"auto", *DTYPES}:
             raise InputError(f"dtype must be auto, float32 or float64. Got {self.dtype!r}.")
         for plan in self.plans:
-            if type(plan) not in PROBES:
-                raise TypeError(f"Plans are {', '.join(kind.__name__ for kind in PROBES)}. Got {plan!r}.")
+            if type(plan) not in probes():
+                raise TypeError(f"Plans are {', '.join(kind.__name__ for kind in probes())}. Got {plan!r}.")
         kinds = [type(plan) for plan in self.plans]
         twice = [kind.__name__ for kind in kinds if kinds.count(kind) > 1]
         if twice:  # the tables of the later would replace those of the earlier

@@ -11,7 +11,7 @@ import pandas as pd
 
 from semdiag.measuring.checksums import SUMS, check_sums, write_sums
 from semdiag.measuring.percentiles import layer_table
-from semdiag.measuring.schema import OPTIONAL
+from semdiag.measuring.schema import optional_tables
 from semdiag.measuring.table import read_parquet, rows_of
 from semdiag.measuring.tables import CORE, SHARES, TABLES, UNLESS_SAID
 from semdiag_models import InputError
@@ -23,7 +23,7 @@ class Measurements:
 
     Every table is an attribute and has the column ``model`` (the path as the user named it). Layers, heads and
     positions count from 0; scores are in nats. The first five are always there; the others, which stand in
-    :data:`~semdiag.measuring.schema.OPTIONAL` with what their rows are, are empty where they were not measured.
+    :func:`~semdiag.measuring.schema.optional_tables` with what their rows are, are empty where they were not measured.
 
     Args:
         models: one row per model: path, sha256, weights_sha256, source, snapshot, task, attention, k,
@@ -64,9 +64,11 @@ class Measurements:
         provenance: dict[str, Any] | None = None,
         **tables: pd.DataFrame,
     ) -> None:
-        unknown = [name for name in tables if name not in OPTIONAL]
+        unknown = [name for name in tables if name not in optional_tables()]
         if unknown:
-            raise TypeError(f"Tables of measurements are {', '.join([*TABLES, *OPTIONAL])}. Got {unknown[0]!r}.")
+            raise TypeError(
+                f"Tables of measurements are {', '.join([*TABLES, *optional_tables()])}. Got {unknown[0]!r}."
+            )
         missing = {name: value for name, value in UNLESS_SAID.items() if name not in models}
         self.models = models.assign(**missing) if missing else models
         self.queries, self.loads, self.history, self.non_finite = queries, loads, history, non_finite
@@ -75,17 +77,17 @@ class Measurements:
 
     def __getattr__(self, name: str) -> pd.DataFrame:
         """A table that not every measurement has."""
-        if name.startswith("_") or name not in OPTIONAL:
+        if name.startswith("_") or name not in optional_tables():
             raise AttributeError(f"{type(self).__name__} has no table {name!r}")
         if name not in self._tables:
-            self._tables[name] = OPTIONAL[name].empty()
+            self._tables[name] = optional_tables()[name].empty()
         return self._tables[name]
 
     def __dir__(self) -> list[str]:
-        return [*super().__dir__(), *OPTIONAL]
+        return [*super().__dir__(), *optional_tables()]
 
     def __repr__(self) -> str:
-        tables = {name: getattr(self, name) for name in (*TABLES, *OPTIONAL)}
+        tables = {name: getattr(self, name) for name in (*TABLES, *optional_tables())}
         measured = [f"{name} ({len(table):,} rows)" for name, table in tables.items() if len(table)]
         some = f"{len(self.models)} model{'s' * (len(self.models) != 1)}"
         return f"Measurements of {some}: {', '.join(measured)}"
@@ -121,7 +123,7 @@ class Measurements:
         twice = sorted({path for path in paths if paths.count(path) > 1})
         if twice:
             raise InputError(f"{twice[0]} is named twice.")
-        tables = {name: _joined([getattr(part, name) for part in parts]) for name in (*TABLES, *OPTIONAL)}
+        tables = {name: _joined([getattr(part, name) for part in parts]) for name in (*TABLES, *optional_tables())}
         first, *others = (part.provenance for part in parts)
         shared = {
             name: value
@@ -141,7 +143,7 @@ class Measurements:
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / SUMS).unlink(missing_ok=True)
-        for name in (*TABLES, *OPTIONAL):
+        for name in (*TABLES, *optional_tables()):
             file, table = folder / f"{name}.parquet", getattr(self, name)
             if name not in TABLES and table.empty:
                 file.unlink(missing_ok=True)
@@ -168,16 +170,16 @@ class Measurements:
         check_sums(folder, _files(folder))
         try:
             tables = {name: read_parquet(folder / f"{name}.parquet") for name in TABLES}
-            for name in OPTIONAL:
+            for name in optional_tables():
                 file = folder / f"{name}.parquet"
-                tables[name] = read_parquet(file) if file.exists() else OPTIONAL[name].empty()
+                tables[name] = read_parquet(file) if file.exists() else optional_tables()[name].empty()
             provenance = read_json(folder / "provenance.json")
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise InputError(
                 f"{folder} does not hold saved measurements ({str(error).splitlines()[0]}). "
                 "Make them with: semdiag report --keep-queries."
             ) from None
-        for table in (*CORE, *OPTIONAL.values()):
+        for table in (*CORE, *optional_tables().values()):
             table.check(tables[table.name], str(folder / f"{table.name}.parquet"))
         _check_together(folder, tables, provenance)
         tables["models"] = _with_shares(tables, provenance, str(folder / "models.parquet"))
@@ -189,7 +191,7 @@ class Measurements:
         Args:
             model: a value of the column ``model``.
         """
-        tables = {name: getattr(self, name) for name in (*TABLES, *OPTIONAL)}
+        tables = {name: getattr(self, name) for name in (*TABLES, *optional_tables())}
         own = {name: rows_of(table, model) for name, table in tables.items()}
         return type(self)(**own, provenance=self.provenance)
 
@@ -212,7 +214,7 @@ def _joined(tables: list[pd.DataFrame]) -> pd.DataFrame:
 
 def _files(folder: Path) -> list[str]:
     """Names of the files in a folder that :meth:`Measurements.load` reads."""
-    names = (*(f"{name}.parquet" for name in (*TABLES, *OPTIONAL)), "provenance.json")
+    names = (*(f"{name}.parquet" for name in (*TABLES, *optional_tables())), "provenance.json")
     return [name for name in names if (folder / name).exists()]
 
 

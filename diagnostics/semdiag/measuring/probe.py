@@ -87,13 +87,23 @@ class Subject:
         return self.tokens[: self.few], None if self.labels is None else self.labels[: self.few]
 
 
+@dataclass(frozen=True)
+class ReportOptions:
+    """What ``semdiag report`` was asked, as far as it concerns what is measured besides the clean pass."""
+
+    noise: tuple[float, ...]  # levels
+    seed: int  # of whatever is drawn
+    k: int | None = None  # the smallest that was asked for; None: none
+    thorough: bool = False  # whether minutes per model may be spent
+
+
 def _none(*known: Any) -> Any:
     return {}
 
 
 @dataclass(frozen=True)
 class Probe:
-    """A probe. A new one is a file (or a folder) beside the others and a line in the registry.
+    """A probe. It belongs to a question, whose record names it.
 
     Attributes:
         name: in words, for messages.
@@ -108,6 +118,7 @@ class Probe:
             from model, plan and what ``prepare`` made; called likewise before the first model is measured.
         steps: of one encoder, from the plan, for the progress bar.
         draws: whether it can do with queries that were drawn; others rest on every query.
+        reported: the plan that ``semdiag report`` measures; None: it leaves the probe out.
         provenance: what is recorded, from the plan, the largest number of samples of a model, and the few of them.
     """
 
@@ -120,6 +131,7 @@ class Probe:
     steps: Callable[[Any], int] = lambda plan: 0
     provenance: Callable[[Any, int, int], dict[str, Any]] = _none
     draws: bool = False
+    reported: Callable[[ReportOptions], Any] = lambda options: None
 
 
 def plan_of(kind: type[P], plan: P | None) -> P:

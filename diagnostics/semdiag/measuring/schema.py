@@ -1,11 +1,30 @@
-"""Every table that measurements may have besides those that all have."""
+"""Every table that measurements may have besides those that all have, and every probe that fills them."""
+
+from functools import cache
+from importlib import import_module
 
 from semdiag.measuring.kept_rows import SKETCHES
-from semdiag.questions.probes import PROBES
+from semdiag.measuring.probe import Probe
 from semdiag.measuring.runs.tables import RUN_TABLES
 from semdiag.measuring.table import Table
 from semdiag.measuring.tables import CALLS, HEADS, REMARKS, SKIPPED
 
-_PROBED = tuple(table for probe in PROBES.values() for table in probe.tables)
-_ALL = (CALLS, HEADS, REMARKS, SKIPPED, SKETCHES, *_PROBED, *RUN_TABLES)
-OPTIONAL: dict[str, Table] = {table.name: table for table in _ALL}
+
+@cache
+def probes() -> dict[type, Probe]:
+    """Return the probe of every plan, in the order of the registry of questions.
+
+    This is the one place that looks up: saved measurements must know the tables of every question, whichever
+    questions a program has imported.
+    """
+    registry = import_module("semdiag.questions.registry")
+    found = [question.probe for question in registry.QUESTIONS.values()]
+    return {probe.plan: probe for probe in found if probe is not None}
+
+
+@cache
+def optional_tables() -> dict[str, Table]:
+    """Return the declared tables by name: what a forward pass always fills, what probes fill, what runs fill."""
+    probed = [table for probe in probes().values() for table in probe.tables]
+    every = (CALLS, HEADS, REMARKS, SKIPPED, SKETCHES, *probed, *RUN_TABLES)
+    return {table.name: table for table in every}

@@ -19,7 +19,7 @@ from semdiag.measuring.conditions import DTYPES, Conditions
 from semdiag.measuring.measure import measure
 from semdiag.measuring.measurements import Measurements
 from semdiag.measuring.probe import Subject
-from semdiag.questions.probes import PROBES
+from semdiag.measuring.schema import probes as all_probes
 from semdiag.measuring.tables import REMARKS
 from semdiag_models import Encoder, InputError
 from semdiag_models.device import find_device
@@ -58,7 +58,7 @@ def survey(
         if isinstance(model.module, Encoder):
             model.module.with_draws(conditions.seed)
     inputs = [_inputs(model, conditions) for model in loaded]
-    probes = [(PROBES[type(plan)], plan) for plan in conditions.plans]
+    probes = [(all_probes()[type(plan)], plan) for plan in conditions.plans]
     prepared = [probe.prepare(plan, conditions) for probe, plan in probes]
     for model in loaded:
         for (probe, plan), known in zip(probes, prepared, strict=True):

@@ -1,4 +1,4 @@
-"""What a section of a report is: its questions, and what it says, draws and tabulates of findings."""
+"""What a section of a report is: its headings, and what it says, draws and tabulates of findings."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -7,9 +7,9 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from semdiag.capturing.attention_kinds import external
-from semdiag.measuring.findings.findings import Findings
-from semdiag.questions.glance import Glance
 from semdiag.measuring.findings.finding import Finding
+from semdiag.measuring.findings.findings import Findings
+from semdiag.presenting.glance import Glance
 
 Sentences = Callable[[Findings], list[str]]
 Tables = Callable[[Findings, bool], Mapping[str, pd.DataFrame]]
@@ -36,12 +36,12 @@ class Shown:
 
 
 @dataclass(frozen=True)
-class Question:
+class Heading:
     """A heading in a section.
 
     Attributes:
         anchor: its identifier in the page.
-        title: the question.
+        title: a question.
         figures: that answer it.
         caveats: what the answer does not cover.
     """
@@ -71,12 +71,12 @@ class Section:
     Attributes:
         name: of the command that measures it, where there is one.
         needs: tables of measurements, of which one at least must have rows; none: it needs no table of its own.
-        questions: under which its figures stand.
+        headings: under which its figures stand.
         external: likewise for external models, of which nothing but the attention is known; none if they have no
             such section.
         measured: what must hold besides.
         glance: its answer at one glance, for the first screen; None: it has no tile there.
-        glanced: the anchor of the question that it answers; empty: the first.
+        glanced: the anchor of the heading that it answers; empty: the first.
         in_short: its sentences for the first screen.
         details: its sentences model by model and pair by pair; None: it has none.
         verdicts: what became of the claims it speaks about; None: it judges none.
@@ -86,8 +86,8 @@ class Section:
 
     name: str
     needs: tuple[str, ...]
-    questions: tuple[Question, ...]
-    external: tuple[Question, ...]
+    headings: tuple[Heading, ...]
+    external: tuple[Heading, ...]
     measured: Callable[[Findings], bool] = _always
     glance: Callable[[Findings], Glance] | None = None
     glanced: str = ""
@@ -96,9 +96,9 @@ class Section:
     verdicts: Callable[[Findings], list[Finding]] | None = None
     tables: Tables = _no_tables
 
-    def asked(self, findings: Findings) -> tuple[Question, ...]:
-        """The questions that apply to the measured models."""
-        return self.external if external(findings.measurements.models).all() else self.questions
+    def asked(self, findings: Findings) -> tuple[Heading, ...]:
+        """Return the headings that apply to the measured models."""
+        return self.external if external(findings.measurements.models).all() else self.headings
 
     def applies(self, findings: Findings) -> bool:
         """Whether there is something to show."""

@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 import pandas as pd
 
 from semdiag.measuring.findings.distributions import all_by_name, percentile_table
-from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.findings.finding import Finding
+from semdiag.measuring.findings.findings import Findings
 from semdiag.presenting.section import Tables
 
 FACTS = ["model", "task", "attention", "k", "seed", "snapshot", "epoch"]

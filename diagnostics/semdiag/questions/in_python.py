@@ -17,11 +17,11 @@ from semdiag.measuring.conditions import DTYPES, Conditions
 from semdiag.measuring.measure import measure
 from semdiag.measuring.measurements import Measurements
 from semdiag.measuring.probe import Subject
+from semdiag.measuring.schema import probes
 from semdiag.questions.k_sweep.measure.probe import KSweepPlan
 from semdiag.questions.landscape.measure import LandscapePlan
 from semdiag.questions.lipschitz.measure.probe import LipschitzPlan
 from semdiag.questions.mask_stability.measure.probe import NoisePlan
-from semdiag.questions.probes import PROBES
 from semdiag_models import Encoder, InputError
 
 Model = LoadedModel | nn.Module
@@ -157,9 +157,9 @@ def _asked(
 ) -> Measurements:
     """The attention of a clean pass, and what one probe makes of the model."""
     loaded = model if isinstance(model, LoadedModel) else unnamed(model)
-    probe = PROBES.get(type(plan))
+    probe = probes().get(type(plan))
     if probe is None:
-        plans = ", ".join(sorted(kind.__name__ for kind in PROBES))
+        plans = ", ".join(sorted(kind.__name__ for kind in probes()))
         raise InputError(f"A plan is one of {plans}. Got {plan!r}.")
     for name in unknown:
         kind = type(plan).__name__

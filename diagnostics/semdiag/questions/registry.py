@@ -1,46 +1,56 @@
-"""All sections of a report, in their order. A new one is a folder beside these and a line here."""
+"""All questions, in the order of a report. A new one is a folder beside this file and a line here."""
 
-from semdiag.presenting.section import Section
-from semdiag.questions.over_training.page import ALONG
-from semdiag.questions.bounds.page import BOUNDS
-from semdiag.questions.convergence.page import CONVERGENCE
-from semdiag.questions.dispersion.page import DISPERSION
-from semdiag.questions.heads.page import HEADS
-from semdiag.questions.k_sweep.page import K_SWEEP
-from semdiag.questions.landscape.page import LANDSCAPE
-from semdiag.questions.learning.page import LEARNING
-from semdiag.questions.lengths.page import LENGTHS
-from semdiag.questions.lipschitz.page import LIPSCHITZ
-from semdiag.questions.mask_stability.page import MASK_STABILITY
-from semdiag.questions.overlap.page import OVERLAP
-from semdiag.questions.predictors.page import PREDICTORS
-from semdiag.questions.separation.page import SEPARATION
-from semdiag.questions.stability.page import STABILITY
-from semdiag.questions.counterfactual.page import WITHIN
+from collections.abc import Callable
+from functools import cache
+from importlib import import_module
+from typing import TYPE_CHECKING
 
-_ORDER = (
-    DISPERSION,
-    HEADS,
-    WITHIN,
-    SEPARATION,
-    LEARNING,
-    STABILITY,
-    BOUNDS,
-    MASK_STABILITY,
-    K_SWEEP,
-    OVERLAP,
-    LIPSCHITZ,
-    LANDSCAPE,
-    CONVERGENCE,
-    ALONG,
-    PREDICTORS,
-    LENGTHS,
+from semdiag.presenting.question import Question
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from semdiag.measuring.findings.findings import Findings
+    from semdiag.measuring.findings.strict_json import Summary
+    from semdiag.presenting.section import Section
+
+_FOLDERS = (
+    "dispersion",
+    "heads",
+    "counterfactual",
+    "separation",
+    "learning",
+    "stability",
+    "bounds",
+    "mask_stability",
+    "k_sweep",
+    "overlap",
+    "lipschitz",
+    "landscape",
+    "convergence",
+    "over_training",
+    "predictors",
+    "lengths",
 )
 
-SECTIONS: dict[str, Section] = {section.name: section for section in _ORDER}
-FIGURES = {
-    shown.figure: shown.draw
-    for section in _ORDER
-    for question in (*section.questions, *section.external)
-    for shown in question.figures
-}
+_EACH: tuple[Question, ...] = tuple(import_module(f"semdiag.questions.{folder}").QUESTION for folder in _FOLDERS)
+QUESTIONS: dict[str, Question] = {question.name: question for question in _EACH}
+
+
+@cache
+def sections() -> "dict[str, Section]":
+    """Return the sections of a report by name."""
+    return {name: question.section for name, question in QUESTIONS.items() if question.section is not None}
+
+
+@cache
+def figures() -> "dict[str, Callable[[Findings], Figure]]":
+    """Return the figures of all sections by name."""
+    headings = [heading for s in sections().values() for heading in (*s.headings, *s.external)]
+    return {shown.figure: shown.draw for heading in headings for shown in heading.figures}
+
+
+@cache
+def summaries() -> "dict[str, Callable[[Findings], Summary]]":
+    """Return what prints the JSON of each command, by name."""
+    return {name: question.summary for name, question in QUESTIONS.items() if question.summary is not None}

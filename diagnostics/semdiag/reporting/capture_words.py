@@ -2,8 +2,8 @@
 
 from semdiag.capturing.attention_kinds import external
 from semdiag.measuring.findings.findings import Findings
-from semdiag.reporting.gate.invariants import RESIDUAL
 from semdiag.measuring.findings.number_words import number_words
+from semdiag.reporting.gate.invariants import RESIDUAL
 
 _MISSED = 1e-3  # a larger residual says that a bias, a mask or the like was not captured
 

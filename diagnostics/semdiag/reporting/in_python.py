@@ -7,9 +7,9 @@ from matplotlib.figure import Figure
 
 from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.measurements import Measurements
+from semdiag.questions.registry import figures, sections
 from semdiag.reporting import summary as whole
 from semdiag.reporting.report import in_short, measured_sections, write_report
-from semdiag.questions.registry import FIGURES, SECTIONS
 from semdiag_models.errors import unknown_name
 
 
@@ -38,8 +38,8 @@ def summary(found: Measurements | Findings) -> Summary:
         'cannot tell'
     """
     findings = _findings(found)
-    sections = [SECTIONS[name] for name in measured_sections(findings)]
-    return Summary(whole.summary(findings, "", in_short(findings, sections), sections, {}))
+    shown = [sections()[name] for name in measured_sections(findings)]
+    return Summary(whole.summary(findings, "", in_short(findings, shown), shown, {}))
 
 
 def report(found: Measurements | Findings, folder: Path | str, keep_queries: bool = False) -> Path:
@@ -74,9 +74,9 @@ def plot(found: Measurements | Findings, figure: str) -> Figure:
         InputError: if no figure has this name; the message lists all.
         NothingToDrawError: if nothing of what it shows was measured; the message says what is missing.
     """
-    if figure not in FIGURES:
-        raise unknown_name("figure", figure, FIGURES)
-    return FIGURES[figure](_findings(found))
+    if figure not in figures():
+        raise unknown_name("figure", figure, figures())
+    return figures()[figure](_findings(found))
 
 
 def _findings(found: Measurements | Findings) -> Findings:

@@ -9,8 +9,8 @@ from jinja2 import Environment, StrictUndefined
 
 from semdiag.capturing.attention_kinds import EXTERNAL_SOURCES
 from semdiag.measuring.findings.strict_json import number_from_json
-from semdiag.presenting.section import Question
-from semdiag.questions.registry import SECTIONS
+from semdiag.presenting.section import Heading
+from semdiag.questions.registry import sections
 
 
 class Picture(TypedDict):
@@ -30,7 +30,7 @@ class Picture(TypedDict):
 
 def render_page(
     whole: dict[str, Any],
-    parts: Sequence[tuple[str, Sequence[Question]]],
+    parts: Sequence[tuple[str, Sequence[Heading]]],
     pictures: dict[str, Picture],
     non_finite: pd.DataFrame,
     keep_queries: bool,
@@ -40,7 +40,7 @@ def render_page(
 
     Args:
         whole: the report's summary.
-        parts: name and questions of each section, in order.
+        parts: name and headings of each section, in order.
         pictures: by figure.
         non_finite: the table of measurements with this name.
         keep_queries: whether the measurements themselves are beside the page.
@@ -52,11 +52,11 @@ def render_page(
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters["number"] = _number
     environment.filters["percent"] = _percent
-    source = files("semdiag.presentation.report").joinpath("templates/report.html.j2").read_text(encoding="utf-8")
+    source = files("semdiag.reporting").joinpath("templates/report.html.j2").read_text(encoding="utf-8")
     rows = whole["results"]
     glances = whole["glances"]
-    places = [(name, question) for name, questions in parts for question in questions]
-    best = next((s for _, q in places for s in q.figures if not pictures[s.figure]["missing"]), None)
+    places = [(name, heading) for name, headings in parts for heading in headings]
+    best = next((s for _, heading in places for s in heading.figures if not pictures[s.figure]["missing"]), None)
     others = [row["source"] in EXTERNAL_SOURCES for row in rows]
     named = {
         f"{row['attention_label']} ({row['model'] if other else row['task'] or 'task unknown'})"
@@ -79,10 +79,10 @@ def render_page(
     )
 
 
-def _glanced(name: str, questions: Sequence[Question]) -> Question:
-    """The question of a section that its answer at one glance is about."""
-    anchor = SECTIONS[name].glanced
-    return next((question for question in questions if question.anchor == anchor), questions[0])
+def _glanced(name: str, headings: Sequence[Heading]) -> Heading:
+    """Return the heading of a section that its answer at one glance is about."""
+    anchor = sections()[name].glanced
+    return next((heading for heading in headings if heading.anchor == anchor), headings[0])
 
 
 def _title(rows: Sequence[dict[str, Any]]) -> str:

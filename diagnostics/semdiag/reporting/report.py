@@ -9,18 +9,18 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from semdiag.capturing.attention_kinds import external
-from semdiag.reporting.capture_words import capture_sentences, diverged_sentences
 from semdiag.measuring.findings.estimates import estimate_table, sampling_sentences
 from semdiag.measuring.findings.findings import Findings
 from semdiag.presenting.drawing.panels import NothingToDrawError
 from semdiag.presenting.drawing.save import save_figure
 from semdiag.presenting.drawing.style import stacked
+from semdiag.presenting.section import Section, Shown
+from semdiag.presenting.tables import percentile_csv
+from semdiag.questions.registry import sections as every_section
+from semdiag.reporting.capture_words import capture_sentences, diverged_sentences
 from semdiag.reporting.folder import check_folder, replacing
 from semdiag.reporting.page import Picture, render_page
 from semdiag.reporting.summary import summary
-from semdiag.presenting.section import Section, Shown
-from semdiag.questions.registry import SECTIONS
-from semdiag.presenting.tables import percentile_csv
 from semdiag_models import InputError
 
 _PIXELS_PER_INCH = 96  # of CSS
@@ -57,7 +57,7 @@ def write_report(
         command: that was typed, to be shown.
         formats: of the figures: png, svg, pdf; none for a report without figures.
         keep_queries: whether to add the measurements themselves, so that everything can be redrawn.
-        sections: which parts, of :data:`~semdiag.questions.registry.SECTIONS`; by default all for
+        sections: which parts, of :func:`~semdiag.questions.registry.sections`; by default all for
             which something was measured.
         progress: told how many figures there will be, and of each that is drawn.
 
@@ -72,9 +72,9 @@ def write_report(
     if findings.measurements.models.empty:
         raise InputError("There is nothing to report: no model was measured.")
     sections = measured_sections(findings) if sections is None else sections
-    unknown = [name for name in sections if name not in SECTIONS]
+    unknown = [name for name in sections if name not in every_section()]
     if unknown:
-        raise ValueError(f"Sections of a report are {', '.join(SECTIONS)}. Got {unknown[0]!r}.")
+        raise ValueError(f"Sections of a report are {', '.join(every_section())}. Got {unknown[0]!r}.")
     check_folder(folder, keep_queries)
     with replacing(folder) as building:
         _write(findings, building, command, formats, keep_queries, sections, progress)
@@ -88,9 +88,9 @@ def measured_sections(findings: Findings) -> list[str]:
         findings: of one or several models.
 
     Returns:
-        Names of :data:`~semdiag.questions.registry.SECTIONS`, in order.
+        Names of :func:`~semdiag.questions.registry.sections`, in order.
     """
-    return [name for name, section in SECTIONS.items() if section.applies(findings)]
+    return [name for name, section in every_section().items() if section.applies(findings)]
 
 
 def _write(
@@ -102,13 +102,13 @@ def _write(
     names: Sequence[str],
     progress: Progress | None,
 ) -> None:
-    sections = [section for section in SECTIONS.values() if section.name in names]
+    sections = [section for section in every_section().values() if section.name in names]
     tables = _tables(findings, sections)
     _write_tables(tables, folder / "data")
     if keep_queries:
         findings.measurements.save(folder / "data")
     parts = [(section.name, section.asked(findings)) for section in sections]
-    figures = [shown for _, questions in parts for question in questions for shown in question.figures]
+    figures = [shown for _, headings in parts for heading in headings for shown in heading.figures]
     if progress is not None:
         progress.announce("figures", len(figures))
     pictures = {}

@@ -5,14 +5,14 @@ from typing import Any
 
 import pandas as pd
 
-from semdiag.questions.convergence.answer.epochs import epochs_to
-from semdiag.questions.dispersion.answer.comparisons import dispersion_summary, pair_comparisons
 from semdiag.measuring.findings.findings import Findings
-from semdiag.questions.separation.answer import separation_summary
 from semdiag.measuring.findings.strict_json import json_ready, schema
 from semdiag.presenting.drawing.panels import attention_label
 from semdiag.presenting.section import Section
 from semdiag.presenting.tables import verdict_table
+from semdiag.questions.convergence.answer.epochs import epochs_to
+from semdiag.questions.dispersion.answer.comparisons import dispersion_summary, pair_comparisons
+from semdiag.questions.separation.answer import separation_summary
 
 
 def model_rows(findings: Findings, sections: Sequence[str]) -> Any:

@@ -228,8 +228,6 @@ def test_what_can_be_known_before_is_refused_before_anything_is_measured(
     for copy in ("same.pt", "again.pt"):
         shutil.copy(tiny_runs.full / "epoch-0.pt", here / copy)
     untouched()
-    monkeypatch.setattr(
-        "semdiag.measuring.survey.measure", lambda *_, **__: pytest.fail("something was measured")
-    )
+    monkeypatch.setattr("semdiag.measuring.survey.measure", lambda *_, **__: pytest.fail("something was measured"))
     run = str(tiny_runs.full)
     assert message in refusal(*(str(word).replace("RUN", run) for word in words), "--samples", 4)

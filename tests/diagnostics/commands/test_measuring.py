@@ -14,6 +14,7 @@ from semdiag.commands import measuring
 from semdiag.commands.output_folder import output_folder
 from semdiag.measuring.conditions import Conditions
 from semdiag.measuring.survey import survey
+from semdiag.presenting.option_values import whole_numbers
 from semdiag_models import InputError
 
 
@@ -26,13 +27,13 @@ def test_the_command_line_can_be_typed_again(monkeypatch):
     ("text", "numbers"), [("5", (5,)), ("16, 4,8,4", (4, 8, 16)), ("", ()), (" , ", ()), ("-1", (-1,))]
 )
 def test_whole_numbers_come_sorted_and_once(text, numbers):
-    assert measuring.whole_numbers(text, "--k") == numbers
+    assert whole_numbers(text, "--k") == numbers
 
 
 @pytest.mark.parametrize("text", ["5;6", "2.5", "x"])
 def test_other_numbers_are_refused(text):
     with pytest.raises(InputError, match=f"^--k takes whole numbers .* Got '{text}'"):
-        measuring.whole_numbers(text, "--k")
+        whole_numbers(text, "--k")
 
 
 @pytest.mark.parametrize(

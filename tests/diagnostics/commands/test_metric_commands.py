@@ -6,10 +6,10 @@ import shutil
 import numpy as np
 import pandas as pd
 import pytest
-
-from semdiag.measuring.findings.findings import Findings
 from semdiag.questions.summaries import SUMMARIES
+
 from semdiag.measuring.conditions import Conditions
+from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.survey import survey
 
 

@@ -121,8 +121,8 @@ def test_progress_counts_every_stage(capsys, monkeypatch):
 
 def test_a_survey_announces_each_probe(tiny_runs):
     from semdiag.measuring.conditions import Conditions
-    from semdiag.questions.k_sweep.measure.probe import KSweepPlan
     from semdiag.measuring.survey import survey
+    from semdiag.questions.k_sweep.measure.probe import KSweepPlan
 
     stages = []
     conditions = Conditions(samples=4, plans=(KSweepPlan(),))

@@ -18,8 +18,8 @@ from semdiag.measuring.kept_rows import KeptRows
 from semdiag.measuring.measure import measure
 from semdiag.measuring.measurements import Measurements
 from semdiag.measuring.percentiles import percentiles
-from semdiag.questions.k_sweep.measure.probe import KSweepPlan, k_sweep
 from semdiag.questions.counterfactual.words import within_sentences
+from semdiag.questions.k_sweep.measure.probe import KSweepPlan, k_sweep
 from semdiag_models import Encoder, InputError
 
 PLACE = ["sample", "layer", "head", "query"]

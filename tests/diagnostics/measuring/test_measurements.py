@@ -10,15 +10,15 @@ import pytest
 
 from semdiag.measuring.conditions import Conditions
 from semdiag.measuring.measurements import Measurements
+from semdiag.measuring.schema import optional_tables
+from semdiag.measuring.survey import survey
+from semdiag.measuring.tables import TABLES
 from semdiag.questions.bounds.measure.probe import BoundsPlan
 from semdiag.questions.k_sweep.measure.probe import KSweepPlan
 from semdiag.questions.landscape.measure import LandscapePlan
 from semdiag.questions.lipschitz.measure.probe import LipschitzPlan
 from semdiag.questions.mask_stability.measure.probe import NoisePlan
 from semdiag.questions.stability.measure.probe import SecantsPlan
-from semdiag.measuring.schema import OPTIONAL
-from semdiag.measuring.survey import survey
-from semdiag.measuring.tables import TABLES
 from semdiag_models import InputError
 
 
@@ -234,7 +234,7 @@ def test_optional_tables_survive_a_round_trip_and_a_choice(with_theory, tmp_path
     with_theory.save(tmp_path)
     loaded = Measurements.load(tmp_path)
     first = with_theory.models["model"].iloc[0]
-    names = [name for name in OPTIONAL if len(getattr(with_theory, name))]
+    names = [name for name in optional_tables() if len(getattr(with_theory, name))]
     assert {"secants", "constants", "parameters", "masks", "noise_effects", "sweep"} <= set(names)
     for name in names:
         whole = getattr(with_theory, name)
@@ -242,19 +242,21 @@ def test_optional_tables_survive_a_round_trip_and_a_choice(with_theory, tmp_path
         assert set(getattr(with_theory.of(first), name)["model"]) == {first}
         assert whole["model"].nunique() == 2
         found = {column: str(t) for column, t in whole.dtypes.items()}
-        assert OPTIONAL[name].columns.items() <= found.items()
-        assert found.keys() - OPTIONAL[name].columns.keys() == ({"first_key"} if name == "heads" else set())
+        assert optional_tables()[name].columns.items() <= found.items()
+        assert found.keys() - optional_tables()[name].columns.keys() == (
+            {"first_key"} if name == "heads" else set()
+        )
 
 
 def test_what_was_not_measured_is_empty(measured, with_theory, tmp_path):
     with_theory.save(tmp_path)
     measured.save(tmp_path)  # leaves nothing of the earlier ones
     loaded = Measurements.load(tmp_path)
-    unmeasured = set(OPTIONAL) - {"calls", "heads"}  # which every forward pass fills
-    assert {name for name in OPTIONAL if len(getattr(loaded, name))} == {"calls", "heads"}
+    unmeasured = set(optional_tables()) - {"calls", "heads"}  # which every forward pass fills
+    assert {name for name in optional_tables() if len(getattr(loaded, name))} == {"calls", "heads"}
     for name in unmeasured:
-        pd.testing.assert_frame_equal(getattr(loaded, name), OPTIONAL[name].empty())
-        pd.testing.assert_frame_equal(getattr(measured, name), OPTIONAL[name].empty())
+        pd.testing.assert_frame_equal(getattr(loaded, name), optional_tables()[name].empty())
+        pd.testing.assert_frame_equal(getattr(measured, name), optional_tables()[name].empty())
         assert not (tmp_path / f"{name}.parquet").exists()
 
 
@@ -304,7 +306,7 @@ def test_replacing_leaves_the_first_as_it_was(made_up, with_theory):
 
 
 def test_tables_are_listed_and_shown(with_theory):
-    assert {*TABLES, *OPTIONAL} <= set(dir(with_theory))
+    assert {*TABLES, *optional_tables()} <= set(dir(with_theory))
     shown = repr(with_theory)
     assert shown.startswith("Measurements of 2 models: models (2 rows), queries (480 rows)")
     assert f"masks ({len(with_theory.masks):,} rows)" in shown
@@ -315,7 +317,7 @@ def test_tables_are_listed_and_shown(with_theory):
 def test_a_copy_has_every_table(with_theory, again):
     found = again(with_theory)
     assert found.provenance == with_theory.provenance
-    for name in (*TABLES, *OPTIONAL):
+    for name in (*TABLES, *optional_tables()):
         pd.testing.assert_frame_equal(getattr(found, name), getattr(with_theory, name))
 
 

@@ -14,17 +14,17 @@ from semdiag.capturing.loading import LoadedModel
 from semdiag.measuring.calls.scored_rows import NotAvailableError
 from semdiag.measuring.conditions import Conditions
 from semdiag.measuring.probe import Probe, Subject
+from semdiag.measuring.schema import optional_tables
+from semdiag.measuring.schema import probes as every_probe
+from semdiag.measuring.survey import survey
+from semdiag.measuring.tables import TABLES
 from semdiag.questions.bounds.measure.probe import BoundsPlan
 from semdiag.questions.k_sweep.measure.probe import KSweepPlan, k_sweep
 from semdiag.questions.landscape.measure import LandscapePlan
 from semdiag.questions.lipschitz.measure.probe import LipschitzPlan
 from semdiag.questions.mask_stability.measure.probe import NoisePlan, mask_stability
-from semdiag.questions.stability.measure.probe import SecantsPlan
 from semdiag.questions.overlap.measure import mask_overlap
-from semdiag.questions.probes import PROBES
-from semdiag.measuring.schema import OPTIONAL
-from semdiag.measuring.survey import survey
-from semdiag.measuring.tables import TABLES
+from semdiag.questions.stability.measure.probe import SecantsPlan
 from semdiag_models import InputError
 
 CHEAP = {
@@ -33,7 +33,7 @@ CHEAP = {
     LandscapePlan: LandscapePlan(grid=3),
     LipschitzPlan: LipschitzPlan(5, 2, 2, 5),
 }
-FEW = {plan: CHEAP.get(plan) or plan() for plan in PROBES}
+FEW = {plan: CHEAP.get(plan) or plan() for plan in every_probe()}
 OF_EXTERNAL_MODELS = {"projections"}  # which our encoders do not need: of them all constants are known
 ON_REQUEST = {"sweep_estimates", "rerun", "budgets"}  # with rows only of drawn queries, and of models run again
 SAMPLES = 5
@@ -107,16 +107,16 @@ def assert_declared(probe, tables, model):
         assert set(table["model"]) <= {model.path}
 
 
-@pytest.fixture(params=PROBES, ids=lambda plan: plan.__name__)
+@pytest.fixture(params=every_probe(), ids=lambda plan: plan.__name__)
 def probe(request):
     """Every probe in turn."""
-    return PROBES[request.param]
+    return every_probe()[request.param]
 
 
 def test_a_plan_is_a_frozen_dataclass_that_needs_nothing_said(probe):
     assert dataclasses.is_dataclass(probe.plan)
     assert probe.plan.__dataclass_params__.frozen
-    assert PROBES[type(probe.plan())] is probe
+    assert every_probe()[type(probe.plan())] is probe
     assert probe.plan() == probe.plan()
     assert hash(probe.plan()) == hash(probe.plan())
     Conditions(plans=(probe.plan(),))
@@ -127,17 +127,17 @@ def test_a_probe_declares_its_tables(probe):
     assert probe.name
     assert probe.tables
     for table in probe.tables:
-        assert OPTIONAL[table.name] is table
+        assert optional_tables()[table.name] is table
         assert next(iter(table.columns)) == "model"
         assert table.about.endswith(".")
 
 
 def test_names_of_tables_and_probes_are_unique():
-    names = [table.name for probe in PROBES.values() for table in probe.tables]
+    names = [table.name for probe in every_probe().values() for table in probe.tables]
     assert len(set(names)) == len(names)
     assert not set(names) & set(TABLES)
-    assert len({probe.name for probe in PROBES.values()}) == len(PROBES)
-    assert [table.name for table in OPTIONAL.values()] == list(OPTIONAL)
+    assert len({probe.name for probe in every_probe().values()}) == len(every_probe())
+    assert [table.name for table in optional_tables().values()] == list(optional_tables())
 
 
 @pytest.mark.parametrize("which", [0, 1], ids=["full", "topk"])
@@ -179,7 +179,7 @@ def test_which_probes_know_what_to_do_with_external_models(decoder, blind):
     def of(model):
         found = survey([model], Conditions(plans=tuple(FEW[plan] for plan in asked)))
         assert set(found.remarks["model"]) == {model.path}
-        tables = {name for name in OPTIONAL if len(getattr(found, name))}
+        tables = {name for name in optional_tables() if len(getattr(found, name))}
         tables -= {"calls", "heads", "remarks", "skipped"}
         said = found.remarks["text"].str.extract(r"^(.+) not available, because (.+)$").dropna()
         return tables, dict(said.itertuples(index=False))
@@ -212,7 +212,7 @@ def test_the_progress_bar_of_a_survey_fills_and_external_models_have_no_steps(ti
     announced, done = [], []
     conditions = Conditions(samples=SAMPLES, plans=tuple(FEW.values()))
     survey([tiny_models[1], decoder], conditions, lambda model, steps: announced.append(steps), done.append)
-    steps = sum(probe.steps(FEW[plan]) for plan, probe in PROBES.items())
+    steps = sum(probe.steps(FEW[plan]) for plan, probe in every_probe().items())
     assert sum(announced) == SAMPLES + steps + SAMPLES
     assert sum(done) == sum(announced)
 

@@ -3,8 +3,8 @@
 import torch
 
 from semdiag.capturing.loading import load
-from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.conditions import Conditions
+from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.survey import survey
 from semdiag.measuring.tables import OUT_OF_REACH
 from semdiag.questions.learning.words import reach_sentences

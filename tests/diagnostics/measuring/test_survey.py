@@ -10,10 +10,10 @@ import torch
 from semdiag.capturing.loading import load
 from semdiag.measuring.conditions import Conditions
 from semdiag.measuring.measure import measure
+from semdiag.measuring.survey import survey
 from semdiag.questions.bounds.measure.probe import BoundsPlan
 from semdiag.questions.mask_stability.measure.probe import NoisePlan
 from semdiag.questions.stability.measure.probe import SecantsPlan
-from semdiag.measuring.survey import survey
 from semdiag_models import InputError
 
 TABLES = ("models", "queries", "loads", "history", "non_finite")

@@ -9,7 +9,6 @@ import pytest
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
-from semdiag.questions.dispersion.answer.comparisons import layer_ratios
 from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.findings.pairing import find_pairs
 from semdiag.measuring.measurements import Measurements
@@ -17,6 +16,7 @@ from semdiag.measuring.percentiles import percentiles
 from semdiag.presenting.drawing.panels import NothingToDrawError, panels_of
 from semdiag.presenting.drawing.save import save_figure
 from semdiag.presenting.drawing.style import ATTENTION_STYLES, PAPER
+from semdiag.questions.dispersion.answer.comparisons import layer_ratios
 from semdiag.questions.registry import FIGURES, SECTIONS
 from semdiag_models import ATTENTIONS, InputError
 

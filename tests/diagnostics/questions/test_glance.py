@@ -6,27 +6,24 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from semdiag.questions.dispersion.answer.comparisons import layer_ratios, pair_comparisons
-from semdiag.measuring.findings.findings import Findings
-from semdiag.questions.glance import (
-    Answer,
-    dispersion_glance,
-    learning_glance,
-    masks_glance,
-    measured_glance,
-    separation_glance,
-    stability_glance,
-    within_glance,
-)
-from semdiag.measuring.findings.pairing import find_pairs
-from semdiag.questions.bounds.answer.corollary import corollary_findings
-from semdiag.measuring.findings.finding import Verdict
 from semdiag.measuring.conditions import Conditions
+from semdiag.measuring.findings.finding import Verdict
+from semdiag.measuring.findings.findings import Findings
+from semdiag.measuring.findings.pairing import find_pairs
 from semdiag.measuring.measurements import Measurements
-from semdiag.questions.mask_stability.measure.probe import NoisePlan
-from semdiag.questions.stability.measure.probe import SecantsPlan
 from semdiag.measuring.survey import survey
+from semdiag.presenting.glance import Answer, measured_glance
+from semdiag.questions.bounds.answer.corollary import corollary_findings
+from semdiag.questions.counterfactual.glance import within_glance
+from semdiag.questions.dispersion.answer.comparisons import layer_ratios, pair_comparisons
+from semdiag.questions.dispersion.glance import dispersion_glance
+from semdiag.questions.learning.glance import learning_glance
+from semdiag.questions.mask_stability.glance import masks_glance
+from semdiag.questions.mask_stability.measure.probe import NoisePlan
+from semdiag.questions.separation.glance import separation_glance
 from semdiag.questions.separation.words import separation_in_short
+from semdiag.questions.stability.glance import stability_glance
+from semdiag.questions.stability.measure.probe import SecantsPlan
 
 
 @pytest.fixture(scope="module")

@@ -13,9 +13,9 @@ from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.measurements import Measurements
 from semdiag.presenting.drawing.panels import NothingToDrawError
 from semdiag.presenting.drawing.style import ATTENTION_STYLES
-from semdiag.reporting.report import measured_sections, write_report
 from semdiag.questions.landscape.figures.panels import common_scale, plane_cells
 from semdiag.questions.registry import FIGURES
+from semdiag.reporting.report import measured_sections, write_report
 
 
 @pytest.fixture

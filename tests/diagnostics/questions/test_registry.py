@@ -4,8 +4,8 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
-
 import semdiag.presentation.sections as package
+
 from semdiag.measuring.findings.findings import Findings
 from semdiag.presenting.section import Section
 from semdiag.questions.registry import FIGURES, SECTIONS

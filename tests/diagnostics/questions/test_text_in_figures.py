@@ -10,19 +10,19 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
-from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.conditions import Conditions
+from semdiag.measuring.findings.findings import Findings
+from semdiag.presenting.drawing.panels import NothingToDrawError
+from semdiag.presenting.drawing.style import panel_grid, stacked
 from semdiag.questions.bounds.measure.probe import BoundsPlan
+from semdiag.questions.convergence.measure import ConvergencePlan, convergence_survey
 from semdiag.questions.k_sweep.measure.probe import KSweepPlan
 from semdiag.questions.landscape.measure import LandscapePlan
 from semdiag.questions.lipschitz.measure.probe import LipschitzPlan
 from semdiag.questions.mask_stability.measure.probe import NoisePlan
-from semdiag.questions.stability.measure.probe import SecantsPlan
 from semdiag.questions.overlap.measure import OverlapPlan
-from semdiag.questions.convergence.measure import ConvergencePlan, convergence_survey
-from semdiag.presenting.drawing.panels import NothingToDrawError
-from semdiag.presenting.drawing.style import panel_grid, stacked
 from semdiag.questions.registry import FIGURES
+from semdiag.questions.stability.measure.probe import SecantsPlan
 
 CHECKPOINTS = Path(__file__).parents[4] / "checkpoints"
 EVEN, MISSING = "even-pairs-{}-seed-153476998", "missing-duplicate-{}-seed-153476998"

@@ -12,8 +12,8 @@ import pytest
 from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.measurements import Measurements
 from semdiag.measuring.percentiles import PERCENTILES, layer_table, percentiles
-from semdiag.reporting.report import write_report
 from semdiag.questions.registry import FIGURES
+from semdiag.reporting.report import write_report
 from semdiag_models import InputError
 
 HOSTILE = "<script>alert(1)</script>\"'&.pt"

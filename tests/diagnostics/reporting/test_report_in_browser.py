@@ -11,8 +11,8 @@ import pytest
 
 from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.measurements import Measurements
-from semdiag.reporting.report import write_report
 from semdiag.questions.registry import FIGURES
+from semdiag.reporting.report import write_report
 
 _FLAGS = [
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--hide-scrollbars",

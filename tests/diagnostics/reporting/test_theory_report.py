@@ -9,8 +9,8 @@ import pytest
 
 from semdiag.measuring.findings.findings import Findings
 from semdiag.questions.stability import answer as stability
-from semdiag.reporting.report import measured_sections, write_report
 from semdiag.questions.stability.words import stability_sentences
+from semdiag.reporting.report import measured_sections, write_report
 
 STABILITY = {"stability.csv", "stability_verdicts.csv"}
 BOUNDS = {"constants.csv", "parameters.csv", "corollary.csv", "bounds_verdicts.csv"}

@@ -4,8 +4,8 @@ import math
 
 from semdiag.presenting.terminal.console import NumberTable, number_table, wide_console
 from semdiag.presenting.terminal.terminal import counted
-from semdiag.reporting.gate.layers import LayerGate
 from semdiag.questions.dispersion.answer.pairs import GATED, SHOWN, GateResult
+from semdiag.reporting.gate.layers import LayerGate
 from semdiag.reporting.gate.verification import Verification
 
 

@@ -5,11 +5,11 @@ from collections.abc import Sequence
 import numpy as np
 import pandas as pd
 
+from semdiag.mathematics.sampled_intervals import TARGETS, sampled_estimates
 from semdiag.measuring.findings.counterfactuals import counterfactual_ks
 from semdiag.measuring.findings.distributions import places_of
 from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.findings.strict_json import Summary
-from semdiag.mathematics.sampled_intervals import TARGETS, sampled_estimates
 from semdiag.measuring.table import ALL, rows_of
 from semdiag_models import InputError
 

@@ -12,8 +12,8 @@ from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 
-from semdiag.presenting.terminal.terminal import terminal
 from semdiag.measuring.findings.strict_json import number_from_json
+from semdiag.presenting.terminal.terminal import terminal
 
 _ENDLESS = 10_000
 _PARTS = re.compile(r"(?<=-)")  # of a name, which is broken behind hyphens alone

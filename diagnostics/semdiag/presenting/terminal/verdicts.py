@@ -6,9 +6,9 @@ from typing import Any
 
 from rich.console import Console
 
-from semdiag.presenting.terminal.console import number
-from semdiag.measuring.findings.strict_json import number_from_json
 from semdiag.measuring.findings.finding import Finding, Verdict
+from semdiag.measuring.findings.strict_json import number_from_json
+from semdiag.presenting.terminal.console import number
 
 _COUNTS = ("holds", "violated", "vacuous", "not_met")
 _ANSWERS = {

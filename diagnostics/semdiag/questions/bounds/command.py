@@ -1,10 +1,10 @@
 """``semdiag bounds``."""
 
 from semdiag.presenting import options
-from semdiag.commands.shared import Shared, with_options
+from semdiag.presenting.question import Shared, command
 
 
-@with_options(dtype="float64")
+@command(dtype="float64")
 def bounds(
     models: options.Models = None,
     against: options.Against = None,
@@ -21,8 +21,8 @@ def bounds(
     [bold]semdiag bounds checkpoints/even-pairs-topk-5-seed-153476998 --against
     checkpoints/even-pairs-full-seed-153476998[/]
     """
-    from semdiag.questions.bounds.terminal import print_bounds
     from semdiag.questions.bounds.measure.probe import BoundsPlan
+    from semdiag.questions.bounds.terminal import print_bounds
 
     conditions = shared.conditions(
         plans=(BoundsPlan(),),

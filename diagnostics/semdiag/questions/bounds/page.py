@@ -4,16 +4,16 @@ import pandas as pd
 
 from semdiag.measuring.findings.estimates import in_part
 from semdiag.measuring.findings.findings import Findings
-from semdiag.questions.glance import bounds_glance
 from semdiag.measuring.findings.pairing import compared_pairs
-from semdiag.questions.bounds.answer.summary import bounds_findings
+from semdiag.presenting.section import Heading, Section, Shown
+from semdiag.presenting.tables import verdict_table, with_facts
 from semdiag.questions.bounds.answer.corollary import corollary_table
-from semdiag.presenting.section import Question, Section, Shown
+from semdiag.questions.bounds.answer.summary import bounds_findings
 from semdiag.questions.bounds.figures.corollary_conditions import corollary_conditions
 from semdiag.questions.bounds.figures.corollary_plane import corollary_plane
 from semdiag.questions.bounds.figures.secants_under_bounds import secants_under_bounds
+from semdiag.questions.bounds.glance import bounds_glance
 from semdiag.questions.bounds.words import bounds_sentences, corollary_in_short
-from semdiag.presenting.tables import verdict_table, with_facts
 
 
 def bounds_tables(findings: Findings, alone: bool) -> dict[str, pd.DataFrame]:
@@ -30,8 +30,8 @@ _HEURISTIC = (
     "Percentiles of δ, Δ and load are combined although they come from different queries, as the paper does: "
     "that is a heuristic, not a theorem about any one query."
 )
-_QUESTIONS = (
-    Question(
+_HEADINGS = (
+    Heading(
         "constants",
         "How far below their bounds are the slopes of the loss?",
         (
@@ -54,7 +54,7 @@ _QUESTIONS = (
             "differs, the verdict says so: there the paper's theorem claims nothing.",
         ),
     ),
-    Question(
+    Heading(
         "corollary",
         "Does the mask have the better guarantee?",
         (
@@ -89,11 +89,11 @@ _QUESTIONS = (
 )
 
 
-BOUNDS = Section(
+SECTION = Section(
     name="bounds",
     needs=("constants", "parameters"),
     measured=lambda findings: not in_part(findings),
-    questions=_QUESTIONS,
+    headings=_HEADINGS,
     external=(),
     in_short=corollary_in_short,
     details=bounds_sentences,

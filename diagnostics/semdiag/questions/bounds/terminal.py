@@ -3,18 +3,17 @@
 import math
 from typing import Any
 
-from semdiag.presenting.terminal.console import NumberTable, number, number_table, wide_console
-from semdiag.presenting.terminal.titles import title
-from semdiag.presenting.terminal.verdicts import print_verdicts
+from semdiag.measuring.findings.finding import Finding, Verdict, agreed
 from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.findings.pairing import compared_pairs
 from semdiag.measuring.findings.strict_json import number_from_json
-from semdiag.questions.bounds.answer.summary import bounds_summary, parameter_findings
+from semdiag.measuring.table import ALL
+from semdiag.presenting.terminal.console import NumberTable, number, number_table, wide_console
+from semdiag.presenting.terminal.titles import title
+from semdiag.presenting.terminal.verdicts import print_verdicts
 from semdiag.questions.bounds.answer.consequences import consequence_findings
 from semdiag.questions.bounds.answer.corollary import CLAIMS, LEFT_SIDES, corollary_findings
-from semdiag.measuring.findings.finding import Finding, Verdict, agreed
-from semdiag.questions.stability.answer import stability_findings, stability_summary
-from semdiag.measuring.table import ALL
+from semdiag.questions.bounds.answer.summary import bounds_summary, parameter_findings
 
 Summary = dict[str, Any]
 _CONSTANTS = (
@@ -30,36 +29,6 @@ _CONSTANTS = (
     ("ln λ_X", "block_input", "sound"),
     ("ln λ_X paper", "block_input", "paper"),
 )
-
-
-def print_stability(findings: Findings) -> None:
-    """Print one table per model and noise level, and each model's verdicts.
-
-    Args:
-        findings: of what was measured.
-    """
-    console = wide_console()
-    summary = findings(stability_summary)
-    for result in summary["results"]:
-        responses = result["all"].get("response", [])
-        rows = [*result["layers"], {"layer": "all", "head": "", **result["all"]}]
-        for place, level in enumerate(responses or [None]):
-            several = len(responses) > 1
-            heads = ["layer", "head", "local p50", "local p100", "secant p50", "secant p100"]
-            heads += ["ln ξ p50", "ln ξ p100", "ln ξ paper p50", "ln ξ paper p100", "same set"]
-            heads += [f"response {level['noise']:g}"] if level else []
-            at = f" at noise {level['noise']:g}" if level and several else ""
-            console.print(f"\n{title(result)}: softmax stability{at}")
-            table = number_table(heads, least=["ln ξ paper p100", "ln ξ p100", "local p100", "same set"])
-            for row in rows:
-                moved = {**row, **row["by_noise"][place]} if several else row
-                cells = [str(row["layer"]), str(row["head"])]
-                for name in ("local", "secant", "ln_sound", "ln_paper"):
-                    cells += [number(moved.get(name, {}).get(p)) for p in ("p50", "p100")]
-                cells.append("–" if moved.get("same_set") is None else f"{moved['same_set']:.1%}")
-                table.add_row(*cells, *([number(row["response"][place]["mean"])] if level else []))
-            console.print(table)
-        print_verdicts(console, (f for f in findings(stability_findings) if f.subject == result["model"]))
 
 
 def print_bounds(findings: Findings) -> None:

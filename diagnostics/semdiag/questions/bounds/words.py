@@ -6,14 +6,20 @@ from collections.abc import Iterator, Sequence
 import pandas as pd
 
 from semdiag.capturing.attention_kinds import FIXED_MASKS
+from semdiag.measuring.findings.finding import Finding, Verdict
 from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.findings.pairing import Pair, compared_pairs
-from semdiag.questions.bounds.answer.summary import bounds_findings, parameter_findings
-from semdiag.questions.bounds.answer.consequences import consequence_findings
-from semdiag.questions.bounds.answer.corollary import CLAIMS, HEURISTIC, LEFT_SIDES, NOT_COMPARABLE, corollary_findings
-from semdiag.measuring.findings.finding import Finding, Verdict
 from semdiag.presenting.drawing.panels import model_labels
 from semdiag.presenting.drawing.powers import powers_of_ten
+from semdiag.questions.bounds.answer.consequences import consequence_findings
+from semdiag.questions.bounds.answer.corollary import (
+    CLAIMS,
+    HEURISTIC,
+    LEFT_SIDES,
+    NOT_COMPARABLE,
+    corollary_findings,
+)
+from semdiag.questions.bounds.answer.summary import bounds_findings, parameter_findings
 
 _PAPERS = {"W": "eq. 304", "X": "eq. 305"}
 _GUARANTEE = {"W": "in the parameters (W)", "X": "in the inputs (X)"}

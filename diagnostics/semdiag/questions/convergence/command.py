@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from semdiag.presenting import completion
-from semdiag.commands.shared import Shared, with_options
+from semdiag.presenting.question import Shared, command
 
 Runs = Annotated[
     list[Path] | None,
@@ -21,7 +21,7 @@ Runs = Annotated[
 ]
 
 
-@with_options(leave_out=("min_keys", "config", "per_query"))
+@command(leave_out=("min_keys", "config", "per_query"))
 def convergence(
     runs: Runs = None,
     target: Annotated[
@@ -70,16 +70,16 @@ def convergence(
 
     [bold]semdiag convergence --lengths 40,60,80[/]
     """
-    from semdiag.commands import measuring
+    from semdiag.presenting import option_values
+    from semdiag.questions.convergence.measure import ConvergencePlan, convergence_survey
     from semdiag.questions.convergence.terminal import print_convergence
     from semdiag.questions.predictors.measure import CANDIDATES
-    from semdiag.questions.convergence.measure import ConvergencePlan, convergence_survey
 
     conditions = shared.conditions()
     names = tuple(CANDIDATES) if predictors == "all" else tuple(filter(None, predictors.split(",")))
     plan = ConvergencePlan(
-        **measuring.targets(target or []), along=along, predictors=names,
-        lengths=measuring.whole_numbers(lengths, "--lengths"),
+        **option_values.targets(target or []), along=along, predictors=names,
+        lengths=option_values.whole_numbers(lengths, "--lengths"),
     )  # fmt: skip
     asked = {"along": along, "predictors": bool(names), "lengths": bool(plan.lengths)}
     survey = partial(convergence_survey, plan=plan)

@@ -9,11 +9,11 @@ import pandas as pd
 from semdiag.capturing.loading import load_all
 from semdiag.measuring.conditions import DTYPES, Conditions
 from semdiag.measuring.measurements import Measurements
-from semdiag.questions.over_training.measure import measure_along, snapshots_of
-from semdiag.questions.lengths.measure import check_lengths, measure_lengths
-from semdiag.questions.predictors.measure import CANDIDATES, measure_predictors
 from semdiag.measuring.runs.training_runs import TARGET, run_table
 from semdiag.measuring.survey import survey
+from semdiag.questions.lengths.measure import check_lengths, measure_lengths
+from semdiag.questions.over_training.measure import measure_along, snapshots_of
+from semdiag.questions.predictors.measure import CANDIDATES, measure_predictors
 from semdiag_models import InputError
 from semdiag_models.device import find_device
 from semdiag_models.errors import unknown_name

@@ -2,16 +2,16 @@
 
 import pandas as pd
 
-from semdiag.questions.convergence.answer.epochs import arrivals
 from semdiag.measuring.findings.findings import Findings
-from semdiag.questions.glance import measured_glance
+from semdiag.presenting.glance import measured_glance
+from semdiag.presenting.section import Heading, Section, Shown
+from semdiag.presenting.tables import with_run_facts
+from semdiag.questions.convergence.answer.epochs import arrivals
 from semdiag.questions.convergence.answer.speed_and_dispersion import run_statistics, speed_dispersion_table
-from semdiag.presenting.section import Question, Section, Shown
 from semdiag.questions.convergence.figures.learning_curves import learning_curves
-from semdiag.questions.convergence.words import convergence_sentences
 from semdiag.questions.convergence.figures.speed_up import speed_up
 from semdiag.questions.convergence.figures.speed_up_against_dispersion import speed_up_against_dispersion
-from semdiag.presenting.tables import with_run_facts
+from semdiag.questions.convergence.words import convergence_sentences
 
 
 def convergence_tables(findings: Findings, alone: bool) -> dict[str, pd.DataFrame]:
@@ -24,8 +24,8 @@ def convergence_tables(findings: Findings, alone: bool) -> dict[str, pd.DataFram
     }
 
 
-_QUESTIONS = (
-    Question(
+_HEADINGS = (
+    Heading(
         "convergence",
         "Which attention learns faster, and by how much?",
         (
@@ -65,11 +65,11 @@ _QUESTIONS = (
 )
 
 
-CONVERGENCE = Section(
+SECTION = Section(
     name="convergence",
     needs=("runs",),
     glance=measured_glance("runs"),
-    questions=_QUESTIONS,
+    headings=_HEADINGS,
     external=(),
     in_short=convergence_sentences,
     tables=convergence_tables,

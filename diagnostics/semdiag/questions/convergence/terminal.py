@@ -5,14 +5,11 @@ from typing import Any
 
 import pandas as pd
 
+from semdiag.measuring.findings.findings import Findings
+from semdiag.measuring.table import ALL
 from semdiag.presenting.terminal.console import NumberTable, number_table, wide_console
 from semdiag.questions.convergence.answer.epochs import arrivals
-from semdiag.measuring.findings.findings import Findings
-from semdiag.questions.predictors.answer.mask_cells import OUTCOMES, STAGES
-from semdiag.questions.predictors.answer.prediction import predictor_table, quantity
 from semdiag.questions.convergence.answer.speed_and_dispersion import run_statistics, speed_dispersion_table
-from semdiag.measuring.table import ALL
-from semdiag.questions.over_training.words import along_sentences
 from semdiag.questions.convergence.words import (
     arrival_words,
     convergence_sentences,
@@ -22,6 +19,9 @@ from semdiag.questions.convergence.words import (
     target_words,
     targets_sentence,
 )
+from semdiag.questions.over_training.words import along_sentences
+from semdiag.questions.predictors.answer.mask_cells import OUTCOMES, STAGES
+from semdiag.questions.predictors.answer.prediction import predictor_table, quantity
 from semdiag.questions.predictors.words import predictor_sentences
 
 

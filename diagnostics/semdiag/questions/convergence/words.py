@@ -6,11 +6,11 @@ from typing import Any
 
 import pandas as pd
 
-from semdiag.questions.convergence.answer.epochs import arrivals, target_of
 from semdiag.measuring.findings.findings import Findings
-from semdiag.questions.convergence.answer.speed_and_dispersion import run_statistics
 from semdiag.measuring.runs.training_runs import NOT_BEGUN, TARGET, UNFINISHED
 from semdiag.presenting.drawing.noise import percent
+from semdiag.questions.convergence.answer.epochs import arrivals, target_of
+from semdiag.questions.convergence.answer.speed_and_dispersion import run_statistics
 from semdiag.questions.learning.words import reach_sentences
 
 

@@ -5,13 +5,13 @@ import pandas as pd
 from semdiag.measuring.findings.counterfactuals import counterfactual_ks
 from semdiag.measuring.findings.distributions import all_by_name, within_table
 from semdiag.measuring.findings.findings import Findings
-from semdiag.questions.glance import within_glance
-from semdiag.presenting.section import Question, Section, Shown
+from semdiag.presenting.section import Heading, Section, Shown
 from semdiag.questions.counterfactual.figures.dispersion_counterfactual import dispersion_counterfactual
 from semdiag.questions.counterfactual.figures.key_load_counterfactual import key_load_counterfactual
 from semdiag.questions.counterfactual.figures.mass_kept import mass_kept
-from semdiag.questions.counterfactual.words import within_sentences
 from semdiag.questions.counterfactual.figures.separation_counterfactual import separation_counterfactual
+from semdiag.questions.counterfactual.glance import within_glance
+from semdiag.questions.counterfactual.words import within_sentences
 
 
 def within_tables(findings: Findings, alone: bool) -> dict[str, pd.DataFrame]:
@@ -20,8 +20,8 @@ def within_tables(findings: Findings, alone: bool) -> dict[str, pd.DataFrame]:
     return {"within": table if table.empty else all_by_name(table)}
 
 
-_QUESTIONS = (
-    Question(
+_HEADINGS = (
+    Heading(
         "within",
         "What would top-k leave of a model that drops no key?",
         (
@@ -74,11 +74,11 @@ def _measured(findings: Findings) -> bool:
     return bool(counterfactual_ks(findings.measurements.queries))
 
 
-WITHIN = Section(
+SECTION = Section(
     name="within",
     needs=(),
-    questions=_QUESTIONS,
-    external=_QUESTIONS,
+    headings=_HEADINGS,
+    external=_HEADINGS,
     measured=_measured,
     in_short=within_sentences,
     glance=within_glance,

@@ -1,1 +1,11 @@
-"""The question dispersion."""
+"""How far apart are the scores that a query mixes?"""
+
+from semdiag.presenting.question import Question
+
+QUESTION = Question(
+    "dispersion",
+    __name__,
+    summarised_by="answer.comparisons:dispersion_summary",
+    shown_by="page:SECTION",
+    asked_by="command:dispersion",
+)

@@ -1,8 +1,21 @@
 """``semdiag dispersion``."""
 
-from semdiag.questions.dispersion.percentile_command import metric_command
+from typing import TYPE_CHECKING
 
-dispersion = metric_command(
+from semdiag.presenting.percentile_command import percentile_command
+
+if TYPE_CHECKING:
+    from semdiag.measuring.findings.findings import Findings
+    from semdiag.measuring.findings.strict_json import Summary
+
+
+def _summary(findings: "Findings") -> "Summary":
+    from semdiag.questions.dispersion.answer.comparisons import dispersion_summary
+
+    return findings(dispersion_summary)
+
+
+dispersion = percentile_command(
     "dispersion",
     """Measure semantic dispersion δ: how far apart the scores of a query are.
 
@@ -12,4 +25,5 @@ dispersion = metric_command(
 
     [bold]semdiag dispersion checkpoints/even-pairs-full-seed-153476998 --k 5[/]
     """,
+    _summary,
 )

@@ -3,16 +3,16 @@
 import pandas as pd
 
 from semdiag.capturing.attention_kinds import external
-from semdiag.questions.dispersion.answer.comparisons import layer_ratios, recall_table
 from semdiag.measuring.findings.findings import Findings
-from semdiag.questions.glance import dispersion_glance
-from semdiag.presenting.section import Question, Section, Shown
+from semdiag.presenting.section import Heading, Section, Shown
+from semdiag.presenting.tables import percentile_csv
+from semdiag.questions.dispersion.answer.comparisons import layer_ratios, recall_table
 from semdiag.questions.dispersion.figures.dispersion_by_keys import dispersion_by_keys
 from semdiag.questions.dispersion.figures.dispersion_by_layer import dispersion_by_layer
 from semdiag.questions.dispersion.figures.dispersion_ecdf import dispersion_ecdf
 from semdiag.questions.dispersion.figures.dispersion_ratio import dispersion_ratio
+from semdiag.questions.dispersion.glance import dispersion_glance
 from semdiag.questions.dispersion.words import dispersion_in_short
-from semdiag.presenting.tables import percentile_csv
 
 
 def dispersion_tables(findings: Findings, alone: bool) -> dict[str, pd.DataFrame]:
@@ -42,8 +42,8 @@ _POOLED = (
     "Percentiles pool the queries of all layers and heads; the 95th percentiles of two models need not come from "
     "the same layer. The maximum (p100) is one single query, so it is shown but not judged."
 )
-_QUESTIONS = (
-    Question(
+_HEADINGS = (
+    Heading(
         "focus",
         "Does the sparse model focus?",
         (
@@ -74,7 +74,7 @@ _QUESTIONS = (
             "controls with a fixed mask show how much of the difference that alone can make.",
         ),
     ),
-    Question(
+    Heading(
         "ratio",
         "How much smaller, layer by layer?",
         (
@@ -97,7 +97,7 @@ _QUESTIONS = (
     ),
 )
 _EXTERNAL = (
-    Question(
+    Heading(
         "spread",
         "How far apart are the scores?",
         (
@@ -122,10 +122,10 @@ _EXTERNAL = (
 )
 
 
-DISPERSION = Section(
+SECTION = Section(
     name="dispersion",
     needs=(),
-    questions=_QUESTIONS,
+    headings=_HEADINGS,
     external=_EXTERNAL,
     in_short=dispersion_in_short,
     glance=dispersion_glance,

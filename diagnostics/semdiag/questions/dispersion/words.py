@@ -4,11 +4,11 @@ import math
 
 from semdiag.capturing.attention_kinds import external
 from semdiag.measuring.findings.counterfactuals import counterfactual_ks
-from semdiag.questions.dispersion.answer.comparisons import fixed_mask_ratios, pair_comparisons, recall_table
 from semdiag.measuring.findings.distributions import pooled_percentiles
 from semdiag.measuring.findings.estimates import in_part
 from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.findings.pairing import attention_word
+from semdiag.questions.dispersion.answer.comparisons import fixed_mask_ratios, pair_comparisons, recall_table
 
 _NO_PAIR = (
     "Nothing is compared: there is no pair of a full and a top-k model of the same task, seed, size, setting and "

@@ -1,1 +1,9 @@
-"""The question heads."""
+"""What does each head do?"""
+
+from semdiag.presenting.question import Question
+
+QUESTION = Question(
+    "heads",
+    __name__,
+    shown_by="page:SECTION",
+)

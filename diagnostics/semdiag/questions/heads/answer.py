@@ -4,8 +4,8 @@ import pandas as pd
 
 from semdiag.measuring.findings.counterfactuals import counterfactual_ks
 from semdiag.measuring.findings.findings import Findings
-from semdiag.questions.glance import Answer, Glance
 from semdiag.measuring.findings.strict_json import records
+from semdiag.presenting.glance import Answer, Glance
 
 _PLACE = ["model", "layer", "head"]
 

@@ -1,12 +1,12 @@
 """The section ``heads`` of a report."""
 
-from semdiag.questions.heads.answer import head_table, heads_glance
-from semdiag.presenting.section import Question, Section, Shown
-from semdiag.questions.heads.figures.heads_map import heads_map
+from semdiag.presenting.section import Heading, Section, Shown
 from semdiag.presenting.tables import one_table
+from semdiag.questions.heads.answer import head_table, heads_glance
+from semdiag.questions.heads.figures.heads_map import heads_map
 
-_QUESTIONS = (
-    Question(
+_HEADINGS = (
+    Heading(
         "heads",
         "What does each head do?",
         (
@@ -29,11 +29,11 @@ _QUESTIONS = (
 )
 
 
-HEADS = Section(
+SECTION = Section(
     name="heads",
     needs=(),
-    questions=_QUESTIONS,
-    external=_QUESTIONS,
+    headings=_HEADINGS,
+    external=_HEADINGS,
     glance=heads_glance,
     tables=one_table("heads", head_table),
 )

@@ -6,12 +6,12 @@ from typing import Annotated
 import typer
 
 from semdiag.presenting import options
-from semdiag.commands.shared import Shared, with_options
+from semdiag.presenting.question import Shared, command
 
 _MEASURE = "What is measured"
 
 
-@with_options(sampling=True)
+@command(sampling=True)
 def k_sweep(
     models: options.Models = None,
     max_k: Annotated[
@@ -66,11 +66,11 @@ def k_sweep(
     """
     import json
 
-    from semdiag.commands.measuring import whole_numbers
-    from semdiag.questions.k_sweep.terminal import print_k_sweep
-    from semdiag.questions.k_sweep.answer.rerun import budget_content
     from semdiag.measuring.findings.strict_json import json_ready
+    from semdiag.presenting.option_values import whole_numbers
+    from semdiag.questions.k_sweep.answer.rerun import budget_content
     from semdiag.questions.k_sweep.measure.probe import KSweepPlan
+    from semdiag.questions.k_sweep.terminal import print_k_sweep
     from semdiag_models import InputError
     from semdiag_models.writing import write_text
 

@@ -3,15 +3,15 @@
 import pandas as pd
 
 from semdiag.measuring.findings.findings import Findings
-from semdiag.questions.k_sweep.answer.summary import condition_table
+from semdiag.measuring.table import ALL
+from semdiag.presenting.section import Heading, Section, Shown
+from semdiag.presenting.tables import with_facts
 from semdiag.questions.k_sweep.answer.rerun import change_table
 from semdiag.questions.k_sweep.answer.sparse_verdict import sparse_glance
-from semdiag.measuring.table import ALL
-from semdiag.presenting.section import Question, Section, Shown
+from semdiag.questions.k_sweep.answer.summary import condition_table
 from semdiag.questions.k_sweep.figures.k_sweep import k_sweep
 from semdiag.questions.k_sweep.figures.loss_change import loss_change
 from semdiag.questions.k_sweep.words import k_sweep_in_short, k_sweep_sentences
-from semdiag.presenting.tables import with_facts
 
 
 def k_sweep_tables(findings: Findings, alone: bool) -> dict[str, pd.DataFrame]:
@@ -29,8 +29,8 @@ def k_sweep_tables(findings: Findings, alone: bool) -> dict[str, pd.DataFrame]:
     return {name: with_facts(findings, table.rename(columns={"k": "swept_k"})) for name, table in tables.items()}
 
 
-_QUESTIONS = (
-    Question(
+_HEADINGS = (
+    Heading(
         "k-sweep",
         "Is sparse attention enough in this model, and with which k?",
         (
@@ -63,12 +63,12 @@ _QUESTIONS = (
 )
 
 
-K_SWEEP = Section(
+SECTION = Section(
     name="k-sweep",
     needs=("sweep",),
     glance=sparse_glance,
-    questions=_QUESTIONS,
-    external=_QUESTIONS,
+    headings=_HEADINGS,
+    external=_HEADINGS,
     in_short=k_sweep_in_short,
     details=k_sweep_sentences,
     tables=k_sweep_tables,

@@ -4,14 +4,14 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from semdiag.presenting.terminal.console import ends, number, number_table, wide_console
-from semdiag.presenting.terminal.titles import title
 from semdiag.measuring.findings.findings import Findings
-from semdiag.questions.k_sweep.answer.summary import k_sweep_summary
 from semdiag.measuring.findings.number_words import interval_words
 from semdiag.measuring.findings.strict_json import number_from_json
-from semdiag.questions.bounds.answer.corollary import JUDGED_PERCENTILES
 from semdiag.measuring.table import ALL
+from semdiag.presenting.terminal.console import ends, number, number_table, wide_console
+from semdiag.presenting.terminal.titles import title
+from semdiag.questions.bounds.answer.corollary import JUDGED_PERCENTILES
+from semdiag.questions.k_sweep.answer.summary import k_sweep_summary
 from semdiag.questions.k_sweep.words import verdict_lines
 
 Summary = dict[str, Any]

@@ -5,12 +5,12 @@ from functools import partial
 
 from semdiag.measuring.findings.estimates import drawn
 from semdiag.measuring.findings.findings import Findings
-from semdiag.questions.k_sweep.answer.summary import conditions_defined, conditions_met
-from semdiag.questions.k_sweep.answer.rerun import budget_content
 from semdiag.measuring.findings.number_words import interval_words, keys_words, percent
-from semdiag.questions.k_sweep.answer.sparse_verdict import MASS, SparseVerdict, sparse_glance, sparse_verdict
-from semdiag.questions.bounds.answer.corollary import CLAIMS, JUDGED_PERCENTILES
 from semdiag.presenting.drawing.panels import model_labels
+from semdiag.questions.bounds.answer.corollary import CLAIMS, JUDGED_PERCENTILES
+from semdiag.questions.k_sweep.answer.rerun import budget_content
+from semdiag.questions.k_sweep.answer.sparse_verdict import MASS, SparseVerdict, sparse_glance, sparse_verdict
+from semdiag.questions.k_sweep.answer.summary import conditions_defined, conditions_met
 
 _CHANGES = {
     "loss": "changes the loss by {}",

@@ -4,15 +4,13 @@ from typing import Annotated
 
 import typer
 
-from semdiag.presenting import completion
-
-from semdiag.presenting import options
-from semdiag.commands.shared import Shared, with_options
+from semdiag.presenting import completion, options
+from semdiag.presenting.question import Shared, command
 
 _PANEL = "What is measured"
 
 
-@with_options(leave_out=("min_keys", "per_query"))
+@command(leave_out=("min_keys", "per_query"))
 def landscape(
     models: options.Models = None,
     planes: Annotated[
@@ -55,9 +53,9 @@ def landscape(
 
     [bold]semdiag landscape checkpoints/even-pairs-topk-5-seed-153476998 --grid 11 --samples 100[/]
     """
-    from semdiag.commands import measuring
-    from semdiag.questions.lipschitz.terminal import print_landscape
+    from semdiag.presenting import option_values
     from semdiag.questions.landscape.measure import LandscapePlan
+    from semdiag.questions.landscape.terminal import print_landscape
     from semdiag_models import InputError
 
     if through and (vain := sorted({"planes", "radius"} & shared.typed)):
@@ -69,8 +67,8 @@ def landscape(
                 planes=planes,
                 radius=radius,
                 grid=grid,
-                through=measuring.paths(through),
-                metrics=measuring.names(metrics),
+                through=option_values.paths(through),
+                metrics=option_values.names(metrics),
             ),
         ),
     )

@@ -263,4 +263,5 @@ LOSS_SURFACE = Probe(
     prepare=_snapshots,
     check=_check,
     steps=lambda plan: int(plan.points),
+    reported=lambda options: LandscapePlan(metrics=("loss", "dispersion")) if options.thorough else None,
 )

@@ -3,15 +3,15 @@
 import pandas as pd
 
 from semdiag.measuring.findings.findings import Findings
-from semdiag.questions.glance import measured_glance
+from semdiag.presenting.glance import measured_glance
+from semdiag.presenting.section import Heading, Section, Shown
+from semdiag.presenting.tables import with_facts
 from semdiag.questions.landscape.answer import landscape_facts
-from semdiag.presenting.section import Question, Section, Shown
 from semdiag.questions.landscape.figures.landscape_attention import landscape_attention
 from semdiag.questions.landscape.figures.landscape_contour import landscape_contour
 from semdiag.questions.landscape.figures.landscape_cuts import landscape_cuts
 from semdiag.questions.landscape.figures.landscape_surface import landscape_surface
 from semdiag.questions.landscape.words import landscape_sentences
-from semdiag.presenting.tables import with_facts
 
 
 def landscape_tables(findings: Findings, alone: bool) -> dict[str, pd.DataFrame]:
@@ -28,8 +28,8 @@ _TWO_OF_MANY = (
     "A plane shows two of more than a hundred thousand directions. Random ones miss the steep directions: a flat "
     "picture does not mean a flat loss."
 )
-_QUESTIONS = (
-    Question(
+_HEADINGS = (
+    Heading(
         "landscape",
         "What does the loss look like around the checkpoint?",
         (
@@ -70,11 +70,11 @@ _QUESTIONS = (
 )
 
 
-LANDSCAPE = Section(
+SECTION = Section(
     name="landscape",
     needs=("landscape",),
     glance=measured_glance("landscape"),
-    questions=_QUESTIONS,
+    headings=_HEADINGS,
     external=(),
     details=landscape_sentences,
     tables=landscape_tables,

@@ -4,9 +4,9 @@ import math
 from collections.abc import Sequence
 
 from semdiag.measuring.findings.findings import Findings
-from semdiag.questions.landscape.answer import landscape_facts
 from semdiag.measuring.findings.number_words import number_words
 from semdiag.presenting.drawing.panels import model_labels
+from semdiag.questions.landscape.answer import landscape_facts
 
 
 def landscape_sentences(findings: Findings) -> list[str]:

@@ -1,1 +1,9 @@
-"""The question learning."""
+"""Did the sparse model learn faster?"""
+
+from semdiag.presenting.question import Question
+
+QUESTION = Question(
+    "learning",
+    __name__,
+    shown_by="page:SECTION",
+)

@@ -1,12 +1,12 @@
 """The section ``learning`` of a report."""
 
-from semdiag.questions.glance import learning_glance
-from semdiag.presenting.section import Question, Section, Shown
-from semdiag.questions.learning.words import learning_in_short
+from semdiag.presenting.section import Heading, Section, Shown
 from semdiag.questions.learning.figures.training_curves import training_curves
+from semdiag.questions.learning.glance import learning_glance
+from semdiag.questions.learning.words import learning_in_short
 
-_QUESTIONS = (
-    Question(
+_HEADINGS = (
+    Heading(
         "learning",
         "Did it learn faster?",
         (
@@ -28,10 +28,10 @@ _QUESTIONS = (
 )
 
 
-LEARNING = Section(
+SECTION = Section(
     name="learning",
     needs=(),
-    questions=_QUESTIONS,
+    headings=_HEADINGS,
     external=(),
     glance=learning_glance,
     in_short=learning_in_short,

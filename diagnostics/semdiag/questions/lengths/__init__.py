@@ -1,1 +1,9 @@
-"""The question lengths."""
+"""Does what was learned hold at other lengths?"""
+
+from semdiag.presenting.question import Question
+
+QUESTION = Question(
+    "lengths",
+    __name__,
+    shown_by="page:SECTION",
+)

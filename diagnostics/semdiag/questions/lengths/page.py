@@ -3,11 +3,11 @@
 import pandas as pd
 
 from semdiag.measuring.findings.findings import Findings
-from semdiag.questions.glance import measured_glance
-from semdiag.presenting.section import Question, Section, Shown
+from semdiag.presenting.glance import measured_glance
+from semdiag.presenting.section import Heading, Section, Shown
+from semdiag.presenting.tables import a_column_each, with_run_facts
 from semdiag.questions.lengths.figures.length_generalisation import length_generalisation
 from semdiag.questions.lengths.words import length_sentences
-from semdiag.presenting.tables import a_column_each, with_run_facts
 
 
 def length_tables(findings: Findings, alone: bool) -> dict[str, pd.DataFrame]:
@@ -15,8 +15,8 @@ def length_tables(findings: Findings, alone: bool) -> dict[str, pd.DataFrame]:
     return {"lengths": with_run_facts(findings, a_column_each(findings.measurements.lengths))}
 
 
-_QUESTIONS = (
-    Question(
+_HEADINGS = (
+    Heading(
         "lengths",
         "Does it hold on other lengths?",
         (
@@ -37,11 +37,11 @@ _QUESTIONS = (
 )
 
 
-LENGTHS = Section(
+SECTION = Section(
     name="lengths",
     needs=("lengths",),
     glance=measured_glance("lengths"),
-    questions=_QUESTIONS,
+    headings=_HEADINGS,
     external=(),
     details=length_sentences,
     tables=length_tables,

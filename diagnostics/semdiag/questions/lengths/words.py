@@ -4,10 +4,10 @@ import math
 
 import pandas as pd
 
-from semdiag.questions.convergence.answer.epochs import arrivals
 from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.findings.number_words import number_words
 from semdiag.measuring.table import ALL
+from semdiag.questions.convergence.answer.epochs import arrivals
 
 
 def length_sentences(findings: Findings) -> list[str]:

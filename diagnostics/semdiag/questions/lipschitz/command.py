@@ -5,12 +5,12 @@ from typing import Annotated
 import typer
 
 from semdiag.presenting import options
-from semdiag.commands.shared import Shared, with_options
+from semdiag.presenting.question import Shared, command
 
 _PANEL = "What is measured"
 
 
-@with_options(leave_out=("dtype", "min_keys", "per_query"), samples=100)
+@command(leave_out=("dtype", "min_keys", "per_query"), samples=100)
 def lipschitz(
     models: options.Models = None,
     against: options.Against = None,
@@ -45,8 +45,8 @@ def lipschitz(
     [bold]semdiag lipschitz checkpoints/even-pairs-full-seed-153476998
     checkpoints/even-pairs-topk-5-seed-153476998[/]
     """
-    from semdiag.questions.lipschitz.terminal import print_lipschitz
     from semdiag.questions.lipschitz.measure.probe import LipschitzPlan
+    from semdiag.questions.lipschitz.terminal import print_lipschitz
 
     conditions = shared.conditions(
         dtype="float64",

@@ -3,16 +3,16 @@
 import pandas as pd
 
 from semdiag.measuring.findings.findings import Findings
-from semdiag.questions.glance import measured_glance
 from semdiag.measuring.findings.pairing import compared_pairs
-from semdiag.questions.lipschitz.answer.summary import lipschitz_findings
+from semdiag.presenting.glance import measured_glance
+from semdiag.presenting.section import Heading, Section, Shown
+from semdiag.presenting.tables import with_facts
 from semdiag.questions.lipschitz.answer.secant_percentiles import secant_percentiles, secant_ratios
-from semdiag.presenting.section import Question, Section, Shown
+from semdiag.questions.lipschitz.answer.summary import lipschitz_findings
 from semdiag.questions.lipschitz.figures.block_stretch import block_stretch
 from semdiag.questions.lipschitz.figures.lipschitz_percentiles import lipschitz_percentiles
 from semdiag.questions.lipschitz.figures.lipschitz_rungs import lipschitz_rungs
 from semdiag.questions.lipschitz.words import lipschitz_sentences
-from semdiag.presenting.tables import with_facts
 
 
 def lipschitz_tables(findings: Findings, alone: bool) -> dict[str, pd.DataFrame]:
@@ -24,8 +24,8 @@ def lipschitz_tables(findings: Findings, alone: bool) -> dict[str, pd.DataFrame]
     return tables | ({"lipschitz_ratios": pd.concat(ratios, ignore_index=True)} if ratios else {})
 
 
-_QUESTIONS = (
-    Question(
+_HEADINGS = (
+    Heading(
         "lipschitz",
         "How steep is the loss around the checkpoint?",
         (
@@ -64,11 +64,11 @@ _QUESTIONS = (
 )
 
 
-LIPSCHITZ = Section(
+SECTION = Section(
     name="lipschitz",
     needs=("loss_gradients",),
     glance=measured_glance("loss_gradients"),
-    questions=_QUESTIONS,
+    headings=_HEADINGS,
     external=(),
     details=lipschitz_sentences,
     verdicts=lipschitz_findings,

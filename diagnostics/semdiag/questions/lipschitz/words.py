@@ -3,11 +3,11 @@
 import math
 from collections.abc import Sequence
 
+from semdiag.measuring.findings.finding import Finding, Verdict
 from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.findings.pairing import compared_pairs
-from semdiag.measuring.findings.finding import Finding, Verdict
-from semdiag.questions.lipschitz.answer.summary import estimate_findings, ordering_findings
 from semdiag.presenting.drawing.panels import model_labels
+from semdiag.questions.lipschitz.answer.summary import estimate_findings, ordering_findings
 
 _ONE = 0.05  # decimal logarithms below this are 0.0 when written out
 

@@ -12,8 +12,8 @@ from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.findings.layered_summary import without
 from semdiag.measuring.findings.resampling import Interval, mean_interval, rank_correlation_interval
 from semdiag.measuring.findings.strict_json import MODEL_FACTS, Summary, json_object, records
-from semdiag.questions.mask_stability.measure.mask_rows import SELECTIONS
 from semdiag.measuring.table import ALL
+from semdiag.questions.mask_stability.measure.mask_rows import SELECTIONS
 
 RESAMPLES = 200
 _BINS = 10  # of equal counts

@@ -5,12 +5,12 @@ from typing import Annotated
 import typer
 
 from semdiag.presenting import options
-from semdiag.commands.shared import Shared, with_options
+from semdiag.presenting.question import Shared, command
 
 _NOISE = "Which noise"
 
 
-@with_options()
+@command()
 def mask_stability(
     models: options.Models = None,
     noise: Annotated[
@@ -56,15 +56,16 @@ def mask_stability(
 
     [bold]semdiag mask-stability checkpoints/even-pairs-topk-5-seed-153476998 --noise 0.01[/]
     """
-    from semdiag.commands import measuring
-    from semdiag.questions.mask_stability.terminal import print_masks
+    from semdiag.measuring.findings.supposed_masks import check_supposed_k
+    from semdiag.presenting import option_values
     from semdiag.questions.mask_stability.measure.probe import NoisePlan
+    from semdiag.questions.mask_stability.terminal import print_masks
 
-    levels = measuring.positive_numbers(noise, "--noise")
+    levels = option_values.positive_numbers(noise, "--noise")
     conditions = shared.conditions(
         plans=(NoisePlan(levels, draws, absolute, at_block, k, shared.values["seed"]),),
     )
     findings = shared.measured(models, conditions)
     if "k" in shared.typed:
-        measuring.check_supposed_k(findings, k)
+        check_supposed_k(findings, k)
     shared.deliver("mask-stability", findings, print_masks)

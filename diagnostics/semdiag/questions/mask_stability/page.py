@@ -4,14 +4,14 @@ import pandas as pd
 
 from semdiag.measuring.findings.distributions import all_by_name
 from semdiag.measuring.findings.findings import Findings
-from semdiag.questions.glance import masks_glance
+from semdiag.presenting.section import Heading, Section, Shown
+from semdiag.presenting.tables import with_facts
 from semdiag.questions.mask_stability.answer import effect_table, mask_table
-from semdiag.presenting.section import Question, Section, Shown
 from semdiag.questions.mask_stability.figures.mask_heat_map import mask_heat_map
 from semdiag.questions.mask_stability.figures.mask_reliability import mask_reliability
 from semdiag.questions.mask_stability.figures.masks_unchanged import masks_unchanged
+from semdiag.questions.mask_stability.glance import masks_glance
 from semdiag.questions.mask_stability.words import mask_sentences, masks_in_short
-from semdiag.presenting.tables import with_facts
 
 
 def mask_tables(findings: Findings, alone: bool) -> dict[str, pd.DataFrame]:
@@ -22,8 +22,8 @@ def mask_tables(findings: Findings, alone: bool) -> dict[str, pd.DataFrame]:
     return tables
 
 
-_QUESTIONS = (
-    Question(
+_HEADINGS = (
+    Heading(
         "mask-stability",
         "Do masks survive noise?",
         (
@@ -65,11 +65,11 @@ _QUESTIONS = (
 )
 
 
-MASK_STABILITY = Section(
+SECTION = Section(
     name="mask-stability",
     needs=("masks", "noise_effects"),
-    questions=_QUESTIONS,
-    external=_QUESTIONS,
+    headings=_HEADINGS,
+    external=_HEADINGS,
     in_short=masks_in_short,
     details=mask_sentences,
     glance=masks_glance,

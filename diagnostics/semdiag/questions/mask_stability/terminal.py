@@ -3,11 +3,11 @@
 import math
 from typing import Any
 
+from semdiag.measuring.findings.findings import Findings
+from semdiag.measuring.findings.strict_json import number_from_json
 from semdiag.presenting.terminal.console import interval, number, number_table, wide_console
 from semdiag.presenting.terminal.titles import title
-from semdiag.measuring.findings.findings import Findings
 from semdiag.questions.mask_stability.answer import mask_summary
-from semdiag.measuring.findings.strict_json import number_from_json
 
 Summary = dict[str, Any]
 _MASKS = (

@@ -8,10 +8,10 @@ import pandas as pd
 
 from semdiag.capturing.attention_kinds import DENSE
 from semdiag.measuring.findings.findings import Findings
-from semdiag.questions.mask_stability.answer import effect_table, mask_table, mask_words
 from semdiag.measuring.findings.number_words import interval_words
 from semdiag.measuring.table import ALL
 from semdiag.presenting.drawing.panels import model_labels
+from semdiag.questions.mask_stability.answer import effect_table, mask_table, mask_words
 from semdiag.questions.mask_stability.figures.panels import mask_facts, noise_words
 
 

@@ -12,12 +12,12 @@ from semdiag.capturing.loading import LoadedModel, load
 from semdiag.measuring.conditions import Conditions
 from semdiag.measuring.measurements import Measurements
 from semdiag.measuring.percentiles import percentiles
-from semdiag.questions.bounds.measure.probe import BoundsPlan
-from semdiag.questions.stability.measure.probe import SecantsPlan
-from semdiag.questions.stability.measure.softmax_bounds import local_stability, with_bounds
 from semdiag.measuring.runs.tables import ALONG
 from semdiag.measuring.survey import survey
 from semdiag.measuring.table import ALL
+from semdiag.questions.bounds.measure.probe import BoundsPlan
+from semdiag.questions.stability.measure.probe import SecantsPlan
+from semdiag.questions.stability.measure.softmax_bounds import local_stability, with_bounds
 
 SAMPLES = 50
 _QUERY_KEY = (".q.weight", ".q.bias", ".k.weight", ".k.bias")

@@ -3,11 +3,11 @@
 import pandas as pd
 
 from semdiag.measuring.findings.findings import Findings
-from semdiag.questions.glance import measured_glance
-from semdiag.presenting.section import Question, Section, Shown
+from semdiag.presenting.glance import measured_glance
+from semdiag.presenting.section import Heading, Section, Shown
+from semdiag.presenting.tables import a_column_each, with_run_facts
 from semdiag.questions.over_training.figures.along_training import along_training
 from semdiag.questions.over_training.words import along_sentences
-from semdiag.presenting.tables import a_column_each, with_run_facts
 
 
 def along_tables(findings: Findings, alone: bool) -> dict[str, pd.DataFrame]:
@@ -15,8 +15,8 @@ def along_tables(findings: Findings, alone: bool) -> dict[str, pd.DataFrame]:
     return {"along": with_run_facts(findings, a_column_each(findings.measurements.along))}
 
 
-_QUESTIONS = (
-    Question(
+_HEADINGS = (
+    Heading(
         "along",
         "How do the numbers move while the model learns?",
         (
@@ -37,11 +37,11 @@ _QUESTIONS = (
 )
 
 
-ALONG = Section(
+SECTION = Section(
     name="along",
     needs=("along",),
     glance=measured_glance("along"),
-    questions=_QUESTIONS,
+    headings=_HEADINGS,
     external=(),
     details=along_sentences,
     tables=along_tables,

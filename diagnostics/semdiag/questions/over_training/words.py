@@ -1,9 +1,9 @@
 """How numbers moved during training, in sentences."""
 
-from semdiag.questions.convergence.answer.epochs import arrivals
 from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.findings.number_words import number_words
 from semdiag.measuring.table import ALL
+from semdiag.questions.convergence.answer.epochs import arrivals
 
 
 def along_sentences(findings: Findings) -> list[str]:

@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from semdiag.presenting import options
-from semdiag.commands.shared import Shared, with_options
+from semdiag.presenting.question import Shared, command
 
 if TYPE_CHECKING:
     from semdiag.measuring.findings.findings import Findings
 
 
-@with_options(leave_out=("min_keys", "per_query"), samples=50)
+@command(leave_out=("min_keys", "per_query"), samples=50)
 def overlap(
     models: options.Models = None,
     k: Annotated[
@@ -32,21 +32,21 @@ def overlap(
 
     [bold]semdiag overlap checkpoints/even-pairs-topk-5-seed-153476998[/]
     """
-    from semdiag.commands import measuring
+    from semdiag.measuring.findings.supposed_masks import check_supposed_k
     from semdiag.questions.overlap.measure import OverlapPlan
 
     findings = shared.measured(models, shared.conditions(plans=(OverlapPlan(k),)))
     if "k" in shared.typed:
-        measuring.check_supposed_k(findings, k)
+        check_supposed_k(findings, k)
     shared.deliver("overlap", findings, _print)
 
 
 def _print(findings: "Findings") -> None:
+    from semdiag.measuring.findings.strict_json import number_from_json
+    from semdiag.measuring.table import ALL
     from semdiag.presenting.terminal.console import number, number_table, wide_console
     from semdiag.presenting.terminal.titles import title
     from semdiag.questions.overlap.answer import overlap_summary
-    from semdiag.measuring.findings.strict_json import number_from_json
-    from semdiag.measuring.table import ALL
 
     console = wide_console()
     for result in findings(overlap_summary)["results"]:

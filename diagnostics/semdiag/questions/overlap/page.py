@@ -6,14 +6,14 @@ from typing import Any
 
 from semdiag.capturing.attention_kinds import DENSE
 from semdiag.measuring.findings.findings import Findings
-from semdiag.questions.glance import measured_glance
-from semdiag.questions.overlap.answer import overlap_table
 from semdiag.measuring.findings.number_words import interval_words
 from semdiag.measuring.table import ALL
 from semdiag.presenting.drawing.panels import model_labels
-from semdiag.presenting.section import Question, Section, Shown
-from semdiag.questions.overlap.figures.mask_overlap import mask_overlap
+from semdiag.presenting.glance import measured_glance
+from semdiag.presenting.section import Heading, Section, Shown
 from semdiag.presenting.tables import one_table
+from semdiag.questions.overlap.answer import overlap_table
+from semdiag.questions.overlap.figures.mask_overlap import mask_overlap
 
 _BETWEEN = {
     "layers": "two layers",
@@ -57,8 +57,8 @@ def overlap_sentences(findings: Findings) -> list[str]:
     return said
 
 
-_QUESTIONS = (
-    Question(
+_HEADINGS = (
+    Heading(
         "overlap",
         "Do layers keep the same keys?",
         (
@@ -82,12 +82,12 @@ _QUESTIONS = (
     ),
 )
 
-OVERLAP = Section(
+SECTION = Section(
     name="overlap",
     needs=("overlap",),
     glance=measured_glance("overlap"),
-    questions=_QUESTIONS,
-    external=_QUESTIONS,
+    headings=_HEADINGS,
+    external=_HEADINGS,
     details=overlap_sentences,
     tables=one_table("overlap", overlap_table),
 )

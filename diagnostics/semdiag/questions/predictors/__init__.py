@@ -1,1 +1,9 @@
-"""The question predictors."""
+"""What is known before training that predicts its speed?"""
+
+from semdiag.presenting.question import Question
+
+QUESTION = Question(
+    "predictors",
+    __name__,
+    shown_by="page:SECTION",
+)

@@ -19,14 +19,14 @@ from semdiag.measuring.calls.running import running
 from semdiag.measuring.conditions import DTYPES, Conditions
 from semdiag.measuring.encoders.movable import MovableEncoder, usable_samples
 from semdiag.measuring.measurements import Measurements
+from semdiag.measuring.runs.tables import PREDICTORS
+from semdiag.measuring.survey import survey
 from semdiag.questions.bounds.measure.probe import BoundsPlan
 from semdiag.questions.lipschitz.measure.secants import plane_secants
 from semdiag.questions.mask_stability.measure.probe import NoisePlan
+from semdiag.questions.over_training.measure import SAMPLES, query_key_share, snapshots_of
 from semdiag.questions.stability.measure.probe import SecantsPlan
 from semdiag.questions.stability.measure.softmax_bounds import local_stability, with_bounds
-from semdiag.questions.over_training.measure import SAMPLES, query_key_share, snapshots_of
-from semdiag.measuring.runs.tables import PREDICTORS
-from semdiag.measuring.survey import survey
 from semdiag_models.device import find_device
 
 CANDIDATES = {

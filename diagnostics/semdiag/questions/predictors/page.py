@@ -1,14 +1,14 @@
 """The section ``predictors`` of a report."""
 
-from semdiag.questions.glance import measured_glance
-from semdiag.presenting.section import Question, Section, Shown
+from semdiag.presenting.glance import measured_glance
+from semdiag.presenting.section import Heading, Section, Shown
 from semdiag.questions.predictors.figures.predictor_cells import predictor_cells
 from semdiag.questions.predictors.figures.predictors import predictors
-from semdiag.questions.predictors.words import predictor_sentences, predictors_in_short
 from semdiag.questions.predictors.tables import predictor_tables
+from semdiag.questions.predictors.words import predictor_sentences, predictors_in_short
 
-_QUESTIONS = (
-    Question(
+_HEADINGS = (
+    Heading(
         "predictors",
         "What goes with faster learning?",
         (
@@ -43,11 +43,11 @@ _QUESTIONS = (
 )
 
 
-PREDICTORS = Section(
+SECTION = Section(
     name="predictors",
     needs=("predictors",),
     glance=measured_glance("predictors"),
-    questions=_QUESTIONS,
+    headings=_HEADINGS,
     external=(),
     in_short=predictors_in_short,
     details=predictor_sentences,

@@ -3,9 +3,9 @@
 import pandas as pd
 
 from semdiag.measuring.findings.findings import Findings
+from semdiag.presenting.tables import with_run_facts
 from semdiag.questions.predictors.answer.mask_cells import mask_cells, run_outcomes
 from semdiag.questions.predictors.answer.prediction import held_out_tasks, predictor_table
-from semdiag.presenting.tables import with_run_facts
 
 
 def predictor_tables(findings: Findings, alone: bool) -> dict[str, pd.DataFrame]:

@@ -6,11 +6,17 @@ from typing import Any
 
 import pandas as pd
 
-from semdiag.questions.convergence.answer.epochs import arrivals
 from semdiag.measuring.findings.findings import Findings
-from semdiag.questions.predictors.answer.mask_cells import OUTCOMES, left_out_runs
-from semdiag.questions.predictors.answer.prediction import SIGNIFICANCE, held_out_tasks, predictor_table, quantity, too_few_masks
 from semdiag.measuring.runs.training_runs import UNFINISHED
+from semdiag.questions.convergence.answer.epochs import arrivals
+from semdiag.questions.predictors.answer.mask_cells import OUTCOMES, left_out_runs
+from semdiag.questions.predictors.answer.prediction import (
+    SIGNIFICANCE,
+    held_out_tasks,
+    predictor_table,
+    quantity,
+    too_few_masks,
+)
 
 
 def predictor_sentences(findings: Findings) -> list[str]:

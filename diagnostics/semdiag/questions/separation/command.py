@@ -1,8 +1,21 @@
 """``semdiag separation``."""
 
-from semdiag.questions.dispersion.percentile_command import metric_command
+from typing import TYPE_CHECKING
 
-separation = metric_command(
+from semdiag.presenting.percentile_command import percentile_command
+
+if TYPE_CHECKING:
+    from semdiag.measuring.findings.findings import Findings
+    from semdiag.measuring.findings.strict_json import Summary
+
+
+def _summary(findings: "Findings") -> "Summary":
+    from semdiag.questions.separation.answer import separation_summary
+
+    return findings(separation_summary)
+
+
+separation = percentile_command(
     "separation",
     """Measure semantic separation Δ and key load: how clear-cut is the mask, and which keys are used?
 
@@ -13,4 +26,5 @@ separation = metric_command(
 
     [bold]semdiag separation checkpoints/even-pairs-topk-5-seed-153476998[/]
     """,
+    _summary,
 )

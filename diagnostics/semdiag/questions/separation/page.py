@@ -3,12 +3,12 @@
 import pandas as pd
 
 from semdiag.measuring.findings.findings import Findings
-from semdiag.questions.glance import separation_glance
-from semdiag.presenting.section import Question, Section, Shown
-from semdiag.questions.separation.figures.key_load import key_load
-from semdiag.questions.separation.words import separation_in_short
-from semdiag.questions.separation.figures.separation_by_layer import separation_by_layer
+from semdiag.presenting.section import Heading, Section, Shown
 from semdiag.presenting.tables import percentile_csv
+from semdiag.questions.separation.figures.key_load import key_load
+from semdiag.questions.separation.figures.separation_by_layer import separation_by_layer
+from semdiag.questions.separation.glance import separation_glance
+from semdiag.questions.separation.words import separation_in_short
 
 
 def separation_tables(findings: Findings, alone: bool) -> dict[str, pd.DataFrame]:
@@ -16,8 +16,8 @@ def separation_tables(findings: Findings, alone: bool) -> dict[str, pd.DataFrame
     return {name: percentile_csv(findings, name) for name in ("separation", "load")}
 
 
-_QUESTIONS = (
-    Question(
+_HEADINGS = (
+    Heading(
         "separation",
         "Is the mask well separated?",
         (
@@ -37,7 +37,7 @@ _QUESTIONS = (
             "A tie between the last kept and the first dropped key has Δ = 0 and counts as not positive.",
         ),
     ),
-    Question(
+    Heading(
         "load",
         "Which keys carry the load?",
         (
@@ -58,10 +58,10 @@ _QUESTIONS = (
 )
 
 
-SEPARATION = Section(
+SECTION = Section(
     name="separation",
     needs=(),
-    questions=_QUESTIONS,
+    headings=_HEADINGS,
     external=(),
     in_short=separation_in_short,
     glance=separation_glance,

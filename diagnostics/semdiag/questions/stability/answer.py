@@ -10,16 +10,16 @@ import torch
 from numpy.typing import NDArray
 
 from semdiag.capturing.attention_kinds import BOUNDED
+from semdiag.mathematics.softmax_stability import fixed_mask_stability
+from semdiag.measuring.findings.finding import Finding, Verdict, of_rows, verdicts_of
 from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.findings.layered_summary import without
 from semdiag.measuring.findings.pairing import compared_pairs
 from semdiag.measuring.findings.resampling import ratio_interval
 from semdiag.measuring.findings.strict_json import MODEL_FACTS, Summary, json_object
-from semdiag.measuring.findings.finding import Finding, Verdict, of_rows, verdicts_of
-from semdiag.mathematics.softmax_stability import fixed_mask_stability
 from semdiag.measuring.percentiles import percentiles, pooled_table
-from semdiag.questions.stability.measure.softmax_bounds import local_stability, with_bounds
 from semdiag.measuring.table import ALL
+from semdiag.questions.stability.measure.softmax_bounds import local_stability, with_bounds
 
 RESAMPLES = 300
 SECANTS = "‖p − p'‖₁ ≤ ξ ‖z − z'‖₁ on the measured pairs"

@@ -1,10 +1,10 @@
 """``semdiag stability``."""
 
 from semdiag.presenting import options
-from semdiag.commands.shared import Shared, with_options
+from semdiag.presenting.question import Shared, command
 
 
-@with_options(dtype="float64")
+@command(dtype="float64")
 def stability(
     models: options.Models = None,
     noise: options.Noise = "0.01",
@@ -19,12 +19,12 @@ def stability(
 
     [bold]semdiag stability checkpoints/even-pairs-topk-5-seed-153476998 --noise 0.01[/]
     """
-    from semdiag.commands import measuring
-    from semdiag.questions.bounds.terminal import print_stability
+    from semdiag.presenting import option_values
     from semdiag.questions.stability.measure.probe import SecantsPlan
+    from semdiag.questions.stability.terminal import print_stability
 
     conditions = shared.conditions(
-        plans=(SecantsPlan(measuring.positive_numbers(noise, "--noise")),),
+        plans=(SecantsPlan(option_values.positive_numbers(noise, "--noise")),),
     )
     findings = shared.measured(models, conditions)
     shared.deliver("stability", findings, print_stability)

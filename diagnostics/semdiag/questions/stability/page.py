@@ -4,13 +4,13 @@ import pandas as pd
 
 from semdiag.measuring.findings.distributions import all_by_name
 from semdiag.measuring.findings.findings import Findings
-from semdiag.questions.glance import stability_glance
-from semdiag.questions.stability.answer import stability_findings, stability_table
-from semdiag.presenting.section import Question, Section, Shown
-from semdiag.questions.stability.figures.attention_response import attention_response
-from semdiag.questions.stability.words import stability_in_short, stability_sentences
-from semdiag.questions.stability.figures.stability_curves import stability_curves
+from semdiag.presenting.section import Heading, Section, Shown
 from semdiag.presenting.tables import verdict_table, with_facts
+from semdiag.questions.stability.answer import stability_findings, stability_table
+from semdiag.questions.stability.figures.attention_response import attention_response
+from semdiag.questions.stability.figures.stability_curves import stability_curves
+from semdiag.questions.stability.glance import stability_glance
+from semdiag.questions.stability.words import stability_in_short, stability_sentences
 
 
 def stability_tables(findings: Findings, alone: bool) -> dict[str, pd.DataFrame]:
@@ -21,8 +21,8 @@ def stability_tables(findings: Findings, alone: bool) -> dict[str, pd.DataFrame]
     }
 
 
-_QUESTIONS = (
-    Question(
+_HEADINGS = (
+    Heading(
         "stability",
         "Does attention move no further than its bound?",
         (
@@ -60,11 +60,11 @@ _QUESTIONS = (
 )
 
 
-STABILITY = Section(
+SECTION = Section(
     name="stability",
     needs=("secants",),
-    questions=_QUESTIONS,
-    external=_QUESTIONS,
+    headings=_HEADINGS,
+    external=_HEADINGS,
     in_short=stability_in_short,
     details=stability_sentences,
     verdicts=stability_findings,

@@ -4,13 +4,13 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from semdiag.measuring.findings.findings import Findings
-from semdiag.questions.glance import exceeding_pairs
-from semdiag.measuring.findings.number_words import interval_words, number_words
 from semdiag.measuring.findings.finding import Finding, Verdict
-from semdiag.questions.stability.answer import LOCAL, UNKNOWN, response_table, stability_findings
+from semdiag.measuring.findings.findings import Findings
+from semdiag.measuring.findings.number_words import interval_words, number_words
 from semdiag.presenting.drawing.noise import percent
 from semdiag.presenting.drawing.panels import model_labels
+from semdiag.questions.stability.answer import LOCAL, UNKNOWN, response_table, stability_findings
+from semdiag.questions.stability.glance import exceeding_pairs
 
 
 def stability_in_short(findings: Findings) -> list[str]:

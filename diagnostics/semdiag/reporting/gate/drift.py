@@ -9,9 +9,9 @@ import pandas as pd
 
 from semdiag.measuring.findings.distributions import known_rows
 from semdiag.measuring.findings.findings import Findings
-from semdiag.reporting.gate.matching import CONTENT, match
 from semdiag.measuring.findings.strict_json import has_schema, number_from_json
 from semdiag.measuring.percentiles import percentiles
+from semdiag.reporting.gate.matching import CONTENT, match
 from semdiag_models import InputError
 from semdiag_models.reading import read_json
 

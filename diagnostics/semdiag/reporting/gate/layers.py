@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 from semdiag.measuring.findings.distributions import known_rows
 from semdiag.measuring.findings.findings import Findings
-from semdiag.questions.dispersion.answer.pairs import NO_NUMBER, GateResult
 from semdiag.measuring.percentiles import percentiles
 from semdiag.measuring.table import rows_of
+from semdiag.questions.dispersion.answer.pairs import NO_NUMBER, GateResult
 
 
 @dataclass(frozen=True)

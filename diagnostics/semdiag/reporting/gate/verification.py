@@ -5,13 +5,13 @@ from typing import Any
 
 from semdiag.measuring.findings.estimates import require_every_query
 from semdiag.measuring.findings.findings import Findings
+from semdiag.measuring.findings.pairing import find_pairs
+from semdiag.measuring.findings.strict_json import json_ready, schema
+from semdiag.questions.dispersion.answer.pairs import GATED, GateResult, dispersion_gate, require_one_partner
 from semdiag.reporting.gate.drift import TOLERANCE, Compared, Drift, compared, drift, tracked_numbers
 from semdiag.reporting.gate.invariants import Invariant, invariants
 from semdiag.reporting.gate.layers import LayerGate, layer_gate
-from semdiag.questions.dispersion.answer.pairs import GATED, GateResult, dispersion_gate, require_one_partner
 from semdiag.reporting.gate.rules import Rule, RuleResult, apply_rules
-from semdiag.measuring.findings.pairing import find_pairs
-from semdiag.measuring.findings.strict_json import json_ready, schema
 
 PROBED = 50  # samples on which masks are put under noise
 

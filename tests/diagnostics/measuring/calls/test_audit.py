@@ -213,8 +213,8 @@ def test_half_precision_has_a_residual_of_its_rounding():
     residual = float(found.models["residual"].item())
     assert 1e-4 < residual < 3e-2
     assert found.provenance["dtype"] == "bfloat16"
-    from semdiag.reporting.capture_words import capture_sentences
     from semdiag.measuring.findings.findings import Findings
+    from semdiag.reporting.capture_words import capture_sentences
     from semdiag.reporting.gate.invariants import invariants
 
     findings = Findings(found)

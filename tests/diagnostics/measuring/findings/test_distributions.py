@@ -4,7 +4,12 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from semdiag.measuring.findings.distributions import all_by_name, layer_percentiles, percentile_table, pooled_percentiles
+from semdiag.measuring.findings.distributions import (
+    all_by_name,
+    layer_percentiles,
+    percentile_table,
+    pooled_percentiles,
+)
 from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.table import ALL
 

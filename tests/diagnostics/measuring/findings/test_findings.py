@@ -2,13 +2,13 @@
 
 import pandas as pd
 import pytest
+from semdiag.questions.summaries import SUMMARIES
 
 from semdiag.measuring.findings.findings import Findings
-from semdiag.questions.mask_stability.answer import mask_table
 from semdiag.measuring.findings.pairing import compared_pairs
-from semdiag.questions.separation.answer import separation_summary
 from semdiag.questions.convergence.answer.speed_and_dispersion import run_statistics, speed_dispersion_table
-from semdiag.questions.summaries import SUMMARIES
+from semdiag.questions.mask_stability.answer import mask_table
+from semdiag.questions.separation.answer import separation_summary
 
 
 @pytest.fixture

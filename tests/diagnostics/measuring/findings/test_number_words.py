@@ -2,8 +2,8 @@
 
 import pytest
 
-from semdiag.questions.glance import _span
 from semdiag.measuring.findings.number_words import percent
+from semdiag.presenting.glance import span_words
 
 
 @pytest.mark.parametrize(
@@ -27,4 +27,4 @@ def test_only_none_and_all_read_as_0_and_100(share, whole, tenths):
     [([0.5], "50"), ([0.5, 0.98], "50–98"), ([-0.03, 0.98], "−3 to 98"), ([0.85, 0.9999], "85 to > 99.9")],
 )
 def test_a_span_with_signs_is_told_with_a_word(values, said):
-    assert _span(values, percent) == said
+    assert span_words(values, percent) == said

@@ -9,8 +9,8 @@ from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.measurements import Measurements
 from semdiag.presenting.drawing.panels import attention_label, panels_of
 from semdiag.presenting.drawing.style import ATTENTION_STYLES
-from semdiag.reporting.report import in_short
 from semdiag.questions.registry import SECTIONS
+from semdiag.reporting.report import in_short
 from semdiag_models import ATTENTIONS
 
 

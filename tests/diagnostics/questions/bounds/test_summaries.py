@@ -4,17 +4,17 @@ import json
 
 import numpy as np
 import pytest
+from semdiag.questions.summaries import SUMMARIES
 
-from semdiag.questions.bounds.terminal import print_bounds
+from semdiag.measuring.conditions import Conditions
+from semdiag.measuring.findings.finding import Verdict
 from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.findings.strict_json import number_from_json
-from semdiag.questions.summaries import SUMMARIES
-from semdiag.measuring.findings.finding import Verdict
-from semdiag.measuring.conditions import Conditions
+from semdiag.measuring.survey import survey
 from semdiag.questions.bounds.measure.probe import BoundsPlan
+from semdiag.questions.bounds.terminal import print_bounds
 from semdiag.questions.stability.measure.probe import SecantsPlan
 from semdiag.questions.stability.measure.softmax_bounds import with_bounds
-from semdiag.measuring.survey import survey
 
 
 @pytest.fixture(scope="module")

@@ -5,16 +5,16 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from semdiag.mathematics.softmax_stability import fixed_mask_stability
 from semdiag.measuring.findings.findings import Findings
-from semdiag.questions.glance import exceeding_pairs
 from semdiag.measuring.findings.pairing import find_pairs
+from semdiag.measuring.measurements import Measurements
+from semdiag.measuring.schema import optional_tables
+from semdiag.presenting.drawing.panels import NothingToDrawError
 from semdiag.questions.bounds.answer.corollary import corollary_table
 from semdiag.questions.bounds.answer.published import published_table
-from semdiag.mathematics.softmax_stability import fixed_mask_stability
-from semdiag.measuring.measurements import Measurements
-from semdiag.measuring.schema import OPTIONAL
-from semdiag.presenting.drawing.panels import NothingToDrawError
 from semdiag.questions.registry import FIGURES
+from semdiag.questions.stability.glance import exceeding_pairs
 
 # shared/theory.md, section 4: left sides of the paper's conditions at p75, p90, p95, p100.
 PUBLISHED = {
@@ -196,7 +196,9 @@ def test_a_tie_is_said_and_not_drawn(known):
 
 
 def test_without_constants_the_sound_margin_in_x_is_not_known(known):
-    figure = FIGURES["corollary_conditions"](Findings(known.replace(constants=OPTIONAL["constants"].empty())))
+    figure = FIGURES["corollary_conditions"](
+        Findings(known.replace(constants=optional_tables()["constants"].empty()))
+    )
     assert "X: not known (the norms were not measured)" in words(figure)
 
 

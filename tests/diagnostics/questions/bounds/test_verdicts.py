@@ -6,18 +6,18 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from semdiag.mathematics.bounds.corollary import paper_input_condition, paper_weight_condition
+from semdiag.measuring.findings.finding import Finding, Verdict, agreed, of_rows
 from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.findings.pairing import compared_pairs, differences, find_pairs, pairs_against
-from semdiag.questions.bounds.answer.summary import bounds_summary, parameter_findings
+from semdiag.measuring.tables import OUT_OF_REACH, REMARKS
 from semdiag.questions.bounds.answer.consequences import consequence_findings
 from semdiag.questions.bounds.answer.corollary import corollary_findings, pair_percentiles
-from semdiag.measuring.findings.finding import Finding, Verdict, agreed, of_rows
-from semdiag.questions.stability.answer import stability_findings
-from semdiag.mathematics.bounds.corollary import paper_input_condition, paper_weight_condition
+from semdiag.questions.bounds.answer.summary import bounds_summary, parameter_findings
 from semdiag.questions.bounds.measure.constants import CONSTANTS, PARAMETERS
-from semdiag.questions.stability.measure.probe import SECANTS
-from semdiag.measuring.tables import OUT_OF_REACH, REMARKS
 from semdiag.questions.bounds.words import bounds_sentences
+from semdiag.questions.stability.answer import stability_findings
+from semdiag.questions.stability.measure.probe import SECANTS
 
 TOPK = {"attention": "topk", "k": 2}
 

@@ -8,11 +8,11 @@ import pandas as pd
 import pytest
 
 from semdiag.measuring.findings.findings import Findings
-from semdiag.questions.predictors.answer.mask_cells import STAGES
 from semdiag.measuring.measurements import Measurements
-from semdiag.measuring.schema import OPTIONAL
+from semdiag.measuring.schema import optional_tables
 from semdiag.presenting.drawing.panels import NothingToDrawError
 from semdiag.questions.convergence.words import convergence_sentences, interval_words, speed_words
+from semdiag.questions.predictors.answer.mask_cells import STAGES
 from semdiag.questions.predictors.words import predictor_sentences
 from semdiag.questions.registry import FIGURES
 
@@ -29,7 +29,9 @@ def runs(model):
         rows.append(facts)
         if row["attention"] == "block":
             history.loc[history["model"] == row["model"], "train_accuracy"] = 0.5
-    table = OPTIONAL["runs"].of_rows(dict(zip(OPTIONAL["runs"].columns, row, strict=True)) for row in rows)
+    table = optional_tables()["runs"].of_rows(
+        dict(zip(optional_tables()["runs"].columns, row, strict=True)) for row in rows
+    )
     return made.replace({**made.provenance, "target": 0.95}, runs=table, history=history)
 
 
@@ -77,7 +79,9 @@ def numbers(runs, name, places, quantities):
         (*(model, *place), quantity, statistic, value)
         for model in runs.runs["model"] for place in places for quantity, statistic, value in quantities
     ]  # fmt: skip
-    return OPTIONAL[name].of_rows(dict(zip(OPTIONAL[name].columns, row, strict=True)) for row in rows)
+    return optional_tables()[name].of_rows(
+        dict(zip(optional_tables()[name].columns, row, strict=True)) for row in rows
+    )
 
 
 def test_other_lengths_are_drawn_with_their_intervals(runs):
@@ -129,7 +133,7 @@ def predicted():
     runs, history, predictors = [], [], []
     for n, mask in enumerate(masks):
         facts = (mask, "made", mask, mask.split("-")[0], 1, json.dumps({"task": "made"}), 2, 2, "finished")
-        runs.append(dict(zip(OPTIONAL["runs"].columns, facts, strict=True)))
+        runs.append(dict(zip(optional_tables()["runs"].columns, facts, strict=True)))
         history += [
             {"model": mask, "epoch": epoch, "train_loss": loss, "train_accuracy": 0.5, "holdout_accuracy": 0.5}
             for epoch, loss in ((1, 1.0), (2, 1 - 0.1 * n))
@@ -139,7 +143,9 @@ def predicted():
             for epoch in (0, 2) for name in ("response", "entropy")
         ]  # fmt: skip
     none = pd.DataFrame({"model": []})
-    tables = {name: OPTIONAL[name].of_rows(rows) for name, rows in (("runs", runs), ("predictors", predictors))}
+    tables = {
+        name: optional_tables()[name].of_rows(rows) for name, rows in (("runs", runs), ("predictors", predictors))
+    }
     return Findings(Measurements(none, none, none, pd.DataFrame(history), none, {"target": 0.95}, **tables))
 
 

@@ -5,8 +5,8 @@ import pandas as pd
 import pytest
 
 from semdiag.measuring.findings.findings import Findings
-from semdiag.questions.heads.answer import first_k, head_table, heads_glance
 from semdiag.measuring.measurements import Measurements
+from semdiag.questions.heads.answer import first_k, head_table, heads_glance
 
 
 def made(attention, kept, **columns):

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from semdiag.capturing.attention_calls import watch_attention
-from semdiag.measuring.findings.findings import Findings
-from semdiag.questions.k_sweep.answer.summary import condition_table, conditions_met
 from semdiag.mathematics.bounds.corollary import paper_input_condition, paper_weight_condition
 from semdiag.mathematics.paper_stability import paper_heavy_hitter_stability
 from semdiag.mathematics.softmax_stability import fixed_mask_stability, heavy_hitter_stability
+from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.measure import measure
 from semdiag.measuring.percentiles import percentiles
+from semdiag.questions.k_sweep.answer.summary import condition_table, conditions_met
 from semdiag.questions.k_sweep.measure.probe import K_SWEEP_TABLE, KSweepPlan, k_sweep, k_sweep_tables
 from semdiag_models import Encoder, InputError
 

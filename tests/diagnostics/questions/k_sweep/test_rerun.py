@@ -16,16 +16,16 @@ import semdiag
 from semdiag.capturing.attention_calls import watch_attention
 from semdiag.capturing.loading import LoadedModel
 from semdiag.capturing.sparsify import TopK, sparsify
+from semdiag.measuring.conditions import Conditions
 from semdiag.measuring.findings.findings import Findings
-from semdiag.questions.k_sweep.answer.summary import k_sweep_summary
+from semdiag.measuring.survey import survey
 from semdiag.questions.k_sweep.answer.rerun import budget_content
 from semdiag.questions.k_sweep.answer.sparse_verdict import sparse_verdict
-from semdiag.measuring.conditions import Conditions
+from semdiag.questions.k_sweep.answer.summary import k_sweep_summary
 from semdiag.questions.k_sweep.measure.budget_search import greedy
-from semdiag.questions.k_sweep.measure.probe import KSweepPlan, k_sweep_tables
 from semdiag.questions.k_sweep.measure.key_budgets import NeededKeys
+from semdiag.questions.k_sweep.measure.probe import KSweepPlan, k_sweep_tables
 from semdiag.questions.k_sweep.measure.rerun import RERUN_TABLE, masks_of, mean_change, rerun, upper_change
-from semdiag.measuring.survey import survey
 from semdiag.questions.k_sweep.words import verdict_lines
 from semdiag_models import Encoder, InputError
 

@@ -7,14 +7,14 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from semdiag.questions.k_sweep.terminal import print_k_sweep
 from semdiag.measuring.findings.findings import Findings
-from semdiag.questions.k_sweep.answer.summary import k_sweep_summary
 from semdiag.questions.k_sweep.answer.rerun import change_table
 from semdiag.questions.k_sweep.answer.sparse_verdict import sparse_glance, sparse_verdict
+from semdiag.questions.k_sweep.answer.summary import k_sweep_summary
+from semdiag.questions.k_sweep.figures.loss_change import loss_change
 from semdiag.questions.k_sweep.measure.probe import K_SWEEP_TABLE
 from semdiag.questions.k_sweep.measure.rerun import RERUN_TABLE
-from semdiag.questions.k_sweep.figures.loss_change import loss_change
+from semdiag.questions.k_sweep.terminal import print_k_sweep
 from semdiag.questions.k_sweep.words import verdict_lines
 
 KEYS, SAMPLES = 16, 12

@@ -11,14 +11,14 @@ import torch.nn.functional as F
 
 import semdiag
 from semdiag.capturing.loading import load
-from semdiag.measuring.findings.findings import Findings
-from semdiag.questions.landscape.answer import landscape_facts, working_distance
 from semdiag.mathematics.planes import random_plane
 from semdiag.measuring.conditions import Conditions
 from semdiag.measuring.encoders.movable import MovableEncoder
+from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.measure import measure
-from semdiag.questions.landscape.measure import LandscapePlan, landscape
 from semdiag.measuring.survey import survey
+from semdiag.questions.landscape.answer import landscape_facts, working_distance
+from semdiag.questions.landscape.measure import LandscapePlan, landscape
 from semdiag_models import Encoder, InputError
 
 FEW = LandscapePlan(grid=5, radius=0.5)

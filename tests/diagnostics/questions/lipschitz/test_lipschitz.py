@@ -13,22 +13,22 @@ import torch
 import torch.nn.functional as F
 
 import semdiag
-from semdiag.measuring.findings.findings import Findings
-from semdiag.measuring.findings.pairing import Pair
-from semdiag.measuring.findings.resampling import FEWEST
-from semdiag.measuring.findings.finding import Verdict
-from semdiag.questions.lipschitz.answer.summary import END_POINTS, SECANTS, estimate_findings, ordering_findings
-from semdiag.questions.lipschitz.answer.secant_percentiles import secant_percentiles, secant_ratios
 from semdiag.mathematics.power_iteration import token_jacobian_norm
 from semdiag.measuring.encoders.movable import MovableEncoder
 from semdiag.measuring.encoders.network_constants import network_forms
 from semdiag.measuring.encoders.traces import trace_inputs
+from semdiag.measuring.findings.finding import Verdict
+from semdiag.measuring.findings.findings import Findings
+from semdiag.measuring.findings.pairing import Pair
+from semdiag.measuring.findings.resampling import FEWEST
 from semdiag.measuring.measurements import Measurements
+from semdiag.measuring.schema import optional_tables
+from semdiag.questions.lipschitz.answer.secant_percentiles import secant_percentiles, secant_ratios
+from semdiag.questions.lipschitz.answer.summary import END_POINTS, SECANTS, estimate_findings, ordering_findings
 from semdiag.questions.lipschitz.measure.block_jacobians import block_jacobians, plain_attention
 from semdiag.questions.lipschitz.measure.gradients import ball_gradients, gradient_norms
 from semdiag.questions.lipschitz.measure.probe import LOSS_SECANTS, LipschitzPlan, end_points, lipschitz
 from semdiag.questions.lipschitz.measure.secants import GROUPS, LINES, line_secants, plane_secants
-from semdiag.measuring.schema import OPTIONAL
 from semdiag.questions.lipschitz.words import lipschitz_sentences
 from semdiag_models import Encoder, InputError
 
@@ -259,7 +259,7 @@ def test_deterministic_under_its_seed_and_nothing_left_behind(tiny_models, input
     assert sum(steps) == fewest.points
     for name, table in one.items():
         pd.testing.assert_frame_equal(table, again[name])
-        assert list(table) == list(OPTIONAL[name].columns)
+        assert list(table) == list(optional_tables()[name].columns)
     assert not one["loss_secants"]["slope"].equals(other["loss_secants"]["slope"])
     assert all(torch.equal(a, b) for a, b in zip(before[0], model.module.parameters(), strict=True))
     assert torch.equal(before[1], torch.get_rng_state())

@@ -8,17 +8,17 @@ import pytest
 from matplotlib.text import Text
 
 from semdiag.measuring.findings.findings import Findings
-from semdiag.questions.glance import masks_glance
-from semdiag.questions.mask_stability.answer import mask_summary
-from semdiag.questions.k_sweep.answer.rerun import change_table
 from semdiag.measuring.measurements import Measurements
 from semdiag.presenting.drawing.panels import NothingToDrawError
-from semdiag.reporting.report import measured_sections, write_report
+from semdiag.questions.k_sweep.answer.rerun import change_table
 from semdiag.questions.k_sweep.page import k_sweep_tables
 from semdiag.questions.k_sweep.words import k_sweep_sentences
+from semdiag.questions.mask_stability.answer import mask_summary
+from semdiag.questions.mask_stability.glance import masks_glance
 from semdiag.questions.mask_stability.page import mask_tables
 from semdiag.questions.mask_stability.words import mask_sentences, masks_in_short
 from semdiag.questions.registry import FIGURES
+from semdiag.reporting.report import measured_sections, write_report
 
 LEVELS = (0.01, 0.1)
 

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 
 from semdiag.capturing.loading import load
 from semdiag.measuring.conditions import Conditions
-from semdiag.questions.over_training.measure import measure_along, snapshots_of
 from semdiag.measuring.survey import survey
+from semdiag.questions.over_training.measure import measure_along, snapshots_of
 
 
 @pytest.fixture(scope="module")

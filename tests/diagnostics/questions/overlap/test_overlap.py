@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from semdiag.capturing.attention_calls import watch_attention
-from semdiag.measuring.findings.findings import Findings
-from semdiag.questions.overlap.answer import overlap_summary, overlap_table
 from semdiag.measuring.calls.scored_rows import scored_rows
 from semdiag.measuring.conditions import Conditions
-from semdiag.questions.overlap.measure import OverlapPlan, expected_jaccard, mask_overlap
+from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.survey import survey
+from semdiag.questions.overlap.answer import overlap_summary, overlap_table
+from semdiag.questions.overlap.measure import OverlapPlan, expected_jaccard, mask_overlap
 from semdiag.questions.overlap.page import OVERLAP
 from semdiag_models import InputError
 

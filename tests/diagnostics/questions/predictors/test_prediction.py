@@ -8,10 +8,17 @@ import pandas as pd
 import pytest
 
 from semdiag.measuring.findings.findings import Findings
-from semdiag.questions.predictors.answer.mask_cells import OUTCOMES, STAGES, UNSHARED, left_out_runs, mask_cells, run_outcomes
-from semdiag.questions.predictors.answer.prediction import held_out_tasks, predictor_table, rank_candidates
 from semdiag.measuring.measurements import Measurements
 from semdiag.measuring.runs.tables import PREDICTORS, RUNS
+from semdiag.questions.predictors.answer.mask_cells import (
+    OUTCOMES,
+    STAGES,
+    UNSHARED,
+    left_out_runs,
+    mask_cells,
+    run_outcomes,
+)
+from semdiag.questions.predictors.answer.prediction import held_out_tasks, predictor_table, rank_candidates
 from semdiag.questions.predictors.words import predictor_sentences, predictors_in_short
 
 MASKS = ("full", "topk-1", "topk-5", "banded-5", "block-5", "bottomk-5", "random-5", "random-8")

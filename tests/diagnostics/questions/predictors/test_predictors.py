@@ -8,10 +8,10 @@ import torch
 
 from semdiag.capturing.loading import load
 from semdiag.measuring.conditions import Conditions
+from semdiag.measuring.survey import survey
 from semdiag.questions.lipschitz.measure.probe import LipschitzPlan, lipschitz
 from semdiag.questions.mask_stability.measure.probe import NoisePlan, mask_stability
 from semdiag.questions.predictors.measure import CANDIDATES, RADIUS, measure_predictors
-from semdiag.measuring.survey import survey
 from semdiag_models import TrainingConfig, open_run, train_run
 
 CONDITIONS = Conditions(samples=10, dtype="float64")

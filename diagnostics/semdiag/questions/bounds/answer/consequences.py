@@ -4,13 +4,13 @@ import math
 
 import pandas as pd
 
-from semdiag.questions.convergence.answer.epochs import epochs_to
+from semdiag.mathematics.learning import gap_ratio
+from semdiag.measuring.findings.finding import Finding, Verdict
 from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.findings.pairing import Pair, attention_word, differences
-from semdiag.measuring.findings.finding import Finding, Verdict
-from semdiag.mathematics.learning import gap_ratio
 from semdiag.measuring.measurements import Measurements
 from semdiag.measuring.tables import OUT_OF_REACH
+from semdiag.questions.convergence.answer.epochs import epochs_to
 
 LEARNING = "the smaller Lipschitz constant learns faster and generalises better"
 SMOOTHNESS = (0.0, 1.0, 9.0)  # stated γc; 0 gives the convex case's power 2

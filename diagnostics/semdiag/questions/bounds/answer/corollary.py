@@ -9,11 +9,6 @@ import pandas as pd
 import torch
 
 from semdiag.capturing.attention_kinds import BOUNDED, HEAVY_HITTERS, rows_of
-from semdiag.measuring.findings.divergence import diverged
-from semdiag.measuring.findings.estimates import require_every_query
-from semdiag.measuring.findings.findings import Findings
-from semdiag.measuring.findings.pairing import Pair, differences
-from semdiag.measuring.findings.finding import Finding, Verdict, agreed
 from semdiag.mathematics.attention_rows import AttentionRows, fixed_mask_rows
 from semdiag.mathematics.bounds.attention_bounds import HeadNorms, attention_map_bound_from_load
 from semdiag.mathematics.bounds.corollary import (
@@ -24,6 +19,11 @@ from semdiag.mathematics.bounds.corollary import (
     sound_input_margin,
     sound_weight_margin,
 )
+from semdiag.measuring.findings.divergence import diverged
+from semdiag.measuring.findings.estimates import require_every_query
+from semdiag.measuring.findings.finding import Finding, Verdict, agreed
+from semdiag.measuring.findings.findings import Findings
+from semdiag.measuring.findings.pairing import Pair, differences
 from semdiag.measuring.measurements import Measurements
 from semdiag_models.attention.kinds import LOCAL
 

@@ -3,8 +3,8 @@
 import pandas as pd
 import torch
 
-from semdiag.questions.bounds.answer.corollary import PAPER_PERCENTILES
 from semdiag.mathematics.bounds.corollary import paper_input_condition, paper_weight_condition
+from semdiag.questions.bounds.answer.corollary import PAPER_PERCENTILES
 
 PUBLISHED_K = 5
 # Source: the table of dispersions, separations and loads in arXiv 2506.14095. Top-k with k = 5; percentiles

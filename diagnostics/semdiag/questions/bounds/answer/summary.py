@@ -7,12 +7,12 @@ from typing import Any
 
 import pandas as pd
 
+from semdiag.measuring.findings.finding import Finding, Verdict, log10, of_rows, verdicts_of
 from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.findings.pairing import compared_pairs, differences
 from semdiag.measuring.findings.strict_json import MODEL_FACTS, Summary, json_object
 from semdiag.questions.bounds.answer.consequences import consequence_findings
 from semdiag.questions.bounds.answer.corollary import corollary_findings
-from semdiag.measuring.findings.finding import Finding, Verdict, log10, of_rows, verdicts_of
 
 SCOPE = (
     "Each constant is the largest over the evaluated inputs at this checkpoint. The paper's form is one value for "

@@ -5,12 +5,12 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from semdiag.measuring.findings.finding import Verdict
 from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.findings.pairing import compared_pairs
-from semdiag.questions.bounds.answer.corollary import HEURISTIC, PAPER_PERCENTILES, corollary_table
-from semdiag.measuring.findings.finding import Verdict
 from semdiag.presenting.drawing.panels import NothingToDrawError
 from semdiag.presenting.drawing.style import INK, finished, panel_grid, paper_style, title_with_facts
+from semdiag.questions.bounds.answer.corollary import HEURISTIC, PAPER_PERCENTILES, corollary_table
 
 _COLORS = {"W": "#4c72b0", "X": "#dd8452"}
 _HATCHES = {"W": "", "X": "///"}

@@ -8,12 +8,10 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from semdiag.mathematics.bounds.corollary import paper_input_condition, paper_weight_condition
+from semdiag.measuring.findings.finding import Verdict
 from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.findings.pairing import compared_pairs
-from semdiag.questions.bounds.answer.corollary import HEURISTIC, JUDGED_PERCENTILES, corollary_table
-from semdiag.measuring.findings.finding import Verdict
-from semdiag.questions.bounds.answer.published import published_table
-from semdiag.mathematics.bounds.corollary import paper_input_condition, paper_weight_condition
 from semdiag.presenting.drawing.panels import NothingToDrawError
 from semdiag.presenting.drawing.style import (
     ATTENTION_STYLES,
@@ -23,6 +21,8 @@ from semdiag.presenting.drawing.style import (
     paper_style,
     title_with_facts,
 )
+from semdiag.questions.bounds.answer.corollary import HEURISTIC, JUDGED_PERCENTILES, corollary_table
+from semdiag.questions.bounds.answer.published import published_table
 
 DISPERSIONS = (3.0, 10.0, 30.0)  # δ_s of the regions, in nats
 LOADS = (1.0, 8.0)  # β of the regions; the condition in W does not know β

@@ -8,9 +8,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from semdiag.measuring.findings.findings import Findings
-from semdiag.questions.bounds.answer.summary import parameter_findings
 from semdiag.measuring.findings.finding import Finding, Verdict, log10
+from semdiag.measuring.findings.findings import Findings
 from semdiag.presenting.drawing.panels import NothingToDrawError, panels_of
 from semdiag.presenting.drawing.powers import power_of_ten, powers_of_ten
 from semdiag.presenting.drawing.style import (
@@ -22,6 +21,7 @@ from semdiag.presenting.drawing.style import (
     paper_style,
     title_with_facts,
 )
+from semdiag.questions.bounds.answer.summary import parameter_findings
 
 GROUPS = ("qk", "value-output", "mlp-in", "mlp-out")
 _PAPER = "#b0622a"

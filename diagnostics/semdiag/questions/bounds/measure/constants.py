@@ -16,8 +16,8 @@ from semdiag.mathematics.logarithms import log
 from semdiag.measuring.encoders.network_constants import BlockForms, NetworkForms, network_forms
 from semdiag.measuring.encoders.traces import trace_inputs
 from semdiag.measuring.encoders.weights import named_tensors, not_finite
-from semdiag.questions.bounds.measure.slopes import Slope, parameter_slopes
 from semdiag.measuring.table import ALL, Table
+from semdiag.questions.bounds.measure.slopes import Slope, parameter_slopes
 from semdiag_models import Encoder
 
 CONSTANTS = Table(

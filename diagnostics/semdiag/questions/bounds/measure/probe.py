@@ -41,4 +41,11 @@ def _provenance(plan: BoundsPlan, samples: int, few: int) -> dict[str, Any]:
     return {"bound_samples": min(SAMPLES, samples)}
 
 
-BOUNDS = Probe("bounds", BoundsPlan, (CONSTANTS, PARAMETERS, PROJECTIONS), _measure, provenance=_provenance)
+BOUNDS = Probe(
+    "bounds",
+    BoundsPlan,
+    (CONSTANTS, PARAMETERS, PROJECTIONS),
+    _measure,
+    provenance=_provenance,
+    reported=lambda options: BoundsPlan(),
+)

@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from semdiag.measuring.findings.findings import Findings
 from semdiag.mathematics.censored import kaplan_meier_median, logrank_p, median_interval
+from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.measurements import Measurements
 from semdiag.measuring.runs.training_runs import NOT_BEGUN, TARGET, setting_labels
 

@@ -2,10 +2,10 @@
 
 import pandas as pd
 
-from semdiag.questions.convergence.answer.epochs import arrivals, over_seeds, speed_ups
 from semdiag.measuring.findings.distributions import known_rows
 from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.findings.resampling import ratio_interval
+from semdiag.questions.convergence.answer.epochs import arrivals, over_seeds, speed_ups
 
 _RESAMPLES = 200
 

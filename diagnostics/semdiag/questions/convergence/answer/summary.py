@@ -1,11 +1,11 @@
 """The findings of ``semdiag convergence`` as plain values."""
 
-from semdiag.questions.convergence.answer.epochs import arrivals
 from semdiag.measuring.findings.findings import Findings
+from semdiag.measuring.findings.strict_json import MODEL_FACTS, Summary, json_object, records
+from semdiag.questions.convergence.answer.epochs import arrivals
+from semdiag.questions.convergence.answer.speed_and_dispersion import run_statistics, speed_dispersion_table
 from semdiag.questions.predictors.answer.mask_cells import left_out_runs
 from semdiag.questions.predictors.answer.prediction import held_out_tasks, predictor_table
-from semdiag.questions.convergence.answer.speed_and_dispersion import run_statistics, speed_dispersion_table
-from semdiag.measuring.findings.strict_json import MODEL_FACTS, Summary, json_object, records
 
 _ARRIVAL = (
     *("target", "arrival", "epochs", "planned", "state", "train_accuracy", "holdout_accuracy"),

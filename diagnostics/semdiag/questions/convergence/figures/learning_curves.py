@@ -5,7 +5,6 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from semdiag.questions.convergence.answer.epochs import arrivals, seed_curves
 from semdiag.measuring.findings.findings import Findings
 from semdiag.presenting.drawing.noise import percent
 from semdiag.presenting.drawing.panels import NothingToDrawError
@@ -18,6 +17,7 @@ from semdiag.presenting.drawing.style import (
     paper_style,
     title_with_facts,
 )
+from semdiag.questions.convergence.answer.epochs import arrivals, seed_curves
 from semdiag.questions.convergence.words import arrival_words
 
 

@@ -8,7 +8,6 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator
 
-from semdiag.questions.convergence.answer.epochs import arrivals, over_seeds, speed_ups
 from semdiag.measuring.findings.findings import Findings
 from semdiag.presenting.drawing.panels import NothingToDrawError
 from semdiag.presenting.drawing.style import (
@@ -20,6 +19,7 @@ from semdiag.presenting.drawing.style import (
     paper_style,
     plain_numbers,
 )
+from semdiag.questions.convergence.answer.epochs import arrivals, over_seeds, speed_ups
 from semdiag.questions.convergence.words import target_words, targets_sentence
 
 _ARROW = 1.35  # length of an arrow, as a factor

@@ -4,7 +4,6 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator
 
 from semdiag.measuring.findings.findings import Findings
-from semdiag.questions.convergence.answer.speed_and_dispersion import speed_dispersion_table
 from semdiag.presenting.drawing.panels import NothingToDrawError
 from semdiag.presenting.drawing.style import (
     FAINT,
@@ -15,8 +14,9 @@ from semdiag.presenting.drawing.style import (
     plain_numbers,
     wrapped,
 )
-from semdiag.questions.convergence.words import target_words, targets_sentence
+from semdiag.questions.convergence.answer.speed_and_dispersion import speed_dispersion_table
 from semdiag.questions.convergence.figures.speed_up import draw_speed
+from semdiag.questions.convergence.words import target_words, targets_sentence
 
 
 @paper_style

@@ -6,8 +6,8 @@ from matplotlib.figure import Figure
 from semdiag.measuring.findings.distributions import pooled_percentiles
 from semdiag.measuring.findings.findings import Findings
 from semdiag.presenting.drawing.style import finished, panel_grid, paper_style, plain_numbers, title_with_facts
-from semdiag.questions.separation.figures.key_load import draw_loads, load_fact
 from semdiag.questions.counterfactual.figures.boxes import dense_panels, k_style
+from semdiag.questions.separation.figures.key_load import draw_loads, load_fact
 
 
 @paper_style

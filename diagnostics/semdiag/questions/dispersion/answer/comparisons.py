@@ -13,12 +13,12 @@ from semdiag.measuring.findings.distributions import known_rows, pooled_percenti
 from semdiag.measuring.findings.divergence import diverged
 from semdiag.measuring.findings.estimates import in_part
 from semdiag.measuring.findings.findings import Findings
-from semdiag.questions.dispersion.answer.pairs import GateResult, dispersion_gate
 from semdiag.measuring.findings.layered_summary import Percentile, by_layer, without
+from semdiag.measuring.findings.number_words import interval_words, ratio_words
 from semdiag.measuring.findings.pairing import Pair, find_pairs
 from semdiag.measuring.findings.resampling import Interval, ratio_interval
-from semdiag.measuring.findings.number_words import interval_words, ratio_words
 from semdiag.measuring.findings.strict_json import Summary
+from semdiag.questions.dispersion.answer.pairs import GateResult, dispersion_gate
 
 _WHEN = {"last": "", "initialisation": "At initialisation: ", "best": "Best snapshots: "}
 

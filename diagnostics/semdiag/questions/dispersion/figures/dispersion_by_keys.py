@@ -4,7 +4,6 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from semdiag.questions.dispersion.answer.comparisons import FEWEST, dispersion_by_number_of_keys
 from semdiag.measuring.findings.findings import Findings
 from semdiag.presenting.drawing.panels import NothingToDrawError, Panel, panels_of
 from semdiag.presenting.drawing.style import (
@@ -16,6 +15,7 @@ from semdiag.presenting.drawing.style import (
     plain_numbers,
     title_with_facts,
 )
+from semdiag.questions.dispersion.answer.comparisons import FEWEST, dispersion_by_number_of_keys
 
 
 @paper_style

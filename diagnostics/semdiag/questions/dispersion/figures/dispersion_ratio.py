@@ -4,10 +4,10 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from semdiag.questions.dispersion.answer.comparisons import RATIO_PERCENTILES, layer_ratios
 from semdiag.measuring.findings.findings import Findings
 from semdiag.presenting.drawing.panels import NothingToDrawError, Panel, panels_of
 from semdiag.presenting.drawing.style import FAINT, finished, lightened, panel_grid, paper_style, plain_numbers
+from semdiag.questions.dispersion.answer.comparisons import RATIO_PERCENTILES, layer_ratios
 
 
 @paper_style

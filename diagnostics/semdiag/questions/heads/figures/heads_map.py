@@ -8,9 +8,9 @@ from matplotlib.colors import LogNorm, Normalize
 from matplotlib.figure import Figure
 
 from semdiag.measuring.findings.findings import Findings
-from semdiag.questions.heads.answer import first_k, head_table
 from semdiag.presenting.drawing.panels import NothingToDrawError, short_labels
 from semdiag.presenting.drawing.style import note_below, page_width, panel_grid, paper_style, plain_numbers
+from semdiag.questions.heads.answer import first_k, head_table
 
 _FAR = 10  # between the largest and the smallest δ, above which colours are logarithmic
 _TALL = 60  # heads of all models together, above which their rows get lower

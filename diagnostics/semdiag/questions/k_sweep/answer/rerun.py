@@ -9,8 +9,8 @@ import pandas as pd
 from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.findings.resampling import Interval, sum_ratio_interval
 from semdiag.measuring.findings.strict_json import records
-from semdiag.questions.k_sweep.measure.rerun import NO_MASK, TOLERANCES, TOP_K, measure_of
 from semdiag.measuring.table import ALL
+from semdiag.questions.k_sweep.measure.rerun import NO_MASK, TOLERANCES, TOP_K, measure_of
 
 
 def change_table(findings: Findings) -> pd.DataFrame:

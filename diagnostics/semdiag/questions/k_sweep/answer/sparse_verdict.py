@@ -8,12 +8,12 @@ import pandas as pd
 
 from semdiag.capturing.attention_kinds import DENSE, SCORED
 from semdiag.measuring.findings.findings import Findings
-from semdiag.questions.glance import Answer, Glance
-from semdiag.questions.k_sweep.answer.rerun import change_table
 from semdiag.measuring.findings.number_words import percent
 from semdiag.measuring.findings.strict_json import records
-from semdiag.questions.k_sweep.measure.rerun import LEAST_SAMPLES, RANDOM, TOLERANCES, TOP_K
 from semdiag.measuring.table import ALL
+from semdiag.presenting.glance import Answer, Glance
+from semdiag.questions.k_sweep.answer.rerun import change_table
+from semdiag.questions.k_sweep.measure.rerun import LEAST_SAMPLES, RANDOM, TOLERANCES, TOP_K
 
 MASS = 0.95  # of the attention weight, where it is all that is known
 NEAR_UNIFORM = 0.95  # entropy of half of the queries' weights, in that of uniform weights

@@ -8,14 +8,14 @@ import numpy as np
 import pandas as pd
 import torch
 
+from semdiag.mathematics.bounds.corollary import paper_input_condition, paper_weight_condition
 from semdiag.measuring.findings.estimates import drawing, drawn
 from semdiag.measuring.findings.findings import Findings
+from semdiag.measuring.findings.strict_json import MODEL_FACTS, Summary, json_object, records
+from semdiag.measuring.table import ALL
+from semdiag.questions.bounds.answer.corollary import JUDGED_PERCENTILES, PAPER_PERCENTILES, separation_rounding
 from semdiag.questions.k_sweep.answer.rerun import change_table
 from semdiag.questions.k_sweep.answer.sparse_verdict import sparse_verdict
-from semdiag.measuring.findings.strict_json import MODEL_FACTS, Summary, json_object, records
-from semdiag.questions.bounds.answer.corollary import JUDGED_PERCENTILES, PAPER_PERCENTILES, separation_rounding
-from semdiag.mathematics.bounds.corollary import paper_input_condition, paper_weight_condition
-from semdiag.measuring.table import ALL
 
 SCOPE = (
     "Within one model: its own scores, if each query kept only its k largest. A model trained with that k has "

@@ -6,9 +6,6 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from semdiag.measuring.findings.findings import Findings
-from semdiag.questions.k_sweep.answer.summary import condition_table
-from semdiag.questions.k_sweep.answer.sparse_verdict import MASS
-from semdiag.questions.bounds.answer.corollary import JUDGED_PERCENTILES
 from semdiag.measuring.table import ALL
 from semdiag.presenting.drawing.panels import NothingToDrawError, short_labels
 from semdiag.presenting.drawing.style import (
@@ -20,6 +17,9 @@ from semdiag.presenting.drawing.style import (
     paper_style,
     plain_numbers,
 )
+from semdiag.questions.bounds.answer.corollary import JUDGED_PERCENTILES
+from semdiag.questions.k_sweep.answer.sparse_verdict import MASS
+from semdiag.questions.k_sweep.answer.summary import condition_table
 
 _HIGHEST = 5.0  # of the axis of left sides: far above 1 it does not matter how far
 _FEW = 3  # models, above which a second line of each would hide the others

@@ -7,8 +7,6 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullLocator
 
 from semdiag.measuring.findings.findings import Findings
-from semdiag.questions.k_sweep.answer.rerun import change_table
-from semdiag.questions.k_sweep.answer.sparse_verdict import MASS, tolerance_of
 from semdiag.presenting.drawing.panels import NothingToDrawError, short_labels
 from semdiag.presenting.drawing.style import (
     FAINT,
@@ -19,6 +17,8 @@ from semdiag.presenting.drawing.style import (
     paper_style,
     plain_numbers,
 )
+from semdiag.questions.k_sweep.answer.rerun import change_table
+from semdiag.questions.k_sweep.answer.sparse_verdict import MASS, tolerance_of
 
 _FEW = 3  # models, above which the lines of their controls would hide the others
 _LINES = ("-", (0, (5, 2)), (0, (1, 1)), (0, (5, 1, 1, 1)))

@@ -9,7 +9,15 @@ from torch import Tensor
 from semdiag.capturing.batches import Batch, first_samples, samples_of, without_first
 from semdiag.capturing.loading import LoadedModel
 from semdiag.measuring.calls.running import running
-from semdiag.questions.k_sweep.measure.key_budgets import BY_MASS, GREEDY, LEVELS, NeededKeys, Place, budget_name, rules
+from semdiag.questions.k_sweep.measure.key_budgets import (
+    BY_MASS,
+    GREEDY,
+    LEVELS,
+    NeededKeys,
+    Place,
+    budget_name,
+    rules,
+)
 from semdiag.questions.k_sweep.measure.rerun import (
     LEAST_SAMPLES,
     NO_MASK,

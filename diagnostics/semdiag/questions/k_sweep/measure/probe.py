@@ -16,11 +16,11 @@ from semdiag.measuring.calls.query_draws import QueryDraws
 from semdiag.measuring.calls.running import running, unnamed
 from semdiag.measuring.percentiles import percentiles
 from semdiag.measuring.probe import Probe, Subject, plan_of
+from semdiag.measuring.table import ALL, Table
 from semdiag.questions.k_sweep.measure.budget_search import halves, search
 from semdiag.questions.k_sweep.measure.key_budgets import BUDGET_TABLE
 from semdiag.questions.k_sweep.measure.rerun import NO_MASK, RERUN_TABLE, TOP_K, masks_of, rerun, rerun_ks
 from semdiag.questions.k_sweep.measure.top_scores import TopScores
-from semdiag.measuring.table import ALL, Table
 from semdiag_models import InputError
 
 K_SWEEP_TABLE = Table(
@@ -245,4 +245,5 @@ K_SWEEP = Probe(
     prepare=lambda plan, conditions: conditions.min_keys,
     provenance=_provenance,
     draws=True,
+    reported=lambda options: KSweepPlan(),
 )

@@ -18,8 +18,8 @@ from semdiag.capturing.sparsify import sparsify
 from semdiag.mathematics.predicted_classes import predicted_classes
 from semdiag.measuring.calls.random_numbers import DRAWS, RandomNumbers
 from semdiag.measuring.calls.running import in_evaluation, running
-from semdiag.questions.k_sweep.measure.answers import IGNORED, Answers, Reader, difference
 from semdiag.measuring.table import Table
+from semdiag.questions.k_sweep.measure.answers import IGNORED, Answers, Reader, difference
 from semdiag_models import InputError
 
 RERUN_TABLE = Table(

@@ -3,10 +3,10 @@
 from matplotlib.figure import Figure
 
 from semdiag.measuring.findings.findings import Findings
-from semdiag.questions.landscape.measure import DISPERSION_SAMPLES
 from semdiag.presenting.drawing.style import paper_style
 from semdiag.questions.landscape.figures.landscape_contour import draw_planes
 from semdiag.questions.landscape.figures.panels import plane_cells, plane_facts
+from semdiag.questions.landscape.measure import DISPERSION_SAMPLES
 
 
 @paper_style

@@ -4,10 +4,10 @@ from dataclasses import dataclass
 
 import pandas as pd
 
-from semdiag.questions.convergence.answer.epochs import arrivals, epochs_to
 from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.findings.pairing import RUN
 from semdiag.presenting.drawing.panels import Panel, Series, panels_of
+from semdiag.questions.convergence.answer.epochs import arrivals, epochs_to
 
 
 @dataclass(frozen=True)

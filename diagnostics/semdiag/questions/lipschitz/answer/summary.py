@@ -6,13 +6,13 @@ from dataclasses import replace
 import numpy as np
 import pandas as pd
 
+from semdiag.measuring.findings.finding import Finding, Verdict, log10, of_rows, verdicts_of
 from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.findings.pairing import Pair, compared_pairs
 from semdiag.measuring.findings.resampling import FEWEST
 from semdiag.measuring.findings.strict_json import MODEL_FACTS, Summary, json_object, records
-from semdiag.measuring.findings.finding import Finding, Verdict, log10, of_rows, verdicts_of
-from semdiag.questions.lipschitz.answer.secant_percentiles import PERCENTILES, secant_percentiles, secant_ratios
 from semdiag.measuring.percentiles import percentiles
+from semdiag.questions.lipschitz.answer.secant_percentiles import PERCENTILES, secant_percentiles, secant_ratios
 
 SCOPE = (
     "Every estimate is a lower one. Bounds hold for these samples at the drawn parameters, including the "

@@ -5,9 +5,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from semdiag.measuring.findings.findings import Findings
-from semdiag.questions.lipschitz.answer.secant_percentiles import PERCENTILES, RESAMPLES, secant_percentiles
 from semdiag.presenting.drawing.panels import NothingToDrawError, Panel, panels_of
 from semdiag.presenting.drawing.style import finished, panel_grid, paper_style, title_with_facts
+from semdiag.questions.lipschitz.answer.secant_percentiles import PERCENTILES, RESAMPLES, secant_percentiles
 
 
 @paper_style

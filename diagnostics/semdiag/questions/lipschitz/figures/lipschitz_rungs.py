@@ -8,12 +8,12 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.findings.finding import log10
+from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.measurements import Measurements
-from semdiag.questions.lipschitz.measure.secants import GROUPS
 from semdiag.presenting.drawing.panels import NothingToDrawError, Series, panels_of
 from semdiag.presenting.drawing.style import FAINT, INK, finished, panel_grid, paper_style, title_with_facts
+from semdiag.questions.lipschitz.measure.secants import GROUPS
 
 _NAMES = {
     "all": "all", "qk": "W_qk", "value-output": "V", "mlp-in": "P", "mlp-out": "R", "embedding": "emb.",

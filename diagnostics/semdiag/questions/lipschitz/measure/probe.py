@@ -15,10 +15,10 @@ from semdiag.measuring.calls.scored_rows import NotAvailableError
 from semdiag.measuring.encoders.movable import MovableEncoder, usable_samples
 from semdiag.measuring.encoders.weights import not_finite
 from semdiag.measuring.probe import Probe, Subject
+from semdiag.measuring.table import Table
 from semdiag.questions.lipschitz.measure.block_jacobians import block_jacobians
 from semdiag.questions.lipschitz.measure.gradients import ball_gradients
 from semdiag.questions.lipschitz.measure.secants import GROUPS, LINES, line_secants, plane_secants, radii
-from semdiag.measuring.table import Table
 from semdiag_models import Encoder, InputError
 
 LOSS_SECANTS = Table(
@@ -219,4 +219,5 @@ LIPSCHITZ = Probe(
     _measure,
     steps=lambda plan: int(plan.points),
     provenance=_provenance,
+    reported=lambda options: LipschitzPlan() if options.thorough else None,
 )

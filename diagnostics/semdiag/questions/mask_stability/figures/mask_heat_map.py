@@ -7,8 +7,8 @@ from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
 
 from semdiag.measuring.findings.findings import Findings
-from semdiag.questions.mask_stability.answer import heads_pooled
 from semdiag.presenting.drawing.style import note_below, panel_grid, paper_style
+from semdiag.questions.mask_stability.answer import heads_pooled
 from semdiag.questions.mask_stability.figures.panels import judged_models, mask_facts, noise_words
 
 

@@ -6,9 +6,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from semdiag.measuring.findings.findings import Findings
-from semdiag.questions.mask_stability.answer import reliability_tables
 from semdiag.presenting.drawing.panels import NothingToDrawError
 from semdiag.presenting.drawing.style import FAINT, finished, panel_grid, paper_style
+from semdiag.questions.mask_stability.answer import reliability_tables
 from semdiag.questions.mask_stability.figures.panels import judged_models, mask_facts, noise_words, shades
 
 _MARKERS = "osD^vP*Xh<>"

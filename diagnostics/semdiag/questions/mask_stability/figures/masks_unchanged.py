@@ -6,9 +6,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from semdiag.measuring.findings.findings import Findings
-from semdiag.questions.mask_stability.answer import heads_pooled, mask_table
 from semdiag.measuring.table import ALL
 from semdiag.presenting.drawing.style import INK, finished, panel_grid, paper_style
+from semdiag.questions.mask_stability.answer import heads_pooled, mask_table
 from semdiag.questions.mask_stability.figures.panels import judged_models, mask_facts, noise_words, shades
 
 _MARKERS = "osD^vP*Xh<>"

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from semdiag.mathematics.mask_stability import predicted_agreement
-from semdiag.questions.mask_stability.measure.mask_rows import RowChanges
 from semdiag.measuring.table import Table
+from semdiag.questions.mask_stability.measure.mask_rows import RowChanges
 
 MASKS = Table(
     "masks",

@@ -14,8 +14,8 @@ from semdiag.capturing.batches import Batch, moved, repeated, samples_of, split
 from semdiag.capturing.loading import LoadedModel
 from semdiag.mathematics.predicted_classes import predicted_classes
 from semdiag.measuring.calls.running import running, unnamed
-from semdiag.measuring.probe import Probe, Subject, plan_of
 from semdiag.measuring.embedding_noise import Reach, noisy_embeddings
+from semdiag.measuring.probe import Probe, ReportOptions, Subject, plan_of
 from semdiag.questions.mask_stability.measure.mask_rows import Selection, Workspace, row_changes, selection_of
 from semdiag.questions.mask_stability.measure.mask_tables import MASKS, NOISE_EFFECTS, MaskSums, effects_table
 from semdiag.questions.stability.measure.probe import (
@@ -28,6 +28,7 @@ from semdiag.questions.stability.measure.probe import (
 from semdiag_models import InputError
 
 DRAWS = 5
+_REPORT_DRAWS = 3  # enough for a first look
 SUPPOSED_K = 5  # heavy hitters of the mask that a full-attention model would choose
 
 
@@ -262,6 +263,10 @@ def _provenance(plan: NoisePlan, samples: int, few: int) -> dict[str, Any]:
     return {"mask_noise": asdict(plan), "probe_samples": few}
 
 
+def _reported(options: ReportOptions) -> NoisePlan:
+    return NoisePlan(options.noise, draws=_REPORT_DRAWS, k=options.k or SUPPOSED_K, seed=options.seed)
+
+
 MASK_STABILITY = Probe(
     "mask stability",
     NoisePlan,
@@ -270,4 +275,5 @@ MASK_STABILITY = Probe(
     prepare=lambda plan, conditions: conditions.min_keys,
     check=_check,
     provenance=_provenance,
+    reported=_reported,
 )

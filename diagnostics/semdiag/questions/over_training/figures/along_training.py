@@ -6,7 +6,6 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, PercentFormatter
 
 from semdiag.measuring.findings.findings import Findings
-from semdiag.questions.over_training.measure import SAMPLES
 from semdiag.measuring.table import ALL
 from semdiag.presenting.drawing.panels import NothingToDrawError
 from semdiag.presenting.drawing.style import (
@@ -18,6 +17,7 @@ from semdiag.presenting.drawing.style import (
     plain_numbers,
 )
 from semdiag.questions.learning.figures.learning_speed import runs_by_setting
+from semdiag.questions.over_training.measure import SAMPLES
 
 # Quantity, statistic of the line, of a thin second line, axis.
 _SHOWN = (

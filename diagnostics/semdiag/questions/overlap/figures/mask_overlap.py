@@ -4,10 +4,10 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from semdiag.measuring.findings.findings import Findings
-from semdiag.questions.overlap.answer import overlap_table
 from semdiag.measuring.table import ALL
 from semdiag.presenting.drawing.panels import NothingToDrawError, model_labels
 from semdiag.presenting.drawing.style import note_below, panel_grid, paper_style
+from semdiag.questions.overlap.answer import overlap_table
 
 _WRITTEN = 14  # layers up to which the cells bear their numbers
 

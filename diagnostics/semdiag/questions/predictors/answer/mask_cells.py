@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from semdiag.questions.convergence.answer.epochs import arrivals, epochs_to
-from semdiag.measuring.findings.findings import Findings
 from semdiag.mathematics.joint_permutation import Matrix
+from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.runs.training_runs import FINISHED, STOPPED
+from semdiag.questions.convergence.answer.epochs import arrivals, epochs_to
 from semdiag_models import InputError
 from semdiag_models.tasks import ListOps, find_task
 from semdiag_models.tasks.shortcuts import shortcut

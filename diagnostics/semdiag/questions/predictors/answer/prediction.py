@@ -7,9 +7,9 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
+from semdiag.mathematics.joint_permutation import FEWEST_MASKS, Matrix, complete_cells, joint_rank_tests, spearman
 from semdiag.measuring.findings.findings import Findings
 from semdiag.questions.predictors.answer.mask_cells import OUTCOMES, mask_cells
-from semdiag.mathematics.joint_permutation import FEWEST_MASKS, Matrix, complete_cells, joint_rank_tests, spearman
 from semdiag.questions.predictors.measure import CANDIDATES
 
 SIGNIFICANCE = 0.05

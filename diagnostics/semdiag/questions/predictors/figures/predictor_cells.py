@@ -5,9 +5,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from semdiag.measuring.findings.findings import Findings
-from semdiag.questions.predictors.answer.mask_cells import OUTCOMES, STAGES, mask_cells
 from semdiag.presenting.drawing.panels import NothingToDrawError
 from semdiag.presenting.drawing.style import attention_style, finished, panel_grid, paper_style
+from semdiag.questions.predictors.answer.mask_cells import OUTCOMES, STAGES, mask_cells
 from semdiag.questions.predictors.words import short
 
 _COLUMNS = 4

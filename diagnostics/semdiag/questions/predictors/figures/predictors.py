@@ -5,10 +5,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from semdiag.measuring.findings.findings import Findings
-from semdiag.questions.predictors.answer.mask_cells import OUTCOMES, STAGES
-from semdiag.questions.predictors.answer.prediction import SIGNIFICANCE, predictor_table, quantity
 from semdiag.presenting.drawing.panels import NothingToDrawError
 from semdiag.presenting.drawing.style import FAINT, INK, note_below, panel_grid, paper_style
+from semdiag.questions.predictors.answer.mask_cells import OUTCOMES, STAGES
+from semdiag.questions.predictors.answer.prediction import SIGNIFICANCE, predictor_table, quantity
 
 
 @paper_style

@@ -5,12 +5,12 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from semdiag.measuring.findings.findings import Findings
-from semdiag.questions.stability.answer import response_by_layer, stability_table
 from semdiag.measuring.table import ALL
 from semdiag.presenting.drawing.letter_values import READING, layer_boxes, logarithmic_limits, positive_range
 from semdiag.presenting.drawing.noise import noise_facts, percent
 from semdiag.presenting.drawing.panels import NothingToDrawError, Panel, panels_of
 from semdiag.presenting.drawing.style import finished, panel_grid, paper_style, title_with_facts
+from semdiag.questions.stability.answer import response_by_layer, stability_table
 
 
 @paper_style

@@ -9,11 +9,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from semdiag.capturing.attention_kinds import DENSE, FIXED_MASKS
-from semdiag.measuring.findings.findings import Findings
-from semdiag.questions.stability.answer import exceeding
 from semdiag.mathematics.paper_stability import paper_fixed_mask_stability, paper_form_threshold
 from semdiag.mathematics.softmax_stability import fixed_mask_stability
-from semdiag.questions.stability.measure.softmax_bounds import with_bounds
+from semdiag.measuring.findings.findings import Findings
 from semdiag.presenting.drawing.noise import noise_facts
 from semdiag.presenting.drawing.panels import NothingToDrawError
 from semdiag.presenting.drawing.style import (
@@ -28,6 +26,8 @@ from semdiag.presenting.drawing.style import (
     plain_numbers,
     title_with_facts,
 )
+from semdiag.questions.stability.answer import exceeding
+from semdiag.questions.stability.measure.softmax_bounds import with_bounds
 
 POINTS = 300
 _EXCEEDING = 50

@@ -20,8 +20,8 @@ from semdiag.measuring.calls.batch_rows import check_rows
 from semdiag.measuring.calls.call_lengths import longest_call
 from semdiag.measuring.calls.running import running
 from semdiag.measuring.calls.scored_rows import ScoredRows, scored_rows
-from semdiag.measuring.probe import Probe, Subject
 from semdiag.measuring.embedding_noise import Reach, noisy_embeddings
+from semdiag.measuring.probe import Probe, Subject
 from semdiag.measuring.table import Table
 from semdiag_models import Encoder, InputError
 
@@ -338,4 +338,5 @@ SOFTMAX_SECANTS = Probe(
     _measure,
     prepare=lambda plan, conditions: conditions.min_keys,
     provenance=_provenance,
+    reported=lambda options: SecantsPlan(options.noise),
 )

@@ -1,47 +1,45 @@
-"""What the commands that measure one quantity have in common."""
+"""The command that prints percentiles of one quantity of every query."""
 
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from semdiag.presenting import options
+from semdiag.presenting.question import Command, Shared
 from semdiag.presenting.terminal.titles import title
-from semdiag.commands.shared import Shared, with_options
 
 if TYPE_CHECKING:
-    from semdiag.presenting.terminal.console import NumberTable
     from semdiag.measuring.findings.findings import Findings
+    from semdiag.measuring.findings.strict_json import Summary
+    from semdiag.presenting.terminal.console import NumberTable
 
 
-def metric_command(metric: str, description: str) -> Callable[..., None]:
+def percentile_command(metric: str, description: str, summary: "Callable[[Findings], Summary]") -> Command:
     """Make the command that measures a metric, prints its percentiles and writes its figures and tables.
 
     Args:
-        metric: its name: the command's, and that of its summary and of its section in reports.
+        metric: its name: the command's, and that of its section in reports.
         description: the command's help.
-
-    Returns:
-        A function for typer.
+        summary: of findings, as ``--json`` prints it.
     """
 
     def command(models: options.Models = None, k: options.Counterfactual = "", *, shared: Shared) -> None:
-        from semdiag.commands import measuring
+        from semdiag.presenting.option_values import whole_numbers
 
-        conditions = shared.conditions(k=measuring.whole_numbers(k, "--k"))
+        conditions = shared.conditions(k=whole_numbers(k, "--k"))
         findings = shared.measured(models, conditions)
-        shared.deliver(metric, findings, partial(_print, metric), _sections(metric, findings))
+        shared.deliver(metric, findings, partial(_print, metric, summary), _sections(metric, findings))
 
     command.__doc__ = description
-    return with_options(leave_out=(), sampling=True)(command)
+    return Command(command, leave_out=(), sampling=True)
 
 
-def _print(metric: str, findings: "Findings") -> None:
-    from semdiag.presenting.terminal.console import number_table, wide_console
+def _print(metric: str, summary: "Callable[[Findings], Summary]", findings: "Findings") -> None:
     from semdiag.measuring.findings.estimates import SAMPLED, drawn, sampling_sentences
-    from semdiag.questions.summaries import SUMMARIES
+    from semdiag.presenting.terminal.console import number_table, wide_console
 
     console = wide_console()
-    for result in findings(SUMMARIES[metric])["results"]:
+    for result in summary(findings)["results"]:
         of = f", {SAMPLED}" if result["model"] in drawn(findings) else ""
         for part in ("separation", "load") if metric == "separation" else ("dispersion",):
             more = ["≤ 0"] * (part == "separation") + ["recall", "no key"] * ("recall" in result["all"])

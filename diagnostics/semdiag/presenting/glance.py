@@ -1,0 +1,74 @@
+"""The answer to each question of a report at one glance: a word, a number with its denominator, what it counts."""
+
+import re
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+
+from semdiag.measuring.findings.estimates import drawn
+from semdiag.measuring.findings.findings import Findings
+
+
+class Answer(StrEnum):
+    """What a question of a report was answered with."""
+
+    HOLDS = "holds"
+    DOES_NOT = "does not hold"
+    OPEN = "cannot tell"
+    PLAUSIBLE = "plausible"  # sparse attention: it would do
+    COSTS = "not without loss"  # sparse attention: it would not
+    MEASURED = "measured"  # the question has no yes or no
+
+
+@dataclass(frozen=True)
+class Glance:
+    """An answer at one glance.
+
+    Attributes:
+        answer: in a word.
+        number: with its denominator, like ``3 of 3 pairs``; empty where there is none.
+        words: what the number counts.
+    """
+
+    answer: Answer
+    number: str
+    words: str
+
+    def to_dict(self) -> dict[str, str]:
+        """As plain values."""
+        return {**asdict(self), "answer": self.answer.value}
+
+
+def measured_glance(*tables: str) -> Callable[[Findings], Glance]:
+    """Of a question that has no one number: how many models it was asked of.
+
+    Args:
+        tables: of measurements, that hold what was measured.
+    """
+
+    def glance(findings: Findings) -> Glance:
+        measurements = findings.measurements
+        models = {model for name in tables for model in getattr(measurements, name)["model"]}
+        return Glance(Answer.MEASURED, f"{len(models)} of {models_words(len(measurements.models))}", "measured")
+
+    return glance
+
+
+def drawn_word(findings: Findings) -> str:
+    return " drawn" if drawn(findings) else ""
+
+
+def count_of(some: int, every: int, thing: str) -> str:
+    return f"{some:,} of {every:,} {thing}{'s' * (every != 1)}"
+
+
+def models_words(count: int) -> str:
+    return f"{count} model{'s' * (count != 1)}"
+
+
+def span_words(values: list[float], form: str | Callable[[float], str]) -> str:
+    """One number, or the smallest and the largest of several, all finite."""
+    said = form.format if isinstance(form, str) else form
+    low, high = (re.sub("^-", "−", said(end)) for end in (min(values), max(values)))
+    signed = any(end.startswith(("−", "<", ">")) for end in (low, high))  # −3 to 98, 85 to > 99.9
+    return low if low == high else f"{low} to {high}" if signed else f"{low}–{high}"

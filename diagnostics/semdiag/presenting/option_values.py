@@ -1,0 +1,78 @@
+"""What the values of options mean: text to numbers, names and paths."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+
+def listed_numbers(text: str, what: str, example: str) -> tuple[int, ...]:
+    """Read ``"5,3,3"``: whole numbers in their order.
+
+    Raises:
+        InputError: if a part is not a whole number.
+    """
+    from semdiag_models import InputError
+
+    try:
+        return tuple(int(part) for part in text.split(",") if part.strip())
+    except ValueError:
+        raise InputError(f"{what} separated by commas, like {example}. Got {text!r}.") from None
+
+
+def whole_numbers(text: str, option: str) -> tuple[int, ...]:
+    """Read ``"4,8,16"``: different whole numbers in rising order.
+
+    Raises:
+        InputError: if a part is not a whole number.
+    """
+    return tuple(sorted(set(listed_numbers(text, f"{option} takes whole numbers", "4,8,16"))))
+
+
+def positive_numbers(text: str, option: str) -> tuple[float, ...]:
+    """Read ``"0.001,0.01"``.
+
+    Raises:
+        InputError: if a part is not a positive number, or there is none.
+    """
+    from semdiag_models import InputError
+
+    try:
+        numbers = tuple(sorted({float(part) for part in text.split(",") if part.strip()}))
+    except ValueError:
+        numbers = ()
+    if not numbers or not all(0 < number < float("inf") for number in numbers):
+        raise InputError(f"{option} takes positive numbers separated by commas, like 0.01,0.1. Got {text!r}.")
+    return numbers
+
+
+def targets(texts: Sequence[str]) -> dict[str, Any]:
+    """Read ``["0.95", "listops=0.35"]``: what is said for all tasks, and for single ones.
+
+    Raises:
+        InputError: if a part is not a number.
+    """
+    from semdiag_models import InputError
+
+    found: dict[str, Any] = {"targets": {}}
+    for text in texts:
+        task, _, number = text.rpartition("=")
+        try:
+            value = float(number)
+        except ValueError:
+            said = "--target takes an accuracy like 0.95, or TASK=0.35 for one task"
+            raise InputError(f"{said}. Got {text!r}.") from None
+        if task:
+            found["targets"][task] = value
+        else:
+            found["target"] = value
+    return found
+
+
+def names(text: str) -> tuple[str, ...]:
+    """Read ``"loss,dispersion"``."""
+    return tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
+
+
+def paths(text: str) -> tuple[Path, ...]:
+    """Read ``"run/epoch-0.pt,run/best.pt"``."""
+    return tuple(Path(name) for name in names(text))

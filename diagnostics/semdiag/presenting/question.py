@@ -1,0 +1,130 @@
+"""What a question is: one folder, one record, one line in the registry."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from semdiag.measuring.conditions import Conditions
+    from semdiag.measuring.findings.findings import Findings
+    from semdiag.measuring.findings.strict_json import Summary
+    from semdiag.measuring.probe import Probe
+    from semdiag.presenting.section import Section
+
+
+class Shared(Protocol):
+    """What the user said with the options that the measuring commands share.
+
+    Attributes:
+        values: by name; a command that does not take an option has none for it.
+        typed: names of the options of the command, shared or its own, that are not left at their defaults.
+    """
+
+    values: dict[str, Any]
+    typed: frozenset[str]
+
+    def conditions(self, keep_queries: bool = False, **more: Any) -> "Conditions":
+        """Return the conditions under which to measure; ``more`` are fields that the command decides."""
+
+    def measured(
+        self,
+        models: Sequence[Path] | None,
+        conditions: "Conditions",
+        run: Callable[..., Any] | None = None,
+        more_stages: int = 0,
+        against: Path | None = None,
+    ) -> "Findings":
+        """Measure what the user named, telling how far it is."""
+
+    def deliver(
+        self,
+        command: str,
+        findings: "Findings",
+        show: Callable[["Findings"], None],
+        sections: Sequence[str] | None = None,
+    ) -> None:
+        """Write the page, print the tables, and the summary with ``--json``."""
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command that measures: its own options, and which of the shared ones it takes.
+
+    Attributes:
+        run: called with its own options and ``shared``, a :class:`Shared`; its docstring is the help.
+        leave_out: shared options that it does not take.
+        sampling: whether it can do with queries that were drawn.
+        defaults: of shared options, where they differ from the usual ones.
+    """
+
+    run: Callable[..., None]
+    leave_out: tuple[str, ...] = ("per_query",)
+    sampling: bool = False
+    defaults: dict[str, Any] = field(default_factory=dict)
+
+
+def command(
+    leave_out: Sequence[str] = ("per_query",), *, sampling: bool = False, **defaults: Any
+) -> Callable[[Callable[..., None]], Command]:
+    """Make a function with a keyword ``shared`` a command; the arguments are those of :class:`Command`."""
+    return lambda run: Command(run, tuple(leave_out), sampling, defaults)
+
+
+@dataclass(frozen=True)
+class Question:
+    """A question that semdiag answers.
+
+    Its parts stand in its folder and are imported when first asked for, so that the registry costs nothing. Each is
+    named ``module:attribute``, the module relative to the folder; empty: the question has no such part.
+
+    Attributes:
+        name: of its command, its summary and its section of a report.
+        package: the folder, as a dotted name.
+        measured_by: a :class:`~semdiag.measuring.probe.Probe`.
+        summarised_by: a function of findings that returns what ``--json`` prints.
+        shown_by: a :class:`~semdiag.presenting.section.Section` of the report.
+        asked_by: a :class:`Command`.
+
+    Example:
+        >>> from semdiag.questions.overlap import QUESTION
+        >>> QUESTION.name, QUESTION.probe.tables[0].name
+        ('overlap', 'overlap')
+    """
+
+    name: str
+    package: str
+    measured_by: str = ""
+    summarised_by: str = ""
+    shown_by: str = ""
+    asked_by: str = ""
+
+    def _part(self, where: str) -> Any:
+        module, _, attribute = where.partition(":")
+        return getattr(import_module(f"{self.package}.{module}"), attribute) if where else None
+
+    @cached_property
+    def probe(self) -> "Probe | None":
+        """Return what measures it; None: it needs no measurement of its own."""
+        part: Probe | None = self._part(self.measured_by)
+        return part
+
+    @cached_property
+    def summary(self) -> "Callable[[Findings], Summary] | None":
+        """Return what ``--json`` prints of it."""
+        part: Callable[[Findings], Summary] | None = self._part(self.summarised_by)
+        return part
+
+    @cached_property
+    def section(self) -> "Section | None":
+        """Return its section of a report."""
+        part: Section | None = self._part(self.shown_by)
+        return part
+
+    @cached_property
+    def command(self) -> Command | None:
+        """Return its command."""
+        part: Command | None = self._part(self.asked_by)
+        return part

@@ -1,0 +1,26 @@
+"""The answer at one glance."""
+
+from semdiag.capturing.attention_kinds import DENSE
+from semdiag.measuring.findings.counterfactuals import counterfactual_ks, what_k_keeps
+from semdiag.measuring.findings.estimates import in_part
+from semdiag.measuring.findings.findings import Findings
+from semdiag.measuring.findings.number_words import keys_words, percent
+from semdiag.presenting.glance import Answer, Glance, models_words, span_words
+
+
+def within_glance(findings: Findings) -> Glance:
+    """What the smallest k asked for would keep of the attention weight of the models that keep every key."""
+    measurements = findings.measurements
+    queries = measurements.queries
+    ks = [k for k in counterfactual_ks(queries) if f"mass_k{k}" in queries]
+    if not ks:
+        return Glance(Answer.OPEN, "0 models", "were measured for the weight on their largest scores")
+    k = min(ks)
+    dense = measurements.models[measurements.models["attention"].isin(DENSE)]["model"]
+    kept = {model: found for model in dense if (found := findings(what_k_keeps, model, k))}
+    if not kept:
+        return Glance(Answer.OPEN, "0 queries", f"have more than {keys_words(k)} and finite scores")
+    count = int(((queries["keys"] > k) & queries["model"].isin(kept)).sum())
+    words = f"of the weight of the median query is on its {k} largest scores"
+    words += f" ({count:,} queries{' drawn or kept' * in_part(findings)} of {models_words(len(kept))})"
+    return Glance(Answer.MEASURED, f"{span_words([each['mass'] for each in kept.values()], percent)} %", words)

@@ -1,0 +1,61 @@
+"""The answer at one glance."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from semdiag.capturing.attention_kinds import external
+from semdiag.measuring.findings.distributions import pooled_percentiles
+from semdiag.measuring.findings.estimates import in_part
+from semdiag.measuring.findings.findings import Findings
+from semdiag.measuring.findings.number_words import ratio_words
+from semdiag.presenting.glance import Answer, Glance, count_of, drawn_word, models_words, span_words
+from semdiag.questions.dispersion.answer.comparisons import PairComparison, pair_comparisons
+
+
+def dispersion_glance(findings: Findings) -> Glance:
+    """In how many pairs the top-k model has the smaller dispersion; of models without a pair, the dispersion.
+
+    A mask has the smaller range of scores before anything is learned: of untrained pairs nothing holds or not.
+    """
+    compared = findings(pair_comparisons)
+    untrained = [pair for pair in compared if pair.snapshot == "initialisation"]
+    trained = [pair for pair in compared if pair not in untrained]
+    pairs = [pair for pair in trained if pair.snapshot == "last"] or trained or untrained
+    if pairs:
+        known = [pair for pair in pairs if not pair.gate.unknown]
+        if not known:
+            words = "of a full and a top-k model have a finite dispersion δ on both sides"
+            return Glance(Answer.OPEN, count_of(0, len(pairs), "pair"), words)
+        passed = sum(pair.gate.passed for pair in known)
+        answer = Answer.HOLDS if passed == len(known) else Answer.DOES_NOT
+        number = count_of(passed, len(known), "pair")
+        words = "in which the top-k model has the smaller dispersion δ at the 50th, 75th, 90th and 95th percentile"
+        notes = _ratios("ratio of the medians", known)
+        notes += _ratios("at initialisation", untrained) if trained else []
+        words += f" ({'; '.join(notes)})" if notes else ""
+        words += "" if trained else "; they are not trained yet"
+        words += f"; {len(pairs) - len(known)} more cannot be judged" if len(known) < len(pairs) else ""
+        return Glance(answer if trained else Answer.OPEN, number, words)
+    every = findings(pooled_percentiles, "dispersion").values()
+    found = [each for each in every if np.isfinite(each["p50"])]
+    if not found:
+        return Glance(Answer.OPEN, f"0 of {models_words(len(every))}", "have a finite dispersion δ")
+    queries = sum(int(each["queries"]) for each in found)
+    span = span_words([each["p50"] for each in found], "{:.3g}")
+    words = f"is the median dispersion δ of {models_words(len(found))} ({queries:,} queries{drawn_word(findings)})"
+    words += f"; for {len(every) - len(found)} more it is not a number" if len(found) < len(every) else ""
+    if external(findings.measurements.models).all():
+        return Glance(Answer.MEASURED, f"{span} nats", words)
+    why = (
+        "only some queries were drawn or kept, but a verdict on pairs needs all of them"
+        if in_part(findings)
+        else ("no pair of a full and a top-k model to compare")
+    )
+    return Glance(Answer.OPEN, f"{span} nats", f"{words}; {why}")
+
+
+def _ratios(name: str, pairs: Sequence[PairComparison]) -> list[str]:
+    """The range of the ratios of the medians that are numbers; nothing if none is."""
+    ratios = [pair.ratio.estimate for pair in pairs if np.isfinite(pair.ratio.estimate)]
+    return [f"{name} {span_words(ratios, ratio_words)}"] if ratios else []

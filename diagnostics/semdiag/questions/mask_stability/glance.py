@@ -1,0 +1,40 @@
+"""The answer at one glance."""
+
+import pandas as pd
+
+from semdiag.capturing.attention_kinds import DENSE
+from semdiag.measuring.findings.findings import Findings
+from semdiag.measuring.findings.number_words import percent
+from semdiag.measuring.table import ALL
+from semdiag.presenting.glance import Answer, Glance, models_words, span_words
+from semdiag.questions.mask_stability.answer import mask_table
+
+
+def masks_glance(findings: Findings) -> Glance:
+    """How many masks stay the same under the middle noise level: models' own, and those that they would have."""
+    table = findings(mask_table)
+    table = table[table["layer"] == ALL]
+    if table.empty:
+        return Glance(Answer.OPEN, "0 models", "have a mask that depends on the input")
+    levels = sorted(table["level"].unique())
+    rows = table[table["level"] == levels[len(levels) // 2]]
+    kinds = findings.measurements.models.set_index("model")["attention"]
+    without = rows["model"].map(kinds).isin(DENSE)
+    own, supposed = rows[~without], rows[without]
+    noise = f"stay the same under noise of {levels[len(levels) // 2]:g}"
+    chosen = f"that top-{findings.measurements.provenance['mask_noise']['k']} would choose"
+    certified, changed = int(rows["certified_rows"].sum()), int(rows["certified_changed"].sum())
+    tail = f"{changed:,} of {certified:,} certified ones changed"
+    if own.empty:
+        return Glance(
+            Answer.MEASURED,
+            _share(supposed),
+            f"of the masks {chosen} in {models_words(len(supposed))} {noise}; {tail}",
+        )
+    if len(supposed):
+        tail = f"{_share(supposed)} of those {chosen} in {models_words(len(supposed))} without a mask; {tail}"
+    return Glance(Answer.MEASURED, _share(own), f"of the masks of {models_words(len(own))} {noise}; {tail}")
+
+
+def _share(masks: pd.DataFrame) -> str:
+    return f"{span_words(list(masks['exact']), percent)} %"
