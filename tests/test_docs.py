@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from semdiag.questions.summaries import SUMMARIES
 
 from semdiag.commands.main import main
+from semdiag.questions import registry
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -36,7 +36,7 @@ PYTHON = [
 ]
 NUMBER = re.compile(r"(?<![\w.])[-+]?\d[\d,]*(?:\.\d+)?(?:e[-+]\d+)?(?![\w])")
 
-WRITING = {*SUMMARIES, "report"}  # commands that write a page
+WRITING = {*registry.summaries(), "report"}  # commands that write a page
 # Above three seconds alone. What trains prints accuracies that are the processor's, and is not compared.
 SLOW = {"bounds", "check", "convergence", "k-sweep", "landscape", "lipschitz", "mask-stability", "report", "sweep"}
 WITHOUT_NUMBERS = {"list", "info", "report", "sweep"}

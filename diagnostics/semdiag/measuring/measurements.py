@@ -23,7 +23,8 @@ class Measurements:
 
     Every table is an attribute and has the column ``model`` (the path as the user named it). Layers, heads and
     positions count from 0; scores are in nats. The first five are always there; the others, which stand in
-    :func:`~semdiag.measuring.schema.optional_tables` with what their rows are, are empty where they were not measured.
+    :func:`~semdiag.measuring.schema.optional_tables` with what their rows are, are empty where they were not
+    measured.
 
     Args:
         models: one row per model: path, sha256, weights_sha256, source, snapshot, task, attention, k,

@@ -55,14 +55,17 @@ def measured_glance(*tables: str) -> Callable[[Findings], Glance]:
 
 
 def drawn_word(findings: Findings) -> str:
+    """Return `` drawn`` if only some queries were looked at, else nothing."""
     return " drawn" if drawn(findings) else ""
 
 
 def count_of(some: int, every: int, thing: str) -> str:
+    """Return a count with its denominator, like ``3 of 4 pairs``."""
     return f"{some:,} of {every:,} {thing}{'s' * (every != 1)}"
 
 
 def models_words(count: int) -> str:
+    """Return ``1 model`` or ``2 models``."""
     return f"{count} model{'s' * (count != 1)}"
 
 

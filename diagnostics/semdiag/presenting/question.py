@@ -77,8 +77,8 @@ def command(
 class Question:
     """A question that semdiag answers.
 
-    Its parts stand in its folder and are imported when first asked for, so that the registry costs nothing. Each is
-    named ``module:attribute``, the module relative to the folder; empty: the question has no such part.
+    Its parts stand in its folder and are imported when first asked for, so that the registry costs nothing. Each
+    is named ``module:attribute``, the module relative to the folder; empty: the question has no such part.
 
     Attributes:
         name: of its command, its summary and its section of a report.

@@ -44,7 +44,8 @@ def k_sweep(
             the commands; of others the model's), ``seed`` (0).
 
     Returns:
-        Measurements with the table ``sweep``, described at :func:`semdiag.questions.k_sweep.measure.probe.k_sweep`.
+        Measurements with the table ``sweep``, described at
+        :func:`semdiag.questions.k_sweep.measure.probe.k_sweep`.
 
     Raises:
         InputError: if it cannot be measured of this model or these inputs.

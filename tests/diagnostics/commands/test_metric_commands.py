@@ -6,11 +6,11 @@ import shutil
 import numpy as np
 import pandas as pd
 import pytest
-from semdiag.questions.summaries import SUMMARIES
 
 from semdiag.measuring.conditions import Conditions
 from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.survey import survey
+from semdiag.questions import registry
 
 
 def strict(text):
@@ -32,7 +32,7 @@ def test_json_is_the_summary_of_the_same_survey(run_semdiag, here, tiny_runs, co
     assert (outcome.code, outcome.err) == (0, "")
     found = strict(outcome.out)
     files = [tiny_runs.full / "last.pt", tiny_runs.topk / "last.pt"]
-    expected = SUMMARIES[command](Findings(survey(files, Conditions(samples=8, k=(2, 5)))))
+    expected = registry.summaries()[command](Findings(survey(files, Conditions(samples=8, k=(2, 5)))))
     assert found["schema"] == f"semdiag.{command}/2"
     assert found["results"] == json.loads(json.dumps(expected["results"]))
     assert [within["k"] for within in found["results"][0]["within_model"]] == [2, 5]

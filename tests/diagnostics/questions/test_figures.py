@@ -16,9 +16,11 @@ from semdiag.measuring.percentiles import percentiles
 from semdiag.presenting.drawing.panels import NothingToDrawError, panels_of
 from semdiag.presenting.drawing.save import save_figure
 from semdiag.presenting.drawing.style import ATTENTION_STYLES, PAPER
+from semdiag.questions import registry
 from semdiag.questions.dispersion.answer.comparisons import layer_ratios
-from semdiag.questions.registry import FIGURES, SECTIONS
 from semdiag_models import ATTENTIONS, InputError
+
+pytestmark = pytest.mark.usefixtures("few_resamples")
 
 THEORY = (
     "stability_curves",
@@ -41,7 +43,7 @@ WITHIN = ("dispersion_counterfactual", "separation_counterfactual", "mass_kept",
 BY_HAND = {"secants", "constants", "parameters", "masks", "noise_effects", "sweep", "loss_gradients", "landscape"}
 ELSEWHERE = tuple(  # drawn from what is not made up here: tested beside the runs or the probe they are about
     shown.figure
-    for section in SECTIONS.values()
+    for section in registry.sections().values()
     for question in section.questions
     for shown in question.figures
     if not {*section.needs} <= BY_HAND
@@ -91,10 +93,10 @@ def several(some, make_four, theory, probed, reruns, probes, unequal):
     return lambda name: made(next((figures for figures in kinds if name in figures), ()))
 
 
-@pytest.mark.parametrize("name", [name for name in FIGURES if name not in ELSEWHERE])
+@pytest.mark.parametrize("name", [name for name in registry.figures() if name not in ELSEWHERE])
 def test_many_models_are_drawn_without_touching_pyplot_or_its_settings(name, several):
     before = dict(matplotlib.rcParams)
-    figure = FIGURES[name](several(name))
+    figure = registry.figures()[name](several(name))
     figure.draw_without_rendering()
     assert isinstance(figure, Figure)
     assert dict(matplotlib.rcParams) == before
@@ -108,11 +110,11 @@ def alone(model, theory, probes, probed):
     return functools.cache(lambda attention: Findings(probed(probes(theory(model(attention))))))
 
 
-@pytest.mark.parametrize("name", FIGURES)
+@pytest.mark.parametrize("name", registry.figures())
 @pytest.mark.parametrize("attention", ["full", "topk", "never heard of"])
 def test_one_model_is_drawn_or_the_reason_is_said(name, attention, alone):
     try:
-        figure = FIGURES[name](alone(attention))
+        figure = registry.figures()[name](alone(attention))
     except NothingToDrawError as error:
         reason = str(error)
         figure = None
@@ -138,32 +140,32 @@ def not_finite(make_four, unequal, theory, probes):
 
 
 @pytest.mark.parametrize(
-    "name", [name for name in FIGURES if name not in (*MASK_PROBES, "loss_change", *ELSEWHERE)]
+    "name", [name for name in registry.figures() if name not in (*MASK_PROBES, "loss_change", *ELSEWHERE)]
 )
 @pytest.mark.parametrize("value", [np.nan, np.inf], ids=["nan", "inf"])
 def test_values_that_are_not_finite_do_not_stop_a_figure(name, value, not_finite):
     some, every = not_finite(value, name == "dispersion_by_keys")
-    FIGURES[name](some).draw_without_rendering()
+    registry.figures()[name](some).draw_without_rendering()
     if name in (*THEORY, *PROBES) and name not in OF_QUERIES:
         return  # not drawn from queries
     if name == "key_load_counterfactual":
         return  # drawn from loads
     if name in ("key_load", "training_curves"):
-        FIGURES[name](every)
+        registry.figures()[name](every)
     else:
         with pytest.raises(NothingToDrawError):
-            FIGURES[name](every)
+            registry.figures()[name](every)
 
 
-@pytest.mark.parametrize("name", FIGURES)
+@pytest.mark.parametrize("name", registry.figures())
 def test_no_models_at_all(name, four):
     tables = {t: getattr(four, t).iloc[:0] for t in ("models", "queries", "loads", "history", "non_finite")}
     with pytest.raises(NothingToDrawError):
-        FIGURES[name](Findings(Measurements(**tables)))
+        registry.figures()[name](Findings(Measurements(**tables)))
 
 
 def test_dispersion_by_layer_shows_percentiles_of_every_layer(four):
-    (ax,) = shown(FIGURES["dispersion_by_layer"](Findings(four)))
+    (ax,) = shown(registry.figures()["dispersion_by_layer"](Findings(four)))
     assert (ax.get_ylabel(), ax.get_xlabel(), ax.get_yscale()) == ("semantic dispersion δ (nats)", "layer", "log")
     assert ax.get_xticks().tolist() == [0, 1]
     full = four.queries[four.queries["model"].str.contains("full") & (four.queries["layer"] == 0)]["dispersion"]
@@ -175,7 +177,7 @@ def test_dispersion_by_layer_shows_percentiles_of_every_layer(four):
 
 
 def test_ecdf_marks_the_percentiles(four):
-    (ax,) = shown(FIGURES["dispersion_ecdf"](Findings(four)))
+    (ax,) = shown(registry.figures()["dispersion_ecdf"](Findings(four)))
     assert (ax.get_xlabel(), ax.get_xscale()) == ("semantic dispersion δ (nats)", "log")
     assert legend(ax.figure)[:2] == ["δₛ, full", "δₕ, top-k (k = 3)"]
     table = percentiles(four.of("even-pairs-topk-7/last.pt").queries["dispersion"])
@@ -193,7 +195,7 @@ def test_ratio_is_known_and_never_crosses_snapshots(four, many):
         "even-pairs-banded-7/last.pt": [0.5],
         "even-pairs-block-7/last.pt": [0.625],
     }
-    figure = FIGURES["dispersion_ratio"](Findings(four))
+    figure = registry.figures()["dispersion_ratio"](Findings(four))
     assert [title(ax) for ax in shown(figure)] == ["even-pairs: median", "even-pairs: p95"]
     assert shown(figure)[0].get_ylabel() == "δ of sparse / δ of full attention"
     assert any(np.allclose(line.get_ydata(), 1.0) for line in shown(figure)[0].lines)
@@ -204,7 +206,7 @@ def test_ratio_is_known_and_never_crosses_snapshots(four, many):
 
 
 def test_separation_says_what_is_not_positive_and_what_is_undefined(four):
-    figure = FIGURES["separation_by_layer"](Findings(four))
+    figure = registry.figures()["separation_by_layer"](Findings(four))
     text = words(figure)
     queries = 6 * 2 * 8
     assert "full: Δ undefined, no key is dropped" in text
@@ -216,7 +218,7 @@ def test_separation_says_what_is_not_positive_and_what_is_undefined(four):
 
 
 def test_key_load_shows_shares_and_the_largest_load(four):
-    figure = FIGURES["key_load"](Findings(four))
+    figure = registry.figures()["key_load"](Findings(four))
     (ax,) = shown(figure)
     assert (ax.get_xlabel(), ax.get_yscale()) == ("load: queries that keep the key (count)", "log")
     curves = [line.get_xydata().tolist() for line in ax.lines if line.get_drawstyle() == "steps-pre"]
@@ -227,7 +229,7 @@ def test_key_load_shows_shares_and_the_largest_load(four):
 
 def test_training_curves_mark_the_arrival_or_say_there_was_none(model):
     runs = Measurements.concat([model("full", epochs=3), model("topk", epochs=3)])
-    figure = FIGURES["training_curves"](Findings(runs))
+    figure = registry.figures()["training_curves"](Findings(runs))
     accuracy, holdout, loss = shown(figure)
     assert title(accuracy) == "even-pairs: training accuracy"
     assert (title(holdout), title(loss)) == ("held-out accuracy", "training loss (nats)")
@@ -241,12 +243,12 @@ def test_losses_that_span_decades_are_drawn_on_a_logarithmic_axis(model):
         run = model("full", epochs=3)
         for column in ("train_loss", "holdout_loss"):
             run.history[column] = np.array(factors)
-        *_, loss = shown(FIGURES["training_curves"](Findings(run)))
+        *_, loss = shown(registry.figures()["training_curves"](Findings(run)))
         assert loss.get_yscale() == scale
 
 
 def test_a_single_epoch_can_be_seen(model):
-    for ax in shown(FIGURES["training_curves"](Findings(model("full", epochs=1)))):
+    for ax in shown(registry.figures()["training_curves"](Findings(model("full", epochs=1)))):
         points = [line.get_marker() for line in ax.lines if len(line.get_xdata()) == 1]
         assert points
         assert not {"", "None"} & set(points)
@@ -258,18 +260,18 @@ def test_snapshots_of_one_run_are_one_curve(model):
         model("full", snapshot="best", epochs=3),
         model("full", snapshot="initialisation", epochs=0),
     ]
-    figure = FIGURES["training_curves"](Findings(Measurements.concat(parts)))
+    figure = registry.figures()["training_curves"](Findings(Measurements.concat(parts)))
     assert legend(figure) == ["full"]
     assert "full: 95 % at epoch 4" in words(figure)
 
 
 def test_counterfactual_is_labelled_within_the_model(four, model):
-    figure = FIGURES["dispersion_counterfactual"](Findings(four))
+    figure = registry.figures()["dispersion_counterfactual"](Findings(four))
     assert title(shown(figure)[0]) == "even-pairs"
     assert "Within each full model" in words(figure)
     assert legend(figure) == ["δₛ, all keys", "δₕ(3), largest scores only"]
     several = model("full", within=(1, 2, 3))
-    assert len(legend(FIGURES["dispersion_counterfactual"](Findings(several)))) == 4
+    assert len(legend(registry.figures()["dispersion_counterfactual"](Findings(several)))) == 4
 
 
 def test_a_panel_holds_what_may_be_compared(many):
@@ -285,7 +287,7 @@ def test_a_panel_holds_what_may_be_compared(many):
 
 def test_models_of_one_attention_in_one_panel_keep_their_names_apart(model):
     twice = Measurements.concat([model("topk", path="a.pt"), model("topk", path="b" * 60)])
-    assert legend(FIGURES["dispersion_by_layer"](Findings(twice))) == [
+    assert legend(registry.figures()["dispersion_by_layer"](Findings(twice))) == [
         "top-k (k = 3) a.pt",
         "top-k (k = 3) …" + "b" * 28,
     ]
@@ -303,7 +305,7 @@ def test_every_attention_has_a_look_of_its_own():
 def test_the_same_measurements_give_the_same_bytes(suffix, four, tmp_path):
     for folder in ("a", "b"):
         for name in ("dispersion_by_layer", "key_load"):
-            save_figure(FIGURES[name](Findings(four)), tmp_path / folder / name, [suffix])
+            save_figure(registry.figures()[name](Findings(four)), tmp_path / folder / name, [suffix])
     for name in ("dispersion_by_layer", "key_load"):
         first, second = ((tmp_path / folder / f"{name}.{suffix}").read_bytes() for folder in ("a", "b"))
         assert first == second
@@ -317,7 +319,7 @@ def test_many_queries_do_not_make_a_large_file(model, theory, tmp_path):
     secants = one.secants.loc[one.secants.index.repeat(1000)].reset_index(drop=True)
     many = one.replace(queries=queries, secants=secants)
     for name in ("dispersion_by_layer", "key_load", "training_curves", "stability_curves", "attention_response"):
-        for file in save_figure(FIGURES[name](Findings(many)), tmp_path / name):
+        for file in save_figure(registry.figures()[name](Findings(many)), tmp_path / name):
             assert file.stat().st_size < 200_000
 
 

@@ -13,9 +13,11 @@ from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.measurements import Measurements
 from semdiag.presenting.drawing.panels import NothingToDrawError
 from semdiag.presenting.drawing.style import ATTENTION_STYLES
+from semdiag.questions import registry
 from semdiag.questions.landscape.figures.panels import common_scale, plane_cells
-from semdiag.questions.registry import FIGURES
 from semdiag.reporting.report import measured_sections, write_report
+
+pytestmark = pytest.mark.usefixtures("few_resamples")
 
 
 @pytest.fixture
@@ -32,7 +34,7 @@ def words(figure):
 
 
 def test_contour_shows_the_cells_themselves(pair):
-    figure = FIGURES["landscape_contour"](Findings(pair))
+    figure = registry.figures()["landscape_contour"](Findings(pair))
     axes = panels(figure)
     assert len(axes) == 2 * 2 * 2  # models, planes, quantities
     assert (axes[0].get_xlabel(), axes[0].get_ylabel()) == (
@@ -61,13 +63,13 @@ def test_a_wide_range_of_losses_is_logarithmic_and_broken_cells_are_marked(pair)
     assert isinstance(common_scale(cells, "loss"), LogNorm)
     assert np.isnan(cells[0].values("loss")).sum() == 1
     for name in ("landscape_contour", "landscape_surface", "landscape_cuts"):
-        FIGURES[name](Findings(wide)).draw_without_rendering()
-    for ax in panels(FIGURES["landscape_cuts"](Findings(wide)))[::2]:
+        registry.figures()[name](Findings(wide)).draw_without_rendering()
+    for ax in panels(registry.figures()["landscape_cuts"](Findings(wide)))[::2]:
         assert ax.get_yscale() == "log"
 
 
 def test_cuts_are_the_cells_on_the_axes(pair):
-    loss, accuracy = panels(FIGURES["landscape_cuts"](Findings(pair)))
+    loss, accuracy = panels(registry.figures()["landscape_cuts"](Findings(pair)))
     lines = [line for line in loss.lines if len(line.get_xdata()) == 3]
     assert len(lines) == 2 * 2 * 2  # models, planes, axes
     assert {tuple(line.get_xdata()) for line in lines} == {(-1.0, 0.0, 1.0)}
@@ -76,22 +78,22 @@ def test_cuts_are_the_cells_on_the_axes(pair):
 
 
 def test_the_surface_has_a_corner_per_cell(pair):
-    figure = FIGURES["landscape_surface"](Findings(pair))
+    figure = registry.figures()["landscape_surface"](Findings(pair))
     assert len(panels(figure)) == 4
     for ax in panels(figure):
         assert ax.get_zlabel().endswith("cross-entropy (nats)")
 
 
 def test_separation_is_drawn_only_where_keys_are_dropped(pair, model, probes):
-    assert len(panels(FIGURES["landscape_attention"](Findings(pair)))) == 4 * 2
-    assert len(panels(FIGURES["landscape_attention"](Findings(probes(model("topk")))))) == 2 * 3
+    assert len(panels(registry.figures()["landscape_attention"](Findings(pair)))) == 4 * 2
+    assert len(panels(registry.figures()["landscape_attention"](Findings(probes(model("topk")))))) == 2 * 3
     nothing = pair.replace(landscape=pair.landscape.assign(dispersion_p50=np.nan))
     with pytest.raises(NothingToDrawError, match="dispersion was not measured"):
-        FIGURES["landscape_attention"](Findings(nothing))
+        registry.figures()["landscape_attention"](Findings(nothing))
 
 
 def test_percentile_curves_by_radius(pair):
-    axes = panels(FIGURES["lipschitz_percentiles"](Findings(pair)))
+    axes = panels(registry.figures()["lipschitz_percentiles"](Findings(pair)))
     assert len(axes) == 4
     own = pair.loss_secants[
         (pair.loss_secants["model"].str.contains("topk")) & (pair.loss_secants["group"] == "all")
@@ -109,7 +111,7 @@ def test_percentile_curves_by_radius(pair):
 
 
 def test_rungs_stand_below_the_bound(pair):
-    figure = FIGURES["lipschitz_rungs"](Findings(pair))
+    figure = registry.figures()["lipschitz_rungs"](Findings(pair))
     for ax in panels(figure):
         bounds = next(line for line in ax.lines if line.get_label() == "sound bound").get_ydata()
         assert bounds.tolist() == pytest.approx([20 / np.log(10)] * 7)
@@ -120,7 +122,7 @@ def test_rungs_stand_below_the_bound(pair):
 
 
 def test_stretch_of_blocks_under_their_bounds(pair):
-    (ax,) = panels(FIGURES["block_stretch"](Findings(pair)))
+    (ax,) = panels(registry.figures()["block_stretch"](Findings(pair)))
     assert (ax.get_xlabel(), ax.get_yscale()) == ("block", "log")
     full, bound, topk, _ = (line.get_ydata() for line in ax.lines)
     assert full.tolist() == [1.0, 2.0, 3.0] * 2

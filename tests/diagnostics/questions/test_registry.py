@@ -4,15 +4,17 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
-import semdiag.presentation.sections as package
 
+import semdiag.questions as package
 from semdiag.measuring.findings.findings import Findings
-from semdiag.presenting.section import Section
-from semdiag.questions.registry import FIGURES, SECTIONS
+from semdiag.measuring.schema import probes
+from semdiag.questions import registry
+
+pytestmark = pytest.mark.usefixtures("few_resamples")
 
 FOLDER = Path(package.__path__[0])
-FOLDERS = sorted(path.name for path in FOLDER.iterdir() if (path / "section.py").exists())
-MODULES = [path for path in sorted(FOLDER.glob("*/*.py")) if path.stem not in ("__init__", "section")]
+FOLDERS = sorted(path.parent.name for path in FOLDER.glob("*/__init__.py"))
+MODULES = sorted(FOLDER.glob("*/figures/*.py"))
 # A figure is a function with the name of its file.
 FIGURE_FILES = [
     path for path in MODULES if f"\ndef {path.stem}(findings: Findings) -> Figure:" in path.read_text()
@@ -20,10 +22,10 @@ FIGURE_FILES = [
 WITHOUT_TABLES = ("dispersion", "heads", "separation", "learning")  # drawn from what every measurement has
 SHOWN = [
     pytest.param(shown, id=f"{section.name}-{kind}-{shown.figure}")
-    for section in SECTIONS.values()
-    for kind in ("questions", "external")
-    for question in getattr(section, kind)
-    for shown in question.figures
+    for section in registry.sections().values()
+    for kind in ("headings", "external")
+    for heading in getattr(section, kind)
+    for shown in heading.figures
 ]
 
 
@@ -34,43 +36,55 @@ def everything(make_everything):
 
 
 @pytest.mark.parametrize("name", FOLDERS)
-def test_every_folder_holds_a_section_under_its_name(name):
-    module = import_module(f"{package.__name__}.{name}.section")
-    (section,) = (value for value in vars(module).values() if isinstance(value, Section))
-    assert section.name.replace("-", "_") == name
-    assert SECTIONS[section.name] is section
+def test_every_folder_holds_a_question_whose_parts_are_there(name):
+    question = import_module(f"{package.__name__}.{name}").QUESTION
+    assert registry.QUESTIONS[question.name] is question
+    assert question.section.name == question.name
+    assert bool(question.command) == bool(question.summary)
+    if question.probe is not None:
+        assert question.probe.plan in probes()
 
 
-def test_every_section_stands_under_its_name_and_has_questions():
-    assert len(SECTIONS) == len(FOLDERS)
-    for name, section in SECTIONS.items():
-        assert section.name == name
-        assert section.questions
+def test_every_question_stands_under_its_name_and_has_headings():
+    assert len(registry.QUESTIONS) == len(registry.sections()) == len(FOLDERS)
+    for name, question in registry.QUESTIONS.items():
+        assert question.name == name
+        assert question.section.headings
 
 
 def test_no_two_figures_of_a_report_share_a_name_or_files():
-    for kind in ("questions", "external"):
-        drawn = [shown for s in SECTIONS.values() for q in getattr(s, kind) for shown in q.figures]
+    for kind in ("headings", "external"):
+        drawn = [
+            shown
+            for s in registry.sections().values()
+            for heading in getattr(s, kind)
+            for shown in heading.figures
+        ]
         assert len({shown.figure for shown in drawn}) == len(drawn)
-    assert all(name == draw.__name__ for name, draw in FIGURES.items())
-    assert len(set(FIGURES.values())) == len(FIGURES)
+    assert all(name == draw.__name__ for name, draw in registry.figures().items())
+    assert len(set(registry.figures().values())) == len(registry.figures())
 
 
 def test_a_figure_that_external_models_share_is_the_same_one():
     for param in SHOWN:
         (shown,) = param.values
-        assert FIGURES[shown.figure] is shown.draw
+        assert registry.figures()[shown.figure] is shown.draw
 
 
 def test_every_figure_file_is_reached_by_a_section():
-    assert {path.stem for path in FIGURE_FILES} == set(FIGURES)
+    assert {path.stem for path in FIGURE_FILES} == set(registry.figures())
     for path in FIGURE_FILES:
-        assert FIGURES[path.stem].__module__ == f"{package.__name__}.{path.parent.name}.{path.stem}"
+        assert (
+            registry.figures()[path.stem].__module__
+            == f"{package.__name__}.{path.parents[1].name}.figures.{path.stem}"
+        )
 
 
 def test_anchors_are_unique_in_a_page():
-    for kind in ("questions", "external"):
-        anchors = [question.anchor for section in SECTIONS.values() for question in getattr(section, kind)]
+    for kind in ("headings", "external"):
+        anchors = [
+            heading.anchor for section in registry.sections().values() for heading in getattr(section, kind)
+        ]
         assert len(set(anchors)) == len(anchors)
         assert "measured" not in anchors  # the last section of every page
 
@@ -83,16 +97,16 @@ def test_every_figure_is_described_and_read(shown):
     assert len(shown.reading) > 60, f"say how to read {shown}, in more than 60 characters"
 
 
-def test_every_question_says_what_it_does_not_cover():
-    for section in SECTIONS.values():
-        for question in (*section.questions, *section.external):
-            assert question.title.endswith("?")
-            assert question.caveats
-            assert all(caveat.endswith(".") for caveat in question.caveats)
+def test_every_heading_says_what_it_does_not_cover():
+    for section in registry.sections().values():
+        for heading in (*section.headings, *section.external):
+            assert heading.title.endswith("?")
+            assert heading.caveats
+            assert all(caveat.endswith(".") for caveat in heading.caveats)
 
 
 def test_tables_have_names_of_their_own(everything):
-    found = {name: section.tables(everything, False) for name, section in SECTIONS.items()}
+    found = {name: section.tables(everything, False) for name, section in registry.sections().items()}
     names = [name for tables in found.values() for name in tables]
     assert len(set(names)) == len(names)
     assert [section for section, tables in found.items() if not tables] == ["learning"]
@@ -101,17 +115,17 @@ def test_tables_have_names_of_their_own(everything):
 
 
 def test_alone_a_section_has_the_same_tables(everything):
-    for section in SECTIONS.values():
+    for section in registry.sections().values():
         assert set(section.tables(everything, True)) == set(section.tables(everything, False))
 
 
 def test_every_section_applies_where_everything_was_measured(everything):
-    assert all(section.applies(everything) for section in SECTIONS.values())
+    assert all(section.applies(everything) for section in registry.sections().values())
 
 
-@pytest.mark.parametrize("name", SECTIONS)
+@pytest.mark.parametrize("name", registry.sections())
 def test_a_section_applies_only_where_its_tables_have_rows(name, everything, model):
-    section = SECTIONS[name]
+    section = registry.sections()[name]
     assert section.applies(Findings(model("full"))) == (name in WITHOUT_TABLES)
     measurements = everything.measurements
     empty = {table: getattr(measurements, table).iloc[:0] for table in section.needs}
@@ -123,13 +137,13 @@ def test_a_section_applies_only_where_its_tables_have_rows(name, everything, mod
         assert section.applies(Findings(measurements.replace(**others)))
 
 
-@pytest.mark.parametrize("name", SECTIONS)
+@pytest.mark.parametrize("name", registry.sections())
 def test_of_external_models_it_applies_only_with_questions_for_them(name, everything):
     measurements = everything.measurements
     foreign = measurements.replace(models=measurements.models.assign(source="factory"))
-    section = SECTIONS[name]
+    section = registry.sections()[name]
     assert section.applies(Findings(foreign)) == bool(section.external)
     assert section.asked(Findings(foreign)) == section.external
     mixed = measurements.models.copy()
     mixed.loc[0, "source"] = "factory"
-    assert section.asked(Findings(measurements.replace(models=mixed))) == section.questions
+    assert section.asked(Findings(measurements.replace(models=mixed))) == section.headings

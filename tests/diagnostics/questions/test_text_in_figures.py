@@ -14,6 +14,7 @@ from semdiag.measuring.conditions import Conditions
 from semdiag.measuring.findings.findings import Findings
 from semdiag.presenting.drawing.panels import NothingToDrawError
 from semdiag.presenting.drawing.style import panel_grid, stacked
+from semdiag.questions import registry
 from semdiag.questions.bounds.measure.probe import BoundsPlan
 from semdiag.questions.convergence.measure import ConvergencePlan, convergence_survey
 from semdiag.questions.k_sweep.measure.probe import KSweepPlan
@@ -21,8 +22,9 @@ from semdiag.questions.landscape.measure import LandscapePlan
 from semdiag.questions.lipschitz.measure.probe import LipschitzPlan
 from semdiag.questions.mask_stability.measure.probe import NoisePlan
 from semdiag.questions.overlap.measure import OverlapPlan
-from semdiag.questions.registry import FIGURES
 from semdiag.questions.stability.measure.probe import SecantsPlan
+
+pytestmark = pytest.mark.usefixtures("few_resamples")
 
 CHECKPOINTS = Path(__file__).parents[4] / "checkpoints"
 EVEN, MISSING = "even-pairs-{}-seed-153476998", "missing-duplicate-{}-seed-153476998"
@@ -112,11 +114,11 @@ def test_the_measure_sees_text_over_text_and_text_that_is_cut(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("narrow", [False, True], ids=["page", "telephone"])
-@pytest.mark.parametrize("name", FIGURES)
+@pytest.mark.parametrize("name", registry.figures())
 def test_no_text_lies_over_another_or_is_cut(real, name, narrow, monkeypatch):
     with stacked() if narrow else nullcontext():
         try:
-            figure = FIGURES[name](real)
+            figure = registry.figures()[name](real)
         except NothingToDrawError:
             assert name in ("dispersion_by_keys", "predictors", "predictor_cells"), name
             pytest.skip("nothing to draw of these checkpoints")

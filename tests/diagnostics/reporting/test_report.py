@@ -12,9 +12,11 @@ import pytest
 from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.measurements import Measurements
 from semdiag.measuring.percentiles import PERCENTILES, layer_table, percentiles
-from semdiag.questions.registry import FIGURES
+from semdiag.questions import registry
 from semdiag.reporting.report import write_report
 from semdiag_models import InputError
+
+pytestmark = pytest.mark.usefixtures("few_resamples")
 
 HOSTILE = "<script>alert(1)</script>\"'&.pt"
 VOID = {"meta", "img", "br", "source", "link"}
@@ -74,7 +76,7 @@ def test_pictures_are_described_by_what_they_show(full_report):
 def test_the_page_is_whole_and_needs_nothing_from_outside(full_report):
     folder, page = full_report, Page(full_report / "index.html")
     images = page.all("img")
-    drawn = set(FIGURES) - {"predictors"}  # which takes five masks; its own test has them
+    drawn = set(registry.figures()) - {"predictors"}  # which takes five masks; its own test has them
     assert {Path(image["src"]).stem for image in images} == drawn
     assert len(images) == len(drawn)
     for image in images:

@@ -11,8 +11,10 @@ import pytest
 
 from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.measurements import Measurements
-from semdiag.questions.registry import FIGURES
+from semdiag.questions import registry
 from semdiag.reporting.report import write_report
+
+pytestmark = pytest.mark.usefixtures("few_resamples")
 
 _FLAGS = [
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--hide-scrollbars",
@@ -67,7 +69,7 @@ def pages(full_report, model, tmp_path_factory):
     parts = [model(kind, path=f"runs/{'long-' * 30}{kind}.pt") for kind in ("full", "topk", "banded", "block")]
     long_words = Findings(Measurements.concat(parts))  # neither counterfactuals nor any table of a probe
     page = write_report(long_words, tmp_path_factory.mktemp("long"), "semdiag report " + "x" * 300, ["svg"])
-    return [(everything, len(FIGURES) - 1), (page.parent, 7)]  # predictors take five masks
+    return [(everything, len(registry.figures()) - 1), (page.parent, 7)]  # predictors take five masks
 
 
 @pytest.mark.slow

@@ -9,6 +9,8 @@ from semdiag.reporting import report as report_module
 from semdiag.reporting.report import write_report
 from semdiag_models import InputError
 
+pytestmark = pytest.mark.usefixtures("few_resamples")
+
 
 def test_a_failure_leaves_the_old_report_and_no_scraps(four, tmp_path, monkeypatch):
     page = write_report(Findings(four), tmp_path / "r", "old", formats=())

@@ -12,6 +12,8 @@ from semdiag.questions.stability import answer as stability
 from semdiag.questions.stability.words import stability_sentences
 from semdiag.reporting.report import measured_sections, write_report
 
+pytestmark = pytest.mark.usefixtures("few_resamples")
+
 STABILITY = {"stability.csv", "stability_verdicts.csv"}
 BOUNDS = {"constants.csv", "parameters.csv", "corollary.csv", "bounds_verdicts.csv"}
 

@@ -12,9 +12,9 @@ Answer = TypeVar("Answer")
 class Findings:
     """Measurements, and the answers they give to questions.
 
-    A *question* is a function of findings, like :func:`~semdiag.questions.mask_stability.answer.mask_table`. It may ask
-    others. Terminal, page, figures, CSV and JSON ask one and the same object, so that all say the same, and what
-    takes seconds to work out is worked out once.
+    An answer is a function of findings, like ``mask_table`` of the question mask stability, and may ask others.
+    Terminal, page, figures, CSV and JSON ask one and the same object, so that all say the same, and what takes
+    seconds to work out is worked out once.
 
     Args:
         measurements: of one or several models.

@@ -2,10 +2,10 @@
 
 import pandas as pd
 import pytest
-from semdiag.questions.summaries import SUMMARIES
 
 from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.findings.pairing import compared_pairs
+from semdiag.questions import registry
 from semdiag.questions.convergence.answer.speed_and_dispersion import run_statistics, speed_dispersion_table
 from semdiag.questions.mask_stability.answer import mask_table
 from semdiag.questions.separation.answer import separation_summary
@@ -117,8 +117,8 @@ def test_an_answer_is_what_the_function_returns(measured):
 def test_what_every_command_prints_is_a_question(measured):
     findings = Findings(measured)
     for name in ("dispersion", "separation", "stability"):
-        assert findings(SUMMARIES[name])["schema"] == f"semdiag.{name}/2"
-        assert findings(SUMMARIES[name]) is findings(SUMMARIES[name])
+        assert findings(registry.summaries()[name])["schema"] == f"semdiag.{name}/2"
+        assert findings(registry.summaries()[name]) is findings(registry.summaries()[name])
 
 
 def test_what_is_said_of_runs_is_said_of_one_table(tiny_runs):

@@ -5,6 +5,8 @@ import pytest
 
 from semdiag.presenting.drawing.curves import cumulative_curve, exceedance_curve
 
+pytestmark = pytest.mark.usefixtures("few_resamples")
+
 
 def test_cumulative_curve_is_exact_at_its_points():
     values = np.random.default_rng(0).lognormal(size=10_000)

@@ -9,9 +9,11 @@ from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.measurements import Measurements
 from semdiag.presenting.drawing.panels import attention_label, panels_of
 from semdiag.presenting.drawing.style import ATTENTION_STYLES
-from semdiag.questions.registry import SECTIONS
+from semdiag.questions import registry
 from semdiag.reporting.report import in_short
 from semdiag_models import ATTENTIONS
+
+pytestmark = pytest.mark.usefixtures("few_resamples")
 
 
 def test_every_attention_has_a_style():
@@ -59,7 +61,9 @@ def test_models_of_the_same_attention_look_different(model):
 def test_bottom_k_is_not_called_a_mask_that_ignores_the_scores(model):
     measured = Measurements.concat([model(kind) for kind in ("full", "random", "bottomk")])
     (said,) = (
-        s for s in in_short(Findings(measured), [SECTIONS["dispersion"]]) if "masks that ignore the scores" in s
+        s
+        for s in in_short(Findings(measured), [registry.sections()["dispersion"]])
+        if "masks that ignore the scores" in s
     )
     assert "random-" in said
     assert "bottomk" not in said

@@ -4,6 +4,8 @@ from matplotlib.figure import Figure
 
 from semdiag.presenting.drawing.style import palette, plain_numbers
 
+pytestmark = pytest.mark.usefixtures("few_resamples")
+
 
 def test_the_palette_is_seaborns_for_the_colour_blind():
     assert palette(13) == list(sns.color_palette("colorblind", 13).as_hex())

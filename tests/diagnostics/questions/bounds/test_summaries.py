@@ -4,13 +4,13 @@ import json
 
 import numpy as np
 import pytest
-from semdiag.questions.summaries import SUMMARIES
 
 from semdiag.measuring.conditions import Conditions
 from semdiag.measuring.findings.finding import Verdict
 from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.findings.strict_json import number_from_json
 from semdiag.measuring.survey import survey
+from semdiag.questions import registry
 from semdiag.questions.bounds.measure.probe import BoundsPlan
 from semdiag.questions.bounds.terminal import print_bounds
 from semdiag.questions.stability.measure.probe import SecantsPlan
@@ -25,7 +25,7 @@ def measured(tiny_runs):
 
 @pytest.mark.parametrize("name", ["stability", "bounds"])
 def test_summaries_are_strict_json_of_their_schema(measured, name):
-    summary = SUMMARIES[name](Findings(measured))
+    summary = registry.summaries()[name](Findings(measured))
     assert summary["schema"] == f"semdiag.{name}/2"
     assert json.loads(json.dumps(summary, allow_nan=False)) == summary
     words = {verdict["verdict"] for result in summary["results"] for verdict in result["verdicts"]}
@@ -37,7 +37,7 @@ def test_a_constant_of_0_no_guarantee_and_the_unknown_stay_apart_in_json(measure
     """−∞ for b_k, +∞ where a separation is not positive, NaN for what the paper says nothing about."""
     first = measured.constants["quantity"] == "network"
     constants = measured.constants.assign(ln_value=measured.constants["ln_value"].mask(first, np.inf))
-    summary = SUMMARIES["bounds"](Findings(measured.replace(constants=constants)))
+    summary = registry.summaries()["bounds"](Findings(measured.replace(constants=constants)))
     whole = json.loads(json.dumps(summary, allow_nan=False))
     for result in whole["results"]:
         keys = [row for row in result["parameters"] if row["tensor"].endswith("k.bias")]
@@ -51,7 +51,7 @@ def test_a_constant_of_0_no_guarantee_and_the_unknown_stay_apart_in_json(measure
 
 
 def test_stability_has_the_numbers_of_the_tables(measured):
-    for result in SUMMARIES["stability"](Findings(measured))["results"]:
+    for result in registry.summaries()["stability"](Findings(measured))["results"]:
         rows = measured.secants[measured.secants["model"] == result["model"]]
         rows = with_bounds(rows, result["attention"])
         assert [(r["layer"], r["head"]) for r in result["layers"]] == [(0, 0), (0, 1), (1, 0), (1, 1)]
@@ -64,7 +64,7 @@ def test_stability_has_the_numbers_of_the_tables(measured):
 
 
 def test_several_noise_levels_are_told_apart(measured):
-    for result in SUMMARIES["stability"](Findings(measured))["results"]:
+    for result in registry.summaries()["stability"](Findings(measured))["results"]:
         rows = measured.secants[measured.secants["model"] == result["model"]]
         rows = with_bounds(rows, result["attention"])
         assert [level["noise"] for level in result["all"]["by_noise"]] == [0.01, 0.1]
@@ -76,12 +76,12 @@ def test_several_noise_levels_are_told_apart(measured):
 
 
 def test_without_secants_the_local_constants_remain(tiny_runs):
-    summary = SUMMARIES["stability"](Findings(survey([tiny_runs.full], Conditions(samples=5))))
+    summary = registry.summaries()["stability"](Findings(survey([tiny_runs.full], Conditions(samples=5))))
     assert list(summary["results"][0]["all"]) == ["local"]
 
 
 def test_bounds_name_every_pair(measured):
-    summary = SUMMARIES["bounds"](Findings(measured))
+    summary = registry.summaries()["bounds"](Findings(measured))
     (pair,) = summary["pairs"]
     assert (pair["reference"], pair["other"]) == tuple(measured.models["model"])
     assert pair["differences"] == []

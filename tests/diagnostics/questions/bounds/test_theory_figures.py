@@ -11,10 +11,12 @@ from semdiag.measuring.findings.pairing import find_pairs
 from semdiag.measuring.measurements import Measurements
 from semdiag.measuring.schema import optional_tables
 from semdiag.presenting.drawing.panels import NothingToDrawError
+from semdiag.questions import registry
 from semdiag.questions.bounds.answer.corollary import corollary_table
 from semdiag.questions.bounds.answer.published import published_table
-from semdiag.questions.registry import FIGURES
 from semdiag.questions.stability.glance import exceeding_pairs
+
+pytestmark = pytest.mark.usefixtures("few_resamples")
 
 # shared/theory.md, section 4: left sides of the paper's conditions at p75, p90, p95, p100.
 PUBLISHED = {
@@ -58,17 +60,17 @@ def test_the_papers_numbers_give_the_papers_conditions():
 @pytest.mark.parametrize("name", ["stability_curves", "attention_response", "secants_under_bounds"])
 def test_nothing_is_drawn_from_empty_tables(name, four):
     with pytest.raises(NothingToDrawError, match=r"\.$"):
-        FIGURES[name](Findings(four))
+        registry.figures()[name](Findings(four))
 
 
 @pytest.mark.parametrize("name", ["corollary_plane", "corollary_conditions"])
 def test_nothing_is_drawn_without_a_pair(name, model, theory):
     with pytest.raises(NothingToDrawError, match="compared with a full one"):
-        FIGURES[name](Findings(theory(model("topk"))))
+        registry.figures()[name](Findings(theory(model("topk"))))
 
 
 def test_stability_curves_show_both_forms_where_they_cross_and_secants_below(known):
-    figure = FIGURES["stability_curves"](Findings(known))
+    figure = registry.figures()["stability_curves"](Findings(known))
     panels = shown(figure)
     # 8 of full attention, 3 of the fixed masks; no panel without a measured row
     assert [ax.get_title(loc="left") for ax in panels] == ["n = 3 keys", "n = 8 keys"]
@@ -92,7 +94,7 @@ def test_stability_curves_draw_few_points_and_the_closest_one(known):
     secants = known.secants.loc[known.secants.index.repeat(20)].reset_index(drop=True)
     closest = secants.index[secants["model"].str.contains("full")][0]
     secants.loc[closest, "weight_change"] = 0.05 * secants.loc[closest, "score_change"]
-    *_, ax = shown(FIGURES["stability_curves"](Findings(known.replace(secants=secants))))
+    *_, ax = shown(registry.figures()["stability_curves"](Findings(known.replace(secants=secants))))
     (points,) = (found.get_xydata() for found in ax.lines if found.get_markersize() == 2)
     assert len(points) == 300
     assert points[:, 1].max() == pytest.approx(0.05)
@@ -104,7 +106,7 @@ def test_stability_curves_draw_every_row_above_the_papers_form(known):
     secants.loc[few, "dispersion"] = 0.1  # e^0.1 / 3 = 0.368, and the sound constant is larger
     secants.loc[few, "weight_change"] = 0.38 * secants.loc[few, "score_change"]
     findings = Findings(known.replace(secants=secants))
-    ax, _ = shown(FIGURES["stability_curves"](findings))
+    ax, _ = shown(registry.figures()["stability_curves"](findings))
     assert exceeding_pairs(findings)["paper"]["violated"] == 4
     assert "4 above the paper's form" in ax.get_title(loc="left") + words(ax.figure)
     (marked,) = [
@@ -115,7 +117,7 @@ def test_stability_curves_draw_every_row_above_the_papers_form(known):
 
 
 def test_response_by_layer_marks_the_mean_of_every_model(known):
-    figure = FIGURES["attention_response"](Findings(known))
+    figure = registry.figures()["attention_response"](Findings(known))
     (ax,) = shown(figure)
     assert (ax.get_xlabel(), ax.get_ylabel()) == ("layer", "response ‖p − p′‖₁ (at most 2)")
     text = words(figure)
@@ -128,7 +130,7 @@ def test_response_by_layer_marks_the_mean_of_every_model(known):
 
 
 def test_slopes_lie_below_constants_in_powers_of_ten(known):
-    figure = FIGURES["secants_under_bounds"](Findings(known))
+    figure = registry.figures()["secants_under_bounds"](Findings(known))
     panels = shown(figure)
     assert len(panels) == 4
     for ax in panels:
@@ -151,11 +153,11 @@ def test_constants_that_are_not_numbers_leave_nothing_to_draw(known):
     columns = ["ln_sound", "ln_paper", "ln_local", "ln_gradient", "ln_secant"]
     broken = known.parameters.assign(**dict.fromkeys(columns, np.nan))
     with pytest.raises(NothingToDrawError, match="No constant"):
-        FIGURES["secants_under_bounds"](Findings(known.replace(parameters=broken)))
+        registry.figures()["secants_under_bounds"](Findings(known.replace(parameters=broken)))
 
 
 def test_plane_places_the_pair_and_the_papers_tasks(known):
-    figure = FIGURES["corollary_plane"](Findings(known))
+    figure = registry.figures()["corollary_plane"](Findings(known))
     weight, inputs = shown(figure)
     assert (weight.get_xlabel(), weight.get_ylabel(), weight.get_yscale()) == ("δₕ / δₛ", "Δₕ / δₛ", "log")
     # KINDS: δ_h/δ_s = 1/4 at every percentile; Δ = 0.01, and δ_s is 8 at p100.
@@ -175,7 +177,7 @@ def test_plane_places_the_pair_and_the_papers_tasks(known):
 def test_bars_stand_on_one_and_margins_on_zero(known):
     pairs, _ = find_pairs(known.models, attention=None)
     table = corollary_table(Findings(known), pairs)
-    figure = FIGURES["corollary_conditions"](Findings(known))
+    figure = registry.figures()["corollary_conditions"](Findings(known))
     panels = shown(figure)
     assert len(panels) == 2 * len(pairs) == 6
     own = table[(table["pair"] == "even-pairs, topk-3, seed 7") & (table["form"] == "paper")]
@@ -191,12 +193,14 @@ def test_a_tie_is_said_and_not_drawn(known):
     queries = known.queries.copy()
     queries.loc[queries["model"].str.contains("topk") & (queries["sample"] == 0), "separation"] = 0.0
     tied = known.replace(queries=queries)
-    assert "assumption not met at p90, p95, p100" in words(FIGURES["corollary_conditions"](Findings(tied)))
-    assert "3 with Δₕ ≤ 0 or a tie not shown" in words(FIGURES["corollary_plane"](Findings(tied)))
+    assert "assumption not met at p90, p95, p100" in words(
+        registry.figures()["corollary_conditions"](Findings(tied))
+    )
+    assert "3 with Δₕ ≤ 0 or a tie not shown" in words(registry.figures()["corollary_plane"](Findings(tied)))
 
 
 def test_without_constants_the_sound_margin_in_x_is_not_known(known):
-    figure = FIGURES["corollary_conditions"](
+    figure = registry.figures()["corollary_conditions"](
         Findings(known.replace(constants=optional_tables()["constants"].empty()))
     )
     assert "X: not known (the norms were not measured)" in words(figure)
@@ -206,5 +210,5 @@ def test_several_noise_levels_are_panels_of_their_own(model, theory):
     both = Measurements.concat([model("full"), model("topk")])
     low, high = theory(both), theory(both, noise=0.1)
     joined = low.replace(secants=pd.concat([low.secants, high.secants], ignore_index=True))
-    titles = [ax.get_title(loc="left") for ax in shown(FIGURES["attention_response"](Findings(joined)))]
+    titles = [ax.get_title(loc="left") for ax in shown(registry.figures()["attention_response"](Findings(joined)))]
     assert titles == ["even-pairs, noise 1 %", "even-pairs, noise 10 %"]

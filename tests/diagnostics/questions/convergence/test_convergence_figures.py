@@ -11,10 +11,12 @@ from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.measurements import Measurements
 from semdiag.measuring.schema import optional_tables
 from semdiag.presenting.drawing.panels import NothingToDrawError
+from semdiag.questions import registry
 from semdiag.questions.convergence.words import convergence_sentences, interval_words, speed_words
 from semdiag.questions.predictors.answer.mask_cells import STAGES
 from semdiag.questions.predictors.words import predictor_sentences
-from semdiag.questions.registry import FIGURES
+
+pytestmark = pytest.mark.usefixtures("few_resamples")
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +51,7 @@ def words(figure):
 
 
 def test_learning_curves_have_a_band_over_seeds_and_mark_arrivals(runs):
-    figure = FIGURES["learning_curves"](Findings(runs))
+    figure = registry.figures()["learning_curves"](Findings(runs))
     (ax,) = [a for a in figure.axes if a.get_visible()]
     assert len(ax.collections) == 3  # one band per attention
     assert sorted(x for x, y, _ in points(ax) if y == 0.95) == [2, 2, 2, 4, 4, 4]
@@ -57,7 +59,7 @@ def test_learning_curves_have_a_band_over_seeds_and_mark_arrivals(runs):
 
 
 def test_a_censored_speed_up_is_a_hollow_point_with_an_arrow(runs):
-    figure = FIGURES["speed_up"](Findings(runs))
+    figure = registry.figures()["speed_up"](Findings(runs))
     (ax,) = figure.axes
     drawn = points(ax)
     assert sorted(y for _, y, filled in drawn if filled) == [2.0, 2.0, 2.0]
@@ -69,7 +71,7 @@ def test_a_censored_speed_up_is_a_hollow_point_with_an_arrow(runs):
 
 
 def test_speed_up_against_dispersion_stands_at_the_ratio_of_medians(runs):
-    figure = FIGURES["speed_up_against_dispersion"](Findings(runs))
+    figure = registry.figures()["speed_up_against_dispersion"](Findings(runs))
     (ax,) = figure.axes
     assert sorted({round(x, 6) for x, _, _ in points(ax)}) == [0.25, 0.625]  # factors 1 and 2.5 over 4
 
@@ -88,7 +90,7 @@ def test_other_lengths_are_drawn_with_their_intervals(runs):
     quantities = [("accuracy", s, v) for s, v in (("value", 0.7), ("low", 0.6), ("high", 0.9))]
     quantities += [("dispersion", "p50", 2.0), ("separation", "p50", math.nan)]
     table = numbers(runs, "lengths", [(length, -1, 30) for length in (6, 8, 16)], quantities)
-    figure = FIGURES["length_generalisation"](Findings(runs.replace(lengths=table)))
+    figure = registry.figures()["length_generalisation"](Findings(runs.replace(lengths=table)))
     accuracy, _, separation = figure.axes[:3]
     assert list(accuracy.get_xticks()) == [6, 8, 16]
     bar = accuracy.collections[0].get_segments()[0]
@@ -98,7 +100,7 @@ def test_other_lengths_are_drawn_with_their_intervals(runs):
 
 def test_numbers_along_training_stand_at_their_epochs(runs):
     table = numbers(runs, "along", [(0, -1), (6, -1)], [("dispersion", "p50", 2.0), ("gamma", "max", 0.1)])
-    figure = FIGURES["along_training"](Findings(runs.replace(along=table)))
+    figure = registry.figures()["along_training"](Findings(runs.replace(along=table)))
     assert list(figure.axes[0].lines[0].get_xdata()) == [0, 6]
     assert "nothing to show" in words(figure)
 
@@ -109,7 +111,7 @@ def test_numbers_within_a_decade_or_two_have_labels_to_read_them_by(runs):
     late = table["epoch"] == 6
     table.loc[late & (table["quantity"] == "response"), "value"] = 0.022
     table.loc[late & (table["quantity"] == "dispersion"), "value"] = 41.0
-    figure = FIGURES["along_training"](Findings(runs.replace(along=table)))
+    figure = registry.figures()["along_training"](Findings(runs.replace(along=table)))
     figure.draw_without_rendering()
     for ax in figure.axes[:2]:
         low, high = ax.get_ylim()
@@ -150,7 +152,7 @@ def predicted():
 
 
 def test_correlations_stand_at_their_rho(predicted):
-    figure = FIGURES["predictors"](predicted)
+    figure = registry.figures()["predictors"](predicted)
     assert [ax.get_title(loc="left") or ax.get_title() for ax in figure.axes] == [*STAGES]
     drawn = points(figure.axes[0])
     assert [(x, filled) for x, y, filled in drawn if y == 0] == [(pytest.approx(1), True)]  # p = 2 / 720
@@ -159,7 +161,7 @@ def test_correlations_stand_at_their_rho(predicted):
 
 
 def test_every_mask_stands_at_its_ranks(predicted):
-    figure = FIGURES["predictor_cells"](predicted)
+    figure = registry.figures()["predictor_cells"](predicted)
     ax = figure.axes[0]
     found = sorted(tuple(line.get_xydata()[0]) for line in ax.lines)
     assert found == [(pytest.approx(n / 5), pytest.approx(n / 5)) for n in range(6)]
@@ -193,13 +195,13 @@ def test_words_on_predictors_say_why_nothing_is_known(predicted):
 def test_without_predictors_there_is_nothing_to_draw(runs):
     for name in ("predictors", "predictor_cells"):
         with pytest.raises(NothingToDrawError):
-            FIGURES[name](Findings(runs))
+            registry.figures()[name](Findings(runs))
     assert "unknown" in predictor_sentences(Findings(runs))[0]
 
 
 def test_a_run_that_stopped_keeps_its_accuracy_in_the_band(runs):
     history = runs.history
     stopped = (history["model"] == runs.runs.query("kind == 'topk'")["model"].iloc[0]) & (history["epoch"] > 3)
-    figure = FIGURES["learning_curves"](Findings(runs.replace(history=history[~stopped])))
+    figure = registry.figures()["learning_curves"](Findings(runs.replace(history=history[~stopped])))
     (ax,) = [a for a in figure.axes if a.get_visible()]
     assert all(collection.get_paths()[0].vertices[:, 0].max() == 6 for collection in ax.collections)

@@ -6,13 +6,13 @@ import math
 import numpy as np
 import pandas as pd
 import pytest
-from semdiag.questions.summaries import SUMMARIES
 
 from semdiag.measuring.conditions import Conditions
 from semdiag.measuring.findings.counterfactuals import counterfactual_ks
 from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.findings.strict_json import json_ready
 from semdiag.measuring.survey import survey
+from semdiag.questions import registry
 from semdiag.questions.dispersion.answer.comparisons import dispersion_summary
 from semdiag.questions.separation.answer import separation_summary
 
@@ -36,7 +36,7 @@ def measured(tiny_runs):
 
 @pytest.mark.parametrize("command", ["dispersion", "separation"])
 def test_the_shape_is_that_of_the_contract(measured, tiny_runs, command):
-    summary = strict(SUMMARIES[command](Findings(measured)))
+    summary = strict(registry.summaries()[command](Findings(measured)))
     assert list(summary) == ["schema", "provenance", "results"]
     assert summary["schema"] == f"semdiag.{command}/2"
     assert {"semdiag", "torch", "device", "dtype", "seed", "samples"} <= set(summary["provenance"])

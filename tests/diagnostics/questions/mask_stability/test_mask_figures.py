@@ -10,6 +10,7 @@ from matplotlib.text import Text
 from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.measurements import Measurements
 from semdiag.presenting.drawing.panels import NothingToDrawError
+from semdiag.questions import registry
 from semdiag.questions.k_sweep.answer.rerun import change_table
 from semdiag.questions.k_sweep.page import k_sweep_tables
 from semdiag.questions.k_sweep.words import k_sweep_sentences
@@ -17,8 +18,9 @@ from semdiag.questions.mask_stability.answer import mask_summary
 from semdiag.questions.mask_stability.glance import masks_glance
 from semdiag.questions.mask_stability.page import mask_tables
 from semdiag.questions.mask_stability.words import mask_sentences, masks_in_short
-from semdiag.questions.registry import FIGURES
 from semdiag.reporting.report import measured_sections, write_report
+
+pytestmark = pytest.mark.usefixtures("few_resamples")
 
 LEVELS = (0.01, 0.1)
 
@@ -34,7 +36,7 @@ def pair(model):
 
 
 def test_agreement_is_drawn_against_noise_by_layer(pair, probed):
-    figure = FIGURES["masks_unchanged"](Findings(probed(pair)))
+    figure = registry.figures()["masks_unchanged"](Findings(probed(pair)))
     full, topk = figure.axes
     assert "top-3 it would choose" in full.get_title(loc="left")
     assert topk.get_title(loc="left") == "even-pairs\ntop-k (k = 3)"
@@ -53,20 +55,21 @@ def test_every_model_without_a_mask_is_titled_so(pair, probed):
     found = probed(pair)
     models = found.models.assign(attention=found.models["attention"].replace("full", "causal"))
     titles = [
-        ax.get_title(loc="left") for ax in FIGURES["masks_unchanged"](Findings(found.replace(models=models))).axes
+        ax.get_title(loc="left")
+        for ax in registry.figures()["masks_unchanged"](Findings(found.replace(models=models))).axes
     ]
     assert ["top-3 it would choose" in title for title in titles].count(True) == 1
 
 
 def test_one_level_is_drawn_against_layers(pair, probed):
-    figure = FIGURES["masks_unchanged"](Findings(probed(pair, levels=(0.1,))))
+    figure = registry.figures()["masks_unchanged"](Findings(probed(pair, levels=(0.1,))))
     points = figure.axes[0].containers[0].lines[0]
     np.testing.assert_allclose(np.asarray(points.get_ydata(), float), [0.9, 0.8], rtol=1e-6)
     assert figure.axes[0].get_xlabel() == "layer"
 
 
 def test_reliability_sets_observed_against_predicted(pair, probed):
-    figure = FIGURES["mask_reliability"](Findings(probed(pair)))
+    figure = registry.figures()["mask_reliability"](Findings(probed(pair)))
     ax = figure.axes[1]
     diagonal, (low, high) = ax.get_lines()[0], ax.containers
     assert list(diagonal.get_xdata()) == list(diagonal.get_ydata())
@@ -79,7 +82,7 @@ def test_reliability_sets_observed_against_predicted(pair, probed):
 
 
 def test_the_heat_map_writes_its_numbers(pair, probed):
-    figure = FIGURES["mask_heat_map"](Findings(probed(pair)))
+    figure = registry.figures()["mask_heat_map"](Findings(probed(pair)))
     assert {"99%", "98%", "90%", "80%"} <= {text.get_text() for text in figure.axes[0].texts}
     np.testing.assert_allclose(figure.axes[0].images[0].get_array(), [[0.99, 0.9], [0.98, 0.8]], rtol=1e-6)
 
@@ -87,13 +90,13 @@ def test_the_heat_map_writes_its_numbers(pair, probed):
 def test_one_level_is_one_panel_of_models_by_layers(pair, probed):
     found = probed(pair)
     found = found.replace(masks=found.masks[found.masks["level"] == LEVELS[0]])
-    ax, _ = FIGURES["mask_heat_map"](Findings(found)).axes
+    ax, _ = registry.figures()["mask_heat_map"](Findings(found)).axes
     np.testing.assert_allclose(ax.images[0].get_array(), [[0.99, 0.98], [0.99, 0.98]], rtol=1e-6)
     assert [label.get_text().split("\n")[1] for label in ax.get_yticklabels()][1] == "top-k (k = 3)"
 
 
 def test_the_sweep_shows_mass_ratio_separation_and_conditions(pair, probed):
-    figure = FIGURES["k_sweep"](Findings(probed(pair)))
+    figure = registry.figures()["k_sweep"](Findings(probed(pair)))
     mass, ratio, separation, conditions = figure.axes
     np.testing.assert_allclose(mass.get_lines()[0].get_ydata(), np.arange(1, 7) / 6)
     assert any(np.allclose(line.get_ydata(), 0.1 * np.arange(1, 7)) for line in mass.get_lines()[1:] if
@@ -108,7 +111,7 @@ def test_the_sweep_shows_mass_ratio_separation_and_conditions(pair, probed):
 
 def test_the_change_is_drawn_with_its_interval_its_control_and_the_tolerance(pair, probed, reruns):
     found = reruns(probed(pair))
-    change, mass = FIGURES["loss_change"](Findings(found)).axes
+    change, mass = registry.figures()["loss_change"](Findings(found)).axes
     table = Findings(found)(change_table)
     for model, band in zip(table["model"].unique(), change.collections, strict=True):
         own = table[(table["model"] == model) & (table["mask"] == "topk")]
@@ -132,13 +135,13 @@ def test_the_change_is_drawn_with_its_interval_its_control_and_the_tolerance(pai
 
 def test_without_a_rerun_the_command_is_said(pair, probed):
     with pytest.raises(NothingToDrawError, match="semdiag k-sweep MODEL --rerun"):
-        FIGURES["loss_change"](Findings(probed(pair)))
+        registry.figures()["loss_change"](Findings(probed(pair)))
 
 
 @pytest.mark.parametrize("name", ["masks_unchanged", "mask_reliability", "mask_heat_map", "k_sweep"])
 def test_fixed_masks_leave_nothing_to_draw(name, model, probed):
     with pytest.raises(NothingToDrawError):
-        FIGURES[name](Findings(probed(model("banded"))))
+        registry.figures()[name](Findings(probed(model("banded"))))
 
 
 def test_what_is_said_of_masks(pair, probed):

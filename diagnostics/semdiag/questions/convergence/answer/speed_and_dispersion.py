@@ -17,8 +17,7 @@ def speed_dispersion_table(findings: Findings) -> pd.DataFrame:
         findings: with runs and the queries of their last checkpoints.
 
     Returns:
-        The rows of :func:`~semdiag.questions.convergence.answer.epochs.speed_ups` with ratio (median δ of the sparse model
-        over that of the full one), ratio_low and ratio_high (95 % interval, whole sequences resampled).
+        The rows of :func:`~.epochs.speed_ups` with ratio (median δ of the sparse model over that of the full one), ratio_low and ratio_high (95 % interval, whole sequences resampled).
     """
     pairs = speed_ups(findings(arrivals))
     queries = {m: known_rows(findings, m, "dispersion") for m in {*pairs["model"], *pairs["full"]}}
@@ -34,5 +33,5 @@ def speed_dispersion_table(findings: Findings) -> pd.DataFrame:
 
 
 def run_statistics(findings: Findings) -> pd.DataFrame:
-    """Each kind of attention over the seeds of a setting: :func:`~semdiag.questions.convergence.answer.epochs.over_seeds`."""
+    """Return each kind of attention over the seeds of a setting, as :func:`~.epochs.over_seeds`."""
     return over_seeds(findings(arrivals), findings(speed_dispersion_table))

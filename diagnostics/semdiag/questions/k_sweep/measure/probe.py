@@ -153,8 +153,7 @@ def k_sweep_tables(
         queries: how many are drawn per sample and head, as by :func:`~semdiag.measuring.measure.measure`; None:
             every query is looked at. Extremes and loads are then those of the drawn queries; budgets look at all.
         seed: of the draws, and of the random control of reruns.
-        remark: called with what is to be known of a rerun, as of :func:`~semdiag.questions.k_sweep.measure.rerun.rerun`,
-            and of the draws.
+        remark: called with what is to be known of a rerun, as of :func:`~.rerun.rerun`, and of the draws.
 
     Returns:
         ``sweep``; ``sweep_estimates``, empty unless queries were drawn; ``rerun`` and ``budgets``, empty unless

@@ -127,10 +127,10 @@ def lipschitz(
         after_point: called with 1 after each parameter setting.
 
     Returns:
-        The tables ``loss_secants`` (:func:`~semdiag.questions.lipschitz.measure.secants.plane_secants`,
-        ``line_secants``), ``loss_gradients`` (:func:`~semdiag.questions.lipschitz.measure.gradients.ball_gradients`),
+        The tables ``loss_secants`` (:func:`~.secants.plane_secants`,
+        ``line_secants``), ``loss_gradients`` (:func:`~.gradients.ball_gradients`),
         ``end_points`` (:func:`~semdiag.mathematics.extreme_values.estimate_end_point` by group) and ``jacobians``
-        (:func:`~semdiag.questions.lipschitz.measure.block_jacobians.block_jacobians`).
+        (:func:`~.block_jacobians.block_jacobians`).
 
     Raises:
         InputError: if the labels are missing, there is no sample, or a parameter is not a number.

@@ -274,7 +274,7 @@ def quick_intervals():
         yield
 
 
-@pytest.fixture(autouse=True, scope="module")
+@pytest.fixture(scope="module")
 def few_resamples():
     with quick_intervals():
         yield
