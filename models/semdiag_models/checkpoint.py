@@ -103,13 +103,13 @@ def read_checkpoint(path: Path) -> Checkpoint:
         InputError: if the file is missing, not a checkpoint, damaged, holds code, or does not fit its own
             configuration.
     """
-    content, _ = _read(path)
+    content, *_ = _read(path)
     if not is_checkpoint(content):
         raise InputError(
             f"{path} is not a semdiag checkpoint (no format entry {FORMAT!r}). "
             "Make one with: semdiag train even-pairs --attention topk --k 5."
         )
-    return _checkpoint(path, content)
+    return checkpoint_of(path, content)
 
 
 def read_plain(path: Path) -> Any:
@@ -125,10 +125,26 @@ def read_plain(path: Path) -> Any:
         InputError: if the file is missing, unreadable, damaged, or holds anything but data; the message
             names the refused global.
     """
-    content, wrong = _read(path)
+    return read_hashed(path, hashed=False)[0]
+
+
+def read_hashed(path: Path, hashed: bool = True) -> tuple[Any, str]:
+    """Read a file as :func:`read_plain` does, and hash it while it is open.
+
+    Args:
+        path: a file written by ``torch.save``.
+        hashed: whether the hash is wanted.
+
+    Returns:
+        What the file holds, and its SHA-256; empty if it is not wanted.
+
+    Raises:
+        InputError: as :func:`read_plain`.
+    """
+    content, wrong, digest = _read(path, hashed)
     if wrong is not None:  # torch can be told to write files without checksums
-        warnings.warn(f"{path}: the checksum of {wrong[:80]!r} is wrong; it may be damaged.", stacklevel=2)
-    return content
+        warnings.warn(f"{path}: the checksum of {wrong[:80]!r} is wrong; it may be damaged.", stacklevel=3)
+    return content, digest
 
 
 def is_checkpoint(content: Any) -> bool:
@@ -136,25 +152,27 @@ def is_checkpoint(content: Any) -> bool:
     return isinstance(content, dict) and content.get("format") == FORMAT
 
 
-def _read(path: Path) -> tuple[Any, str | None]:
-    """What a file holds, and the first of its members whose bytes are not those that were written.
+def _read(path: Path, hashed: bool = False) -> tuple[Any, str | None, str]:
+    """Return what a file holds, its first member whose bytes are not those that were written, and its hash.
 
     Raises:
         InputError: as :func:`read_plain`; and if there is such a member in a file of ours.
     """
-    content, wrong = _loaded(path)
+    content, wrong, digest = _loaded(path, hashed)
     if wrong is not None and is_checkpoint(content):
         raise InputError(f"{path} is damaged: the checksum of {wrong[:80]!r} is wrong. Restore it from a copy.")
-    return content, wrong
+    return content, wrong, digest
 
 
-def _loaded(path: Path) -> tuple[Any, str | None]:
+def _loaded(path: Path, hashed: bool) -> tuple[Any, str | None, str]:
     with open_file(path) as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest() if hashed else ""
+        file.seek(0)
         try:
             wrong = check_archive(file)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of pickle protocols: the file is read, or it is refused
-                return torch.load(file, map_location="cpu", weights_only=True), wrong
+                return torch.load(file, map_location="cpu", weights_only=True), wrong, digest
         except CodeError as error:
             raise InputError(_REFUSED.format(path=path, code=error)) from None
         except DamagedError as error:
@@ -235,7 +253,16 @@ def check_shapes(path: Path, model: Encoder, state: dict[str, Any]) -> None:
             raise InputError(f"{path}: parameter {name!r} is not a plain tensor of floating-point numbers.")
 
 
-def _checkpoint(path: Path, content: dict[str, Any]) -> Checkpoint:
+def checkpoint_of(path: Path, content: dict[str, Any]) -> Checkpoint:
+    """Return the checkpoint that was read from a file, trusting nothing in it.
+
+    Args:
+        path: named in messages.
+        content: of the file, as :func:`read_plain` returns it.
+
+    Raises:
+        InputError: if it is damaged or does not fit its own configuration.
+    """
     content = {"rng": {}, "provenance": {}, "optimizer_state": {}, **content}
     names = ("config", "model_state", "history", "rng", "provenance", "optimizer_state")
     kinds = dict.fromkeys(names, dict) | {"epoch": int}

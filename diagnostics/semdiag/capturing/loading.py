@@ -19,11 +19,9 @@ from semdiag_models import (
     TrainingConfig,
     draw_data,
     find_task,
-    read_checkpoint,
-    sha256,
     weights_sha256,
 )
-from semdiag_models.checkpoint import FORMAT, is_checkpoint, read_plain
+from semdiag_models.checkpoint import FORMAT, checkpoint_of, is_checkpoint, read_hashed
 from semdiag_models.reading import read_json, require_memory
 
 
@@ -238,12 +236,12 @@ def _load_checkpoint(path: str | Path, config: Mapping[str, Any] | None) -> Load
     if (file / "last.pt").exists():
         file /= "last.pt"
     refuse_other_kinds(file, known_runs())
-    content = read_plain(file)
+    content, digest = read_hashed(file)
     if paper_code.recognised(content):
         encoder, description = paper_code.build(file, content, config)
         return LoadedModel(
             str(path),
-            sha256(file),
+            digest,
             encoder,
             source="paper code",
             weights_sha256=weights_sha256(encoder.state_dict()),
@@ -259,13 +257,13 @@ def _load_checkpoint(path: str | Path, config: Mapping[str, Any] | None) -> Load
             f"{path} is not a semdiag checkpoint (no format entry {FORMAT!r}). "
             f"Make one with: semdiag train even-pairs --attention topk --k 5; {OF_YOUR_OWN}."
         )
-    checkpoint = read_checkpoint(file)
+    checkpoint = checkpoint_of(file, content)
     snapshot = {0: "initialisation"}.get(checkpoint.epoch, f"epoch {checkpoint.epoch}")
     if file.stem in ("last", "best"):
         snapshot = file.stem
     return LoadedModel(
         path=str(path),
-        sha256=sha256(file),
+        sha256=digest,
         module=checkpoint.build().with_exact_positions(),
         source="semdiag",
         snapshot=snapshot,

@@ -5,10 +5,12 @@ import shlex
 import sys
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from semdiag.capturing.loading import LoadedModel
     from semdiag.measuring.conditions import Conditions
     from semdiag.measuring.findings.findings import Findings
     from semdiag.measuring.measurements import Measurements
@@ -71,7 +73,7 @@ def measured(
         models: what the user named.
         conditions: under which they are measured.
         quiet: whether to say nothing.
-        run: measures paths under conditions and reports its progress; by default
+        run: measures loaded models under conditions and reports its progress; by default
             :func:`~semdiag.measuring.survey.survey`.
         more_stages: of each model besides the clean pass and the plans of the conditions.
         against: a model that all are compared with; it is measured last.
@@ -88,6 +90,7 @@ def measured(
     """
     from semdiag.capturing.attention_kinds import DENSE, external
     from semdiag.capturing.discovery import find_checkpoints
+    from semdiag.capturing.loading import load_all
     from semdiag.measuring.findings.findings import Findings
     from semdiag.measuring.survey import SAID_AT_ONCE, survey
     from semdiag.presenting.terminal.progress import Stages
@@ -98,10 +101,11 @@ def measured(
     paths = find_checkpoints(list(models) if models else None)
     if against is not None:
         paths = _with_reference(paths, against)
-    facts = [_attention_and_samples(path, conditions.config) for path in paths if path.is_file()]
-    if "k" in typed and [attention in DENSE for attention, _ in facts] == [False] * len(paths):
+    loaded = load_all(paths, conditions.config)
+    encoders = [model for model in loaded if not model.external and model.sha256]
+    if "k" in typed and [model.encoder.config.attention in DENSE for model in encoders] == [False] * len(paths):
         raise InputError(f"--k applies only to models that attend to every key: {paths[0]} has a mask of its own.")
-    held_out = min((samples for _, samples in facts), default=conditions.samples)
+    held_out = min((_held_out(model) for model in encoders), default=conditions.samples)
     fewer = "samples" not in typed and conditions.inputs is None and held_out < conditions.samples
     if fewer:
         conditions = replace(conditions, samples=held_out)
@@ -109,7 +113,7 @@ def measured(
         conditions = replace(conditions, first=conditions.samples)
     stages = len(paths) * (1 + len(conditions.plans) + more_stages)
     with Stages("measuring", stages, quiet) as bar:
-        found = (run or survey)(paths, conditions, bar.announce, bar.advance)
+        found = (run or partial(survey, own=True))(loaded, conditions, bar.announce, bar.advance)
     for remark in () if quiet else found.remarks.to_dict("records"):
         if remark["text"].startswith(SAID_AT_ONCE):
             tell(f"semdiag: {remark['model']}: {remark['text']}.")
@@ -127,14 +131,10 @@ def measured(
     return findings
 
 
-def _attention_and_samples(path: Path, config: dict[str, Any] | None) -> tuple[str, int]:
-    """The attention of a checkpoint, and how many samples its run held out; fresh ones and texts have no end."""
-    from semdiag.capturing.loading import load
-
-    model = load(path, config)
+def _held_out(model: "LoadedModel") -> int:
+    """Return how many samples the run of a checkpoint held out; fresh ones and texts have no end."""
     run = model.training
-    samples = sys.maxsize if run is None or run.text is not None else run.holdout_samples
-    return model.encoder.config.attention, samples
+    return sys.maxsize if run is None or run.text is not None else run.holdout_samples
 
 
 def _with_reference(paths: list[Path], against: Path) -> list[Path]:

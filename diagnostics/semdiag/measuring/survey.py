@@ -30,6 +30,8 @@ def survey(
     conditions: Conditions,
     announce: Callable[[str, int], None] = lambda model, samples: None,
     after_batch: Callable[[int], None] = lambda samples: None,
+    *,
+    own: bool = False,
 ) -> Measurements:
     """Load and measure one model after the other.
 
@@ -39,6 +41,7 @@ def survey(
         announce: called before each stage (the clean pass over the inputs, then every probe) with the model's
             path, and the probe's name, and the number of steps; 0 if that is not known.
         after_batch: called with the number of finished steps.
+        own: whether loaded models are nobody else's, and may be moved and converted in place.
 
     Returns:
         Measurements of all models.
@@ -66,7 +69,7 @@ def survey(
     parts: list[Measurements] = []
     for model, (batches, labels, source) in zip(loaded, inputs, strict=True):
         announce(model.path, sum(map(samples_of, batches)))
-        if model.external and not isinstance(models[len(parts)], LoadedModel):
+        if model.external and (own or not isinstance(models[len(parts)], LoadedModel)):
             model.module.to(device, DTYPES[conditions.dtype])  # ours alone: no copy, however large it is
         part = measure(
             model,

@@ -44,8 +44,8 @@ BY_HAND = {"secants", "constants", "parameters", "masks", "noise_effects", "swee
 ELSEWHERE = tuple(  # drawn from what is not made up here: tested beside the runs or the probe they are about
     shown.figure
     for section in registry.sections().values()
-    for question in section.questions
-    for shown in question.figures
+    for heading in section.headings
+    for shown in heading.figures
     if not {*section.needs} <= BY_HAND
 )
 OF_QUERIES = ("corollary_plane", "corollary_conditions")

@@ -26,7 +26,7 @@ from semdiag.questions.stability.measure.probe import SecantsPlan
 
 pytestmark = pytest.mark.usefixtures("few_resamples")
 
-CHECKPOINTS = Path(__file__).parents[4] / "checkpoints"
+CHECKPOINTS = Path(__file__).parents[3] / "checkpoints"
 EVEN, MISSING = "even-pairs-{}-seed-153476998", "missing-duplicate-{}-seed-153476998"
 NAMES = [
     *(EVEN.format(kind) for kind in ("full", "topk-5", "banded-5-global-1")),

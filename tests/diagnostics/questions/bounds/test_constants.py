@@ -55,7 +55,7 @@ def test_every_slope_of_a_trained_model_is_below_its_bound(tiny_models, which):
 @pytest.mark.parametrize("factor", [10, 1000])
 def test_no_rounding_of_large_scores_is_taken_for_a_slope(factor):
     """Scores 100 times and a million times as large as trained; only b_k's constant is exactly 0."""
-    folder = Path(__file__).parents[5] / "checkpoints" / "missing-duplicate-full-seed-153476998"
+    folder = Path(__file__).parents[4] / "checkpoints" / "missing-duplicate-full-seed-153476998"
     model = load(folder / "last.pt")
     with torch.no_grad():
         for tensor in named_tensors(model.encoder):

@@ -13,7 +13,7 @@ from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.survey import survey
 from semdiag.questions.overlap.answer import overlap_summary, overlap_table
 from semdiag.questions.overlap.measure import OverlapPlan, expected_jaccard, mask_overlap
-from semdiag.questions.overlap.page import OVERLAP
+from semdiag.questions.overlap.page import SECTION
 from semdiag_models import InputError
 
 K = 3
@@ -168,19 +168,19 @@ def test_findings_say_how_much_is_shared_and_by_chance(tiny_runs):
 
 def test_the_section_draws_says_and_tabulates(tiny_runs):
     found = Findings(survey([tiny_runs.topk, tiny_runs.full], Conditions(samples=4, plans=(OverlapPlan(3),))))
-    assert OVERLAP.applies(found)
-    (figure,) = [shown.draw(found) for question in OVERLAP.questions for shown in question.figures]
+    assert SECTION.applies(found)
+    (figure,) = [shown.draw(found) for heading in SECTION.headings for shown in heading.figures]
     panels = [ax for ax in figure.axes if ax.get_xlabel().startswith("layer")]
     assert len(panels) == 2
     assert panels[0].images[0].get_array().shape == (2, 4)
     unknown = found.measurements.overlap.assign(chance=np.nan, jaccard=np.nan)
     (blank,) = [
-        shown.draw(Findings(found.measurements.replace(overlap=unknown))) for shown in OVERLAP.questions[0].figures
+        shown.draw(Findings(found.measurements.replace(overlap=unknown))) for shown in SECTION.questions[0].figures
     ]
     blank.draw_without_rendering()
-    sentences = OVERLAP.details(found)
+    sentences = SECTION.details(found)
     assert len(sentences) == 2
     assert all("at random" in sentence and "samples" in sentence for sentence in sentences)
     assert any("the mask that top-3 would choose" in sentence for sentence in sentences)
-    (name,) = OVERLAP.tables(found, True)
+    (name,) = SECTION.tables(found, True)
     assert name == "overlap"
