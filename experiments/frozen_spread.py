@@ -14,8 +14,8 @@ import torch
 from frozen import HERE, RUN, expected_runs, missing_runs, read_outcomes
 from read_speed import initialisation
 
-from semdiag.measurement.conditions import Conditions
-from semdiag.measurement.runs.predictors import candidates_at
+from semdiag.measuring.conditions import Conditions
+from semdiag.questions.predictors.measure import candidates_at
 
 SPREAD = "output_spread"
 
