@@ -156,7 +156,7 @@ class LoadedModel:
         return tokens, labels, f"{len(tokens)} windows of {path} (given)"
 
 
-def load(path: str | Path, config: Mapping[str, Any] | None = None) -> LoadedModel:
+def load(path: str | Path, config: Mapping[str, Any] | None = None, head: str = "auto") -> LoadedModel:
     """Load a model: a checkpoint, a Hugging Face folder, or what a function of one's own builds.
 
     Args:
@@ -165,6 +165,7 @@ def load(path: str | Path, config: Mapping[str, Any] | None = None) -> LoadedMod
             PACKAGE/FOLDER); or ``package.module:function``, which is imported and called and returns a module,
             or a module and its inputs.
         config: for the paper's code only: its configuration, where the file name does not say it.
+        head: of a Hugging Face model: ``auto``, the one that its configuration names; or ``none``, its body alone.
 
     Returns:
         The model in evaluation mode on the CPU. Torch's random numbers go on as if nothing had been loaded.
@@ -174,20 +175,23 @@ def load(path: str | Path, config: Mapping[str, Any] | None = None) -> LoadedMod
             configuration.
     """
     with torch.random.fork_rng(devices=[]):  # modules draw weights before they get theirs
-        return _load(path, config)
+        return _load(path, config, head)
 
 
-def load_all(models: Iterable[str | Path | LoadedModel], config: Mapping[str, Any] | None) -> list[LoadedModel]:
+def load_all(
+    models: Iterable[str | Path | LoadedModel], config: Mapping[str, Any] | None, head: str = "auto"
+) -> list[LoadedModel]:
     """Load several models, as :func:`load` does; those that are loaded already stay as they are.
 
     Args:
         models: paths, or loaded models.
         config: of checkpoints of the paper's code among them; None: their names say it.
+        head: of the Hugging Face models among them, as of :func:`load`.
 
     Raises:
         InputError: what :func:`load` raises; if there is a ``config`` and none of them is of the paper's code.
     """
-    loaded = [model if isinstance(model, LoadedModel) else load(model, config) for model in models]
+    loaded = [model if isinstance(model, LoadedModel) else load(model, config, head) for model in models]
     if config is not None and not any(model.source == "paper code" for model in loaded):
         raise InputError(
             f"--config describes checkpoints of the paper's code, but {loaded[0].path} is not one: leave out "
@@ -196,10 +200,12 @@ def load_all(models: Iterable[str | Path | LoadedModel], config: Mapping[str, An
     return loaded
 
 
-def _load(path: str | Path, config: Mapping[str, Any] | None) -> LoadedModel:
+def _load(path: str | Path, config: Mapping[str, Any] | None, head: str) -> LoadedModel:
     spec = str(path)
+    if head not in pretrained.HEADS:
+        raise InputError(f"head is {' or '.join(pretrained.HEADS)}. Got {head!r}.")
     if spec.startswith(pretrained.PREFIX):
-        model, digest, versions = pretrained.build(spec)
+        model, digest, versions = pretrained.build(spec, head)
         return LoadedModel(spec, digest, model, "hugging face", "unknown", provenance=versions)
     if factories.recognised(spec):
         model, batches = factories.build(spec)

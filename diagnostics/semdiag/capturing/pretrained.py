@@ -14,6 +14,7 @@ from semdiag_models import InputError
 from semdiag_models.reading import open_file, read_json
 
 PREFIX = "hf:"
+HEADS = "auto", "none"  # of a model: that which its configuration names, or none
 _INSTALL = "pip install 'semdiag[hf]'"
 _VOCABULARIES = ("tokenizer.json", "vocab*", "*.model", "*.bpe", "*.tiktoken")
 
@@ -55,17 +56,18 @@ def find_folder(spec: str) -> Path:
     return folder
 
 
-def build(spec: str) -> tuple[nn.Module, str, dict[str, str]]:
+def build(spec: str, head: str = "auto") -> tuple[nn.Module, str, dict[str, str]]:
     """Build the model that a folder describes, with its weights, offline.
 
     Weights are read from safetensors only, and code that comes with a model is never run.
 
     Args:
         spec: ``hf:DIRECTORY``.
+        head: ``auto`` builds the class that ``architectures`` in its configuration names, with its head; where the
+            library knows none of that name, and with ``none``, what ``AutoModel`` builds: the body.
 
     Returns:
-        The model in evaluation mode, as ``AutoModel`` builds it, the SHA-256 of its weight files, and the versions
-        of what read it.
+        The model in evaluation mode, the SHA-256 of its weight files, and the versions of what read it.
 
     Raises:
         InputError: if transformers is absent, the folder is no such model, its kind needs code of its own, its
@@ -79,9 +81,10 @@ def build(spec: str) -> tuple[nn.Module, str, dict[str, str]]:
             f"{spec} holds no .safetensors file; other formats are not read. Write one with: "
             "model.save_pretrained(DIRECTORY)."
         )
+    kind = _class_of(transformers, folder, head)
     with _silent(transformers):
         try:
-            model, report = transformers.AutoModel.from_pretrained(
+            model, report = kind.from_pretrained(
                 folder,
                 local_files_only=True,
                 trust_remote_code=False,
@@ -90,7 +93,7 @@ def build(spec: str) -> tuple[nn.Module, str, dict[str, str]]:
             )
         except Exception as error:  # the library raises what its readers stumble over
             raise InputError(f"{spec} cannot be loaded ({_first_line(error)}).") from error
-    _check_complete(spec, report)
+    _check_complete(spec, report, model)
     return model.eval(), _sha256(weights), {"transformers": str(transformers.__version__)}
 
 
@@ -185,14 +188,36 @@ def _silent(transformers: Any) -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _check_complete(spec: str, report: dict[str, Any]) -> None:
-    """Refuse a model part of which would be random; a pooler comes after all attention and may be."""
-    missing = sorted(str(name) for name in report["missing_keys"] if "pooler" not in str(name))
-    if missing:
+def _class_of(transformers: Any, folder: Path, head: str) -> Any:
+    """Return the class of the library that a configuration names, else ``AutoModel``."""
+    named = read_json(folder / "config.json")
+    listed = named.get("architectures") if isinstance(named, dict) else None
+    name = listed[0] if isinstance(listed, list) and listed and isinstance(listed[0], str) else ""
+    kind = getattr(transformers, name, None) if head == "auto" and name.isidentifier() else None
+    known = isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)
+    own = known and getattr(kind.config_class, "model_type", None) == named.get("model_type")
+    return kind if own else transformers.AutoModel
+
+
+def _check_complete(spec: str, report: dict[str, Any], model: nn.Module) -> None:
+    """Refuse a model part of which would be random; of a body the pooler, which comes last, may be."""
+    headless = getattr(model, "base_model", model) is model
+    names = sorted(str(name) for name in report["missing_keys"])
+    missing = [name for name in names if not (headless and "pooler" in name)]
+    if not missing:
+        return
+    prefix = f"{getattr(model, 'base_model_prefix', '')}."
+    body = [name for name in missing if headless or name.startswith(prefix)]
+    if body and not all("pooler" in name for name in body):
         raise InputError(
-            f"{spec} lacks {len(missing)} of the model's parameters ({missing[0]}): they would be random, so "
+            f"{spec} lacks {len(missing)} of the model's parameters ({body[0]}): they would be random, so "
             "measurements would mean nothing."
         )
+    said = f"{', '.join(missing[:3])}{', …' * (len(missing) > 3)}"
+    raise InputError(
+        f"{spec} lacks {len(missing)} parameters of the head of {type(model).__name__} ({said}): its predictions "
+        "would be random. To measure the model without a head: --head none."
+    )
 
 
 def _longest(tokenizer: Any, model: nn.Module) -> int | None:

@@ -23,6 +23,7 @@ def info(
         ),
     ],
     config: options.Config = None,
+    head: options.Head = "auto",
     as_json: options.Json = False,
 ) -> None:
     """Show what is in a checkpoint: architecture, training, accuracy, provenance.
@@ -41,7 +42,7 @@ def info(
     from semdiag.measuring.findings.strict_json import MODEL_FACTS, json_ready, schema
     from semdiag_models.tasks import perplexity
 
-    (loaded,) = load_all([model], read_config(config))
+    (loaded,) = load_all([model], read_config(config), head)
     last = {name: column[-1] for name, column in loaded.history.items() if column}
     training = loaded.training.to_dict() if loaded.training is not None else {}
     text = training.pop("text", None)

@@ -101,7 +101,7 @@ def measured(
     paths = find_checkpoints(list(models) if models else None)
     if against is not None:
         paths = _with_reference(paths, against)
-    loaded = load_all(paths, conditions.config)
+    loaded = load_all(paths, conditions.config, conditions.head)
     encoders = [model for model in loaded if not model.external and model.sha256]
     if "k" in typed and [model.encoder.config.attention in DENSE for model in encoders] == [False] * len(paths):
         raise InputError(f"--k applies only to models that attend to every key: {paths[0]} has a mask of its own.")

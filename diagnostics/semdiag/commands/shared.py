@@ -27,6 +27,7 @@ _SHARED: dict[str, tuple[Any, Any]] = {
     "queries": (options.Queries, None),
     "max_queries": (options.MaxQueries, 20_000_000),
     "config": (options.Config, None),
+    "head": (options.Head, "auto"),
     "out": (options.Out, None),
     "as_json": (options.Json, False),
     "per_query": (options.PerQuery, None),
@@ -34,7 +35,7 @@ _SHARED: dict[str, tuple[Any, Any]] = {
     "quiet": (options.Quiet, False),
 }
 _SAMPLING = ("queries", "max_queries")
-_OF_CONDITIONS = ("inputs", "samples", "batch_size", "device", "dtype", "seed", "min_keys", *_SAMPLING)
+_OF_CONDITIONS = ("inputs", "samples", "batch_size", "device", "dtype", "seed", "min_keys", "head", *_SAMPLING)
 
 
 @dataclass(frozen=True)

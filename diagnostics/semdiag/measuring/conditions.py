@@ -40,6 +40,7 @@ class Conditions:
     k: tuple[int, ...] = ()  # counterfactual heavy hitters, on full models
     k_lowers: bool = False  # whether a k above the length of the inputs becomes that: of a default
     config: dict[str, Any] | None = None  # of checkpoints of the paper's code
+    head: str = "auto"  # of Hugging Face models: that of their configuration, or none
     encoders_only: bool = False  # whether models of which the attention alone is known are refused
     probe_samples: int | None = None  # inputs of the probes that run a model many times; None: all
     plans: tuple[Any, ...] = ()  # what is measured besides: of the types in the registry of probes

@@ -61,7 +61,8 @@ def measure(
         batches: what the model is called with: a tensor, a dictionary of keyword arguments or a tuple of
             positional ones; or an iterable of them, which is read one batch at a time. One tensor or dictionary
             is cut into batches.
-        labels: (N,) classes, for the accuracy of semdiag's own models; None if unknown.
+        labels: (N,) classes, for the accuracy of semdiag's own models; refused for others, whose outputs are not
+            read here; None if unknown.
         queries: how many are drawn per sample and head of the longest sequence, and of all others the same share;
             None: every query is looked at. Every query has the same chance, so that plain means and percentiles
             are estimates; of those not drawn no score is worked out. Extremes and key loads are those of the
@@ -98,6 +99,11 @@ def measure(
         [[0, 0, 4], [0, 1, 4], [0, 2, 4], [0, 3, 4]]
     """
     loaded = model if isinstance(model, LoadedModel) else unnamed(model)
+    if labels is not None and loaded.external:
+        raise InputError(
+            f"labels are not read here: of {loaded.path} the attention alone is measured. To compare outputs with "
+            "labels: semdiag.k_sweep(model, batches, labels, semdiag.KSweepPlan(rerun=True))."
+        )
     real = checked_real(real)
     k = _checked(k, dtype, batch_size=batch_size, samples=samples, min_keys=min_keys, max_queries=max_queries)
     whole_number(seed, "seed", 0)
@@ -201,8 +207,10 @@ def _noted(loaded: LoadedModel, audit: Audit) -> Audit:
 
 
 def _check_samples(samples: int, labels: Tensor | None) -> None:
-    if labels is not None and len(labels) != samples:
-        raise InputError(f"There must be a label for every sample. Got {len(labels)} labels of {samples} samples.")
+    if labels is not None and labels.shape != (samples,):
+        raise InputError(
+            f"There must be a label for every sample, of shape ({samples},). Got {tuple(labels.shape)}."
+        )
     if not samples:
         raise InputError("There are no inputs to measure on: the number of samples is 0.")
 

@@ -50,7 +50,7 @@ def survey(
         InputError: if a model or the inputs cannot be used, or no query has enough keys.
     """
     # All are loaded before the first is measured: a wrong path should not cost minutes.
-    loaded = load_all(models, conditions.config)
+    loaded = load_all(models, conditions.config, conditions.head)
     device = find_device(conditions.device)
     conditions = conditions.decided(loaded, device)
     if device.type == "mps" and conditions.dtype == "float64":  # which it does not know

@@ -118,6 +118,15 @@ Config = Annotated[
         rich_help_panel=_MEASURE,
     ),
 ]
+Head = Annotated[
+    str,
+    typer.Option(
+        metavar="auto|none",
+        help="Of Hugging Face models: auto loads the class that the configuration names, with its head, so that "
+        "losses and predictions are the model's own. none loads the body alone.",
+        rich_help_panel=_MEASURE,
+    ),
+]
 Noise = Annotated[
     str,
     typer.Option(

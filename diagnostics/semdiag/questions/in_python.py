@@ -174,7 +174,11 @@ def _asked(
     place = torch.device(device) if device is not None else home
     if dtype is None and not loaded.external:
         dtype = DTYPES[Conditions().decided([loaded], place).dtype]
-    found = measure(loaded, cut, labels=labels, batch_size=batch_size, device=device, dtype=dtype)
+    compared = isinstance(plan, KSweepPlan) and plan.rerun
+    if labels is not None and loaded.external and not compared:
+        raise InputError(f"labels are not read: {probe.name} compares no output of {loaded.path} with them.")
+    own_labels = None if loaded.external else labels
+    found = measure(loaded, cut, labels=own_labels, batch_size=batch_size, device=device, dtype=dtype)
     subject = Subject(loaded, list(cut), labels, seed, batch_size, place, dtype or own)
     try:
         tables = probe.measure(subject, plan, prepared)

@@ -4,7 +4,7 @@ from semdiag.presenting import options
 from semdiag.presenting.question import Shared, command
 
 
-@command(dtype="float64")
+@command(leave_out=("per_query", "head"), dtype="float64")
 def bounds(
     models: options.Models = None,
     against: options.Against = None,

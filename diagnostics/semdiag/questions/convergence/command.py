@@ -21,7 +21,7 @@ Runs = Annotated[
 ]
 
 
-@command(leave_out=("min_keys", "config", "per_query"))
+@command(leave_out=("min_keys", "config", "per_query", "head"))
 def convergence(
     runs: Runs = None,
     target: Annotated[

@@ -10,7 +10,7 @@ from semdiag.presenting.question import Shared, command
 _PANEL = "What is measured"
 
 
-@command(leave_out=("min_keys", "per_query"))
+@command(leave_out=("min_keys", "per_query", "head"))
 def landscape(
     models: options.Models = None,
     planes: Annotated[

@@ -10,7 +10,7 @@ from semdiag.presenting.question import Shared, command
 _PANEL = "What is measured"
 
 
-@command(leave_out=("dtype", "min_keys", "per_query"), samples=100)
+@command(leave_out=("dtype", "min_keys", "per_query", "head"), samples=100)
 def lipschitz(
     models: options.Models = None,
     against: options.Against = None,

@@ -11,9 +11,15 @@ from semdiag.capturing import batches as batching
 from semdiag.capturing.batches import Batch
 from semdiag.capturing.token_masks import real_tokens
 from semdiag.measuring.token_tables import TokenTables, token_ids
-from semdiag_models import Encoder
+from semdiag.questions.k_sweep.measure.targets import (
+    given_labels,
+    moved_by_one,
+    next_tokens,
+    targets_of,
+    unread_labels,
+)
+from semdiag_models import Encoder, InputError
 
-IGNORED = -100  # as a target: no prediction counts here, as in torch's cross-entropy
 _NO_CLASSES = "regression", "multi_label_classification"  # problem types of which logits are no distribution
 _SAME = 1e-4  # relative to the largest logit: what is left of a position that sees no changed token
 
@@ -38,8 +44,9 @@ class Answers:
 class Reader:
     """Knows how to read a model's outputs, from its output on a first batch.
 
-    A distribution is what an encoder of semdiag_models returns, what is called ``logits``, and what labels or the
-    next token can be compared with; any other output is a representation. So are logits whose softmax says
+    A distribution is what an encoder of semdiag_models returns, what is called ``logits``, what predicts the next
+    token, and a plain tensor with which labels can be compared; any other output is a representation, and labels
+    beside it are refused. So are logits whose softmax says
     nothing: of one logit alone it is always 1, of a map over an image nothing tells which axis is that of the
     classes, and regression and independent labels (``problem_type`` of the model's configuration, or labels that
     are floating-point numbers) have none. Samples are the output's first
@@ -62,6 +69,10 @@ class Reader:
         distribution: whether the output is read as one.
         reason: why logits are read as a representation; empty where they are not.
         others: what else the output holds that could be compared, and is not; empty where nothing is.
+        unread: names of inputs that hold labels of another kind.
+
+    Raises:
+        InputError: if there are labels, and the output is nothing with which they can be compared.
     """
 
     def __init__(self, module: nn.Module, batch: Batch, labels: Tensor | None, run: Any) -> None:
@@ -79,11 +90,18 @@ class Reader:
                 self._predicted = place
                 break
         self.causal = self._predicted is not None
-        known = batch.get("labels") if labels is None and isinstance(batch, Mapping) else labels
-        logits = isinstance(module, Encoder) or named or self.causal or isinstance(known, Tensor)
+        name, known = given_labels(module, batch) if labels is None else ("labels", labels)
+        plain = known is not None and not headless and not isinstance(output, Mapping)
+        logits = isinstance(module, Encoder) or named or self.causal or plain
+        if known is not None and not logits:
+            raise InputError(
+                f"{name} are given, but {type(module).__name__} returns no logits to compare them with. Leave "
+                f"them out, or name the model with its head{' (without --head none)' * headless}."
+            )
         self.reason = self._no_distribution(values, known) if logits else ""
         self.distribution = logits and not self.reason
         self.others = "" if self.distribution else _others(output)
+        self.unread = unread_labels(batch)
 
     def read(self, output: Any, batch: Batch, labels: Tensor | None) -> Answers:
         """Read the output on a batch.
@@ -126,15 +144,16 @@ class Reader:
         return torch.ones(values.shape[:2], dtype=torch.bool, device=values.device)
 
     def _targets(self, batch: Batch, values: Tensor, labels: Tensor | None, counted: Tensor) -> Tensor | None:
-        if labels is not None:
-            return labels.to(values.device).reshape(len(values), -1)
-        given = batch.get("labels") if isinstance(batch, Mapping) else None
-        shift = self.causal and not getattr(getattr(self._module, "config", None), "is_encoder_decoder", False)
-        if isinstance(given, Tensor):
-            given = given.reshape(len(values), -1)
-            return _next(given, torch.ones_like(given, dtype=torch.bool)) if shift else given
         ids = None if self._predicted is None else token_ids(batch).get(self._predicted)
-        return None if ids is None else _next(ids, counted)
+        if labels is not None:
+            return targets_of(labels, "labels", values)
+        name, given = given_labels(self._module, batch)
+        if given is not None:
+            found = targets_of(given, name, values)
+            if moved_by_one(self._module, found, name, ids, self.causal):
+                return next_tokens(found, torch.ones_like(found, dtype=torch.bool))
+            return found
+        return None if ids is None else next_tokens(ids, counted)
 
 
 def difference(after: Tensor, before: Tensor) -> Tensor:
@@ -149,13 +168,6 @@ def difference(after: Tensor, before: Tensor) -> Tensor:
         [0.0, 2.0]
     """
     return (after - before).masked_fill(after == before, 0)
-
-
-def _next(ids: Tensor, real: Tensor) -> Tensor:
-    """The token after each one; nothing after the last, and nothing to or from padding."""
-    found = torch.full_like(ids, IGNORED)
-    found[:, :-1] = ids[:, 1:].where(real[:, 1:] & real[:, :-1], IGNORED)
-    return found
 
 
 def _values(output: Any, batch: Batch) -> tuple[Tensor, bool]:

@@ -19,7 +19,8 @@ from semdiag.mathematics.predicted_classes import predicted_classes
 from semdiag.measuring.calls.random_numbers import DRAWS, RandomNumbers
 from semdiag.measuring.calls.running import in_evaluation, running
 from semdiag.measuring.table import Table
-from semdiag.questions.k_sweep.measure.answers import IGNORED, Answers, Reader, difference
+from semdiag.questions.k_sweep.measure.answers import Answers, Reader, difference
+from semdiag.questions.k_sweep.measure.targets import IGNORED
 from semdiag_models import InputError
 
 RERUN_TABLE = Table(
@@ -185,6 +186,8 @@ def rerun(
         remark(f"{DRAWS}: every run of a batch, with a mask or without, draws the same")
     if reader and reader.others:
         remark(f"of its outputs {reader.others}")
+    if reader and reader.unread:
+        remark(f"of its inputs {', '.join(reader.unread)} are read by the model alone: its outputs are compared")
     if reader and reader.reason:
         remark(f"logits are compared as outputs, not as a distribution: {reader.reason}")
     return RERUN_TABLE.of_rows({"model": loaded.path, **row} for row in rows)
