@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from semdiag.measuring.findings.strict_json import has_schema
+from semdiag.reporting.exchange import exchange
 from semdiag_models import InputError
 from semdiag_models.reading import read_json
 
@@ -24,7 +25,7 @@ def check_folder(folder: Path, keep_queries: bool) -> None:
     Raises:
         InputError: if the folder holds something else than a report, or cannot be made.
     """
-    folder = Path(os.path.abspath(folder))
+    folder = Path(os.path.realpath(folder))
     there = next(parent for parent in folder.parents if parent.exists())
     if not there.is_dir():
         raise InputError(f"The report cannot be written to {folder}: {there} is a file.")
@@ -60,7 +61,7 @@ def replacing(folder: Path) -> Iterator[Path]:
     Raises:
         InputError: if something cannot be written.
     """
-    folder = Path(os.path.abspath(folder))
+    folder = Path(os.path.realpath(folder))
     building = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
     try:
         try:
@@ -100,7 +101,9 @@ def _runs(process: int) -> bool:
 
 
 def _swap(building: Path, folder: Path) -> None:
-    """Put the finished folder in the place of an older one; on failure the older one goes back."""
+    """Put the finished folder in the place of an older one, which goes; on failure it stays or goes back."""
+    if folder.exists() and exchange(building, folder):
+        return  # the older one has the name of what is thrown away
     old = building.with_suffix(".old")
     if folder.exists():
         folder.rename(old)
