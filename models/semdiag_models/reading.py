@@ -122,20 +122,22 @@ def memory_share() -> int:
     return int(MEMORY_SHARE * _memory())
 
 
-def require_memory(size: int, what: str) -> None:
+def require_memory(size: int, what: str, largest: float = MEMORY_SHARE) -> None:
     """Refuse what would not fit, before any of it is allocated.
 
     Args:
         size: bytes.
         what: a sentence's beginning, for the message.
+        largest: share of the machine's memory that it may take: 1 for what a user asks for without a file.
 
     Raises:
-        InputError: if it is more than :func:`memory_share`.
+        InputError: if it is more.
     """
-    if size > memory_share():
+    if size > largest * _memory():
+        than = "more than" if largest == 1 else "more than a quarter of"
         raise InputError(
-            f"{what} would take {size / 2**30:,.1f} GiB of memory, more than a quarter of the "
-            f"{_memory() / 2**30:,.1f} GiB that this machine has. Use a smaller one, or a larger machine."
+            f"{what} would take {size / 2**30:,.1f} GiB of memory, {than} the {_memory() / 2**30:,.1f} GiB that "
+            "this machine has. Use a smaller one, or a larger machine."
         )
 
 

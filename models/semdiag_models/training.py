@@ -15,6 +15,7 @@ from semdiag_models.encoder import Encoder
 from semdiag_models.epoch import train_epoch
 from semdiag_models.errors import InputError
 from semdiag_models.frozen import Frozen, frozen_rows
+from semdiag_models.memory_needs import training_memory
 from semdiag_models.model_config import ModelConfig
 from semdiag_models.optimization import (
     check_precision,
@@ -24,6 +25,7 @@ from semdiag_models.optimization import (
     product_precision,
     set_learning_rate,
 )
+from semdiag_models.reading import require_memory
 from semdiag_models.run_lock import RunLock
 from semdiag_models.step.stack import Stack
 from semdiag_models.tasks import task_of
@@ -38,6 +40,9 @@ HISTORY_COLUMNS = (
     "holdout_accuracy",
     "seconds",
 )
+
+
+_ENTRIES = 2**25  # of an activation in evaluation, 128 MB
 
 
 class DivergedError(RuntimeError):
@@ -72,7 +77,8 @@ class Trainer:
         device: where everything lives.
 
     Raises:
-        InputError: if model and task do not fit each other, or the device lacks the precision.
+        InputError: if model and task do not fit each other, the model does not fit into memory, or the device
+            lacks the precision.
     """
 
     def __init__(self, model: ModelConfig, training: TrainingConfig, device: torch.device) -> None:
@@ -86,6 +92,7 @@ class Trainer:
         if model.length < training.length:
             raise InputError(f"The model has {model.length} positions, too few for length {training.length}.")
         check_precision(training.precision, device)
+        require_memory(training_memory(model, training, device.type == "cpu"), "Training this model", largest=1)
         train, holdout = draw_data(training, model.length, model.pad_id)
         self.train_split = Split(*(t.to(device) for t in train))
         self.holdout_split = Split(*(t.to(device) for t in holdout))
@@ -249,7 +256,9 @@ class Trainer:
             self.stack.load()
         loss, correct = torch.zeros((), device=self.device), torch.zeros((), device=self.device)
         # With 5,000 tokens the calls cost little and the caches hold much; 16 million logits fit memory.
-        per_batch = max(1, min(5_000 // split.tokens.shape[1], 2**24 // self.config.classes))
+        c, length = self.config, split.tokens.shape[1]
+        widest = max(c.width, 3 * c.heads * c.head_width, c.mlp_width)
+        per_batch = max(1, min(5_000 // length, 2**24 // c.classes, _ENTRIES // (length * widest)))
         parts = torch.split(split.tokens, per_batch), torch.split(split.labels, per_batch)
         for tokens, labels in zip(*parts, strict=True):
             if self.stack is not None:

@@ -15,6 +15,7 @@ from semdiag_models.tasks import Text, find_task
 from semdiag_models.training_config import ListOpsTrees, TrainingConfig
 
 MOST_RUNS = 100_000  # of one file
+_MOST_PROBLEMS = 1000  # that are looked for
 _RECORDS: tuple[Any, ...] = (ModelConfig, TrainingConfig, ListOpsTrees)
 _TEXT_KEYS = {"text": str, "holdout_text": str, "tokenizer": str, "vocabulary": int}
 _DECISIVE = ("task", "attention")  # without them the other keys cannot be checked
@@ -91,7 +92,7 @@ def read_sweep_file(path: Path) -> SweepFile:
     for number, table in enumerate(tables):
         name = f"grid[{number}]" if isinstance(grid, list) else "grid"
         if not isinstance(table, dict):
-            reader.problems.append(f"grid: must be a table, [grid] or [[grid]]. Got {table!r}.")
+            reader.note(f"grid: must be a table, [grid] or [[grid]]. Got {table!r}.")
             continue
         combinations = list(reader.combinations(table, name))
         if all(key in common for key in _DECISIVE if key in content):
@@ -103,8 +104,13 @@ class _Reader:
     """Walks the tables and collects problems instead of stopping at the first."""
 
     def __init__(self, text: str) -> None:
-        self._lines = text.splitlines()
-        self.problems: list[str] = []
+        self._lines = _lines_of_keys(text)
+        self._noted: dict[str, None] = {}
+
+    @property
+    def problems(self) -> list[str]:
+        """What is wrong, each once."""
+        return list(self._noted)
 
     def common(self, table: dict[str, Any]) -> Settings:
         """The settings of all runs."""
@@ -113,6 +119,8 @@ class _Reader:
             place = self._place(key, "", key)
             if isinstance(value, list) and key not in _LISTS:
                 self.problems.append(f"{place}: a list multiplies the runs, and stands in [grid].")
+            if isinstance(value, list) and key != "snapshots":
+                self.note(f"{place}: a list multiplies the runs, and stands in [grid].")
             elif self._legal(key, value, place):
                 settings[key] = Setting(value, place)
         return settings
@@ -125,7 +133,7 @@ class _Reader:
             for part in parts:
                 for key, setting in part.items():
                     if key in settings:
-                        self._once(f"{setting.place}: {key} is also set at {settings[key].place}.")
+                        self.note(f"{setting.place}: {key} is also set at {settings[key].place}.")
                     settings[key] = setting
             yield settings
 
@@ -133,7 +141,7 @@ class _Reader:
         """The entries of one key of a grid, each the settings it makes."""
         entries = _entries(key, value)
         if not entries:
-            self.problems.append(f"{self._place(key, name, f'{name}.{key}')}: the list is empty.")
+            self.note(f"{self._place(key, name, f'{name}.{key}')}: the list is empty.")
         for number, entry in enumerate(entries):
             path = f"{name}.{key}[{number}]" if isinstance(value, list) else f"{name}.{key}"
             place = self._place(key, name, path)
@@ -157,24 +165,37 @@ class _Reader:
                 raise unknown_name("key", key, KEYS)
             _check_alone(key, value)
         except InputError as error:
-            self._once(f"{place}: {error}")
+            self.note(f"{place}: {error}")
             return False
         return True
 
-    def _once(self, problem: str) -> None:
-        if problem not in self.problems:
-            self.problems.append(problem)
+    def note(self, problem: str) -> None:
+        """Remember a problem; of very many, the first are enough.
+
+        Raises:
+            InputError: if there are more.
+        """
+        self._noted[problem] = None
+        if len(self._noted) > _MOST_PROBLEMS:
+            raise InputError(f"The file has more than {_MOST_PROBLEMS} problems. The first: {self.problems[0]}")
 
     def _place(self, key: str, table: str, path: str) -> str:
         """The path, with the line on which its key stands, as far as a search of the text finds it."""
-        wanted, seen, within = re.compile(rf"\s*[\"']?{re.escape(key)}[\"']?\s*="), -1, ""
-        for number, line in enumerate(self._lines, start=1):
-            if header := re.match(r"\s*(\[\[?)\s*grid\s*\]", line):
-                seen += 1
-                within = f"grid[{seen}]" if header[1] == "[[" else "grid"
-            elif within == table and wanted.match(line):
-                return f"{path} (line {number})"
-        return path
+        number = self._lines.get((table, key))
+        return path if number is None else f"{path} (line {number})"
+
+
+def _lines_of_keys(text: str) -> dict[tuple[str, str], int]:
+    """The first line of every key of the top and of the grids, by table and key."""
+    found: dict[tuple[str, str], int] = {}
+    seen, within = -1, ""
+    for number, line in enumerate(text.splitlines(), start=1):
+        if header := re.match(r"\s*(\[\[?)\s*grid\s*\]", line):
+            seen += 1
+            within = f"grid[{seen}]" if header[1] == "[[" else "grid"
+        elif "=" in line:
+            found.setdefault((within, line.partition("=")[0].strip().strip("\"'")), number)
+    return found
 
 
 def _count(table: dict[str, Any]) -> int:

@@ -12,6 +12,7 @@ import torch
 
 from semdiag_models.device import find_device
 from semdiag_models.errors import InputError
+from semdiag_models.memory_needs import training_memory
 from semdiag_models.random_state import random_state, restore_random_state
 from semdiag_models.sweeps.grid import SweepRun
 from semdiag_models.sweeps.records import read_history
@@ -20,6 +21,7 @@ from semdiag_models.training import Trainer
 
 STEPS = 3  # to time, after one that is not
 _HELD_OUT = 25  # samples to evaluate, besides those of the steps
+_WHOLE, _LARGEST = 2**28, 2**30  # bytes up to which a model is timed whole, or one block of it
 
 
 @dataclass(frozen=True)
@@ -107,9 +109,14 @@ def _cost(run: SweepRun) -> tuple[object, ...]:
 def time_epoch(run: SweepRun, device: str) -> float:
     """Seconds of one epoch of a run on one thread: median step and evaluation of a few samples, multiplied.
 
+    Of a large model one block is timed, and all are taken to cost as much.
+
     Args:
         run: what to time; nothing is written.
         device: ``auto``, ``cpu``, ``cuda`` or ``mps``.
+
+    Raises:
+        InputError: if even one block takes more than 1 GiB: a look ahead should not fill the machine.
     """
     training, where, threads = run.training, find_device(device), torch.get_num_threads()
     batch = min(training.batch_size, training.train_samples)
@@ -121,10 +128,19 @@ def time_epoch(run: SweepRun, device: str) -> float:
         train_samples=(STEPS + 1) * batch,
         holdout_samples=_HELD_OUT,
     )
+    model, times, on_cpu = run.model, 1, where.type == "cpu"
+    if training_memory(model, few, on_cpu) > _WHOLE:
+        model, times = replace(model, blocks=1), model.blocks
+    if (needed := training_memory(model, few, on_cpu)) > _LARGEST:
+        raise InputError(
+            f"{run.name} cannot be timed: one block in training takes more than {needed / 2**30:,.1f} GiB of "
+            f"memory, and a dry run takes up to {_LARGEST / 2**30:.0f}. Make it smaller, or train it without "
+            "--dry-run."
+        )
     before = random_state(where)
     try:
         torch.set_num_threads(1)
-        trainer = Trainer(run.model, few, where)
+        trainer = Trainer(model, few, where)
         moments: list[float] = []
         trainer.run(lambda progress: None, lambda: moments.append(time.perf_counter()))
         sample = (time.perf_counter() - moments[-1]) / (few.train_samples + few.holdout_samples)
@@ -133,4 +149,4 @@ def time_epoch(run: SweepRun, device: str) -> float:
         torch.set_num_threads(threads)
         restore_random_state(before)
     steps = -(-training.train_samples // training.batch_size)
-    return steps * step + (training.train_samples + training.holdout_samples) * sample
+    return times * (steps * step + (training.train_samples + training.holdout_samples) * sample)

@@ -1,6 +1,7 @@
 import pytest
 
 from semdiag_models.errors import InputError
+from semdiag_models.sweeps import config
 from semdiag_models.sweeps.config import read_sweep_file
 
 
@@ -109,3 +110,18 @@ def test_a_file_that_is_not_there_or_no_toml_is_refused(read, tmp_path):
         read("task = 'parity'\nseed = = 3\n")
     with pytest.raises(InputError, match="is a folder"):
         read_sweep_file(tmp_path)
+
+
+def test_of_very_many_problems_the_first_is_told(read):
+    with pytest.raises(InputError, match=r"more than 1000 problems\. The first: key0 \(line 1\): Unknown key 'key0'"):
+        read("".join(f"key{i} = 1\n" for i in range(1001)))
+
+
+def test_the_place_of_an_entry_does_not_depend_on_how_many_lines_stand_before(read, monkeypatch):
+    """The text is gone through once: with 1,000 wrong entries, looking anew for each took minutes."""
+    looks = []
+    lines = config._lines_of_keys
+    monkeypatch.setattr(config, "_lines_of_keys", lambda text: looks.append(text) or lines(text))
+    _, problems = read("task = 'parity'\n" + "#\n" * 1000 + "[grid]\nseed = [" + "'x', " * 900 + "]\n")
+    assert problems[-1].startswith("grid.seed[899] (line 1003): seed must be int")
+    assert len(looks) == 1

@@ -22,6 +22,7 @@ STATISTICS = ("mean", *(f"p{p}" for p in PERCENTILES))
 _OPERATORS = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge}
 _FILTERS = ("layer", "attention", "model", "task")
 _RULE = re.compile(r"\s*([a-z]+)(?:\.([a-z]+\d*))?\s*(<=|>=|<|>)\s*(\S+)((?:\s+\S+)*)\s*")
+_LONGEST = 1000  # characters: the time to match a pattern grows with the square of its length
 _EXAMPLE = 'Write it like "dispersion.p95 < 10" or "separation.p5 > 1e-4 attention=topk layer=0".'
 
 
@@ -98,6 +99,8 @@ def parse_rule(text: str) -> Rule:
         >>> rule.metric, rule.statistic, rule.comparison, rule.limit, rule.attention
         ('separation', 'p5', '>', 0.0001, 'topk')
     """
+    if len(text) > _LONGEST:
+        raise InputError(f"A rule has up to {_LONGEST:,} characters. Got {len(text):,}: {text[:60]!r} ….")
     read = _RULE.fullmatch(text)
     if read is None:
         raise InputError(f"The rule {text!r} cannot be read. {_EXAMPLE}")

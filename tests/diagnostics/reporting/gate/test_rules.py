@@ -118,3 +118,12 @@ def test_a_model_whose_scores_are_no_numbers_does_not_pass_beside_others(made_up
         ("top", False, False), ("fine", True, True),
     ]  # fmt: skip
     assert results[0].fault == "dispersion.p50 < 100 cannot be judged: dispersion.p50 is not a number"
+
+
+def test_a_rule_is_no_longer_than_a_pattern_that_is_matched_at_once(two):
+    """Brackets that nobody closes: 30,000 took minutes, as every one looks for its end through all the others."""
+    start = "dispersion.p50 < 10 model="
+    with pytest.raises(InputError, match=r"chooses none of the models"):
+        apply_rules(two, [parse_rule(start + "[" * (1000 - len(start)))])
+    with pytest.raises(InputError, match=r"A rule has up to 1,000 characters\. Got 30,026: 'dispersion"):
+        parse_rule(start + "[" * 30_000)
