@@ -1,9 +1,10 @@
 """Reading inputs that a user names."""
 
+import math
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any
 
 import numpy as np
 import torch
@@ -14,8 +15,11 @@ from semdiag.capturing.batches import Batch
 from semdiag.capturing.loading import LoadedModel
 from semdiag_models import InputError
 from semdiag_models.checkpoint import read_plain
-from semdiag_models.reading import open_file, require_memory
+from semdiag_models.reading import LARGEST_TEXT, open_file, require_memory
 from semdiag_models.tasks.text_lines import read_lines
+
+_PACKED = 100  # times smaller than what it holds: deflating real token ids and pixels gains less
+_HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 
 
 def read_inputs(path: Path) -> Tensor:
@@ -37,6 +41,7 @@ def read_inputs(path: Path) -> Tensor:
     if not isinstance(tokens, Tensor) or tokens.ndim != 2 or not tokens.numel() or not _whole(tokens):
         what = f"{tokens.dtype} {tuple(tokens.shape)}" if isinstance(tokens, Tensor) else type(tokens).__name__
         raise InputError(f"{path} must hold whole token ids of shape (N, L), at least one. Got {what}.")
+    require_memory(8 * tokens.numel(), f"{path}: as token ids its numbers")
     ids = tokens.long()
     if tokens.dtype == torch.uint64 and (ids < 0).any():
         raise InputError(f"{path} holds the token id {int(ids.min()) + 2**64}: none is as large as 2^63.")
@@ -112,7 +117,11 @@ def _whole(tokens: Tensor) -> bool:
 def _read_numpy(path: Path) -> Tensor:
     try:
         with open_file(path) as file:
-            _check_size(path, file)
+            packed = zipfile.is_zipfile(file)
+            file.seek(0)
+            if not packed:
+                _check_header(path, file)
+                file.seek(0)
             content = np.load(file, allow_pickle=False)
             if isinstance(content, np.ndarray):
                 return _tensor(path, content)
@@ -122,6 +131,10 @@ def _read_numpy(path: Path) -> Tensor:
             name = "tokens" if "tokens" in names else names[0] if len(names) == 1 else None
             if name is None:
                 raise InputError(f"{path} holds {', '.join(names)}: name one of them tokens.")
+            member = content.zip.getinfo(name if name in content.zip.namelist() else f"{name}.npy")
+            _check_member(path, member)
+            with content.zip.open(member) as array:
+                _check_header(path, array)
             return _tensor(path, content[name])
     except InputError:
         raise
@@ -147,9 +160,19 @@ def _check_memory(path: Path, content: Any) -> None:
                 require_memory(size, f"{path}: a tensor of shape {tuple(tensor.shape)}")
 
 
-def _check_size(path: Path, file: BinaryIO) -> None:
-    """Refuse arrays that are larger, once unpacked, than a file may make them."""
-    if zipfile.is_zipfile(file):
-        with zipfile.ZipFile(file) as archive:
-            require_memory(sum(member.file_size for member in archive.infolist()), f"{path}, unpacked,")
-    file.seek(0)
+def _check_member(path: Path, member: zipfile.ZipInfo) -> None:
+    """Refuse a member that memory does not hold, or that is made to be far larger than its file."""
+    require_memory(member.file_size, f"{path}, unpacked,")
+    if member.file_size > max(LARGEST_TEXT, _PACKED * member.compress_size):
+        raise InputError(
+            f"{path} unpacks to {member.file_size / 2**30:.1f} GiB from {member.compress_size / 2**20:.1f} MiB: it "
+            "holds almost nothing but repetitions. Save the samples to be measured with numpy.save."
+        )
+
+
+def _check_header(path: Path, file: IO[bytes]) -> None:
+    """Refuse an array whose header says that it does not fit, before memory is set aside for it."""
+    read = _HEADERS.get(np.lib.format.read_magic(file))
+    if read is not None:  # else numpy says what is wrong
+        shape, _, kind = read(file)
+        require_memory(math.prod(shape) * kind.itemsize, f"{path}: an array of shape {shape}")

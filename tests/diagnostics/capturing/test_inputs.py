@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from semdiag.capturing import inputs
 from semdiag.capturing.inputs import read_batches, read_inputs
-from semdiag_models import InputError
+from semdiag_models import InputError, reading
 
 TOKENS = [[0, 1, 1], [1, 0, 2]]
 
@@ -193,8 +194,38 @@ def test_a_header_that_promises_too_much_is_refused(tmp_path):
     with pytest.raises(InputError, match="cannot be read"):
         read_inputs(tmp_path / "huge.npy")
     (tmp_path / "huge.npy").write_bytes(content.replace(b"(10, 10), }            ", b"(99999999, 99999999), }"))
-    with pytest.raises(InputError, match="cannot be read"):
+    with pytest.raises(InputError, match=r"an array of shape \(99999999, 99999999\) would take .* GiB of memory"):
         read_inputs(tmp_path / "huge.npy")
+    np.savez(tmp_path / "huge.npz", tokens=np.zeros((10, 10), int))
+    content = (tmp_path / "huge.npy").read_bytes()
+    with zipfile.ZipFile(tmp_path / "huge.npz", "w") as archive:
+        archive.writestr("tokens.npy", content)
+    with pytest.raises(InputError, match=r"an array of shape \(99999999, 99999999\) would take .* GiB of memory"):
+        read_inputs(tmp_path / "huge.npz")
+
+
+def test_an_archive_that_unpacks_to_far_more_than_its_file_is_refused(tmp_path, monkeypatch):
+    """Zeros deflate to a thousandth of their size; ids drawn from a thousand, of 64 bits, to a sixth at best."""
+    monkeypatch.setattr(inputs, "LARGEST_TEXT", 2**20)
+    real = np.random.default_rng(0).integers(0, 1000, (2000, 100))
+    np.savez_compressed(tmp_path / "real.npz", tokens=real, unused=np.zeros((2000, 100), int))
+    assert read_inputs(tmp_path / "real.npz").tolist() == real.tolist()
+    np.savez_compressed(tmp_path / "bomb.npz", tokens=np.zeros((2000, 100), int))
+    with pytest.raises(InputError, match=r"bomb\.npz unpacks to 0\.0 GiB from 0\.0 MiB: it holds almost nothing but"):
+        read_inputs(tmp_path / "bomb.npz")
+    np.savez_compressed(tmp_path / "small.npz", tokens=np.zeros((100, 100), int))
+    assert read_inputs(tmp_path / "small.npz").shape == (100, 100)
+
+
+@pytest.mark.parametrize("suffix", ["npy", "npz", "pt"])
+def test_small_numbers_that_do_not_fit_as_token_ids_are_refused(tmp_path, monkeypatch, suffix):
+    """A number of 8 bits becomes one of 64."""
+    path, ids = tmp_path / f"ids.{suffix}", np.zeros((2**10, 2**10), np.int8)
+    {"npy": np.save, "npz": np.savez, "pt": lambda p, a: torch.save(torch.from_numpy(a), p)}[suffix](path, ids)
+    assert read_inputs(path).dtype == torch.int64
+    monkeypatch.setattr(reading, "_memory", lambda: 4 * 2**22)  # a quarter holds the file, and not the ids
+    with pytest.raises(InputError, match=r"as token ids its numbers would take"):
+        read_inputs(path)
 
 
 def test_a_damaged_member_of_an_archive_is_refused(tmp_path):
