@@ -165,8 +165,8 @@ def _check_member(path: Path, member: zipfile.ZipInfo) -> None:
     require_memory(member.file_size, f"{path}, unpacked,")
     if member.file_size > max(LARGEST_TEXT, _PACKED * member.compress_size):
         raise InputError(
-            f"{path} unpacks to {member.file_size / 2**30:.1f} GiB from {member.compress_size / 2**20:.1f} MiB: it "
-            "holds almost nothing but repetitions. Save the samples to be measured with numpy.save."
+            f"{path} unpacks to {member.file_size / 2**30:.1f} GiB from {member.compress_size / 2**20:.1f} MiB: "
+            "it holds almost nothing but repetitions. Save the samples to be measured with numpy.save."
         )
 
 

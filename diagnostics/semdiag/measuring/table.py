@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from semdiag_models import InputError
@@ -146,6 +148,26 @@ def read_parquet(path: Path) -> pd.DataFrame:
     """
     with open_file(path) as file:
         known = pq.ParquetFile(file).metadata
-        require_memory(16 * known.num_rows * known.num_columns, f"{path}, unpacked,")
+        parts = [
+            known.row_group(g).column(c) for g in range(known.num_row_groups) for c in range(known.num_columns)
+        ]
+        stored = sum(part.total_uncompressed_size for part in parts)
+        values = max(known.num_rows * known.num_columns, sum(part.num_values for part in parts))  # more: of lists
+        require_memory(max(16 * values, stored), f"{path}, unpacked,")
+        texts = sorted({part.path_in_schema for part in parts if part.physical_type == "BYTE_ARRAY"})
+        file.seek(0)
+        require_memory(
+            _characters(pq.read_table(file, columns=texts, read_dictionary=texts)), f"{path}, unpacked,"
+        )
         file.seek(0)
         return pd.read_parquet(file)
+
+
+def _characters(texts: pa.Table) -> int:
+    """Bytes of texts once they are written out: a file keeps one that is repeated a million times once."""
+    size = 0
+    for chunk in (
+        chunk for column in texts.columns for chunk in column.chunks if pa.types.is_dictionary(chunk.type)
+    ):
+        size += pc.sum(pc.take(pc.binary_length(chunk.dictionary), chunk.indices)).as_py() or 0
+    return size

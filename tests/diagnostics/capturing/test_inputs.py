@@ -211,7 +211,7 @@ def test_an_archive_that_unpacks_to_far_more_than_its_file_is_refused(tmp_path, 
     np.savez_compressed(tmp_path / "real.npz", tokens=real, unused=np.zeros((2000, 100), int))
     assert read_inputs(tmp_path / "real.npz").tolist() == real.tolist()
     np.savez_compressed(tmp_path / "bomb.npz", tokens=np.zeros((2000, 100), int))
-    with pytest.raises(InputError, match=r"bomb\.npz unpacks to 0\.0 GiB from 0\.0 MiB: it holds almost nothing but"):
+    with pytest.raises(InputError, match=r"bomb\.npz unpacks to 0\.0 GiB from 0\.0 MiB: it holds almost"):
         read_inputs(tmp_path / "bomb.npz")
     np.savez_compressed(tmp_path / "small.npz", tokens=np.zeros((100, 100), int))
     assert read_inputs(tmp_path / "small.npz").shape == (100, 100)

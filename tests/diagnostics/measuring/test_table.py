@@ -4,8 +4,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from semdiag.measuring.table import Table
-from semdiag_models import InputError
+from semdiag.measuring.table import Table, read_parquet
+from semdiag_models import InputError, reading
 
 TABLE = Table(
     "things",
@@ -149,3 +149,23 @@ def test_further_columns_are_no_fault(things):
 def test_the_kind_of_a_column_without_rows_says_nothing():
     """An empty column is often read back as text or as numbers."""
     TABLE.check(pd.DataFrame({column: [] for column in TABLE.columns}), "things.parquet")
+
+
+def test_a_text_that_a_file_repeats_is_counted_as_often_as_it_stands_there(tmp_path, monkeypatch):
+    """A dictionary holds it once: 100 KB may declare gigabytes."""
+    path = tmp_path / "models.parquet"
+    pd.DataFrame({"model": ["x" * 10_000] * 2000, "layer": [0] * 2000}).to_parquet(path, index=False)
+    assert path.stat().st_size < 100_000
+    assert len(read_parquet(path)) == 2000
+    monkeypatch.setattr(reading, "_memory", lambda: 4 * 19_999_999)
+    with pytest.raises(InputError, match=r"models\.parquet, unpacked, would take"):
+        read_parquet(path)
+
+
+def test_lists_in_a_column_are_counted(tmp_path, monkeypatch):
+    path = tmp_path / "models.parquet"
+    pd.DataFrame({"k": [np.zeros(10_000, np.int64)] * 3}).to_parquet(path, index=False)
+    assert len(read_parquet(path)) == 3
+    monkeypatch.setattr(reading, "_memory", lambda: 4 * 16 * 29_999)
+    with pytest.raises(InputError, match=r"models\.parquet, unpacked, would take"):
+        read_parquet(path)

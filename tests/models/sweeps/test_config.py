@@ -113,7 +113,7 @@ def test_a_file_that_is_not_there_or_no_toml_is_refused(read, tmp_path):
 
 
 def test_of_very_many_problems_the_first_is_told(read):
-    with pytest.raises(InputError, match=r"more than 1000 problems\. The first: key0 \(line 1\): Unknown key 'key0'"):
+    with pytest.raises(InputError, match=r"more than 1000 problems\. The first: key0 \(line 1\): Unknown key"):
         read("".join(f"key{i} = 1\n" for i in range(1001)))
 
 
