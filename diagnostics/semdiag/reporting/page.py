@@ -6,11 +6,13 @@ from typing import Any, TypedDict
 
 import pandas as pd
 from jinja2 import Environment, StrictUndefined
+from markupsafe import Markup
 
 from semdiag.capturing.attention_kinds import EXTERNAL_SOURCES
 from semdiag.measuring.findings.strict_json import number_from_json
 from semdiag.presenting.section import Heading
 from semdiag.questions.registry import sections
+from semdiag_models.plain_text import visible
 
 
 class Picture(TypedDict):
@@ -36,7 +38,7 @@ def render_page(
     keep_queries: bool,
     theory: Sequence[str] = (),
 ) -> str:
-    """Fill the template; every value is escaped.
+    """Fill the template; every value is escaped, and what a browser or terminal would obey is made visible.
 
     Args:
         whole: the report's summary.
@@ -49,7 +51,9 @@ def render_page(
     Returns:
         The page.
     """
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment = Environment(
+        autoescape=True, finalize=_shown, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
     environment.filters["number"] = _number
     environment.filters["percent"] = _percent
     source = files("semdiag.reporting").joinpath("templates/report.html.j2").read_text(encoding="utf-8")
@@ -98,6 +102,11 @@ def _lead(whole: dict[str, Any]) -> str:
         start = "The sparse model focuses" if glance["answer"] == "holds" else "Not every sparse model focuses"
         return f"{start}: in {smaller} {words}."
     return str(whole["verdict"][0])
+
+
+def _shown(value: Any) -> Any:
+    """A value of the template; what macros have made is done."""
+    return visible(value) if isinstance(value, str) and not isinstance(value, Markup) else value
 
 
 def _number(value: float | str | None) -> str:

@@ -9,6 +9,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from semdiag.capturing.attention_kinds import external
+from semdiag.measuring.csv_tables import csv_text
 from semdiag.measuring.findings.estimates import estimate_table, sampling_sentences
 from semdiag.measuring.findings.findings import Findings
 from semdiag.presenting.drawing.panels import NothingToDrawError
@@ -157,7 +158,8 @@ def _tables(findings: Findings, sections: Sequence[Section]) -> dict[str, pd.Dat
 def _write_tables(tables: Mapping[str, pd.DataFrame], folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for name, table in tables.items():
-        table.to_csv(folder / f"{name}.csv", index=False, lineterminator="\n")
+        text = csv_text(table).encode("utf-8", errors="backslashreplace")
+        (folder / f"{name}.csv").write_bytes(text)
 
 
 def _picture(

@@ -7,6 +7,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from semdiag_models.plain_text import csv_cell
 from semdiag_models.sweeps.runs import RunResult
 from semdiag_models.writing import write_text
 
@@ -34,7 +35,9 @@ def write_results(folder: Path, rows: list[RunResult], provenance: dict[str, Any
     table = io.StringIO()
     writer = csv.DictWriter(table, [field.name for field in fields(RunResult)], lineterminator="\n")
     writer.writeheader()
-    writer.writerows(row.to_dict() for row in rows)
+    for row in rows:
+        cells = row.to_dict()
+        writer.writerow({key: csv_cell(cell) if isinstance(cell, str) else cell for key, cell in cells.items()})
     document = json.dumps(results_document(rows, provenance), indent=1, allow_nan=False)
     for name, text in (("results.csv", table.getvalue()), ("results.json", document + "\n")):
         write_text(folder / name, text)

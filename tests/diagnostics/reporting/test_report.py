@@ -1,10 +1,13 @@
 """The report folder: page, figures, tables, summary."""
 
+import csv
 import html
 import json
 import re
 from html.parser import HTMLParser
+from io import StringIO
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pandas as pd
 import pytest
@@ -15,9 +18,12 @@ from semdiag.measuring.percentiles import PERCENTILES, layer_table, percentiles
 from semdiag.questions import registry
 from semdiag.reporting.report import write_report
 from semdiag_models import InputError
+from semdiag_models.plain_text import from_csv_cell, visible
 
 pytestmark = pytest.mark.usefixtures("few_resamples")
 
+STEERING = "\x1b]0;title\x07\x1b[31m\x9b2J\u202e\u2066\u200f"
+FORMULAS = ("=HYPERLINK(1)", "+1+1", "-x", "@SUM(A1)", "\t=1", " =1", "\uff1d1", "'=1")
 HOSTILE = "<script>alert(1)</script>\"'&.pt"
 VOID = {"meta", "img", "br", "source", "link"}
 
@@ -170,6 +176,32 @@ def test_strings_from_files_are_escaped(hostile, tmp_path):
     assert "semdiag report " + HOSTILE in page.text
     assert f"a/{HOSTILE}: layer 1, head 0, sample 0: 17 scores" in page.text
     assert f"Diverged: 17 attention scores of a/{HOSTILE} are NaN or infinite" in page.text
+
+
+def test_no_text_of_a_file_steers_a_browser_a_terminal_or_a_spreadsheet(model, tmp_path):
+    """Whatever stands in names: what people open shows it, and JSON holds it as it is."""
+    names = [f"{formula}/{STEERING}.pt" for formula in FORMULAS]
+    kinds = ["full", "topk", "banded", "block"] * 2
+    found = [model(kind, path=name, seed=i) for i, (kind, name) in enumerate(zip(kinds, names, strict=True))]
+    bad = pd.DataFrame({"model": names[:1], "sample": [0], "layer": [1], "head": [0], "scores": [17]})
+    found[0] = found[0].replace(non_finite=bad)
+    folder = write_report(Findings(Measurements.concat(found)), tmp_path / "r", names[0], formats=["svg"]).parent
+    tables = sorted(folder.glob("data/*.csv"))
+    pages = [folder / "index.html", *folder.glob("figures/*.svg"), *tables]
+    for file in pages:
+        assert not set(STEERING) - set("]0;title[31m2J") & set(file.read_text(encoding="utf-8")), file.name
+    assert len(pages) - len(tables) > 3
+    for figure in folder.glob("figures/*.svg"):
+        ElementTree.parse(figure)  # with control characters it would be no XML
+    read = [csv.reader(StringIO(file.read_bytes().decode(), newline="")) for file in tables]
+    cells = [cell for table in read for row in table for cell in row]
+    numbers = pd.to_numeric(pd.Series(cells), errors="coerce").notna()
+    for cell, is_number in zip(cells, numbers, strict=True):
+        assert is_number or not re.match(r"[\s']*[=+\-@\uff1d]|[\t\r\n]", cell) or cell.startswith("'"), cell
+    said = {row["model"] for row in json.loads((folder / "summary.json").read_text(encoding="utf-8"))["results"]}
+    assert said == set(names)
+    models = {from_csv_cell(cell) for cell in cells if ".pt" in cell}
+    assert models == {visible(name) for name in names}
 
 
 def test_layers_that_were_not_captured_are_said_at_the_top(four, tmp_path):

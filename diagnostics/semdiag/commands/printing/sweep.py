@@ -108,7 +108,7 @@ def print_results(rows: "list[RunResult]", folder: Path, target: float, as_json:
             tell(f"{row.run}: {row.problem}")
     counts = Counter(row.status for row in rows)
     summary = ", ".join(f"{number} {status}" for status, number in counts.items())
-    typer.echo(f"{counted(len(rows), 'run')}: {summary}. Table: {folder / 'results.csv'}", err=True)
+    tell(f"{counted(len(rows), 'run')}: {summary}. Table: {folder / 'results.csv'}")
 
 
 class SweepProgress:
@@ -149,7 +149,7 @@ class SweepProgress:
     def __enter__(self) -> "SweepProgress":
         if not self._quiet:
             ended = self._count - len(self.open)
-            typer.echo(f"{counted(self._count, 'run')} in {self._folder}, {ended} of them done.", err=True)
+            tell(f"{counted(self._count, 'run')} in {self._folder}, {ended} of them done.")
         self._bar.start()
         self.tick()
         return self

@@ -9,6 +9,7 @@ from typing import Any
 
 import pandas as pd
 
+from semdiag.measuring.csv_tables import csv_text, from_csv_table
 from semdiag.measuring.table import read_parquet
 from semdiag_models import InputError
 from semdiag_models.reading import open_file
@@ -148,7 +149,7 @@ def _append(path: Path, table: pd.DataFrame) -> None:
     with path.open("ab", buffering=0) as file:
         end = file.seek(0, os.SEEK_END)
         try:
-            left = table.to_csv(index=False, header=end == 0).encode()
+            left = csv_text(table, header=end == 0).encode()
             while left:
                 left = left[file.write(left) :]
         except OSError:
@@ -166,7 +167,7 @@ def _read(path: Path, columns: list[str]) -> pd.DataFrame:
             if torn == len(content) and ",".join(columns).encode().startswith(content):
                 table = pd.DataFrame(columns=columns)  # not even the head was written
             else:
-                table = pd.read_csv(BytesIO(content[: len(content) - torn]))
+                table = from_csv_table(pd.read_csv(BytesIO(content[: len(content) - torn])))
         else:
             table = read_parquet(path)
     except (OSError, ValueError) as error:

@@ -5,9 +5,11 @@ from pathlib import Path
 
 from matplotlib.backend_bases import get_registered_canvas_class
 from matplotlib.figure import Figure
+from matplotlib.text import Text
 
 from semdiag.presenting.drawing.style import paper_style
 from semdiag_models import InputError
+from semdiag_models.plain_text import visible
 
 # What would otherwise carry the date or a version into the file.
 _METADATA: dict[str, dict[str, str | None]] = {
@@ -21,7 +23,7 @@ _PNG_DPI = 150
 
 @paper_style
 def save_figure(figure: Figure, path: Path, formats: Sequence[str] = ("png", "svg")) -> list[Path]:
-    """Write a figure in several formats.
+    """Write a figure in several formats; control characters in its texts become their escapes.
 
     Args:
         figure: to be saved.
@@ -37,6 +39,7 @@ def save_figure(figure: Figure, path: Path, formats: Sequence[str] = ("png", "sv
     unknown = [name for name in formats if name not in _METADATA]
     if unknown:
         raise InputError(f"Figures are written as {', '.join(FORMATS)}. Got {unknown[0]}.")
+    _show_all(figure)
     path.parent.mkdir(parents=True, exist_ok=True)
     files = [path.parent / f"{path.name}.{name}" for name in formats]
     canvas, layout, dpi = figure.canvas, figure.get_layout_engine(), figure.get_dpi()
@@ -46,8 +49,18 @@ def save_figure(figure: Figure, path: Path, formats: Sequence[str] = ("png", "sv
             # Straight to the canvas of the format: Figure.savefig draws everything twice, and lays out each time.
             getattr(get_registered_canvas_class(name)(figure), f"print_{name}")(file, metadata=_METADATA[name])
             figure.set_layout_engine("none")
+            if name == "svg":  # labels of ticks are made while they are drawn, and stand in it as comments
+                drawn = file.read_text(encoding="utf-8")
+                file.write_text(visible(drawn), encoding="utf-8", newline="\n")
     finally:
         figure.set_canvas(canvas)
         figure.set_layout_engine(layout)
         figure.set_dpi(dpi)
     return files
+
+
+def _show_all(figure: Figure) -> None:
+    """Write control characters in the texts of a figure as their escapes: an SVG that holds them is none."""
+    for text in figure.findobj(Text):
+        if isinstance(text, Text) and text.get_text() != (shown := visible(text.get_text())):
+            text.set_text(shown)

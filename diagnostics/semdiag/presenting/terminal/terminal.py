@@ -1,6 +1,5 @@
 """The way to the terminal: what files say reaches it as text, and never as something that it obeys."""
 
-import re
 import sys
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
@@ -10,12 +9,9 @@ import typer
 if TYPE_CHECKING:
     from rich.console import Console
 
-# Control characters but tabs and line ends, and marks that turn the direction of what follows.
-_OBEYED = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
-
 
 def visible(text: str) -> str:
-    r"""A text with its control characters as their escapes.
+    r"""A text with its control characters as their escapes: :func:`semdiag_models.plain_text.visible`.
 
     Args:
         text: whatever a file says.
@@ -24,7 +20,11 @@ def visible(text: str) -> str:
         >>> print(visible("a title" + chr(27) + "[31m"))
         a title\x1b[31m
     """
-    return _OBEYED.sub(lambda found: found[0].encode("unicode_escape").decode("ascii"), text)
+    if text.replace("\n", "").isprintable():  # as nothing is that a terminal obeys; importing would import torch
+        return text
+    from semdiag_models.plain_text import visible
+
+    return visible(text)
 
 
 def counted(number: int, noun: str) -> str:

@@ -1,0 +1,48 @@
+"""Tables as CSV: the texts in them are shown by a spreadsheet and never computed."""
+
+from collections.abc import Callable
+
+import pandas as pd
+
+from semdiag_models.plain_text import csv_cell, from_csv_cell
+
+
+def csv_text(table: pd.DataFrame, header: bool = True) -> str:
+    """A table as the text of a CSV file; see :func:`~semdiag_models.plain_text.csv_cell`.
+
+    Args:
+        table: any; numbers are written as they are, infinite and negative ones, too.
+        header: whether the columns' names stand in front.
+
+    Example:
+        >>> print(csv_text(pd.DataFrame({"model": ["=1+1", "-0.5"], "size": [-1.5, float("-inf")]})), end="")
+        model,size
+        '=1+1,-1.5
+        -0.5,-inf
+    """
+    return _with_texts(table, csv_cell).to_csv(index=False, header=header, lineterminator="\n")
+
+
+def from_csv_table(table: pd.DataFrame) -> pd.DataFrame:
+    """A table as it was before :func:`csv_text`, when pandas has read the file; escapes stay escapes.
+
+    Args:
+        table: from :func:`pandas.read_csv`.
+
+    Example:
+        >>> from_csv_table(pd.DataFrame({"model": ["'=1+1", "a"]}))["model"].tolist()
+        ['=1+1', 'a']
+    """
+    return _with_texts(table, from_csv_cell)
+
+
+def _with_texts(table: pd.DataFrame, change: Callable[[str], str]) -> pd.DataFrame:
+    columns = {
+        place: column.map(lambda value: change(value) if isinstance(value, str) else value)
+        for place, (_, column) in enumerate(table.items())
+        if not pd.api.types.is_numeric_dtype(column)
+    }
+    changed = table.copy(deep=False)
+    for place, column in columns.items():
+        changed.isetitem(place, column)
+    return changed
