@@ -31,9 +31,7 @@ def test_a_cell_is_no_formula_and_gives_its_text_again(text):
 def test_no_text_of_a_sweep_is_a_formula_in_its_results(tmp_path):
     """Problems quote paths and messages of libraries; the JSON beside it is exact."""
     numbers = {"holdout_accuracy": None, "best_holdout_accuracy": None, "seconds": -0.5}
-    row = RunResult(
-        **dict.fromkeys(RunResult.__dataclass_fields__, "") | numbers | {"problem": "=1+1\x1b[2J"}
-    )
+    row = RunResult(**dict.fromkeys(RunResult.__dataclass_fields__, "") | numbers | {"problem": "=1+1\x1b[2J"})
     write_results(tmp_path, [row], {})
     (cells,) = csv.DictReader(io.StringIO((tmp_path / "results.csv").read_bytes().decode(), newline=""))
     assert (cells["problem"], cells["seconds"]) == (r"'=1+1\x1b[2J", "-0.5")

@@ -101,18 +101,21 @@ def measured(
     paths = find_checkpoints(list(models) if models else None)
     if against is not None:
         paths = _with_reference(paths, against)
-    loaded = load_all(paths, conditions.config, conditions.head)
-    encoders = [model for model in loaded if not model.external and model.sha256]
-    if "k" in typed and [model.encoder.config.attention in DENSE for model in encoders] == [False] * len(paths):
-        raise InputError(f"--k applies only to models that attend to every key: {paths[0]} has a mask of its own.")
-    held_out = min((_held_out(model) for model in encoders), default=conditions.samples)
-    fewer = "samples" not in typed and conditions.inputs is None and held_out < conditions.samples
-    if fewer:
-        conditions = replace(conditions, samples=held_out)
-    elif "samples" in typed:
-        conditions = replace(conditions, first=conditions.samples)
     stages = len(paths) * (1 + len(conditions.plans) + more_stages)
-    with Stages("measuring", stages, quiet) as bar:
+    start = f"measuring {counted(len(paths), 'model')} in {counted(stages, 'stage')}"
+    with Stages("measuring", stages, quiet, start) as bar:
+        loaded = load_all(paths, conditions.config, conditions.head)
+        encoders = [model for model in loaded if not model.external and model.sha256]
+        if "k" in typed and [model.encoder.config.attention in DENSE for model in encoders] == [False] * len(paths):
+            raise InputError(
+                f"--k applies only to models that attend to every key: {paths[0]} has a mask of its own."
+            )
+        held_out = min((_held_out(model) for model in encoders), default=conditions.samples)
+        fewer = "samples" not in typed and conditions.inputs is None and held_out < conditions.samples
+        if fewer:
+            conditions = replace(conditions, samples=held_out)
+        elif "samples" in typed:
+            conditions = replace(conditions, first=conditions.samples)
         found = (run or partial(survey, own=True))(loaded, conditions, bar.announce, bar.advance)
     for remark in () if quiet else found.remarks.to_dict("records"):
         if remark["text"].startswith(SAID_AT_ONCE):

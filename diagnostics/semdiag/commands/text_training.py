@@ -24,6 +24,7 @@ def text_task(
 
     from rich.console import Console
 
+    from semdiag.presenting.terminal.minutes import Minutes
     from semdiag_models import InputError, Text, open_text
 
     if file is None:
@@ -31,8 +32,11 @@ def text_task(
     if window is not None and window < 1:
         raise InputError(f"--window must be at least 1. Got {window}.")
     console = Console(stderr=True)
-    shown = console.is_terminal and not quiet
-    with console.status("Learning the pieces of the text") if shown else nullcontext():
+    learning, terminal = "learning the pieces of the text", console.is_terminal
+    with (
+        console.status(learning.capitalize()) if terminal and not quiet else nullcontext(),
+        Minutes(learning, lambda: learning, lambda: None, quiet or terminal),
+    ):
         source = open_text(file, holdout, tokenizer or "unigram", 4096 if vocabulary is None else vocabulary)
     return Text(source, window)
 

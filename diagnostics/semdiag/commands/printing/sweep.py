@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from semdiag.commands.measuring import command_line
+from semdiag.presenting.terminal.minutes import Minutes
 from semdiag.presenting.terminal.terminal import counted, tell, terminal
 
 if TYPE_CHECKING:
@@ -114,6 +115,8 @@ def print_results(rows: "list[RunResult]", folder: Path, target: float, as_json:
 class SweepProgress:
     """A bar on stderr: epochs of all runs together, time left, and a line for every run that ends.
 
+    In a log a line a minute takes the bar's place.
+
     Args:
         runs: of the sweep.
         rows: where each is at the beginning.
@@ -139,11 +142,13 @@ class SweepProgress:
             TextColumn("left at most"),
             TimeRemainingColumn(table_column=Column(min_width=7)),
             TextColumn("{task.fields[failed]}"),
-            console=terminal(stderr=True),
+            console=(console := terminal(stderr=True)),
             disable=quiet,
         )
+        self._minutes = Minutes("", self._state, self._share, quiet or console.is_terminal)
         total = sum(run.training.epochs for run in runs)
         ended = self._count - len(self.open)
+        self._before = 0.0
         self._task = self._bar.add_task("", total=total, ended=ended, count=self._count, failed="")
 
     def __enter__(self) -> "SweepProgress":
@@ -152,6 +157,7 @@ class SweepProgress:
             tell(f"{counted(self._count, 'run')} in {self._folder}, {ended} of them done.")
         self._bar.start()
         self.tick()
+        self._before = self._bar.tasks[0].completed
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -164,6 +170,20 @@ class SweepProgress:
 
         so_far = sum(epochs_so_far(self._folder / name) for name in self.open)
         self._bar.update(self._task, completed=self._closed + so_far)
+        self._minutes.tick()  # as it is called about once a second, there is no need of a clock of its own
+
+    def _state(self) -> str:
+        """What stands in the bar, in words."""
+        (task,) = self._bar.tasks
+        failed = f", {task.fields['failed']}" if task.fields["failed"] else ""
+        ended = f"{task.fields['ended']} of {counted(self._count, 'run')} ended{failed}"
+        return f"{ended}, {task.percentage:.0f} % of epochs"
+
+    def _share(self) -> float | None:
+        """Of the epochs that were left at the start."""
+        (task,) = self._bar.tasks
+        left = (task.total or 0) - self._before
+        return (task.completed - self._before) / left if left else None
 
     def ended(self, run: "SweepRun", row: "RunResult") -> None:
         """Count a run that has ended, and say how."""

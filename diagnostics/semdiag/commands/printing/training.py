@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from semdiag.presenting.terminal.minutes import Minutes
 from semdiag.presenting.terminal.terminal import counted, tell, terminal
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ def _perplexities(row: Mapping[str, float]) -> str:
 
 
 class TrainingProgress:
-    """A bar on stderr: steps within the runs, time left, latest accuracies."""
+    """A bar on stderr: steps within the runs, time left, latest accuracies; in a log, a line a minute."""
 
     def __init__(self, trainers: "list[Trainer]", quiet: bool) -> None:
         from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -63,9 +64,12 @@ class TrainingProgress:
             TextColumn("left"),
             TimeRemainingColumn(table_column=Column(min_width=7)),
             TextColumn("{task.fields[accuracy]}"),
-            console=terminal(stderr=True),
+            console=(console := terminal(stderr=True)),
             disable=quiet,
         )
+        start = f"training {counted(len(trainers), 'run')} for {counted(training.epochs, 'epoch')}"
+        each = f"{start} of {counted(steps, 'step')}"
+        self._minutes = Minutes(each, self._state, self._share, quiet or console.is_terminal)
         self._task = self._bar.add_task(
             "",
             total=training.epochs * steps * len(trainers),
@@ -74,12 +78,16 @@ class TrainingProgress:
             epochs=training.epochs,
             accuracy="",
         )
+        self._before = self._bar.tasks[0].completed
 
     def __enter__(self) -> "TrainingProgress":
         self._bar.start()
+        self._minutes.begin()
+        self._minutes.__enter__()
         return self
 
     def __exit__(self, *exception: object) -> None:
+        self._minutes.__exit__(None, None, None)
         if not self._bar.disable:  # before rich 14.3 it would leave an empty line
             self._bar.stop()
 
@@ -95,3 +103,15 @@ class TrainingProgress:
         if trainer.training.text is not None:
             accuracy = _perplexities(row)
         self._bar.update(self._task, epoch=int(row["epoch"]), accuracy=seed + accuracy)
+
+    def _state(self) -> str:
+        """What stands in the bar, in words."""
+        (task,) = self._bar.tasks
+        known = f", {task.fields['accuracy']}" if task.fields["accuracy"] else ""
+        return f"training, epoch {task.fields['epoch']} of {task.fields['epochs']}{known}"
+
+    def _share(self) -> float | None:
+        """Of the steps that a resumed run had before, it is not told how long they took."""
+        (task,) = self._bar.tasks
+        left = task.total - self._before if task.total else 0
+        return (task.completed - self._before) / left if left else None

@@ -4,19 +4,21 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import Self
 
+from semdiag.presenting.terminal.minutes import Minutes
 from semdiag.presenting.terminal.terminal import terminal
 
 
 class Stages:
-    """Two bars on a terminal, nothing elsewhere: the stages of a command, and the steps of the running one.
+    """Two bars on a terminal, the stages of a command and the steps of the running one; elsewhere a line a minute.
 
     Args:
         name: of what all stages together do.
         stages: how many there will be.
         quiet: whether nothing is shown.
+        start: what is begun, in words: the first line in a log, said with the first stage; empty: none.
     """
 
-    def __init__(self, name: str, stages: int, quiet: bool) -> None:
+    def __init__(self, name: str, stages: int, quiet: bool, start: str = "") -> None:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
         columns = TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn()
@@ -25,11 +27,14 @@ class Stages:
         self._bar = Progress(*columns, TimeElapsedColumn(), console=console, disable=self._hidden, transient=True)
         self._whole, self._step = self._bar.add_task(name, total=stages), self._bar.add_task("loading", total=None)
         self._begun = False
+        self._name = name
+        self._minutes = Minutes(start, self._state, self._share, quiet or console.is_terminal)
         self._open = ExitStack()
 
     def __enter__(self) -> Self:
         if not self._hidden:  # before rich 14.3 even a disabled one leaves an empty line
             self._open.enter_context(self._bar)
+        self._open.enter_context(self._minutes)
         return self
 
     def __exit__(
@@ -44,6 +49,7 @@ class Stages:
             stage: its name.
             steps: that it will take; 0 if that is not known.
         """
+        self._minutes.begin()
         self._bar.advance(self._whole, int(self._begun))
         self._begun = True
         self._bar.reset(self._step, total=steps or None, description=stage[-50:])
@@ -51,3 +57,14 @@ class Stages:
     def advance(self, steps: int) -> None:
         """Count finished steps of the running stage."""
         self._bar.advance(self._step, steps)
+
+    def _state(self) -> str:
+        """What stands in the bars, in words."""
+        whole, step = self._bar.tasks
+        counted = f" ({step.completed:g} of {step.total:g})" if step.total else ""
+        return f"{self._name}, {whole.completed:g} of {whole.total:g} done, now {step.description}{counted}"
+
+    def _share(self) -> float | None:
+        """Of the stages that are over, as all are taken to last as long."""
+        whole = self._bar.tasks[0]
+        return whole.completed / whole.total if whole.total else None

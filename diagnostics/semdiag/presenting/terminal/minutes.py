@@ -1,0 +1,91 @@
+"""How far a command is, where no bar can be drawn: a line at its start, and one a minute."""
+
+import threading
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Self
+
+from semdiag.presenting.terminal.terminal import tell
+
+MINUTE = 60.0
+_clock = time.monotonic
+_PATIENCE = 10.0  # seconds until the first line is said without anything to count
+
+
+class Minutes:
+    """Lines on stderr, for logs; terminals have bars. Within ``with`` a thread looks at the clock.
+
+    Args:
+        start: what is begun: the first line; empty: somebody else has said it.
+        state: how far it is, in words.
+        share: of the work that is done, in [0, 1], from which the time left is told; None: not known.
+        silent: whether nothing is said.
+    """
+
+    def __init__(
+        self, start: str, state: Callable[[], str], share: Callable[[], float | None], silent: bool
+    ) -> None:
+        self._start, self._state, self._share, self._silent = start, state, share, silent
+        self._begun = self._said = _clock()
+        self._has_begun = False
+        self._turn = threading.Lock()
+        self._over = threading.Event()
+        self._ticker: threading.Thread | None = None
+
+    def __enter__(self) -> Self:
+        if not self._silent:
+            self._ticker = threading.Thread(target=self._watch, daemon=True)
+            self._ticker.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._over.set()
+        if self._ticker is not None:
+            self._ticker.join()
+
+    def begin(self) -> None:
+        """Say the first line, if it has not been said."""
+        with self._turn:
+            if self._start and not self._silent and not self._has_begun:
+                self._has_begun = True
+                tell(f"semdiag: {self._start}.")
+
+    def tick(self) -> None:
+        """Say how far it is, if a minute has passed since it was said; the first line, if nothing has been."""
+        now = _clock()
+        if not self._has_begun and now - self._begun >= _PATIENCE:
+            self.begin()
+        with self._turn:
+            if not self._silent and now - self._said >= MINUTE:
+                self._said = now
+                tell(f"semdiag: {self._state()}, after {minutes(now - self._begun)}{self._left(now)}.")
+
+    def _left(self, now: float) -> str:
+        share = self._share()
+        if not share or share >= 1:
+            return ""
+        return f", about {minutes((now - self._begun) * (1 - share) / share)} left"
+
+    def _watch(self) -> None:
+        while not self._over.wait(1):
+            try:
+                self.tick()
+            except (OSError, ValueError):  # nobody reads any more; the command itself will find that out
+                return
+
+
+def minutes(seconds: float) -> str:
+    """A time in minutes, or in hours and minutes.
+
+    Args:
+        seconds: how long.
+
+    Example:
+        >>> minutes(59), minutes(3600 + 120)
+        ('1 min', '1 h 2 min')
+    """
+    whole = max(1, round(seconds / 60))
+    return f"{whole} min" if whole < 60 else f"{whole // 60} h {whole % 60} min"
