@@ -37,12 +37,8 @@ def from_csv_table(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def _with_texts(table: pd.DataFrame, change: Callable[[str], str]) -> pd.DataFrame:
-    columns = {
-        place: column.map(lambda value: change(value) if isinstance(value, str) else value)
-        for place, (_, column) in enumerate(table.items())
-        if not pd.api.types.is_numeric_dtype(column)
-    }
     changed = table.copy(deep=False)
-    for place, column in columns.items():
-        changed.isetitem(place, column)
+    for name in table:
+        if not pd.api.types.is_numeric_dtype(table[name]):
+            changed[name] = table[name].map(lambda value: change(value) if isinstance(value, str) else value)
     return changed

@@ -41,20 +41,21 @@ def lines(capsys):
 
 def test_a_measurement_says_its_start_and_every_minute_how_far_it_is(clock, capsys):
     with Stages("measuring", 4, quiet=False, start="measuring 2 models in 4 stages") as bar:
-        assert lines(capsys) == []  # what is refused before the first stage is one line
         bar.announce("a.pt", 10)
+        assert lines(capsys) == []  # what is refused before the first batch is over is one line
+        bar.advance(1)
         assert lines(capsys) == ["semdiag: measuring 2 models in 4 stages."]
         clock.now += 59
         bar._minutes.tick()
         assert lines(capsys) == []
         bar.announce("a.pt: masks", 0)
         bar.announce("b.pt", 20)
-        bar.advance(5)
+        bar.advance(10)
         clock.now += 61
         for _ in range(3):
             bar._minutes.tick()
         assert lines(capsys) == [
-            "semdiag: measuring, 2 of 4 done, now b.pt (5 of 20), after 2 min, about 2 min left."
+            "semdiag: measuring stage 3 of 4, b.pt (10 of 20), after 2 min, about 1 min left."
         ]
         clock.now += 60
         bar._minutes.tick()
@@ -70,10 +71,23 @@ def test_a_long_loading_is_not_silent(clock, capsys):
         bar._minutes.tick()
         bar._minutes.tick()
         bar.announce("a.pt", 10)
+        bar.advance(1)
         assert lines(capsys) == ["semdiag: measuring 300 models in 300 stages."]
         clock.now += 60
         bar._minutes.tick()
-        assert lines(capsys) == ["semdiag: measuring, 0 of 300 done, now a.pt (0 of 10), after 1 min."]
+        assert lines(capsys) == [
+            "semdiag: measuring stage 1 of 300, a.pt (1 of 10), after 1 min, about 58 h 19 min left."
+        ]
+
+
+def test_drawing_is_told_by_its_figures_and_has_no_line_at_its_start(clock, capsys):
+    with Stages("drawing", 1, quiet=False) as bar:
+        bar.announce("figures", 30)
+        bar.advance(20)
+        assert lines(capsys) == []
+        clock.now += 120
+        bar._minutes.tick()
+        assert lines(capsys) == ["semdiag: drawing figures (20 of 30), after 2 min, about 1 min left."]
 
 
 @pytest.mark.parametrize("way", ["quiet", "terminal"])

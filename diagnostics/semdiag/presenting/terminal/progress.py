@@ -15,7 +15,7 @@ class Stages:
         name: of what all stages together do.
         stages: how many there will be.
         quiet: whether nothing is shown.
-        start: what is begun, in words: the first line in a log, said with the first stage; empty: none.
+        start: what is begun, in words: the first line in a log, said after the first batch; empty: none.
     """
 
     def __init__(self, name: str, stages: int, quiet: bool, start: str = "") -> None:
@@ -49,22 +49,26 @@ class Stages:
             stage: its name.
             steps: that it will take; 0 if that is not known.
         """
-        self._minutes.begin()
+        if self._begun:
+            self._minutes.begin()
         self._bar.advance(self._whole, int(self._begun))
         self._begun = True
         self._bar.reset(self._step, total=steps or None, description=stage[-50:])
 
     def advance(self, steps: int) -> None:
         """Count finished steps of the running stage."""
+        self._minutes.begin()  # no sooner: what does not suit a model is refused in its first batch, in one line
         self._bar.advance(self._step, steps)
 
     def _state(self) -> str:
         """What stands in the bars, in words."""
         whole, step = self._bar.tasks
         counted = f" ({step.completed:g} of {step.total:g})" if step.total else ""
-        return f"{self._name}, {whole.completed:g} of {whole.total:g} done, now {step.description}{counted}"
+        stages = f" stage {whole.completed + 1:g} of {whole.total:g}," if whole.total != 1 else ""
+        return f"{self._name}{stages} {step.description}{counted}"
 
     def _share(self) -> float | None:
-        """Of the stages that are over, as all are taken to last as long."""
-        whole = self._bar.tasks[0]
-        return whole.completed / whole.total if whole.total else None
+        """Of the stages, as all are taken to last as long."""
+        whole, step = self._bar.tasks
+        done = whole.completed + (step.completed / step.total if step.total else 0)
+        return done / whole.total if whole.total else None
