@@ -54,6 +54,7 @@ COMPARED = [
     if line.split()[1] != "train"
 ]
 
+_IN_LOGS = re.compile(r"^semdiag: (?:measuring|drawing|training|learning) .*\n", re.M)  # a terminal has bars
 Program = Callable[..., tuple[int, str]]
 
 
@@ -75,7 +76,7 @@ def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Program:
             pytest.raises(SystemExit) as left,
         ):
             main()
-        return int(left.value.code or 0), shown.getvalue()
+        return int(left.value.code or 0), _IN_LOGS.sub("", shown.getvalue())
 
     return run
 
@@ -94,7 +95,7 @@ def fresh(*words: str) -> str:
         check=False,
     )
     assert done.returncode == 0, done.stdout
-    return done.stdout
+    return _IN_LOGS.sub("", done.stdout)
 
 
 def commands() -> list[str]:

@@ -101,12 +101,12 @@ def measured(
     paths = find_checkpoints(list(models) if models else None)
     if against is not None:
         paths = _with_reference(paths, against)
-    stages = len(paths) * (1 + len(conditions.plans) + more_stages)
-    start = f"measuring {counted(len(paths), 'model')} in {counted(stages, 'stage')}"
-    with Stages("measuring", stages, quiet, start) as bar:
+    each = 1 + len(conditions.plans) + more_stages
+    with Stages("measuring", len(paths) * each, quiet, counted(len(paths), "model")) as bar:
         loaded = load_all(paths, conditions.config, conditions.head)
         encoders = [model for model in loaded if not model.external and model.sha256]
-        if "k" in typed and [model.encoder.config.attention in DENSE for model in encoders] == [False] * len(paths):
+        dense = [model.encoder.config.attention in DENSE for model in encoders]
+        if "k" in typed and dense == [False] * len(paths):
             raise InputError(
                 f"--k applies only to models that attend to every key: {paths[0]} has a mask of its own."
             )

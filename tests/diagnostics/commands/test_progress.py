@@ -40,7 +40,7 @@ def lines(capsys):
 
 
 def test_a_measurement_says_its_start_and_every_minute_how_far_it_is(clock, capsys):
-    with Stages("measuring", 4, quiet=False, start="measuring 2 models in 4 stages") as bar:
+    with Stages("measuring", 4, quiet=False, what="2 models") as bar:
         bar.announce("a.pt", 10)
         assert lines(capsys) == []  # what is refused before the first batch is over is one line
         bar.advance(1)
@@ -63,7 +63,7 @@ def test_a_measurement_says_its_start_and_every_minute_how_far_it_is(clock, caps
 
 
 def test_a_long_loading_is_not_silent(clock, capsys):
-    with Stages("measuring", 300, quiet=False, start="measuring 300 models in 300 stages") as bar:
+    with Stages("measuring", 300, quiet=False, what="300 models") as bar:
         clock.now += 9
         bar._minutes.tick()
         assert lines(capsys) == []
@@ -95,7 +95,7 @@ def test_nothing_is_said_where_it_is_not_wanted(clock, capsys, monkeypatch, way)
     if way == "terminal":
         monkeypatch.setenv("FORCE_COLOR", "1")
     threads = threading.active_count()
-    bar = Stages("measuring", 4, quiet=way == "quiet", start="measuring 2 models in 4 stages")
+    bar = Stages("measuring", 4, quiet=way == "quiet", what="2 models")
     with bar._minutes:
         assert threading.active_count() == threads
         bar.announce("a.pt", 10)

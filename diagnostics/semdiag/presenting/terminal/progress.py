@@ -5,7 +5,7 @@ from types import TracebackType
 from typing import Self
 
 from semdiag.presenting.terminal.minutes import Minutes
-from semdiag.presenting.terminal.terminal import terminal
+from semdiag.presenting.terminal.terminal import counted, terminal
 
 
 class Stages:
@@ -15,10 +15,10 @@ class Stages:
         name: of what all stages together do.
         stages: how many there will be.
         quiet: whether nothing is shown.
-        start: what is begun, in words: the first line in a log, said after the first batch; empty: none.
+        what: it is done to, for the first line in a log, said after the first batch; empty: no such line.
     """
 
-    def __init__(self, name: str, stages: int, quiet: bool, start: str = "") -> None:
+    def __init__(self, name: str, stages: int, quiet: bool, what: str = "") -> None:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
         columns = TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn()
@@ -28,6 +28,7 @@ class Stages:
         self._whole, self._step = self._bar.add_task(name, total=stages), self._bar.add_task("loading", total=None)
         self._begun = False
         self._name = name
+        start = f"{name} {what} in {counted(stages, 'stage')}" if what else ""
         self._minutes = Minutes(start, self._state, self._share, quiet or console.is_terminal)
         self._open = ExitStack()
 
