@@ -24,6 +24,7 @@ from semdiag.capturing.audit import Audit
 from semdiag.capturing.following.operations import OperationWatch
 from semdiag.capturing.overlapping import SharedChange, put_below, put_below_dispatch, put_on, take_off
 from semdiag.capturing.recording import Recorder, Watched
+from semdiag.capturing.threads import Entered, followed
 from semdiag_models import AttentionCore
 
 _NATIVE = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
@@ -128,6 +129,7 @@ def watch_attention(
         stack.enter_context(_UNCOMPILED.held())
         if not hooked:
             stack.enter_context(MADE_OUTSIDE_MODES.held())
+            stack.enter_context(followed(here.handed_on))
             here.start()
             stack.callback(here.stop)
         if inside:
@@ -139,7 +141,7 @@ class _Modes(threading.local):
     """The modes of a watch in the thread that opened it, and in others while they run the model."""
 
     def __init__(self, recorder: Recorder, lent: set[int]) -> None:  # called again in each thread
-        self._lent = lent  # the other threads that run the model now
+        self._lent, self._recorder = lent, recorder  # the former: the other threads that run the model now
         self.below = OperationWatch(recorder)
         self.watch = FunctionWatch(recorder, self.below)
         self._on = False
@@ -171,6 +173,29 @@ class _Modes(threading.local):
             self._lent.discard(threading.get_ident())
         elif self._on:
             self.below.settle()
+
+    def handed_on(self) -> Entered | None:
+        """What a thread enters that is given a function by the model's forward in this one."""
+        go_on = self._recorder.handed_on()
+        if go_on is None:
+            return None
+
+        @contextmanager
+        def entered() -> Iterator[None]:
+            if not go_on():
+                yield
+                return
+            started = not self._on
+            if started:
+                self.start()
+            try:
+                yield
+            finally:
+                if started:
+                    self.stop()
+                self._recorder.forget()
+
+        return entered
 
 
 def _masks(mode: object) -> bool:

@@ -71,14 +71,14 @@ class Recorder(threading.local):
     Attributes:
         audit: filled on the way.
         names: of the modules, by their id.
-        covered: above 0 while an attention runs whose record is taken further out; what happens inside it is
-            not recorded again.
+        covered: above 0 while an attention runs that is recorded further out: nothing inside it is, then.
         foreign: above 0 while modules run that are not the model's.
         generator: of rows that are checked; nobody else's.
         heads: number of heads where the surrounding function says it and the tensors do not; None otherwise.
         in_function: whether a torch function runs that was seen in Python.
         parameters: addresses of the storages of the model's parameters and buffers.
         running: names of the modules that are running, the innermost last.
+        shared: whether several threads run the model's forward.
         shapes: of the first input of each of these, as far as it is a tensor.
         without_watch: modules that run without the function mode, which they could not run under.
     """
@@ -86,16 +86,18 @@ class Recorder(threading.local):
     def __init__(self, watched: Watched) -> None:  # called again in each thread
         self.audit, self.names, self.parameters = watched.audit, watched.names, watched.parameters
         self.generator = torch.Generator().manual_seed(0)
-        self.covered = 0
-        self.foreign = 0
-        self.heads: int | None = None
-        self.in_function = False
-        self.running: list[str] = []
+        self.foreign, self.in_function = 0, False
         self.without_watch: list[tuple[nn.Module, bool]] = []
-        self.shapes: list[tuple[int, ...]] = []
         self._watched = watched
-        self._calls: Counter[str] = Counter()
-        self._asked: Counter[str] = Counter()
+        self.forget()
+
+    def forget(self) -> None:
+        """Nothing runs here any more."""
+        self.shared, self.covered = False, 0
+        self.heads: int | None = None
+        self.running: list[str] = []
+        self.shapes: list[tuple[int, ...]] = []
+        self._calls, self._asked = Counter[str](), Counter[str]()
 
     @property
     def masking(self) -> bool:
@@ -131,11 +133,7 @@ class Recorder(threading.local):
             return False
         self.foreign = 0
         if module is self._watched.model or not self.running:  # also cleans up after an interrupted forward
-            self.running.clear()
-            self.shapes.clear()
-            self._calls.clear()
-            self._asked.clear()
-            self.covered = 0
+            self.forget()
         self.running.append(name)
         with torch._C.DisableTorchFunction():  # a function mode would see each property that is read
             self.shapes.append(tuple(inputs[0].shape) if inputs and is_plain(inputs[0]) else ())
@@ -177,6 +175,22 @@ class Recorder(threading.local):
             self.audit.remarks[Remark("", "no softmax attention was seen while the model ran")] += 1
         for name, text in _bare_blocks(self._watched.model, ran, found):
             self.audit.remarks[Remark(name, text)] += 1
+
+    def handed_on(self) -> Callable[[], bool] | None:
+        """What a thread calls that is given a part of what runs here; returns whether nothing ran there before."""
+        if not self.running or self.closed:
+            return None
+        self.shared, running, shapes = True, [*self.running], [*self.shapes]
+        state = self.covered, self.heads, self._calls, self._asked
+
+        def go_on() -> bool:
+            if self.running or self.closed:
+                return False
+            self.shared, self.running, self.shapes = True, [*running], [*shapes]
+            self.covered, self.heads, self._calls, self._asked = state
+            return True
+
+        return go_on
 
     @contextlib.contextmanager
     def covering(self) -> Iterator[None]:

@@ -18,10 +18,13 @@ from semdiag.capturing.attention_calls import watch_attention
 from semdiag.capturing.audit import Audit, Skipped
 from semdiag.capturing.following.softmaxes import NO_VALUES
 from semdiag.capturing.kept_keys import Keep, RandomK, TopK, Window, allowed_keys, check_keep, kept_keys, rule_for
+from semdiag.capturing.own_gradients import OWN_GRADIENTS, own_backward
 from semdiag.capturing.padding import Padding
 from semdiag.capturing.recording import outside_all_modes
+from semdiag.capturing.threads import is_followed
 from semdiag_models import InputError
 
+_ELSEWHERE = "the forward pass runs it in another thread, where no mask can reach it"
 __all__ = ["Keep", "Masked", "RandomK", "TopK", "Window", "sparsify"]
 
 
@@ -63,6 +66,7 @@ class Masked:
             asked[module] += counts.calls
         for seen, times in self.audit.skipped.items():
             asked[seen.module] -= times if seen.reason in (IGNORED, NO_VALUES) else 0
+            asked[seen.module] += times if seen.reason == _ELSEWHERE else 0
         if self.audit.captured.total() <= asked.total():
             return found
         reason = "captured, but it takes no mask here"
@@ -152,9 +156,10 @@ def sparsify(model: nn.Module, keep: Keep, *, partial: bool = False) -> Iterator
     Raises:
         InputError: (in the model's forward, or at the end of the context) if some attention that was found cannot
             be masked, or a softmax of products was masked whose weights met no values (a pointer's), and not
-            ``partial``; if no attention was found; if it runs in another thread, or under activation
-            checkpointing, which would run it again without the mask; if a window or sinks are asked for where
-            positions are not known; or if ``keep`` is no rule or does not fit the model.
+            ``partial``; if no attention was found; if it runs in another thread; under activation
+            checkpointing, or with a gradient in an ``autograd.Function``, whose backward passes know no mask; if a
+            window or sinks are asked for where positions are not known; or if ``keep`` is no rule or does not fit the
+            model.
 
     Example:
         >>> from semdiag_models import Encoder, ModelConfig
@@ -175,13 +180,22 @@ def sparsify(model: nn.Module, keep: Keep, *, partial: bool = False) -> Iterator
                 "pass, where no mask may be left. Turn checkpointing off (Hugging Face models: "
                 "gradient_checkpointing_disable())."
             )
+        if (function := own_backward()) is not None:
+            raise InputError(
+                f"{call.module or 'The model itself'} attends in {function}, an autograd.Function, whose "
+                "own backward pass knows no mask: its gradients would be those of another model. Run it under "
+                f"torch.no_grad(), or without {function}, so that torch finds the gradients."
+            )
+        if threading.get_ident() != own:
+            masked.audit.skipped[Skipped(call.module, call.mechanism, _ELSEWHERE)] += 1
+            return None
         with outside_all_modes(call.q.device.type):
             found = kept_keys(rule_for(keep, call), call)
             masked._add(padding.marked(call, Audit()), *_counted(found, call))
         return None if found is None else found[0]
 
     def before(module: nn.Module, inputs: tuple[object, ...]) -> None:
-        if id(module) in parts and threading.get_ident() != own:
+        if id(module) in parts and threading.get_ident() != own and not is_followed():
             raise InputError(
                 f"{parts[id(module)] or 'The model'} runs in another thread, where no mask can reach it."
             )
@@ -193,6 +207,7 @@ def sparsify(model: nn.Module, keep: Keep, *, partial: bool = False) -> Iterator
             _check(masked, partial)
 
     with ExitStack() as stack:
+        stack.enter_context(OWN_GRADIENTS.held())
         stack.enter_context(padding.watched())
         stack.callback(register_module_forward_pre_hook(before).remove)
         masked.audit = stack.enter_context(watch_attention(model, lambda call: None, mask=mask))

@@ -1,9 +1,12 @@
 """Operators of other libraries: one that may be attention is in the audit, and no other."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from semdiag.capturing.attention_calls import watch_attention
 from semdiag.capturing.following.own_operators import is_foreign
@@ -15,10 +18,14 @@ SAID = "an operator of its own, which may be attention: nothing of it can be see
 library = torch.library.Library("semdiag_tests", "DEF")
 
 
-def defined(schema, function):
+def defined(schema, function, opaque=True):
+    def kernel(*args):  # as in C++, nothing of it can be seen
+        with _disable_current_modes():
+            return function(*args)
+
     name = schema.partition("(")[0]
     library.define(schema)
-    library.impl(name, function, "CompositeExplicitAutograd")
+    library.impl(name, kernel if opaque else function, "CompositeExplicitAutograd")
     return getattr(torch.ops.semdiag_tests, name)
 
 
@@ -76,6 +83,11 @@ MAY_BE = {
     "with what was summed": (lambda self, q, k, v: with_sums(q, k, v)[0], "with_sums"),
     "by name": (lambda self, q, k, v: packed_attn(q), "packed_attn"),
 }
+PACKED = (
+    ("CompositeExplicitAutograd", F.scaled_dot_product_attention),
+    ("CPU", F.scaled_dot_product_attention),
+    ("CPU", lambda q, k, v: torch.softmax(q @ k.mT / q.shape[-1] ** 0.5, -1) @ v),
+)
 NONE = {
     "norm": lambda self, q, k, v: norm(q, self.weight[:4]) + F.scaled_dot_product_attention(q, k, v),
     "gate": lambda self, q, k, v: gate(F.scaled_dot_product_attention(q, k, v), v),
@@ -130,15 +142,43 @@ def test_of_three_axes_the_name_of_the_module_counts():
     assert audited(Layer(lambda self, *streams: shift(*streams), heads=False)) == ([], {})
 
 
-def test_an_operator_with_a_gradient_of_its_own_is_named_in_training():
-    @torch.library.custom_op("semdiag_tests::trained", mutates_args=())
+@pytest.mark.parametrize("hidden", [True, False])
+def test_an_operator_with_a_gradient_of_its_own_is_captured_or_named_in_training(hidden):
+    """Where its kernel is Python's, what that calls is seen; where it is not, it may be attention."""
+
+    @torch.library.custom_op(f"semdiag_tests::trained{hidden}", mutates_args=())
     def trained(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(q, k, v)
+        with _disable_current_modes() if hidden else nullcontext():
+            return F.scaled_dot_product_attention(q, k, v)
 
     trained.register_autograd(lambda context, grad: (grad, grad, grad))
     model = Layer(lambda self, q, k, v: trained(q, k, v)).train()
     calls, skipped = audited(model, torch.enable_grad)
-    assert (calls, skipped) == ([], {("", "semdiag_tests::trained", SAID): 1})
+    assert len(calls) == (not hidden)
+    assert skipped == ({("", "semdiag_tests::trainedTrue", SAID): 1} if hidden else {})
+    with (
+        pytest.raises(InputError, match="Not all of the model's attention can be masked"),
+        sparsify(model, TopK(1)),
+    ):
+        model(torch.randn(2, 5, WIDTH))
+
+
+@pytest.mark.parametrize("number", range(len(PACKED)))
+def test_attention_in_an_operator_whose_kernel_is_python_is_captured(number):
+    """Nothing in its name or its arguments says that it is attention."""
+    key, attend = PACKED[number]
+    library.define(f"stir{number}(Tensor x) -> Tensor")
+    library.impl(f"stir{number}", lambda x: attend(x, x * 1.1, x * 0.9), key)
+    stir = getattr(torch.ops.semdiag_tests, f"stir{number}")
+    model = Layer(lambda self, q, k, v: stir(q))
+    for context in (torch.no_grad, torch.inference_mode, torch.enable_grad):
+        calls, skipped = audited(model, context)
+        assert (len(calls), skipped) == (1, {})
+        (call,) = calls
+        weights = call.scores(torch.float64).softmax(
+            -1
+        )  # of float32: the sums of 5 products round by 1e-6 at most
+        torch.testing.assert_close(weights @ call.v.double(), call.mixed.double(), rtol=1e-5, atol=1e-6)
 
 
 def test_torchs_own_operators_are_none():

@@ -7,12 +7,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import HigherOrderOperator, _higher_order_ops
 from torch.overrides import TorchFunctionMode
 
 from semdiag.capturing.adapters import flex
 from semdiag.capturing.adapters.flex import flex_call
 from semdiag.capturing.attention_call import AttentionCall, four_axes, mask_axes
 from semdiag.capturing.audit import Remark
+from semdiag.capturing.following.bodies import run_as_written
 from semdiag.capturing.following.operations import OperationWatch
 from semdiag.capturing.following.readings import read_leading
 from semdiag.capturing.following.softmax_provenance import FOLLOWED, SoftmaxProvenance
@@ -53,11 +55,17 @@ class FunctionWatch(TorchFunctionMode):
         """Run the function, and record it if it attends."""
         kwargs = kwargs or {}
         name: str = getattr(func, "__name__", "").partition(".")[0]  # operators of exported graphs: name.overload
-        if name not in _WATCHED or self._recorder.in_function or not self._recorder.listening:
+        if name not in _WATCHED and name not in _higher_order_ops:
+            return func(*args, **kwargs)
+        if self._recorder.in_function or not self._recorder.listening:
             return func(*args, **kwargs)
         special = self._special.get(name)
         if special is not None:
             return special(func, types, args, kwargs)
+        if isinstance(func, HigherOrderOperator):
+            return self._higher_order(func, args, kwargs)
+        if name not in _WATCHED:
+            return func(*args, **kwargs)
         if name in _SOFTMAX:
             masked = False
             if self._recorder.masking:
@@ -120,6 +128,13 @@ class FunctionWatch(TorchFunctionMode):
                 return torch.overrides.redispatch_function(func, types, args, kwargs)  # type: ignore[no-untyped-call]
         finally:
             self._recorder.heads = outer
+
+    def _higher_order(self, func: HigherOrderOperator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        run = run_as_written(func, args, kwargs, OperationWatch)
+        if run is None:
+            return func(*args, **kwargs)
+        with self:
+            return run()
 
     def _flex(self, func: Any, types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with self._recorder.covering():

@@ -12,14 +12,16 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._ops import HigherOrderOperator
 from torch.amp import is_autocast_available
 from torch.overrides import enable_reentrant_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from semdiag.capturing.attention_call import AttentionCall
+from semdiag.capturing.following.bodies import MAY_HIDE, knows_bodies, may_hide, under
 from semdiag.capturing.following.carrying import carry
 from semdiag.capturing.following.merged_blocks import SUMS, MergedBlocks
-from semdiag.capturing.following.own_operators import MAY_BE_ATTENTION, is_foreign, may_attend
+from semdiag.capturing.following.own_operators import MAY_BE_ATTENTION, in_python, is_foreign, may_attend
 from semdiag.capturing.following.products import OUTSIDE, PRODUCTS, Products
 from semdiag.capturing.following.softmaxes import EXPONENTIALS, SOFTMAXES, Softmaxes
 from semdiag.capturing.following.tags import History, Scores, Tags, tensors
@@ -89,7 +91,15 @@ class OperationWatch(TorchDispatchMode):
             return func(*args, **kwargs)
         plan = _plan(func)
         if plan.composite and (device := _device(func, args, kwargs)) is not None:
-            return self._in_parts(func, device, args, kwargs)
+            return self._in_parts(func, _COMPOSITE, device, args, kwargs)
+        if plan.kind == "higher order":
+            return self._higher_order(func, plan, args, kwargs)
+        if plan.kind == "foreign" and (place := in_python(func, args, kwargs)) is not None:
+            seen, key, device = self._seen(), *place
+            result = self._in_parts(func, key, device, args, kwargs)
+            if self._seen() == seen:  # it may be in what its Python runs: a kernel of Triton's
+                self._guarded(plan, self._look, plan, args, kwargs, result)
+            return result
         before, recorder.in_function = recorder.in_function, True  # the operator is a Python function, too
         try:
             if plan.writes:
@@ -137,8 +147,26 @@ class OperationWatch(TorchDispatchMode):
         self._softmaxes.settle()
         self._tags.forget()
 
-    def _in_parts(self, func: Any, device: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a composite operation, so that those that it calls are looked at.
+    def _seen(self) -> int:
+        """How much of attention was seen so far."""
+        audit = self._recorder.audit
+        return audit.captured.total() + audit.skipped.total()
+
+    def _higher_order(self, func: Any, plan: _Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a higher-order operator that was not seen in Python; its bodies, if known, under this mode."""
+        if knows_bodies(func):
+            args, kwargs = under((args, kwargs), [self])
+            return func(*args, **kwargs)
+        seen, result = self._seen(), func(*args, **kwargs)
+        recorder = self._recorder
+        if not recorder.listening or recorder.foreign or self._seen() != seen:
+            return result
+        if self._guarded(plan, may_hide, func, (args, kwargs), self._tags.fixed, _is_looked_for):
+            recorder.skip(plan.name, MAY_HIDE)
+        return result
+
+    def _in_parts(self, func: Any, key: Any, device: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the kernel of an operation that calls others, so that those are looked at: a composite, or Python's.
 
         Autograd takes composites apart above this mode; of tensors without it (``inference_mode``) they come here.
         Autocast is above this mode, too, and casts the parts of composites that it does not cast as a whole.
@@ -155,7 +183,7 @@ class OperationWatch(TorchDispatchMode):
                 if cast and not _has_kernel(func, autocast := f"Autocast{_key(device)}"):
                     excluded = excluded.remove(getattr(torch._C.DispatchKey, autocast))
                 with torch._C._ForceDispatchKeyGuard(included, excluded):
-                    return func._op_dk(_COMPOSITE, *args, **kwargs)
+                    return func._op_dk(key, *args, **kwargs)
 
     def _guarded(self, plan: _Plan, look: Callable[..., Any], *args: Any) -> Any:
         """Look; a failure of ours is noted and never the model's."""
@@ -250,10 +278,14 @@ def _plan(func: Any) -> _Plan:
     full = func.__name__.partition(".")[0] if schema is None else schema.name
     namespace, _, name = full.rpartition("::")
     writes = tuple((i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write)
-    kind = _kind(name)
+    kind = "higher order" if isinstance(func, HigherOrderOperator) and not name.startswith(_FUSED) else _kind(name)
     if kind == "other" and schema is not None and is_foreign(namespace):
         kind = "foreign"
     return _Plan(name, kind, writes, schema is not None and _has_kernel(func, _COMPOSITE.name), full)
+
+
+def _is_looked_for(func: Any) -> bool:
+    return _plan(func).kind in ("fused", "softmax", "foreign")
 
 
 def _device(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:

@@ -2,8 +2,11 @@
 
 import re
 from collections.abc import Callable, Iterable
+from typing import Any
 
+import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from semdiag.capturing.recording import is_plain
 
@@ -18,6 +21,33 @@ _ATTENTION = re.compile("attn|attention", re.IGNORECASE)
 def is_foreign(namespace: str) -> bool:
     """Whether operators of a namespace are neither torch's own nor ours."""
     return _KNOWN.fullmatch(namespace) is None
+
+
+def in_python(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, str] | None:
+    """Where the kernel of an operator stands that was written in Python, and the device of its tensors.
+
+    Args:
+        func: the operator.
+        args: its arguments.
+        kwargs: those given by name.
+
+    Returns:
+        The kernel's dispatch key and the device; None if it runs below Python, or its tensors are not plain.
+    """
+    with torch._C.DisableTorchFunction():  # a function mode would see each property that is read
+        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        if not given or not all(is_plain(t) and t.layout == torch.strided for t in given):
+            return None
+        device = given[0].device.type
+    own = str(torch._C._dispatch_key_for_device(device))
+    name = func.name()
+    for key in (own, "CompositeExplicitAutograd"):
+        if not torch._C._dispatch_has_kernel_for_dispatch_key(name, key):
+            continue
+        namespace, _, rest = name.partition("::")
+        known = f"{namespace}/{rest}/{key}" in torch.library._impls
+        return (getattr(torch._C.DispatchKey, key), device) if known else None
+    return None
 
 
 def may_attend(

@@ -15,6 +15,10 @@ NO_VALUES = (
     "it was masked like attention, but its weights were not seen to meet values: what is no attention must not be "
     "masked, and a mask cannot know it beforehand. Run the model without it, or write it as log_softmax(…).exp()"
 )
+IN_THREADS = (
+    "the forward pass runs in several threads, and its weights may meet values in another, where they are not "
+    "followed: it may hide attention"
+)
 SOFTMAXES = ("_softmax", "_safe_softmax", "softmax", "_log_softmax", "log_softmax")
 EXPONENTIALS = ("exp", "exp_", "exp2", "exp2_", "expm1", "expm1_", "pow", "pow_")
 
@@ -133,7 +137,11 @@ class Softmaxes:
                 self._recorder.skip("softmax", softmax.reason, softmax.module)
             elif softmax.masked and not softmax.done:
                 self._recorder.skip("softmax", NO_VALUES, softmax.module)
-            elif not softmax.done and softmax.place is not None and not softmax.outside:
+            elif softmax.done or softmax.place is None or softmax.outside:
+                continue
+            elif self._recorder.shared and not softmax.keys_fixed(softmax.place):
+                self._recorder.skip("softmax", IN_THREADS, softmax.module)
+            else:
                 self._recorder.audit.others[softmax.module] += 1
         self._open.clear()
         self._held.clear()

@@ -1,0 +1,124 @@
+"""Higher-order operators (torch.cond, while_loop, scan, map, …), which run functions below all modes."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import HigherOrderOperator, OpOverload
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+    _pop_mode,
+    _push_mode,
+)
+from torch.utils._pytree import tree_leaves, tree_map
+
+from semdiag.capturing.recording import is_plain
+
+MAY_HIDE = "a higher-order operator, whose body cannot be seen: it may hide attention"
+_EXPLICIT = torch._C.DispatchKey.CompositeExplicitAutograd
+_OPEN = ("map_impl", "scan", "while_loop", "while_loop_stack_output")  # their kernels run under modes
+_CLOSED = ("cond", "invoke_subgraph", "hints_wrapper", "strict_mode")  # theirs do not, and only call a body
+_HARMLESS = ("print", "inline_asm_elementwise", "_export_tracepoint", "flex_attention", "flex_attention_backward")
+
+
+def run_as_written(
+    func: HigherOrderOperator, args: tuple[Any, ...], kwargs: dict[str, Any], ours: type[TorchDispatchMode]
+) -> Callable[[], Any] | None:
+    """How a higher-order operator runs its bodies as if they stood in its place: under all modes, with a gradient.
+
+    With a gradient, torch would trace the bodies instead, and run what it traced once more in the backward pass.
+
+    Args:
+        func: the operator.
+        args: its arguments.
+        kwargs: those given by name.
+        ours: the modes under which nothing is traced.
+
+    Returns:
+        What runs it; None where that is not known.
+    """
+    name, kernel = func.__name__, func.py_kernels.get(_EXPLICIT)
+    stack = _get_current_dispatch_mode_stack()
+    plain = all(is_plain(x) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor))
+    traced = not all(isinstance(mode, ours) for mode in stack) or torch._C._are_functorch_transforms_active()
+    if kernel is None or isinstance(kernel, torch._C.DispatchKey) or traced or not plain:
+        return None
+    if name == "scan":  # its kernel calls this one, and refuses modes
+        from torch._higher_order_ops.scan import generic_scan
+
+        def scan(combine: Any, init: Any, xs: Any, additional_inputs: Any) -> Any:
+            return generic_scan(combine, init, xs, additional_inputs=additional_inputs)  # type: ignore[no-untyped-call]
+
+        kernel = scan
+    if name in _OPEN:
+        return lambda: kernel(*args, **kwargs)
+    if name not in _CLOSED:
+        return None
+
+    def run() -> Any:
+        given, named = under((args, kwargs), stack)
+        with _disable_current_modes():
+            return kernel(*given, **named)
+
+    return run
+
+
+def knows_bodies(func: object) -> bool:
+    """Whether it is a higher-order operator that takes functions in the place of its bodies."""
+    return isinstance(func, HigherOrderOperator) and func.__name__ in (*_OPEN, *_CLOSED)
+
+
+def under(arguments: Any, modes: Sequence[TorchDispatchMode]) -> Any:
+    """Arguments of a higher-order operator whose bodies run under modes, the innermost last.
+
+    Args:
+        arguments: functions among others.
+        modes: that are off while the operator runs.
+    """
+    return tree_map(lambda x: _under(x, modes) if _is_body(x) else x, arguments)
+
+
+def _is_body(x: object) -> bool:
+    return callable(x) and not isinstance(x, Tensor | OpOverload | type)
+
+
+def _under(body: Callable[..., Any], modes: Sequence[TorchDispatchMode]) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        for mode in modes:
+            _push_mode(mode)
+        try:
+            return body(*args, **kwargs)
+        finally:
+            for _ in modes:
+                _pop_mode()
+
+    if getattr(body, "_boxed_call", False):  # takes its operands in a list
+        run._boxed_call = True  # type: ignore[attr-defined]
+    return run
+
+
+def may_hide(
+    func: HigherOrderOperator, arguments: Any, fixed: Callable[[Tensor], bool], looked_for: Callable[[Any], bool]
+) -> bool:
+    """Whether a higher-order operator whose bodies were not seen may be attention.
+
+    Args:
+        func: the operator.
+        arguments: its arguments.
+        fixed: whether a tensor is made of parameters alone.
+        looked_for: whether an ordinary operator may be attention, or a part of it.
+    """
+    if func.__name__ in _HARMLESS:
+        return False
+    leaves = tree_leaves(arguments)
+    operators = [x for x in leaves if isinstance(x, OpOverload)]
+    if operators and not any(map(looked_for, operators)):
+        return False
+    return _moving(leaves, fixed)
+
+
+def _moving(leaves: Iterable[object], fixed: Callable[[Tensor], bool]) -> bool:
+    return any(isinstance(x, Tensor) and is_plain(x) and x.is_floating_point() and not fixed(x) for x in leaves)

@@ -1,0 +1,51 @@
+"""Functions that have a backward pass of their own: which of them runs."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import _SingleLevelFunction
+
+from semdiag.capturing.overlapping import SharedChange
+
+
+class _Running(threading.local):
+    def __init__(self) -> None:  # called again in each thread
+        self.names: list[str] = []
+
+
+_RUNNING = _Running()
+
+
+def own_backward() -> str | None:
+    """Name of the outermost ``autograd.Function`` that runs in this thread and will be asked for gradients."""
+    return _RUNNING.names[0] if _RUNNING.names else None
+
+
+@contextmanager
+def _noted() -> Iterator[None]:
+    """Every ``Function.apply`` notes its function, also one that was taken from its class before."""
+
+    def apply(cls: type[_SingleLevelFunction], *args: Any, **kwargs: Any) -> Any:
+        run = super(_SingleLevelFunction, cls).apply  # type: ignore[misc]
+        with torch._C.DisableTorchFunction():  # a function mode would see each property that is read
+            asked = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in args)
+        if not asked:
+            return run(*args, **kwargs)
+        _RUNNING.names.append(cls.__name__)
+        try:
+            return run(*args, **kwargs)
+        finally:
+            _RUNNING.names.pop()
+
+    setattr(_SingleLevelFunction, "apply", classmethod(apply))  # noqa: B010
+    try:
+        yield
+    finally:
+        delattr(_SingleLevelFunction, "apply")
+
+
+OWN_GRADIENTS = SharedChange(_noted)
