@@ -158,8 +158,8 @@ def sparsify(model: nn.Module, keep: Keep, *, partial: bool = False) -> Iterator
             be masked, or a softmax of products was masked whose weights met no values (a pointer's), and not
             ``partial``; if no attention was found; if it runs in another thread; under activation
             checkpointing, or with a gradient in an ``autograd.Function``, whose backward passes know no mask; if a
-            window or sinks are asked for where positions are not known; or if ``keep`` is no rule or does not fit the
-            model.
+            window or sinks are asked for where positions are not known; or if ``keep`` is no rule or does not fit
+            the model.
 
     Example:
         >>> from semdiag_models import Encoder, ModelConfig
