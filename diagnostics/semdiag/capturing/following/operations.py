@@ -45,6 +45,7 @@ class _Plan(NamedTuple):
         kind: of what is looked for in it.
         writes: position and name of the arguments that it writes to.
         composite: whether it can be nothing but a call of others.
+        runs_others: whether it may call others that can be looked at.
         full: its name with its namespace.
     """
 
@@ -52,6 +53,7 @@ class _Plan(NamedTuple):
     kind: str
     writes: tuple[tuple[int, str], ...]
     composite: bool
+    runs_others: bool
     full: str
 
 
@@ -90,16 +92,8 @@ class OperationWatch(TorchDispatchMode):
         if torch._C._current_graph_task_id() != -1:  # a backward pass
             return func(*args, **kwargs)
         plan = _plan(func)
-        if plan.composite and (device := _device(func, args, kwargs)) is not None:
-            return self._in_parts(func, _COMPOSITE, device, args, kwargs)
-        if plan.kind == "higher order":
-            return self._higher_order(func, plan, args, kwargs)
-        if plan.kind == "foreign" and (place := in_python(func, args, kwargs)) is not None:
-            seen, key, device = self._seen(), *place
-            result = self._in_parts(func, key, device, args, kwargs)
-            if self._seen() == seen:  # it may be in what its Python runs: a kernel of Triton's
-                self._guarded(plan, self._look, plan, args, kwargs, result)
-            return result
+        if plan.runs_others and (run := self._open(func, plan, args, kwargs)) is not None:
+            return run()
         before, recorder.in_function = recorder.in_function, True  # the operator is a Python function, too
         try:
             if plan.writes:
@@ -146,6 +140,27 @@ class OperationWatch(TorchDispatchMode):
         """Say of every softmax what became of it, and forget it."""
         self._softmaxes.settle()
         self._tags.forget()
+
+    def _open(
+        self, func: Any, plan: _Plan, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Callable[[], Any] | None:
+        """How to run an operation so that those that it calls are looked at; None if they cannot be."""
+        if plan.composite and (device := _device(func, args, kwargs)) is not None:
+            return lambda: self._in_parts(func, _COMPOSITE, device, args, kwargs)
+        if plan.kind == "higher order":
+            return lambda: self._higher_order(func, plan, args, kwargs)
+        if plan.kind == "foreign" and (place := in_python(func, args, kwargs)) is not None:
+            return lambda: self._python(func, plan, place, args, kwargs)
+        return None
+
+    def _python(
+        self, func: Any, plan: _Plan, place: tuple[Any, str], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run an operator whose kernel is Python's; what that calls past the dispatcher may be attention still."""
+        seen, result = self._seen(), self._in_parts(func, *place, args, kwargs)
+        if self._seen() == seen:
+            self._guarded(plan, self._look, plan, args, kwargs, result)
+        return result
 
     def _seen(self) -> int:
         """How much of attention was seen so far."""
@@ -281,7 +296,8 @@ def _plan(func: Any) -> _Plan:
     kind = "higher order" if isinstance(func, HigherOrderOperator) and not name.startswith(_FUSED) else _kind(name)
     if kind == "other" and schema is not None and is_foreign(namespace):
         kind = "foreign"
-    return _Plan(name, kind, writes, schema is not None and _has_kernel(func, _COMPOSITE.name), full)
+    composite = schema is not None and _has_kernel(func, _COMPOSITE.name)
+    return _Plan(name, kind, writes, composite, composite or kind in ("higher order", "foreign"), full)
 
 
 def _is_looked_for(func: Any) -> bool:
