@@ -195,7 +195,7 @@ def _class_of(transformers: Any, folder: Path, head: str) -> Any:
     name = listed[0] if isinstance(listed, list) and listed and isinstance(listed[0], str) else ""
     kind: Any = getattr(transformers, name, None) if head == "auto" and name.isidentifier() else None
     known = isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)
-    own = known and getattr(kind.config_class, "model_type", None) == named.get("model_type")  # type: ignore[attr-defined]
+    own = known and getattr(kind.config_class, "model_type", None) == named.get("model_type")
     return kind if own else transformers.AutoModel
 
 
