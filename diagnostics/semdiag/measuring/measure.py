@@ -207,10 +207,10 @@ def _noted(loaded: LoadedModel, audit: Audit) -> Audit:
 
 
 def _check_samples(samples: int, labels: Tensor | None) -> None:
-    if labels is not None and labels.shape != (samples,):
-        raise InputError(
-            f"There must be a label for every sample, of shape ({samples},). Got {tuple(labels.shape)}."
-        )
+    if labels is not None and len(labels) != samples:
+        raise InputError(f"There must be a label for every sample. Got {len(labels)} labels of {samples} samples.")
+    if labels is not None and labels.ndim != 1:
+        raise InputError(f"labels must be one class a sample, of shape ({samples},). Got {tuple(labels.shape)}.")
     if not samples:
         raise InputError("There are no inputs to measure on: the number of samples is 0.")
 

@@ -118,8 +118,6 @@ class _Reader:
         for key, value in table.items():
             place = self._place(key, "", key)
             if isinstance(value, list) and key not in _LISTS:
-                self.problems.append(f"{place}: a list multiplies the runs, and stands in [grid].")
-            if isinstance(value, list) and key != "snapshots":
                 self.note(f"{place}: a list multiplies the runs, and stands in [grid].")
             elif self._legal(key, value, place):
                 settings[key] = Setting(value, place)

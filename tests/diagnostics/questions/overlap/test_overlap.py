@@ -175,7 +175,7 @@ def test_the_section_draws_says_and_tabulates(tiny_runs):
     assert panels[0].images[0].get_array().shape == (2, 4)
     unknown = found.measurements.overlap.assign(chance=np.nan, jaccard=np.nan)
     (blank,) = [
-        shown.draw(Findings(found.measurements.replace(overlap=unknown))) for shown in SECTION.questions[0].figures
+        shown.draw(Findings(found.measurements.replace(overlap=unknown))) for shown in SECTION.headings[0].figures
     ]
     blank.draw_without_rendering()
     sentences = SECTION.details(found)
