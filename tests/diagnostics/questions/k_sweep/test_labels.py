@@ -264,6 +264,6 @@ def test_labels_of_questions_are_named():
 
 
 def test_labels_of_an_encoder_have_the_shape_of_samples(wild_encoder, padded_tokens):
-    encoder = wild_encoder("full")
+    encoder, tokens = wild_encoder("full"), padded_tokens[0]
     with pytest.raises(InputError, match="labels must be one class a sample, of shape"):
-        semdiag.measure(encoder, padded_tokens, labels=torch.zeros(len(padded_tokens), 1, dtype=torch.int64))
+        semdiag.measure(encoder, tokens, labels=torch.zeros(len(tokens), 1, dtype=torch.int64))
