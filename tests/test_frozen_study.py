@@ -15,6 +15,7 @@ from semdiag_models.sweeps.records import SCHEMA
 from semdiag_models.training import HISTORY_COLUMNS
 
 EXPERIMENTS = Path(__file__).parents[1] / "experiments"
+TABLES = ("advantages", "freezing", "straight_through", "expectations")
 SHARES = {
     "topk-5": 0.8,
     "full-times-4": 0.3,
@@ -187,3 +188,42 @@ def test_families_in_opposite_orders_are_told():
     spread = rows.drop(columns="loss_area").assign(ln_spread=ranks)
     assert frozen_spread.by_family(rows.assign(loss_area=-ranks), spread)["opposite"].all()
     assert not frozen_spread.by_family(rows.assign(loss_area=ranks), spread)["opposite"].any()
+
+
+def test_the_committed_tables_are_those_of_the_records():
+    outcomes = study.read_outcomes(EXPERIMENTS / "frozen")
+    assert not any(study.missing_runs(outcomes).values())
+    folder = EXPERIMENTS.parent / "reports" / "frozen"
+    for name, table in study.analyse(outcomes)[1].items():
+        kept = pd.read_csv(folder / f"{name}.csv")
+        pd.testing.assert_frame_equal(kept, table.reset_index(drop=True), check_dtype=False, rtol=1e-9)
+
+
+def test_the_page_says_what_the_tables_say():
+    page = (EXPERIMENTS.parent / "docs" / "must-attention-learn.md").read_text(encoding="utf-8")
+    tables = {name: pd.read_csv(EXPERIMENTS.parent / "reports" / "frozen" / f"{name}.csv") for name in TABLES}
+
+    def said(row, name):
+        if math.isnan(row[name]):
+            return "–"
+        return f"{row[name]:.2f} ({row[f'{name}_low']:.2f} to {row[f'{name}_high']:.2f})"
+
+    own = tables["advantages"][tables["advantages"]["attention"] == "topk-5"].to_dict("records")
+    for row in own:
+        cells = (row["task"], said(row, "trained"), said(row, "frozen"), said(row, "share"), row["reading"])
+        assert f"| {' | '.join(cells)} |\n" in page
+    text = " ".join(page.split())
+    for name, key, column, places in (
+        ("advantages", "full-times-4", "share", ["even-pairs"]),
+        ("freezing", "full", "cost", ["even-pairs", "stack-manipulation", "missing-duplicate"]),
+    ):
+        table = tables[name]
+        for task in places:
+            (row,) = table[(table["task"] == task) & (table["attention"] == key)].to_dict("records")
+            assert said(row, column) in text
+    changes = tables["straight_through"]
+    for task in ("even-pairs", "missing-duplicate"):
+        (row,) = changes[(changes["task"] == task) & (changes["arm"] == "trained")].to_dict("records")
+        assert said(row, "change") in text
+    counts = tables["expectations"]["verdict"].value_counts()
+    assert (counts["as expected"], counts["these runs cannot tell"], len(counts)) == (3, 7, 2)
