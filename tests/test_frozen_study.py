@@ -44,9 +44,9 @@ def test_the_grid_is_the_registered_one():
     seeds = {names[3] for names in runs.values()}
     assert len(seeds) == 5
     seen = {
-        json.loads(file.read_text(encoding="utf-8"))["training"]["seed"]
+        json.loads(record)["training"]["seed"]
         for folder in ("pilot", "speed", "dose", "length-40")
-        for file in (EXPERIMENTS / folder).glob("*.json")
+        for record in pd.read_parquet(EXPERIMENTS / folder / "runs.parquet")["record"]
     }
     assert seen
     assert not seeds & seen

@@ -10,6 +10,7 @@ from semdiag_models.errors import InputError
 from semdiag_models.model_config import ModelConfig
 from semdiag_models.reading import read_json
 from semdiag_models.sweeps.grid import SweepRun, identity
+from semdiag_models.sweeps.packed_records import read_packed
 from semdiag_models.training import HISTORY_COLUMNS
 from semdiag_models.training_config import TrainingConfig
 from semdiag_models.writing import write_text
@@ -59,7 +60,7 @@ def _short(value: float) -> float:
 
 
 def read_history(folder: Path, run: SweepRun) -> dict[str, list[float]] | None:
-    """Read the history from a run's record.
+    """Read the history from a run's record: its file, or the tables of a finished study.
 
     Args:
         folder: of the records; it need not exist.
@@ -72,9 +73,9 @@ def read_history(folder: Path, run: SweepRun) -> dict[str, list[float]] | None:
         InputError: if the record is damaged, or one of another configuration.
     """
     path = folder / f"{run.name}.json"
-    if not path.exists():
+    content = read_json(path) if path.exists() else read_packed(folder, run.name)
+    if content is None:
         return None
-    content = read_json(path)
     try:
         if content["schema"] != SCHEMA:
             raise ValueError(f"its schema is {content['schema']!r}")
