@@ -31,16 +31,38 @@ class Skipped(NamedTuple):
     reason: str
 
 
+NOTE, WARNING = "note", "warning"  # severities of remarks
+# Codes of remarks about what the user asked for, or that spoil an answer: not in the report alone.
+WARNINGS = frozenset(
+    (
+        "input-length", "k-left-out", "labels-unread", "logits-as-outputs", "nan-logits", "no-overlap",
+        "no-secants", "no-secants-there", "no-mask-stability-there", "outputs-compared", "padding-compared",
+        "queries-drawn", "random-forward", "texts-cut", "weights-differ",
+    )
+)  # fmt: skip
+
+
 class Remark(NamedTuple):
     """Something about a captured attention that the reader of its statistics should know.
 
     Attributes:
         module: dotted name in the model.
         text: what it is.
+        code: what kind of remark it is; programs go by it, never by the text.
     """
 
     module: str
     text: str
+    code: str = "attention"
+
+    @property
+    def severity(self) -> str:
+        """Return ``warning`` if it spoils an answer, or is about what the user asked for; else ``note``."""
+        return WARNING if self.code in WARNINGS else NOTE
+
+    def to_dict(self) -> dict[str, str]:
+        """Return the remark as plain values."""
+        return {**self._asdict(), "severity": self.severity}
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from semdiag.capturing.padded_queries import (
 )
 from semdiag.capturing.token_masks import TokenMasks, readings, takes_masks, token_masks
 
-NOT_APPLIED = "real is not applied here"  # beginning of a remark
+NOT_APPLIED, NOT_APPLIED_CODE = "real is not applied here", "real-not-applied"  # a remark's beginning, and code
 
 
 class Padding:
@@ -124,14 +124,16 @@ class Padding:
         """
         if self._failed is not None:
             audit.remarks[Remark(call.module, self._failed)] += 1
+        code = "padding"
         if self.given is not None:
             queries, remark = self._of_the_user(self.given.to(call.q.device), call)
+            code = NOT_APPLIED_CODE
         elif call.queries is not None:
             return call
         else:
             queries, remark = self.queries(call)
         if remark is not None:
-            audit.remarks[Remark(call.module, remark)] += 1
+            audit.remarks[Remark(call.module, remark, code)] += 1
         return replace(call, queries=queries)
 
     def _of_the_user(self, given: Tensor, call: AttentionCall) -> tuple[Tensor | None, str | None]:

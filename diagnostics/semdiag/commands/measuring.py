@@ -89,10 +89,11 @@ def measured(
             do anything with ``k``.
     """
     from semdiag.capturing.attention_kinds import DENSE, external
+    from semdiag.capturing.audit import WARNING
     from semdiag.capturing.discovery import find_checkpoints
     from semdiag.capturing.loading import load_all
     from semdiag.measuring.findings.findings import Findings
-    from semdiag.measuring.survey import SAID_AT_ONCE, survey
+    from semdiag.measuring.survey import survey
     from semdiag.presenting.terminal.progress import Stages
     from semdiag.presenting.terminal.terminal import counted, tell
     from semdiag.reporting.capture_words import diverged_sentences
@@ -118,7 +119,7 @@ def measured(
             conditions = replace(conditions, first=conditions.samples)
         found = (run or partial(survey, own=True))(loaded, conditions, bar.announce, bar.advance)
     for remark in () if quiet else found.remarks.to_dict("records"):
-        if remark["text"].startswith(SAID_AT_ONCE):
+        if remark["severity"] == WARNING:
             tell(f"semdiag: {remark['model']}: {remark['text']}.")
     if fewer and not quiet:
         tell(f"semdiag: measured on {counted(held_out, 'sample')}: one of the runs held out no more.")

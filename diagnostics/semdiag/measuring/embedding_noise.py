@@ -94,12 +94,12 @@ class Reach:
         if call.layer not in self.reached and any(_moved(values, samples) for values in (call.q, call.k)):
             self.reached.add(call.layer)
 
-    def left_out(self, name: str, note: Callable[[str, str], None]) -> set[int]:
+    def left_out(self, name: str, note: Callable[[str, str, str], None]) -> set[int]:
         """The layers that the noise does not reach: what does not move says nothing about stability.
 
         Args:
             name: of what is measured.
-            note: called with what is not available and why, if some are.
+            note: called with what is not available, why, and where, if it reaches some alone.
 
         Returns:
             The layers.
@@ -114,7 +114,7 @@ class Reach:
             )
         if out:
             listed = ", ".join(dict.fromkeys(self.modules[layer] or "the model" for layer in sorted(out)))
-            note(f"{name} of {listed}", "noise behind the embedding moves no query or key there beyond rounding")
+            note(name, "noise behind the embedding moves no query or key there beyond rounding", listed)
         return out
 
 

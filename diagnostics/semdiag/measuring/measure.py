@@ -16,7 +16,7 @@ from semdiag.capturing.attention_kinds import APPROXIMATE
 from semdiag.capturing.audit import Audit, Remark
 from semdiag.capturing.batches import Batch
 from semdiag.capturing.loading import LoadedModel
-from semdiag.capturing.padding import NOT_APPLIED
+from semdiag.capturing.padding import NOT_APPLIED, NOT_APPLIED_CODE
 from semdiag.capturing.token_masks import checked_real
 from semdiag.mathematics.predicted_classes import NO_CLASS, predicted_classes
 from semdiag.measuring.calls.call_lengths import longest_call
@@ -27,7 +27,7 @@ from semdiag.measuring.calls.running import running, unnamed
 from semdiag.measuring.encoders.inputs import checked_batch, checked_tokens, fitting
 from semdiag.measuring.measurements import Measurements
 from semdiag.measuring.runs.training_runs import setting_in_words
-from semdiag.measuring.tables import OUT_OF_REACH
+from semdiag.measuring.tables import OUT_OF_REACH, OUT_OF_REACH_CODE
 from semdiag_models import TASKS, Encoder, InputError
 from semdiag_models.attention.reach import cannot_represent
 from semdiag_models.device import find_device
@@ -140,21 +140,22 @@ def measure(
     _check_real(real, collected.samples, samples)
     _check_found(loaded, collected, run.audit)
     if real is not None and not run.padding.fitted:
-        noted = {seen.text for seen in run.audit.remarks if seen.text.startswith(NOT_APPLIED)}
+        noted = {seen.text for seen in run.audit.remarks if seen.code == NOT_APPLIED_CODE}
         raise InputError(
             f"real fits no attention of {loaded.path}: {min(noted).removeprefix(NOT_APPLIED + ': ')}."
         )
     fits = fitting(k, int(collected.layers.largest("longest")), "the largest number of keys") if k else []
     for said in draws.said:
-        run.audit.remarks[Remark("", said)] += 1
+        run.audit.remarks[Remark("", said, "queries-drawn")] += 1
     for left in sorted(set(k) - set(fits)):
-        run.audit.remarks[Remark("", f"k = {left} is left out: no query has that many keys")] += 1
+        said = f"k = {left} is left out: no query has that many keys"
+        run.audit.remarks[Remark("", said, "k-left-out")] += 1
     rows = collected.queries()
     _check_keys(loaded.path, rows, min_keys, draws)
     found = torch.cat(answers) if answers else None
     if found is not None and (lost := int((found == NO_CLASS).sum())):
         said = f"logits are NaN for {lost} of {len(found)} samples: they count as wrong"
-        run.audit.remarks[Remark("", said)] += 1
+        run.audit.remarks[Remark("", said, "nan-logits")] += 1
     accuracy = None if labels is None or found is None else float((found == labels.cpu()).double().mean())
     return Measurements(
         models=_model_row(loaded, collected, draws, run.audit, {"inputs": inputs, "accuracy": accuracy}),
@@ -202,7 +203,7 @@ def _noted(loaded: LoadedModel, audit: Audit) -> Audit:
     if isinstance(loaded.module, Encoder) and loaded.task in TASKS:
         length = loaded.training.length if loaded.training is not None else None
         if cannot_represent(TASKS[loaded.task], loaded.module.config, length):
-            audit.remarks[Remark("", OUT_OF_REACH)] += 1
+            audit.remarks[Remark("", OUT_OF_REACH, OUT_OF_REACH_CODE)] += 1
     return audit
 
 

@@ -13,7 +13,7 @@ from semdiag.measuring.checksums import SUMS, check_sums, write_sums
 from semdiag.measuring.percentiles import layer_table
 from semdiag.measuring.schema import optional_tables
 from semdiag.measuring.table import read_parquet, rows_of
-from semdiag.measuring.tables import CORE, SHARES, TABLES, UNLESS_SAID
+from semdiag.measuring.tables import CORE, LATER, SHARES, TABLES, UNLESS_SAID
 from semdiag_models import InputError
 from semdiag_models.reading import read_json
 
@@ -180,6 +180,9 @@ class Measurements:
                 f"{folder} does not hold saved measurements ({str(error).splitlines()[0]}). "
                 "Make them with: semdiag report --keep-queries."
             ) from None
+        for name, columns in LATER.items():
+            absent = {column: value for column, value in columns.items() if column not in tables[name]}
+            tables[name] = tables[name].assign(**absent)
         for table in (*CORE, *optional_tables().values()):
             table.check(tables[table.name], str(folder / f"{table.name}.parquet"))
         _check_together(folder, tables, provenance)

@@ -8,6 +8,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
+from semdiag.capturing.audit import Remark
 from semdiag.capturing.batches import Batch, first_samples
 from semdiag.capturing.loading import LoadedModel
 from semdiag.measuring.table import Table
@@ -46,33 +47,35 @@ class Subject:
     queries: int | None = None
     few: int | None = None
     after_point: Callable[[int], None] = lambda points: None
-    missing: dict[str, str] = field(default_factory=dict)
-    said: list[str] = field(default_factory=list)
+    missing: dict[str, Remark] = field(default_factory=dict)
+    said: list[Remark] = field(default_factory=list)
 
-    def note(self, name: str, why: str) -> None:
+    def note(self, name: str, why: str, where: str = "") -> None:
         """Say what is not available of this model.
 
         Args:
-            name: of what is not.
+            name: of what is not; the remark's code is ``no-NAME``.
             why: ends a sentence: "not available, because …".
+            where: it is not; the code is then ``no-NAME-there``. Empty: nowhere.
         """
-        self.missing[name] = why
+        what = f"{name} of {where}" if where else name
+        code = f"no-{name.lower().replace(' ', '-')}{'-there' * bool(where)}"
+        self.missing[what] = Remark("", f"{what} not available, because {why}", code)
 
-    def remark(self, text: str) -> None:
+    def remark(self, text: str, code: str) -> None:
         """Say what is to be known of how this model was measured.
 
         Args:
             text: a sentence without its end.
+            code: of the remark.
         """
-        self.said.append(text)
+        self.said.append(Remark("", text, code))
 
     @property
     def remarks(self) -> pd.DataFrame:
         """The table ``remarks`` of what is not available of this model, and what else is to be known."""
-        texts = [f"{name} not available, because {why}" for name, why in self.missing.items()] + self.said
-        return REMARKS.of_rows(
-            {"model": self.model.path, "module": "", "text": text, "times": 1} for text in texts
-        )
+        every = [*self.missing.values(), *self.said]
+        return REMARKS.of_rows({"model": self.model.path, **each.to_dict(), "times": 1} for each in every)
 
     @property
     def tokens(self) -> Tensor:

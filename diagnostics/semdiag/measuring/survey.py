@@ -9,11 +9,10 @@ import pandas as pd
 import torch
 from torch import Tensor
 
+from semdiag.capturing.audit import Remark
 from semdiag.capturing.batches import Batch, each, first_samples, longest, samples_of, split
 from semdiag.capturing.inputs import cut_texts, read_batches, read_inputs
 from semdiag.capturing.loading import LoadedModel, load_all
-from semdiag.measuring.calls.query_draws import DRAWN
-from semdiag.measuring.calls.random_numbers import DRAWS
 from semdiag.measuring.calls.scored_rows import NotAvailableError
 from semdiag.measuring.conditions import DTYPES, Conditions
 from semdiag.measuring.measure import measure
@@ -181,15 +180,7 @@ def _counted(batches: Any) -> bool:
 _TEXTS = "texts, one a line (.txt), "
 
 
-# Beginnings of remarks about what the user asked for, or that spoil an answer: not in the report alone.
-SAID_AT_ONCE = (
-    "k = ", "the inputs are ", "the weights are not ", "texts were cut ", "logits are ", "secants not available",
-    "secants of ", DRAWN, DRAWS, "of its outputs ", "outputs at padding ", "mask stability of ",
-    "overlap not available",
-)  # fmt: skip
-
-
-def _other_length(model: LoadedModel, batches: Sequence[Batch]) -> list[str]:
+def _other_length(model: LoadedModel, batches: Sequence[Batch]) -> list[Remark]:
     """Say that an encoder sees inputs of another length than it was trained on, if so."""
     if not isinstance(model.module, Encoder):
         return []
@@ -197,25 +188,27 @@ def _other_length(model: LoadedModel, batches: Sequence[Batch]) -> list[str]:
     own = config.length if model.training is None or config.pad_as_token else model.training.length
     given = sorted({longest(batch) for batch in batches})
     said = ", ".join(map(str, given))
-    return [] if given == [own] else [f"the inputs are {said} tokens long, and the model was trained on {own}"]
+    text = f"the inputs are {said} tokens long, and the model was trained on {own}"
+    return [] if given == [own] else [Remark("", text, "input-length")]
 
 
-def _cut_texts(model: LoadedModel, batches: Sequence[Batch], given: Path | None) -> list[str]:
+def _cut_texts(model: LoadedModel, batches: Sequence[Batch], given: Path | None) -> list[Remark]:
     """Say how many texts are longer than the model takes, if any is."""
     if given is None or given.suffix != ".txt" or not model.external:
         return []
     samples = sum(map(samples_of, batches))
     cut, most = cut_texts(given, model, samples)
-    return [f"texts were cut to {most} tokens, the most that the model takes: {cut} of {samples}"] if cut else []
+    text = f"texts were cut to {most} tokens, the most that the model takes: {cut} of {samples}"
+    return [Remark("", text, "texts-cut")] if cut else []
 
 
 def _with_remarks(remarks: pd.DataFrame, subject: Subject, given: Path | None) -> pd.DataFrame:
     """The remarks, what no probe could measure, and which of all random keys were looked at."""
-    texts = _other_length(subject.model, subject.batches)
-    texts += _cut_texts(subject.model, subject.batches, given)
+    more = _other_length(subject.model, subject.batches) + _cut_texts(subject.model, subject.batches, given)
     if places := subject.model.contradicted_by:
-        texts.append(f"the weights are not those recorded in {' and '.join(places)}")
+        more.append(Remark("", f"the weights are not those recorded in {' and '.join(places)}", "weights-differ"))
     if not subject.model.external and subject.model.encoder.config.attention == "redrawn":
-        texts.append(f"keeps other random keys in every forward pass; measured with those of seed {subject.seed}")
-    rows = [{"model": subject.model.path, "module": "", "text": text, "times": 1} for text in texts]
+        text = f"keeps other random keys in every forward pass; measured with those of seed {subject.seed}"
+        more.append(Remark("", text, "redrawn-keys"))
+    rows = [{"model": subject.model.path, **remark.to_dict(), "times": 1} for remark in more]
     return pd.concat([remarks, subject.remarks, REMARKS.of_rows(rows)], ignore_index=True)

@@ -41,6 +41,8 @@ UNLESS_SAID: dict[str, Any] = {
     "global_tokens": 0, "weights_sha256": "", "norm": "pre", "pooling": "mean", "setting": "usual",
     "drawn": 0, "share": 1.0, "share_kept": 1.0,
 }  # fmt: skip
+# Columns of other tables that older folders lack.
+LATER: dict[str, dict[str, Any]] = {"remarks": {"code": "", "severity": "note"}}
 # Of these, what numbers are worked out from.
 SHARES = Table("models", "One row per model.", {"drawn": "int64", "share": "float64", "share_kept": "float64"})
 CALLS = Table(
@@ -74,10 +76,14 @@ HEADS = Table(
 )
 REMARKS = Table(
     "remarks",
-    "One row per thing to know about a captured attention, as a mask that adds -10,000.",
-    {**dict.fromkeys(("model", "module", "text"), "str"), "times": "int64"},
+    (
+        "One row per thing to know about a captured attention, as a mask that adds -10,000. code: its kind; "
+        "severity: warning if it spoils an answer or is about what was asked for, else note."
+    ),
+    {**dict.fromkeys(("model", "module", "text", "code", "severity"), "str"), "times": "int64"},
 )
 # Of a model that no weights make right on every input of its task: the mask keeps apart what decides the label.
+OUT_OF_REACH_CODE = "out-of-reach"
 OUT_OF_REACH = (
     "no weights make a model with this mask right on every input of its task: pooling and head are additive, and "
     "no output sees all the tokens that decide the label together"

@@ -37,9 +37,11 @@ def test_a_report_judges_no_bound_no_certificate_and_no_pair(run_semdiag, here, 
     assert not found["pairs"]
     assert found["verdict"][0].startswith("Pairs of models are not judged: a verdict needs every query")
     assert any(words.startswith("Estimated: ") for words in found["verdict"])
-    said = {remark["text"] for row in found["results"] for remark in row["capture"]["remarks"]}
-    for name in ("bounds", "secants", "mask stability"):
-        assert f"{name} not available, because it needs every query, but --queries drew only some" in said
+    remarks = [remark for row in found["results"] for remark in row["capture"]["remarks"]]
+    said = {(remark["code"], remark["severity"]): remark["text"] for remark in remarks}
+    for name, severity in (("bounds", "note"), ("secants", "warning"), ("mask stability", "note")):
+        expected = f"{name} not available, because it needs every query, but --queries drew only some"
+        assert said[f"no-{name.replace(' ', '-')}", severity] == expected
     assert "the paper's conditions, which need extremes" in found["details"]["k-sweep"][0]
     assert not (here / "out" / "data" / "corollary.csv").exists()
 

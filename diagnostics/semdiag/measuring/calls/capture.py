@@ -124,7 +124,8 @@ class Calls:
         The column ``what`` is ``not captured`` for an operation that looks like attention, else ``remark``.
         """
         skipped = skipped_table("", self._audit, self._layers.modules).drop(columns="model")
-        remarks = remarks_table("", self._audit).drop(columns="model").rename(columns={"text": "reason"})
+        remarks = remarks_table("", self._audit).drop(columns=["model", "code", "severity"])
+        remarks = remarks.rename(columns={"text": "reason"})
         skipped.insert(0, "what", "not captured")
         remarks.insert(0, "what", "remark")
         remarks.insert(2, "operation", "")

@@ -133,5 +133,5 @@ def remarks_table(model: str, audit: Audit) -> pd.DataFrame:
         model: written into the column ``model``.
         audit: of the capture.
     """
-    rows = [{"model": model, **remark._asdict(), "times": times} for remark, times in audit.remarks.items()]
+    rows = [{"model": model, **remark.to_dict(), "times": times} for remark, times in audit.remarks.items()]
     return REMARKS.of_rows(rows)

@@ -98,7 +98,8 @@ class Run:
             ) from error
         if not self.drew and numbers.drawn:
             self.drew = True
-            self.audit.remarks[Remark("", f"{DRAWS}: another run on the same inputs has other scores")] += 1
+            said = f"{DRAWS}: another run on the same inputs has other scores"
+            self.audit.remarks[Remark("", said, "random-forward")] += 1
         return None
 
     def alike(self) -> None:

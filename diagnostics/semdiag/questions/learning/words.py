@@ -1,7 +1,7 @@
 """How fast the models learned, in sentences."""
 
 from semdiag.measuring.findings.findings import Findings
-from semdiag.measuring.tables import OUT_OF_REACH
+from semdiag.measuring.tables import OUT_OF_REACH, OUT_OF_REACH_CODE
 from semdiag.presenting.drawing.panels import model_labels
 from semdiag.questions.learning.figures.learning_speed import training_runs
 
@@ -28,7 +28,7 @@ def reach_sentences(findings: Findings) -> list[str]:
         findings: of any number of models.
     """
     remarks = findings.measurements.remarks
-    models = [*dict.fromkeys(remarks.loc[remarks["text"] == OUT_OF_REACH, "model"])]
+    models = [*dict.fromkeys(remarks.loc[remarks["code"] == OUT_OF_REACH_CODE, "model"])]
     if not models:
         return []
     labels = model_labels(findings.measurements.models)

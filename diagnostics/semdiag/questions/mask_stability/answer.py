@@ -64,8 +64,9 @@ def mask_words(findings: Findings, model: str) -> str:
         return NOT_APPLICABLE.format(attention=kind)
     own = measurements.masks.loc[measurements.masks["model"] == model, "kept"]
     if own.empty:
-        said = measurements.remarks.loc[measurements.remarks["model"] == model, "text"]
-        refused = [text for text in said if text.startswith("mask stability not available")]
+        remarks = measurements.remarks
+        said = remarks["text"][(remarks["model"] == model) & (remarks["code"] == "no-mask-stability")]
+        refused = said.tolist()
         return refused[0] if refused else "no query drops a key: no mask can change"
     if not SELECTIONS[kind].ranked:  # type: ignore[union-attr]  # of a fixed mask it was None
         kept = f"{own.min()} to {own.max()} keys" if own.min() < own.max() else f"k = {own.iloc[0]}"

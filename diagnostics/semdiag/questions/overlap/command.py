@@ -52,8 +52,8 @@ def _print(findings: "Findings") -> None:
     for result in findings(overlap_summary)["results"]:
         if not result["overlap"]:
             remarks = findings.measurements.remarks
-            said = remarks.loc[remarks["model"] == result["model"], "text"]
-            refused = [text for text in said if text.startswith("overlap not available")]
+            own = remarks[(remarks["model"] == result["model"]) & (remarks["code"] == "no-overlap")]
+            refused = own["text"].tolist()
             why = refused[0] if refused else "no two masks to compare (a query that drops no key has none)"
             console.print(f"\n{title(result)}: {why}")
             continue

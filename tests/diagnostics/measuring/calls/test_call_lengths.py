@@ -132,7 +132,7 @@ def test_of_longer_batches_of_an_iterator_the_share_stays_and_the_number_is_told
         "set before that was seen"
     )
     said = []
-    swept = {"queries": 5, "seed": 0, "remark": said.append}
+    swept = {"queries": 5, "seed": 0, "remark": lambda text, code: said.append(code)}
     k_sweep_tables(
         Patches(), iter(batches), None, KSweepPlan(3), **swept
     )  # which holds them all, and sees the last

@@ -6,11 +6,12 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from semdiag.capturing.audit import Remark
 from semdiag.mathematics.bounds.corollary import paper_input_condition, paper_weight_condition
 from semdiag.measuring.findings.finding import Finding, Verdict, agreed, of_rows
 from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.findings.pairing import compared_pairs, differences, find_pairs, pairs_against
-from semdiag.measuring.tables import OUT_OF_REACH, REMARKS
+from semdiag.measuring.tables import OUT_OF_REACH, OUT_OF_REACH_CODE, REMARKS
 from semdiag.questions.bounds.answer.consequences import consequence_findings
 from semdiag.questions.bounds.answer.corollary import corollary_findings, pair_percentiles
 from semdiag.questions.bounds.answer.summary import bounds_summary, parameter_findings
@@ -332,7 +333,8 @@ def test_consequences(pair):
 def test_a_mask_that_cannot_represent_the_task_says_nothing_about_speed(pair):
     runs = pd.concat([history("full", [0.5, 1.0]), history("mask", [0.5, 0.6])])
     both = pd.concat([constants("full", sound=3.0), constants("mask", sound=2.0)])
-    remarks = REMARKS.of_rows([{"model": "mask", "module": "", "text": OUT_OF_REACH, "times": 1}])
+    remark = Remark("", OUT_OF_REACH, OUT_OF_REACH_CODE)
+    remarks = REMARKS.of_rows([{"model": "mask", **remark.to_dict(), "times": 1}])
     measured = pair([4.0] * 4, [1.0] * 4, constants=both, history=runs).replace(remarks=remarks)
     note = one(on_pairs(consequence_findings, measured)).note
     assert "learned sooner: neither (a mask that cannot represent the task says nothing about speed)" in note

@@ -58,7 +58,9 @@ def test_logits_whose_softmax_says_nothing_are_compared_as_outputs(options, labe
     """Over one logit the softmax is always 1: whatever was masked, nothing changed."""
     model, ids, said = classifier(**options), tokens(), []
     batch = {"input_ids": ids} if labels is None else {"input_ids": ids, "labels": labels.double()}
-    again = rerun(loaded(model), [batch], None, [("topk", 1, TopK(1))], remark=said.append)
+    again = rerun(
+        loaded(model), [batch], None, [("topk", 1, TopK(1))], remark=lambda text, code: said.append(text)
+    )
     assert measure_of(again) == "output_change"
     assert again[["targets", "predictions", "classes"]].sum().sum() == 0
     with torch.no_grad():
@@ -84,11 +86,17 @@ def test_labels_that_are_no_classes_are_no_targets():
 
     ids, model, said = tokens(), Silent(), []
     for batch, labels in (({"input_ids": ids, "labels": FLOATS}, None), ({"input_ids": ids}, FLOATS)):
-        again = rerun(loaded(model), [batch], labels, [], remark=said.append)
+        again = rerun(loaded(model), [batch], labels, [], remark=lambda text, code: said.append(text))
         assert measure_of(again) == "output_change"
     assert len(said) == 2
     assert all(text.endswith("the labels are floating-point numbers, no classes") for text in said)
-    classes = rerun(loaded(model), [{"input_ids": ids, "labels": ids[:, 0] % 4}], None, [], remark=said.append)
+    classes = rerun(
+        loaded(model),
+        [{"input_ids": ids, "labels": ids[:, 0] % 4}],
+        None,
+        [],
+        remark=lambda text, code: said.append(text),
+    )
     assert (measure_of(classes), len(said)) == ("loss", 2)
 
 
@@ -104,7 +112,9 @@ def test_maps_of_logits_are_compared_as_outputs():
             return {"logits": self.model(input_ids).logits.reshape(-1, 2, 2, 2)}
 
     ids, model, said = tokens(), Map(), []
-    again = rerun(loaded(model), [ids], ids[:, 0] % 2, [("topk", 1, TopK(1))], remark=said.append)
+    again = rerun(
+        loaded(model), [ids], ids[:, 0] % 2, [("topk", 1, TopK(1))], remark=lambda text, code: said.append(text)
+    )
     assert measure_of(again) == "output_change"
     with torch.no_grad():
         before = model(ids)["logits"].flatten(1)

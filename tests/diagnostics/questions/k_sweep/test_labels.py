@@ -256,7 +256,7 @@ def test_labels_of_questions_are_named():
     loaded = LoadedModel("own:model", "", model, "factory", "unknown")
     places = drawn(SAMPLES, most=LENGTH)
     batch = {"input_ids": drawn(SAMPLES, LENGTH), "start_positions": places, "end_positions": places}
-    rerun(loaded, [batch], None, [], remark=said.append)
+    rerun(loaded, [batch], None, [], remark=lambda text, code: said.append(text))
     assert (
         "of its inputs start_positions, end_positions are read by the model alone: its outputs are compared"
         in said

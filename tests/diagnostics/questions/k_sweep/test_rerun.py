@@ -440,12 +440,13 @@ def test_outputs_at_padding_that_the_inputs_do_not_tell_count_and_it_is_said(poo
         [(batch["ids"], torch.tensor(lengths))],
         None,
         [],
-        remark=said.append,
+        remark=lambda text, code: said.append(text),
     )
     expected = not pooled and min(lengths) < LENGTH
     assert [text.startswith("outputs at padding count in its changes") for text in said] == [True] * expected
-    rerun(loaded(made(Padded, causal=False)), [batch], None, [], remark=(told := []).append)
-    assert not told
+    said.clear()
+    rerun(loaded(made(Padded, causal=False)), [batch], None, [], remark=lambda text, code: said.append(text))
+    assert not said
 
 
 class Towers(nn.Module):
@@ -467,7 +468,13 @@ class Towers(nn.Module):
 def test_outputs_that_are_not_compared_are_named(named, text):
     """What masks do to the texts was left out, without a word."""
     said = []
-    rerun(loaded(made(Towers, named=named)), [ids()], None, masks_of([2], 0), remark=said.append)
+    rerun(
+        loaded(made(Towers, named=named)),
+        [ids()],
+        None,
+        masks_of([2], 0),
+        remark=lambda text, code: said.append(text),
+    )
     assert said == [f"of its outputs {text}"]
 
 
@@ -487,7 +494,13 @@ def test_what_a_forward_draws_is_no_change_by_a_mask():
     with torch.random.fork_rng():
         torch.manual_seed(0)
         assert (model(ids()) - model(ids())).norm() > 1
-        table = rerun(loaded(model), [ids()[:4], ids()[4:]], None, masks_of([3, LENGTH], 0), remark=said.append)
+        table = rerun(
+            loaded(model),
+            [ids()[:4], ids()[4:]],
+            None,
+            masks_of([3, LENGTH], 0),
+            remark=lambda text, code: said.append(text),
+        )
     assert not table.loc[table["k"] == LENGTH, "output_change"].any()
     assert (table.loc[table["k"] == 3, "output_change"] > 0).all()
     (text,) = said

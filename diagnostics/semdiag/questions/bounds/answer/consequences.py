@@ -9,7 +9,7 @@ from semdiag.measuring.findings.finding import Finding, Verdict
 from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.findings.pairing import Pair, attention_word, differences
 from semdiag.measuring.measurements import Measurements
-from semdiag.measuring.tables import OUT_OF_REACH
+from semdiag.measuring.tables import OUT_OF_REACH_CODE
 from semdiag.questions.convergence.answer.epochs import epochs_to
 
 LEARNING = "the smaller Lipschitz constant learns faster and generalises better"
@@ -71,7 +71,7 @@ def _leaning(
 def _out_of_reach(measurements: Measurements, pair: Pair) -> bool:
     """Whether a mask of the pair cannot represent its task."""
     remarks = measurements.remarks
-    return bool((remarks["model"].isin((pair.full, pair.other)) & (remarks["text"] == OUT_OF_REACH)).any())
+    return bool((remarks["model"].isin((pair.full, pair.other)) & (remarks["code"] == OUT_OF_REACH_CODE)).any())
 
 
 def _names(measurements: Measurements, pair: Pair) -> tuple[str, str]:

@@ -137,7 +137,7 @@ def k_sweep_tables(
     min_keys: int = 1,
     queries: int | None = None,
     seed: int = 0,
-    remark: Callable[[str], None] = lambda text: None,
+    remark: Callable[[str, str], None] = lambda text, code: None,
 ) -> dict[str, pd.DataFrame]:
     """All tables of a k-sweep; model, tokens, labels and plan as of :func:`k_sweep`.
 
@@ -182,7 +182,7 @@ def k_sweep_tables(
             collected.samples.start(samples_of(batch))
             run(batch)
     for said in draws.said:
-        remark(f"k-sweep: {said}")
+        remark(f"k-sweep: {said}", "k-sweep-queries-drawn")
     rows = list(collected.rows())
     if plan.rerun:
         ks = plan.ks or rerun_ks(min(largest, max(1, collected.most_keys - 1)))

@@ -124,7 +124,7 @@ def rerun(
     masks: Masks,
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
-    remark: Callable[[str], None] = lambda text: None,
+    remark: Callable[[str, str], None] = lambda text, code: None,
 ) -> pd.DataFrame:
     """Run a model without a mask and with each of several, in evaluation mode and without gradients.
 
@@ -137,7 +137,7 @@ def rerun(
         masks: name, k and rule of each.
         device: where to run; None: where the model is.
         dtype: of the model; None: its own.
-        remark: called with what is to be known of how its outputs are compared.
+        remark: called with what is to be known of how its outputs are compared, and a code.
 
     Returns:
         The table ``rerun``; its first rows are those without a mask.
@@ -180,16 +180,19 @@ def rerun(
             first += size
     if padded:
         remark(
-            "outputs at padding count in its changes: its modules know it, and no mask among its inputs says it"
+            "outputs at padding count in its changes: its modules know it, and no mask among its inputs says it",
+            "padding-compared",
         )
     if drew:
-        remark(f"{DRAWS}: every run of a batch, with a mask or without, draws the same")
+        remark(f"{DRAWS}: every run of a batch, with a mask or without, draws the same", "random-forward")
     if reader and reader.others:
-        remark(f"of its outputs {reader.others}")
+        remark(f"of its outputs {reader.others}", "outputs-compared")
     if reader and reader.unread:
-        remark(f"of its inputs {', '.join(reader.unread)} are read by the model alone: its outputs are compared")
+        said = f"of its inputs {', '.join(reader.unread)} are read by the model alone: its outputs are compared"
+        remark(said, "labels-unread")
     if reader and reader.reason:
-        remark(f"logits are compared as outputs, not as a distribution: {reader.reason}")
+        said = f"logits are compared as outputs, not as a distribution: {reader.reason}"
+        remark(said, "logits-as-outputs")
     return RERUN_TABLE.of_rows({"model": loaded.path, **row} for row in rows)
 
 

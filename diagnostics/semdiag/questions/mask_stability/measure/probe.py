@@ -65,7 +65,7 @@ def mask_stability(
     dtype: torch.dtype = torch.float32,
     min_keys: int = 1,
     after_batch: Callable[[int], None] = lambda samples: None,
-    note: Callable[[str, str], None] = lambda name, why: None,
+    note: Callable[[str, str, str], None] = lambda name, why, where: None,
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
     """Compare the mask of every query with the masks of noisy copies of the same input.
 
@@ -88,7 +88,7 @@ def mask_stability(
         dtype: of the model and of the scores: float32 or float64.
         min_keys: queries with fewer keys are left out.
         after_batch: called with the number of clean samples of each finished batch.
-        note: called with what is not available of the model, and why.
+        note: called with what is not available of the model, why, and where (empty: nowhere).
 
     Returns:
         The tables ``masks`` (one row per noise level and query that drops a key: kept k, separation Δ,
@@ -136,7 +136,7 @@ def _external(
     dtype: torch.dtype,
     min_keys: int,
     after_batch: Callable[[int], None],
-    note: Callable[[str, str], None],
+    note: Callable[[str, str, str], None],
 ) -> pd.DataFrame:
     """The table ``masks`` of a model whose attention alone is known."""
     _check(loaded, plan)

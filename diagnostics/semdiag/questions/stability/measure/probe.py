@@ -119,7 +119,7 @@ def external_secants(
     seed: int = 0,
     device: torch.device | str = "cpu",
     min_keys: int = 1,
-    note: Callable[[str, str], None] = lambda name, why: None,
+    note: Callable[[str, str, str], None] = lambda name, why, where: None,
 ) -> pd.DataFrame:
     """As :func:`measure_secants`, for models whose attention alone is known: noise enters behind the embedding.
 
@@ -131,7 +131,7 @@ def external_secants(
         seed: of the noise, which is the same at every level but for its size.
         device: where to run; ``mps`` is replaced by the CPU.
         min_keys: queries with fewer keys are left out.
-        note: called with what is not available of the model, and why.
+        note: called with what is not available of the model, why, and where (empty: nowhere).
 
     Returns:
         The table ``secants``; no rows of attention that the noise does not reach.
