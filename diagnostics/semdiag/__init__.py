@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from semdiag.capturing.attention_calls import AttentionCall, watch_attention
     from semdiag.capturing.budgets import read_budget
-    from semdiag.capturing.kept_keys import RandomK, TopK, Window
     from semdiag.capturing.loading import LoadedModel, load
+    from semdiag.capturing.mask_rules import RandomK, TopK, TopP, Window
     from semdiag.capturing.sparsify import sparsify
     from semdiag.mathematics.row_statistics import RowStatistics, row_statistics
     from semdiag.measuring.calls.capture import Calls, capture
@@ -35,9 +35,10 @@ _HOME = {
     "AttentionCall": "semdiag.capturing.attention_calls",
     "watch_attention": "semdiag.capturing.attention_calls",
     "sparsify": "semdiag.capturing.sparsify",
-    "TopK": "semdiag.capturing.kept_keys",
-    "Window": "semdiag.capturing.kept_keys",
-    "RandomK": "semdiag.capturing.kept_keys",
+    "TopK": "semdiag.capturing.mask_rules",
+    "TopP": "semdiag.capturing.mask_rules",
+    "Window": "semdiag.capturing.mask_rules",
+    "RandomK": "semdiag.capturing.mask_rules",
     "read_budget": "semdiag.capturing.budgets",
     "LoadedModel": "semdiag.capturing.loading",
     "load": "semdiag.capturing.loading",
@@ -67,7 +68,7 @@ __all__ = [
     # models and their attention
     "AttentionCall", "LoadedModel", "load", "watch_attention",
     # real masks
-    "RandomK", "TopK", "Window", "read_budget", "sparsify",
+    "RandomK", "TopK", "TopP", "Window", "read_budget", "sparsify",
     # mathematics
     "RowStatistics", "row_statistics",
     # measurement

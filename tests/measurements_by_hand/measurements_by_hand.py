@@ -143,12 +143,12 @@ def with_reruns(measurements):
         {
             "model": model, "mask": mask, "k": k, "sample": i, "targets": 5, "correct": 4, "predictions": 6,
             "changed": 1, "classes": 4, "loss": 5 * (0.3 + change + 1e-3 * np.sin(i)),
-            "divergence": 6 * change, "output_change": 0.1,
+            "divergence": 6 * change, "output_change": 0.1, "kept": 100.0 * k, "keys": 800.0,
         }
         for model in measurements.sweep["model"].unique()
         for mask, k, change in (
             ("none", 0, 0.0), ("topk", 1, 1.0), ("topk", 2, 0.5), ("topk", 4, 0.0),
-            ("random", 1, 2.0), ("random", 2, 2.0), ("random", 4, 1.0),
+            ("window", 2, 1.5), ("random", 1, 2.0), ("random", 2, 2.0), ("random", 4, 1.0),
         )
         for i in range(12)
     ]  # fmt: skip

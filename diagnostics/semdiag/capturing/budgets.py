@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from semdiag.capturing.kept_keys import TopK
+from semdiag.capturing.mask_rules import TopK
 from semdiag_models import InputError
 from semdiag_models.reading import read_json
 

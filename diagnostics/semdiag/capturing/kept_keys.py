@@ -1,15 +1,11 @@
-"""Which keys a mask keeps: top-k, sinks, window, random; alike for all heads, or by layer and head."""
-
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+"""Which keys of a call a rule keeps."""
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from semdiag.capturing.arguments import whole_number
 from semdiag.capturing.attention_call import AttentionCall
+from semdiag.capturing.mask_rules import RandomK, Rule, TopK, TopP
 from semdiag.mathematics.largest_scores import largest_scores
 from semdiag_models import InputError
 
@@ -17,117 +13,32 @@ _AT_ONCE = 2**22  # scores held while a mask is chosen
 _CROSS = ("cross", "encoder_attn", "encdec", "enc_dec", "encoder_decoder", "multihead_attn")
 
 
-@dataclass(frozen=True)
-class TopK:
-    """Each query keeps its sinks, its window, and the k largest scores among its other keys.
+class SharedChoices:
+    """The keys that rules keep, where some layers keep those of a layer before them."""
 
-    Of equal scores the one at the lower position is kept. A query with no more keys than that keeps all.
+    def __init__(self) -> None:
+        self._layer, self._chosen = 0, torch.empty(0)
 
-    Args:
-        k: how many, 0 or more; or one number for each head.
-        sinks: how many of the first keys that are no padding are always kept.
-        window: keys less than this many positions from the query are always kept: its own is the first.
-        block: above 1, k counts blocks of this many consecutive keys, ranked by their attention weight.
+    def kept(self, rule: Rule, call: AttentionCall) -> tuple[Tensor, Tensor] | None:
+        """As :func:`kept_keys`.
 
-    Raises:
-        InputError: if a number is negative, or nothing is kept.
-
-    Example:
-        >>> TopK(16, sinks=4, window=64)
-        TopK(k=16, sinks=4, window=64, block=1)
-    """
-
-    k: int | Sequence[int]
-    sinks: int = 0
-    window: int = 0
-    block: int = 1
-
-    def __post_init__(self) -> None:
-        _check(self.k, self.sinks, self.window, self.block)
-
-
-@dataclass(frozen=True)
-class RandomK:
-    """A control: each query keeps its sinks, its window, and k of its other keys, drawn at random.
-
-    The draw depends on seed, layer, head and position, not on the batch or on the device: it is the same for all
-    samples and in every forward pass.
-
-    Args:
-        k: how many, 0 or more; or one number for each head.
-        seed: of the draw.
-        sinks: as in :class:`TopK`.
-        window: as in :class:`TopK`.
-
-    Raises:
-        InputError: if a number is negative, or nothing is kept.
-    """
-
-    k: int | Sequence[int]
-    seed: int = 0
-    sinks: int = 0
-    window: int = 0
-
-    def __post_init__(self) -> None:
-        _check(self.k, self.sinks, self.window, 1)
-
-
-def Window(width: int, sinks: int = 0) -> TopK:  # noqa: N802 (reads as a kind of mask)
-    """Each query keeps the keys less than ``width`` positions from it, and the first ``sinks`` keys.
-
-    Args:
-        width: at least 1; in a causal model the query's own key and the ``width - 1`` before it.
-        sinks: as in :class:`TopK`.
-
-    Raises:
-        InputError: if width is below 1 or sinks are negative.
-
-    Example:
-        >>> Window(64, sinks=4)
-        TopK(k=0, sinks=4, window=64, block=1)
-    """
-    if whole_number(width, "width") < 1:
-        raise InputError(f"A window is at least 1 key wide. Got {width}.")
-    return TopK(0, sinks, width)
-
-
-Rule = TopK | RandomK
-Keep = Rule | Mapping[int | str | tuple[str, int], Rule]
-
-
-def check_keep(keep: Any) -> None:
-    """Refuse what is neither a rule nor rules by place.
-
-    Raises:
-        InputError: if it is something else.
-    """
-    rules = list(keep.values()) if isinstance(keep, Mapping) else [keep]
-    for rule in rules:
-        if not isinstance(rule, TopK | RandomK):
-            raise InputError(
-                f"keep is a rule like TopK(3), or a dictionary of rules by layer or module. Got {rule!r}."
-            )
-
-
-def rule_for(keep: Keep, call: AttentionCall) -> Rule:
-    """The rule for one call: the rule itself, or what a mapping says of its place.
-
-    Args:
-        keep: a rule, or rules by layer (as the tables number them), module name, or (module name, occurrence).
-        call: whose layer, module and occurrence are known.
-
-    Raises:
-        InputError: if a mapping does not name the call.
-    """
-    if isinstance(keep, TopK | RandomK):
-        return keep
-    for key in ((call.module, call.occurrence), call.module, call.layer):
-        if key in keep:
-            return keep[key]
-    raise InputError(
-        f"keep has no rule for {call.module or 'the model itself'} (layer {call.layer}, occurrence "
-        f"{call.occurrence}); it names {', '.join(map(str, keep)) or 'nothing'}."
-    )
+        Args:
+            rule: the mask.
+            call: the attention as it would be.
+        """
+        every = rule.every if isinstance(rule, TopK) else 1
+        if every == 1:
+            return kept_keys(rule, call)
+        batch, _, queries, _ = call.q.shape
+        size = (batch, 1, queries, call.k.shape[2])
+        if 0 < call.layer - self._layer < every and self._chosen.shape == size:
+            whole = allowed_keys(call.part())
+            kept = whole & self._chosen.to(whole.device)
+            return kept | ~kept.any(-1, keepdim=True), whole
+        found = kept_keys(rule, call)
+        chosen = torch.ones(size, dtype=torch.bool, device=call.q.device) if found is None else found[0][:, :1]
+        self._layer, self._chosen = call.layer, chosen
+        return found
 
 
 def kept_keys(rule: Rule, call: AttentionCall) -> tuple[Tensor, Tensor] | None:
@@ -147,40 +58,25 @@ def kept_keys(rule: Rule, call: AttentionCall) -> tuple[Tensor, Tensor] | None:
         InputError: if k does not fit the heads, or a window or sinks are asked for and positions are not known.
     """
     heads, length = call.q.shape[1], call.k.shape[2]
-    counts = _counts(rule, call)
-    block = rule.block if isinstance(rule, TopK) else 1
-    if min(counts) * block >= length:
-        return None
+    if isinstance(rule, TopP):
+        counts = [1] * heads  # not looked at
+    else:
+        counts = _counts(rule, call)
+        block = rule.block if isinstance(rule, TopK) else 1
+        if min(counts) * block >= length:
+            return None
     batch, _, q_length, _ = call.q.shape
     size = max(1, _AT_ONCE // (heads * q_length * length))
     parts = [call.part(slice(at, min(at + size, batch))) for at in range(0, batch, size)]
     allowed = [allowed_keys(part) for part in parts]
-    fixed = [_fixed(rule, call, part) for part in allowed]
+    fixed = [None if isinstance(rule, TopP) else _fixed(rule, call, part) for part in allowed]
     k = torch.tensor(counts, device=call.q.device)[:, None, None]
     kept = torch.cat([_kept(rule, k, *some) for some in zip(parts, allowed, fixed, strict=True)])
     whole = torch.cat(allowed)
     return None if torch.equal(kept, whole) else (kept | ~whole.any(-1, keepdim=True), whole)
 
 
-def _check(k: int | Sequence[int], sinks: int, window: int, block: int) -> None:
-    counts = list(k) if isinstance(k, Sequence) else [k]
-    for name, value in (
-        *(("k", count) for count in counts),
-        ("sinks", sinks),
-        ("window", window),
-        ("block", block),
-    ):
-        whole_number(value, name)
-    if not counts or min(counts) < 0 or min(sinks, window) < 0 or block < 1:
-        raise InputError(
-            f"k, sinks and window are whole numbers from 0 on, block from 1. Got k={k}, sinks={sinks}, "
-            f"window={window}, block={block}."
-        )
-    if min(counts) == 0 and not sinks and not window:
-        raise InputError(f"A mask must keep something: k of at least 1, sinks or a window. Got k={k}.")
-
-
-def _counts(rule: Rule, call: AttentionCall) -> list[int]:
+def _counts(rule: TopK | RandomK, call: AttentionCall) -> list[int]:
     heads = call.q.shape[1]
     if isinstance(rule.k, int):
         return [rule.k] * heads
@@ -211,13 +107,36 @@ def _kept(rule: Rule, k: Tensor, part: AttentionCall, allowed: Tensor, fixed: Te
         kept = _largest(_priorities(rule, part).masked_fill(~free, -torch.inf), k)
     else:
         dtype = torch.float64 if part.q.dtype == torch.float64 else torch.float32
-        kept = _largest(block_scores(part.scores(dtype).masked_fill(~free, -torch.inf), rule.block), k)
-        if rule.block > 1:
-            kept = kept.repeat_interleave(rule.block, -1)[..., : allowed.shape[-1]]
+        scores = part.scores(dtype).masked_fill(~free, -torch.inf)
+        kept = _heaviest(scores, rule.p) if isinstance(rule, TopP) else _ranked(rule, k, scores, part.k.shape[1])
     kept = kept & free
     if fixed is not None:
         kept |= fixed & allowed
     return kept | (allowed & ~kept.any(-1, keepdim=True))
+
+
+def _ranked(rule: TopK, k: Tensor, scores: Tensor, key_heads: int) -> Tensor:
+    """The k largest scores, or blocks, of each head, or of the heads that share a choice."""
+    heads, length = scores.shape[1], scores.shape[3]
+    sets = {"head": heads, "group": key_heads, "layer": 1}[rule.shared]
+    if sets < heads:
+        several = scores.view(len(scores), sets, heads // sets, *scores.shape[2:])
+        weights, hidden = several.softmax(-1).nan_to_num(0).mean(2), several.isneginf().all(2)
+        # The logarithm of a weight that is too small for a number is no -inf: that is what is hidden.
+        smallest = torch.finfo(weights.dtype).tiny
+        scores, k = weights.clamp(min=smallest).log().masked_fill(hidden, -torch.inf), k[:1]
+    kept = _largest(block_scores(scores, rule.block, rule.by), k)
+    if rule.block > 1:
+        kept = kept.repeat_interleave(rule.block, -1)[..., :length]
+    return kept.repeat_interleave(heads // sets, 1)
+
+
+def _heaviest(scores: Tensor, p: float) -> Tensor:
+    """The fewest largest scores whose weights add up to p."""
+    ordered, places = scores.sort(dim=-1, descending=True, stable=True)
+    weights = ordered.softmax(-1).nan_to_num(0)
+    before = weights.cumsum(-1) - weights  # of all keys that come first
+    return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, places, before < p)
 
 
 def _largest(values: Tensor, k: Tensor) -> Tensor:
@@ -233,15 +152,16 @@ def _largest(values: Tensor, k: Tensor) -> Tensor:
     return torch.zeros_like(found).scatter_(-1, places, ranked) | whole
 
 
-def block_scores(scores: Tensor, block: int) -> Tensor:
-    """ln Σ exp(z) of each block of consecutive keys, by which blocks are ranked.
+def block_scores(scores: Tensor, block: int, by: str = "weight") -> Tensor:
+    """What blocks of consecutive keys are ranked by: ln Σ exp(z), the largest z, or the mean of z.
 
     Args:
         scores: (…, Lk), -inf where a key is hidden.
         block: keys in a block; the last may have fewer.
+        by: weight, best or mean.
 
     Returns:
-        (…, ⌈Lk / block⌉).
+        (…, ⌈Lk / block⌉), -inf where all keys are hidden.
 
     Example:
         >>> block_scores(torch.tensor([0.0, 0.0, -torch.inf]), 2).exp().tolist()
@@ -251,7 +171,13 @@ def block_scores(scores: Tensor, block: int) -> Tensor:
         return scores
     rest = -scores.shape[-1] % block
     padded = F.pad(scores, (0, rest), value=-torch.inf)
-    return padded.view(*scores.shape[:-1], -1, block).logsumexp(-1)
+    blocks = padded.view(*scores.shape[:-1], -1, block)
+    if by == "weight":
+        return blocks.logsumexp(-1)
+    if by == "best":
+        return blocks.amax(-1)
+    seen = ~blocks.isneginf()
+    return (blocks.masked_fill(~seen, 0).sum(-1) / seen.sum(-1)).masked_fill(~seen.any(-1), -torch.inf)
 
 
 def _priorities(rule: RandomK, call: AttentionCall) -> Tensor:
@@ -261,7 +187,7 @@ def _priorities(rule: RandomK, call: AttentionCall) -> Tensor:
     return drawn.to(call.q.device, torch.float32 if call.q.device.type == "mps" else None)
 
 
-def _fixed(rule: Rule, call: AttentionCall, allowed: Tensor) -> Tensor | None:
+def _fixed(rule: TopK | RandomK, call: AttentionCall, allowed: Tensor) -> Tensor | None:
     """What is kept for its place alone, broadcastable to (B, H, Lq, Lk); None: nothing is."""
     found = None
     if rule.sinks:

@@ -17,7 +17,8 @@ from semdiag.capturing.attention_call import AttentionCall
 from semdiag.capturing.attention_calls import watch_attention
 from semdiag.capturing.audit import Audit, Skipped
 from semdiag.capturing.following.softmaxes import NO_VALUES
-from semdiag.capturing.kept_keys import Keep, RandomK, TopK, Window, allowed_keys, check_keep, kept_keys, rule_for
+from semdiag.capturing.kept_keys import SharedChoices, allowed_keys
+from semdiag.capturing.mask_rules import Keep, RandomK, TopK, TopP, Window, check_keep, rule_for
 from semdiag.capturing.own_gradients import OWN_GRADIENTS, own_backward
 from semdiag.capturing.padding import Padding
 from semdiag.capturing.recording import outside_all_modes
@@ -25,7 +26,7 @@ from semdiag.capturing.threads import is_followed
 from semdiag_models import InputError
 
 _ELSEWHERE = "the forward pass runs it in another thread, where no mask can reach it"
-__all__ = ["Keep", "Masked", "RandomK", "TopK", "Window", "sparsify"]
+__all__ = ["Keep", "Masked", "RandomK", "TopK", "TopP", "Window", "sparsify"]
 
 
 @dataclass
@@ -73,6 +74,12 @@ class Masked:
         return found + [
             Skipped(c.module, c.mechanism, reason) for c, n in self.audit.captured.items() if n > asked[c.module]
         ]
+
+    @property
+    def totals(self) -> tuple[int, int]:
+        """Kept keys and keys, over all queries that are no padding, heads and calls."""
+        counts = self._counts.values()
+        return sum(int(c.kept.sum()) for c in counts), sum(int(c.keys.sum()) for c in counts)
 
     @property
     def kept(self) -> pd.DataFrame:
@@ -146,8 +153,9 @@ def sparsify(model: nn.Module, keep: Keep, *, partial: bool = False) -> Iterator
 
     Args:
         model: any module that capture understands. What runs outside of it is left alone.
-        keep: :class:`TopK`, :func:`Window`, :class:`RandomK`; or a dictionary of them by layer, module name, or
-            (module name, occurrence); or what :func:`~semdiag.capturing.budgets.read_budget` returns.
+        keep: :class:`TopK`, :class:`TopP`, :func:`Window`, :class:`RandomK`; or a dictionary of them by layer,
+            module name, or (module name, occurrence); or what :func:`~semdiag.capturing.budgets.read_budget`
+            returns.
         partial: whether to go on where some attention cannot be masked; ``unmasked`` then lists it.
 
     Yields:
@@ -170,7 +178,7 @@ def sparsify(model: nn.Module, keep: Keep, *, partial: bool = False) -> Iterator
         [[0.0, 3.0, 3.0, 6.0], [1.0, 3.0, 3.0, 6.0]]
     """
     check_keep(keep)
-    masked, own, padding = Masked(), threading.get_ident(), Padding(model)
+    masked, own, padding, choices = Masked(), threading.get_ident(), Padding(model), SharedChoices()
     parts = {id(module): name for name, module in model.named_modules()}
 
     def mask(call: AttentionCall) -> Tensor | None:
@@ -190,7 +198,7 @@ def sparsify(model: nn.Module, keep: Keep, *, partial: bool = False) -> Iterator
             masked.audit.skipped[Skipped(call.module, call.mechanism, _ELSEWHERE)] += 1
             return None
         with outside_all_modes(call.q.device.type):
-            found = kept_keys(rule_for(keep, call), call)
+            found = choices.kept(rule_for(keep, call), call)
             masked._add(padding.marked(call, Audit()), *_counted(found, call))
         return None if found is None else found[0]
 

@@ -14,6 +14,7 @@ from typer.core import TyperGroup
 from semdiag.commands.check import check
 from semdiag.commands.info import info
 from semdiag.commands.listing import list_names
+from semdiag.commands.repeated_options import RepeatedOptions
 from semdiag.commands.report import report
 from semdiag.commands.shared import with_options
 from semdiag.commands.sweep import sweep
@@ -56,7 +57,7 @@ def _reflowed(docstring: str) -> str:
 
 
 def _add(name: str, command: Callable[..., None]) -> None:
-    app.command(name, help=_reflowed(command.__doc__ or ""))(command)
+    app.command(name, cls=RepeatedOptions, help=_reflowed(command.__doc__ or ""))(command)
 
 
 for name, own in (("list", list_names), ("train", train), ("info", info)):

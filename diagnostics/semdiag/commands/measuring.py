@@ -117,7 +117,9 @@ def measured(
             conditions = replace(conditions, samples=held_out)
         elif "samples" in typed:
             conditions = replace(conditions, first=conditions.samples)
-        found = (run or partial(survey, own=True))(loaded, conditions, bar.announce, bar.advance)
+        found = (run or partial(survey, own=True, expect=bar.expect))(
+            loaded, conditions, bar.announce, bar.advance
+        )
     for remark in () if quiet else found.remarks.to_dict("records"):
         if remark["severity"] == WARNING:
             tell(f"semdiag: {remark['model']}: {remark['text']}.")

@@ -43,6 +43,16 @@ def report(
             rich_help_panel="What is measured",
         ),
     ] = False,
+    minutes: Annotated[
+        float,
+        typer.Option(
+            "--rerun-minutes",
+            min=0,
+            help="A model from elsewhere is also run with sparse attention, on as many samples as fit in about so "
+            "many minutes. 0: not at all.",
+            rich_help_panel="What is measured",
+        ),
+    ] = 2,
     show: Annotated[
         bool, typer.Option("--open", help="Open the page in the browser.", rich_help_panel="Output")
     ] = False,
@@ -82,6 +92,7 @@ def report(
             seed=shared.values["seed"],
             k=min((each for each in ks if each > 0), default=None),  # others are refused with the inputs
             thorough=thorough,
+            rerun_seconds=60 * minutes or None,
         )
         plans = (probe.reported(options) for probe in probes().values())
         conditions = shared.conditions(

@@ -149,6 +149,7 @@ Seed = Annotated[
 Seeds = Annotated[
     str,
     typer.Option(
+        metavar="SEED,SEED",
         help="Train several seeds together, like 1,2,3. Each gets its own folder and ends as if trained alone.",
         rich_help_panel=_DATA,
     ),
@@ -248,7 +249,9 @@ FreshSamples = Annotated[
 Snapshots = Annotated[
     str,
     typer.Option(
-        help="Epochs whose checkpoints are kept as files of their own, like 1,5,20.", rich_help_panel=_RUN
+        metavar="EPOCH,EPOCH",
+        help="Epochs whose checkpoints are kept as files of their own, like 1,5,20.",
+        rich_help_panel=_RUN,
     ),
 ]
 Out = Annotated[

@@ -33,6 +33,7 @@ class Subject:
         queries: drawn per sample and head; None: all are looked at.
         few: of the inputs those that costly probes use; None: all.
         after_point: called with the number of finished steps.
+        expect: called with the number of steps, where that turns out while measuring.
         missing: why what is not available, by name; probes fill it.
         said: what else is to be known of how the model was measured; probes fill it.
     """
@@ -47,6 +48,7 @@ class Subject:
     queries: int | None = None
     few: int | None = None
     after_point: Callable[[int], None] = lambda points: None
+    expect: Callable[[int], None] = lambda steps: None
     missing: dict[str, Remark] = field(default_factory=dict)
     said: list[Remark] = field(default_factory=list)
 
@@ -98,6 +100,7 @@ class ReportOptions:
     seed: int  # of whatever is drawn
     k: int | None = None  # the smallest that was asked for; None: none
     thorough: bool = False  # whether minutes per model may be spent
+    rerun_seconds: float | None = None  # that a model from elsewhere may be run with masks
 
 
 def _none(*known: Any) -> Any:

@@ -31,6 +31,7 @@ def survey(
     after_batch: Callable[[int], None] = lambda samples: None,
     *,
     own: bool = False,
+    expect: Callable[[int], None] = lambda steps: None,
 ) -> Measurements:
     """Load and measure one model after the other.
 
@@ -41,6 +42,7 @@ def survey(
             path, and the probe's name, and the number of steps; 0 if that is not known.
         after_batch: called with the number of finished steps.
         own: whether loaded models are nobody else's, and may be moved and converted in place.
+        expect: called with the number of steps of the running stage, where that turns out later.
 
     Returns:
         Measurements of all models.
@@ -86,7 +88,7 @@ def survey(
         )
         subject = Subject(
             model, batches, labels, conditions.seed, conditions.batch_size, device, DTYPES[conditions.dtype],
-            conditions.queries, conditions.probe_samples, after_batch,
+            conditions.queries, conditions.probe_samples, after_batch, expect,
         )  # fmt: skip
         tables: dict[str, pd.DataFrame] = {}
         diverged = has_diverged(part)

@@ -1,5 +1,6 @@
 """The tables that every measurement has, and what a model's attention calls say of themselves."""
 
+import math
 from typing import Any
 
 from semdiag.measuring.table import Table
@@ -42,7 +43,10 @@ UNLESS_SAID: dict[str, Any] = {
     "drawn": 0, "share": 1.0, "share_kept": 1.0,
 }  # fmt: skip
 # Columns of other tables that older folders lack.
-LATER: dict[str, dict[str, Any]] = {"remarks": {"code": "", "severity": "note"}}
+LATER: dict[str, dict[str, Any]] = {
+    "remarks": {"code": "", "severity": "note"},
+    "rerun": {"kept": math.nan, "keys": math.nan},
+}
 # Of these, what numbers are worked out from.
 SHARES = Table("models", "One row per model.", {"drawn": "int64", "share": "float64", "share_kept": "float64"})
 CALLS = Table(

@@ -105,6 +105,7 @@ Counterfactual = Annotated[
     str,
     typer.Option(
         "--k",
+        metavar="K,K",
         help="For full-attention models: also show what the quantity would be if each query kept its k largest "
         "scores. One k or several, like 5 or 4,8,16.",
         rich_help_panel=_MEASURE,
@@ -130,6 +131,7 @@ Head = Annotated[
 Noise = Annotated[
     str,
     typer.Option(
+        metavar="LEVEL,LEVEL",
         help="Standard deviation of the Gaussian noise added to the embedded tokens, relative to each token's "
         "root mean square. One level or several, like 0.01 or 0.001,0.01,0.1.",
         rich_help_panel=_MEASURE,
@@ -154,7 +156,9 @@ PerQuery = Annotated[
 Figures = Annotated[
     str,
     typer.Option(
-        help="Figure formats: any of png, svg, pdf, separated by commas; or none.", rich_help_panel=_OUTPUT
+        metavar="FORMAT,FORMAT",
+        help="Figure formats: any of png, svg, pdf, separated by commas; or none.",
+        rich_help_panel=_OUTPUT,
     ),
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Show no progress and no tables.", rich_help_panel=_OUTPUT)]

@@ -91,7 +91,9 @@ def measured_sections(findings: Findings) -> list[str]:
     Returns:
         Names of :func:`~semdiag.questions.registry.sections`, in order.
     """
-    return [name for name, section in every_section().items() if section.applies(findings)]
+    found = [name for name, section in every_section().items() if section.applies(findings)]
+    first = "k-sweep" if external(findings.measurements.models).all() else None  # what is asked of one's own model
+    return sorted(found, key=lambda name: name != first)
 
 
 def _write(
@@ -103,7 +105,7 @@ def _write(
     names: Sequence[str],
     progress: Progress | None,
 ) -> None:
-    sections = [section for section in every_section().values() if section.name in names]
+    sections = [every_section()[name] for name in names]
     tables = _tables(findings, sections)
     _write_tables(tables, folder / "data")
     if keep_queries:

@@ -125,7 +125,8 @@ def test_a_budget_is_written_and_read(run_semdiag, here, tiny_runs):
     outcome = run_semdiag(
         "k-sweep",
         tiny_runs.full,
-        *FEW,
+        "--figures",
+        "none",
         "--samples",
         16,
         "--max-k",

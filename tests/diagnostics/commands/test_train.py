@@ -26,12 +26,20 @@ def _own_state(tmp_path, monkeypatch):
     torch.set_num_threads(threads)
 
 
+def latest(*arguments):
+    """The arguments without the value of TINY where another follows: given twice, an option is refused."""
+    said = [str(argument) for argument in arguments]
+    last = {word: at for at, word in enumerate(said) if word.startswith("--")}
+    dropped = {at for at, word in enumerate(said) if word in TINY and last.get(word, at) > at}
+    return [word for at, word in enumerate(said) if at not in dropped and at - 1 not in dropped]
+
+
 @pytest.fixture
 def semdiag(monkeypatch, capfd):
     """Call with arguments: the exit code and the lines on stderr; stdout is empty."""
 
     def call(*arguments):
-        monkeypatch.setattr(sys, "argv", ["semdiag", *map(str, arguments)])
+        monkeypatch.setattr(sys, "argv", ["semdiag", *latest(*arguments)])
         with pytest.raises(SystemExit) as left:
             main()
         out, err = capfd.readouterr()

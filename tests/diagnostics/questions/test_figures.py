@@ -41,6 +41,7 @@ PROBES = (
 )
 WITHIN = ("dispersion_counterfactual", "separation_counterfactual", "mass_kept", "key_load_counterfactual")
 BY_HAND = {"secants", "constants", "parameters", "masks", "noise_effects", "sweep", "loss_gradients", "landscape"}
+RERUNS = "loss_change", "kinds_of_masks"
 ELSEWHERE = tuple(  # drawn from what is not made up here: tested beside the runs or the probe they are about
     shown.figure
     for section in registry.sections().values()
@@ -85,7 +86,7 @@ def several(some, make_four, theory, probed, reruns, probes, unequal):
         WITHIN: make_four,
         THEORY: lambda: theory(some),
         MASK_PROBES: lambda: probed(some),
-        ("loss_change",): lambda: reruns(probed(some)),
+        RERUNS: lambda: reruns(probed(some)),
         PROBES: lambda: probes(make_four()),
         ("dispersion_by_keys",): lambda: unequal(some),
     }
@@ -140,7 +141,7 @@ def not_finite(make_four, unequal, theory, probes):
 
 
 @pytest.mark.parametrize(
-    "name", [name for name in registry.figures() if name not in (*MASK_PROBES, "loss_change", *ELSEWHERE)]
+    "name", [name for name in registry.figures() if name not in (*MASK_PROBES, *RERUNS, *ELSEWHERE)]
 )
 @pytest.mark.parametrize("value", [np.nan, np.inf], ids=["nan", "inf"])
 def test_values_that_are_not_finite_do_not_stop_a_figure(name, value, not_finite):

@@ -56,6 +56,10 @@ class Stages:
         self._begun = True
         self._bar.reset(self._step, total=steps or None, description=stage[-50:])
 
+    def expect(self, steps: int) -> None:
+        """Say how many steps the running stage will take, where that turns out later."""
+        self._bar.update(self._step, total=steps)
+
     def advance(self, steps: int) -> None:
         """Count finished steps of the running stage."""
         self._minutes.begin()  # no sooner: what does not suit a model is refused in its first batch, in one line

@@ -54,8 +54,9 @@ def convergence(
     lengths: Annotated[
         str,
         typer.Option(
+            metavar="LENGTH,LENGTH",
             help="Also measure accuracy, δ and Δ of the last checkpoints on fresh inputs of these lengths, like "
-            "40,60,80."
+            "40,60,80.",
         ),
     ] = "",
     *,

@@ -33,7 +33,18 @@ def k_sweep(
         str,
         typer.Option(
             "--k",
+            metavar="K,K",
             help="With --rerun: which k to run, like 4,8,16. Default: growing steps.",
+            rich_help_panel=_MEASURE,
+        ),
+    ] = "",
+    kinds: Annotated[
+        str,
+        typer.Option(
+            metavar="KIND,KIND",
+            help="With --rerun: which kinds of sparse attention to run, of topk, topk-group, topk-layer, "
+            "topk-4-layers, block-16, -32, -64 (with -best at the end: ranked by their largest score), window, "
+            "topp and random. Default: topk and random; of other models topk-layer, block-16 and window, too.",
             rich_help_panel=_MEASURE,
         ),
     ] = "",
@@ -83,9 +94,12 @@ def k_sweep(
         raise InputError(
             "--k says which k to run with real masks: add --rerun. Without --rerun every k is measured."
         )
+    if kinds and not again:
+        raise InputError("--kinds says which kinds of sparse attention to run: add --rerun.")
     if tolerance is not None and not again:
         raise InputError("--tolerance judges what real masks change: add --rerun.")
-    plan = KSweepPlan(max_k, again, tolerance, budget is not None, whole_numbers(runs_of, "--k"))
+    named = tuple(dict.fromkeys(part.strip() for part in kinds.split(",") if part.strip()))
+    plan = KSweepPlan(max_k, again, tolerance, budget is not None, whole_numbers(runs_of, "--k"), named)
     conditions = shared.conditions(plans=(plan,))
     findings = shared.measured(models, conditions)
     shared.deliver("k-sweep", findings, print_k_sweep)

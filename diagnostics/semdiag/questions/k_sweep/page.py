@@ -10,6 +10,7 @@ from semdiag.questions.k_sweep.answer.rerun import change_table
 from semdiag.questions.k_sweep.answer.sparse_verdict import sparse_glance
 from semdiag.questions.k_sweep.answer.summary import condition_table
 from semdiag.questions.k_sweep.figures.k_sweep import k_sweep
+from semdiag.questions.k_sweep.figures.kinds_of_masks import kinds_of_masks
 from semdiag.questions.k_sweep.figures.loss_change import loss_change
 from semdiag.questions.k_sweep.words import k_sweep_in_short, k_sweep_sentences
 
@@ -35,12 +36,19 @@ _HEADINGS = (
         "Is sparse attention enough in this model, and with which k?",
         (
             Shown(
+                kinds_of_masks,
+                "Against the share of the keys that is kept, what running the model with each kind of sparse "
+                "attention changed, with 95 % intervals: {shown}.",
+                "Look for the lowest line at the share that you can afford. Top-k by query and head is the best "
+                "that a choice by score can do; kinds that share their choice, or choose blocks, are what kernels "
+                "run.",
+            ),
+            Shown(
                 loss_change,
                 "Against k, what running the models with real masks changed, with 95 % intervals and as many "
                 "random keys as a control, beside the attention weight that the masks keep: {shown}.",
                 "Look for the smallest k from which on the whole band is below the dashed line: that many keys "
-                "per query are enough. Where the change does not follow the weight dropped, the weight is not a "
-                "proxy for the loss.",
+                "per query are enough. The weight kept is no proxy for that.",
             ),
             Shown(
                 k_sweep,

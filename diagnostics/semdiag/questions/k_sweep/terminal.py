@@ -6,12 +6,15 @@ from typing import Any
 
 from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.findings.number_words import interval_words
+from semdiag.measuring.findings.resampling import FEWEST
 from semdiag.measuring.findings.strict_json import number_from_json
 from semdiag.measuring.table import ALL
 from semdiag.presenting.terminal.console import ends, number, number_table, wide_console
 from semdiag.presenting.terminal.titles import title
 from semdiag.questions.bounds.answer.corollary import JUDGED_PERCENTILES
+from semdiag.questions.k_sweep.answer.sparse_verdict import ROUNDING
 from semdiag.questions.k_sweep.answer.summary import k_sweep_summary
+from semdiag.questions.k_sweep.measure.kinds import KINDS, RANDOM, TOP_K
 from semdiag.questions.k_sweep.words import verdict_lines
 
 Summary = dict[str, Any]
@@ -48,26 +51,40 @@ def _rerun_table(result: Summary) -> Any:
     rows = result["rerun"]
     control = {row["k"]: row["change"] for row in rows if row["mask"] == "random"}
     measure = rows[0]["measure"].replace("_", " ")
+    several = bool({row["mask"] for row in rows if row["mask"] in KINDS} - {TOP_K, RANDOM})
     named: dict[str, Callable[[Summary], str]] = {
-        "mask": lambda r: r["mask"] if r["k"] < 0 else f"k = {r['k']}",
-        "keys": lambda r: _share(r["share"]),
+        "mask": _name if several else lambda r: r["mask"] if r["k"] < 0 else f"k = {r['k']}",
+        "keys": lambda r: _share(r["kept" if several or r["mask"] != TOP_K else "share"]),
         "weight": lambda r: _share(r["mass"]),
         f"Δ {measure}": lambda r: _change(r["change"]),
         "95 % interval": _interval,
-        "by weight": lambda r: _change(r["by_mass"]),
-        "random": lambda r: _change(control.get(r["k"])),
+        "harmed": _harmed,
+        "random": lambda r: "–" if several else _change(control.get(r["k"])),
         "ppl ×": lambda r: number(_growth(r["change"])) if measure == "loss" else "–",
         "KL": lambda r: _change(r["divergence"]),
         "changed": lambda r: _share(r["changed"]),
         "accuracy": lambda r: _share(r["accuracy"]),
     }
-    shown = [row for row in rows if row["mask"] not in ("none", "random")]
+    shown = [row for row in rows if row["mask"] not in ("none", "" if several else RANDOM)]
     cells = [[text(row) for text in named.values()] for row in shown]
     kept = [at for at in range(len(named)) if any(line[at] != "–" for line in cells)]
     table = number_table([list(named)[at] for at in kept], names=1, least=["KL", "ppl ×"], kept=["95 % interval"])
     for line in cells:
         table.add_row(*(line[at] for at in kept))
     return table
+
+
+def _name(row: Summary) -> str:
+    """The kind of mask and its k; of top-p the share of the weight."""
+    if row["k"] < 0:
+        return str(row["mask"])
+    return f"{row['mask']} {row['k']}{' %' * (row['mask'] == 'topp')}"
+
+
+def _harmed(row: Summary) -> str:
+    """The share of samples that change much, and of inputs for which that is not excluded."""
+    harmed, high = number_from_json(row["harmed"]), number_from_json(row["harmed_high"])
+    return "–" if math.isnan(harmed) else f"{harmed:.1%} (≤ {high:.1%})"
 
 
 def _growth(change: float | str | None) -> float:
@@ -78,8 +95,8 @@ def _growth(change: float | str | None) -> float:
 def _interval(row: Summary) -> str:
     low, high = _shown(row["low"]), _shown(row["high"])
     if math.isnan(low) or math.isnan(high):
-        return interval_words(low, high, samples=row["samples"])
-    return " to ".join(ends(low, high))
+        return "all alike" if row["samples"] >= FEWEST else interval_words(low, high, samples=row["samples"])
+    return " to ".join(ends(low, high)) if low or high else f"< {ROUNDING:g}"
 
 
 def _change(value: float | str | None) -> str:
@@ -89,7 +106,7 @@ def _change(value: float | str | None) -> str:
 def _shown(value: float | str | None) -> float:
     """A change; below a tenth of a thousandth it is rounding, or might as well be."""
     value = number_from_json(value)
-    return 0.0 if abs(value) < 5e-5 else value
+    return 0.0 if abs(value) < ROUNDING else value
 
 
 def _share(value: float | str | None) -> str:

@@ -1,29 +1,43 @@
 """Is sparse attention enough? The verdict in a sentence, and what stands behind it."""
 
 import math
-from functools import partial
 
 from semdiag.measuring.findings.estimates import drawn
 from semdiag.measuring.findings.findings import Findings
-from semdiag.measuring.findings.number_words import interval_words, keys_words, percent
+from semdiag.measuring.findings.number_words import keys_words, percent
+from semdiag.measuring.findings.strict_json import records
 from semdiag.presenting.drawing.panels import model_labels
 from semdiag.questions.bounds.answer.corollary import CLAIMS, JUDGED_PERCENTILES
-from semdiag.questions.k_sweep.answer.rerun import budget_content
-from semdiag.questions.k_sweep.answer.sparse_verdict import MASS, SparseVerdict, sparse_glance, sparse_verdict
+from semdiag.questions.k_sweep.answer.rerun import budget_content, change_table
+from semdiag.questions.k_sweep.answer.sparse_verdict import (
+    ESTIMATED,
+    MASS,
+    ROUNDING,
+    SparseVerdict,
+    amount,
+    cost_words,
+    keys_share,
+    limit_words,
+    samples_needed,
+    sparse_glance,
+    sparse_verdict,
+)
 from semdiag.questions.k_sweep.answer.summary import conditions_defined, conditions_met
+from semdiag.questions.k_sweep.measure.kinds import KINDS, RANDOM, TOP_K
+from semdiag.questions.k_sweep.measure.rerun import HARM, LEAST_SAMPLES, MOST_HARMED
 
-_CHANGES = {
-    "loss": "changes the loss by {}",
-    "divergence": "changes the output distribution by {} (KL divergence)",
-    "output_change": "changes the outputs by {} of their norm",
-}
-_ROUNDING = 5e-5  # nats: what is smaller is rounding, or might as well be
 _WHY = {
     "near_uniform": "the attention is near uniform, half of the queries weigh their keys almost evenly",
     "chance": "the model predicts no better than chance (untrained?)",
     "control": "as many random keys do as little harm: what is measured does not depend on the attention",
     "drops_nothing": "no query has more keys than any k that was run, so nothing was dropped",
-    "few_samples": "too few samples for an interval",
+    "few_samples": "k = {k} per query{share} {cost}; {samples} samples cannot exclude that {harmed_high} of "
+    "the inputs change by more than {harm}; {needed} can",
+    "harmed": "k = {k} per query{share} {cost} on average, but {harmed} of {samples} samples change by more than "
+    "{harm}",
+    "uncertain": "k = {k} per query{share} {cost}; {samples} samples cannot tell whether by more than {tolerance}"
+    "{would}",
+    "not_sparse": "no k that was run is at most half of the keys",
     "not_finite": "the change at k = {k} is not a finite number (outputs are NaN or infinite, their norm is 0, or "
     "a probability becomes 0)",
     "fixed_mask": "its mask does not rank keys by their scores",
@@ -43,27 +57,46 @@ def verdict_sentence(found: SparseVerdict, model: str) -> str:
         weight = (
             f"no k up to the largest measured keeps {MASS:.0%} of the weight"
             if found.k is None
-            else f"k = {found.k}{_share(found)} keeps {percent(found.mass, 1)}% of the weight"
+            else f"k = {found.k}{keys_share(found)} keeps {percent(found.mass, 1)}% of the weight"
         )
         return (
             f"cannot tell before it is run with masks: {weight}; to measure what a mask costs: semdiag k-sweep "
             f"{model} --rerun."
         )
     if found.reason:
-        return f"cannot tell: {_WHY[found.reason].format(k=found.k)}."
-    said = _CHANGES[found.measure].format(_amount(found.measure, found.change, True))
-    interval = f"(95 % interval {_amount(found.measure, found.low)} to {_amount(found.measure, found.high)})"
+        said = _WHY[found.reason].format(**_facts(found))
+        return f"{said}." if found.reason in ESTIMATED else f"cannot tell: {said}."
     if found.answer == "plausible":
         return (
-            f"plausible: k = {found.k} per query{_share(found)} {said} {interval}, keeps "
+            f"plausible: k = {found.k} per query{keys_share(found)} {cost_words(found)}, keeps "
             f"{percent(found.mass, 1)}% of the weight."
         )
-    if found.high <= found.tolerance:
+    free = "not without loss" if found.measure == "loss" else "not without change"
+    if found.high <= found.tolerance or not math.isfinite(found.low):
         return (
-            f"not without loss: of the k that were run, {found.k}{_share(found)} is the smallest that stays "
-            f"within {found.tolerance:g}."
+            f"{free}: of the k that were run, {found.k}{keys_share(found)} is the smallest that stays within "
+            f"{limit_words(found, found.tolerance)}."
         )
-    return f"not without loss: even k = {found.k} per query{_share(found)} {said} {interval}."
+    return f"{free}: even k = {found.k} per query{keys_share(found)} {cost_words(found)}."
+
+
+def _facts(found: SparseVerdict) -> dict[str, object]:
+    """What the reasons name."""
+    if not found.samples:
+        return {"k": found.k}
+    needed = samples_needed(found)
+    return {
+        "k": found.k,
+        "share": keys_share(found),
+        "cost": cost_words(found),
+        "samples": f"{found.samples:,}",
+        "harmed": round(found.harmed * found.samples),
+        "harmed_high": f"{percent(found.harmed_high, 1)}%",
+        "harm": limit_words(found, HARM * found.tolerance),
+        "tolerance": limit_words(found, found.tolerance),
+        "needed": f"{LEAST_SAMPLES:,}",
+        "would": f"; about {needed:,} would" if needed else "",
+    }
 
 
 def k_sweep_in_short(findings: Findings) -> list[str]:
@@ -75,7 +108,9 @@ def k_sweep_in_short(findings: Findings) -> list[str]:
     models = list(findings.measurements.models["model"])
     if len(models) == 1:
         sentence = verdict_sentence(findings(sparse_verdict, models[0]), models[0])
-        return [sentence[0].upper() + sentence[1:]]
+        kinds = kinds_lines(findings, models[0])
+        start = sentence[:1] if sentence.startswith("k =") else sentence[:1].upper()
+        return [start + sentence[1:], *kinds]
     glance = findings(sparse_glance)
     return [f"Sparse attention, {glance.answer}: {glance.number} {glance.words}."]
 
@@ -98,14 +133,16 @@ def verdict_lines(findings: Findings, model: str) -> list[str]:
         model: its path.
     """
     found = findings(sparse_verdict, model)
-    lines = [verdict_sentence(found, model)]
+    lines = [verdict_sentence(found, model), *kinds_lines(findings, model)]
     if found.samples:
-        before = 0.0 if abs(found.before) < _ROUNDING else found.before
+        before = 0.0 if abs(found.before) < ROUNDING else found.before
         known = f"{before:.4g} nats" if math.isfinite(before) else "not a finite number"
         what = f" Without a mask the loss is {known}." if found.measure == "loss" else ""
         lines.append(
             f"Run with masks on {found.samples} sample{'s' * (found.samples != 1)}.{what} A k is enough if the "
-            f"upper end of its interval, and of that of every larger k, is at most {found.tolerance:g}."
+            f"upper end of its interval, and of that of every larger k, is at most "
+            f"{limit_words(found, found.tolerance)}, and at most {MOST_HARMED:.0%} of the inputs can change by "
+            f"more than {limit_words(found, HARM * found.tolerance)}."
         )
     elif found.reason == "near_uniform":
         lines.append(f"Its loss may tell: semdiag k-sweep {model} --rerun.")
@@ -147,6 +184,24 @@ def _conditions_lines(findings: Findings, model: str, asked: int | None) -> list
     return [f"{what} are met {said}."]
 
 
+def kinds_lines(findings: Findings, model: str) -> list[str]:
+    """What other kinds of sparse attention change at the verdict's k, the least first; none if none was run.
+
+    Args:
+        findings: with a sweep.
+        model: its path.
+    """
+    found, again = findings(sparse_verdict, model), findings(change_table)
+    if not found.samples or found.k is None:
+        return []
+    again = again[(again["model"] == model) & (again["k"] == found.k) & again["mask"].isin(KINDS)]
+    if not set(again["mask"]) - {TOP_K, RANDOM}:
+        return []
+    rows = sorted(records(again), key=lambda row: math.inf if math.isnan(row["change"]) else row["change"])
+    each = [f"{row['mask']} {amount(found, row['change'], True)}" for row in rows]
+    return [f"With {keys_words(found.k)} of each kind the change is: {', '.join(each)}."]
+
+
 def budget_lines(findings: Findings, model: str) -> list[str]:
     """What each budget of a model changes, and on which samples that was found; none if it has no budgets.
 
@@ -158,32 +213,18 @@ def budget_lines(findings: Findings, model: str) -> list[str]:
     said = []
     for name, budget in content["budgets"].items():
         tested = budget["tested"]
-        change = _amount(tested["measure"], tested["change"], True)
-        low, high = tested["interval"]
-        interval = interval_words(low, high, partial(_amount, tested["measure"]))
-        within = f", {'within' if tested['holds'] else 'not within'} {content['tolerance']:g}"
-        within = within if math.isfinite(tested["change"]) else ""
-        said.append(
-            f"{name} keeps {percent(budget['share'])}% of the keys and "
-            f"{_CHANGES[tested['measure']].format(change)} ({interval}){within}"
-        )
         first, last = tested["samples"]
+        change = SparseVerdict(
+            "", measure=tested["measure"], change=tested["change"], low=tested["interval"][0],
+            high=tested["interval"][1], samples=last - first + 1,
+        )  # fmt: skip
+        held = {True: "within", False: "not within", None: "too few samples to tell whether within"}
+        within = f", {held[tested['holds']]} {content['tolerance']:g}"
+        within = within if math.isfinite(tested["change"]) else ""
+        said.append(f"{name} keeps {percent(budget['share'])}% of the keys and {cost_words(change)}{within}")
     if not said:
         return []
     return [
         f"Budgets, chosen on samples 0 to {first - 1} and run on {first} to {last}, which had no part in the "
         f"choice: {'; '.join(said)}."
     ]
-
-
-def _share(found: SparseVerdict) -> str:
-    return f" ({found.share:.0%} of the keys)" if not math.isnan(found.share) else ""
-
-
-def _amount(measure: str, value: float, unit: bool = False) -> str:
-    if not math.isfinite(value):
-        return "no finite number"
-    if measure == "output_change":
-        return f"{value:.1%}"
-    value = 0.0 if abs(value) < _ROUNDING else value
-    return f"{value:+.3g} nats" if unit else f"{value:+.3g}"

@@ -37,6 +37,7 @@ def landscape(
     metrics: Annotated[
         str,
         typer.Option(
+            metavar="PART,PART",
             help="What each cell shows: loss (with accuracy), dispersion (δ, Δ and key load over 50 samples), or "
             "both: loss,dispersion.",
             rich_help_panel=_PANEL,

@@ -16,6 +16,7 @@ def mask_stability(
     noise: Annotated[
         str,
         typer.Option(
+            metavar="LEVEL,LEVEL",
             help="Standard deviation of the Gaussian noise, relative to each token's root mean square. One level "
             "or several, like 0.01 or 0.001,0.01,0.1.",
             rich_help_panel=_NOISE,

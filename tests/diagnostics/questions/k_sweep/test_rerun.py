@@ -24,8 +24,9 @@ from semdiag.questions.k_sweep.answer.sparse_verdict import sparse_verdict
 from semdiag.questions.k_sweep.answer.summary import k_sweep_summary
 from semdiag.questions.k_sweep.measure.budget_search import greedy
 from semdiag.questions.k_sweep.measure.key_budgets import NeededKeys
+from semdiag.questions.k_sweep.measure.kinds import masks_of
 from semdiag.questions.k_sweep.measure.probe import KSweepPlan, k_sweep_tables
-from semdiag.questions.k_sweep.measure.rerun import RERUN_TABLE, masks_of, mean_change, rerun, upper_change
+from semdiag.questions.k_sweep.measure.rerun import RERUN_TABLE, mean_change, rerun, upper_change
 from semdiag.questions.k_sweep.words import verdict_lines
 from semdiag_models import Encoder, InputError
 

@@ -117,11 +117,10 @@ def test_the_change_is_drawn_with_its_interval_its_control_and_the_tolerance(pai
         own = table[(table["model"] == model) & (table["mask"] == "topk")]
         lines = [line for line in change.get_lines() if line.get_color() == mass.get_lines()[0].get_color()]
         if model == table["model"].iloc[0]:
-            top, random, by_mass = (line.get_ydata() for line in lines)
+            top, random = (line.get_ydata() for line in lines)
             np.testing.assert_allclose(top, own["change"])
             np.testing.assert_allclose(top, [1, 0.5, 0], atol=1e-9)
             np.testing.assert_allclose(random, [2, 2, 1])
-            np.testing.assert_allclose(by_mass, own["by_mass"])
         corners = band.get_paths()[0].vertices
         assert corners[:, 1].min() == pytest.approx(own["low"].min())
         assert corners[:, 1].max() == pytest.approx(own["high"].max())

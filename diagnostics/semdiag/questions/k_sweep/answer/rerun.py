@@ -1,16 +1,19 @@
 """What became of models that were run with real masks: what each changed, with intervals, and budgets."""
 
 import math
+from collections.abc import Mapping
 from typing import Any, cast
 
 import numpy as np
 import pandas as pd
+import scipy
 
 from semdiag.measuring.findings.findings import Findings
-from semdiag.measuring.findings.resampling import Interval, sum_ratio_interval
+from semdiag.measuring.findings.resampling import FEWEST, Interval, sum_ratio_interval
 from semdiag.measuring.findings.strict_json import records
 from semdiag.measuring.table import ALL
-from semdiag.questions.k_sweep.measure.rerun import NO_MASK, TOLERANCES, TOP_K, measure_of
+from semdiag.questions.k_sweep.measure.kinds import TOP_K
+from semdiag.questions.k_sweep.measure.rerun import HARM, MOST_HARMED, NO_MASK, TOLERANCES, measure_of
 
 
 def change_table(findings: Findings) -> pd.DataFrame:
@@ -21,9 +24,11 @@ def change_table(findings: Findings) -> pd.DataFrame:
 
     Returns:
         model, mask, k, samples, measure, classes (of the output's distribution); before (the loss without a
-        mask, per target); change, low, high of the measure; the same three of divergence (nats per position) and
-        changed (share of predictions); accuracy; share and mass (means of the sweep; of top-k); by_mass: the
-        change at this k if it were proportional to the weight dropped, with the factor of the smallest k run.
+        mask, per target); change, low, high of the measure (no interval where all samples change alike); harmed:
+        the share of samples that change by more than HARM times the tolerance, harmed_high: the exact binomial
+        upper end of that share at 95 %, worst: the largest change of a sample; change, low and high of divergence
+        (nats per position) and changed (share of predictions); accuracy; kept: the share of all keys that stays;
+        share and mass (means of the sweep, of queries with more than k keys; of top-k).
     """
     rows: list[dict[str, Any]] = []
     sweep = findings.measurements.sweep
@@ -31,7 +36,7 @@ def change_table(findings: Findings) -> pd.DataFrame:
         means = sweep[(sweep["model"] == model) & (sweep["layer"] == ALL)].set_index(["quantity", "k"])["mean"]
         base = again[again["mask"] == NO_MASK].set_index("sample")
         measure = measure_of(again)
-        first: tuple[float, float] | None = None
+        limit = tolerance_of(findings, measure)
         for place, rows_of_mask in again.groupby(["mask", "k"], sort=False):
             (mask, k), own = cast("tuple[str, int]", place), rows_of_mask.set_index("sample")
             before = base.loc[own.index]
@@ -45,6 +50,7 @@ def change_table(findings: Findings) -> pd.DataFrame:
             row["classes"] = int(own["classes"].max())
             row["before"] = _ratio(before["loss"], before["targets"])
             row |= _named("", _change(measure, own, before))
+            row |= harm(*_sums(measure, own, before), HARM * limit)
             row |= _named("divergence_", _over(own["divergence"], own["predictions"]))
             row |= _named("changed_", _over(own["changed"], own["predictions"]))
             row["accuracy"] = _ratio(own["correct"], own["targets"])
@@ -52,19 +58,83 @@ def change_table(findings: Findings) -> pd.DataFrame:
             row["share"], row["mass"] = (
                 (float(means["share", k]), float(means["mass", k])) if known else (math.nan,) * 2
             )
-            if known and first is None:
-                first = row["change"], 1 - row["mass"]
-            row["by_mass"] = (
-                first[0] * (1 - row["mass"]) / first[1] if known and first and first[1] > 0 else math.nan
-            )
+            row["kept"] = _ratio(own["kept"], own["keys"])
             rows.append(row)
     return pd.DataFrame(rows, columns=list(rows[0]) if rows else ["model", "mask", "k"])
 
 
 def _change(measure: str, own: pd.DataFrame, before: pd.DataFrame) -> Interval:
+    """The mean change; all samples alike tell nothing of how others scatter, so there is no interval then."""
+    sums, counts = _sums(measure, own, before)
+    found = _over(sums, counts)
+    return found if found.low < found.high else Interval(found.estimate, math.nan, math.nan)
+
+
+def _sums(measure: str, own: pd.DataFrame, before: pd.DataFrame) -> "tuple[pd.Series[Any], pd.Series[Any]]":
+    """The change of each sample, summed over what it is counted in, and how many these are."""
     if measure == "output_change":
-        return _over(own[measure], own[measure].notna())
-    return _over(own[measure] - before[measure], own["targets" if measure == "loss" else "predictions"])
+        return own[measure], own[measure].notna()
+    return own[measure] - before[measure], own["targets" if measure == "loss" else "predictions"]
+
+
+def harm(sums: "pd.Series[Any]", counts: "pd.Series[Any]", limit: float) -> dict[str, float]:
+    """The share of samples that change by more than a limit, and what that says of inputs not seen.
+
+    harmed_high = the share p at which so few harmed samples, or fewer, have probability 0.05.
+
+    Source: Clopper and Pearson 1934, one-sided. Deviation: none.
+
+    Args:
+        sums: changes of samples.
+        counts: what they are sums over; a sample with 0 says nothing.
+        limit: of the change of one sample.
+
+    Returns:
+        harmed, harmed_high, worst; NaN of no samples. A change that is no number is harm.
+
+    Example:
+        >>> {name: round(x, 4) for name, x in harm(pd.Series([0.0] * 500), pd.Series([1] * 500), 0.1).items()}
+        {'harmed': 0.0, 'harmed_high': 0.006, 'worst': 0.0}
+    """
+    some = counts.to_numpy(np.float64) > 0
+    changes = sums.to_numpy(np.float64)[some] / counts.to_numpy(np.float64)[some]
+    n, found = len(changes), int((~(changes <= limit)).sum())
+    if not n:
+        return dict.fromkeys(("harmed", "harmed_high", "worst"), math.nan)
+    high = 1.0 if found == n else float(scipy.stats.beta.ppf(0.95, found + 1, n - found))
+    return {"harmed": found / n, "harmed_high": high, "worst": float(changes.max())}
+
+
+def tolerance_of(findings: Findings, measure: str) -> float:
+    """The largest change of a measure that counts as none: as was asked, else its default.
+
+    Args:
+        findings: of any number of models.
+        measure: loss, divergence or output_change.
+    """
+    return float(findings.measurements.provenance.get("tolerance") or TOLERANCES[measure])
+
+
+def within(row: Mapping[str, Any], limit: float) -> bool:
+    """Whether the upper end of a mean change, or the change of samples that are all alike, is within a limit.
+
+    Args:
+        row: of :func:`change_table`.
+        limit: largest change that counts as none.
+    """
+    alike = math.isnan(row["high"]) and row["samples"] >= FEWEST and row["worst"] == row["change"]
+    return bool(row["high"] <= limit or (alike and row["change"] <= limit))
+
+
+def costs(row: Mapping[str, Any], limit: float) -> bool:
+    """Whether the lower end of a mean change, or the change of samples that are all alike, is above a limit.
+
+    Args:
+        row: of :func:`change_table`.
+        limit: largest change that counts as none.
+    """
+    alike = math.isnan(row["low"]) and row["samples"] >= FEWEST and row["worst"] == row["change"]
+    return bool(row["low"] > limit or (alike and row["change"] > limit))
 
 
 def _over(sums: "pd.Series[Any]", counts: "pd.Series[Any]") -> Interval:
@@ -92,8 +162,7 @@ def budget_content(findings: Findings, model: str) -> dict[str, Any]:
     again = findings(change_table)
     again = again[again["model"] == model]
     facts = next(row for row in measurements.models.to_dict("records") if row["model"] == model)
-    asked = measurements.provenance.get("tolerance")
-    limit = TOLERANCES[again["measure"].iloc[0]] if asked is None and len(again) else asked
+    limit = tolerance_of(findings, str(again["measure"].iloc[0])) if len(again) else None
     budgets = {}
     for name, rows in own.groupby("budget", sort=False):
         tested = records(again[again["mask"] == name])[0]
@@ -110,7 +179,9 @@ def budget_content(findings: Findings, model: str) -> dict[str, Any]:
                 "without_mask": float(tested["before"]),
                 "change": float(tested["change"]),
                 "interval": [float(tested["low"]), float(tested["high"])],
-                "holds": bool(tested["high"] <= limit),
+                "harmed": float(tested["harmed"]),
+                "harmed_high": float(tested["harmed_high"]),
+                "holds": _holds(tested, limit),
             },
             "layers": _layers(rows),
         }
@@ -124,6 +195,15 @@ def budget_content(findings: Findings, model: str) -> dict[str, Any]:
         "default": default,
         "budgets": budgets,
     }
+
+
+def _holds(tested: Mapping[str, Any], limit: float | None) -> bool | None:
+    """Whether a budget does; None: these samples cannot tell."""
+    if limit is None:
+        return None
+    if within(tested, limit) and tested["harmed_high"] <= MOST_HARMED:
+        return True
+    return False if costs(tested, limit) else None
 
 
 def _layers(rows: pd.DataFrame) -> list[dict[str, Any]]:

@@ -1,7 +1,8 @@
 """Is sparse attention enough, and with which k? Plausible, not without loss, or nobody can tell."""
 
 import math
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import pandas as pd
@@ -9,21 +10,26 @@ import pandas as pd
 from semdiag.capturing.attention_kinds import DENSE, SCORED
 from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.findings.number_words import percent
+from semdiag.measuring.findings.resampling import FEWEST
 from semdiag.measuring.findings.strict_json import records
 from semdiag.measuring.table import ALL
 from semdiag.presenting.glance import Answer, Glance
-from semdiag.questions.k_sweep.answer.rerun import change_table
-from semdiag.questions.k_sweep.measure.rerun import LEAST_SAMPLES, RANDOM, TOLERANCES, TOP_K
+from semdiag.questions.k_sweep.answer.rerun import change_table, costs, tolerance_of, within
+from semdiag.questions.k_sweep.measure.kinds import RANDOM, TOP_K
+from semdiag.questions.k_sweep.measure.rerun import LEAST_SAMPLES, MOST_HARMED
 
 MASS = 0.95  # of the attention weight, where it is all that is known
 NEAR_UNIFORM = 0.95  # entropy of half of the queries' weights, in that of uniform weights
 MOST_KEYS = 0.5  # share of the keys above which a mask is hardly sparse
 _CHANGES = {
-    "loss": "changes the loss",
-    "divergence": "changes the output distribution (KL divergence)",
-    "output_change": "changes the outputs, relative to their norm,",
+    "loss": "changes the loss by {}",
+    "divergence": "changes the output distribution by {} (KL divergence)",
+    "output_change": "changes the outputs by {} of their norm",
 }
+ROUNDING = 5e-5  # nats: what is smaller is rounding, or might as well be
+_DOUBLED = math.log(2)  # above it a change of perplexity is told as a factor
 _OF_MASKS = "fixed_mask", "own_mask"  # reasons why nothing can be said of a model with a mask of its own
+ESTIMATED = "few_samples", "harmed", "uncertain"  # reasons beside which the estimate is told
 _CHANCE = 0.99  # of ln C: a loss above it is no better than that of C equally likely classes
 
 
@@ -33,20 +39,25 @@ class SparseVerdict:
 
     Attributes:
         answer: ``plausible``, ``not without loss`` or ``cannot tell``.
-        reason: why there is no answer, as a word: near_uniform, chance, control, few_samples, not_rerun,
-            not_finite, drops_nothing, fixed_mask, own_mask, not_measured; empty if there is one.
-        k: what the answer is about: the smallest k from which on the loss stays, the largest that was run if there
-            is none, or the smallest that keeps 95 % of the weight; None: none of these.
+        reason: why there is no answer, as a word: near_uniform, chance, control, few_samples, harmed, uncertain,
+            not_sparse, not_rerun, not_finite, drops_nothing, fixed_mask, own_mask, not_measured; empty if there is
+            one.
+        k: what the answer is about: the smallest k from which on the loss stays; if there is none, the largest
+            that was run (uncertain: of those at most half of the keys); or the smallest that keeps 95 % of the
+            weight; None: none of these.
         share: k in the keys of its queries, mean.
         mass: mean attention weight that k keeps of queries with more than k keys.
         queries: such queries.
         left_out: queries with at most k keys, of which nothing is dropped.
         measure: what changes: loss (nats per target), divergence (nats per position) or output_change (relative);
             empty without a rerun.
+        perplexity: whether the loss is that of the next token, so that e to its change is a factor of perplexity.
         change: its change at k, and its interval over samples.
         low: end of the interval.
         high: end of the interval.
         before: the loss without a mask.
+        harmed: the share of samples that change by more than HARM times the tolerance.
+        harmed_high: the largest share of inputs for which that is not excluded.
         tolerance: largest change that counts as none.
         samples: that were run.
     """
@@ -59,10 +70,13 @@ class SparseVerdict:
     queries: int = 0
     left_out: int = 0
     measure: str = ""
+    perplexity: bool = False
     change: float = math.nan
     low: float = math.nan
     high: float = math.nan
     before: float = math.nan
+    harmed: float = math.nan
+    harmed_high: float = math.nan
     tolerance: float = math.nan
     samples: int = 0
 
@@ -70,12 +84,13 @@ class SparseVerdict:
 def sparse_verdict(findings: Findings, model: str) -> SparseVerdict:
     """Judge whether a model would do with the k largest scores of each query.
 
-    Plausible: there is a k from which on, at every k that was run, the upper end of the change's interval is
-    within the tolerance, and it is at most half of the keys. Not without loss: there is none, or only a larger. No
-    answer: the loss is no better than chance; as many random keys do as little harm; there are fewer than 8
-    samples; the change that decides is no finite number; the attention is near uniform and no loss says that its
-    largest scores matter; the model was not run with masks, or with such as drop nothing; or its mask ranks no
-    scores.
+    Plausible: there is a k, at most half of the keys, from which on, at every k that was run, the upper end of the
+    change's interval is within the tolerance, and no more than 1 % of the inputs can change by more than ten times
+    the tolerance (at 95 %: it takes 299 samples). Not without loss: at the largest k that is at most half of the
+    keys the lower end is above the tolerance. No answer: neither of the two can be told from these samples; the
+    loss is no better than chance; as many random keys do as little harm; the change that decides is no finite
+    number; the attention is near uniform and no loss says that its largest scores matter; the model was not run
+    with masks, or with such as drop nothing; or its mask ranks no scores.
 
     Args:
         findings: with a sweep, and better with a rerun.
@@ -103,6 +118,7 @@ def sparse_verdict(findings: Findings, model: str) -> SparseVerdict:
         if not dropping:
             return SparseVerdict("cannot tell", "drops_nothing", k=int(top[0]["k"]))
         found = _judged(dropping, again, tolerance_of(findings, top[0]["measure"]))
+        found = replace(found, perplexity=found.measure == "loss" and next_token(findings, model))
     if found.k is not None and found.k in mass:
         queries, left_out = (int(pooled[name]["mass", found.k]) for name in ("queries", "undefined"))
         share = float(pooled["mean"].get(("share", found.k), math.nan))
@@ -119,6 +135,8 @@ def sparse_glance(findings: Findings) -> Glance:
     found = [findings(sparse_verdict, model) for model in findings.measurements.models["model"]]
     judged = [each for each in found if not each.reason]
     plausible = [each for each in judged if each.answer == "plausible"]
+    if len(found) == 1 and found[0].reason in ESTIMATED:
+        return Glance(Answer.OPEN, f"k = {found[0].k}", f"per query{keys_share(found[0])} {cost_words(found[0])}")
     if not judged:
         weighed = [each for each in found if each.reason == "not_rerun" and each.k is not None]
         if not weighed:
@@ -138,9 +156,8 @@ def sparse_glance(findings: Findings) -> Glance:
         (one,) = judged
         return Glance(
             answer, f"k = {one.k}",
-            f"per query ({one.share:.0%} of the keys) {_CHANGES[one.measure]} by {one.change:+.2g} (95 % interval "
-            f"{one.low:+.2g} to {one.high:+.2g}) and keeps {percent(one.mass)}% of the weight; tolerated: "
-            f"{one.tolerance:g}",
+            f"per query ({one.share:.0%} of the keys) {cost_words(one)} and keeps {percent(one.mass)}% of the "
+            "weight",
         )  # fmt: skip
     words = "that were run with masks need at most half of their keys"
     words += f" (k = {_range([each.k for each in plausible])})" if plausible else ""
@@ -148,42 +165,107 @@ def sparse_glance(findings: Findings) -> Glance:
     return Glance(answer, f"{len(plausible)} of {len(judged)} models", words)
 
 
+def keys_share(found: SparseVerdict) -> str:
+    """Return `` (48% of the keys)``, or nothing where that is not known."""
+    return f" ({found.share:.0%} of the keys)" if not math.isnan(found.share) else ""
+
+
+def cost_words(found: SparseVerdict) -> str:
+    """What a mask changes, with the interval: "changes perplexity by +1.4 % (95 % interval +0.1 to +2.7 %)".
+
+    Args:
+        found: with a change.
+    """
+    if found.perplexity and _DOUBLED < found.change < math.inf and math.isfinite(found.low):
+        low, change, high = (f"{math.exp(min(x, 700)):.3g}" for x in (found.low, found.change, found.high))
+        return f"multiplies perplexity by {change} (95 % interval {low} to {high})"
+    said = "changes perplexity by {}" if found.perplexity else _CHANGES[found.measure]
+    said = said.format(amount(found, found.change, True))
+    alike = max(abs(found.low), abs(found.high)) < ROUNDING
+    if not math.isfinite(found.low) or alike:
+        return f"{said} ({'all samples alike' if found.samples >= FEWEST else 'no interval'})"
+    return f"{said} (95 % interval {amount(found, found.low)} to {amount(found, found.high, found.perplexity)})"
+
+
+def limit_words(found: SparseVerdict, value: float) -> str:
+    """A limit in the unit of a verdict: "0.01 nats", "1 %".
+
+    Args:
+        found: whose unit.
+        value: in nats, or relative.
+    """
+    return amount(found, value, True).removeprefix("+")
+
+
+def amount(found: SparseVerdict, value: float, unit: bool = False) -> str:
+    """A change in the unit of a verdict.
+
+    Args:
+        found: whose unit.
+        value: in nats, or relative.
+        unit: whether to name it.
+    """
+    if not math.isfinite(value):
+        return "no finite number"
+    if found.measure == "output_change":
+        return f"{value:.1%}"
+    value = 0.0 if abs(value) < ROUNDING else value
+    if found.perplexity and value > _DOUBLED:
+        return f"× {math.exp(min(value, 700)):.3g}"
+    if found.perplexity:
+        return f"{100 * math.expm1(value):+.2g}{' %' * unit}"
+    return f"{value:+.3g}{' nats' * unit}"
+
+
 def _range(ks: "list[int | None]") -> str:
     low, high = min(filter(None, ks)), max(filter(None, ks))
     return f"{low}" if low == high else f"{low}–{high}"
 
 
-def tolerance_of(findings: Findings, measure: str) -> float:
-    """The largest change of a measure that counts as none: as was asked, else its default.
+def next_token(findings: Findings, model: str) -> bool:
+    """Whether a causal model has several targets in a sample: its next tokens.
 
     Args:
-        findings: of any number of models.
-        measure: loss, divergence or output_change.
+        findings: with a rerun.
+        model: its path.
     """
-    return float(findings.measurements.provenance.get("tolerance") or TOLERANCES[measure])
+    measurements = findings.measurements
+    facts = measurements.models.set_index("model").loc[model]
+    own = measurements.rerun[measurements.rerun["model"] == model]
+    return bool(facts["attention"] == "causal" and own["targets"].max() > 1)
 
 
 def _judged(top: list[dict[str, Any]], again: pd.DataFrame, limit: float) -> SparseVerdict:
     """From the reruns alone, k in rising order."""
     measure = top[0]["measure"]
-    at = len(top)
-    while at and top[at - 1]["high"] <= limit:
-        at -= 1
-    row, stays = top[min(at, len(top) - 1)], at < len(top)
-    answer, reason = ("plausible" if stays and row["share"] <= MOST_KEYS else "not without loss"), ""
+    stays = _from(top, lambda row: within(row, limit))
+    safe = _from(top, lambda row: within(row, limit) and row["harmed_high"] <= MOST_HARMED)
+    sparse = [row for row in top if row["share"] <= MOST_KEYS]
+    if safe is not None and safe["share"] <= MOST_KEYS:
+        row, answer, reason = safe, "plausible", ""
+    elif stays is not None and stays["share"] <= MOST_KEYS:
+        row, answer = stays, "cannot tell"
+        reason = "few_samples" if stays["samples"] < LEAST_SAMPLES else "harmed"
+    else:
+        last = sparse[-1] if sparse else top[-1]
+        row, answer, reason = stays or top[-1], "not without loss", ""
+        if stays and not sparse:
+            answer, reason = "cannot tell", "not_sparse"
+        elif not all(math.isfinite(each["change"]) for each in (*sparse[-1:], top[-1])):
+            row, answer = next(r for r in (top[-1], last) if not math.isfinite(r["change"])), "cannot tell"
+            reason = "not_finite"
+        elif not costs(last, limit):
+            row, answer, reason = last, "cannot tell", "uncertain"
     control = again[(again["mask"] == RANDOM) & (again["k"] == row["k"])]
     classes = int(row["classes"])
-    if row["samples"] < LEAST_SAMPLES:
-        reason = "few_samples"
-    elif measure == "loss" and classes > 1 and _CHANCE * math.log(classes) <= row["before"] < math.inf:
-        reason = "chance"
-    elif stays and len(control) and control["high"].iloc[0] <= limit:
-        reason = "control"
-    elif answer != "plausible" and at and not math.isfinite(top[at - 1]["high"]):
-        row, reason = top[at - 1], "not_finite"
-    numbers: dict[str, Any] = {name: float(row[name]) for name in ("change", "low", "high", "before")}
+    if measure == "loss" and classes > 1 and _CHANCE * math.log(classes) <= row["before"] < math.inf:
+        answer, reason = "cannot tell", "chance"
+    elif answer != "not without loss" and len(control) and within(control.iloc[0], limit):
+        answer, reason = "cannot tell", "control"
+    names = "change", "low", "high", "before", "harmed", "harmed_high"
+    numbers: dict[str, Any] = {name: float(row[name]) for name in names}
     return SparseVerdict(
-        "cannot tell" if reason else answer,
+        answer,
         reason,
         int(row["k"]),
         measure=measure,
@@ -191,3 +273,27 @@ def _judged(top: list[dict[str, Any]], again: pd.DataFrame, limit: float) -> Spa
         samples=int(row["samples"]),
         **numbers,
     )
+
+
+def _from(top: list[dict[str, Any]], holds: Callable[[dict[str, Any]], bool]) -> dict[str, Any] | None:
+    """The row of the smallest k from which on all hold; None: the largest does not."""
+    found = None
+    for row in reversed(top):
+        if not holds(row):
+            break
+        found = row
+    return found
+
+
+def samples_needed(found: SparseVerdict) -> int | None:
+    """About how many samples would tell whether a change is within the tolerance; None: nobody knows.
+
+    n · (half of the interval's width / distance from the tolerance)², and at least LEAST_SAMPLES.
+
+    Args:
+        found: a verdict that leaves it open.
+    """
+    half, distance = (found.high - found.low) / 2, abs(found.tolerance - found.change)
+    if not (half > 0 and distance > 0):
+        return LEAST_SAMPLES if math.isnan(half) else None
+    return max(LEAST_SAMPLES, math.ceil(found.samples * (half / distance) ** 2))

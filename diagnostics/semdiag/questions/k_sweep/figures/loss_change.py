@@ -17,12 +17,12 @@ from semdiag.presenting.drawing.style import (
     paper_style,
     plain_numbers,
 )
-from semdiag.questions.k_sweep.answer.rerun import change_table
-from semdiag.questions.k_sweep.answer.sparse_verdict import MASS, tolerance_of
+from semdiag.questions.k_sweep.answer.rerun import change_table, tolerance_of
+from semdiag.questions.k_sweep.answer.sparse_verdict import MASS
 
 _FEW = 3  # models, above which the lines of their controls would hide the others
 _LINES = ("-", (0, (5, 2)), (0, (1, 1)), (0, (5, 1, 1, 1)))
-_TITLES = {
+TITLES = {
     "loss": "change of the loss (nats)",
     "divergence": "change of the output distribution (KL, nats)",
     "output_change": "change of the outputs (relative)",
@@ -38,8 +38,7 @@ def loss_change(findings: Findings) -> Figure:
 
     Returns:
         A panel per measure of change (loss, divergence, outputs) with a line and a 95 % interval per model, the
-        control with as many random keys, the change if it were proportional to the weight dropped, and the
-        tolerance; then a panel with the attention weight kept.
+        control with as many random keys, and the tolerance; then a panel with the attention weight kept.
 
     Raises:
         NothingToDrawError: if no model was run with masks.
@@ -53,7 +52,7 @@ def loss_change(findings: Findings) -> Figure:
         for model, label in short_labels(findings.measurements.models).items()
         if model in set(again["model"])
     }
-    measures = [name for name in _TITLES if name in set(again["measure"])]
+    measures = [name for name in TITLES if name in set(again["measure"])]
     figure, axes = panel_grid(len(measures) + 1, height=3.0, sharey=False)
     colors = dict(zip(labels, palette(len(labels)), strict=True))
     for place, (model, label) in enumerate(labels.items()):
@@ -65,12 +64,11 @@ def loss_change(findings: Findings) -> Figure:
         if len(labels) <= _FEW:
             random = own[own["mask"] == "random"]
             ax.plot(random["k"], random["change"], color=color, linestyle=":", linewidth=1.0)
-            ax.plot(top["k"], top["by_mass"], color=color, linestyle="--", linewidth=0.8, alpha=0.7)
         axes[-1].plot(top["k"], top["mass"], color=color, linestyle=line, marker=".")
     for ax, measure in zip(axes, measures, strict=False):
         tolerance = tolerance_of(findings, measure)
-        _change_axis(ax, tolerance, again[again["measure"] == measure])
-        ax.set_title(_TITLES[measure])
+        change_axis(ax, tolerance, again[again["measure"] == measure])
+        ax.set_title(TITLES[measure])
     axes[-1].set_title("attention weight kept")
     axes[-1].axhline(MASS, color=FAINT, linestyle="--", linewidth=0.9, label=f"{MASS:.0%}")
     axes[-1].set_ylim(0, 1.03)
@@ -82,11 +80,7 @@ def loss_change(findings: Findings) -> Figure:
     drawn = [ax for ax in axes if np.isfinite(ax.dataLim.minposx)]
     for ax in axes if drawn else ():  # masks that drop nothing have no weight, and changes may be no numbers
         ax.set_xlim(drawn[0].get_xlim())
-    controls = (
-        " Dotted: as many random keys; thin dashes: what the change would be if it followed the weight dropped."
-        if len(labels) <= _FEW
-        else ""
-    )
+    controls = " Dotted: as many random keys." if len(labels) <= _FEW else ""
     return finished(
         figure,
         "Bands: 95 % intervals over samples. Horizontal line: the largest change that counts as none; the axis "
@@ -94,10 +88,16 @@ def loss_change(findings: Findings) -> Figure:
     )
 
 
-def _change_axis(ax: Axes, tolerance: float, rows: pd.DataFrame) -> None:
-    """Linear up to the tolerance, logarithmic beyond; the tolerance as a line."""
+def change_axis(ax: Axes, tolerance: float, rows: pd.DataFrame) -> None:
+    """Make an axis linear up to the tolerance and logarithmic beyond, with the tolerance as a line.
+
+    Args:
+        ax: of changes.
+        tolerance: largest change that counts as none.
+        rows: what is drawn: change, low and high.
+    """
     low = np.nanmin(rows[["low", "change"]].to_numpy(), initial=0.0)  # of changes that are numbers, if any is
-    high = np.nanmax(rows[["high", "change", "by_mass"]].to_numpy(), initial=0.0)
+    high = np.nanmax(rows[["high", "change"]].to_numpy(), initial=0.0)
     ax.set_yscale("symlog", linthresh=tolerance, linscale=0.6)
     ticks = [tolerance * 10.0**n for n in range(8) if tolerance * 10.0**n <= 2 * high]
     below = [-tick for tick in ticks if tick <= -2 * low]

@@ -19,7 +19,6 @@ from semdiag.questions.k_sweep.measure.key_budgets import (
     rules,
 )
 from semdiag.questions.k_sweep.measure.rerun import (
-    LEAST_SAMPLES,
     NO_MASK,
     TOLERANCES,
     measure_of,
@@ -29,6 +28,7 @@ from semdiag.questions.k_sweep.measure.rerun import (
 from semdiag_models import InputError
 
 _MOST_RUNS = 200  # while a budget is looked for
+_LEAST_HALF = 8  # samples of a half, below which a mean says nothing
 
 
 def halves(batches: Sequence[Batch]) -> tuple[list[Batch], list[Batch]]:
@@ -44,10 +44,10 @@ def halves(batches: Sequence[Batch]) -> tuple[list[Batch], list[Batch]]:
     first = list(first_samples(batches, (samples + 1) // 2))
     second = without_first(batches, sum(map(samples_of, first)))
     fewest = min(sum(map(samples_of, half)) for half in (first, second))
-    if fewest < LEAST_SAMPLES:
+    if fewest < _LEAST_HALF:
         raise InputError(
             "Budgets are chosen on one half of the samples and run on the other, each of at least "
-            f"{LEAST_SAMPLES}. Of {samples} samples one half has {fewest}: give more, or leave out --budget."
+            f"{_LEAST_HALF}. Of {samples} samples one half has {fewest}: give more, or leave out --budget."
         )
     return first, second
 

@@ -10,7 +10,8 @@ import torch
 from numpy.typing import NDArray
 
 from semdiag.capturing.attention_call import AttentionCall
-from semdiag.capturing.kept_keys import TopK, allowed_keys, block_scores
+from semdiag.capturing.kept_keys import allowed_keys, block_scores
+from semdiag.capturing.mask_rules import TopK
 from semdiag.measuring.table import Table
 
 BUDGET_TABLE = Table(

@@ -1,5 +1,6 @@
 """Within one model, for every k at once: what its scores would be if each query kept its k largest ones."""
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from semdiag.capturing.attention_kinds import SCORED
-from semdiag.capturing.batches import Batch, samples_of, split
+from semdiag.capturing.batches import Batch, first_samples, samples_of, split
 from semdiag.capturing.loading import LoadedModel
 from semdiag.measuring.calls.call_lengths import longest_call
 from semdiag.measuring.calls.query_draws import QueryDraws
@@ -19,7 +20,8 @@ from semdiag.measuring.probe import Probe, Subject, plan_of
 from semdiag.measuring.table import ALL, Table
 from semdiag.questions.k_sweep.measure.budget_search import halves, search
 from semdiag.questions.k_sweep.measure.key_budgets import BUDGET_TABLE
-from semdiag.questions.k_sweep.measure.rerun import NO_MASK, RERUN_TABLE, TOP_K, masks_of, rerun, rerun_ks
+from semdiag.questions.k_sweep.measure.kinds import EXTERNAL_KINDS, OWN_KINDS, TOP_K, check_kinds, masks_of
+from semdiag.questions.k_sweep.measure.rerun import NO_MASK, RERUN_TABLE, few_ks, rerun, rerun_ks
 from semdiag.questions.k_sweep.measure.top_scores import TopScores
 from semdiag_models import InputError
 
@@ -65,7 +67,9 @@ class KSweepPlan:
     rerun: bool = False  # whether the model is run with real masks
     tolerance: float | None = None  # change of the loss that is still no loss; None: see TOLERANCES
     budget: bool = False  # whether budgets by layer and head are looked for; takes reruns
-    ks: tuple[int, ...] = ()  # of the reruns; none named: up to max_k in growing steps
+    ks: tuple[int, ...] = ()  # of the reruns; none named: up to max_k in growing steps; of any model a few
+    kinds: tuple[str, ...] = ()  # of sparse attention; none named: top-k and random; of any model some more
+    seconds: float | None = None  # without rerun: models from elsewhere are run on what fits in so much time
 
     def __post_init__(self) -> None:
         if self.max_k is not None and self.max_k < 1:
@@ -74,6 +78,7 @@ class KSweepPlan:
             raise InputError(f"The tolerated change must be above 0. Got {self.tolerance}.")
         if any(k < 1 for k in self.ks):
             raise InputError(f"k must be at least 1. Got k={min(self.ks)}.")
+        check_kinds(self.kinds)
         if self.budget and not self.rerun:
             raise InputError("Budgets are tested by running the model: they take --rerun.")
 
@@ -138,6 +143,8 @@ def k_sweep_tables(
     queries: int | None = None,
     seed: int = 0,
     remark: Callable[[str, str], None] = lambda text, code: None,
+    after_batch: Callable[[int], None] = lambda samples: None,
+    expect: Callable[[int], None] = lambda steps: None,
 ) -> dict[str, pd.DataFrame]:
     """All tables of a k-sweep; model, tokens, labels and plan as of :func:`k_sweep`.
 
@@ -154,6 +161,8 @@ def k_sweep_tables(
             every query is looked at. Extremes and loads are then those of the drawn queries; budgets look at all.
         seed: of the draws, and of the random control of reruns.
         remark: called with what is to be known of a rerun, as of :func:`~.rerun.rerun`, and of the draws.
+        after_batch: called with the number of samples after each forward pass over a batch.
+        expect: called with the number of samples of all forward passes, when it is known.
 
     Returns:
         ``sweep``; ``sweep_estimates``, empty unless queries were drawn; ``rerun`` and ``budgets``, empty unless
@@ -177,16 +186,32 @@ def k_sweep_tables(
     draws = QueryDraws(queries, seed)
     draws.expect(lengths[0])
     collected = TopScores(largest, draws, min_keys, own_keys=plan.rerun)
+    started = time.perf_counter()
     with running(loaded, collected.add, device, dtype) as run:
         for batch in batches:
             collected.samples.start(samples_of(batch))
             run(batch)
+            after_batch(samples_of(batch))
+    seconds = time.perf_counter() - started
     for said in draws.said:
         remark(f"k-sweep: {said}", "k-sweep-queries-drawn")
     rows = list(collected.rows())
-    if plan.rerun:
-        ks = plan.ks or rerun_ks(min(largest, max(1, collected.most_keys - 1)))
-        again = rerun(loaded, batches, labels, masks_of(ks, seed), device, dtype, remark)
+    if plan.rerun or (plan.seconds and loaded.external):
+        most = max(1, collected.most_keys - 1)
+        few = loaded.external and plan.max_k is None
+        ks = plan.ks or (few_ks(most + 1) if few else rerun_ks(min(largest, most)))
+        kinds = plan.kinds or (EXTERNAL_KINDS if loaded.external else OWN_KINDS)
+        optional = () if plan.kinds else EXTERNAL_KINDS[1:]
+        masks = masks_of(ks, seed, kinds)
+        few_batches = batches if plan.rerun else _fitting(batches, seconds, len(masks), plan.seconds or 0, remark)
+        expect(sum(map(samples_of, batches)) + (1 + len(masks)) * sum(map(samples_of, few_batches)))
+        try:
+            again = rerun(loaded, few_batches, labels, masks, device, dtype, remark, optional, after_batch)
+        except InputError as error:
+            if plan.rerun:
+                raise
+            remark(f"not run with masks: {error}", "not-run-with-masks")
+            again = RERUN_TABLE.empty()
         found["rerun"] = again
         rows += _said(again)
     if plan.budget:
@@ -197,6 +222,29 @@ def k_sweep_tables(
         found["sweep_estimates"] = SWEEP_ESTIMATES.of_rows(estimates)
     found["sweep"] = K_SWEEP_TABLE.of_rows({"model": loaded.path, **row} for row in rows)
     return found
+
+
+def _fitting(
+    batches: list[Batch], seconds: float, masks: int, limit: float, remark: Callable[[str, str], None]
+) -> list[Batch]:
+    """The first samples with which a model can be run under so many masks in about so many seconds.
+
+    Args:
+        batches: all.
+        seconds: that one pass over all of them took.
+        masks: how many.
+        limit: seconds.
+        remark: told of what is left out.
+    """
+    whole = sum(map(samples_of, batches))
+    samples = max(1, int(limit / (seconds / whole * (masks + 1))))
+    if samples >= whole:
+        return batches
+    remark(
+        f"run with masks on the first {samples} of {whole} samples, as many as fit in about {limit / 60:g} min",
+        "rerun-samples",
+    )
+    return list(first_samples(batches, samples))
 
 
 def _said(again: pd.DataFrame) -> Iterator[dict[str, Any]]:
@@ -229,6 +277,7 @@ def _measure(subject: Subject, plan: KSweepPlan, prepared: int | None) -> Mappin
     inputs, labels = subject.first
     how: dict[str, Any] = {"batch_size": subject.batch_size, "device": subject.device, "dtype": subject.dtype}
     how |= {"min_keys": prepared or 1, "queries": subject.queries, "seed": subject.seed, "remark": subject.remark}
+    how |= {"after_batch": subject.after_point, "expect": subject.expect}
     return k_sweep_tables(subject.model, inputs, labels, plan, **how)
 
 
@@ -244,5 +293,5 @@ K_SWEEP = Probe(
     prepare=lambda plan, conditions: conditions.min_keys,
     provenance=_provenance,
     draws=True,
-    reported=lambda options: KSweepPlan(),
+    reported=lambda options: KSweepPlan(seconds=options.rerun_seconds),
 )

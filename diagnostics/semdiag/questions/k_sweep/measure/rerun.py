@@ -12,8 +12,8 @@ from torch import Tensor
 from semdiag.capturing import batches as batching
 from semdiag.capturing.attention_calls import AttentionCall
 from semdiag.capturing.batches import Batch
-from semdiag.capturing.kept_keys import Keep, RandomK, TopK
 from semdiag.capturing.loading import LoadedModel
+from semdiag.capturing.mask_rules import Keep
 from semdiag.capturing.sparsify import sparsify
 from semdiag.mathematics.predicted_classes import predicted_classes
 from semdiag.measuring.calls.random_numbers import DRAWS, RandomNumbers
@@ -26,8 +26,9 @@ from semdiag_models import InputError
 RERUN_TABLE = Table(
     "rerun",
     (
-        "One row per mask, k and sample of a model that was run with it. mask: none, topk, random (of the same "
-        "size), or a budget's name (k = -1). Sums over the sample's targets (loss, nats; correct) and over its "
+        "One row per mask, k and sample of a model that was run with it. mask: none, a kind of sparse attention, "
+        "or a budget's name (k = -1). kept of keys: over all queries, heads and layers of its batch, a sample's "
+        "part (NaN without a mask). Sums over the sample's targets (loss, nats; correct) and over its "
         "positions with a distribution (predictions, changed; divergence KL(without mask || with it), nats); "
         "output_change: norm of the change of its outputs relative to their norm, +inf where that is no number, "
         "NaN where the sample has no position."
@@ -38,14 +39,16 @@ RERUN_TABLE = Table(
         "k": "int64",
         "sample": "int32",
         **dict.fromkeys(("targets", "correct", "predictions", "changed", "classes"), "int64"),
-        **dict.fromkeys(("loss", "divergence", "output_change"), "float64"),
+        **dict.fromkeys(("loss", "divergence", "output_change", "kept", "keys"), "float64"),
     },
 )
-NO_MASK, TOP_K, RANDOM = "none", "topk", "random"
+NO_MASK = "none"
 # Up to which mean change a mask does no harm: of the loss and of the divergence 0.01 nats (1 % of a perplexity);
 # where nothing but outputs is known, 5 % of their norm.
 TOLERANCES = {"loss": 0.01, "divergence": 0.01, "output_change": 0.05}
-LEAST_SAMPLES = 8  # below, an interval over samples says nothing
+HARM = 10  # times the tolerance: a sample that changes by more is harmed
+MOST_HARMED = 0.01  # share of the inputs that may be, where a mask is said to do
+LEAST_SAMPLES = 299  # of fewer, if none is harmed, a share above this cannot be excluded: 0.99^299 ≤ 0.05
 Masks = Sequence[tuple[str, int, Keep]]
 
 
@@ -63,14 +66,17 @@ def rerun_ks(largest: int) -> list[int]:
     return [*(k for k in steps if k < largest), largest]
 
 
-def masks_of(ks: Sequence[int], seed: int) -> list[tuple[str, int, Keep]]:
-    """Top-k and, as a control, as many random keys.
+def few_ks(keys: int) -> list[int]:
+    """Which k any model is run again with: powers of 2 from a sixteenth to half of its keys.
 
     Args:
-        ks: numbers of keys.
-        seed: of the control.
+        keys: of a query, the most.
+
+    Example:
+        >>> few_ks(128), few_ks(3)
+        ([8, 16, 32, 64], [1])
     """
-    return [(TOP_K, k, TopK(k)) for k in ks] + [(RANDOM, k, RandomK(k, seed)) for k in ks]
+    return [2**n for n in range(31) if keys / 16 <= 2**n <= keys / 2] or [1]
 
 
 def measure_of(again: pd.DataFrame) -> str:
@@ -125,6 +131,8 @@ def rerun(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
     remark: Callable[[str, str], None] = lambda text, code: None,
+    optional: Sequence[str] = (),
+    after_batch: Callable[[int], None] = lambda samples: None,
 ) -> pd.DataFrame:
     """Run a model without a mask and with each of several, in evaluation mode and without gradients.
 
@@ -138,6 +146,8 @@ def rerun(
         device: where to run; None: where the model is.
         dtype: of the model; None: its own.
         remark: called with what is to be known of how its outputs are compared, and a code.
+        optional: names of masks that are left out, with a remark, where the model does not take them.
+        after_batch: called with the number of samples after each forward pass over a batch.
 
     Returns:
         The table ``rerun``; its first rows are those without a mask.
@@ -147,15 +157,19 @@ def rerun(
             unknown kind.
     """
     rows: list[dict[str, Any]] = []
+    refused: dict[str, str] = {}
     with in_evaluation(loaded, device, dtype) as (module, place, kind):
 
         def run(batch: Batch) -> Any:
             numbers.again()
             return batching.call(module, batch)
 
-        def masked(batch: Batch, keep: Keep) -> Any:
-            with sparsify(module, keep):
-                return run(batch)
+        def masked(batch: Batch, keep: Keep) -> tuple[Any, dict[str, float]]:
+            with sparsify(module, keep) as mask:
+                output = run(batch)
+            kept, keys = mask.totals
+            samples = batching.samples_of(batch)
+            return output, {"kept": kept / samples, "keys": keys / samples}
 
         first, reader, drew, padded = 0, None, False, False
         for given in batches:
@@ -168,8 +182,21 @@ def rerun(
                 padded = padded or (new and _counts_padding(replace(loaded, module=module), batch, before.counted))
                 drew = drew or numbers.drawn
                 rows += _rows(NO_MASK, 0, first, before, before)
+                after_batch(size)
                 for name, k, keep in masks:
-                    rows += _rows(name, k, first, before, reader.read(masked(batch, keep), batch, own))
+                    if name in refused:
+                        continue
+                    try:
+                        output, counts = masked(batch, keep)
+                    except InputError as error:
+                        if name not in optional:
+                            raise
+                        refused[name] = str(error)
+                        rows = [row for row in rows if row["mask"] != name]
+                        continue
+                    after = reader.read(output, batch, own)
+                    after_batch(size)
+                    rows += [{**row, **counts} for row in _rows(name, k, first, before, after)]
             except InputError:
                 raise
             except Exception as error:  # whatever the model raises
@@ -183,6 +210,8 @@ def rerun(
             "outputs at padding count in its changes: its modules know it, and no mask among its inputs says it",
             "padding-compared",
         )
+    for name, why in refused.items():
+        remark(f"{name} was not run: {why}", "kind-not-run")
     if drew:
         remark(f"{DRAWS}: every run of a batch, with a mask or without, draws the same", "random-forward")
     if reader and reader.others:
@@ -232,7 +261,8 @@ def _rows(mask: str, k: int, first: int, before: Answers, after: Answers) -> Ite
     listed = {name: x.tolist() for name, x in values.items()}
     for at in range(len(counted)):
         row = {name: x[at] for name, x in listed.items()}
-        yield {"mask": mask, "k": k, "sample": first + at, "classes": classes, **row}
+        place = {"mask": mask, "k": k, "sample": first + at, "classes": classes}
+        yield {**place, "kept": math.nan, "keys": math.nan, **row}
 
 
 def _output_change(before: Answers, after: Answers) -> Tensor:

@@ -1,0 +1,71 @@
+"""Kinds of sparse attention side by side: what each changed, against the share of the keys that it keeps."""
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from semdiag.measuring.findings.findings import Findings
+from semdiag.presenting.drawing.panels import NothingToDrawError, short_labels
+from semdiag.presenting.drawing.style import INK, finished, palette, panel_grid, paper_style, plain_numbers
+from semdiag.questions.k_sweep.answer.rerun import change_table, tolerance_of
+from semdiag.questions.k_sweep.answer.sparse_verdict import next_token
+from semdiag.questions.k_sweep.figures.loss_change import TITLES, change_axis
+from semdiag.questions.k_sweep.measure.kinds import KINDS, RANDOM, TOP_K
+
+
+@paper_style
+def kinds_of_masks(findings: Findings) -> Figure:
+    """Draw what each kind of sparse attention changed against the share of the keys that it keeps.
+
+    Args:
+        findings: with reruns.
+
+    Returns:
+        A panel per model with a line and 95 % intervals per kind, and the tolerance. Of next tokens the change is
+        a factor of perplexity on a logarithmic axis.
+
+    Raises:
+        NothingToDrawError: if no model was run with other kinds than top-k and random keys.
+    """
+    again = findings(change_table)
+    again = again[again["mask"].isin(KINDS)] if len(again) else again
+    several = [m for m, own in again.groupby("model", sort=False) if set(own["mask"]) - {TOP_K, RANDOM}]
+    if not several:
+        raise NothingToDrawError("Only top-k was run. For others: semdiag k-sweep MODEL --rerun --kinds.")
+    labels = short_labels(findings.measurements.models)
+    figure, axes = panel_grid(len(several), height=3.6, sharey=False)
+    colors = dict(zip(KINDS, palette(len(KINDS)), strict=True))
+    for ax, model in zip(axes, several, strict=True):
+        own = again[again["model"] == model].sort_values("kept").replace([np.inf, -np.inf], np.nan)
+        factor = own["measure"].iloc[0] == "loss" and next_token(findings, str(model))
+        for kind in (kind for kind in KINDS if kind in set(own["mask"])):
+            _line(ax, own[own["mask"] == kind], kind, colors[kind], factor)
+        tolerance = tolerance_of(findings, str(own["measure"].iloc[0]))
+        if factor:
+            ax.set_yscale("log")
+            ax.axhline(np.exp(tolerance), color=INK, linestyle="--", linewidth=0.9)
+            ax.set_ylabel("perplexity, as a multiple")
+            plain_numbers(ax.yaxis)
+        else:
+            change_axis(ax, tolerance, own)
+            ax.set_ylabel(TITLES[str(own["measure"].iloc[0])])
+        ax.set_xlabel("share of the keys kept")
+        ax.xaxis.set_major_formatter("{x:.0%}")
+        ax.set_title(labels[str(model)])
+        ax.legend(fontsize=8, frameon=False)
+    return finished(
+        figure,
+        "Bars: 95 % intervals over samples. Dashed: the largest change that counts as none. Shares are over all "
+        "queries, those with few keys included.",
+    )
+
+
+def _line(ax: Axes, rows: pd.DataFrame, kind: str, color: str, factor: bool) -> None:
+    """One kind: a point per k, with its interval."""
+    change, low, high = (rows[name].to_numpy(float) for name in ("change", "low", "high"))
+    if factor:
+        change, low, high = (np.exp(np.minimum(x, 50)) for x in (change, low, high))
+    ax.vlines(rows["kept"], low, high, color=color, linewidth=1.0, alpha=0.6)
+    line = ":" if kind == RANDOM else "-"
+    ax.plot(rows["kept"], change, color=color, marker=".", label=kind, linestyle=line)
