@@ -125,12 +125,14 @@ def _holds(factor, weights):
 def described(scores, allowed=None):
     """Softmax rows as numbers: probabilities (rows, keys), how many keys are allowed, the range of their scores.
 
-    Rows without keys are left out. Without ``allowed``, scores that are -inf, -1e36 or less, or below the best of
-    the row by 8,999 and more with nothing between them and half of that, are forbidden.
+    Rows without keys are left out. Without ``allowed``, scores that are -inf, -1e36 or less where others are
+    above, or below the best of the row by 8,999 and more with nothing between them and half of that, are
+    forbidden.
     """
     z = scores.double().reshape(-1, scores.shape[-1])
     if allowed is None:
-        z = z.masked_fill(z <= max(-1e36, torch.finfo(scores.dtype).min / 2), -torch.inf)
+        lowest = max(-1e36, torch.finfo(scores.dtype).min / 2)
+        z = z.masked_fill((z <= lowest) & (z.amax(-1, keepdim=True) > lowest), -torch.inf)
         below = (z - z.amax(-1, keepdim=True)).nan_to_num(nan=0.0, neginf=0.0)
         steep = below <= -8_999
         gap = below.masked_fill(~steep, -torch.inf).amax(-1, keepdim=True) / 2
@@ -150,6 +152,7 @@ def agrees(call, truth, tolerance=1e-5):
         truth: of a softmax or a fused attention.
         tolerance: on probabilities; relative to 1 + its size on the range of the scores.
     """
+    call = call.averaged()
     scores, allowed = call.scores(torch.float64), call.part().allowed
     allowed = torch.ones(scores.shape, dtype=torch.bool) if allowed is None else allowed.expand(scores.shape)
     if call.sinks is None:

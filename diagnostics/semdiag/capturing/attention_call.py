@@ -46,6 +46,9 @@ class AttentionCall:
         forbidding: the finite constant by which the model forbids keys, as -10,000; None if it is -inf or the
             dtype's lowest number, or nothing is forbidden.
         dropout: probability with which weights were dropped; above 0, ``mixed`` is not the formula's.
+        fully_masked: bool, broadcastable to (B, H, Lq, Lk): where finite constants forbid a query every key, those
+            with the largest, to which the model attends all the same. ``allowed`` leaves such a query no key, and
+            :meth:`averaged` gives it these. None means there is none.
     """
 
     module: str
@@ -68,6 +71,7 @@ class AttentionCall:
     mechanism: str = "hook"
     dropout: float = 0.0
     forbidding: float | None = None
+    fully_masked: Tensor | None = None
 
     @property
     def counted(self) -> Tensor:
@@ -102,9 +106,16 @@ class AttentionCall:
             selected=part_of(self.selected, samples, queries),
             mixed=self.mixed[:, :, queries][samples],
             bias=part_of(self.bias, samples, queries),
+            fully_masked=part_of(self.fully_masked, samples, queries),
             causal=False,
             first_query=0,
         )
+
+    def averaged(self) -> Self:
+        """The call with the keys that fully masked queries that count attend to: see ``fully_masked``."""
+        if self.fully_masked is None or self.allowed is None:
+            return self
+        return replace(self, allowed=self.allowed | (self.fully_masked & self.counted[..., None]))
 
     def scores(self, dtype: torch.dtype) -> Tensor:
         """The scores z, nats, of forbidden keys too: take a part of a large call.

@@ -136,11 +136,31 @@ def padded_end(call: AttentionCall) -> str | None:
     return places[0]
 
 
+def padded_by_own_mask(call: AttentionCall) -> Tensor | None:
+    """Which fully masked queries are padding: those of which no other query sees the key.
+
+    Args:
+        call: of an attention to its own tokens.
+
+    Returns:
+        (B, Lq) bool, false where a query is such padding; None where none is, or a sample has no other query.
+    """
+    full, (batch, _, length, _) = call.fully_masked, call.q.shape
+    if full is None or call.allowed is None or call.first_query + length > call.k.shape[2]:
+        return None
+    rows = full.any(-1).all(1).expand(batch, length)
+    seen = call.part().allowed.any(1).any(1).expand(batch, -1)  # type: ignore[union-attr]
+    own = slice(call.first_query, call.first_query + length)
+    real = ~rows | seen[:, own]
+    return real if not bool(real.all()) and bool(real.any(1).all()) else None
+
+
 def real_by_own_mask(call: AttentionCall) -> Tensor | None:
     """Which queries attend as real tokens do, of an attention to its own tokens of which the mask alone is known.
 
     A padded query does not see itself, or sees everything because nothing was left to it, while no other query
-    that does not see everything sees it. Where all queries of each sample see the same keys, these are real.
+    that does not see everything sees it. One to which finite constants forbid every key is
+    real if another sees it. Where all queries of each sample see the same keys, these are real.
 
     Args:
         call: of as many tokens as keys.
@@ -159,4 +179,6 @@ def real_by_own_mask(call: AttentionCall) -> Tensor | None:
         everything &= everything.sum(1, keepdim=True) > 1  # one alone: the last query of a causal attention
         by_others = (seen & ~everything[:, :, None])[:, :, place].any(1)
         real &= ~everything | by_others
+    if call.fully_masked is not None:  # no key is left to these by the mask: others may see theirs
+        real |= call.fully_masked.any(-1).all(1) & seen.any(1)[:, place]
     return real if bool(real.any(1).all()) else None

@@ -19,6 +19,7 @@ from semdiag.capturing.padded_queries import (
     none_without_keys,
     own_part,
     own_part_of_folded,
+    padded_by_own_mask,
     padded_end,
     real_by_own_mask,
     true_of_keys,
@@ -26,6 +27,13 @@ from semdiag.capturing.padded_queries import (
 from semdiag.capturing.token_masks import TokenMasks, readings, takes_masks, token_masks
 
 NOT_APPLIED, NOT_APPLIED_CODE = "real is not applied here", "real-not-applied"  # a remark's beginning, and code
+OWN_KEY = (
+    "queries to which every key is forbidden, and whose own key is forbidden to all others, are taken for padding"
+)
+AVERAGED = (
+    "a finite constant forbids every key to some queries that are no padding: the model attends to all these keys "
+    "alike, and so it is measured"
+)
 
 
 class Padding:
@@ -132,9 +140,15 @@ class Padding:
             return call
         else:
             queries, remark = self.queries(call)
+            if queries is None and remark is None:
+                queries = padded_by_own_mask(call)
+                remark = None if queries is None else OWN_KEY
+        call = replace(call, queries=queries)
         if remark is not None:
             audit.remarks[Remark(call.module, remark, code)] += 1
-        return replace(call, queries=queries)
+        if _averages(call):
+            audit.remarks[Remark(call.module, AVERAGED, "fully-masked")] += 1
+        return call.averaged()
 
     def _of_the_user(self, given: Tensor, call: AttentionCall) -> tuple[Tensor | None, str | None]:
         """As :meth:`queries`, by the mask that the user gave."""
@@ -205,6 +219,12 @@ class Padding:
                     "own queries count all the same; say which tokens are real with real="
                 )
         return None, remark
+
+
+def _averages(call: AttentionCall) -> bool:
+    """Whether a query that counts is fully masked."""
+    full = call.fully_masked
+    return full is not None and bool((full.any(-1) & call.counted).any())
 
 
 def _of_queries(

@@ -332,19 +332,19 @@ def _remarks(call: AttentionCall, given: tuple[int, ...]) -> Iterator[str]:
         yield f"a mask of {call.forbidding:.3g} instead of -inf: the keys that it is given to count as forbidden"
     if call.bias is None:
         return
-    if bool((call.bias <= _STEEP).any()):
-        yield f"a term of down to {float(call.bias.min()):.3g} counts as a bias on the scores, not as a mask"
-    elif _masks_faintly(call):
+    alike = call.bias == call.bias[..., :1]  # the same for all keys of a query: it changes no softmax
+    bias = call.bias.masked_fill(alike.all(-1, keepdim=True), 0)
+    if bool((bias <= _STEEP).any()):
+        yield f"a term of down to {float(bias.min()):.3g} counts as a bias on the scores, not as a mask"
+    elif bool(call.q.any()) and _masks_faintly(bias):  # without queries, the bias is the scores
         yield (
-            f"a term of down to {float(call.bias.min()):.3g} counts as a bias on the scores: if it is meant as a "
+            f"a term of down to {float(bias.min()):.3g} counts as a bias on the scores: if it is meant as a "
             "mask, the keys that it is given to count as attended all the same"
         )
 
 
-def _masks_faintly(call: AttentionCall) -> bool:
-    """Whether the bias has two sorts of terms, near the best of their row and far below, and none between."""
-    if call.bias is None or not bool(call.q.any()):  # without queries, the bias is the scores
-        return False
-    below = call.bias - call.bias.amax(-1, keepdim=True)
+def _masks_faintly(bias: Tensor) -> bool:
+    """Whether a bias has two sorts of terms, near the best of their row and far below, and none between."""
+    below = bias - bias.amax(-1, keepdim=True)
     faint = below <= _FAINT
     return bool(faint.any()) and not bool((~faint & (below < _FAINT / 2)).any())

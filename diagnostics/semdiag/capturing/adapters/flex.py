@@ -8,7 +8,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from semdiag.capturing.attention_call import AttentionCall
-from semdiag.capturing.score_masks import split_scores
+from semdiag.capturing.fully_masked import swallowing
+from semdiag.capturing.score_masks import full_rows, split_scores
 
 MECHANISM = "flex_attention"
 _ARGUMENTS = (
@@ -57,10 +58,12 @@ def flex_call(args: tuple[Any, ...], kwargs: dict[str, Any], mixed: Tensor) -> A
         scores = call.scores(torch.float64 if q.dtype == torch.float64 else torch.float32)
         bent = _over_all(score, (0,), buffers)(scores, *_places(scores.shape, q.device), *buffers)
         bent = bent if allowed is None else bent.masked_fill(~allowed, -torch.inf)
+        full = full_rows(bent)
         allowed, bent, forbidding = split_scores(bent)
         bias = bent - scores
         bias = bias if allowed is None else bias.masked_fill(~allowed, 0.0)
-        return AttentionCall(**{**vars(call), "allowed": allowed, "bias": bias, "forbidding": forbidding})
+        call = AttentionCall(**{**vars(call), "allowed": allowed, "bias": bias, "forbidding": forbidding})
+        return swallowing(call, full)
 
 
 def mask_of(

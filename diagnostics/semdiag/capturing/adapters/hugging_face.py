@@ -15,6 +15,7 @@ from semdiag.capturing.adapters.flex import mask_of
 from semdiag.capturing.adapters.interface_call import InterfaceCall
 from semdiag.capturing.attention_call import AttentionCall, four_axes
 from semdiag.capturing.audit import Remark
+from semdiag.capturing.fully_masked import swallowing
 from semdiag.capturing.kept_keys import allowed_keys
 from semdiag.capturing.overlapping import SharedChange
 from semdiag.capturing.recording import Recorder, is_plain, not_plain, outside_all_modes
@@ -234,9 +235,9 @@ def _call(given: InterfaceCall, output: Tensor) -> AttentionCall:
     mask, bias = _mask(given), options.get("position_bias")
     q_length, k_length = given.q.shape[2], given.k.shape[2]
     causal = given.causal(implementation == "sdpa")
-    allowed, forbidding = None, None
+    allowed, forbidding, full = None, None, None
     if mask is not None:
-        allowed, added, forbidding = split_mask(mask[..., :k_length])
+        allowed, added, forbidding, full = split_mask(mask[..., :k_length])
         bias = added if bias is None else bias if added is None else bias + added
     sinks = getattr(given.module, "sinks", None) if implementation == "eager" else None
     if implementation == "eager" and options.get("sinks") is not None:
@@ -246,7 +247,7 @@ def _call(given: InterfaceCall, output: Tensor) -> AttentionCall:
             sinks = sinks.new_zeros(sinks.shape[1])
     by_rule = causal and mask is None and q_length > 1 and implementation == "sdpa"
     from_cache = causal and not by_rule
-    return given.attention(
+    call = given.attention(
         output,
         allowed,
         bias=None if bias is None else four_axes(bias.detach()),
@@ -256,6 +257,7 @@ def _call(given: InterfaceCall, output: Tensor) -> AttentionCall:
         keys_before=given.keys_before if from_cache else 0,
         forbidding=forbidding,
     )
+    return swallowing(call, full, fused=implementation == "sdpa")
 
 
 def _first_query(allowed: Tensor | None, q_length: int, k_length: int) -> int:

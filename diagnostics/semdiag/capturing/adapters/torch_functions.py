@@ -18,6 +18,7 @@ from semdiag.capturing.following.bodies import run_as_written
 from semdiag.capturing.following.operations import OperationWatch
 from semdiag.capturing.following.readings import read_leading
 from semdiag.capturing.following.softmax_provenance import FOLLOWED, SoftmaxProvenance
+from semdiag.capturing.fully_masked import swallowing
 from semdiag.capturing.overlapping import take_off
 from semdiag.capturing.recording import Recorder, is_plain, not_plain, outside_all_modes
 from semdiag.capturing.score_masks import split_mask
@@ -190,7 +191,7 @@ def _sdpa_call(
         causal = True
         first = k.shape[-2] - q.shape[-2] if mask.variant == biases.CausalVariant.LOWER_RIGHT else 0
         mask = None
-    allowed, bias, forbidding = (None, None, None) if mask is None else split_mask(mask)
+    allowed, bias, forbidding, full = (None,) * 4 if mask is None else split_mask(mask)
     mixed, scale = mixed.detach(), given.get("scale")
     order, remark = tuple(range(mixed.ndim - 2)), None
     if given.get("enable_gqa"):
@@ -207,8 +208,8 @@ def _sdpa_call(
             return x.permute(*order, -2, -1)
 
         q, k, v, mixed = map(read, (q, k, v, mixed))
-        allowed, bias = (
-            x if x is None or x.ndim <= 2 else read(x.expand(*lead, *x.shape[-2:])) for x in (allowed, bias)
+        allowed, bias, full = (
+            x if x is None or x.ndim <= 2 else read(x.expand(*lead, *x.shape[-2:])) for x in (allowed, bias, full)
         )
         lead = mixed.shape[:-2]
     call = AttentionCall(
@@ -229,7 +230,8 @@ def _sdpa_call(
         dropout=float(given.get("dropout_p") or 0.0),
         forbidding=forbidding,
     )
-    return call, order, remark
+    full = None if full is None else mask_axes(full, lead, heads)
+    return swallowing(call, full, fused=True), order, remark
 
 
 def _as_many_heads(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

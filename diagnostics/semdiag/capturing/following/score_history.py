@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from semdiag.capturing.attention_call import AttentionCall, four_axes, mask_axes
-from semdiag.capturing.score_masks import FORBIDDING, split_mask, split_scores
+from semdiag.capturing.score_masks import FORBIDDING, lowest, split_mask, split_scores
 
 
 class UntraceableError(Exception):
@@ -87,13 +87,13 @@ class ScoreHistory:
             raise UntraceableError
         if term.shape[-1] == 1 != self.k.shape[-2]:
             return self
-        allowed, bias, forbidding = split_mask(term)
+        allowed, bias, forbidding, _ = split_mask(term)
         masked = self if allowed is None else self._masked(allowed, forbidding)
         if bias is None or self.bias is None:
             return replace(masked, bias=self.bias if bias is None else bias)
         return replace(masked, bias=self.bias + bias)
 
-    def filled(self, value: Any, kept: Tensor | None = None) -> "ScoreHistory":
+    def filled(self, value: Any, dtype: torch.dtype, kept: Tensor | None = None) -> "ScoreHistory":
         """Replace some scores by a very low number; ``kept`` says which are left, None that it is not known.
 
         Raises:
@@ -102,8 +102,9 @@ class ScoreHistory:
         number = as_number(value)
         if number is None or number > FORBIDDING:
             raise UntraceableError
-        steep = number if number > torch.finfo(torch.float16).min else None
+        steep = number if number > lowest(dtype) else None
         if kept is not None:
+            steep = steep if steep is None or not bool(kept.all()) else None
             return self._masked(kept, steep)
         floor = self._lower(max(number, torch.finfo(torch.float32).min) / 2)
         return replace(self, floor=floor, forbidding=self.forbidding if steep is None else steep)
@@ -173,7 +174,14 @@ class ScoreHistory:
         above = scores > self.floor
         return above if self.allowed is None else above & self.allowed
 
-    def call(self, v: Tensor, mixed: Tensor, allowed: Tensor | None, heads: int | None) -> AttentionCall:
+    def call(
+        self,
+        v: Tensor,
+        mixed: Tensor,
+        allowed: Tensor | None,
+        heads: int | None,
+        full: Tensor | None = None,
+    ) -> AttentionCall:
         """Describe the attention; its module, layer and occurrence are not known here.
 
         Args:
@@ -181,6 +189,7 @@ class ScoreHistory:
             mixed: (…, Lq, Dv).
             allowed: broadcastable to the scores.
             heads: number of heads, for scores with three axes.
+            full: the keys of fully masked rows, broadcastable to the scores; None: there are none.
         """
         q = self.q.expand(*self.lead, *self.q.shape[-2:])
         k, v = (_shared(x, self.lead) for x in (self.k, v))
@@ -211,6 +220,7 @@ class ScoreHistory:
             bias=mask(self.bias),
             softcap=self.softcap,
             forbidding=self.forbidding,
+            fully_masked=mask(full),
         )
 
     def _masked(self, kept: Tensor, forbidding: float | None) -> "ScoreHistory":

@@ -13,6 +13,7 @@ from semdiag.capturing.following.readings import read_axes
 from semdiag.capturing.following.score_history import ScoreHistory, UntraceableError, scores_alone
 from semdiag.capturing.following.tags import Scores
 from semdiag.capturing.following.weighted_values import Weighted
+from semdiag.capturing.fully_masked import as_the_softmax_saw
 from semdiag.capturing.recording import Recorder, outside_all_modes
 
 MECHANISM = "softmax provenance"
@@ -83,7 +84,8 @@ class SoftmaxProvenance:
             usual = history if order == sorted(order) else None
             read = usual or scores_alone(s, (*s.shape[:-2], s.shape[-1]))
             heads = recorder.heads or (s.shape[1] if s.ndim == 4 else None)
-            call = read.call(read.k, read.q.expand(*read.lead, *read.q.shape[-2:]), read.left(s), heads)
+            read, allowed, full = as_the_softmax_saw(read, s, read.left(s))
+            call = read.call(read.k, read.q.expand(*read.lead, *read.q.shape[-2:]), allowed, heads, full)
         kept = recorder.kept(replace(call, module=recorder.outside(nn.Softmax), mechanism=MECHANISM))
         if kept is None:
             return args, kwargs, scores.shape[-1] > 1
@@ -91,7 +93,7 @@ class SoftmaxProvenance:
         kept = (kept[..., 0, :] if own else kept).permute([order.index(d) for d in range(scores.ndim)])
         left = scores.masked_fill(~kept, -torch.inf)
         if history is not None:
-            self._keep(left, history.filled(-torch.inf, kept), stamps[:-1])
+            self._keep(left, history.filled(-torch.inf, scores.dtype, kept), stamps[:-1])
         return ((left, *args[1:]), kwargs, True) if args else (args, {**kwargs, "input": left}, True)
 
     def _order(
@@ -216,7 +218,7 @@ def _filled(h: ScoreHistory, x: Tensor, args: tuple[Any, ...], kwargs: dict[str,
     if args[0] is not x or r.shape != x.shape:
         raise UntraceableError
     value = args[2] if len(args) > 2 else kwargs["value"]
-    return h.filled(value, ~(args[1] if len(args) > 1 else kwargs["mask"]))
+    return h.filled(value, r.dtype, ~(args[1] if len(args) > 1 else kwargs["mask"]))
 
 
 def _assigned(
@@ -224,13 +226,13 @@ def _assigned(
 ) -> ScoreHistory:
     if args[0] is not x:
         raise UntraceableError
-    return h.filled(args[2])
+    return h.filled(args[2], r.dtype)
 
 
 def _chosen(h: ScoreHistory, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any], r: Tensor) -> ScoreHistory:
     if len(args) != 3 or args[0] is x or r.shape != x.shape:
         raise UntraceableError
-    return h.filled(args[2], args[0]) if args[1] is x else h.filled(args[1], ~args[0])
+    return h.filled(args[2], r.dtype, args[0]) if args[1] is x else h.filled(args[1], r.dtype, ~args[0])
 
 
 def _viewed(h: ScoreHistory, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any], r: Tensor) -> ScoreHistory:

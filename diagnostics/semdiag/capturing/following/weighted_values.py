@@ -12,6 +12,7 @@ from semdiag.capturing.attention_call import AttentionCall, four_axes, mask_axes
 from semdiag.capturing.following.axes import Axes, Axis, total
 from semdiag.capturing.following.readings import read_axes
 from semdiag.capturing.following.score_history import ScoreHistory, scores_alone
+from semdiag.capturing.fully_masked import as_the_softmax_saw, swallowing
 from semdiag.capturing.score_masks import lowest, split_mask
 from semdiag.mathematics.unraveled import unraveled
 
@@ -110,7 +111,8 @@ def attention_of(
         history = scores_alone(s, v.shape[:-1])
     elif len(history.lead) == 3 and history.k.shape[-3] == 1 < v.shape[-3] and bool((v == v[:, :, :1]).all()):
         v = v[:, :, :1]
-    return history.call(v, mixed, history.left(s), heads), remark
+    history, allowed, full = as_the_softmax_saw(history, s, history.left(s))
+    return history.call(v, mixed, allowed, heads, full), remark
 
 
 def _sides(found: Weighted, shape: torch.Size) -> tuple[tuple[Axis, ...], tuple[Axis, ...]]:
@@ -239,9 +241,9 @@ def fused_call(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result:
     given = dict(zip(("query", "key", "value", "dropout_p", "is_causal"), args, strict=False)) | kwargs
     q, k, v = (given[part].detach() for part in ("query", "key", "value"))
     mask, scale, mixed = given.get("attn_mask"), given.get("scale"), result[0].detach()
-    allowed, bias, forbidding = (None, None, None) if mask is None else split_mask(mask)
+    allowed, bias, forbidding, full = (None,) * 4 if mask is None else split_mask(mask)
     lead = mixed.shape[:-2]
-    return AttentionCall(
+    call = AttentionCall(
         module="",
         layer=0,
         q=four_axes(q),
@@ -258,3 +260,4 @@ def fused_call(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result:
         dropout=float(given.get("dropout_p") or 0.0),
         forbidding=forbidding,
     )
+    return swallowing(call, None if full is None else mask_axes(full, lead), fused=True)

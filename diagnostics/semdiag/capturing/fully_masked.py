@@ -1,0 +1,63 @@
+"""Rows in which finite constants forbid every key: the softmax attends to those with the largest all the same."""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from semdiag.capturing.attention_call import AttentionCall
+from semdiag.capturing.following.score_history import ScoreHistory
+from semdiag.capturing.score_masks import FORBIDDING, ROOM
+
+
+def swallowing(call: AttentionCall, full: Tensor | None, *, fused: bool = False) -> AttentionCall:
+    """Describe fully masked rows as what they are: the constant swallows their scores, and all keys weigh alike.
+
+    With a sink, which is no key, they attend to it alone.
+
+    Args:
+        call: whose ``allowed`` and ``bias`` have these rows as :func:`~.score_masks.split_mask` gives them.
+        full: keys with the largest constant in fully masked rows, bool, broadcastable to (B, H, Lq, Lk).
+        fused: whether a fused operator adds the mask, in float32 where it is given float16, whose lowest number
+            swallows no scores there.
+    """
+    if full is None or call.sinks is not None:
+        return call
+    swallowed = not (fused and call.q.dtype == torch.float16)
+    q = call.q.masked_fill(full.any(-1, keepdim=True), 0) if swallowed else call.q
+    return replace(call, q=q, fully_masked=full)
+
+
+def as_the_softmax_saw(
+    history: ScoreHistory, scores: Tensor, allowed: Tensor | None
+) -> tuple[ScoreHistory, Tensor | None, Tensor | None]:
+    """Read rows to which masks leave no key, or one low constant, off the input of the softmax.
+
+    Such a row has no queries and keys any more, whether the constant was filled in, or added and swallowed the
+    scores. Its keys are those near its largest number; what lies between them is a bias.
+
+    Args:
+        history: of the scores.
+        scores: the softmax's input (…, Lq, Lk).
+        allowed: entries that no mask forbids, broadcastable to the scores; None: all.
+
+    Returns:
+        History, allowed entries, none in fully masked rows; and the keys of these rows (…, Lq, Lk), None if there
+        are none.
+    """
+    top = scores.amax(-1, keepdim=True)
+    enough = FORBIDDING + ROOM
+    low = (top <= enough) & top.isfinite()
+    if not bool(low.any()):
+        return history, allowed, None
+    below = scores - top
+    near = below > enough
+    none = torch.zeros_like(low) if allowed is None else ~allowed.expand(scores.shape).any(-1, keepdim=True)
+    rows = low & (none | ((below == 0) | ~near).all(-1, keepdim=True))
+    if not bool(rows.any()):
+        return history, allowed, None
+    full = rows & near
+    bias = torch.where(rows, below.masked_fill(~near, 0), 0.0 if history.bias is None else history.bias)
+    q = history.q.expand(*history.lead, *history.q.shape[-2:]).masked_fill(rows, 0)
+    allowed = ~rows if allowed is None else ~rows & allowed
+    return replace(history, q=q, bias=bias if bool(bias.any()) else None), allowed, full
