@@ -27,7 +27,7 @@ from semdiag.measuring.calls.running import running, unnamed
 from semdiag.measuring.encoders.inputs import checked_batch, checked_tokens, fitting
 from semdiag.measuring.measurements import Measurements
 from semdiag.measuring.runs.training_runs import setting_in_words
-from semdiag.measuring.tables import OUT_OF_REACH, OUT_OF_REACH_CODE
+from semdiag.measuring.tables import OUT_OF_REACH, OUT_OF_REACH_CODE, RESIDUALS
 from semdiag_models import TASKS, Encoder, InputError
 from semdiag_models.attention.reach import cannot_represent
 from semdiag_models.device import find_device
@@ -295,7 +295,7 @@ def _model_row(
         "share_kept": collected.share_kept,
         "attention_found": len({*audit.modules, *(seen.module for seen in audit.skipped)}),
         "attention_captured": len(layers.modules),
-        "residual": layers.largest("residual"),
+        **{name: layers.largest(name) for name in RESIDUALS},
         **facts,
     }
     if isinstance(loaded.module, Encoder):

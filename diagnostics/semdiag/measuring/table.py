@@ -29,7 +29,7 @@ _RANGES: dict[str, tuple[float, float]] = {  # of columns that mean the same in 
     **dict.fromkeys(("layer", "head"), (-1, 2**31 - 1)),
     **dict.fromkeys(("blocks", "heads", "length", "samples", "width"), (1, 2**31 - 1)),
     **dict.fromkeys(("attention_found", "attention_captured"), _COUNT),
-    **dict.fromkeys(("dispersion", "residual"), (0, float("inf"))),
+    **dict.fromkeys(("dispersion", "residual", "residual_over_rounding", "rounding"), (0, float("inf"))),
     **dict.fromkeys(("accuracy", "share", "share_kept"), (0, 1)),
 }
 ALL = -1  # as layer or head: the row speaks about all of them

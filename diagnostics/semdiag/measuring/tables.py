@@ -40,20 +40,23 @@ TABLES = tuple(table.name for table in CORE)
 # Columns of the models that older folders and models of other kinds lack, and what that means.
 UNLESS_SAID: dict[str, Any] = {
     "global_tokens": 0, "weights_sha256": "", "norm": "pre", "pooling": "mean", "setting": "usual",
-    "drawn": 0, "share": 1.0, "share_kept": 1.0,
+    "drawn": 0, "share": 1.0, "share_kept": 1.0, "residual_over_rounding": math.nan, "rounding": math.nan,
 }  # fmt: skip
 # Columns of other tables that older folders lack.
 LATER: dict[str, dict[str, Any]] = {
     "remarks": {"code": "", "severity": "note"},
     "rerun": {"kept": math.nan, "keys": math.nan},
+    "calls": {"residual_over_rounding": math.nan, "rounding": math.nan},
 }
 # Of these, what numbers are worked out from.
 SHARES = Table("models", "One row per model.", {"drawn": "int64", "share": "float64", "share_kept": "float64"})
+RESIDUALS = "residual", "residual_over_rounding", "rounding"
 CALLS = Table(
     "calls",
     (
         "One row per place where attention happens (a module, and which of its calls in a forward): how "
-        "it was captured, its mask, heads, number of calls and largest residual."
+        "it was captured, its mask, heads, number of calls and largest residual: relative to the largest output, "
+        "and in units of what rounding can do, which itself is given relative to the largest output."
     ),
     {
         "model": "str",
@@ -62,7 +65,7 @@ CALLS = Table(
         "occurrence": "int64",
         **dict.fromkeys(("mechanism", "mask"), "str"),
         **dict.fromkeys(("heads", "key_heads", "width", "calls"), "int64"),
-        "residual": "float64",
+        **dict.fromkeys(RESIDUALS, "float64"),
     },
 )
 HEADS = Table(

@@ -1,11 +1,12 @@
 """How much of the attention was captured, in sentences."""
 
+import math
+
 from semdiag.capturing.attention_kinds import external
+from semdiag.measuring.findings.completeness import Completeness, completeness
 from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.findings.number_words import number_words
-from semdiag.reporting.gate.invariants import RESIDUAL
-
-_MISSED = 1e-3  # a larger residual says that a bias, a mask or the like was not captured
+from semdiag.measuring.findings.strict_json import records
 
 
 def capture_sentences(findings: Findings) -> list[str]:
@@ -32,18 +33,25 @@ def capture_sentences(findings: Findings) -> list[str]:
             f"model computed) is {number_words(worst, '{:.1g}'.format)}."
         )
     ]
-    limit = max(_MISSED, RESIDUAL.get(str(measurements.provenance.get("dtype")), 0))
-    for row in models.assign(diverged=diverged).to_dict("records"):
+    for row in records(models.assign(diverged=diverged)):
         skipped = measurements.skipped[measurements.skipped["model"] == row["model"]]
         reasons = [f"{s['module'] or 'the model'}: {s['reason']}" for s in skipped.to_dict("records")]
         if row["attention_captured"] < row["attention_found"] or reasons:
             listed = "; ".join(reasons[:3]) + ("; …" if len(reasons) > 3 else "")
             said.append(f"Warning: not every attention layer was captured of {row['model']}. {listed}".rstrip())
-        if not row["diverged"] and not row["residual"] < limit:
+        answer, residual = completeness(row), number_words(row["residual"], "{:.1g}".format)
+        if answer is Completeness.BLIND:
             said.append(
-                f"Warning: the residual of {row['model']} is {number_words(row['residual'], '{:.1g}'.format)}. "
-                "Part of its attention was not captured, so its numbers may mean nothing; the last section says "
-                "in which layer."
+                f"Rounding alone can move outputs of {row['model']} by a tenth and more at this precision "
+                f"(residual {residual}): whether all of its attention was captured cannot be told; float32 would "
+                "tell."
+            )
+        elif not row["diverged"] and answer is not Completeness.COMPLETE:
+            times = row["residual_over_rounding"]
+            more = "" if math.isnan(times) else f", {times:.2g} times what rounding can do"
+            said.append(
+                f"Warning: the residual of {row['model']} is {residual}{more}. Part of its attention was not "
+                "captured, so its numbers may mean nothing; the last section says in which layer."
             )
     return said
 

@@ -176,7 +176,7 @@ def test_generation_with_a_cache(kernel, cache, padded):
     residuals, ranges = [], []
 
     def consume(call):
-        residuals.append(recomputation_residual(call))
+        residuals.append(recomputation_residual(call).residual)
         ranges.append((call.first_query, call.q.shape[2]))
 
     with torch.no_grad(), watch_attention(model, consume) as audit:

@@ -299,7 +299,7 @@ def found(name, context=torch.no_grad):
 
     def consume(call):
         mechanisms[call.mechanism] += 1
-        residuals.append(recomputation_residual(call))
+        residuals.append(recomputation_residual(call).residual)
 
     with warnings.catch_warnings(), torch.random.fork_rng():
         warnings.simplefilter("ignore")

@@ -11,7 +11,7 @@ from semdiag.capturing.attention_kinds import joint_kind, mask_kind
 from semdiag.capturing.audit import Audit
 from semdiag.measuring.calls.counted_rows import CountedRows
 from semdiag.measuring.calls.residual import recomputation_residual
-from semdiag.measuring.tables import CALLS, REMARKS, SKIPPED
+from semdiag.measuring.tables import CALLS, REMARKS, RESIDUALS, SKIPPED
 
 
 @dataclass
@@ -27,7 +27,9 @@ class Layer:
         width: of a head.
         longest: largest number of keys.
         calls: so far.
-        residual: the largest so far; NaN if one was.
+        residual: the largest so far, relative to the largest output; NaN if one was.
+        residual_over_rounding: likewise, in units of what rounding can do.
+        rounding: the largest so far that rounding can do, relative to the largest output.
     """
 
     number: int
@@ -39,15 +41,19 @@ class Layer:
     longest: int = 0
     calls: int = 0
     residual: float = 0.0
+    residual_over_rounding: float = 0.0
+    rounding: float = 0.0
 
     def add(self, call: AttentionCall, kind: str, generator: torch.Generator) -> None:
         """Count a call; the generator draws the rows of its residual."""
-        residual = recomputation_residual(call, generator)  # first: a call where it fails does not count
+        found = recomputation_residual(call, generator)  # first: a call where it fails does not count
         self.kinds.add(kind)
         self.heads, self.key_heads, self.width = call.q.shape[1], call.k.shape[1], call.q.shape[3]
         self.longest = max(self.longest, call.k.shape[2])
         self.calls += 1
-        self.residual = float(np.maximum(self.residual, residual))  # keeps a NaN
+        self.residual = float(np.maximum(self.residual, found.residual))  # keeps a NaN
+        self.residual_over_rounding = float(np.maximum(self.residual_over_rounding, found.over_rounding))
+        self.rounding = float(np.maximum(self.rounding, found.rounding))
 
 
 class Layers:
@@ -101,7 +107,7 @@ class Layers:
         Args:
             model: written into the column ``model``.
         """
-        shared = ("mechanism", "heads", "key_heads", "width", "calls", "residual")
+        shared = ("mechanism", "heads", "key_heads", "width", "calls", *RESIDUALS)
         rows = [
             {"model": model, "layer": place.number, "module": module, "occurrence": occurrence}
             | {"mask": joint_kind(place.kinds)}

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,32 +11,67 @@ from semdiag.capturing.attention_call import AttentionCall
 from semdiag.mathematics.unraveled import unraveled
 
 _CHECKED_ROWS = 32  # of all samples, heads and queries, drawn at random
+_DEVIATIONS = 6  # standard deviations of a sum of rounding errors that are taken to be independent
+_HALVES = torch.float16, torch.bfloat16
 
 
-def recomputation_residual(call: AttentionCall, generator: torch.Generator | None = None) -> float:
-    """Largest deviation of the attention's formula, recomputed on random rows, from what the layer returned.
+class Residual(NamedTuple):
+    """How far the attention's formula, recomputed on random rows, is from what the layer returned.
+
+    Attributes:
+        residual: the largest deviation, relative to the largest output of these rows.
+        over_rounding: the largest deviation in units of what rounding can do to that output; at most 1 where the
+            capture is complete.
+        rounding: what rounding can do in the median row, relative to the largest output: what is missing and
+            changes less is not seen.
+    """
+
+    residual: float
+    over_rounding: float
+    rounding: float
+
+
+UNKNOWN = Residual(math.nan, math.nan, math.nan)
+
+
+class _Rows(NamedTuple):
+    """The formula on r rows over n keys, in the precision in which it is recomputed."""
+
+    again: Tensor  # (r, Dv)
+    some: Tensor  # (r, 1), rows with a key that count
+    weights: Tensor  # (r, n)
+    scores: Tensor  # (r, n), before the softmax; 0 where forbidden
+    products: Tensor  # (r, n), |scale| √Σ_d q_d² k_d²
+    values: list[Tensor]  # r of (n, Dv)
+    bias: Tensor | None  # (r, n)
+
+
+def recomputation_residual(call: AttentionCall, generator: torch.Generator | None = None) -> Residual:
+    """Deviation of the attention's formula, recomputed on random rows, from what the layer returned.
 
     The formula is that of :class:`AttentionCall`, with soft-cap, bias, sinks, grouped heads and selection. It
-    tells whether the captured tensors are all that the layer's attention is made of: about 1e-7 in
-    float32 if they are; a missed bias, soft-cap or mask shows as 1e-4 or more. Rows without an allowed key
-    and padded queries are left out: what a layer returns for them is its own choice.
+    tells whether the captured tensors are all that the layer's attention is made of: a missed bias, soft-cap or
+    mask deviates by more than rounding does. Rows without an allowed key and padded queries are left out: what a
+    layer returns for them is its own choice.
+
+    Source: docs/theory.md#residual for what rounding can do. Deviation: none.
 
     Args:
         call: one attention call.
         generator: on CPU; draws 32 rows of all samples, heads and queries. None: one of a fixed seed.
 
     Returns:
-        The deviation, relative to the largest output of these rows; NaN if an output is not finite, or if weights
-        were dropped at random (training mode with dropout).
+        Three numbers; NaN if an output is not finite, or if weights were dropped at random (training mode with
+        dropout).
 
     Example:
         >>> one, two = torch.ones(1, 1, 1, 1), torch.tensor([[[[1.0], [3.0]]]])
         >>> call = AttentionCall("attention", 0, one, two, two, 0.0, None, None, None, 2 * one)
-        >>> recomputation_residual(call)
+        >>> recomputation_residual(call).residual
         0.0
     """
     if call.dropout:
-        return float("nan")
+        return UNKNOWN
     generator = torch.Generator().manual_seed(0) if generator is None else generator
     shape = call.q.shape[:3]
     rows = math.prod(shape)
@@ -45,25 +81,80 @@ def recomputation_residual(call: AttentionCall, generator: torch.Generator | Non
         else torch.randint(rows, (_CHECKED_ROWS,), generator=generator)
     )
     index = unraveled(drawn, shape, call.q.device)
-    again, some = _attend(call, index)
-    mixed = call.mixed[index].to(again.dtype)
-    scale = (mixed * some).abs().max()
-    deviation = ((again - mixed) * some).abs().max()
-    return float(deviation / scale.clamp(min=torch.finfo(scale.dtype).tiny))  # zeros: no fault
+    found = _attend(call, index)
+    mixed = call.mixed[index].to(found.again.dtype)
+    tiny = torch.finfo(mixed.dtype).tiny  # of zeros: no fault
+    scale = (mixed * found.some).abs().max().clamp(min=tiny)
+    deviation = ((found.again - mixed) * found.some).abs()
+    bound = _rounding(call, found, mixed).clamp(min=tiny) * found.some
+    excess = (deviation / bound.clamp(min=tiny)).max()
+    worst = bound.amax(-1)[found.some[:, 0]]
+    rounding = worst.median() / scale if len(worst) else scale.new_zeros(())
+    return Residual(*(float(x) for x in (deviation.max() / scale, excess, rounding)))
 
 
-def _attend(call: AttentionCall, index: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-    """Mixed values of some rows (r, Dv), and (r, 1) which of them have a key."""
+def _rounding(call: AttentionCall, rows: _Rows, mixed: Tensor) -> Tensor:
+    """What rounding, in the model and here, can do to each output: docs/theory.md#residual. (r, Dv)."""
+    unit, sums = _units(call)
+    scores, weights, products = rows.scores.abs(), rows.weights, rows.products
+    top = rows.scores.masked_fill(weights == 0, -torch.inf).amax(-1, keepdim=True)
+    below = (top - rows.scores).masked_fill(weights == 0, 0).nan_to_num(0)
+    error = 5 * products + (4 if call.softcap is not None else 2) * scores + scores + below
+    if rows.bias is not None:
+        error = error + 2 * rows.bias.abs()
+    error = unit * error + _DEVIATIONS * math.sqrt(call.q.shape[-1]) * sums * products
+    error = error.masked_fill(weights == 0, 0)
+    mean = (weights * error).sum(-1, keepdim=True).clamp(max=50).exp()
+    moved = weights * torch.expm1(error.clamp(max=50))
+    keys, subnormal = weights.shape[-1], 2.0**-25 if _coarsest(call) == torch.float16 else 0.0
+    bound = []
+    for row, values in enumerate(rows.values):
+        away = mean[row] * (moved[row] @ (values - mixed[row]).abs())
+        mass = weights[row] @ values.abs()
+        squares = (weights[row] ** 2 @ values**2).sqrt()
+        bound.append(
+            away
+            + 4 * unit * mass
+            + unit * mixed[row].abs()
+            + _DEVIATIONS * math.sqrt(keys) * sums * squares
+            + subnormal * (values.abs().sum(0) + 1)
+        )
+    return torch.stack(bound)
+
+
+def _coarsest(call: AttentionCall) -> torch.dtype:
+    """The least precise dtype of the call: under autocast that of what it returned."""
+    return max((x.dtype for x in (call.q, call.k, call.v, call.mixed)), key=lambda dtype: torch.finfo(dtype).eps)
+
+
+def _units(call: AttentionCall) -> tuple[float, float]:
+    """Unit roundoffs: of numbers, and of the sums in products."""
+    unit = torch.finfo(_coarsest(call)).eps / 2
+    sums = min(unit, torch.finfo(torch.float32).eps / 2)
+    precision, device = torch.get_float32_matmul_precision(), call.q.device.type
+    if unit <= torch.finfo(torch.float32).eps / 2 and call.q.dtype == torch.float32:
+        if precision == "medium":
+            unit = 2.0**-8  # products of float32 numbers may run in bfloat16
+        elif device != "cpu" and (precision == "high" or torch.backends.cuda.matmul.allow_tf32):
+            unit = 2.0**-11  # or in TF32
+    return unit, sums
+
+
+def _attend(call: AttentionCall, index: tuple[Tensor, ...]) -> _Rows:
+    """The formula on some rows."""
     sample, head, query = index
-    dtype = torch.float32 if call.q.dtype in (torch.float16, torch.bfloat16) else call.q.dtype
+    dtype = torch.float32 if call.q.dtype in _HALVES else call.q.dtype
     full = (*call.q.shape[:3], call.k.shape[2])
     shared = head // (call.q.shape[1] // call.k.shape[1])
     places = list(zip(sample.tolist(), shared.tolist(), strict=True))
-    scores = _products((call.k[at].to(dtype) for at in places), call.q[index].to(dtype) * call.scale)
+    queries = call.q[index].to(dtype) * call.scale
+    scores = _products((call.k[at].to(dtype) for at in places), queries)
+    products = _products((call.k[at].to(dtype) ** 2 for at in places), queries**2).sqrt()
     if call.softcap is not None:
         scores = call.softcap * torch.tanh(scores / call.softcap)
-    if call.bias is not None:
-        scores = scores + call.bias.expand(full)[index]
+    bias = None if call.bias is None else call.bias.expand(full)[index].to(dtype)
+    if bias is not None:
+        scores = scores + bias
     keep = torch.ones_like(scores, dtype=torch.bool)
     if call.allowed is not None:
         keep = keep & call.allowed.expand(full)[index]
@@ -76,12 +167,14 @@ def _attend(call: AttentionCall, index: tuple[Tensor, ...]) -> tuple[Tensor, Ten
         chosen = call.selected[index]
         mask = torch.zeros(len(keep), full[3] + 1, dtype=torch.bool, device=keep.device)
         keep = keep & mask.scatter(-1, chosen.where(chosen >= 0, full[3]), True)[:, :-1]
-    scores = scores.masked_fill(~keep, torch.finfo(dtype).min)
+    masked = scores.masked_fill(~keep, torch.finfo(dtype).min)
     if call.sinks is not None:
-        weights = torch.cat([scores, call.sinks.to(dtype)[head][:, None]], -1).softmax(-1)[..., :-1]
+        weights = torch.cat([masked, call.sinks.to(dtype)[head][:, None]], -1).softmax(-1)[..., :-1]
     else:
-        weights = scores.softmax(-1)
-    return _products((call.v[at].to(dtype).T for at in places), weights * keep), some
+        weights = masked.softmax(-1)
+    weights, values = weights * keep, [call.v[at].to(dtype) for at in places]
+    again = _products((value.T for value in values), weights)
+    return _Rows(again, some, weights, scores.masked_fill(~keep, 0), products, values, bias)
 
 
 def _products(matrices: Iterable[Tensor], vectors: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.findings.strict_json import MODEL_FACTS, Summary, json_object
 from semdiag.measuring.measurements import Measurements
 from semdiag.measuring.table import ALL
+from semdiag.measuring.tables import RESIDUALS
 
 Percentile = Callable[[str], Summary]  # of a column of the queries or loads, at one place
 Describe = Callable[[Percentile, str], Summary]
@@ -57,4 +58,4 @@ def _capture(own: Measurements) -> Summary:
     row = own.models.iloc[0]
     found, captured = int(row["attention_found"]), int(row["attention_captured"])
     listed = {name: getattr(own, name).drop(columns="model").to_dict("records") for name in ("skipped", "remarks")}
-    return {"found": found, "captured": captured, "residual": float(row["residual"]), **listed}
+    return {"found": found, "captured": captured, **{name: float(row[name]) for name in RESIDUALS}, **listed}

@@ -3,10 +3,9 @@
 import math
 from dataclasses import dataclass
 
+from semdiag.measuring.findings.completeness import Completeness, completeness
 from semdiag.measuring.findings.findings import Findings
-
-# By the dtype that was computed in: rounding, with a margin. A missed bias or mask shows as 1e-3 or more.
-RESIDUAL = {"float64": 1e-9, "float32": 1e-4, "float16": 4e-3, "bfloat16": 3e-2}
+from semdiag.measuring.findings.strict_json import records
 
 
 @dataclass(frozen=True)
@@ -36,18 +35,20 @@ def invariants(findings: Findings) -> list[Invariant]:
     """
     measurements = findings.measurements
     models = measurements.models
-    allowed = RESIDUAL.get(str(measurements.provenance.get("dtype")), RESIDUAL["float32"])
-    largest = float(models["residual"].max(skipna=False))
+    answers = {completeness(row): row for row in records(models)}
     found, captured = int(models["attention_found"].sum()), int(models["attention_captured"].sum())
     bad = int(measurements.non_finite["scores"].sum())
-    exact = not math.isnan(largest) and largest <= allowed
     # The deviation is rounding, another on each processor: its digits say nothing while it is allowed.
-    deviation = f"deviates by at most {allowed:g}"
-    if not exact:
-        deviation = (
-            "deviates by a value that is not a number" if math.isnan(largest) else f"deviates by {largest:.1e}"
-        )
-        deviation += f" (allowed {allowed:g})"
+    deviation = "is what the model computed, within rounding"
+    exact = set(answers) == {Completeness.COMPLETE}
+    if (worst := answers.get(Completeness.UNKNOWN)) is not None:
+        deviation = "deviates by a value that is not a number"
+    elif (worst := answers.get(Completeness.MISSING)) is not None:
+        times = worst["residual_over_rounding"]
+        more = "" if math.isnan(times) else f", {times:.2g} times what rounding can do"
+        deviation = f"deviates by {worst['residual']:.1e}{more}: something is missing"
+    elif (worst := answers.get(Completeness.BLIND)) is not None:
+        deviation = f"may be off by {worst['rounding']:.0%} by rounding alone: this precision tells nothing"
     checked = [
         Invariant("residual", exact, f"attention recomputed from the capture {deviation}"),
         Invariant(

@@ -67,7 +67,9 @@ def test_a_true_capture_keeps_its_invariants(findings):
 @pytest.mark.parametrize(
     ("change", "name"),
     [
-        ({"residual": 1e-3}, "residual"),
+        ({"residual_over_rounding": 1.5}, "residual"),
+        ({"rounding": 0.5}, "residual"),
+        ({"residual": 1e-2, "residual_over_rounding": np.nan}, "residual"),  # of an older folder
         ({"residual": np.nan}, "residual"),
         ({"attention_captured": 1}, "captured"),
     ],

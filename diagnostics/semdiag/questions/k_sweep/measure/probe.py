@@ -186,6 +186,7 @@ def k_sweep_tables(
     draws = QueryDraws(queries, seed)
     draws.expect(lengths[0])
     collected = TopScores(largest, draws, min_keys, own_keys=plan.rerun)
+    expect(sum(map(samples_of, batches)))
     started = time.perf_counter()
     with running(loaded, collected.add, device, dtype) as run:
         for batch in batches:

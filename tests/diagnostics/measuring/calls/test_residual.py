@@ -1,0 +1,115 @@
+"""What rounding can do to an attention, and what is left out of one: told apart in every precision.
+
+At six scales of scores, in four precisions, fused and by hand: no capture that is whole is called incomplete, and
+every part that is left out is found, or the precision is said to tell nothing. The bias grows with the scores: one
+that is smaller than their rounding changes nothing that could be found.
+"""
+
+import dataclasses
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from semdiag.capturing.attention_call import AttentionCall
+from semdiag.capturing.attention_calls import watch_attention
+from semdiag.measuring.calls.residual import recomputation_residual
+from semdiag.measuring.findings.completeness import BLIND, Completeness, completeness
+
+SAMPLES, HEADS, LENGTH, WIDTH = 4, 4, 48, 16
+SCALES = (1.0, 3.0, 8.0, 20.0, 50.0, 120.0)  # standard deviations of the scores, in nats
+DTYPES = ("float32", "bfloat16", "float16", "autocast")
+WAYS = ("sdpa", "eager")
+
+
+class Attention(nn.Module):
+    """Causal, with a bias that falls with distance; scores as large as a scale says."""
+
+    def __init__(self, way, scale):
+        super().__init__()
+        self.way, self.scale, self.slope = way, 1.0, 0.5 * max(1.0, scale / 8)
+        self.project = nn.Linear(HEADS * WIDTH, 3 * HEADS * WIDTH)
+
+    def forward(self, x):
+        q, k, v = self.project(x).unflatten(-1, (3, HEADS, WIDTH)).unbind(2)
+        q, k, v = (part.transpose(1, 2) for part in (q * self.scale, k, v))
+        places = torch.arange(LENGTH)
+        hidden = places > places[:, None]
+        bias = (-self.slope * (places[:, None] - places)).to(q.dtype).masked_fill(hidden, -torch.inf)
+        if self.way == "sdpa":
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+        return (q @ k.mT * WIDTH**-0.5 + bias).softmax(-1) @ v
+
+
+def captured(way, dtype, scale):
+    """The one call of a model in a precision, and the residual of it."""
+    torch.manual_seed(0)
+    model, calls = Attention(way, scale).eval(), []
+    x = torch.randn(SAMPLES, LENGTH, HEADS * WIDTH)
+    with torch.no_grad():
+        q, k, _ = model.project(x).unflatten(-1, (3, HEADS, WIDTH)).unbind(2)
+        model.scale = scale / float((q.transpose(1, 2) @ k.transpose(1, 2).mT * WIDTH**-0.5).std())
+        if dtype != "autocast":
+            model, x = model.to(getattr(torch, dtype)), x.to(getattr(torch, dtype))
+        with (
+            torch.autocast("cpu", torch.bfloat16, enabled=dtype == "autocast"),
+            watch_attention(model, calls.append),
+        ):
+            model(x)
+    (call,) = calls
+    return call
+
+
+def answer(call):
+    found = recomputation_residual(call)
+    row = {"residual": found.residual, "residual_over_rounding": found.over_rounding, "rounding": found.rounding}
+    return completeness(row), found
+
+
+def without(call, part):
+    """The call as a capture would have it that missed a part of it."""
+    if part == "head":  # another head's values
+        return dataclasses.replace(call, v=call.v.roll(1, 1))
+    if part == "mask":
+        return dataclasses.replace(call, allowed=None, causal=False)
+    if part == "bias":
+        return dataclasses.replace(call, bias=None)
+    return dataclasses.replace(call, sinks=torch.full((HEADS,), float(call.scores(torch.float32).max())))
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("way", WAYS)
+def test_a_whole_capture_is_within_rounding(way, dtype, scale):
+    found, numbers = answer(captured(way, dtype, scale))
+    coarse = dtype in ("bfloat16", "autocast") and scale > 50  # rounding changes which key is the largest
+    assert found in ({Completeness.COMPLETE, Completeness.BLIND} if coarse else {Completeness.COMPLETE}), numbers
+
+
+@pytest.mark.parametrize("part", ["head", "mask", "bias", "sink"])
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("way", WAYS)
+def test_what_was_left_out_is_found(way, dtype, scale, part):
+    found, numbers = answer(without(captured(way, dtype, scale), part))
+    coarse = dtype in ("bfloat16", "autocast") and scale > 8  # its unit times the scores is a nat and more
+    assert found in ({Completeness.MISSING, Completeness.BLIND} if coarse else {Completeness.MISSING}), numbers
+
+
+def test_where_rounding_could_hide_a_tenth_it_is_said():
+    """Scores of 20 nats that are nearly alike, in bfloat16: every weight may be off by a factor."""
+    torch.manual_seed(0)
+    q = torch.full((1, 1, LENGTH, WIDTH), 2.0 * WIDTH**-0.25, dtype=torch.bfloat16)
+    k, v = q * 20 + torch.randn(q.shape).to(q.dtype) / 8, torch.randn(q.shape).to(q.dtype)
+    mixed = F.scaled_dot_product_attention(q, k, v)
+    found, numbers = answer(AttentionCall("", 0, q, k, v, WIDTH**-0.5, None, None, None, mixed))
+    assert numbers.over_rounding <= 1 < numbers.rounding / BLIND
+    assert found is Completeness.BLIND
+
+
+def test_an_unknown_or_older_residual_is_judged_by_what_is_known():
+    unknown = {"residual": float("nan"), "residual_over_rounding": float("nan"), "rounding": float("nan")}
+    assert completeness(unknown) is Completeness.UNKNOWN
+    assert completeness(unknown | {"residual": 1e-6}) is Completeness.COMPLETE
+    assert completeness(unknown | {"residual": 1e-2}) is Completeness.MISSING
