@@ -6,7 +6,7 @@ import zipfile
 from typing import Any, BinaryIO
 
 _LARGEST_PICKLE = 64 * 2**20  # bytes; tensors are stored beside it
-_LONGEST_NAME = 300  # characters of a member
+_LONGEST_NAME = 300  # characters of a member, and of a global
 _DEEPEST = 50  # containers in containers
 _SAVE_AGAIN = "A file of torch before 1.6 can be saved again: torch.save(torch.load(OLD, weights_only=True), NEW)"
 
@@ -94,6 +94,7 @@ def _check_pickle(data: bytes, sizes: dict[str, int]) -> None:
 
     Raises:
         DamagedError: if it is damaged, nested too deeply, or names a storage larger than its member.
+        CodeError: if it names a global too long for any of torch's.
     """
     stack: list[tuple[int, Any]] = []
     marks: list[int] = []
@@ -107,6 +108,10 @@ def _check_pickle(data: bytes, sizes: dict[str, int]) -> None:
                 memo[len(memo) if argument is None else argument] = stack[-1]
             elif name in ("BINGET", "LONG_BINGET", "GET"):
                 stack.append(memo[argument])
+            elif name in ("GLOBAL", "INST") and len(str(argument)) > _LONGEST_NAME:
+                raise CodeError(
+                    ".".join(str(argument).split())[:120]
+                )  # torch's search of its message is quadratic
             elif name not in ("PROTO", "FRAME"):
                 _step(opcode, argument, stack, marks, sizes)
     except (IndexError, KeyError, TypeError, ValueError, OverflowError) as error:

@@ -172,9 +172,15 @@ def _loaded(path: Path, hashed: bool) -> tuple[Any, str | None, str]:
             wrong = check_archive(file)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of pickle protocols: the file is read, or it is refused
-                return torch.load(file, map_location="cpu", weights_only=True), wrong, digest
+                content = torch.load(file, map_location="cpu", weights_only=True)
+            _check_plain(content)
+            return content, wrong, digest
         except CodeError as error:
             raise InputError(_REFUSED.format(path=path, code=error)) from None
+        except OddTensorError as error:
+            raise InputError(
+                f"{path} holds a {error} tensor; only plain ones are read: tensor.to_dense()."
+            ) from None
         except DamagedError as error:
             raise InputError(f"{path} is not a checkpoint, or it is truncated ({error}).") from None
         except pickle.UnpicklingError as error:
@@ -186,6 +192,26 @@ def _loaded(path: Path, hashed: bool) -> tuple[Any, str | None, str]:
         except Exception as error:  # on damaged files torch raises whatever its reader stumbles over
             reason = str(error).split("\n", 1)[0][:120] or type(error).__name__
             raise InputError(f"{path} is not a checkpoint, or it is truncated ({reason}).") from None
+
+
+def _check_plain(content: Any, depth: int = 50) -> None:
+    """Refuse tensors whose numbers do not lie in memory one after the other: nothing here could read them.
+
+    Raises:
+        DamagedError: naming the kind.
+    """
+    if isinstance(content, Tensor):
+        odd = "nested" if content.is_nested else "meta" if content.is_meta else ""
+        odd = odd or ("" if content.layout == torch.strided else "sparse")
+        if odd or content.is_quantized:
+            raise OddTensorError(odd or "quantised")
+    elif isinstance(content, Mapping | list | tuple) and depth:
+        for entry in content.values() if isinstance(content, Mapping) else content:
+            _check_plain(entry, depth - 1)
+
+
+class OddTensorError(Exception):
+    """A file holds a tensor of a kind that is not read; the message names it."""
 
 
 _REFUSED = (

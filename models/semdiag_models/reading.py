@@ -16,6 +16,7 @@ LARGEST_JSON = 64 * MEBIBYTE  # of a configuration, a summary, a baseline
 LARGEST_TOML = MEBIBYTE
 MEMORY_SHARE = 0.25  # of what the machine has: more is asked for by no honest file
 _DEEPEST = 50  # tables in tables
+_LARGEST_NUMBER = 10**300  # what becomes a floating-point number
 
 
 def open_file(path: Path, largest: int | None = None) -> BufferedReader:
@@ -103,9 +104,11 @@ def read_toml(path: Path) -> tuple[dict[str, Any], str]:
 
 
 def _check_depth(content: Any) -> None:
-    """Refuse what is nested so deeply that printing or copying it would end the program."""
+    """Refuse what is nested so deeply that printing or copying it would end the program, and too large numbers."""
     layer = [content]
     for _ in range(_DEEPEST):
+        if any(isinstance(entry, int) and abs(entry) > _LARGEST_NUMBER for entry in layer):
+            raise ValueError("a number is too large")
         layer = [
             inner
             for entry in layer

@@ -131,3 +131,16 @@ def test_legitimate_pickles_pass(path):
     assert read_plain(path)["a"][0]["b"][1][1]["c"].shape == (2,)
     for protocol in range(2, pickle.HIGHEST_PROTOCOL + 1):
         torch.save({"a": torch.zeros(2), "b": [1.5, "x", None, True]}, path, pickle_protocol=protocol)
+
+
+@pytest.mark.parametrize("text", ['{"a": [{"b": %s}]}', "[-%s]", "%s"])
+@pytest.mark.parametrize("digits", [310, 400, 5000])
+def test_a_number_beyond_what_floating_point_holds_is_refused(tmp_path, text, digits):
+    path = tmp_path / "record.json"
+    path.write_text(text % ("9" * digits))
+    with pytest.raises(InputError, match="cannot be read as JSON"):
+        reading.read_json(path)
+    table = tmp_path / "plan.toml"
+    table.write_text("a = " + "9" * digits)
+    with pytest.raises(InputError, match="cannot be read"):
+        reading.read_toml(table)

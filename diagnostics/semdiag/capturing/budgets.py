@@ -32,7 +32,7 @@ def read_budget(path: str | Path, name: str | None = None) -> dict[int | str | t
     wanted = content.get("default") if name is None else name
     if not isinstance(budgets, dict) or not budgets:
         raise InputError(f"{path} holds no budget.")
-    found = budgets.get(wanted)
+    found = budgets.get(wanted) if isinstance(wanted, str) else None
     if not isinstance(found, dict):
         raise InputError(f"{path} has no budget called {wanted}. It has {', '.join(budgets)}.")
     try:

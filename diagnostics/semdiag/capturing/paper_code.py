@@ -134,7 +134,7 @@ def _config(path: Path, state: dict[str, Any], known: dict[str, Any]) -> ModelCo
     if not isinstance(extra, int) or not 0 <= extra < ids:
         raise InputError(f"{path}: ngtk must be a number of global tokens, less than {ids}. Got {extra!r}.")
     embedding, expand = state["embedding.weight"], state[_BLOCK.format(0) + "ffn.0.weight"]
-    numbers = (re.match(r"encoder\.transformer\.(\d+)\.", str(name)) for name in state)
+    numbers = (re.match(r"encoder\.transformer\.(\d{1,6})\.", str(name)) for name in state)
     values = {
         "vocabulary_size": embedding.shape[0] - extra,
         "classes": state["linear.weight"].shape[0],

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from semdiag.capturing.declared_sizes import check_sizes
 from semdiag_models import InputError
 from semdiag_models.reading import open_file, read_json
 
@@ -17,6 +18,8 @@ PREFIX = "hf:"
 HEADS = "auto", "none"  # of a model: that which its configuration names, or none
 _INSTALL = "pip install 'semdiag[hf]'"
 _VOCABULARIES = ("tokenizer.json", "vocab*", "*.model", "*.bpe", "*.tiktoken")
+# Of a text so many characters are tokenised at most: no tokenizer needs more for what the model takes.
+_CHARACTERS, _MARGIN = 32, 10_000
 
 
 def find_folder(spec: str) -> Path:
@@ -81,8 +84,10 @@ def build(spec: str, head: str = "auto") -> tuple[nn.Module, str, dict[str, str]
             f"{spec} holds no .safetensors file; other formats are not read. Write one with: "
             "model.save_pretrained(DIRECTORY)."
         )
-    kind = _class_of(transformers, folder, head)
+    config = read_json(folder / "config.json")
+    kind = _class_of(transformers, config, head)
     with _silent(transformers):
+        check_sizes(spec, config, weights, kind)
         try:
             model, report = kind.from_pretrained(
                 folder,
@@ -101,6 +106,7 @@ class Tokeniser:
     """A function from texts to a model's input: a dictionary of tensors (N, L), padded and cut to its longest.
 
     Args:
+        spec: for messages.
         tokenizer: of transformers. One without a token for padding pads with 0, which the mask leaves out.
         model: an encoder–decoder gets the same texts, shifted, as decoder input.
 
@@ -108,19 +114,23 @@ class Tokeniser:
         longest: how many tokens the model takes; None if nothing says so.
     """
 
-    def __init__(self, tokenizer: Any, model: nn.Module) -> None:
+    def __init__(self, spec: str, tokenizer: Any, model: nn.Module) -> None:
         self.longest = _longest(tokenizer, model)
-        self._tokenizer, self._config = tokenizer, model.config
+        self._spec, self._tokenizer, self._config = spec, tokenizer, model.config
 
     def __call__(self, texts: Sequence[str]) -> dict[str, Tensor]:
-        """The model's input."""
+        """The model's input.
+
+        Raises:
+            InputError: if the tokenizer fails, or an encoder–decoder does not say how its decoder begins.
+        """
         cut = {"truncation": self.longest is not None, "max_length": self.longest}
         if self._tokenizer.pad_token is None:
             left = self._tokenizer.padding_side == "left"
             found = _padded(self._tokens(texts, return_attention_mask=True, **cut), left)
         else:
             found = self._tokens(texts, return_tensors="pt", padding=True, **cut)
-        return _with_decoder(found, self._config)
+        return _with_decoder(self._spec, found, self._config)
 
     def cut(self, texts: Sequence[str]) -> int:
         """How many of the texts are longer than the model takes."""
@@ -131,8 +141,12 @@ class Tokeniser:
     def _tokens(self, texts: Sequence[str], **how: Any) -> dict[str, Any]:
         import transformers
 
-        with _silent(transformers):
-            return dict(self._tokenizer(list(texts), **how))
+        most = None if self.longest is None else _CHARACTERS * self.longest + _MARGIN
+        try:
+            with _silent(transformers):
+                return dict(self._tokenizer([text[:most] for text in texts], **how))
+        except Exception as error:  # a configuration that says what no tokenizer can do
+            raise InputError(f"{self._spec}: its tokenizer cannot be used ({_first_line(error)}).") from error
 
 
 def tokeniser(spec: str, model: nn.Module) -> Tokeniser:
@@ -162,7 +176,7 @@ def tokeniser(spec: str, model: nn.Module) -> Tokeniser:
             raise InputError(f"{spec}: its tokenizer cannot be used ({_first_line(error)}). {instead}") from error
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
-    return Tokeniser(tokenizer, model)
+    return Tokeniser(spec, tokenizer, model)
 
 
 def _transformers(spec: str) -> Any:
@@ -188,9 +202,8 @@ def _silent(transformers: Any) -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _class_of(transformers: Any, folder: Path, head: str) -> Any:
+def _class_of(transformers: Any, named: Any, head: str) -> Any:
     """Return the class of the library that a configuration names, else ``AutoModel``."""
-    named = read_json(folder / "config.json")
     listed = named.get("architectures") if isinstance(named, dict) else None
     name = listed[0] if isinstance(listed, list) and listed and isinstance(listed[0], str) else ""
     kind: Any = getattr(transformers, name, None) if head == "auto" and name.isidentifier() else None
@@ -243,12 +256,15 @@ def _padded(found: dict[str, list[list[int]]], left: bool) -> dict[str, Tensor]:
     return {name: torch.tensor([filled(row) for row in rows]) for name, rows in found.items()}
 
 
-def _with_decoder(batch: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
-    if not getattr(config, "is_encoder_decoder", False):
+def _with_decoder(spec: str, batch: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
+    if getattr(config, "is_encoder_decoder", False) is not True:
         return batch
-    start = config.decoder_start_token_id
+    named = (getattr(config, name, None) for name in ("decoder_start_token_id", "pad_token_id"))
+    start = next((number for number in named if isinstance(number, int)), None)
+    if start is None:
+        raise InputError(f"{spec}: its config.json does not say how its decoder begins (decoder_start_token_id).")
     ids = batch["input_ids"]
-    first = ids.new_full((len(ids), 1), config.pad_token_id if start is None else start)
+    first = ids.new_full((len(ids), 1), start)
     shifted = {"decoder_input_ids": torch.cat([first, ids[:, :-1]], 1)}
     if "attention_mask" in batch:
         mask = batch["attention_mask"]

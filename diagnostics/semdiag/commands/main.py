@@ -2,10 +2,12 @@
 
 import inspect
 import sys
+import traceback
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from importlib.metadata import version
+from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -27,6 +29,7 @@ _UsageError: Any = next(kind for kind in typer.BadParameter.__mro__ if kind.__na
 
 _LONGEST = 2000  # characters of a message
 _BROKEN_PIPE = 141
+_OWN_ERROR = 70  # as of other programs: EX_SOFTWARE of sysexits.h
 
 
 class _Program(TyperGroup):
@@ -81,6 +84,9 @@ def _options(
     show_version: Annotated[
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and exit.")
     ] = False,
+    debug: Annotated[
+        bool, typer.Option("--debug", help="Show the traceback of an error of semdiag's own. Goes anywhere.")
+    ] = False,
 ) -> None:
     pass
 
@@ -88,9 +94,12 @@ def _options(
 def main() -> None:
     """Run the program: exit code 0 fine, 1 a check failed, 2 the input was wrong, 130 interrupted.
 
-    And 141, as of other programs, if the reader of our output left before its end: what failed was not told whole.
+    And, as of other programs, 70 if semdiag itself is wrong, so that it never looks like a check that failed; 141
+    if the reader of our output left before its end: what failed was not told whole.
     """
     speak_any_language()
+    debug = "--debug" in sys.argv[1:]
+    sys.argv = [word for word in sys.argv if word != "--debug"]  # at every place; no command knows it
     warnings.showwarning = lambda message, *_, **__: tell(f"semdiag: {' '.join(str(message).split())}")
     if not all(map(str.strip, sys.argv[1:])):  # as a path it would be the working folder
         _refuse("An argument of the command is empty. Is a shell variable unset?")
@@ -118,9 +127,9 @@ def main() -> None:
     except Exception as error:
         # Looked up, not imported: importing the package would import torch, and make --help slow.
         errors = sys.modules.get("semdiag_models.errors")
-        if errors is None or not isinstance(error, errors.InputError):
-            raise
-        _refuse(str(error))
+        if errors is not None and isinstance(error, errors.InputError):
+            _refuse(str(error))
+        _give_up(error, debug)
     else:
         sys.exit(code if isinstance(code, int) else 0)
 
@@ -133,7 +142,19 @@ def _leave_unread() -> NoReturn:
     sys.exit(_BROKEN_PIPE)
 
 
-def _refuse(message: str) -> None:
+def _give_up(error: Exception, debug: bool) -> NoReturn:
+    """Say that semdiag is wrong, not the input; with the traceback if it was asked for."""
+    if debug:
+        traceback.print_exception(error)
+    *_, last = traceback.extract_tb(error.__traceback__)
+    said = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}".removesuffix(": ")
+    more = "" if debug else ", with what the same command prints with --debug"
+    place = f"{last.name}, line {last.lineno} of {Path(last.filename).name}"
+    tell(f"semdiag: an error of semdiag itself, not of your input: {said} (in {place}). Please report it{more}.")
+    sys.exit(_OWN_ERROR)
+
+
+def _refuse(message: str) -> NoReturn:
     if len(message) > _LONGEST:
         message = f"{message[: _LONGEST // 2]} … {message[-_LONGEST // 2 :]}"
     tell(f"semdiag: {message}".replace("\n", " "))

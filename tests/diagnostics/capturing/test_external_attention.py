@@ -255,7 +255,9 @@ def test_allowed_keys_of_some_rows_are_those_rows_of_the_whole_mask():
 )
 def test_the_residual_shows_what_was_missed(kind, missed):
     (call,) = watched(Attention(ATTENTIONS[kind]), draw(2, LENGTH, WIDTH))[1]
-    assert recomputation_residual(dataclasses.replace(call, **missed)) > 1e-4
+    found = recomputation_residual(dataclasses.replace(call, **missed))
+    assert found.residual > 1e-4
+    assert found.over_rounding > 1
 
 
 NOT_ATTENTION = {

@@ -282,7 +282,7 @@ def without(name):
         (replaced("linear.weight", lambda t: t.sum()), "'linear.weight' has shape ()"),
         (replaced("linear.weight", lambda t: t[:, :5]), "parameter 'head.weight' has shape (2, 5)"),
         (replaced("linear.bias", lambda t: 3), "holds no tensor 'linear.bias'"),
-        (replaced("linear.bias", lambda t: t.to_sparse()), "holds no tensor 'linear.bias'"),
+        (replaced("linear.bias", lambda t: t.to_sparse()), "holds a sparse tensor"),
         (replaced("pos_encoder.pe", lambda t: t[0]), "'pos_encoder.pe' has shape (40, 64)"),
         (
             replaced("pos_encoder.pe", lambda t: t[..., :5]),
@@ -292,9 +292,10 @@ def without(name):
         (replaced(MARK + "W_q.weight", lambda t: t[:, :3]), "W_q, W_k and W_v do not fit"),
         (replaced(MARK + "W_k.weight", lambda t: t[:3]), "'blocks.0.attention.qkv.weight' has shape (131, 64)"),
         (replaced(MARK + "W_k.weight", lambda t: t.sum()), "W_q, W_k and W_v do not fit"),
-        (replaced(MARK + "W_k.bias", lambda t: t.to("meta")), "holds no tensor"),
+        (replaced(MARK + "W_k.bias", lambda t: t.to("meta")), "holds a meta tensor"),
         (lambda s: {**s, "encoder.transformer.77777.x": torch.ones(1)}, "lacks parameter 'encoder.transformer.5."),
         (lambda s: {**s, "encoder.transformer.777777.x": torch.ones(1)}, "blocks must be at most"),
+        (lambda s: {**without("linear.bias")(s), f"encoder.transformer.{'7' * 5000}.x": torch.ones(1)}, "lacks"),
     ],
 )
 def test_a_damaged_checkpoint_says_what_is_wrong_with_it(paper_code, tmp_path, damage, message):

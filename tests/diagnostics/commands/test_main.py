@@ -104,12 +104,12 @@ def test_words_that_make_no_sense_are_refused_in_one_line(refusal, words, messag
 def program(run_semdiag, monkeypatch):
     """Call with an exception: the program, which raises it."""
 
-    def run(error):
+    def run(error, *words):
         def fail(standalone_mode):
             raise error
 
         monkeypatch.setattr(module, "app", fail)
-        return run_semdiag()
+        return run_semdiag(*words)
 
     return run
 
@@ -161,16 +161,22 @@ def test_who_leaves_by_itself_leaves_with_its_own_code(program):
     assert program(SystemExit(3)).code == 3
 
 
+@pytest.mark.parametrize("debug", [False, True])
 @pytest.mark.parametrize("error", [ValueError("a fault of ours"), ZeroDivisionError()])
-def test_our_own_faults_are_not_hidden(program, error):
-    with pytest.raises(type(error)):
-        program(error)
+def test_our_own_faults_are_no_failed_check(program, error, debug):
+    """Exit code 1 says that a check failed; the traceback is shown to whom asks for it."""
+    outcome = program(error, *["--debug"] * debug)
+    *traced, said = outcome.err.splitlines()
+    assert (outcome.code, outcome.out) == (70, "")
+    assert said.startswith(f"semdiag: an error of semdiag itself, not of your input: {type(error).__name__}")
+    assert "Please report it" in said
+    assert bool(traced) == debug == ("--debug" not in said)
+    assert (traced[:1] == ["Traceback (most recent call last):"]) == debug
 
 
-def test_our_own_faults_are_not_hidden_before_anything_is_imported(program, monkeypatch):
+def test_our_own_faults_are_told_before_anything_is_imported(program, monkeypatch):
     monkeypatch.delitem(sys.modules, "semdiag_models.errors")
-    with pytest.raises(ValueError, match="a fault of ours"):
-        program(ValueError("a fault of ours"))
+    assert program(ValueError("a fault of ours")).code == 70
 
 
 @pytest.mark.skipif(os.name == "nt", reason="pipes break otherwise there")
@@ -216,3 +222,9 @@ def test_an_empty_word_is_refused_and_not_taken_for_the_working_folder(words):
     done = spied(*words)
     assert done.returncode == 2
     assert done.stderr.startswith("semdiag: An argument of the command is empty.")
+
+
+def test_debug_goes_anywhere_and_is_no_part_of_the_command(run_semdiag):
+    for words in (["--debug", "info", "nothing.pt"], ["info", "nothing.pt", "--debug"]):
+        outcome = run_semdiag(*words)
+        assert (outcome.code, outcome.err) == (2, "semdiag: nothing.pt does not exist.\n")

@@ -557,3 +557,11 @@ def test_the_untrained_model_of_the_docs_gets_no_answer(monkeypatch):
     found = sparse_verdict(findings, "docs.causal_model:untrained")
     assert (found.answer, found.reason, found.measure) == ("cannot tell", "near_uniform", "loss")
     assert abs(found.change) < 0.01
+
+
+@pytest.mark.parametrize("default", [[], {}, 3, None, True])
+def test_a_budget_whose_default_is_no_name_is_refused(tmp_path, default):
+    path = tmp_path / "budget.json"
+    path.write_text(json.dumps({"schema": "semdiag.budget/1", "default": default, "budgets": {"loss": {}}}))
+    with pytest.raises(InputError, match="has no budget called"):
+        semdiag.read_budget(path)

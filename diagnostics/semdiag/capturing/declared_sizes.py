@@ -1,0 +1,107 @@
+"""Whether a Hugging Face configuration and its files are of one model: asked before memory is set aside for it."""
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+from semdiag_models import InputError
+from semdiag_models.reading import open_file
+
+_LARGEST_HEADER = 100 * 2**20  # bytes, as in the library
+_FACTOR, _PACKED, _MORE = (
+    3,
+    16,
+    10**7,
+)  # tied weights are made twice, packed ones hold several in one; heads, poolers
+_FEW = 1000  # layers and labels of which no configuration is suspected
+
+
+class _TooLargeError(Exception):
+    """More parameters than the files can hold."""
+
+
+def check_sizes(spec: str, config: Any, weights: Sequence[Path], kind: Any) -> None:
+    """Refuse a configuration that describes a far larger model than its files hold.
+
+    The model is built on torch's meta device, where nothing is set aside, and no further than that is plain.
+
+    Args:
+        spec: for messages.
+        config: what config.json holds.
+        weights: safetensors files.
+        kind: the class that will load it, or the library's ``AutoModel``.
+
+    Raises:
+        InputError: naming both sizes.
+    """
+    held = [shape for path in weights for shape in _shapes(path)]
+    elements = sum(map(math.prod, held))
+    if not held or not isinstance(config, dict):
+        return  # the library says what is wrong
+    for name, value in _numbers(config):
+        few = len(held) if "layer" in name or "block" in name else elements if name == "num_labels" else None
+        if few is not None and value > max(_FEW, few):
+            raise InputError(
+                f"{spec}: its config.json says {name} = {value:.3g}, but its files hold {len(held):,} tensors "
+                f"with {elements:,} numbers. They are not of one model."
+            )
+    allowed = (_PACKED if "quantization_config" in config else _FACTOR) * elements + _MORE
+    made = 0
+
+    def count(module: nn.Module, name: str, parameter: Tensor | None) -> None:
+        nonlocal made
+        made += 0 if parameter is None else parameter.numel()
+        if made > allowed:
+            raise _TooLargeError
+
+    hook = register_module_parameter_registration_hook(count)
+    try:
+        with torch.device("meta"):
+            _build(kind, weights[0].parent)
+    except _TooLargeError:
+        raise InputError(
+            f"{spec}: its config.json describes a model of more than {allowed:,} parameters, but its files hold "
+            f"{elements:,} numbers. They are not of one model."
+        ) from None
+    except Exception:  # what loading stumbles over is told there
+        return
+    finally:
+        hook.remove()
+
+
+def _build(kind: Any, folder: Path) -> None:
+    """Make the model without its weights."""
+    import transformers
+
+    auto: Any = transformers.AutoModel
+    config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    if kind is auto:
+        kind.from_config(config)
+    else:
+        kind(config)
+
+
+def _shapes(path: Path) -> list[tuple[int, ...]]:
+    """The shapes that a safetensors file says it holds; none of a damaged one, which the library names."""
+    with open_file(path) as file:
+        size = int.from_bytes(file.read(8), "little")
+        if not 0 < size <= _LARGEST_HEADER:
+            return []
+        try:
+            header = json.loads(file.read(size))
+            return [tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"]
+        except (ValueError, RecursionError, AttributeError, KeyError, TypeError):
+            return []
+
+
+def _numbers(config: dict[str, Any], depth: int = 5) -> list[tuple[str, int]]:
+    """Whole numbers of a configuration and the configurations in it, by name."""
+    found = [(name, value) for name, value in config.items() if isinstance(value, int)]
+    inner = [value for value in config.values() if isinstance(value, dict)] if depth else []
+    return found + [pair for value in inner for pair in _numbers(value, depth - 1)]
