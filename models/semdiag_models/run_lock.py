@@ -3,8 +3,6 @@
 from contextlib import suppress
 from pathlib import Path
 
-from filelock import FileLock, Timeout
-
 from semdiag_models.errors import InputError
 
 
@@ -30,6 +28,8 @@ class RunLock:
     """
 
     def __init__(self, folder: Path, file: str | None = None) -> None:
+        from filelock import FileLock, Timeout  # what only reads must not need it
+
         self._path = folder / (".lock" if file is None else f".{file}.lock")
         self._lock = FileLock(self._path)
         try:

@@ -11,6 +11,7 @@ import torch
 
 from semdiag.capturing.loading import load
 from semdiag.measuring.measurements import Measurements
+from semdiag.measuring.table import typed
 from semdiag_models import Encoder, ModelConfig, TrainingConfig, open_run, train_run
 
 LENGTH, BLOCKS, HEADS, K, EPOCHS, SAMPLES = 12, 2, 2, 3, 2, 40
@@ -129,7 +130,7 @@ def made_up():
             "accuracy": "float64",
         }
         return Measurements(
-            models=pd.DataFrame(rows).astype(types),
+            models=typed(pd.DataFrame(rows), types),
             queries=pd.concat(queries, ignore_index=True),
             loads=pd.concat(loads, ignore_index=True),
             history=pd.DataFrame({"model": [rows[0]["model"]], "epoch": [1], "train_loss": [0.1]}),

@@ -14,6 +14,7 @@ from semdiag.measuring.measurements import Measurements
 from semdiag.measuring.schema import optional_tables
 from semdiag.measuring.schema import probes as every_probe
 from semdiag.measuring.survey import survey
+from semdiag.measuring.table import typed
 from semdiag.questions.convergence.answer import speed_and_dispersion
 from semdiag.questions.dispersion.answer import comparisons as dispersion
 from semdiag.questions.k_sweep.measure.rerun import RERUN_TABLE
@@ -58,11 +59,11 @@ def one_model(attention="full", task="even-pairs", seed=7, snapshot="last", path
     types = {"k": "Int64", "seed": "Int64", "epoch": "Int64", "task": "str", "accuracy": "float64"}
     columns = ["model", "sample", "layer", "head", "scores"]
     return Measurements(
-        models=pd.DataFrame([row]).astype(types),
+        models=typed(pd.DataFrame([row]), types),
         queries=queries.assign(model=path),
         loads=loads.assign(model=path),
         history=pd.DataFrame(history).assign(model=path),
-        non_finite=pd.DataFrame({name: [] for name in columns}).astype({"model": "str", "scores": "int64"}),
+        non_finite=typed(pd.DataFrame({name: [] for name in columns}), {"model": "str", "scores": "int64"}),
         provenance={"semdiag": "0.1.0", "device": "cpu"},
     )
 

@@ -27,6 +27,7 @@ from semdiag.measuring.calls.running import running, unnamed
 from semdiag.measuring.encoders.inputs import checked_batch, checked_tokens, fitting
 from semdiag.measuring.measurements import Measurements
 from semdiag.measuring.runs.training_runs import setting_in_words
+from semdiag.measuring.table import typed
 from semdiag.measuring.tables import OUT_OF_REACH, OUT_OF_REACH_CODE, RESIDUALS
 from semdiag_models import TASKS, Encoder, InputError
 from semdiag_models.attention.reach import cannot_represent
@@ -305,4 +306,4 @@ def _model_row(
             row["length"] = loaded.training.length  # of the samples; PAD that counts is no part of them
     whole = dict.fromkeys(("k", "seed", "epoch", "width"), "Int64")
     text = dict.fromkeys(("sha256", "weights_sha256", "task"), "str")
-    return pd.DataFrame([row]).astype({**whole, **text, "accuracy": "float64"})
+    return typed(pd.DataFrame([row]), {**whole, **text, "accuracy": "float64"})

@@ -3,16 +3,16 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
-import pyarrow as pa
-import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
 from semdiag_models import InputError
 from semdiag_models.reading import open_file, require_memory
+
+if TYPE_CHECKING:
+    import pyarrow
 
 _KINDS = {
     **dict.fromkeys(("int32", "int64", "Int64"), "int"),
@@ -32,6 +32,7 @@ _RANGES: dict[str, tuple[float, float]] = {  # of columns that mean the same in 
     **dict.fromkeys(("dispersion", "residual", "residual_over_rounding", "rounding"), (0, float("inf"))),
     **dict.fromkeys(("accuracy", "share", "share_kept"), (0, 1)),
 }
+_OLD = int(pd.__version__.partition(".")[0]) < 3  # which has no type for texts
 ALL = -1  # as layer or head: the row speaks about all of them
 
 
@@ -82,7 +83,7 @@ class Table:
 
     def _typed(self, table: pd.DataFrame) -> pd.DataFrame:
         with np.errstate(over="ignore"):  # of a diverged model: what float32 cannot hold is infinite
-            return table.astype(dict(self.columns))
+            return typed(table, self.columns)
 
     def check(self, table: pd.DataFrame, where: str) -> None:
         """Refuse a table read from a file that lacks a column or has one of another kind.
@@ -105,6 +106,36 @@ class Table:
                 _check_values(column, wanted, table[column], where)
 
 
+def typed(table: pd.DataFrame, columns: Mapping[str, str]) -> pd.DataFrame:
+    """A table whose columns have the types that are declared; a missing text stays missing.
+
+    Before pandas 3 texts are of the type object, and ``astype("str")`` would write None out.
+
+    Args:
+        table: with these columns.
+        columns: pandas types by name.
+
+    Example:
+        >>> typed(pd.DataFrame({"a": ["x", None]}), {"a": "str"})["a"].isna().tolist()
+        [False, True]
+    """
+    if _OLD:
+        table = table.astype({name: kind for name, kind in columns.items() if kind != "str"})
+        texts = {name: table[name].astype(object) for name, kind in columns.items() if kind == "str"}
+        return table.assign(**{name: text.where(text.isna(), text.map(str)) for name, text in texts.items()})
+    return table.astype(dict(columns))
+
+
+def column_types(table: pd.DataFrame) -> dict[str, str]:
+    """The types of a table's columns by name, as they are declared: texts are ``str`` in every pandas.
+
+    Args:
+        table: measurements.
+    """
+    found = {str(name): str(kind) for name, kind in table.dtypes.items()}
+    return {name: "str" if _OLD and kind == "object" else kind for name, kind in found.items()}
+
+
 def _check_values(name: str, wanted: str, column: "pd.Series[Any]", where: str) -> None:
     """Refuse what no measurement writes: a missing whole number, a count below 0, a share above 1."""
     if wanted in ("bool", "int32", "int64") and column.isna().any():
@@ -124,7 +155,7 @@ def _kind(column: "pd.Series[Any]") -> str:
     if isinstance(column.dtype, pd.StringDtype):
         return "text"
     found = types.infer_dtype(column.astype(object), skipna=True)
-    return "text" if found == "string" else found
+    return "text" if found in ("string", "empty") else found  # before pandas 3 a text that is always missing
 
 
 def rows_of(table: pd.DataFrame, model: str) -> pd.DataFrame:
@@ -146,6 +177,8 @@ def read_parquet(path: Path) -> pd.DataFrame:
         InputError: if it is none, or would take too much memory.
         ValueError: if it is damaged.
     """
+    import pyarrow.parquet as pq  # what measures one model must not need it
+
     with open_file(path) as file:
         known = pq.ParquetFile(file).metadata
         parts = [
@@ -163,8 +196,11 @@ def read_parquet(path: Path) -> pd.DataFrame:
         return pd.read_parquet(file)
 
 
-def _characters(texts: pa.Table) -> int:
+def _characters(texts: "pyarrow.Table") -> int:
     """Bytes of texts once they are written out: a file keeps one that is repeated a million times once."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
     size = 0
     for chunk in (
         chunk for column in texts.columns for chunk in column.chunks if pa.types.is_dictionary(chunk.type)

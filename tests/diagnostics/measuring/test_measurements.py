@@ -12,6 +12,7 @@ from semdiag.measuring.conditions import Conditions
 from semdiag.measuring.measurements import Measurements
 from semdiag.measuring.schema import optional_tables
 from semdiag.measuring.survey import survey
+from semdiag.measuring.table import column_types
 from semdiag.measuring.tables import TABLES
 from semdiag.questions.bounds.measure.probe import BoundsPlan
 from semdiag.questions.k_sweep.measure.probe import KSweepPlan
@@ -241,7 +242,7 @@ def test_optional_tables_survive_a_round_trip_and_a_choice(with_theory, tmp_path
         pd.testing.assert_frame_equal(getattr(loaded, name), whole, check_exact=True)
         assert set(getattr(with_theory.of(first), name)["model"]) == {first}
         assert whole["model"].nunique() == 2
-        found = {column: str(t) for column, t in whole.dtypes.items()}
+        found = column_types(whole)
         assert optional_tables()[name].columns.items() <= found.items()
         assert found.keys() - optional_tables()[name].columns.keys() == (
             {"first_key"} if name == "heads" else set()

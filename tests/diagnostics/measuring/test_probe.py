@@ -17,6 +17,7 @@ from semdiag.measuring.probe import Probe, Subject
 from semdiag.measuring.schema import optional_tables
 from semdiag.measuring.schema import probes as every_probe
 from semdiag.measuring.survey import survey
+from semdiag.measuring.table import column_types
 from semdiag.measuring.tables import TABLES
 from semdiag.questions.bounds.measure.probe import BoundsPlan
 from semdiag.questions.k_sweep.measure.probe import KSweepPlan, k_sweep
@@ -102,7 +103,7 @@ def assert_declared(probe, tables, model):
     assert set(tables) <= set(declared)
     for name, table in tables.items():
         assert isinstance(table, pd.DataFrame)
-        assert {column: str(kind) for column, kind in table.dtypes.items()} == declared[name].columns
+        assert column_types(table) == declared[name].columns
         assert list(table) == list(declared[name].columns)
         assert set(table["model"]) <= {model.path}
 

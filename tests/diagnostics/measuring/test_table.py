@@ -4,7 +4,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from semdiag.measuring.table import Table, read_parquet
+from semdiag.measuring.table import Table, column_types, read_parquet
 from semdiag_models import InputError, reading
 
 TABLE = Table(
@@ -19,7 +19,7 @@ ROWS = [
 
 
 def kinds(table):
-    return {column: str(kind) for column, kind in table.dtypes.items()}
+    return column_types(table)
 
 
 @pytest.fixture

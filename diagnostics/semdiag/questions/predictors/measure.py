@@ -114,7 +114,7 @@ def candidates_at(
         values["loss_secant"] = _loss_secant(snapshot, tokens, labels, few)
     with np.errstate(divide="ignore"):
         logarithms = {name: float(np.log(value)) for name, value in values.items()}
-    logarithms |= {f"xi_{form}": float(secants[f"ln_{form}"].median()) for form in ("sound", "paper")}
+    logarithms |= {f"xi_{form}": float(secants[f"ln_{form}"].dropna().median()) for form in ("sound", "paper")}
     logarithms |= {f"lambda_{form}": _network_constant(found, form) for form in ("sound", "paper")}
     return {name: logarithms[name] for name in wanted}
 

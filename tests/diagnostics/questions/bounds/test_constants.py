@@ -15,6 +15,7 @@ from semdiag.mathematics.logarithms import log
 from semdiag.measuring.encoders.network_constants import network_forms
 from semdiag.measuring.encoders.traces import trace_inputs
 from semdiag.measuring.encoders.weights import named_tensors
+from semdiag.measuring.table import column_types
 from semdiag.questions.bounds.answer.summary import SCOPE
 from semdiag.questions.bounds.measure.constants import CONSTANTS, PARAMETERS, measure_constants
 
@@ -156,7 +157,7 @@ def test_that_the_constants_are_of_one_parameter_vector_is_returned(wild_encoder
 def test_tables_have_their_columns_and_every_place_once(kind, wild_encoder, padded_tokens):
     constants, parameters = measure_constants(wild_encoder(kind), *padded_tokens, model="m")
     for declared, table in ((CONSTANTS, constants), (PARAMETERS, parameters)):
-        assert {column: str(t) for column, t in table.dtypes.items()} == declared.columns
+        assert column_types(table) == declared.columns
         assert set(table["model"]) == {"m"}
     assert not constants.duplicated(["layer", "head", "quantity", "form"]).any()
     sound = constants[constants["form"] == "sound"]

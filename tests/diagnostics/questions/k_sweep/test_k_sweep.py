@@ -14,6 +14,7 @@ from semdiag.mathematics.softmax_stability import fixed_mask_stability, heavy_hi
 from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.measure import measure
 from semdiag.measuring.percentiles import percentiles
+from semdiag.measuring.table import column_types
 from semdiag.questions.k_sweep.answer.summary import condition_table, conditions_met
 from semdiag.questions.k_sweep.measure.probe import K_SWEEP_TABLE, KSweepPlan, k_sweep, k_sweep_tables
 from semdiag_models import Encoder, InputError
@@ -82,7 +83,7 @@ def row_quantities(z, loads):
 def test_the_table_is_as_defined(kind, wild_encoder, padded_tokens, batch_size):
     encoder, tokens = wild_encoder(kind), padded_tokens[0]
     table = k_sweep(encoder, tokens, None, KSweepPlan(LARGEST), batch_size=batch_size, dtype=torch.float64)
-    assert {name: str(t) for name, t in table.dtypes.items()} == K_SWEEP_TABLE.columns
+    assert column_types(table) == K_SWEEP_TABLE.columns
     expected = naive(encoder, tokens)
     for (_, _, k, quantity), values in list(expected.items()):
         expected.setdefault((-1, -1, k, quantity), []).extend(values)

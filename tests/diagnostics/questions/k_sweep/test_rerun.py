@@ -19,6 +19,7 @@ from semdiag.capturing.sparsify import TopK, sparsify
 from semdiag.measuring.conditions import Conditions
 from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.survey import survey
+from semdiag.measuring.table import column_types
 from semdiag.questions.k_sweep.answer.rerun import budget_content
 from semdiag.questions.k_sweep.answer.sparse_verdict import sparse_verdict
 from semdiag.questions.k_sweep.answer.summary import k_sweep_summary
@@ -69,7 +70,7 @@ def run(module, batches):
 def test_the_sums_of_an_encoder_are_those_of_the_encoder_made_with_top_k(wild_encoder, padded_tokens):
     encoder, (tokens, labels) = wild_encoder("full", 0.7), padded_tokens
     again = rerun(replace(loaded(encoder), source="python"), [tokens[:4], tokens[4:]], labels, masks_of([2], 0))
-    assert {name: str(t) for name, t in again.dtypes.items()} == RERUN_TABLE.columns
+    assert column_types(again) == RERUN_TABLE.columns
     other = Encoder(replace(encoder.config, attention="topk", k=2)).double().eval()
     other.load_state_dict(encoder.state_dict())
     with torch.no_grad():

@@ -12,6 +12,7 @@ import semdiag
 from semdiag.capturing.attention_calls import AttentionCall, watch_attention
 from semdiag.measuring.calls.running import unnamed
 from semdiag.measuring.calls.scored_rows import NotAvailableError
+from semdiag.measuring.table import column_types
 from semdiag.questions.mask_stability.measure import mask_rows
 from semdiag.questions.mask_stability.measure.mask_rows import Workspace, row_changes, selection_of
 from semdiag.questions.mask_stability.measure.mask_tables import MASKS, NOISE_EFFECTS
@@ -99,7 +100,7 @@ def test_the_tables_are_as_defined(kind, wild_encoder, padded_tokens, batch_size
     masks, effects = mask_stability(encoder, tokens, labels, plan, batch_size=batch_size, dtype=torch.float64)
     pairs, logits = naive(encoder, tokens, plan)
     for declared, table in ((MASKS, masks), (NOISE_EFFECTS, effects)):
-        assert {column: str(t) for column, t in table.dtypes.items()} == declared.columns
+        assert column_types(table) == declared.columns
     found = masks.set_index(PLACE)
     assert sorted(found.index) == sorted(pairs)
     swings = {}

@@ -1,5 +1,6 @@
 """How much smaller the dispersion is than full attention's, layer by layer, with an interval."""
 
+import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -62,7 +63,7 @@ def _draw(ax: Axes, panel: Panel, ratios: pd.DataFrame) -> None:
         ax.errorbar(
             rows["layer"] + (place - (len(sparse) - 1) / 2) * 0.12,
             rows["ratio"],
-            yerr=[(rows["ratio"] - rows["low"]).clip(lower=0), (rows["high"] - rows["ratio"]).clip(lower=0)],
+            yerr=np.stack([rows["ratio"] - rows["low"], rows["high"] - rows["ratio"]]).clip(min=0),
             color=color,
             marker=series.style.marker,
             markersize=4 if control else 5.5,
