@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from semdiag.mathematics.bounds.bound import Assumption, Bound
+from semdiag.mathematics.key_swaps import log_swap_cost
 from semdiag.mathematics.logarithms import Real, broadcast, float64, log_one_plus_inverse, log_sum
 
 
@@ -74,7 +75,8 @@ def fixed_mask_stability(dispersion: Real, keys: Real) -> Bound:
 def heavy_hitter_stability(dispersion: Real, separation: Real, keys: Real) -> Bound:
     """ξ of a row whose unmasked set is the k highest-scoring allowed keys (top-k).
 
-    ξ_h = ξ*(δ_h, k) + p̄(δ_h, k) / Δ_h, with δ_h the larger range and Δ_h the smaller separation of both rows.
+    ξ_h = ξ*(δ_h, k) + max over 0 ≤ d ≤ δ_h of 2 p̄(d, k) / (2Δ_h + d), with δ_h the larger range and Δ_h the
+    smaller separation of both rows.
 
     Source: docs/theory.md#heavy-hitter-stability. Deviation: the paper has another form, kept in
     :func:`~semdiag.mathematics.paper_stability.paper_heavy_hitter_stability`. That both rows keep their own
@@ -95,14 +97,13 @@ def heavy_hitter_stability(dispersion: Real, separation: Real, keys: Real) -> Bo
     Example:
         >>> bound = heavy_hitter_stability(2.0, [0.01, -0.01], 5)
         >>> bound.log_value.exp()
-        tensor([65.3786,     inf], dtype=torch.float64)
+        tensor([20.5000,     inf], dtype=torch.float64)
         >>> print(bound.unmet[0])
         assumption not met: the separation is positive in every row (smallest = -0.01, rows not positive = 1)
     """
     delta, k = _checked(dispersion, keys)
     gap = _checked_separation(separation)
-    log_xi = log_sum(fixed_mask_stability(delta, k).log_value, log_largest_weight(delta, k) - torch.log(gap))
-    log_xi = torch.where(gap > 0, log_xi, math.inf)
+    log_xi = log_sum(fixed_mask_stability(delta, k).log_value, log_swap_cost(delta, gap, k))
     return Bound(log_xi, (positive_separation(gap),), "docs/theory.md#heavy-hitter-stability")
 
 

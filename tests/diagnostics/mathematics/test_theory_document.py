@@ -13,6 +13,7 @@ ANCHORS = set(re.findall(r'<a id="([\w-]+)"></a>', DOCUMENT))
 SOURCES = [file for folder in ("diagnostics", "models") for file in sorted((ROOT / folder).rglob("*.py"))]
 WITH_FORMULAS = (
     "softmax_stability",
+    "key_swaps",
     "paper_stability",
     "softmax_secants",
     "heavy_hitter_pairs",

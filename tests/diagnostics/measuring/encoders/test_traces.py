@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -9,6 +10,17 @@ from semdiag.capturing.block_calls import watch_blocks
 from semdiag.measuring.encoders import traces as input_traces
 from semdiag.measuring.encoders.traces import trace_inputs
 from semdiag.measuring.encoders.weights import block_weights
+
+
+def swap_cost(delta, gap, k):
+    """Largest 2p̄(d, k)/(2Δ + d) over 0 ≤ d ≤ δ, on a grid that closes in on it three times."""
+    low, high = 0.0, delta
+    for _ in range(3):
+        heights = np.linspace(low, high, 201)
+        costs = 2 / (1 + (k - 1) * np.exp(-heights)) / (2 * gap + heights)
+        best = int(costs.argmax())
+        low, high = heights[max(best - 1, 0)], heights[min(best + 1, 200)]
+    return float(costs.max())
 
 
 def stabilities(delta, gap, k, heavy):
@@ -19,7 +31,7 @@ def stabilities(delta, gap, k, heavy):
     xi = 0.0 if k == 1 else 2 * p * (1 - p) if p < 0.5 else 0.5
     if not heavy:
         return p, xi, min(k * xi, 1.0), min(k * xi, 1.0)
-    xi += p / gap
+    xi += swap_cost(delta, gap, k)
     return p, xi, min(2 * k * xi, max(1, 2 / gap)), min(2 * k * xi, 1 + 2 / gap)
 
 

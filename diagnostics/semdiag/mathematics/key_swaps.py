@@ -1,0 +1,60 @@
+"""What a key that leaves a top-k set takes along, against how far the scores must move for it to leave."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from semdiag.mathematics.logarithms import broadcast
+
+_NEWTON_STEPS = 4  # from a start within 20 %: quadratic convergence, exact to rounding for any t
+
+
+def log_swap_cost(dispersion: Tensor, separation: Tensor, keys: Tensor) -> Tensor:
+    """Largest change of the weights per unit of ‖z − z'‖₁ that swapping one key can cause, as a logarithm.
+
+    max over 0 ≤ d ≤ δ of 2 p̄(d, k) / (2Δ + d): a key d above the least kept one weighs at most p̄(d, k), and
+    must travel 2Δ + d together with its successor.
+
+    Source: docs/theory.md#heavy-hitter-stability. Deviation: not in the paper.
+
+    Args:
+        dispersion: δ ≥ 0 in nats.
+        separation: Δ in nats, +inf where nothing is masked.
+        keys: k ≥ 1.
+
+    Returns:
+        ln of the maximum, in the broadcast shape; +inf where Δ ≤ 0, −inf where Δ = +inf.
+
+    Example:
+        >>> at_once = log_swap_cost(torch.tensor(0.0), torch.tensor(0.5), torch.tensor(4.0))
+        >>> at_once.exp().item()  # 1/(kΔ)
+        0.5
+        >>> log_swap_cost(torch.tensor(9.0), torch.tensor(0.5), torch.tensor(4.0)).exp().item()
+        0.5...
+    """
+    delta, gap, k = broadcast(dispersion, separation, keys)
+    gap = gap.clamp(min=0)
+    inner = torch.minimum(_stationary_height(gap, k), delta)
+    candidates = [_log_cost(height, gap, k) for height in (torch.zeros_like(delta), inner, delta)]
+    return torch.stack(candidates).amax(0)
+
+
+def _log_cost(height: Tensor, gap: Tensor, keys: Tensor) -> Tensor:
+    """Give ln of 2 p̄(d, k) / (2Δ + d) for keys d above the least kept one."""
+    return math.log(2) - torch.log1p((keys - 1) * torch.exp(-height)) - torch.log(2 * gap + height)
+
+
+def _stationary_height(gap: Tensor, keys: Tensor) -> Tensor:
+    """Height d of the local maximum: the larger root of e^d = (k − 1)(2Δ + d − 1); 0 where there is none.
+
+    With x = 2Δ + d − 1 it is x − ln x = t, t = 2Δ − 1 + ln(k − 1), x ≥ 1. Newton's method descends to it from
+    1 + sqrt(2u) + u, u = t − 1, which is above the root (Chatzigeorgiou 2013, of the Lambert function).
+    """
+    excess = 2 * gap - 2 + torch.log(keys - 1)  # u; −inf for a single key
+    exists = (excess > 0) & (excess < math.inf)
+    u = torch.where(exists, excess, 1.0)
+    x = 1 + torch.sqrt(2 * u) + u
+    for _ in range(_NEWTON_STEPS):
+        x = x * ((torch.log(x) + u) / (x - 1))  # x − (x − ln x − t) / (1 − 1/x)
+    return torch.where(exists, (x + 1 - 2 * torch.where(exists, gap, 0.0)).clamp(min=0), 0.0)
