@@ -12,7 +12,13 @@ import torch
 from torch import Tensor
 
 from semdiag.mathematics.heavy_hitter_pairs import heavy_hitter_pair_stability
-from semdiag.mathematics.softmax_secants import score_change, weight_change
+from semdiag.mathematics.same_set_pairs import same_set_stability, weight_change_bound
+from semdiag.mathematics.softmax_secants import (
+    log_odds_of_largest,
+    score_change,
+    score_range_change,
+    weight_change,
+)
 
 KEYS = (2, 4, 6, 10, 40)
 SLACK = 1 + 1e-9  # secants of rows that are 1e-4 apart or more, in float64
@@ -57,8 +63,20 @@ def heavy_hitter(z: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
     return weight_change(z, other, *sets), promised.where((sets[0] != sets[1]).any(-1), torch.inf)
 
 
+def same_set(z: Tensor, other: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return ‖p − p'‖₁ of rows over all keys, its bound from the range, and ξ of the pair · ‖z − z'‖₁."""
+    every = torch.ones_like(z, dtype=torch.bool)
+    pair = z, other, every, every
+    odds = (log_odds_of_largest(z, every) + log_odds_of_largest(other, every)) / 2
+    spread = score_range_change(*pair)
+    xi = same_set_stability(odds, spread).log_value.exp()
+    return weight_change(*pair), weight_change_bound(spread), xi * score_change(*pair)
+
+
 HUNTED: dict[str, tuple[Callable[..., Pair], Callable[..., tuple[Tensor, Tensor]]]] = {
     "heavy-hitter ξ": (pairs_that_swap, heavy_hitter),
+    "same set, 2 tanh(range/4)": (pairs_of_rows, lambda *pair: same_set(*pair)[:2]),
+    "same set, ξ of the pair": (pairs_of_rows, lambda *pair: same_set(*pair)[::2]),
 }
 
 

@@ -160,7 +160,8 @@ def _theory(row, queries, noise):
     ten = np.log(10)
     secants = queries[["model", "sample", "layer", "head", "query", "kept", "dispersion", "separation"]].assign(
         level=noise, weight_change=0.01 * (1 + queries["layer"]), score_change=0.5 * (1 + queries["layer"]),
-        score_change_max=0.25 * (1 + queries["layer"]), same_set=True,
+        score_change_max=0.25 * (1 + queries["layer"]), same_set=True, log_odds=2.0,
+        score_change_range=0.5 * (1 + queries["layer"]),
     )  # fmt: skip
     if row["attention"] == "topk":
         secants["weight_change"] *= 3

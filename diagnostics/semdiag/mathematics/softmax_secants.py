@@ -31,11 +31,32 @@ def local_stability(scores: Tensor, selected: Tensor) -> Tensor:
         >>> local_stability(rows, torch.tensor([[True, True, False], [True, True, True]]))
         tensor([-6.9315e-01, -8.9861e+02], dtype=torch.float64)
     """
-    z = _masked(scores, selected)
-    top = z.argmax(dim=-1, keepdim=True)
-    log_total = torch.logsumexp(z, dim=-1)
-    log_others = torch.logsumexp(z.scatter(-1, top, -math.inf), dim=-1)
-    return math.log(2) + z.gather(-1, top).squeeze(-1) + log_others - 2 * log_total
+    log_top, log_others = _largest_and_others(scores, selected)
+    return math.log(2) + log_top + log_others - 2 * torch.logaddexp(log_top, log_others)
+
+
+def log_odds_of_largest(scores: Tensor, selected: Tensor) -> Tensor:
+    """Log odds of the largest weight of each row, ln(p_max/(1 − p_max)), where p_max may round to 1.
+
+    Source: docs/theory.md#same-set. Deviation: none.
+
+    Args:
+        scores: z in nats, shape (..., keys).
+        selected: bool, shape (..., keys), at least one True per row.
+
+    Returns:
+        In nats, shape (...), float64; +inf for a single key.
+
+    Raises:
+        ValueError: if a row selects no key.
+
+    Example:
+        >>> rows = torch.tensor([[0.0, 0.0, 0.0], [900.0, 0.0, 0.0]])
+        >>> log_odds_of_largest(rows, torch.ones(2, 3, dtype=torch.bool)).tolist()
+        [-0.693147..., 899.306852...]
+    """
+    log_top, log_others = _largest_and_others(scores, selected)
+    return log_top - log_others
 
 
 def local_stability_of_weight(largest: Tensor) -> Tensor:
@@ -140,6 +161,33 @@ def score_change(
     raise ValueError(f"The scores' distance is of order 1 or infinity. Got order={order}.")
 
 
+def score_range_change(scores: Tensor, other: Tensor, selected: Tensor, other_selected: Tensor) -> Tensor:
+    """How unevenly the scores moved: max − min of z − z' over the keys that either row uses, S ∪ S'.
+
+    Adding the same number to all of a row's scores changes no weight, and not this range.
+
+    Source: docs/theory.md#same-set. Deviation: none.
+
+    Args:
+        scores: z in nats, shape (..., keys).
+        other: z', same shape.
+        selected: bool, keys used by z.
+        other_selected: bool, keys used by z'.
+
+    Returns:
+        The range in nats, shape (...), float64; 0 where no key is used.
+
+    Example:
+        >>> z, used = torch.tensor([0.0, 1.0, 2.0]), torch.tensor([True, True, True])
+        >>> score_range_change(z, torch.tensor([5.0, 6.0, 7.5]), used, used).item()
+        0.5
+    """
+    used = selected | other_selected
+    change = float64(scores) - float64(other)
+    high, low = (torch.where(used, sign * change, -math.inf).amax(dim=-1) for sign in (1, -1))
+    return torch.where(used.any(dim=-1), high + low, 0.0)
+
+
 def softmax_secant(
     scores: Tensor, other: Tensor, selected: Tensor, other_selected: Tensor, order: float = 1
 ) -> Tensor:
@@ -167,6 +215,13 @@ def softmax_secant(
     """
     distance = score_change(scores, other, selected, other_selected, order)
     return weight_change(scores, other, selected, other_selected) / distance
+
+
+def _largest_and_others(scores: Tensor, selected: Tensor) -> tuple[Tensor, Tensor]:
+    """Largest selected score of each row, and logsumexp of the others; −inf where there are none."""
+    z = _masked(scores, selected)
+    top = z.argmax(dim=-1, keepdim=True)
+    return z.gather(-1, top).squeeze(-1), torch.logsumexp(z.scatter(-1, top, -math.inf), dim=-1)
 
 
 def _masked(scores: Tensor, selected: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ SOURCES = [file for folder in ("diagnostics", "models") for file in sorted((ROOT
 WITH_FORMULAS = (
     "softmax_stability",
     "key_swaps",
+    "same_set_pairs",
     "paper_stability",
     "softmax_secants",
     "heavy_hitter_pairs",

@@ -24,6 +24,7 @@ from semdiag.questions.stability.measure.softmax_bounds import local_stability, 
 RESAMPLES = 300
 SECANTS = "‖p − p'‖₁ ≤ ξ ‖z − z'‖₁ on the measured pairs"
 ROWS = "‖p − p'‖₁ ≤ row constant · ‖z − z'‖_∞ on the measured pairs"
+OF_PAIR = "sound, of the pair"
 LOCAL = "local ξ_loc ≤ ξ*(δ, k)"
 UNKNOWN = "ξ bounds the measured secants"  # of a kind of attention without a ξ
 _LOG_HALF = math.log(0.5)
@@ -57,21 +58,21 @@ def stability_findings(findings: Findings) -> list[Finding]:
             found.append(Finding(row["model"], UNKNOWN, "", "all", Verdict.NOT_MET, {}, note))
             continue
         rows = with_bounds(own.secants, row["attention"])
-        distances = (("sound", "ln_sound", "score_change"), ("paper", "ln_paper", "score_change"))
-        found += [_secants(row["model"], rows, *names) for names in distances]
+        distances = ((OF_PAIR, "ln_pair"), ("sound", "ln_sound"), ("paper", "ln_paper"))
+        found += [_secants(row["model"], rows, form, bound, "score_change") for form, bound in distances]
         found.append(_secants(row["model"], rows, "sound, row form", "ln_row", "score_change_max"))
     return found
 
 
 def _secants(model: str, rows: pd.DataFrame, form: str, bound: str, distance: str) -> Finding:
     """Judge one form of ξ on the measured pairs of rows."""
-    log_bound, fixed = rows[bound].to_numpy(), rows["fixed_set"].to_numpy(bool)
+    log_bound, fixed = rows[bound].to_numpy(), _fixed(rows, bound)
     not_met, violated = _not_met(rows, bound), exceeding(rows, bound, distance)
     with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
         promised = np.exp(log_bound) * rows[distance].to_numpy()
         factor = rows["weight_change"].to_numpy() / promised
     trivial = np.full(len(rows), False)
-    if distance == "score_change":  # where the set is fixed, ½ holds for any row
+    if distance == "score_change":  # where both rows have the same set, ½ holds for any two
         trivial = (log_bound >= _LOG_HALF - 1e-12) & fixed & ~violated & ~not_met
     counts = {
         "holds": int((~violated & ~trivial & ~not_met).sum()),
@@ -110,9 +111,15 @@ def exceeding(rows: pd.DataFrame, bound: str, distance: str = "score_change") ->
 
 
 def _not_met(rows: pd.DataFrame, bound: str) -> NDArray[np.bool_]:
-    fixed, apart = rows["fixed_set"].to_numpy(bool), rows["separation"].to_numpy() > 0
+    fixed, apart = _fixed(rows, bound), rows["separation"].to_numpy() > 0
     unknown: NDArray[np.bool_] = ~(rows[bound].to_numpy() < math.inf) | (~fixed & ~apart)
     return unknown
+
+
+def _fixed(rows: pd.DataFrame, bound: str) -> NDArray[np.bool_]:
+    """Of which pairs a form speaks as of a fixed set: for those of a pair, wherever both rows have the same."""
+    fixed: NDArray[np.bool_] = rows["fixed_set"].to_numpy(bool)
+    return fixed | rows["same_set"].to_numpy(bool) if bound in ("ln_pair", "ln_row") else fixed
 
 
 def _note(rows: pd.DataFrame, not_met: int) -> str:
@@ -167,7 +174,7 @@ def stability_table(findings: Findings) -> pd.DataFrame:
 
     Returns:
         model, noise, layer, head (ALL where pooled), quantity (local, secant, response,
-        ln_sound, ln_paper, ln_row), then the columns of
+        ln_pair, ln_sound, ln_paper, ln_row), then the columns of
         :func:`~semdiag.measuring.percentiles.percentiles`.
     """
     rows: list[dict[Any, Any]] = []
@@ -176,7 +183,7 @@ def stability_table(findings: Findings) -> pd.DataFrame:
         local = own.queries.assign(local=local_stability(own.queries))
         rows += [{**model, "noise": None, **row} for row in _by_place(local, {"local": "local"})]
         named = {"secant": "secant", "response": "weight_change"}
-        named |= {name: name for name in ("ln_sound", "ln_paper", "ln_row")}
+        named |= {name: name for name in ("ln_pair", "ln_sound", "ln_paper", "ln_row")}
         for noise, secants in with_bounds(own.secants, str(facts["attention"])).groupby("level"):
             rows += [{**model, "noise": noise, **row} for row in _by_place(secants, named)]
     return pd.DataFrame(rows)
@@ -260,7 +267,7 @@ def _describe(queries: pd.DataFrame, secants: pd.DataFrame) -> Summary:
 
 
 def _moved(secants: pd.DataFrame) -> Summary:
-    found = {name: _percentiles(secants, name) for name in ("secant", "ln_sound", "ln_paper")}
+    found = {name: _percentiles(secants, name) for name in ("secant", "ln_pair", "ln_sound", "ln_paper")}
     return {**found, "same_set": float(secants["same_set"].mean())}
 
 

@@ -3,7 +3,7 @@
 from semdiag.capturing.attention_kinds import FIXED_MASKS
 from semdiag.measuring.findings.findings import Findings
 from semdiag.presenting.glance import Answer, Glance
-from semdiag.questions.stability.answer import SECANTS, stability_findings
+from semdiag.questions.stability.answer import OF_PAIR, SECANTS, stability_findings
 
 
 def stability_glance(findings: Findings) -> Glance:
@@ -11,14 +11,14 @@ def stability_glance(findings: Findings) -> Glance:
     exceeded = findings(exceeding_pairs)
     if "paper" not in exceeded:
         return Glance(Answer.OPEN, "0 pairs of rows", "were measured in attention whose ξ is known")
-    paper, sound = exceeded["paper"], exceeded["sound"]
+    paper, pair = exceeded["paper"], exceeded[OF_PAIR]
     mostly_vacuous = 2 * paper["vacuous"] > paper["rows"]
     # That no pair exceeds it does not make it a bound: the paper's form is none for every row (docs/theory.md).
     answer = Answer.DOES_NOT if paper["violated"] else Answer.OPEN if mostly_vacuous else Answer.MEASURED
     return Glance(
         answer, f"{paper['violated']:,} of {paper['rows']:,}",
         f"measured pairs of rows exceed the paper's bound ξ (for {paper['vacuous']:,} it is vacuous), "
-        f"{sound['violated']:,} exceed the sound one",
+        f"{pair['violated']:,} exceed the sound one of the pair (vacuous for {pair['vacuous']:,})",
     )  # fmt: skip
 
 
@@ -31,7 +31,7 @@ def exceeding_pairs(findings: Findings) -> dict[str, dict[str, int]]:
     models = findings.measurements.models
     fixed = set(models[models["attention"].isin(FIXED_MASKS)]["model"])
     found = {}
-    for form in ("sound", "paper"):
+    for form in (OF_PAIR, "sound", "paper"):
         own = [f for f in findings(stability_findings) if f.claim == SECANTS and f.form == form]
         if own:
             counts = {n: int(sum(f.numbers[n] for f in own)) for n in ("violated", "vacuous", "holds")}

@@ -21,15 +21,16 @@ def print_stability(findings: Findings) -> None:
         for place, level in enumerate(responses or [None]):
             several = len(responses) > 1
             heads = ["layer", "head", "local p50", "local p100", "secant p50", "secant p100"]
-            heads += ["ln ξ p50", "ln ξ p100", "ln ξ paper p50", "ln ξ paper p100", "same set"]
+            heads += [f"{name} {p}" for name in ("ln ξ pair", "ln ξ", "ln ξ paper") for p in ("p50", "p100")]
+            heads += ["same set"]
             heads += [f"response {level['noise']:g}"] if level else []
             at = f" at noise {level['noise']:g}" if level and several else ""
             console.print(f"\n{title(result)}: softmax stability{at}")
-            table = number_table(heads, least=["ln ξ paper p100", "ln ξ p100", "local p100", "same set"])
+            table = number_table(heads, least=["ln ξ paper p100", "ln ξ p100", "ln ξ pair p100", "local p100"])
             for row in rows:
                 moved = {**row, **row["by_noise"][place]} if several else row
                 cells = [str(row["layer"]), str(row["head"])]
-                for name in ("local", "secant", "ln_sound", "ln_paper"):
+                for name in ("local", "secant", "ln_pair", "ln_sound", "ln_paper"):
                     cells += [number(moved.get(name, {}).get(p)) for p in ("p50", "p100")]
                 cells.append("–" if moved.get("same_set") is None else f"{moved['same_set']:.1%}")
                 table.add_row(*cells, *([number(row["response"][place]["mean"])] if level else []))

@@ -9,7 +9,7 @@ from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.findings.number_words import interval_words, number_words
 from semdiag.presenting.drawing.noise import percent
 from semdiag.presenting.drawing.panels import model_labels
-from semdiag.questions.stability.answer import LOCAL, UNKNOWN, response_table, stability_findings
+from semdiag.questions.stability.answer import LOCAL, OF_PAIR, UNKNOWN, response_table, stability_findings
 from semdiag.questions.stability.glance import exceeding_pairs
 
 
@@ -17,7 +17,8 @@ def stability_in_short(findings: Findings) -> list[str]:
     """How often each form of ξ was exceeded, all models together."""
     exceeded = findings(exceeding_pairs)
     parts = []
-    for form, name in (("sound", "the sound ξ"), ("paper", "the paper's ξ")):
+    names = {OF_PAIR: "the sound ξ of the pair", "sound": "the sound ξ", "paper": "the paper's ξ"}
+    for form, name in names.items():
         counts = exceeded.get(form)
         if counts is None:
             continue
@@ -57,6 +58,7 @@ def _softmax(finding: Finding) -> str:
     if finding.claim == LOCAL and finding.verdict is not Verdict.VIOLATED:
         return ""
     names = {"sound": "the sound ξ", "paper": "the paper's ξ", "sound, row form": "the sound row constant"}
+    names[OF_PAIR] = "the sound ξ of the pair"
     name = "the local constant's bound ξ*" if finding.claim == LOCAL else names[finding.form]
     rows = int(n["holds"] + n["violated"] + n["vacuous"])
     unmet = f", {int(n['not_met']):,} more do not meet its assumptions" if n["not_met"] else ""

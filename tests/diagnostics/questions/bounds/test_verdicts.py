@@ -17,18 +17,19 @@ from semdiag.questions.bounds.answer.corollary import corollary_findings, pair_p
 from semdiag.questions.bounds.answer.summary import bounds_summary, parameter_findings
 from semdiag.questions.bounds.measure.constants import CONSTANTS, PARAMETERS
 from semdiag.questions.bounds.words import bounds_sentences
-from semdiag.questions.stability.answer import stability_findings
+from semdiag.questions.stability.answer import OF_PAIR, stability_findings
 from semdiag.questions.stability.measure.probe import SECANTS
 
 TOPK = {"attention": "topk", "k": 2}
 
 
-def secants(model, rows):
-    """Rows of (kept, weight change, ‖z − z'‖₁, ‖z − z'‖_∞, δ, Δ)."""
+def secants(model, rows, same_set=True, log_odds=0.0):
+    """Rows of (kept, weight change, ‖z − z'‖₁, ‖z − z'‖_∞, δ, Δ); a score falls as far as another rises."""
     names = ("kept", "weight_change", "score_change", "score_change_max", "dispersion", "separation")
     place = {"model": model, "sample": 0, "layer": 0, "head": 0, "query": range(len(rows)), "level": 0.01}
     values = dict(zip(names, zip(*rows, strict=True), strict=True))
-    return pd.DataFrame({**place, **values, "same_set": True}).astype(SECANTS.columns)
+    values |= {"score_change_range": 2 * np.array(values["score_change_max"]), "log_odds": log_odds}
+    return pd.DataFrame({**place, **values, "same_set": same_set}).astype(SECANTS.columns)
 
 
 def constants(model, **values):
@@ -85,6 +86,24 @@ def test_one_half_says_nothing(made_up):
     for form in ("sound", "paper"):
         finding = one(f for f in found if "≤ ξ ‖" in f.claim and f.form == form)
         assert (finding.verdict, finding.numbers["vacuous"]) == (Verdict.VACUOUS, 3)
+
+
+def test_of_a_pair_with_the_same_set_more_is_known(made_up):
+    """δ = 30 says nothing, largest weights of odds e⁵ do: within a range of 1 odds e⁴·⁵, ξ = 0.0217."""
+    measured = made_up(("m", [0.1] * 4, TOPK))
+    row = (2, 0.02, 1.0, 0.5, 30.0, 1e-6)
+    for same, change in ((True, 0.02), (True, 0.023), (False, 0.023)):
+        table = secants("m", [(2, change, *row[2:])], same_set=same, log_odds=5.0)
+        found = stability_findings(Findings(measured.replace(secants=table)))
+        said = [f for f in found if "≤ ξ ‖" in f.claim]
+        of_pair, of_all = (one(said, form=form) for form in (OF_PAIR, "sound"))
+        exceeded = same and change > 2 * 0.010987 * 0.989013
+        assert (of_pair.verdict is Verdict.VIOLATED) == exceeded
+        assert of_all.verdict is Verdict.HOLDS
+    tied = secants("m", [(2, 0.02, *row[2:5], 0.0)], log_odds=5.0)  # a tie that the noise did not undo
+    found = stability_findings(Findings(measured.replace(secants=tied)))
+    assert one(f for f in found if f.form == OF_PAIR).verdict is Verdict.HOLDS
+    assert one(f for f in found if f.form == "sound" and "≤ ξ ‖" in f.claim).verdict is Verdict.NOT_MET
 
 
 def test_a_change_beyond_the_sound_bound_is_a_violation(made_up):

@@ -15,25 +15,27 @@ from torch import Tensor, nn
 from semdiag.capturing.attention_calls import AttentionCall, watch_attention
 from semdiag.capturing.batches import Batch, first_samples, moved, repeated, samples_of, split
 from semdiag.capturing.loading import LoadedModel
-from semdiag.mathematics.softmax_secants import score_change, weight_change
 from semdiag.measuring.calls.batch_rows import check_rows
 from semdiag.measuring.calls.call_lengths import longest_call
 from semdiag.measuring.calls.running import running
-from semdiag.measuring.calls.scored_rows import ScoredRows, scored_rows
+from semdiag.measuring.calls.scored_rows import scored_rows
 from semdiag.measuring.embedding_noise import Reach, noisy_embeddings
 from semdiag.measuring.probe import Probe, Subject
 from semdiag.measuring.table import Table
+from semdiag.questions.stability.measure.row_changes import row_changes
 from semdiag_models import Encoder, InputError
 
 SECANTS = Table(
     "secants",
-    "One row per query, noise level and clean-noisy pair.",
+    "One row per query, noise level and clean-noisy pair; score_change is in the 1-norm, score_change_max the "
+    "largest, score_change_range largest minus smallest; log_odds: of the largest weight, mean of both rows.",
     {
         "model": "str",
         **dict.fromkeys(("sample", "layer", "head", "query"), "int32"),
         "level": "float64",
         "kept": "int32",
         **dict.fromkeys(("weight_change", "score_change", "score_change_max"), "float64"),
+        **dict.fromkeys(("score_change_range", "log_odds"), "float64"),
         "same_set": "bool",
         **dict.fromkeys(("dispersion", "separation"), "float64"),
     },
@@ -76,9 +78,10 @@ def measure_secants(
 
     Returns:
         One row per level, sample, layer, head and query that is not padding: kept (k_i of the clean row),
-        weight_change ‖p − p'‖₁, score_change ‖z − z'‖₁ and score_change_max ‖z − z'‖_∞ over S ∪ S', same_set
-        (S = S'), dispersion (the larger of both rows), separation (the smaller; +inf where nothing is
-        dropped, 0 at a tie).
+        weight_change ‖p − p'‖₁, score_change ‖z − z'‖₁, score_change_max ‖z − z'‖_∞ and score_change_range
+        max − min of z − z' over S ∪ S', log_odds (mean over both rows of ln(p_max/(1 − p_max))), same_set
+        (S = S'), dispersion (the larger of both rows), separation (the smaller; +inf where nothing is dropped, 0
+        at a tie).
 
     Raises:
         InputError: if a level is not positive and finite.
@@ -280,7 +283,7 @@ class _Collector:
         counted = clean.counted & ((clean.scores > -torch.inf).sum(-1) >= self.min_keys)
         sample, head, query = (where.to(torch.int32) for where in counted.nonzero(as_tuple=True))
         columns = {"sample": sample, "layer": torch.full_like(sample, call.layer), "head": head, "query": query}
-        columns |= {name: values[counted] for name, values in _changes(clean, noisy).items()}
+        columns |= {name: values[counted] for name, values in row_changes(clean, noisy).items()}
         self.parts.append({name: column.cpu().numpy() for name, column in columns.items()})
 
 
@@ -289,20 +292,6 @@ def _pass(encoder: Encoder, tokens: Tensor, noise: Tensor, min_keys: int) -> lis
     with torch.inference_mode(), noisy_second_half(encoder, noise), watch_attention(encoder, collected.add):
         encoder(torch.cat([tokens, tokens]))
     return collected.parts
-
-
-def _changes(clean: ScoredRows, noisy: ScoredRows) -> dict[str, Tensor]:
-    # Rows that do not count have no softmax: they get a key, and are dropped afterwards.
-    ours, theirs = (rows.selected | ~rows.counted[..., None] for rows in (clean, noisy))
-    return {
-        "kept": clean.kept,
-        "weight_change": weight_change(clean.scores, noisy.scores, ours, theirs),
-        "score_change": score_change(clean.scores, noisy.scores, ours, theirs),
-        "score_change_max": score_change(clean.scores, noisy.scores, ours, theirs, order=float("inf")),
-        "same_set": (clean.selected == noisy.selected).all(-1),
-        "dispersion": torch.maximum(clean.dispersion, noisy.dispersion),
-        "separation": torch.minimum(clean.separation, noisy.separation),
-    }
 
 
 @dataclass(frozen=True)

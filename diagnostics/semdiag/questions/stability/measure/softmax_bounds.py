@@ -9,6 +9,7 @@ from torch import Tensor
 
 from semdiag.capturing.attention_kinds import FIXED_MASKS, HEAVY_HITTERS
 from semdiag.mathematics.paper_stability import paper_fixed_mask_stability, paper_heavy_hitter_stability
+from semdiag.mathematics.same_set_pairs import same_set_stability, weight_change_bound
 from semdiag.mathematics.softmax_secants import local_stability_of_weight
 from semdiag.mathematics.softmax_stability import (
     fixed_mask_row_stability,
@@ -21,8 +22,8 @@ from semdiag.mathematics.softmax_stability import (
 def with_bounds(secants: pd.DataFrame, attention: str) -> pd.DataFrame:
     """Add secants and the logarithms of every form of ξ to the table ``secants`` of one model.
 
-    Source: docs/theory.md#fixed-mask-stability, docs/theory.md#heavy-hitter-stability and
-    docs/theory.md#row-form. Deviation: none.
+    Source: docs/theory.md#fixed-mask-stability, docs/theory.md#heavy-hitter-stability,
+    docs/theory.md#row-form and docs/theory.md#same-set. Deviation: none.
 
     Args:
         secants: rows of one model, see :func:`~semdiag.questions.stability.measure.probe.measure_secants`.
@@ -30,8 +31,10 @@ def with_bounds(secants: pd.DataFrame, attention: str) -> pd.DataFrame:
 
     Returns:
         The rows with the further columns secant (‖p − p'‖₁/‖z − z'‖₁; NaN where no score moved), ln_sound,
-        ln_paper (ξ) and ln_row (against ‖z − z'‖_∞): +inf where Δ ≤ 0, NaN for a kind of attention that no
-        bound covers and for rows that are not finite; and fixed_set, whether the set ignores the scores
+        ln_paper (ξ over all rows with that δ, Δ and k), ln_pair (ξ of this pair where both rows have the same
+        set, of any kind of attention; else ln_sound) and ln_row (against ‖z − z'‖_∞: where both have the same
+        set 2 tanh(range(dz)/4)/‖dz‖_∞ ≤ 1, else over all rows): +inf where Δ ≤ 0, NaN for a kind of attention
+        that no bound covers and for rows that are not finite; and fixed_set, whether the set ignores the scores
         (by its kind, or because nothing is masked).
     """
     with np.errstate(invalid="ignore", divide="ignore"):
@@ -47,7 +50,20 @@ def with_bounds(secants: pd.DataFrame, attention: str) -> pd.DataFrame:
         column = np.full(len(secants), np.nan)
         column[known.to_numpy()] = values.numpy()
         columns[name] = pd.Series(column, index=secants.index)
+    columns["ln_pair"], columns["ln_row"] = _of_pairs(secants, columns["ln_sound"], columns["ln_row"])
     return secants.assign(**columns)
+
+
+def _of_pairs(secants: pd.DataFrame, ln_sound: pd.Series, ln_row: pd.Series) -> tuple[pd.Series, pd.Series]:
+    """Both constants of each pair: where the set is the same from how the scores moved, else of all rows."""
+    same = secants["same_set"].to_numpy(bool) & np.isfinite(secants["dispersion"].to_numpy(np.float64))
+    spread, odds, largest = (
+        torch.tensor(secants[name].to_numpy(np.float64))
+        for name in ("score_change_range", "log_odds", "score_change_max")
+    )
+    xi = same_set_stability(odds, spread).log_value.numpy()
+    row = torch.where(largest > 0, torch.log(weight_change_bound(spread) / largest), 0.0).numpy()
+    return ln_sound.where(~same, xi), ln_row.where(~same, row)
 
 
 def _constants(attention: str, delta: Tensor, gap: Tensor, kept: Tensor) -> dict[str, Tensor]:
