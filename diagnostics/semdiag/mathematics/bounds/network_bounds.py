@@ -48,18 +48,44 @@ class Readout:
         head_weight: ‖Φ‖₂.
         pooled_norm: largest norm of a pooled representation.
         pooling: weight of each token in the pooled representation: 1/L for the mean, 1 for a CLS token.
-        loss: Lipschitz constant of the loss in the logits; √2 for cross-entropy.
+        loss: Lipschitz constant of the loss in the logits: √2 for cross-entropy; of its gradient at given logits
+            their :func:`loss_residual`.
     """
 
     head_weight: Real
     pooled_norm: Real
     pooling: Real
-    loss: float = CROSS_ENTROPY_LIPSCHITZ
+    loss: Real = CROSS_ENTROPY_LIPSCHITZ
 
     @property
     def log_token_constant(self) -> Tensor:
         """How far the loss moves per unit of the last block's output, as a logarithm."""
-        return math.log(self.loss) + log(self.head_weight) + log(self.pooling)
+        return log_product(log(self.loss), log(self.head_weight) + log(self.pooling))
+
+
+def loss_residual(logits: Tensor, labels: Tensor) -> Tensor:
+    """Norm of the gradient of cross-entropy in the logits at a point, ‖softmax − one-hot‖₂ ≤ √2.
+
+    1 − p of the label is summed from the other classes, and 4 units of rounding are added: what the subtraction
+    makes of it in a gradient that is measured.
+
+    Source: docs/theory.md#local-form. Deviation: the paper takes √2.
+
+    Args:
+        logits: shape (..., classes).
+        labels: int64, shape (...).
+
+    Returns:
+        The residual, shape (...), float64.
+
+    Example:
+        >>> loss_residual(torch.tensor([[0.0, 0.0], [40.0, 0.0]]), torch.tensor([0, 0]))
+        tensor([7.0711e-01, 8.9419e-16], dtype=torch.float64)
+    """
+    chances = float64(logits).softmax(-1).scatter(-1, labels[..., None], 0.0)
+    rounding = 4 * torch.finfo(torch.float64).eps
+    size = torch.hypot(chances.norm(dim=-1), chances.sum(-1)) + rounding
+    return size.clamp(max=CROSS_ENTROPY_LIPSCHITZ)
 
 
 def log_embedding_constant(counts: Tensor, scale: float = 1.0) -> Tensor:
@@ -105,8 +131,8 @@ def log_parameter_bounds(
     if log_embedding is not None:
         through = [log_input_constant(block) for block in blocks]
         named = {"embedding": log_product(log_embedding, readout.log_token_constant, *through)} | named
-    named["head weight"] = math.log(readout.loss) + log(readout.pooled_norm)
-    named["head bias"] = float64(math.log(readout.loss)).to(named["head weight"].device)
+    named["head weight"] = log_product(log(readout.loss), log(readout.pooled_norm))
+    named["head bias"] = log(readout.loss).to(named["head weight"].device)
     return named
 
 

@@ -17,6 +17,7 @@ from semdiag.mathematics.bounds.network_bounds import (
     log_embedding_constant,
     log_paper_parameter_bounds,
     log_parameter_bounds,
+    loss_residual,
     network_assumptions,
     network_bound,
 )
@@ -75,7 +76,7 @@ class NetworkForms:
     each: dict[str, Tensor]
 
 
-def network_forms(encoder: Encoder, traces: InputTraces) -> NetworkForms:
+def network_forms(encoder: Encoder, traces: InputTraces, labels: Tensor | None = None) -> NetworkForms:
     """Put the constants of Theorem 2 together, input by input, and in the paper's form for all at once.
 
     Source: docs/theory.md#network. Deviation: none.
@@ -83,6 +84,8 @@ def network_forms(encoder: Encoder, traces: InputTraces) -> NetworkForms:
     Args:
         encoder: a float64 model.
         traces: what its inputs showed.
+        labels: (N,) int64 classes; with them the local form takes the residual of the loss as it is at each input,
+            ‖softmax − one-hot‖, and without them its largest, √2.
 
     Returns:
         The constants.
@@ -93,11 +96,12 @@ def network_forms(encoder: Encoder, traces: InputTraces) -> NetworkForms:
     readout = Readout(head, traces.pooled_norm, shares)
     embedding = log_embedding_constant(traces.counts, embedding_scale(encoder))
     whole = Readout(head, traces.pooled_norm.max(), shares.min())
+    known = readout if labels is None else replace(readout, loss=loss_residual(traces.logits, labels))
     paper_blocks = [b.paper for b in blocks]
     own = log_paper_parameter_bounds(paper_blocks, whole)
     carried = log_parameter_bounds(paper_blocks, whole)
     by_tensor, sound = _by_sample([b.sound for b in blocks], readout, embedding)
-    local_by_tensor, local = _by_sample([b.local for b in blocks], readout, embedding)
+    local_by_tensor, local = _by_sample([b.local for b in blocks], known, embedding)
     return NetworkForms(
         blocks=blocks,
         log_sound={name: value.max() for name, value in by_tensor.items()},

@@ -69,12 +69,14 @@ class InputTraces:
         tokens: (N,) int64, tokens that are not padding, CLS and global tokens included.
         counts: (N, rows of the embedding) int64, how often each token id occurs among them.
         pooled_norm: (N,) norm of the pooled representation.
+        logits: (N, classes) of the head.
     """
 
     layers: Sequence[LayerTrace]
     tokens: Tensor
     counts: Tensor
     pooled_norm: Tensor
+    logits: Tensor
 
 
 def trace_inputs(encoder: Encoder, tokens: Tensor) -> InputTraces:
@@ -96,7 +98,7 @@ def trace_inputs(encoder: Encoder, tokens: Tensor) -> InputTraces:
     tracer = _Tracer(encoder)
     length = tokens.shape[1] + encoder.config.extra_tokens
     per_pass = max(1, _SCORES // (encoder.config.heads * length**2))
-    handle = encoder.head.register_forward_pre_hook(tracer.pool)
+    handle = encoder.head.register_forward_hook(tracer.pool)
     try:
         with torch.inference_mode(), watch_blocks(encoder, tracer.add):
             for batch in torch.split(tokens, per_pass):
@@ -116,7 +118,7 @@ class _Tracer:
         self.gammas = [w.gamma for w in self.weights]
         self.upsilons = [w.upsilon for w in self.weights]
         self.layers: list[list[dict[str, Tensor]]] = [[] for _ in self.weights]
-        self.whole: dict[str, list[Tensor]] = {"tokens": [], "counts": [], "pooled_norm": []}
+        self.whole: dict[str, list[Tensor]] = {"tokens": [], "counts": [], "pooled_norm": [], "logits": []}
         self.valid = torch.ones(0, dtype=torch.bool)
 
     def start(self, batch: Tensor) -> None:
@@ -126,8 +128,9 @@ class _Tracer:
         self.whole["tokens"].append(self.valid.sum(-1))
         self.whole["counts"].append((ids * self.valid[..., None]).sum(1))
 
-    def pool(self, head: nn.Module, inputs: tuple[Tensor]) -> None:
+    def pool(self, head: nn.Module, inputs: tuple[Tensor], logits: Tensor) -> None:
         self.whole["pooled_norm"].append(inputs[0].norm(dim=-1))
+        self.whole["logits"].append(logits)
 
     def add(self, call: BlockCall) -> None:
         eps = float(self.encoder.blocks[call.layer].attention_norm_eps)  # type: ignore[arg-type]

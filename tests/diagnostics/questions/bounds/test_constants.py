@@ -67,6 +67,26 @@ def test_no_rounding_of_large_scores_is_taken_for_a_slope(factor):
     assert (parameters[["ln_gradient", "ln_secant"]].max(axis=1) <= parameters["ln_sound"]).all()
 
 
+def test_the_local_form_takes_the_residual_of_the_loss(wild_encoder, padded_tokens):
+    encoder, (tokens, labels) = wild_encoder("full", 0.7), padded_tokens
+    with torch.no_grad():
+        encoder.head.weight.mul_(3)  # some inputs are classified nearly for certain, right or wrong
+        chances = encoder(tokens).softmax(-1)
+    residual = (chances - F.one_hot(labels, chances.shape[-1])).norm(dim=-1)
+    assert 1e-6 < residual.min() < 0.1 * residual.max()  # of which 4 units of rounding are less than 1e-9
+    (_, known), (_, unknown) = (measure_constants(encoder, tokens, given) for given in (labels, None))
+    known, unknown = (table.set_index("tensor") for table in (known, unknown))
+    assert known["ln_local"]["head.bias"] == pytest.approx(math.log(residual.max()), abs=1e-12)
+    assert unknown["ln_local"]["head.bias"] == pytest.approx(math.log(2) / 2, abs=1e-12)
+    assert (known["ln_local"] <= unknown["ln_local"]).all()
+    assert known["ln_sound"].equals(unknown["ln_sound"])
+    forms = network_forms(encoder, trace_inputs(encoder, tokens), labels)
+    without = network_forms(encoder, trace_inputs(encoder, tokens))
+    torch.testing.assert_close(
+        forms.each["local"] - without.each["local"], residual.log() - math.log(2) / 2, rtol=0, atol=1e-9
+    )
+
+
 def test_moves_in_any_direction_stay_below_the_bound(kind, wild_encoder, padded_tokens):
     """Each sample's own loss, tensors moved alone by up to a percent, along its gradient and at random."""
     encoder, (tokens, labels) = wild_encoder(kind, 0.7), padded_tokens

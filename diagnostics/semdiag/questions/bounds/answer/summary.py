@@ -19,7 +19,7 @@ SCOPE = (
     "all inputs together, from their largest norm, δ and load and their smallest Δ. A bound holds for these "
     "inputs and parameters only: it bounds the gradient there and is not a Lipschitz constant of a region. For "
     "heavy-hitter masks, sums over a token's queries are doubled, to cover the union of two masks. The local form "
-    "takes the attention weights as they are."
+    "takes the attention weights as they are, and the residual of the loss."
 )
 CLAIM = "the loss is no steeper in a tensor than its constant"
 

@@ -106,13 +106,14 @@ def measure_constants(
     if broken:
         return _unknown(model, runner, broken)
     traces = trace_inputs(runner, tokens)
-    forms = network_forms(runner, traces)
+    classes = None if labels is None else labels[: len(tokens)].to(device, torch.int64)
+    forms = network_forms(runner, traces, classes)
     slopes = {}
-    if labels is not None:
+    if classes is not None:
         slopes = parameter_slopes(
             runner,
             tokens,
-            labels[:samples].to(device, torch.int64),
+            classes,
             seed,
             secants=secants,
             score_reach=max(float(trace.score_reach.max()) for trace in traces.layers),
