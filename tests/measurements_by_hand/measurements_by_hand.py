@@ -185,6 +185,7 @@ def _theory(row, queries, noise):
             ln_sound=6 * ten,
             ln_paper=8 * ten,
             ln_local=3 * ten,
+            ln_point=0.5 * ten,
             ln_gradient=-2 * ten,
             ln_secant=-3 * ten,
             infinite=0,
@@ -224,7 +225,8 @@ def _probes(row):
         for group in groups for draw in range(5) for radius in (0.5, 1.0) for i in range(5)
     ]  # fmt: skip
     gradients = [
-        {"group": g, "draw": d, "radius": d / 4, "distance": d, "slope": steep, "ln_sound": 20.0, "holds": True}
+        {"group": g, "draw": d, "radius": d / 4, "distance": d, "slope": steep, "ln_sound": 20.0, "holds": True,
+         "ln_point": 1.5 if (g, d) == ("qk", 0) else np.nan}
         for d in range(4) for g in groups
     ]  # fmt: skip
     ends = [
@@ -232,7 +234,8 @@ def _probes(row):
          "blocks": 24} for g in groups
     ]  # fmt: skip
     norms = [
-        {"layer": t, "sample": s, "norm": steep * (1 + s), "settled": True, "ln_sound": 5.0}
+        {"layer": t, "sample": s, "norm": steep * (1 + s), "settled": True, "ln_sound": 5.0,
+         "ln_point": 2.5, "ln_exact": 2.0}
         for t in range(LAYERS) for s in range(3)
     ]  # fmt: skip
     tables = {"loss_secants": secants, "loss_gradients": gradients, "end_points": ends, "jacobians": norms}

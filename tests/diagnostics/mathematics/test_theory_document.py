@@ -23,6 +23,7 @@ WITH_FORMULAS = (
     "attention_rows",
     "bounds.attention_bounds",
     "bounds.local_bounds",
+    "bounds.point_bounds",
     "bounds.paper_attention_bounds",
     "bounds.block_bounds",
     "bounds.network_bounds",

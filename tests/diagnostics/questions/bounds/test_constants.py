@@ -38,6 +38,9 @@ def test_every_slope_is_below_its_bound(kind, wild_encoder, padded_tokens, activ
     assert (parameters["ln_local"] <= parameters["ln_sound"] + 1e-12).all()
     assert value(constants, "network", "local") < value(constants, "network", "sound")
     assert parameters["holds"].all()
+    scored = parameters["tensor"].str.endswith(("q.weight", "q.bias", "k.weight"))
+    assert (parameters["ln_point"].notna() == scored).all()
+    assert (parameters["ln_gradient"] <= parameters["ln_point"] + 1e-9)[scored].all()
     keys = parameters["tensor"].str.endswith("k.bias")
     assert (parameters.loc[keys, ["ln_gradient", "ln_sound"]] == -math.inf).all(axis=None)
     assert parameters.loc[keys, "ln_secant"].isna().all()  # its numerator would be rounding and nothing else

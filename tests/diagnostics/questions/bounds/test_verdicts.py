@@ -140,7 +140,9 @@ def test_local_constants(made_up):
 
 def parameters(rows):
     table = pd.DataFrame(rows, columns=["tensor", "ln_sound", "ln_paper", "ln_gradient", "ln_secant", "holds"])
-    table = table.assign(model="m", layer=0, group="qk", ln_local=table["ln_sound"] - 1, infinite=0)
+    table = table.assign(
+        model="m", layer=0, group="qk", ln_local=table["ln_sound"] - 1, ln_point=math.nan, infinite=0
+    )
     return PARAMETERS.of_parts([table])
 
 

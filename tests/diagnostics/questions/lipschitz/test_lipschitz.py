@@ -24,7 +24,13 @@ from semdiag.measuring.findings.resampling import FEWEST
 from semdiag.measuring.measurements import Measurements
 from semdiag.measuring.schema import optional_tables
 from semdiag.questions.lipschitz.answer.secant_percentiles import secant_percentiles, secant_ratios
-from semdiag.questions.lipschitz.answer.summary import END_POINTS, SECANTS, estimate_findings, ordering_findings
+from semdiag.questions.lipschitz.answer.summary import (
+    AT_POINT,
+    END_POINTS,
+    SECANTS,
+    estimate_findings,
+    ordering_findings,
+)
 from semdiag.questions.lipschitz.measure.block_jacobians import block_jacobians, plain_attention
 from semdiag.questions.lipschitz.measure.gradients import ball_gradients, gradient_norms
 from semdiag.questions.lipschitz.measure.probe import LOSS_SECANTS, LipschitzPlan, end_points, lipschitz
@@ -221,7 +227,7 @@ def test_every_estimate_of_both_models_is_below_its_sound_bound(tiny_models, inp
     points = found.end_points.assign(accepted=True)  # 3 blocks are too few: as if the steepest draw were the end
     points["estimate"] = [tops[row.model, row.group] for row in points.itertuples()]
     findings = estimate_findings(Findings(found.replace(end_points=points)))
-    assert len(findings) == 8
+    assert len(findings) == 10
     for finding in findings:
         assert finding.verdict is Verdict.HOLDS, str(finding)
         assert finding.numbers["violated"] == finding.numbers["not_met"] == 0
@@ -234,6 +240,18 @@ def test_an_estimate_above_its_bound_is_called_violated(tiny_models, inputs):
     violated = next(f for f in findings if f.claim == SECANTS)
     assert violated.verdict is Verdict.VIOLATED
     assert violated.numbers["violated"] > 0
+
+
+@pytest.mark.parametrize("table", ["loss_gradients", "jacobians"])
+def test_an_estimate_above_its_bound_at_the_point_is_called_violated(tiny_models, inputs, table):
+    found = found_on(tiny_models[:1], inputs)
+    rows = getattr(found, table)
+    exact = {"loss_gradients": "ln_point", "jacobians": "ln_exact"}[table]
+    assert rows[exact].notna().any()
+    for less, verdict in ((0.0, Verdict.HOLDS), (10.0, Verdict.VIOLATED)):
+        lower = found.replace(**{table: rows.assign(**{exact: rows[exact] - less})})
+        finding = next(f for f in estimate_findings(Findings(lower)) if f.claim == AT_POINT)
+        assert finding.verdict is verdict
 
 
 @pytest.mark.parametrize(("above", "verdict"), [(-1.0, Verdict.HOLDS), (1.0, Verdict.NOTHING)])

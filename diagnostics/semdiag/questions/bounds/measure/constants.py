@@ -14,6 +14,7 @@ from semdiag.mathematics.bounds.bound import Assumption
 from semdiag.mathematics.bounds.layer_constants import query_norm
 from semdiag.mathematics.logarithms import log
 from semdiag.measuring.encoders.network_constants import BlockForms, NetworkForms, network_forms
+from semdiag.measuring.encoders.score_gradients import score_gradient_bounds
 from semdiag.measuring.encoders.traces import trace_inputs
 from semdiag.measuring.encoders.weights import named_tensors, not_finite
 from semdiag.measuring.table import ALL, Table
@@ -37,12 +38,13 @@ CONSTANTS = Table(
 PARAMETERS = Table(
     "parameters",
     "One row per parameter tensor: bounds beside measured slopes, natural logarithms; infinite: of how many "
-    "inputs the sound constant is.",
+    "inputs the sound constant is. ln_point bounds the gradient in queries and keys; NaN elsewhere.",
     {
         **dict.fromkeys(("model", "tensor"), "str"),
         "layer": "int64",
         "group": "str",
-        **dict.fromkeys(("ln_sound", "ln_paper", "ln_local", "ln_gradient", "ln_secant"), "float64"),
+        **dict.fromkeys(("ln_sound", "ln_paper", "ln_local", "ln_point"), "float64"),
+        **dict.fromkeys(("ln_gradient", "ln_secant"), "float64"),
         "infinite": "int64",
         "holds": "bool",
     },
@@ -108,8 +110,9 @@ def measure_constants(
     traces = trace_inputs(runner, tokens)
     classes = None if labels is None else labels[: len(tokens)].to(device, torch.int64)
     forms = network_forms(runner, traces, classes)
-    slopes = {}
+    slopes, point = {}, {}
     if classes is not None:
+        point = score_gradient_bounds(runner, tokens, classes)
         slopes = parameter_slopes(
             runner,
             tokens,
@@ -122,7 +125,9 @@ def measure_constants(
     rows = [row for layer, block in enumerate(forms.blocks) for row in _layer_rows(layer, block)]
     rows += list(_network_rows(forms))
     constants = CONSTANTS.of_rows({"model": model, **row} for row in rows)
-    parameters = PARAMETERS.of_rows({"model": model, **row} for row in _parameter_rows(runner, forms, slopes))
+    parameters = PARAMETERS.of_rows(
+        {"model": model, **row} for row in _parameter_rows(runner, forms, slopes, point)
+    )
     return constants, parameters
 
 
@@ -184,7 +189,9 @@ def _network_rows(forms: NetworkForms) -> Iterator[Row]:
         yield from _rows(-1, "network", form, values, bound.assumptions)
 
 
-def _parameter_rows(encoder: Encoder, forms: NetworkForms, slopes: dict[str, Slope]) -> Iterator[Row]:
+def _parameter_rows(
+    encoder: Encoder, forms: NetworkForms, slopes: dict[str, Slope], point: dict[str, float]
+) -> Iterator[Row]:
     unmeasured = Slope(math.nan, math.nan)
     for tensor in named_tensors(encoder):
         slope = slopes.get(tensor.name, unmeasured)
@@ -196,6 +203,7 @@ def _parameter_rows(encoder: Encoder, forms: NetworkForms, slopes: dict[str, Slo
             "ln_sound": float(forms.log_sound[tensor.bound]),
             "ln_paper": float(forms.log_paper[tensor.bound]) if paper else math.nan,
             "ln_local": float(forms.log_local[tensor.bound]),
+            "ln_point": point.get(tensor.name, math.nan),
             "ln_gradient": slope.log_gradient,
             "ln_secant": slope.log_secant,
             "infinite": forms.infinite[tensor.bound],
@@ -208,7 +216,7 @@ def _unknown(model: str, encoder: Encoder, broken: list[str]) -> tuple[pd.DataFr
     finite = Assumption(f"parameters are finite ({broken[0]} is not)", {"tensors": len(broken)}, holds=False)
     nan = torch.tensor([math.nan])
     rows = [row for form in ("sound", "paper", "local") for row in _rows(-1, "network", form, nan, (finite,))]
-    nothing = dict.fromkeys(("ln_sound", "ln_paper", "ln_local", "ln_gradient", "ln_secant"), math.nan)
+    nothing = dict.fromkeys((name for name in PARAMETERS.columns if name.startswith("ln_")), math.nan)
     parameters = [
         {"tensor": t.name, "layer": t.layer, "group": t.group, **nothing, "infinite": 0, "holds": False}
         for t in named_tensors(encoder)

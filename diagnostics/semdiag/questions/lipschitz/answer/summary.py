@@ -22,6 +22,7 @@ GRADIENTS = "gradients of the loss are below the constants at the same parameter
 SECANTS = "secants of the loss are below the largest constant of the drawn parameters"
 END_POINTS = "end points are below the largest constant of the drawn parameters"
 JACOBIANS = "block Jacobians are below λ_X of the same sample"
+AT_POINT = "gradients of queries and keys, and block Jacobians, are below the bounds at the same point"
 ORDERING = "the loss is less steep around this model than around the full one"
 _SLACK = 1e-9
 
@@ -41,7 +42,7 @@ def estimate_findings(findings: Findings) -> list[Finding]:
         findings: with the tables of :func:`~semdiag.questions.lipschitz.measure.probe.lipschitz`.
 
     Returns:
-        Four findings per model. A violated one is a bug of semdiag.
+        Five findings per model. A violated one is a bug of semdiag.
     """
     found = []
     for model in findings.measurements.loss_gradients["model"].unique():
@@ -64,6 +65,10 @@ def estimate_findings(findings: Findings) -> list[Finding]:
         norms = own.jacobians
         finite = norms["ln_sound"] < math.inf
         found.append(_judged(model, JACOBIANS, norms["norm"], norms["ln_sound"], finite))
+        scored = gradients[gradients["ln_point"].notna()]
+        slopes = pd.concat([scored["slope"], norms["norm"]])
+        bounds = pd.concat([scored["ln_point"], norms["ln_exact"].fillna(norms["ln_point"])])
+        found.append(_judged(model, AT_POINT, slopes, bounds, bounds < math.inf))
     return found
 
 
@@ -156,6 +161,7 @@ def lipschitz_summary(findings: Findings) -> Summary:
                 "at_checkpoint": float(rows.loc[rows["draw"] == 0, "slope"].iloc[0]),
                 "largest_secant": own.loss_secants.loc[own.loss_secants["group"] == group, "slope"].max(),
                 "ln_sound": rows["ln_sound"].max(),
+                "ln_point": rows["ln_point"].max(),
                 "end_point": own.end_points[own.end_points["group"] == group]
                 .drop(columns=["model", "group"])
                 .to_dict("records")[0],
@@ -168,7 +174,8 @@ def lipschitz_summary(findings: Findings) -> Summary:
         }
         result["secants"] = records(curves[curves["model"] == row["model"]].drop(columns="model"))
         result["blocks"] = [
-            {"layer": layer, "stretch": percentiles(rows["norm"]), "ln_sound": rows["ln_sound"].max()}
+            {"layer": layer, "stretch": percentiles(rows["norm"])}
+            | {name: rows[name].max() for name in ("ln_sound", "ln_point", "ln_exact")}
             for layer, rows in own.jacobians.groupby("layer", sort=True)
         ]
         results.append(result | {"verdicts": verdicts_of(judged, row["model"])})

@@ -1,5 +1,6 @@
 """How much each block stretches its input: Jacobian norms from below, beside the bound λ_X."""
 
+import math
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,14 +11,17 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from semdiag.capturing.block_calls import BlockCall, watch_blocks
 from semdiag.mathematics.bounds.block_bounds import log_input_constant
 from semdiag.mathematics.power_iteration import token_jacobian_norm
 from semdiag.measuring.encoders.network_constants import network_forms
+from semdiag.measuring.encoders.point_jacobians import blocks_at_points, log_exact_constant, log_point_constant
 from semdiag.measuring.encoders.traces import trace_inputs
 from semdiag_models import AttentionCore, Encoder
 from semdiag_models.attention.selected_attention import plain_selected_attention
 
 SAMPLES = 20
+_COLUMNS = 2**16  # pairs of tokens whose derivatives are taken, at most: 20 inputs of 57 tokens, one of 256
 # Torch's own forward derivatives call, once in a process, what torch deprecates; in Python 3.14 in other words.
 _TORCH_ON_ITSELF = r"`torch\.jit\.script` is (deprecated|not supported in Python 3\.14\+)"
 Row = dict[str, Any]
@@ -42,9 +46,10 @@ def block_jacobians(encoder: Encoder, tokens: Tensor, seed: int = 0) -> Iterator
     """Largest stretch of every block found by power iteration, sample by sample.
 
     In the norm of the theory, the sum over tokens of the 2-norm; a lower bound, and a derivative: where a mask
-    changes there is none, and the iteration does not see it.
+    changes there is none, and the iteration does not see it. Beside it what bounds it at the point: the largest
+    column sum of the exact Jacobian (of short enough inputs), and its closed form.
 
-    Source: docs/theory.md#empirical. Deviation: not in the paper.
+    Source: docs/theory.md#empirical and docs/theory.md#at-a-point. Deviation: not in the paper.
 
     Args:
         encoder: a float64 model in evaluation mode that may be changed; it is put back.
@@ -52,22 +57,39 @@ def block_jacobians(encoder: Encoder, tokens: Tensor, seed: int = 0) -> Iterator
         seed: of the starts.
 
     Yields:
-        layer, sample, norm, settled, ln_sound (λ_X of that sample).
+        layer, sample, norm, settled, ln_sound (λ_X of that sample), ln_point (closed form), ln_exact (column sum;
+        NaN where there are too many tokens).
     """
     tokens = tokens[:SAMPLES]
     forms = network_forms(encoder, trace_inputs(encoder, tokens))
+    points = _points(encoder, tokens)
     generator = torch.Generator().manual_seed(seed)
     for layer, (block, x, valid) in enumerate(_block_inputs(encoder, tokens)):
         start = torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x)
         with plain_attention(block):
             found = _stretch(block, x, valid, start)
         bounds = log_input_constant(forms.blocks[layer].sound).expand(len(x))
-        for sample, values in enumerate(zip(*found, bounds.tolist(), strict=True)):
+        for sample, values in enumerate(zip(*found, bounds.tolist(), *points[layer], strict=True)):
             yield {
                 "layer": layer,
                 "sample": sample,
-                **dict(zip(("norm", "settled", "ln_sound"), values, strict=True)),
+                **dict(zip(("norm", "settled", "ln_sound", "ln_point", "ln_exact"), values, strict=True)),
             }
+
+
+def _points(encoder: Encoder, tokens: Tensor) -> list[tuple[list[float], list[float]]]:
+    """By block and sample, the closed form and the exact column sum; NaN beyond what is affordable."""
+    found: list[tuple[list[float], list[float]]] = [([], []) for _ in encoder.blocks]
+    for sample, ids in enumerate(torch.split(tokens, 1)):
+        calls: list[BlockCall] = []
+        with torch.no_grad(), watch_blocks(encoder, calls.append):
+            encoder(ids)
+        for call in calls:
+            (at,) = blocks_at_points(encoder, call, encoder.valid(ids))
+            affordable = (sample + 1) * call.tokens.shape[1] ** 2 <= _COLUMNS
+            found[call.layer][0].append(log_point_constant(at))
+            found[call.layer][1].append(log_exact_constant(at) if affordable else math.nan)
+    return found
 
 
 @contextmanager

@@ -12,8 +12,10 @@ from semdiag.mathematics.logarithms import log_root_sum_squares
 from semdiag.mathematics.planes import random_direction
 from semdiag.measuring.encoders.movable import MovableEncoder
 from semdiag.measuring.encoders.network_constants import network_forms
+from semdiag.measuring.encoders.score_gradients import score_gradient_bounds
 from semdiag.measuring.encoders.traces import trace_inputs
 from semdiag.questions.lipschitz.measure.secants import GROUPS
+from semdiag_models import Encoder
 
 _TOKENS = 4000  # of one backward pass
 Row = dict[str, Any]
@@ -27,7 +29,7 @@ def ball_gradients(
     The sampling law: a Gaussian direction, in each tensor as long as that tensor, times a radius uniform in
     (0, ``radius``]. The sound constants of Theorem 2 are taken at the very same parameters and inputs.
 
-    Source: docs/theory.md#empirical. Deviation: not in the paper.
+    Source: docs/theory.md#empirical and docs/theory.md#at-a-point. Deviation: not in the paper.
 
     Args:
         moved: a float64 model that wants gradients.
@@ -39,7 +41,8 @@ def ball_gradients(
 
     Yields:
         For each draw (0 is the checkpoint) and group (``all`` first): draw, radius, distance (true), group, slope
-        (the gradient's 2-norm), ln_sound, holds (whether the bound's assumptions do).
+        (the gradient's 2-norm), ln_sound, holds (whether the bound's assumptions do), ln_point (of queries and
+        keys at the checkpoint, from the gradients in the mixed values; else NaN).
     """
     generator = torch.Generator().manual_seed(seed)
     for draw in range(draws + 1):
@@ -53,9 +56,17 @@ def ball_gradients(
         norms = gradient_norms(moved, tokens, labels)
         forms = network_forms(moved.encoder, trace_inputs(moved.encoder, tokens))
         bounds = _group_bounds(moved, forms.log_sound) | {"all": float(forms.sound.log_value)}
+        near = {} if draw else {"qk": _point_bound(moved.encoder, tokens, labels)}
         for group, slope in norms.items():
             row = {"draw": draw, "radius": size, "distance": distance, "group": group, "slope": slope}
+            row["ln_point"] = near.get(group, math.nan)
             yield {**row, "ln_sound": bounds[group], "holds": forms.sound.holds}
+
+
+def _point_bound(encoder: Encoder, tokens: Tensor, labels: Tensor) -> float:
+    """Bound of the gradient in all queries and keys where the model stands; b_k has none."""
+    bounds = score_gradient_bounds(encoder, tokens, labels)
+    return float(log_root_sum_squares(torch.tensor(list(bounds.values()), dtype=torch.float64)))
 
 
 def gradient_norms(moved: MovableEncoder, tokens: Tensor, labels: Tensor) -> dict[str, float]:

@@ -32,11 +32,12 @@ LOSS_SECANTS = Table(
 )
 LOSS_GRADIENTS = Table(
     "loss_gradients",
-    "One row per random parameter setting and group of tensors.",
+    "One row per random parameter setting and group of tensors; ln_point bounds the gradient of queries and keys "
+    "at the checkpoint, NaN elsewhere.",
     {
         **dict.fromkeys(("model", "group"), "str"),
         "draw": "int64",
-        **dict.fromkeys(("radius", "distance", "slope", "ln_sound"), "float64"),
+        **dict.fromkeys(("radius", "distance", "slope", "ln_sound", "ln_point"), "float64"),
         "holds": "bool",
     },
 )
@@ -53,13 +54,14 @@ END_POINTS = Table(
 )
 JACOBIANS = Table(
     "jacobians",
-    "One row per block and sample.",
+    "One row per block and sample: a stretch that was found, and what bounds it over all inputs (ln_sound) and at "
+    "this one (ln_exact: largest column sum of the Jacobian, NaN of long inputs; ln_point: closed form).",
     {
         "model": "str",
         **dict.fromkeys(("layer", "sample"), "int64"),
         "norm": "float64",
         "settled": "bool",
-        "ln_sound": "float64",
+        **dict.fromkeys(("ln_sound", "ln_point", "ln_exact"), "float64"),
     },
 )
 

@@ -1,0 +1,161 @@
+"""How far a block's output moves per unit of its input at a point: by its exact Jacobian, and in closed form."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from semdiag.capturing.block_calls import BlockCall
+from semdiag.mathematics.bounds.layer_constants import ACTIVATION_LIPSCHITZ
+from semdiag.mathematics.bounds.point_bounds import AttentionAtPoint, attention_columns, attention_reach
+from semdiag.mathematics.spectral_norms import spectral_norm
+from semdiag.measuring.calls.scored_rows import scored_rows
+from semdiag.measuring.encoders.weights import BlockWeights, block_weights
+from semdiag_models import Encoder
+
+_MLP_NORM_EPS = 1e-5
+
+
+@dataclass(frozen=True, eq=False)
+class BlockAtPoint:
+    """One block at one input; padded tokens are left out, L are not.
+
+    Attributes:
+        attention: as it is.
+        weights: of the block.
+        pre_norm: whether it normalises what goes into its parts, or what comes out.
+        streams: (2, L, d), what the two normalisations see.
+        eps: of the two normalisations.
+        slopes: (L, mlp width), σ' of the MLP's hidden units.
+        activation: λ_σ, which no slope exceeds.
+    """
+
+    attention: AttentionAtPoint
+    weights: BlockWeights
+    pre_norm: bool
+    streams: Tensor
+    eps: tuple[float, float]
+    slopes: Tensor
+    activation: float
+
+
+def blocks_at_points(encoder: Encoder, call: BlockCall, valid: Tensor | None) -> list[BlockAtPoint]:
+    """Take apart one pass of a batch through one block, sample by sample.
+
+    Args:
+        encoder: a float64 model in evaluation mode.
+        call: the pass, from :func:`~semdiag.capturing.block_calls.watch_blocks`.
+        valid: (B, L) bool, false for padding; None if there is none.
+    """
+    weights, attention = block_weights(encoder, call.layer), call.attention
+    block = encoder.blocks[call.layer]
+    pre_norm = encoder.config.norm == "pre"
+    seen = (call.stream, call.middle) if pre_norm else (call.middle, call.end)
+    before = (call.mlp_tokens @ weights.mlp_in.mT + weights.mlp_in_bias).detach().requires_grad_(True)
+    with torch.enable_grad():
+        (slopes,) = torch.autograd.grad(block.activation(before).sum(), before)  # type: ignore[operator]
+    p = scored_rows(attention).weights
+    found = []
+    for sample in range(len(p)):
+        kept = torch.arange(p.shape[-1], device=p.device) if valid is None else valid[sample].nonzero()[:, 0]
+        found.append(
+            BlockAtPoint(
+                attention=AttentionAtPoint(
+                    weights=p[sample][:, kept][:, :, kept],
+                    queries=attention.q[sample][:, kept],
+                    keys=attention.k[sample][:, kept],
+                    values=attention.v[sample][:, kept],
+                    query_weight=weights.query,
+                    key_weight=weights.key,
+                    value_weight=weights.value,
+                    output_weight=weights.output,
+                    scale=weights.scale,
+                ),
+                weights=weights,
+                pre_norm=pre_norm,
+                streams=torch.stack([x[sample, kept] for x in seen]),
+                eps=(float(block.attention_norm_eps), _MLP_NORM_EPS),  # type: ignore[arg-type]
+                slopes=slopes[sample, kept],
+                activation=ACTIVATION_LIPSCHITZ.get(encoder.config.activation, math.inf),
+            )
+        )
+    return found
+
+
+def log_point_constant(at: BlockAtPoint) -> float:
+    """Closed form of a block's constant at one input, against the sum over tokens of the 2-norm.
+
+    Pre-norm: max_l [ m_l + Σ_i m_i r_il / s_l ], m_i = 1 + B_R B_P λ_σ/s'_i.
+    Post-norm: max_l [ m_l + Σ_i m_i r_il ], m_i = (1 + B_R B_P λ_σ)/(s_i s'_i).
+    r bounds the attention's derivatives (:func:`~semdiag.mathematics.bounds.point_bounds.attention_reach`), s and
+    s' are the tokens' own.
+
+    Source: docs/theory.md#at-a-point. Deviation: not in the paper.
+
+    Args:
+        at: the block.
+
+    Returns:
+        ln of the constant; −∞ without a token.
+    """
+    if not len(at.slopes):
+        return -math.inf
+    first, second = (_std(x, eps) for x, eps in zip(at.streams, at.eps, strict=True))
+    mlp = spectral_norm(at.weights.mlp_in) * spectral_norm(at.weights.mlp_out) * at.activation
+    reach = attention_reach(at.attention)
+    if at.pre_norm:
+        passed = 1 + mlp / second
+        return float((passed + passed @ reach / first).max().log())
+    passed = (1 + mlp) / (second * first)
+    return float((passed + passed @ reach).max().log())
+
+
+def log_exact_constant(at: BlockAtPoint) -> float:
+    """Largest column sum of a block's Jacobian at one input, max_l Σ_i ‖∂Z_i/∂X_l‖₂, while no mask changes.
+
+    No output moves further than this times the input, both by the sum over tokens of the 2-norm. Columns are taken
+    in the order of their Frobenius norms, which are larger, until none of the others can be the largest.
+
+    Source: docs/theory.md#at-a-point. Deviation: not in the paper.
+
+    Args:
+        at: the block.
+
+    Returns:
+        ln of the column sum; −∞ without a token.
+    """
+    if not len(at.slopes):
+        return -math.inf
+    first, second = (_norm_jacobians(x, eps) for x, eps in zip(at.streams, at.eps, strict=True))
+    mlp = (at.weights.mlp_out * at.slopes[:, None]) @ at.weights.mlp_in
+    eye = torch.eye(first.shape[-1]).to(first)
+    after = eye + mlp @ second if at.pre_norm else second @ (eye + mlp) @ first
+    tokens = range(len(first))
+
+    def column(token: int) -> Tensor:
+        moved = attention_columns(at.attention, token)
+        moved = moved @ first[token] if at.pre_norm else moved
+        moved[token] += eye
+        return after @ moved
+
+    reach = torch.stack([torch.linalg.matrix_norm(column(token)).sum() for token in tokens])
+    largest = torch.zeros(())
+    for token in reach.argsort(descending=True).tolist():
+        if reach[token] <= largest:
+            break
+        largest = torch.maximum(largest.to(reach), torch.linalg.matrix_norm(column(token), 2).sum())
+    return float(largest.log())
+
+
+def _std(x: Tensor, eps: float) -> Tensor:
+    """Return sqrt(var + eps) of each token."""
+    return (x.var(-1, unbiased=False) + eps).sqrt()
+
+
+def _norm_jacobians(x: Tensor, eps: float) -> Tensor:
+    """Derivatives of a normalisation without parameters, (P − c cᵀ/(d s²))/s, c the centred token: (L, d, d)."""
+    centred, std = x - x.mean(-1, keepdim=True), _std(x, eps)[:, None, None]
+    width = x.shape[-1]
+    project = torch.eye(width).to(x) - 1 / width
+    return (project - centred[:, :, None] * centred[:, None] / (width * std.square())) / std

@@ -1,0 +1,68 @@
+"""Constants of blocks at a point: the exact Jacobian against autograd, and one bound above the other."""
+
+import math
+
+import pytest
+import torch
+
+from semdiag.capturing.block_calls import watch_blocks
+from semdiag.mathematics.bounds.block_bounds import log_input_constant
+from semdiag.mathematics.bounds.point_bounds import attention_columns, attention_reach
+from semdiag.measuring.encoders.network_constants import network_forms
+from semdiag.measuring.encoders.point_jacobians import blocks_at_points, log_exact_constant, log_point_constant
+from semdiag.measuring.encoders.traces import trace_inputs
+
+
+def taken_apart(encoder, tokens):
+    """By block and sample: the block at its point, what goes in, and which tokens count."""
+    calls = []
+    with torch.no_grad(), watch_blocks(encoder, calls.append):
+        encoder(tokens)
+    valid = encoder.valid(tokens)
+    for call in calls:
+        for sample, at in enumerate(blocks_at_points(encoder, call, valid)):
+            counted = torch.ones_like(call.stream[0, :, 0]).bool() if valid is None else valid[sample]
+            yield call.layer, sample, at, call.stream[sample], counted
+
+
+@pytest.mark.parametrize("activation", ["relu", "gelu", "mish"])
+def test_the_exact_constant_is_that_of_autograd(kind, wild_encoder, padded_tokens, activation):
+    encoder, tokens = wild_encoder(kind, 0.8, activation=activation), padded_tokens[0][:3]
+    valid = encoder.valid(tokens)
+    for layer, sample, at, stream, counted in taken_apart(encoder, tokens):
+        only = None if valid is None else valid[sample : sample + 1]
+
+        def block(x, layer=layer, only=only):
+            return encoder.blocks[layer](x[None], only)[0]
+
+        jacobian = torch.autograd.functional.jacobian(block, stream)[counted][:, :, counted]
+        norms = torch.linalg.matrix_norm(jacobian.transpose(1, 2), 2)  # output token by input token
+        assert log_exact_constant(at) == pytest.approx(math.log(norms.sum(0).max()), abs=1e-9)
+
+
+def test_exact_is_below_closed_is_below_the_local_form(kind, wild_encoder, padded_tokens):
+    for size in (0.2, 0.8, 3.0):
+        encoder, (tokens, _) = wild_encoder(kind, size), padded_tokens
+        forms = network_forms(encoder, trace_inputs(encoder, tokens))
+        for layer, sample, at, *_ in taken_apart(encoder, tokens):
+            exact, closed = log_exact_constant(at), log_point_constant(at)
+            local = log_input_constant(forms.blocks[layer].local)[sample].item()
+            assert exact <= closed + 1e-12
+            assert closed <= local + 1e-12
+
+
+def test_an_input_of_nothing_but_padding_moves_nothing(wild_encoder, padded_tokens):
+    encoder, tokens = wild_encoder("full"), padded_tokens[0]
+    nothing = torch.cat([tokens[:1], torch.full_like(tokens[:1], 2)])
+    for _, sample, at, *_ in taken_apart(encoder, nothing):
+        found = [log_exact_constant(at), log_point_constant(at)]
+        assert found == [-math.inf] * 2 if sample else min(found) > 0
+
+
+def test_every_derivative_of_the_attention_is_within_its_reach(kind, wild_encoder, padded_tokens):
+    encoder, (tokens, _) = wild_encoder(kind, 1.5), padded_tokens
+    for _, _, at, _, counted in taken_apart(encoder, tokens):
+        reach = attention_reach(at.attention)
+        for token in range(int(counted.sum())):
+            exact = torch.linalg.matrix_norm(attention_columns(at.attention, token), 2)
+            assert (exact <= reach[:, token] * (1 + 1e-12) + 1e-12).all()
