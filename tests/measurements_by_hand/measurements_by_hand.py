@@ -175,17 +175,18 @@ def _theory(row, queries, noise):
     tensors += [
         (f"{layer}.{g}", layer, g) for layer in range(LAYERS) for g in ("qk", "value-output", "mlp-in", "mlp-out")
     ]
+    tensors = pd.DataFrame(tensors, columns=["tensor", "layer", "group"])
     return {
         "secants": secants[list(optional_tables()["secants"].columns)],
         "constants": pd.DataFrame(constants, columns=columns).assign(
             model=row["model"], holds=True, infinite=0, ln_finite=1.0
         )[list(optional_tables()["constants"].columns)],
-        "parameters": pd.DataFrame(tensors, columns=["tensor", "layer", "group"]).assign(
+        "parameters": tensors.assign(
+            ln_point=np.where(tensors["group"] == "qk", -1.5 * ten, np.nan),
             model=row["model"],
             ln_sound=6 * ten,
             ln_paper=8 * ten,
             ln_local=3 * ten,
-            ln_point=0.5 * ten,
             ln_gradient=-2 * ten,
             ln_secant=-3 * ten,
             infinite=0,

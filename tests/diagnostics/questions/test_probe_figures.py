@@ -118,16 +118,23 @@ def test_rungs_stand_below_the_bound(pair):
         assert [t.get_text() for t in ax.get_xticklabels()] == ["all", "W_qk", "V", "P", "R", "emb.", "head"]
         points = [line.get_ydata() for line in ax.lines if line.get_marker() in "oxD" and len(line.get_ydata())]
         assert all((np.asarray(p) < bounds[0]).all() for p in points)
+        close = next(line for line in ax.lines if line.get_label() == "bound at the checkpoint")
+        assert close.get_xdata().tolist() == [1]  # of queries and keys
+        assert close.get_ydata().tolist() == pytest.approx([1.5 / np.log(10)])
         assert "end point refused: W_qk" in [t.get_text() for t in ax.texts]
 
 
 def test_stretch_of_blocks_under_their_bounds(pair):
     (ax,) = panels(registry.figures()["block_stretch"](Findings(pair)))
     assert (ax.get_xlabel(), ax.get_yscale()) == ("block", "log")
-    full, bound, topk, _ = (line.get_ydata() for line in ax.lines)
+    full, near, bound, topk, *_ = (line.get_ydata() for line in ax.lines)
     assert full.tolist() == [1.0, 2.0, 3.0] * 2
     assert topk.tolist() == [0.5, 1.0, 1.5] * 2
     assert bound.tolist() == pytest.approx([np.exp(5.0)] * 2)
+    assert near.tolist() == pytest.approx([np.exp(2.0)] * 2)  # of the exact Jacobian
+    closed = pair.replace(jacobians=pair.jacobians.assign(ln_exact=np.nan))  # of long inputs
+    (ax,) = panels(registry.figures()["block_stretch"](Findings(closed)))
+    assert ax.lines[1].get_ydata().tolist() == pytest.approx([np.exp(2.5)] * 2)
 
 
 def test_a_report_with_probes_says_what_was_found(pair, tmp_path):

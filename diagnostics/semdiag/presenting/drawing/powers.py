@@ -18,6 +18,23 @@ def powers_of_ten(low: float, high: float) -> str:
     return f"about {ends[0]}" if ends[0] == ends[1] else " to ".join(ends)
 
 
+def factors(low: float, high: float) -> str:
+    """The smallest and the largest of several factors, as plain numbers where they are below a thousand.
+
+    Args:
+        low: decimal logarithm of the smallest.
+        high: and of the largest.
+
+    Example:
+        >>> factors(0.3, 1.8), factors(0.5, 0.5), factors(2.0, 12.1)
+        ('2 to 63', 'about 3.2', '10² to 10¹²')
+    """
+    if high >= 3:
+        return powers_of_ten(low, high)
+    ends = f"{10**low:.2g}", f"{10**high:.2g}"
+    return f"about {ends[0]}" if ends[0] == ends[1] else " to ".join(ends)
+
+
 def power_of_ten(exponent: float) -> str:
     """A factor as the nearest whole power of ten, as one writes it by hand.
 

@@ -37,9 +37,10 @@ _HEADINGS = (
         (
             Shown(
                 secants_under_bounds,
-                "Decimal logarithm of the constants of Theorem 2 in three forms and of measured gradients and "
-                "secants of the loss, for each group of parameters and block: {shown}.",
-                "The grey lines are the distance between what the loss did and what the bound allows, in "
+                "Decimal logarithm of the constants of Theorem 2 in three forms, of the bounds at this point and "
+                "of measured gradients and secants of the loss, for each group of parameters and block: {shown}.",
+                "The bound at the point, of queries and keys, lies close above their gradient: it could have "
+                "failed. The grey lines are the distance between what the loss did and what the bound allows, in "
                 "powers of ten. Where they are long, the bound is true and explains nothing: a difference "
                 "between two models' constants then need not show in how they learn.",
             ),

@@ -13,7 +13,8 @@ from semdiag.presenting.terminal.titles import title
 from semdiag.presenting.terminal.verdicts import print_verdicts
 from semdiag.questions.bounds.answer.consequences import consequence_findings
 from semdiag.questions.bounds.answer.corollary import CLAIMS, LEFT_SIDES, corollary_findings
-from semdiag.questions.bounds.answer.summary import bounds_summary, parameter_findings
+from semdiag.questions.bounds.answer.summary import FORMS, bounds_summary, parameter_findings
+from semdiag.questions.bounds.words import constants_sentences
 
 Summary = dict[str, Any]
 _CONSTANTS = (
@@ -40,11 +41,12 @@ def print_bounds(findings: Findings) -> None:
     console = wide_console()
     summary, judged = findings(bounds_summary), findings(parameter_findings)
     for result in summary["results"]:
-        console.print(f"\n{title(result)}: constants")
-        console.print(_constants(result["constants"]))
-        console.print("Slopes of the loss (the largest in each group of tensors):")
+        console.print(f"\n{title(result)}: slopes of the loss (the largest in each group of tensors)")
         console.print(_slopes(result["parameters"]))
-        print_verdicts(console, (f for f in judged if f.subject == result["model"] and f.where == "all"))
+        for said in constants_sentences(f for f in judged if f.subject == result["model"] and f.where == "all"):
+            console.print(said, style="red" if "an error of semdiag" in said else None)
+        console.print("Constants:")
+        console.print(_constants(result["constants"]))
     for pair in findings(compared_pairs):
         console.print(f"\n{pair.label}: {pair.full} and {pair.other}")
         conditions = findings(corollary_findings, pair)
@@ -89,7 +91,7 @@ def _constants(rows: list[Summary]) -> NumberTable:
             logarithm = name.startswith("ln") or form == "paper"
             cells.append(number(value if logarithm or value is None else math.exp(number_from_json(value))))
         table.add_row(str(layer), str(head), *cells)
-    forms = ("sound", "paper", "local")
+    forms = ("local", "sound", "paper")
     network = (f"{number(found.get((ALL, ALL, 'network', form)))} {form}" for form in forms)
     table.caption = f"ln λ_L of the network: {', '.join(network)}"
     tied = next((r for r in rows if r["quantity"] == "network" and r["form"] == "sound" and r["infinite"]), None)
@@ -102,13 +104,12 @@ def _constants(rows: list[Summary]) -> NumberTable:
 
 def _slopes(rows: list[Summary]) -> NumberTable:
     """Largest measured slope and constants of each group of tensors, as natural logarithms."""
-    table = number_table(["layer", "tensors", "ln measured", "ln sound", "ln paper", "ln local"])
+    table = number_table(["layer", "tensors", "ln gradient", "ln secant", *(f"ln {form}" for form in FORMS)])
     for layer, group in dict.fromkeys((r["layer"], r["group"]) for r in rows):
         own = [r for r in rows if (r["layer"], r["group"]) == (layer, group)]
-        columns = (("ln_gradient", "ln_secant"), ("ln_sound",), ("ln_paper",), ("ln_local",))
         cells = []
-        for names in columns:
-            known = [number_from_json(r[name]) for r in own for name in names if r[name] is not None]
+        for name in ("ln_gradient", "ln_secant", *(f"ln_{form}" for form in FORMS)):
+            known = [number_from_json(r[name]) for r in own if r[name] is not None]
             cells.append(number(max(known, default=None)))
         table.add_row("–" if layer < 0 else str(layer), group, *cells)
     return table

@@ -1,7 +1,7 @@
 """What became of the constants of Theorem 2 and of Corollary 1, in sentences."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import pandas as pd
 
@@ -10,7 +10,7 @@ from semdiag.measuring.findings.finding import Finding, Verdict
 from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.findings.pairing import Pair, compared_pairs
 from semdiag.presenting.drawing.panels import model_labels
-from semdiag.presenting.drawing.powers import powers_of_ten
+from semdiag.presenting.drawing.powers import factors, powers_of_ten
 from semdiag.questions.bounds.answer.consequences import consequence_findings
 from semdiag.questions.bounds.answer.corollary import (
     CLAIMS,
@@ -19,7 +19,7 @@ from semdiag.questions.bounds.answer.corollary import (
     NOT_COMPARABLE,
     corollary_findings,
 )
-from semdiag.questions.bounds.answer.summary import bounds_findings, parameter_findings
+from semdiag.questions.bounds.answer.summary import FORMS, bounds_findings, parameter_findings
 
 _PAPERS = {"W": "eq. 304", "X": "eq. 305"}
 _GUARANTEE = {"W": "in the parameters (W)", "X": "in the inputs (X)"}
@@ -75,7 +75,8 @@ def bounds_sentences(findings: Findings) -> list[str]:
     """
     said = []
     for model, label in model_labels(findings.measurements.models).items():
-        parts = [_constants(f) for f in findings(parameter_findings) if f.subject == model and f.where == "all"]
+        own = [f for f in findings(parameter_findings) if f.subject == model and f.where == "all"]
+        parts = constants_sentences(own)
         said += [f"{label}: {' '.join(parts)}"] if parts else []
     for pair in findings(compared_pairs):
         parts = list(_corollary(findings(corollary_findings, pair), _is_fixed(findings, pair)))
@@ -87,23 +88,56 @@ def bounds_sentences(findings: Findings) -> list[str]:
     return said or ["No constant of these models is known."]
 
 
-def _constants(finding: Finding) -> str:
-    """What became of the constants of Theorem 2 of one model."""
-    n, name = finding.numbers, f"the {finding.form} constants of Theorem 2"
+def constants_sentences(judged: Iterable[Finding]) -> list[str]:
+    """What became of one model's constants: first those that could have failed, then in one sentence the vacuous.
+
+    Args:
+        judged: findings on all tensors of one model together, one for each form.
+    """
+    ordered = sorted(judged, key=lambda f: FORMS.index(f.form))
+    folded = [f for f in ordered if f.verdict is Verdict.VACUOUS]
+    said = [_constants(f) for f in ordered if f not in folded]
+    if folded:
+        parts = "; ".join(_far(f) for f in folded)
+        said.append(f"Vacuous, true and more than 1,000 times the measured slopes in most tensors: {parts}.")
+    return said
+
+
+def _far(finding: Finding) -> str:
+    """The distance of a vacuous form, and what it rests on without having it."""
+    n, reason = finding.numbers, _reason(finding)
+    gaps = powers_of_ten(n["smallest log10 gap"], n["largest log10 gap"])
+    tensors = int(n["holds"] + n["vacuous"])
+    return (
+        f"the {finding.form} constants of Theorem 2, {gaps} times what was measured in {tensors} tensors{reason}"
+    )
+
+
+def _reason(finding: Finding) -> str:
     assumed = finding.note.replace("assumption not met: ", "")
-    reason = f"; these assumptions do not hold here: {assumed}" if assumed else ""
+    return f" (these assumptions do not hold here: {assumed})" if assumed else ""
+
+
+def _constants(finding: Finding) -> str:
+    """What became of one form of the constants of one model."""
+    n, name, reason = finding.numbers, f"the {finding.form} constants of Theorem 2", _reason(finding)
+    if finding.form == "point":
+        name = "the bounds of the gradient at this point"
     if finding.verdict is Verdict.VIOLATED:
         fault = "which contradicts the paper" if finding.form == "paper" else "which is an error of semdiag"
         return f"In {n['violated']:.0f} tensors the loss is steeper than {name}, {fault}{reason}."
-    if finding.verdict is Verdict.NOT_MET and assumed:
+    if finding.verdict is Verdict.NOT_MET and reason:
         return f"Nothing can be said about {name}{reason}."
     if finding.verdict is not Verdict.HOLDS:
         return f"On {name}: {finding.verdict}{reason}."
-    start = f"In {n['holds']:.0f} tensors the loss is no steeper than {name}"
+    which = "of the queries and keys " if finding.form == "point" else ""
+    start = f"In {n['holds'] + n['vacuous']:.0f} tensors {which}the loss is no steeper than {name}"
     if "smallest log10 gap" not in n:  # no slope to compare with: of weights that are no numbers
         return f"{start}{reason}."
-    gaps = powers_of_ten(n["smallest log10 gap"], n["largest log10 gap"])
-    return f"{start}, which are {gaps} times the measured slopes{reason}."
+    gaps = factors(n["smallest log10 gap"], n["largest log10 gap"])
+    near = f", {n['within a factor of ten']:.0f} within a factor of ten" if n["within a factor of ten"] else ""
+    slopes = "gradients" if finding.form in ("point", "local") else "slopes"  # secants leave the point
+    return f"{start}, which are {gaps} times the measured {slopes}{near}{reason}."
 
 
 def _corollary(judged: Sequence[Finding], fixed: bool) -> Iterator[str]:

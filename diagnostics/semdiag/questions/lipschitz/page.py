@@ -40,16 +40,19 @@ _HEADINGS = (
             Shown(
                 lipschitz_rungs,
                 "Decimal logarithm of the largest secant, the largest gradient norm, the extreme-value end point "
-                "and the sound bound for each group of parameters: {shown}.",
+                "and the sound bound for each group of parameters, and of queries and keys a bound at the "
+                "checkpoint: {shown}.",
                 "Secants, gradients and end points are three estimates from below, in no order among themselves. "
-                "The grey lines are what the bound leaves open, in powers of ten.",
+                "The bound at the checkpoint belongs to the open circle below it, and could have failed. The grey "
+                "lines are what the sound bound leaves open, in powers of ten.",
             ),
             Shown(
                 block_stretch,
                 "How much each block stretches a small change of its input at most, sample by sample, below bars "
                 "for the bound λ_X, logarithmic axis: {shown}.",
                 "Compare the points of both models at the same block: the higher ones pass a change of the input "
-                "on more strongly. The bars above them are what the theory promises.",
+                "on more strongly. The black dashes bound them closely, at these inputs; the bars above them are "
+                "what the theory promises of all with the same δ, Δ and norms.",
             ),
         ),
         (

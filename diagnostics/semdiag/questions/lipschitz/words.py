@@ -7,7 +7,8 @@ from semdiag.measuring.findings.finding import Finding, Verdict
 from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.findings.pairing import compared_pairs
 from semdiag.presenting.drawing.panels import model_labels
-from semdiag.questions.lipschitz.answer.summary import estimate_findings, ordering_findings
+from semdiag.presenting.drawing.powers import factors
+from semdiag.questions.lipschitz.answer.summary import AT_POINT, estimate_findings, ordering_findings
 
 _ONE = 0.05  # decimal logarithms below this are 0.0 when written out
 
@@ -58,12 +59,23 @@ def _below_bounds(own: Sequence[Finding]) -> str:
     if violated:
         faults = "; ".join(f"{f.claim}: {f.numbers['violated']:.0f} are not" for f in violated)
         return f"ERROR OF SEMDIAG, a sound bound is exceeded: {faults}. Please report it."
+    near, own = _at_point(own), [f for f in own if f.claim != AT_POINT]
     gaps = [f.numbers["smallest log10 gap"] for f in own if "smallest log10 gap" in f.numbers]
     checked = sum(int(f.numbers["holds"]) for f in own)
     unmet = sum(int(f.numbers["not_met"]) for f in own)
     tail = f"; {unmet:,} have no bound" if unmet else ""
     tail += "".join(f"; {f.note}" for f in own if f.numbers.get("estimates above the bound"))
-    return f"all {checked:,} estimates stay below the sound bounds{_nearest(gaps)}{tail}."
+    return f"{near}all {checked:,} estimates stay below the sound bounds{_nearest(gaps)}{tail}."
+
+
+def _at_point(own: Sequence[Finding]) -> str:
+    """How near the bounds at the checkpoint are, which could have failed."""
+    found = [f for f in own if f.claim == AT_POINT and "smallest log10 gap" in f.numbers]
+    if not found:
+        return ""
+    n = found[0].numbers
+    gaps = factors(n["smallest log10 gap"], n["largest log10 gap"])
+    return f"at the checkpoint {n['holds']:.0f} slopes stay below bounds {gaps} times as large; "
 
 
 def _nearest(gaps: Sequence[float]) -> str:

@@ -94,5 +94,8 @@ def test_bounds_name_every_pair(measured):
             "local",
             "paper code",
         }
-        assert all(v["verdict"] in ("holds", "assumption not met") for v in result["verdicts"])
+        # Constants a thousand times above the slopes of most tensors are vacuous, those at the point are not.
+        assert all(v["verdict"] in ("holds", "assumption not met", "vacuous") for v in result["verdicts"])
+        (near,) = (v for v in result["verdicts"] if v["form"] == "point")
+        assert (near["verdict"], near["numbers"]["violated"], near["numbers"]["vacuous"]) == ("holds", 0, 0)
     assert "for these inputs" in summary["scope"]

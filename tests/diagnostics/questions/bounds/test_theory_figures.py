@@ -143,14 +143,16 @@ def test_slopes_lie_below_constants_in_powers_of_ten(known):
     figure.draw_without_rendering()
     assert "10⁸" in [label.get_text() for label in panels[0].get_yticklabels()]
     text = words(figure).replace("\n", " ")
-    assert "sound: holds, constants about 10⁸ times the slope" in text
+    assert "point: holds, constants about 3.2 times the slope" in text
+    assert "sound: vacuous, constants about 10⁸ times the slope" in text
+    assert all(np.allclose(np.nanmax(line(ax, "bound at the point").get_ydata()), -1.5) for ax in panels)
     assert "paper: assumptions not all met" in text
     assert "the 5 evaluated inputs" in text
     assert "neither need be the larger" in text
 
 
 def test_constants_that_are_not_numbers_leave_nothing_to_draw(known):
-    columns = ["ln_sound", "ln_paper", "ln_local", "ln_gradient", "ln_secant"]
+    columns = ["ln_sound", "ln_paper", "ln_local", "ln_point", "ln_gradient", "ln_secant"]
     broken = known.parameters.assign(**dict.fromkeys(columns, np.nan))
     with pytest.raises(NothingToDrawError, match="No constant"):
         registry.figures()["secants_under_bounds"](Findings(known.replace(parameters=broken)))

@@ -11,7 +11,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 from semdiag.measuring.findings.finding import Finding, Verdict, log10
 from semdiag.measuring.findings.findings import Findings
 from semdiag.presenting.drawing.panels import NothingToDrawError, panels_of
-from semdiag.presenting.drawing.powers import power_of_ten, powers_of_ten
+from semdiag.presenting.drawing.powers import factors, power_of_ten
 from semdiag.presenting.drawing.style import (
     FAINT,
     INK,
@@ -21,12 +21,13 @@ from semdiag.presenting.drawing.style import (
     paper_style,
     title_with_facts,
 )
-from semdiag.questions.bounds.answer.summary import parameter_findings
+from semdiag.questions.bounds.answer.summary import FORMS, parameter_findings
 
 GROUPS = ("qk", "value-output", "mlp-in", "mlp-out")
 _PAPER = "#b0622a"
 _LOCAL = "#2a7f62"
-_COLUMNS = ("ln_sound", "ln_paper", "ln_local", "ln_gradient", "ln_secant")
+_POINT = "#3b5bb5"
+_COLUMNS = ("ln_sound", "ln_paper", "ln_local", "ln_point", "ln_gradient", "ln_secant")
 
 
 @paper_style
@@ -58,7 +59,8 @@ def secants_under_bounds(findings: Findings) -> Figure:
     for ax, (panel, series) in zip(axes, shown, strict=True):
         own = known[known["model"] == series.model]
         _draw(ax, own, attention_style(series.attention).color)
-        facts = [line for form in ("sound", "paper", "local") for line in _facts(judged[series.model, form])]
+        own_findings = [judged[series.model, form] for form in FORMS if (series.model, form) in judged]
+        facts = [line for finding in own_findings for line in _facts(finding)]
         title_with_facts(ax, f"{panel.title}, {series.label}", facts)
         ax.set_xlabel("block")
     axes[0].set_ylabel("slope or constant")
@@ -70,8 +72,10 @@ def secants_under_bounds(findings: Findings) -> Figure:
     return finished(
         figure,
         f"within a block, left to right: {', '.join(GROUPS)}; the largest of a group's tensors. Constants hold "
-        f"for {scope} at this checkpoint only.\nGradient and secant are two measurements: neither need be the "
-        "larger (gradient of the mean loss over these inputs, secants over the first few).",
+        f"for {scope} at this checkpoint only;\nvacuous: more than 1,000 times the slope in most tensors. The "
+        "bound at the point is one of the gradient in queries and keys, from the gradients in the mixed values.\n"
+        "Gradient and secant are two measurements: neither need be the larger (gradient of the mean loss over "
+        "these inputs, secants over the first few).",
     )
 
 
@@ -83,7 +87,7 @@ def _facts(finding: Finding) -> list[str]:
     numbers = finding.numbers
     if "smallest log10 gap" not in numbers:
         return [f"{finding.form}: {_WORDS.get(finding.verdict, finding.verdict)}"]
-    gaps = powers_of_ten(numbers["smallest log10 gap"], numbers["largest log10 gap"])
+    gaps = factors(numbers["smallest log10 gap"], numbers["largest log10 gap"])
     silent = not finding.note or finding.verdict is Verdict.NOT_MET  # which says so itself
     unmet = [] if silent else [f"{finding.form}: assumptions not all met"]
     return [
@@ -104,6 +108,7 @@ def _draw(ax: Axes, rows: pd.DataFrame, color: str) -> None:
     ax.plot(x, y["ln_sound"], color=INK, markeredgewidth=2, label="sound constant", **dash)
     ax.plot(x, y["ln_paper"], color=_PAPER, markeredgewidth=1.2, label="paper's constant", **dash)
     ax.plot(x, y["ln_local"], color=_LOCAL, markeredgewidth=1.2, label="local constant", **dash)
+    ax.plot(x, y["ln_point"], color=_POINT, markeredgewidth=2, label="bound at the point", **dash)
     for name, marker, label in (("ln_gradient", "o", "measured gradient"), ("ln_secant", "x", "measured secant")):
         ax.plot([], [], marker=marker, markersize=4, color=FAINT, linestyle="none", label=label)
         ax.plot(x, y[name], marker=marker, markersize=4, color=color, linestyle="none")

@@ -48,6 +48,10 @@ def estimate_findings(findings: Findings) -> list[Finding]:
     for model in findings.measurements.loss_gradients["model"].unique():
         own = findings.measurements.of(model)
         gradients = own.loss_gradients
+        scored = gradients[gradients["ln_point"].notna()]
+        slopes = pd.concat([scored["slope"], own.jacobians["norm"]])
+        near = pd.concat([scored["ln_point"], own.jacobians["ln_exact"].fillna(own.jacobians["ln_point"])])
+        found.append(_judged(model, AT_POINT, slopes, near, near < math.inf))
         bounds = gradients.groupby("group")["ln_sound"].max()
         known = gradients.groupby("group")["holds"].all()
         found.append(_judged(model, GRADIENTS, gradients["slope"], gradients["ln_sound"], gradients["holds"]))
@@ -65,10 +69,6 @@ def estimate_findings(findings: Findings) -> list[Finding]:
         norms = own.jacobians
         finite = norms["ln_sound"] < math.inf
         found.append(_judged(model, JACOBIANS, norms["norm"], norms["ln_sound"], finite))
-        scored = gradients[gradients["ln_point"].notna()]
-        slopes = pd.concat([scored["slope"], norms["norm"]])
-        bounds = pd.concat([scored["ln_point"], norms["ln_exact"].fillna(norms["ln_point"])])
-        found.append(_judged(model, AT_POINT, slopes, bounds, bounds < math.inf))
     return found
 
 

@@ -7,14 +7,14 @@ from matplotlib.figure import Figure
 
 from semdiag.measuring.findings.findings import Findings
 from semdiag.presenting.drawing.panels import NothingToDrawError, Panel, panels_of
-from semdiag.presenting.drawing.style import finished, panel_grid, paper_style, title_with_facts
+from semdiag.presenting.drawing.style import INK, finished, panel_grid, paper_style, title_with_facts
 
 _HIGHEST = 600.0  # logarithm of what still fits an axis
 
 
 @paper_style
 def block_stretch(findings: Findings) -> Figure:
-    """Draw the largest Jacobian norm of every block and sample, and the smallest and largest λ_X.
+    """Draw the largest Jacobian norm of every block and sample, its bound there, and smallest and largest λ_X.
 
     Args:
         findings: with the table jacobians.
@@ -40,7 +40,8 @@ def block_stretch(findings: Findings) -> Figure:
     return finished(
         figure,
         f"points: one of {samples} samples each, power iteration from one random start, a lower bound of ‖J‖ in "
-        "the sum over tokens of 2-norms. Bars: λ_X, smallest to largest over the same samples.",
+        "the sum over tokens of 2-norms.\nBound at these inputs: largest column sum of the exact Jacobian, or its "
+        "closed form where inputs are long. Bars: λ_X, smallest to largest over the same samples.",
     )
 
 
@@ -55,6 +56,9 @@ def _draw(ax: Axes, panel: Panel, table: pd.DataFrame) -> list[str]:
             rows["layer"] + shift, rows["norm"], marker=style.marker, markersize=3, alpha=0.6, linestyle="none",
             color=style.color, label=series.label,
         )  # fmt: skip
+        near = rows["ln_exact"].fillna(rows["ln_point"]).clip(upper=_HIGHEST).groupby(rows["layer"]).max()
+        label = None if place else "bound at these inputs"
+        ax.plot(near.index + shift, np.exp(near), "_", markersize=8, color=INK, label=label)
         bounds = rows[np.isfinite(rows["ln_sound"])].groupby("layer")["ln_sound"].agg(["min", "max"])
         low, high = (np.exp(bounds[name].clip(upper=_HIGHEST)) for name in ("min", "max"))
         ax.vlines(bounds.index + shift, low, high, color=style.color, linewidth=4, alpha=0.35)

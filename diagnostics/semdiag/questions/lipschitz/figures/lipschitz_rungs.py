@@ -15,6 +15,7 @@ from semdiag.presenting.drawing.panels import NothingToDrawError, Series, panels
 from semdiag.presenting.drawing.style import FAINT, INK, finished, panel_grid, paper_style, title_with_facts
 from semdiag.questions.lipschitz.measure.secants import GROUPS
 
+_POINT = "#3b5bb5"
 _NAMES = {
     "all": "all", "qk": "W_qk", "value-output": "V", "mlp-in": "P", "mlp-out": "R", "embedding": "emb.",
     "head": "head",
@@ -23,7 +24,7 @@ _NAMES = {
 
 @paper_style
 def lipschitz_rungs(findings: Findings) -> Figure:
-    """Draw log10 of the largest secant, the largest gradient, the end point and the bound of each group.
+    """Draw log10 of the largest secant, the largest gradient, the end point and the bounds of each group.
 
     Args:
         findings: with the tables of lipschitz.
@@ -62,6 +63,15 @@ def _draw(ax: Axes, series: Series, own: Measurements) -> list[str]:
     high = [log10(float(bounds[g])) if g in bounds and math.isfinite(bounds[g]) else math.nan for g in groups]
     dash: dict[str, Any] = {"marker": "_", "markersize": 14, "linestyle": "none"}
     ax.plot(x, high, color=INK, markeredgewidth=2, label="sound bound", **dash)
+    at_point = own.loss_gradients[own.loss_gradients["ln_point"].notna()].set_index("group")
+    places = [groups.index(str(group)) for group in at_point.index]
+    ax.plot(
+        places, at_point["ln_point"].map(log10), color=_POINT, markeredgewidth=2,
+        label="bound at the checkpoint", **dash,
+    )  # fmt: skip
+    opened: dict[str, Any] = {"marker": "o", "markersize": 4, "markerfacecolor": "none", "linestyle": "none"}
+    ax.plot([], [], color=FAINT, label="gradient there", **opened)
+    ax.plot(places, at_point["slope"].map(_decades), color=series.style.color, **opened)
     ax.vlines(x, tops["largest gradient"], high, color="#cfcfcf", linewidth=0.9, zorder=1)
     for shift, (label, marker) in zip(
         (-0.18, 0.0), (("largest secant", "x"), ("largest gradient", "o")), strict=True
@@ -80,9 +90,13 @@ def _draw(ax: Axes, series: Series, own: Measurements) -> list[str]:
     return [said]
 
 
+def _decades(value: float) -> float:
+    return math.log10(value) if value > 0 else math.nan
+
+
 def _largest(table: pd.DataFrame, column: str, groups: list[str]) -> list[float]:
     tops = table.groupby("group")[column].max()
-    return [math.log10(tops[g]) if g in tops and tops[g] > 0 else math.nan for g in groups]
+    return [_decades(tops[g]) if g in tops else math.nan for g in groups]
 
 
 def _note(findings: Findings) -> str:
@@ -94,6 +108,7 @@ def _note(findings: Findings) -> str:
         f"Gradients at the checkpoint and {draws} random parameters up to {radius:.2g} of each tensor's norm away "
         f"(seed {seed}), {samples} samples; secants in planes (all) and on lines. End point: reverse Weibull on "
         "maxima of 5 gradients, of the sampling law and not of the ball; it has no interval.\nBound: the largest "
-        "at the drawn parameters; it holds for them and these samples. W_qk: queries and keys, V: values and "
+        "at the drawn parameters; it holds for them and these samples. Bound at the checkpoint: of queries and "
+        "keys, from the gradients in the mixed values there. W_qk: queries and keys, V: values and "
         "outputs, P and R: the MLP's matrices."
     )
