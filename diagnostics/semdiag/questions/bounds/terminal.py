@@ -41,7 +41,7 @@ def print_bounds(findings: Findings) -> None:
     console = wide_console()
     summary, judged = findings(bounds_summary), findings(parameter_findings)
     for result in summary["results"]:
-        console.print(f"\n{title(result)}: slopes of the loss (the largest in each group of tensors)")
+        console.print(f"\n{title(result)}: slopes of the loss, by group")
         console.print(_slopes(result["parameters"]))
         for said in constants_sentences(f for f in judged if f.subject == result["model"] and f.where == "all"):
             console.print(said, style="red" if "an error of semdiag" in said else None)

@@ -83,7 +83,8 @@ def measure_constants(
         model: written into the column ``model``.
         samples: inputs to use.
         seed: of the secants' directions.
-        secants: whether the loss's secants in each tensor are taken; its gradient is in any case.
+        secants: whether the loss's secants in each tensor are taken, and the bounds at the point, which take time;
+            its gradient is in any case.
         device: where to run; float64 is needed, so ``mps`` is replaced by the CPU.
 
     Returns:
@@ -112,7 +113,7 @@ def measure_constants(
     forms = network_forms(runner, traces, classes)
     slopes, point = {}, {}
     if classes is not None:
-        point = score_gradient_bounds(runner, tokens, classes)
+        point = score_gradient_bounds(runner, tokens, classes) if secants else {}
         slopes = parameter_slopes(
             runner,
             tokens,

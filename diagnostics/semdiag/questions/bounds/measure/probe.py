@@ -15,7 +15,9 @@ from semdiag.questions.bounds.measure.projections import PROJECTIONS, projection
 class BoundsPlan:
     """What is asked of the theory."""
 
-    tensor_secants: bool = True  # whether bounds stand beside secants of the loss in each tensor, which take time
+    tensor_secants: bool = (
+        True  # whether secants in each tensor and bounds at the point are measured: they take time
+    )
 
 
 def _measure(subject: Subject, plan: BoundsPlan, prepared: Any) -> Mapping[str, pd.DataFrame]:
