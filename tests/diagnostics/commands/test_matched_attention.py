@@ -63,7 +63,7 @@ def test_commands_give_numbers_or_say_that_there_are_none(command, run, run_semd
     said = {
         "k-sweep": "cannot tell: its mask does not rank keys by their scores.",
         "stability": f"no ξ is known for {run.name} attention",
-        "bounds": f"assumption not met: a bound is known for {run.name} attention",
+        "bounds": f"these assumptions do not hold here: a bound is known for {run.name} attention",
         "mask-stability": "does not depend on the input"
         if run.name == "redrawn"
         else f"no certificate is known for {run.name} attention",

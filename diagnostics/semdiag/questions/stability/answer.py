@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -54,8 +55,13 @@ def stability_findings(findings: Findings) -> list[Finding]:
         if own.secants.empty:
             continue
         if row["attention"] not in BOUNDED:
-            note = f"no ξ is known for {row['attention']} attention; secants and response are still given"
+            note = f"no ξ is known for {row['attention']} attention but of pairs that keep their set; secants and "
+            note += "response are still given"
             found.append(Finding(row["model"], UNKNOWN, "", "all", Verdict.NOT_MET, {}, note))
+            rows = with_bounds(own.secants, row["attention"])
+            of_pair = _secants(row["model"], rows, OF_PAIR, "ln_pair", "score_change")
+            note = "where noise changed the set, none is known" if of_pair.numbers["not_met"] else ""
+            found.append(replace(of_pair, note=note))
             continue
         rows = with_bounds(own.secants, row["attention"])
         distances = ((OF_PAIR, "ln_pair"), ("sound", "ln_sound"), ("paper", "ln_paper"))

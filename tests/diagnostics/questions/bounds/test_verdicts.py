@@ -19,6 +19,7 @@ from semdiag.questions.bounds.measure.constants import CONSTANTS, PARAMETERS
 from semdiag.questions.bounds.words import bounds_sentences
 from semdiag.questions.stability.answer import OF_PAIR, stability_findings
 from semdiag.questions.stability.measure.probe import SECANTS
+from semdiag.questions.stability.measure.softmax_bounds import with_bounds
 
 TOPK = {"attention": "topk", "k": 2}
 
@@ -127,6 +128,11 @@ def test_heavy_hitters_are_never_vacuous(made_up):
 def test_a_kind_without_a_bound_is_said(made_up):
     found = stability_of(made_up, {"attention": "bottomk", "k": 2}, [(2, 0.1, 1.0, 1.0, 1.0, -1.0)])
     assert "no ξ is known for bottomk attention" in one(found, verdict=Verdict.NOT_MET).note
+    pair = one(found, form=OF_PAIR)  # noise left its set as it was: of that pair ξ is known, ½ at odds of 1
+    assert (pair.verdict, pair.numbers["vacuous"]) == (Verdict.VACUOUS, 1)
+    rows = with_bounds(secants("m", [(2, 0.1, 1.0, 1.0, 1.0, -1.0)] * 2, same_set=[True, False]), "bottomk")
+    assert np.isfinite(rows["ln_pair"]).tolist() == np.isfinite(rows["ln_row"]).tolist() == [True, False]
+    assert rows["ln_sound"].isna().all()
 
 
 def test_local_constants(made_up):

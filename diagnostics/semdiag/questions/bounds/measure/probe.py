@@ -16,7 +16,7 @@ class BoundsPlan:
     """What is asked of the theory."""
 
     tensor_secants: bool = (
-        True  # whether secants in each tensor and bounds at the point are measured: they take time
+        True  # whether secants in each tensor and bounds at the point are taken, which take time
     )
 
 
