@@ -74,6 +74,7 @@ def render_page(
         title=_title(rows),
         tiles=[(_glanced(name, asked), glances[name]) for name, asked in parts if asked and name in glances],
         lead=_lead(whole),
+        eyebrow=_eyebrow(parts),
         best=best,
         external=all(others),
         sections={name for name, _ in parts},
@@ -92,6 +93,15 @@ def _glanced(name: str, headings: Sequence[Heading]) -> Heading:
 def _title(rows: Sequence[dict[str, Any]]) -> str:
     """For the tab of a browser: the one model, or how many."""
     return str(rows[0]["model"])[-60:] if len(rows) == 1 else f"{len(rows)} models"
+
+
+def _eyebrow(parts: Sequence[tuple[str, Sequence[Heading]]]) -> str:
+    """What the page asks: of runs how fast they learn, else the question of its first section."""
+    names = [name for name, _ in parts]
+    if "convergence" in names:
+        return "How fast does it learn?"
+    first = next((headings[0].title for _, headings in parts if headings), "")
+    return first if names[:1] != ["dispersion"] else "How focused is the attention?"
 
 
 def _lead(whole: dict[str, Any]) -> str:

@@ -7,7 +7,15 @@ from matplotlib.figure import Figure
 
 from semdiag.measuring.findings.findings import Findings
 from semdiag.presenting.drawing.panels import NothingToDrawError, short_labels
-from semdiag.presenting.drawing.style import INK, finished, palette, panel_grid, paper_style, plain_numbers
+from semdiag.presenting.drawing.style import (
+    FAINT,
+    INK,
+    finished,
+    palette,
+    panel_grid,
+    paper_style,
+    plain_numbers,
+)
 from semdiag.questions.k_sweep.answer.rerun import change_table, tolerance_of
 from semdiag.questions.k_sweep.answer.sparse_verdict import next_token
 from semdiag.questions.k_sweep.figures.loss_change import TITLES, change_axis
@@ -35,11 +43,12 @@ def kinds_of_masks(findings: Findings) -> Figure:
         raise NothingToDrawError("Only top-k was run. For others: semdiag k-sweep MODEL --rerun --kinds.")
     labels = short_labels(findings.measurements.models)
     figure, axes = panel_grid(len(several), height=3.6, sharey=False)
-    colors = dict(zip(KINDS, palette(len(KINDS)), strict=True))
+    shown = [kind for kind in KINDS if kind in set(again["mask"])]
+    colors = dict(zip(shown, palette(len(shown)), strict=True)) | {RANDOM: FAINT}
     for ax, model in zip(axes, several, strict=True):
         own = again[again["model"] == model].sort_values("kept").replace([np.inf, -np.inf], np.nan)
         factor = own["measure"].iloc[0] == "loss" and next_token(findings, str(model))
-        for kind in (kind for kind in KINDS if kind in set(own["mask"])):
+        for kind in (kind for kind in shown if kind in set(own["mask"])):
             _line(ax, own[own["mask"] == kind], kind, colors[kind], factor)
         tolerance = tolerance_of(findings, str(own["measure"].iloc[0]))
         if factor:
@@ -53,7 +62,6 @@ def kinds_of_masks(findings: Findings) -> Figure:
         ax.set_xlabel("share of the keys kept")
         ax.xaxis.set_major_formatter("{x:.0%}")
         ax.set_title(labels[str(model)])
-        ax.legend(fontsize=8, frameon=False)
     return finished(
         figure,
         "Bars: 95 % intervals over samples. Dashed: the largest change that counts as none. Shares are over all "
