@@ -12,6 +12,7 @@ from semdiag.capturing import factories, paper_code, pretrained
 from semdiag.capturing.attention_kinds import EXTERNAL_SOURCES
 from semdiag.capturing.discovery import known_runs
 from semdiag.capturing.hints import OF_YOUR_OWN, refuse_other_kinds
+from semdiag.capturing.weights_watch import watched_weights
 from semdiag_models import (
     Encoder,
     InputError,
@@ -44,6 +45,7 @@ class LoadedModel:
         batches: inputs that came with the model; None if none did.
         weights_sha256: of the parameters alone, of semdiag's and the paper's checkpoints; else empty.
         recorded_weights: where such a hash is recorded, and which: in the file, in a manifest beside its folder.
+        not_loaded: which weights the function that built it left out, in words; empty if none.
     """
 
     path: str
@@ -60,6 +62,7 @@ class LoadedModel:
     batches: Any = None
     weights_sha256: str = ""
     recorded_weights: dict[str, str] = field(default_factory=dict)
+    not_loaded: str = ""
 
     def __repr__(self) -> str:
         known = ", ".join(str(part) for part in (self.task, self.snapshot) if part)
@@ -208,11 +211,13 @@ def _load(path: str | Path, config: Mapping[str, Any] | None, head: str) -> Load
         model, digest, versions = pretrained.build(spec, head)
         return LoadedModel(spec, digest, model, "hugging face", "unknown", provenance=versions)
     if factories.recognised(spec):
-        model, batches = factories.build(spec)
+        with watched_weights() as weights:
+            model, batches = factories.build(spec)
         source = "python" if isinstance(model, Encoder) else "factory"
         return LoadedModel(
-            spec, "", factories.in_evaluation_mode(model), source, snapshot="unknown", batches=batches
-        )
+            spec, "", factories.in_evaluation_mode(model), source, snapshot="unknown", batches=batches,
+            not_loaded=weights.said(model),
+        )  # fmt: skip
     return _load_checkpoint(path, config)
 
 

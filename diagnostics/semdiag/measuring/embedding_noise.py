@@ -71,6 +71,12 @@ def noisy_embeddings(
         )
 
 
+_NUMBERS = (
+    "its scores are known as numbers alone: something is done to the products of queries and keys that is not "
+    "followed (clamping, ReLU, squares, mixed heads), so how noise moves them cannot be bounded"
+)
+
+
 @dataclass
 class Reach:
     """Which attention the noise reaches: where queries or keys of a copy differ from the clean ones.
@@ -78,10 +84,12 @@ class Reach:
     Attributes:
         modules: by layer, the module that attends.
         reached: layers.
+        numbers: layers whose scores are known as numbers alone: they stand in the bias, and queries are 0.
     """
 
     modules: dict[int, str] = field(default_factory=dict)
     reached: set[int] = field(default_factory=set)
+    numbers: set[int] = field(default_factory=set)
 
     def look(self, call: AttentionCall, samples: int) -> None:
         """Look at one call.
@@ -93,6 +101,8 @@ class Reach:
         self.modules[call.layer] = call.module
         if call.layer not in self.reached and any(_moved(values, samples) for values in (call.q, call.k)):
             self.reached.add(call.layer)
+        elif call.bias is not None and not bool(call.q.any()):
+            self.numbers.add(call.layer)
 
     def left_out(self, name: str, note: Callable[[str, str, str], None]) -> set[int]:
         """The layers that the noise does not reach: what does not move says nothing about stability.
@@ -110,11 +120,14 @@ class Reach:
         out = self.modules.keys() - self.reached
         if out and not self.reached:
             raise NotAvailableError(
-                "noise behind its embedding moves no queries or keys of its attention beyond rounding"
+                _NUMBERS
+                if out <= self.numbers
+                else "noise behind its embedding moves no queries or keys of its attention beyond rounding"
             )
-        if out:
-            listed = ", ".join(dict.fromkeys(self.modules[layer] or "the model" for layer in sorted(out)))
-            note(name, "noise behind the embedding moves no query or key there beyond rounding", listed)
+        still = "noise behind the embedding moves no query or key there beyond rounding"
+        for layers, why in ((out & self.numbers, _NUMBERS), (out - self.numbers, still)):
+            if layers:
+                note(name, why, ", ".join(dict.fromkeys(self.modules[n] or "the model" for n in sorted(layers))))
         return out
 
 

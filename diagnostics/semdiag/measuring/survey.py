@@ -209,6 +209,9 @@ def _with_remarks(remarks: pd.DataFrame, subject: Subject, given: Path | None) -
     more = _other_length(subject.model, subject.batches) + _cut_texts(subject.model, subject.batches, given)
     if places := subject.model.contradicted_by:
         more.append(Remark("", f"the weights are not those recorded in {' and '.join(places)}", "weights-differ"))
+    if subject.model.not_loaded:
+        text = f"{subject.model.not_loaded}: they are as they were at random"
+        more.append(Remark("", text, "weights-not-loaded"))
     if not subject.model.external and subject.model.encoder.config.attention == "redrawn":
         text = f"keeps other random keys in every forward pass; measured with those of seed {subject.seed}"
         more.append(Remark("", text, "redrawn-keys"))

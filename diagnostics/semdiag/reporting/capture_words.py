@@ -74,3 +74,10 @@ def diverged_sentences(findings: Findings) -> list[str]:
             f"was run on it. {advice}."
         )
     return said
+
+
+def weights_sentences(findings: Findings) -> list[str]:
+    """Which models were built with weights left out, a sentence for each: of random ones numbers mean nothing."""
+    remarks = findings.measurements.remarks
+    lost = remarks[remarks["code"] == "weights-not-loaded"]
+    return [f"Warning: of {row['model']}, {row['text']}." for row in records(lost)]

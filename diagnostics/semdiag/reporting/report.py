@@ -18,7 +18,7 @@ from semdiag.presenting.drawing.style import stacked
 from semdiag.presenting.section import Section, Shown
 from semdiag.presenting.tables import percentile_csv
 from semdiag.questions.registry import sections as every_section
-from semdiag.reporting.capture_words import capture_sentences, diverged_sentences
+from semdiag.reporting.capture_words import capture_sentences, diverged_sentences, weights_sentences
 from semdiag.reporting.folder import check_folder, replacing
 from semdiag.reporting.page import Picture, render_page
 from semdiag.reporting.summary import summary
@@ -121,7 +121,9 @@ def _write(
             progress.advance(1)
     paths = {name: list(picture["files"].values()) for name, picture in pictures.items()}
     whole = summary(findings, command, in_short(findings, sections), sections, paths)
-    whole["cautions"] = [*capture_sentences(findings)[1:], *diverged_sentences(findings)]
+    whole["cautions"] = [
+        *weights_sentences(findings), *capture_sentences(findings)[1:], *diverged_sentences(findings)
+    ]  # fmt: skip
     text = json.dumps(whole, indent=1, ensure_ascii=False, allow_nan=False)
     (folder / "summary.json").write_text(text + "\n", encoding="utf-8", errors="backslashreplace")
     others = sorted(name for name in tables if name not in _NAMED_IN_THE_PAGE)
@@ -142,7 +144,13 @@ def in_short(findings: Findings, sections: Sequence[Section]) -> list[str]:
         said = ["What was found stands below, model by model."]
     metrics = [section.name for section in sections if section.name in ("dispersion", "separation")]
     sampled = sampling_sentences(findings, metrics or ("dispersion",))
-    return [*said, *sampled, *capture_sentences(findings), *diverged_sentences(findings)]
+    return [
+        *weights_sentences(findings),
+        *said,
+        *sampled,
+        *capture_sentences(findings),
+        *diverged_sentences(findings),
+    ]
 
 
 def _tables(findings: Findings, sections: Sequence[Section]) -> dict[str, pd.DataFrame]:

@@ -61,7 +61,7 @@ _HEADINGS = (
             ),
         ),
         (
-            "A counterfactual within one trained model, which was not trained with a mask. Training with a mask "
+            "A counterfactual within one model, on its own scores. Training with such a mask "
             "would move its scores; how far, only training can tell.",
             "Queries with at most k keys lose none: their δₕ(k) is δₛ, they keep all weight and have no "
             "separation.",

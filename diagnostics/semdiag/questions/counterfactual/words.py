@@ -27,7 +27,7 @@ def within_sentences(findings: Findings) -> list[str]:
         said.append(span_sentence(findings, model))
         ks = [k for k in counterfactual_ks(own) if f"mass_k{k}" in own]
         said += [_one_k(findings, model, k) for k in ks]
-        said += ["This is a counterfactual within the model, which was not trained with a mask."] if ks else []
+        said += ["This is a counterfactual within the model, on its own scores."] if ks else []
     return said
 
 

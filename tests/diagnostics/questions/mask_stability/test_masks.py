@@ -421,3 +421,32 @@ def test_what_draws_random_numbers_has_no_noisy_copies():
                 probe(Drawn(), texts())
         remarks = [semdiag.measure(model, texts(), k=(2,)).remarks["text"] for model in (Drawn(), Texts())]
     assert [text.str.startswith("its forward draws random numbers").sum() for text in remarks] == [1, 0]
+
+
+OPERATIONS = {
+    "ReLU": lambda z: z.relu(),
+    "clamp": lambda z: z.clamp(-1, 1),
+    "absolute value": lambda z: z.abs(),
+    "square": lambda z: z.square(),
+    "sorted": lambda z: z.sort(-1).values,
+}
+
+
+class Bent(nn.Module):
+    """Does something to its scores that is not followed: they stand in the bias, and queries and keys are 0."""
+
+    def __init__(self, operation):
+        super().__init__()
+        torch.manual_seed(0)
+        self.operation, self.tokens, self.mix = operation, nn.Embedding(20, 8), nn.Linear(8, 24)
+
+    def forward(self, ids):
+        q, k, v = self.mix(self.tokens(ids)).chunk(3, -1)
+        return self.operation(q @ k.mT / 8**0.5).softmax(-1) @ v
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_of_scores_that_are_numbers_alone_the_true_reason_is_given(name):
+    """It was "noise moves no queries or keys", where it moves every score."""
+    with pytest.raises(InputError, match="its scores are known as numbers alone"):
+        semdiag.mask_stability(Bent(OPERATIONS[name]).double().eval(), torch.randint(20, (4, 6)), plan=PLAN)

@@ -1,0 +1,38 @@
+"""A function that builds a model and loads nothing, or a part: it is said which weights are random."""
+
+import pytest
+import torch
+from torch import nn
+
+from semdiag.capturing.weights_watch import watched_weights
+
+
+def layer():
+    return nn.Sequential(nn.Linear(2, 3), nn.LayerNorm(3))
+
+
+def test_what_one_call_missed_and_another_loaded_is_loaded():
+    with watched_weights() as weights:
+        model = layer()
+        model.load_state_dict({"0.weight": torch.zeros(3, 2)}, strict=False)
+        model[1].load_state_dict(nn.LayerNorm(3).state_dict())
+    assert weights.not_loaded(model) == ["0.bias"]
+    assert weights.said(model) == "1 of its 4 parameters and buffers were not loaded (0.bias)"
+
+
+def test_the_watch_is_over_with_the_context_and_changes_nothing():
+    original = nn.Module.load_state_dict
+    with watched_weights() as weights:
+        model = layer()
+        found = model.load_state_dict(layer().state_dict(), assign=True)
+        with pytest.raises(RuntimeError):
+            model.load_state_dict({"x": torch.zeros(1)})
+    assert nn.Module.load_state_dict is original
+    assert (list(found.missing_keys), weights.said(model)) == ([], "")
+
+
+def test_a_model_that_was_replaced_is_no_concern():
+    with watched_weights() as weights:
+        layer().load_state_dict({}, strict=False)
+        model = layer()
+    assert weights.said(model) == ""
