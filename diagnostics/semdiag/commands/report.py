@@ -13,6 +13,7 @@ from semdiag.presenting.question import Shared, command
 from semdiag.presenting.terminal.terminal import tell
 
 _REDRAWING = {"redraw", "keep_queries", "show", "out", "as_json", "figures", "quiet"}  # what goes with --from
+_SENTENCES = 5  # of the verdict, that are said at once
 _PROBE_SAMPLES = 100  # of what has a command of its own: enough for a first look
 _UNFITTING = ArithmeticError, AttributeError, LookupError, TypeError, ValueError  # of damaged measurements
 
@@ -118,9 +119,12 @@ def report(
         raise InputError(
             f"{redraw} cannot be drawn: its files do not fit together ({type(error).__name__}: {said})."
         ) from error
+    whole = read_json(folder / "summary.json")
     if shared.values["as_json"]:
-        typer.echo(json.dumps(read_json(folder / "summary.json")))
+        typer.echo(json.dumps(whole))
     if not shared.values["quiet"]:
+        for sentence in whole["verdict"][:_SENTENCES]:
+            tell(sentence)
         tell(f"Report: {page}")
     if show:
         webbrowser.open(page.resolve().as_uri())
