@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pandas as pd
 import pytest
 import torch
 
@@ -80,3 +81,14 @@ def test_the_readme_says_what_the_committed_report_says():
         assert f"{share} {change}" in readme
     assert whole["results"][0]["samples"] == len(TEXTS.read_text(encoding="utf-8").splitlines()) == 24
     assert math.isfinite(whole["results"][0]["capture"]["residual"])
+
+
+def test_the_table_of_kinds_is_that_of_the_committed_report():
+    page = (ROOT / "docs" / "commands" / "k-sweep.md").read_text(encoding="utf-8")
+    rows = pd.read_csv(REPORT / "data" / "k_sweep_rerun.csv").query("mask != 'none'")
+    for mask, own in rows.groupby("mask"):
+        said = (
+            f"{math.exp(r.change):.3g} ({math.exp(r.low):.3g} to {math.exp(r.high):.3g})" for r in own.itertuples()
+        )
+        missing = "– | " * (mask == "block-16")
+        assert f"| `{mask}` | {missing}{' | '.join(said)} |" in page
