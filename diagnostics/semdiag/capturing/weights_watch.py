@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 Place = tuple[int, str]  # a module's id, and the name of its parameter
 
@@ -19,7 +19,7 @@ class Weights:
     """
 
     unexpected: list[str] = field(default_factory=list)
-    _missed: set[Place] = field(default_factory=set)
+    _missed: dict[Place, float] = field(default_factory=dict)  # with a sum that tells whether it was written later
     _loaded: set[Place] = field(default_factory=set)
     _modules: list[nn.Module] = field(default_factory=list)  # kept, so that no id is used twice
 
@@ -34,21 +34,27 @@ class Weights:
         """
         self._modules.append(module)
         self.unexpected += unexpected
-        self._missed |= {_place(module, name) for name in missing}
+        own = dict(module.named_parameters(remove_duplicate=False))
+        self._missed |= {_place(module, name): _sum(own[name]) for name in missing if name in own}
         self._loaded |= {_place(module, name) for name in names - set(unexpected)}
 
     def not_loaded(self, model: nn.Module) -> list[str]:
-        """Names of a model's parameters and buffers that calls missed, and none loaded.
+        """Names of a model's parameters that calls missed, and that nothing wrote: no call, tie or copy.
 
         Args:
             model: that was built.
         """
-        missed = self._missed - self._loaded
-        names = {}
-        for prefix, part in model.named_modules():
-            for name in (*part._parameters, *part._buffers):
-                names[id(part), name] = f"{prefix}.{name}".removeprefix(".")
-        return [name for place, name in names.items() if place in missed]
+        every = [
+            ((id(part), name), f"{prefix}.{name}".removeprefix("."), parameter)
+            for prefix, part in model.named_modules()
+            for name, parameter in part.named_parameters(recurse=False)
+        ]
+        loaded = {id(parameter) for place, _, parameter in every if place in self._loaded}
+        return [
+            name
+            for place, name, parameter in every
+            if id(parameter) not in loaded and self._missed.get(place) == _sum(parameter)
+        ]
 
     def said(self, model: nn.Module) -> str:
         """What was left out, in words; empty if nothing was.
@@ -57,15 +63,20 @@ class Weights:
             model: that was built.
         """
         lost = self.not_loaded(model)
-        whole = sum(1 for part in model.modules() for _ in (*part.parameters(False), *part.buffers(False)))
-        parts = [f"{len(lost)} of its {whole} parameters and buffers were not loaded ({_few(lost)})"] * bool(lost)
+        if not lost:
+            return ""
+        said = f"{len(lost)} of its {len(list(model.parameters()))} parameters were not loaded ({_few(lost)})"
         unexpected = list(dict.fromkeys(self.unexpected))
-        parts += [f"{len(unexpected)} weights fit nothing in it ({_few(unexpected)})"] * bool(unexpected and lost)
-        return "; ".join(parts)
+        return said + f"; {len(unexpected)} weights fit nothing in it ({_few(unexpected)})" * bool(unexpected)
 
 
 def _few(names: list[str]) -> str:
     return ", ".join(names[:3]) + ", …" * (len(names) > 3)
+
+
+def _sum(parameter: Tensor) -> float:
+    """A number that changes when the parameter is written; 0 of one that holds nothing yet."""
+    return 0.0 if parameter.is_meta else float(parameter.detach().double().abs().sum())
 
 
 def _place(module: nn.Module, name: str) -> Place:
