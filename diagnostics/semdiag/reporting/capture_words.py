@@ -40,11 +40,10 @@ def capture_sentences(findings: Findings) -> list[str]:
             listed = "; ".join(reasons[:3]) + ("; …" if len(reasons) > 3 else "")
             said.append(f"Warning: not every attention layer was captured of {row['model']}. {listed}".rstrip())
         answer, residual = completeness(row), number_words(row["residual"], "{:.1g}".format)
-        if answer is Completeness.BLIND:
+        if answer is Completeness.BLIND and not row["diverged"]:
             said.append(
-                f"Rounding alone can move outputs of {row['model']} by a tenth and more at this precision "
-                f"(residual {residual}): whether all of its attention was captured cannot be told; float32 would "
-                "tell."
+                f"Outputs of {row['model']} may be off by rounding, which is so coarse at this precision (residual "
+                f"{residual}) that nothing tells whether all of its attention was captured; float32 would."
             )
         elif not row["diverged"] and answer is not Completeness.COMPLETE:
             times = row["residual_over_rounding"]

@@ -5,7 +5,8 @@ from collections.abc import Mapping
 from enum import StrEnum
 from typing import Any
 
-BLIND = 0.1  # of the largest output: rounding that moves it by so much hides what is missing
+BLIND = 0.25  # of the largest output: rounding that can move it by so much hides what is missing,
+OFF = 0.1  # and rounding that has moved it by so much may be something missing
 _OLDER = 1e-3  # residual above which something is missing, in measurements of which no rounding is known
 
 
@@ -39,4 +40,4 @@ def completeness(row: Mapping[str, Any]) -> Completeness:
         return Completeness.COMPLETE if residual < _OLDER else Completeness.MISSING
     if excess > 1:
         return Completeness.MISSING
-    return Completeness.BLIND if max(row["rounding"], residual) > BLIND else Completeness.COMPLETE
+    return Completeness.BLIND if row["rounding"] > BLIND or residual > OFF else Completeness.COMPLETE

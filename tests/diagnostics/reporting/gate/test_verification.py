@@ -68,7 +68,6 @@ def test_a_true_capture_keeps_its_invariants(findings):
     ("change", "name"),
     [
         ({"residual_over_rounding": 1.5}, "residual"),
-        ({"rounding": 0.5}, "residual"),
         ({"residual": 1e-2, "residual_over_rounding": np.nan}, "residual"),  # of an older folder
         ({"residual": np.nan}, "residual"),
         ({"attention_captured": 1}, "captured"),
@@ -77,6 +76,13 @@ def test_a_true_capture_keeps_its_invariants(findings):
 def test_a_broken_capture_is_seen(measured, change, name):
     broken = Findings(measured.replace(models=measured.models.assign(**change)))
     assert [i.name for i in invariants(broken) if not i.passed] == [name]
+
+
+def test_a_precision_that_cannot_tell_is_said_to_be_one_and_fails_nothing(measured):
+    coarse = Findings(measured.replace(models=measured.models.assign(rounding=0.5)))
+    (residual,) = (i for i in invariants(coarse) if i.name == "residual")
+    assert residual.passed
+    assert residual.words.endswith("so coarse at this precision that it tells nothing")
 
 
 def test_scores_that_are_not_finite_and_certified_masks_that_change_are_seen(measured):
