@@ -42,8 +42,8 @@ def capture_sentences(findings: Findings) -> list[str]:
         answer, residual = completeness(row), number_words(row["residual"], "{:.1g}".format)
         if answer is Completeness.BLIND and not row["diverged"]:
             said.append(
-                f"Outputs of {row['model']} may be off by rounding, which is so coarse at this precision (residual "
-                f"{residual}) that nothing tells whether all of its attention was captured; float32 would."
+                f"Outputs of {row['model']} may be off by rounding, which is so coarse at this precision "
+                f"(residual {residual}) that nothing tells whether all attention was captured; float32 would."
             )
         elif not row["diverged"] and answer is not Completeness.COMPLETE:
             times = row["residual_over_rounding"]
