@@ -42,7 +42,8 @@ def sweep(here, run_semdiag):
 def start(here, text, *options):
     """The program in a process of its own, which hears Ctrl-C even if a shell runs the tests in the background."""
     (here / "sweep.toml").write_text(SIZES + text, encoding="utf-8")
-    command = [sys.executable, "-c", CODE, "sweep", "sweep.toml", "--out", "out", *options]
+    place = [] if "--out" in options else ["--out", "out"]
+    command = [sys.executable, "-c", CODE, "sweep", "sweep.toml", *place, *options]
     heard = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     pipe = subprocess.PIPE
     return subprocess.Popen(command, cwd=here, stdout=pipe, stderr=pipe, text=True, preexec_fn=heard)

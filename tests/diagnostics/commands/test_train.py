@@ -200,7 +200,8 @@ def test_an_interruption_before_the_first_epoch_is_code_130_too(semdiag, monkeyp
 
 @pytest.mark.slow
 def test_control_c_in_a_real_process_leaves_a_whole_checkpoint(tmp_path):
-    command = [sys.executable, "-m", "semdiag.commands.main", "train", "even-pairs", *TINY, "--epochs", "100000"]
+    options = latest(*TINY, "--epochs", "100000")
+    command = [sys.executable, "-m", "semdiag.commands.main", "train", "even-pairs", *options]
     before = signal.signal(
         signal.SIGINT, signal.default_int_handler
     )  # children of a job in the background ignore it
@@ -226,8 +227,8 @@ def test_control_c_in_a_real_process_leaves_a_whole_checkpoint(tmp_path):
 
 def started(tmp_path, *arguments):
     """A process of its own that trains in the folder ``run``, once it has saved something."""
-    program = [sys.executable, "-m", "semdiag.commands.main", "train", "even-pairs", *TINY]
-    options = ["--dropout", "0.1", "--threads", "1", "--out", "run", *arguments]
+    program = [sys.executable, "-m", "semdiag.commands.main", "train", "even-pairs"]
+    options = latest(*TINY, "--dropout", "0.1", "--threads", "1", "--out", "run", *arguments)
     return subprocess.Popen([*program, *options], stderr=subprocess.PIPE, text=True, cwd=tmp_path)
 
 

@@ -39,7 +39,8 @@ TOUCHING = 2.0  # pixels at 100 per inch by which boxes of neighbouring texts ma
 def real():
     """Findings on five committed checkpoints, every probe asked, few samples."""
     plans = (
-        SecantsPlan((0.01,)), BoundsPlan(), NoisePlan((0.01,), draws=1), KSweepPlan(8, True), OverlapPlan(5),
+        SecantsPlan((0.01,)), BoundsPlan(), NoisePlan((0.01,), draws=1), OverlapPlan(5),
+        KSweepPlan(8, True, kinds=("topk", "window", "topk-layer", "random")),
         LandscapePlan(grid=3, metrics=("loss", "dispersion")), LipschitzPlan(2, 2, 2, 8),
     )  # fmt: skip
     conditions = Conditions(samples=4, k=(5,), probe_samples=2, plans=plans)
