@@ -181,13 +181,15 @@ def read_parquet(path: Path) -> pd.DataFrame:
 
     with open_file(path) as file:
         known = pq.ParquetFile(file).metadata
-        parts = [
-            known.row_group(g).column(c) for g in range(known.num_row_groups) for c in range(known.num_columns)
-        ]
-        stored = sum(part.total_uncompressed_size for part in parts)
-        values = max(known.num_rows * known.num_columns, sum(part.num_values for part in parts))  # more: of lists
-        require_memory(max(16 * values, stored), f"{path}, unpacked,")
-        texts = sorted({part.path_in_schema for part in parts if part.physical_type == "BYTE_ARRAY"})
+        columns = [known.schema.column(c) for c in range(known.num_columns)]
+        if any(column.max_repetition_level for column in columns):
+            raise ValueError("It has columns of lists.")  # as many values as it likes in one row
+        # Not .column(c): where a chunk's metadata is damaged, pyarrow ends the process there
+        groups = [known.row_group(g) for g in range(known.num_row_groups)]
+        rows = max(known.num_rows, sum(group.num_rows for group in groups))
+        stored = sum(group.total_byte_size for group in groups)
+        require_memory(max(16 * rows * known.num_columns, stored), f"{path}, unpacked,")
+        texts = sorted(column.path for column in columns if column.physical_type == "BYTE_ARRAY")
         file.seek(0)
         require_memory(
             _characters(pq.read_table(file, columns=texts, read_dictionary=texts)), f"{path}, unpacked,"
