@@ -16,6 +16,7 @@ from torch.nn.modules.module import (
 )
 
 from semdiag.capturing.adapters.attention_core import core_call, hooked_alone, masked_inputs
+from semdiag.capturing.adapters.cache_positions import forget_last
 from semdiag.capturing.adapters.causal_biases import MADE_OUTSIDE_MODES
 from semdiag.capturing.adapters.hugging_face import intercepted_interface
 from semdiag.capturing.adapters.torch_functions import FunctionWatch
@@ -83,6 +84,8 @@ def watch_attention(
     def before(module: nn.Module, inputs: tuple[object, ...]) -> tuple[object, ...] | None:
         if not recorder.enter(module, inputs):
             return None
+        if len(recorder.running) == 1:
+            forget_last()
         if not hooked:
             here.lend()
         if isinstance(module, AttentionCore):

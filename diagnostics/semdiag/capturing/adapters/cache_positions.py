@@ -2,8 +2,9 @@
 
 import contextlib
 import sys
+import threading
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,7 +12,30 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from semdiag.capturing.overlapping import SharedChange
 
-_DROPPED: Any = WeakTensorKeyDictionary()  # tokens before the first key, by the keys that a cache handed out
+
+class Handed(NamedTuple):
+    """What a cache handed out for one call.
+
+    Attributes:
+        keys: how many: the first of the call's.
+        new: how many tokens it was given for the call.
+        before: tokens before the first key, which it had dropped; None where it does not say how many it holds.
+        room: keys behind the last token's, which are no tokens yet; 0 where it does not say.
+    """
+
+    keys: int
+    new: int
+    before: int | None
+    room: int
+
+
+class _Last(threading.local):
+    keys: Tensor | None = None  # that a cache handed out last: a module may have made others of them since
+    layer: int | None = None  # for which
+
+
+_HANDED: Any = WeakTensorKeyDictionary()  # by the keys that a cache handed out
+_LAST = _Last()
 
 
 @contextlib.contextmanager
@@ -28,17 +52,34 @@ def watched_caches() -> Iterator[None]:
         yield
 
 
-def keys_dropped(keys: Tensor) -> int | None:
-    """How many tokens came before the first of some keys, which a cache had dropped.
+def handed_out(keys: Tensor, layer: int | None, queries: int) -> Handed | None:
+    """What a cache handed out of the keys of a call.
+
+    They are the very tensor that it gave, or that which it gave last with others behind, or were made of that one
+    by the layer that asked for it, as many of as many queries: of latents, which it holds instead of keys.
 
     Args:
-        keys: the very tensor that the cache gave.
+        keys: (B, Hk, Lk, D).
+        layer: position by which its module asks the cache; None: not known.
+        queries: Lq.
 
     Returns:
-        Their number; None where the keys are of no cache, or it does not say how many tokens it was given.
+        None where the keys are of no cache that is watched.
     """
-    found: int | None = _DROPPED.get(keys)
-    return found
+    found: Handed | None = _HANDED.get(keys)
+    last = _LAST.keys
+    if found is not None or last is None or (last.ndim, keys.ndim) != (4, 4) or len(last) != len(keys):
+        return found
+    found = _HANDED.get(last)
+    if found is None or (found.keys, found.new, _LAST.layer) == (keys.shape[2], queries, layer):
+        return found
+    like = found.keys < keys.shape[2] and (last.device, last.dtype) == (keys.device, keys.dtype)
+    return found if like and torch.equal(keys[:, :, : found.keys], last) else None
+
+
+def forget_last() -> None:
+    """A model starts: what a cache handed out last in this thread is no longer of its calls."""
+    _LAST.keys = None
 
 
 def _cache() -> Any:
@@ -55,7 +96,7 @@ def _patched() -> Iterator[None]:
     ) -> Any:
         found = original(self, key_states, value_states, layer_idx, *args, **kwargs)
         if not torch.compiler.is_compiling():
-            _note(self, layer_idx, found)
+            _note(self, layer_idx, key_states, found)
         return found
 
     cache.update = update
@@ -63,16 +104,20 @@ def _patched() -> Iterator[None]:
         yield
     finally:
         cache.update = original
+        forget_last()
 
 
 _PATCHED = SharedChange(_patched)
 
 
-def _note(cache: Any, layer_idx: int, found: Any) -> None:
+def _note(cache: Any, layer_idx: int, given: Tensor, found: Any) -> None:
     """The last key is the last token's, but in a cache that still has room, which has dropped nothing."""
     with contextlib.suppress(Exception):  # a cache of one's own may be of any kind
         keys, layer = found[0], cache.layers[layer_idx]
-        length = layer.get_seq_length() if layer.is_sliding else 0
-        _DROPPED.pop(keys, None)
-        if isinstance(length, int):
-            _DROPPED[keys] = max(0, length - keys.shape[2])
+        count, length = keys.shape[2], layer.get_seq_length()
+        if isinstance(length, Tensor) and not layer.is_sliding:
+            length = int(length)
+        known = isinstance(length, int)
+        before, room = (max(0, length - count), max(0, count - length)) if known else (None, 0)
+        _HANDED[keys] = Handed(count, given.shape[2], before, room)
+        _LAST.keys, _LAST.layer = keys, layer_idx

@@ -13,6 +13,7 @@ from semdiag.capturing.adapters.cache_positions import watched_caches
 from semdiag.capturing.adapters.flash import NotFollowedError, flash_call
 from semdiag.capturing.adapters.flex import mask_of
 from semdiag.capturing.adapters.interface_call import InterfaceCall
+from semdiag.capturing.adapters.query_places import first_query, others_behind
 from semdiag.capturing.attention_call import AttentionCall, four_axes
 from semdiag.capturing.audit import Remark
 from semdiag.capturing.fully_masked import swallowing
@@ -30,6 +31,10 @@ _ADDED = (
 _NO_PLACE = (
     "its cache holds the keys of a window and does not say how many tokens it was given: queries and keys are "
     "counted from the first key that it holds"
+)
+_OTHERS = (
+    "behind the keys of its tokens stand others that its queries attend to, of several tokens each or of another "
+    "sequence: they count as keys, and are numbered on"
 )
 IGNORED = (
     "its function ignores the mask that it is given: load the model with another attn_implementation ('sdpa') to "
@@ -206,7 +211,7 @@ def _record(recorder: Recorder, given: InterfaceCall, output: Tensor) -> None:
             recorder.skip(implementation, f"{error}: {_LOAD}", name)
             return
         recorder.record(call)
-        _note_place(recorder, given, given.causal(True))
+        _note_place(recorder, given, call, given.causal(True))
     elif implementation not in _UNDERSTOOD:
         recorder.skip(implementation, _LOAD, name)
     elif not _sinks_known(given):
@@ -217,17 +222,22 @@ def _record(recorder: Recorder, given: InterfaceCall, output: Tensor) -> None:
                 mask = mask_of(mask.mask_mod, (*mask.shape[:2], q.shape[2], given.k.shape[2]), q.device)
         if mask is None or (isinstance(mask, Tensor) and mask.ndim == 4):
             options = given.options | {"attention_mask": mask}
-            recorder.record(_call(replace(given, options=options), output))
-            _note_place(recorder, given, given.causal(implementation == "sdpa"))
+            call = _call(replace(given, options=options), output)
+            recorder.record(call)
+            _note_place(recorder, given, call, given.causal(implementation == "sdpa"))
             if _adds_bools(given):
                 recorder.audit.remarks[Remark(name, _ADDED)] += 1
         else:
             recorder.skip(implementation, f"its mask is a {type(mask).__name__} of an unknown kind", name)
 
 
-def _note_place(recorder: Recorder, given: InterfaceCall, causal: bool) -> None:
-    if causal and given.keys_before is None:
+def _note_place(recorder: Recorder, given: InterfaceCall, call: AttentionCall, causal: bool) -> None:
+    places = call.first_query, call.first_query + call.q.shape[2]
+    if causal and places[0] and given.keys_before is None:
         recorder.audit.remarks[Remark(given.name, _NO_PLACE)] += 1
+    by_place = causal and not call.causal
+    if (by_place or given.more_keys) and others_behind(call.allowed, places[1], call.k.shape[2]):
+        recorder.audit.remarks[Remark(given.name, _OTHERS)] += 1
 
 
 def _call(given: InterfaceCall, output: Tensor) -> AttentionCall:
@@ -246,23 +256,25 @@ def _call(given: InterfaceCall, output: Tensor) -> AttentionCall:
             bias = (0.0 if bias is None else bias) - sinks.to(torch.promote_types(sinks.dtype, torch.float32))
             sinks = sinks.new_zeros(sinks.shape[1])
     by_rule = causal and mask is None and q_length > 1 and implementation == "sdpa"
-    from_cache = causal and not by_rule
+    from_cache = not by_rule and (causal or given.more_keys)
     call = given.attention(
         output,
         allowed,
         bias=None if bias is None else four_axes(bias.detach()),
         sinks=sinks,
         causal=by_rule,
-        first_query=_first_query(allowed, q_length, k_length) if from_cache else 0,
+        first_query=_first_query(given, allowed) if from_cache else 0,
         keys_before=given.keys_before if from_cache else 0,
         forbidding=forbidding,
     )
     return swallowing(call, full, fused=implementation == "sdpa")
 
 
-def _first_query(allowed: Tensor | None, q_length: int, k_length: int) -> int:
-    """Position of query 0: the last query stands at the last key that it may see (a cache may have room left)."""
-    if allowed is None or q_length == k_length:
-        return k_length - q_length
-    seen = allowed[:, :, -1].flatten(0, 1).any(0).nonzero()
-    return max(0, int(seen.max()) + 1 - q_length) if len(seen) else k_length - q_length
+def _first_query(given: InterfaceCall, allowed: Tensor | None) -> int:
+    """Position of query 0: as the cache counts its tokens, else as the mask tells."""
+    handed, queries = given.handed, given.q.shape[2]
+    if handed is None:
+        return first_query(allowed, queries, given.k.shape[2])
+    if handed.before is not None and handed.new == queries:
+        return handed.keys - handed.room - queries
+    return first_query(None if allowed is None else allowed[..., : handed.keys], queries, handed.keys)

@@ -2,11 +2,12 @@
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor, nn
 
-from semdiag.capturing.adapters.cache_positions import keys_dropped
+from semdiag.capturing.adapters.cache_positions import Handed, handed_out
 from semdiag.capturing.attention_call import AttentionCall
 
 MECHANISM = "transformers attention interface"
@@ -39,13 +40,23 @@ class InterfaceCall:
         given = self.options.get("is_causal")
         return bool(getattr(self.module, "is_causal", default) if given is None else given)
 
+    @cached_property
+    def handed(self) -> Handed | None:
+        """What a cache handed out of its keys; None where they are of no cache that is watched."""
+        return handed_out(self.k, getattr(self.module, "layer_idx", None), self.q.shape[2])
+
+    @property
+    def more_keys(self) -> bool:
+        """Whether others were put behind the keys that a cache handed out."""
+        return self.handed is not None and self.handed.keys < self.k.shape[2]
+
     @property
     def keys_before(self) -> int | None:
         """Tokens before key 0, which a cache with a window has dropped; None where it does not say how many."""
-        dropped, window = keys_dropped(self.k), self.options.get("sliding_window")
-        queries, keys = self.q.shape[2], self.k.shape[2]
+        before = None if self.handed is None else self.handed.before
+        queries, keys, window = self.q.shape[2], self.k.shape[2], self.options.get("sliding_window")
         full = isinstance(window, int) and queries < keys and keys >= window + queries - 1
-        return dropped if dropped is not None or full else 0
+        return before if before is not None or full else 0
 
     def attention(
         self,
