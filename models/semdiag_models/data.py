@@ -35,7 +35,7 @@ def draw_data(config: TrainingConfig, padded_length: int, pad_id: int) -> tuple[
         InputError: if the task is unknown or has no string of that length, or the text is not what it was.
     """
     generator = torch.Generator().manual_seed(config.seed)
-    train, holdout = task_of(config).draw(config.train_samples, config.holdout_samples, config.length, generator)
+    train, holdout = _draw(config, config.holdout_samples, generator, pad_id)
     return _padded(*train, padded_length, pad_id), _padded(*holdout, padded_length, pad_id)
 
 
@@ -55,8 +55,26 @@ def draw_fresh(config: TrainingConfig, epoch: int, padded_length: int, pad_id: i
         return draw_data(config, padded_length, pad_id)[0]
     words = np.random.SeedSequence([config.seed, epoch]).generate_state(1, np.uint64)
     generator = torch.Generator().manual_seed(int(words[0] >> np.uint64(1)))
-    train, _ = task_of(config).draw(config.train_samples, 1, config.length, generator)
+    train, _ = _draw(config, 1, generator, pad_id)
     return _padded(*train, padded_length, pad_id)
+
+
+def _draw(config: TrainingConfig, holdout: int, generator: torch.Generator, pad_id: int) -> tuple[Split, Split]:
+    """Training samples and so many held-out ones, padded to the longest where lengths are drawn."""
+    task = task_of(config)
+    if config.least_length is None:
+        first, second = task.draw(config.train_samples, holdout, config.length, generator)
+        return Split(*first), Split(*second)
+    total = config.train_samples + holdout
+    lengths = torch.randint(config.least_length, config.length + 1, (total,), generator=generator)
+    tokens = torch.full((total, config.length), pad_id)
+    labels = torch.empty(total, dtype=torch.int64)
+    for length in lengths.unique().tolist():
+        rows = (lengths == length).nonzero().flatten()
+        (drawn, theirs), _ = task.draw(len(rows), 1, length, generator)
+        tokens[rows, :length], labels[rows] = drawn, theirs
+    n = config.train_samples
+    return Split(tokens[:n], labels[:n]), Split(tokens[n:], labels[n:])
 
 
 def _padded(tokens: Tensor, labels: Tensor, length: int, pad_id: int) -> Split:

@@ -106,6 +106,7 @@ class TrainingConfig(Record):
     query_key_scale: float = 1.0  # factor on W_q, W_k and their biases at the initialisation
     fresh_samples: bool = False  # every epoch draws training samples of its own: the loss cannot fall by memory
     frozen: tuple[str, ...] = ()  # keys of FROZEN: parameters that stay as they were initialised
+    least_length: int | None = None  # each sample's length is drawn from least_length … length; None: it is length
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
@@ -132,6 +133,11 @@ class TrainingConfig(Record):
             raise InputError(f"Only the task listops has trees. Got task={self.task!r}, {self.listops}.")
         if self.fresh_samples and self.text is not None:
             raise InputError("A text has no fresh samples: leave out --fresh-samples.")
+        if self.least_length is not None:
+            if self.task in ("text", "listops"):
+                raise InputError(f"The task {self.task} draws no lengths: give it one length.")
+            if not 1 <= self.least_length < self.length:
+                raise InputError(f"A range of lengths rises, like 5:20. Got {self.least_length}:{self.length}.")
         object.__setattr__(self, "snapshots", tuple(self.snapshots))
         object.__setattr__(self, "frozen", tuple(self.frozen))
         for part in self.frozen:

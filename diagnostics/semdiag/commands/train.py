@@ -84,7 +84,7 @@ def train(
     """
     import torch
 
-    from semdiag.presenting.option_values import listed_numbers
+    from semdiag.presenting.option_values import length_range, listed_numbers
     from semdiag_models import (
         InputError,
         Text,
@@ -100,9 +100,10 @@ def train(
         raise InputError("--resume and --overwrite cannot be used together.")
     if seeds and seed is not None:
         raise InputError("--seeds names every seed: leave out --seed.")
+    least_length, longest = length_range(length)
     found: Classification
     if task == Text.name:
-        found = text_task(text, holdout_text, tokenizer, vocabulary, length, quiet)
+        found = text_task(text, holdout_text, tokenizer, vocabulary, longest, quiet)
     elif (text, holdout_text, tokenizer, vocabulary) == (None,) * 4:
         found = find_task(task)
     else:
@@ -128,7 +129,8 @@ def train(
         "global_tokens": global_tokens,
         "norm": norm,
         "pooling": pooling,
-        "length": length,
+        "length": longest,
+        "least_length": least_length,
         "epochs": epochs,
         "seed": seed,
         "train_samples": train_samples,

@@ -122,11 +122,13 @@ PadAsToken = Annotated[
     ),
 ]
 Length = Annotated[
-    int | None,
+    str | None,
     typer.Option(
         "--length",
         "--window",
-        help="Tokens per sample. Default: recipe; for a text, the mean number of pieces per line.",
+        metavar="N or LOW:HIGH",
+        help="Tokens per sample; 5:20 draws each sample's own length, and pads. Default: recipe; for a text, the "
+        "mean number of pieces per line.",
         rich_help_panel=_DATA,
     ),
 ]

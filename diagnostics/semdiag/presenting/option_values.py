@@ -19,6 +19,26 @@ def listed_numbers(text: str, what: str, example: str) -> tuple[int, ...]:
         raise InputError(f"{what} separated by commas, like {example}. Got {text!r}.") from None
 
 
+def length_range(text: str | None) -> tuple[int | None, int | None]:
+    """Read ``"40"`` or ``"5:20"``: the shortest length, where one is given, and the longest.
+
+    Raises:
+        InputError: if it is neither.
+    """
+    from semdiag_models import InputError
+
+    if text is None:
+        return None, None
+    parts = text.split(":")
+    try:
+        numbers = [int(part) for part in parts]
+    except ValueError:
+        numbers = []
+    if not 1 <= len(numbers) <= 2:
+        raise InputError(f"--length takes a number of tokens or a range of them, like 40 or 5:20. Got {text!r}.")
+    return (None, numbers[0]) if len(numbers) == 1 else (numbers[0], numbers[1])
+
+
 def whole_numbers(text: str, option: str) -> tuple[int, ...]:
     """Read ``"4,8,16"``: different whole numbers in rising order.
 

@@ -20,8 +20,8 @@ _RECORDS: tuple[Any, ...] = (ModelConfig, TrainingConfig, ListOpsTrees)
 _TEXT_KEYS = {"text": str, "holdout_text": str, "tokenizer": str, "vocabulary": int}
 _DECISIVE = ("task", "attention")  # without them the other keys cannot be checked
 _TOGETHER = (  # legal only with others
-    *_DECISIVE, "length", "k", "global_tokens", "selection_seed", "snapshots", "hash_rounds", "hash_bits",
-    "hashes", "clusters", "centroid_decay", "score_gradient",
+    *_DECISIVE, "length", "least_length", "k", "global_tokens", "selection_seed", "snapshots", "hash_rounds",
+    "hash_bits", "hashes", "clusters", "centroid_decay", "score_gradient",
 )  # fmt: skip
 _LISTS = ("snapshots", "frozen")  # whose values are lists, and do not multiply the runs
 _OWN = ("vocabulary_size", "classes", "listops", "text")  # of the records, and not for the user to say

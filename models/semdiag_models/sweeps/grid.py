@@ -237,11 +237,11 @@ class _Expansion:
         training = run.training
         if training.text is not None:
             return
-        key = (training.task, training.listops, training.length)
+        key = (training.task, training.listops, training.least_length or training.length)
         if key not in self._drawn:
             self._drawn[key] = None
             try:
-                task_of(training).draw(1, 1, training.length, torch.Generator().manual_seed(0))
+                task_of(training).draw(1, 1, key[2], torch.Generator().manual_seed(0))
             except InputError as error:
                 self._drawn[key] = str(error)
         if (refused := self._drawn[key]) is not None:

@@ -346,6 +346,11 @@ def test_the_options_of_the_optimiser_reach_the_checkpoint(semdiag, tmp_path):
         (["even-pairs", "--width", 7], "width must be even"),
         (["even-pairs", "--dropout", 1], "dropout must be 0 or lie in [1e-09, 1)."),
         (["even-pairs", "--length", 0], "length must be at least 1. Got length=0."),
+        (["even-pairs", "--length", "20:5"], "A range of lengths rises, like 5:20. Got 20:5."),
+        (
+            ["even-pairs", "--length", "5:x"],
+            "--length takes a number of tokens or a range of them, like 40 or 5:20.",
+        ),
         (["even-pairs", "--epochs", 0], "epochs must be at least 1. Got epochs=0."),
         (["even-pairs", "--train-samples", 10**12], "The samples must be at most 1000000000 tokens in all."),
         (["even-pairs", "--learning-rate", "nan"], "learning_rate must be positive. Got learning_rate=nan."),

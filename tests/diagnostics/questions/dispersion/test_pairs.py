@@ -114,7 +114,7 @@ DIFFERENT = {  # from the recipe of even-pairs in every option that full and top
     "train_samples": 200, "holdout_samples": 100, "seed": 3, "epochs": 2, "until": 0.9, "batch_size": 7,
     "optimizer": "adamw", "learning_rate": 0.003, "weight_decay": 0.02, "learning_rate_decay": 0.9,
     "gradient_clip": 0.7, "precision": "bf16", "compiled": True, "query_key_scale": 2.0, "fresh_samples": True,
-    "snapshots": (1, 2), "frozen": ("qk",),
+    "snapshots": (1, 2), "frozen": ("qk",), "least_length": 5,
 }  # fmt: skip
 # Of the command: which attention, options of other attentions, of a text, and of the run and not of the model.
 OTHER = {
@@ -160,10 +160,11 @@ def parsed(monkeypatch, tmp_path):
 )
 def test_the_command_that_trains_the_partner_says_every_option_that_differs(parsed, tmp_path, attention, other):
     known = {parameter.name for parameter in typer.main.get_command(app).commands["train"].params}
-    assert known - OTHER == set(DIFFERENT)
+    assert known - OTHER == set(DIFFERENT) - {"least_length"}
     stored(tmp_path / "last.pt", {**DIFFERENT, **attention})
     command = partner_command(str(tmp_path / "last.pt"))
-    for name in DIFFERENT:
+    assert " --length 5:12" in command
+    for name in set(DIFFERENT) - {"least_length"}:
         assert f" --{'compile' if name == 'compiled' else name.replace('_', '-')}" in command
     assert parsed(command) == configure(find_task("even-pairs"), {**DIFFERENT, **other})
 

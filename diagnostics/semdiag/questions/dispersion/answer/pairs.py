@@ -149,6 +149,8 @@ def partner_command(model: str) -> str:
         words += [f"--{name}", str(value)]
     own, recipe = ({**vars(a), **vars(b)} for a, b in ((stored.model, stored.training), usual))
     recipe["optimizer"] = TrainingConfig.optimizer
+    if own.pop("least_length") is not None:
+        own["length"] = f"{stored.training.least_length}:{stored.training.length}"
     for name, value in own.items():
         if name in _NO_OPTIONS or value == recipe[name]:
             continue
