@@ -69,7 +69,7 @@ def _draw(config: TrainingConfig, holdout: int, generator: torch.Generator, pad_
     lengths = torch.randint(config.least_length, config.length + 1, (total,), generator=generator)
     tokens = torch.full((total, config.length), pad_id)
     labels = torch.empty(total, dtype=torch.int64)
-    for length in lengths.unique().tolist():
+    for length in sorted(set(lengths.tolist())):
         rows = (lengths == length).nonzero().flatten()
         (drawn, theirs), _ = task.draw(len(rows), 1, length, generator)
         tokens[rows, :length], labels[rows] = drawn, theirs

@@ -48,6 +48,15 @@ def k_sweep(
             rich_help_panel=_MEASURE,
         ),
     ] = "",
+    lengths: Annotated[
+        str,
+        typer.Option(
+            metavar="L,L",
+            help="With --rerun: also cut the tokens of all texts, one behind the other, into pieces of these "
+            "lengths, like 128,512, and run each: does the k that is needed grow with the length?",
+            rich_help_panel=_MEASURE,
+        ),
+    ] = "",
     tolerance: Annotated[
         float | None,
         typer.Option(
@@ -96,10 +105,20 @@ def k_sweep(
         )
     if kinds and not again:
         raise InputError("--kinds says which kinds of sparse attention to run: add --rerun.")
+    if lengths and not again:
+        raise InputError("--lengths says which lengths of text to run with real masks: add --rerun.")
     if tolerance is not None and not again:
         raise InputError("--tolerance judges what real masks change: add --rerun.")
     named = tuple(dict.fromkeys(part.strip() for part in kinds.split(",") if part.strip()))
-    plan = KSweepPlan(max_k, again, tolerance, budget is not None, whole_numbers(runs_of, "--k"), named)
+    plan = KSweepPlan(
+        max_k,
+        again,
+        tolerance,
+        budget is not None,
+        whole_numbers(runs_of, "--k"),
+        named,
+        whole_numbers(lengths, "--lengths"),
+    )
     conditions = shared.conditions(plans=(plan,))
     findings = shared.measured(models, conditions)
     shared.deliver("k-sweep", findings, print_k_sweep)

@@ -6,10 +6,12 @@ from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.table import ALL
 from semdiag.presenting.section import Heading, Section, Shown
 from semdiag.presenting.tables import with_facts
+from semdiag.questions.k_sweep.answer.quarters import quarter_table
 from semdiag.questions.k_sweep.answer.rerun import change_table
 from semdiag.questions.k_sweep.answer.sparse_verdict import sparse_glance
 from semdiag.questions.k_sweep.answer.summary import condition_table
 from semdiag.questions.k_sweep.figures.k_sweep import k_sweep
+from semdiag.questions.k_sweep.figures.kinds_by_length import kinds_by_length
 from semdiag.questions.k_sweep.figures.kinds_of_masks import kinds_of_masks
 from semdiag.questions.k_sweep.figures.loss_change import loss_change
 from semdiag.questions.k_sweep.words import k_sweep_in_short, k_sweep_sentences
@@ -27,6 +29,9 @@ def k_sweep_tables(findings: Findings, alone: bool) -> dict[str, pd.DataFrame]:
     again = findings(change_table)
     if len(again):
         tables["k_sweep_rerun"] = again
+    quarters = findings(quarter_table)
+    if len(quarters):
+        tables["k_sweep_quarters"] = quarters
     return {name: with_facts(findings, table.rename(columns={"k": "swept_k"})) for name, table in tables.items()}
 
 
@@ -42,6 +47,13 @@ _HEADINGS = (
                 "Look for the lowest line at the share that you can afford. Top-k by query and head is the best "
                 "that a choice by score can do; kinds that share their choice, or choose blocks, are what kernels "
                 "run.",
+            ),
+            Shown(
+                kinds_by_length,
+                "On texts of several lengths, what each kind of sparse attention changed, against the number of "
+                "keys kept (left) and against their share (right), with 95 % intervals: {shown}.",
+                "Where the lines of a left panel lie on each other, all lengths need the same number of keys; "
+                "where those of a right panel do, the same share.",
             ),
             Shown(
                 loss_change,

@@ -1,6 +1,10 @@
 """Is sparse attention enough? The verdict in a sentence, and what stands behind it."""
 
 import math
+from collections.abc import Mapping
+from typing import Any
+
+import pandas as pd
 
 from semdiag.measuring.findings.estimates import drawn
 from semdiag.measuring.findings.findings import Findings
@@ -8,6 +12,7 @@ from semdiag.measuring.findings.number_words import keys_words, percent
 from semdiag.measuring.findings.strict_json import records
 from semdiag.presenting.drawing.panels import model_labels
 from semdiag.questions.bounds.answer.corollary import CLAIMS, JUDGED_PERCENTILES
+from semdiag.questions.k_sweep.answer.quarters import WHOLE, quarter_table, smallest_enough
 from semdiag.questions.k_sweep.answer.rerun import budget_content, change_table
 from semdiag.questions.k_sweep.answer.sparse_verdict import (
     ESTIMATED,
@@ -133,7 +138,7 @@ def verdict_lines(findings: Findings, model: str) -> list[str]:
         model: its path.
     """
     found = findings(sparse_verdict, model)
-    lines = [verdict_sentence(found, model), *kinds_lines(findings, model)]
+    lines = [verdict_sentence(found, model), *kinds_lines(findings, model), *place_lines(findings, model)]
     if found.samples:
         before = 0.0 if abs(found.before) < ROUNDING else found.before
         known = f"{before:.4g} nats" if math.isfinite(before) else "not a finite number"
@@ -200,6 +205,43 @@ def kinds_lines(findings: Findings, model: str) -> list[str]:
     rows = sorted(records(again), key=lambda row: math.inf if math.isnan(row["change"]) else row["change"])
     each = [f"{row['mask']} {amount(found, row['change'], True)}" for row in rows]
     return [f"With {keys_words(found.k)} of each kind the change is: {', '.join(each)}."]
+
+
+def place_lines(findings: Findings, model: str) -> list[str]:
+    """What top-k changes from the first to the last quarter of the texts, and which k each length needs.
+
+    Args:
+        findings: with a sweep.
+        model: its path.
+    """
+    found, table = findings(sparse_verdict, model), findings(quarter_table)
+    own = table[(table["model"] == model) & (table["length"] == 0) & (table["quarter"] != WHOLE)]
+    own = own[(own["mask"] == TOP_K) & (own["k"] == found.k)].sort_values("quarter")
+    lines = []
+    if len(own) and found.perplexity:
+        each = ", ".join(amount(found, change, True) for change in own["change"])
+        lines.append(
+            f"By place, first to last quarter of the positions, top-k with {keys_words(found.k or 0)} costs "
+            f"{each}: early positions have few keys to lose."
+        )
+    needed = findings(smallest_enough, model)
+    for mask, rows in needed[needed["mask"] != RANDOM].groupby("mask", sort=False):
+        each = ", ".join(f"{needed_words(row)} at {row['length']} tokens" for row in records(rows))
+        lines.append(f"Smallest k of {mask} within {limit_words(found, found.tolerance)} on average: {each}.")
+    return lines
+
+
+def needed_words(row: Mapping[str, Any]) -> str:
+    """The k that a length needs, and its share of the keys.
+
+    Args:
+        row: of :func:`smallest_enough`.
+
+    Example:
+        >>> needed_words({"k": 32, "kept": 0.21, "largest": 64}), needed_words({"k": None, "largest": 64})
+        ('32 (21%)', 'above 64')
+    """
+    return f"above {row['largest']}" if pd.isna(row["k"]) else f"{row['k']} ({percent(row['kept'])}%)"
 
 
 def budget_lines(findings: Findings, model: str) -> list[str]:

@@ -14,6 +14,7 @@ from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.findings.strict_json import MODEL_FACTS, Summary, json_object, records
 from semdiag.measuring.table import ALL
 from semdiag.questions.bounds.answer.corollary import JUDGED_PERCENTILES, PAPER_PERCENTILES, separation_rounding
+from semdiag.questions.k_sweep.answer.quarters import quarter_table, smallest_enough
 from semdiag.questions.k_sweep.answer.rerun import change_table
 from semdiag.questions.k_sweep.answer.sparse_verdict import sparse_verdict
 
@@ -104,13 +105,16 @@ def k_sweep_summary(findings: Findings) -> Summary:
         A JSON-ready dictionary, schema ``semdiag.k-sweep/2``.
     """
     measurements = findings.measurements
-    conditions, again = findings(condition_table), findings(change_table)
+    conditions, again, quarters = (findings(table) for table in (condition_table, change_table, quarter_table))
     results = []
     for row in measurements.models.to_dict("records"):
         own = measurements.sweep[measurements.sweep["model"] == row["model"]]
         result = {key: row[key] for key in MODEL_FACTS} | {"unit": "nats"}
         result["verdict"] = asdict(findings(sparse_verdict, row["model"]))
         result["rerun"] = again[again["model"] == row["model"]].drop(columns="model").to_dict("records")
+        own_quarters = quarters[quarters["model"] == row["model"]].drop(columns="model")
+        result["quarters"] = own_quarters.to_dict("records")
+        result["lengths"] = findings(smallest_enough, row["model"]).to_dict("records")
         result["conditions"] = (
             conditions[conditions["model"] == row["model"]].drop(columns="model").to_dict("records")
         )

@@ -1,8 +1,9 @@
 """Within one model, for every k at once: what its scores would be if each query kept its k largest ones."""
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pandas as pd
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from semdiag.capturing.attention_kinds import SCORED
-from semdiag.capturing.batches import Batch, first_samples, samples_of, split
+from semdiag.capturing.batches import Batch, first_samples, longest, samples_of, split
 from semdiag.capturing.loading import LoadedModel
 from semdiag.measuring.calls.call_lengths import longest_call
 from semdiag.measuring.calls.query_draws import QueryDraws
@@ -21,6 +22,7 @@ from semdiag.measuring.table import ALL, Table
 from semdiag.questions.k_sweep.measure.budget_search import halves, search
 from semdiag.questions.k_sweep.measure.key_budgets import BUDGET_TABLE
 from semdiag.questions.k_sweep.measure.kinds import EXTERNAL_KINDS, OWN_KINDS, TOP_K, check_kinds, masks_of
+from semdiag.questions.k_sweep.measure.quarters import QUARTERS_TABLE, packed
 from semdiag.questions.k_sweep.measure.rerun import NO_MASK, RERUN_TABLE, few_ks, rerun, rerun_ks
 from semdiag.questions.k_sweep.measure.top_scores import TopScores
 from semdiag_models import InputError
@@ -50,7 +52,7 @@ SWEEP_ESTIMATES = Table(
         **dict.fromkeys(("estimate", "low", "high"), "float64"),
     },
 )
-_TABLES = (K_SWEEP_TABLE, SWEEP_ESTIMATES, RERUN_TABLE, BUDGET_TABLE)
+_TABLES = (K_SWEEP_TABLE, SWEEP_ESTIMATES, RERUN_TABLE, QUARTERS_TABLE, BUDGET_TABLE)
 
 LARGEST_K = 48
 
@@ -69,6 +71,7 @@ class KSweepPlan:
     budget: bool = False  # whether budgets by layer and head are looked for; takes reruns
     ks: tuple[int, ...] = ()  # of the reruns; none named: up to max_k in growing steps; of any model a few
     kinds: tuple[str, ...] = ()  # of sparse attention; none named: top-k and random; of any model some more
+    lengths: tuple[int, ...] = ()  # of pieces into which the tokens are cut, to be run with the masks, too
     seconds: float | None = None  # without rerun: models from elsewhere are run on what fits in so much time
 
     def __post_init__(self) -> None:
@@ -79,6 +82,8 @@ class KSweepPlan:
         if any(k < 1 for k in self.ks):
             raise InputError(f"k must be at least 1. Got k={min(self.ks)}.")
         check_kinds(self.kinds)
+        if any(length < 2 for length in self.lengths):
+            raise InputError(f"--lengths takes lengths of at least 2. Got {min(self.lengths)}.")
         if self.budget and not self.rerun:
             raise InputError("Budgets are tested by running the model: they take --rerun.")
 
@@ -183,6 +188,11 @@ def k_sweep_tables(
     largest = _largest_k(plan, lengths[1])
     if plan.budget:
         halves(batches)  # refused before minutes are spent
+    if plan.lengths and not loaded.external:
+        raise InputError(
+            "--lengths takes models from elsewhere. For a run: semdiag convergence RUN --lengths 40,60."
+        )
+    pieces = {n: packed(batches, n, max(1, batch_size * lengths[1] // n)) for n in plan.lengths}
     draws = QueryDraws(queries, seed)
     draws.expect(lengths[0])
     collected = TopScores(largest, draws, min_keys, own_keys=plan.rerun)
@@ -201,20 +211,9 @@ def k_sweep_tables(
         most = max(1, collected.most_keys - 1)
         few = loaded.external and plan.max_k is None
         ks = plan.ks or (few_ks(most + 1) if few else rerun_ks(min(largest, most)))
-        kinds = plan.kinds or (EXTERNAL_KINDS if loaded.external else OWN_KINDS)
-        optional = () if plan.kinds else EXTERNAL_KINDS[1:]
-        masks = masks_of(ks, seed, kinds)
-        few_batches = batches if plan.rerun else _fitting(batches, seconds, len(masks), plan.seconds or 0, remark)
-        expect(sum(map(samples_of, batches)) + (1 + len(masks)) * sum(map(samples_of, few_batches)))
-        try:
-            again = rerun(loaded, few_batches, labels, masks, device, dtype, remark, optional, after_batch)
-        except InputError as error:
-            if plan.rerun:
-                raise
-            remark(f"not run with masks: {error}", "not-run-with-masks")
-            again = RERUN_TABLE.empty()
-        found["rerun"] = again
-        rows += _said(again)
+        how: dict[str, Any] = {"device": device, "dtype": dtype, "remark": remark}
+        found |= _reruns(loaded, batches, labels, plan, ks, seed, seconds, pieces, after_batch, expect, how)
+        rows += _said(found["rerun"])
     if plan.budget:
         budgets, tests = search(loaded, batches, labels, plan.tolerance, min_keys, device, dtype)
         found |= {"budgets": budgets, "rerun": RERUN_TABLE.of_parts([found["rerun"], tests])}
@@ -223,6 +222,52 @@ def k_sweep_tables(
         found["sweep_estimates"] = SWEEP_ESTIMATES.of_rows(estimates)
     found["sweep"] = K_SWEEP_TABLE.of_rows({"model": loaded.path, **row} for row in rows)
     return found
+
+
+def _reruns(
+    loaded: LoadedModel,
+    batches: list[Batch],
+    labels: Tensor | None,
+    plan: KSweepPlan,
+    ks: Sequence[int],
+    seed: int,
+    seconds: float,
+    pieces: Mapping[int, Sequence[Batch]],
+    after_batch: Callable[[int], None],
+    expect: Callable[[int], None],
+    how: dict[str, Any],
+) -> dict[str, pd.DataFrame]:
+    """The tables of the model run with masks: on the inputs, and on them cut into pieces of other lengths."""
+    kinds = plan.kinds or (EXTERNAL_KINDS if loaded.external else OWN_KINDS)
+    how = {**how, "optional": () if plan.kinds else EXTERNAL_KINDS[1:]}
+    masks = masks_of(ks, seed, kinds)
+    chosen = batches if plan.rerun else _fitting(batches, seconds, len(masks), plan.seconds or 0, how["remark"])
+    of_length = {n: masks_of(plan.ks or few_ks(n), seed, kinds) for n in pieces}
+    usual = max(map(longest, batches)) if pieces else 1
+    steps = {n: max(1, round(n / usual)) for n in pieces}  # what a piece takes, in samples
+    more = sum((1 + len(of_length[n])) * steps[n] * sum(map(samples_of, cut)) for n, cut in pieces.items())
+    whole = sum(map(samples_of, batches))
+    expect(whole + (1 + len(masks)) * sum(map(samples_of, chosen)) + more)
+    places: list[dict[str, Any]] = []
+
+    def note(length: int, row: dict[str, Any]) -> None:
+        places.append({"model": loaded.path, "length": length, **row})
+
+    def count(size: int, samples: int) -> None:
+        after_batch(size * samples)
+
+    try:
+        again = rerun(loaded, chosen, labels, masks, after_batch=after_batch, quarters=partial(note, 0), **how)
+    except InputError as error:
+        if plan.rerun:
+            raise
+        how["remark"](f"not run with masks: {error}", "not-run-with-masks")
+        again = RERUN_TABLE.empty()
+    for n, cut in pieces.items():
+        rerun(
+            loaded, cut, None, of_length[n], after_batch=partial(count, steps[n]), quarters=partial(note, n), **how
+        )
+    return {"rerun": again, "rerun_quarters": QUARTERS_TABLE.of_rows(places)}
 
 
 def _fitting(

@@ -20,6 +20,7 @@ from semdiag.measuring.calls.random_numbers import DRAWS, RandomNumbers
 from semdiag.measuring.calls.running import in_evaluation, running
 from semdiag.measuring.table import Table
 from semdiag.questions.k_sweep.measure.answers import Answers, Reader, difference
+from semdiag.questions.k_sweep.measure.quarters import QUARTERS, quarter_sums
 from semdiag.questions.k_sweep.measure.targets import IGNORED
 from semdiag_models import InputError
 
@@ -133,6 +134,7 @@ def rerun(
     remark: Callable[[str, str], None] = lambda text, code: None,
     optional: Sequence[str] = (),
     after_batch: Callable[[int], None] = lambda samples: None,
+    quarters: Callable[[dict[str, Any]], None] = lambda row: None,
 ) -> pd.DataFrame:
     """Run a model without a mask and with each of several, in evaluation mode and without gradients.
 
@@ -148,6 +150,7 @@ def rerun(
         remark: called with what is to be known of how its outputs are compared, and a code.
         optional: names of masks that are left out, with a remark, where the model does not take them.
         after_batch: called with the number of samples after each forward pass over a batch.
+        quarters: called with each row of the table ``rerun_quarters``, without model and length.
 
     Returns:
         The table ``rerun``; its first rows are those without a mask.
@@ -181,7 +184,7 @@ def rerun(
                 before = reader.read(run(batch), batch, own)
                 padded = padded or (new and _counts_padding(replace(loaded, module=module), batch, before.counted))
                 drew = drew or numbers.drawn
-                rows += _rows(NO_MASK, 0, first, before, before)
+                rows += _rows(NO_MASK, 0, first, before, before, {}, quarters)
                 after_batch(size)
                 for name, k, keep in masks:
                     if name in refused:
@@ -196,7 +199,7 @@ def rerun(
                         continue
                     after = reader.read(output, batch, own)
                     after_batch(size)
-                    rows += [{**row, **counts} for row in _rows(name, k, first, before, after)]
+                    rows += _rows(name, k, first, before, after, counts, quarters)
             except InputError:
                 raise
             except Exception as error:  # whatever the model raises
@@ -239,30 +242,54 @@ def _counts_padding(loaded: LoadedModel, batch: Batch, counted: Tensor) -> bool:
     return any(found)
 
 
-def _rows(mask: str, k: int, first: int, before: Answers, after: Answers) -> Iterator[dict[str, Any]]:
-    """One row per sample."""
-    counted, values = before.counted, {"output_change": _output_change(before, after)}
-    none = torch.zeros(len(counted), dtype=torch.int64, device=counted.device)
-    values |= dict.fromkeys(("targets", "correct", "predictions", "changed", "loss", "divergence"), none)
+def _rows(
+    mask: str,
+    k: int,
+    first: int,
+    before: Answers,
+    after: Answers,
+    counts: dict[str, float],
+    quarters: Callable[[dict[str, Any]], None],
+) -> Iterator[dict[str, Any]]:
+    """One row per sample; those of its quarters are handed out."""
+    counted, terms = before.counted, _terms(before, after)
+    values = {"output_change": _output_change(before, after)} | {name: x.sum(1) for name, x in terms.items()}
+    classes = 0 if before.likely is None else before.likely.shape[-1]
+    listed = {name: x.tolist() for name, x in values.items()}
+    counts = {"kept": math.nan, "keys": math.nan} | counts
+    for at in range(len(counted)):
+        row = {name: x[at] for name, x in listed.items()}
+        place = {"mask": mask, "k": k, "sample": first + at, "classes": classes}
+        yield {**place, **counts, **row}
+    if before.likely is None:
+        return
+    parts = {name: terms[name] for name in ("targets", "predictions", "loss", "divergence")}
+    for quarter, sums in quarter_sums(counted, parts):
+        shares = {name: count / QUARTERS for name, count in counts.items()}
+        for at in range(len(counted)):
+            own = {name: x[at] for name, x in sums.items()}
+            quarters({"mask": mask, "k": k, "sample": first + at, "quarter": quarter, **shares, **own})
+
+
+def _terms(before: Answers, after: Answers) -> dict[str, Tensor]:
+    """What each position adds to its sample's sums, (B, P)."""
+    counted = before.counted
+    none = torch.zeros(counted.shape, dtype=torch.int64, device=counted.device)
+    values = dict.fromkeys(("targets", "correct", "predictions", "changed", "loss", "divergence"), none)
     if before.likely is not None and after.likely is not None:
         likely = before.likely.exp()
         terms = (likely * (before.likely - after.likely)).masked_fill(likely == 0, 0)
         choices, others = predicted_classes(before.likely), predicted_classes(after.likely)
-        values["predictions"] = counted.sum(1)
-        values["changed"] = ((choices != others) & counted).sum(1)
-        values["divergence"] = terms.double().sum(-1).masked_fill(~counted, 0).sum(1)
+        values["predictions"] = counted.long()
+        values["changed"] = ((choices != others) & counted).long()
+        values["divergence"] = terms.double().sum(-1).masked_fill(~counted, 0)
         if before.targets is not None:
             known = before.targets != IGNORED
             right = before.targets.where(known, 0)
             loss = -after.likely.gather(-1, right[..., None])[..., 0].double()
-            values |= {"targets": known.sum(1), "correct": ((others == right) & known).sum(1)}
-            values["loss"] = loss.masked_fill(~known, 0).sum(1)
-    classes = 0 if before.likely is None else before.likely.shape[-1]
-    listed = {name: x.tolist() for name, x in values.items()}
-    for at in range(len(counted)):
-        row = {name: x[at] for name, x in listed.items()}
-        place = {"mask": mask, "k": k, "sample": first + at, "classes": classes}
-        yield {**place, "kept": math.nan, "keys": math.nan, **row}
+            values |= {"targets": known.long(), "correct": ((others == right) & known).long()}
+            values["loss"] = loss.masked_fill(~known, 0)
+    return values
 
 
 def _output_change(before: Answers, after: Answers) -> Tensor:

@@ -1,0 +1,87 @@
+"""What masks change by length of the text, and by place in it."""
+
+import math
+from typing import Any, cast
+
+import numpy as np
+import pandas as pd
+
+from semdiag.measuring.findings.findings import Findings
+from semdiag.measuring.findings.resampling import Interval, sum_ratio_interval
+from semdiag.questions.k_sweep.answer.rerun import tolerance_of
+from semdiag.questions.k_sweep.measure.kinds import KINDS
+from semdiag.questions.k_sweep.measure.quarters import QUARTERS
+from semdiag.questions.k_sweep.measure.rerun import NO_MASK
+
+WHOLE = 0  # in the column quarter: all positions
+_COLUMNS = ("model", "length", "mask", "k", "quarter", "samples", "measure", "change", "low", "high", "kept")
+
+
+def quarter_table(findings: Findings) -> pd.DataFrame:
+    """The mean change of the loss by length, mask and quarter of the text, with 95 % intervals over samples.
+
+    Args:
+        findings: with reruns.
+
+    Returns:
+        model, length (tokens; 0: the inputs as they are), mask, k, quarter (1 to 4; 0: all positions), samples,
+        measure (loss in nats per target; divergence in nats per position where no targets are known), change, low,
+        high (no interval where all samples change alike), kept (share of all keys). Empty where only outputs were
+        compared.
+    """
+    rows: list[dict[str, Any]] = []
+    for place, own in findings.measurements.rerun_quarters.groupby(["model", "length"], sort=False):
+        model, length = cast("tuple[str, int]", place)
+        measure, unit = ("loss", "targets") if own["targets"].sum() else ("divergence", "predictions")
+        parts = own.pivot_table(
+            index=["mask", "k", "sample"], columns="quarter", values=[measure, unit], aggfunc="sum"
+        )
+        parts = parts.astype(np.float64)
+        base = parts.loc[NO_MASK].droplevel("k")
+        kept = own.groupby(["mask", "k"])[["kept", "keys"]].sum()
+        for mask, k in kept.index:
+            if mask == NO_MASK:
+                continue
+            these = parts.loc[mask, k]
+            before = base.loc[these.index]
+            common = {"model": model, "length": length, "mask": mask, "k": int(k), "samples": len(these)}
+            common |= {"measure": measure, "kept": float(kept["kept"][mask, k] / kept["keys"][mask, k])}
+            for quarter in (WHOLE, *range(1, QUARTERS + 1)):
+                at = list(range(1, QUARTERS + 1)) if quarter == WHOLE else [quarter]
+                sums = (these[measure][at] - before[measure][at]).sum(axis=1)
+                found = _interval(sums.to_numpy(), these[unit][at].sum(axis=1).to_numpy())
+                rows.append(
+                    {**common, "quarter": quarter, "change": found.estimate, "low": found.low, "high": found.high}
+                )
+    return pd.DataFrame(rows, columns=list(_COLUMNS))
+
+
+def _interval(sums: "np.ndarray[Any, Any]", counts: "np.ndarray[Any, Any]") -> Interval:
+    found = sum_ratio_interval(sums, counts)
+    return found if found.low < found.high else Interval(found.estimate, math.nan, math.nan)
+
+
+def smallest_enough(findings: Findings, model: str) -> pd.DataFrame:
+    """By length and kind of mask the smallest k that was run from which on the mean change is tolerated.
+
+    Args:
+        findings: with reruns at several lengths.
+        model: its path.
+
+    Returns:
+        length, mask, k (missing: none), kept (share of all keys at that k), largest (the largest k that was run).
+    """
+    table = findings(quarter_table)
+    own = table[(table["model"] == model) & (table["length"] > 0) & (table["quarter"] == WHOLE)]
+    rows = []
+    for place, these in own[own["mask"].isin(KINDS)].groupby(["length", "mask"], sort=False):
+        length, mask = cast("tuple[int, str]", place)
+        limit, found = tolerance_of(findings, str(these["measure"].iloc[0])), None
+        for row in these.sort_values("k", ascending=False).to_dict("records"):
+            if not row["change"] <= limit:
+                break
+            found = row
+        kept = math.nan if found is None else found["kept"]
+        k = None if found is None else int(found["k"])
+        rows.append({"length": length, "mask": mask, "k": k, "kept": kept, "largest": int(these["k"].max())})
+    return pd.DataFrame(rows, columns=["length", "mask", "k", "kept", "largest"]).astype({"k": "Int64"})

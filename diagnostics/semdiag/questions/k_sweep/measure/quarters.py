@@ -1,0 +1,120 @@
+"""Where in a text a mask changes what a model says, and what it changes in texts of other lengths."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from semdiag.capturing.batches import Batch
+from semdiag.capturing.token_masks import MASK_NAMES
+from semdiag.measuring.table import Table
+from semdiag.measuring.token_tables import token_ids
+from semdiag_models import InputError
+
+QUARTERS = 4
+QUARTERS_TABLE = Table(
+    "rerun_quarters",
+    (
+        "One row per length, mask, k, sample and quarter of the sample's positions (1 to 4; padding aside) of a "
+        "model that was run with masks. length: tokens of the inputs where --lengths cut them, 0 where they were "
+        "taken as they are. Sums over the quarter: targets, loss (nats), predictions, divergence (nats). kept of "
+        "keys: a quarter of the sample's part of all (NaN without a mask)."
+    ),
+    {
+        "model": "str",
+        "length": "int64",
+        "mask": "str",
+        "k": "int64",
+        **dict.fromkeys(("sample", "quarter"), "int32"),
+        **dict.fromkeys(("targets", "predictions"), "int64"),
+        **dict.fromkeys(("loss", "divergence", "kept", "keys"), "float64"),
+    },
+)
+
+
+def quarter_of(counted: Tensor) -> Tensor:
+    """The quarter of each position among those of its sample that count.
+
+    q = ⌊4 · r / n⌋ + 1, with r the number of counted positions before it, and n of all.
+
+    Args:
+        counted: (B, P) bool.
+
+    Returns:
+        (B, P) int64, 1 to 4; 0 where a position does not count.
+
+    Example:
+        >>> quarter_of(torch.tensor([[False, True, True, True, True]])).tolist()
+        [[0, 1, 2, 3, 4]]
+    """
+    before = counted.long().cumsum(1) - 1
+    among = counted.sum(1, keepdim=True).clamp(min=1)
+    return ((QUARTERS * before).div(among, rounding_mode="floor") + 1).where(counted, 0)
+
+
+def quarter_sums(counted: Tensor, terms: Mapping[str, Tensor]) -> Iterator[tuple[int, dict[str, list[Any]]]]:
+    """What is summed over each quarter of the samples' positions.
+
+    Args:
+        counted: (B, P) bool.
+        terms: (B, P) each.
+
+    Yields:
+        Quarter, and by name a number for each sample; nothing where a sample has fewer than four positions.
+    """
+    if not bool((counted.sum(1) >= QUARTERS).all()):
+        return
+    place = quarter_of(counted)
+    for quarter in range(1, QUARTERS + 1):
+        yield quarter, {name: x.where(place == quarter, 0).sum(1).tolist() for name, x in terms.items()}
+
+
+def packed(batches: Sequence[Batch], length: int, size: int) -> list[Batch]:
+    """Cut the tokens of all samples, one behind the other, into pieces of a length.
+
+    Padding is left out first. A piece may hold the end of one sample and the beginning of the next; what is left
+    at the end is dropped.
+
+    Args:
+        batches: token ids (B, L), alone or as one argument beside a mask of padding.
+        length: tokens of a piece.
+        size: pieces in a batch.
+
+    Returns:
+        Batches of the same kind, without masks.
+
+    Raises:
+        InputError: if they hold anything else, labels for instance, or fewer tokens than that.
+
+    Example:
+        >>> packed([torch.tensor([[1, 2, 3], [4, 5, 6]])], 4, 8)
+        [tensor([[1, 2, 3, 4]])]
+    """
+    stream = torch.cat([_real_tokens(batch) for batch in batches])
+    if len(stream) < length:
+        raise InputError(f"--lengths {length}: the inputs hold {len(stream)} tokens in all.")
+    pieces = stream[: len(stream) // length * length].view(-1, length)
+    name = _ids_of(batches[0])[0]
+    parts = [pieces[first : first + size] for first in range(0, len(pieces), size)]
+    return [part if name is None else {name: part} for part in parts]
+
+
+def _ids_of(batch: Batch) -> tuple[str | None, Tensor, Tensor | None]:
+    """Name, ids and mask of a batch."""
+    if isinstance(batch, Tensor):
+        found = token_ids((batch,))
+        if found:
+            return None, batch, None
+    elif isinstance(batch, Mapping):
+        ids = token_ids(batch)
+        others = set(batch) - set(ids) - set(MASK_NAMES) - {"token_type_ids"}
+        if len(ids) == 1 and not others:
+            name, values = next(iter(ids.items()))
+            return str(name), values, next((batch[mask] for mask in MASK_NAMES if mask in batch), None)
+    raise InputError("--lengths cuts texts or token ids alone: leave out labels and other arguments.")
+
+
+def _real_tokens(batch: Batch) -> Tensor:
+    _, ids, mask = _ids_of(batch)
+    return ids.flatten() if mask is None else ids[mask.bool()]
