@@ -47,7 +47,7 @@ ELSEWHERE = tuple(  # drawn from what is not made up here: tested beside the run
     for section in registry.sections().values()
     for heading in section.headings
     for shown in heading.figures
-    if not {*section.needs} <= BY_HAND
+    if not {*section.needs} <= BY_HAND or shown.figure == "kinds_by_length"
 )
 OF_QUERIES = ("corollary_plane", "corollary_conditions")
 

@@ -285,7 +285,8 @@ def title_with_facts(ax: Axes, title: str, facts: Sequence[str]) -> None:
 def plain_numbers(axis: Axis) -> None:
     """Label a logarithmic axis 0.1, 1, 10 instead of with powers of ten.
 
-    Where only one of them or none is in view, 0.2 and 0.5 are labelled, too.
+    Where only one of them or none is in view, 0.2 and 0.5 are labelled, too; where less than a factor of three is
+    in view, every tick.
 
     Args:
         axis: of a panel.
@@ -293,6 +294,8 @@ def plain_numbers(axis: Axis) -> None:
 
     def between(value: float, _: int | None) -> str:
         low, high = np.log10(np.clip(sorted(axis.get_view_interval()), 1e-300, None))
+        if high - low < np.log10(3):
+            return f"{value:g}"
         labelled = np.floor(high) - np.ceil(low) >= 1 or f"{value:e}"[0] not in "25"
         return "" if labelled else f"{value:g}"
 

@@ -40,7 +40,7 @@ def kinds_by_length(findings: Findings) -> Figure:
     factor = own["measure"].iloc[0] == "loss" and next_token(findings, model)
     lengths = sorted(own["length"].unique())
     colors = dict(zip(lengths, palette(len(lengths)), strict=True))
-    figure, axes = panel_grid(2 * len(shown), height=2.8, columns=2, sharey=True)
+    figure, axes = panel_grid(2 * len(shown), height=2.8, columns=2, sharey=False)
     measure = str(own["measure"].iloc[0])
     tolerance = tolerance_of(findings, measure)
     for at, kind in enumerate(shown):

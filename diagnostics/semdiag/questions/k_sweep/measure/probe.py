@@ -189,9 +189,7 @@ def k_sweep_tables(
     if plan.budget:
         halves(batches)  # refused before minutes are spent
     if plan.lengths and not loaded.external:
-        raise InputError(
-            "--lengths takes models from elsewhere. For a run: semdiag convergence RUN --lengths 40,60."
-        )
+        raise InputError("--lengths takes models from elsewhere. For runs: semdiag convergence --lengths 40,60.")
     pieces = {n: packed(batches, n, max(1, batch_size * lengths[1] // n)) for n in plan.lengths}
     draws = QueryDraws(queries, seed)
     draws.expect(lengths[0])

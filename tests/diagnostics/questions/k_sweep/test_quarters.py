@@ -1,0 +1,169 @@
+"""Changes by place in the text and by length of it, against loops; texts cut into pieces."""
+
+import math
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from semdiag.capturing.loading import LoadedModel
+from semdiag.capturing.sparsify import TopK, sparsify
+from semdiag.measuring.conditions import Conditions
+from semdiag.measuring.findings.findings import Findings
+from semdiag.measuring.findings.resampling import sum_ratio_interval
+from semdiag.measuring.survey import survey
+from semdiag.presenting.drawing.panels import NothingToDrawError
+from semdiag.questions.k_sweep.answer.quarters import quarter_table, smallest_enough
+from semdiag.questions.k_sweep.figures.kinds_by_length import kinds_by_length
+from semdiag.questions.k_sweep.measure.probe import KSweepPlan
+from semdiag.questions.k_sweep.measure.quarters import packed, quarter_of
+from semdiag.questions.k_sweep.words import needed_words, place_lines
+from semdiag_models import InputError
+
+LETTERS, LENGTH, SAMPLES = 7, 24, 12
+
+
+class Causal(nn.Module):
+    """One block of causal attention, to the logits of the next token."""
+
+    def __init__(self, width=16):
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(LETTERS, width), nn.Embedding(4 * LENGTH, width)
+        self.qkv, self.head = nn.Linear(width, 3 * width), nn.Linear(width, LETTERS)
+
+    def forward(self, input_ids):
+        x = self.tokens(input_ids) + self.places.weight[: input_ids.shape[1]]
+        q, k, v = (3 * part for part in self.qkv(x)[:, None].chunk(3, -1))
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.head(x + mixed[:, 0])
+
+
+@pytest.fixture(scope="module")
+def model():
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return Causal().double().eval()
+
+
+@pytest.fixture(scope="module")
+def ids():
+    return torch.randint(LETTERS, (SAMPLES, LENGTH), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(scope="module")
+def findings(model, ids):
+    plan = KSweepPlan(rerun=True, ks=(2, 6), kinds=("topk", "random"), lengths=(16, 48))
+    loaded = LoadedModel("own:model", "", model, "factory", "unknown", batches=[ids])
+    return Findings(survey([loaded], Conditions(plans=(plan,), dtype="float64")))
+
+
+def token_losses(model, ids):
+    """Minus the logarithm of the probability of each next token, (N, L - 1)."""
+    with torch.no_grad():
+        likely = model(ids).log_softmax(-1)
+    return -likely[:, :-1].gather(-1, ids[:, 1:, None])[..., 0].numpy()
+
+
+def changes(model, ids, k):
+    with sparsify(model, TopK(k)):
+        masked = token_losses(model, ids)
+    return masked - token_losses(model, ids)
+
+
+def test_quarters_count_positions_and_no_padding():
+    counted = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1, 1, 0]]).bool()
+    assert quarter_of(counted).tolist() == [[0, 0, 1, 1, 2, 2, 3, 3, 4, 0]]
+    for n in range(4, 40):
+        sizes = np.bincount(quarter_of(torch.ones(1, n).bool())[0])[1:]
+        assert sizes.sum() == n
+        assert sizes.max() - sizes.min() <= 1
+
+
+@pytest.mark.parametrize("k", [2, 6])
+def test_the_change_of_a_quarter_is_the_mean_over_its_tokens(findings, model, ids, k):
+    table = findings(quarter_table)
+    rows = table[(table["length"] == 0) & (table["mask"] == "topk") & (table["k"] == k)].set_index("quarter")
+    change = changes(model, ids, k)
+    place = np.array([4 * t // LENGTH + 1 for t in range(LENGTH - 1)])  # the last position has no next token
+    for quarter in range(1, 5):
+        own = change[:, place == quarter]
+        assert rows.loc[quarter, "change"] == pytest.approx(own.mean(), rel=1e-9, abs=1e-12)
+        want = sum_ratio_interval(own.sum(1), np.full(SAMPLES, float(own.shape[1])))
+        alike = math.isclose(want.low, want.high)
+        assert (rows.loc[quarter, "low"], rows.loc[quarter, "high"]) == pytest.approx(
+            (math.nan,) * 2 if alike else (want.low, want.high), nan_ok=True, rel=1e-6, abs=1e-12
+        )
+    assert rows.loc[0, "change"] == pytest.approx(change.mean(), rel=1e-9)
+    assert rows.loc[1, "change"] == pytest.approx(0, abs=1e-12) or k < LENGTH // 4
+
+
+@pytest.mark.parametrize("length", [16, 48])
+def test_pieces_of_a_length_are_the_tokens_one_behind_the_other(findings, model, ids, length):
+    pieces = ids.flatten()[: ids.numel() // length * length].view(-1, length)
+    table = findings(quarter_table)
+    row = table[(table["length"] == length) & (table["quarter"] == 0) & (table["mask"] == "topk")].set_index("k")
+    for k in (2, 6):
+        assert row.loc[k, "samples"] == len(pieces)
+        assert row.loc[k, "change"] == pytest.approx(changes(model, pieces, k).mean(), rel=1e-9)
+        kept = sum(min(k, i + 1) for i in range(length)) / sum(i + 1 for i in range(length))
+        assert row.loc[k, "kept"] == pytest.approx(kept, rel=1e-12)
+
+
+def test_padding_is_left_out_of_the_pieces():
+    batch = {
+        "input_ids": torch.tensor([[1, 2, 9], [9, 3, 4]]),
+        "attention_mask": torch.tensor([[1, 1, 0], [0, 1, 1]]),
+    }
+    assert [piece["input_ids"].tolist() for piece in packed([batch], 2, 1)] == [[[1, 2]], [[3, 4]]]
+
+
+@pytest.mark.parametrize(
+    ("batch", "said"),
+    [
+        ({"input_ids": torch.ones(1, 9).long(), "labels": torch.ones(1).long()}, "leave out labels"),
+        (torch.ones(2, 3, 8, 8), "cuts texts or token ids alone"),
+        (torch.ones(1, 9).long(), "the inputs hold 9 tokens in all"),
+    ],
+)
+def test_what_cannot_be_cut_is_refused(batch, said):
+    with pytest.raises(InputError, match=said):
+        packed([batch], 12, 1)
+
+
+def test_an_encoder_of_ours_is_sent_to_its_own_command(tiny_runs):
+    with pytest.raises(InputError, match="semdiag convergence --lengths"):
+        survey([tiny_runs.full], Conditions(samples=4, plans=(KSweepPlan(rerun=True, lengths=(4,)),)))
+
+
+def test_the_smallest_k_is_the_last_from_above_that_stays_within(findings):
+    needed = findings(smallest_enough, "own:model").set_index(["length", "mask"])
+    table = findings(quarter_table)
+    for (length, mask), row in needed.iterrows():
+        own = table[(table["length"] == length) & (table["mask"] == mask) & (table["quarter"] == 0)]
+        within = own.set_index("k")["change"] <= 0.01
+        want = 2 if within.all() else 6 if within[6] else None
+        assert (None if pd.isna(row["k"]) else row["k"]) == want
+    lines = place_lines(findings, "own:model")
+    assert any("at 16 tokens" in line and "at 48 tokens" in line for line in lines)
+    assert needed_words({"k": None, "largest": 6, "kept": math.nan}) == "above 6"
+
+
+def test_the_figure_has_two_panels_a_kind_and_a_line_a_length(findings):
+    figure = kinds_by_length(findings)
+    panels = [ax for ax in figure.axes if ax.get_visible()]
+    assert [ax.get_xlabel() for ax in panels] == ["keys kept, k", "share of the keys kept"]
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["16 tokens", "48 tokens"]
+    table = findings(quarter_table)
+    own = table[(table["length"] == 48) & (table["mask"] == "topk") & (table["quarter"] == 0)]
+    drawn = next(line for line in panels[0].lines if line.get_label() == "48 tokens")
+    assert drawn.get_ydata() == pytest.approx(np.exp(own.sort_values("k")["change"].to_numpy()))
+
+
+def test_without_lengths_there_is_no_figure(model, ids):
+    loaded = LoadedModel("own:model", "", model, "factory", "unknown", batches=[ids])
+    plan = KSweepPlan(rerun=True, ks=(2,), kinds=("topk",))
+    with pytest.raises(NothingToDrawError, match="--lengths 128,512"):
+        kinds_by_length(Findings(survey([loaded], Conditions(plans=(plan,)))))
