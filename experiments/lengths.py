@@ -46,7 +46,7 @@ def tested(runs: Path) -> pd.DataFrame:
 
 
 def differences(table: pd.DataFrame) -> pd.DataFrame:
-    """By task, attention and length: accuracy less that of full attention over the seeds that count, t-interval."""
+    """By task, attention and length: accuracy less full attention's over the seeds that count, t-interval."""
     rows = []
     attentions = [name for name in table["attention"].unique() if name != FULL]
     for task, own in table.groupby("task", sort=False):
