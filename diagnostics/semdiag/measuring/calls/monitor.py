@@ -1,10 +1,9 @@
 """Watching a model's attention while it is trained."""
 
-import math
 import threading
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -19,6 +18,16 @@ from semdiag.capturing.arguments import whole_number, whole_numbers
 from semdiag.capturing.attention_calls import AttentionCall, watch_attention
 from semdiag.capturing.audit import Audit, Remark, Skipped, failure
 from semdiag.capturing.padding import Padding
+from semdiag.measuring.calls.monitor_alarms import (
+    ABOVE,
+    Alarm,
+    AlarmError,
+    Watch,
+    checked_on_alarm,
+    rules_of,
+    summary_of,
+)
+from semdiag.measuring.calls.monitor_heads import LOGIT, describe_heads, head_columns, quantities, scalars
 from semdiag.measuring.calls.monitor_log import MonitorLog
 from semdiag.measuring.calls.monitor_rows import columns, describe, sampled_rows
 from semdiag_models import InputError
@@ -27,6 +36,7 @@ _COMPILED = (
     "The hooks of a module inside a compiled one do not look, also not under fullgraph: give the monitor the "
     "compiled model, Monitor(torch.compile(model))."
 )
+_CANNOT_WRITE = "The monitor cannot write"
 _NAMED = 3  # modules in a warning
 
 
@@ -54,28 +64,43 @@ class Monitor:
     Several threads may train the model: a look belongs to the thread that began it, and the forward calls that
     others make meanwhile are counted and not looked at.
 
-    One row per step, attention layer and occurrence of the layer in that step:
+    Two tables grow. ``table`` has one row per step, attention layer and occurrence of the layer in that step:
     ``step, layer, module, occurrence, rows`` (scored queries, padded ones left out), and medians over these rows
     of ``keys``, ``dispersion`` (δ, nats), ``separation`` (Δ, nats; empty where nothing is dropped), ``xi`` (the
     local stability 2p(1 − p) of the largest weight p, docs/theory.md#local-stability) and ``entropy`` (nats);
     for each k also ``dispersion_kK``, ``separation_kK``, ``mass_kK`` as if the K largest scores were kept.
+    ``heads`` has one row per head of each of these: extremes over the same rows, as
+    :func:`~semdiag.measuring.calls.monitor_heads.describe_heads` says, and the rules that it crosses (``alarm``).
+    Extremes are those of the ``rows`` that were looked at; with ``rows="all"`` of every row.
 
     Args:
         model: the module whose forward calls are counted; an encoder of semdiag_models or any transformer that
             :func:`semdiag.watch_attention` understands.
         every: forward calls in training mode from one look to the next; the first call is looked at.
         k: numbers of heavy hitters for the counterfactual columns, one or several.
-        path: ``.csv`` or ``.parquet`` to which the rows are added as they come; an existing one is continued. The
-            monitor has it alone until it stops: in several processes give each a file of its own.
+        path: ``.csv`` or ``.parquet`` to which the rows are added as they come; an existing one is continued.
+            Those of heads go to ``NAME-heads`` beside it. The monitor has both alone until it stops: in several
+            processes give each a file of its own.
         tensorboard: a directory for TensorBoard, or a SummaryWriter.
+        log: called with a dictionary of numbers and the step, as ``wandb.log`` is. Keys are
+            ``attention/layer_3/head_5/max_logit`` and, over the heads of a layer,
+            ``attention/layer_3/max_logit/max``, ``min`` and ``median``; TensorBoard gets the same.
+        rows: ``sample``, or ``all``: every query row is looked at, and no score is stored.
+        alarm: by quantity (a column of ``heads``) a threshold that must not be exceeded: 50, ``(0.05, "below")``,
+            ``(50, 100)`` for a warning and a severe alarm, ``(0.5, 0.05, "below")``; or a change, ``("halves",
+            500)`` or ``("doubles", 500)`` within so many steps. Each head alarms once for each rule.
+        on_alarm: ``warn`` (one warning a look), ``raise`` (:class:`~.monitor_alarms.AlarmError` behind the forward
+            call), or a function that is called with each :class:`~.monitor_alarms.Alarm`.
+        accumulation: forward calls in training mode that make one step, where gradients are accumulated: only the
+            first of a step can be looked at.
         seed: of the choice of samples and queries.
         queries: looked at of each of the samples; medians of more rows vary less from look to look.
         first_step: number of the first step, for resumed trainings; it warns where the file has come as far.
 
     Raises:
-        InputError: if an argument is illegal, the file cannot be written or continued or is another monitor's,
-            TensorBoard is not installed, or (on start) the model has no attention that can be watched or was
-            compiled in place.
+        InputError: if an argument is illegal, no row can ever cross a rule, the file cannot be written or
+            continued or is another's, TensorBoard is not installed, or (on start) the model has no attention that
+            can be watched or was compiled in place.
 
     Example:
         >>> from semdiag_models import Encoder, ModelConfig
@@ -95,6 +120,11 @@ class Monitor:
         k: int | Sequence[int] = (),
         path: Path | str | None = None,
         tensorboard: Path | str | ScalarWriter | None = None,
+        log: Callable[[dict[str, float], int], object] | None = None,
+        alarm: Mapping[str, Any] | None = None,
+        on_alarm: str | Callable[[Alarm], object] = "warn",
+        rows: str = "sample",
+        accumulation: int = 1,
         seed: int = 0,
         first_step: int = 0,
         queries: int = 8,
@@ -105,13 +135,31 @@ class Monitor:
             raise InputError(f"{type(model).__name__} has no attention to watch.")
         self.model, self.every = model, whole_number(every, "every", 1)
         self.k = tuple(dict.fromkeys(whole_numbers(k, "k", 1)))
-        self._queries = whole_number(queries, "queries", 1)
+        if rows not in ("sample", "all"):
+            raise InputError(f'rows is "sample" or "all". Got {rows!r}.')
+        if log is not None and not callable(log):
+            raise InputError(f"log is called with a dictionary and the step, like wandb.log. Got {log!r}.")
+        looked_at = whole_number(queries, "queries", 1)
+        self._queries = None if rows == "all" else looked_at
+        self._watch = Watch(rules_of(alarm, self.k, self.every))
+        self._on_alarm, self._send = checked_on_alarm(on_alarm), log
+        limits = [
+            rule.threshold for rule in self._watch.rules if (rule.quantity, rule.side) == ("max_logit", ABOVE)
+        ]
+        self._logit = min(limits, default=LOGIT)
+        self.alarms: list[Alarm] = []
+        self._accumulation, self._micro = whole_number(accumulation, "accumulation", 1), 0
         self.step = self._first_step = whole_number(first_step, "first_step", 0)
         self.seconds = 0.0
         self._tensorboard, self._own_writer = tensorboard, False
         self._writer: Any = None
         self._generator = torch.Generator().manual_seed(whole_number(seed, "seed", 0))
-        self._log = MonitorLog(None if path is None else Path(path), columns(self.k), self.step)
+        path = None if path is None else Path(path)
+        self._log = MonitorLog(path, columns(self.k), self.step)
+        beside = None if path is None else path.with_name(f"{path.stem}-heads{path.suffix}")
+        self._head_log = MonitorLog(beside, head_columns(self.k), None)
+        self._complained: set[str] = set()  # what was warned of already
+        self._stuck = False  # whether the running look could not write
         self._handles: hooks.Handles | tuple[()] = ()
         self._look = ExitStack()
         self._looked_at: int | None = None
@@ -119,6 +167,8 @@ class Monitor:
         self._forwards: set[int] = set()  # threads that run the model
         self._turn = threading.Lock()  # to count, and to begin a look
         self._rows: list[dict[str, Any]] = []
+        self._head_rows: list[dict[str, Any]] = []
+        self._last: list[dict[str, Any]] = []  # rows of heads of the last step that was looked at
         self._seen = False  # whether the running look has seen attention
         self._padding = Padding(model)
         self._audit = Audit()  # of the running look
@@ -128,6 +178,24 @@ class Monitor:
     def table(self) -> pd.DataFrame:
         """All rows so far, those of a continued file included."""
         return self._log.table()
+
+    @property
+    def heads(self) -> pd.DataFrame:
+        """All rows of heads so far, those of a continued file included."""
+        return self._head_log.table()
+
+    def summary(self) -> str:
+        """Tell the extremes of the last step that was looked at, and every alarm, in plain text."""
+        return summary_of(self._last, self.alarms, quantities(self.k))
+
+    def begin_step(self, step: int) -> None:
+        """Say which step the next forward call belongs to, where a training loop knows it better.
+
+        Args:
+            step: its number.
+        """
+        with self._turn:
+            self.step, self._micro = step, 0
 
     def start(self) -> Self:
         """Begin to count and to look; ``with Monitor(…)`` does it.
@@ -149,14 +217,20 @@ class Monitor:
         with watch_attention(self.model, lambda call: None):
             pass  # a model that cannot be watched is refused here, not in the middle of a training
         self._log.open()
+        self._head_log.open()
         self._writer, self._own_writer = _writer(self._tensorboard)
         self._handles = hooks.put_on(self.model, self._before, self._after)
         return self
 
     def stop(self) -> None:
         """Leave the model as it was found; rows stay readable."""
-        unseen = bool(self._handles) and self.step == self._first_step
+        begun = bool(self._handles)
+        unseen = begun and self.step == self._first_step and not self._micro
         self._leave()
+        never = {rule.quantity for rule in self._watch.rules} - self._watch.met
+        if begun and self._last and never:
+            said = ", ".join(sorted(never))
+            warnings.warn(f"No row had a value of {said}: these alarms watched nothing.", stacklevel=2)
         if unseen:
             warnings.warn(f"The monitor saw no forward call in training mode. {_COMPILED}", stacklevel=2)
 
@@ -166,8 +240,9 @@ class Monitor:
         self._handles = ()
         self._look.close()
         self._looked_at = self._looker = None
-        with _carrying_on():
-            self._log.close()
+        for log in (self._log, self._head_log):
+            with self._carrying_on():
+                log.close()
         if self._own_writer and self._writer is not None:
             self._writer.close()
         self._writer, self._own_writer = None, False
@@ -194,14 +269,16 @@ class Monitor:
     def _begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         own = threading.current_thread()
         with self._turn:
-            step, self.step = self.step, self.step + 1
+            step, first = self.step, self._micro == 0
+            self._micro = (self._micro + 1) % self._accumulation
+            self.step += self._micro == 0
             if self._looker is not None and self._looker is not own and self._looker.is_alive():
                 return
             self._look.close()  # of a call that was interrupted
-            self._looked_at, self._looker = None, None if step % self.every else own
+            self._looked_at, self._looker = None, own if first and step % self.every == 0 else None
         if self._looker is own:
-            self._rows, self._seen = [], False
-            with _carrying_on(), ExitStack() as look:
+            self._rows, self._head_rows, self._seen = [], [], False
+            with self._carrying_on(), ExitStack() as look:
                 look.enter_context(self._padding.watched((args, kwargs)))
                 watch = watch_attention(model, lambda call: self._reduce(call, step), inside=True)
                 self._audit = look.enter_context(watch)
@@ -215,20 +292,24 @@ class Monitor:
             return
         self._look.close()
         step, self._looked_at = self._looked_at, None
+        alarms: list[Alarm] = []
         if step is not None and output is not None:  # None: the watch failed, the forward raised an exception
-            with _carrying_on():
-                self._finish(step)
+            with self._carrying_on():
+                alarms = self._finish(step)
         self._looker = None
+        if alarms:
+            self._tell(alarms)
 
     def _reduce(self, call: AttentionCall, step: int) -> None:
         if self._looker is not threading.current_thread() and threading.get_ident() in self._forwards:
             return  # of another thread's forward
         start, self._seen = time.perf_counter(), True
-        with _carrying_on():
+        with self._carrying_on():
             call = self._marked(call)
             place = {"step": step, "layer": call.layer, "module": call.module, "occurrence": call.occurrence}
             rows = sampled_rows(call, self.k, self._generator, self._queries)
             self._rows.append(place | describe(rows, self.k))
+            self._head_rows += [place | row for row in describe_heads(rows, self.k, self._logit)]
         self.seconds += time.perf_counter() - start
 
     def _marked(self, call: AttentionCall) -> AttentionCall:
@@ -240,17 +321,37 @@ class Monitor:
             warnings.warn(f"The monitor of {remark.module or 'a model'}: {remark.text}.", stacklevel=2)
         return call
 
-    def _finish(self, step: int) -> None:
+    def _finish(self, step: int) -> list[Alarm]:
         start = time.perf_counter()
+        self._stuck = False
         if not self._seen:
             warnings.warn(f"No attention was captured in step {step}.", stacklevel=2)
         self._name_missed()
-        rows, self._rows = self._rows, []
-        if self._writer is not None:
-            with _carrying_on():
-                self._write_scalars(step, rows)
-        self._log.add(rows)
+        rows, self._rows, heads, self._head_rows = self._rows, [], self._head_rows, []
+        self._last = heads or self._last
+        alarms = self._watch.look(heads)
+        self.alarms += alarms
+        if self._writer is not None or self._send is not None:
+            with self._carrying_on():
+                self._send_scalars(step, scalars(heads, self.k))
+        for log, more in ((self._log, rows), (self._head_log, heads)):
+            with self._carrying_on():
+                log.add(more)
+        if not self._stuck:
+            self._complained = {text for text in self._complained if not text.startswith(_CANNOT_WRITE)}
         self.seconds += time.perf_counter() - start
+        return alarms
+
+    def _tell(self, alarms: list[Alarm]) -> None:
+        """Say who crossed a rule, as the user wants it."""
+        if callable(self._on_alarm):
+            for alarm in alarms:
+                self._on_alarm(alarm)
+        elif self._on_alarm == "raise":
+            raise AlarmError(alarms[0], len(alarms) - 1)
+        else:
+            more = f" and {len(alarms) - 1} more" if len(alarms) > 1 else ""
+            warnings.warn(f"{alarms[0]}{more}", stacklevel=2)
 
     def _name_missed(self) -> None:
         """Say once of which attention there are no rows, and why."""
@@ -262,30 +363,36 @@ class Monitor:
             text = "; ".join(f"{_some(sorted(modules))} ({why})" for why, modules in sorted(missed.items()))
             warnings.warn(f"The monitor does not see all attention: it has no rows of {text}.", stacklevel=2)
 
-    def _write_scalars(self, step: int, rows: list[dict[str, Any]]) -> None:
-        for row in rows:
-            again = f".{row['occurrence']}" if row["occurrence"] else ""
-            for name in columns(self.k)[5:]:
-                if not math.isnan(row[name]):
-                    self._writer.add_scalar(f"{name}/layer {row['layer']}{again}", row[name], step)
+    def _send_scalars(self, step: int, found: dict[str, float]) -> None:
+        if self._writer is not None:
+            for name, value in found.items():
+                self._writer.add_scalar(name, value, step)
+        if self._send is not None:
+            self._send(found, step)
+
+    @contextmanager
+    def _carrying_on(self) -> Iterator[None]:
+        """Warn once of what goes wrong inside, which is no reason to stop a training."""
+        try:
+            yield
+        except OSError as error:
+            said = f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}"
+            self._stuck = True
+            self._complain(
+                f"{_CANNOT_WRITE} ({said}). Its rows stay in memory and are written as soon as possible."
+            )
+        except Exception as error:
+            self._complain(f"The monitor of a training: {failure(error)}.")
+
+    def _complain(self, text: str) -> None:
+        if text not in self._complained:
+            self._complained.add(text)
+            warnings.warn(text, stacklevel=5)
 
 
 def _some(names: Sequence[str]) -> str:
     more = len(names) - _NAMED
     return ", ".join(names[:_NAMED]) + (f" and {more} more" if more > 0 else "")
-
-
-@contextmanager
-def _carrying_on() -> Iterator[None]:
-    """Warn of what goes wrong inside, which is no reason to stop a training."""
-    try:
-        yield
-    except OSError as error:
-        said = f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}"
-        text = f"The monitor cannot write ({said}). Its rows stay in memory and are written as soon as possible."
-        warnings.warn(text, stacklevel=4)
-    except Exception as error:
-        warnings.warn(f"The monitor of a training: {failure(error)}.", stacklevel=4)
 
 
 def _warn_while_compiling() -> None:

@@ -26,14 +26,14 @@ class MonitorLog:
     Args:
         path: ``.csv`` or ``.parquet``; None keeps the rows in memory only.
         columns: names of the columns.
-        first_step: number of the first step; a file that goes as far is continued with a warning.
+        first_step: number of the first step; a file that goes as far is continued with a warning (None: without).
 
     Raises:
         InputError: if the ending is another one, the folder does not exist, the file cannot be written or has
             other columns, or another log writes to it.
     """
 
-    def __init__(self, path: Path | None, columns: list[str], first_step: int) -> None:
+    def __init__(self, path: Path | None, columns: list[str], first_step: int | None) -> None:
         self.path, self.columns = path, columns
         self._rows: list[dict[str, Any]] = []
         self._written = 0
@@ -47,7 +47,7 @@ class MonitorLog:
             raise InputError(f"{path} cannot be written: there is no folder {path.parent}.")
         self.open()
         last = pd.to_numeric(self._earlier["step"], errors="coerce").max()
-        if last >= first_step:
+        if first_step is not None and last >= first_step:
             warnings.warn(
                 f"{path} has rows up to step {last}, and this monitor begins with step {first_step}: a step may "
                 "stand there twice. Monitor(…, first_step=…) continues it, or name a new file.",

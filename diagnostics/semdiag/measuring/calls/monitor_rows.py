@@ -20,24 +20,27 @@ def columns(k: Sequence[int]) -> list[str]:
 
 
 def sampled_rows(
-    call: AttentionCall, k: Sequence[int], generator: torch.Generator, queries: int = 8
+    call: AttentionCall, k: Sequence[int], generator: torch.Generator, queries: int | None = 8
 ) -> CountedRows:
-    """A few random rows of an attention call.
+    """A few random rows of an attention call, or all of them.
 
     Args:
         call: one attention call.
         k: counterfactual numbers of heavy hitters.
         generator: on CPU; chooses samples and queries, the same for all heads.
-        queries: of each sample, at most.
+        queries: of each sample, at most; None: every row, of which no score is stored.
 
     Returns:
         The rows, shapes (b, H, r).
     """
+    most = min(max(k, default=0), call.k.shape[2])
+    call = replace(call, v=call.v[..., :0])  # nobody looks at values: none are copied
+    if queries is None:
+        return counted_rows(call, top=most)
     batch, _, length, _ = call.q.shape
     b = torch.randperm(batch, generator=generator)[:_SAMPLES].sort().values.to(call.q.device)
     r = torch.randperm(length, generator=generator)[:queries].sort().values.to(call.q.device)
-    call = replace(call, v=call.v[..., :0], mixed=call.mixed[..., :0])  # nobody looks at values: none are copied
-    return counted_rows(call.part(b, r), top=min(max(k, default=0), call.k.shape[2]))
+    return counted_rows(call.part(b, r), top=most)
 
 
 def describe(rows: CountedRows, k: Sequence[int]) -> dict[str, float | int]:

@@ -25,12 +25,22 @@ from semdiag.mathematics.row_statistics import row_statistics
 from semdiag.measuring.calls import monitor as monitoring
 from semdiag.measuring.calls import monitor_log
 from semdiag.measuring.calls.counted_rows import counted_rows
+from semdiag.measuring.calls.monitor_heads import LIMITS
 from semdiag.measuring.calls.monitor_rows import describe, sampled_rows
 from semdiag_models import Encoder, ModelConfig
 
 INSIDE = pytest.mark.skipif(
     not hasattr(torch.overrides, "redispatch_function"), reason="torch's own layers are seen into from 2.13 on"
 )
+
+
+def files(folder):
+    return sorted(file.name for file in folder.iterdir())
+
+
+def beside(*names):
+    """Names of a monitor's files and of those of its heads."""
+    return sorted([*names, *(name.replace(".", "-heads.") for name in names)])
 
 
 class Foreign(nn.Module):
@@ -356,7 +366,7 @@ def test_rows_stand_in_the_file_and_a_later_training_continues_it(tmp_path, suff
     with Monitor(model, every=2, k=[3], path=path, first_step=3) as later:
         train(model, 2)
     assert read(path)["step"].tolist() == later.table["step"].tolist() == [0, 0, 2, 2, 4, 4]
-    assert [file.name for file in tmp_path.iterdir()] == [path.name]
+    assert files(tmp_path) == beside(path.name)
 
 
 @pytest.mark.parametrize("suffix", ["csv", "parquet"])
@@ -375,7 +385,7 @@ def test_a_file_is_one_monitors_alone_until_it_stops(tmp_path, suffix):
     read = pd.read_csv if suffix == "csv" else pd.read_parquet
     assert read(path)["step"].tolist() == first.table["step"].tolist() == [0, 0, 1, 1, 2, 2, 2, 2]
     assert second.table["step"].tolist() == [0, 0, 1, 1, 2, 2]
-    assert sorted(file.name for file in tmp_path.iterdir()) == [path.name, f"other.{suffix}"]
+    assert files(tmp_path) == beside(path.name, f"other.{suffix}")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="there is no /proc")
@@ -398,7 +408,7 @@ def test_a_place_where_no_file_can_be_locked_is_written_all_the_same(tmp_path, m
         with Monitor(model, every=1, path=tmp_path / name):
             assert not list(tmp_path.glob(f"*{name}*"))
             train(model, 1)
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["attention.csv", "attention.parquet"]
+    assert files(tmp_path) == beside("attention.csv", "attention.parquet")
 
 
 def test_a_file_that_has_the_steps_already_is_continued_with_a_warning(tmp_path):
@@ -498,11 +508,12 @@ def test_scalars_go_to_a_writer():
     with Monitor(model, every=2, tensorboard=Writer()) as monitor:
         train(model, 3)
     expected = {
-        (f"{name}/layer {row['layer']}", row[name], row["step"])
-        for row in monitor.table.to_dict("records")
-        for name in ("keys", "dispersion", "separation", "xi", "entropy")
+        (f"attention/layer_{row['layer']}/head_{row['head']}/{name}", row[name], row["step"])
+        for row in monitor.heads.to_dict("records")
+        for name in LIMITS
+        if not math.isnan(row[name])
     }
-    assert set(written) == expected
+    assert {each for each in written if "head_" in each[0]} == expected
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -514,8 +525,8 @@ def test_scalars_go_to_a_tensorboard_folder(tmp_path):
     with Monitor(model, every=2, tensorboard=tmp_path) as monitor:
         train(model, 3)
     events = EventAccumulator(str(tmp_path)).Reload()
-    found = [event.value for event in events.Scalars("dispersion/layer 1")]
-    assert found == pytest.approx(monitor.table.query("layer == 1")["dispersion"].tolist())
+    found = [event.value for event in events.Scalars("attention/layer_1/head_0/entropy")]
+    assert found == pytest.approx(monitor.heads.query("layer == 1 and head == 0")["entropy"].tolist())
 
 
 def test_wrong_arguments_are_refused(tmp_path):
@@ -676,10 +687,10 @@ def test_a_training_goes_on_while_the_disk_is_full_and_the_rows_are_written_late
     *steps, said = done.stdout.splitlines()
     assert said.startswith("The monitor cannot write (")
     if suffix == "csv":
-        assert [line.split() for line in steps] == [["3", "0"], ["3", "1"], ["3", "2"], ["9", "2"]]
+        assert [line.split() for line in steps] == [["3", "0"], ["3", "1"], ["3", "1"], ["9", "1"]]
     read = pd.read_csv(path) if suffix == "csv" else pd.read_parquet(path)
     assert read["step"].tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
-    assert [file.name for file in tmp_path.iterdir()] == [path.name]
+    assert files(tmp_path) == beside(path.name)
 
 
 @pytest.mark.parametrize("place", ["sampled_rows", "watch_attention"])

@@ -1,0 +1,249 @@
+"""Alarms of a training monitor: rules, checked at the start, and who crossed them first."""
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from semdiag.measuring.calls.monitor_heads import LIMITS, OF_K, head_key
+from semdiag_models import InputError
+
+WARNING, SEVERE = "WARNING", "SEVERE"
+ABOVE, BELOW = "above", "below"
+CHANGES = {"halves": 0.5, "doubles": 2.0}
+_SPELLINGS = (
+    '50, (0.05, "below"), (50, 100) for a warning and a severe alarm, (0.5, 0.05, "below") or ("halves", 500): '
+    "within 500 steps"
+)
+
+
+@dataclass(frozen=True)
+class Alarm:
+    """A head whose quantity crossed a threshold for the first time.
+
+    Its text holds the same in ``name=value`` pairs, separated by blanks.
+
+    Attributes:
+        step: number of the step that was looked at.
+        layer: position of the attention layer.
+        head: position of the head.
+        quantity: a column of the monitor's table of heads.
+        value: of the quantity.
+        band: ``WARNING`` or ``SEVERE``.
+        rule: what was crossed: ``above 50``, ``below 0.05``, ``halves within 500``.
+        occurrence: which call of the layer in that step.
+
+    Example:
+        >>> print(Alarm(400, 3, 5, "max_logit", 61.25, "SEVERE", "above 50"))
+        alarm band=SEVERE step=400 layer=3 head=5 quantity=max_logit value=61.25 rule="above 50"
+    """
+
+    step: int
+    layer: int
+    head: int
+    quantity: str
+    value: float
+    band: str
+    rule: str
+    occurrence: int = 0
+
+    def __str__(self) -> str:
+        place = f"step={self.step} layer={self.layer} head={self.head}"
+        what = f'quantity={self.quantity} value={self.value:.6g} rule="{self.rule}"'
+        return f"alarm band={self.band} {place} {what}"
+
+
+class AlarmError(RuntimeError):
+    """A rule of a monitor with ``on_alarm="raise"`` was crossed; ``alarm`` is the first."""
+
+    def __init__(self, alarm: Alarm, others: int) -> None:
+        super().__init__(f"{alarm}{f' and {others} more' if others else ''}")
+        self.alarm = alarm
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A threshold of a quantity, or a change of it.
+
+    Attributes:
+        quantity: a column of the table of heads.
+        band: of the alarm.
+        side: ``above``, ``below``, ``halves`` or ``doubles``.
+        threshold: value, or for a change the steps within which it happens.
+    """
+
+    quantity: str
+    band: str
+    side: str
+    threshold: float
+
+    @property
+    def text(self) -> str:
+        """What is crossed, in words."""
+        within = "within " if self.side in CHANGES else ""
+        return f"{self.side} {within}{self.threshold:g}"
+
+    def crossed(self, value: float, earlier: Iterable[tuple[int, float]]) -> bool:
+        """Whether a value crosses the rule.
+
+        Args:
+            value: now.
+            earlier: step and value of the same head within the steps of a change.
+        """
+        if self.side == ABOVE:
+            return value > self.threshold
+        if self.side == BELOW:
+            return value < self.threshold
+        before = [old for _, old in earlier if old > 0]
+        if not before:
+            return False
+        return value < max(before) / 2 if self.side == "halves" else value > 2 * min(before)
+
+
+def rules_of(alarm: Mapping[str, Any] | None, k: Sequence[int], every: int) -> list[Rule]:
+    """Read the rules of ``Monitor(alarm=…)``.
+
+    Args:
+        alarm: quantity to threshold, pair of thresholds, or change.
+        k: heavy hitters for which the monitor has columns.
+        every: steps from one look to the next.
+
+    Returns:
+        The rules, severe ones first.
+
+    Raises:
+        InputError: if a quantity is unknown, a rule is spelt otherwise, or no row can ever cross it.
+    """
+    if alarm is not None and not isinstance(alarm, Mapping):
+        raise InputError(f"alarm takes a dictionary from quantities to thresholds. Got {alarm!r}.")
+    rules = [rule for quantity, said in (alarm or {}).items() for rule in _rules(quantity, said, k, every)]
+    return sorted(rules, key=lambda rule: rule.band != SEVERE)
+
+
+def _rules(quantity: str, said: Any, k: Sequence[int], every: int) -> list[Rule]:
+    limits = {**LIMITS, **{f"{name}_k{value}": ends for name, ends in OF_K.items() for value in k}}
+    if quantity not in limits:
+        of_k = [name for name in OF_K if str(quantity).startswith(f"{name}_k")]
+        more = " Give the monitor that k." if of_k else f" Known: {', '.join(limits)}."
+        raise InputError(f"alarm: there is no quantity {quantity!r}.{more}")
+    parts = (tuple(said) or (None,)) if isinstance(said, tuple | list) else (said,)
+    if len(parts) == 2 and parts[0] in CHANGES and isinstance(parts[0], str):
+        steps = parts[1]
+        if not isinstance(steps, int) or isinstance(steps, bool) or steps < every:
+            raise InputError(
+                f"alarm: {quantity} is looked at every {every} steps: what {parts[0]} within {steps!r} "
+                "is never seen."
+            )
+        return [Rule(quantity, WARNING, str(parts[0]), steps)]
+    side = parts[-1] if parts[-1] in (ABOVE, BELOW) and isinstance(parts[-1], str) else ABOVE
+    numbers = parts[:-1] if isinstance(parts[-1], str) else parts
+    legal = 1 <= len(numbers) <= 2 and all(
+        isinstance(x, int | float) and not isinstance(x, bool) and math.isfinite(x) for x in numbers
+    )
+    if not legal or (isinstance(parts[-1], str) and parts[-1] not in (ABOVE, BELOW)):
+        raise InputError(f"alarm: a rule is {_SPELLINGS}. Got {quantity}: {said!r}.")
+    if len(numbers) == 2 and not (numbers[0] < numbers[1] if side == ABOVE else numbers[0] > numbers[1]):
+        raise InputError(f"alarm: the warning comes before the severe threshold. Got {quantity}: {said!r}.")
+    low, high = limits[quantity]
+    for x in numbers:
+        if x >= high if side == ABOVE else x <= low:
+            raise InputError(f"alarm: {quantity} is never {side} {x:g}: it lies between {low:g} and {high:g}.")
+    return [Rule(quantity, band, side, float(x)) for band, x in zip((WARNING, SEVERE), numbers, strict=False)]
+
+
+@dataclass
+class Watch:
+    """Which heads have crossed which rules.
+
+    Attributes:
+        rules: severe ones first.
+        crossed: quantity, band, side, layer, occurrence and head of every alarm so far.
+        history: by quantity, layer, occurrence and head, the values of the steps that a change looks back to.
+        met: quantities that had a value in a row.
+    """
+
+    rules: Sequence[Rule]
+    crossed: set[tuple[Any, ...]] = field(default_factory=set)
+    history: dict[tuple[Any, ...], deque[tuple[int, float]]] = field(default_factory=dict)
+    met: set[str] = field(default_factory=set)
+
+    def look(self, rows: Sequence[dict[str, Any]]) -> list[Alarm]:
+        """Check the rows of one step.
+
+        Args:
+            rows: of the table of heads; their ``alarm`` is filled in.
+
+        Returns:
+            What was crossed for the first time: severe alarms first.
+        """
+        found = []
+        for row in rows:
+            place = row["layer"], row["occurrence"], row["head"]
+            said: dict[str, str] = {}
+            for rule in self.rules:
+                value = row[rule.quantity]
+                if math.isnan(value):
+                    continue
+                self.met.add(rule.quantity)
+                if not rule.crossed(value, self._earlier(rule, place, row["step"])):
+                    continue
+                said.setdefault(rule.quantity, rule.band)
+                mark = (rule.quantity, rule.band, rule.side, *place)
+                if mark not in self.crossed:
+                    self.crossed.add(mark)
+                    layer, occurrence, head = place
+                    found.append(
+                        Alarm(row["step"], layer, head, rule.quantity, value, rule.band, rule.text, occurrence)
+                    )
+            row["alarm"] = " ".join(f"{quantity}:{band}" for quantity, band in said.items())
+            self._remember(row, place)
+        return sorted(found, key=lambda alarm: alarm.band != SEVERE)
+
+    def _earlier(self, rule: Rule, place: tuple[Any, ...], step: int) -> list[tuple[int, float]]:
+        known = self.history.get((rule.quantity, *place), ())
+        return [(at, value) for at, value in known if step - at <= rule.threshold]
+
+    def _remember(self, row: dict[str, Any], place: tuple[Any, ...]) -> None:
+        longest: dict[str, float] = {}
+        for rule in self.rules:
+            if rule.side in CHANGES:
+                longest[rule.quantity] = max(rule.threshold, longest.get(rule.quantity, 0))
+        for quantity, steps in longest.items():
+            if not math.isnan(row[quantity]):
+                known = self.history.setdefault((quantity, *place), deque())
+                known.append((row["step"], row[quantity]))
+                while row["step"] - known[0][0] > steps:
+                    known.popleft()
+
+
+def checked_on_alarm(on_alarm: Any) -> str | Callable[[Alarm], object]:
+    """Who is told of alarms: ``warn``, ``raise`` or a callable.
+
+    Raises:
+        InputError: if it is none of these.
+    """
+    if on_alarm in ("warn", "raise") or callable(on_alarm):
+        return on_alarm  # type: ignore[no-any-return]
+    raise InputError(f'on_alarm is "warn", "raise" or a function of the alarm. Got {on_alarm!r}.')
+
+
+def summary_of(rows: Sequence[Mapping[str, Any]], alarms: Sequence[Alarm], quantities: Sequence[str]) -> str:
+    """The extremes of the last step and every alarm, a line each.
+
+    Args:
+        rows: of the table of heads.
+        alarms: so far.
+        quantities: columns to tell of.
+    """
+    if not rows:
+        return "No step was looked at."
+    last = rows[-1]["step"]
+    own = [row for row in rows if row["step"] == last]
+    lines = [f"step {last}, {len(own)} heads:"]
+    for name in quantities:
+        known = sorted((row[name], head_key(row)) for row in own if not math.isnan(row[name]))
+        if known:
+            (low, at_low), (high, at_high) = known[0], known[-1]
+            lines.append(f"  {name}: {low:.4g} ({at_low}) to {high:.4g} ({at_high})")
+    return "\n".join([*lines, *map(str, alarms)] if alarms else [*lines, "no alarm"])

@@ -1,0 +1,306 @@
+"""What a monitor says of each head, whom it alarms, and where it logs."""
+
+import importlib.util
+import math
+import re
+import warnings
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import torch
+import torch.nn.functional as F
+
+from semdiag import InputError, Monitor, watch_attention
+from semdiag.measuring.calls.counted_rows import counted_rows
+from semdiag.measuring.calls.monitor_alarms import Alarm, AlarmError, Watch, rules_of
+from semdiag.measuring.calls.monitor_heads import describe_heads, scalars
+from semdiag_models import Encoder, ModelConfig
+
+BENCHMARKS = Path(__file__).parents[4] / "benchmarks"
+
+
+def encoder(attention="full", heads=2, seed=0, scale=1.0):
+    k = None if attention == "full" else 3
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        made = Encoder(
+            ModelConfig(3, 2, 12, attention=attention, k=k, blocks=2, heads=heads, width=16, dropout=0.0)
+        )
+        made.scale_queries_and_keys(scale)
+        return made.train()
+
+
+def tokens(seed=0, samples=6):
+    return torch.randint(2, (samples, 12), generator=torch.Generator().manual_seed(seed))
+
+
+def train(model, steps):
+    for step in range(steps):
+        model.zero_grad()
+        F.cross_entropy(model(tokens(step)), tokens(step).sum(1) % 2).backward()
+        with torch.no_grad():
+            for p in model.parameters():
+                p -= 0.1 * p.grad
+
+
+def seen(model):
+    found = []
+    with torch.no_grad(), watch_attention(model, found.append):
+        model(tokens())
+    return found
+
+
+@pytest.mark.parametrize("attention", ["full", "topk"])
+def test_every_number_of_a_head_is_that_of_loops_over_its_rows(attention):
+    model = encoder(attention, scale=2.0)
+    for call in seen(model):
+        rows = describe_heads(counted_rows(call, top=2), [2], logit=0.5)
+        scores = call.scores(torch.float64)
+        for head, row in enumerate(rows):
+            weights, largest, gaps, ranges, masses = [], [], [], [], []
+            for b in range(len(scores)):
+                for i in range(scores.shape[2]):
+                    z = scores[b, head, i]
+                    kept = z if call.selected is None else z[call.selected[b, head, i]]
+                    weight = torch.zeros_like(z)
+                    at = torch.arange(len(z)) if call.selected is None else call.selected[b, head, i]
+                    weight[at] = kept.softmax(0)
+                    weights.append(weight)
+                    largest.append(kept.max())
+                    ranges.append(kept.max() - kept.min())
+                    masses.append(z.softmax(0).sort().values[-2:].sum())
+                    top = z.sort(descending=True).values
+                    gaps.append(top[1] - top[2])
+            p, largest = torch.stack(weights), torch.stack(largest)
+            entropy = torch.special.entr(p).sum(1)
+            want = {
+                "max_logit": largest.max(), "above": (largest > 0.5).double().mean(), "entropy": entropy.mean(),
+                "least_entropy": entropy.min(), "first_key": p[:, 0].mean(),
+                "heaviest_key": p.max(1).values.mean(),
+                "dispersion": torch.stack(ranges).quantile(0.5), "mass_k2": torch.stack(masses).quantile(0.5),
+                "separation_k2": torch.stack(gaps).quantile(0.5),
+                "query_norm": call.q[:, head].norm(dim=-1).max(), "key_norm": call.k[:, head].norm(dim=-1).max(),
+            }  # fmt: skip
+            outputs = call.mixed[:, head].flatten(0, 1).double()
+            singular = torch.linalg.svdvals(outputs)
+            share = singular / singular.sum()
+            want["output_rank"] = torch.special.entr(share).sum().exp()
+            for name, value in want.items():
+                assert row[name] == pytest.approx(float(value), rel=2e-4, abs=1e-5), name  # float32 scores
+            assert row["rows"] == 72
+            assert math.isnan(row["separation"]) == (attention == "full")
+
+
+def test_all_rows_hold_the_largest_logit_and_a_sample_no_more():
+    every, some, model = {}, {}, encoder(scale=3.0)
+    for rows, found in (("all", every), ("sample", some)):
+        with Monitor(model, every=1, rows=rows, queries=2) as monitor:
+            model(tokens(samples=9))
+        found.update(monitor.heads.set_index(["layer", "head"])[["max_logit", "rows"]].T.to_dict())
+    calls = []
+    with torch.no_grad(), watch_attention(model, calls.append):
+        model(tokens(samples=9))
+    for call in calls:
+        for head in range(2):
+            exact = call.scores(torch.float64)[:, head].max().item()
+            assert every[call.layer, head]["max_logit"] == pytest.approx(exact, rel=1e-5)
+            assert every[call.layer, head]["rows"] == 9 * 12
+            assert some[call.layer, head]["max_logit"] <= exact * (1 + 1e-5)
+            assert some[call.layer, head]["rows"] == 4 * 2
+
+
+def test_the_first_crossing_of_each_head_is_told_once_with_its_place():
+    told, model = [], encoder()
+    model.scale_queries_and_keys(1.0)
+    with Monitor(model, every=1, rows="all", alarm={"max_logit": (-1e9, 1e9)}, on_alarm=told.append) as monitor:
+        train(model, 3)
+    assert [(a.step, a.layer, a.head, a.quantity, a.band) for a in told] == [
+        (0, layer, head, "max_logit", "WARNING") for layer in (0, 1) for head in (0, 1)
+    ]
+    first = monitor.heads[monitor.heads["step"] == 0]
+    assert [a.value for a in told] == first["max_logit"].tolist()
+    assert monitor.alarms == told
+    assert set(monitor.heads["alarm"]) == {"max_logit:WARNING"}
+
+
+def test_a_severe_alarm_follows_a_warning_and_one_side_is_below():
+    rules = rules_of({"entropy": (0.5, 0.05, "below")}, (), 1)
+    watch, found = Watch(rules), []
+    for step, value in enumerate((1.0, 0.4, 0.3, 0.04, 0.01)):
+        row = {"step": step, "layer": 0, "head": 1, "occurrence": 0, "entropy": value}
+        found += watch.look([row])
+    assert [(a.step, a.band, a.value) for a in found] == [(1, "WARNING", 0.4), (3, "SEVERE", 0.04)]
+
+
+def test_a_change_is_seen_within_its_steps_and_not_later():
+    rules = rules_of({"entropy": ("halves", 20), "max_logit": ("doubles", 20)}, (), 10)
+    for values, steps in (([2.0, 1.5, 0.9], [20]), ([2.0, 1.9, 1.8, 1.7, 1.0], []), ([2.0, math.nan, 0.9], [20])):
+        watch, found = Watch(rules), []
+        for at, value in enumerate(values):
+            row = {"step": 10 * at, "layer": 0, "head": 0, "occurrence": 0, "entropy": value, "max_logit": 1.0}
+            found += watch.look([row])
+        assert [a.step for a in found] == steps
+    watch, rise = Watch(rules), []
+    for at, value in enumerate((1.0, 1.5, 2.5)):
+        row = {"step": 10 * at, "layer": 0, "head": 0, "occurrence": 0, "entropy": 1.0, "max_logit": value}
+        rise += watch.look([row])
+    assert [(a.quantity, a.rule) for a in rise] == [("max_logit", "doubles within 20")]
+
+
+def test_the_text_of_an_alarm_is_read_by_a_program():
+    alarm = Alarm(400, 3, 5, "max_logit", 61.25, "SEVERE", "above 50")
+    found = dict(re.findall(r'(\w+)=("[^"]*"|\S+)', str(alarm)))
+    assert found == {
+        "band": "SEVERE", "step": "400", "layer": "3", "head": "5", "quantity": "max_logit", "value": "61.25",
+        "rule": '"above 50"',
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("alarm", "said"),
+    [
+        ({"max_logits": 50}, r"there is no quantity 'max_logits'\. Known: max_logit, above"),
+        ({"mass_k8": 0.5}, r"there is no quantity 'mass_k8'\. Give the monitor that k\."),
+        ({"entropy": (0, "below")}, r"entropy is never below 0: it lies between 0 and inf\."),
+        ({"first_key": 1}, r"first_key is never above 1: it lies between 0 and 1\."),
+        ({"xi": 0.5}, r"xi is never above 0\.5"),
+        ({"output_rank": (1.0, "below")}, r"output_rank is never below 1"),
+        ({"max_logit": (100, 50)}, r"the warning comes before the severe threshold"),
+        ({"max_logit": math.nan}, r"a rule is 50, "),
+        ({"max_logit": math.inf}, r"a rule is 50, "),
+        ({"max_logit": "high"}, r"a rule is 50, "),
+        ({"max_logit": (50, "over")}, r"a rule is 50, "),
+        ({"max_logit": ()}, r"a rule is 50, "),
+        ({"max_logit": (1, 2, 3)}, r"a rule is 50, "),
+        ({"max_logit": True}, r"a rule is 50, "),
+        ({"entropy": ("halves", 5)}, r"looked at every 10 steps: what halves within 5 is never seen"),
+        ([("max_logit", 50)], r"alarm takes a dictionary"),
+    ],
+)
+def test_a_rule_that_no_row_can_meet_is_refused_at_the_start(alarm, said):
+    with pytest.raises(InputError, match=said):
+        Monitor(encoder(), every=10, alarm=alarm)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [({"on_alarm": "shout"}, "on_alarm is"), ({"rows": "some"}, "rows is"), ({"log": 3}, "log is called with")],
+)
+def test_other_arguments_are_checked_as_well(options, said):
+    with pytest.raises(InputError, match=said):
+        Monitor(encoder(), **options)
+
+
+def test_raise_ends_the_training_behind_the_forward_and_leaves_nothing_behind(tmp_path):
+    model, path = encoder(), tmp_path / "attention.csv"
+    with (
+        pytest.raises(AlarmError, match=r"^alarm band=WARNING step=0 layer=0 head=0 .* and 3 more$") as error,
+        Monitor(model, every=1, path=path, alarm={"max_logit": -1e9}, on_alarm="raise"),
+    ):
+        train(model, 3)
+    assert error.value.alarm.quantity == "max_logit"
+    assert len(pd.read_csv(tmp_path / "attention-heads.csv")) == 4
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_a_look_warns_once_for_all_its_alarms():
+    model = encoder()
+    with (
+        pytest.warns(UserWarning, match=r"^alarm band=WARNING .* and 3 more$") as said,
+        Monitor(model, every=1, alarm={"max_logit": -1e9}),
+    ):
+        train(model, 3)
+    assert len(said) == 1
+
+
+def test_a_rule_that_watched_nothing_is_named_at_the_end():
+    model = encoder()
+    with (
+        pytest.warns(UserWarning, match=r"No row had a value of separation: these alarms watched nothing"),
+        Monitor(model, every=1, alarm={"separation": (1e-3, "below")}),
+    ):
+        train(model, 1)
+
+
+def test_accumulated_steps_are_counted_and_their_first_call_is_looked_at():
+    model = encoder()
+    with Monitor(model, every=2, accumulation=3) as monitor:
+        for _ in range(15):
+            model(tokens())
+        model.eval()(tokens())
+    assert monitor.step == 5
+    assert monitor.table["step"].unique().tolist() == [0, 2, 4]
+    with Monitor(model.train(), every=2, accumulation=3) as monitor:
+        model(tokens())
+        monitor.begin_step(4)
+        model(tokens())
+    assert monitor.table["step"].unique().tolist() == [0, 4]
+
+
+def test_a_logger_gets_heads_and_layers_under_one_naming():
+    sent, model = {}, encoder()
+    with Monitor(model, every=2, k=[2], log=lambda numbers, step: sent.update({step: numbers})) as monitor:
+        train(model, 3)
+    assert sorted(sent) == [0, 2]
+    heads = monitor.heads[monitor.heads["step"] == 2]
+    for step, own in monitor.heads.groupby("step"):
+        assert sent[step] == scalars(own.to_dict("records"), [2])
+    own = heads[heads["layer"] == 1]["max_logit"]
+    found = {name: sent[2][f"attention/layer_1/max_logit/{name}"] for name in ("max", "min", "median")}
+    assert found == pytest.approx({"max": own.max(), "min": own.min(), "median": own.median()})
+    assert not any(math.isnan(value) for value in sent[2].values())
+
+
+def test_a_logger_that_fails_warns_once_and_stops_nothing():
+    def fail(numbers, step):
+        raise ConnectionError("no network")
+
+    model = encoder()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        with Monitor(model, every=1, log=fail) as monitor:
+            train(model, 4)
+    assert len(said) == 1
+    assert monitor.heads["step"].nunique() == 4
+
+
+def test_the_summary_names_the_extremes_and_the_alarms():
+    model = encoder()
+    with Monitor(model, every=1, rows="all") as quiet:
+        model(tokens())
+    assert quiet.summary().startswith("step 0, 4 heads:\n  max_logit: ")
+    assert quiet.summary().endswith("no alarm")
+    told = []
+    with Monitor(model, every=1, alarm={"max_logit": -1e9}, on_alarm=told.append) as loud:
+        model(tokens())
+    assert loud.summary().splitlines()[-4:] == [str(alarm) for alarm in told]
+    assert Monitor(model).summary() == "No step was looked at."
+
+
+def benchmark():
+    spec = importlib.util.spec_from_file_location("monitor_alarms", BENCHMARKS / "monitor_alarms.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_run_that_diverges_alarms_and_a_healthy_one_does_not(seed):
+    """As large a rate leaves no doubt on any processor: the loss ends above a hundred times that of chance."""
+    program = benchmark()
+    alarm, lost, last = program.run(seed, 0.1)
+    assert alarm is not None
+    assert lost is not None
+    assert last > 100 * math.log(program.LETTERS)
+    assert program.run(seed, 0.003)[:2] == (None, None)
+
+
+def test_scores_that_are_no_numbers_alarm_as_infinite():
+    told, model = [], encoder()
+    with torch.no_grad():
+        next(model.blocks[1].parameters()).fill_(math.nan)
+    with Monitor(model, every=1, rows="all", alarm={"max_logit": 50}, on_alarm=told.append) as monitor:
+        model(tokens())
+    assert {(a.layer, a.value) for a in told} >= {(1, math.inf)}
+    assert len(monitor.heads) == 4
