@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from semdiag.mathematics.row_statistics import RowStatistics, row_statistics
     from semdiag.measuring.calls.capture import Calls, capture
     from semdiag.measuring.calls.monitor import Monitor
+    from semdiag.measuring.calls.monitor_alarms import Alarm, AlarmError
     from semdiag.measuring.findings.findings import Findings
     from semdiag.measuring.measure import measure
     from semdiag.measuring.measurements import Measurements
@@ -57,6 +58,8 @@ _HOME = {
     "measure": "semdiag.measuring.measure",
     "Measurements": "semdiag.measuring.measurements",
     "Monitor": "semdiag.measuring.calls.monitor",
+    "Alarm": "semdiag.measuring.calls.monitor_alarms",
+    "AlarmError": "semdiag.measuring.calls.monitor_alarms",
     "Findings": "semdiag.measuring.findings.findings",
     "plot": "semdiag.reporting.in_python",
     "report": "semdiag.reporting.in_python",
@@ -72,7 +75,7 @@ __all__ = [
     # mathematics
     "RowStatistics", "row_statistics",
     # measurement
-    "Calls", "Measurements", "Monitor", "capture", "measure",
+    "Alarm", "AlarmError", "Calls", "Measurements", "Monitor", "capture", "measure",
     # probes
     "LandscapePlan", "LipschitzPlan", "NoisePlan", "KSweepPlan", "k_sweep", "landscape", "lipschitz",
     "mask_stability",

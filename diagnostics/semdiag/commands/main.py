@@ -16,6 +16,7 @@ from typer.core import TyperGroup
 from semdiag.commands.check import check
 from semdiag.commands.info import info
 from semdiag.commands.listing import list_names
+from semdiag.commands.monitor import monitor
 from semdiag.commands.repeated_options import RepeatedOptions
 from semdiag.commands.report import report
 from semdiag.commands.shared import with_options
@@ -63,7 +64,7 @@ def _add(name: str, command: Callable[..., None]) -> None:
     app.command(name, cls=RepeatedOptions, help=_reflowed(command.__doc__ or ""))(command)
 
 
-for name, own in (("list", list_names), ("train", train), ("info", info)):
+for name, own in (("list", list_names), ("train", train), ("info", info), ("monitor", monitor)):
     _add(name, own)
 for question in QUESTIONS.values():
     if question.command is not None:

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import pandas as pd
+
 from semdiag.measuring.calls.monitor_heads import LIMITS, OF_K, head_key
 from semdiag_models import InputError
 
@@ -226,6 +228,32 @@ def checked_on_alarm(on_alarm: Any) -> str | Callable[[Alarm], object]:
     if on_alarm in ("warn", "raise") or callable(on_alarm):
         return on_alarm  # type: ignore[no-any-return]
     raise InputError(f'on_alarm is "warn", "raise" or a function of the alarm. Got {on_alarm!r}.')
+
+
+def extremes_of(heads: pd.DataFrame) -> list[str]:
+    """The extremes of a whole run and the first step at which each rule was crossed, a line each.
+
+    Args:
+        heads: a monitor's table of heads.
+    """
+    rows = [{str(name): value for name, value in row.items()} for row in heads.to_dict("records")]
+    if not rows:
+        return ["no rows"]
+    steps = sorted({row["step"] for row in rows})
+    lines = [f"{len(steps)} looks, steps {steps[0]} to {steps[-1]}"]
+    for name in LIMITS:
+        known = sorted((row for row in rows if not math.isnan(row[name])), key=lambda row: float(row[name]))
+        if known:
+            ends = (f"{row[name]:.4g} ({head_key(row)}, step {row['step']})" for row in (known[0], known[-1]))
+            lines.append(f"{name}: {' to '.join(ends)}")
+    crossed: dict[str, list[dict[str, Any]]] = {}
+    for row in sorted(rows, key=lambda row: int(row["step"])):
+        for alarm in row["alarm"].split() if isinstance(row["alarm"], str) else ():
+            crossed.setdefault(alarm, []).append(row)
+    for alarm, own in crossed.items():
+        place = f"step {own[0]['step']}, {head_key(own[0])}"
+        lines.append(f"alarm {alarm}: {len({head_key(row) for row in own})} heads, first at {place}")
+    return lines
 
 
 def summary_of(rows: Sequence[Mapping[str, Any]], alarms: Sequence[Alarm], quantities: Sequence[str]) -> str:

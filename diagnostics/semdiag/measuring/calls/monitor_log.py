@@ -9,6 +9,7 @@ from typing import Any
 
 import pandas as pd
 
+from semdiag.measuring.calls.monitor_heads import LIMITS, head_columns
 from semdiag.measuring.csv_tables import csv_text, from_csv_table
 from semdiag.measuring.table import read_parquet
 from semdiag_models import InputError
@@ -181,3 +182,33 @@ def _read(path: Path, columns: list[str]) -> pd.DataFrame:
         os.truncate(path, path.stat().st_size - torn)
         warnings.warn(f"The last line of {path} was torn and is left out.", stacklevel=5)
     return table
+
+
+def read_heads(path: Path) -> pd.DataFrame:
+    """Read the table of heads of a monitor.
+
+    Args:
+        path: its file, or that of the layers, beside which it stands.
+
+    Raises:
+        InputError: if it is not there, cannot be read, or is another table.
+    """
+    heads = path if path.stem.endswith("-heads") else path.with_name(f"{path.stem}-heads{path.suffix}")
+    if heads.suffix not in (".csv", ".parquet"):
+        raise InputError(f"A monitor writes .csv or .parquet. Got {path}.")
+    if not heads.exists():
+        raise InputError(f"There is no {heads}: a Monitor with path=… writes it beside its table of layers.")
+    try:
+        if heads.suffix == ".csv":
+            with open_file(heads) as file:
+                table = from_csv_table(pd.read_csv(file))
+        else:
+            table = read_parquet(heads)
+        numbers = [name for name in ("step", "layer", "head", *LIMITS) if name in table]
+        table[numbers] = table[numbers].apply(pd.to_numeric)
+    except (OSError, ValueError, TypeError) as error:
+        raise InputError(f"{heads} cannot be read ({str(error).splitlines()[0]}).") from None
+    if missing := [name for name in head_columns(()) if name not in table]:
+        raise InputError(f"{heads} is no table of heads of a monitor: it lacks the column {missing[0]}.")
+    table = table.dropna(subset=["step", "layer", "head"])
+    return table.astype({"step": "int64", "layer": "int64", "head": "int64"})

@@ -12,9 +12,12 @@ import torch
 import torch.nn.functional as F
 
 from semdiag import InputError, Monitor, watch_attention
+from semdiag.commands.monitor import monitor as monitor_command
 from semdiag.measuring.calls.counted_rows import counted_rows
 from semdiag.measuring.calls.monitor_alarms import Alarm, AlarmError, Watch, rules_of
 from semdiag.measuring.calls.monitor_heads import describe_heads, scalars
+from semdiag.presenting.drawing.monitored_run import monitored_run
+from semdiag.presenting.drawing.panels import NothingToDrawError
 from semdiag_models import Encoder, ModelConfig
 
 BENCHMARKS = Path(__file__).parents[4] / "benchmarks"
@@ -304,3 +307,57 @@ def test_scores_that_are_no_numbers_alarm_as_infinite():
         model(tokens())
     assert {(a.layer, a.value) for a in told} >= {(1, math.inf)}
     assert len(monitor.heads) == 4
+
+
+@pytest.mark.parametrize("suffix", ["csv", "parquet"])
+def test_the_command_tells_the_run_and_draws_it(tmp_path, suffix, capsys):
+    path, model = tmp_path / f"run.{suffix}", encoder()
+    rules = {"max_logit": (-1e9, 1e9), "entropy": (1e9, "below")}  # crossed by all
+    with Monitor(model, every=1, path=path, alarm=rules, on_alarm=lambda alarm: None) as monitor:
+        train(model, 3)
+    monitor_command(path)
+    said = capsys.readouterr().out
+    heads = monitor.heads
+    assert said.startswith("3 looks, steps 0 to 2\nmax_logit: ")
+    worst = heads.loc[heads["max_logit"].idxmax()]
+    assert (
+        f"to {worst['max_logit']:.4g} (layer_{worst['layer']}/head_{worst['head']}, step {worst['step']})" in said
+    )
+    assert "alarm max_logit:WARNING: 4 heads, first at step 0, layer_0/head_0" in said
+    assert not list(tmp_path.glob("*.png"))
+    figure = monitored_run(heads)
+    marks = [ax.lines[0] for ax in figure.axes if ax.lines]
+    assert [len(line.get_xdata()) for line in marks] == [2, 2]
+    monitor_command(tmp_path / f"run-heads.{suffix}", tmp_path / "other.svg")
+    for out, refused in (
+        (tmp_path / "run.txt", r"--out takes"),
+        (tmp_path / "no" / "run.png", "cannot be written"),
+    ):
+        with pytest.raises(InputError, match=refused):
+            monitor_command(path, out)
+    assert (tmp_path / "other.svg").read_text(encoding="utf-8").lstrip().startswith("<?xml")
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (None, r"There is no .*run-heads\.csv: a Monitor with path=… writes it"),
+        (b"step,layer\n0,0\n", r"is no table of heads of a monitor: it lacks the column head"),
+        (b"\x00\xff", r"run-heads\.csv cannot be read"),
+        (b"", r"run-heads\.csv cannot be read"),
+    ],
+)
+def test_a_file_that_is_none_of_a_monitor_is_refused(tmp_path, content, said):
+    if content is not None:
+        (tmp_path / "run-heads.csv").write_bytes(content)
+    with pytest.raises(InputError, match=said):
+        monitor_command(tmp_path / "run.csv")
+    with pytest.raises(InputError, match=r"A monitor writes \.csv or \.parquet"):
+        monitor_command(tmp_path / "run.txt")
+
+
+def test_a_run_without_looks_has_no_figure(tmp_path):
+    monitor = Monitor(encoder(), path=tmp_path / "run.csv")
+    assert monitor.heads.empty
+    with pytest.raises(NothingToDrawError, match="no step was looked at"):
+        monitored_run(monitor.heads)

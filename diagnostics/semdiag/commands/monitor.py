@@ -1,0 +1,40 @@
+"""``semdiag monitor``."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def monitor(
+    file: Annotated[
+        Path, typer.Argument(help="A monitor's .csv or .parquet: that of its layers, or of its heads beside it.")
+    ],
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Draw the whole run, layers against steps, to this .png, .svg or .pdf."),
+    ] = None,
+) -> None:
+    """Show a training as a monitor saw it: the extremes of its heads and the alarms; with --out a figure.
+
+    In Python: with semdiag.Monitor(model, path="attention.csv", alarm={"max_logit": 50}): …
+
+    [bold]semdiag monitor attention.csv --out run.png[/]
+    """
+    from semdiag.measuring.calls.monitor_alarms import extremes_of
+    from semdiag.measuring.calls.monitor_log import read_heads
+    from semdiag.presenting.drawing.monitored_run import monitored_run
+    from semdiag_models import InputError
+
+    found = read_heads(file)
+    if out is not None:
+        if out.suffix not in (".png", ".svg", ".pdf"):
+            raise InputError(f"--out takes a .png, .svg or .pdf. Got {out}.")
+        try:
+            monitored_run(found).savefig(out, dpi=150)
+        except OSError as error:
+            raise InputError(f"{out} cannot be written: {error.strerror or error}.") from None
+    for line in extremes_of(found):
+        typer.echo(line)
+    if out is not None:
+        typer.echo(f"Figure: {out}")
