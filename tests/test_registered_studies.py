@@ -103,3 +103,15 @@ def test_a_planted_difference_counts_where_the_task_was_learned(lengths):
     said = lengths.sentences(table, found.reset_index())
     assert any(line.startswith("parity: these runs cannot tell (0 of 3") for line in said)
     assert any("topk-5 less full, 3 seeds: +19.8% at 30" in line for line in said)
+
+
+def test_the_result_of_lengths_is_what_its_table_says(lengths):
+    table = pd.read_csv(EXPERIMENTS / "lengths" / "accuracy.csv")
+    *said, missing = lengths.sentences(table, lengths.differences(table))
+    text = (EXPERIMENTS / "lengths.md").read_text(encoding="utf-8")
+    assert [line for line in said if f"- {line}" not in text] == []
+    assert missing == "0 of 36 runs are missing."
+    pairs = table[table["task"] == "even-pairs"].groupby(["attention", "length"])["accuracy"].agg(["min", "max"])
+    assert (pairs.loc[("full", 20), "min"].round(2), pairs.loc[("topk-5", 20), "min"]) == (0.92, 1.0)
+    both = pairs.loc[[("full", 30), ("topk-5", 30)]]
+    assert (both["min"].min().round(2), both["max"].max().round(2)) == (0.51, 0.57)
