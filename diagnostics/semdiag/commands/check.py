@@ -8,7 +8,7 @@ import typer
 
 from semdiag.presenting import completion, options
 from semdiag.presenting.question import Shared, command
-from semdiag.presenting.terminal.terminal import tell
+from semdiag.presenting.terminal.terminal import beside_json, say, tell
 
 _JUDGED = "What is judged"
 
@@ -96,12 +96,14 @@ def check(
     if junit is not None:
         write_text(junit, junit_xml(result))
     if not shared.values["quiet"]:
-        print_check(result)
+        with beside_json(shared.values["as_json"]):
+            print_check(result)
     if shared.values["as_json"]:
         typer.echo(json.dumps(result.summary(), allow_nan=False))
     for words in result.failures:
         tell(f"semdiag: {words}.")
     if not shared.values["quiet"]:
-        tell(conclusion(result))
+        with beside_json(shared.values["as_json"]):
+            say(conclusion(result))
     if result.failures and not exit_zero:
         raise typer.Exit(1)

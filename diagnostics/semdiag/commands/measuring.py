@@ -223,7 +223,7 @@ def deliver(
     sections: Sequence[str] | None = None,
     per_query: Path | None = None,
 ) -> None:
-    """Give out what a command measured: a page with figures, one JSON object on stdout, tables on stderr.
+    """Give out what a command measured: a page with figures, and tables on stdout, or one JSON object there.
 
     What is written comes first, so that a place that cannot be written to is told in one line.
 
@@ -234,7 +234,7 @@ def deliver(
         out: folder of the page; None: the default one.
         formats: of figures.
         as_json: whether the summary goes to stdout.
-        quiet: whether nothing goes to stderr.
+        quiet: whether neither tables nor progress are shown.
         sections: of the page; None: the one named like the command.
         per_query: file for the queries; None: they are not kept.
     """
@@ -243,7 +243,7 @@ def deliver(
     from semdiag.commands.output_folder import output_folder
     from semdiag.measuring.findings.estimates import partial_sentences
     from semdiag.presenting.terminal.progress import Stages
-    from semdiag.presenting.terminal.terminal import tell
+    from semdiag.presenting.terminal.terminal import beside_json, say, tell
     from semdiag.questions.registry import summaries
     from semdiag.reporting.report import write_report
 
@@ -259,5 +259,6 @@ def deliver(
     if as_json:
         typer.echo(json.dumps(findings(summaries()[command]), allow_nan=False))
     if not quiet:
-        show(findings)
-        tell(f"Figures and tables: {page}")
+        with beside_json(as_json):
+            show(findings)
+            say(f"Figures and tables: {page}")

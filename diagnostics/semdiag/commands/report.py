@@ -10,7 +10,7 @@ import typer
 
 from semdiag.presenting import options
 from semdiag.presenting.question import Shared, command
-from semdiag.presenting.terminal.terminal import tell
+from semdiag.presenting.terminal.terminal import beside_json, say, tell
 
 _REDRAWING = {"redraw", "keep_queries", "show", "out", "as_json", "figures", "quiet"}  # what goes with --from
 _SENTENCES = 5  # of the verdict, that are said at once
@@ -123,8 +123,9 @@ def report(
     if shared.values["as_json"]:
         typer.echo(json.dumps(whole))
     if not shared.values["quiet"]:
-        for sentence in whole["verdict"][:_SENTENCES]:
-            tell(sentence)
-        tell(f"Report: {page}")
+        with beside_json(shared.values["as_json"]):
+            for sentence in whole["verdict"][:_SENTENCES]:
+                say(sentence)
+            say(f"Report: {page}")
     if show:
         webbrowser.open(page.resolve().as_uri())

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from semdiag.presenting.terminal.terminal import tell
+from semdiag.presenting.terminal.terminal import beside_json, tell
 
 if TYPE_CHECKING:
     from semdiag_models.sweeps.grid import SweepRun
@@ -145,11 +145,13 @@ def sweep(
     at_once = jobs if jobs is not None else cores()
     if dry_run:
         estimates = estimate(runs, folder, where, lambda line: None if quiet else tell(line), records)
-        print_estimates(runs, estimates, at_once, as_json, quiet)
+        with beside_json(as_json):
+            print_estimates(runs, estimates, at_once, as_json, quiet)
         return
     ways = _Ways(where, target, retries, in_a_step, records, quiet)
     rows = _train(runs, folder, ways, lambda: _workers(ray, gpus_per_run, jobs))
-    print_results(rows, folder, target, as_json, quiet)
+    with beside_json(as_json):
+        print_results(rows, folder, target, as_json, quiet)
     if any(row.status in ("failed", "diverged") for row in rows):
         raise typer.Exit(1)
 

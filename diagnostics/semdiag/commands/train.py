@@ -10,7 +10,7 @@ import typer
 from semdiag.commands import training_options as options
 from semdiag.commands.printing.training import TrainingProgress, summarise
 from semdiag.commands.text_training import introduction, text_task
-from semdiag.presenting.terminal.terminal import tell
+from semdiag.presenting.terminal.terminal import say, tell
 
 if TYPE_CHECKING:
     from semdiag_models import Trainer
@@ -195,7 +195,7 @@ def _train(
             raise InputError(f"{error} {_saved(folders)}.") from None
     for trainer in folders:
         summarise(trainer, several=seeds is not None)
-    tell(f"Next: semdiag dispersion {' '.join(str(folder / 'last.pt') for folder in folders.values())}")
+    say(f"Next: semdiag dispersion {' '.join(str(folder / 'last.pt') for folder in folders.values())}")
 
 
 def _saved(folders: "dict[Trainer, Path]") -> str:

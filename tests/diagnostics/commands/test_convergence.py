@@ -30,7 +30,7 @@ def test_the_runs_are_compared_and_written(run_semdiag, tiny_runs, here, monkeyp
     assert found["held_out_tasks"] == []  # of one task
     assert found["left_out_runs"] == []
     assert "rank correlation with the log area under the training-loss curve" in outcome.err
-    assert "one seed: no interval" not in outcome.err  # one table is enough for one seed each
+    assert "one seed: no interval" not in outcome.out  # one table is enough for one seed each
     folder = here / "reports" / "convergence-2-models"
     for name in (
         "runs",
@@ -62,7 +62,7 @@ def test_copies_of_a_run_count_once_and_that_is_said(run_semdiag, tiny_runs, her
     assert len(json.loads(outcome.out)["runs"]) == 2
     said = "2 of 4 files are copies or other snapshots of a run that is shown"
     assert said in outcome.err
-    assert said not in run_semdiag("convergence", here / "one", *words).err
+    assert said not in run_semdiag("convergence", here / "one", *words).out
 
 
 def test_a_run_that_never_arrives_is_said_and_not_dropped(run_semdiag, tiny_runs, here):
@@ -84,7 +84,7 @@ def test_an_unfinished_run_is_said_to_be_one(run_semdiag, tiny_runs, here):
     torch.save(content, here / "run" / "last.pt")
     outcome = run_semdiag("convergence", "run", "--samples", 5, "--figures", "none")
     assert outcome.code == 0
-    assert f"Unfinished, so more may be known later: run/last.pt {tiny_runs.epochs} of 9 epochs." in outcome.err
+    assert f"Unfinished, so more may be known later: run/last.pt {tiny_runs.epochs} of 9 epochs." in outcome.out
 
 
 def test_a_run_that_has_not_begun_is_said_to_be_one(run_semdiag, tiny_runs, here):
@@ -93,7 +93,7 @@ def test_a_run_that_has_not_begun_is_said_to_be_one(run_semdiag, tiny_runs, here
     write_checkpoint(here / "run" / "last.pt", start)
     outcome = run_semdiag("convergence", "run", "--samples", 5)
     assert outcome.code == 0, outcome.err
-    assert "not begun" in outcome.err
+    assert "not begun" in outcome.out
 
 
 def test_a_pair_that_has_not_begun_is_said_to_be_one(run_semdiag, tiny_runs, here):
@@ -140,4 +140,4 @@ def test_a_model_without_history_is_no_run_and_beside_runs_is_left_out(run_semdi
     assert "has no training history" in refusal("convergence", "bare.pt", "--samples", 5)
     outcome = run_semdiag("convergence", "bare.pt", tiny_runs.full, "--samples", 5, "--figures", "none")
     assert outcome.code == 0
-    assert "Left out, because they have no training history: bare.pt." in outcome.err
+    assert "Left out, because they have no training history: bare.pt." in outcome.out

@@ -121,7 +121,7 @@ def test_the_median_of_what_was_asked_for_is_estimated(run_semdiag, here, tiny_r
     assert outcome.code == 0, outcome.err
     verdict = json.loads((here / "out" / "summary.json").read_text(encoding="utf-8"))["verdict"]
     (page,) = (words for words in verdict if words.startswith("Estimated: "))
-    shown = [" ".join(outcome.err.split())] * (command in ("dispersion", "separation"))
+    shown = [" ".join(outcome.out.split())] * (command in ("dispersion", "separation"))
     for words in (page, *shown):
         assert [sign in signs for sign in "δΔ"] == [f"The median of {sign} is " in words for sign in "δΔ"], words
 

@@ -20,7 +20,7 @@ def test_json_is_one_object_and_tables_go_to_stderr(run_semdiag, here, tiny_runs
     assert found["schema"] == f"semdiag.{command}/2"
     assert len(found["results"]) == 2
     assert f"{tiny_runs.full}/last.pt" in outcome.err
-    assert "…" not in outcome.err
+    assert "…" not in outcome.out
     page = (here / "out" / "index.html").read_text(encoding="utf-8")
     assert {"mask-stability": "Do masks survive noise?", "k-sweep": "Is sparse attention enough"}[command] in page
     quiet = run_semdiag(command, tiny_runs.full, *FEW, "--quiet", "--out", here / "quiet")
@@ -62,8 +62,8 @@ def test_masks_that_drop_nothing_are_not_compared_and_it_is_said(run_semdiag, he
     monkeypatch.setenv("COLUMNS", "300")  # so that no sentence is broken
     outcome = run_semdiag("overlap", tiny_runs.full, *FEW, "--k", 12)
     assert outcome.code == 0
-    assert "no two masks to compare (a query that drops no key has none)" in outcome.err
-    assert "at random" not in outcome.err
+    assert "no two masks to compare (a query that drops no key has none)" in outcome.out
+    assert "at random" not in outcome.out
     np.save(here / "short.npy", np.array([[0, 1, 1], [1, 0, 1]] * 5))  # shorter than a k that nobody named
     for command in ("mask-stability", "overlap"):
         words = (command, tiny_runs.full, "--inputs", here / "short.npy", "--figures", "none")
@@ -139,7 +139,7 @@ def test_a_budget_is_written_and_read(run_semdiag, here, tiny_runs):
         here / "budget.json",
     )
     assert outcome.code == 0, outcome.err
-    said = " ".join(outcome.err.split())
+    said = " ".join(outcome.out.split())
     assert "chosen on samples 0 to 7 and run on 8 to 15, which had no part in the choice" in said
     content = json.loads((here / "budget.json").read_text(encoding="utf-8"))
     assert content["tolerance"] == 5

@@ -42,7 +42,7 @@ def test_dispersion_shows_recall_where_largest_scores_are_looked_for(run, run_se
     assert found["all"]["p50"] > 0
     assert ("recall" in found["all"]) == (run.name != "redrawn")
     outcome = run_semdiag("dispersion", run, "--samples", 20)
-    assert ("recall" in outcome.err, "no key" in outcome.err) == (run.name != "redrawn",) * 2
+    assert ("recall" in outcome.out, "no key" in outcome.out) == (run.name != "redrawn",) * 2
     table = here / "reports" / f"dispersion-{run.name}" / "data" / "recall.csv"
     assert table.exists() == (run.name != "redrawn")
     if table.exists():
@@ -59,7 +59,7 @@ def test_commands_give_numbers_or_say_that_there_are_none(command, run, run_semd
     assert results(outcome)
     table = run_semdiag(command, run, "--samples", 10)
     assert table.code == 0
-    assert " nan" not in table.err.lower()
+    assert " nan" not in table.out.lower()
     said = {
         "k-sweep": "cannot tell: its mask does not rank keys by their scores.",
         "stability": f"no ξ is known for {run.name} attention",
@@ -68,7 +68,7 @@ def test_commands_give_numbers_or_say_that_there_are_none(command, run, run_semd
         if run.name == "redrawn"
         else f"no certificate is known for {run.name} attention",
     }.get(command, "")
-    assert said in " ".join(table.err.split())
+    assert said in " ".join(table.out.split())
 
 
 def test_a_report_of_all_together_with_full_and_top_k_is_written(runs, run_semdiag, tiny_runs, here):

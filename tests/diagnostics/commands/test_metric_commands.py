@@ -46,13 +46,13 @@ def test_json_is_the_summary_of_the_same_survey(run_semdiag, here, tiny_runs, co
         ("separation", ["separation Δ (nats)", "key load (queries)", "≤ 0"]),
     ],
 )
-def test_tables_go_to_stderr_and_nothing_to_stdout(run_semdiag, here, tiny_runs, command, shown):
+def test_tables_go_to_stdout_and_progress_to_stderr(run_semdiag, here, tiny_runs, command, shown):
     outcome = run_semdiag(command, tiny_runs.full, "--k", "2", *FEW)
-    assert (outcome.code, outcome.out) == (0, "")
-    said = " ".join(outcome.err.split())  # a long title is folded
+    assert (outcome.code, outcome.err) == (0, "semdiag: measuring 1 model in 1 stage.\n")
+    said = " ".join(outcome.out.split())  # a long title is folded
     assert all(words in said for words in (*shown, "p50", "p100", "0 k=2", "all k=2"))
-    assert "Figures and tables: " in outcome.err
-    assert "…" not in outcome.err  # no number is cut short
+    assert "Figures and tables: " in outcome.out
+    assert "…" not in outcome.out  # no number is cut short
 
 
 def test_with_json_tables_still_go_to_stderr(run_semdiag, here, tiny_runs):
@@ -85,7 +85,7 @@ def test_paths_that_look_like_markup_are_shown_as_they_are(run_semdiag, here, ti
     shutil.copytree(tiny_runs.topk, here / "[bold]run[" / "red]")
     outcome = run_semdiag("dispersion", "[bold]run[/red]", *FEW)
     assert outcome.code == 0
-    assert "[bold]run[/red]" in outcome.err.replace("\n", "")
+    assert "[bold]run[/red]" in outcome.out.replace("\n", "")
 
 
 def test_the_default_number_of_samples_is_lowered_to_what_a_run_held_out_and_this_is_said(
@@ -210,3 +210,10 @@ def test_the_keys_of_json_that_docs_readme_names_are_there(run_semdiag, here, ti
     named = {"passed", "failures", "results", "invariants", "rules", "drift", "models", "schema", "provenance"}
     assert named <= gate.keys()
     assert {"delta_s", "delta_h", "passed"} <= gate["results"][0].keys()
+
+
+def test_beside_json_the_tables_go_to_stderr(run_semdiag, here, tiny_runs):
+    outcome = run_semdiag("dispersion", tiny_runs.full, "--json", *FEW)
+    assert json.loads(outcome.out)["schema"] == "semdiag.dispersion/2"
+    assert "dispersion δ (nats)" in outcome.err
+    assert "Figures and tables: " in outcome.err

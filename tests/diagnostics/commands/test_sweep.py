@@ -169,7 +169,7 @@ def test_a_run_that_fails_is_in_the_table_and_the_exit_code_is_1(sweep, here):
     assert outcome.code == 1
     assert [row["status"] for row in table(here)] == ["done", "diverged"]
     assert "training loss became" in table(here)[1]["problem"]
-    assert "2 runs: 1 done, 1 diverged." in outcome.err
+    assert "2 runs: 1 done, 1 diverged." in outcome.out
 
 
 def test_a_dry_run_counts_and_estimates_and_writes_nothing(sweep, here):
@@ -190,9 +190,9 @@ def test_a_dry_run_takes_recorded_runs_as_done(sweep, here):
     assert sweep(text.format(2, [1]), "--records", "kept").code == 0
     shutil.rmtree(here / "out")
     outcome = sweep(text.format(2, [1, 2]), "--records", "kept", "--dry-run")
-    assert "1 left, 2 epochs.\n" in outcome.err
+    assert "1 left, 2 epochs.\n" in outcome.out
     longer = sweep(text.format(3, [1]), "--records", "kept", "--dry-run")
-    assert "1 left, 3 epochs.\n" in longer.err
+    assert "1 left, 3 epochs.\n" in longer.out
 
 
 def test_every_problem_is_told_at_once_and_nothing_is_written(sweep, here):

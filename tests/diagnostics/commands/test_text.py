@@ -45,7 +45,7 @@ def test_a_run_lands_in_a_folder_named_after_the_text_and_tells_its_perplexity(r
     assert folder.name == f"text-{last.training.text.label}-full-seed-5"
     assert folder.name.startswith("text-corpus-")
     assert (last.model.classes, last.model.vocabulary_size, last.training.batch_size) == (100, 101, 50)
-    first, second = done.err.splitlines()
+    first, second = done.out.splitlines()
     loss = last.history["holdout_loss"][-1]
     assert f" held-out {2.718281828459045**loss:.1f} after 2 epochs (pieces' frequencies alone " in first
     assert second == f"Next: semdiag dispersion checkpoints/{folder.name}/last.pt"

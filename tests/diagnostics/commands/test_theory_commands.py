@@ -68,7 +68,7 @@ def test_wrong_noise_is_refused(refusal, sections, tiny_runs, noise):
 
 def test_pairs_are_shown(run_semdiag, sections, tiny_runs):
     outcome = run_semdiag("bounds", tiny_runs.full, tiny_runs.topk, *FEW)
-    said = " ".join(outcome.err.split())
+    said = " ".join(outcome.out.split())
     for words in (
         "even-pairs, topk-3, seed 7",
         "left side < 1",
@@ -103,7 +103,7 @@ def test_given_inputs_have_no_labels_and_no_slopes(run_semdiag, sections, tiny_r
     np.save(here / "tokens.npy", np.array([[0, 1] * 6, [1, 1] * 6]))
     outcome = run_semdiag("bounds", tiny_runs.full, "--inputs", here / "tokens.npy", "--figures", "none")
     assert outcome.code == 0
-    assert re.search(r"On the sound constants of Theorem 2: nothing conclusive", " ".join(outcome.err.split()))
+    assert re.search(r"On the sound constants of Theorem 2: nothing conclusive", " ".join(outcome.out.split()))
 
 
 def test_the_paper_code_fixture(run_semdiag, sections, paper_code, here):

@@ -36,15 +36,14 @@ def latest(*arguments):
 
 @pytest.fixture
 def semdiag(monkeypatch, capfd):
-    """Call with arguments: the exit code and the lines on stderr; stdout is empty."""
+    """Call with arguments: the exit code and the lines on stderr, and then those on stdout."""
 
     def call(*arguments):
         monkeypatch.setattr(sys, "argv", ["semdiag", *latest(*arguments)])
         with pytest.raises(SystemExit) as left:
             main()
         out, err = capfd.readouterr()
-        assert not out
-        return left.value.code, err.splitlines()
+        return left.value.code, [*err.splitlines(), *out.splitlines()]
 
     return call
 

@@ -8,7 +8,7 @@ import typer
 
 from semdiag.commands.measuring import command_line
 from semdiag.presenting.terminal.minutes import Minutes
-from semdiag.presenting.terminal.terminal import counted, tell, terminal
+from semdiag.presenting.terminal.terminal import counted, say, tell, terminal
 
 if TYPE_CHECKING:
     from semdiag_models.sweeps.estimates import Estimate
@@ -45,15 +45,12 @@ def print_estimates(
         wide_console().print(table)
         used = {left.source for left in estimates if left.epochs}
         for name in sorted(used):
-            typer.echo(f"{name}: {_SOURCES[name]}", err=True)
+            say(f"{name}: {_SOURCES[name]}")
         bound = "at most " if any(run.training.until is not None for run in runs) else ""
         unfinished = sum(e.epochs > 0 for e in estimates)
-        typer.echo(
-            f"{counted(len(runs), 'run')}, {unfinished} left, "
-            f"{bound}{counted(sum(e.epochs for e in estimates), 'epoch')}.",
-            err=True,
-        )
-        typer.echo(f"{bound}{hours:.1f} core hours, {hours / jobs:.1f} hours with {jobs} at once.", err=True)
+        in_all = counted(sum(e.epochs for e in estimates), "epoch")
+        say(f"{counted(len(runs), 'run')}, {unfinished} left, {bound}{in_all}.")
+        say(f"{bound}{hours:.1f} core hours, {hours / jobs:.1f} hours with {jobs} at once.")
     if as_json:
         _echo_json(
             {
@@ -109,7 +106,7 @@ def print_results(rows: "list[RunResult]", folder: Path, target: float, as_json:
             tell(f"{row.run}: {row.problem}")
     counts = Counter(row.status for row in rows)
     summary = ", ".join(f"{number} {status}" for status, number in counts.items())
-    tell(f"{counted(len(rows), 'run')}: {summary}. Table: {folder / 'results.csv'}")
+    say(f"{counted(len(rows), 'run')}: {summary}. Table: {folder / 'results.csv'}")
 
 
 class SweepProgress:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from semdiag.presenting.terminal.minutes import Minutes
-from semdiag.presenting.terminal.terminal import counted, tell, terminal
+from semdiag.presenting.terminal.terminal import counted, say, terminal
 
 if TYPE_CHECKING:
     from semdiag_models.training import Progress, Trainer
@@ -30,12 +30,12 @@ def summarise(trainer: "Trainer", several: bool) -> None:
         row = {name: column[-1] for name, column in history.items()}
         labels = trainer.train_split.labels, trainer.holdout_split.labels
         alone = unigram_perplexity(*labels, trainer.config.classes)
-        tell(
+        say(
             f"{run}: {_perplexities(row)} {arrived} (pieces' frequencies alone {alone:.1f}), "
             f"held-out accuracy {row['holdout_accuracy']:.1%}."
         )
         return
-    tell(
+    say(
         f"{run}: training accuracy {history['train_accuracy'][-1]:.1%}, held-out "
         f"{history['holdout_accuracy'][-1]:.1%} {arrived} (chance {1 / trainer.config.classes:.0%})."
     )

@@ -1,4 +1,4 @@
-"""What the tables on stderr have in common."""
+"""What the tables of results have in common."""
 
 import math
 import os
@@ -13,7 +13,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 
 from semdiag.measuring.findings.strict_json import number_from_json
-from semdiag.presenting.terminal.terminal import terminal
+from semdiag.presenting.terminal.terminal import results_on_stderr, terminal
 
 _ENDLESS = 10_000
 _PARTS = re.compile(r"(?<=-)")  # of a name, which is broken behind hyphens alone
@@ -21,8 +21,8 @@ _LOG = 150  # columns of a file: it has room, and a reader who turns its lines
 
 
 def wide_console() -> Console:
-    """Stderr, as wide as the terminal or as ``COLUMNS`` says; wide where it is neither."""
-    console = terminal(stderr=True, markup=False, highlight=False)
+    """Stdout (stderr beside JSON), as wide as the terminal or as ``COLUMNS`` says; wide where it is neither."""
+    console = terminal(stderr=results_on_stderr(), markup=False, highlight=False)
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = max(console.width, _LOG)
     return console

@@ -1,7 +1,9 @@
 """The way to the terminal: what files say reaches it as text, and never as something that it obeys."""
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -41,9 +43,36 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
+_JSON_ON_STDOUT = ContextVar("json_on_stdout", default=False)
+
+
+@contextmanager
+def beside_json(as_json: bool) -> Iterator[None]:
+    """Print the results that are said inside on stderr, if stdout is for JSON.
+
+    Args:
+        as_json: whether it is.
+    """
+    before = _JSON_ON_STDOUT.set(as_json)
+    try:
+        yield
+    finally:
+        _JSON_ON_STDOUT.reset(before)
+
+
+def results_on_stderr() -> bool:
+    """Whether results go to stderr, because stdout is for JSON."""
+    return _JSON_ON_STDOUT.get()
+
+
 def tell(line: str) -> None:
-    """Print a line on stderr."""
+    """Print a line about the work, or a remark, on stderr."""
     typer.echo(visible(line), err=True)
+
+
+def say(line: str) -> None:
+    """Print a line of a result: on stdout, unless that is for JSON."""
+    typer.echo(visible(line), err=results_on_stderr())
 
 
 def terminal(**options: Any) -> "Console":
