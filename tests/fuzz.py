@@ -33,6 +33,8 @@ from semdiag.commands.main import main
 from semdiag.commands.measuring import read_config
 from semdiag.measuring.calls.monitor_log import MonitorLog
 from semdiag.measuring.measurements import Measurements
+from semdiag.questions.selections.measure.check import check_selection
+from semdiag.questions.selections.measure.files import read_selection
 from semdiag.reporting.gate.drift import read_baseline
 from semdiag_models import InputError, reading
 from semdiag_models.sweeps.grid import read_sweep
@@ -129,8 +131,15 @@ def readers(folder: Path) -> dict[str, Callable[[Path], object]]:
         "config.json": read_config,
         "baseline.json": read_baseline,
         "monitor.csv": lambda path: MonitorLog(path, ["step", "layer"], 0).close(),
+        **{f"selection.{kind}": checked for kind in ("npz", "safetensors", "parquet")},
         "queries.parquet": lambda path: Measurements.load(path.parent),
     }
+
+
+def checked(path: Path) -> None:
+    """Read a selection and check it."""
+    read = read_selection(path)
+    check_selection(read.scores, read.indices, read.lengths, starts=read.starts, documents=read.documents)
 
 
 def outcome(read: Callable[[Path], object], path: Path) -> str:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from semdiag.questions.landscape.measure import LandscapePlan
     from semdiag.questions.lipschitz.measure.probe import LipschitzPlan
     from semdiag.questions.mask_stability.measure.probe import NoisePlan
+    from semdiag.questions.selections.measure.check import check_selection
     from semdiag.reporting.in_python import plot, report, summary
     from semdiag_models import InputError
 
@@ -55,6 +56,7 @@ _HOME = {
     "landscape": "semdiag.questions.in_python",
     "LipschitzPlan": "semdiag.questions.lipschitz.measure.probe",
     "lipschitz": "semdiag.questions.in_python",
+    "check_selection": "semdiag.questions.selections.measure.check",
     "measure": "semdiag.measuring.measure",
     "Measurements": "semdiag.measuring.measurements",
     "Monitor": "semdiag.measuring.calls.monitor",
@@ -79,6 +81,8 @@ __all__ = [
     # probes
     "LandscapePlan", "LipschitzPlan", "NoisePlan", "KSweepPlan", "k_sweep", "landscape", "lipschitz",
     "mask_stability",
+    # selections
+    "check_selection",
     # findings
     "Findings", "plot", "report", "summary",
     # errors

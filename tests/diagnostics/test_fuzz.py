@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 
@@ -46,6 +47,17 @@ def good(tmp_path, tiny_runs, paper_code):
     (tmp_path / "sweep.toml").write_text(
         'epochs = 1\n[grid]\ntask = ["parity"]\nattention = ["full", { attention = "topk", k = [1, 2] }]\n'
     )
+    scores = np.arange(12, dtype=np.float32).reshape(3, 4)
+    arrays = {"scores": scores, "indices": np.array([[3, 2], [3, 1], [0, -1]]), "lengths": np.array([4, 4, 3])}
+    np.savez(tmp_path / "selection.npz", **arrays)
+    pd.DataFrame({name: list(array) for name, array in arrays.items()}).to_parquet(tmp_path / "selection.parquet")
+    header = {
+        "scores": {"dtype": "F32", "shape": [3, 4], "data_offsets": [0, 48]},
+        "indices": {"dtype": "I64", "shape": [3, 2], "data_offsets": [48, 96]},
+    }
+    text = json.dumps(header).encode()
+    content = scores.tobytes() + arrays["indices"].astype("<i8").tobytes()
+    (tmp_path / "selection.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + content)
     models = Findings(measured)(tracked_numbers)
     (tmp_path / "baseline.json").write_text(json.dumps(json_ready({"schema": schema("check"), "models": models})))
     (tmp_path / "monitor.csv").write_text("step,layer\n0,0\n1,0\n")

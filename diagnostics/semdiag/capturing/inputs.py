@@ -120,11 +120,11 @@ def _read_numpy(path: Path) -> Tensor:
             packed = zipfile.is_zipfile(file)
             file.seek(0)
             if not packed:
-                _check_header(path, file)
+                check_header(path, file)
                 file.seek(0)
             content = np.load(file, allow_pickle=False)
             if isinstance(content, np.ndarray):
-                return _tensor(path, content)
+                return array_tensor(path, content)
             names = content.files
             if not names:
                 raise InputError(f"{path} holds no array. Write one with: numpy.savez(FILE, tokens=ARRAY).")
@@ -132,10 +132,10 @@ def _read_numpy(path: Path) -> Tensor:
             if name is None:
                 raise InputError(f"{path} holds {', '.join(names)}: name one of them tokens.")
             member = content.zip.getinfo(name if name in content.zip.namelist() else f"{name}.npy")
-            _check_member(path, member)
+            check_member(path, member)
             with content.zip.open(member) as array:
-                _check_header(path, array)
-            return _tensor(path, content[name])
+                check_header(path, array)
+            return array_tensor(path, content[name])
     except InputError:
         raise
     except Exception as error:  # on damaged files numpy raises whatever its reader stumbles over
@@ -143,7 +143,7 @@ def _read_numpy(path: Path) -> Tensor:
         raise InputError(f"{path} cannot be read as an array of numbers ({reason}).") from None
 
 
-def _tensor(path: Path, array: "np.ndarray[Any, Any]") -> Tensor:
+def array_tensor(path: Path, array: "np.ndarray[Any, Any]") -> Tensor:
     """The tensor of an array, whatever its byte order."""
     try:
         return torch.from_numpy(array.astype(array.dtype.newbyteorder("="), copy=False))
@@ -160,7 +160,7 @@ def _check_memory(path: Path, content: Any) -> None:
                 require_memory(size, f"{path}: a tensor of shape {tuple(tensor.shape)}")
 
 
-def _check_member(path: Path, member: zipfile.ZipInfo) -> None:
+def check_member(path: Path, member: zipfile.ZipInfo) -> None:
     """Refuse a member that memory does not hold, or that is made to be far larger than its file."""
     require_memory(member.file_size, f"{path}, unpacked,")
     if member.file_size > max(LARGEST_TEXT, _PACKED * member.compress_size):
@@ -170,7 +170,7 @@ def _check_member(path: Path, member: zipfile.ZipInfo) -> None:
         )
 
 
-def _check_header(path: Path, file: IO[bytes]) -> None:
+def check_header(path: Path, file: IO[bytes]) -> None:
     """Refuse an array whose header says that it does not fit, before memory is set aside for it."""
     read = _HEADERS.get(np.lib.format.read_magic(file))
     if read is not None:  # else numpy says what is wrong

@@ -14,7 +14,8 @@ PROMISE = (
     "versions, command, inputs, options. `provenance.command` is a list of words; in `sweep`, as in its "
     "`results.json`, it is one string. In `info`, `provenance` is what the checkpoint says of its training. - "
     "`results`: one entry per model, with `model`, `task`, `attention`, `k` and the rest of what is known of it. "
-    "In `check` an entry is a pair (`full`, `topk`), in `sweep` a run (`run`)."
+    "In `check` an entry is a pair (`full`, `topk`), in `sweep` a run (`run`), in "
+    "`selections` a file (`file`)."
 )
 FEW = ("--samples", 6)
 NAMES = ("dispersion", "separation", "stability", "mask-stability", "bounds", "overlap", "k-sweep")
@@ -40,7 +41,7 @@ def test_the_promise_stands_in_the_documentation_and_every_command_with_json_is_
     documented = Path(__file__).parents[3] / "docs" / "README.md"
     assert PROMISE in " ".join(documented.read_text(encoding="utf-8").split())
     with_json = {c.name for c in app.registered_commands if "as_json" in inspect.signature(c.callback).parameters}
-    assert with_json == {*WORDS, "info", "sweep"}, "a new command with --json needs a line in WORDS"
+    assert with_json == {*WORDS, "info", "selections", "sweep"}, "a new command with --json needs a line in WORDS"
 
 
 def keeps_the_promise(text, per, command):

@@ -30,6 +30,8 @@ WITH_FORMULAS = (
     "bounds.corollary",
     "learning",
     "mask_stability",
+    "selections.number_formats",
+    "selections.top_k_check",
     "planes",
     "extreme_values",
     "power_iteration",

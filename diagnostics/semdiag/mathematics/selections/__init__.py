@@ -1,0 +1,1 @@
+"""Selections: which keys a top-k chose, and whether they are the largest."""

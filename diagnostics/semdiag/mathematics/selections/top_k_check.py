@@ -1,0 +1,194 @@
+"""Whether chosen keys are those of the largest scores, row by row, without sorting a row."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from semdiag.mathematics.selections.allowed_keys import AllowedKeys
+from semdiag.mathematics.selections.number_formats import NumberFormat, may_swap
+from semdiag_models import InputError
+
+CLASSES = (
+    "exact", "legal_tie", "within_rounding", "wrong", "duplicate", "out_of_range", "future", "padding", "missing",
+)  # fmt: skip
+NOT_JUDGED = "not_judged"  # nothing is wrong with the keys, and there are no scores
+GRAVITY = (
+    NOT_JUDGED, "exact", "legal_tie", "within_rounding", "wrong", "missing", "duplicate", "padding", "future",
+    "out_of_range",
+)  # fmt: skip
+FAULTS = frozenset(GRAVITY[4:])
+_GRADE = {name: grade for grade, name in enumerate(GRAVITY)}
+_HELD = 2**19  # scores looked at together: few enough for a processor's cache
+
+
+@torch.no_grad()
+def judge_rows(
+    scores: Tensor | None, indices: Tensor, keys: int, allowed: AllowedKeys, kind: NumberFormat
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return a grade for each row that counts, its worst chosen and k-th score, and the best one left out.
+
+    A row is right if no key that was left out has a larger score than the worst chosen one: one pass over the
+    scores, and no sorting. Only of rows that are not right the k-th score is looked for.
+
+    Source: docs/theory.md#rounded-scores; not in the paper. Deviation: none.
+
+    Args:
+        scores: (rows, n), floating point; None: unknown.
+        indices: (rows, k), whole numbers of any type, -1 for none.
+        keys: n.
+        allowed: which keys each row may choose.
+        kind: the format of the engine's scores.
+
+    Returns:
+        Grades (places in ``GRAVITY``, int8) and three times float64, one entry for each row that counts. Scores
+        are NaN where there is none: nothing chosen, nothing left out.
+
+    Raises:
+        InputError: if a score that may be chosen is NaN.
+    """
+    picked = allowed.counts.nonzero().squeeze(1)
+    every, per_part = picked.numel() == len(indices), max(1, _HELD // (keys + 1))
+    found: tuple[list[Tensor], ...] = ([], [], [], [])
+    room = None
+    for start in range(0, picked.numel(), per_part):
+        own: slice | Tensor = slice(start, start + per_part) if every else picked[start : start + per_part]
+        part = _Part(
+            None if scores is None else scores[own], _places(indices[own], keys), keys,
+            allowed.first[own, None].to(indices.device), allowed.end[own, None].to(indices.device),
+            None if allowed.position is None else allowed.position[own, None].to(indices.device),
+        )  # fmt: skip
+        if room is None:
+            room = part.room(per_part)
+        try:
+            for column, values in zip(found, part.judged(room, kind), strict=True):
+                column.append(values)
+        except _NotANumberError as error:
+            raise InputError(
+                f"The scores of row {int(picked[start + error.row])} hold NaN, which is neither larger nor "
+                "smaller than another score."
+            ) from None
+    grade, *numbers = (torch.cat(column) for column in found)
+    return grade, numbers[0], numbers[1], numbers[2]
+
+
+def _places(indices: Tensor, keys: int) -> Tensor:
+    """Indices as int64; what is too large for it is out of range all the same."""
+    places = indices.long()
+    return places.where(places >= 0, keys) if indices.dtype == torch.uint64 else places
+
+
+class _NotANumberError(Exception):
+    """A row of a part holds NaN."""
+
+    def __init__(self, row: int) -> None:
+        self.row = row
+
+
+@dataclass
+class _Part:
+    """Some rows; keys that may be chosen are ``first`` ≤ j < ``end``."""
+
+    scores: Tensor | None
+    indices: Tensor
+    keys: int
+    first: Tensor
+    end: Tensor
+    position: Tensor | None
+
+    def room(self, rows: int) -> Tensor:
+        """Memory for the scores of a part, with a column more for what is no key."""
+        double = self.scores is not None and self.scores.dtype == torch.float64
+        wide = double or self.indices.shape[1] > 2**24
+        kind = torch.float64 if wide else torch.float32
+        return torch.empty(rows, self.keys + 1, dtype=kind, device=self.indices.device)
+
+    def judged(self, room: Tensor, kind: NumberFormat) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        rows, k = self.indices.shape
+        table = self._filled(room[:rows])
+        inside = (self.indices >= self.first) & (self.indices < self.end)
+        valid = None if bool(inside.all()) else inside
+        slots = self.indices if valid is None else self.indices.where(valid, self.keys)
+        chosen = table.gather(1, slots)
+        order = torch.arange(k, dtype=table.dtype, device=table.device).expand(rows, k)
+        again = table.scatter_(1, slots, order).gather(1, slots) != order  # of a key's places the last one holds
+        if valid is not None:
+            again &= valid
+        number = (k if valid is None else valid.sum(1)) - again.sum(1)
+        grade = self._keys_alone(valid, again, number).cpu()
+        if self.scores is None:
+            none = torch.full((rows,), torch.nan, dtype=torch.float64)
+            return grade, none, none, none
+        table.scatter_(1, slots, table.new_tensor(-torch.inf).expand(rows, k))
+        worst, left = chosen.amin(1).cpu().double(), table[:, : self.keys].amax(1).cpu().double()
+        unknown = worst.isnan() | left.isnan()
+        if bool(unknown.any()):
+            raise _NotANumberError(int(unknown.nonzero()[0]))
+        number, free = number.cpu(), (self.end - self.first).squeeze(1).cpu()
+        worst = worst.where(number > 0, torch.nan)
+        left = left.where(free > number, torch.nan)
+        kth = self._kth(grade, number, worst, left)
+        self._by_scores(grade, worst, left, kind)
+        return grade, worst, kth, left
+
+    def _filled(self, table: Tensor) -> Tensor:
+        """The scores, -inf where no key may be chosen, +inf in the column more."""
+        if self.scores is None:
+            return table
+        table[:, : self.keys].copy_(self.scores)
+        table[:, self.keys] = torch.inf
+        self._mask_(table[:, : self.keys], self.first, self.end)
+        return table
+
+    def _mask_(self, scores: Tensor, first: Tensor, end: Tensor) -> None:
+        if bool((first > 0).any()) or bool((end < self.keys).any()):
+            at = torch.arange(self.keys, device=scores.device)
+            scores.masked_fill_((at < first) | (at >= end), -torch.inf)
+
+    def _keys_alone(self, valid: Tensor | None, again: Tensor, number: Tensor) -> Tensor:
+        """Grades by what can be seen without scores; at first too few keys are missing."""
+        k = self.indices.shape[1]
+        grade = torch.zeros(len(self.indices), dtype=torch.int8, device=self.indices.device)
+        needed = (self.end - self.first).squeeze(1).clamp(max=k)
+        grade[number < needed] = _GRADE["missing"]
+        grade[again.any(1)] = _GRADE["duplicate"]
+        if valid is None:
+            return grade
+        inside = (self.indices >= 0) & (self.indices < self.keys)
+        late = inside & (self.indices > self.position) if self.position is not None else torch.zeros_like(inside)
+        grade[(inside & ~valid & ~late).any(1)] = _GRADE["padding"]
+        grade[late.any(1)] = _GRADE["future"]
+        grade[(~inside & (self.indices != -1)).any(1)] = _GRADE["out_of_range"]
+        return grade
+
+    def _kth(self, grade: Tensor, number: Tensor, worst: Tensor, left: Tensor) -> Tensor:
+        """The k-th scores. Keys are not missing whose scores are -inf, which is what masks write."""
+        assert self.scores is not None
+        k = self.indices.shape[1]
+        needed = (self.end - self.first).squeeze(1).clamp(max=k).cpu()
+        kth = worst.clone()
+        others = ((left > worst) | (number != needed)).nonzero().squeeze(1)
+        if not others.numel():
+            return kth
+        own = others.to(self.scores.device)
+        again = self.scores[own].to(torch.float64 if self.scores.dtype == torch.float64 else torch.float32)
+        self._mask_(again, self.first[own], self.end[own])
+        largest = again.topk(min(k, self.keys), 1).values.cpu().double()
+        wanted = needed[others]
+        last = largest.gather(1, (wanted - 1).clamp(min=0)[:, None]).squeeze(1)
+        kth[others] = last.where(wanted > 0, torch.nan)
+        present = (largest > -torch.inf).sum(1)
+        excused = (grade[others] == _GRADE["missing"]) & (number[others] >= torch.minimum(wanted, present))
+        grade[others[excused]] = 0
+        return kth
+
+    @staticmethod
+    def _by_scores(grade: Tensor, worst: Tensor, left: Tensor, kind: NumberFormat) -> None:
+        """Grade the rows whose keys are in order."""
+        fine = grade == 0
+        grade[fine] = _GRADE["exact"]
+        grade[fine & (left == worst)] = _GRADE["legal_tie"]
+        behind = fine & (left > worst)
+        at = behind.nonzero().squeeze(1)
+        swapped = may_swap(worst[at], left[at], kind)
+        grade[at] = torch.where(swapped, _GRADE["within_rounding"], _GRADE["wrong"]).to(torch.int8)

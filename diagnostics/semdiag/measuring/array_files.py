@@ -1,0 +1,136 @@
+"""Named arrays in files: npz, safetensors, parquet. What is not asked for is not read."""
+
+import json
+import math
+import zipfile
+from collections.abc import Collection
+from io import BufferedReader
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from semdiag.capturing.inputs import array_tensor, check_header, check_member
+from semdiag_models import InputError
+from semdiag_models.reading import MEBIBYTE, open_file, require_memory
+
+_LARGEST_HEADER = 100 * MEBIBYTE  # as in the library
+_TYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
+    "U16": torch.uint16, "U32": torch.uint32, "U64": torch.uint64, "BOOL": torch.bool,
+}  # fmt: skip
+
+
+def read_arrays(path: Path, names: Collection[str]) -> dict[str, Tensor]:
+    """Read the arrays of some names from a file.
+
+    Args:
+        path: ``.npz``; ``.safetensors``; or ``.parquet`` with columns of numbers, or of lists of numbers of the
+            same length in every row, lists of lists and so on.
+        names: of arrays or columns; those that the file lacks are left out.
+
+    Returns:
+        Tensors by name.
+
+    Raises:
+        InputError: if the file is missing, damaged, of another kind, or more than fits into memory.
+    """
+    readers = {".npz": _npz, ".safetensors": _safetensors, ".parquet": _parquet}
+    if path.suffix not in readers:
+        raise InputError(f"Arrays come as .npz, .safetensors or .parquet. Got {path.name}.")
+    try:
+        return readers[path.suffix](path, names)
+    except InputError:
+        raise
+    except Exception as error:  # on damaged files readers raise whatever they stumble over
+        reason = str(error).split("\n", 1)[0][:120] or type(error).__name__
+        raise InputError(f"{path} cannot be read as arrays of numbers ({reason}).") from None
+
+
+def _npz(path: Path, names: Collection[str]) -> dict[str, Tensor]:
+    with open_file(path) as file:
+        if not zipfile.is_zipfile(file):
+            raise InputError(f"{path} is no archive of arrays. Write one with: numpy.savez(FILE, indices=ARRAY).")
+        file.seek(0)
+        content = np.load(file, allow_pickle=False)
+        stored = content.zip.namelist()
+        members = {
+            name: content.zip.getinfo(name if name in stored else f"{name}.npy")
+            for name in content.files
+            if name in names
+        }
+        require_memory(sum(member.file_size for member in members.values()), f"{path}, unpacked,")
+        found = {}
+        for name, member in members.items():
+            check_member(path, member)
+            with content.zip.open(member) as array:
+                check_header(path, array)
+            found[name] = array_tensor(path, content[name])
+        return found
+
+
+def _safetensors(path: Path, names: Collection[str]) -> dict[str, Tensor]:
+    with open_file(path) as file:
+        size = int.from_bytes(file.read(8), "little")
+        if not 0 < size <= _LARGEST_HEADER:
+            raise InputError(f"{path} is no safetensors file: its header would have {size:,} bytes.")
+        header = json.loads(file.read(size))
+        return {
+            name: _stored(path, file, 8 + size, header[name])
+            for name in names
+            if isinstance(header, dict) and name in header and name != "__metadata__"
+        }
+
+
+def _stored(path: Path, file: BufferedReader, offset: int, entry: Any) -> Tensor:
+    """One tensor of a safetensors file."""
+    kind, shape, (begin, end) = _TYPES.get(entry["dtype"]), entry["shape"], entry["data_offsets"]
+    if kind is None:
+        raise InputError(f"{path} holds numbers of type {str(entry['dtype'])[:20]}; known: {', '.join(_TYPES)}.")
+    whole = all(type(number) is int and number >= 0 for number in (*shape, begin, end))
+    if not whole or len(shape) > 16 or end - begin != math.prod(shape) * kind.itemsize:
+        raise InputError(f"{path} is damaged: a tensor is not as large as its shape says.")
+    require_memory(end - begin, f"{path}: a tensor of shape {tuple(shape)}")
+    file.seek(offset + begin)
+    data = bytearray(file.read(end - begin))
+    if len(data) != end - begin:
+        raise InputError(f"{path} is damaged: it ends within a tensor.")
+    return torch.frombuffer(data, dtype=kind).reshape(shape) if data else torch.empty(shape, dtype=kind)
+
+
+def _parquet(path: Path, names: Collection[str]) -> dict[str, Tensor]:
+    import pyarrow as pa  # what measures one model must not need it
+    import pyarrow.parquet as pq
+
+    # From memory: threads that wait for Python to read from a file end the process if it is damaged and we leave.
+    with open_file(path) as stored, pa.BufferReader(stored.read()) as file:
+        whole = pq.ParquetFile(file)
+        known, wanted = whole.metadata, [name for name in whole.schema_arrow.names if name in names]
+        places = [c for c in range(known.num_columns) if known.schema.column(c).path.split(".")[0] in wanted]
+        size = 0
+        for group in range(known.num_row_groups):
+            # To look at a damaged column's description ends the process; to read a row of it raises an exception.
+            next(whole.iter_batches(batch_size=1, row_groups=[group], columns=wanted, use_threads=False), None)
+            parts = [known.row_group(group).column(c) for c in places]
+            size += sum(max(16 * part.num_values, part.total_uncompressed_size) for part in parts)
+        require_memory(max(size, 16 * known.num_rows * len(places)), f"{path}, unpacked,")
+        table = pq.read_table(file, columns=wanted).to_pandas()
+    return {name: array_tensor(path, _stacked(path, table[name])) for name in wanted}
+
+
+def _stacked(path: Path, column: Any) -> "np.ndarray[Any, Any]":
+    """A column as an array: of numbers, or of lists of the same length."""
+    values = column.to_numpy() if hasattr(column, "to_numpy") else np.asarray(column)
+    if values.dtype != object:
+        return np.ascontiguousarray(values)
+    rows = [_stacked(path, row) for row in values]
+    if not rows or any(row.shape != rows[0].shape or row.dtype != rows[0].dtype for row in rows):
+        name = getattr(column, "name", "a list")
+        raise InputError(
+            f"{path}: the rows of {name} are lists of different lengths. Fill the shorter ones with -1."
+        )
+    return np.stack(rows)

@@ -1,0 +1,1 @@
+"""What was found of selections, as the one object that ``--json`` prints."""

@@ -1,0 +1,1 @@
+"""Selections as given: checked against their scores, and compared with each other."""

@@ -1,0 +1,224 @@
+"""Is a selection the top-k of its scores?"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from torch import Tensor
+
+from semdiag.capturing.arguments import whole_number
+from semdiag.mathematics.selections.allowed_keys import AllowedKeys, allowed_keys
+from semdiag.mathematics.selections.number_formats import NumberFormat, last_places, number_format
+from semdiag.mathematics.selections.top_k_check import CLASSES, FAULTS, GRAVITY, NOT_JUDGED, judge_rows
+from semdiag.questions.selections.measure.arrays import (
+    check_k,
+    chosen_keys,
+    flat_rows,
+    float_scores,
+    whole_numbers,
+)
+from semdiag_models import InputError
+
+_CLASS = pd.CategoricalDtype(list(GRAVITY), ordered=True)
+
+
+@dataclass(frozen=True, eq=False)
+class CheckedSelection:
+    """What :func:`check_selection` found.
+
+    Attributes:
+        counts: how many rows are of each class.
+        rows: a row for each checked row, described at :func:`check_selection`.
+        k: keys that a row chooses.
+        keys: that a row has; None: unknown.
+        format: of the engine's scores.
+        not_checked: rows of padded queries.
+        not_judged: rows without a fault of which no scores are known.
+    """
+
+    counts: dict[str, int]
+    rows: pd.DataFrame
+    k: int
+    keys: int | None
+    format: str
+    not_checked: int
+    not_judged: int
+
+    @property
+    def faults(self) -> int:
+        """Return how many rows are faulty: of a class other than exact, legal_tie and within_rounding."""
+        return sum(number for name, number in self.counts.items() if name in FAULTS)
+
+    @property
+    def worst(self) -> dict[str, Any]:
+        """Return the worst row of the gravest class that has rows."""
+        return self.worst_of(GRAVITY[int(self.rows["class"].cat.codes.max())])
+
+    def worst_of(self, name: str) -> dict[str, Any]:
+        """Return the row of a class with the smallest separation, of several the first.
+
+        Args:
+            name: of a class that has rows.
+        """
+        own = (self.rows["class"] == name).to_numpy()
+        numbers = self.rows["separation"].to_numpy()[own]
+        least = int(np.nanargmin(numbers)) if not np.isnan(numbers).all() else 0
+        return {str(column): value for column, value in self.rows.iloc[own.nonzero()[0][least]].items()}
+
+    def __repr__(self) -> str:
+        found = ", ".join(f"{number:,} {name}" for name, number in self.counts.items() if number)
+        return f"CheckedSelection({len(self.rows):,} rows: {found or 'none judged'})"
+
+
+def check_selection(
+    scores: Any,
+    indices: Any,
+    lengths: Any = None,
+    causal: bool = False,
+    format: str = "float32",
+    *,
+    starts: Any = None,
+    documents: Any = None,
+    keys: int | None = None,
+) -> CheckedSelection:
+    """Check whether the chosen keys of each row are its top-k.
+
+    A row chooses right if no key that it may choose and leaves out has a larger score than the worst key that it
+    chooses: if its separation, worst chosen score − best score left out, is ≥ 0. A row has one class, the gravest
+    that applies. From the gravest:
+
+    - ``out_of_range``: an index is no key (below -1, or n and more).
+    - ``future``: a key stands after the query. Only with ``causal``.
+    - ``padding``: a key is no valid one of the row's sequence or document.
+    - ``duplicate``: a key is chosen twice.
+    - ``missing``: fewer keys are chosen than min(k, keys that may be chosen). Keys whose score is -inf need not
+      be chosen: that is how masks say that there is no key.
+    - ``wrong``: the separation is negative, by more than rounding explains.
+    - ``within_rounding``: the separation is negative, but best left out − worst chosen ≤
+      u(|best left out| + |worst chosen|) + 2η. Then rounding each score once to ``format`` may have put them level
+      or in the other order. u = 2^−p is the unit roundoff of the format and η half its smallest subnormal number.
+    - ``legal_tie``: the separation is 0: a key that is left out has the same score as the worst chosen one.
+    - ``exact``: it is the only top-k.
+
+    Source: docs/theory.md#rounded-scores; not in the paper. Deviation: none.
+
+    Args:
+        scores: (..., n), a tensor or an array of floating-point numbers; NaN is refused where a key may be
+            chosen. None: unknown, and only faults of the keys themselves are found.
+        indices: (..., k) whole numbers from 0, -1 for none.
+        lengths: how many keys of each sequence are valid: one number, one for each entry of the first dimension,
+            or with as many dimensions as the rows, each of their size or 1. None: all.
+        causal: whether a key after the query is one of the future. The last dimension before the keys is then
+            the query's, and the queries are the last tokens: query i of q is token n − q + i. If q < n and lengths
+            are known it is token starts + lengths − q + i. Rows of padded queries are not checked.
+        format: in which the engine computed its scores: float64, float32, bfloat16, float16, float8_e4m3fn,
+            float8_e5m2; or short, fp64, fp32, bf16, fp16, fp8-e4m3, fp8-e5m2.
+        starts: like ``lengths``, the first valid key of each sequence: with padding on the left, how many tokens
+            that is. The valid keys are starts ≤ j < starts + lengths. None: 0.
+        documents: (n,) or (batch, n) whole numbers: the document of each token of a packed sequence, whose tokens
+            stand together; negative for padding. A key of another document is ``padding``.
+        keys: n, if there are no scores. None: as many as the largest length; with ``causal`` and no lengths as
+            many as there are queries; else unknown, and no index is too large.
+
+    Returns:
+        Counts by class; and a table with a row for each checked row: its place in each dimension (``dim_0``, …),
+        ``class``, ``worst_chosen`` (score), ``kth`` (the least score of a top-k), ``gap`` = kth − worst_chosen,
+        not below 0, ``gap_ulps`` (in units of the last place in ``format``), ``left_out`` (the best score left
+        out), ``separation`` = worst_chosen − left_out (+inf where no key is left) and ``separation_ulps``. Units
+        of the last place are those of the larger of the two scores. NaN: not known, or nothing chosen.
+
+    Raises:
+        InputError: if shapes or types do not fit together, k is above n, a score is NaN, or no row is to be
+            checked.
+
+    Example:
+        >>> scores = torch.tensor([[3.0, 1.0, 2.0, 2.0], [3.0, 1.0, 2.0, 0.0]])
+        >>> found = check_selection(scores, torch.tensor([[0, 2], [0, 1]]))
+        >>> found, found.faults
+        (CheckedSelection(2 rows: 1 legal_tie, 1 wrong), 1)
+        >>> found.rows[["class", "worst_chosen", "kth", "gap"]].values.tolist()
+        [['legal_tie', 2.0, 2.0, 0.0], ['wrong', 1.0, 2.0, 1.0]]
+    """
+    kind = number_format(format)
+    chosen = chosen_keys(indices)
+    own = None if scores is None else float_scores(scores, chosen)
+    shape = tuple(chosen.shape[:-1])
+    valid, first = whole_numbers(lengths, "lengths"), whole_numbers(starts, "starts")
+    known = _keys(keys, own, valid, first, shape[-1] if causal else 0)
+    if keys is not None:
+        check_k(chosen.shape[-1], keys)
+    number = known or _beyond(chosen)
+    allowed = allowed_keys(shape, number, valid, first, whole_numbers(documents, "documents"), bool(causal))
+    if not bool(allowed.counts.any()):
+        raise InputError("There is no row to check: every query is padding.")
+    found = judge_rows(None if own is None else flat_rows(own), flat_rows(chosen), number, allowed, kind)
+    rows = _table(shape, allowed, kind, *found)
+    counts = rows["class"].value_counts()
+    return CheckedSelection(
+        counts={name: int(counts[name]) for name in CLASSES},
+        rows=rows,
+        k=chosen.shape[-1],
+        keys=known,
+        format=kind.name,
+        not_checked=allowed.counts.numel() - len(rows),
+        not_judged=int(counts[NOT_JUDGED]),
+    )
+
+
+def _keys(
+    given: int | None, scores: Tensor | None, lengths: Tensor | None, starts: Tensor | None, queries: int
+) -> int | None:
+    """How many keys a row has, if that is known."""
+    if given is not None:
+        whole_number(given, "keys", 1)
+    if scores is not None:
+        if given is not None and given != scores.shape[-1]:
+            raise InputError(f"keys = {given}, but the scores have {scores.shape[-1]} keys.")
+        return int(scores.shape[-1])
+    if given is not None:
+        return int(given)
+    if lengths is None or not lengths.numel():
+        return queries or None
+    if starts is None or not starts.numel():
+        return max(1, queries, int(lengths.max()))
+    ends = lengths + starts if starts.shape == lengths.shape else lengths.max() + starts.max()
+    return max(1, queries, int(ends.max()))
+
+
+def _beyond(chosen: Tensor) -> int:
+    """A number of keys that no index reaches."""
+    return max(int(chosen.long().max()) + 1, chosen.shape[-1])
+
+
+def _table(
+    shape: tuple[int, ...],
+    allowed: AllowedKeys,
+    kind: NumberFormat,
+    grade: Tensor,
+    worst: Tensor,
+    kth: Tensor,
+    left: Tensor,
+) -> pd.DataFrame:
+    """The table of :func:`check_selection`."""
+    places = np.unravel_index(allowed.counts.nonzero().squeeze(1).numpy(), shape)
+    gap = torch.where(kth == worst, 0.0, kth - worst).clamp(min=0)
+    separation = torch.where(worst == left, 0.0, worst - left)
+    separation = torch.where(left.isnan() & ~worst.isnan(), torch.inf, separation)
+    columns = {
+        "worst_chosen": worst,
+        "kth": kth,
+        "gap": gap,
+        "gap_ulps": last_places(gap, torch.fmax(worst.abs(), kth.abs()), kind),
+        "left_out": left,
+        "separation": separation,
+        "separation_ulps": last_places(separation, torch.fmax(worst.abs(), left.abs()), kind),
+    }
+    return pd.DataFrame(
+        {
+            **{f"dim_{axis}": place for axis, place in enumerate(places)},
+            "class": pd.Categorical.from_codes(np.asarray(grade.numpy(), np.int8), dtype=_CLASS),
+            **{name: values.numpy() for name, values in columns.items()},
+        }
+    )

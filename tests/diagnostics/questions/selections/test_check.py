@@ -1,0 +1,335 @@
+"""check_selection beside loops over rows and keys, and the public cases of wrong selections."""
+
+import math
+import random
+from collections import Counter
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+
+import semdiag
+from semdiag import InputError, check_selection
+from semdiag.mathematics.selections.number_formats import FORMATS
+
+CLASSES = (
+    "exact", "legal_tie", "within_rounding", "wrong", "duplicate", "out_of_range", "future", "padding", "missing",
+)  # fmt: skip
+
+
+def rounding_explains(worst, left, name):
+    """Whether h − l ≤ u(|h| + |l|) + 2η, in exact arithmetic; scores that overflow are saturated."""
+    kind = FORMATS[name]
+    if worst == left or worst >= kind.overflow or left <= -kind.overflow:
+        return True
+    if math.isinf(worst) or math.isinf(left):
+        return False
+    low, high = (Fraction(max(-kind.largest, min(kind.largest, score))) for score in (worst, left))
+    unit, subnormal = Fraction(2) ** -kind.digits, Fraction(2) ** (kind.exponent - kind.digits + 1)
+    return high - low <= unit * (abs(high) + abs(low)) + subnormal
+
+
+def naive_class(scores, indices, valid, position, name):
+    """The class of one row, by its definition.
+
+    Args:
+        scores: a list of n floats.
+        indices: a list of k whole numbers.
+        valid: the keys of its sequence or document.
+        position: of its query; None: no key is future.
+        name: of the format.
+    """
+    own = [j for j in indices if j != -1]
+    allowed = [j for j in valid if position is None or j <= position]
+    if any(not 0 <= j < len(scores) for j in own):
+        return "out_of_range"
+    if position is not None and any(j > position for j in own):
+        return "future"
+    if any(j not in allowed for j in own):
+        return "padding"
+    if len(set(own)) < len(own):
+        return "duplicate"
+    if len(own) < min(len(indices), sum(scores[j] > -math.inf for j in allowed)):
+        return "missing"
+    rest = [scores[j] for j in allowed if j not in own]
+    if not own or not rest:
+        return "exact"
+    worst, left = min(scores[j] for j in own), max(rest)
+    if worst > left:
+        return "exact"
+    if worst == left:
+        return "legal_tie"
+    return "within_rounding" if rounding_explains(worst, left, name) else "wrong"
+
+
+LEVELS = {
+    "float32": [0.0, -0.0, 1.0, 1.0 + 2**-23, 1.0 + 2**-22, -1.0, 2.0, -math.inf, math.inf, 1e-45, 3e38, -3e38],
+    "bfloat16": [0.0, -0.0, 1.0, 1.0 + 2**-7, 1.0 + 2**-10, 1.03, -1.0, -1.001, 2.0, -math.inf, 1e-41],
+    "float16": [0.0, 1.0, 1.0 + 2**-10, 1.005, 7e4, 1e6, math.inf, -1e9, -2e9, -math.inf, 3e-8, 5e-8, 65504.0],
+    "float8_e4m3fn": [0.0, 1.0, 1.0625, 1.1, 1.25, 448.0, 500.0, -1000.0, -448.0, -math.inf, 0.002],
+}
+
+
+RULES = ["all", "lengths", "starts", "causal", "causal lengths", "last queries", "documents"]
+
+
+def drawn_indices(draw, scores, k, first, end):
+    """Mostly a top-k of the keys that may be chosen, and then mistakes."""
+    n = len(scores)
+    order = sorted(range(first, end), key=lambda j: (-scores[j], draw.random()))
+    chosen = (order + [-1] * k)[:k]
+    if len(order) > k and draw.random() < 0.4:
+        chosen[-1] = order[k]  # the nearest mistake
+    for _ in range(draw.choice((0, 0, 0, 1, 1, 2))):
+        chosen[draw.randrange(k)] = draw.choice((draw.randrange(n), -1, draw.choice(chosen), -2, n))
+    draw.shuffle(chosen)
+    return chosen
+
+
+@pytest.mark.parametrize("name", LEVELS)
+@pytest.mark.parametrize("rule", RULES)
+def test_thousands_of_rows_are_what_loops_say(name, rule):
+    draw, seen, checked = random.Random(f"{name} {rule}"), Counter(), 0
+    dtype = torch.float64 if name == "float32" else torch.float32
+    for _ in range(150):
+        n, k, batch = draw.randint(2, 9), 0, draw.randint(1, 3)
+        k, causal = draw.randint(1, n), rule in ("causal", "causal lengths", "last queries", "documents")
+        q = draw.randint(1, n) if rule == "last queries" else n if causal else draw.randint(1, 4)
+        least = {"lengths": 0, "starts": 1, "causal lengths": 1, "last queries": q}.get(rule, n)
+        lengths = [draw.randint(least, n) for _ in range(batch)]
+        starts = [draw.randint(0, n - length) for length in lengths] if rule == "starts" else [0] * batch
+        documents = [sorted(draw.randint(-1, 2) for _ in range(n)) for _ in range(batch)]
+        scores = torch.tensor(
+            [[[draw.choice(LEVELS[name]) for _ in range(n)] for _ in range(q)] for _ in range(batch)], dtype=dtype
+        )
+        indices, expected = [], []
+        for b, i in ((b, i) for b in range(batch) for i in range(q)):
+            valid = list(range(starts[b], starts[b] + lengths[b]))
+            position = (n if q == n else lengths[b]) - q + i if causal else None
+            if rule == "documents":
+                valid = [j for j in valid if documents[b][j] == documents[b][i] >= 0]
+            row = scores[b, i].tolist()
+            end = len([j for j in valid if position is None or j <= position])
+            first = valid[0] if valid else 0
+            indices.append(drawn_indices(draw, row, k, first, first + end))
+            if position is None or position in valid:
+                expected.append(naive_class(row, indices[-1], valid, position, name))
+        given = {"lengths": torch.tensor(lengths)} if rule not in ("all", "causal", "documents") else {}
+        given |= {"starts": np.array(starts)} if rule == "starts" else {}
+        given |= {"documents": torch.tensor(documents)} if rule == "documents" else {}
+        if not expected:
+            with pytest.raises(InputError, match="no row to check"):
+                check_selection(scores, torch.tensor(indices).view(batch, q, k), causal=causal, **given)
+            continue
+        chosen = torch.tensor(indices).view(batch, q, k)
+        found = check_selection(scores, chosen, causal=causal, format=name, **given)
+        assert found.rows["class"].tolist() == expected
+        assert {name: count for name, count in found.counts.items() if count} == Counter(expected)
+        assert found.not_checked == batch * q - len(expected)
+        seen.update(expected)
+        checked += len(expected)
+    impossible = set() if causal else {"future"}
+    impossible |= {"padding"} if rule in ("all", "causal", "causal lengths", "last queries") else set()
+    assert set(CLASSES) - set(seen) <= impossible, "the draw does not reach every class"
+    assert checked > 500
+
+
+def test_numbers_of_a_row_are_those_of_its_sorted_scores():
+    generator = torch.Generator().manual_seed(1)
+    scores = torch.randn(50, 3, 20, generator=generator)
+    indices = torch.rand(50, 3, 20, generator=generator).argsort(-1)[..., :6]
+    rows = check_selection(scores, indices).rows
+    for row in rows.to_dict("records"):
+        own = scores[row["dim_0"], row["dim_1"]].tolist()
+        chosen = set(indices[row["dim_0"], row["dim_1"]].tolist())
+        worst = min(own[j] for j in chosen)
+        left = max(score for j, score in enumerate(own) if j not in chosen)
+        kth = sorted(own)[-6]
+        assert (row["worst_chosen"], row["left_out"], row["kth"]) == (worst, left, kth)
+        assert (row["gap"], row["separation"]) == (max(kth - worst, 0.0), worst - left)
+        unit = 2.0 ** (math.floor(math.log2(max(abs(worst), abs(left)))) - 23)
+        assert row["separation_ulps"] == (worst - left) / unit
+
+
+def test_a_larger_score_that_is_left_out_is_wrong_though_the_kth_is_near():
+    """The k-th score alone does not tell: 10 is left out, and no rounding explains that."""
+    close = 9.0 - 2**-20
+    found = check_selection(torch.tensor([[10.0, 9.0, close, 0.0]]), torch.tensor([[1, 2]]))
+    assert found.counts["wrong"] == 1
+    assert found.worst["gap_ulps"] == 1.0
+    assert found.worst["separation"] == close - 10
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.float8_e5m2])
+@pytest.mark.parametrize("whole", [torch.int64, torch.int32, torch.int16, torch.uint8])
+def test_every_type_of_scores_and_indices(dtype, whole):
+    scores = torch.tensor([[1.0, 3.0, 2.0, 0.5], [4.0, 0.0, 1.0, 2.0]]).to(dtype)
+    right = torch.tensor([[1, 2], [0, 3]]).to(whole)
+    assert check_selection(scores, right).counts["exact"] == 2
+    assert check_selection(scores, right.flip(0)).counts["wrong"] == 2
+    if dtype not in (torch.bfloat16, torch.float8_e5m2):
+        big = scores.numpy().astype(scores.numpy().dtype.newbyteorder(">"))
+        assert check_selection(big, right.numpy()).counts["exact"] == 2
+
+
+def test_one_row_a_view_and_a_transposed_tensor():
+    scores, indices = torch.tensor([1.0, 3.0, 2.0]), torch.tensor([1, 2])
+    assert check_selection(scores, indices).counts["exact"] == 1
+    several = torch.randn(4, 5, 9, generator=torch.Generator().manual_seed(0))
+    chosen = several.topk(3, -1).indices
+    before = several.clone()
+    assert check_selection(several.transpose(0, 1), chosen.transpose(0, 1)).counts["exact"] == 20
+    assert check_selection(scores.expand(7, 3), indices.expand(7, 2)).counts["exact"] == 7
+    assert torch.equal(several, before)
+
+
+def test_many_rows_in_parts_are_what_they_are_alone(monkeypatch):
+    from semdiag.mathematics.selections import top_k_check
+
+    generator = torch.Generator().manual_seed(3)
+    scores = torch.randn(300, 12, generator=generator).round(decimals=1)
+    indices = torch.randint(-1, 13, (300, 3), generator=generator)
+    whole = check_selection(scores, indices, lengths=11).rows
+    monkeypatch.setattr(top_k_check, "_HELD", 7 * 13)
+    assert check_selection(scores, indices, lengths=11).rows.equals(whole)
+
+
+# Public cases
+
+
+def winners_and_zeros():
+    """8,220 zeros and 100 winners: sgl-project/sglang #30645."""
+    scores = torch.zeros(1, 8320)
+    scores[0, torch.randperm(8320, generator=torch.Generator().manual_seed(0))[:100]] = 1.0
+    return scores
+
+
+def test_a_kernel_that_keeps_1024_ties_leaves_924_places_empty():
+    scores = winners_and_zeros()
+    indices = scores.topk(2048).indices
+    assert check_selection(scores, indices).counts == dict.fromkeys(CLASSES, 0) | {"legal_tie": 1}
+    order = torch.cat([scores[0].nonzero().squeeze(1), (scores[0] == 0).nonzero().squeeze(1)])
+    broken = torch.cat([order[:1124], torch.full((924,), -1)])[None]
+    found = check_selection(scores, broken)
+    assert found.counts["missing"] == found.faults == 1
+    broken[broken == -1] = -1152
+    assert check_selection(scores, broken).counts["out_of_range"] == 1
+
+
+def test_exact_ties_of_bfloat16_are_legal_whichever_is_chosen():
+    """jundot/omlx #2243: 47 to 180 exact ties on a row."""
+    whole = torch.from_numpy(np.random.default_rng(2).integers(8192, 16384, (8, 8192)))
+    scores = (whole / 1024).bfloat16()  # from 8 to 16, in steps of 1/16: 128 values
+    last = scores.topk(2048, -1).values[:, -1:]
+    assert ((scores == last).sum(-1) >= 47).all()
+    tied = int(((scores >= last).sum(-1) > 2048).sum())  # in the others the ties just fill the row
+    assert tied >= 7
+    for reverse in (False, True):
+        at = scores.float().flip(-1) if reverse else scores.float()
+        indices = at.sort(dim=-1, descending=True, stable=True).indices[:, :2048]
+        indices = 8191 - indices if reverse else indices
+        found = check_selection(scores, indices, format="bfloat16")
+        assert found.counts == dict.fromkeys(CLASSES, 0) | {"legal_tie": tied, "exact": 8 - tied}
+
+
+def test_padding_on_the_left_needs_its_starts():
+    """An indexer that counts valid keys from 0 though they stand on the right."""
+    scores = torch.randn(2, 6, 6, generator=torch.Generator().manual_seed(4))
+    lengths, starts = torch.tensor([6, 4]), torch.tensor([0, 2])
+    allowed = torch.ones(6, 6, dtype=torch.bool).tril() & (torch.arange(6) >= starts[:, None, None])
+    right = scores.masked_fill(~allowed, -math.inf).topk(3, -1)
+    indices = right.indices.where(right.values > -math.inf, -1)
+    found = check_selection(scores, indices, lengths, causal=True, starts=starts)
+    assert (found.faults, found.not_checked) == (0, 2)
+    shifted = indices.clone()
+    shifted[1] = torch.where(indices[1] >= 0, indices[1] - 2, -1)
+    found = check_selection(scores, shifted, lengths, causal=True, starts=starts)
+    assert found.counts["padding"] == 4
+    assert set(found.rows.loc[found.rows["class"] == "padding", "dim_0"]) == {1}
+
+
+def test_an_additive_mask_that_is_read_as_boolean_chooses_what_it_forbids():
+    scores = torch.randn(1, 5, 5, generator=torch.Generator().manual_seed(5))
+    additive = torch.zeros(5, 5).masked_fill(torch.ones(5, 5).triu(1).bool(), -math.inf)
+    masked = scores.masked_fill(~additive.bool(), -math.inf).topk(1, -1).indices  # True where it is -inf
+    found = check_selection(scores, masked, causal=True)
+    assert found.rows["class"].tolist()[:4] == ["future"] * 4  # the last query may see every key, and is left none
+    found = check_selection(scores + additive, masked)
+    assert found.rows["class"].tolist()[:4] == ["wrong"] * 4
+    assert found.worst["gap"] == math.inf
+
+
+def test_a_key_that_a_mask_has_put_to_minus_infinity_may_be_chosen_or_not():
+    scores = torch.tensor([[1.0, -math.inf, -math.inf]])
+    assert check_selection(scores, torch.tensor([[0, -1]])).counts["exact"] == 1
+    assert check_selection(scores, torch.tensor([[0, 1]])).counts["legal_tie"] == 1
+    assert check_selection(scores, torch.tensor([[1, 2]])).counts["wrong"] == 1
+    assert check_selection(scores, torch.tensor([[-1, -1]])).counts["missing"] == 1
+
+
+def test_without_scores_only_the_keys_are_judged():
+    indices = torch.tensor([[0, 1], [2, 2], [0, 9], [1, -1]])
+    found = check_selection(None, indices, keys=4)
+    assert (found.not_judged, found.faults, found.counts["exact"]) == (1, 3, 0)
+    assert found.rows["class"].tolist() == ["not_judged", "duplicate", "out_of_range", "missing"]
+    assert check_selection(None, indices).rows["class"].tolist()[2] == "not_judged"
+    assert check_selection(None, indices, lengths=[2, 2, 2, 1]).rows["class"].tolist() == [
+        "not_judged", "out_of_range", "out_of_range", "padding",
+    ]  # fmt: skip
+    assert check_selection(None, torch.tensor([[0, -1], [0, 1], [0, 2]]), causal=True).counts["missing"] == 0
+
+
+# Bad input
+
+GOOD = torch.tensor([[1.0, 2.0, 3.0]]), torch.tensor([[2, 1]])
+
+
+@pytest.mark.parametrize(
+    ("scores", "indices", "more", "said"),
+    [
+        (torch.tensor([[1.0, math.nan, 3.0]]), GOOD[1], {}, "row 0 hold NaN"),
+        (torch.tensor([[1.0, 2.0, math.nan]]), GOOD[1], {}, "row 0 hold NaN"),
+        (GOOD[0], torch.tensor([[0, 1, 2, -1]]), {}, "k = 4 keys, but there are only 3"),
+        (GOOD[0], torch.tensor([[2.0, 1.0]]), {}, "indices must be whole numbers. Got float32"),
+        (GOOD[0], torch.tensor([[True, False]]), {}, "indices must be whole numbers. Got bool"),
+        (GOOD[1], GOOD[1], {}, "scores must be floating-point numbers. Got int64: are scores and indices swapped"),
+        (GOOD[0], torch.tensor([[2, 1], [0, 1]]), {}, r"of the same rows. Got \(1, 3\) and \(2, 2\)"),
+        (GOOD[0][None], GOOD[1], {}, "of the same rows"),
+        (torch.zeros(0, 3), torch.zeros(0, 2, dtype=torch.int64), {}, "at least one row and one key"),
+        (torch.zeros(1, 3), torch.zeros(1, 0, dtype=torch.int64), {}, "at least one row and one key"),
+        (*GOOD, {"lengths": [4]}, "within the 3 keys of a row"),
+        (*GOOD, {"lengths": [-1]}, "within the 3 keys of a row"),
+        (*GOOD, {"lengths": [2], "starts": [2]}, "within the 3 keys of a row"),
+        (*GOOD, {"lengths": [2, 3]}, r"lengths of shape \(2,\) do not fit rows of shape \(1,\)"),
+        (*GOOD, {"lengths": [2.5]}, "lengths must be whole numbers"),
+        (*GOOD, {"format": "float17"}, "Unknown number format 'float17'. Did you mean 'float16'"),
+        (*GOOD, {"keys": 5}, "keys = 5, but the scores have 3"),
+        (None, GOOD[1], {"keys": 1}, "k = 2 keys, but there are only 1"),
+        (torch.zeros(4, 3), torch.zeros(4, 1, dtype=torch.int64), {"causal": True}, "4 queries and 3 keys"),
+        (*GOOD, {"documents": [0, 0]}, "documents must say of each of the 3 keys"),
+        (*GOOD, {"documents": [0, 1, 0]}, "must stand together"),
+        (*GOOD, {"lengths": 0, "causal": True}, "no row to check"),
+        (np.array([["a"]]), GOOD[1], {}, "scores must be a tensor or an array of numbers. Got <U1"),
+        (GOOD[0], [[0, [1]]], {}, "indices must be a tensor or an array of numbers"),
+        (torch.zeros(2, 3), torch.zeros(2, 1, dtype=torch.int64), {"causal": True, "lengths": [2, 3]}, "already"),
+    ],
+)
+def test_bad_input_is_one_line(scores, indices, more, said):
+    with pytest.raises(InputError, match=said) as refused:
+        check_selection(scores, indices, **more)
+    assert "\n" not in str(refused.value)
+
+
+def test_what_may_not_be_chosen_is_not_read():
+    scores = torch.tensor([[1.0, 2.0, math.nan]])
+    assert check_selection(scores, torch.tensor([[1]]), lengths=2).counts["exact"] == 1
+
+
+def test_the_largest_unsigned_number_is_no_empty_place():
+    indices = torch.from_numpy(np.array([[2**64 - 1, 2]], dtype=np.uint64))
+    assert check_selection(GOOD[0], indices).counts["out_of_range"] == 1
+
+
+def test_it_is_exported():
+    assert semdiag.check_selection is check_selection
