@@ -1,4 +1,4 @@
-"""Write the selections that docs/commands/selections.md looks at: what four kernels return for a row of scores."""
+"""Write the selections that docs/commands/selections.md looks at: of four kernels, and of two engines."""
 
 import numpy as np
 import torch
@@ -27,3 +27,13 @@ np.savez(
     scores=np.stack([degenerate, degenerate, plain, plain]),
     indices=np.stack([chosen(degenerate), short, rounded, dropped]),
 )
+
+# 256 tokens, 4 layers, 6 of 64 experts each: the training engine computes in float32, the serving one in bfloat16.
+scores = (draw.integers(0, 2**20, (256, 4, 64)) / 2**18 - 2).astype(np.float32)
+training = np.argsort(-scores, kind="stable")[..., :6]
+served = torch.from_numpy(scores).bfloat16().float().numpy()
+serving = np.argsort(-served, kind="stable")[..., :6]
+serving[40:50, 2, 0] = np.argmin(scores[40:50, 2], axis=-1)  # a bug of layer 2
+serving = np.roll(serving, 3, axis=0)  # and its last three tokens come first
+np.savez("training.npz", routed_experts=training, scores=scores)
+np.savez("serving.npz", routed_experts=serving.reshape(4, 64, 4, 6))  # batch, sequence, layers, k

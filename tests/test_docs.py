@@ -36,7 +36,7 @@ PYTHON = [
 ]
 NUMBER = re.compile(r"(?<![\w.])[-+]?\d[\d,]*(?:\.\d+)?(?:e[-+]\d+)?(?![\w])")
 
-FAULTY = re.compile(r"^[1-9][\d,]* of .* faulty\.$", re.M)  # what a selection is told that fails
+FAULTY = re.compile(r"^[1-9][\d,]* of .* faulty\.$|does not explain [1-9]", re.M)  # said of selections that fail
 WRITING = {*registry.summaries(), "report"}  # commands that write a page
 # Above three seconds alone. What trains prints accuracies that are the processor's, and is not compared.
 SLOW = {"bounds", "check", "convergence", "k-sweep", "landscape", "lipschitz", "mask-stability", "report", "sweep"}

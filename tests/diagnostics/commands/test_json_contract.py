@@ -15,7 +15,7 @@ PROMISE = (
     "`results.json`, it is one string. In `info`, `provenance` is what the checkpoint says of its training. - "
     "`results`: one entry per model, with `model`, `task`, `attention`, `k` and the rest of what is known of it. "
     "In `check` an entry is a pair (`full`, `topk`), in `sweep` a run (`run`), in "
-    "`selections` a file (`file`)."
+    "`selections` a file (`file`) or two (`file`, `against`)."
 )
 FEW = ("--samples", 6)
 NAMES = ("dispersion", "separation", "stability", "mask-stability", "bounds", "overlap", "k-sweep")

@@ -123,3 +123,87 @@ def test_on_another_device_a_selection_is_what_it_is_on_the_cpu(other_device):
     here = check_selection(scores, indices, lengths)
     there = check_selection(*(tensor.to(other_device) for tensor in (scores, indices, lengths)))
     assert there.rows.equals(here.rows)
+
+
+# Two files
+
+TRAINING = np.array([[[0, 1]], [[2, 1]], [[3, 0]]])
+LOGITS = np.array([[[4, 3, 2, 1]], [[0, 3, 4, 1]], [[3, 2, 1, 4]]], np.float32)
+
+
+def test_two_files_that_choose_alike_end_with_0(run_semdiag, write):
+    first = write("a.npz", routed_experts=TRAINING, scores=LOGITS)
+    outcome = run_semdiag("selections", first, write("b.npz", indices=TRAINING[..., ::-1]))
+    assert outcome.code == 0, outcome.err
+    words = " ".join(outcome.err.split())
+    assert "a.npz and b.npz: 3 tokens × 1 layer, k = 2, scores of float32" in words
+    assert "The keys of all 3 rows are the same." in words
+    assert "Keys that both chose stand 1 places apart in the mean" in words
+
+
+def test_two_files_with_a_difference_end_with_1_and_say_what_it_is(run_semdiag, write):
+    other = TRAINING.copy()
+    other[1, 0, 1] = 3
+    first, second = write("a.npz", indices=TRAINING, scores=LOGITS), write("b.npz", indices=other, scores=LOGITS)
+    outcome = run_semdiag("selections", first, second, "--json")
+    assert outcome.code == 1
+    said = json.loads(outcome.out)
+    assert said["schema"] == "semdiag.selections/2"
+    assert isinstance(said["provenance"]["command"], list)
+    (entry,) = said["results"]
+    assert (entry["file"], entry["against"], entry["changed"], entry["passed"]) == ("a.npz", "b.npz", 1, False)
+    assert (entry["classes"]["bug"], entry["by_own_scores"], entry["first_layer"]) == (1, 0, 0)
+    words = " ".join(outcome.err.split())
+    assert "1 of 3 rows differ (33.3 %); layer 0 is the first with a difference" in words
+    assert "Rounding explains 0 of 1 differences. It does not explain 1" in words
+    coarse = run_semdiag("selections", first, second, "--format", "fp8-e5m2")
+    assert coarse.code == 1, "3 and 1 are no rounding of each other in any format"
+
+
+def test_without_scores_a_difference_is_unexplained(run_semdiag, write):
+    outcome = run_semdiag("selections", write("a.npz", indices=TRAINING), write("b.npz", indices=TRAINING[::-1]))
+    assert outcome.code == 1
+    assert "Whether rounding explains the differences is unknown: neither file has scores." in outcome.err
+
+
+def test_a_layout_is_named_for_both_or_for_each(run_semdiag, write):
+    first = write("a.npz", indices=TRAINING)
+    other = write("b.npz", indices=TRAINING.transpose(1, 0, 2))
+    assert run_semdiag("selections", first, other, "--layout", "tokens,layers:layers,tokens", "--quiet").code == 0
+    assert run_semdiag("selections", other, other, "--layout", "layers,tokens", "--quiet").code == 0
+    assert run_semdiag("selections", first, other, "--quiet").code == 2
+
+
+def test_shifted_tokens_are_told_and_compared_with_align(run_semdiag, write):
+    draw = np.random.default_rng(0)
+    whole = draw.random((60, 3, 32)).argsort(-1)[..., :4]
+    first, other = write("a.npz", indices=whole), write("b.npz", indices=np.roll(whole, -2, 0))
+    outcome = run_semdiag("selections", first, other)
+    assert outcome.code == 1
+    assert "token t of the first is token t − 2 of the second" in " ".join(outcome.err.split())
+    assert run_semdiag("selections", first, other, "--align").code == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--causal",), "--causal and --keys apply to one file"),
+        (("--keys", 4), "--causal and --keys apply to one file"),
+        (("--layout", "tokens"), "a.npz: indices have 2 dimensions before k"),
+        (("--format", "int4"), "Unknown number format"),
+    ],
+)
+def test_options_that_do_not_fit_two_files(refusal, write, options, said):
+    assert said in refusal("selections", write("a.npz", indices=TRAINING), "a.npz", *options)
+
+
+def test_options_of_two_files_are_refused_for_one(refusal, write):
+    name = write("a.npz", indices=RIGHT)
+    assert "apply to two files" in refusal("selections", name, "--align")
+    assert "apply to two files" in refusal("selections", name, "--layout", "tokens")
+
+
+def test_files_of_other_k_and_tokens_are_refused(refusal, write):
+    first = write("a.npz", indices=TRAINING)
+    assert "differ in k: 2 and 1" in refusal("selections", first, write("b.npz", indices=TRAINING[..., :1]))
+    assert "another tokenisation" in refusal("selections", first, write("b.npz", indices=TRAINING[:2]))

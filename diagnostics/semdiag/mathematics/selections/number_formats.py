@@ -67,11 +67,13 @@ def number_format(name: str) -> NumberFormat:
     return FORMATS[known]
 
 
-def may_swap(lower: Tensor, higher: Tensor, kind: NumberFormat) -> Tensor:
+def may_swap(lower: Tensor, higher: Tensor, kind: NumberFormat, engines: int = 1) -> Tensor:
     """Return whether rounding to a format may put the lower of two scores level with the higher one, or above.
 
     Formula: h − l ≤ u(|h| + |l|) + 2η, where u = 2^−p and η is half the smallest subnormal number. A score that
     rounds beyond the largest finite number counts as that number; two such scores may always change places.
+    If h and l were rounded by one engine and chosen by another one, which rounded the same scores itself:
+    h − l ≤ 2(u(|h| + |l|) + 2η)/(1 − u).
 
     Source: docs/theory.md#rounded-scores; not in the paper. Deviation: none.
 
@@ -79,6 +81,7 @@ def may_swap(lower: Tensor, higher: Tensor, kind: NumberFormat) -> Tensor:
         lower: scores (...), not NaN.
         higher: scores (...) that are not smaller.
         kind: the format to which the engine rounded its scores.
+        engines: 1 if the scores are those that were rounded, 2 if they are themselves rounded.
 
     Returns:
         bool (...).
@@ -94,6 +97,8 @@ def may_swap(lower: Tensor, higher: Tensor, kind: NumberFormat) -> Tensor:
     low, high = (score.clamp(-kind.largest, kind.largest) for score in (lower, higher))
     unit = 2.0**-kind.digits
     error = unit * low.abs() + unit * high.abs() + 2.0 ** (kind.exponent - kind.digits + 1)
+    if engines == 2:
+        error = 2 * error / (1 - unit)
     return (lower == higher) | beyond | finite & (high - low <= error)
 
 

@@ -24,7 +24,7 @@ _HELD = 2**19  # scores looked at together: few enough for a processor's cache
 
 @torch.no_grad()
 def judge_rows(
-    scores: Tensor | None, indices: Tensor, keys: int, allowed: AllowedKeys, kind: NumberFormat
+    scores: Tensor | None, indices: Tensor, keys: int, allowed: AllowedKeys, kind: NumberFormat, engines: int = 1
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return a grade for each row that counts, its worst chosen and k-th score, and the best one left out.
 
@@ -39,6 +39,7 @@ def judge_rows(
         keys: n.
         allowed: which keys each row may choose.
         kind: the format of the engine's scores.
+        engines: as of :func:`~semdiag.mathematics.selections.number_formats.may_swap`.
 
     Returns:
         Grades (places in ``GRAVITY``, int8) and three times float64, one entry for each row that counts. Scores
@@ -61,7 +62,7 @@ def judge_rows(
         if room is None:
             room = part.room(per_part)
         try:
-            for column, values in zip(found, part.judged(room, kind), strict=True):
+            for column, values in zip(found, part.judged(room, kind, engines), strict=True):
                 column.append(values)
         except _NotANumberError as error:
             raise InputError(
@@ -103,7 +104,7 @@ class _Part:
         kind = torch.float64 if wide else torch.float32
         return torch.empty(rows, self.keys + 1, dtype=kind, device=self.indices.device)
 
-    def judged(self, room: Tensor, kind: NumberFormat) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def judged(self, room: Tensor, kind: NumberFormat, engines: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         rows, k = self.indices.shape
         table = self._filled(room[:rows])
         inside = (self.indices >= self.first) & (self.indices < self.end)
@@ -128,7 +129,7 @@ class _Part:
         worst = worst.where(number > 0, torch.nan)
         left = left.where(free > number, torch.nan)
         kth = self._kth(grade, number, worst, left)
-        self._by_scores(grade, worst, left, kind)
+        self._by_scores(grade, worst, left, kind, engines)
         return grade, worst, kth, left
 
     def _filled(self, table: Tensor) -> Tensor:
@@ -183,12 +184,12 @@ class _Part:
         return kth
 
     @staticmethod
-    def _by_scores(grade: Tensor, worst: Tensor, left: Tensor, kind: NumberFormat) -> None:
+    def _by_scores(grade: Tensor, worst: Tensor, left: Tensor, kind: NumberFormat, engines: int) -> None:
         """Grade the rows whose keys are in order."""
         fine = grade == 0
         grade[fine] = _GRADE["exact"]
         grade[fine & (left == worst)] = _GRADE["legal_tie"]
         behind = fine & (left > worst)
         at = behind.nonzero().squeeze(1)
-        swapped = may_swap(worst[at], left[at], kind)
+        swapped = may_swap(worst[at], left[at], kind, engines)
         grade[at] = torch.where(swapped, _GRADE["within_rounding"], _GRADE["wrong"]).to(torch.int8)

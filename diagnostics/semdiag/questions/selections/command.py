@@ -1,7 +1,8 @@
 """``semdiag selections``."""
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -24,6 +25,14 @@ def selections(
             show_default=False,
         ),
     ],
+    against: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="[FILE]",
+            help="What another engine chose for the same rows: compare the two.",
+            show_default=False,
+        ),
+    ] = None,
     format: Annotated[
         str,
         typer.Option(
@@ -48,18 +57,55 @@ def selections(
             help="How many keys there are, if the file has no scores.", rich_help_panel=_ASKED, show_default=False
         ),
     ] = None,
+    layout: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME,NAME[:NAME,NAME]",
+            help="With two files: the dimensions before k, of batch, sequence, tokens, layers, heads; of the "
+            "second file behind a colon if they are others. Default: tokens; tokens,layers; "
+            "batch,sequence,layers; batch,sequence,layers,heads.",
+            rich_help_panel=_ASKED,
+            show_default=False,
+        ),
+    ] = "",
+    align: Annotated[
+        bool,
+        typer.Option(
+            "--align",
+            help="With two files: compare tokens under the shift or the permutation that fits best.",
+            rich_help_panel=_ASKED,
+        ),
+    ] = False,
     *,
     shared: Shared,
 ) -> None:
-    """Check whether a selection is the top-k of its scores.
+    """Check whether a selection is the top-k of its scores, or whether two engines choose alike.
 
     Selections are what sparse-attention indexers, routers of experts and top-k kernels return. Each row is exact,
     a legal tie, within rounding, or faulty: wrong, missing, duplicate, padding, future, out of range. Exit code 1:
     a row is faulty, 0: none is, 2: the input is wrong, so that a kernel's test can call it. In Python:
     semdiag.check_selection.
 
+    With two files: overlap, the layer that differs first, tokens that are shifted or permuted, and how many
+    differences rounding explains. Exit code 1: it does not explain all of them.
+
     [bold]semdiag selections indexer.npz --format bfloat16 --causal[/]
+
+    [bold]semdiag selections training.npz serving.npz --format bfloat16[/]
     """
+    from semdiag_models import InputError
+
+    if against is not None:
+        if causal or keys is not None:
+            raise InputError("--causal and --keys apply to one file. Check each of the two alone.")
+        _compare(file, against, format, layout, align, shared)
+    if layout or align:
+        raise InputError("--layout and --align apply to two files: name what another engine chose.")
+    _check(file, format, causal, keys, shared)
+
+
+def _check(file: Path, format: str, causal: bool, keys: int | None, shared: Shared) -> NoReturn:
+    """Check one selection."""
     from semdiag.questions.selections.answer.check import check_summary
     from semdiag.questions.selections.measure.check import check_selection
     from semdiag.questions.selections.measure.files import read_selection
@@ -74,7 +120,20 @@ def selections(
         raise InputError(f"{file}: {error}") from None
     summary = check_summary(found, str(file), _provenance(format=found.format, causal=causal))
     _deliver(summary, shared, print_check)
-    raise typer.Exit(int(found.faults > 0))
+
+
+def _compare(first: Path, second: Path, format: str, layout: str, align: bool, shared: Shared) -> NoReturn:
+    """Compare two selections."""
+    from semdiag.questions.selections.answer.compare import comparison_summary
+    from semdiag.questions.selections.measure.compare import compare_selections
+    from semdiag.questions.selections.measure.files import read_selection
+    from semdiag.questions.selections.terminal import print_comparison
+
+    own, colon, other = layout.partition(":")
+    layouts = own, other if colon else own
+    found = compare_selections(read_selection(first), read_selection(second), format, layouts, align)
+    options = _provenance(format=found.format, layout=layout, align=align)
+    _deliver(comparison_summary(found, str(first), str(second), options), shared, print_comparison)
 
 
 def _provenance(**options: Any) -> dict[str, Any]:
@@ -88,11 +147,12 @@ def _provenance(**options: Any) -> dict[str, Any]:
     return {**versions, **options, "command": ["semdiag", *sys.argv[1:]]}
 
 
-def _deliver(summary: dict[str, Any], shared: Shared, show: Any) -> None:
-    """Print the summary as one JSON object, and as tables."""
+def _deliver(summary: dict[str, Any], shared: Shared, show: Callable[[dict[str, Any]], None]) -> NoReturn:
+    """Print the summary as one JSON object and as tables, and leave with the exit code."""
     import json
 
     if shared.values["as_json"]:
         typer.echo(json.dumps(summary, allow_nan=False))
     if not shared.values["quiet"]:
         show(summary)
+    raise typer.Exit(int(not summary["results"][0]["passed"]))

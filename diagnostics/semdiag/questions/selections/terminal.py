@@ -3,6 +3,7 @@
 from semdiag.measuring.findings.strict_json import Summary
 from semdiag.presenting.terminal.console import number, number_table, wide_console
 from semdiag.presenting.terminal.terminal import counted
+from semdiag.questions.selections.words import comparison_sentences
 
 _MEANING = {
     "exact": "the only top-k",
@@ -38,6 +39,38 @@ def print_check(summary: Summary) -> None:
     if found["not_checked"]:
         console.print(f"Not checked: {counted(found['not_checked'], 'row')} of padded queries.")
     console.print(f"{found['faults']:,} of {rows} {'is' if found['faults'] == 1 else 'are'} faulty.")
+
+
+def print_comparison(summary: Summary) -> None:
+    """Print how far two selections agree, by layer, and what their differences are."""
+    (found,) = summary["results"]
+    console = wide_console()
+    console.print(f"\n{found['file']} and {found['against']}: {_size(found)}, scores of {found['format']}")
+    heads = ["layer", "rows", "overlap", "differ", "differ first", "numeric", "bug", "unexplained", "weight lost"]
+    unknown = ["unexplained"] if found["classes"]["unexplained"] else ["numeric", "bug"]
+    left_out = {"numeric", "bug", "unexplained"} - set(unknown)
+    left_out |= set() if found["lost"]["of"] else {"weight lost"}
+    shown = [head for head in heads if head not in left_out]
+    table = number_table(shown, kept=["layer", "overlap", *unknown])
+    for row in found["layers"]:
+        cells = {
+            "layer": str(row["layer"]),
+            "overlap": f"{row['overlap']:.4f}",
+            "weight lost": number(row["lost"]),
+        }
+        cells |= {"rows": f"{row['rows']:,}", "differ": f"{row['changed']:,}", "differ first": f"{row['first']:,}"}
+        cells |= {name: f"{row[name]:,}" for name in ("numeric", "bug", "unexplained")}
+        table.add_row(*(cells[head] for head in shown))
+    console.print(table)
+    for sentence in comparison_sentences(found):
+        console.print(sentence)
+
+
+def _size(found: Summary) -> str:
+    """What was compared."""
+    layers = counted(found["layers"][-1]["layer"] + 1, "layer")
+    heads = "" if found["heads"] == 1 else f" × {found['heads']:,} heads"
+    return f"{found['tokens']:,} tokens × {layers}{heads}, k = {found['k']:,}"
 
 
 def _place(row: Summary) -> str:

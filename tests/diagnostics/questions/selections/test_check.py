@@ -173,6 +173,12 @@ def test_every_type_of_scores_and_indices(dtype, whole):
         assert check_selection(big, right.numpy()).counts["exact"] == 2
 
 
+def test_arrays_that_may_not_be_written_to_are_read():
+    scores, indices = np.array([[1.0, 3.0, 2.0]]), np.array([[1, 2]])
+    scores.flags.writeable = indices.flags.writeable = False
+    assert check_selection(scores, indices).counts["exact"] == 1
+
+
 def test_one_row_a_view_and_a_transposed_tensor():
     scores, indices = torch.tensor([1.0, 3.0, 2.0]), torch.tensor([1, 2])
     assert check_selection(scores, indices).counts["exact"] == 1

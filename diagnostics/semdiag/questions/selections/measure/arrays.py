@@ -1,5 +1,6 @@
 """Scores, indices and lengths as a user gives them, checked where they enter."""
 
+import warnings
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,10 @@ def as_tensor(given: Any, name: str) -> Tensor:
         return given.detach()
     try:
         array = np.asarray(given)
-        return torch.from_numpy(np.ascontiguousarray(array.astype(array.dtype.newbyteorder("="), copy=False)))
+        array = np.ascontiguousarray(array.astype(array.dtype.newbyteorder("="), copy=False))
+        with warnings.catch_warnings():  # that it may not be written to, which nobody does
+            warnings.simplefilter("ignore", UserWarning)
+            return torch.from_numpy(array)
     except (TypeError, ValueError):
         kind = getattr(given, "dtype", type(given).__name__)
         raise InputError(f"{name} must be a tensor or an array of numbers. Got {kind}.") from None
@@ -102,3 +106,22 @@ def _shape(tensor: Tensor) -> str:
 
 def _kind(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
+
+
+def weights_of(given: Any, indices: Tensor) -> Tensor:
+    """Return weights (..., k) of the chosen keys.
+
+    Raises:
+        InputError: if they are no floating-point numbers of the same shape, or one of a chosen key is negative,
+            infinite or NaN.
+    """
+    found = as_tensor(given, "weights")
+    if not found.is_floating_point() or found.numel() != indices.numel() or found.shape[-1] != indices.shape[-1]:
+        raise InputError(
+            f"weights must be floating-point numbers, one for each index. Got {_kind(found)} of {_shape(found)} "
+            f"for {_shape(indices)}."
+        )
+    found = found.reshape(indices.shape).float()
+    if bool((((found < 0) | ~found.isfinite()) & (indices >= 0)).any()):
+        raise InputError("weights must be finite and not negative.")
+    return found

@@ -1,0 +1,222 @@
+"""Do two engines choose alike?"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+import torch
+from torch import Tensor
+
+from semdiag.mathematics.selections.agreement import overlaps, weight_lost, without_repeats
+from semdiag.mathematics.selections.alignment import Alignment, align
+from semdiag.mathematics.selections.allowed_keys import allowed_keys
+from semdiag.mathematics.selections.number_formats import NumberFormat, number_format
+from semdiag.mathematics.selections.top_k_check import FAULTS, GRAVITY, judge_rows
+from semdiag.questions.selections.measure.files import SelectionFile
+from semdiag.questions.selections.measure.layout import LaidOut, lay_out
+from semdiag_models import InputError
+
+_OTHER_TOKENS = "Are they of another tokenisation, or is one of them padded? Then give its lengths. "
+SAME, NUMERIC, BUG, UNEXPLAINED = "same", "numeric", "bug", "unexplained"
+
+
+@dataclass(frozen=True, eq=False)
+class ComparedSelections:
+    """What :func:`compare_selections` found.
+
+    Attributes:
+        rows: a row for each compared row: token (of A), layer, head, overlap, displacement, class (``same``,
+            ``numeric``, ``bug``, or ``unexplained`` where no scores are known), lost (share of weight, NaN:
+            unknown).
+        alignment: which tokens belong together.
+        aligned: whether the rows are those of partners; else those of tokens as given.
+        tokens: of each selection.
+        k: keys that a row chooses.
+        format: of the engines' scores.
+        repeats: how many rows of A and of B name a key twice; it counts once.
+        weight_of: ``weights`` or ``scores`` of which file the lost weight is; empty: unknown.
+        by_own_scores: in how many rows of class ``bug`` each engine chose the top-k of its own scores, so that the
+            scores differ and not the selection; None: not both have scores.
+    """
+
+    rows: pd.DataFrame
+    alignment: Alignment
+    aligned: bool
+    tokens: int
+    k: int
+    format: str
+    repeats: tuple[int, int]
+    weight_of: str
+    by_own_scores: int | None
+
+
+def compare_selections(
+    first: SelectionFile,
+    second: SelectionFile,
+    format: str = "float32",
+    layouts: tuple[str, str] = ("", ""),
+    aligned: bool = False,
+) -> ComparedSelections:
+    """Compare the keys that two engines chose for the same rows, as sets.
+
+    A difference is ``numeric`` if, by the scores of A or by those of B, both choices may be a top-k where each
+    engine has rounded the same scores to ``format`` itself: their separations are ≥ −2(u(|h| + |l|) + 2η)/(1 − u).
+    Else it is a ``bug``, or the engines' scores differed already.
+
+    Source: docs/theory.md#rounded-scores; not in the paper. Deviation: none.
+
+    Args:
+        first: A.
+        second: B.
+        format: in which both engines computed their scores.
+        layouts: of A and B, as of :func:`~semdiag.questions.selections.measure.layout.lay_out`.
+        aligned: whether to compare tokens with their partners under the best shift or permutation.
+
+    Raises:
+        InputError: if the two are not of the same tokens, layers, k and types.
+    """
+    kind = number_format(format)
+    a, b = lay_out(first, layouts[0]), lay_out(second, layouts[1])
+    _check_alike(a, b)
+    sets = [without_repeats(each.indices.flatten(0, 1)).reshape(each.indices.shape) for each in (a, b)]
+    repeats = [
+        int(((own != each.indices) & (each.indices >= 0)).any(2).sum())
+        for own, each in zip(sets, (a, b), strict=True)
+    ]
+    ids = None if a.tokens is None or b.tokens is None else (a.tokens, b.tokens)
+    alignment = align(sets[0], sets[1], ids)
+    every = torch.arange(len(sets[0]))
+    own, other = (alignment.first, alignment.second) if aligned else (every, every)
+    pair = _picked(a, sets[0], own), _picked(b, sets[1], other)
+    rows = _table(*pair, own, kind)
+    return ComparedSelections(
+        rows, alignment, aligned, len(every), a.indices.shape[-1], kind.name, (repeats[0], repeats[1]),
+        _weight_of(a, b), _by_own_scores(*pair, torch.from_numpy(rows["class"].to_numpy() == BUG), kind),
+    )  # fmt: skip
+
+
+def _check_alike(a: LaidOut, b: LaidOut) -> None:
+    """Refuse selections that are not of the same rows."""
+    where = f"{a.file.path} and {b.file.path}"
+    pairs = (
+        ("k", a.indices.shape[-1], b.indices.shape[-1], ""),
+        ("tokens", len(a.indices), len(b.indices), _OTHER_TOKENS),
+        ("layers", a.layers, b.layers, ""),
+        ("heads", a.heads, b.heads, ""),
+        ("types of indices", a.kind, b.kind, "Save both in one type. "),
+    )  # fmt: skip
+    for what, own, other, advice in pairs:
+        if own != other:
+            raise InputError(
+                f"{where} differ in {what}: {own} and {other}. {advice}Name other orders of dimensions with "
+                "--layout."
+            )
+    for what in ("scores", "weights"):
+        own, other = getattr(a.file, what), getattr(b.file, what)
+        if own is not None and other is not None and own.dtype != other.dtype:
+            raise InputError(
+                f"{where} differ in the type of {what}: {own.dtype} and {other.dtype}. Save both in one type."
+            )
+    if a.scores is not None and b.scores is not None and a.scores.shape != b.scores.shape:
+        raise InputError(f"{where} differ in the number of keys: {a.scores.shape[-1]} and {b.scores.shape[-1]}.")
+    if a.tokens is not None and b.tokens is not None and not torch.equal(a.tokens.sort()[0], b.tokens.sort()[0]):
+        raise InputError(f"{where} are of other tokens: their ids differ. Are they of another tokenisation?")
+    for one, each in ((a, b), (b, a)):
+        keys = None if one.scores is None else one.scores.shape[-1]
+        largest = int(each.indices.max())
+        if keys is not None and largest >= keys:
+            raise InputError(
+                f"{each.file.path} names key {largest}, but {one.file.path} has scores of {keys} keys. Are they "
+                "of another tokenisation?"
+            )
+
+
+@dataclass(frozen=True, eq=False)
+class _Rows:
+    """Rows of one selection: their sets (rows, k), and scores and weights where they are known."""
+
+    sets: Tensor
+    layers: int
+    heads: int
+    scores: Tensor | None
+    weights: Tensor | None
+
+    def weight(self) -> Tensor | None:
+        """Weights of the chosen keys: those given, or the softmax of their scores."""
+        if self.weights is not None:
+            return self.weights
+        if self.scores is None:
+            return None
+        chosen = self.scores.gather(1, self.sets.clamp(min=0)).double().masked_fill(self.sets < 0, -torch.inf)
+        return chosen.softmax(1).nan_to_num(0.0)
+
+
+def _picked(laid: LaidOut, sets: Tensor, tokens: Tensor) -> _Rows:
+    """The rows of some tokens, one below the other."""
+    scores, weights = (
+        None if each is None else each[tokens].flatten(0, 1) for each in (laid.scores, laid.weights)
+    )
+    return _Rows(sets[tokens].flatten(0, 1), laid.layers, laid.heads, scores, weights)
+
+
+def _weight_of(a: LaidOut, b: LaidOut) -> str:
+    for name, each in (("A", a), ("B", b)):
+        if each.weights is not None or each.scores is not None:
+            return f"{'weights' if each.weights is not None else 'softmax of the scores'} of {name}"
+    return ""
+
+
+def _table(a: _Rows, b: _Rows, tokens: Tensor, kind: NumberFormat) -> pd.DataFrame:
+    """The table of :class:`ComparedSelections`."""
+    overlap, displacement = overlaps(a.sets, b.sets)
+    number, each = len(overlap), a.layers * a.heads
+    within = np.arange(number) % each
+    differs = overlap < 1
+    grade = np.where(differs.numpy(), UNEXPLAINED, SAME).astype(object)
+    grade[differs.numpy()] = _explained(a, b, differs, kind)
+    weight = a.weight()
+    pair, weight = (a, b) if weight is not None else (b, a), weight if weight is not None else b.weight()
+    lost = torch.full((number,), torch.nan, dtype=torch.float64)
+    if weight is not None:
+        lost = weight_lost(pair[0].sets, pair[1].sets, weight)
+    return pd.DataFrame(
+        {
+            "token": np.repeat(tokens.numpy(), each),
+            "layer": within // a.heads,
+            "head": within % a.heads,
+            "overlap": overlap.numpy(),
+            "displacement": displacement.numpy(),
+            "class": pd.Categorical(grade, categories=[SAME, NUMERIC, BUG, UNEXPLAINED]),
+            "lost": lost.numpy(),
+        }
+    )
+
+
+def _explained(a: _Rows, b: _Rows, differs: Tensor, kind: NumberFormat) -> np.ndarray:
+    """The class of each row that differs."""
+    at = differs.nonzero().squeeze(1)
+    known = [each.scores[at] for each in (a, b) if each.scores is not None]
+    if not known or not len(at):
+        return np.full(len(at), UNEXPLAINED, dtype=object)
+    numeric = torch.zeros(len(at), dtype=torch.bool)
+    for scores in known:
+        numeric |= _right(scores, a.sets[at], kind) & _right(scores, b.sets[at], kind)
+    return np.where(numeric.numpy(), NUMERIC, BUG).astype(object)
+
+
+def _right(scores: Tensor, sets: Tensor, kind: NumberFormat, engines: int = 2) -> Tensor:
+    """Whether sets are a top-k of scores, once engines have rounded them."""
+    keys = scores.shape[1]
+    grade = judge_rows(scores, sets, keys, allowed_keys((len(sets),), keys), kind, engines)[0]
+    faulty = torch.tensor([name in FAULTS for name in GRAVITY])
+    return ~faulty[grade.long()]
+
+
+def _by_own_scores(a: _Rows, b: _Rows, bug: Tensor, kind: NumberFormat) -> int | None:
+    """In how many rows of class bug each engine chose the top-k of its own scores."""
+    if a.scores is None or b.scores is None:
+        return None
+    if not bool(bug.any()):
+        return 0
+    own = [_right(each.scores[bug], each.sets[bug], kind, 1) for each in (a, b) if each.scores is not None]
+    return int((own[0] & own[1]).sum())

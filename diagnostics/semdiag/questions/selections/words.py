@@ -1,0 +1,69 @@
+"""Sentences on two selections."""
+
+from semdiag.measuring.findings.strict_json import Summary
+from semdiag.presenting.terminal.console import number
+
+
+def comparison_sentences(found: Summary) -> list[str]:
+    """Return what was found of two selections, a fact a sentence.
+
+    Args:
+        found: the entry of results that :mod:`semdiag.questions.selections.answer.compare` makes.
+    """
+    changed, rows, aligned = found["changed"], found["rows"], found["alignment"]
+    said = [_alignment(aligned, found["tokens"])] if aligned["kind"] != "as given" else []
+    if changed:
+        share = f"{changed:,} of {rows:,} rows differ ({100 * changed / rows:.3g} %)"
+        worst = found["worst"]
+        place = f"token {worst['token']}, layer {worst['layer']}"
+        place += f", head {worst['head']}" if found["heads"] > 1 else ""
+        first = f"layer {found['first_layer']} is the first with a difference"
+        said.append(f"{share}; {first}; mean overlap {found['overlap']:.4f}.")
+        said.append(f"Worst row: {place}, overlap {number(worst['overlap'])} ({worst['class']}).")
+    else:
+        said.append(f"The keys of all {rows:,} rows are the same.")
+    moved = found["displacement"]
+    if moved["largest"]:
+        mean, largest = number(moved["mean"]), number(moved["largest"])
+        said.append(f"Keys that both chose stand {mean} places apart in the mean, {largest} in the farthest row.")
+    lost = found["lost"]
+    if changed and lost["of"]:
+        worst_lost = number(lost["largest"])
+        said.append(f"Weight lost ({lost['of']}): {number(lost['mean'])} in the mean, {worst_lost} at most.")
+    said += _repeats(found)
+    return said + ([_verdict(found)] if changed else [])
+
+
+def _alignment(aligned: Summary, tokens: int) -> str:
+    """Which tokens belong together."""
+    overlaps = f"overlap {aligned['overlap_aligned']:.4f}, as given {aligned['overlap_as_given']:.4f}"
+    advice = "." if aligned["applied"] else "; --align compares them so."
+    if aligned["kind"] == "shifted":
+        sign = "+" if aligned["shift"] > 0 else "−"
+        shift = f"token t of the first is token t {sign} {abs(aligned['shift'])} of the second"
+        return f"Tokens are shifted: {shift} ({overlaps}){advice}"
+    many = f"{aligned['tokens']:,} of {tokens:,} find their partner"
+    return f"Tokens are permuted: {many} ({overlaps}){advice}"
+
+
+def _repeats(found: Summary) -> list[str]:
+    """Rows that name a key twice."""
+    return [
+        f"{many} rows of {found[which]} name a key twice: semdiag selections {found[which]}"
+        for which, many in found["repeats"].items()
+        if many
+    ]
+
+
+def _verdict(found: Summary) -> str:
+    """What the differences are."""
+    classes = found["classes"]
+    if classes["unexplained"]:
+        return "Whether rounding explains the differences is unknown: neither file has scores."
+    share = f"Rounding explains {classes['numeric']:,} of {found['changed']:,} differences"
+    if not classes["bug"]:
+        return f"{share}."
+    said = f"{share}. It does not explain {classes['bug']:,}: a bug, or scores that differed already."
+    if found["by_own_scores"] is None:
+        return said
+    return f"{said} In {found['by_own_scores']:,} of these each engine chose the top-k of its own scores."
