@@ -283,6 +283,7 @@ ONE, FOUR = [[[0, 1]], [[2, 3]]], torch.zeros(2, 1, 4)
         (selection(ONE, scores=FOUR), selection(ONE, scores=FOUR.double()), ("", ""), "type of scores"),
         (selection(ONE, scores=FOUR * math.nan), selection(ONE), ("", ""), "a.npz: the scores hold NaN"),
         (selection(ONE, scores=FOUR), selection([[[0, 9]], [[0, 9]]]), ("", ""), "names key 9"),
+        (selection([[[0, 9]], [[0, 9]]], scores=FOUR), selection(ONE), ("", ""), "names key 9"),
         (selection(ONE, weights=torch.tensor([[[-1.0, 0]], [[1, 1]]])), selection(ONE), ("", ""), "not negative"),
         (selection(ONE, weights=torch.ones(2, 1, 3)), selection(ONE), ("", ""), "one for each index"),
         (selection(ONE, tokens=[1, 2]), selection(ONE, tokens=[1, 3]), ("", ""), "their ids differ"),

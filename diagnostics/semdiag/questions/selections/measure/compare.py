@@ -1,6 +1,7 @@
 """Do two engines choose alike?"""
 
 from dataclasses import dataclass
+from itertools import product
 
 import numpy as np
 import pandas as pd
@@ -121,13 +122,12 @@ def _check_alike(a: LaidOut, b: LaidOut) -> None:
         raise InputError(f"{where} differ in the number of keys: {a.scores.shape[-1]} and {b.scores.shape[-1]}.")
     if a.tokens is not None and b.tokens is not None and not torch.equal(a.tokens.sort()[0], b.tokens.sort()[0]):
         raise InputError(f"{where} are of other tokens: their ids differ. Are they of another tokenisation?")
-    for one, each in ((a, b), (b, a)):
-        keys = None if one.scores is None else one.scores.shape[-1]
-        largest = int(each.indices.max())
+    for one, each in product((a, b), (a, b)):
+        keys, largest = None if one.scores is None else one.scores.shape[-1], int(each.indices.max())
         if keys is not None and largest >= keys:
             raise InputError(
                 f"{each.file.path} names key {largest}, but {one.file.path} has scores of {keys} keys. Are they "
-                "of another tokenisation?"
+                f"of another tokenisation? Check one alone: semdiag selections {each.file.path}"
             )
 
 
