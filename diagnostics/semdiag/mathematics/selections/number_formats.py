@@ -73,7 +73,7 @@ def may_swap(lower: Tensor, higher: Tensor, kind: NumberFormat, engines: int = 1
     Formula: h − l ≤ u(|h| + |l|) + 2η, where u = 2^−p and η is half the smallest subnormal number. A score that
     rounds beyond the largest finite number counts as that number; two such scores may always change places.
     If h and l were rounded by one engine and chosen by another one, which rounded the same scores itself:
-    h − l ≤ 2(u(|h| + |l|) + 2η)/(1 − u).
+    h − l ≤ 2(u(|h| + |l|) + 2η).
 
     Source: docs/theory.md#rounded-scores; not in the paper. Deviation: none.
 
@@ -96,9 +96,7 @@ def may_swap(lower: Tensor, higher: Tensor, kind: NumberFormat, engines: int = 1
     finite = lower.isfinite() & higher.isfinite()
     low, high = (score.clamp(-kind.largest, kind.largest) for score in (lower, higher))
     unit = 2.0**-kind.digits
-    error = unit * low.abs() + unit * high.abs() + 2.0 ** (kind.exponent - kind.digits + 1)
-    if engines == 2:
-        error = 2 * error / (1 - unit)
+    error = engines * (unit * low.abs() + unit * high.abs() + 2.0 ** (kind.exponent - kind.digits + 1))
     return (lower == higher) | beyond | finite & (high - low <= error)
 
 

@@ -28,7 +28,7 @@ def right(scores, chosen, name):
     if len(chosen) < K:
         return False
     low, high = min(scores[key] for key in chosen), max(rest)
-    return high - low <= 2 * (unit * abs(high) + unit * abs(low) + subnormal) / (1 - unit)
+    return high - low <= 2 * (unit * abs(high) + unit * abs(low) + subnormal)
 
 
 K, N = 3, 8

@@ -61,7 +61,7 @@ def compare_selections(
     """Compare the keys that two engines chose for the same rows, as sets.
 
     A difference is ``numeric`` if, by the scores of A or by those of B, both choices may be a top-k where each
-    engine has rounded the same scores to ``format`` itself: their separations are ≥ −2(u(|h| + |l|) + 2η)/(1 − u).
+    engine has rounded the same scores to ``format`` itself: their separations are ≥ −2(u(|h| + |l|) + 2η).
     Else it is a ``bug``, or the engines' scores differed already.
 
     Source: docs/theory.md#rounded-scores; not in the paper. Deviation: none.
