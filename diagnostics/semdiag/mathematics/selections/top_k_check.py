@@ -49,7 +49,8 @@ def judge_rows(
         InputError: if a score that may be chosen is NaN.
     """
     picked = allowed.counts.nonzero().squeeze(1)
-    every, per_part = picked.numel() == len(indices), max(1, _HELD // (keys + 1))
+    width = indices.shape[1] if scores is None else keys + 1
+    every, per_part = picked.numel() == len(indices), max(1, _HELD // width)
     found: tuple[list[Tensor], ...] = ([], [], [], [])
     room = None
     for start in range(0, picked.numel(), per_part):
@@ -59,10 +60,11 @@ def judge_rows(
             allowed.first[own, None].to(indices.device), allowed.end[own, None].to(indices.device),
             None if allowed.position is None else allowed.position[own, None].to(indices.device),
         )  # fmt: skip
-        if room is None:
+        if room is None and part.scores is not None:
             room = part.room(per_part)
         try:
-            for column, values in zip(found, part.judged(room, kind, engines), strict=True):
+            judged = part.by_keys() if room is None else part.by_scores(room, kind, engines)
+            for column, values in zip(found, judged, strict=True):
                 column.append(values)
         except _NotANumberError as error:
             raise InputError(
@@ -104,7 +106,17 @@ class _Part:
         kind = torch.float64 if wide else torch.float32
         return torch.empty(rows, self.keys + 1, dtype=kind, device=self.indices.device)
 
-    def judged(self, room: Tensor, kind: NumberFormat, engines: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def by_keys(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """What :func:`judge_rows` returns where no scores are known."""
+        valid = (self.indices >= self.first) & (self.indices < self.end)
+        ordered = self.indices.masked_fill(~valid, -1).sort(1).values
+        again = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)
+        grade = self._keys_alone(valid, again, valid.sum(1) - again.sum(1)).cpu()
+        none = torch.full((len(grade),), torch.nan, dtype=torch.float64)
+        return grade, none, none, none
+
+    def by_scores(self, room: Tensor, kind: NumberFormat, engines: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """What :func:`judge_rows` returns where scores are known."""
         rows, k = self.indices.shape
         table = self._filled(room[:rows])
         inside = (self.indices >= self.first) & (self.indices < self.end)
@@ -117,9 +129,6 @@ class _Part:
             again &= valid
         number = (k if valid is None else valid.sum(1)) - again.sum(1)
         grade = self._keys_alone(valid, again, number).cpu()
-        if self.scores is None:
-            none = torch.full((rows,), torch.nan, dtype=torch.float64)
-            return grade, none, none, none
         table.scatter_(1, slots, table.new_tensor(-torch.inf).expand(rows, k))
         worst, left = chosen.amin(1).cpu().double(), table[:, : self.keys].amax(1).cpu().double()
         unknown = worst.isnan() | left.isnan()
@@ -134,8 +143,7 @@ class _Part:
 
     def _filled(self, table: Tensor) -> Tensor:
         """The scores, -inf where no key may be chosen, +inf in the column more."""
-        if self.scores is None:
-            return table
+        assert self.scores is not None
         table[:, : self.keys].copy_(self.scores)
         table[:, self.keys] = torch.inf
         self._mask_(table[:, : self.keys], self.first, self.end)

@@ -286,6 +286,13 @@ def test_without_scores_only_the_keys_are_judged():
     assert check_selection(None, torch.tensor([[0, -1], [0, 1], [0, 2]]), causal=True).counts["missing"] == 0
 
 
+def test_an_absurd_index_takes_no_memory():
+    indices = torch.tensor([[0, 2**63 - 1], [2**50, 2**50]])
+    assert check_selection(None, indices).rows["class"].tolist() == ["out_of_range", "duplicate"]
+    assert check_selection(None, indices[1:], lengths=2**40, keys=2**40).counts["out_of_range"] == 1
+    assert check_selection(torch.ones(2, 3), indices).counts["out_of_range"] == 2
+
+
 # Bad input
 
 GOOD = torch.tensor([[1.0, 2.0, 3.0]]), torch.tensor([[2, 1]])
@@ -312,6 +319,9 @@ GOOD = torch.tensor([[1.0, 2.0, 3.0]]), torch.tensor([[2, 1]])
         (*GOOD, {"format": "float17"}, "Unknown number format 'float17'. Did you mean 'float16'"),
         (*GOOD, {"keys": 5}, "keys = 5, but the scores have 3"),
         (None, GOOD[1], {"keys": 1}, "k = 2 keys, but there are only 1"),
+        (None, GOOD[1], {"keys": 2**62 + 1}, "keys must be at most"),
+        (None, GOOD[1], {"keys": 2.5}, "keys must be a whole number"),
+        (None, GOOD[1], {"lengths": [2**63 - 1], "starts": [2**63 - 1]}, "lie within"),
         (torch.zeros(4, 3), torch.zeros(4, 1, dtype=torch.int64), {"causal": True}, "4 queries and 3 keys"),
         (*GOOD, {"documents": [0, 0]}, "documents must say of each of the 3 keys"),
         (*GOOD, {"documents": [0, 1, 0]}, "must stand together"),

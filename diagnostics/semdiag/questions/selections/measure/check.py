@@ -21,6 +21,7 @@ from semdiag.questions.selections.measure.arrays import (
 )
 from semdiag_models import InputError
 
+_MOST = 2**62  # keys: no memory holds an index of more
 _CLASS = pd.CategoricalDtype(list(GRAVITY), ordered=True)
 
 
@@ -173,6 +174,8 @@ def _keys(
     """How many keys a row has, if that is known."""
     if given is not None:
         whole_number(given, "keys", 1)
+        if given > _MOST:
+            raise InputError(f"keys must be at most {_MOST:,}. Got {given:,}.")
     if scores is not None:
         if given is not None and given != scores.shape[-1]:
             raise InputError(f"keys = {given}, but the scores have {scores.shape[-1]} keys.")
@@ -188,8 +191,8 @@ def _keys(
 
 
 def _beyond(chosen: Tensor) -> int:
-    """A number of keys that no index reaches."""
-    return max(int(chosen.long().max()) + 1, chosen.shape[-1])
+    """A number of keys that no index reaches, unless it is absurd."""
+    return min(max(int(chosen.long().max()) + 1, chosen.shape[-1]), _MOST)
 
 
 def _table(
