@@ -177,9 +177,11 @@ def read_parquet(path: Path) -> pd.DataFrame:
         InputError: if it is none, or would take too much memory.
         ValueError: if it is damaged.
     """
-    import pyarrow.parquet as pq  # what measures one model must not need it
+    import pyarrow as pa  # what measures one model must not need it
+    import pyarrow.parquet as pq
 
-    with open_file(path) as file:
+    # From memory: threads that wait for Python to read from a file end the process if it is damaged and we leave.
+    with open_file(path) as whole, pa.BufferReader(whole.read()) as file:
         known = pq.ParquetFile(file).metadata
         columns = [known.schema.column(c) for c in range(known.num_columns)]
         if any(column.max_repetition_level for column in columns):
