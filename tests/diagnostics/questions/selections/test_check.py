@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-import semdiag
 from semdiag import InputError, check_selection
 from semdiag.mathematics.selections.number_formats import FORMATS
 
@@ -345,7 +344,3 @@ def test_what_may_not_be_chosen_is_not_read():
 def test_the_largest_unsigned_number_is_no_empty_place():
     indices = torch.from_numpy(np.array([[2**64 - 1, 2]], dtype=np.uint64))
     assert check_selection(GOOD[0], indices).counts["out_of_range"] == 1
-
-
-def test_it_is_exported():
-    assert semdiag.check_selection is check_selection
