@@ -10,13 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from semdiag.capturing import batches, pretrained
+from semdiag.capturing import batches
 from semdiag.capturing.batches import Batch
 from semdiag.capturing.loading import LoadedModel
+from semdiag.capturing.texts import AS_THEY_ARE, SUFFIXES, TextOptions, read_texts, text_batches, tokeniser_of
 from semdiag_models import InputError
 from semdiag_models.checkpoint import read_plain
 from semdiag_models.reading import LARGEST_TEXT, open_file, require_memory
-from semdiag_models.tasks.text_lines import read_lines
 
 _PACKED = 100  # times smaller than what it holds: deflating real token ids and pixels gains less
 _HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
@@ -48,15 +48,17 @@ def read_inputs(path: Path) -> Tensor:
     return ids
 
 
-def read_batches(path: Path, model: LoadedModel, size: int) -> list[Batch]:
+def read_batches(path: Path, model: LoadedModel, size: int, texts: TextOptions = AS_THEY_ARE) -> list[Batch]:
     """Read inputs for a model of any kind.
 
     Args:
-        path: texts, one a line (``.txt``, for Hugging Face models with a tokenizer); token ids or another array
+        path: texts (``.txt``, ``.jsonl``, as of :func:`~semdiag.capturing.texts.read_texts`); token ids or
+        another array
             (``.npy``, ``.npz``, ``.pt``); or a ``.pt`` with a dictionary of tensors, the model's keyword
             arguments, or a list of such batches.
         model: whose inputs they are.
         size: samples in a batch.
+        texts: how texts become inputs.
 
     Returns:
         Batches that the model can be called with.
@@ -65,12 +67,10 @@ def read_batches(path: Path, model: LoadedModel, size: int) -> list[Batch]:
         InputError: if the file is missing, unreadable, empty, holds code, or does not suit the model; or a tensor
             shows more numbers than fit into memory.
     """
-    if path.suffix == ".txt":
-        texts = read_lines(path)[0]
-        if model.source != "hugging face":
-            raise InputError(f"{path}: texts need a tokenizer, and {model.path} has none. Give token ids.")
-        tokenise = pretrained.tokeniser(model.path, model.module)
-        return [tokenise(texts[i : i + size]) for i in range(0, len(texts), size)]
+    if path.suffix in SUFFIXES:
+        return text_batches(path, model, size, texts)
+    if texts != AS_THEY_ARE:
+        raise InputError(f"--max-length, --tokenizer and --labels are about texts (.txt, .jsonl). Got {path}.")
     content = _read(path)
     if isinstance(content, Mapping) and set(content) == {"tokens"}:
         content = content["tokens"]
@@ -80,19 +80,20 @@ def read_batches(path: Path, model: LoadedModel, size: int) -> list[Batch]:
     return found
 
 
-def cut_texts(path: Path, model: LoadedModel, first: int) -> tuple[int, int | None]:
+def cut_texts(path: Path, model: LoadedModel, first: int, texts: TextOptions) -> tuple[int, int | None]:
     """Count the texts that :func:`read_batches` cut, being longer than the model takes.
 
     Args:
-        path: texts, one a line.
+        path: of texts.
         model: whose inputs they are.
         first: so many of them are looked at.
+        texts: how they became inputs.
 
     Returns:
-        Their number, and how many tokens the model takes; None if nothing says so.
+        Their number, and at how many tokens; None if nothing says so.
     """
-    tokenise = pretrained.tokeniser(model.path, model.module)
-    return tokenise.cut(read_lines(path)[0][:first]), tokenise.longest
+    tokenise = tokeniser_of(path, model, texts)
+    return tokenise.cut(read_texts(path).texts[:first]), tokenise.longest
 
 
 def _read(path: Path) -> Any:
@@ -104,8 +105,10 @@ def _read(path: Path) -> Any:
         return _read_numpy(path)
     as_array = f'numpy.save("{path.stem}.npy", numpy.loadtxt("{path.name}", delimiter=",", dtype=int))'
     raise InputError(
-        "Inputs come as .npy, .npz or .pt token ids of shape (N, L), or as .txt for hf: models and models of "
-        f"text. Got {path.name}." + f" A table becomes an array with: {as_array}." * (path.suffix == ".csv")
+        "Inputs come as .npy, .npz or .pt token ids of shape (N, L), or as .txt or .jsonl for hf: models and "
+        f"models of text. Got {path.name}."
+        + f" A table becomes an array with: {as_array}."
+        * (path.suffix == ".csv")
     )
 
 

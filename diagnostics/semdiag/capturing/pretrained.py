@@ -50,6 +50,11 @@ def find_folder(spec: str) -> Path:
             f"{spec}: there is no folder {name}. Models are read from disk and never downloaded: name a folder "
             "that model.save_pretrained() wrote."
         )
+    if (folder / "adapter_config.json").exists():
+        raise InputError(
+            f"{spec}: the folder holds an adapter, not a model. Merge it first: "
+            'model.merge_and_unload().save_pretrained("NEW").'
+        )
     if not (folder / "config.json").exists():
         raise InputError(f"{spec}: the folder holds no config.json, so it is not a Hugging Face model.")
     for file in folder.iterdir():  # the library opens what it finds
@@ -78,13 +83,8 @@ def build(spec: str, head: str = "auto") -> tuple[nn.Module, str, dict[str, str]
     """
     folder = find_folder(spec)
     transformers = _transformers(spec)
-    weights = sorted(folder.glob("*.safetensors"))
-    if not weights:
-        raise InputError(
-            f"{spec} holds no .safetensors file; other formats are not read. Write one with: "
-            "model.save_pretrained(DIRECTORY)."
-        )
     config = read_json(folder / "config.json")
+    weights = _weights_of(spec, folder, config)
     kind = _class_of(transformers, config, head)
     with _silent(transformers):
         check_sizes(spec, config, weights, kind)
@@ -102,6 +102,39 @@ def build(spec: str, head: str = "auto") -> tuple[nn.Module, str, dict[str, str]
     return model.eval(), _sha256(weights), {"transformers": str(transformers.__version__)}
 
 
+def _weights_of(spec: str, folder: Path, config: Any) -> list[Path]:
+    """The files of the weights; what is there instead of them, or missing, is named."""
+    packed = config.get("quantization_config") if isinstance(config, dict) else None
+    if packed is not None:
+        method = packed.get("quant_method") if isinstance(packed, dict) else None
+        raise InputError(
+            f"{spec}: its weights are packed ({method or 'quantization_config'}), and what is packed is not read. "
+            "Load it with its own library, model.dequantize(), delete config.quantization_config, and save it."
+        )
+    weights = sorted(folder.glob("*.safetensors"))
+    if not weights:
+        other = next(iter(sorted((*folder.glob("*.bin"), *folder.glob("*.pt"), *folder.glob("*.pth")))), None)
+        if other is None:
+            raise InputError(
+                f"{spec} holds no .safetensors file; other formats are not read. Write one with: "
+                "model.save_pretrained(DIRECTORY)."
+            )
+        raise InputError(
+            f"{spec} holds no .safetensors file, but {other.name}, which may hold code and is not read. If "
+            f'you trust it: AutoModel.from_pretrained("{spec.removeprefix(PREFIX)}").save_pretrained("NEW").'
+        )
+    index = folder / "model.safetensors.index.json"
+    places = read_json(index).get("weight_map") if index.exists() else None
+    named = sorted(set(map(str, places.values()))) if isinstance(places, dict) else []
+    missing = [name for name in named if not (folder / name).is_file()]
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise InputError(
+            f"{spec} lacks {missing[0]}{more} of the {len(named)} files of its weights: copy the whole folder."
+        )
+    return weights
+
+
 class Tokeniser:
     """A function from texts to a model's input: a dictionary of tensors (N, L), padded and cut to its longest.
 
@@ -109,20 +142,25 @@ class Tokeniser:
         spec: for messages.
         tokenizer: of transformers. One without a token for padding pads with 0, which the mask leaves out.
         model: an encoder–decoder gets the same texts, shifted, as decoder input.
+        most: tokens at which texts are cut, if the model takes more; None: what it takes.
 
     Attributes:
-        longest: how many tokens the model takes; None if nothing says so.
+        longest: how many tokens a text keeps at most; None if nothing says so.
+        takes: how many the model takes; None if nothing says so.
     """
 
-    def __init__(self, spec: str, tokenizer: Any, model: nn.Module) -> None:
-        self.longest = _longest(tokenizer, model)
-        self._spec, self._tokenizer, self._config = spec, tokenizer, model.config
+    def __init__(self, spec: str, tokenizer: Any, model: nn.Module, most: int | None = None) -> None:
+        self.takes = _longest(tokenizer, model)
+        self.longest = min((n for n in (self.takes, most) if n is not None), default=None)
+        self._spec, self._tokenizer, self._config = spec, tokenizer, getattr(model, "config", None)
+        self._known = _vocabulary(model)
 
     def __call__(self, texts: Sequence[str]) -> dict[str, Tensor]:
         """The model's input.
 
         Raises:
-            InputError: if the tokenizer fails, or an encoder–decoder does not say how its decoder begins.
+            InputError: if the tokenizer fails or is another model's, a text has no token, or an encoder–decoder
+                does not say how its decoder begins.
         """
         cut = {"truncation": self.longest is not None, "max_length": self.longest}
         if self._tokenizer.pad_token is None:
@@ -130,7 +168,42 @@ class Tokeniser:
             found = _padded(self._tokens(texts, return_attention_mask=True, **cut), left)
         else:
             found = self._tokens(texts, return_tensors="pt", padding=True, **cut)
+        self._check(texts, found)
         return _with_decoder(self._spec, found, self._config)
+
+    def _check(self, texts: Sequence[str], found: dict[str, Tensor]) -> None:
+        ids = found["input_ids"]
+        kept = found.get("attention_mask", torch.ones_like(ids)).bool()
+        if not ids.shape[1] or not bool(kept.any(1).all()):
+            empty = 0 if not ids.shape[1] else int((~kept.any(1)).nonzero()[0])
+            raise InputError(f"{self._spec}: its tokenizer finds no token in the text {texts[empty][:40]!r}.")
+        largest = int(ids[kept].max())
+        if self._known is not None and largest >= self._known:
+            raise InputError(
+                f"{self._spec}: its tokenizer gives the token id {largest}, and the model has {self._known} "
+                "tokens: it is another model's. Name its own with --tokenizer DIR."
+            )
+
+    def mask(self, ids: Tensor, seed: int, share: float = 0.15) -> tuple[Tensor, Tensor] | None:
+        """Mask some of the tokens, as masked-language models are trained.
+
+        Args:
+            ids: (B, L).
+            seed: of the choice.
+            share: of the tokens that are no special ones; at least one of each sample.
+
+        Returns:
+            The ids with the token for masks, and (B, L) labels: the ids at these places, -100 elsewhere. None
+            where the tokenizer has no token for masks.
+        """
+        token = self._tokenizer.mask_token_id
+        if token is None:
+            return None
+        special = torch.isin(ids, torch.tensor(self._tokenizer.all_special_ids))
+        drawn = torch.rand(ids.shape, generator=torch.Generator().manual_seed(seed)).masked_fill(special, 2.0)
+        count = ((~special).sum(1) * share).round().clamp(min=1).long()
+        chosen = (drawn.argsort(1).argsort(1) < count[:, None]) & ~special
+        return ids.masked_fill(chosen, token), ids.masked_fill(~chosen, -100)
 
     def cut(self, texts: Sequence[str]) -> int:
         """How many of the texts are longer than the model takes."""
@@ -149,12 +222,16 @@ class Tokeniser:
             raise InputError(f"{self._spec}: its tokenizer cannot be used ({_first_line(error)}).") from error
 
 
-def tokeniser(spec: str, model: nn.Module) -> Tokeniser:
+def tokeniser(
+    spec: str, model: nn.Module, tokenizer_folder: Path | None = None, most: int | None = None
+) -> Tokeniser:
     """Find what makes inputs of texts.
 
     Args:
         spec: ``hf:DIRECTORY``, with the tokenizer's files.
         model: from :func:`build`.
+        tokenizer_folder: that of another tokenizer; None: the model's.
+        most: tokens at which texts are cut; None: what the model takes.
 
     Returns:
         A function from texts to the model's input.
@@ -162,7 +239,15 @@ def tokeniser(spec: str, model: nn.Module) -> Tokeniser:
     Raises:
         InputError: if the folder holds no tokenizer.
     """
-    transformers, folder = _transformers(spec), find_folder(spec)
+    transformers = _transformers(spec)
+    folder = find_folder(spec) if tokenizer_folder is None else tokenizer_folder
+    if tokenizer_folder is not None:
+        spec = str(tokenizer_folder)
+        if not folder.is_dir():
+            raise InputError(f"--tokenizer takes a folder with a tokenizer's files. There is no folder {folder}.")
+        for file in folder.iterdir():  # the library opens what it finds
+            if not file.is_dir():
+                open_file(file).close()
     instead = "Give token ids with --inputs FILE.pt."
     if not any(file for pattern in _VOCABULARIES for file in folder.glob(pattern)):
         # The library would make up a tokenizer to which every word is unknown.
@@ -176,7 +261,7 @@ def tokeniser(spec: str, model: nn.Module) -> Tokeniser:
             raise InputError(f"{spec}: its tokenizer cannot be used ({_first_line(error)}). {instead}") from error
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
-    return Tokeniser(spec, tokenizer, model)
+    return Tokeniser(spec, tokenizer, model, most)
 
 
 def _transformers(spec: str) -> Any:
@@ -233,9 +318,19 @@ def _check_complete(spec: str, report: dict[str, Any], model: nn.Module) -> None
     )
 
 
+def _vocabulary(model: nn.Module) -> int | None:
+    """Rows of the table in which a model looks its tokens up; None where it does not say which that is."""
+    named = getattr(model, "get_input_embeddings", None)
+    try:
+        table = named() if callable(named) else None
+    except Exception:  # of some kinds of models the library has none, and says so in its own way
+        return None
+    return table.num_embeddings if isinstance(table, nn.Embedding) else None
+
+
 def _longest(tokenizer: Any, model: nn.Module) -> int | None:
     """Tokens that the model takes at most; None if nothing says so."""
-    positions = getattr(model.config, "max_position_embeddings", None)
+    positions = getattr(getattr(model, "config", None), "max_position_embeddings", None)
     known = (tokenizer.model_max_length, positions)
     limits = [n for n in known if isinstance(n, int) and 0 < n < 10**9]
     for name, part in model.named_modules():

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 # Name, type with help, default; in the order of the help.
 _SHARED: dict[str, tuple[Any, Any]] = {
     "inputs": (options.Inputs, None),
+    "max_length": (options.MaxLength, None),
+    "tokenizer": (options.Tokenizer, None),
+    "labels": (options.Labels, None),
     "samples": (options.Samples, 500),
     "batch_size": (options.BatchSize, 100),
     "device": (options.Device, "auto"),
@@ -34,6 +37,7 @@ _SHARED: dict[str, tuple[Any, Any]] = {
     "figures": (options.Figures, "png,svg"),
     "quiet": (options.Quiet, False),
 }
+_OF_TEXTS = ("max_length", "tokenizer", "labels")
 _SAMPLING = ("queries", "max_queries")
 _OF_CONDITIONS = ("inputs", "samples", "batch_size", "device", "dtype", "seed", "min_keys", "head", *_SAMPLING)
 
@@ -55,6 +59,7 @@ class Shared:
         Raises:
             InputError: if an option is wrong.
         """
+        from semdiag.capturing.texts import TextOptions
         from semdiag.commands import measuring
         from semdiag.measuring.conditions import Conditions
 
@@ -62,7 +67,8 @@ class Shared:
         measuring.check_per_query(self.values.get("per_query"))
         measuring.check_out(self.values.get("out"), keep_queries)
         own = {name: self.values[name] for name in _OF_CONDITIONS if name in self.values}
-        return Conditions(**own, config=measuring.read_config(self.values.get("config")), **more)
+        texts = TextOptions(*(self.values.get(name) for name in _OF_TEXTS))
+        return Conditions(**own, texts=texts, config=measuring.read_config(self.values.get("config")), **more)
 
     def measured(
         self,
@@ -118,7 +124,11 @@ def with_options(command: Command) -> Callable[..., None]:
         A function that has the options in its signature, where typer finds them.
     """
     names = [
-        name for name in _SHARED if name not in command.leave_out and (command.sampling or name not in _SAMPLING)
+        name
+        for name in _SHARED
+        if name not in command.leave_out
+        and (command.sampling or name not in _SAMPLING)
+        and not (name in _OF_TEXTS and "inputs" in command.leave_out)
     ]
 
     def with_shared(context: typer.Context, **given: Any) -> None:

@@ -8,12 +8,19 @@ from typing import Any, Self
 import torch
 
 from semdiag.capturing.loading import LoadedModel
+from semdiag.capturing.texts import AS_THEY_ARE, TextOptions
 from semdiag.measuring.calls.collector import LEAST_MAX_QUERIES, MAX_QUERIES
 from semdiag.measuring.calls.query_draws import QueryDraws
 from semdiag.measuring.schema import probes
 from semdiag_models import InputError
 
-DTYPES = {"float32": torch.float32, "float64": torch.float64}
+DTYPES = {
+    "float32": torch.float32,
+    "float64": torch.float64,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+HALF = "bfloat16", "float16"  # of models from elsewhere alone; their scores are read in float32
 
 _MOST = 10**9  # of samples, in a batch or in all
 
@@ -41,6 +48,7 @@ class Conditions:
     k_lowers: bool = False  # whether a k above the length of the inputs becomes that: of a default
     config: dict[str, Any] | None = None  # of checkpoints of the paper's code
     head: str = "auto"  # of Hugging Face models: that of their configuration, or none
+    texts: TextOptions = AS_THEY_ARE  # of models from elsewhere: how texts become inputs
     encoders_only: bool = False  # whether models of which the attention alone is known are refused
     probe_samples: int | None = None  # inputs of the probes that run a model many times; None: all
     plans: tuple[Any, ...] = ()  # what is measured besides: of the types in the registry of probes
@@ -56,7 +64,7 @@ class Conditions:
         if self.first is not None and self.first < 1:
             raise InputError(f"first must be at least 1. Got {self.first}.")
         if self.dtype not in {"auto", *DTYPES}:
-            raise InputError(f"dtype must be auto, float32 or float64. Got {self.dtype!r}.")
+            raise InputError(f"dtype must be auto, {', '.join(DTYPES)}. Got {self.dtype!r}.")
         for plan in self.plans:
             if type(plan) not in probes():
                 raise TypeError(f"Plans are {', '.join(kind.__name__ for kind in probes())}. Got {plan!r}.")
@@ -79,6 +87,10 @@ class Conditions:
         Returns:
             The conditions with a key of ``DTYPES`` as dtype.
         """
+        if self.dtype in HALF and (own := [model.path for model in models if not model.external]):
+            raise InputError(
+                f"dtype {self.dtype} is for models from elsewhere, and {own[0]} is an encoder of ours."
+            )
         if self.dtype != "auto":
             return self
         single = device.type == "mps" or any(model.external for model in models)

@@ -13,6 +13,7 @@ from semdiag.capturing.audit import Remark
 from semdiag.capturing.batches import Batch, each, first_samples, longest, samples_of, split
 from semdiag.capturing.inputs import cut_texts, read_batches, read_inputs
 from semdiag.capturing.loading import LoadedModel, load_all
+from semdiag.capturing.texts import AS_THEY_ARE, SUFFIXES, tokeniser_of
 from semdiag.measuring.calls.scored_rows import NotAvailableError
 from semdiag.measuring.conditions import DTYPES, Conditions
 from semdiag.measuring.measure import measure
@@ -104,7 +105,7 @@ def survey(
                 tables |= probe.measure(subject, plan, known)
             except NotAvailableError as reason:
                 subject.note(probe.name, str(reason))
-        part = part.replace(**tables, remarks=_with_remarks(part.remarks, subject, conditions.inputs))
+        part = part.replace(**tables, remarks=_with_remarks(part.remarks, subject, conditions))
         parts.append(part)
     joined = Measurements.concat(parts)
     largest = int(joined.models["samples"].max())
@@ -141,7 +142,9 @@ def _inputs(model: LoadedModel, conditions: Conditions) -> tuple[list[Batch], Te
     """Batches, labels, and where they come from."""
     given, size = conditions.inputs, conditions.batch_size
     if given is not None and model.external:
-        return _cut(read_batches(given, model, size), conditions.first, f"{given} (given)")
+        return _cut(read_batches(given, model, size, conditions.texts), conditions.first, f"{given} (given)")
+    if conditions.texts != AS_THEY_ARE:
+        raise InputError("--max-length, --tokenizer and --labels are about the texts of models from elsewhere.")
     if given is not None and given.suffix == ".txt":
         tokens, labels, source = model.text_inputs(given, conditions.samples, conditions.seed)
         return split(tokens, size), labels, source
@@ -180,6 +183,7 @@ def _counted(batches: Any) -> bool:
 
 
 _TEXTS = "texts, one a line (.txt), "
+_SHORT = 8  # times shorter than what the model takes: texts that say nothing of long ones
 
 
 def _other_length(model: LoadedModel, batches: Sequence[Batch]) -> list[Remark]:
@@ -194,19 +198,26 @@ def _other_length(model: LoadedModel, batches: Sequence[Batch]) -> list[Remark]:
     return [] if given == [own] else [Remark("", text, "input-length")]
 
 
-def _cut_texts(model: LoadedModel, batches: Sequence[Batch], given: Path | None) -> list[Remark]:
-    """Say how many texts are longer than the model takes, if any is."""
-    if given is None or given.suffix != ".txt" or not model.external:
+def _cut_texts(model: LoadedModel, batches: Sequence[Batch], conditions: Conditions) -> list[Remark]:
+    """Say how many texts were cut, if any was, and whether all are short for the model."""
+    given = conditions.inputs
+    if given is None or given.suffix not in SUFFIXES or not model.external:
         return []
-    samples = sum(map(samples_of, batches))
-    cut, most = cut_texts(given, model, samples)
-    text = f"texts were cut to {most} tokens, the most that the model takes: {cut} of {samples}"
-    return [Remark("", text, "texts-cut")] if cut else []
+    samples, found = sum(map(samples_of, batches)), []
+    cut, most = cut_texts(given, model, samples, conditions.texts)
+    if cut:
+        why = "as --max-length says" if most == conditions.texts.max_length else "the most that the model takes"
+        found.append(Remark("", f"texts were cut to {most} tokens, {why}: {cut} of {samples}", "texts-cut"))
+    takes, longest_text = tokeniser_of(given, model, conditions.texts).takes, max(map(longest, batches))
+    if takes is not None and longest_text * _SHORT <= takes:
+        text = f"the texts have at most {longest_text} of the {takes:,} tokens that the model takes"
+        found.append(Remark("", f"{text}: they say nothing of long ones", "short-texts"))
+    return found
 
 
-def _with_remarks(remarks: pd.DataFrame, subject: Subject, given: Path | None) -> pd.DataFrame:
+def _with_remarks(remarks: pd.DataFrame, subject: Subject, conditions: Conditions) -> pd.DataFrame:
     """The remarks, what no probe could measure, and which of all random keys were looked at."""
-    more = _other_length(subject.model, subject.batches) + _cut_texts(subject.model, subject.batches, given)
+    more = _other_length(subject.model, subject.batches) + _cut_texts(subject.model, subject.batches, conditions)
     if places := subject.model.contradicted_by:
         more.append(Remark("", f"the weights are not those recorded in {' and '.join(places)}", "weights-differ"))
     if subject.model.not_loaded:

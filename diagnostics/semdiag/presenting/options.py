@@ -34,10 +34,36 @@ Inputs = Annotated[
     Path | None,
     typer.Option(
         help="File of inputs to measure. Token ids of shape (N, L): .npy, .npz or .pt. Hugging Face models also "
-        "take a .txt with one text per line; models of text that semdiag trained take a .txt, from which "
+        "take a .txt with one text per line, or a .jsonl of objects with text and, if known, label or target; "
+        "models of text that semdiag trained take a .txt, from which "
         "--samples windows are drawn; Hugging Face models and your own also take a .pt with a dictionary of the "
         "model's arguments. Default: the samples that the run held out; for the paper's code, fresh samples of "
         "the task.",
+        rich_help_panel=_MEASURE,
+    ),
+]
+MaxLength = Annotated[
+    int | None,
+    typer.Option(
+        metavar="TOKENS",
+        help="Cut texts of --inputs to so many tokens. Default: what the model takes.",
+        rich_help_panel=_MEASURE,
+    ),
+]
+Tokenizer = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="DIR",
+        help="Folder of the tokenizer for texts of --inputs. Default: the model's own.",
+        rich_help_panel=_MEASURE,
+    ),
+]
+Labels = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="File with the class of each text of --inputs, a number or a name a line, for models that tell "
+        "classes.",
         rich_help_panel=_MEASURE,
     ),
 ]
@@ -61,7 +87,8 @@ Device = Annotated[
 Dtype = Annotated[
     str,
     typer.Option(
-        help="Precision of the model and its scores: float32 or float64. auto: float64 if all models are "
+        help="Precision of the model and its scores: float32 or float64; bfloat16 or float16 for models from "
+        "elsewhere, whose scores are then read in float32. auto: float64 if all models are "
         "semdiag's or the paper's encoders, so that numbers are the same on every processor; float32 if any other "
         "model is among them, or on mps.",
         rich_help_panel=_MEASURE,

@@ -36,7 +36,12 @@ CHEAP = {
 }
 FEW = {plan: CHEAP.get(plan) or plan() for plan in every_probe()}
 OF_EXTERNAL_MODELS = {"projections"}  # which our encoders do not need: of them all constants are known
-ON_REQUEST = {"sweep_estimates", "rerun", "rerun_quarters", "budgets"}  # with rows only of drawn queries, and of models run again
+ON_REQUEST = {
+    "sweep_estimates",
+    "rerun",
+    "rerun_quarters",
+    "budgets",
+}  # with rows only of drawn queries, and of models run again
 SAMPLES = 5
 
 

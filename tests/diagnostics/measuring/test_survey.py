@@ -121,7 +121,7 @@ def test_the_dtype_is_that_of_model_and_scores(tiny_runs):
         ({"samples": 0}, r"^samples must be at least 1\. Got 0\.$"),
         ({"batch_size": 0}, r"^batch_size must be at least 1\. Got 0\.$"),
         ({"min_keys": -1}, r"^min_keys must be at least 1\. Got -1\.$"),
-        ({"dtype": "float16"}, r"^dtype must be auto, float32 or float64\. Got 'float16'\.$"),
+        ({"dtype": "float8"}, r"^dtype must be auto, float32, float64, bfloat16, float16\. Got 'float8'\.$"),
     ],
 )
 def test_illegal_conditions_are_refused(condition, message):

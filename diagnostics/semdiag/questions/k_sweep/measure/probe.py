@@ -22,6 +22,7 @@ from semdiag.measuring.table import ALL, Table
 from semdiag.questions.k_sweep.measure.budget_search import halves, search
 from semdiag.questions.k_sweep.measure.key_budgets import BUDGET_TABLE
 from semdiag.questions.k_sweep.measure.kinds import EXTERNAL_KINDS, OWN_KINDS, TOP_K, check_kinds, masks_of
+from semdiag.questions.k_sweep.measure.masked_language import masked_language
 from semdiag.questions.k_sweep.measure.quarters import QUARTERS_TABLE, packed
 from semdiag.questions.k_sweep.measure.rerun import NO_MASK, RERUN_TABLE, few_ks, rerun, rerun_ks
 from semdiag.questions.k_sweep.measure.top_scores import TopScores
@@ -239,6 +240,8 @@ def _reruns(
     kinds = plan.kinds or (EXTERNAL_KINDS if loaded.external else OWN_KINDS)
     how = {**how, "optional": () if plan.kinds else EXTERNAL_KINDS[1:]}
     masks = masks_of(ks, seed, kinds)
+    if labels is None:
+        batches = masked_language(loaded, batches, seed, how["remark"])
     chosen = batches if plan.rerun else _fitting(batches, seconds, len(masks), plan.seconds or 0, how["remark"])
     of_length = {n: masks_of(plan.ks or few_ks(n), seed, kinds) for n in pieces}
     usual = max(map(longest, batches)) if pieces else 1

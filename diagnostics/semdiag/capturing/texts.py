@@ -1,0 +1,180 @@
+"""Texts that a user names: one a line, or JSON lines with labels and targets; cut, and made into batches."""
+
+import inspect
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from semdiag.capturing import pretrained
+from semdiag.capturing.batches import Batch
+from semdiag.capturing.loading import LoadedModel
+from semdiag_models import InputError
+from semdiag_models.tasks.text_lines import read_lines
+
+SUFFIXES = ".txt", ".jsonl"
+_KEYS = "text", "label", "target"
+_IGNORED = -100  # of labels: padding
+
+
+@dataclass(frozen=True)
+class TextOptions:
+    """How texts become inputs.
+
+    Attributes:
+        max_length: tokens at which texts are cut; None: what the model takes.
+        tokenizer: folder of a tokenizer; None: the model's own.
+        labels: file with a class for each text, a line each; None: what the texts' own file says.
+
+    Raises:
+        InputError: if a length is below 2.
+    """
+
+    max_length: int | None = None
+    tokenizer: Path | None = None
+    labels: Path | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_length is not None and self.max_length < 2:
+            raise InputError(f"--max-length must be at least 2. Got {self.max_length}.")
+
+
+AS_THEY_ARE = TextOptions()
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Texts, and what is right for each.
+
+    Attributes:
+        texts: at least one.
+        labels: class of each, a number or a name; empty: not known.
+        targets: what a sequence-to-sequence model should answer to each; empty: not known.
+    """
+
+    texts: list[str]
+    labels: list[int | str] = field(default_factory=list)
+    targets: list[str] = field(default_factory=list)
+
+
+def read_texts(path: Path) -> Texts:
+    r"""Read texts from a file.
+
+    Args:
+        path: ``.txt``, one text a line; or ``.jsonl``, a line like ``{"text": "two\n\nparagraphs", "label": 1}``,
+            with ``label`` or ``target`` in every line or in none.
+
+    Raises:
+        InputError: if the file is missing, unreadable or empty, or a line is none of these.
+    """
+    lines = read_lines(path)[0]
+    if path.suffix == ".txt":
+        return Texts(lines)
+    found: dict[str, list[Any]] = {name: [] for name in _KEYS}
+    for number, line in enumerate(lines, 1):
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            row = None
+        if not isinstance(row, dict) or not isinstance(row.get("text"), str) or not row["text"].strip():
+            raise InputError(f'{path}, line {number}: a line is an object like {{"text": "…"}}.')
+        for name in _KEYS:
+            if name in row:
+                found[name].append(row[name])
+        if any(found[name] and len(found[name]) < number for name in _KEYS) or any(
+            len(found[name]) == 1 < number for name in _KEYS
+        ):
+            raise InputError(f"{path}, line {number}: label and target stand in every line or in none.")
+    wrong = [x for x in found["label"] if not isinstance(x, int | str) or isinstance(x, bool)]
+    wrong += [x for x in found["target"] if not isinstance(x, str)]
+    if wrong:
+        raise InputError(f"{path}: a label is a whole number or a name, a target a text. Got {wrong[0]!r}.")
+    return Texts(found["text"], found["label"], found["target"])
+
+
+def text_batches(path: Path, model: LoadedModel, size: int, options: TextOptions) -> list[Batch]:
+    """Make batches of the texts of a file.
+
+    Args:
+        path: as of :func:`read_texts`.
+        model: whose inputs they are.
+        size: texts in a batch.
+        options: how.
+
+    Returns:
+        Batches, with ``labels`` where classes or targets are known.
+
+    Raises:
+        InputError: if there is no tokenizer, or labels do not suit texts or model.
+    """
+    tokenise = tokeniser_of(path, model, options)
+    given = read_texts(path)
+    labels = _classes(path, given, model, options)
+    found: list[Batch] = []
+    for first in range(0, len(given.texts), size):
+        part = slice(first, first + size)
+        batch: dict[str, Tensor] = tokenise(given.texts[part])
+        if labels is not None:
+            batch["labels"] = labels[part]
+        elif given.targets:
+            batch = _with_targets(tokenise, batch, given.targets[part])
+        found.append(batch)
+    return found
+
+
+def tokeniser_of(path: Path, model: LoadedModel, options: TextOptions) -> pretrained.Tokeniser:
+    """Find what makes a model's inputs of texts.
+
+    Raises:
+        InputError: if the model has no tokenizer and none is named.
+    """
+    if model.source != "hugging face" and options.tokenizer is None:
+        raise InputError(
+            f"{path}: texts need a tokenizer, and {model.path} has none. Name a folder that holds one with "
+            "--tokenizer DIR, or give token ids."
+        )
+    return pretrained.tokeniser(model.path, model.module, options.tokenizer, options.max_length)
+
+
+def _classes(path: Path, given: Texts, model: LoadedModel, options: TextOptions) -> Tensor | None:
+    """(N,) class of each text; None where none is known."""
+    named, where = given.labels, path
+    if options.labels is not None:
+        where = options.labels
+        named = [int(line) if line.lstrip("-").isdigit() else line for line in read_lines(where)[0]]
+    if not named:
+        return None
+    if len(named) != len(given.texts):
+        raise InputError(f"{where} has {len(named)} labels, and {path} {len(given.texts)} texts.")
+    if "labels" not in inspect.signature(model.module.forward).parameters:
+        raise InputError(
+            f"{where}: {type(model.module).__name__} takes no labels. Name a model with a head for classes."
+        )
+    known = getattr(getattr(model.module, "config", None), "label2id", None) or {}
+    unknown = [name for name in named if isinstance(name, str) and name not in known]
+    if unknown:
+        names = ", ".join(map(str, sorted(known, key=lambda name: int(known[name]))[:10])) or "none"
+        raise InputError(f"{where}: the model has no class {unknown[0]!r}. Its classes: {names}.")
+    numbers = [int(known[name]) if isinstance(name, str) else name for name in named]
+    classes = getattr(getattr(model.module, "config", None), "num_labels", None)
+    outside = [n for n in numbers if isinstance(classes, int) and not 0 <= n < classes]
+    if outside and isinstance(classes, int):
+        raise InputError(f"{where}: the model has {classes} classes, 0 to {classes - 1}. Got {outside[0]}.")
+    return torch.tensor(numbers)
+
+
+def _with_targets(
+    tokenise: pretrained.Tokeniser, batch: dict[str, Tensor], targets: Sequence[str]
+) -> dict[str, Tensor]:
+    """A batch in which the decoder is to answer with the targets."""
+    if "decoder_input_ids" not in batch:
+        raise InputError("A target is for sequence-to-sequence models: this model has no decoder of its own.")
+    answers = tokenise(targets)
+    ids = answers["input_ids"]
+    mask = answers.get("attention_mask", torch.ones_like(ids)).bool()
+    own = {name: x for name, x in answers.items() if name.startswith("decoder_")}
+    return batch | own | {"labels": ids.where(mask, _IGNORED)}
