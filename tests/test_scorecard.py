@@ -1,0 +1,91 @@
+"""The scorecard of the paper's claims says what the records and the other pages say."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from semdiag_models.sweeps.grid import read_sweep
+from semdiag_models.sweeps.records import read_history
+
+ROOT = Path(__file__).parents[1]
+PAGE = (ROOT / "docs" / "paper.md").read_text(encoding="utf-8")
+ROWS = [
+    [cell.strip() for cell in line.strip("|").split(" | ")]
+    for line in PAGE.splitlines()
+    if line.startswith("| ") and not line.startswith("| claim")
+]
+VERDICTS = "**holds**", "**holds where**", "**cannot tell**", "**does not hold here**"
+
+
+def row(start):
+    (found,) = (cells for cells in ROWS if cells[0].startswith(start))
+    return found
+
+
+def test_every_claim_has_a_verdict_of_the_four_and_a_place():
+    assert len(ROWS) >= 15
+    for cells in ROWS:
+        assert len(cells) == 4, cells
+        assert cells[2].startswith(VERDICTS), cells[2]
+        for target in re.findall(r"\]\(([^)#]+)", " ".join(cells)):
+            assert (ROOT / "docs" / target).exists(), target
+
+
+def epochs_to_95(task, attention):
+    """Of the runs of the paper's size that are no shipped references."""
+    found = []
+    for run in read_sweep(ROOT / "experiments" / "length-40.toml"):
+        if (run.training.task, run.model.attention_label) != (task, attention):
+            continue
+        history = read_history(ROOT / "experiments" / "length-40", run)
+        if history is not None:
+            reached = [e for e, a in zip(history["epoch"], history["train_accuracy"], strict=True) if a >= 0.95]
+            found.append(min(reached))
+    return found
+
+
+@pytest.mark.parametrize("task", ["even-pairs", "missing-duplicate", "stack-manipulation"])
+def test_epochs_are_those_of_the_records(task):
+    said = row("Top-k attention converges")[1]
+    pattern = rf"([\d, ]+) against ([\d, ]+) on {task}"
+    top, full = ([int(n) for n in group.split(",")] for group in re.search(pattern, said).groups())
+    for attention, numbers in (("topk-5", top), ("full", full)):
+        known = epochs_to_95(task, attention)
+        assert known, f"there are no records of {task}, {attention}"
+        assert set(known) <= set(numbers)
+
+
+def test_ratios_of_dispersion_are_those_of_the_findings():
+    findings = (ROOT / "docs" / "findings.md").read_text(encoding="utf-8")
+    table = re.findall(r"\| [\d.]+, [\d.]+ \| ([\d.]+) \| [\d.]+, [\d.]+ \| ([\d.]+) \|", findings)
+    before, after = (sorted(float(pair[at]) for pair in table) for at in (0, 1))
+    said = row("Top-k has the smaller dispersion")[1]
+    assert f"{after[0]} to {after[-1]:.2f} of full attention's in 3 of 3" in said
+    assert f"{before[0]} to {before[-1]} before training" in said
+
+
+PHRASES = {
+    ("The smaller the dispersion", "docs/findings.md"): "−0.06 (−0.39 to 0.28); −0.26 (−0.56 to 0.05)",
+    ("Masks are separated", "docs/findings.md"): "85 %; 29 %; 92 %; 51 %",
+    ("The conditions of Corollary 1", "docs/findings.md"): "24 of 24; 10 of 18; 1 of 18; 0 of 18; 35 of",
+    ("The bounds are true", "docs/findings.md"): "5 of 101,000 pairs of rows",
+    ("Fixed sparse masks", "docs/findings.md"): "10 of 12 pairs; 1.65 to 1.73",
+    ("Approximate selections", "docs/study.md"): "1.32 (0.94 to 1.87); 0.98 (0.61 to 1.58); 0.79 (0.40 to 1.55)",
+    ("Empirical Lipschitz", "docs/findings.md"): "0 of 10 pairs",
+}
+
+
+@pytest.mark.parametrize(("start", "page"), PHRASES)
+def test_numbers_are_those_of_the_page_that_has_their_command(start, page):
+    said, source = row(start)[1], (ROOT / page).read_text(encoding="utf-8")
+    for phrase in PHRASES[start, page].split("; "):
+        assert phrase in said
+        assert phrase.replace("0 of 10 pairs", "in none of 10 pairs") in source or phrase in source
+
+
+def test_what_explains_the_speed_is_what_the_frozen_study_found():
+    source = (ROOT / "docs" / "must-attention-learn.md").read_text(encoding="utf-8")
+    for share in ("0.71 (0.61 to 0.85)", "0.20 (0.01 to 0.41)"):
+        assert share in PAGE
+        assert share in source
