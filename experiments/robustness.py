@@ -84,6 +84,8 @@ def verdicts(table: pd.DataFrame) -> pd.DataFrame:
             answer = f"{recipe['missing']} runs of the recipe are missing"
         elif recipe["low"] <= 0 <= recipe["high"]:
             answer = "unclear: the recipe's own interval holds 0"
+        elif others.empty:
+            answer = "no other level is complete"
         elif len(against):
             answer = f"not robust: reversed by {', '.join(against['level'])}"
         else:
