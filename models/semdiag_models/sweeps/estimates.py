@@ -21,6 +21,7 @@ from semdiag_models.training import Trainer
 
 STEPS = 3  # to time, after one that is not
 _HELD_OUT = 25  # samples to evaluate, besides those of the steps
+_COLD = 20.0  # seconds: what took less is timed once more, without what a first time costs
 _WHOLE, _LARGEST = 2**28, 2**30  # bytes up to which a model is timed whole, or one block of it
 
 
@@ -106,6 +107,15 @@ def _cost(run: SweepRun) -> tuple[object, ...]:
     return (model, *sizes, training.optimizer, training.precision, training.compiled, training.listops)
 
 
+def _timed(trainer: Trainer) -> tuple[float, float]:
+    """Seconds of a step and of the evaluation of a sample, in a short training."""
+    moments: list[float] = []
+    trainer.run(lambda progress: None, lambda: moments.append(time.perf_counter()))
+    evaluated = trainer.training.train_samples + trainer.training.holdout_samples
+    sample = (time.perf_counter() - moments[-1]) / evaluated
+    return statistics.median(later - sooner for sooner, later in pairwise(moments)), sample
+
+
 def time_epoch(run: SweepRun, device: str) -> float:
     """Seconds of one epoch of a run on one thread: median step and evaluation of a few samples, multiplied.
 
@@ -140,11 +150,10 @@ def time_epoch(run: SweepRun, device: str) -> float:
     before = random_state(where)
     try:
         torch.set_num_threads(1)
-        trainer = Trainer(model, few, where)
-        moments: list[float] = []
-        trainer.run(lambda progress: None, lambda: moments.append(time.perf_counter()))
-        sample = (time.perf_counter() - moments[-1]) / (few.train_samples + few.holdout_samples)
-        step = statistics.median(later - sooner for sooner, later in pairwise(moments))
+        began = time.perf_counter()
+        step, sample = _timed(Trainer(model, few, where))
+        if time.perf_counter() - began < _COLD:  # kernels may have been compiled in it, and are not again
+            step, sample = _timed(Trainer(model, few, where))
     finally:
         torch.set_num_threads(threads)
         restore_random_state(before)
