@@ -67,6 +67,10 @@ Labels = Annotated[
         rich_help_panel=_MEASURE,
     ),
 ]
+Every = Annotated[
+    bool,
+    typer.Option("--all", help="Show every head, also of large models.", rich_help_panel="Output"),
+]
 Samples = Annotated[
     int,
     typer.Option(

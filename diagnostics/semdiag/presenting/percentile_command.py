@@ -23,18 +23,24 @@ def percentile_command(metric: str, description: str, summary: "Callable[[Findin
         summary: of findings, as ``--json`` prints it.
     """
 
-    def command(models: options.Models = None, k: options.Counterfactual = "", *, shared: Shared) -> None:
+    def command(
+        models: options.Models = None,
+        k: options.Counterfactual = "",
+        every: options.Every = False,
+        *,
+        shared: Shared,
+    ) -> None:
         from semdiag.presenting.option_values import whole_numbers
 
         conditions = shared.conditions(k=whole_numbers(k, "--k"))
         findings = shared.measured(models, conditions)
-        shared.deliver(metric, findings, partial(_print, metric, summary), _sections(metric, findings))
+        shared.deliver(metric, findings, partial(_print, metric, summary, every), _sections(metric, findings))
 
     command.__doc__ = description
     return Command(command, leave_out=(), sampling=True)
 
 
-def _print(metric: str, summary: "Callable[[Findings], Summary]", findings: "Findings") -> None:
+def _print(metric: str, summary: "Callable[[Findings], Summary]", every: bool, findings: "Findings") -> None:
     from semdiag.measuring.findings.estimates import SAMPLED, drawn, sampling_sentences
     from semdiag.presenting.terminal.console import number_table, wide_console
 
@@ -42,13 +48,20 @@ def _print(metric: str, summary: "Callable[[Findings], Summary]", findings: "Fin
     for result in summary(findings)["results"]:
         of = f", {SAMPLED}" if result["model"] in drawn(findings) else ""
         for part in ("separation", "load") if metric == "separation" else ("dispersion",):
+            within = result.get("within_model", [])
+            if part == "separation" and not within and result["all"]["separation"]["p50"] is None:
+                console.print(f"\n{title(result)}: {_NOTHING_DROPPED}", soft_wrap=True)
+                continue
             more = ["≤ 0"] * (part == "separation") + ["recall", "no key"] * ("recall" in result["all"])
             heads = ["layer", "head", *_SHOWN, *more]
             table = number_table(heads, title=f"{title(result)}: {_TITLES[part]}{of}", least=_LEAST, kept=more)
-            _fill(table, result, part)
-            for within in result.get("within_model", []):
-                _fill(table, within, part, f" k={within['k']}")
+            left_out = _fill(table, result, part, every)
+            for one in within:
+                left_out += _fill(table, one, part, every, f" k={one['k']}")
             console.print(table)
+            if left_out:
+                console.print(extremes(result, part), soft_wrap=True)
+                console.print(f"{left_out} rows are not shown: --all shows them, and the page has them as CSV.")
     for sentence in sampling_sentences(findings, (metric,)):
         console.print(sentence)
 
@@ -69,8 +82,18 @@ _TITLES = {
 }
 
 
-def _fill(table: "NumberTable", result: dict[str, Any], part: str, suffix: str = "") -> None:
-    for row in [*result["layers"], {"layer": "all", "head": "", **result["all"]}]:
+_NOTHING_DROPPED = (
+    "every query keeps every key, so no key is separated from others. Add --k 8 to ask what a top-k would drop."
+)
+_MOST = 24  # rows of heads, above which only the furthest out are shown
+_FURTHEST = 5  # at either end
+
+
+def _fill(table: "NumberTable", result: dict[str, Any], part: str, every: bool, suffix: str = "") -> int:
+    """Add the rows of the heads; of many the furthest out. How many were left out."""
+    heads = result["layers"]
+    shown = heads if every or len(heads) <= _MOST else _furthest(heads, part)
+    for row in [*shown, {"layer": "all", "head": "", **result["all"]}]:
         numbers = row.get(part, row)
         cells = ["–" if numbers[p] is None else f"{numbers[p]:.3g}" for p in _SHOWN]
         if part == "separation":
@@ -78,3 +101,42 @@ def _fill(table: "NumberTable", result: dict[str, Any], part: str, suffix: str =
             cells.append(f"{numbers['not_positive'] / separated:.1%}" if separated else "–")
         cells += [f"{row[name]:.1%}" for name in ("recall", "without_keys") if name in row]
         table.add_row(f"{row['layer']}{suffix}", str(row["head"]), *cells)
+    return len(heads) - len(shown)
+
+
+def _median(row: dict[str, Any], part: str) -> float:
+    from semdiag.measuring.findings.strict_json import number_from_json
+
+    return number_from_json(row.get(part, row)["p50"])
+
+
+def _by_median(heads: list[dict[str, Any]], part: str) -> list[dict[str, Any]]:
+    """The heads whose median is known, the smallest first."""
+    known = [row for row in heads if row.get(part, row)["p50"] is not None]
+    return sorted(known, key=lambda row: _median(row, part))
+
+
+def _furthest(heads: list[dict[str, Any]], part: str) -> list[dict[str, Any]]:
+    """The heads with the smallest and the largest medians, in the order of the model."""
+    known = _by_median(heads, part)
+    ends = [*known[:_FURTHEST], *known[len(known) - _FURTHEST :]] if len(known) > 2 * _FURTHEST else known
+    return [row for row in heads if any(row is end for end in ends)]
+
+
+def extremes(result: dict[str, Any], part: str) -> str:
+    """Which head has the largest median of a quantity, and which the smallest.
+
+    Args:
+        result: of a model, as the summary has it.
+        part: ``dispersion``, ``separation`` or ``load``.
+
+    Example:
+        >>> heads = [{"layer": 0, "head": h, "dispersion": {"p50": x}} for h, x in enumerate((1.0, 56.3, 2.0))]
+        >>> extremes({"layers": heads}, "dispersion")
+        'The median is largest in head 1 of layer 0 (56.3) and smallest in head 0 of layer 0 (1).'
+    """
+    known = _by_median(result["layers"], part)
+    if not known:
+        return "No head has a finite median."
+    ends = [f"head {r['head']} of layer {r['layer']} ({_median(r, part):.3g})" for r in (known[-1], known[0])]
+    return f"The median is largest in {ends[0]} and smallest in {ends[1]}."

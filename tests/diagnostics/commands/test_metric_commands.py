@@ -10,6 +10,7 @@ import pytest
 from semdiag.measuring.conditions import Conditions
 from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.survey import survey
+from semdiag.presenting import percentile_command
 from semdiag.questions import registry
 
 
@@ -217,3 +218,30 @@ def test_beside_json_the_tables_go_to_stderr(run_semdiag, here, tiny_runs):
     assert json.loads(outcome.out)["schema"] == "semdiag.dispersion/2"
     assert "dispersion δ (nats)" in outcome.err
     assert "Figures and tables: " in outcome.err
+
+
+def heads(shown):
+    """Rows of heads in a printed table."""
+    return [line for line in shown.splitlines() if line.split()[:2] and all(w.isdigit() for w in line.split()[:2])]
+
+
+def test_of_many_heads_the_furthest_out_are_shown_and_all_with_all(run_semdiag, here, tiny_runs, monkeypatch):
+    monkeypatch.setattr(percentile_command, "_MOST", 3)
+    monkeypatch.setattr(percentile_command, "_FURTHEST", 1)
+    few = run_semdiag("dispersion", tiny_runs.full, *FEW).out
+    every = run_semdiag("dispersion", tiny_runs.full, "--all", *FEW).out
+    assert (len(heads(few)), len(heads(every))) == (2, 4)
+    medians = {tuple(line.split()[:2]): float(line.split()[4]) for line in heads(every)}
+    (least, _), *_, (most, _) = sorted(medians.items(), key=lambda item: item[1])
+    assert {tuple(line.split()[:2]) for line in heads(few)} == {least, most}
+    said = " ".join(few.split())
+    assert f"largest in head {most[1]} of layer {most[0]}" in said
+    assert f"smallest in head {least[1]} of layer {least[0]}" in said
+    assert "2 rows are not shown: --all shows them" in said
+    assert "not shown" not in every
+
+
+def test_separation_of_a_model_that_keeps_every_key_asks_for_a_k(run_semdiag, here, tiny_runs):
+    shown = " ".join(run_semdiag("separation", tiny_runs.full, *FEW).out.split())
+    assert "every query keeps every key, so no key is separated from others. Add --k 8" in shown
+    assert "key load (queries)" in shown

@@ -37,7 +37,7 @@ def test_the_exit_code_says_whether_a_row_is_faulty(run_semdiag, write, kind, in
 def test_it_prints_the_counts_and_the_worst_row(run_semdiag, write):
     outcome = run_semdiag("selections", write("a.npz", scores=SCORES, indices=WRONG))
     assert outcome.code == 1
-    words = " ".join(outcome.err.split())
+    words = " ".join(outcome.out.split())
     assert "a.npz: 2 rows of 4 keys, k = 2, scores of float32" in words
     assert "exact the only top-k 1 0 1 4194304" in words  # a last place of 2 is 2^-22
     assert "wrong a key left out is larger 1 1 -1 -4194304" in words
@@ -67,7 +67,7 @@ def test_lengths_starts_and_the_causal_rule_reach_the_check(run_semdiag, write):
     arrays = {"scores": scores, "indices": indices, "lengths": np.array([4, 2]), "starts": np.array([0, 2])}
     outcome = run_semdiag("selections", write("a.npz", **arrays), "--causal")
     assert outcome.code == 0, outcome.err
-    assert "Not checked: 2 rows of padded queries." in outcome.err
+    assert "Not checked: 2 rows of padded queries." in outcome.out
     arrays["starts"] = np.array([0, 1])
     assert run_semdiag("selections", write("b.npz", **arrays), "--causal").code == 1
     documents = {"scores": scores[0], "indices": np.arange(4)[:, None], "documents": np.array([0, 0, 1, 1])}
@@ -77,10 +77,10 @@ def test_lengths_starts_and_the_causal_rule_reach_the_check(run_semdiag, write):
 def test_without_scores_the_keys_alone_are_judged(run_semdiag, write):
     outcome = run_semdiag("selections", write("a.npz", indices=RIGHT), "--keys", 3)
     assert outcome.code == 1
-    assert "an index that is no key" in outcome.err
+    assert "an index that is no key" in outcome.out
     outcome = run_semdiag("selections", "a.npz")
     assert outcome.code == 0
-    assert "no fault in the keys, scores unknown" in outcome.err
+    assert "no fault in the keys, scores unknown" in outcome.out
 
 
 def test_routed_experts_are_indices(run_semdiag, write):
@@ -135,7 +135,7 @@ def test_two_files_that_choose_alike_end_with_0(run_semdiag, write):
     first = write("a.npz", routed_experts=TRAINING, scores=LOGITS)
     outcome = run_semdiag("selections", first, write("b.npz", indices=TRAINING[..., ::-1]))
     assert outcome.code == 0, outcome.err
-    words = " ".join(outcome.err.split())
+    words = " ".join(outcome.out.split())
     assert "a.npz and b.npz: 3 tokens × 1 layer, k = 2, scores of float32" in words
     assert "The keys of all 3 rows are the same." in words
     assert "Keys that both chose stand 1 places apart in the mean" in words
@@ -163,7 +163,7 @@ def test_two_files_with_a_difference_end_with_1_and_say_what_it_is(run_semdiag, 
 def test_without_scores_a_difference_is_unexplained(run_semdiag, write):
     outcome = run_semdiag("selections", write("a.npz", indices=TRAINING), write("b.npz", indices=TRAINING[::-1]))
     assert outcome.code == 1
-    assert "Whether rounding explains the differences is unknown: neither file has scores." in outcome.err
+    assert "Whether rounding explains the differences is unknown: neither file has scores." in outcome.out
 
 
 def test_a_layout_is_named_for_both_or_for_each(run_semdiag, write):
@@ -180,7 +180,7 @@ def test_shifted_tokens_are_told_and_compared_with_align(run_semdiag, write):
     first, other = write("a.npz", indices=whole), write("b.npz", indices=np.roll(whole, -2, 0))
     outcome = run_semdiag("selections", first, other)
     assert outcome.code == 1
-    assert "token t of the first is token t − 2 of the second" in " ".join(outcome.err.split())
+    assert "token t of the first is token t − 2 of the second" in " ".join(outcome.out.split())
     assert run_semdiag("selections", first, other, "--align").code == 0
 
 

@@ -91,7 +91,7 @@ def test_a_sweep_trains_every_run_and_the_same_command_again_none(sweep, here):
     assert full.name.startswith("even-pairs-full-seed-153476998-")
     assert [row["status"] for row in table(here)] == ["done", "done"]
     assert [row["epochs"] for row in table(here)] == ["2", "2"]
-    assert "2 runs: 2 done. Table: out/results.csv" in first.err
+    assert "2 runs: 2 done. Table: out/results.csv" in first.out
     before = modified(full), modified(topk)
     again = sweep(text, "--json", "--quiet")
     assert again.err == ""

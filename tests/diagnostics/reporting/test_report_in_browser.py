@@ -69,7 +69,10 @@ def pages(full_report, model, tmp_path_factory):
     parts = [model(kind, path=f"runs/{'long-' * 30}{kind}.pt") for kind in ("full", "topk", "banded", "block")]
     long_words = Findings(Measurements.concat(parts))  # neither counterfactuals nor any table of a probe
     page = write_report(long_words, tmp_path_factory.mktemp("long"), "semdiag report " + "x" * 300, ["svg"])
-    return [(everything, len(registry.figures()) - 1), (page.parent, 7)]  # predictors take five masks
+    return [
+        (everything, len(registry.figures()) - 2),
+        (page.parent, 7),
+    ]  # of masks five, and lengths, there are none
 
 
 @pytest.mark.slow

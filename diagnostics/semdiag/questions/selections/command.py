@@ -151,8 +151,11 @@ def _deliver(summary: dict[str, Any], shared: Shared, show: Callable[[dict[str, 
     """Print the summary as one JSON object and as tables, and leave with the exit code."""
     import json
 
+    from semdiag.presenting.terminal.terminal import beside_json
+
     if shared.values["as_json"]:
         typer.echo(json.dumps(summary, allow_nan=False))
     if not shared.values["quiet"]:
-        show(summary)
+        with beside_json(shared.values["as_json"]):
+            show(summary)
     raise typer.Exit(int(not summary["results"][0]["passed"]))
