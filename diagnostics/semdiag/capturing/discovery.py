@@ -7,6 +7,7 @@ from semdiag.capturing.hints import refuse_other_kinds
 from semdiag_models import InputError
 
 FOLDER_VARIABLE = "SEMDIAG_CHECKPOINTS"
+_BESIDE = (".md", ".json", ".csv", ".py", ".toml", ".txt", ".log", ".html", ".png", ".svg", ".yaml", ".yml")
 
 
 def find_checkpoints(models: list[Path] | None) -> list[Path]:
@@ -33,6 +34,20 @@ def find_checkpoints(models: list[Path] | None) -> list[Path]:
             "semdiag train even-pairs --attention topk --k 5 --epochs 5"
         )
     return found
+
+
+def without_other_files(models: list[Path]) -> tuple[list[Path], list[Path]]:
+    """Part what a shell's ``*`` names into what may be models, and files beside them that are none.
+
+    Args:
+        models: what the user named.
+
+    Returns:
+        Both; nothing is left out of a single name, nor where nothing else would remain.
+    """
+    others = [model for model in models if model.suffix in _BESIDE and model.is_file()]
+    kept = [model for model in models if model not in others]
+    return (kept, others) if kept else (models, [])
 
 
 def _each_once(files: list[Path]) -> list[Path]:

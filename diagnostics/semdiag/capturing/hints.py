@@ -1,9 +1,11 @@
 """What was probably meant, where a path is no checkpoint of ours."""
 
+import ast
 from difflib import get_close_matches
 from pathlib import Path
 
 from semdiag_models import InputError
+from semdiag_models.reading import LARGEST_TEXT, read_bytes
 
 OF_YOUR_OWN = "for a model of your own write a function that builds it: package.module:function"
 _MODELS = f"Models are .pt files, folders of runs and hf:DIRECTORY; {OF_YOUR_OWN}."
@@ -17,6 +19,21 @@ _OTHERS = {
     ".npz": "is an array, not a model; inputs go to --inputs",
     ".txt": "is a text, not a model; inputs go to --inputs",
 }
+
+
+def _functions(path: Path) -> list[str]:
+    """Public functions of a Python file that need no arguments; the file is read, not run."""
+    try:
+        parsed = ast.parse(read_bytes(path, LARGEST_TEXT))
+    except (InputError, SyntaxError, ValueError, RecursionError, MemoryError):
+        return []
+    return [
+        node.name
+        for node in parsed.body
+        if isinstance(node, ast.FunctionDef)
+        and not node.name.startswith("_")
+        and len(node.args.posonlyargs + node.args.args) == len(node.args.defaults)
+    ]
 
 
 def refuse_other_kinds(path: Path, runs: list[Path]) -> None:
@@ -34,6 +51,10 @@ def refuse_other_kinds(path: Path, runs: list[Path]) -> None:
     if path.suffix in _OTHERS and path.is_file():
         folder = f"name its folder: hf:{path.parent}; " if (path.parent / "config.json").exists() else ""
         raise InputError(f"{path} {_OTHERS[path.suffix]}. Models are .pt files of semdiag; {folder}{OF_YOUR_OWN}.")
+    if path.suffix == ".py" and path.is_file():
+        named = [f"{path.stem}:{name}" for name in _functions(path)[:3]]
+        meant = f"Did you mean {' or '.join(named)}?" if named else "It has none that takes no arguments."
+        raise InputError(f"{path} is a program: name the function in it that builds the model. {meant}")
     if not path.exists():
         known = {name: run for run in runs for name in (run.name, str(run))}
         near = get_close_matches(str(path), known, n=1) or get_close_matches(path.name, known, n=1)

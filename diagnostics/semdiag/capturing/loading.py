@@ -261,8 +261,8 @@ def _load_checkpoint(path: str | Path, config: Mapping[str, Any] | None) -> Load
     if not is_checkpoint(content):
         if isinstance(content, dict) and all(map(torch.is_tensor, content.values())):
             raise InputError(
-                f"{path} is a state dict of an unknown model. Supported are semdiag checkpoints and those of the "
-                f"paper's released code; {OF_YOUR_OWN}."
+                f"{path} is a state dict of an unknown model. Write a file mymodel.py: def build(): model = "
+                f'MyModel(); model.load_state_dict(torch.load("{path}")); return model. Name it mymodel:build.'
             )
         raise InputError(
             f"{path} is not a semdiag checkpoint (no format entry {FORMAT!r}). "

@@ -90,7 +90,7 @@ def measured(
     """
     from semdiag.capturing.attention_kinds import DENSE, external
     from semdiag.capturing.audit import WARNING
-    from semdiag.capturing.discovery import find_checkpoints
+    from semdiag.capturing.discovery import find_checkpoints, without_other_files
     from semdiag.capturing.loading import load_all
     from semdiag.measuring.findings.findings import Findings
     from semdiag.measuring.survey import survey
@@ -99,7 +99,10 @@ def measured(
     from semdiag.reporting.capture_words import diverged_sentences
     from semdiag_models import InputError
 
-    paths = find_checkpoints(list(models) if models else None)
+    named, others = without_other_files(list(models or ()))
+    if others and not quiet:
+        tell(f"semdiag: left out, as they are no checkpoints: {', '.join(map(str, others))}.")
+    paths = find_checkpoints(named or None)
     if against is not None:
         paths = _with_reference(paths, against)
     each = 1 + len(conditions.plans) + more_stages

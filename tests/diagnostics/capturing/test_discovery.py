@@ -2,7 +2,8 @@
 
 import pytest
 
-from semdiag.capturing.discovery import find_checkpoints
+from semdiag.capturing.discovery import find_checkpoints, without_other_files
+from semdiag.capturing.hints import refuse_other_kinds
 from semdiag_models import InputError
 
 
@@ -77,3 +78,22 @@ def test_hidden_folders_of_a_named_folder_are_left_out(here):
     touch(here, "a/last.pt", ".venv/torch/test.pt", "a/.old/last.pt", ".runs/b/last.pt")
     assert names(find_checkpoints([here]), here) == ["a/last.pt"]
     assert names(find_checkpoints([here / ".runs"]), here) == [".runs/b/last.pt"]
+
+
+def test_files_beside_checkpoints_are_left_out_of_a_star(here):
+    models = [here / "a.pt", here / "README.md", here / "manifest.json", here / "missing.md"]
+    for model in models[:3]:
+        model.write_text("")
+    kept, others = without_other_files(models)
+    assert (kept, others) == ([models[0], models[3]], models[1:3])
+    assert without_other_files([models[1]]) == ([models[1]], [])
+
+
+def test_a_program_is_told_which_of_its_functions_builds(here):
+    path = here / "mygpt.py"
+    path.write_text("raise SystemExit\ndef _own(): ...\ndef size(n): ...\ndef build(n=3): ...\nclass A: ...\n")
+    with pytest.raises(InputError, match=r"mygpt\.py is a program: .* Did you mean mygpt:build\?"):
+        refuse_other_kinds(path, [])
+    path.write_text("def (")
+    with pytest.raises(InputError, match="It has none that takes no arguments"):
+        refuse_other_kinds(path, [])

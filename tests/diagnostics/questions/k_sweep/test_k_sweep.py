@@ -147,11 +147,16 @@ def test_of_a_model_that_is_run_again_everything_is_over_the_keys_that_its_own_m
     assert pooled["dispersion", 0] == pytest.approx(np.mean(range_kept), rel=1e-9)
 
 
-@pytest.mark.parametrize(("max_k", "ks", "swept"), [(2, (5,), 5), (None, (3, 40), 11), (4, (1,), 4)])
+@pytest.mark.parametrize(("max_k", "ks", "swept"), [(2, (5,), 5), (None, (3, 12), 11), (4, (1,), 4)])
 def test_every_k_that_is_run_is_measured(wild_encoder, padded_tokens, max_k, ks, swept):
     """Above the sweep's largest k a run had no share of the keys, and was "not without loss" for want of it."""
     table = k_sweep(wild_encoder("full"), padded_tokens[0], None, KSweepPlan(max_k, rerun=True, ks=ks))
     assert table["k"][table["quantity"] == "mass"].max() == swept
+
+
+def test_more_keys_than_there_are_cannot_be_run(wild_encoder, padded_tokens):
+    with pytest.raises(InputError, match=r"^k must lie in 1 … 12, the most keys of a query here\. Got k=40\.$"):
+        k_sweep(wild_encoder("full"), padded_tokens[0], None, KSweepPlan(rerun=True, ks=(3, 40)))
 
 
 def test_queries_with_few_keys_are_left_out(wild_encoder, padded_tokens):

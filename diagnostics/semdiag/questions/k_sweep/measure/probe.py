@@ -311,6 +311,9 @@ def _said(again: pd.DataFrame) -> Iterator[dict[str, Any]]:
 
 
 def _largest_k(plan: KSweepPlan, keys: int) -> int:
+    most = max(keys, *plan.lengths, 2)
+    if plan.ks and max(plan.ks) > most:
+        raise InputError(f"k must lie in 1 … {most}, the most keys of a query here. Got k={max(plan.ks)}.")
     if plan.max_k is not None and plan.max_k >= max(keys, 2):
         raise InputError(
             f"The largest k must be below the number of keys, at most {keys} here: otherwise nothing is dropped. "
