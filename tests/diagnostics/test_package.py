@@ -103,16 +103,28 @@ def test_every_probe_returns_measurements_and_runs_where_the_model_is(tiny_model
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        ("planes", r"'planes'.*: plan=LipschitzPlan\(planes=…\) takes it"),
-        ("levels", r"'levels'.*plan=LipschitzPlan\(…\)"),
-    ],
+    "options", [{"rerun": True, "ks": [2, 3]}, {"plan": semdiag.KSweepPlan(rerun=True, ks=(2, 3))}]
 )
-def test_an_argument_that_does_not_exist_is_named(tiny_models, name, said):
+def test_options_of_a_plan_may_be_said_in_its_place(tiny_models, options):
+    tokens, labels, _ = tiny_models[1].default_inputs(4, 0)
+    found = semdiag.k_sweep(tiny_models[1], tokens, labels, **options)
+    assert set(found.rerun["k"]) == {0, 2, 3}
+
+
+def test_an_option_is_said_once_and_one_that_does_not_exist_is_named(tiny_models):
     tokens, labels, _ = tiny_models[0].default_inputs(4, 0)
-    with pytest.raises(TypeError, match=said):
-        semdiag.lipschitz(tiny_models[0], tokens, labels, **{name: 2})
+    with pytest.raises(TypeError, match=r"'levels', but .* and those of LipschitzPlan: .*planes"):
+        semdiag.lipschitz(tiny_models[0], tokens, labels, levels=2)
+    with pytest.raises(semdiag.InputError, match="rerun: say it in the plan, or leave out the plan"):
+        semdiag.k_sweep(tiny_models[0], tokens, labels, semdiag.KSweepPlan(), rerun=True)
+
+
+def test_a_capture_says_what_it_holds(tiny_models):
+    tokens, _, _ = tiny_models[1].default_inputs(4, 0)
+    with semdiag.capture(tiny_models[1].encoder, k=3) as calls:
+        assert repr(calls).startswith("Calls: none captured yet")
+        tiny_models[1].encoder(tokens)
+    assert repr(calls).startswith("Calls: 2 calls of 2 layers, 4 samples and 2 heads in the first; k up to 3.")
 
 
 @pytest.mark.parametrize("budgets", [{}, None, []])

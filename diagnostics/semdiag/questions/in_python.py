@@ -1,6 +1,7 @@
 """One probe asked of one model and its inputs, in Python: measurements, like those of measure()."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
 import pandas as pd
@@ -40,8 +41,9 @@ def k_sweep(
         batches: what the model is called with, as of :func:`~semdiag.measuring.measure.measure`.
         labels: (N,) classes, for the accuracy of reruns; None if unknown.
         plan: the largest k; whether the model is run again with every k.
-        how: ``batch_size`` (100), ``device`` (the model's), ``dtype`` (float64 of encoders of semdiag_models, as
-            the commands; of others the model's), ``seed`` (0).
+        how: fields of the plan, in its place, as ``rerun=True, ks=[8, 16]``; and ``batch_size`` (100), ``device``
+            (the model's), ``dtype`` (float64 of encoders of semdiag_models, as the commands; of others the
+            model's), ``seed`` (0).
 
     Returns:
         Measurements with the table ``sweep``, described at
@@ -57,7 +59,8 @@ def k_sweep(
         >>> sorted(set(found.sweep["k"]))
         [0, 1, 2, 3]
     """
-    return _asked(model, batches, labels, plan or KSweepPlan(), **how)
+    chosen = _plan(KSweepPlan, plan, how)
+    return _asked(model, batches, labels, chosen, **how)
 
 
 def mask_stability(
@@ -81,7 +84,8 @@ def mask_stability(
     Raises:
         InputError: if it cannot be measured of this model or these inputs.
     """
-    return _asked(model, batches, labels, plan or NoisePlan(), **how)
+    chosen = _plan(NoisePlan, plan, how)
+    return _asked(model, batches, labels, chosen, **how)
 
 
 def landscape(
@@ -112,7 +116,8 @@ def landscape(
     Raises:
         InputError: if it cannot be measured of this model or these inputs.
     """
-    return _asked(model, batches, labels, plan or LandscapePlan(), prepared=snapshots or {}, **how)
+    chosen = _plan(LandscapePlan, plan, how)
+    return _asked(model, batches, labels, chosen, prepared=snapshots or {}, **how)
 
 
 def lipschitz(
@@ -140,7 +145,19 @@ def lipschitz(
     Raises:
         InputError: if it cannot be measured of this model or these inputs.
     """
-    return _asked(model, batches, labels, plan or LipschitzPlan(), **how)
+    chosen = _plan(LipschitzPlan, plan, how)
+    return _asked(model, batches, labels, chosen, **how)
+
+
+def _plan(kind: type[Any], plan: Any, how: dict[str, Any]) -> Any:
+    """The plan, or one made of the options that are its fields, which are taken out of ``how``."""
+    named = {field.name for field in fields(kind)} & how.keys() - {"seed"}
+    if not named:
+        return kind() if plan is None else plan
+    if plan is not None:
+        raise InputError(f"{', '.join(sorted(named))}: say it in the plan, or leave out the plan.")
+    given = {name: how.pop(name) for name in named}
+    return kind(**{name: tuple(x) if isinstance(x, list) else x for name, x in given.items()})
 
 
 def _asked(
@@ -164,8 +181,10 @@ def _asked(
         raise InputError(f"A plan is one of {plans}. Got {plan!r}.")
     for name in unknown:
         kind = type(plan).__name__
-        takes = f"plan={kind}({name}=…) takes it" if name in vars(plan) else f"the rest is told by plan={kind}(…)"
-        raise TypeError(f"There is no argument {name!r}, but batch_size, device, dtype and seed: {takes}.")
+        of_plan = ", ".join(field.name for field in fields(plan))
+        raise TypeError(
+            f"There is no argument {name!r}, but batch_size, device, dtype, seed, and those of {kind}: {of_plan}."
+        )
     refuse_masked(loaded.module, f"of which {probe.name} asks")
     whole_number(batch_size, "batch_size", 1)
     whole_number(seed, "seed", 0)

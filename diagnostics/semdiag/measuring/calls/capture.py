@@ -58,6 +58,15 @@ class Calls:
     def __len__(self) -> int:
         return len(self._reduced)
 
+    def __repr__(self) -> str:
+        if not self._reduced:
+            return "Calls: none captured yet (run the model inside the context)"
+        samples, heads, _ = self._reduced[0].queries.shape
+        counts = (
+            f"{len(self)} calls of {len(self._layers)} layers, {samples} samples and {heads} heads in the first"
+        )
+        return f"Calls: {counts}; k up to {self._k}. Tables: dispersion(), separation(), loads(), …"
+
     def dispersion(self, k: int | Sequence[int] | None = None) -> pd.DataFrame:
         """Semantic dispersion δ of every query: the range of the scores it attends to.
 
