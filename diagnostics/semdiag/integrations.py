@@ -16,7 +16,8 @@ except ImportError:
 class MonitorCallback(TrainerCallback):
     """A :class:`~semdiag.Monitor` for the Trainer of transformers.
 
-    It starts with the training and stops with it. ``every`` counts optimiser steps (``state.global_step``). Where
+    It starts with the training and stops with it, after an exception when the next one starts. ``every`` counts
+    optimiser steps (``state.global_step``). Where
     gradients are accumulated, only the first forward call of a step is looked at. Evaluation is left out.
 
     Args:
@@ -38,6 +39,8 @@ class MonitorCallback(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         """Start the monitor of the model that is trained."""
+        if self.monitor is not None:
+            self.monitor.stop()  # of a training that an exception ended
         model: nn.Module = more["model"]
         counted = {"accumulation": args.gradient_accumulation_steps, "first_step": state.global_step}
         self.monitor = Monitor(model, self._every, **{**counted, **self._options}).start()

@@ -51,3 +51,19 @@ def test_an_alarm_may_stop_the_trainer(tmp_path):
     callback = MonitorCallback(every=1, alarm={"max_logit": -1e9}, on_alarm="raise")
     with pytest.raises(RuntimeError, match="alarm band=WARNING step=0"):
         trained(tmp_path, [callback], accumulation=1)
+
+
+def test_a_training_after_one_that_failed_has_the_file_again(tmp_path):
+    told = []
+
+    def fail_once(alarm):
+        told.append(alarm.step)
+        if len(told) == 1:
+            raise RuntimeError("enough")
+
+    path = tmp_path / "attention.csv"
+    callback = MonitorCallback(every=1, path=path, alarm={"max_logit": -1e9}, on_alarm=fail_once)
+    with pytest.raises(RuntimeError, match="enough"):
+        trained(tmp_path, [callback], accumulation=1)
+    trained(tmp_path, [callback], accumulation=1)
+    assert len(told) > 1
