@@ -2,6 +2,7 @@
 
 import threading
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -338,7 +339,7 @@ class Monitor:
             with self._carrying_on():
                 log.add(more)
         if not self._stuck:
-            self._complained = {text for text in self._complained if not text.startswith(_CANNOT_WRITE)}
+            self._complained = {fault for fault in self._complained if not fault.startswith(_CANNOT_WRITE)}
         self.seconds += time.perf_counter() - start
         return alarms
 
@@ -379,14 +380,18 @@ class Monitor:
             said = f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}"
             self._stuck = True
             self._complain(
-                f"{_CANNOT_WRITE} ({said}). Its rows stay in memory and are written as soon as possible."
+                f"{_CANNOT_WRITE}: {type(error).__name__} {error.errno}",
+                f"{_CANNOT_WRITE} ({said}). Its rows stay in memory and are written as soon as possible.",
             )
         except Exception as error:
-            self._complain(f"The monitor of a training: {failure(error)}.")
+            *_, (frame, line) = traceback.walk_tb(error.__traceback__)
+            fault = f"{type(error).__name__} {frame.f_code.co_filename}:{line}"
+            self._complain(fault, f"The monitor of a training: {failure(error)}.")
 
-    def _complain(self, text: str) -> None:
-        if text not in self._complained:
-            self._complained.add(text)
+    def _complain(self, fault: str, text: str) -> None:
+        """Warn once of a fault, whose text may be another at every step."""
+        if fault not in self._complained:
+            self._complained.add(fault)
             warnings.warn(text, stacklevel=5)
 
 

@@ -56,7 +56,8 @@ def describe_heads(rows: CountedRows, k: Sequence[int], logit: float = LOGIT) ->
     """Reduce the rows of a call to a row for each head; NaN where no row has a quantity.
 
     max_logit: the largest score of a query and a key that it attends to (nats; scale and bias included; +inf
-    where a score is not finite). above: share of the rows whose largest score is above ``logit``. entropy
+    where a score is not finite). above: share of the rows whose largest score is above ``logit`` or
+    one of whose scores is not finite. entropy
     (mean), least_entropy: of the weights, nats. first_key, heaviest_key: mean weights on the first key that is
     no padding, and on the heaviest key of each row. dispersion δ, separation Δ, xi: medians. output_rank: e to
     the entropy of the singular values of the head's outputs on these rows, each divided by their sum.
@@ -74,6 +75,7 @@ def describe_heads(rows: CountedRows, k: Sequence[int], logit: float = LOGIT) ->
     """
     found, used = rows.statistics, rows.attending
     weight = found.largest_weight()
+    above = (found.kept_maximum > logit) | (found.non_finite > 0)
     medians = {
         "dispersion": found.dispersion(),
         "separation": found.separation(),
@@ -86,7 +88,7 @@ def describe_heads(rows: CountedRows, k: Sequence[int], logit: float = LOGIT) ->
         medians[f"mass_k{value}"] = found.mass_kept(most)
     values = {
         "max_logit": _largest_logits(rows),
-        "above": _each((found.kept_maximum > logit).to(weight.dtype), used, "mean"),
+        "above": _each(above.to(weight.dtype), used, "mean"),
         "entropy": _each(found.entropy, used, "mean"),
         "least_entropy": _each(found.entropy, used, "min"),
         "first_key": _each(rows.first_weight(), used, "mean"),

@@ -255,9 +255,10 @@ def test_a_logger_gets_heads_and_layers_under_one_naming():
     assert not any(math.isnan(value) for value in sent[2].values())
 
 
-def test_a_logger_that_fails_warns_once_and_stops_nothing():
+@pytest.mark.parametrize("kind", [ConnectionError, RuntimeError])
+def test_a_logger_that_fails_warns_once_and_stops_nothing(kind):
     def fail(numbers, step):
-        raise ConnectionError("no network")
+        raise kind(f"no network in step {step}")
 
     model = encoder()
     with warnings.catch_warnings(record=True) as said:
@@ -265,6 +266,7 @@ def test_a_logger_that_fails_warns_once_and_stops_nothing():
         with Monitor(model, every=1, log=fail) as monitor:
             train(model, 4)
     assert len(said) == 1
+    assert "no network in step 0" in str(said[0].message)
     assert monitor.heads["step"].nunique() == 4
 
 
@@ -307,6 +309,7 @@ def test_scores_that_are_no_numbers_alarm_as_infinite():
         model(tokens())
     assert {(a.layer, a.value) for a in told} >= {(1, math.inf)}
     assert len(monitor.heads) == 4
+    assert monitor.heads["above"][monitor.heads["layer"] == 1].tolist() == [1, 1]  # as max_logit says
 
 
 @pytest.mark.parametrize("suffix", ["csv", "parquet"])
