@@ -103,7 +103,7 @@ def measure(
     if labels is not None and loaded.external:
         raise InputError(
             f"labels are not read here: of {loaded.path} the attention alone is measured. To compare outputs with "
-            "labels: semdiag.k_sweep(model, batches, labels, semdiag.KSweepPlan(rerun=True))."
+            "labels: semdiag.k_sweep(model, batches, labels, rerun=True)."
         )
     real = checked_real(real)
     k = _checked(k, dtype, batch_size=batch_size, samples=samples, min_keys=min_keys, max_queries=max_queries)

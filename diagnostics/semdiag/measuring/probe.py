@@ -87,9 +87,10 @@ class Subject:
     @property
     def first(self) -> tuple[list[Batch] | Tensor, Tensor | None]:
         """The few inputs, and their labels."""
+        labels = None if self.labels is None else self.labels[: self.few]
         if self.model.external:
-            return (list(first_samples(self.batches, self.few)) if self.few else self.batches), None
-        return self.tokens[: self.few], None if self.labels is None else self.labels[: self.few]
+            return (list(first_samples(self.batches, self.few)) if self.few else self.batches), labels
+        return self.tokens[: self.few], labels
 
 
 @dataclass(frozen=True)

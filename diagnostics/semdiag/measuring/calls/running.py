@@ -85,6 +85,7 @@ class Run:
             if error is self._failure:  # it is ours, not the model's
                 raise
             said = " ".join(str(error).split())[:200]
+            pair = isinstance(batch, tuple | list) and len(batch) > 1
             if self.dtype == torch.float64:
                 grouped = "grouped_mm" in "".join(traceback.format_tb(error.__traceback__))
                 raise NotAvailableError(
@@ -95,6 +96,8 @@ class Run:
                 f"{self._loaded.path} cannot be run on these inputs ({type(error).__name__}: {said}). It is "
                 "called with a batch's tensor, the entries of its dictionary by name, or those of its tuple; a "
                 "model that takes a dictionary as one argument, with [(dictionary,)]."
+                + " Labels that are none of its arguments go to labels=."
+                * pair
             ) from error
         if not self.drew and numbers.drawn:
             self.drew = True

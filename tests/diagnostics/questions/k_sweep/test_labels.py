@@ -2,6 +2,7 @@
 
 import json
 
+import pandas as pd
 import pytest
 import torch
 
@@ -184,7 +185,7 @@ def test_what_names_no_model_of_the_library_is_loaded_as_a_body(named, tmp_path)
         (-1 - drawn(SAMPLES, most=2), r"the model's logits know the classes 0 to 2"),
         (drawn(SAMPLES, 4, most=CLASSES), r"labels of shape \(10, 4\) do not fit"),
         (drawn(SAMPLES, LENGTH, most=CLASSES), r"labels of shape \(10, 12\) do not fit"),
-        (drawn(4, most=CLASSES), r"labels of shape \(4,\) do not fit"),
+        (drawn(4, most=CLASSES), r"an entry for each sample\. Got shape \(4,\) for 10 samples"),
         (torch.ones(SAMPLES, CLASSES, dtype=torch.bool), r"labels of shape \(10, 3\) do not fit"),
     ],
 )
@@ -247,7 +248,49 @@ def test_labels_that_nobody_would_read_are_refused():
         semdiag.mask_stability(model, {"input_ids": ids}, labels)
     with pytest.raises(InputError, match="labels are not read: k-sweep"):
         semdiag.k_sweep(model, {"input_ids": ids}, labels)
-    assert len(semdiag.k_sweep(model, {"input_ids": ids}, labels, semdiag.KSweepPlan(rerun=True, ks=(1,))).rerun)
+
+
+def test_labels_that_are_an_argument_are_compared():
+    model, batch = bert()
+    model, ids, labels = model.double().eval(), batch["input_ids"], batch["labels"]
+    found = semdiag.k_sweep(model, {"input_ids": ids}, labels, rerun=True, ks=[1], dtype=torch.float64).rerun
+    own = found[found["mask"] == "none"]
+    with torch.no_grad():
+        expected = torch.nn.functional.cross_entropy(model(ids).logits, labels)
+    assert own["targets"].sum() == SAMPLES
+    assert float(own["loss"].sum() / SAMPLES) == pytest.approx(float(expected), rel=1e-10)
+
+
+@pytest.mark.parametrize("moved", [True, False])
+def test_next_tokens_that_are_an_argument_are_read_as_those_of_a_tuple(moved):
+    ids, model = drawn(SAMPLES, LENGTH, least=3), Decoder().eval()
+    after = torch.cat([ids[:, 1:], torch.full_like(ids[:, :1], -100)], 1)
+    found = [semdiag.k_sweep(model, [(ids,)], labels, rerun=True, ks=[1]).rerun for labels in (after, ids, None)]
+    pd.testing.assert_frame_equal(found[not moved], found[2])
+
+
+@pytest.mark.parametrize(
+    ("labels", "said"),
+    [
+        (drawn(SAMPLES, most=CLASSES), r"labels of shape \(10,\) do not fit the model's logits"),
+        (
+            drawn(SAMPLES, LENGTH, least=3),
+            r"labels are neither the tokens of the inputs nor the tokens after them",
+        ),
+        (drawn(4, most=CLASSES), r"an entry for each sample\. Got shape \(4,\) for 10 samples"),
+        (drawn(SAMPLES + 1, most=CLASSES), r"an entry for each sample\. Got shape \(11,\) for 10 samples"),
+        ([0] * SAMPLES, r"labels are a tensor with an entry for each sample\. Got list"),
+    ],
+)
+def test_labels_that_are_an_argument_and_fit_nothing_are_refused(labels, said):
+    ids = drawn(SAMPLES, LENGTH, least=3).flip(0)
+    with pytest.raises(InputError, match=said):
+        semdiag.k_sweep(Decoder().eval(), [(ids,)], labels, rerun=True)
+
+
+def test_labels_behind_the_inputs_of_a_model_that_takes_none_are_sent_to_their_argument():
+    with pytest.raises(InputError, match=r"Labels that are none of its arguments go to labels=\."):
+        semdiag.k_sweep(torch.nn.TransformerEncoderLayer(8, 2), [(torch.ones(2, 3, 8), *[torch.ones(2)] * 4)])
 
 
 def test_labels_of_questions_are_named():

@@ -145,9 +145,7 @@ class Reader:
 
     def _targets(self, batch: Batch, values: Tensor, labels: Tensor | None, counted: Tensor) -> Tensor | None:
         ids = None if self._predicted is None else token_ids(batch).get(self._predicted)
-        if labels is not None:
-            return targets_of(labels, "labels", values)
-        name, given = given_labels(self._module, batch)
+        name, given = given_labels(self._module, batch) if labels is None else ("labels", labels)
         if given is not None:
             found = targets_of(given, name, values)
             if moved_by_one(self._module, found, name, ids, self.causal):

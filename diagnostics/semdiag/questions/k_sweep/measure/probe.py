@@ -247,8 +247,9 @@ def _reruns(
     usual = max(map(longest, batches)) if pieces else 1
     steps = {n: max(1, round(n / usual)) for n in pieces}  # what a piece takes, in samples
     more = sum((1 + len(of_length[n])) * steps[n] * sum(map(samples_of, cut)) for n, cut in pieces.items())
-    whole = sum(map(samples_of, batches))
-    expect(whole + (1 + len(masks)) * sum(map(samples_of, chosen)) + more)
+    whole, few = (sum(map(samples_of, every)) for every in (batches, chosen))
+    expect(whole + (1 + len(masks)) * few + more)
+    labels = labels if labels is None or plan.rerun else labels[:few]
     places: list[dict[str, Any]] = []
 
     def note(length: int, row: dict[str, Any]) -> None:

@@ -143,7 +143,8 @@ def rerun(
     Args:
         loaded: any model.
         batches: from :func:`~semdiag.capturing.batches.split`.
-        labels: (N,) classes; None: what the batches say, else the next token of a causal language model.
+        labels: (N,) classes, or (N, P), one for each prediction; None: what the batches say, else the next token
+            of a causal language model.
         masks: name, k and rule of each.
         device: where to run; None: where the model is.
         dtype: of the model; None: its own.
@@ -161,6 +162,11 @@ def rerun(
     """
     rows: list[dict[str, Any]] = []
     refused: dict[str, str] = {}
+    samples = sum(map(batching.samples_of, batches))
+    if labels is not None and (not isinstance(labels, Tensor) or not labels.ndim or len(labels) != samples):
+        plain = isinstance(labels, Tensor)
+        got = f"shape {tuple(labels.shape)} for {samples} samples" if plain else type(labels).__name__
+        raise InputError(f"labels are a tensor with an entry for each sample. Got {got}.")
     with in_evaluation(loaded, device, dtype) as (module, place, kind):
 
         def run(batch: Batch) -> Any:
