@@ -1,26 +1,23 @@
 """The exploratory scripts beside the registered analysis, on records and on planted numbers."""
 
-import importlib.util
 import json
 import math
 import re
 import shlex
 from pathlib import Path
 
+import dose_figure as drawing
+import k_ablation as ablation
+import length_40
+import lipschitz_pairs as pairs
 import numpy as np
 import pandas as pd
 import pytest
+import speed_by_mask as speeds
 
 from semdiag_models.sweeps.grid import read_sweep
 
 EXPERIMENTS = Path(__file__).parents[1] / "experiments"
-
-
-def script(name):
-    spec = importlib.util.spec_from_file_location(name, EXPERIMENTS / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def test_committed_records_tell_no_folder_of_a_machine():
@@ -34,7 +31,6 @@ def test_committed_records_tell_no_folder_of_a_machine():
 
 
 def test_losses_are_matched_at_the_snapshot_nearest_to_half_of_ln_classes():
-    pairs = script("lipschitz_pairs")
     losses = [1.6, 1.1, 0.85, 0.79, 0.4]
     history = pd.DataFrame({"epoch": range(1, 6), "train_loss": losses})
     assert pairs.matched_epoch(history, [1, 2, 3, 4, 5], classes=5) == 4  # ln(5) / 2 = 0.805
@@ -44,7 +40,6 @@ def test_losses_are_matched_at_the_snapshot_nearest_to_half_of_ln_classes():
 
 def test_ratios_over_tasks_have_tasks_as_their_unit():
     """Three tasks of ratios e^-1, e^-2, e^-3 in the mean of ten seeds each: as if there were three numbers."""
-    pairs = script("lipschitz_pairs")
     rows = [
         {"stage": "end", "task": task, "seed": seed, "radius": 0.5, "percentile": 50}
         | {
@@ -67,7 +62,6 @@ def test_ratios_over_tasks_have_tasks_as_their_unit():
 
 
 def test_only_at_the_matched_stage_are_losses_far_apart_left_out():
-    pairs = script("lipschitz_pairs")
     stages, losses = ["matched loss", "matched loss", "matched loss", "end"], [0.3, 0.24, 0.5, 0.9]
     table = pd.DataFrame({"stage": stages, "loss_topk": losses, "loss_full": 0.3})
     assert pairs.unmatched(table).tolist() == [False, False, True, False]  # 1 / 1.25 is within
@@ -80,7 +74,6 @@ def test_every_pair_of_the_lipschitz_sweep_has_both_kinds():
 
 
 def test_the_ablation_of_k_reads_the_committed_records():
-    ablation = script("k_ablation")
     runs = [run for run in read_sweep(EXPERIMENTS / "speed.toml") if run.training.task == "parity"]
     runs = [run for run in runs if run.model.attention == "topk" and run.model.inverse_temperature == 1]
     learned = ablation.learning(runs, EXPERIMENTS / "speed")
@@ -91,7 +84,6 @@ def test_the_ablation_of_k_reads_the_committed_records():
 
 
 def test_the_ablation_of_k_keeps_what_was_measured_on_weights_that_are_gone(tmp_path):
-    ablation = script("k_ablation")
     file = tmp_path / "k_ablation.csv"
     none = ablation.selections([])
     assert ablation.with_earlier(none, file).empty
@@ -103,14 +95,12 @@ def test_the_ablation_of_k_keeps_what_was_measured_on_weights_that_are_gone(tmp_
 
 
 def test_a_missing_record_is_named(tmp_path):
-    ablation = script("k_ablation")
     run = read_sweep(EXPERIMENTS / "speed.toml")[0]
     with pytest.raises(SystemExit, match=f"no record of {run.name}"):
         ablation.learning([run], tmp_path)
 
 
 def test_dose_responses_are_ratios_to_factor_1_over_seeds():
-    drawing = script("dose_figure")
     areas = {0.5: (0.1, 0.3), 1.0: (0.4, 0.6), 2.0: (0.9, 1.1)}
     facts = {"attention": "full", "arm": "for good", "task": "parity"}
     rows = [
@@ -121,7 +111,6 @@ def test_dose_responses_are_ratios_to_factor_1_over_seeds():
 
 
 def test_a_masks_speed_is_that_of_its_own_tasks_and_seeds():
-    speeds = script("speed_by_mask")
     rows = [
         {"attention": attention, "task": task, "seed": seed, "loss_area": area + 10 * seed}
         for attention, areas in {"full": (0.0, 0.0), "topk-5": (-1.0, 3.0), "random-5": (2.0, math.nan)}.items()
@@ -146,7 +135,7 @@ def test_a_masks_speed_is_that_of_its_own_tasks_and_seeds():
 
 def test_correlations_are_those_of_the_registered_cells_and_stand_in_the_document():
     """The rows of all masks are by_task.csv, which read_speed writes from the same cells."""
-    speeds, data = script("speed_by_mask"), EXPERIMENTS.parent / "reports" / "speed"
+    data = EXPERIMENTS.parent / "reports" / "speed"
     found = speeds.correlations(pd.read_csv(data / "cells.csv"))
     whole = found[found["masks"] == "all"].pivot(index="task", columns="candidate", values="rho")
     registered = pd.read_csv(data / "by_task.csv").set_index("task")
@@ -159,7 +148,6 @@ def test_correlations_are_those_of_the_registered_cells_and_stand_in_the_documen
 
 def test_correlations_within_kinds_are_of_their_masks_alone():
     """Planted: ρ = 1 among top-k masks, −1 among the others; a mask of which λ is unknown is left out of all."""
-    speeds = script("speed_by_mask")
     masks = [
         ("topk", 1, 1.0),
         ("topk", 2, 2.0),
@@ -183,7 +171,6 @@ def test_correlations_within_kinds_are_of_their_masks_alone():
 
 
 def test_a_run_arrives_at_the_first_epoch_with_the_accuracy_or_never():
-    length_40 = script("length_40")
     history = pd.DataFrame(
         {"epoch": [1, 2, 3, 4], "train_accuracy": [0.5, 0.96, 0.8, 0.97], "holdout_accuracy": [0.5, 0.7, 0.9, 0.6]}
     )
@@ -194,7 +181,6 @@ def test_a_run_arrives_at_the_first_epoch_with_the_accuracy_or_never():
 
 
 def test_every_run_of_length_40_has_its_partner_and_references_are_not_trained_twice():
-    length_40 = script("length_40")
     swept = list(length_40.swept(read_sweep(EXPERIMENTS / "length-40.toml"), EXPERIMENTS / "none", Path("runs")))
     cells = [(r.task, r.seed, r.attention) for r in [*length_40.references(), *swept]]
     assert len(set(cells)) == len(cells)
@@ -209,7 +195,6 @@ def test_every_run_of_length_40_has_its_partner_and_references_are_not_trained_t
 
 
 def test_cells_are_held_against_the_papers_of_the_same_quantity_and_percentile():
-    length_40 = script("length_40")
     quantities = {"full_dispersion": 8.0, "dispersion": 2.0, "separation": 0.5, "load": 10.0}
     rows = [
         {"form": form, "parameter": parameter, "percentile": float(p), "value": p + scale} | quantities
@@ -241,7 +226,7 @@ def test_the_references_at_length_40_have_the_numbers_of_the_reference_report():
 
 
 def test_the_tables_of_length_40_in_the_docs_are_those_of_the_data():
-    length_40, data = script("length_40"), EXPERIMENTS.parent / "reports" / "length-40"
+    data = EXPERIMENTS.parent / "reports" / "length-40"
     text = (EXPERIMENTS.parent / "docs" / "findings.md").read_text(encoding="utf-8")
     assert length_40.runs_in_words(pd.read_csv(data / "runs.csv")) in text
     assert length_40.percentiles_in_words(pd.read_csv(data / "percentiles.csv")) in text

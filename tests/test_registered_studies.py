@@ -1,37 +1,21 @@
 """The studies of robustness and of lengths: their runs as registered, and planted answers found again."""
 
-import importlib.util
 import math
 from collections import Counter
 from pathlib import Path
 
+import lengths
 import numpy as np
 import pandas as pd
 import pytest
+import robustness
 
 from semdiag_models.sweeps.grid import read_sweep
 
 EXPERIMENTS = Path(__file__).parents[1] / "experiments"
 
 
-def program(name):
-    spec = importlib.util.spec_from_file_location(name, EXPERIMENTS / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.fixture(scope="module")
-def robustness():
-    return program("robustness")
-
-
-@pytest.fixture(scope="module")
-def lengths():
-    return program("lengths")
-
-
-def test_the_runs_of_robustness_are_those_registered(robustness):
+def test_the_runs_of_robustness_are_those_registered():
     runs = read_sweep(robustness.SWEEP)
     levels = Counter(robustness.level_of(run) for run in runs)
     assert len(runs) == 468
@@ -40,7 +24,7 @@ def test_the_runs_of_robustness_are_those_registered(robustness):
     assert {run.training.seed for run in runs} == {42101, 42102, 42103}
 
 
-def planted(robustness, advantage, level_advantage, left_out=0):
+def planted(advantage, level_advantage, left_out=0):
     """Outcomes in which top-5 has an advantage in the recipe, and another with dropout 0.1."""
     rows, rng = [], np.random.default_rng(0)
     for run in read_sweep(robustness.SWEEP):
@@ -61,16 +45,16 @@ def planted(robustness, advantage, level_advantage, left_out=0):
         (-1.0, 1.0, "not robust: reversed"),
     ],
 )
-def test_a_planted_reversal_is_found_and_nothing_else(robustness, advantage, level_advantage, answer):
-    table = robustness.advantages(planted(robustness, advantage, level_advantage))
+def test_a_planted_reversal_is_found_and_nothing_else(advantage, level_advantage, answer):
+    table = robustness.advantages(planted(advantage, level_advantage))
     found = robustness.verdicts(table)
     top = found[found["attention"] == "topk-5"]
     assert len(top) == 4
     assert all(said.startswith(answer) for said in top["answer"])
 
 
-def test_a_level_with_a_missing_run_has_no_conclusion(robustness):
-    table = robustness.advantages(planted(robustness, 1.0, 0.8, left_out=1))
+def test_a_level_with_a_missing_run_has_no_conclusion():
+    table = robustness.advantages(planted(1.0, 0.8, left_out=1))
     post = table[table["level"] == "norm post"]
     assert (post["missing"] == 3).all()
     assert post["advantage"].isna().all()
@@ -78,7 +62,7 @@ def test_a_level_with_a_missing_run_has_no_conclusion(robustness):
     assert set(found[found["attention"] == "topk-5"]["answer"]) == {"no reversal so far"}
 
 
-def test_the_runs_of_lengths_are_those_registered(lengths):
+def test_the_runs_of_lengths_are_those_registered():
     runs = read_sweep(lengths.SWEEP)
     assert len(runs) == 36
     assert {(run.training.least_length, run.training.length, run.training.epochs) for run in runs} == {
@@ -86,7 +70,7 @@ def test_the_runs_of_lengths_are_those_registered(lengths):
     }
 
 
-def test_a_planted_difference_counts_where_the_task_was_learned(lengths):
+def test_a_planted_difference_counts_where_the_task_was_learned():
     rows = []
     for task, learned in (("even-pairs", 0.99), ("parity", 0.5)):
         for attention, loss in (("full", 0.3), ("topk-5", 0.1), ("banded-5-global-1", 0.3)):
@@ -105,7 +89,7 @@ def test_a_planted_difference_counts_where_the_task_was_learned(lengths):
     assert any("topk-5 less full, 3 seeds: +19.8% at 30" in line for line in said)
 
 
-def test_the_result_of_lengths_is_what_its_table_says(lengths):
+def test_the_result_of_lengths_is_what_its_table_says():
     table = pd.read_csv(EXPERIMENTS / "lengths" / "accuracy.csv")
     *said, missing = lengths.sentences(table, lengths.differences(table))
     text = (EXPERIMENTS / "lengths.md").read_text(encoding="utf-8")

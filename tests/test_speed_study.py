@@ -1,11 +1,11 @@
 """The registered analysis reads records and initialisations for what they are; tried on the pilot alone."""
 
-import importlib.util
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pytest
+import read_speed as reading
 import torch
 
 from semdiag.capturing.loading import load
@@ -17,9 +17,6 @@ from semdiag_models.sweeps.grid import SweepRun, read_sweep
 from semdiag_models.sweeps.records import read_history
 
 ROOT = Path(__file__).parents[1]
-_spec = importlib.util.spec_from_file_location("read_speed", ROOT / "experiments" / "read_speed.py")
-reading = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(reading)
 
 
 @pytest.fixture(scope="module")

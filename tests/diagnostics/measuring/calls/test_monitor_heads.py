@@ -1,11 +1,11 @@
 """What a monitor says of each head, whom it alarms, and where it logs."""
 
-import importlib.util
 import math
 import re
 import warnings
 from pathlib import Path
 
+import monitor_alarms
 import pandas as pd
 import pytest
 import torch
@@ -283,22 +283,14 @@ def test_the_summary_names_the_extremes_and_the_alarms():
     assert Monitor(model).summary() == "No step was looked at."
 
 
-def benchmark():
-    spec = importlib.util.spec_from_file_location("monitor_alarms", BENCHMARKS / "monitor_alarms.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.mark.parametrize("seed", range(3))
 def test_a_run_that_diverges_alarms_and_a_healthy_one_does_not(seed):
     """As large a rate leaves no doubt on any processor: the loss ends above a hundred times that of chance."""
-    program = benchmark()
-    alarm, lost, last = program.run(seed, 0.1)
+    alarm, lost, last = monitor_alarms.run(seed, 0.1)
     assert alarm is not None
     assert lost is not None
-    assert last > 100 * math.log(program.LETTERS)
-    assert program.run(seed, 0.003)[:2] == (None, None)
+    assert last > 100 * math.log(monitor_alarms.LETTERS)
+    assert monitor_alarms.run(seed, 0.003)[:2] == (None, None)
 
 
 def test_scores_that_are_no_numbers_alarm_as_infinite():
