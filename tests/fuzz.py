@@ -27,7 +27,7 @@ import pandas as pd
 import torch
 
 import semdiag.reporting.report  # noqa: F401 (so that forked processes need not import it)
-from semdiag.capturing.inputs import read_batches, read_inputs
+from semdiag.capturing.inputs.files import read_batches, read_inputs
 from semdiag.capturing.loading import load
 from semdiag.commands.main import main
 from semdiag.commands.measuring import read_config

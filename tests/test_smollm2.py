@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import semdiag
-from semdiag.capturing.inputs import read_batches
+from semdiag.capturing.inputs.files import read_batches
 from semdiag.questions.k_sweep.measure.probe import KSweepPlan
 
 ROOT = Path(__file__).parents[1]

@@ -33,6 +33,6 @@ def kernels_for(name: str, rows: Tensor) -> ModuleType | None:
 @lru_cache
 def _imported(name: str) -> ModuleType | None:
     try:
-        return importlib.import_module(f"semdiag_models.{name}")
+        return importlib.import_module(f"semdiag_models.kernels.{name}")
     except ImportError:
         return None

@@ -261,8 +261,9 @@ def _load_checkpoint(path: str | Path, config: Mapping[str, Any] | None) -> Load
     if not is_checkpoint(content):
         if isinstance(content, dict) and all(map(torch.is_tensor, content.values())):
             raise InputError(
-                f"{path} is a state dict of an unknown model. Write a file mymodel.py: def build(): model = "
-                f'MyModel(); model.load_state_dict(torch.load("{path}")); return model. Name it mymodel:build.'
+                f"{path} holds weights without their model (a state dict). Write a file mymodel.py whose function "
+                f'build() makes the model, calls model.load_state_dict(torch.load("{path}")) and returns it. Then '
+                "name mymodel:build instead of the file."
             )
         raise InputError(
             f"{path} is not a semdiag checkpoint (no format entry {FORMAT!r}). "

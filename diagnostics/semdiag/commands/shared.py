@@ -59,7 +59,7 @@ class Shared:
         Raises:
             InputError: if an option is wrong.
         """
-        from semdiag.capturing.texts import TextOptions
+        from semdiag.capturing.inputs.texts import TextOptions
         from semdiag.commands import measuring
         from semdiag.measuring.conditions import Conditions
 

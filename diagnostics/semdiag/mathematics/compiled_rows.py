@@ -10,7 +10,7 @@ from torch import Tensor
 
 from semdiag.mathematics import row_kernels
 from semdiag.mathematics.score_strips import ScoreStrip
-from semdiag_models.largest_kernels import in_threads
+from semdiag_models.kernels.largest_kernels import in_threads
 
 _NUMBERS = "minimum", "largest_weight", "mean"  # one a row, in single precision
 

@@ -11,7 +11,7 @@ from numba import types
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 
-from semdiag_models.largest_kernels import (
+from semdiag_models.kernels.largest_kernels import (
     HALF,
     INF,
     NEXT,

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from semdiag.capturing.inputs import array_tensor, check_header, check_member
+from semdiag.capturing.inputs.files import array_tensor, check_header, check_member
 from semdiag_models import InputError
 from semdiag_models.reading import MEBIBYTE, open_file, require_memory
 

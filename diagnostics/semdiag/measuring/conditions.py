@@ -7,8 +7,8 @@ from typing import Any, Self
 
 import torch
 
+from semdiag.capturing.inputs.texts import AS_THEY_ARE, TextOptions
 from semdiag.capturing.loading import LoadedModel
-from semdiag.capturing.texts import AS_THEY_ARE, TextOptions
 from semdiag.measuring.calls.collector import LEAST_MAX_QUERIES, MAX_QUERIES
 from semdiag.measuring.calls.query_draws import QueryDraws
 from semdiag.measuring.schema import probes

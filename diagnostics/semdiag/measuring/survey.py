@@ -11,9 +11,9 @@ from torch import Tensor
 
 from semdiag.capturing.audit import Remark
 from semdiag.capturing.batches import Batch, each, first_samples, longest, samples_of, split
-from semdiag.capturing.inputs import cut_texts, read_batches, read_inputs
+from semdiag.capturing.inputs.files import cut_texts, read_batches, read_inputs
+from semdiag.capturing.inputs.texts import AS_THEY_ARE, SUFFIXES, tokeniser_of
 from semdiag.capturing.loading import LoadedModel, load_all
-from semdiag.capturing.texts import AS_THEY_ARE, SUFFIXES, tokeniser_of
 from semdiag.measuring.calls.scored_rows import NotAvailableError
 from semdiag.measuring.conditions import DTYPES, Conditions
 from semdiag.measuring.measure import measure

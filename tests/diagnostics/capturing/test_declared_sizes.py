@@ -5,7 +5,8 @@ import json
 import pytest
 import torch
 
-from semdiag.capturing import loading, pretrained
+from semdiag.capturing import loading
+from semdiag.capturing.inputs import tokenising
 from semdiag_models import InputError
 
 transformers = pytest.importorskip("transformers")
@@ -74,7 +75,7 @@ def tokeniser(path, longest=16, **changed):
     own.save_pretrained(path)
     file = path / "tokenizer_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | changed))
-    return pretrained.tokeniser(f"hf:{path}", model)
+    return tokenising.tokeniser(f"hf:{path}", model)
 
 
 def test_a_long_line_is_cut_before_it_is_tokenised(tmp_path, monkeypatch):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from semdiag import load
-from semdiag.capturing.inputs import read_batches
+from semdiag.capturing.inputs.files import read_batches
 from semdiag.measuring.conditions import Conditions
 from semdiag.measuring.survey import survey
 from semdiag_models import InputError

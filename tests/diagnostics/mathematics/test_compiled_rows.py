@@ -11,7 +11,7 @@ import torch
 from semdiag.mathematics import compiled_rows, row_kernels
 from semdiag.mathematics import row_statistics as module
 from semdiag.mathematics.row_statistics import row_statistics
-from semdiag_models import column_kernels, largest_kernels, norm_kernels, selected_kernels
+from semdiag_models.kernels import column_kernels, largest_kernels, norm_kernels, selected_kernels
 
 NO_ORDER = np.empty((0, 0, 0, 0), np.int32)
 EPS = torch.finfo(torch.float32).eps

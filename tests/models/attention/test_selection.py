@@ -143,9 +143,11 @@ def test_kernels_select_in_single_precision_and_where_numba_is_installed(monkeyp
     q, keys = (torch.randn(1, 1, 256, 8, generator=torch.Generator().manual_seed(i)) for i in range(2))
     found, calls = select_keys("topk", 5, q, keys, 1.0, None), []
     if missing:
-        monkeypatch.setitem(sys.modules, "semdiag_models.largest_kernels", None)  # as if it could not be imported
+        monkeypatch.setitem(
+            sys.modules, "semdiag_models.kernels.largest_kernels", None
+        )  # as if it were not installed
     else:
-        kernels = sys.modules["semdiag_models.largest_kernels"]
+        kernels = sys.modules["semdiag_models.kernels.largest_kernels"]
         largest = kernels.largest_scores
         monkeypatch.setattr(kernels, "largest_scores", lambda *of: calls.append(of) or largest(*of))
     compiled._imported.cache_clear()

@@ -4,8 +4,8 @@ from collections.abc import Callable, Mapping
 
 from torch import Tensor
 
-from semdiag.capturing import pretrained
 from semdiag.capturing.batches import Batch
+from semdiag.capturing.inputs.tokenising import tokeniser
 from semdiag.capturing.loading import LoadedModel
 from semdiag_models import InputError
 
@@ -33,7 +33,7 @@ def masked_language(
     if loaded.source != "hugging face" or not named or not plain:
         return batches
     try:
-        tokenise = pretrained.tokeniser(loaded.path, loaded.module)
+        tokenise = tokeniser(loaded.path, loaded.module)
     except InputError:
         return batches
     for number, batch in enumerate(given):

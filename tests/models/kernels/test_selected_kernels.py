@@ -7,7 +7,7 @@ import torch
 
 from semdiag_models import compiled
 from semdiag_models.attention.selected_attention import selected_attention
-from semdiag_models.selected_kernels import mix_selected, mix_selected_backward
+from semdiag_models.kernels.selected_kernels import mix_selected, mix_selected_backward
 
 L, SCALE = compiled.LEAST["selected_kernels"], 0.3
 
@@ -58,7 +58,9 @@ def test_queries_without_a_key_give_zero_and_take_no_gradient():
 def test_kernels_mix_in_single_precision_and_where_numba_is_installed(monkeypatch, missing):
     _, (q, k, v), selected = inputs(missing=False)
     if missing:
-        monkeypatch.setitem(sys.modules, "semdiag_models.selected_kernels", None)  # as if it could not be imported
+        monkeypatch.setitem(
+            sys.modules, "semdiag_models.kernels.selected_kernels", None
+        )  # as if it were not installed
     compiled._imported.cache_clear()
 
     def maker(*of):

@@ -5,8 +5,9 @@ import math
 import pytest
 import torch
 
-from semdiag_models import column_kernels, compiled
-from semdiag_models.column_kernels import keep_largest
+from semdiag_models import compiled
+from semdiag_models.kernels import column_kernels
+from semdiag_models.kernels.column_kernels import keep_largest
 from semdiag_models.step.attention import _largest
 
 

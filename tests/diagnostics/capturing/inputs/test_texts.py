@@ -6,9 +6,9 @@ import warnings
 import pytest
 import torch
 
-from semdiag.capturing import pretrained
+from semdiag.capturing.inputs.texts import TextOptions, read_texts, text_batches
+from semdiag.capturing.inputs.tokenising import tokeniser
 from semdiag.capturing.loading import load
-from semdiag.capturing.texts import TextOptions, read_texts, text_batches
 from semdiag.measuring.conditions import Conditions
 from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.survey import survey
@@ -105,7 +105,7 @@ def test_a_masked_language_model_is_asked_for_masked_tokens(tmp_path):
     found = swept(folder, path, seed=3)
     own = load(f"hf:{folder}")
     (batch,) = text_batches(path, own, 10, TextOptions())
-    tokenise = pretrained.tokeniser(own.path, own.module)
+    tokenise = tokeniser(own.path, own.module)
     ids, labels = tokenise.mask(batch["input_ids"], 3)
     assert ((labels != -100).sum(1) == torch.tensor([1, 1, 1, 1])).all()  # 15 % of 6, 8, 6, 4
     assert set(batch["input_ids"][labels != -100].tolist()).isdisjoint({0, 2, 3})

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from semdiag_models.largest_kernels import ONE, ZERO, Floats, U, kernel
+from semdiag_models.kernels.largest_kernels import ONE, ZERO, Floats, U, kernel
 
 
 def normalise(x: Tensor, y: Tensor, scale: Tensor, eps: float) -> None:

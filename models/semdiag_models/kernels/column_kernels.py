@@ -6,7 +6,7 @@ Imported only where Numba is installed, and where there are many queries. They r
 import numpy as np
 from torch import Tensor
 
-from semdiag_models.largest_kernels import INF, ONE, ZERO, Floats, kernel, part
+from semdiag_models.kernels.largest_kernels import INF, ONE, ZERO, Floats, kernel, part
 
 _COLUMNS = 128  # queries that are looked at together: what is kept of them stays in the nearest cache
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from semdiag.capturing import pretrained
 from semdiag.capturing.batches import Batch
+from semdiag.capturing.inputs.tokenising import Tokeniser, tokeniser
 from semdiag.capturing.loading import LoadedModel
 from semdiag_models import InputError
 from semdiag_models.tasks.text_lines import read_lines
@@ -126,7 +126,7 @@ def text_batches(path: Path, model: LoadedModel, size: int, options: TextOptions
     return found
 
 
-def tokeniser_of(path: Path, model: LoadedModel, options: TextOptions) -> pretrained.Tokeniser:
+def tokeniser_of(path: Path, model: LoadedModel, options: TextOptions) -> Tokeniser:
     """Find what makes a model's inputs of texts.
 
     Raises:
@@ -137,7 +137,7 @@ def tokeniser_of(path: Path, model: LoadedModel, options: TextOptions) -> pretra
             f"{path}: texts need a tokenizer, and {model.path} has none. Name a folder that holds one with "
             "--tokenizer DIR, or give token ids."
         )
-    return pretrained.tokeniser(model.path, model.module, options.tokenizer, options.max_length)
+    return tokeniser(model.path, model.module, options.tokenizer, options.max_length)
 
 
 def _classes(path: Path, given: Texts, model: LoadedModel, options: TextOptions) -> Tensor | None:
@@ -167,9 +167,7 @@ def _classes(path: Path, given: Texts, model: LoadedModel, options: TextOptions)
     return torch.tensor(numbers)
 
 
-def _with_targets(
-    tokenise: pretrained.Tokeniser, batch: dict[str, Tensor], targets: Sequence[str]
-) -> dict[str, Tensor]:
+def _with_targets(tokenise: Tokeniser, batch: dict[str, Tensor], targets: Sequence[str]) -> dict[str, Tensor]:
     """A batch in which the decoder is to answer with the targets."""
     if "decoder_input_ids" not in batch:
         raise InputError("A target is for sequence-to-sequence models: this model has no decoder of its own.")

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from semdiag.capturing import inputs
-from semdiag.capturing.inputs import read_batches, read_inputs
+from semdiag.capturing.inputs import files
+from semdiag.capturing.inputs.files import read_batches, read_inputs
 from semdiag_models import InputError, reading
 
 TOKENS = [[0, 1, 1], [1, 0, 2]]
@@ -204,7 +204,7 @@ def test_a_header_that_promises_too_much_is_refused(tmp_path):
 
 def test_an_archive_that_unpacks_to_far_more_than_its_file_is_refused(tmp_path, monkeypatch):
     """Zeros deflate to a thousandth of their size; ids drawn from a thousand, of 64 bits, to a sixth at best."""
-    monkeypatch.setattr(inputs, "LARGEST_TEXT", 2**20)
+    monkeypatch.setattr(files, "LARGEST_TEXT", 2**20)
     real = np.random.default_rng(0).integers(0, 1000, (2000, 100))
     np.savez_compressed(tmp_path / "real.npz", tokens=real, unused=np.zeros((2000, 100), int))
     assert read_inputs(tmp_path / "real.npz").tolist() == real.tolist()

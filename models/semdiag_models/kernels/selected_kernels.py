@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from semdiag_models.largest_kernels import INF, ONE, ZERO, Floats, U, in_threads, kernel, part
+from semdiag_models.kernels.largest_kernels import INF, ONE, ZERO, Floats, U, in_threads, kernel, part
 
 Positions = NDArray[np.int64]
 Strides = tuple[int, int, int]

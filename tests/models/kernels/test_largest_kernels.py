@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from semdiag_models import largest_kernels
-from semdiag_models.largest_kernels import largest_scores
+from semdiag_models.kernels import largest_kernels
+from semdiag_models.kernels.largest_kernels import largest_scores
 
 
 def assert_largest(scores, count):

@@ -12,8 +12,15 @@ from torch import Tensor
 
 from semdiag.capturing import batches
 from semdiag.capturing.batches import Batch
+from semdiag.capturing.inputs.texts import (
+    AS_THEY_ARE,
+    SUFFIXES,
+    TextOptions,
+    read_texts,
+    text_batches,
+    tokeniser_of,
+)
 from semdiag.capturing.loading import LoadedModel
-from semdiag.capturing.texts import AS_THEY_ARE, SUFFIXES, TextOptions, read_texts, text_batches, tokeniser_of
 from semdiag_models import InputError
 from semdiag_models.checkpoint import read_plain
 from semdiag_models.reading import LARGEST_TEXT, open_file, require_memory
@@ -52,7 +59,7 @@ def read_batches(path: Path, model: LoadedModel, size: int, texts: TextOptions =
     """Read inputs for a model of any kind.
 
     Args:
-        path: texts (``.txt``, ``.jsonl``, as of :func:`~semdiag.capturing.texts.read_texts`); token ids or
+        path: texts (``.txt``, ``.jsonl``, as of :func:`~semdiag.capturing.inputs.texts.read_texts`); token ids or
         another array
             (``.npy``, ``.npz``, ``.pt``); or a ``.pt`` with a dictionary of tensors, the model's keyword
             arguments, or a list of such batches.

@@ -7,8 +7,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from semdiag_models import compiled, norm_kernels
+from semdiag_models import compiled
 from semdiag_models.encoder import Encoder
+from semdiag_models.kernels import norm_kernels
 from semdiag_models.step.stack import Stack
 
 ROWS = compiled.LEAST["norm_kernels"]
@@ -73,7 +74,9 @@ def test_they_take_many_rows_of_one_thread_where_numba_is_installed(
     normalise = norm_kernels.normalise
     monkeypatch.setattr(norm_kernels, "normalise", lambda *of: found.append(of) or normalise(*of))
     if missing:
-        monkeypatch.setitem(sys.modules, "semdiag_models.norm_kernels", None)  # as if it could not be imported
+        monkeypatch.setitem(
+            sys.modules, "semdiag_models.kernels.norm_kernels", None
+        )  # as if it were not installed
     compiled._imported.cache_clear()
     try:
         torch.set_num_threads(threads)

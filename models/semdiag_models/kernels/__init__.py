@@ -1,0 +1,1 @@
+"""Kernels that Numba compiles, in place of chains of torch operations."""
