@@ -81,7 +81,7 @@ def test_a_folder_without_a_last_snapshot_is_not_a_checkpoint(tmp_path):
 
 def test_a_bare_state_dict_of_another_model_is_called_that(tmp_path, tiny_config):
     torch.save(Encoder(tiny_config()).state_dict(), tmp_path / "bare.pt")
-    with pytest.raises(InputError, match=r"holds weights without their model .a state dict.\. Write a file mymodel.py"):
+    with pytest.raises(InputError, match=r"holds weights .*state dict.\. Write a file mymodel.py"):
         load(tmp_path / "bare.pt")
 
 

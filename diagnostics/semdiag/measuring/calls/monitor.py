@@ -2,13 +2,12 @@
 
 import threading
 import time
-import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import pandas as pd
 import torch
@@ -17,7 +16,7 @@ from torch import nn
 from semdiag.capturing import hooks
 from semdiag.capturing.arguments import whole_number, whole_numbers
 from semdiag.capturing.attention_calls import AttentionCall, watch_attention
-from semdiag.capturing.audit import Audit, Remark, Skipped, failure
+from semdiag.capturing.audit import Audit
 from semdiag.capturing.padding import Padding
 from semdiag.measuring.calls.monitor_alarms import (
     ABOVE,
@@ -28,24 +27,17 @@ from semdiag.measuring.calls.monitor_alarms import (
     rules_of,
     summary_of,
 )
+from semdiag.measuring.calls.monitor_faults import Faults
 from semdiag.measuring.calls.monitor_heads import LOGIT, describe_heads, head_columns, quantities, scalars
 from semdiag.measuring.calls.monitor_log import MonitorLog
 from semdiag.measuring.calls.monitor_rows import columns, describe, sampled_rows
+from semdiag.measuring.calls.monitor_scalars import Scalars, ScalarWriter
 from semdiag_models import InputError
 
 _COMPILED = (
     "The hooks of a module inside a compiled one do not look, also not under fullgraph: give the monitor the "
     "compiled model, Monitor(torch.compile(model))."
 )
-_CANNOT_WRITE = "The monitor cannot write"
-_NAMED = 3  # modules in a warning
-
-
-class ScalarWriter(Protocol):
-    """What is needed of a TensorBoard SummaryWriter."""
-
-    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None:
-        """Log one number."""
 
 
 class Monitor:
@@ -143,7 +135,7 @@ class Monitor:
         looked_at = whole_number(queries, "queries", 1)
         self._queries = None if rows == "all" else looked_at
         self._watch = Watch(rules_of(alarm, self.k, self.every))
-        self._on_alarm, self._send = checked_on_alarm(on_alarm), log
+        self._on_alarm = checked_on_alarm(on_alarm)
         limits = [
             rule.threshold for rule in self._watch.rules if (rule.quantity, rule.side) == ("max_logit", ABOVE)
         ]
@@ -152,15 +144,13 @@ class Monitor:
         self._accumulation, self._micro = whole_number(accumulation, "accumulation", 1), 0
         self.step = self._first_step = whole_number(first_step, "first_step", 0)
         self.seconds = 0.0
-        self._tensorboard, self._own_writer = tensorboard, False
-        self._writer: Any = None
+        self._scalars = Scalars(tensorboard, log)
         self._generator = torch.Generator().manual_seed(whole_number(seed, "seed", 0))
         path = None if path is None else Path(path)
         self._log = MonitorLog(path, columns(self.k), self.step)
         beside = None if path is None else path.with_name(f"{path.stem}-heads{path.suffix}")
         self._head_log = MonitorLog(beside, head_columns(self.k), None)
-        self._complained: set[str] = set()  # what was warned of already
-        self._stuck = False  # whether the running look could not write
+        self._faults = Faults()
         self._handles: hooks.Handles | tuple[()] = ()
         self._look = ExitStack()
         self._looked_at: int | None = None
@@ -173,7 +163,6 @@ class Monitor:
         self._seen = False  # whether the running look has seen attention
         self._padding = Padding(model)
         self._audit = Audit()  # of the running look
-        self._said: set[Remark | Skipped] = set()
 
     @property
     def table(self) -> pd.DataFrame:
@@ -219,7 +208,7 @@ class Monitor:
             pass  # a model that cannot be watched is refused here, not in the middle of a training
         self._log.open()
         self._head_log.open()
-        self._writer, self._own_writer = _writer(self._tensorboard)
+        self._scalars.open()
         self._handles = hooks.put_on(self.model, self._before, self._after)
         return self
 
@@ -242,11 +231,9 @@ class Monitor:
         self._look.close()
         self._looked_at = self._looker = None
         for log in (self._log, self._head_log):
-            with self._carrying_on():
+            with self._faults.told():
                 log.close()
-        if self._own_writer and self._writer is not None:
-            self._writer.close()
-        self._writer, self._own_writer = None, False
+        self._scalars.close()
 
     def __enter__(self) -> Self:
         return self.start()
@@ -279,7 +266,7 @@ class Monitor:
             self._looked_at, self._looker = None, own if first and step % self.every == 0 else None
         if self._looker is own:
             self._rows, self._head_rows, self._seen = [], [], False
-            with self._carrying_on(), ExitStack() as look:
+            with self._faults.told(), ExitStack() as look:
                 look.enter_context(self._padding.watched((args, kwargs)))
                 watch = watch_attention(model, lambda call: self._reduce(call, step), inside=True)
                 self._audit = look.enter_context(watch)
@@ -295,7 +282,7 @@ class Monitor:
         step, self._looked_at = self._looked_at, None
         alarms: list[Alarm] = []
         if step is not None and output is not None:  # None: the watch failed, the forward raised an exception
-            with self._carrying_on():
+            with self._faults.told():
                 alarms = self._finish(step)
         self._looker = None
         if alarms:
@@ -305,7 +292,7 @@ class Monitor:
         if self._looker is not threading.current_thread() and threading.get_ident() in self._forwards:
             return  # of another thread's forward
         start, self._seen = time.perf_counter(), True
-        with self._carrying_on():
+        with self._faults.told():
             call = self._marked(call)
             place = {"step": step, "layer": call.layer, "module": call.module, "occurrence": call.occurrence}
             rows = sampled_rows(call, self.k, self._generator, self._queries)
@@ -317,29 +304,26 @@ class Monitor:
         """The call with its padded queries marked; what could not be matched is said once."""
         audit = Audit()
         call = self._padding.marked(call, audit)
-        for remark in audit.remarks.keys() - self._said:
-            self._said.add(remark)
-            warnings.warn(f"The monitor of {remark.module or 'a model'}: {remark.text}.", stacklevel=2)
+        self._faults.name_remarks(audit)
         return call
 
     def _finish(self, step: int) -> list[Alarm]:
         start = time.perf_counter()
-        self._stuck = False
+        self._faults.begin()
         if not self._seen:
             warnings.warn(f"No attention was captured in step {step}.", stacklevel=2)
-        self._name_missed()
+        self._faults.name_missed(self._audit)
         rows, self._rows, heads, self._head_rows = self._rows, [], self._head_rows, []
         self._last = heads or self._last
         alarms = self._watch.look(heads)
         self.alarms += alarms
-        if self._writer is not None or self._send is not None:
-            with self._carrying_on():
-                self._send_scalars(step, scalars(heads, self.k))
+        if self._scalars.wanted:
+            with self._faults.told():
+                self._scalars.send(step, scalars(heads, self.k))
         for log, more in ((self._log, rows), (self._head_log, heads)):
-            with self._carrying_on():
+            with self._faults.told():
                 log.add(more)
-        if not self._stuck:
-            self._complained = {fault for fault in self._complained if not fault.startswith(_CANNOT_WRITE)}
+        self._faults.end()
         self.seconds += time.perf_counter() - start
         return alarms
 
@@ -354,65 +338,9 @@ class Monitor:
             more = f" and {len(alarms) - 1} more" if len(alarms) > 1 else ""
             warnings.warn(f"{alarms[0]}{more}", stacklevel=2)
 
-    def _name_missed(self) -> None:
-        """Say once of which attention there are no rows, and why."""
-        missed: dict[str, list[str]] = {}
-        for seen in self._audit.skipped.keys() - self._said:
-            self._said.add(seen)
-            missed.setdefault(f"{seen.operation}, {seen.reason}", []).append(seen.module or "the model itself")
-        if missed:
-            text = "; ".join(f"{_some(sorted(modules))} ({why})" for why, modules in sorted(missed.items()))
-            warnings.warn(f"The monitor does not see all attention: it has no rows of {text}.", stacklevel=2)
-
-    def _send_scalars(self, step: int, found: dict[str, float]) -> None:
-        if self._writer is not None:
-            for name, value in found.items():
-                self._writer.add_scalar(name, value, step)
-        if self._send is not None:
-            self._send(found, step)
-
-    @contextmanager
-    def _carrying_on(self) -> Iterator[None]:
-        """Warn once of what goes wrong inside, which is no reason to stop a training."""
-        try:
-            yield
-        except OSError as error:
-            said = f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}"
-            self._stuck = True
-            self._complain(
-                f"{_CANNOT_WRITE}: {type(error).__name__} {error.errno}",
-                f"{_CANNOT_WRITE} ({said}). Its rows stay in memory and are written as soon as possible.",
-            )
-        except Exception as error:
-            *_, (frame, line) = traceback.walk_tb(error.__traceback__)
-            fault = f"{type(error).__name__} {frame.f_code.co_filename}:{line}"
-            self._complain(fault, f"The monitor of a training: {failure(error)}.")
-
-    def _complain(self, fault: str, text: str) -> None:
-        """Warn once of a fault, whose text may be another at every step."""
-        if fault not in self._complained:
-            self._complained.add(fault)
-            warnings.warn(text, stacklevel=5)
-
-
-def _some(names: Sequence[str]) -> str:
-    more = len(names) - _NAMED
-    return ", ".join(names[:_NAMED]) + (f" and {more} more" if more > 0 else "")
-
 
 def _warn_while_compiling() -> None:
     warnings.warn(f"A monitored module is being compiled. {_COMPILED}", stacklevel=2)
 
 
 _warn_while_compiling._dynamo_marked_constant = True  # type: ignore[attr-defined]  # run while compiling, not compiled
-
-
-def _writer(tensorboard: Path | str | ScalarWriter | None) -> tuple[Any, bool]:
-    """The writer, and whether it is ours to close."""
-    if not isinstance(tensorboard, Path | str):
-        return tensorboard, False
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        raise InputError("TensorBoard is not installed. Install it with: pip install tensorboard.") from None
-    return SummaryWriter(str(tensorboard)), True
