@@ -1,10 +1,13 @@
 """From the shared options to measurements, with a progress bar."""
 
 import json
+import os
 import shlex
 import sys
+import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -135,6 +138,7 @@ def measured(
     for sentence in () if quiet else diverged_sentences(findings):
         tell(f"semdiag: {sentence}")
     found.provenance["command"] = ["semdiag", *sys.argv[1:]]
+    found.provenance["date"] = _today()
     if against is not None:
         found.provenance["against"] = str(paths[-1])
     return findings
@@ -265,3 +269,10 @@ def deliver(
         with beside_json(as_json):
             show(findings)
             say(f"Figures and tables: {page}")
+
+
+def _today() -> str:
+    """Return the date of the measurement; SOURCE_DATE_EPOCH fixes it, as in other programs that write files."""
+    fixed = os.environ.get("SOURCE_DATE_EPOCH", "")
+    seconds = int(fixed) if fixed.isdecimal() and len(fixed) < 12 else time.time()
+    return datetime.fromtimestamp(seconds, UTC).date().isoformat()

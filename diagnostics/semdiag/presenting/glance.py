@@ -28,13 +28,15 @@ class Glance:
         answer: in a word.
         number: with its denominator, like ``3 of 3 pairs``; empty where there is none.
         words: what the number counts.
+        claim: whether the answer is about a claim of the paper, and so says nothing good or bad of a model.
     """
 
     answer: Answer
     number: str
     words: str
+    claim: bool = False
 
-    def to_dict(self) -> dict[str, str]:
+    def to_dict(self) -> dict[str, str | bool]:
         """As plain values."""
         return {**asdict(self), "answer": self.answer.value}
 

@@ -61,6 +61,7 @@ def render_page(
     glances = whole["glances"]
     places = [(name, heading) for name, headings in parts for heading in headings]
     best = next((s for _, heading in places for s in heading.figures if not pictures[s.figure]["missing"]), None)
+    tiles = [(_glanced(name, asked), glances[name]) for name, asked in parts if asked and name in glances]
     others = [row["source"] in EXTERNAL_SOURCES for row in rows]
     named = {
         f"{row['attention_label']} ({row['model'] if other else row['task'] or 'task unknown'})"
@@ -72,7 +73,9 @@ def render_page(
         pictures=pictures,
         models=", ".join(sorted(named)),
         title=_title(rows),
-        tiles=[(_glanced(name, asked), glances[name]) for name, asked in parts if asked and name in glances],
+        tiles=[tile for tile in tiles if not tile[1]["claim"]],
+        claims=[tile for tile in tiles if tile[1]["claim"]],
+        about=_about(whole),
         lead=_lead(whole),
         eyebrow=_eyebrow(parts),
         best=best,
@@ -106,12 +109,21 @@ def _eyebrow(parts: Sequence[tuple[str, Sequence[Heading]]]) -> str:
 
 def _lead(whole: dict[str, Any]) -> str:
     """The one sentence of the first screen: the first question's answer."""
-    glance = whole["glances"].get("dispersion")
-    if glance is not None and glance["answer"] in ("holds", "does not hold"):
-        smaller, _, words = f"{glance['number']} {glance['words']}".partition(" in which ")
-        start = "The sparse model focuses" if glance["answer"] == "holds" else "Not every sparse model focuses"
-        return f"{start}: in {smaller} {words}."
     return str(whole["verdict"][0])
+
+
+def _about(whole: dict[str, Any]) -> str:
+    """What was measured, on what, when and with what, on one line."""
+    rows = whole["results"]
+    model = str(rows[0]["model"]) if len(rows) == 1 else f"{len(rows)} models"
+    counts = sorted({int(row["samples"]) for row in rows})
+    samples = f"{counts[0]:,}" if len(counts) == 1 else f"{counts[0]:,} to {counts[-1]:,}"
+    inputs = dict.fromkeys(str(row["inputs"]) for row in rows)
+    of = f": {next(iter(inputs))}" if len(inputs) == 1 else ""
+    provenance = whole["provenance"]
+    samples += f" sample{'s' * (counts != [1])}"
+    said = (model, samples + of, provenance.get("date"), f"semdiag {provenance['semdiag']}")
+    return " · ".join(part for part in said if part)
 
 
 def _shown(value: Any) -> Any:

@@ -140,8 +140,8 @@ def in_short(findings: Findings, sections: Sequence[Section]) -> list[str]:
         sections: of the report.
     """
     said = [sentence for section in sections for sentence in section.in_short(findings)]
-    if not said and not external(findings.measurements.models).all():
-        said = ["What was found stands below, model by model."]
+    if not said:
+        said = [sentence for section in sections if section.details for sentence in section.details(findings)][:1]
     metrics = [section.name for section in sections if section.name in ("dispersion", "separation")]
     sampled = sampling_sentences(findings, metrics or ("dispersion",))
     return [

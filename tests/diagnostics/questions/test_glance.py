@@ -17,6 +17,7 @@ from semdiag.questions.bounds.answer.corollary import corollary_findings
 from semdiag.questions.counterfactual.glance import within_glance
 from semdiag.questions.dispersion.answer.comparisons import layer_ratios, pair_comparisons
 from semdiag.questions.dispersion.glance import dispersion_glance
+from semdiag.questions.dispersion.words import dispersion_in_short
 from semdiag.questions.learning.glance import learning_glance
 from semdiag.questions.mask_stability.glance import masks_glance
 from semdiag.questions.mask_stability.measure.probe import NoisePlan
@@ -33,14 +34,18 @@ def pair(tiny_runs):
     return survey([tiny_runs.full, tiny_runs.topk], conditions)
 
 
-def history(measurements, full, topk):
-    """The measurements, with training accuracies by epoch of both runs."""
+def history(measurements, full, topk, seeds=1):
+    """The measurements, with training accuracies by epoch of both runs; as if of several seeds."""
+    each = [
+        measurements.models.assign(model=measurements.models["model"] + f"-{n}", seed=n) for n in range(1, seeds)
+    ]
+    models = pd.concat([measurements.models, *each], ignore_index=True)
     rows = [
         {"model": model, "epoch": epoch, "train_accuracy": value}
-        for model, values in zip(measurements.models["model"], (full, topk), strict=True)
+        for model, values in zip(models["model"], (full, topk) * seeds, strict=True)
         for epoch, value in enumerate(values, 1)
     ]
-    return measurements.replace(history=pd.DataFrame(rows))
+    return measurements.replace(models=models, history=pd.DataFrame(rows))
 
 
 @pytest.mark.parametrize(
@@ -163,32 +168,56 @@ def test_of_a_diverged_model_no_separation_is_told(pair):
 @pytest.mark.parametrize(
     ("full", "topk", "answer", "number"),
     [
-        ([0.5, 0.96], [0.96, 1.0], Answer.HOLDS, "1 of 1 pair"),
-        ([0.96, 1.0], [0.5, 0.96], Answer.DOES_NOT, "0 of 1 pair"),
-        ([0.5, 0.6], [0.5, 0.96], Answer.HOLDS, "1 of 1 pair"),
+        ([0.5, 0.96], [0.96, 1.0], Answer.HOLDS, "3 of 3 pairs"),
+        ([0.96, 1.0], [0.5, 0.96], Answer.DOES_NOT, "0 of 3 pairs"),
+        ([0.5, 0.6], [0.5, 0.96], Answer.HOLDS, "3 of 3 pairs"),
         ([0.5, 0.6], [0.5, 0.6], Answer.OPEN, "0 pairs"),
-        ([0.96, 1.0], [0.97, 1.0], Answer.OPEN, "0 of 1 pair"),
+        ([0.96, 1.0], [0.97, 1.0], Answer.OPEN, "0 of 3 pairs"),
     ],
 )
 def test_who_learned_first(pair, full, topk, answer, number):
-    glance = learning_glance(Findings(history(pair, full, topk)))
-    assert (glance.answer, glance.number) == (answer, number)
+    glance = learning_glance(Findings(history(pair, full, topk, seeds=3)))
+    assert (glance.answer, glance.number, glance.claim) == (answer, number, True)
+
+
+def test_two_seeds_tell_nothing_about_speed(pair):
+    glance = learning_glance(Findings(history(pair, [0.5, 0.96], [0.96, 1.0], seeds=2)))
+    assert (glance.answer, glance.number) == (Answer.OPEN, "2 of 2 pairs")
+    assert glance.words.endswith("; 2 seeds of even-pairs: at least 3 of one task would tell")
+
+
+@pytest.mark.parametrize(
+    ("before", "said"),
+    [
+        ((1.0, 0.3), "before training it is 0.30: the mask alone does most of it."),
+        ((1.0, 0.9), "before training it is 0.90: most of it was learned."),
+        ((1.0,), "is not known: no initialisation was measured."),
+    ],
+)
+def test_the_headline_of_pairs_names_the_initialisation(pair, before, said):
+    """The ratio of the tiny pair is about 0.25, so that half of it, on the logarithmic scale, is 0.5."""
+    table = pd.DataFrame({"model": pair.models["model"][: len(before)], "samples": 6, "dispersion": before})
+    sentence, *_ = dispersion_in_short(Findings(pair.replace(initialisation=table)))
+    assert sentence.startswith("The median dispersion δ of top-k attention is 0.")
+    assert sentence.endswith(said)
 
 
 def test_ties_are_nobodys_and_said(pair):
     glance = learning_glance(Findings(history(pair, [0.96, 1.0], [0.97, 1.0])))
-    assert glance.words.endswith("in fewer epochs; in 1 both needed the same number")
+    assert glance.words.startswith(
+        "in which the top-k model reached 95 % training accuracy in fewer epochs; in 1 both needed"
+    )
     behind = learning_glance(Findings(history(pair, [0.96, 1.0], [0.5, 1.0])))
-    assert behind.words.endswith("in fewer epochs; in 1 full attention did")
+    assert "in fewer epochs; in 1 full attention did; 1 seed of" in behind.words
     ahead = learning_glance(Findings(history(pair, [0.5, 1.0], [0.97, 1.0])))
-    assert ahead.words.endswith("in fewer epochs")
+    assert "in fewer epochs; 1 seed of" in ahead.words
 
 
 def test_exceeded_bounds_have_their_denominator(pair):
     glance = stability_glance(Findings(pair))
     assert glance.answer in (Answer.MEASURED, Answer.OPEN)  # that nothing exceeds it makes it no bound
     assert glance.number == f"0 of {len(pair.secants):,}"
-    assert "it is vacuous" in glance.words
+    assert "it is too loose to test" in glance.words
     steep = pair.secants.assign(weight_change=2.0, score_change=1e-9)
     assert stability_glance(Findings(pair.replace(secants=steep))).answer is Answer.DOES_NOT
 

@@ -117,9 +117,13 @@ def test_the_first_screen_is_a_sentence_a_tile_for_each_question_and_a_figure(ke
     page = Page(kept / "index.html")
     summary = json.loads((kept / "summary.json").read_text(encoding="utf-8"))
     before, _, after = text.partition("<figure>")
-    assert before.count("<p") == 1 + len(summary["cautions"])
+    assert before.count("<p") == 2 + len(summary["cautions"])
     tiles = [a for a in page.all("a") if a.get("class", "").startswith("tile")]
-    assert len(tiles) == len(summary["glances"]) == 5  # focus, heads, within, separation, learning
+    assert len(tiles) == len(summary["glances"]) == 5  # heads, within, separation; focus, learning
+    claims = [glance["claim"] for glance in summary["glances"].values()]
+    assert before.index("The paper's claims") < before.index(summary["glances"]["learning"]["words"])
+    assert before.index(summary["glances"]["heads"]["words"]) < before.index("The paper's claims")
+    assert sum(claims) == 2
     for glance in summary["glances"].values():
         tile = f"<b>{glance['number']}</b><span>{glance['words']}"
         assert tile in html.unescape(before)
@@ -166,7 +170,8 @@ def test_initialisation_is_not_mixed_with_the_trained_models(many, tmp_path):
     summary = json.loads((tmp_path / "r" / "summary.json").read_text(encoding="utf-8"))
     assert [pair["snapshot"] for pair in summary["pairs"]] == ["last"] * 4 + ["initialisation"] * 4
     assert all(("initialisation" in p["full"]) == ("initialisation" in p["topk"]) for p in summary["pairs"])
-    assert summary["verdict"][4].startswith("At initialisation: ")
+    assert summary["verdict"][5].startswith("At initialisation: ")
+    assert "; before training it is " in summary["verdict"][0]
 
 
 def test_strings_from_files_are_escaped(hostile, tmp_path):

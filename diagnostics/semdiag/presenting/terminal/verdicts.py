@@ -14,7 +14,7 @@ _COUNTS = ("holds", "violated", "vacuous", "not_met")
 _ANSWERS = {
     Verdict.HOLDS: "holds",
     Verdict.VIOLATED: "does not hold",
-    Verdict.VACUOUS: "is vacuous: it holds for every row, whatever was measured",
+    Verdict.VACUOUS: "is too loose to test: it holds for every row, whatever was measured",
     Verdict.NOT_MET: "does not apply, an assumption is not met",
     Verdict.NOTHING: "nothing conclusive",
 }
@@ -45,7 +45,7 @@ def verdict_line(verdict: str, claim: str, form: str, numbers: Mapping[str, Any]
     Example:
         >>> numbers = {"holds": 9000, "violated": 0, "vacuous": 1000, "not_met": 0}
         >>> verdict_line("holds", "ξ bounds pairs [sound]", "sound", numbers)
-        'ξ bounds pairs [sound]: 0 of 10,000 exceed the bound; for 1,000 it is vacuous: nothing could exceed it'
+        'ξ bounds pairs [sound]: 0 of 10,000 exceed the bound; for 1,000 the bound is too loose to test'
         >>> verdict_line("violated", "better guarantee [paper]", "paper", {"left side": 1.21})
         'better guarantee [paper]: does not hold (left side = 1.21)'
     """
@@ -56,7 +56,7 @@ def verdict_line(verdict: str, claim: str, form: str, numbers: Mapping[str, Any]
     if not rows:  # no claim about rows, or none of which it speaks
         return f"{claim}: {_ANSWERS[Verdict(verdict)]}" + (f" ({others})" if others else "")
     said = [f"{exceeded:,} of {rows:,} exceed the bound"]
-    said += [f"for {vacuous:,} it is vacuous: nothing could exceed it"] if vacuous else []
+    said += [f"for {vacuous:,} the bound is too loose to test"] if vacuous else []
     said += [f"{unmet:,} more do not meet its assumptions"] if unmet else []
     loud = "ERROR OF SEMDIAG: " if exceeded and form != "paper" else ""
     return f"{loud}{claim}: {'; '.join(said)}" + (f" ({others})" if others else "")

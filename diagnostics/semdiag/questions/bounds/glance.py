@@ -21,9 +21,12 @@ def bounds_glance(findings: Findings) -> Glance:
     ]
     stated = [f for f in cases if f.verdict is not Verdict.NOT_MET]
     if not stated:
-        return Glance(Answer.OPEN, "0 cases", "in which the corollary says anything about a top-k mask")
+        return Glance(
+            Answer.OPEN, "0 cases", "in which the corollary says anything about a top-k mask", claim=True
+        )
     met = sum(f.verdict is Verdict.HOLDS for f in stated)
     return Glance(
         Answer.HOLDS if met == len(stated) else Answer.DOES_NOT, f"{met:,} of {len(stated):,} cases",
         "in which the top-k mask has the better guarantee by Corollary 1 as printed (p75 to p95, W and X)",
+        claim=True,
     )  # fmt: skip

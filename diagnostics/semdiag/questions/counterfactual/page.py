@@ -23,7 +23,7 @@ def within_tables(findings: Findings, alone: bool) -> dict[str, pd.DataFrame]:
 _HEADINGS = (
     Heading(
         "within",
-        "What would top-k leave of a model that drops no key?",
+        "How much attention would a top-k mask keep?",
         (
             Shown(
                 dispersion_counterfactual,

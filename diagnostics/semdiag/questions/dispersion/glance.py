@@ -26,17 +26,17 @@ def dispersion_glance(findings: Findings) -> Glance:
         known = [pair for pair in pairs if not pair.gate.unknown]
         if not known:
             words = "of a full and a top-k model have a finite dispersion δ on both sides"
-            return Glance(Answer.OPEN, count_of(0, len(pairs), "pair"), words)
+            return Glance(Answer.OPEN, count_of(0, len(pairs), "pair"), words, claim=True)
         passed = sum(pair.gate.passed for pair in known)
         answer = Answer.HOLDS if passed == len(known) else Answer.DOES_NOT
         number = count_of(passed, len(known), "pair")
         words = "in which the top-k model has the smaller dispersion δ at the 50th, 75th, 90th and 95th percentile"
         notes = _ratios("ratio of the medians", known)
-        notes += _ratios("at initialisation", untrained) if trained else []
+        notes += [f"before training {before}"] if trained and (before := ratio_before(findings)) else []
         words += f" ({'; '.join(notes)})" if notes else ""
         words += "" if trained else "; they are not trained yet"
         words += f"; {len(pairs) - len(known)} more cannot be judged" if len(known) < len(pairs) else ""
-        return Glance(answer if trained else Answer.OPEN, number, words)
+        return Glance(answer if trained else Answer.OPEN, number, words, claim=True)
     every = findings(pooled_percentiles, "dispersion").values()
     found = [each for each in every if np.isfinite(each["p50"])]
     if not found:
@@ -53,6 +53,25 @@ def dispersion_glance(findings: Findings) -> Glance:
         else ("no pair of a full and a top-k model to compare")
     )
     return Glance(Answer.OPEN, f"{span} nats", f"{words}; {why}")
+
+
+def before_training(findings: Findings) -> list[float]:
+    """Return for each trained pair the ratio of the median δ at the initialisations, where both are known."""
+    table = findings.measurements.initialisation
+    medians = dict(zip(table["model"], table["dispersion"], strict=True))
+    compared = findings(pair_comparisons)
+    untrained = [pair.ratio.estimate for pair in compared if pair.snapshot == "initialisation"]
+    pairs = [pair.gate.pair for pair in compared if pair.snapshot == "last"]
+    ratios = [
+        medians[pair.other] / medians[pair.full] for pair in pairs if {pair.full, pair.other} <= set(medians)
+    ]
+    return [ratio for ratio in untrained or ratios if np.isfinite(ratio) and ratio > 0]
+
+
+def ratio_before(findings: Findings) -> str:
+    """Return the range of these ratios in words; empty if none is known."""
+    ratios = before_training(findings)
+    return span_words(ratios, ratio_words) if ratios else ""
 
 
 def _ratios(name: str, pairs: Sequence[PairComparison]) -> list[str]:

@@ -45,7 +45,7 @@ _POOLED = (
 _HEADINGS = (
     Heading(
         "focus",
-        "Does the sparse model focus?",
+        "Do the scores of the sparse model span less?",
         (
             Shown(
                 dispersion_ecdf,

@@ -7,8 +7,11 @@ from semdiag.measuring.findings.counterfactuals import counterfactual_ks
 from semdiag.measuring.findings.distributions import pooled_percentiles
 from semdiag.measuring.findings.estimates import in_part
 from semdiag.measuring.findings.findings import Findings
+from semdiag.measuring.findings.number_words import ratio_words
 from semdiag.measuring.findings.pairing import attention_word
+from semdiag.presenting.glance import count_of, span_words
 from semdiag.questions.dispersion.answer.comparisons import fixed_mask_ratios, pair_comparisons, recall_table
+from semdiag.questions.dispersion.glance import before_training, ratio_before
 
 _NO_PAIR = (
     "Nothing is compared: there is no pair of a full and a top-k model of the same task, seed, size, setting and "
@@ -34,7 +37,27 @@ def dispersion_in_short(findings: Findings) -> list[str]:
         "A smaller range is in part only a range over fewer keys."
     )
     said = said or [_NOT_JUDGED if in_part(findings) else _NO_PAIR]
-    return [*said, *([control] if ratios else []), *_recall_sentences(findings)]
+    return [*_headline(findings), *said, *([control] if ratios else []), *_recall_sentences(findings)]
+
+
+def _headline(findings: Findings) -> list[str]:
+    """All pairs in one sentence, beside what the mask alone does before training."""
+    pairs = [pair for pair in findings(pair_comparisons) if pair.snapshot == "last" and not pair.gate.unknown]
+    ratios = [pair.ratio.estimate for pair in pairs]
+    if not ratios or not all(math.isfinite(ratio) and ratio > 0 for ratio in ratios):
+        return []
+    passed = sum(pair.gate.passed for pair in pairs)
+    said = f"The median dispersion δ of top-k attention is {span_words(ratios, ratio_words)} of full attention's"
+    said += f" ({count_of(passed, len(pairs), 'pair')} smaller at p50, p75, p90 and p95)"
+    before = before_training(findings)
+    if len(before) != len(ratios):
+        return [f"{said}. How much of that the mask alone does is not known: no initialisation was measured."]
+    mask = [
+        math.log(start) / math.log(end) if end < 1 else math.nan for start, end in zip(before, ratios, strict=True)
+    ]
+    share = ": the mask alone does most of it" if all(part >= 0.5 for part in mask) else ""
+    share = ": most of it was learned" if all(part < 0.5 for part in mask) else share
+    return [f"{said}; before training it is {ratio_before(findings)}{share}."]
 
 
 def _recall_sentences(findings: Findings) -> list[str]:

@@ -1,19 +1,24 @@
 """The answer at one glance."""
 
 import operator
+from collections.abc import Sequence
 
 import numpy as np
+import pandas as pd
 
 from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.findings.pairing import find_pairs
 from semdiag.presenting.glance import Answer, Glance, count_of
 from semdiag.questions.convergence.answer.epochs import epochs_to
 
+LEAST_SEEDS = 3  # of a task: fewer show no difference between attentions
+
 
 def learning_glance(findings: Findings) -> Glance:
     """In how many pairs the top-k model was the first to learn its training data; ties are nobody's."""
     measurements = findings.measurements
-    pairs = find_pairs(measurements.models[measurements.models["snapshot"] == "last"])[0]
+    models = measurements.models
+    pairs = find_pairs(models[models["snapshot"] == "last"])[0]
     arrived = {
         str(model): epochs_to(rows.sort_values("epoch")) or np.inf
         for model, rows in measurements.history.groupby("model")
@@ -22,14 +27,27 @@ def learning_glance(findings: Findings) -> Glance:
     judged = [p for p in known if np.isfinite(min(arrived[p.full], arrived[p.other]))]
     if not judged:
         return Glance(
-            Answer.OPEN, "0 pairs", "of a full and a top-k model in which at least one learned its training data"
+            Answer.OPEN,
+            "0 pairs",
+            "of a full and a top-k model in which at least one learned its training data",
+            claim=True,
         )
     first, tied = (
         sum(compare(arrived[p.other], arrived[p.full]) for p in judged) for compare in (operator.lt, operator.eq)
     )
     behind = len(judged) - first - tied
-    answer = Answer.DOES_NOT if behind else Answer.OPEN if tied else Answer.HOLDS
+    seeds = _seeds(models, [pair.other for pair in judged])
+    few = max(seeds.values()) < LEAST_SEEDS
+    answer = Answer.OPEN if few else Answer.DOES_NOT if behind else Answer.OPEN if tied else Answer.HOLDS
     words = "in which the top-k model reached 95 % training accuracy in fewer epochs"
     words += f"; in {behind:,} full attention did" if behind else ""
     words += f"; in {tied:,} both needed the same number" if tied else ""
-    return Glance(answer, count_of(first, len(judged), "pair"), words)
+    said = ", ".join(f"{count} seed{'s' * (count != 1)} of {task}" for task, count in sorted(seeds.items()))
+    words += f"; {said}" + (f": at least {LEAST_SEEDS} of one task would tell" if few else "")
+    return Glance(answer, count_of(first, len(judged), "pair"), words, claim=True)
+
+
+def _seeds(models: pd.DataFrame, compared: Sequence[str]) -> dict[str, int]:
+    """How many seeds of each task were compared."""
+    own = models[models["model"].isin(compared)]
+    return {str(task): int(count) for task, count in own.groupby("task")["seed"].nunique().items()}

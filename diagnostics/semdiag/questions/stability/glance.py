@@ -10,16 +10,23 @@ def stability_glance(findings: Findings) -> Glance:
     """How many measured pairs of rows exceed the paper's bound."""
     exceeded = findings(exceeding_pairs)
     if "paper" not in exceeded:
-        return Glance(Answer.OPEN, "0 pairs of rows", "were measured in attention whose ξ is known")
+        return Glance(Answer.OPEN, "0 pairs of rows", "were measured in attention whose ξ is known", claim=True)
     paper, pair = exceeded["paper"], exceeded[OF_PAIR]
     mostly_vacuous = 2 * paper["vacuous"] > paper["rows"]
     # That no pair exceeds it does not make it a bound: the paper's form is none for every row (docs/theory.md).
     answer = Answer.DOES_NOT if paper["violated"] else Answer.OPEN if mostly_vacuous else Answer.MEASURED
     return Glance(
         answer, f"{paper['violated']:,} of {paper['rows']:,}",
-        f"measured pairs of rows exceed the paper's bound ξ (for {paper['vacuous']:,} it is vacuous), "
-        f"{pair['violated']:,} exceed the sound one of the pair (vacuous for {pair['vacuous']:,})",
+        f"measured pairs of rows exceed the paper's bound ξ{_of_fixed(paper)} (for {paper['vacuous']:,} it is "
+        f"too loose to test), {pair['violated']:,} exceed the sound one of the pair (too loose for "
+        f"{pair['vacuous']:,})",
+        claim=True,
     )  # fmt: skip
+
+
+def _of_fixed(paper: dict[str, int]) -> str:
+    """Say it where every pair that exceeds the bound is one of a mask that ignores the scores."""
+    return ", all of fixed masks" if 0 < paper["violated"] == paper["fixed"] else ""
 
 
 def exceeding_pairs(findings: Findings) -> dict[str, dict[str, int]]:

@@ -24,7 +24,7 @@ def stability_tables(findings: Findings, alone: bool) -> dict[str, pd.DataFrame]
 _HEADINGS = (
     Heading(
         "stability",
-        "Does attention move no further than its bound?",
+        "Is the stability bound respected?",
         (
             Shown(
                 stability_curves,

@@ -24,8 +24,8 @@ def stability_in_short(findings: Findings) -> list[str]:
             continue
         fixed = ", all of fixed masks" if counts["violated"] and counts["violated"] == counts["fixed"] else ""
         parts.append(
-            f"{counts['violated']:,} of {counts['rows']:,} exceed {name}{fixed} ({counts['vacuous']:,} cannot: "
-            "their constant is ½ or more, so the bound is vacuous)"
+            f"{counts['violated']:,} of {counts['rows']:,} exceed {name}{fixed} (for {counts['vacuous']:,} it is "
+            "too loose to test: a constant of ½ or more holds for any two rows)"
         )
     return [f"Softmax stability, measured pairs of rows: {'; '.join(parts)}."] if parts else []
 

@@ -1,0 +1,66 @@
+"""The probe ``initialisation``: how far apart a run's scores were before it was trained."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from semdiag.capturing.loading import load
+from semdiag.measuring.measure import measure
+from semdiag.measuring.percentiles import percentiles
+from semdiag.measuring.probe import Probe, ReportOptions, Subject
+from semdiag.measuring.table import Table
+
+INITIALISATION = Table(
+    "initialisation",
+    "One row per run whose folder holds its initialisation: the median dispersion there (nats).",
+    {"model": "str", "samples": "int64", "dispersion": "float64"},
+)
+_FILE = "epoch-0.pt"
+
+
+@dataclass(frozen=True)
+class InitialisationPlan:
+    """On how many samples the initialisation is measured."""
+
+    samples: int = 50
+
+
+def _measure(subject: Subject, plan: InitialisationPlan, prepared: Any) -> Mapping[str, pd.DataFrame]:
+    """The median over the queries of all layers and heads, on the first samples of the run's own measurement."""
+    file = _initialisation_of(subject)
+    if file is None:
+        return {"initialisation": INITIALISATION.empty()}
+    tokens = subject.tokens[: plan.samples]
+    found = measure(
+        replace(load(file), path=subject.model.path), tokens,
+        batch_size=subject.batch_size, device=subject.device, dtype=subject.dtype,
+    )  # fmt: skip
+    median = float(percentiles(found.queries["dispersion"])["p50"])
+    row = {"model": subject.model.path, "samples": len(tokens), "dispersion": median}
+    return {"initialisation": INITIALISATION.of_rows([row])}
+
+
+def _initialisation_of(subject: Subject) -> Path | None:
+    """The file, where the model is the last snapshot of a run that has one."""
+    if subject.model.external or subject.model.snapshot != "last":
+        return None
+    path = Path(subject.model.path)
+    file = (path if path.is_dir() else path.parent) / _FILE
+    return file if file.is_file() else None
+
+
+def _reported(options: ReportOptions) -> InitialisationPlan:
+    return InitialisationPlan()
+
+
+INITIALISATION_PROBE = Probe(
+    name="the initialisation",
+    plan=InitialisationPlan,
+    tables=(INITIALISATION,),
+    measure=_measure,
+    reported=_reported,
+    draws=True,
+)
