@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 
 from semdiag.presenting.drawing.panels import NothingToDrawError
-from semdiag.presenting.drawing.style import AttentionStyle, lightened, plain_numbers
+from semdiag.presenting.drawing.style import AttentionStyle, lightened, page_width, plain_numbers
 
 # (lower percentile, upper percentile, share of the full width, share of white), drawn from the outside in.
 _BOXES = (("p1", "p99", 0.25, 0.75), ("p5", "p95", 0.5, 0.55), ("p10", "p90", 0.75, 0.3), ("p25", "p75", 1.0, 0.0))
@@ -71,7 +71,7 @@ def layer_boxes(
             draw_letter_values(ax, x, 0.85 * width, row, style, extreme)
             drawn.append((x, row, style))
     layers = sorted({int(layer) for _, _, table in boxes for layer in table["layer"]})
-    ax.set_xticks(layers)
+    ax.set_xticks(layers[:: -(-len(layers) // (10 if page_width() < 5 else 30))])
     ax.set_xlim(min(layers, default=0) - 0.6, max(layers, default=0) + 0.6)
     ax.set_xlabel("layer")
     return drawn

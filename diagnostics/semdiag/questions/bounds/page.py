@@ -10,7 +10,6 @@ from semdiag.presenting.tables import verdict_table, with_facts
 from semdiag.questions.bounds.answer.corollary import corollary_table
 from semdiag.questions.bounds.answer.summary import bounds_findings
 from semdiag.questions.bounds.figures.corollary_conditions import corollary_conditions
-from semdiag.questions.bounds.figures.corollary_plane import corollary_plane
 from semdiag.questions.bounds.figures.secants_under_bounds import secants_under_bounds
 from semdiag.questions.bounds.glance import bounds_glance
 from semdiag.questions.bounds.words import bounds_sentences, corollary_in_short
@@ -37,12 +36,11 @@ _HEADINGS = (
         (
             Shown(
                 secants_under_bounds,
-                "Decimal logarithm of the constants of Theorem 2 in three forms, of the bounds at this point and "
-                "of measured gradients and secants of the loss, for each group of parameters and block: {shown}.",
-                "The bound at the point, of queries and keys, lies close above their gradient: it could have "
-                "failed. The grey lines are the distance between what the loss did and what the bound allows, in "
-                "powers of ten. Where they are long, the bound is true and explains nothing: a difference "
-                "between two models' constants then need not show in how they learn.",
+                "Bounds on the slope of the loss over the slope that was measured, block by block, logarithmic "
+                "ordinate, attentions side by side: {shown}.",
+                "The bound at the point, of queries and keys, lies close above their slope: it could have failed. "
+                "The higher a line, the less its bound says: a difference between two models' constants then need "
+                "not show in how they learn.",
             ),
         ),
         (
@@ -61,21 +59,13 @@ _HEADINGS = (
         (
             Shown(
                 corollary_conditions,
-                "Left sides of both conditions of Corollary 1 at percentiles 75, 90, 95 and 100 as bars around"
-                " 1, and the margins of the sound comparison as bars around 0, for each pair: {shown}.",
-                "Bars below the line mean that the mask has the better worst-case guarantee at that percentile, "
-                "bars above that full attention has. Left is the paper's condition, right the comparison of sound "
-                "constants; where the two disagree, the paper's explanation rests on its form of ξ. For masks "
-                "whose rows differ in length the right bars are not bounds: see the comparison by layers.",
-            ),
-            Shown(
-                corollary_plane,
-                "Plane of δₕ/δₛ and Δₕ/δₛ, logarithmic ordinate, with the boundary of the paper's condition "
-                "for several δₛ and key loads, and measured pairs and the paper's four tasks as points: "
-                "{shown}.",
-                "A pair meets the paper's condition if it lies left of the boundary that belongs to its own δₛ"
-                " (and β, in X); its points are then filled. A larger δₛ moves the boundary right, so that a "
-                "widely dispersed full model makes the condition easy to meet.",
+                "Left sides of both conditions of Corollary 1 at percentiles 75, 90, 95 and 100, and the "
+                "margins of the sound comparison beside them, as coloured cells, two rows a pair: {shown}.",
+                "A blue cell means that the mask has the better worst-case guarantee at that percentile, an "
+                "orange one that full attention has. Left is the paper's condition, right the comparison of "
+                "sound constants; where the two disagree, the paper's explanation rests on its form of ξ. For "
+                "masks whose rows differ in length the right numbers are not bounds: see the comparison by "
+                "layers.",
             ),
         ),
         (

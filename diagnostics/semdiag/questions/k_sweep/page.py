@@ -64,11 +64,11 @@ _HEADINGS = (
             ),
             Shown(
                 k_sweep,
-                "Against k, within each model: attention mass of the k largest scores, dispersion ratio, "
+                "Against k, within each model: attention weight of the k largest scores, dispersion ratio, "
                 "separation on a logarithmic axis, and left sides of the paper's conditions around 1: {shown}.",
-                "Look for a k at which the mass is above the dashed line while all curves of the last panel are "
-                "below 1. Where there is none, no top-k mask both keeps what this model attends to and has the "
-                "better guarantee by the paper's own conditions.",
+                "Look for a k at which the weight kept is above the dashed line while all curves of the last "
+                "panel are below 1. Where there is none, no top-k mask both keeps what this model attends to "
+                "and has the better guarantee by the paper's own conditions.",
             ),
         ),
         (

@@ -42,6 +42,8 @@ def speed_up(findings: Findings) -> Figure:
     pairs = speed_ups(found)
     if pairs.empty:
         raise NothingToDrawError("No run has a full-attention run of the same setting and seed.")
+    if len(pairs) == 1:
+        raise NothingToDrawError("One pair has one speed-up, which the table tells.")
     if (pairs["known"] == "unknown").all():
         raise NothingToDrawError("Neither full attention nor any other reached the target: no speed-up is known.")
     seeds = over_seeds(found, pairs)
@@ -103,6 +105,8 @@ def _draw(
     spread = np.linspace(-0.25, 0.25, len(pairs)) * width if len(pairs) > 1 else [0.0]
     for shift, (_, pair) in zip(spread, pairs.iterrows(), strict=True):
         draw_speed(ax, x + shift, pair, style)
+    if len(pairs) == 1:
+        raise NothingToDrawError("One pair has one speed-up, which the table tells.")
     if (pairs["known"] == "unknown").all():
         ax.annotate(
             "?", (x, 1.0), color=style.color, ha="center", va="bottom", fontsize=9, textcoords="offset points",

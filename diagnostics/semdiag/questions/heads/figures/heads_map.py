@@ -102,7 +102,7 @@ def _draw(ax: Axes, cells: np.ndarray, name: str) -> None:
     if name in _NATS:
         low, high = (positive.min(), positive.max()) if len(positive) else (0.0, 1.0)
         far = name == "dispersion" and high > _FAR * low
-        scale = LogNorm(low, high) if low and far else Normalize(low if name == "dispersion" else 0, high)
+        scale = LogNorm(low, high) if low and far else Normalize(0, high)
     image = ax.imshow(cells, cmap="cividis", norm=scale, aspect="auto", interpolation="none")
     ax.set_facecolor("#bbbbbb")
     ax.grid(visible=False)

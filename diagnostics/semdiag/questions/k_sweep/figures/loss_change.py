@@ -9,7 +9,6 @@ from matplotlib.ticker import FixedLocator, NullLocator
 from semdiag.measuring.findings.findings import Findings
 from semdiag.presenting.drawing.panels import NothingToDrawError, short_labels
 from semdiag.presenting.drawing.style import (
-    FAINT,
     INK,
     finished,
     palette,
@@ -18,7 +17,7 @@ from semdiag.presenting.drawing.style import (
     plain_numbers,
 )
 from semdiag.questions.k_sweep.answer.rerun import change_table, tolerance_of
-from semdiag.questions.k_sweep.answer.sparse_verdict import MASS
+from semdiag.questions.k_sweep.figures.k_sweep import line_at
 
 _FEW = 3  # models, above which the lines of their controls would hide the others
 _LINES = ("-", (0, (5, 2)), (0, (1, 1)), (0, (5, 1, 1, 1)))
@@ -64,13 +63,14 @@ def loss_change(findings: Findings) -> Figure:
         if len(labels) <= _FEW:
             random = own[own["mask"] == "random"]
             ax.plot(random["k"], random["change"], color=color, linestyle=":", linewidth=1.0)
+            ax.plot([], [], color=INK, linestyle=":", linewidth=1.0, label="as many random keys")
         axes[-1].plot(top["k"], top["mass"], color=color, linestyle=line, marker=".")
     for ax, measure in zip(axes, measures, strict=False):
         tolerance = tolerance_of(findings, measure)
         change_axis(ax, tolerance, again[again["measure"] == measure])
         ax.set_title(TITLES[measure])
     axes[-1].set_title("attention weight kept")
-    axes[-1].axhline(MASS, color=FAINT, linestyle="--", linewidth=0.9, label=f"{MASS:.0%}")
+    line_at(axes[-1])
     axes[-1].set_ylim(0, 1.03)
     for ax in axes:
         ax.set_xscale("log", base=2)
@@ -80,11 +80,10 @@ def loss_change(findings: Findings) -> Figure:
     drawn = [ax for ax in axes if np.isfinite(ax.dataLim.minposx)]
     for ax in axes if drawn else ():  # masks that drop nothing have no weight, and changes may be no numbers
         ax.set_xlim(drawn[0].get_xlim())
-    controls = " Dotted: as many random keys." if len(labels) <= _FEW else ""
     return finished(
         figure,
         "Bands: 95 % intervals over samples. Horizontal line: the largest change that counts as none; the axis "
-        f"is linear below it and logarithmic above.{controls} Weight: mean over queries with more than k keys.",
+        "is linear below it and logarithmic above. Weight: mean over queries with more than k keys.",
     )
 
 

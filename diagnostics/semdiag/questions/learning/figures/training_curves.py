@@ -9,7 +9,7 @@ from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.runs.training_runs import TARGET
 from semdiag.presenting.drawing.curves import POINTS
 from semdiag.presenting.drawing.panels import NothingToDrawError
-from semdiag.presenting.drawing.style import FAINT, decades, finished, panel_grid, paper_style, title_with_facts
+from semdiag.presenting.drawing.style import FAINT, decades, finished, panel_grid, paper_style
 from semdiag.questions.learning.figures.learning_speed import Run, training_runs
 
 
@@ -44,8 +44,11 @@ def training_curves(findings: Findings) -> Figure:
             ax.set_xlabel("epoch")
             ax.xaxis.set_major_locator(MaxNLocator(integer=True))
         _mark_arrivals(row[0], runs)
-        title_with_facts(row[0], f"{panel.title}: {_COLUMNS['train_accuracy']}", [_fact(run) for run in runs])
-    return finished(figure, "marker on the 95 % line: first epoch with that training accuracy")
+        row[0].set_title(f"{panel.title}: {_COLUMNS['train_accuracy']}")
+    return finished(
+        figure,
+        "marker and number on the 95 % line: first epoch with that training accuracy; none: it was not reached",
+    )
 
 
 _COLUMNS = {
@@ -53,12 +56,6 @@ _COLUMNS = {
     "holdout_accuracy": "held-out accuracy",
     "train_loss": "training loss (nats)",
 }
-
-
-def _fact(run: Run) -> str:
-    """When the run arrived, in words."""
-    arrived = f"95 % at epoch {run.arrival}" if run.arrival else f"95 % not reached in {run.epochs} epochs"
-    return f"{run.series.label}: {arrived}"
 
 
 def _draw_curve(ax: Axes, run: Run, column: str) -> None:
@@ -82,3 +79,7 @@ def _mark_arrivals(ax: Axes, runs: list[Run]) -> None:
             ax.plot(
                 run.arrival, TARGET, marker=run.series.style.marker, color=run.series.style.color, markersize=6
             )
+            ax.annotate(
+                f"{run.arrival}", (run.arrival, TARGET), xytext=(2, -4), textcoords="offset points", fontsize=7,
+                color=run.series.style.color, va="top",
+            )  # fmt: skip

@@ -7,6 +7,7 @@ from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
 
 from semdiag.measuring.findings.findings import Findings
+from semdiag.presenting.drawing.panels import NothingToDrawError
 from semdiag.presenting.drawing.style import note_below, panel_grid, paper_style
 from semdiag.questions.mask_stability.answer import heads_pooled
 from semdiag.questions.mask_stability.figures.panels import judged_models, mask_facts, noise_words
@@ -28,6 +29,8 @@ def mask_heat_map(findings: Findings) -> Figure:
     models = judged_models(findings)
     table = findings(heads_pooled)
     layers = sorted(table["layer"].unique())
+    if table["level"].nunique() == 1 and len(models) == 1:
+        raise NothingToDrawError("One model under one level of noise: the curve above shows it.")
     if table["level"].nunique() == 1:
         return _side_by_side(findings, models, table, layers)
     figure, axes = panel_grid(len(models), height=1.3 + 0.28 * len(layers), sharey=False)

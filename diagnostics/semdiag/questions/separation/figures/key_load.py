@@ -6,7 +6,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from semdiag.measuring.findings.distributions import Percentiles, pooled_percentiles
+from semdiag.measuring.findings.distributions import Percentiles
 from semdiag.measuring.findings.findings import Findings
 from semdiag.presenting.drawing.curves import exceedance_curve
 from semdiag.presenting.drawing.panels import NothingToDrawError, Panel, panels_of
@@ -17,7 +17,6 @@ from semdiag.presenting.drawing.style import (
     panel_grid,
     paper_style,
     plain_numbers,
-    title_with_facts,
 )
 
 
@@ -39,15 +38,13 @@ def key_load(findings: Findings) -> Figure:
     }
     if not loads:
         raise NothingToDrawError("No key load was measured.")
-    panels, pooled = panels_of(findings.measurements.models), findings(pooled_percentiles, "load")
+    panels = panels_of(findings.measurements.models)
     figure, axes = panel_grid(len(panels))
     for ax, panel in zip(axes, panels, strict=True):
         ax.set_yscale("log")
         plain_numbers(ax.yaxis)
         _draw(ax, panel, loads)
-        title_with_facts(
-            ax, panel.title, [load_fact(s.label, pooled[s.model]) for s in panel.series if s.model in pooled]
-        )
+        ax.set_title(panel.title)
         ax.set_xlabel("load: queries that keep the key (count)")
     axes[0].set_ylabel("share of keys with at least this load")
     return finished(

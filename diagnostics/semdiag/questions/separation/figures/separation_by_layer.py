@@ -1,20 +1,23 @@
 """Semantic separation in every layer: how far the last kept key stands above the first dropped one."""
 
+from collections.abc import Hashable, Mapping
+
 import pandas as pd
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from semdiag.measuring.findings.distributions import Percentiles, layer_percentiles, pooled_percentiles
 from semdiag.measuring.findings.findings import Findings
 from semdiag.presenting.drawing.letter_values import READING, layer_boxes, logarithmic_limits, positive_range
-from semdiag.presenting.drawing.panels import NothingToDrawError, Panel, panels_of
-from semdiag.presenting.drawing.style import finished, panel_grid, paper_style, title_with_facts
+from semdiag.presenting.drawing.panels import NothingToDrawError, panels_of
+from semdiag.presenting.drawing.style import finished, panel_grid, paper_style
 
 
 @paper_style
 def separation_by_layer(findings: Findings) -> Figure:
-    """Draw the distribution of Δ over queries per layer on a logarithmic axis, and state the share ≤ 0.
+    """Draw the distribution of Δ over queries per layer on a logarithmic axis, and at its foot the share ≤ 0.
 
-    Full attention drops no key, so its Δ is undefined: the panel says so and shows nothing.
+    Full attention drops no key: its Δ is undefined, and it is left out.
 
     Args:
         findings: of any number of models.
@@ -36,11 +39,15 @@ def separation_by_layer(findings: Findings) -> Figure:
     for ax, panel in zip(axes, panels, strict=True):
         logarithmic_limits(ax, low, high)
         shown = [series for series in panel.series if _defined(pooled.get(series.model))]
-        layer_boxes(ax, [(series.label, series.style, tables[series.model]) for series in shown])
-        title_with_facts(ax, panel.title, _facts(panel, pooled))
+        drawn = layer_boxes(ax, [(series.label, series.style, tables[series.model]) for series in shown])
+        for x, row, style in drawn:
+            _say_share(ax, x, row, style.color)
+        ax.set_title(panel.title)
     axes[0].set_ylabel("semantic separation Δ (nats)")
     return finished(
-        figure, f"{READING}; marker: maximum.\nPercentiles count separations ≤ 0, too, which lie below the axis."
+        figure,
+        f"{READING}; marker: maximum.\nAt the foot: share of the queries with Δ ≤ 0, which a logarithmic axis "
+        "cannot show; percentiles count them.",
     )
 
 
@@ -48,15 +55,13 @@ def _defined(table: Percentiles | None) -> bool:
     return table is not None and table["undefined"] < table["queries"]
 
 
-def _facts(panel: Panel, pooled: dict[str, Percentiles]) -> list[str]:
-    """What share of queries has a separation of at most 0, in words."""
-    lines = []
-    for series in panel.series:
-        table = pooled.get(series.model)
-        if table is None or not _defined(table):
-            lines.append(f"{series.label}: Δ undefined, no key is dropped")
-        else:
-            count, queries = int(table["not_positive"]), int(table["queries"] - table["undefined"])
-            share = f" ({count / queries:.2%})" if count >= queries / 1000 else ""
-            lines.append(f"{series.label}: Δ ≤ 0 for {count:,} of {queries:,} queries{share}")
-    return lines
+def _say_share(ax: Axes, x: float, row: Mapping[Hashable, float], color: str) -> None:
+    """Write the share of the queries of a layer that have Δ ≤ 0 at the foot of its box, if there is any."""
+    queries = row["queries"] - row["undefined"]
+    if queries and row["not_positive"]:
+        share = row["not_positive"] / queries
+        said = f"{share:.0%}" if 0.01 <= share <= 0.99 or share == 1 else "< 1%" if share < 0.01 else "> 99%"
+        ax.annotate(
+            f"≤ 0: {said}", (x, 0.02), xycoords=("data", "axes fraction"), rotation=90, fontsize=6, color=color,
+            ha="center", va="bottom",
+        )  # fmt: skip

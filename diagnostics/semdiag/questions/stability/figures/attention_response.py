@@ -5,12 +5,13 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from semdiag.measuring.findings.findings import Findings
-from semdiag.measuring.table import ALL
 from semdiag.presenting.drawing.letter_values import READING, layer_boxes, logarithmic_limits, positive_range
 from semdiag.presenting.drawing.noise import noise_facts, percent
 from semdiag.presenting.drawing.panels import NothingToDrawError, Panel, panels_of
-from semdiag.presenting.drawing.style import finished, panel_grid, paper_style, title_with_facts
-from semdiag.questions.stability.answer import response_by_layer, stability_table
+from semdiag.presenting.drawing.style import finished, panel_grid, paper_style
+from semdiag.questions.stability.answer import response_by_layer
+
+_DECADES = 1e6  # from the largest response down: what lies below is no response
 
 
 @paper_style
@@ -29,10 +30,9 @@ def attention_response(findings: Findings) -> Figure:
     secants = findings.measurements.secants
     if secants.empty:
         raise NothingToDrawError("No input was perturbed: no response was measured.")
-    tables, pooled = findings(response_by_layer), findings(stability_table)
-    pooled = pooled[(pooled["layer"] == ALL) & (pooled["quantity"] == "response")]
-    means = {(row["noise"], row["model"]): row["mean"] for row in pooled.to_dict("records")}
+    tables = findings(response_by_layer)
     low, high = positive_range(pd.concat(tables.values()), "p1", "p99")
+    low = max(low, high / _DECADES)
     levels = sorted({level for level, _ in tables})
     measured = set(secants["model"])
     panels = [p for p in panels_of(findings.measurements.models) if any(s.model in measured for s in p.series)]
@@ -42,10 +42,10 @@ def attention_response(findings: Findings) -> Figure:
         logarithmic_limits(ax, low, high)
         _draw(ax, panel, {model: table for (at, model), table in tables.items() if at == level})
         named = f"{panel.title}, noise {percent(level)}"
-        facts = [f"{s.label}: mean {means[level, s.model]:.3g}" for s in panel.series if (level, s.model) in means]
-        title_with_facts(ax, named, facts)
+        ax.set_title(named)
+    cut = " Boxes that reach further down are cut at the axis." if low == high / _DECADES else ""
     axes[0].set_ylabel("response ‖p − p′‖₁ (at most 2)")
-    return finished(figure, f"{noise_facts(findings, secants)}.\n{READING}; marker: mean")
+    return finished(figure, f"{noise_facts(findings, secants)}.\n{READING}; marker: mean.{cut}")
 
 
 def _draw(ax: Axes, panel: Panel, tables: dict[str, pd.DataFrame]) -> None:

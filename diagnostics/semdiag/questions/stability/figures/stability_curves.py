@@ -33,6 +33,7 @@ POINTS = 300
 _EXCEEDING = 50
 _RANGE = (0.1, 100.0)
 _TOP, _FLOOR = 10.0, 1e-5
+_MOST = 3  # panels
 _SHADE = "#f6dcc3"
 
 
@@ -46,8 +47,8 @@ def stability_curves(findings: Findings) -> Figure:
         findings: with secants of such models.
 
     Returns:
-        One panel per number of keys, at most three: the two commonest, and that with the most rows above the
-        paper's form, or the third commonest.
+        One panel per number of keys, at most three: few, the median and many of the rows; of those with rows above
+        the paper's form, the commonest in place of the nearest.
 
     Raises:
         NothingToDrawError: if no secant of such a model was measured.
@@ -55,9 +56,7 @@ def stability_curves(findings: Findings) -> Figure:
     rows = _rows(findings)
     if rows.empty:
         raise NothingToDrawError("No secant of full attention or of a fixed mask was measured.")
-    common, exceeding = (some["kept"].value_counts().index for some in (rows, rows[rows["above"]]))
-    third = exceeding[:1] if len(exceeding) else common[2:3]
-    panels = sorted({int(keys) for keys in [*common[:2], *third]})
+    panels = _lengths(rows)
     figure, axes = panel_grid(len(panels), height=3.0)
     for ax, keys in zip(axes, panels, strict=True):
         _draw_curves(ax, keys)
@@ -65,10 +64,21 @@ def stability_curves(findings: Findings) -> Figure:
     axes[0].set_ylabel("‖p − p′‖₁ / ‖z − z′‖₁ (per nat)")
     return finished(
         figure,
-        f"{noise_facts(findings, rows)}; at most {POINTS} points per panel."
-        f"\nUp to {_EXCEEDING} above the paper's form and the five closest to ξ* are always drawn. No row "
-        "exceeds ½ (dotted): a constant above it says nothing.",
+        f"{noise_facts(findings, rows)}; at most {POINTS} points per panel.\nUp to {_EXCEEDING} above the "
+        "paper's form and the five closest to ξ* are always drawn. No row exceeds ½ (dotted): a constant above "
+        "it says nothing. Rows of top-k masks are not shown: their ξ hangs on Δ, too.",
     )
+
+
+def _lengths(rows: pd.DataFrame) -> list[int]:
+    """Numbers of keys at the 10th, 50th and 90th percentile of the rows, and the one most often exceeded."""
+    chosen = {int(keys) for keys in rows["kept"].quantile([0.1, 0.5, 0.9], interpolation="nearest")}
+    above = rows.loc[rows["above"], "kept"].value_counts().index
+    if len(above) and int(above[0]) not in chosen:
+        if len(chosen) == _MOST:
+            chosen.remove(min(chosen, key=lambda keys: abs(keys - int(above[0]))))
+        chosen.add(int(above[0]))
+    return sorted(chosen)
 
 
 def _rows(findings: Findings) -> pd.DataFrame:
