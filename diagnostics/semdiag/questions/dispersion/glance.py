@@ -9,6 +9,7 @@ from semdiag.measuring.findings.distributions import pooled_percentiles
 from semdiag.measuring.findings.estimates import in_part
 from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.findings.number_words import ratio_words
+from semdiag.presenting.drawing.reference_ranges import reference_words
 from semdiag.presenting.glance import Answer, Glance, count_of, drawn_word, models_words, span_words
 from semdiag.questions.dispersion.answer.comparisons import PairComparison, pair_comparisons
 
@@ -46,6 +47,7 @@ def dispersion_glance(findings: Findings) -> Glance:
     words = f"is the median dispersion δ of {models_words(len(found))} ({queries:,} queries{drawn_word(findings)})"
     words += f"; for {len(every) - len(found)} more it is not a number" if len(found) < len(every) else ""
     if external(findings.measurements.models).all():
+        words += f"; 90 % of the heads of trained models have {reference_words('dispersion')}"
         return Glance(Answer.MEASURED, f"{span} nats", words)
     why = (
         "only some queries were drawn or kept, but a verdict on pairs needs all of them"

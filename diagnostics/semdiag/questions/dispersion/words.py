@@ -1,4 +1,4 @@
-"""Does the sparse model focus? In sentences."""
+"""Do the scores of the sparse model span less? In sentences."""
 
 import math
 

@@ -28,10 +28,9 @@ _HEADINGS = (
         (
             Shown(
                 stability_curves,
-                "Constant ξ of a softmax row against its dispersion δ for the commonest numbers of keys, "
-                "logarithmic axes, "
-                "in the paper's form and the sound one, with measured secants of full attention and fixed masks: "
-                "{shown}.",
+                "Constant ξ of a softmax row against its dispersion δ for a small, a middle and a large number "
+                "of keys, logarithmic axes, in the paper's form and the sound one, with measured secants of "
+                "full attention and fixed masks: {shown}.",
                 "Every point, a measured change of attention over the change of its scores, must lie below the "
                 "solid curve, the smallest constant that holds for all rows of that δ. Where the paper's dashed "
                 "curve lies below it (shaded) it is not an upper bound, even if no point exceeds it; points that "
@@ -42,9 +41,9 @@ _HEADINGS = (
                 "Distribution of the change of attention weights ‖p − p′‖₁ under input noise per layer, as "
                 "nested boxes on a logarithmic axis with the mean marked, attention kinds side by side: "
                 "{shown}.",
-                "Compare the marked means at the same layer: the higher one belongs to the attention that the "
-                "same relative noise moves more. A mean far above its box comes from few queries that exchange"
-                " a whole key, as a top-k mask does where Δ is small.",
+                "The marked mean of a layer is how far noise of the same relative size moves its attention; of "
+                "two attentions at one layer, the higher moves more. A mean far above its box comes from few "
+                "queries that exchange a whole key, as a top-k mask does where Δ is small.",
             ),
         ),
         (

@@ -1,4 +1,4 @@
-"""Does the sparse model focus? δ of sparse models beside full attention's, pooled and layer by layer."""
+"""Do the scores of the sparse model span less? δ of sparse models beside full attention's, pooled and layer by layer."""
 
 import math
 from dataclasses import dataclass

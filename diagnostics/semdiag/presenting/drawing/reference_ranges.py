@@ -1,0 +1,61 @@
+"""What δ, entropy and weight on the first key are in trained models: a measure for "is that much?"."""
+
+from functools import cache
+from importlib.resources import files
+from typing import NamedTuple
+
+import pandas as pd
+from matplotlib.axes import Axes
+
+_BAND = "#8a8f94"
+_MODELS = "MiniLM", "SmolLM2"  # trained on language; the encoders of the references are small
+
+
+class Range(NamedTuple):
+    """5th to 95th percentile over the heads of a model, whose median over the queries a head counts with."""
+
+    model: str
+    low: float
+    high: float
+
+
+@cache
+def reference_ranges(quantity: str) -> tuple[Range, ...]:
+    """Return the ranges of trained language models.
+
+    Source: ``experiments/reference_ranges.py``, which measures them. They are no limits: a model outside may
+    be well.
+
+    Args:
+        quantity: ``dispersion`` or ``entropy`` (nats), ``first_weight``.
+
+    Example:
+        >>> [found.model for found in reference_ranges("dispersion")]
+        ['MiniLM', 'SmolLM2']
+    """
+    with files("semdiag.presenting.drawing").joinpath("reference_ranges.csv").open(encoding="utf-8") as file:
+        table = pd.read_csv(file)
+    own = table[(table["quantity"] == quantity) & table["model"].isin(_MODELS)].to_dict("records")
+    return tuple(Range(str(row["model"]), float(row["p5"]), float(row["p95"])) for row in own)
+
+
+def draw_band(ax: Axes, quantity: str) -> None:
+    """Shade what these models have, from the smallest to the largest, behind a panel.
+
+    Args:
+        ax: its ordinate is the quantity.
+        quantity: of :func:`reference_ranges`.
+    """
+    found = reference_ranges(quantity)
+    low, high = min(each.low for each in found), max(each.high for each in found)
+    said = f"heads of {' and '.join(_MODELS)}"
+    ax.axhspan(low, high, color=_BAND, alpha=0.16, linewidth=0, zorder=0, label=said)
+
+
+def reference_words(quantity: str) -> str:
+    """Return the ranges in words, like ``MiniLM 2–6.1, SmolLM2 5.8–16``.
+
+    Args:
+        quantity: of :func:`reference_ranges`.
+    """
+    return ", ".join(f"{each.model} {each.low:g}–{each.high:g}" for each in reference_ranges(quantity))
