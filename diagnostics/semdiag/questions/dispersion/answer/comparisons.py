@@ -1,4 +1,4 @@
-"""Do the scores of the sparse model span less? δ of sparse models beside full attention's, pooled and layer by layer."""
+"""Do the scores of the sparse model span less? δ of sparse models beside full attention's, by layer and pooled."""
 
 import math
 from dataclasses import dataclass
