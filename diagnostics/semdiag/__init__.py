@@ -1,9 +1,20 @@
-"""Why does an attention mechanism learn fast or slowly? Diagnostics of trained transformers.
+"""What does the attention of a transformer do, and what would sparse attention cost it?
 
->>> import semdiag
->>> model = semdiag.load("checkpoints/even-pairs-topk-5-seed-153476998")  # doctest: +SKIP
->>> tokens, labels, _ = model.default_inputs(samples=500, seed=0)  # doctest: +SKIP
->>> semdiag.measure(model, tokens).queries["dispersion"].median()  # doctest: +SKIP
+What to call first, with any ``torch.nn.Module`` as ``model`` and ``batch`` as what it is called with::
+
+    with semdiag.capture(model) as calls:      # watch your own forward passes
+        model(**batch)
+    calls.dispersion(), calls.entropy()        # tables, a row per query and head
+
+    found = semdiag.measure(model, batch)      # the same of many batches, for figures and reports
+    semdiag.report(found, "reports/mine")      # a page with figures
+    semdiag.k_sweep(model, batch, rerun=True)  # what masks that keep k keys would change in the outputs
+    with semdiag.sparsify(model, keep=semdiag.TopK(16)):
+        model(**batch)                         # the model with such masks, in training too
+    with semdiag.Monitor(model, every=200, path="attention.csv"):
+        ...                                    # your training loop, followed
+
+Checkpoints and folders of the Hugging Face format are read by ``semdiag.load``; more stands in docs/python.md.
 """
 
 from importlib import import_module

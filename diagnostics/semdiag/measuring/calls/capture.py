@@ -4,10 +4,9 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Any
 
-import numpy as np
 import pandas as pd
 import torch
 from torch import Tensor, nn
@@ -22,28 +21,19 @@ from semdiag.capturing.token_masks import checked_real
 from semdiag.mathematics.row_statistics import RowStatistics
 from semdiag.measuring.calls.batch_rows import folded
 from semdiag.measuring.calls.counted_rows import counted_rows
+from semdiag.measuring.calls.kept_scores import KeptScores
 from semdiag.measuring.calls.layers import Layers, remarks_table, skipped_table
 from semdiag.measuring.calls.query_draws import QueryDraws
+from semdiag.measuring.calls.reduced_calls import ReducedCall, rows_of_call
 from semdiag_models import InputError
 
 LARGEST_K = 32
 
 
-@dataclass(frozen=True, eq=False)
-class _Reduced:
-    """What is kept of a call: which one, positions of query 0 and key 0, what is real, its row statistics."""
-
-    place: dict[str, Any]
-    first_query: int
-    keys_before: int
-    queries: np.ndarray  # (B, H, R) bool
-    places: np.ndarray | None  # (B, H, R), positions of the queries; None: all, in their order
-    keys: np.ndarray  # (B, H, Lk) bool
-    statistics: RowStatistics
-
-
 class Calls:
     """The attention calls of a capture, reduced as they came: nothing of size L × L, no query and no key is kept.
+
+    With ``capture(model, scores=True)`` the scores are kept, too, for :meth:`scores` and :meth:`weights`.
 
     Every table has the columns call (number in the context), module, layer (place of its first call), occurrence
     (which call of the module in one forward), sample (row of the batch axis), head, and query or key. Where a call
@@ -51,8 +41,9 @@ class Calls:
     in the call. Padded queries are left out. Everything counts from 0; scores are in nats.
     """
 
-    def __init__(self, k: int, draws: QueryDraws) -> None:
-        self._k, self._layers, self._reduced, self._draws = k, Layers(), list[_Reduced](), draws
+    def __init__(self, k: int, draws: QueryDraws, keep: bool = False) -> None:
+        self._kept: KeptScores | None = KeptScores() if keep else None
+        self._k, self._layers, self._reduced, self._draws = k, Layers(), list[ReducedCall](), draws
         self._audit = Audit()
 
     def __len__(self) -> int:
@@ -111,6 +102,67 @@ class Calls:
         """
         return self._table("key", "load", k, lambda statistics, n: statistics.key_load(n))
 
+    def entropy(self) -> pd.DataFrame:
+        """Entropy −Σ p ln p of the attention weights of every query, in nats.
+
+        Returns:
+            One row per query: also the columns keys, k (missing) and entropy; NaN for a query without keys.
+        """
+        return self._table("query", "entropy", None, lambda statistics, n: statistics.entropy)
+
+    def scores(self, layer: int, head: int | None = None, occurrence: int = 0) -> Tensor:
+        """Scores of a layer before its softmax, in nats, of a capture with ``scores=True``.
+
+        Args:
+            layer: as in the tables.
+            head: one head; None: all of them.
+            occurrence: which call of the layer in one forward.
+
+        Returns:
+            (B, H, L, Lk), or (B, L, Lk) of one head; −∞ where a query does not attend to a key. Several forwards
+            stand one below the other on the first axis.
+
+        Raises:
+            InputError: if the capture keeps no scores, there is no such call or head, or the forwards differ in
+                their lengths.
+        """
+        return self._of_kept(layer, head, occurrence, KeptScores.scores)
+
+    def weights(self, layer: int, head: int | None = None, occurrence: int = 0) -> Tensor:
+        """Attention weights of a layer, the softmax of :meth:`scores`; rows without keys are zeros.
+
+        Args:
+            layer: as in the tables.
+            head: one head; None: all of them.
+            occurrence: which call of the layer in one forward.
+
+        Returns:
+            (B, H, L, Lk), or (B, L, Lk) of one head. With a learnt logit in the denominator (attention sinks) rows
+            sum to less than 1.
+
+        Raises:
+            InputError: as of :meth:`scores`.
+
+        Example:
+            >>> from semdiag_models import Encoder, ModelConfig
+            >>> model = Encoder(ModelConfig(vocabulary_size=3, classes=2, length=4, blocks=1)).eval()
+            >>> with capture(model, scores=True) as calls:
+            ...     _ = model(torch.tensor([[0, 1, 1, 0]]))
+            >>> calls.weights(layer=0, head=0).shape
+            torch.Size([1, 4, 4])
+        """
+        return self._of_kept(layer, head, occurrence, KeptScores.weights)
+
+    def _of_kept(
+        self, layer: int, head: int | None, occurrence: int, read: Callable[[KeptScores, int, int], Tensor]
+    ) -> Tensor:
+        if self._kept is None:
+            raise InputError("This capture keeps no scores: use capture(model, scores=True).")
+        found = read(self._kept, layer, occurrence)
+        if head is not None and not 0 <= head < found.shape[1]:
+            raise InputError(f"head must lie in 0 … {found.shape[1] - 1}. Got {head}.")
+        return found if head is None else found[:, head]
+
     @property
     def share(self) -> float:
         """Share of the queries that was drawn, 1 if all are looked at: extremes and loads are over these alone."""
@@ -159,7 +211,7 @@ class Calls:
                 f"k must lie in 1 … {self._k}, the capture's k. Got {wrong[0]}: use capture(model, k={wrong[0]})."
             )
         parts = [
-            _rows(reduced, position, name, n, value(reduced.statistics, n))
+            rows_of_call(reduced, position, name, n, value(reduced.statistics, n))
             for reduced in self._reduced
             for n in ks
         ]
@@ -190,22 +242,11 @@ class Calls:
         queries, keys = rows.queries.cpu().numpy(), rows.keys.cpu().numpy()
         places = None if rows.places is None else rows.places.cpu().numpy()
         layer = self._layers.add(rows)
+        if self._kept is not None:
+            self._kept.add(call, layer)
         place = {"call": len(self._reduced), "module": call.module, "layer": layer, "occurrence": call.occurrence}
         first, before = call.keys_before + call.first_query, call.keys_before
-        self._reduced.append(_Reduced(place, first, before, queries, places, keys, RowStatistics(**on_cpu)))
-
-
-def _rows(reduced: _Reduced, position: str, name: str, k: int | None, values: Tensor) -> pd.DataFrame:
-    """One call's rows: an entry per sample, head and position of (B, H, L)."""
-    sample, head, where = (axis.ravel() for axis in np.indices(values.shape))
-    columns = {**reduced.place, "sample": sample, "head": head, position: where}
-    if position == "query":
-        columns["keys"] = reduced.statistics.keys.numpy().ravel()
-        columns["query"] = reduced.first_query + (where if reduced.places is None else reduced.places.ravel())
-    else:
-        columns["key"] = reduced.keys_before + where
-    table = pd.DataFrame({**columns, "k": pd.NA if k is None else k, name: values.numpy().ravel()})
-    return table[(reduced.queries if position == "query" else reduced.keys).ravel()]
+        self._reduced.append(ReducedCall(place, first, before, queries, places, keys, RowStatistics(**on_cpu)))
 
 
 class _Batch(threading.local):
@@ -235,7 +276,13 @@ class _Batch(threading.local):
 
 @contextmanager
 def capture(
-    model: nn.Module, k: int = LARGEST_K, queries: int | None = None, *, real: Tensor | None = None, seed: int = 0
+    model: nn.Module,
+    k: int = LARGEST_K,
+    queries: int | None = None,
+    *,
+    scores: bool = False,
+    real: Tensor | None = None,
+    seed: int = 0,
 ) -> Iterator[Calls]:
     """Watch every softmax attention of a model while you run it.
 
@@ -252,6 +299,8 @@ def capture(
         queries: how many of the first call's queries are drawn per sample and head, and of all others the same
             share; None: every query is looked at. Every query has the same chance, and of the others no score is
             worked out: for sequences of 100,000 tokens.
+        scores: whether all scores are kept, for :meth:`Calls.scores` and :meth:`Calls.weights`: as many numbers as
+            batch × heads × queries × keys for each call, so for a few texts.
         real: (B, L) bool, false for padded queries. By default read from the arguments of each forward
             (``attention_mask``, ``key_padding_mask``, …). :attr:`Calls.audit` says of which calls it is none.
         seed: of the draws.
@@ -277,7 +326,7 @@ def capture(
         raise InputError(f"A capture watches a torch.nn.Module. Got {type(model).__name__}.")
     whole_number(k, "k", 0)
     whole_number(seed, "seed", 0)
-    calls = Calls(k, QueryDraws(queries, seed))
+    calls = Calls(k, QueryDraws(queries, seed), scores)
     padding = Padding(model, checked_real(real))
 
     batch = _Batch()
