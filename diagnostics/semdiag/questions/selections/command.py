@@ -9,19 +9,19 @@ import typer
 from semdiag.presenting.question import Shared, command
 
 _ASKED = "What is asked"
-_OF_MODELS = (
-    "inputs", "samples", "batch_size", "device", "dtype", "seed", "min_keys", "config", "head", "out", "per_query",
-    "figures",
-)  # fmt: skip
+_OF_MODELS = ("inputs", "max_length", "tokenizer", "batch_size", "device", "dtype", "head")
+_OF_FILES = ("against", "causal", "keys", "layout", "align")
+_CERTIFIED = "bfloat16"  # unless the user names another format
 
 
-@command(leave_out=_OF_MODELS)
+@command(leave_out=("labels", "samples", "seed", "min_keys", "config", "out", "per_query", "figures"))
 def selections(
     file: Annotated[
         Path,
         typer.Argument(
             help="A .npz, .safetensors or .parquet file with indices (rows × k, -1 for none) and, where they are "
-            "known, scores (rows × n), lengths, starts and documents.",
+            "known, scores (rows × n), lengths, starts and documents. Or a model, hf:DIRECTORY or "
+            "package.module:function: what it chooses itself.",
             show_default=False,
         ),
     ],
@@ -38,7 +38,8 @@ def selections(
         typer.Option(
             metavar="NAME",
             help="The precision in which the engine computed its scores: float32, bfloat16, float16, "
-            "float8_e4m3fn, float8_e5m2, float64. It says what rounding explains.",
+            "float8_e4m3fn, float8_e5m2, float64. It says what rounding explains; of a model, which choices are "
+            "certified (bfloat16 if it is left out).",
             rich_help_panel=_ASKED,
         ),
     ] = "float32",
@@ -89,12 +90,26 @@ def selections(
     With two files: overlap, the layer that differs first, tokens that are shifted or permuted, and how many
     differences rounding explains. Exit code 1: it does not explain all of them.
 
+    With a model: what its routers and indexers choose on --inputs, by which margin, and how many choices are safe
+    from rounding.
+
     [bold]semdiag selections indexer.npz --format bfloat16 --causal[/]
 
     [bold]semdiag selections training.npz serving.npz --format bfloat16[/]
+
+    [bold]semdiag selections hf:MODEL --inputs texts.txt[/]
     """
+    from semdiag.capturing import factories, pretrained
     from semdiag_models import InputError
 
+    of_model = str(file).startswith(pretrained.PREFIX) or factories.recognised(str(file))
+    idle = [name for name in (_OF_FILES if of_model else _OF_MODELS) if name in shared.typed]
+    if idle and of_model:
+        raise InputError(f"{_option(idle[0])} applies to files, and {file} is a model. Leave it out.")
+    if idle:
+        raise InputError(f"{_option(idle[0])} applies to a model (hf:DIRECTORY), and {file} is none. Leave it out.")
+    if of_model:
+        _own(file, format if "format" in shared.typed else _CERTIFIED, shared)
     if against is not None:
         if causal or keys is not None:
             raise InputError("--causal and --keys apply to one file. Check each of the two alone.")
@@ -102,6 +117,41 @@ def selections(
     if layout or align:
         raise InputError("--layout and --align apply to two files: name what another engine chose.")
     _check(file, format, causal, keys, shared)
+
+
+def _option(name: str) -> str:
+    """An argument as the user typed it."""
+    return "A second file" if name == "against" else f"--{name.replace('_', '-')}"
+
+
+def _own(model: Path, format: str, shared: Shared) -> NoReturn:
+    """Measure what a model selects."""
+    from semdiag.capturing.batches import split
+    from semdiag.capturing.inputs import read_batches
+    from semdiag.capturing.loading import load
+    from semdiag.mathematics.selections.number_formats import number_format
+    from semdiag.measuring.conditions import DTYPES
+    from semdiag.questions.selections.answer.own import own_summary
+    from semdiag.questions.selections.measure.own import own_selections
+    from semdiag.questions.selections.terminal import print_own
+    from semdiag_models import InputError
+    from semdiag_models.device import find_device
+
+    kind, conditions = number_format(format), shared.conditions()
+    device = find_device(conditions.device)
+    loaded = load(model, head=conditions.head)
+    if not loaded.external:
+        raise InputError(f"{model} is an encoder of semdiag's, whose attention is measured by semdiag info.")
+    if conditions.inputs is None and loaded.batches is None:
+        raise InputError(f"Name inputs for {model}: --inputs FILE, texts (.txt) or token ids (.npy, .npz, .pt).")
+    if conditions.inputs is None:
+        batches = split(loaded.batches, conditions.batch_size)
+    else:
+        batches = read_batches(conditions.inputs, loaded, conditions.batch_size, conditions.texts)
+    dtype = conditions.decided([loaded], device).dtype
+    found = own_selections(loaded, batches, kind, device, DTYPES[dtype])
+    options = _provenance(format=kind.name, inputs=str(conditions.inputs), dtype=dtype, device=device.type)
+    _deliver(own_summary(found, str(model), kind.name, options), shared, print_own)
 
 
 def _check(file: Path, format: str, causal: bool, keys: int | None, shared: Shared) -> NoReturn:

@@ -1,9 +1,9 @@
-"""What the terminal shows of selections."""
+"""What the terminal shows of selections: of one file, of two, of a model."""
 
 from semdiag.measuring.findings.strict_json import Summary
-from semdiag.presenting.terminal.console import number, number_table, wide_console
+from semdiag.presenting.terminal.console import NumberTable, number, number_table, wide_console
 from semdiag.presenting.terminal.terminal import counted
-from semdiag.questions.selections.words import comparison_sentences
+from semdiag.questions.selections.words import comparison_sentences, own_sentences
 
 _MEANING = {
     "exact": "the only top-k",
@@ -64,6 +64,65 @@ def print_comparison(summary: Summary) -> None:
     console.print(table)
     for sentence in comparison_sentences(found):
         console.print(sentence)
+
+
+def print_own(summary: Summary) -> None:
+    """Print a model's own selections: those of experts, and those of keys."""
+    (found,) = summary["results"]
+    console = wide_console()
+    rows = found["selections"]
+    console.print(f"\n{found['model']}: {counted(len(rows), 'selection')}, certified for {found['format']}")
+    experts = [row for row in rows if row["kind"] == "experts"]
+    if experts:
+        console.print(_experts(experts))
+    others = [row for row in rows if row["kind"] != "experts"]
+    if others:
+        console.print(_keys(others))
+    for sentence in own_sentences(found):
+        console.print(sentence)
+
+
+_MARGINS = ["margin", "p5", "certified"]
+
+
+def _margins(row: Summary) -> tuple[str, str, str]:
+    """Median and 5th percentile of the margin, and the certified share."""
+    return number(row["margin_median"]), number(row["margin_p5"]), _share(row["certified_share"])
+
+
+def _experts(rows: list[Summary]) -> NumberTable:
+    """The table of routers."""
+    heads = ["experts of", "chosen", "groups", "rows", *_MARGINS, "largest load", "smallest", "even", "unused"]
+    heads = [head for head in heads if head != "groups" or any(row["groups"] for row in rows)]
+    table = number_table(heads, names=1, least=["even", "rows"], kept=[*_MARGINS])
+    for row in rows:
+        load, groups = row["load"], row["groups"]
+        cells = dict(zip(_MARGINS, _margins(row), strict=True))
+        cells |= {"experts of": row["module"], "chosen": f"{row['k']} of {row['choices']}"}
+        cells |= {"groups": f"{groups['chosen']} of {groups['of']}" if groups else "–", "rows": f"{row['rows']:,}"}
+        for head, name in (("largest load", "largest"), ("smallest", "smallest"), ("even", "even")):
+            cells[head] = _share(load and load[name])
+        cells["unused"] = str(load["unused"]) if load else "–"
+        table.add_row(*(cells[head] for head in heads))
+    return table
+
+
+def _keys(rows: list[Summary]) -> NumberTable:
+    """The table of indexers."""
+    heads = ["keys of", "chosen", "rows", "deciding", *_MARGINS, "ties", "first key kept", "future", "padding"]
+    table = number_table(heads, names=1, least=["ties", "rows"], kept=[*_MARGINS, "future", "padding"])
+    for row in rows:
+        table.add_row(
+            row["module"], f"{row['k']} of {row['choices']}", f"{row['rows']:,}", f"{row['deciding']:,}",
+            *_margins(row), f"{row['ties']:,}", _share(row["first_kept_share"]), number(row["future"]),
+            number(row["padding"]),
+        )  # fmt: skip
+    return table
+
+
+def _share(value: float | None) -> str:
+    """A share in percent."""
+    return "–" if value is None else f"{100 * value:.3g} %"
 
 
 def _size(found: Summary) -> str:

@@ -1,4 +1,4 @@
-"""Sentences on two selections."""
+"""Sentences on two selections, and on those of a model."""
 
 from semdiag.measuring.findings.strict_json import Summary
 from semdiag.presenting.terminal.console import number
@@ -67,3 +67,42 @@ def _verdict(found: Summary) -> str:
     if found["by_own_scores"] is None:
         return said
     return f"{said} In {found['by_own_scores']:,} of these each engine chose the top-k of its own scores."
+
+
+def own_sentences(found: Summary) -> list[str]:
+    """Return what was found of a model's own selections, a fact a sentence.
+
+    Args:
+        found: the entry of results that :mod:`semdiag.questions.selections.answer.own` makes.
+    """
+    rows, form = found["selections"], found["format"]
+    said = [
+        f"Certified: rounding each score once to {form} cannot change the choice. A model that computes in {form} "
+        "throughout has scores that may differ by more."
+    ]
+    idle = [row["module"] for row in rows if row["inactive"]]
+    if idle:
+        said.append(f"Selection inactive, as no row has more than k to choose from: {_named(idle)}.")
+    padded = {row["padded"] for row in rows}
+    if max(padded):
+        said.append(f"Left out: {'up to ' * (len(padded) > 1)}{max(padded):,} padded rows of each selection.")
+    unknown = [row["module"] for row in rows if not row["padding_known"]]
+    if unknown:
+        said.append(f"Padding is not told apart, all rows count: {_named(unknown)}.")
+    others = [f"{other['module'] or 'the model'} {tuple(other['shape'])}" for other in found["others"]]
+    if others:
+        said.append(f"Not measured, as their rows are no tokens: {_named(others)}.")
+    for row in rows:
+        faulty = {name: number for name, number in row["counts"].items() if number and name not in _IN_ORDER}
+        if faulty:
+            kinds = ", ".join(f"{number:,} {name}" for name, number in faulty.items())
+            said.append(f"{row['module']} has faulty rows: {kinds}.")
+    return [*said, f"{found['faults']:,} of {found['rows']:,} rows are faulty."]
+
+
+_IN_ORDER = ("exact", "legal_tie", "within_rounding")
+
+
+def _named(names: list[str]) -> str:
+    """The first names, and how many more there are."""
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -1,0 +1,195 @@
+"""What one selection of a model chose: experts or keys, row by row."""
+
+from collections import Counter
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from semdiag.capturing.batches import Batch, entries, samples_of
+from semdiag.capturing.token_masks import real_tokens
+from semdiag.mathematics.selections.allowed_keys import AllowedKeys
+from semdiag.mathematics.selections.margins import margins
+from semdiag.mathematics.selections.number_formats import NumberFormat, number_format
+from semdiag.mathematics.selections.top_k_check import GRAVITY, judge_rows
+from semdiag.questions.selections.measure.arrays import flat_rows
+from semdiag.questions.selections.measure.stages import outside
+from semdiag.questions.selections.measure.watch import Selected
+
+_OF_EXPERTS = ("rout", "gate", "expert", "moe")
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """The tokens of a batch.
+
+    Attributes:
+        samples: their number.
+        lengths: of its sequences of token ids; empty if it has none.
+        real: (samples, length) bool by argument, false for padding.
+    """
+
+    samples: int
+    lengths: frozenset[int]
+    real: dict[str, Tensor]
+
+
+def tokens_of(model: nn.Module, batch: Batch) -> Tokens:
+    """Return the tokens of a batch of a model."""
+    found = [value for _, value in entries(batch) if isinstance(value, Tensor) and value.ndim == 2]
+    lengths = frozenset(value.shape[1] for value in found if not value.is_floating_point())
+    return Tokens(samples_of(batch), lengths, real_tokens(model, batch))
+
+
+@dataclass(frozen=True)
+class OwnRows:
+    """What a selection chose for the tokens of a batch.
+
+    Attributes:
+        kind: ``experts``; ``keys``, which are the tokens themselves; ``blocks``, choices of another number.
+        choices: n.
+        k: how many are chosen.
+        groups: of how many groups how many are chosen first; None: there are none.
+        logits: whether margins are those of logits.
+        margin: float64 (rows,), +inf where nothing was to be decided.
+        certified: bool (rows,).
+        counts: rows by class, as of ``check_selection``.
+        padded: rows that were left out, being padding.
+        load: (n,) how many rows chose each expert; None: not known.
+        first_kept: rows of keys that had to leave out some and kept the first one.
+        causal: whether keys after the query are known to be forbidden.
+        unmatched: whether some tokens are padding, and it is not known which rows are theirs.
+    """
+
+    kind: str
+    choices: int
+    k: int
+    groups: tuple[int, int] | None
+    logits: bool
+    margin: Tensor
+    certified: Tensor
+    counts: Counter[str]
+    padded: int
+    load: Tensor | None
+    first_kept: int
+    causal: bool
+    unmatched: bool
+
+
+def kind_of(text: str, shape: tuple[int, ...], tokens: Tokens) -> str:
+    """Return what a selection chooses from scores of a shape; empty: its rows are not those of tokens.
+
+    Rows of two axes, and of three that are not as many as the choices, are tokens that choose experts. Where there
+    are as many choices as queries, names decide.
+
+    Args:
+        text: names of the module and its class, in small letters.
+        shape: (..., n).
+        tokens: of the batch.
+
+    Example:
+        >>> tokens = Tokens(2, frozenset({5}), {})
+        >>> [kind_of("", shape, tokens) for shape in ((10, 5), (2, 5, 5), (2, 5, 3), (10, 4, 4))]
+        ['experts', 'keys', 'experts', '']
+    """
+    rows = torch.Size(shape[:-1]).numel()
+    flat = len(shape) == 2
+    length = rows // tokens.samples if flat else shape[-2] if len(shape) > 2 else 0
+    if not length or rows % tokens.samples or (tokens.lengths and length not in tokens.lengths):
+        return ""
+    if flat or shape[0] != tokens.samples:
+        return "experts" if flat else ""
+    named = any(word in text for word in _OF_EXPERTS) and "index" not in text
+    if shape[-1] == length:
+        return "experts" if named and len(shape) == 3 else "keys"
+    return "blocks" if "index" in text or len(shape) > 3 else "experts"
+
+
+def own_rows(
+    text: str, kind: str, chosen: Selected, group: Selected | None, tokens: Tokens, causal: bool, into: NumberFormat
+) -> OwnRows:
+    """Return what a selection chose for the tokens that are real.
+
+    Args:
+        text: names of the module and its class, in small letters.
+        kind: of :func:`kind_of`.
+        chosen: the selection.
+        group: the stage before it.
+        tokens: of the batch.
+        causal: whether keys after the query are forbidden.
+        into: the format of the certificate.
+
+    Raises:
+        InputError: if a score is NaN.
+    """
+    n, k = chosen.scores.shape[-1], chosen.indices.shape[-1]
+    shape = chosen.scores.shape[:-1] if chosen.scores.ndim > 2 else (tokens.samples, len(chosen.scores) // tokens.samples)
+    real, unmatched = _real(text, tokens, shape[-1])
+    allowed = _allowed(tuple(shape), n, real, kind == "keys", causal)
+    counts = allowed.counts
+    indices = flat_rows(chosen.indices).cpu().long()
+    if kind == "keys":
+        indices = _without_fillers(indices, allowed)
+    grades = judge_rows(flat_rows(chosen.scores).cpu(), indices, n, allowed, number_format(str(chosen.scores.dtype)))[0]
+    order = _of_allowed(flat_rows(chosen.order).cpu(), allowed)
+    if group is not None:
+        order = order.masked_fill(outside(group, n).cpu(), -torch.inf)
+    margin, certified = margins(order[counts], k, into)
+    if group is not None:
+        of_groups, sure = margins(flat_rows(group.order).cpu()[counts], group.indices.shape[-1], into)
+        margin, certified = torch.minimum(margin, of_groups), certified & sure
+    expert = kind == "experts" and not chosen.positions
+    deciding = margin < torch.inf
+    hit = (indices[counts] == allowed.first[counts, None]).any(1)
+    return OwnRows(
+        kind, n, k, _groups(group), chosen.by_logits, margin, certified,
+        Counter({GRAVITY[grade]: number for grade, number in enumerate(torch.bincount(grades.long()).tolist()) if number}),
+        int((~counts).sum()),
+        torch.bincount(indices[counts].flatten(), minlength=n) if expert else None,
+        int((hit & deciding).sum()) if kind == "keys" else 0,
+        causal, unmatched,
+    )  # fmt: skip
+
+
+def _groups(group: Selected | None) -> tuple[int, int] | None:
+    """How many groups there are and are chosen, if that is a choice."""
+    sizes = None if group is None else (group.scores.shape[-1], group.indices.shape[-1])
+    return sizes if sizes is not None and sizes[1] < sizes[0] else None
+
+
+def _real(text: str, tokens: Tokens, length: int) -> tuple[Tensor | None, bool]:
+    """Which tokens of a selection's rows are real, None: all; and whether that is not known."""
+    fitting = {name: mask for name, mask in tokens.real.items() if tuple(mask.shape) == (tokens.samples, length)}
+    own = [name for name in fitting if name.startswith("decoder") == ("decoder" in text)] or list(fitting)
+    if own:
+        return fitting[own[0]].cpu(), False
+    return None, any(not bool(mask.all()) for mask in tokens.real.values())
+
+
+def _allowed(shape: tuple[int, ...], n: int, real: Tensor | None, keys: bool, causal: bool) -> AllowedKeys:
+    """Which choices each row has: every expert; keys that are no padding, and not after the query."""
+    axes = (shape[0], *(1 for _ in shape[1:-1]))
+    counts = torch.ones(shape, dtype=torch.bool) if real is None else real.view(*axes, shape[-1]).expand(shape)
+    first, end, position = torch.zeros(shape, dtype=torch.int64), torch.full(shape, n), None
+    if keys and real is not None:
+        marked = real.view(*axes, 1, n).int()
+        first = marked.argmax(-1).expand(shape)
+        end = (n - marked.flip(-1).argmax(-1)).expand(shape)
+    if keys and causal:
+        position = torch.arange(n).expand(shape)
+        end = torch.maximum(first, torch.minimum(end, position + 1))
+        position = position.flatten()
+    return AllowedKeys(first.flatten(), end.flatten(), position, counts.flatten())
+
+
+def _without_fillers(indices: Tensor, allowed: AllowedKeys) -> Tensor:
+    """Indices with -1 for the forbidden keys of rows that have chosen all others: a top-k must return k keys."""
+    inside = (indices >= allowed.first[:, None]) & (indices < allowed.end[:, None])
+    full = inside.sum(1) >= allowed.end - allowed.first
+    return indices.masked_fill(full[:, None] & ~inside, -1)
+
+
+def _of_allowed(order: Tensor, allowed: AllowedKeys) -> Tensor:
+    """Scores, -inf where a row may not choose."""
+    at = torch.arange(order.shape[1])
+    return order.masked_fill((at < allowed.first[:, None]) | (at >= allowed.end[:, None]), -torch.inf)

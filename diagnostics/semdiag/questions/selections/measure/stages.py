@@ -1,0 +1,47 @@
+"""Which selections of a module decide, and which only prepare another one: groups of experts, and their scores."""
+
+import torch
+from torch import Tensor
+
+from semdiag.questions.selections.measure.arrays import flat_rows
+from semdiag.questions.selections.measure.watch import Selected
+
+
+def in_stages(selected: list[Selected]) -> list[tuple[Selected, Selected | None]]:
+    """Return the selections of a module that decide, each with the selection of groups before it.
+
+    Where a module chooses groups of experts and then experts of these groups, the first is a stage of the second. A
+    selection inside each group, whose values score the group, decides nothing of its own.
+
+    Args:
+        selected: in their order, of one forward of a module.
+    """
+    found: list[tuple[Selected, Selected | None]] = []
+    for last in selected:
+        group = next((early for early, _ in reversed(found) if _chooses_groups(early, last)), None)
+        if group is not None:
+            found = [pair for pair in found if pair[0] is not group and not _scores_groups(pair[0], group)]
+        found.append((last, group))
+    return found
+
+
+def outside(group: Selected, choices: int) -> Tensor:
+    """Return which choices lie in groups that were not chosen, bool (rows, choices)."""
+    dropped = torch.ones_like(flat_rows(group.scores), dtype=torch.bool)
+    dropped.scatter_(1, flat_rows(group.indices).long(), False)
+    return dropped.repeat_interleave(choices // dropped.shape[1], 1)
+
+
+def _chooses_groups(early: Selected, last: Selected) -> bool:
+    """Whether the later selection chooses in the groups that the earlier one left, and masks all others alike."""
+    groups, choices = early.scores.shape[-1], last.scores.shape[-1]
+    if groups >= choices or choices % groups or early.scores.numel() * choices != last.scores.numel() * groups:
+        return False
+    dropped, scores = outside(early, choices), flat_rows(last.scores)
+    masked = (scores == scores.amin(1, keepdim=True)) | ~dropped
+    return bool(masked.all()) and not bool(dropped.gather(1, flat_rows(last.indices).long()).any())
+
+
+def _scores_groups(early: Selected, group: Selected) -> bool:
+    """Whether a selection was made inside each of the groups."""
+    return early.scores.shape[:-1].numel() == group.scores.numel()

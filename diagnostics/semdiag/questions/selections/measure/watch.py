@@ -1,0 +1,159 @@
+"""Watching what the modules of a model select: the largest of some scores."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from semdiag.capturing.recording import outside_all_modes
+
+_ATEN = torch.ops.aten
+_LARGEST_LOGITS = 3  # axes: those of routers have two or three, those of attention four
+
+
+@dataclass(eq=False)
+class Selected:
+    """One selection, as it ran.
+
+    Attributes:
+        scores: (..., n), those that were given to the selection, negated where it takes the smallest.
+        order: (..., n), scores in the same order: the logits of a softmax or a sigmoid that made the scores.
+        indices: (..., k).
+        positions: whether the indices only say where in a table of other indices the choices stand.
+    """
+
+    scores: Tensor
+    order: Tensor
+    indices: Tensor
+    positions: bool = False
+
+    @property
+    def by_logits(self) -> bool:
+        """Whether the order is that of logits."""
+        return self.order is not self.scores
+
+
+Consume = Callable[[str, nn.Module, list[Selected]], None]
+
+
+@contextmanager
+def watch_selections(model: nn.Module, consume: Consume) -> Iterator[None]:
+    """Call ``consume`` with what each module of the model selects, whenever one of its forwards has ended.
+
+    Seen are ``topk``, ``argmax``, and the first of what was sorted, of floating-point numbers along the last axis;
+    a selection belongs to the innermost module that runs.
+
+    Args:
+        model: any module.
+        consume: gets the module's name, the module, and its selections in their order.
+    """
+    names = {module: name for name, module in model.named_modules()}
+    watch = _Watch()
+
+    def before(module: nn.Module, inputs: object) -> None:
+        if module in names:
+            watch.frames.append([])
+
+    def after(module: nn.Module, inputs: object, output: object) -> None:
+        if module in names and watch.frames:
+            selected = watch.frames.pop()
+            watch.forget()
+            if selected and output is not None:  # None after an exception
+                with outside_all_modes(selected[0].scores.device.type):
+                    consume(names[module], module, selected)
+
+    started = register_module_forward_pre_hook(before)
+    ended = register_module_forward_hook(after, always_call=True)
+    try:
+        with watch:
+            yield
+    finally:
+        started.remove()
+        ended.remove()
+
+
+class _Watch(TorchDispatchMode):
+    """Sees every operation below Python."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frames: list[list[Selected]] = []
+        self._logits: tuple[Tensor, Tensor] | None = None  # the last softmax or sigmoid: its result and its input
+        self._sorted: tuple[Tensor, Tensor] | None = None  # the last sorting: its indices, and scores
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation, and look at it if it may be part of a selection."""
+        result = func(*args, **(kwargs or {}))
+        look = _LOOKS.get(func)
+        if look is not None and self.frames:
+            look(self, result, *args, **(kwargs or {}))
+        return result
+
+    def forget(self) -> None:
+        """Keep nothing alive that a module has left behind."""
+        self._logits = self._sorted = None
+
+    def _add(self, scores: Tensor, indices: Tensor, largest: bool) -> None:
+        if not scores.is_floating_point() or not indices.numel():
+            return
+        kept = (scores if largest else -scores).detach().clone()  # the model may write to them
+        known = self._logits is not None and self._logits[0] is scores and largest
+        order = self._logits[1].detach().clone() if known and self._logits is not None else kept
+        self.frames[-1].append(Selected(kept, order, indices))
+
+    def topk(
+        self, result: Any, scores: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True
+    ) -> None:
+        if _last(scores, dim):
+            self._add(scores, result[1], largest)
+
+    def argmax(self, result: Tensor, scores: Tensor, dim: int | None = None, keepdim: bool = False) -> None:
+        if dim is not None and _last(scores, dim):
+            self._add(scores, result if keepdim else result[..., None], True)
+
+    def sort(
+        self, result: Any, scores: Tensor, dim: int = -1, descending: bool = False, stable: bool | None = None
+    ) -> None:
+        if _last(scores, dim) and scores.is_floating_point():
+            self._sorted = result[1], scores if descending else -scores
+
+    def slice(
+        self, result: Tensor, of: Tensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+    ) -> None:
+        if self._sorted is not None and of is self._sorted[0] and _last(of, dim) and not start and step == 1:
+            self._add(self._sorted[1], result, True)
+
+    def gather(self, result: Tensor, table: Tensor, dim: int, index: Tensor, sparse_grad: bool = False) -> None:
+        if not table.is_floating_point():
+            for selected in self.frames[-1]:
+                selected.positions |= selected.indices is index
+
+    def softmax(self, result: Tensor, logits: Tensor, dim: int, half_to_float: bool = False) -> None:
+        if _last(logits, dim) and logits.ndim <= _LARGEST_LOGITS:
+            self._logits = result, logits
+
+    def sigmoid(self, result: Tensor, logits: Tensor) -> None:
+        if logits.ndim <= _LARGEST_LOGITS:
+            self._logits = result, logits
+
+
+def _last(scores: Tensor, dim: int) -> bool:
+    """Whether a dimension is the last one."""
+    return scores.ndim > 0 and dim % scores.ndim == scores.ndim - 1
+
+
+_LOOKS: dict[Any, Callable[..., None]] = {
+    _ATEN.topk.default: _Watch.topk,
+    _ATEN.argmax.default: _Watch.argmax,
+    _ATEN.sort.default: _Watch.sort,
+    _ATEN.sort.stable: _Watch.sort,
+    _ATEN.slice.Tensor: _Watch.slice,
+    _ATEN.gather.default: _Watch.gather,
+    _ATEN._softmax.default: _Watch.softmax,
+    _ATEN.sigmoid.default: _Watch.sigmoid,
+}
