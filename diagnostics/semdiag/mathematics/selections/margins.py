@@ -10,8 +10,8 @@ from semdiag.mathematics.selections.number_formats import NumberFormat, may_swap
 def margins(scores: Tensor, k: int, kind: NumberFormat) -> tuple[Tensor, Tensor]:
     """Return the margin of each row's top-k, and whether it is certified.
 
-    Formula: margin Δ = z_(k) − z_(k+1), of the scores from the largest. Certified: Δ > u(|z_(k)| + |z_(k+1)|) + 2η,
-    u = 2^−p and η half the smallest subnormal number of the format. Then the k largest are the same keys after
+    Formula: margin Δ = z_(k) − z_(k+1), of the scores from the largest. Certified: Δ > u(|z_(k)| + |z_(k+1)|) +
+    2η, u = 2^−p and η half the smallest subnormal number of the format. Then the k largest are the same keys after
     every score was rounded once to the format. A row that leaves out no key whose score is finite, or keeps no
     more than infinite ones, decides nothing: its margin is +∞, and it is certified.
 

@@ -107,7 +107,9 @@ def selections(
     if idle and of_model:
         raise InputError(f"{_option(idle[0])} applies to files, and {file} is a model. Leave it out.")
     if idle:
-        raise InputError(f"{_option(idle[0])} applies to a model (hf:DIRECTORY), and {file} is none. Leave it out.")
+        raise InputError(
+            f"{_option(idle[0])} applies to a model (hf:DIRECTORY), and {file} is none. Leave it out."
+        )
     if of_model:
         _own(file, format if "format" in shared.typed else _CERTIFIED, shared)
     if against is not None:

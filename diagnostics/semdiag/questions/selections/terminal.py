@@ -113,7 +113,8 @@ def _keys(rows: list[Summary]) -> NumberTable:
     table = number_table(heads, names=1, least=["ties", "rows"], kept=[*_MARGINS, "future", "padding"])
     for row in rows:
         table.add_row(
-            row["module"], f"{row['k']} of {row['choices']}", f"{row['rows']:,}", f"{row['deciding']:,}",
+            row["module"], f"{row['k']} of {row['choices']}{' blocks' * (row['kind'] == 'blocks')}",
+            f"{row['rows']:,}", f"{row['deciding']:,}",
             *_margins(row), f"{row['ties']:,}", _share(row["first_kept_share"]), number(row["future"]),
             number(row["padding"]),
         )  # fmt: skip

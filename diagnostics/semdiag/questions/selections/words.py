@@ -80,6 +80,8 @@ def own_sentences(found: Summary) -> list[str]:
         f"Certified: rounding each score once to {form} cannot change the choice. A model that computes in {form} "
         "throughout has scores that may differ by more."
     ]
+    if any(row["margin_of"] == "logits" for row in rows):
+        said.append("Where a softmax or sigmoid made the scores, margin and certificate are those of its logits.")
     idle = [row["module"] for row in rows if row["inactive"]]
     if idle:
         said.append(f"Selection inactive, as no row has more than k to choose from: {_named(idle)}.")

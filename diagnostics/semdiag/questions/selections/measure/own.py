@@ -13,7 +13,7 @@ from semdiag.capturing.batches import Batch
 from semdiag.capturing.factories import in_evaluation_mode
 from semdiag.capturing.loading import LoadedModel
 from semdiag.mathematics.selections.number_formats import NumberFormat
-from semdiag.questions.selections.measure.own_rows import OwnRows, Tokens, kind_of, own_rows, tokens_of
+from semdiag.questions.selections.measure.own_rows import OwnRows, Place, Tokens, kind_of, own_rows, tokens_of
 from semdiag.questions.selections.measure.stages import in_stages
 from semdiag.questions.selections.measure.watch import Selected, watch_selections
 from semdiag_models import InputError
@@ -63,43 +63,63 @@ def own_selections(
         InputError: if it cannot be run on the inputs, selects nothing, or a score is NaN.
     """
     model = in_evaluation_mode(loaded.module).to(device, dtype)
-    found: dict[tuple[str, int], OwnSelection] = {}
-    others: Counter[tuple[str, tuple[int, ...]]] = Counter()
-    tokens = Tokens(0, frozenset(), {})
-    causal = _causal(model)
-
-    def consume(name: str, module: nn.Module, selected: list[Selected]) -> None:
-        text = f"{name} {type(module).__name__}".lower()
-        for place, (chosen, group) in enumerate(in_stages(selected)):
-            shape = tuple(chosen.scores.shape)
-            kind_here = kind_of(text, shape, tokens)
-            if not kind_here:
-                others[name, shape] += 1
-                continue
-            try:
-                rows = own_rows(text, kind_here, chosen, group, tokens, name in causal, kind)
-            except InputError as error:
-                raise InputError(f"{loaded.path}: {name}: {error}") from None
-            layer = re.search(r"\d+", name)
-            entry = OwnSelection(name, int(layer[0]) if layer else None)
-            found.setdefault((name, place), entry).parts.append(rows)
-
-    with torch.no_grad(), watch_selections(model, consume):
+    seen = _Seen(loaded.path, kind, _causal(model))
+    with torch.no_grad(), watch_selections(model, seen.consume):
         for batch in batches:
             there = batching.moved(batch, device, dtype)
-            tokens = tokens_of(model, there)
-            _run(loaded, there)
-    inside = {key: entry for key, entry in found.items() if entry.module}
-    if inside:  # what the model selects outside its parts, as for a loss, are no decisions of a layer
-        for key in found.keys() - inside.keys():
-            others["", (found[key].parts[0].choices,)] += len(found[key].parts)
-        found = inside
+            seen.tokens = tokens_of(model, there)
+            _run(loaded, there, seen)
+    found = seen.of_parts()
     if not found:
         raise InputError(
             f"{loaded.path} selects nothing for its tokens: while it ran, no topk, argmax or sort of scores was "
             "seen in it whose rows are its tokens."
         )
-    return OwnSelections(list(found.values()), others)
+    return OwnSelections(found, seen.others)
+
+
+class _Seen:
+    """What was seen of a model's selections so far."""
+
+    def __init__(self, path: str, kind: NumberFormat, causal: frozenset[str]) -> None:
+        self.tokens = Tokens(0, frozenset(), {})
+        self.others: Counter[tuple[str, tuple[int, ...]]] = Counter()
+        self.failure: Exception | None = None  # ours, not the model's
+        self._path, self._kind, self._causal = path, kind, causal
+        self._found: dict[tuple[str, int, str, int], OwnSelection] = {}
+
+    def consume(self, name: str, module: nn.Module, selected: list[Selected]) -> None:
+        """Take what a module has selected."""
+        text = f"{name} {type(module).__name__}".lower()
+        try:
+            for number, (chosen, group) in enumerate(in_stages(selected)):
+                self._add(name, number, text, chosen, group)
+        except InputError as error:
+            self.failure = InputError(f"{self._path}: {name}: {error}")
+            raise self.failure from None
+        except Exception as error:
+            self.failure = error
+            raise
+
+    def _add(self, name: str, number: int, text: str, chosen: Selected, group: Selected | None) -> None:
+        shape = tuple(chosen.scores.shape)
+        chooses = kind_of(text, shape, self.tokens)
+        if not chooses:
+            self.others[name, shape] += 1
+            return
+        rows = own_rows(Place(text, chooses, name in self._causal, self.tokens), chosen, group, self._kind)
+        layer = re.search(r"\d+", name)
+        key = name, number, chooses, shape[-1] if chooses == "experts" else 0
+        entry = OwnSelection(name, int(layer[0]) if layer else None)
+        self._found.setdefault(key, entry).parts.append(rows)
+
+    def of_parts(self) -> list[OwnSelection]:
+        """Those of the model's parts; what it selects outside them, as for a loss, is no decision of a layer."""
+        inside = [entry for entry in self._found.values() if entry.module]
+        for entry in self._found.values() if inside else ():
+            if not entry.module:
+                self.others["", (entry.parts[0].choices,)] += len(entry.parts)
+        return inside or list(self._found.values())
 
 
 def _causal(model: nn.Module) -> frozenset[str]:
@@ -112,13 +132,13 @@ def _causal(model: nn.Module) -> frozenset[str]:
     )
 
 
-def _run(loaded: LoadedModel, batch: Batch) -> None:
-    """Run a model from elsewhere on a batch."""
+def _run(loaded: LoadedModel, batch: Batch, seen: _Seen) -> None:
+    """Run a model from elsewhere on a batch; what failed in our own hands is raised as it is."""
     try:
         batching.call(loaded.module, batch)
-    except InputError:
-        raise
     except Exception as error:  # whatever the model raises
+        if error is seen.failure:
+            raise
         said = " ".join(str(error).split())[:200]
         raise InputError(
             f"{loaded.path} cannot be run on these inputs ({type(error).__name__}: {said})."

@@ -105,32 +105,44 @@ def kind_of(text: str, shape: tuple[int, ...], tokens: Tokens) -> str:
     return "blocks" if "index" in text or len(shape) > 3 else "experts"
 
 
-def own_rows(
-    text: str, kind: str, chosen: Selected, group: Selected | None, tokens: Tokens, causal: bool, into: NumberFormat
-) -> OwnRows:
+@dataclass(frozen=True)
+class Place:
+    """Where a selection stands.
+
+    Attributes:
+        text: names of the module and its class, in small letters.
+        kind: of :func:`kind_of`.
+        causal: whether keys after the query are forbidden.
+        tokens: of the batch.
+    """
+
+    text: str
+    kind: str
+    causal: bool
+    tokens: Tokens
+
+
+def own_rows(place: Place, chosen: Selected, group: Selected | None, into: NumberFormat) -> OwnRows:
     """Return what a selection chose for the tokens that are real.
 
     Args:
-        text: names of the module and its class, in small letters.
-        kind: of :func:`kind_of`.
+        place: of the selection.
         chosen: the selection.
         group: the stage before it.
-        tokens: of the batch.
-        causal: whether keys after the query are forbidden.
         into: the format of the certificate.
 
     Raises:
         InputError: if a score is NaN.
     """
-    n, k = chosen.scores.shape[-1], chosen.indices.shape[-1]
-    shape = chosen.scores.shape[:-1] if chosen.scores.ndim > 2 else (tokens.samples, len(chosen.scores) // tokens.samples)
-    real, unmatched = _real(text, tokens, shape[-1])
-    allowed = _allowed(tuple(shape), n, real, kind == "keys", causal)
-    counts = allowed.counts
-    indices = flat_rows(chosen.indices).cpu().long()
-    if kind == "keys":
-        indices = _without_fillers(indices, allowed)
-    grades = judge_rows(flat_rows(chosen.scores).cpu(), indices, n, allowed, number_format(str(chosen.scores.dtype)))[0]
+    n, k, keys = chosen.scores.shape[-1], chosen.indices.shape[-1], place.kind == "keys"
+    flat, samples = chosen.scores.ndim == 2, place.tokens.samples
+    shape = (samples, len(chosen.scores) // samples) if flat else tuple(chosen.scores.shape[:-1])
+    real, unmatched = _real(place, shape[-1])
+    allowed = _allowed(shape, n, real, keys, place.causal)
+    counts, indices = allowed.counts, flat_rows(chosen.indices).cpu().long()
+    indices = _without_fillers(indices, allowed) if keys else indices
+    own = number_format(str(chosen.scores.dtype))
+    grades = judge_rows(flat_rows(chosen.scores).cpu(), indices, n, allowed, own)[0]
     order = _of_allowed(flat_rows(chosen.order).cpu(), allowed)
     if group is not None:
         order = order.masked_fill(outside(group, n).cpu(), -torch.inf)
@@ -138,16 +150,16 @@ def own_rows(
     if group is not None:
         of_groups, sure = margins(flat_rows(group.order).cpu()[counts], group.indices.shape[-1], into)
         margin, certified = torch.minimum(margin, of_groups), certified & sure
-    expert = kind == "experts" and not chosen.positions
-    deciding = margin < torch.inf
-    hit = (indices[counts] == allowed.first[counts, None]).any(1)
+    hit = (indices[counts] == allowed.first[counts, None]).any(1) & (margin < torch.inf)
+    experts = place.kind == "experts" and not chosen.positions
     return OwnRows(
-        kind, n, k, _groups(group), chosen.by_logits, margin, certified,
-        Counter({GRAVITY[grade]: number for grade, number in enumerate(torch.bincount(grades.long()).tolist()) if number}),
-        int((~counts).sum()),
-        torch.bincount(indices[counts].flatten(), minlength=n) if expert else None,
-        int((hit & deciding).sum()) if kind == "keys" else 0,
-        causal, unmatched,
+        place.kind, n, k, _groups(group), chosen.by_logits, margin, certified,
+        counts=Counter(GRAVITY[grade] for grade in grades.tolist()),
+        padded=int((~counts).sum()),
+        load=torch.bincount(indices[counts].flatten(), minlength=n) if experts else None,
+        first_kept=int(hit.sum()) if keys else 0,
+        causal=place.causal,
+        unmatched=unmatched,
     )  # fmt: skip
 
 
@@ -157,10 +169,11 @@ def _groups(group: Selected | None) -> tuple[int, int] | None:
     return sizes if sizes is not None and sizes[1] < sizes[0] else None
 
 
-def _real(text: str, tokens: Tokens, length: int) -> tuple[Tensor | None, bool]:
+def _real(place: Place, length: int) -> tuple[Tensor | None, bool]:
     """Which tokens of a selection's rows are real, None: all; and whether that is not known."""
+    tokens, decodes = place.tokens, "decoder" in place.text
     fitting = {name: mask for name, mask in tokens.real.items() if tuple(mask.shape) == (tokens.samples, length)}
-    own = [name for name in fitting if name.startswith("decoder") == ("decoder" in text)] or list(fitting)
+    own = [name for name in fitting if name.startswith("decoder") == decodes] or list(fitting)
     if own:
         return fitting[own[0]].cpu(), False
     return None, any(not bool(mask.all()) for mask in tokens.real.values())

@@ -10,8 +10,8 @@ from semdiag.questions.selections.measure.watch import Selected
 def in_stages(selected: list[Selected]) -> list[tuple[Selected, Selected | None]]:
     """Return the selections of a module that decide, each with the selection of groups before it.
 
-    Where a module chooses groups of experts and then experts of these groups, the first is a stage of the second. A
-    selection inside each group, whose values score the group, decides nothing of its own.
+    Where a module chooses groups of experts and then experts of these groups, the first is a stage of the second.
+    A selection inside each group, whose values score the group, decides nothing of its own.
 
     Args:
         selected: in their order, of one forward of a module.

@@ -77,11 +77,11 @@ def watch_selections(model: nn.Module, consume: Consume) -> Iterator[None]:
         ended.remove()
 
 
-class _Watch(TorchDispatchMode):
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees every operation below Python."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.frames: list[list[Selected]] = []
         self._logits: tuple[Tensor, Tensor] | None = None  # the last softmax or sigmoid: its result and its input
         self._sorted: tuple[Tensor, Tensor] | None = None  # the last sorting: its indices, and scores
@@ -122,11 +122,22 @@ class _Watch(TorchDispatchMode):
         if _last(scores, dim) and scores.is_floating_point():
             self._sorted = result[1], scores if descending else -scores
 
-    def slice(
-        self, result: Tensor, of: Tensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+    def sliced(
+        self,
+        result: Tensor,
+        of: Tensor,
+        dim: int = 0,
+        start: int | None = None,
+        end: int | None = None,
+        step: int = 1,
     ) -> None:
-        if self._sorted is not None and of is self._sorted[0] and _last(of, dim) and not start and step == 1:
+        if self._sorted is None or of is not self._sorted[0] or not _last(of, dim) or step != 1:
+            return
+        begin, stop, _ = slice(start, end).indices(of.shape[-1])
+        if begin == 0:
             self._add(self._sorted[1], result, True)
+        elif stop == of.shape[-1]:
+            self._add(self._sorted[1], result, False)
 
     def gather(self, result: Tensor, table: Tensor, dim: int, index: Tensor, sparse_grad: bool = False) -> None:
         if not table.is_floating_point():
@@ -152,7 +163,7 @@ _LOOKS: dict[Any, Callable[..., None]] = {
     _ATEN.argmax.default: _Watch.argmax,
     _ATEN.sort.default: _Watch.sort,
     _ATEN.sort.stable: _Watch.sort,
-    _ATEN.slice.Tensor: _Watch.slice,
+    _ATEN.slice.Tensor: _Watch.sliced,
     _ATEN.gather.default: _Watch.gather,
     _ATEN._softmax.default: _Watch.softmax,
     _ATEN.sigmoid.default: _Watch.sigmoid,

@@ -1,0 +1,373 @@
+"""What models select themselves, beside their routers and indexers worked out by hand in float64."""
+
+import pytest
+import torch
+from torch import nn
+
+from semdiag import InputError
+from semdiag.capturing.loading import LoadedModel
+from semdiag.mathematics.selections.number_formats import FORMATS
+from semdiag.questions.selections.measure.own import own_selections
+from semdiag.questions.selections.measure.own_rows import Tokens, kind_of
+from semdiag.questions.selections.measure.watch import watch_selections
+
+SIZES = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 4, "max_position_embeddings": 64, "num_experts_per_tok": 3, "moe_intermediate_size": 16,
+}  # fmt: skip
+LATENT = {
+    "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8,
+    "n_shared_experts": 1,
+}  # fmt: skip
+INDEXED = {
+    **LATENT, "n_routed_experts": 8, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "index_topk": 6,
+    "index_n_heads": 2, "index_head_dim": 16,
+}  # fmt: skip
+ROUTERS = {
+    "Mixtral": {"num_local_experts": 8},
+    "Qwen2Moe": {"num_experts": 8, "shared_expert_intermediate_size": 16},
+    "Qwen3Moe": {"num_experts": 8, "head_dim": 8},
+    "DeepseekV3": {**LATENT, "n_routed_experts": 16, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 0},
+    "GptOss": {"num_local_experts": 8, "head_dim": 8, "sliding_window": 16},
+}
+UNIT = 2.0**-24
+LENGTH = 20
+
+
+@pytest.fixture
+def tiny():
+    """Call with a family of transformers and what is its own: a random model, its biases too."""
+    transformers = pytest.importorskip("transformers", reason="Hugging Face models need the extra hf")
+
+    def build(family, **own):
+        if not hasattr(transformers, f"{family}Config"):
+            pytest.skip(f"this transformers has no {family}")
+        torch.manual_seed(3)
+        config = getattr(transformers, f"{family}Config")(**SIZES, **own)
+        model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+        with torch.no_grad():
+            for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+                if name.endswith(("router.bias", "correction_bias")):
+                    tensor.normal_(0, 0.1)
+                elif "gate.weight" in name or "router.weight" in name:
+                    tensor.normal_(0, 0.05)
+        return model
+
+    return build
+
+
+@pytest.fixture
+def batch():
+    """Six texts; the first is padded on the left, the fourth on the right."""
+    draw = torch.Generator().manual_seed(5)
+    mask = torch.ones(6, LENGTH, dtype=torch.int64)
+    mask[0, :5] = mask[3, 12:] = 0
+    return {"input_ids": torch.randint(1, 64, (6, LENGTH), generator=draw), "attention_mask": mask}
+
+
+def selected(model, *batches, format="bfloat16"):
+    """Its own selections."""
+    loaded = LoadedModel("tiny", "", model, "hugging face", "unknown")
+    return own_selections(loaded, batches, FORMATS[format], torch.device("cpu"), torch.float32).found
+
+
+def inputs_of(model, names):
+    """What the named modules are called with; hooks stay on the model."""
+    given = {}
+    for name in names:
+        model.get_submodule(name).register_forward_pre_hook(
+            lambda module, args, kwargs, name=name: given.update({name: (args, kwargs)}), with_kwargs=True
+        )
+    return given
+
+
+def margin(scores, k):
+    """k-th minus next score, of the rows of a float64 tensor, and the chosen."""
+    ordered = scores.sort(-1, descending=True)
+    return ordered.values[:, k - 1] - ordered.values[:, k], ordered.indices[:, :k]
+
+
+def by_hand(router, hidden, k):
+    """The scores that a router chooses by at each stage, groups first, and the chosen experts, in float64.
+
+    Returns:
+        Pairs of scores (tokens, n) and k; the chosen; and how far the float32 scores may be off. A sum of n
+        products is off by at most (n + 1)u Σ|x||w|; a sigmoid is no steeper than 1, and it, the bias and the sum
+        of two scores add a few roundings of numbers below 4.
+    """
+    x, weight = hidden.double().reshape(-1, hidden.shape[-1]), router.weight.detach().double()
+    logits = x @ weight.T + (router.bias.detach().double() if hasattr(router, "bias") else 0)
+    off = float((x.shape[1] + 2) * UNIT * (x.abs() @ weight.abs().T + 1).amax())
+    correction = getattr(router, "e_score_correction_bias", None)
+    if correction is None:
+        return [(logits, k)], margin(logits, k)[1], off
+    scores = logits.sigmoid() + correction.double()
+    in_groups = scores.view(len(scores), router.num_group, -1)
+    of_groups = in_groups.sort(-1).values[..., -2:].sum(-1)
+    masked = torch.full_like(in_groups, -torch.inf)
+    for row, own in enumerate(margin(of_groups, router.topk_group)[1].tolist()):
+        masked[row, own] = in_groups[row, own]
+    masked = masked.flatten(1)
+    return [(of_groups, router.topk_group), (masked, k)], margin(masked, k)[1], 2 * (off + 8 * UNIT)
+
+
+def certificate(scores, k):
+    """Margin, and by how much it is above what rounding to float8_e4m3fn can do to the two scores."""
+    ordered = scores.sort(-1, descending=True).values
+    last, after = ordered[:, k - 1], ordered[:, k]
+    return last - after, last - after - 2.0**-4 * (last.abs() + after.abs()) - 2.0**-9
+
+
+@pytest.mark.parametrize("family", ROUTERS)
+def test_routers_are_those_worked_out_by_hand(tiny, batch, family):
+    model = tiny(family, **ROUTERS[family])
+    names = [name for name, _ in model.named_modules() if name.endswith((".gate", ".router"))]
+    given = inputs_of(model, names)
+    found = selected(model, batch, format="float8_e4m3fn")
+    assert [entry.module for entry in found] == names
+    assert [entry.layer for entry in found] == [0, 1]
+    real = batch["attention_mask"].bool().flatten()
+    for entry in found:
+        router, (part,) = model.get_submodule(entry.module), entry.parts
+        stages, chosen, off = by_hand(router, given[entry.module][0][0], 3)
+        found_by_hand = [certificate(scores[real], k) for scores, k in stages]
+        truth = torch.stack([margin for margin, _ in found_by_hand]).amin(0)
+        above, chosen = torch.stack([above for _, above in found_by_hand]).amin(0), chosen[real]
+        experts = router.weight.shape[0]
+        assert (part.kind, part.choices, part.k, part.padded) == ("experts", experts, 3, 13)
+        assert part.groups == ((4, 2) if family == "DeepseekV3" else None)
+        assert float((part.margin - truth).abs().max()) <= 2 * off
+        load, close = torch.bincount(chosen.flatten(), minlength=experts), int((truth <= 2 * off).sum())
+        assert int((part.load - load).abs().sum()) <= 6 * close <= 18, "hardly a choice hangs on float32"
+        assert dict(part.counts) == {"exact": len(truth)}
+        sure = above.abs() > 3 * off
+        assert torch.equal(part.certified[sure], (above > 0)[sure])
+        assert 0 < int(part.certified.sum()) < len(truth)
+
+
+def test_the_smaller_margin_of_groups_and_experts_counts(tiny, batch):
+    model = tiny("DeepseekV3", **ROUTERS["DeepseekV3"])
+    given = inputs_of(model, ["model.layers.0.mlp.gate"])
+    part = selected(model, batch)[0].parts[0]
+    router = model.get_submodule("model.layers.0.mlp.gate")
+    logits = given["model.layers.0.mlp.gate"][0][0].double().flatten(0, 1) @ router.weight.detach().double().T
+    scores = (logits.sigmoid() + router.e_score_correction_bias.double())[batch["attention_mask"].bool().flatten()]
+    of_groups = margin(scores.view(-1, 4, 4).sort(-1).values[..., -2:].sum(-1), 2)[0]
+    by_groups = int(((part.margin - of_groups).abs() < 1e-5).sum())  # a hundred times what float32 is off
+    assert 0 < by_groups < len(scores), "each stage decides some rows"
+    assert bool((part.margin <= of_groups + 1e-5).all())
+
+
+def half_split(x, cos, sin):
+    """Rotary positions of the two halves."""
+    first, second = x.chunk(2, -1)
+    return x * cos + torch.cat([-second, first], -1) * sin
+
+
+def interleaved(x, cos, sin):
+    """Rotary positions of pairs, the first of each pair before all the second ones."""
+    cos, sin = (each[..., : each.shape[-1] // 2] for each in (cos, sin))
+    return torch.cat([x[..., ::2] * cos - x[..., 1::2] * sin, x[..., 1::2] * cos + x[..., ::2] * sin], -1)
+
+
+def index_scores(indexer, hidden, residual, cos, sin, rotate):
+    """Scores (batch, queries, keys) of an indexer in float64, without a mask."""
+    hidden, residual, cos, sin = (each.double() for each in (hidden, residual, cos, sin))
+    weight = {name: value.detach().double() for name, value in indexer.named_parameters()}
+    width, rotary = indexer.head_dim, indexer.qk_rope_head_dim
+    queries = (residual @ weight["wq_b.weight"].T).unflatten(-1, (-1, width))
+    keys = hidden @ weight["wk.weight"].T
+    keys = nn.functional.layer_norm(keys, (width,), weight["k_norm.weight"], weight["k_norm.bias"], 1e-6)
+    queries = torch.cat(
+        [rotate(queries[..., :rotary], cos[:, :, None], sin[:, :, None]), queries[..., rotary:]], -1
+    )
+    keys = torch.cat([rotate(keys[..., :rotary], cos, sin), keys[..., rotary:]], -1)
+    products = torch.einsum("bqhd,bkd->bqhk", queries, keys).relu() * width**-0.5
+    heads = hidden @ weight["weights_proj.weight"].T * indexer.n_heads**-0.5
+    return torch.einsum("bqh,bqhk->bqk", heads, products)
+
+
+@pytest.mark.parametrize(("family", "rotate"), [("DeepseekV32", half_split), ("GlmMoeDsa", interleaved)])
+def test_indexers_are_those_worked_out_by_hand(tiny, batch, family, rotate):
+    model = tiny(family, **INDEXED)
+    names = ["model.layers.0.self_attn.indexer", "model.layers.1.self_attn.indexer"]
+    given = inputs_of(model, names)
+    found = {entry.module: entry.parts[0] for entry in selected(model, batch)}
+    assert list(found) == [*names, "model.layers.1.mlp.gate"]
+    valid = batch["attention_mask"].bool()
+    allowed = (valid[:, None] & torch.ones(LENGTH, LENGTH).tril().bool())[valid]
+    first = allowed.int().argmax(1)
+    must_choose = allowed.sum(1) > 6
+    for name in names:
+        args, _ = given[name]
+        scores = index_scores(model.get_submodule(name), args[0], args[1], *args[2], rotate)[valid]
+        truth, chosen = margin(scores.masked_fill(~allowed, -torch.inf), 6)
+        part = found[name]
+        assert (part.kind, part.choices, part.k, part.padded, part.causal) == ("keys", LENGTH, 6, 13, True)
+        assert torch.equal(part.margin < torch.inf, must_choose)
+        off = 1e-6 * float(scores.abs().max())  # sums of 32, 16, 16 and 2 products: below 16 roundings of 2^-24
+        assert float((part.margin - truth)[must_choose].abs().max()) <= off
+        sure = must_choose & (truth > off)
+        kept = int((chosen == first[:, None]).any(1)[sure].sum())
+        assert kept <= part.first_kept <= kept + int((must_choose & ~sure).sum())
+        assert 0 < part.first_kept < int(must_choose.sum())
+        assert set(part.counts) <= {"exact", "legal_tie"}
+        assert part.load is None
+
+
+def test_an_indexer_that_keeps_every_key_is_inactive(tiny, batch):
+    model = tiny("GlmMoeDsa", **{**INDEXED, "index_topk": LENGTH})
+    part = selected(model, batch)[0].parts[0]
+    assert (part.kind, part.k, part.choices) == ("keys", LENGTH, LENGTH)
+    assert bool((part.margin == torch.inf).all())
+
+
+def test_batches_are_put_together_and_nothing_stays_on_the_model(tiny, batch):
+    model = tiny("Mixtral", **ROUTERS["Mixtral"])
+    with torch.no_grad():
+        before = model(**batch).logits
+    whole = selected(model, batch)[0].parts[0]
+    halves = [{name: each[rows] for name, each in batch.items()} for rows in (slice(0, 3), slice(3, 6))]
+    parts = selected(model, *halves)[0].parts
+    assert torch.allclose(torch.cat([part.margin for part in parts]), whole.margin, rtol=0, atol=1e-5)
+    assert torch.equal(sum(part.load for part in parts), whole.load)
+    given = []
+    with torch.no_grad(), watch_selections(model, lambda *seen: given.append(seen)):
+        during = model(**batch).logits
+    assert torch.equal(before, during)
+    assert len(given) == 2
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+class Selecting(nn.Module):
+    """A part that scores tokens (B, L) against choices and selects by a function."""
+
+    def __init__(self, choose, scores):
+        super().__init__()
+        self.choose, self.scores = choose, scores
+
+    def forward(self, x):
+        return self.choose(self.scores(x))
+
+
+class Whole(nn.Module):
+    """A model with one selecting part."""
+
+    def __init__(self, choose, scores=None, name="router"):
+        super().__init__()
+        table = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
+        self.add_module(name, Selecting(choose, scores or (lambda x: table[x])))
+
+    def forward(self, x):
+        for part in self.children():
+            part(x)
+        return x
+
+
+IDS = torch.arange(12).view(2, 6)
+
+
+@pytest.mark.parametrize(
+    ("choose", "k", "sign"),
+    [
+        (lambda s: s.topk(2), 2, 1),
+        (lambda s: s.topk(2, largest=False), 2, -1),
+        (lambda s: s.argmax(-1), 1, 1),
+        (lambda s: s.argmax(-1, keepdim=True), 1, 1),
+        (lambda s: s.sort(-1, descending=True)[1][..., :3], 3, 1),
+        (lambda s: s.argsort(descending=True, stable=True)[..., :3], 3, 1),
+        (lambda s: s.argsort()[..., :3], 3, -1),
+        (lambda s: s.argsort()[..., -3:], 3, 1),
+        (lambda s: s.argsort()[..., 5:8], 3, 1),
+        (lambda s: s.argsort(descending=True)[..., 5:], 3, -1),
+        (lambda s: s.softmax(-1).topk(2), 2, 1),
+        (lambda s: s.sigmoid().topk(2), 2, 1),
+        (lambda s: s.flatten(0, 1).topk(2), 2, 1),
+    ],
+)
+def test_every_way_to_select_is_seen(choose, k, sign):
+    model = Whole(choose)
+    (entry,) = selected(model, IDS)
+    scores = sign * torch.randn(64, 8, generator=torch.Generator().manual_seed(0))[IDS.flatten()]
+    truth, chosen = margin(scores.double(), k)
+    assert (entry.module, entry.layer, entry.parts[0].k) == ("router", None, k)
+    assert entry.parts[0].margin.tolist() == truth.tolist()
+    assert entry.parts[0].load.tolist() == torch.bincount(chosen.flatten(), minlength=8).tolist()
+
+
+@pytest.mark.parametrize(
+    "choose",
+    [
+        lambda s: s.topk(2, dim=1),  # of tokens, along another axis
+        lambda s: s.argmax(),
+        lambda s: (s > 0).int().argmax(-1),
+        lambda s: s.sort(-1, descending=True)[1],
+        lambda s: s.argsort()[..., 2:5],
+        lambda s: s.view(3, 4, 8).topk(2),
+        lambda s: s.amax(-1),
+    ],
+)
+def test_what_selects_nothing_for_tokens_is_refused(choose):
+    with pytest.raises(InputError, match="tiny selects nothing for its tokens"):
+        selected(Whole(choose), IDS)
+
+
+def test_places_in_a_table_of_other_indices_are_no_experts():
+    def two_levels(scores):
+        outer = scores.topk(4)
+        inner = outer.values.abs().topk(2)
+        return outer.indices.gather(-1, inner.indices)
+
+    outer, inner = selected(Whole(two_levels), IDS)
+    assert outer.parts[0].load is not None
+    assert inner.parts[0].load is None
+
+
+def causal(choose):
+    """A model whose indexer is causal, as it says."""
+    model = Whole(choose, lambda x: torch.randn(2, 6, 6, generator=torch.Generator().manual_seed(1)), "indexer")
+    model.indexer.is_causal = True
+    return model
+
+
+def masked(scores):
+    """Scores with the smallest number at later keys."""
+    return scores.masked_fill(~torch.ones(6, 6).tril().bool(), torch.finfo(scores.dtype).min)
+
+
+def test_future_keys_are_counted_where_others_were_left():
+    bad = selected(causal(lambda s: s.topk(2)), IDS)[0].parts[0]
+    scores = torch.randn(2, 6, 6, generator=torch.Generator().manual_seed(1))
+    chosen, at = scores.topk(2).indices, torch.arange(6)[None, :, None]
+    future = (chosen > at).any(-1)
+    future[:, 0] &= ~(chosen[:, 0] == 0).any(-1)  # the first query has one key: the rest are fillers
+    future[:, 1] &= (chosen[:, 1] > 1).any(-1)
+    assert bad.counts["future"] == int(future.sum()) > 0
+    good = selected(causal(lambda s: masked(s).topk(2)), IDS)[0].parts[0]
+    assert dict(good.counts) == {"exact": 12}
+    assert int((good.margin < torch.inf).sum()) == 8, "two queries of each sample have no more than two keys"
+
+
+def test_scores_that_are_not_numbers_are_refused():
+    with pytest.raises(InputError, match="tiny: router: The scores of row 0 hold NaN"):
+        selected(Whole(lambda s: (s * torch.nan).topk(2)), IDS)
+
+
+def test_a_selection_outside_all_parts_is_none_of_a_layer(tiny, batch):
+    model = tiny("Mixtral", **ROUTERS["Mixtral"])
+    model.config.output_router_logits = True  # then the loss selects once more
+    loaded = LoadedModel("tiny", "", model, "hugging face", "unknown")
+    found = own_selections(loaded, [batch], FORMATS["bfloat16"], torch.device("cpu"), torch.float32)
+    assert [entry.module for entry in found.found] == ["model.layers.0.mlp.gate", "model.layers.1.mlp.gate"]
+    assert all(not module for module, _ in found.others)
+
+
+def test_as_many_experts_as_tokens_are_told_by_their_name():
+    tokens = Tokens(2, frozenset({6}), {})
+    assert kind_of("layers.0.gate", (2, 6, 6), tokens) == "experts"
+    assert kind_of("layers.0.moe.indexer", (2, 6, 6), tokens) == "keys"
+    assert kind_of("layers.0.attention", (2, 3, 6, 6), tokens) == "keys"
+    assert kind_of("layers.0.attention", (2, 3, 6, 4), tokens) == "blocks"
+    assert kind_of("layers.0.gate", (12, 6), tokens) == "experts"
+    assert kind_of("layers.0.gate", (12, 4, 2), tokens) == ""
+    assert kind_of("layers.0.gate", (2, 5, 6), tokens) == ""
