@@ -236,7 +236,9 @@ def test_batches_are_put_together_and_nothing_stays_on_the_model(tiny, batch):
         during = model(**batch).logits
     assert torch.equal(before, during)
     assert len(given) == 2
-    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    hooks = torch.nn.modules.module
+    assert not hooks._global_forward_hooks
+    assert not hooks._global_forward_pre_hooks
 
 
 class Selecting(nn.Module):
@@ -312,6 +314,61 @@ def test_what_selects_nothing_for_tokens_is_refused(choose):
         selected(Whole(choose), IDS)
 
 
+def in_groups(mask, taken=1):
+    """A function that chooses one of four groups of two by its largest score, and in it by scores with a mask."""
+
+    def choose(scores):
+        best = scores.unflatten(-1, (4, 2)).amax(-1).topk(1).indices
+        left = torch.zeros(2, 6, 4, dtype=torch.bool).scatter(-1, best, True).repeat_interleave(2, -1)
+        return (scores if mask is None else scores.masked_fill(~left, mask)).topk(taken)
+
+    return choose
+
+
+@pytest.mark.parametrize("mask", [-torch.inf, -9.0])
+def test_groups_are_a_stage_whatever_masks_the_others(mask):
+    (entry,) = selected(Whole(in_groups(mask, 2)), IDS)
+    scores = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))[IDS.flatten()]
+    truth = margin(scores.double().view(12, 4, 2).amax(-1), 1)[0]
+    assert entry.parts[0].groups == (4, 1)
+    assert entry.parts[0].margin.tolist() == truth.tolist(), "both experts of a group are chosen"
+
+
+def test_two_selections_that_agree_are_no_stages():
+    groups, experts = selected(Whole(in_groups(None)), IDS)  # of groups the best, of experts the best of all
+    assert (groups.parts[0].choices, experts.parts[0].choices) == (4, 8)
+    assert experts.parts[0].groups is None
+    filled = selected(Whole(in_groups(-torch.inf, 3)), IDS)  # a third expert, from another group
+    assert [entry.parts[0].groups for entry in filled] == [None, None]
+
+
+def test_what_the_model_writes_into_its_scores_later_changes_nothing():
+    (entry,) = selected(Whole(lambda s: (s.topk(2), s.zero_())), IDS)
+    assert float(entry.parts[0].margin.min()) > 0
+
+
+def test_a_softmax_along_another_axis_has_no_logits_of_the_choice():
+    (entry,) = selected(Whole(lambda s: s.softmax(1).topk(2)), IDS)
+    scores = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))[IDS].softmax(1).flatten(0, 1)
+    assert not entry.parts[0].logits
+    assert entry.parts[0].margin.tolist() == margin(scores.double(), 2)[0].tolist()
+
+
+def test_other_numbers_of_choices_are_other_selections():
+    table = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
+    found = selected(Whole(lambda s: s.topk(2), lambda x: table[x][..., : x.shape[1] - 1]), IDS, IDS[:, :4])
+    assert [entry.parts[0].choices for entry in found] == [5, 3]
+
+
+def test_a_mistake_of_ours_is_not_blamed_on_the_model(monkeypatch):
+    def mistake(*arguments):
+        raise RuntimeError("a mistake")
+
+    monkeypatch.setattr("semdiag.questions.selections.measure.own.own_rows", mistake)
+    with pytest.raises(RuntimeError, match="a mistake"):
+        selected(Whole(lambda s: s.topk(2)), IDS)
+
+
 def test_places_in_a_table_of_other_indices_are_no_experts():
     def two_levels(scores):
         outer = scores.topk(4)
@@ -330,9 +387,9 @@ def causal(choose):
     return model
 
 
-def masked(scores):
-    """Scores with the smallest number at later keys."""
-    return scores.masked_fill(~torch.ones(6, 6).tril().bool(), torch.finfo(scores.dtype).min)
+def masked(scores, mask):
+    """Scores with a mask at later keys."""
+    return scores.masked_fill(~torch.ones(6, 6).tril().bool(), mask)
 
 
 def test_future_keys_are_counted_where_others_were_left():
@@ -343,9 +400,10 @@ def test_future_keys_are_counted_where_others_were_left():
     future[:, 0] &= ~(chosen[:, 0] == 0).any(-1)  # the first query has one key: the rest are fillers
     future[:, 1] &= (chosen[:, 1] > 1).any(-1)
     assert bad.counts["future"] == int(future.sum()) > 0
-    good = selected(causal(lambda s: masked(s).topk(2)), IDS)[0].parts[0]
-    assert dict(good.counts) == {"exact": 12}
-    assert int((good.margin < torch.inf).sum()) == 8, "two queries of each sample have no more than two keys"
+    for mask in (torch.finfo(torch.float32).min, -torch.inf, -65504.0):  # the last one is float16's
+        good = selected(causal(lambda s, mask=mask: masked(s, mask).topk(2)), IDS)[0].parts[0]
+        assert dict(good.counts) == {"exact": 12}
+        assert int((good.margin < torch.inf).sum()) == 8, "two queries of each sample have no more than two keys"
 
 
 def test_scores_that_are_not_numbers_are_refused():
