@@ -139,6 +139,17 @@ def test_a_future_key_is_a_fault(run_semdiag):
 
 
 @pytest.mark.usefixtures("models")
+def test_a_key_of_padding_is_a_fault(run_semdiag):
+    ids = torch.load("padded.pt")["input_ids"]
+    torch.save({"input_ids": ids, "attention_mask": MASK.flip(1)}, "left.pt")  # which the indexer does not look at
+    outcome = run_semdiag("selections", "own_models:good", "--inputs", "left.pt", "--json")
+    assert outcome.code == 1
+    row = json.loads(outcome.out)["results"][0]["selections"][1]
+    assert (row["module"], row["padding"], row["future"]) == ("layers.0.indexer", row["faults"], 0)
+    assert row["padding"] > 0
+
+
+@pytest.mark.usefixtures("models")
 def test_k_of_all_keys_is_told_to_be_inactive(run_semdiag):
     outcome = run_semdiag("selections", "own_models:inactive", "--inputs", "ids.npy")
     assert outcome.code == 0

@@ -7,9 +7,11 @@ from torch import nn
 from semdiag import InputError
 from semdiag.capturing.loading import LoadedModel
 from semdiag.mathematics.selections.number_formats import FORMATS
+from semdiag.questions.selections.answer.own import own_summary
 from semdiag.questions.selections.measure.own import own_selections
 from semdiag.questions.selections.measure.own_rows import Tokens, kind_of
 from semdiag.questions.selections.measure.watch import watch_selections
+from semdiag.questions.selections.words import own_sentences
 
 SIZES = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -409,6 +411,28 @@ def test_future_keys_are_counted_where_others_were_left():
         assert int((good.margin < torch.inf).sum()) == 8, "two queries of each sample have no more than two keys"
 
 
+class Masked(Whole):
+    """A model that is given a mask."""
+
+    def forward(self, x, attention_mask):
+        return super().forward(x)
+
+
+@pytest.mark.parametrize(("length", "left", "unknown"), [(6, 9, False), (8, 12, True)])
+def test_padding_that_does_not_fit_the_rows_is_told(length, left, unknown):
+    mask = torch.ones(2, length, dtype=torch.int64)
+    mask[0, :3] = 0
+    model = Masked(lambda s: (s.topk(2), s.view(3, 4, 8).topk(2)))
+    loaded = LoadedModel("tiny", "", model, "factory", "unknown")
+    batch = {"x": IDS, "attention_mask": mask}
+    found = own_selections(loaded, [batch], FORMATS["bfloat16"], torch.device("cpu"), torch.float32)
+    (part,) = found.found[0].parts
+    assert (len(part.margin), part.unmatched) == (left, unknown)
+    said = own_sentences(own_summary(found, "tiny", "bfloat16", {})["results"][0])
+    assert ("Padding is not told apart, all rows count: router." in said) == unknown
+    assert "Not measured, as their rows are no tokens: router (3, 4, 8)." in said
+
+
 def test_scores_that_are_not_numbers_are_refused():
     with pytest.raises(InputError, match="tiny: router: The scores of row 0 hold NaN"):
         selected(Whole(lambda s: (s * torch.nan).topk(2)), IDS)
@@ -432,3 +456,7 @@ def test_as_many_experts_as_tokens_are_told_by_their_name():
     assert kind_of("layers.0.gate", (12, 6), tokens) == "experts"
     assert kind_of("layers.0.gate", (12, 4, 2), tokens) == ""
     assert kind_of("layers.0.gate", (2, 5, 6), tokens) == ""
+    assert kind_of("layers.0.gate", (2, 6), tokens) == ""
+    images = Tokens(2, frozenset(), {})
+    assert kind_of("layers.0.gate", (10, 6), images) == "experts"
+    assert kind_of("decoder", (2, 300), images) == "", "the best of all places, for each image"

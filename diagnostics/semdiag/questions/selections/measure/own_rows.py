@@ -95,7 +95,8 @@ def kind_of(text: str, shape: tuple[int, ...], tokens: Tokens) -> str:
     rows = torch.Size(shape[:-1]).numel()
     flat = len(shape) == 2
     length = rows // tokens.samples if flat else shape[-2] if len(shape) > 2 else 0
-    if not length or rows % tokens.samples or (tokens.lengths and length not in tokens.lengths):
+    known = length in tokens.lengths if tokens.lengths else length > 1  # one of a sample is no token of it
+    if not length or rows % tokens.samples or not known:
         return ""
     if flat or shape[0] != tokens.samples:
         return "experts" if flat else ""
