@@ -129,6 +129,24 @@ def test_json_has_the_numbers_worked_out_by_hand(run_semdiag):
     assert (router["margin_of"], router["future"], router["first_kept_share"]) == ("logits", None, None)
 
 
+@pytest.mark.device
+@pytest.mark.usefixtures("models")
+def test_another_device_says_the_same(run_semdiag, other_device):
+    found = []
+    for device in ("cpu", other_device):
+        outcome = run_semdiag(
+            "selections", "own_models:good", "--inputs", "padded.pt", "--json", "--device", device
+        )
+        assert outcome.code == 0, outcome.err
+        found.append(json.loads(outcome.out)["results"][0]["selections"])
+    for one, other in zip(*found, strict=True):
+        numbers = ("margin_median", "margin_p5")  # float32 sums of four products below 10, in another order
+        assert [one.pop(name) for name in numbers] == pytest.approx(
+            [other.pop(name) for name in numbers], abs=1e-5
+        )
+        assert one == other
+
+
 @pytest.mark.usefixtures("models")
 def test_a_future_key_is_a_fault(run_semdiag):
     outcome = run_semdiag("selections", "own_models:looks_ahead", "--inputs", "ids.npy")
