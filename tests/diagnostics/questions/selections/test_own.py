@@ -278,6 +278,7 @@ IDS = torch.arange(12).view(2, 6)
     [
         (lambda s: s.topk(2), 2, 1),
         (lambda s: s.topk(2, largest=False), 2, -1),
+        (lambda s: (s.topk(2), None)[1], 2, 1),
         (lambda s: s.argmax(-1), 1, 1),
         (lambda s: s.argmax(-1, keepdim=True), 1, 1),
         (lambda s: s.sort(-1, descending=True)[1][..., :3], 3, 1),

@@ -63,7 +63,7 @@ def watch_selections(model: nn.Module, consume: Consume) -> Iterator[None]:
         if module in names and watch.frames:
             selected = watch.frames.pop()
             watch.forget()
-            if selected and output is not None:  # None after an exception
+            if selected:
                 with outside_all_modes(selected[0].scores.device.type):
                     consume(names[module], module, selected)
 
