@@ -129,7 +129,7 @@ def _option(name: str) -> str:
 def _own(model: Path, format: str, shared: Shared) -> NoReturn:
     """Measure what a model selects."""
     from semdiag.capturing.batches import split
-    from semdiag.capturing.inputs import read_batches
+    from semdiag.capturing.inputs.files import read_batches
     from semdiag.capturing.loading import load
     from semdiag.mathematics.selections.number_formats import number_format
     from semdiag.measuring.conditions import DTYPES
