@@ -10,7 +10,8 @@ from semdiag.mathematics.largest_scores import largest_scores
 from semdiag_models import InputError
 
 _AT_ONCE = 2**22  # scores held while a mask is chosen
-_CROSS = ("cross", "encoder_attn", "encdec", "enc_dec", "encoder_decoder", "multihead_attn")
+# In the names of modules whose keys are of another sequence than their queries.
+CROSS = ("cross", "encoder_attn", "encdec", "enc_dec", "encoder_decoder", "multihead_attn")
 
 
 class SharedChoices:
@@ -214,7 +215,7 @@ def _in_step(call: AttentionCall, allowed: Tensor, places: Tensor) -> bool:
     if torch.equal(last, places):
         return True
     square = call.q.shape[2] == call.k.shape[2]
-    return square and not any(word in call.module.lower() for word in _CROSS)
+    return square and not any(word in call.module.lower() for word in CROSS)
 
 
 def _unknown(call: AttentionCall, what: str, why: str) -> InputError:

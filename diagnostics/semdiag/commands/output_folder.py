@@ -2,14 +2,13 @@
 
 import hashlib
 import os
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from semdiag.presenting.file_names import file_safe
+
 if TYPE_CHECKING:
     from semdiag.measuring.measurements import Measurements
-
-_LONGEST = 80  # letters of a name: folders of a file system have 255 bytes, and a letter up to four
 
 
 def output_folder(command: str, measurements: "Measurements", given: Path | None) -> Path:
@@ -36,28 +35,6 @@ def output_folder(command: str, measurements: "Measurements", given: Path | None
         return folder.with_name(f"{folder.name}-{digest[:8]}")
     tell(f"Replaces in {folder}: a report on {', '.join(sorted(there))}.")
     return folder
-
-
-def file_safe(model: str) -> str:
-    """A model's name as a file may be called everywhere: a run's folder, or its snapshot if it is not the last.
-
-    Args:
-        model: as the user named it.
-
-    Example:
-        >>> file_safe("checkpoints/parity-full-seed-1/last.pt"), file_safe("runs/a/epoch-5.pt")
-        ('parity-full-seed-1', 'a-epoch-5')
-        >>> file_safe("hf:models/MiniLM"), file_safe("mypkg.models:small")
-        ('hf-MiniLM', 'mypkg.models-small')
-    """
-    prefix, place = ("hf-", model[3:]) if model.startswith("hf:") else ("", model)
-    path = Path(os.path.normpath(place))
-    name = path.name
-    if path.name == "last.pt" and path.parent.name:
-        name = path.parent.name
-    elif path.suffix == ".pt":
-        name = "-".join(part for part in (path.parent.name, path.stem) if part)
-    return re.sub(r"[^\w.-]+", "-", prefix + name)[:_LONGEST].strip("-.") or "model"
 
 
 def _models_of(folder: Path) -> set[str] | None:

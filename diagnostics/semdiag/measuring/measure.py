@@ -223,11 +223,21 @@ def _check_real(real: Tensor | None, count: int, samples: int | None) -> None:
         raise InputError(f"real must have a row for every sample. Got {len(real)} rows of {count} samples.")
 
 
+def no_attention(path: str, audit: Audit) -> InputError:
+    """Say that no attention was captured while a model ran, and why if that was seen.
+
+    Args:
+        path: of the model.
+        audit: of the capture.
+    """
+    reasons = "; ".join(sorted({f"{seen.operation}: {seen.reason}" for seen in audit.skipped}))
+    usual = "Attention without a softmax (linear, sigmoid) cannot be measured; see docs/support.md"
+    return InputError(f"No softmax attention was seen while {path} ran. {reasons or usual}.")
+
+
 def _check_found(loaded: LoadedModel, collected: Collector, audit: Audit) -> None:
     if not len(collected.layers):
-        reasons = "; ".join(sorted({f"{seen.operation}: {seen.reason}" for seen in audit.skipped}))
-        usual = "Attention without a softmax (linear, sigmoid) cannot be measured; see docs/support.md"
-        raise InputError(f"No softmax attention was seen while {loaded.path} ran. {reasons or usual}.")
+        raise no_attention(loaded.path, audit)
     if not sum(collected.counted.values()):
         raise InputError("There is no query to measure: every token of the inputs is padding.")
 

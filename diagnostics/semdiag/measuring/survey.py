@@ -62,7 +62,7 @@ def survey(
     for model in loaded:
         if isinstance(model.module, Encoder):
             model.module.with_draws(conditions.seed)
-    inputs = [_inputs(model, conditions) for model in loaded]
+    inputs = [inputs_of(model, conditions) for model in loaded]
     probes = [(all_probes()[type(plan)], plan) for plan in conditions.plans]
     prepared = [probe.prepare(plan, conditions) for probe, plan in probes]
     for model in loaded:
@@ -138,8 +138,19 @@ def _counterfactual(model: LoadedModel, batches: Sequence[Batch], conditions: Co
     return tuple(dict.fromkeys(min(k, length) for k in conditions.k))
 
 
-def _inputs(model: LoadedModel, conditions: Conditions) -> tuple[list[Batch], Tensor | None, str]:
-    """Batches, labels, and where they come from."""
+def inputs_of(model: LoadedModel, conditions: Conditions) -> tuple[list[Batch], Tensor | None, str]:
+    """Find the inputs that a model is measured on.
+
+    Args:
+        model: of any kind.
+        conditions: which inputs, how many, and in batches of which size.
+
+    Returns:
+        Batches, labels (None if unknown), and a description of where they come from.
+
+    Raises:
+        InputError: if there are none, or they do not suit the model.
+    """
     given, size = conditions.inputs, conditions.batch_size
     if given is not None and model.external:
         return _cut(read_batches(given, model, size, conditions.texts), conditions.first, f"{given} (given)")
@@ -215,16 +226,28 @@ def _cut_texts(model: LoadedModel, batches: Sequence[Batch], conditions: Conditi
     return found
 
 
+def remarks_on(model: LoadedModel, batches: Sequence[Batch], seed: int) -> list[Remark]:
+    """Say what a reader should know of a model and its inputs, whatever is measured.
+
+    Args:
+        model: as it was loaded.
+        batches: its inputs.
+        seed: of keys that are redrawn.
+    """
+    found = _other_length(model, batches)
+    if places := model.contradicted_by:
+        found.append(Remark("", f"the weights are not those recorded in {' and '.join(places)}", "weights-differ"))
+    if model.not_loaded:
+        found.append(Remark("", f"{model.not_loaded}: they are as they were at random", "weights-not-loaded"))
+    if not model.external and model.encoder.config.attention == "redrawn":
+        text = f"keeps other random keys in every forward pass; measured with those of seed {seed}"
+        found.append(Remark("", text, "redrawn-keys"))
+    return found
+
+
 def _with_remarks(remarks: pd.DataFrame, subject: Subject, conditions: Conditions) -> pd.DataFrame:
     """The remarks, what no probe could measure, and which of all random keys were looked at."""
-    more = _other_length(subject.model, subject.batches) + _cut_texts(subject.model, subject.batches, conditions)
-    if places := subject.model.contradicted_by:
-        more.append(Remark("", f"the weights are not those recorded in {' and '.join(places)}", "weights-differ"))
-    if subject.model.not_loaded:
-        text = f"{subject.model.not_loaded}: they are as they were at random"
-        more.append(Remark("", text, "weights-not-loaded"))
-    if not subject.model.external and subject.model.encoder.config.attention == "redrawn":
-        text = f"keeps other random keys in every forward pass; measured with those of seed {subject.seed}"
-        more.append(Remark("", text, "redrawn-keys"))
+    more = _cut_texts(subject.model, subject.batches, conditions)
+    more += remarks_on(subject.model, subject.batches, subject.seed)
     rows = [{"model": subject.model.path, **remark.to_dict(), "times": 1} for remark in more]
     return pd.concat([remarks, subject.remarks, REMARKS.of_rows(rows)], ignore_index=True)

@@ -25,6 +25,7 @@ _FOLDERS = (
     "mask_stability",
     "k_sweep",
     "overlap",
+    "look",
     "selections",
     "lipschitz",
     "landscape",

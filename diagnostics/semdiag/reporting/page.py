@@ -10,6 +10,7 @@ from markupsafe import Markup
 
 from semdiag.capturing.attention_kinds import EXTERNAL_SOURCES
 from semdiag.measuring.findings.strict_json import number_from_json
+from semdiag.presenting.page_style import page_style
 from semdiag.presenting.section import Heading
 from semdiag.questions.registry import sections
 from semdiag_models.plain_text import visible
@@ -68,6 +69,7 @@ def render_page(
         for row, other in zip(rows, others, strict=True)
     }
     return environment.from_string(source).render(
+        page_style=Markup(page_style()),
         report=whole,
         parts=parts,
         pictures=pictures,

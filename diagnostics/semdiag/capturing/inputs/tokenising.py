@@ -14,6 +14,7 @@ from semdiag_models.reading import open_file
 _VOCABULARIES = ("tokenizer.json", "vocab*", "*.model", "*.bpe", "*.tiktoken")
 # Of a text so many characters are tokenised at most: no tokenizer needs more for what the model takes.
 _CHARACTERS, _MARGIN = 32, 10_000
+_UNKNOWN = "\ufffd"  # what decoders write for bytes that are no character
 
 
 class Tokeniser:
@@ -91,6 +92,25 @@ class Tokeniser:
         if self.longest is None:
             return 0
         return sum(len(ids) > self.longest for ids in self._tokens(texts)["input_ids"])
+
+    def pieces(self, ids: Sequence[int]) -> list[str]:
+        """Say what single tokens are: their text; of part of a character, the token's name in the vocabulary.
+
+        Args:
+            ids: of tokens.
+
+        Raises:
+            InputError: if the tokenizer fails.
+        """
+        import transformers
+
+        try:
+            with silent(transformers):
+                said = [str(self._tokenizer.decode([each], clean_up_tokenization_spaces=False)) for each in ids]
+                names = [str(name) for name in self._tokenizer.convert_ids_to_tokens(list(ids))]
+        except Exception as error:  # a configuration that says what no tokenizer can do
+            raise InputError(f"{self._spec}: its tokenizer cannot be used ({first_line(error)}).") from error
+        return [text if text and _UNKNOWN not in text else name for text, name in zip(said, names, strict=True)]
 
     def _tokens(self, texts: Sequence[str], **how: Any) -> dict[str, Any]:
         import transformers

@@ -1,0 +1,29 @@
+"""Names of files that are made from those of models."""
+
+import os
+import re
+from pathlib import Path
+
+_LONGEST = 80  # letters of a name: folders of a file system have 255 bytes, and a letter up to four
+
+
+def file_safe(model: str) -> str:
+    """A model's name as a file may be called everywhere: a run's folder, or its snapshot if it is not the last.
+
+    Args:
+        model: as the user named it.
+
+    Example:
+        >>> file_safe("checkpoints/parity-full-seed-1/last.pt"), file_safe("runs/a/epoch-5.pt")
+        ('parity-full-seed-1', 'a-epoch-5')
+        >>> file_safe("hf:models/MiniLM"), file_safe("mypkg.models:small")
+        ('hf-MiniLM', 'mypkg.models-small')
+    """
+    prefix, place = ("hf-", model[3:]) if model.startswith("hf:") else ("", model)
+    path = Path(os.path.normpath(place))
+    name = path.name
+    if path.name == "last.pt" and path.parent.name:
+        name = path.parent.name
+    elif path.suffix == ".pt":
+        name = "-".join(part for part in (path.parent.name, path.stem) if part)
+    return re.sub(r"[^\w.-]+", "-", prefix + name)[:_LONGEST].strip("-.") or "model"

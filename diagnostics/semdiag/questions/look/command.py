@@ -1,0 +1,113 @@
+"""``semdiag look``."""
+
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from semdiag.presenting import completion
+from semdiag.presenting.question import Shared, command
+
+if TYPE_CHECKING:
+    from semdiag.measuring.conditions import Conditions
+    from semdiag.questions.look.measure.heads import Seen
+
+_PANEL = "What is looked at"
+_LEFT_OUT = ("labels", "samples", "batch_size", "min_keys", "out", "as_json", "per_query", "figures")
+
+
+@command(leave_out=_LEFT_OUT)
+def look(
+    model: Annotated[
+        Path,
+        typer.Argument(
+            help="hf:DIRECTORY, a checkpoint (.pt), the folder of a run, or package.module:function.",
+            autocompletion=completion.models,
+        ),
+    ],
+    text: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TEXT",
+            help="Look at this text. Instead of it, --inputs names a file, of which the first sample is taken. "
+            "Default: the first sample that the run held out.",
+            rich_help_panel=_PANEL,
+            show_default=False,
+        ),
+    ] = None,
+    k: Annotated[
+        int,
+        typer.Option(
+            help="Of heads that attend to every key, show the k largest scores of each query as kept. The page can "
+            "change it.",
+            rich_help_panel=_PANEL,
+        ),
+    ] = 5,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="The page, an .html file. Default: reports/look-MODEL.html.",
+            rich_help_panel="Output",
+            show_default=False,
+        ),
+    ] = None,
+    *,
+    shared: Shared,
+) -> None:
+    """See one text through every head: which keys each query keeps, its scores, and what would be dropped.
+
+    Writes one page that works without a network: a map of the heads by δ, entropy and weight on the first key.
+    A click on a head shows its scores before the softmax, and the gap Δ between the kept and the dropped ones.
+
+    [bold]semdiag look hf:DIRECTORY --text "The capital of France is"[/]
+    """
+    from semdiag.presenting.terminal.progress import Stages
+    from semdiag.presenting.terminal.terminal import counted, say, tell
+    from semdiag.questions.look.measure.heads import fitting_k
+    from semdiag.questions.look.page import all_heads, cautions, lead
+    from semdiag.questions.look.write import place_of, write_look
+    from semdiag_models import InputError
+
+    if text is not None and shared.values["inputs"] is not None:
+        raise InputError("--text and --inputs are two inputs: name one of them.")
+    place = place_of(str(model), out)
+    conditions = shared.conditions(samples=1, first=1, batch_size=1)
+    quiet = shared.values["quiet"]
+    with Stages("measuring", 1, quiet):
+        seen = _seen(model, text, conditions)
+    chosen = fitting_k(seen, k if "k" in shared.typed else None)
+    write_look(seen, chosen, shlex.join(["semdiag", *sys.argv[1:]]), place)
+    if quiet:
+        return
+    for sentence in cautions(seen):
+        tell(f"semdiag: {sentence}")
+    heads = all_heads(seen)
+    layers = counted(len(seen.layers), "layer")
+    say(f"{model}: {counted(seen.length, 'token')}, {counted(len(heads), 'head')} in {layers}")
+    say(lead(heads))
+    say(f"Page: {place}")
+
+
+def _seen(path: Path, text: str | None, conditions: "Conditions") -> "Seen":
+    """Load the model and run it on its one input."""
+    from semdiag.capturing.loading import load_all
+    from semdiag.measuring.conditions import DTYPES
+    from semdiag.questions.look.measure.heads import see
+    from semdiag.questions.look.measure.sample import read_sample
+    from semdiag_models import Encoder
+    from semdiag_models.device import find_device
+
+    (model,) = load_all([path], conditions.config, conditions.head)
+    device = find_device(conditions.device)
+    conditions = conditions.decided([model], device)
+    if device.type == "mps" and conditions.dtype == "float64":  # which it does not know
+        device = find_device("cpu")
+    if isinstance(model.module, Encoder):
+        model.module.with_draws(conditions.seed)
+    sample = read_sample(model, conditions, text)
+    if model.external:
+        model.module.to(device, DTYPES[conditions.dtype])  # ours alone: no copy, however large it is
+    return see(model, sample, device, DTYPES[conditions.dtype], conditions.seed)

@@ -1,0 +1,1 @@
+"""One input, and what every head makes of it."""

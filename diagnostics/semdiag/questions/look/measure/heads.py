@@ -1,0 +1,229 @@
+"""What every head of a model makes of one input: its scores before the softmax, and three numbers."""
+
+import math
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from semdiag.capturing.attention_call import AttentionCall
+from semdiag.capturing.audit import Audit
+from semdiag.capturing.batches import longest
+from semdiag.capturing.loading import LoadedModel
+from semdiag.measuring.calls.counted_rows import CountedRows, counted_rows
+from semdiag.measuring.calls.layers import Layers
+from semdiag.measuring.calls.running import running
+from semdiag.measuring.calls.scored_rows import as_mask
+from semdiag.measuring.encoders.inputs import fitting
+from semdiag.measuring.measure import no_attention
+from semdiag.measuring.survey import remarks_on
+from semdiag.questions.look.measure.sample import Sample, token_labels
+from semdiag_models import InputError
+
+_USUAL_K = 5
+LARGEST = 12 * 2**20  # bytes of scores on a page, which writes four letters for three of them
+
+
+@dataclass(frozen=True, eq=False)
+class Head:
+    """One head on one input.
+
+    Attributes:
+        scores: z of every query and the keys it may attend to, nats: query by query, keys in their order.
+        allowed: (Lq, Lk) bool, A_i; no key for a query that does not count.
+        selected: (Lq, Lk) bool, S_i; None: the head attends to every key it may.
+        sink: one more logit in the softmax's denominator; None: there is none.
+        dispersion: the median δ of its queries, nats, of what it attends to; NaN if none is finite.
+        entropy: the mean entropy of its weights, nats.
+        first_weight: the mean weight on the first key that is no padding.
+    """
+
+    scores: np.ndarray
+    allowed: np.ndarray
+    selected: np.ndarray | None
+    sink: float | None
+    dispersion: float
+    entropy: float
+    first_weight: float
+
+
+@dataclass(frozen=True, eq=False)
+class SeenLayer:
+    """One place of a model where attention happens.
+
+    Attributes:
+        module: its dotted name.
+        occurrence: which call of the module in the forward.
+        queries: what they are: tokens, or positions.
+        keys: likewise.
+        heads: of the layer.
+    """
+
+    module: str
+    occurrence: int
+    queries: list[str]
+    keys: list[str]
+    heads: list[Head]
+
+
+@dataclass(frozen=True, eq=False)
+class Seen:
+    """What a model makes of one input.
+
+    Attributes:
+        model: that ran.
+        sample: that it ran on.
+        layers: in the order of their first calls.
+        audit: what was not captured, and what to know of what was.
+        residual: the largest deviation of the attention, recomputed, over what rounding can do.
+        dtype: in which it ran.
+    """
+
+    model: LoadedModel
+    sample: Sample
+    layers: list[SeenLayer]
+    audit: Audit
+    residual: float
+    dtype: str
+
+    @property
+    def length(self) -> int:
+        """How many queries there are, in the layer that has most."""
+        return max(len(layer.queries) for layer in self.layers)
+
+
+def fitting_k(seen: Seen, k: int | None) -> int:
+    """Find which k is shown at first.
+
+    Args:
+        seen: a model on one input.
+        k: that was asked for; None: 5, or all keys where there are fewer.
+
+    Raises:
+        InputError: if no query has that many keys, or every head selects its keys itself.
+    """
+    longest_row = max(int(head.allowed.sum(1).max()) for layer in seen.layers for head in layer.heads)
+    if k is None:
+        return min(_USUAL_K, longest_row)
+    if all(head.selected is not None for layer in seen.layers for head in layer.heads):
+        raise InputError(
+            f"k applies only to models that attend to every key: {seen.model.path} has a mask of its own."
+        )
+    fitting([k], longest_row, "the largest number of keys")
+    return k
+
+
+@dataclass
+class _Seeing:
+    """Takes the calls of one forward. Above the largest page nothing is kept but the count."""
+
+    sample: Sample
+    layers: Layers = field(default_factory=Layers)
+    found: list[SeenLayer] = field(default_factory=list)
+    size: int = 0
+
+    def add(self, call: AttentionCall) -> None:
+        """Keep a call's first row of the batch axis: there is one sample."""
+        call = call.part(slice(0, 1))
+        rows = counted_rows(call)
+        self.layers.add(rows)
+        exact = rows.statistics.kept_log_sum_exp.dtype
+        self.size += exact.itemsize * int((rows.statistics.keys * rows.queries).sum())
+        if self.size > LARGEST:
+            self.found.clear()
+            return
+        queries, keys = token_labels(call, self.sample)
+        with torch.autocast(call.q.device.type, enabled=False):  # as of the statistics
+            scores = call.scores(exact)
+        self.found.append(SeenLayer(call.module, call.occurrence, queries, keys, _heads(rows, scores)))
+
+
+def see(
+    model: LoadedModel,
+    sample: Sample,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+    seed: int = 0,
+) -> Seen:
+    """Run a model on one input and keep what every head makes of it.
+
+    Of an input whose scores do not fit on a page, so many tokens are left out behind that they do.
+
+    Source: docs/theory.md#attention-call. Deviation: none.
+
+    Args:
+        model: of any kind.
+        sample: its input.
+        device: where to run; None: where the model is.
+        dtype: of the model; None: its own.
+        seed: of keys that are redrawn, for the remark.
+
+    Raises:
+        InputError: if no attention is captured, no query counts, or an input that is no token ids is too large.
+    """
+    seeing, audit, kind = _run(model, sample, device, dtype)
+    if seeing.size > LARGEST:
+        fits = (
+            math.floor(longest(sample.batch) * math.sqrt(LARGEST / seeing.size)) - 1
+        )  # scores grow as its square
+        shorter = sample.shortened(fits) if fits > 1 else None
+        if shorter is not None:
+            sample = shorter
+            seeing, audit, kind = _run(model, sample, device, dtype)
+    if seeing.size > LARGEST:
+        raise InputError(
+            f"{sample.source}: its scores take {seeing.size / 2**20:.0f} MiB, and a page holds "
+            f"{LARGEST / 2**20:.0f}. Give a shorter input."
+        )
+    if not seeing.found:
+        raise no_attention(model.path, audit)
+    if not seeing.size:
+        raise InputError("There is no query to look at: every token of the input is padding.")
+    for remark in remarks_on(model, [sample.batch], seed):
+        audit.remarks[remark] += 1
+    residual = seeing.layers.largest("residual_over_rounding")
+    return Seen(model, sample, seeing.found, audit, residual, str(kind).removeprefix("torch."))
+
+
+def _run(
+    model: LoadedModel, sample: Sample, device: torch.device | str | None, dtype: torch.dtype | None
+) -> tuple[_Seeing, Audit, torch.dtype]:
+    seeing = _Seeing(sample)
+    with running(model, seeing.add, device, dtype) as run:
+        run(sample.batch)
+    return seeing, run.audit, run.dtype
+
+
+def _heads(rows: CountedRows, scores: Tensor) -> list[Head]:
+    """The heads of a call of one sample."""
+    call, counted = rows.call, rows.call.counted[..., None]
+    allowed = (
+        counted.expand(scores.shape) if call.allowed is None else (counted & call.allowed).expand(scores.shape)
+    )
+    selected = None if call.selected is None else allowed & as_mask(call.selected, scores.shape[-1])
+    sinks = None if call.sinks is None else call.sinks.double().tolist()
+    of_rows = (rows.attending, rows.statistics.dispersion(), rows.statistics.entropy, rows.first_weight())
+    some, spans, entropies, firsts = (values[0].cpu().numpy() for values in of_rows)
+    on_cpu = [None if x is None else x[0].cpu().numpy() for x in (scores, allowed, selected)]
+    found = []
+    for head in range(scores.shape[1]):
+        z, seen, own = (None if x is None else x[head] for x in on_cpu)
+        spread = spans[head][some[head]]
+        spread = spread[np.isfinite(spread)]
+        found.append(
+            Head(
+                scores=z[seen],  # type: ignore[index]
+                allowed=seen,  # type: ignore[arg-type]
+                selected=own,
+                sink=None if sinks is None else sinks[head],
+                dispersion=float(np.median(spread)) if len(spread) else math.nan,
+                entropy=_mean(entropies[head][some[head]]),
+                first_weight=_mean(firsts[head][some[head]]),
+            )
+        )
+    return found
+
+
+def _mean(values: np.ndarray) -> float:
+    return float(values.mean(dtype=np.float64)) if len(values) else math.nan

@@ -1,0 +1,145 @@
+"""The one input that is looked at, and what its tokens say."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from semdiag.capturing.attention_call import AttentionCall
+from semdiag.capturing.batches import Batch, entries, longest, only_token_ids
+from semdiag.capturing.inputs.texts import SUFFIXES, TextOptions, read_texts, tokeniser_of
+from semdiag.capturing.inputs.tokenising import Tokeniser
+from semdiag.capturing.kept_keys import CROSS
+from semdiag.capturing.loading import LoadedModel
+from semdiag.measuring.conditions import Conditions
+from semdiag.measuring.encoders.inputs import checked_tokens
+from semdiag.measuring.survey import inputs_of
+from semdiag_models import Encoder, InputError
+
+LONGEST = 256  # tokens that a page shows
+_OF_DECODER = ("decoder_input_ids", "decoder_inputs")
+
+
+@dataclass(frozen=True, eq=False)
+class Sample:
+    """One input of a model.
+
+    Attributes:
+        batch: that the model is called with, of one sample.
+        source: where it comes from, in words.
+        tokens: what the tokens of its sequence of ids say; None: it has none, or it is not known which.
+        targets: likewise of a decoder's own sequence; None: there is no other.
+        cut: whether tokens were left out behind.
+        text: from which it was made, and what makes it; None: it came as numbers.
+    """
+
+    batch: Batch
+    source: str
+    tokens: list[str] | None
+    targets: list[str] | None = None
+    cut: bool = False
+    text: tuple[str, LoadedModel, TextOptions] | None = None
+
+    def shortened(self, most: int) -> "Sample | None":
+        """Return the sample with at most so many tokens; None if it is not made of token ids."""
+        if self.text is not None:
+            text, model, options = self.text
+            return _of_text(text, model, replace(options, max_length=most), self.source)
+        if not only_token_ids(self.batch):
+            return None
+        batch = _first_tokens(self.batch, most)
+        labels = (None if known is None else known[:most] for known in (self.tokens, self.targets))
+        return Sample(batch, self.source, *labels, cut=self.cut or longest(self.batch) > most)
+
+
+def read_sample(model: LoadedModel, conditions: Conditions, text: str | None = None) -> Sample:
+    """Make the input that is looked at: a text, or the first sample of the inputs.
+
+    Args:
+        model: of any kind.
+        conditions: with batches of one sample.
+        text: that the user typed; None: the conditions say which inputs.
+
+    Raises:
+        InputError: if there is none, it does not suit the model, or more tokens are asked for than a page shows.
+    """
+    options, given = conditions.texts, conditions.inputs
+    if options.max_length is not None and options.max_length > LONGEST:
+        raise InputError(f"A page shows at most {LONGEST} tokens. Got --max-length {options.max_length}.")
+    source = "--text"
+    if text is None and given is not None and given.suffix in SUFFIXES and model.external:
+        texts = read_texts(given).texts
+        text, source = texts[0], f"{given}, the first of {len(texts)} texts" if len(texts) > 1 else str(given)
+    if text is not None:
+        return _of_text(text, model, replace(options, max_length=options.max_length or LONGEST), source)
+    batches, _, source = inputs_of(model, conditions)
+    batch = batches[0]
+    if isinstance(model.module, Encoder):
+        (batch,) = checked_tokens(model.module, [batch], ())
+    sample = Sample(batch, source, _words(model, _ids(batch, False)), _words(model, _ids(batch, True)))
+    return sample if not only_token_ids(batch) else sample.shortened(LONGEST) or sample
+
+
+def token_labels(call: AttentionCall, sample: Sample) -> tuple[list[str], list[str]]:
+    """Say what the queries and the keys of a call are; their positions where that is not known.
+
+    Args:
+        call: of a forward of the sample.
+        sample: that the model ran on.
+    """
+    own = other = sample.tokens
+    if sample.targets is not None:
+        crossing = any(word in call.module.lower() for word in CROSS)
+        own = sample.targets if "decoder" in call.module.lower() else sample.tokens
+        other = sample.tokens if crossing else own
+    found = []
+    for known, length in ((own, call.q.shape[2]), (other, call.k.shape[2])):
+        fits = known is not None and len(known) == length
+        found.append(known if fits and known is not None else [str(place) for place in range(length)])
+    return found[0], found[1]
+
+
+def _of_text(text: str, model: LoadedModel, options: TextOptions, source: str) -> Sample:
+    """A text as the model's input."""
+    tokenise = tokeniser_of(Path(source), model, options)
+    batch: dict[str, Tensor] = tokenise([text])
+    ids, decoder = _ids(batch, False), _ids(batch, True)
+    words = None if ids is None else tokenise.pieces(ids)
+    targets = None if decoder is None else tokenise.pieces(decoder)
+    return Sample(batch, source, words, targets, tokenise.cut([text]) > 0, (text, model, options))
+
+
+def _ids(batch: Batch, decoder: bool) -> list[int] | None:
+    """The token ids of a sample, or those of its decoder; None where there are none, or no telling which."""
+    whole = [
+        (str(name), value)
+        for name, value in entries(batch)
+        if isinstance(value, Tensor) and value.ndim == 2 and not value.is_floating_point() and len(value) == 1
+    ]
+    named = [ids for name, ids in whole if (name in _OF_DECODER if decoder else name == "input_ids")]
+    if not named and not decoder and len(whole) == 1 and whole[0][1].dtype != torch.bool:
+        named = [whole[0][1]]
+    return [int(each) for each in named[0][0]] if named else None
+
+
+def _words(model: LoadedModel, ids: list[int] | None) -> list[str] | None:
+    """What ids say by the model's tokenizer; the ids themselves where it has none."""
+    if ids is None:
+        return None
+    try:
+        tokenise: Tokeniser = tokeniser_of(Path(model.path), model, TextOptions())
+        return tokenise.pieces(ids)
+    except InputError:
+        return [str(each) for each in ids]
+
+
+def _first_tokens(batch: Any, most: int) -> Any:
+    """A batch of token ids with the first tokens of each of its tensors."""
+    if isinstance(batch, Tensor):
+        return batch[:, :most] if batch.ndim == 2 else batch
+    if isinstance(batch, Mapping):
+        return {name: _first_tokens(value, most) for name, value in batch.items()}
+    return tuple(_first_tokens(each, most) for each in batch) if isinstance(batch, tuple | list) else batch

@@ -1,0 +1,200 @@
+"""The page of one text: a map of the heads, and behind each its scores."""
+
+import base64
+import json
+import math
+from collections.abc import Sequence
+from importlib.metadata import version
+from importlib.resources import files
+from typing import Any
+
+import numpy as np
+from jinja2 import Environment, StrictUndefined
+from markupsafe import Markup, escape
+
+from semdiag.capturing.audit import WARNING
+from semdiag.presenting.page_style import page_style
+from semdiag.questions.look.measure.heads import Head, Seen, SeenLayer
+from semdiag_models.plain_text import visible
+
+GENERATOR = "semdiag look"
+_FURTHEST = 5  # heads at either end of δ that stand in the table
+_BROAD = 16  # heads of a layer, above which the map takes the whole width
+_MARKS = str.maketrans({"\n": "↵", "\t": "⇥"})
+# What ends a script, or is read as markup, is written as an escape, and so is all that is not ASCII.
+_ESCAPES = {ord(letter): f"\\u{ord(letter):04x}" for letter in "<>&"}
+_NUMBERS = ("dispersion", "entropy", "first_weight")
+
+
+def render_look(seen: Seen, k: int, command: str) -> str:
+    """Write the page; tokens and names are data in it, and what a browser would obey is made visible.
+
+    Args:
+        seen: the model on one input.
+        k: of the keys that are shown as kept, at first.
+        command: that the page is made with.
+
+    Returns:
+        One file that needs nothing beside it.
+    """
+    environment = Environment(
+        autoescape=True, finalize=_shown, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters["number"] = _number
+    environment.filters["percent"] = lambda value: f"{100 * value:.1f} %" if math.isfinite(value) else "–"
+    folder = files("semdiag.questions.look").joinpath("templates")
+    parts = {
+        name: folder.joinpath(f"look.{name}").read_text(encoding="utf-8") for name in ("css", "js", "html.j2")
+    }
+    heads = all_heads(seen)
+    broadest = max(len(layer.heads) for layer in seen.layers)
+    largest = max((one.dispersion for *_, one in heads if math.isfinite(one.dispersion)), default=0.0)
+    return environment.from_string(parts["html.j2"]).render(
+        style=Markup(f"{page_style()}\n{parts['css']}"),
+        script=Markup(parts["js"]),
+        data=Markup(json.dumps(_data(seen, k), separators=(",", ":"), allow_nan=False).translate(_ESCAPES)),
+        generator=GENERATOR,
+        seen=seen,
+        broadest=broadest,
+        broad=broadest > _BROAD,
+        largest=largest,
+        part_of_largest=lambda value: _share(value, largest),
+        furthest=furthest(heads),
+        count=len(heads),
+        lead=lead(heads),
+        cautions=cautions(seen),
+        remarks=[f"{remark.module or 'The model'}: {remark.text}." for remark in seen.audit.remarks],
+        selecting=any(one.selected is not None for *_, one in heads),
+        command=command,
+        versions={"semdiag": version("semdiag"), "dtype": seen.dtype, **seen.model.provenance},
+    )
+
+
+def is_page_of(model: str | None, head: str) -> bool:
+    """Tell whether a file is such a page.
+
+    Args:
+        model: that it must be of; None: of any.
+        head: the beginning of the file.
+    """
+    said = [f'<meta name="generator" content="{GENERATOR}">']
+    said += [] if model is None else [f'<meta name="model" content="{escape(visible(model))}">']
+    return all(tag in head for tag in said)
+
+
+def all_heads(seen: Seen) -> list[tuple[int, int, Head]]:
+    """Return every head with its layer and number."""
+    return [(layer, head, one) for layer, each in enumerate(seen.layers) for head, one in enumerate(each.heads)]
+
+
+def cautions(seen: Seen) -> list[str]:
+    """Say what spoils the answer, in sentences: what was left out, and warnings."""
+    found = []
+    if seen.sample.cut:
+        found.append(f"The input is longer: its first {seen.length} tokens are shown")
+    found += [
+        f"Not captured: {one.operation} in {one.module or 'the model'}: {one.reason}" for one in seen.audit.skipped
+    ]
+    found += [one.text for one in seen.audit.remarks if one.severity == WARNING]
+    return [f"{text}." for text in dict.fromkeys(found)]
+
+
+def furthest(heads: Sequence[tuple[int, int, Head]]) -> list[tuple[int, int, Head]]:
+    """Return the heads of the largest and of the smallest median δ, the largest first.
+
+    Args:
+        heads: with their layers and numbers.
+    """
+    known = sorted(
+        (entry for entry in heads if math.isfinite(entry[2].dispersion)), key=lambda e: -e[2].dispersion
+    )
+    return known if len(known) <= 2 * _FURTHEST else known[:_FURTHEST] + known[-_FURTHEST:]
+
+
+def lead(heads: Sequence[tuple[int, int, Head]]) -> str:
+    """Say in one sentence which head's scores lie furthest apart.
+
+    Args:
+        heads: with their layers and numbers.
+
+    Example:
+        >>> none = np.zeros(0)
+        >>> one = [(3, h, Head(none, none, None, None, x, 0.0, 0.0)) for h, x in enumerate((1.0, 9.0, 3.0))]
+        >>> lead(one)
+        'Head 1 of layer 3 tells its keys furthest apart: median δ 9 nats, where the middle head has 3.'
+    """
+    known = furthest(heads)
+    if not known:
+        return "No head has finite scores."
+    layer, head, most = known[0]
+    middle = float(np.median([one.dispersion for *_, one in heads if math.isfinite(one.dispersion)]))
+    others = f", where the middle head has {middle:.3g}" if len(known) > 1 else ""
+    return (
+        f"Head {head} of layer {layer} tells its keys furthest apart: median δ {most.dispersion:.3g} nats{others}."
+    )
+
+
+def _data(seen: Seen, k: int) -> dict[str, Any]:
+    """What the script reads: labels and masks once, scores as base64 of little-endian floats."""
+    labels: dict[tuple[str, ...], int] = {}
+    masks: dict[bytes, int] = {}
+    size = seen.layers[0].heads[0].scores.dtype.itemsize
+
+    def label(words: list[str]) -> int:
+        return labels.setdefault(tuple(visible(word).translate(_MARKS) for word in words), len(labels))
+
+    def mask(kept: np.ndarray | None) -> int | None:
+        if kept is None:
+            return None
+        return masks.setdefault(np.packbits(kept, axis=None, bitorder="little").tobytes(), len(masks))
+
+    def layer(one: SeenLayer) -> dict[str, Any]:
+        heads = [
+            {
+                "scores": _base64(head.scores.astype(f"<f{size}").tobytes()),
+                "allowed": mask(head.allowed),
+                "selected": mask(head.selected),
+                "sink": head.sink,
+                "numbers": [_rounded(getattr(head, name)) for name in _NUMBERS],
+            }
+            for head in one.heads
+        ]
+        return {
+            "module": visible(one.module) + (f" (call {one.occurrence})" if one.occurrence else ""),
+            "queries": label(one.queries),
+            "keys": label(one.keys),
+            "heads": heads,
+        }
+
+    layers = [layer(one) for one in seen.layers]
+    return {
+        "k": k,
+        "bytes": size,
+        "layers": layers,
+        "labels": [list(words) for words in labels],
+        "masks": [_base64(bits) for bits in masks],
+    }
+
+
+def _base64(content: bytes) -> str:
+    return base64.b64encode(content).decode("ascii")
+
+
+def _rounded(value: float) -> float | None:
+    """Six digits of a number; None where it is none."""
+    return float(f"{value:.6g}") if math.isfinite(value) else None
+
+
+def _share(value: float, largest: float) -> int:
+    """How strongly a cell is coloured, 0 … 100: by the root, so that one head far out leaves the others apart."""
+    return round(100 * math.sqrt(max(value, 0.0) / largest)) if largest and math.isfinite(value) else 0
+
+
+def _number(value: float) -> str:
+    """Three digits, an en dash where there is no number."""
+    return f"{value:.3g}" if math.isfinite(value) else "–"
+
+
+def _shown(value: Any) -> Any:
+    """A value of the template; what macros have made is done."""
+    return visible(value) if isinstance(value, str) and not isinstance(value, Markup) else value

@@ -1,0 +1,66 @@
+"""Where the page of one text goes, and how it gets there."""
+
+import hashlib
+from pathlib import Path
+
+from semdiag.presenting.file_names import file_safe
+from semdiag.questions.look.measure.heads import Seen
+from semdiag.questions.look.page import is_page_of, render_look
+from semdiag_models import InputError
+from semdiag_models.reading import open_file
+from semdiag_models.writing import write_text
+
+_HEAD = 4096  # bytes of a page, within which it says what it is
+
+
+def place_of(model: str, given: Path | None) -> Path:
+    """Find the file of a page, before anything is measured: never one that is something else.
+
+    Args:
+        model: as the user named it.
+        given: what the user named; None: ``reports/look-MODEL.html``, with a hash where the page of another model
+            of that name is.
+
+    Raises:
+        InputError: if it is no .html file, or something else than such a page is there.
+    """
+    place = given or Path("reports") / f"look-{file_safe(model)}.html"
+    if place.suffix.lower() not in (".html", ".htm"):
+        raise InputError(f"--out takes the name of an .html file. Got {place}.")
+    head = _head(place)
+    if head is not None and not is_page_of(None, head):
+        raise InputError(
+            f"{place} is no page of semdiag look, and is kept. Name another file with --out FILE.html."
+        )
+    if given is None and head is not None and not is_page_of(model, head):
+        digest = hashlib.sha256(model.encode("utf-8", "surrogateescape")).hexdigest()
+        return place_of(model, place.with_name(f"{place.stem}-{digest[:8]}.html"))
+    return place
+
+
+def write_look(seen: Seen, k: int, command: str, place: Path) -> None:
+    """Write the page, whole or not at all.
+
+    Args:
+        seen: the model on one input.
+        k: of the keys that are shown as kept, at first.
+        command: that it is made with.
+        place: from :func:`place_of`.
+
+    Raises:
+        InputError: if it cannot be written.
+    """
+    page = render_look(seen, k, command)
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        write_text(place, page)
+    except OSError as error:
+        raise InputError(f"{place} cannot be written: {error.strerror or error}.") from None
+
+
+def _head(place: Path) -> str | None:
+    """The beginning of a file; None if there is none."""
+    if not place.exists():
+        return None
+    with open_file(place) as file:
+        return file.read(_HEAD).decode("utf-8", "replace")
