@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from semdiag.questions.k_sweep.measure.probe import KSweepPlan
     from semdiag.questions.landscape.measure import LandscapePlan
     from semdiag.questions.lipschitz.measure.probe import LipschitzPlan
+    from semdiag.questions.look.in_python import look
     from semdiag.questions.mask_stability.measure.probe import NoisePlan
     from semdiag.questions.selections.measure.check import check_selection
     from semdiag.reporting.in_python import plot, report, summary
@@ -67,6 +68,7 @@ _HOME = {
     "landscape": "semdiag.questions.in_python",
     "LipschitzPlan": "semdiag.questions.lipschitz.measure.probe",
     "lipschitz": "semdiag.questions.in_python",
+    "look": "semdiag.questions.look.in_python",
     "check_selection": "semdiag.questions.selections.measure.check",
     "measure": "semdiag.measuring.measure",
     "Measurements": "semdiag.measuring.measurements",
@@ -92,6 +94,8 @@ __all__ = [
     # probes
     "LandscapePlan", "LipschitzPlan", "NoisePlan", "KSweepPlan", "k_sweep", "landscape", "lipschitz",
     "mask_stability",
+    # one text
+    "look",
     # selections
     "check_selection",
     # findings

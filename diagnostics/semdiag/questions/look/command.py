@@ -40,8 +40,8 @@ def look(
     k: Annotated[
         int,
         typer.Option(
-            help="Of heads that attend to every key, show the k largest scores of each query as kept. The page can "
-            "change it.",
+            help="Of heads that attend to every key, show the k largest scores of each query as kept. On the page "
+            "it can be changed.",
             rich_help_panel=_PANEL,
         ),
     ] = 5,

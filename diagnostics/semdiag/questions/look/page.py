@@ -121,7 +121,7 @@ def lead(heads: Sequence[tuple[int, int, Head]]) -> str:
         >>> none = np.zeros(0)
         >>> one = [(3, h, Head(none, none, None, None, x, 0.0, 0.0)) for h, x in enumerate((1.0, 9.0, 3.0))]
         >>> lead(one)
-        'Head 1 of layer 3 tells its keys furthest apart: median δ 9 nats, where the middle head has 3.'
+        'Head 1 of layer 3 spans the widest range of scores: median δ 9 nats, where the middle head has 3.'
     """
     known = furthest(heads)
     if not known:
@@ -129,9 +129,8 @@ def lead(heads: Sequence[tuple[int, int, Head]]) -> str:
     layer, head, most = known[0]
     middle = float(np.median([one.dispersion for *_, one in heads if math.isfinite(one.dispersion)]))
     others = f", where the middle head has {middle:.3g}" if len(known) > 1 else ""
-    return (
-        f"Head {head} of layer {layer} tells its keys furthest apart: median δ {most.dispersion:.3g} nats{others}."
-    )
+    said = f"Head {head} of layer {layer} spans the widest range of scores"
+    return f"{said}: median δ {most.dispersion:.3g} nats{others}."
 
 
 def _data(seen: Seen, k: int) -> dict[str, Any]:
@@ -154,7 +153,7 @@ def _data(seen: Seen, k: int) -> dict[str, Any]:
                 "scores": _base64(head.scores.astype(f"<f{size}").tobytes()),
                 "allowed": mask(head.allowed),
                 "selected": mask(head.selected),
-                "sink": head.sink,
+                "sink": _sink(head.sink),
                 "numbers": [_rounded(getattr(head, name)) for name in _NUMBERS],
             }
             for head in one.heads
@@ -183,6 +182,13 @@ def _base64(content: bytes) -> str:
 def _rounded(value: float) -> float | None:
     """Six digits of a number; None where it is none."""
     return float(f"{value:.6g}") if math.isfinite(value) else None
+
+
+def _sink(value: float | None) -> float | str | None:
+    """A learnt logit; None where there is none or it takes no part, a word that is no number where it is none."""
+    if value is None or value == -math.inf:
+        return None
+    return value if math.isfinite(value) else "NaN"
 
 
 def _share(value: float, largest: float) -> int:

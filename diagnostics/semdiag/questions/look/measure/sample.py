@@ -1,6 +1,6 @@
 """The one input that is looked at, and what its tokens say."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from semdiag.capturing.attention_call import AttentionCall
-from semdiag.capturing.batches import Batch, entries, longest, only_token_ids
+from semdiag.capturing.batches import Batch, entries, longest, only_token_ids, split
 from semdiag.capturing.inputs.texts import SUFFIXES, TextOptions, read_texts, tokeniser_of
 from semdiag.capturing.inputs.tokenising import Tokeniser
 from semdiag.capturing.kept_keys import CROSS
@@ -51,8 +51,8 @@ class Sample:
         if not only_token_ids(self.batch):
             return None
         batch = _first_tokens(self.batch, most)
-        labels = (None if known is None else known[:most] for known in (self.tokens, self.targets))
-        return Sample(batch, self.source, *labels, cut=self.cut or longest(self.batch) > most)
+        words, targets = (None if known is None else known[:most] for known in (self.tokens, self.targets))
+        return Sample(batch, self.source, words, targets, self.cut or longest(self.batch) > most)
 
 
 def read_sample(model: LoadedModel, conditions: Conditions, text: str | None = None) -> Sample:
@@ -76,11 +76,29 @@ def read_sample(model: LoadedModel, conditions: Conditions, text: str | None = N
     if text is not None:
         return _of_text(text, model, replace(options, max_length=options.max_length or LONGEST), source)
     batches, _, source = inputs_of(model, conditions)
-    batch = batches[0]
-    if isinstance(model.module, Encoder):
-        (batch,) = checked_tokens(model.module, [batch], ())
-    sample = Sample(batch, source, _words(model, _ids(batch, False)), _words(model, _ids(batch, True)))
-    return sample if not only_token_ids(batch) else sample.shortened(LONGEST) or sample
+    return _of_batch(model, batches[0], source)
+
+
+def given_sample(model: LoadedModel, given: str | Batch | Iterable[Batch], tokens: Sequence[str] | None) -> Sample:
+    """Make the input of what a program gives.
+
+    Args:
+        model: of any kind.
+        given: a text, for models with a tokenizer; or inputs, of which the first sample is taken.
+        tokens: what the tokens say; None: what the model's tokenizer says, else their ids or positions.
+
+    Raises:
+        InputError: if there is none, or it does not suit the model.
+    """
+    if isinstance(given, str):
+        if tokens is not None:
+            raise InputError("tokens say what numbers mean: of a text the tokenizer says it.")
+        return _of_text(given, model, TextOptions(LONGEST), "the text")
+    batches = split(given, 1)
+    if not batches:
+        raise InputError("There is no input to look at: the number of samples is 0.")
+    found = _of_batch(model, batches[0], "the first sample given")
+    return found if tokens is None else replace(found, tokens=[str(word) for word in tokens][:LONGEST])
 
 
 def token_labels(call: AttentionCall, sample: Sample) -> tuple[list[str], list[str]]:
@@ -92,14 +110,23 @@ def token_labels(call: AttentionCall, sample: Sample) -> tuple[list[str], list[s
     """
     own = other = sample.tokens
     if sample.targets is not None:
-        crossing = any(word in call.module.lower() for word in CROSS)
-        own = sample.targets if "decoder" in call.module.lower() else sample.tokens
-        other = sample.tokens if crossing else own
-    found = []
-    for known, length in ((own, call.q.shape[2]), (other, call.k.shape[2])):
-        fits = known is not None and len(known) == length
-        found.append(known if fits and known is not None else [str(place) for place in range(length)])
-    return found[0], found[1]
+        module = call.module.lower()
+        own = sample.targets if "decoder" in module else sample.tokens
+        other = sample.tokens if any(word in module for word in CROSS) else own
+    return _fitting(own, call.q.shape[2]), _fitting(other, call.k.shape[2])
+
+
+def _fitting(words: list[str] | None, length: int) -> list[str]:
+    """Words, one for each of so many positions; else the positions."""
+    return words if words is not None and len(words) == length else [str(place) for place in range(length)]
+
+
+def _of_batch(model: LoadedModel, batch: Batch, source: str) -> Sample:
+    """One sample of inputs; of token ids no more than a page shows."""
+    if isinstance(model.module, Encoder):
+        (batch,) = checked_tokens(model.module, [batch], ())
+    sample = Sample(batch, source, _words(model, _ids(batch, False)), _words(model, _ids(batch, True)))
+    return sample.shortened(LONGEST) or sample
 
 
 def _of_text(text: str, model: LoadedModel, options: TextOptions, source: str) -> Sample:

@@ -10,8 +10,9 @@ const state = { layer: 0, head: 0, query: 0, k: data.k, metric: 0, all: false };
 
 // Numbers: three digits, as in the static table.
 const digits = (x) => x === null || Number.isNaN(x) ? "–" : !Number.isFinite(x) ? (x > 0 ? "∞" : "−∞")
-  : Math.abs(x) >= 1000 ? x.toFixed(0) : String(+x.toPrecision(3)).replace("-", "−");
-const percent = (x) => Number.isNaN(x) ? "–" : x > 0 && x < 0.0005 ? "< 0.1 %" : `${(100 * x).toFixed(1)} %`;
+  : (Math.abs(x) >= 1000 ? x.toFixed(0) : x !== 0 && Math.abs(x) < 0.001 ? x.toExponential(2) : String(+x.toPrecision(3))).replace(/^-/, "−");
+const percent = (x) => Number.isNaN(x) ? "–" : x > 0 && x < 0.0005 ? "< 0.1 %" : `${x >= 0.9995 ? 100 : (100 * x).toFixed(1)} %`;
+const quoted = (word) => `“\u2068${word}\u2069”`; // apart from the direction in which a token is written
 const decoded = (text) => Uint8Array.from(atob(text), (letter) => letter.charCodeAt(0));
 const element = (name, text, kind) => { const made = document.createElement(name); if (text !== undefined) made.textContent = text; if (kind) made.className = kind; return made; };
 
@@ -39,7 +40,7 @@ function logSumExp(scores) {
 }
 // What a query keeps and drops: its own selection, else the k largest scores, of equal ones the first keys'.
 function asked(layer, head, i, k) {
-  const row = rowOf(layer, head, i), selects = head.selected !== null, sink = head.sink === null ? [] : [head.sink];
+  const row = rowOf(layer, head, i), selects = head.selected !== null, sink = head.sink === null ? [] : [+head.sink];
   const order = [...row].sort((a, b) => b.z - a.z || a.j - b.j);
   const kept = selects ? order.filter((key) => key.own) : order.slice(0, k), dropped = selects ? order.filter((key) => !key.own) : order.slice(k);
   const whole = logSumExp([...row.map((key) => key.z), ...sink]), alone = logSumExp([...kept.map((key) => key.z), ...sink]);
@@ -90,7 +91,7 @@ function show() {
   for (const id of ["k", "slider"]) Object.assign(byId(id), { max: keys.length, value: state.k, disabled: found.selects });
   text(queries, keys, found);
   numbers(found);
-  scores(keys, found);
+  scores(queries, keys, found);
   matrix(layer, head);
   try { history.replaceState(null, "", `#${state.layer}.${state.head}.${state.query}`); } catch { /* a viewer that forbids it */ }
 }
@@ -117,10 +118,10 @@ function text(queries, keys, found) {
 }
 function numbers(found) {
   const entries = found.row.length === 0 ? [["this query has no key", "–"]] : [
-    ["keys it may attend to", String(found.row.length)],
+    ["keys seen", String(found.row.length)],
     [found.selects ? "δ of its keys" : "δ of all keys", digits(found.delta), "delta"],
     ...(found.selects ? [] : [[`δ of the k kept`, digits(found.deltaKept), "delta-kept"]]),
-    ["Δ, kept above dropped", found.dropped.length ? digits(found.gap) : "none dropped", "gap"],
+    ["Δ", found.dropped.length ? digits(found.gap) : "none dropped", "gap"],
     ["weight kept", percent(found.mass), "mass"],
     ["weight dropped", percent(found.lost), "lost"],
     ["entropy", digits(found.entropy), "entropy"],
@@ -132,10 +133,10 @@ function numbers(found) {
     return box;
   }));
 }
-function scores(keys, found) {
+function scores(queries, keys, found) {
   const z = found.row.map((key) => key.z).filter(Number.isFinite), low = Math.min(...z), wide = Math.max(...z) - low || 1;
   const left = (score) => Number.isFinite(score) ? 2 + 96 * (score - low) / wide : 0;
-  byId("scores-title").textContent = `Scores of query ${state.query} before the softmax, nats`;
+  byId("scores-title").textContent = `Scores of query ${state.query} ${quoted(queries[state.query])} before the softmax, nats`;
   const strip = [], both = found.kept.length && found.dropped.length;
   if (both && found.gap > 0) {
     const from = left(Math.max(...found.dropped.map((key) => key.z))), to = left(Math.min(...found.kept.map((key) => key.z)));
@@ -159,7 +160,7 @@ function scores(keys, found) {
     return row;
   };
   const shown = state.all ? found.dropped : found.dropped.slice(0, FEW), hidden = found.dropped.length - shown.length;
-  const gap = element("tr", undefined, "gap"), said = element("td", found.gap > 0 ? `Δ = ${digits(found.gap)} nats; dropped from here: ${percent(found.lost)} of the weight` : `Δ = ${digits(found.gap)} nats: a dropped key scores as high or higher`);
+  const gap = element("tr", undefined, "gap"), said = element("td", found.gap > 0 ? `Δ ${digits(found.gap)} nats, below it ${percent(found.lost)} of the weight is dropped` : `Δ ${digits(found.gap)} nats: a dropped key scores as high or higher`);
   said.colSpan = 5;
   gap.append(said);
   const order = [...found.kept, ...(both ? [gap] : []), ...shown];
@@ -232,7 +233,7 @@ const pointed = (event) => {
 byId("matrix").onclick = (event) => choose({ query: pointed(event).i });
 byId("matrix").onmousemove = (event) => {
   const { i, j } = pointed(event), layer = data.layers[state.layer], key = rowOf(layer, layer.heads[state.head], i).find((one) => one.j === j);
-  byId("pointed").textContent = `query ${i} “${queriesOf(layer)[i]}”, key ${j} “${keysOf(layer)[j]}”: ${key ? `score ${digits(key.z)} nats` : "not seen"}`;
+  byId("pointed").textContent = `query ${i} ${quoted(queriesOf(layer)[i])}, key ${j} ${quoted(keysOf(layer)[j])}: ${key ? `score ${digits(key.z)} nats` : "not seen"}`;
 };
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", show);
 addEventListener("hashchange", () => { if (fromAddress()) byId("head").scrollIntoView(); });

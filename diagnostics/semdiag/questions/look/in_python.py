@@ -1,0 +1,70 @@
+"""The page of one text, in Python."""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from semdiag.capturing.batches import Batch
+from semdiag.capturing.loading import LoadedModel
+from semdiag.measuring.calls.running import unnamed
+from semdiag.questions.look.measure.heads import fitting_k, see
+from semdiag.questions.look.measure.sample import given_sample
+from semdiag.questions.look.write import place_of, write_look
+from semdiag_models import InputError
+
+
+def look(
+    model: LoadedModel | nn.Module,
+    inputs: str | Batch | Iterable[Batch],
+    out: str | Path = "look.html",
+    *,
+    tokens: Sequence[str] | None = None,
+    k: int | None = None,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+) -> Path:
+    """Write a page that shows one input through every head: kept keys, scores before the softmax, δ and Δ.
+
+    The model runs once, in evaluation mode and without gradients; the mode of every module is restored. The page
+    needs no network. Of token ids beyond 256, or of which the scores take more than 12 MiB, the last are left out,
+    and the page says so.
+
+    Source: paper, Def. 3 and eqs. 19, 22 for δ and Δ. Deviation: none.
+
+    Args:
+        model: from :func:`semdiag.load`, or any module.
+        inputs: a text, for a Hugging Face model; or what the model is called with, of which the first sample is
+            taken.
+        out: the page, an .html file; an earlier page of this kind is replaced, and nothing else.
+        tokens: what the tokens say; by default by the model's tokenizer, else their ids, else positions.
+        k: how many of each query's scores are shown as kept at first; None: 5.
+        device: where to run; None: where the model is.
+        dtype: of the model and the scores; None: the model's own.
+
+    Returns:
+        The page.
+
+    Raises:
+        InputError: if the input does not suit the model, ``tokens`` are more or fewer than it has, no attention is
+            captured, no query has k keys, or the page cannot be written.
+
+    Example:
+        >>> import tempfile
+        >>> from semdiag_models import Encoder, ModelConfig
+        >>> encoder = Encoder(ModelConfig(vocabulary_size=3, classes=2, length=4, blocks=1))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     page = look(encoder, torch.tensor([[0, 1, 1, 0]]), Path(folder) / "look.html", tokens="abba", k=2)
+        ...     print(page.name, page.stat().st_size > 1000)
+        look.html True
+    """
+    loaded = model if isinstance(model, LoadedModel) else unnamed(model)
+    place = place_of(loaded.path, Path(out))
+    seen = see(loaded, given_sample(loaded, inputs, tokens), device, dtype)
+    if tokens is not None and not any(seen.sample.tokens in (one.queries, one.keys) for one in seen.layers):
+        raise InputError(
+            f"tokens are {len(tokens)} words: no attention of {loaded.path} has as many queries or keys."
+        )
+    write_look(seen, fitting_k(seen, k), f"semdiag.look(model, inputs, {str(out)!r})", place)
+    return place
