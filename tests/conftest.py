@@ -1,8 +1,13 @@
 """What all tests share."""
 
 import hashlib
+import html
+import json
 import os
 import random
+import re
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -78,3 +83,38 @@ def through_onednn(monkeypatch):
     if products._LINEAR is None:
         pytest.skip("This torch has no oneDNN.")
     monkeypatch.setattr(products, "_PAYS", True)
+
+
+_FLAGS = [
+    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--hide-scrollbars",
+    "--disable-background-networking", "--disable-component-update", "--disable-sync",
+    "--allow-file-access-from-files", "--virtual-time-budget=8000", "--window-size=1400,2200", "--dump-dom",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def chromium():
+    """The browser's program."""
+    found = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if found is None:
+        if os.environ.get("SEMDIAG_REQUIRE_BROWSER") == "1":
+            pytest.fail("SEMDIAG_REQUIRE_BROWSER=1, but no chromium is on the PATH: apt-get install chromium")
+        pytest.skip("no chromium on the PATH; SEMDIAG_REQUIRE_BROWSER=1 makes this a failure")
+    return found
+
+
+@pytest.fixture(scope="session")
+def in_browser(chromium, tmp_path_factory):
+    """Call with a folder and a page beside its own: what the page leaves as JSON in <pre id="found">."""
+    profile = tmp_path_factory.mktemp("profile")
+
+    def run(folder, probe):
+        place = folder / "probe.html"
+        place.write_text(probe, encoding="utf-8")
+        command = [chromium, *_FLAGS, f"--user-data-dir={profile}", place.as_uri()]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        found = re.search(r'<pre id="found">(.+?)</pre>', done.stdout, re.DOTALL)
+        assert found, f"The browser ended with {done.returncode}: {done.stderr[-2000:]}"
+        return json.loads(html.unescape(found[1]))
+
+    return run

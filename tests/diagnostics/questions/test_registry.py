@@ -39,7 +39,7 @@ def everything(make_everything):
 def test_every_folder_holds_a_question_whose_parts_are_there(name):
     question = import_module(f"{package.__name__}.{name}").QUESTION
     assert registry.QUESTIONS[question.name] is question
-    if question.section is None:  # it is asked of files, not of models
+    if question.section is None:  # it is asked of files, or of one text, and has a page of its own
         assert question.command is not None
         assert question.summary is question.probe is None
         return
@@ -51,7 +51,7 @@ def test_every_folder_holds_a_question_whose_parts_are_there(name):
 
 def test_every_question_stands_under_its_name_and_has_headings():
     assert len(registry.QUESTIONS) == len(FOLDERS)
-    assert set(registry.QUESTIONS) - set(registry.sections()) == {"selections"}
+    assert set(registry.QUESTIONS) - set(registry.sections()) == {"selections", "look"}
     for name, question in registry.QUESTIONS.items():
         assert question.name == name
         assert question.section is None or question.section.headings

@@ -1,11 +1,6 @@
 """The page in headless Chromium: no broken image, nothing wider than the window."""
 
-import html
-import json
-import os
-import re
 import shutil
-import subprocess
 
 import pytest
 
@@ -16,11 +11,6 @@ from semdiag.reporting.report import write_report
 
 pytestmark = pytest.mark.usefixtures("few_resamples")
 
-_FLAGS = [
-    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--hide-scrollbars",
-    "--disable-background-networking", "--disable-component-update", "--disable-sync",
-    "--allow-file-access-from-files", "--virtual-time-budget=8000",
-]  # fmt: skip
 # Headless windows are at least 500 pixels wide, a frame can be as narrow as a telephone.
 _PROBE = """<!DOCTYPE html><meta charset="utf-8">
 <iframe id="page" src="index.html" style="border:0;width:{width}px;height:2000px"></iframe><pre id="found"></pre>
@@ -41,27 +31,6 @@ document.getElementById("page").onload = async (event) => {{
 
 
 @pytest.fixture(scope="module")
-def chromium():
-    found = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-    if found is None:
-        if os.environ.get("SEMDIAG_REQUIRE_BROWSER") == "1":
-            pytest.fail("SEMDIAG_REQUIRE_BROWSER=1, but no chromium is on the PATH: apt-get install chromium")
-        pytest.skip("no chromium on the PATH; SEMDIAG_REQUIRE_BROWSER=1 makes this a failure")
-    return found
-
-
-def look(chromium, folder, width, profile):
-    (folder / "probe.html").write_text(_PROBE.format(width=width), encoding="utf-8")
-    command = [chromium, *_FLAGS, f"--user-data-dir={profile}", "--window-size=1400,2200", "--dump-dom"]
-    done = subprocess.run(
-        [*command, (folder / "probe.html").as_uri()], capture_output=True, text=True, timeout=60, check=False
-    )
-    found = re.search(r'<pre id="found">(.+?)</pre>', done.stdout, re.DOTALL)
-    assert found, f"The browser ended with {done.returncode}: {done.stderr[-2000:]}"
-    return json.loads(html.unescape(found[1]))
-
-
-@pytest.fixture(scope="module")
 def pages(full_report, model, tmp_path_factory):
     """Folders of a report on everything and of one on models with long names, and the images in each."""
     everything = tmp_path_factory.mktemp("everything")
@@ -77,9 +46,9 @@ def pages(full_report, model, tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("width", [1280, 390])
-def test_nothing_is_broken_or_too_wide(chromium, width, pages, tmp_path):
+def test_nothing_is_broken_or_too_wide(in_browser, width, pages):
     for folder, images in pages:
-        found = look(chromium, folder, width, tmp_path / "profile")
+        found = in_browser(folder, _PROBE.format(width=width))
         assert found["window"] == width
         assert found["content"] <= width
         assert found["outside"] == []
@@ -114,14 +83,8 @@ document.getElementById("page").onload = (event) => {
 
 
 @pytest.mark.slow
-def test_tables_sort_and_filter_a_model_is_marked_and_figures_grow(chromium, pages, tmp_path):
-    folder = pages[0][0]
-    (folder / "use.html").write_text(_USE, encoding="utf-8")
-    command = [chromium, *_FLAGS, f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom"]
-    done = subprocess.run(
-        [*command, (folder / "use.html").as_uri()], capture_output=True, text=True, timeout=60, check=False
-    )
-    found = json.loads(html.unescape(re.search(r'<pre id="found">(.+?)</pre>', done.stdout, re.DOTALL)[1]))
+def test_tables_sort_and_filter_a_model_is_marked_and_figures_grow(in_browser, pages):
+    found = in_browser(pages[0][0], _USE)
     assert found["rising"] == sorted(found["rising"])
     assert found["falling"] == sorted(found["rising"], reverse=True)
     assert len(set(found["rising"])) > 1
@@ -131,12 +94,12 @@ def test_tables_sort_and_filter_a_model_is_marked_and_figures_grow(chromium, pag
     assert found["large"]
 
 
-def test_the_probe_sees_what_is_broken(chromium, four, tmp_path):
+def test_the_probe_sees_what_is_broken(in_browser, four, tmp_path):
     page = write_report(Findings(four), tmp_path / "r", "x", formats=["png"], sections=["learning"])
     (page.parent / "figures" / "training_curves-narrow.png").write_bytes(b"not a picture")
     wide = '<div style="width:2000px">wide</div></main>'
     page.write_text(page.read_text(encoding="utf-8").replace("</main>", wide), encoding="utf-8")
-    found = look(chromium, page.parent, 390, tmp_path / "profile")
+    found = in_browser(page.parent, _PROBE.format(width=390))
     assert found["content"] > 390
     assert len(found["broken"]) == 1
     assert len(found["outside"]) == 1

@@ -92,6 +92,16 @@ def cautions(seen: Seen) -> list[str]:
     found = []
     if seen.sample.cut:
         found.append(f"The input is longer: its first {seen.length} tokens are shown")
+    if seen.folded:
+        where = f"{seen.folded[0] or 'the model'}{' and others' * (len(seen.folded) > 1)}"
+        found.append(f"The batch axis of {where} holds several rows (heads or windows): the first is shown")
+    if wild := sum(not np.isfinite(one.scores).all() for *_, one in all_heads(seen)):
+        found.append(f"Heads with scores that are no finite numbers: {wild} of {len(all_heads(seen))}")
+    if seen.residual > 1:
+        found.append(
+            f"Recomputed from what was captured, the attention differs from the model's own by "
+            f"{seen.residual:.3g} times what rounding can do: something of it was missed"
+        )
     found += [
         f"Not captured: {one.operation} in {one.module or 'the model'}: {one.reason}" for one in seen.audit.skipped
     ]
@@ -136,8 +146,8 @@ def lead(heads: Sequence[tuple[int, int, Head]]) -> str:
 def _data(seen: Seen, k: int) -> dict[str, Any]:
     """What the script reads: labels and masks once, scores as base64 of little-endian floats."""
     labels: dict[tuple[str, ...], int] = {}
-    masks: dict[bytes, int] = {}
-    size = seen.layers[0].heads[0].scores.dtype.itemsize
+    masks: dict[tuple[tuple[int, ...], bytes], int] = {}
+    size = max(head.scores.dtype.itemsize for *_, head in all_heads(seen))
 
     def label(words: list[str]) -> int:
         return labels.setdefault(tuple(visible(word).translate(_MARKS) for word in words), len(labels))
@@ -145,7 +155,8 @@ def _data(seen: Seen, k: int) -> dict[str, Any]:
     def mask(kept: np.ndarray | None) -> int | None:
         if kept is None:
             return None
-        return masks.setdefault(np.packbits(kept, axis=None, bitorder="little").tobytes(), len(masks))
+        bits = np.packbits(kept, axis=None, bitorder="little").tobytes()
+        return masks.setdefault((kept.shape, bits), len(masks))
 
     def layer(one: SeenLayer) -> dict[str, Any]:
         heads = [
@@ -162,6 +173,7 @@ def _data(seen: Seen, k: int) -> dict[str, Any]:
             "module": visible(one.module) + (f" (call {one.occurrence})" if one.occurrence else ""),
             "queries": label(one.queries),
             "keys": label(one.keys),
+            "one": not one.crossing and one.queries == one.keys,
             "heads": heads,
         }
 
@@ -171,7 +183,7 @@ def _data(seen: Seen, k: int) -> dict[str, Any]:
         "bytes": size,
         "layers": layers,
         "labels": [list(words) for words in labels],
-        "masks": [_base64(bits) for bits in masks],
+        "masks": [_base64(bits) for _, bits in masks],
     }
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from semdiag.capturing.attention_call import AttentionCall
 from semdiag.capturing.audit import Audit
-from semdiag.capturing.batches import longest
+from semdiag.capturing.batches import longest, samples_of
 from semdiag.capturing.loading import LoadedModel
 from semdiag.measuring.calls.counted_rows import CountedRows, counted_rows
 from semdiag.measuring.calls.layers import Layers
@@ -18,7 +18,7 @@ from semdiag.measuring.calls.scored_rows import as_mask
 from semdiag.measuring.encoders.inputs import fitting
 from semdiag.measuring.measure import no_attention
 from semdiag.measuring.survey import remarks_on
-from semdiag.questions.look.measure.sample import Sample, token_labels
+from semdiag.questions.look.measure.sample import Sample, is_crossing, token_labels
 from semdiag_models import InputError
 
 _USUAL_K = 5
@@ -57,6 +57,7 @@ class SeenLayer:
         occurrence: which call of the module in the forward.
         queries: what they are: tokens, or positions.
         keys: likewise.
+        crossing: whether the keys are of another sequence than the queries, as its name says.
         heads: of the layer.
     """
 
@@ -64,6 +65,7 @@ class SeenLayer:
     occurrence: int
     queries: list[str]
     keys: list[str]
+    crossing: bool
     heads: list[Head]
 
 
@@ -78,6 +80,7 @@ class Seen:
         audit: what was not captured, and what to know of what was.
         residual: the largest deviation of the attention, recomputed, over what rounding can do.
         dtype: in which it ran.
+        folded: modules of which the first row alone is looked at: heads or windows share their batch axis.
     """
 
     model: LoadedModel
@@ -86,6 +89,7 @@ class Seen:
     audit: Audit
     residual: float
     dtype: str
+    folded: list[str]
 
     @property
     def length(self) -> int:
@@ -121,10 +125,13 @@ class _Seeing:
     sample: Sample
     layers: Layers = field(default_factory=Layers)
     found: list[SeenLayer] = field(default_factory=list)
+    folded: list[str] = field(default_factory=list)
     size: int = 0
 
     def add(self, call: AttentionCall) -> None:
         """Keep a call's first row of the batch axis: there is one sample."""
+        if len(call.q) > max(samples_of(self.sample.batch), 1):
+            self.folded.append(call.module)
         call = call.part(slice(0, 1))
         rows = counted_rows(call)
         self.layers.add(rows)
@@ -136,7 +143,8 @@ class _Seeing:
         queries, keys = token_labels(call, self.sample)
         with torch.autocast(call.q.device.type, enabled=False):  # as of the statistics
             scores = call.scores(exact)
-        self.found.append(SeenLayer(call.module, call.occurrence, queries, keys, _heads(rows, scores)))
+        heads = _heads(rows, scores)
+        self.found.append(SeenLayer(call.module, call.occurrence, queries, keys, is_crossing(call.module), heads))
 
 
 def see(
@@ -164,9 +172,8 @@ def see(
     """
     seeing, audit, kind = _run(model, sample, device, dtype)
     if seeing.size > LARGEST:
-        fits = (
-            math.floor(longest(sample.batch) * math.sqrt(LARGEST / seeing.size)) - 1
-        )  # scores grow as its square
+        share = math.sqrt(LARGEST / seeing.size)  # scores grow as the square of the length
+        fits = math.floor(share * longest(sample.batch)) - 1
         shorter = sample.shortened(fits) if fits > 1 else None
         if shorter is not None:
             sample = shorter
@@ -174,7 +181,7 @@ def see(
     if seeing.size > LARGEST:
         raise InputError(
             f"{sample.source}: its scores take {seeing.size / 2**20:.0f} MiB, and a page holds "
-            f"{LARGEST / 2**20:.0f}. Give a shorter input."
+            f"{LARGEST / 2**20:.0f}. Give a smaller input."
         )
     if not seeing.found:
         raise no_attention(model.path, audit)
@@ -183,7 +190,8 @@ def see(
     for remark in remarks_on(model, [sample.batch], seed):
         audit.remarks[remark] += 1
     residual = seeing.layers.largest("residual_over_rounding")
-    return Seen(model, sample, seeing.found, audit, residual, str(kind).removeprefix("torch."))
+    name = str(kind).removeprefix("torch.")
+    return Seen(model, sample, seeing.found, audit, residual, name, seeing.folded)
 
 
 def _run(
@@ -198,9 +206,7 @@ def _run(
 def _heads(rows: CountedRows, scores: Tensor) -> list[Head]:
     """The heads of a call of one sample."""
     call, counted = rows.call, rows.call.counted[..., None]
-    allowed = (
-        counted.expand(scores.shape) if call.allowed is None else (counted & call.allowed).expand(scores.shape)
-    )
+    allowed = (counted if call.allowed is None else counted & call.allowed).expand(scores.shape)
     selected = None if call.selected is None else allowed & as_mask(call.selected, scores.shape[-1])
     sinks = None if call.sinks is None else call.sinks.double().tolist()
     of_rows = (rows.attending, rows.statistics.dispersion(), rows.statistics.entropy, rows.first_weight())

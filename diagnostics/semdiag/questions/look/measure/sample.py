@@ -110,10 +110,22 @@ def token_labels(call: AttentionCall, sample: Sample) -> tuple[list[str], list[s
     """
     own = other = sample.tokens
     if sample.targets is not None:
-        module = call.module.lower()
-        own = sample.targets if "decoder" in module else sample.tokens
-        other = sample.tokens if any(word in module for word in CROSS) else own
+        own = sample.targets if "decoder" in call.module.lower() else sample.tokens
+        other = sample.tokens if is_crossing(call.module) else own
     return _fitting(own, call.q.shape[2]), _fitting(other, call.k.shape[2])
+
+
+def is_crossing(module: str) -> bool:
+    """Whether a module's keys are of another sequence than its queries, as its name says.
+
+    Args:
+        module: its dotted name.
+
+    Example:
+        >>> is_crossing("decoder.layers.0.encoder_attn"), is_crossing("decoder.layers.0.self_attn")
+        (True, False)
+    """
+    return any(word in module.lower() for word in CROSS)
 
 
 def _fitting(words: list[str] | None, length: int) -> list[str]:

@@ -51,7 +51,7 @@ function asked(layer, head, i, k) {
   const range = (keys) => keys.length ? Math.max(...keys.map((key) => key.z)) - Math.min(...keys.map((key) => key.z)) : NaN;
   return { row, order, kept, dropped, selects, sink: sink.length ? terms[terms.length - 1] : null,
     mass: kept.reduce((sum, key) => sum + key.weight, 0), lost: dropped.reduce((sum, key) => sum + key.weight, 0),
-    delta: range(used), deltaKept: range(kept), entropy: -terms.reduce((sum, p) => sum + (p > 0 ? p * Math.log(p) : 0), 0),
+    delta: range(used), deltaKept: range(kept), entropy: -terms.reduce((sum, p) => sum + (p === 0 ? 0 : p * Math.log(p)), 0),
     gap: !kept.length ? NaN : !dropped.length ? Infinity : Math.min(...kept.map((key) => key.z)) - Math.max(...dropped.map((key) => key.z)) };
 }
 
@@ -89,16 +89,16 @@ function show() {
   byId("head-facts").textContent = `${layer.module || "the model"} · median δ ${digits(delta)} nats · mean entropy ${digits(entropy)} nats · weight on the first key ${percent(first ?? NaN)}`;
   byId("own").hidden = !found.selects;
   for (const id of ["k", "slider"]) Object.assign(byId(id), { max: keys.length, value: state.k, disabled: found.selects });
-  text(queries, keys, found);
+  text(layer.one, queries, keys, found);
   numbers(found);
   scores(queries, keys, found);
   matrix(layer, head);
   try { history.replaceState(null, "", `#${state.layer}.${state.head}.${state.query}`); } catch { /* a viewer that forbids it */ }
 }
 // Queries and keys of one sequence are shown as one text, of two as two.
-function text(queries, keys, found) {
+function text(one, queries, keys, found) {
   const seen = new Map(found.row.map((key) => [key.j, key])), most = Math.max(...found.row.map((key) => key.weight), 1e-9);
-  const one = queries === keys, box = byId("tokens");
+  const box = byId("tokens");
   const chip = (word, j, asQuery, asKey) => {
     const made = element("button", word), key = asKey ? seen.get(j) : undefined;
     made.type = "button";
