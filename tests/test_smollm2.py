@@ -14,6 +14,7 @@ import torch
 
 import semdiag
 from semdiag.capturing.inputs.files import read_batches
+from semdiag.capturing.inputs.texts import TextOptions, tokeniser_of
 from semdiag.questions.k_sweep.measure.probe import KSweepPlan
 
 ROOT = Path(__file__).parents[1]
@@ -92,3 +93,46 @@ def test_the_table_of_kinds_is_that_of_the_committed_report():
         )
         missing = "– | " * (mask == "block-16")
         assert f"| `{mask}` | {missing}{' | '.join(said)} |" in page
+
+
+_LOOK = """<!DOCTYPE html><meta charset="utf-8">
+<iframe id="page" src="look.html" style="border:0;width:WIDTHpx;height:2000px"></iframe><pre id="found"></pre>
+<script>
+document.getElementById("page").onload = (event) => {
+  const frame = event.target.contentWindow, page = event.target.contentDocument;
+  const numbers = [[18, 8, 14, 5], [7, 7, 17, 3], [0, 1, 9, 1]].map(([layer, head, query, k]) => {
+    page.querySelector(`.heads button[data-layer="${layer}"][data-head="${head}"]`).click();
+    page.querySelector(`#tokens button[data-query="${query}"]`).click();
+    Object.assign(page.getElementById("k"), { value: k }).dispatchEvent(new frame.Event("input"));
+    const said = (name) => page.querySelector(`[data-number="${name}"]`).textContent;
+    return { place: [layer, head, query, k], delta: said("delta"), "delta-kept": said("delta-kept"), gap: said("gap") };
+  });
+  document.getElementById("found").textContent = JSON.stringify({ numbers,
+    text: [...page.querySelectorAll("#tokens button")].map((one) => one.textContent).join(""),
+    content: page.documentElement.scrollWidth, cells: page.querySelectorAll(".heads button").length });
+};
+</script>"""
+
+
+@pytest.mark.slow
+def test_one_text_is_seen_through_every_head_and_the_numbers_are_those_of_a_capture(folder, in_browser, tmp_path):
+    """Numbers on the page have three digits: half a unit of the third is 0.5 %."""
+    model = semdiag.load(f"hf:{folder}")
+    text = "The capital of France is Paris, and the capital of Germany is Berlin. She sells sea shells."
+    page = semdiag.look(model, text, tmp_path / "look.html")
+    ids = tokeniser_of(page, model, TextOptions())([text])
+    with torch.no_grad(), semdiag.capture(model.module, k=5) as calls:
+        model.module(**ids)
+    place = ["layer", "head", "query"]
+    whole = calls.dispersion().set_index(place)["dispersion"]
+    kept = calls.dispersion(k=[1, 3, 5]).set_index([*place, "k"])["dispersion"]
+    gaps = calls.separation(k=[1, 3, 5]).set_index([*place, "k"])["separation"]
+    for width in (1280, 390):
+        found = in_browser(tmp_path, _LOOK.replace("WIDTH", str(width)))
+        assert found["text"] == text
+        assert (found["cells"], found["content"]) == (270, width)
+        for said in found["numbers"]:
+            at = tuple(said["place"])
+            for name, number in (("delta", whole[at[:3]]), ("delta-kept", kept[at]), ("gap", gaps[at])):
+                assert float(said[name].replace("−", "-")) == pytest.approx(number, rel=0.005, abs=1e-5)
+    assert page.stat().st_size < 2**20  # 270 heads of 210 scores of four bytes
