@@ -105,7 +105,8 @@ document.getElementById("page").onload = (event) => {
     page.querySelector(`#tokens button[data-query="${query}"]`).click();
     Object.assign(page.getElementById("k"), { value: k }).dispatchEvent(new frame.Event("input"));
     const said = (name) => page.querySelector(`[data-number="${name}"]`).textContent;
-    return { place: [layer, head, query, k], delta: said("delta"), "delta-kept": said("delta-kept"), gap: said("gap") };
+    const [delta, kept, gap] = ["delta", "delta-kept", "gap"].map(said);
+    return { place: [layer, head, query, k], delta, kept, gap };
   });
   document.getElementById("found").textContent = JSON.stringify({ numbers,
     text: [...page.querySelectorAll("#tokens button")].map((one) => one.textContent).join(""),
@@ -133,6 +134,6 @@ def test_one_text_is_seen_through_every_head_and_the_numbers_are_those_of_a_capt
         assert (found["cells"], found["content"]) == (270, width)
         for said in found["numbers"]:
             at = tuple(said["place"])
-            for name, number in (("delta", whole[at[:3]]), ("delta-kept", kept[at]), ("gap", gaps[at])):
+            for name, number in (("delta", whole[at[:3]]), ("kept", kept[at]), ("gap", gaps[at])):
                 assert float(said[name].replace("−", "-")) == pytest.approx(number, rel=0.005, abs=1e-5)
     assert page.stat().st_size < 2**20  # 270 heads of 210 scores of four bytes

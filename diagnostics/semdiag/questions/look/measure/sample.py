@@ -76,7 +76,7 @@ def read_sample(model: LoadedModel, conditions: Conditions, text: str | None = N
     if text is not None:
         return _of_text(text, model, replace(options, max_length=options.max_length or LONGEST), source)
     batches, _, source = inputs_of(model, conditions)
-    return _of_batch(model, batches[0], source)
+    return _of_batch(model, batches[0], source if "first" in source else f"{source}, the first")
 
 
 def given_sample(model: LoadedModel, given: str | Batch | Iterable[Batch], tokens: Sequence[str] | None) -> Sample:

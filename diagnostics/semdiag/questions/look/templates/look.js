@@ -12,7 +12,8 @@ const state = { layer: 0, head: 0, query: 0, k: data.k, metric: 0, all: false };
 const digits = (x) => x === null || Number.isNaN(x) ? "–" : !Number.isFinite(x) ? (x > 0 ? "∞" : "−∞")
   : (Math.abs(x) >= 1000 ? x.toFixed(0) : x !== 0 && Math.abs(x) < 0.001 ? x.toExponential(2) : String(+x.toPrecision(3))).replace(/^-/, "−");
 const percent = (x) => Number.isNaN(x) ? "–" : x > 0 && x < 0.0005 ? "< 0.1 %" : `${x >= 0.9995 ? 100 : (100 * x).toFixed(1)} %`;
-const quoted = (word) => `“\u2068${word}\u2069”`; // apart from the direction in which a token is written
+const trimmed = (word) => word.trim() || word;
+const quoted = (word) => `“\u2068${trimmed(word)}\u2069”`; // apart from the direction in which a token is written
 const decoded = (text) => Uint8Array.from(atob(text), (letter) => letter.charCodeAt(0));
 const element = (name, text, kind) => { const made = document.createElement(name); if (text !== undefined) made.textContent = text; if (kind) made.className = kind; return made; };
 
@@ -113,6 +114,7 @@ function text(one, queries, keys, found) {
   const line = one ? queries.map((word, j) => chip(word, j, true, true))
     : [...queries.map((word, j) => chip(word, j, true, false)), element("br"), element("small", "keys: "), ...keys.map((word, j) => chip(word, j, false, true))];
   const focused = box.contains(document.activeElement);
+  box.classList.toggle("apart", !keys.some((word) => /^\s/.test(word))); // ids, positions, pieces of words
   box.replaceChildren(...line);
   if (focused) box.querySelector("[aria-current]")?.focus();
 }
@@ -150,7 +152,7 @@ function scores(queries, keys, found) {
   const line = (key) => {
     const row = element("tr", undefined, key.kept ? "kept" : "dropped"), name = element("td", undefined, "text"), dot = element("div", undefined, "dot"), bar = element("i");
     row.dataset.key = key.j;
-    name.append(element("small", String(key.j)), element("bdi", keys[key.j]));
+    name.append(element("small", String(key.j)), element("bdi", trimmed(keys[key.j])));
     name.title = keys[key.j];
     bar.style.width = `${left(key.z)}%`;
     dot.append(bar);
@@ -173,8 +175,9 @@ function matrix(layer, head) {
   const canvas = byId("matrix"), rows = queriesOf(layer).length, keys = keysOf(layer).length, style = getComputedStyle(document.documentElement);
   const rgb = (name) => { const hex = style.getPropertyValue(name).trim(); return [1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16)); };
   const paper = rgb("--paper"), kept = rgb("--kept"), dropped = rgb("--dropped"), line = rgb("--line"), ink = rgb("--ink");
-  const context = canvas.getContext("2d"), size = Math.max(1, Math.floor(720 / Math.max(rows, keys)));
+  const context = canvas.getContext("2d"), size = Math.max(1, Math.floor(720 / Math.max(rows, keys))), between = size > 3 ? Math.ceil(size / 14) : 0;
   Object.assign(canvas, { width: keys * size, height: rows * size });
+  canvas.style.maxWidth = `${36 * keys}px`;
   const mix = (from, to, share) => `rgb(${from.map((x, c) => Math.round(x + (to[c] - x) * share)).join()})`;
   context.fillStyle = mix(paper, line, 0.35);
   context.fillRect(0, 0, canvas.width, canvas.height);
@@ -183,12 +186,12 @@ function matrix(layer, head) {
     for (const key of found.row) {
       const strength = Math.sqrt(key.weight / most);
       context.fillStyle = key.kept ? mix(paper, kept, 0.25 + 0.75 * strength) : mix(paper, dropped, 0.08 + 0.6 * strength);
-      context.fillRect(key.j * size, i * size, size - (size > 3), size - (size > 3));
+      context.fillRect(key.j * size, i * size, size - between, size - between);
     }
   }
   context.strokeStyle = `rgb(${ink.join()})`;
-  context.lineWidth = Math.max(1, size / 5);
-  context.strokeRect(context.lineWidth / 2, state.query * size - 0.5, canvas.width - context.lineWidth, size);
+  context.lineWidth = Math.max(2, between);
+  context.strokeRect(context.lineWidth / 2, state.query * size - between / 2, canvas.width - context.lineWidth, size);
 }
 
 // What the reader does.
