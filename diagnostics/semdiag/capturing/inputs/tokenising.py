@@ -107,10 +107,11 @@ class Tokeniser:
         try:
             with silent(transformers):
                 said = [str(self._tokenizer.decode([each], clean_up_tokenization_spaces=False)) for each in ids]
-                names = [str(name) for name in self._tokenizer.convert_ids_to_tokens(list(ids))]
+                names = self._tokenizer.convert_ids_to_tokens(list(ids))
         except Exception as error:  # a configuration that says what no tokenizer can do
             raise InputError(f"{self._spec}: its tokenizer cannot be used ({first_line(error)}).") from error
-        return [text if text and _UNKNOWN not in text else name for text, name in zip(said, names, strict=True)]
+        known = [str(each if name is None else name) for each, name in zip(ids, names, strict=True)]
+        return [text if text and _UNKNOWN not in text else name for text, name in zip(said, known, strict=True)]
 
     def _tokens(self, texts: Sequence[str], **how: Any) -> dict[str, Any]:
         import transformers

@@ -66,7 +66,7 @@ def render_look(seen: Seen, k: int, command: str) -> str:
         remarks=[f"{remark.module or 'The model'}: {remark.text}." for remark in seen.audit.remarks],
         selecting=any(one.selected is not None for *_, one in heads),
         command=command,
-        versions={"semdiag": version("semdiag"), "dtype": seen.dtype, **seen.model.provenance},
+        versions={name: version(name) for name in ("semdiag", "torch")} | {"dtype": seen.dtype},
     )
 
 

@@ -254,3 +254,17 @@ def test_folders_that_hold_no_whole_model_are_told_what_would_work(tmp_path, cla
     (classifier / "model.safetensors").rename(classifier / "pytorch_model.bin")
     with pytest.raises(InputError, match=r"but pytorch_model\.bin, which may hold code.*save_pretrained\(.NEW.\)"):
         load(f"hf:{classifier}")
+
+
+def test_a_token_says_its_text_and_of_part_of_a_character_its_name(tmp_path, classifier):
+    tokenizers = pytest.importorskip("tokenizers")
+    letters = {
+        letter: number for number, letter in enumerate(sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()))
+    }
+    own = tokenizers.Tokenizer(tokenizers.models.BPE(letters, []))
+    own.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    own.decoder = tokenizers.decoders.ByteLevel()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=own).save_pretrained(tmp_path / "bytes")
+    tokenise = tokeniser(f"hf:{classifier}", load(f"hf:{classifier}").module, tmp_path / "bytes")
+    ids = own.encode("a é\n").ids
+    assert tokenise.pieces([*ids, 999]) == ["a", " ", "Ã", "©", "\n", "999"]

@@ -248,6 +248,9 @@ if (!fromAddress()) {
     const value = (cell) => data.layers[cell.dataset.layer].heads[cell.dataset.head].numbers[0] ?? -1;
     return value(b) > value(a) ? b : a;
   });
-  choose({ layer: +furthest.dataset.layer, head: +furthest.dataset.head, query: Infinity });
+  const layer = +furthest.dataset.layer, head = +furthest.dataset.head, one = data.layers[layer];
+  let query = queriesOf(one).length - 1;
+  while (query > 0 && !rowOf(one, one.heads[head], query).length) query--; // padding behind the text
+  choose({ layer, head, query });
 }
 })();
