@@ -51,6 +51,36 @@ document.getElementById("page").onload = (event) => {
 </script>"""
 
 
+_CHOOSE = """<!DOCTYPE html><meta charset="utf-8">
+<iframe id="page" src="look.html#1.2.3" style="border:0;width:1280px;height:2000px"></iframe><pre id="found"></pre>
+<script>
+document.getElementById("page").onload = (event) => {
+  const frame = event.target.contentWindow, page = event.target.contentDocument, at = () => frame.location.hash;
+  const pressed = (key) => new frame.KeyboardEvent("keydown", { key, bubbles: true });
+  const press = (key) => page.activeElement.dispatchEvent(pressed(key));
+  const cells = () => [...page.querySelectorAll(".heads button")];
+  const found = { address: at() };
+  cells().find((cell) => cell.hasAttribute("aria-current")).focus();
+  press("ArrowUp"); press("ArrowLeft"); press("ArrowUp");
+  found.map = at();
+  page.querySelector("#tokens [aria-current]").focus();
+  press("ArrowRight"); press("ArrowRight"); press("ArrowLeft");
+  found.tokens = at();
+  const square = page.getElementById("matrix"), box = square.getBoundingClientRect();
+  const point = { clientX: box.left + 2, clientY: box.top + box.height * 5.5 / 8, bubbles: true };
+  square.dispatchEvent(new frame.MouseEvent("mousemove", point));
+  found.pointed = page.getElementById("pointed").textContent;
+  square.dispatchEvent(new frame.MouseEvent("click", point));
+  found.square = at();
+  found.metrics = [...page.querySelectorAll("#metrics input")].map((radio) => {
+    radio.click();
+    return cells().map((cell) => cell.title);
+  });
+  document.getElementById("found").textContent = JSON.stringify(found);
+};
+</script>"""
+
+
 class Given(nn.Module):
     """Attention over queries and keys that are given: a layer after the other, causal."""
 
@@ -166,6 +196,29 @@ def test_heads_queries_and_k_are_chosen_and_the_numbers_are_those_of_loops(in_br
     assert found["window"] == width
     assert found["content"] <= width
     assert found["outside"] == []
+
+
+def test_keys_the_square_and_the_address_choose_too_and_the_map_has_three_measures(in_browser, tmp_path):
+    model, ids = Given(), torch.arange(8)[None]
+    page = semdiag.look(model, ids, tmp_path / "look.html")
+    found = in_browser(page.parent, _CHOOSE)
+    assert found["address"] == "#1.2.3"
+    assert found["map"] == "#0.1.3"  # there is no layer above the first
+    assert found["tokens"] == "#0.1.4"
+    assert found["square"] == "#0.1.5"
+    (score,) = (row[2] for row in by_loops(calls_of(model, ids)[0], 1, 5, 1)[1] if row[0] == 0)
+    query, said = found["pointed"].split(": score ")
+    assert query == "query 5 “\u20685\u2069”, key 0 “\u20680\u2069”"
+    assert same(said.removesuffix(" nats"), score)
+    measured = semdiag.measure(model, [ids])
+    spans = measured.queries.groupby(["layer", "head"])["dispersion"].median()
+    for (layer, head), labels in zip(spans.index, zip(*found["metrics"], strict=True), strict=True):
+        row = measured.heads[(measured.heads["layer"] == layer) & (measured.heads["head"] == head)].iloc[0]
+        expected = spans[layer, head], row["entropy"], row["first_weight"]
+        for label, name, number in zip(labels, ("δ", "entropy", "weight on the first key"), expected, strict=True):
+            place, _, value = label.partition(f": {name} ")
+            assert place == f"layer {layer}, head {head}"
+            assert same(value.removesuffix(" nats"), number)
 
 
 def test_hostile_tokens_are_text_and_nothing_is_asked_for(in_browser, tmp_path):
