@@ -14,7 +14,8 @@ from markupsafe import Markup, escape
 
 from semdiag.capturing.audit import WARNING
 from semdiag.presenting.page_style import page_style
-from semdiag.questions.look.measure.heads import Head, Seen, SeenLayer
+from semdiag.questions.look.measure.heads import LARGEST, Head, Seen, SeenLayer
+from semdiag.questions.look.measure.sample import LONGEST
 from semdiag_models.plain_text import visible
 
 GENERATOR = "semdiag look"
@@ -91,7 +92,8 @@ def cautions(seen: Seen) -> list[str]:
     """Say what spoils the answer, in sentences: what was left out, and warnings."""
     found = []
     if seen.sample.cut:
-        found.append(f"The input is longer: its first {seen.length} tokens are shown")
+        most = f"a page holds {LONGEST} tokens and {LARGEST >> 20} MiB of scores"
+        found.append(f"The input is longer: its first {seen.length} tokens are shown ({most})")
     if seen.folded:
         where = f"{seen.folded[0] or 'the model'}{' and others' * (len(seen.folded) > 1)}"
         found.append(f"The batch axis of {where} holds several rows (heads or windows): the first is shown")
