@@ -102,3 +102,9 @@ def test_what_is_wrong_is_one_line_and_nothing_is_written(words, said, refusal, 
 
 def test_k_is_refused_for_a_model_that_selects_its_keys(refusal, here, tiny_runs):
     assert "has a mask of its own" in refusal("look", tiny_runs.topk, "--k", 2)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_model_of_texts_without_one_asks_for_it(refusal, here, text_model):
+    said = refusal("look", f"hf:{text_model}")
+    assert said.startswith(f"Name a text for hf:{text_model} with --text TEXT; or with --inputs FILE token ids")

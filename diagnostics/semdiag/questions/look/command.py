@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from semdiag.measuring.conditions import Conditions
     from semdiag.questions.look.measure.heads import Seen
 
-_PANEL = "What is looked at"
+_PANEL = "What is measured"
 _LEFT_OUT = ("labels", "samples", "batch_size", "min_keys", "out", "as_json", "per_query", "figures")
 
 

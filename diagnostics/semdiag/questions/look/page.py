@@ -108,7 +108,7 @@ def cautions(seen: Seen) -> list[str]:
         f"Not captured: {one.operation} in {one.module or 'the model'}: {one.reason}" for one in seen.audit.skipped
     ]
     found += [one.text for one in seen.audit.remarks if one.severity == WARNING]
-    return [f"{text}." for text in dict.fromkeys(found)]
+    return [f"{text[:1].upper()}{text[1:]}." for text in dict.fromkeys(found)]
 
 
 def furthest(heads: Sequence[tuple[int, int, Head]]) -> list[tuple[int, int, Head]]:

@@ -75,6 +75,12 @@ def read_sample(model: LoadedModel, conditions: Conditions, text: str | None = N
         text, source = texts[0], f"{given}, the first of {len(texts)} texts" if len(texts) > 1 else str(given)
     if text is not None:
         return _of_text(text, model, replace(options, max_length=options.max_length or LONGEST), source)
+    if given is None and model.batches is None and model.external:
+        tokenizer = "" if model.source == "hugging face" else " and --tokenizer DIR"
+        raise InputError(
+            f"Name a text for {model.path} with --text TEXT{tokenizer}; or with --inputs FILE token ids (.npy, "
+            ".npz, .pt), texts (.txt, .jsonl) or a .pt with a dictionary of the model's arguments."
+        )
     batches, _, source = inputs_of(model, conditions)
     return _of_batch(model, batches[0], source if "first" in source else f"{source}, the first")
 
