@@ -13,6 +13,7 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup, escape
 
 from semdiag.capturing.audit import WARNING
+from semdiag.presenting.drawing.reference_ranges import reference_words
 from semdiag.presenting.page_style import page_style
 from semdiag.questions.look.measure.heads import LARGEST, Head, Seen, SeenLayer
 from semdiag.questions.look.measure.sample import LONGEST
@@ -63,6 +64,7 @@ def render_look(seen: Seen, k: int, command: str) -> str:
         furthest=furthest(heads),
         count=len(heads),
         lead=lead(heads),
+        trained=_trained(seen)[0],
         cautions=cautions(seen),
         remarks=[f"{remark.module or 'The model'}: {remark.text}." for remark in seen.audit.remarks],
         selecting=any(one.selected is not None for *_, one in heads),
@@ -182,11 +184,18 @@ def _data(seen: Seen, k: int) -> dict[str, Any]:
     layers = [layer(one) for one in seen.layers]
     return {
         "k": k,
+        "trained": _trained(seen),
         "bytes": size,
         "layers": layers,
         "labels": [list(words) for words in labels],
         "masks": [_base64(bits) for _, bits in masks],
     }
+
+
+def _trained(seen: Seen) -> list[str]:
+    """What trained models have of each of the three numbers; empty for encoders, which are far smaller."""
+    said = (f"90 % of the heads of trained models have {reference_words(name)}." for name in _NUMBERS)
+    return list(said) if seen.model.external else [""] * len(_NUMBERS)
 
 
 def _base64(content: bytes) -> str:

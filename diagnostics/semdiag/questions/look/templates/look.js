@@ -74,7 +74,7 @@ function colour() {
   byId("largest").textContent = state.metric === 2 ? "100 %" : digits(most) + UNITS[state.metric];
   byId("said").textContent = ["Rows are layers, columns heads. A cell is the median δ of a head's queries: how far apart the scores lie that it mixes. The colour goes by the root of δ.",
     "Rows are layers, columns heads. A cell is the mean entropy of a head's weights: near 0 it picks single keys.",
-    "Rows are layers, columns heads. A cell is the mean weight on the first key that is no padding."][state.metric];
+    "Rows are layers, columns heads. A cell is the mean weight on the first key that is no padding."][state.metric] + ` ${data.trained[state.metric]}`;
 }
 
 // The chosen head and query.
