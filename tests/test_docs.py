@@ -248,12 +248,6 @@ def test_the_python_examples_run(example: str, monkeypatch: pytest.MonkeyPatch) 
     exec(compile(example, "README.md", "exec"), {"__name__": "__main__"})
 
 
-@INSIDE
-def test_the_example_script_runs_from_top_to_bottom(capsys: pytest.CaptureFixture[str]) -> None:
-    runpy.run_path(str(ROOT / "docs" / "example.py"), run_name="__main__")
-    assert "the top-k model has the smaller dispersion" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize("text", TEXTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_links_lead_somewhere(text: Path) -> None:
     for name in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", text.read_text(encoding="utf-8")):
