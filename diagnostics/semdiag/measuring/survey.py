@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -25,6 +25,22 @@ from semdiag_models import Encoder, InputError
 from semdiag_models.device import find_device
 
 
+class Inputs(NamedTuple):
+    """What models are measured on.
+
+    Attributes:
+        batches: of samples.
+        labels: (N,) classes; None if unknown.
+        source: where they come from.
+        model: whose inputs they are.
+    """
+
+    batches: list[Batch]
+    labels: Tensor | None
+    source: str
+    model: LoadedModel
+
+
 def survey(
     models: Sequence[Path | LoadedModel],
     conditions: Conditions,
@@ -33,6 +49,7 @@ def survey(
     *,
     own: bool = False,
     expect: Callable[[int], None] = lambda steps: None,
+    given: Inputs | None = None,
 ) -> Measurements:
     """Load and measure one model after the other.
 
@@ -44,6 +61,7 @@ def survey(
         after_batch: called with the number of finished steps.
         own: whether loaded models are nobody else's, and may be moved and converted in place.
         expect: called with the number of steps of the running stage, where that turns out later.
+        given: inputs of all models; None: each has its own.
 
     Returns:
         Measurements of all models.
@@ -62,14 +80,14 @@ def survey(
     for model in loaded:
         if isinstance(model.module, Encoder):
             model.module.with_draws(conditions.seed)
-    inputs = [inputs_of(model, conditions) for model in loaded]
+    inputs = [given or Inputs(*inputs_of(model, conditions), model) for model in loaded]
     probes = [(all_probes()[type(plan)], plan) for plan in conditions.plans]
     prepared = [probe.prepare(plan, conditions) for probe, plan in probes]
     for model in loaded:
         for (probe, plan), known in zip(probes, prepared, strict=True):
             probe.check(model, plan, known)
     parts: list[Measurements] = []
-    for model, (batches, labels, source) in zip(loaded, inputs, strict=True):
+    for model, (batches, labels, source, whose) in zip(loaded, inputs, strict=True):
         announce(model.path, sum(map(samples_of, batches)))
         if model.external and (own or not isinstance(models[len(parts)], LoadedModel)):
             model.module.to(device, DTYPES[conditions.dtype])  # ours alone: no copy, however large it is
@@ -105,7 +123,8 @@ def survey(
                 tables |= probe.measure(subject, plan, known)
             except NotAvailableError as reason:
                 subject.note(probe.name, str(reason))
-        part = part.replace(**tables, remarks=_with_remarks(part.remarks, subject, conditions))
+        texts_cut = _cut_texts(model, batches, conditions) if model is whose else []
+        part = part.replace(**tables, remarks=_with_remarks(part.remarks, subject, texts_cut))
         parts.append(part)
     joined = Measurements.concat(parts)
     largest = int(joined.models["samples"].max())
@@ -245,9 +264,8 @@ def remarks_on(model: LoadedModel, batches: Sequence[Batch], seed: int) -> list[
     return found
 
 
-def _with_remarks(remarks: pd.DataFrame, subject: Subject, conditions: Conditions) -> pd.DataFrame:
+def _with_remarks(remarks: pd.DataFrame, subject: Subject, texts_cut: list[Remark]) -> pd.DataFrame:
     """The remarks, what no probe could measure, and which of all random keys were looked at."""
-    more = _cut_texts(subject.model, subject.batches, conditions)
-    more += remarks_on(subject.model, subject.batches, subject.seed)
+    more = texts_cut + remarks_on(subject.model, subject.batches, subject.seed)
     rows = [{"model": subject.model.path, **remark.to_dict(), "times": 1} for remark in more]
     return pd.concat([remarks, subject.remarks, REMARKS.of_rows(rows)], ignore_index=True)

@@ -151,7 +151,7 @@ def tokeniser(
             if not file.is_dir():
                 open_file(file).close()
     instead = "Give token ids with --inputs FILE.pt."
-    if not any(file for pattern in _VOCABULARIES for file in folder.glob(pattern)):
+    if not has_tokenizer(folder):
         # The library would make up a tokenizer to which every word is unknown.
         raise InputError(f"{spec} holds no tokenizer: none of {', '.join(_VOCABULARIES)}. {instead}")
     with silent(transformers):
@@ -164,6 +164,11 @@ def tokeniser(
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
     return Tokeniser(spec, tokenizer, model, most)
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Whether a folder holds a tokenizer's files."""
+    return any(file for pattern in _VOCABULARIES for file in folder.glob(pattern))
 
 
 def _vocabulary(model: nn.Module) -> int | None:

@@ -15,13 +15,12 @@ from semdiag.capturing.batches import Batch
 from semdiag.capturing.loading import LoadedModel
 from semdiag.capturing.mask_rules import Keep
 from semdiag.capturing.sparsify import sparsify
-from semdiag.mathematics.predicted_classes import predicted_classes
 from semdiag.measuring.calls.random_numbers import DRAWS, RandomNumbers
 from semdiag.measuring.calls.running import in_evaluation, running
 from semdiag.measuring.table import Table
-from semdiag.questions.k_sweep.measure.answers import Answers, Reader, difference
+from semdiag.questions.k_sweep.measure.answer_changes import output_change, position_terms
+from semdiag.questions.k_sweep.measure.answers import Answers, Reader
 from semdiag.questions.k_sweep.measure.quarters import QUARTERS, quarter_sums
-from semdiag.questions.k_sweep.measure.targets import IGNORED
 from semdiag_models import InputError
 
 RERUN_TABLE = Table(
@@ -258,8 +257,8 @@ def _rows(
     quarters: Callable[[dict[str, Any]], None],
 ) -> Iterator[dict[str, Any]]:
     """One row per sample; those of its quarters are handed out."""
-    counted, terms = before.counted, _terms(before, after)
-    values = {"output_change": _output_change(before, after)} | {name: x.sum(1) for name, x in terms.items()}
+    counted, terms = before.counted, position_terms(before, after)
+    values = {"output_change": output_change(before, after)} | {name: x.sum(1) for name, x in terms.items()}
     classes = 0 if before.likely is None else before.likely.shape[-1]
     listed = {name: x.tolist() for name, x in values.items()}
     counts = {"kept": math.nan, "keys": math.nan} | counts
@@ -275,35 +274,3 @@ def _rows(
         for at in range(len(counted)):
             own = {name: x[at] for name, x in sums.items()}
             quarters({"mask": mask, "k": k, "sample": first + at, "quarter": quarter, **shares, **own})
-
-
-def _terms(before: Answers, after: Answers) -> dict[str, Tensor]:
-    """What each position adds to its sample's sums, (B, P)."""
-    counted = before.counted
-    none = torch.zeros(counted.shape, dtype=torch.int64, device=counted.device)
-    values = dict.fromkeys(("targets", "correct", "predictions", "changed", "loss", "divergence"), none)
-    if before.likely is not None and after.likely is not None:
-        likely = before.likely.exp()
-        terms = (likely * (before.likely - after.likely)).masked_fill(likely == 0, 0)
-        choices, others = predicted_classes(before.likely), predicted_classes(after.likely)
-        values["predictions"] = counted.long()
-        values["changed"] = ((choices != others) & counted).long()
-        values["divergence"] = terms.double().sum(-1).masked_fill(~counted, 0)
-        if before.targets is not None:
-            known = before.targets != IGNORED
-            right = before.targets.where(known, 0)
-            loss = -after.likely.gather(-1, right[..., None])[..., 0].double()
-            values |= {"targets": known.long(), "correct": ((others == right) & known).long()}
-            values["loss"] = loss.masked_fill(~known, 0)
-    return values
-
-
-def _output_change(before: Answers, after: Answers) -> Tensor:
-    """(B,) norm of the change of outputs in their own norm, without entries that stay infinite."""
-    left_out = ~before.counted[..., None] | (before.values.isinf() & (before.values == after.values))
-    change, size = (
-        torch.linalg.vector_norm(part.double().masked_fill(left_out, 0), dim=(1, 2))
-        for part in (difference(after.values, before.values), before.values)
-    )
-    relative: Tensor = (change / size).masked_fill(change == 0, 0)
-    return relative.masked_fill(relative.isnan(), math.inf).masked_fill(~before.counted.any(1), math.nan)
