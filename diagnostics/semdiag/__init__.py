@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from semdiag.measuring.findings.findings import Findings
     from semdiag.measuring.measure import measure
     from semdiag.measuring.measurements import Measurements
-    from semdiag.questions.in_python import k_sweep, landscape, lipschitz, mask_stability
+    from semdiag.questions.in_python import compare, k_sweep, landscape, lipschitz, mask_stability
     from semdiag.questions.k_sweep.measure.probe import KSweepPlan
     from semdiag.questions.landscape.measure import LandscapePlan
     from semdiag.questions.lipschitz.measure.probe import LipschitzPlan
@@ -60,6 +60,7 @@ _HOME = {
     "row_statistics": "semdiag.mathematics.row_statistics",
     "Calls": "semdiag.measuring.calls.capture",
     "capture": "semdiag.measuring.calls.capture",
+    "compare": "semdiag.questions.in_python",
     "KSweepPlan": "semdiag.questions.k_sweep.measure.probe",
     "k_sweep": "semdiag.questions.in_python",
     "NoisePlan": "semdiag.questions.mask_stability.measure.probe",
@@ -92,7 +93,7 @@ __all__ = [
     # measurement
     "Alarm", "AlarmError", "Calls", "Measurements", "Monitor", "capture", "measure",
     # probes
-    "LandscapePlan", "LipschitzPlan", "NoisePlan", "KSweepPlan", "k_sweep", "landscape", "lipschitz",
+    "LandscapePlan", "LipschitzPlan", "NoisePlan", "KSweepPlan", "compare", "k_sweep", "landscape", "lipschitz",
     "mask_stability",
     # one text
     "look",

@@ -91,7 +91,7 @@ class LoadedModel:
         raise InputError(
             f"{self.path} is a {type(self.module).__name__}: this needs one of semdiag's encoders, whose "
             "every part is known. These work on any model: semdiag info, dispersion, separation, stability, "
-            "mask-stability, k-sweep, overlap, report, and check with --rule or --baseline."
+            "mask-stability, k-sweep, overlap, compare, report, and check with --rule or --baseline."
         )
 
     def default_inputs(self, samples: int, seed: int) -> tuple[Tensor, Tensor, str]:

@@ -1,7 +1,7 @@
 """One probe asked of one model and its inputs, in Python: measurements, like those of measure()."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import pandas as pd
@@ -19,6 +19,7 @@ from semdiag.measuring.measure import measure
 from semdiag.measuring.measurements import Measurements
 from semdiag.measuring.probe import Subject
 from semdiag.measuring.schema import probes
+from semdiag.questions.compare.measure.probe import TOP, ComparePlan
 from semdiag.questions.k_sweep.measure.probe import KSweepPlan
 from semdiag.questions.landscape.measure import LandscapePlan
 from semdiag.questions.lipschitz.measure.probe import LipschitzPlan
@@ -86,6 +87,36 @@ def mask_stability(
     """
     chosen = _plan(NoisePlan, plan, how)
     return _asked(model, batches, labels, chosen, **how)
+
+
+def compare(base: Model, model: Model, batches: Batches, *, top: int = TOP, **how: Any) -> Measurements:
+    """Run two models on the same inputs and compare their attention, head by head, and their outputs.
+
+    Source: docs/commands/compare.md. Deviation: not in the paper.
+
+    Args:
+        base: from :func:`semdiag.load`, or any module.
+        model: what was made of it, likewise; with as many attention calls of the same sizes.
+        batches: what both are called with, as of :func:`~semdiag.measuring.measure.measure`.
+        top: k of the top-k whose overlap is asked for.
+        how: as of :func:`k_sweep`. The base runs in a precision of its own.
+
+    Returns:
+        Measurements of the model, with the tables ``compared`` and ``compared_outputs``, described at
+        :func:`semdiag.questions.compare.measure.probe.compare`.
+
+    Raises:
+        InputError: if the two cannot be compared, or not on these inputs.
+
+    Example:
+        >>> from semdiag_models import ModelConfig
+        >>> encoder = Encoder(ModelConfig(vocabulary_size=3, classes=2, length=4, blocks=1))
+        >>> compare(encoder, encoder, torch.tensor([[0, 1, 1, 0]])).compared["total_variation"].tolist()
+        [0.0]
+    """
+    first = base if isinstance(base, LoadedModel) else replace(unnamed(base), path="base")
+    plan = ComparePlan(top, first, home_of(first.module)[1] if first.external else None)
+    return _asked(model, batches, None, plan, **{"batch_size": 8, **how})
 
 
 def landscape(

@@ -27,6 +27,7 @@ _FOLDERS = (
     "overlap",
     "look",
     "selections",
+    "compare",
     "lipschitz",
     "landscape",
     "convergence",

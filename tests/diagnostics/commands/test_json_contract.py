@@ -14,8 +14,8 @@ PROMISE = (
     "versions, command, inputs, options. `provenance.command` is a list of words; in `sweep`, as in its "
     "`results.json`, it is one string. In `info`, `provenance` is what the checkpoint says of its training. - "
     "`results`: one entry per model, with `model`, `task`, `attention`, `k` and the rest of what is known of it. "
-    "In `check` an entry is a pair (`full`, `topk`), in `sweep` a run (`run`), in "
-    "`selections` a file (`file`) or two (`file`, `against`)."
+    "In `check` an entry is a pair (`full`, `topk`), in `compare` a model beside its `base`, in `sweep` a run "
+    "(`run`), in `selections` a file (`file`) or two (`file`, `against`)."
 )
 FEW = ("--samples", 6)
 NAMES = ("dispersion", "separation", "stability", "mask-stability", "bounds", "overlap", "k-sweep")
@@ -41,7 +41,9 @@ def test_the_promise_stands_in_the_documentation_and_every_command_with_json_is_
     documented = Path(__file__).parents[3] / "docs" / "README.md"
     assert PROMISE in " ".join(documented.read_text(encoding="utf-8").split())
     with_json = {c.name for c in app.registered_commands if "as_json" in inspect.signature(c.callback).parameters}
-    assert with_json == {*WORDS, "info", "selections", "sweep"}, "a new command with --json needs a line in WORDS"
+    assert with_json == {*WORDS, "compare", "info", "selections", "sweep"}, (
+        "a new command with --json needs a line in WORDS"
+    )
 
 
 def keeps_the_promise(text, per, command):
@@ -65,6 +67,12 @@ def test_a_measuring_command_keeps_the_promise(run_semdiag, here, tiny_runs, nam
     if name != "check":
         assert [(entry["attention"], entry["k"]) for entry in found["results"]] == [("full", None), ("topk", 3)]
         assert [Path(entry["model"]).parent for entry in found["results"]] == [tiny_runs.full, tiny_runs.topk]
+
+
+def test_a_comparison_keeps_the_promise(run_semdiag, here, tiny_runs):
+    words = ("compare", tiny_runs.full, tiny_runs.topk, *FEW, "--figures", "none", "--json", "--quiet")
+    found = keeps_the_promise(run_semdiag(*words).out, (*MODEL_FACTS, "base"), list)
+    assert [Path(entry["model"]).parent for entry in found["results"]] == [tiny_runs.topk]
 
 
 def test_info_keeps_the_promise(run_semdiag, tiny_runs):

@@ -22,6 +22,7 @@ COMMANDS = {
     "landscape": ("topk", "--grid", 3),
     "k-sweep": ("full", "--rerun", "--k", "2,3"),
     "overlap": ("full", "topk"),
+    "compare": ("full", "topk"),
     "check": ("full", "topk"),
 }
 

@@ -16,6 +16,7 @@ from semdiag.presenting.drawing.panels import NothingToDrawError
 from semdiag.presenting.drawing.style import panel_grid, stacked
 from semdiag.questions import registry
 from semdiag.questions.bounds.measure.probe import BoundsPlan
+from semdiag.questions.compare.measure.probe import ComparePlan
 from semdiag.questions.convergence.measure import ConvergencePlan, convergence_survey
 from semdiag.questions.k_sweep.measure.probe import KSweepPlan
 from semdiag.questions.landscape.measure import LandscapePlan
@@ -42,6 +43,7 @@ def real():
         SecantsPlan((0.01,)), BoundsPlan(), NoisePlan((0.01,), draws=1), OverlapPlan(5),
         KSweepPlan(8, True, kinds=("topk", "window", "topk-layer", "random")),
         LandscapePlan(grid=3, metrics=("loss", "dispersion")), LipschitzPlan(2, 2, 2, 8),
+        ComparePlan(),
     )  # fmt: skip
     conditions = Conditions(samples=4, k=(5,), probe_samples=2, plans=plans)
     return Findings(

@@ -1,0 +1,142 @@
+"""How far two models' attention and outputs are apart: head by head, ranked, and in all."""
+
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from semdiag.measuring.findings.findings import Findings
+from semdiag.measuring.findings.resampling import Interval, sum_ratio_interval
+from semdiag.measuring.findings.strict_json import MODEL_FACTS, Summary, json_object, records
+from semdiag.measuring.table import ALL
+
+_RESAMPLES = 500
+_RELATIVE = {"output_change": "change", "by_weights": "by_weights", "by_values": "by_values"}
+_COLUMNS = [
+    "model", "base", "layer", "head", "rank", "queries", "total_variation", "low", "high", "largest",
+    "dispersion_base", "dispersion", "moved", "top_queries", "overlap", *_RELATIVE, "weights_share",
+]  # fmt: skip
+
+
+def change_table(findings: Findings) -> pd.DataFrame:
+    """What changed of every head, of every layer (head ALL), and in all (both ALL).
+
+    Every query counts alike. Intervals (95 %) resample whole samples; they speak about other inputs of the kind.
+
+    Args:
+        findings: with the table compared.
+
+    Returns:
+        model, base, layer, head; rank: of a head by its total variation, from 1 (missing for ALL); queries;
+        total_variation: the mean, with low and high (NaN for single heads), and largest, of one query;
+        dispersion_base, dispersion, moved: means of δ, δ' and |δ' − δ| (nats); top_queries that may attend to keys
+        beyond their top-k, and overlap: mean of these (NaN for none); output_change ‖P'V' − PV‖, by_weights
+        ‖(P' − P)V‖ and by_values ‖P'(V' − V)‖, relative to ‖PV‖, norms over all queries (NaN where PV is 0);
+        weights_share: ‖(P' − P)V‖² in the sum of both parts' (NaN where both are 0).
+    """
+    rows = []
+    for (model, base), own in findings.measurements.compared.groupby(["model", "base"], sort=False):
+        names = {"model": model, "base": base}
+        rows.append(names | {"layer": ALL, "head": ALL} | _described(own, spread=True))
+        for layer, part in own.groupby("layer"):
+            rows.append(names | {"layer": layer, "head": ALL} | _described(part, spread=True))
+        for place, part in own.groupby(["layer", "head"]):
+            rows.append(names | dict(zip(("layer", "head"), place, strict=True)) | _described(part, spread=False))
+    table = pd.DataFrame(rows, columns=[name for name in _COLUMNS if name != "rank"])
+    heads = table[table["head"] != ALL]
+    ranks = heads.groupby("model")["total_variation"].rank(method="first", ascending=False)
+    return table.assign(rank=ranks.astype("Int64"))[_COLUMNS]
+
+
+def head_ranking(findings: Findings) -> pd.DataFrame:
+    """The rows of single heads, model by model, the largest total variation first."""
+    table = findings(change_table)
+    heads = table[table["head"] != ALL]
+    return heads.sort_values(["model", "rank"], kind="stable", ignore_index=True)
+
+
+def answer_table(findings: Findings) -> pd.DataFrame:
+    """What changed of the outputs, a row per model.
+
+    Args:
+        findings: with the table compared_outputs.
+
+    Returns:
+        model, base, samples; predictions, and how many changed, divergence (mean KL(base || model), nats) with
+        low and high; targets, loss_base, loss (means, nats); output_change (mean over samples). NaN where a model
+        predicts nothing, or no target is known.
+    """
+    rows = []
+    for (model, base), own in findings.measurements.compared_outputs.groupby(["model", "base"], sort=False):
+        predictions, targets = int(own["predictions"].sum()), int(own["targets"].sum())
+        divergence = _mean_of(own, "divergence", "predictions")
+        rows.append(
+            {
+                "model": model, "base": base, "samples": len(own), "predictions": predictions,
+                "changed": int(own["changed"].sum()),
+                "divergence": divergence.estimate, "low": divergence.low, "high": divergence.high,
+                "targets": targets,
+                **{name: own[name].sum() / targets if targets else np.nan for name in ("loss_base", "loss")},
+                "output_change": float(own["output_change"].mean()),
+            }
+        )  # fmt: skip
+    columns = [
+        "model", "base", "samples", "predictions", "changed", "divergence", "low", "high", "targets", "loss_base",
+        "loss", "output_change",
+    ]  # fmt: skip
+    return pd.DataFrame(rows, columns=columns)
+
+
+def _described(rows: pd.DataFrame, spread: bool) -> dict[str, Any]:
+    sums = rows.drop(columns=["model", "base", "sample", "layer", "head", "largest"]).sum()
+    queries, top = int(sums["queries"]), int(sums["top_queries"])
+    means = {name: sums[name] / queries for name in ("total_variation", "dispersion_base", "dispersion", "moved")}
+    within = _mean_of(rows, "total_variation", "queries") if spread else Interval(np.nan, np.nan, np.nan)
+    output, parts = sums["output"], sums["by_weights"] + sums["by_values"]
+    return {
+        "queries": queries, **means, "low": within.low, "high": within.high,
+        "largest": float(rows["largest"].max()), "top_queries": top,
+        "overlap": sums["overlap"] / top if top else np.nan,
+        **{name: np.sqrt(sums[of] / output) if output > 0 else np.nan for name, of in _RELATIVE.items()},
+        "weights_share": sums["by_weights"] / parts if parts > 0 else np.nan,
+    }  # fmt: skip
+
+
+def _mean_of(rows: pd.DataFrame, sums: str, counts: str) -> Interval:
+    """Σ sums / Σ counts, by sample resampled."""
+    each = rows.groupby("sample")[[sums, counts]].sum().to_numpy(np.float64)
+    return sum_ratio_interval(each[:, 0], each[:, 1], _RESAMPLES)
+
+
+def compare_summary(findings: Findings) -> Summary:
+    """What changed from the base to the model.
+
+    Args:
+        findings: with the table compared.
+
+    Returns:
+        A JSON-ready dictionary, schema ``semdiag.compare/2``: an entry for each model that was compared.
+    """
+    changes, ranking, answers = findings(change_table), findings(head_ranking), findings(answer_table)
+    results = []
+    for row in records(findings.measurements.models):
+        own, base = changes[changes["model"] == row["model"]], changes["base"]
+        if own.empty:
+            continue
+        plain = own.drop(columns=["model", "base", "rank"])
+        layers = plain[(plain["head"] == ALL) & (plain["layer"] != ALL)].drop(columns="head")
+        heads = ranking[ranking["model"] == row["model"]].drop(columns=["model", "base", "low", "high"])
+        outputs = records(answers[answers["model"] == row["model"]].drop(columns=["model", "base"]))
+        results.append(
+            {key: row[key] for key in MODEL_FACTS}
+            | {
+                "base": base[own.index[0]],
+                "all": records(plain[plain["layer"] == ALL].drop(columns=["layer", "head"]))[0],
+                "outputs": outputs[0] if outputs else None,
+                "layers": records(layers),
+                "heads": records(heads),
+            }
+        )
+    return json_object(
+        "compare", findings, top=findings.measurements.provenance.get("compare_top"), results=results
+    )

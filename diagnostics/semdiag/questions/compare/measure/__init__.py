@@ -1,0 +1,1 @@
+"""Two models on the same inputs: their attention call by call, and their outputs."""

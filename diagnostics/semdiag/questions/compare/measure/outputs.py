@@ -1,0 +1,118 @@
+"""What two models answer to the same batches: divergence of their distributions, losses, change of outputs."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from semdiag.capturing.batches import Batch
+from semdiag.measuring.table import Table
+from semdiag.questions.k_sweep.measure.answer_changes import output_change, position_terms
+from semdiag.questions.k_sweep.measure.answers import Answers, Reader
+from semdiag_models import InputError
+
+COMPARED_OUTPUTS = Table(
+    "compared_outputs",
+    "One row per sample: what the model answers, beside its base. Sums over the sample's targets (loss_base and "
+    "loss, nats) and over its positions with a distribution (predictions; changed; divergence KL(base || model), "
+    "nats); output_change: norm of the change of its outputs relative to their norm in the base.",
+    {
+        **dict.fromkeys(("model", "base"), "str"),
+        "sample": "int32",
+        **dict.fromkeys(("targets", "predictions", "changed"), "int64"),
+        **dict.fromkeys(("loss_base", "loss", "divergence", "output_change"), "float64"),
+    },
+)
+_SUMS = ("targets", "predictions", "changed", "loss", "divergence")
+
+
+class Outputs:
+    """Reads what both models answer, as the base's outputs are read (:class:`Reader`), in float64.
+
+    Args:
+        module: the base.
+
+    Attributes:
+        rows: of the table, without the models' names.
+        reason: why outputs are not compared; empty where they are.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._reader: Reader | None = None
+        self.rows: list[dict[str, Any]] = []
+        self.reason = ""
+
+    @property
+    def notes(self) -> list[tuple[str, str]]:
+        """Return what is to be known of how outputs were compared, each with a code."""
+        found, reader = [], self._reader
+        if self.reason:
+            found.append((f"outputs are not compared: {self.reason}", "outputs-not-compared"))
+        elif reader is not None and reader.others:
+            found.append((f"of its outputs {reader.others}", "outputs-compared"))
+        elif reader is not None and reader.reason:
+            said = f"logits are compared as outputs, not as a distribution: {reader.reason}"
+            found.append((said, "logits-as-outputs"))
+        return found
+
+    def prepare(self, batch: Batch, labels: Tensor | None, run: Callable[[Batch], Any]) -> None:
+        """Learn from the first batch how outputs are to be read.
+
+        Args:
+            batch: on the base's device.
+            labels: (B,) classes; None if unknown.
+            run: calls the base.
+        """
+        if self._reader is None and not self.reason:
+            try:
+                self._reader = Reader(self._module, batch, labels, run)
+            except (TypeError, InputError) as error:
+                self.reason = str(error).removesuffix(".")
+
+    def add(self, before: Any, after: Any, batch: Batch, labels: Tensor | None, first: int) -> None:
+        """Compare what the two models answered to a batch.
+
+        Args:
+            before: what the base returned.
+            after: what the other model returned.
+            batch: on the base's device.
+            labels: (B,) classes; None if unknown.
+            first: number of the first sample.
+        """
+        if self._reader is None:
+            return
+        try:
+            one, two = (self._reader.read(output, batch, labels) for output in (before, after))
+        except (TypeError, InputError) as error:
+            self._give_up(str(error).removesuffix("."))
+            return
+        if one.values.shape != two.values.shape:
+            shapes = " and ".join(str(tuple(answers.values.shape)) for answers in (one, two))
+            self._give_up(f"they are of the shapes {shapes}")
+            return
+        for at in range(len(one.values)):
+            self.rows.append({"sample": first + at, **_changes(_sample(one, at), _sample(two, at))})
+
+    def _give_up(self, reason: str) -> None:
+        self.reason, self.rows, self._reader = reason, [], None
+
+
+def _sample(answers: Answers, at: int) -> Answers:
+    """One sample's answers in float64: of a batch the logits of a vocabulary would not fit."""
+    part = slice(at, at + 1)
+    values = answers.values[part].double()
+    return replace(
+        answers,
+        values=values,
+        likely=None if answers.likely is None else values.log_softmax(-1),
+        targets=None if answers.targets is None else answers.targets[part],
+        counted=answers.counted[part],
+    )
+
+
+def _changes(before: Answers, after: Answers) -> dict[str, Any]:
+    sums = {name: x.sum().item() for name, x in position_terms(before, after).items() if name in _SUMS}
+    loss = position_terms(before, before)["loss"].sum().item()
+    return sums | {"loss_base": loss, "output_change": output_change(before, after).item()}
