@@ -66,6 +66,8 @@ def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Program:
         (tmp_path / name).symlink_to(ROOT / name)
     monkeypatch.chdir(tmp_path)
     runpy.run_path(str(ROOT / "docs" / "selections.py"))  # writes files that the examples of a page look at
+    quantised = runpy.run_path(str(ROOT / "docs" / "quantised.py"))
+    quantised["copy"]("checkpoints/even-pairs-full-seed-153476998", "four-bits.pt", 4)
     monkeypatch.setenv("COLUMNS", "120")
     monkeypatch.delenv("SEMDIAG_CHECKPOINTS", raising=False)
 
