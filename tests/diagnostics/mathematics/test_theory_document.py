@@ -30,6 +30,7 @@ WITH_FORMULAS = (
     "bounds.corollary",
     "learning",
     "mask_stability",
+    "rounded_scores",
     "selections.number_formats",
     "selections.top_k_check",
     "planes",

@@ -1,0 +1,155 @@
+"""Scores of rounded queries and keys: what an engine computes, how far off it can be, which sets survive."""
+
+import torch
+from torch import Tensor
+
+from semdiag.mathematics.mask_stability import TopSet
+from semdiag.mathematics.selections.number_formats import NumberFormat
+
+_UNIT = 2.0**-24  # of float32, in which products are added
+_TINY = 2.0**-150  # half of float32's smallest subnormal number
+_WIDEST = 2**20  # of a head, so that the sum's factor stays below 1/8
+_OWN = 1 + 2.0**-30  # what float64 can lose of a bound
+
+
+def rounded(values: Tensor, kind: NumberFormat) -> Tensor:
+    """Return values rounded once to a format: to nearest, ties to even, with subnormals, saturating.
+
+    Formula: t · round(x'/t), x' = clamp(x, −M, M), t the last place of x', M the largest finite number.
+
+    Source: docs/theory.md#rounded-operands; not in the paper. Deviation: none.
+
+    Args:
+        values: (...), finite.
+        kind: the format; no scale is applied.
+
+    Returns:
+        float64 (...), each a number of the format.
+
+    Example:
+        >>> from semdiag.mathematics.selections.number_formats import FORMATS
+        >>> rounded(torch.tensor([1.05, 2**-10, 1000.0]), FORMATS["float8_e4m3fn"]).tolist()
+        [1.0, 0.0, 448.0]
+    """
+    values = values.double().clamp(-kind.largest, kind.largest)
+    fraction = torch.frexp(values).mantissa
+    power = torch.where(values == 0, 0.0, values / (2 * fraction))  # 2^⌊log₂|x|⌋, exactly
+    place = power.clamp(min=2.0**kind.exponent) * 2.0 ** (1 - kind.digits)
+    return torch.round(values / place) * place
+
+
+def rounding_error(size: Tensor, kind: NumberFormat) -> Tensor:
+    """Return how far :func:`rounded` can move a number of at most this size.
+
+    Formula: e(x) = u·min(|x|, M) + η + max(|x| − M, 0), u = 2^−p, η half the smallest subnormal number.
+
+    Source: docs/theory.md#rounded-operands; not in the paper. Deviation: none.
+
+    Args:
+        size: |x|, (...) ≥ 0.
+        kind: the format.
+
+    Returns:
+        float64 (...).
+
+    Example:
+        >>> from semdiag.mathematics.selections.number_formats import FORMATS
+        >>> rounding_error(torch.tensor([1.0, 450.0]), FORMATS["float8_e4m3fn"]).tolist()
+        [0.0634765625, 30.0009765625]
+    """
+    size = size.double()
+    half = 2.0 ** (kind.exponent - kind.digits)
+    return 2.0**-kind.digits * size.clamp(max=kind.largest) + half + (size - kind.largest).clamp(min=0)
+
+
+def rounded_scores(q: Tensor, k: Tensor, scale: float, kind: NumberFormat) -> Tensor:
+    """Return the scores of an engine: operands in a format, sums in float32, then the score in the format.
+
+    Formula: fl(fl₃₂(c · Σ_d fl(q_d) fl(k_d))).
+
+    Source: docs/theory.md#rounded-operands; not in the paper. Deviation: none.
+
+    Args:
+        q: queries (..., Lq, D), finite.
+        k: keys (..., Lk, D), finite.
+        scale: c.
+        kind: the format.
+
+    Returns:
+        float64 (..., Lq, Lk), nats.
+
+    Example:
+        >>> from semdiag.mathematics.selections.number_formats import FORMATS
+        >>> rounded_scores(torch.tensor([[1.05]]), torch.tensor([[2.0]]), 1.0, FORMATS["float8_e4m3fn"]).item()
+        2.0
+    """
+    sums = rounded(q, kind).float() @ rounded(k, kind).float().mT
+    # Sums beyond float32 saturate, too; that they may be NaN is why `score_error` is infinite there.
+    return rounded((sums * scale).double().nan_to_num(), kind)
+
+
+def score_error(q: Tensor, k: Tensor, scale: float, kind: NumberFormat) -> Tensor:
+    """Return how far each score of :func:`rounded_scores` can be from c q·k, in whatever order it was summed.
+
+    Formula: E + e(|c q·k| + E), with E = |c| Σ(|q|b + a(|k| + b)) + γ|c| Σ(|q| + a)(|k| + b) + 2(D|c| + 1)·2^−150,
+    a = e(q), b = e(k), γ = (D + 4)u₃₂/(1 − (D + 4)u₃₂).
+
+    Source: docs/theory.md#rounded-operands; γ as in Higham, Accuracy and Stability of Numerical Algorithms, ch. 3;
+    not in the paper. Deviation: none.
+
+    Args:
+        q: queries (..., Lq, D), finite.
+        k: keys (..., Lk, D), finite.
+        scale: c, zero or from 2^−126 to 2^126 in size.
+        kind: the format.
+
+    Returns:
+        float64 (..., Lq, Lk), nats; inf where a sum can pass float32's largest number.
+
+    Raises:
+        ValueError: if the head is wider than 2^20, or the scale is beyond what float32 holds well.
+
+    Example:
+        >>> from semdiag.mathematics.selections.number_formats import FORMATS
+        >>> error = score_error(torch.tensor([[1.05]]), torch.tensor([[2.0]]), 1.0, FORMATS["float8_e4m3fn"])
+        >>> round(error.item(), 3)
+        0.423
+    """
+    width, c = q.shape[-1], abs(scale)
+    if width > _WIDEST or (c and not 2.0**-126 <= c <= 2.0**126):
+        raise ValueError(f"Known for heads up to {_WIDEST} and scales of float32. Got {width} and {scale}.")
+    gamma = (width + 4) * _UNIT / (1 - (width + 4) * _UNIT)
+    queries, keys = q.double().abs(), k.double().abs().mT
+    a, b = rounding_error(queries, kind), rounding_error(keys, kind)
+    operands = queries @ b + a @ (keys + b)
+    largest = (queries + a) @ (keys + b)
+    summed = c * (operands + gamma * largest) + 2 * (width * c + 1) * _TINY
+    score = (scale * (q.double() @ k.double().mT)).abs()
+    error = (summed + rounding_error(score + summed, kind)) * _OWN
+    return torch.where(largest * max(c, 1.0) < 2.0**127, error, torch.inf)
+
+
+def survives_rounding(scores: Tensor, error: Tensor, before: TopSet) -> Tensor:
+    """Return which rows keep their set however their scores move within their errors.
+
+    Formula: min_S (z − E) > max_{A∖S} (z + E). It holds wherever Δ > 2 max E.
+
+    Source: docs/theory.md#rounded-operands; not in the paper. Deviation: none.
+
+    Args:
+        scores: z, float64 (..., L); -inf where a key is not allowed.
+        error: E ≥ 0, (..., L).
+        before: the sets of the scores, of rows with more than k allowed keys.
+
+    Returns:
+        Bool (...). False says nothing: such a row may keep its set or change it.
+
+    Example:
+        >>> from semdiag.mathematics.mask_stability import top_set
+        >>> z = torch.tensor([[3.0, 0.0, 2.5, 1.0]], dtype=torch.float64)
+        >>> [survives_rounding(z, torch.full_like(z, e), top_set(z, 2)).item() for e in (0.7, 0.8)]
+        [True, False]
+    """
+    error = torch.where(scores.isfinite(), error, 0.0)
+    lowest = (scores - error).gather(-1, before.positions).amin(-1)
+    return lowest > (scores + error + before.outside).amax(-1)

@@ -1,0 +1,121 @@
+"""Scores of rounded operands: torch's own casts as reference, error ≤ bound, and certified rows hunted."""
+
+import pytest
+import torch
+
+from semdiag.mathematics.mask_stability import kept_in_common, top_set
+from semdiag.mathematics.rounded_scores import (
+    rounded,
+    rounded_scores,
+    rounding_error,
+    score_error,
+    survives_rounding,
+)
+from semdiag.mathematics.selections.number_formats import FORMATS
+
+NAMES = ["bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"]
+KINDS = ["normal", "apart", "near ties", "rounding boundaries", "large", "subnormal", "saturating"]
+
+
+def draws(seed):
+    return torch.Generator().manual_seed(seed)
+
+
+def operands(which, kind, seed, rows=400, keys=12, width=16):
+    """Queries and keys (float64 tensors of float32 numbers) of one kind of difficulty."""
+    generator = draws(seed)
+    q = torch.randn(rows, 1, width, generator=generator, dtype=torch.float64)
+    k = torch.randn(rows, keys, width, generator=generator, dtype=torch.float64)
+    if which == "near ties":  # all keys within a few last places of one
+        k = k[:, :1] * (1 + 2.0**-kind.digits * k)
+    if which == "apart":  # the first four keys along the query, by more than roundings, or nearly
+        along = torch.randn(rows, keys, 1, generator=generator, dtype=torch.float64)
+        along[:, :4] = 1 + along[:, :4].abs()
+        k = along * q
+    if which == "rounding boundaries":  # half a last place above a number of the format
+        q, k = (rounded(x, kind) for x in (q, k))
+        q, k = (x * (1 + 2.0**-kind.digits) for x in (q, k))
+    sizes = {
+        "large": (min(kind.largest / 4, 2.0**100), 1.0),
+        "subnormal": (2.0**kind.exponent, 2.0 ** min(0, kind.exponent + 4)),
+        "saturating": (kind.largest, 2.0),
+    }
+    first, second = sizes.get(which, (1.0, 1.0))
+    most = torch.finfo(torch.float32).max
+    return tuple(x.clamp(-most, most).float().double() for x in (q * first, k * second))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_rounding_is_torchs_cast_and_stays_within_its_bound(name):
+    kind = FORMATS[name]
+    bits = torch.randint(-(2**31), 2**31 - 1, (200_000,), generator=draws(0)).int()
+    values = bits.view(torch.float32)  # of every exponent
+    grid = torch.arange(2**16).to(torch.int16).view(torch.bfloat16).float()  # all ties of the formats below it
+    values = torch.cat([values, grid, torch.zeros(1)])
+    values = values[values.isfinite()]
+    found = rounded(values, kind)
+    inside = values.abs() <= kind.largest
+    assert torch.equal(found[inside], values[inside].to(getattr(torch, name)).double())
+    assert (found[~inside].abs() == kind.largest).all()
+    assert ((found - values.double()).abs() <= rounding_error(values.abs(), kind)).all()
+
+
+@pytest.mark.parametrize("which", KINDS)
+@pytest.mark.parametrize("name", NAMES)
+def test_a_score_is_no_further_off_than_its_bound(name, which):
+    """The theorem of docs/theory.md#rounded-operands: no tolerance, as the bound holds float64's own rounding."""
+    kind = FORMATS[name]
+    for seed, scale in enumerate((0.25, 1.0, -0.3)):
+        q, k = operands(which, kind, seed)
+        off = (rounded_scores(q, k, scale, kind) - scale * (q @ k.mT)).abs()
+        assert (off <= score_error(q, k, scale, kind)).all()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_one_product_can_nearly_reach_its_bound(name):
+    """Two ties that round the same way add up: no bound can be a third as large."""
+    kind = FORMATS[name]
+    x = torch.tensor([[1 + 2.0**-kind.digits]], dtype=torch.float64)  # a tie, which goes to 1
+    off = (rounded_scores(x, x, 1.0, kind) - x * x).abs()
+    assert (off > score_error(x, x, 1.0, kind) / 3).all()
+
+
+def test_a_bound_by_hand():
+    """q = k = 1 in e4m3: a = b = 2⁻⁴ + 2⁻¹⁰; E is 2a + a², the score's own rounding (1 + E)2⁻⁴ + 2⁻¹⁰."""
+    one = torch.ones(1, 1, dtype=torch.float64)
+    a = 2**-4 + 2**-10
+    operand = 2 * a + a * a
+    expected = operand + (1 + operand) * 2**-4 + 2**-10
+    # The sum's share: γ₅ of less than 2, times 1 + 2⁻⁴.
+    found = score_error(one, one, 1.0, FORMATS["float8_e4m3fn"]).item()
+    assert 0 <= found - expected <= 2 * 2 * 5 * 2**-24
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_certified_rows_never_change(name):
+    """A theorem, so 0 is exact; fails, too, where nothing is certified or nothing changes."""
+    kind, certified, changed, wrong = FORMATS[name], 0, 0, 0
+    for seed, which in enumerate(KINDS):
+        q, k = operands(which, kind, 10 + seed, rows=4000)
+        scores = 0.25 * (q @ k.mT).squeeze(-2)
+        before = top_set(scores, 4)
+        sure = survives_rounding(scores, score_error(q, k, 0.25, kind).squeeze(-2), before)
+        after = top_set(rounded_scores(q, k, 0.25, kind).squeeze(-2), 4).separation
+        kept = kept_in_common(rounded_scores(q, k, 0.25, kind).squeeze(-2), before) == 4
+        tied = after == 0
+        certified, changed = certified + int(sure.sum()), changed + int((~kept).sum())
+        wrong += int((sure & (~kept | tied)).sum())
+    assert wrong == 0
+    assert certified > 100
+    assert changed > 100
+
+
+def test_sums_beyond_float32_are_certified_nothing():
+    huge = torch.full((1, 4), 3e38, dtype=torch.float64)
+    assert score_error(huge, huge, 1.0, FORMATS["bfloat16"]).isinf().all()
+
+
+@pytest.mark.parametrize(("width", "scale"), [(2**20 + 1, 1.0), (1, 1e-40), (1, 1e39)])
+def test_beyond_the_model_is_refused(width, scale):
+    with pytest.raises(ValueError, match="Known for heads"):
+        score_error(torch.ones(1, width), torch.ones(1, width), scale, FORMATS["bfloat16"])
