@@ -1,5 +1,6 @@
 """Scores of rounded operands: torch's own casts as reference, error ≤ bound, and certified rows hunted."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -78,6 +79,18 @@ def test_one_product_can_nearly_reach_its_bound(name):
     x = torch.tensor([[1 + 2.0**-kind.digits]], dtype=torch.float64)  # a tie, which goes to 1
     off = (rounded_scores(x, x, 1.0, kind) - x * x).abs()
     assert (off > score_error(x, x, 1.0, kind) / 3).all()
+
+
+def test_the_worst_order_of_summation_is_within_the_bound():
+    """1 + 2⁻²⁴ + 2⁻²⁴ + …, one after the other in float32, stays at 1; nothing else is rounded."""
+    terms, kind = 2**17, FORMATS["float16"]
+    x = torch.cat([torch.ones(1), torch.full((terms,), 2.0**-12)]).double()[None]
+    assert torch.equal(rounded(x, kind), x)
+    products = (x * x)[0].float().numpy()
+    score = float(np.add.accumulate(products)[-1])
+    assert score == 1
+    assert (x @ x.mT).item() - score == terms * 2.0**-24
+    assert terms * 2.0**-24 <= score_error(x, x, 1.0, kind).item()
 
 
 def test_a_bound_by_hand():
