@@ -1,6 +1,6 @@
 """Hunt certified rows that rounding changes: random and adversarial rows, in each format.
 
-python benchmarks/rounded_scores.py --rows 100000000
+python benchmarks/rounded_operands.py --rows 100000000
 """
 
 import argparse
@@ -10,7 +10,7 @@ import time
 import torch
 
 from semdiag.mathematics.mask_stability import kept_in_common, top_set
-from semdiag.mathematics.rounded_scores import rounded, rounded_scores, score_error, survives_rounding
+from semdiag.mathematics.selections.rounded_operands import rounded, rounded_scores, score_error, survives_rounding
 from semdiag.mathematics.selections.number_formats import NumberFormat, number_format
 
 FORMATS = ("bf16", "fp16", "fp8-e4m3", "fp8-e5m2")

@@ -8,7 +8,8 @@ from semdiag.mathematics.selections.number_formats import NumberFormat
 
 _UNIT = 2.0**-24  # of float32, in which products are added
 _TINY = 2.0**-150  # half of float32's smallest subnormal number
-_WIDEST = 2**20  # of a head, so that the sum's factor stays below 1/8
+_WIDEST = 2**20  # of a head, so that γ stays below 1/8
+_SCALES = 2.0**-126, 2.0**126  # which float32 holds as normal numbers, with room for the product
 _OWN = 1 + 2.0**-30  # what float64 can lose of a bound
 
 
@@ -76,7 +77,7 @@ def rounded_scores(q: Tensor, k: Tensor, scale: float, kind: NumberFormat) -> Te
         kind: the format.
 
     Returns:
-        float64 (..., Lq, Lk), nats.
+        float64 (..., Lq, Lk), nats; no meaning, perhaps NaN, where :func:`score_error` is infinite.
 
     Example:
         >>> from semdiag.mathematics.selections.number_formats import FORMATS
@@ -84,8 +85,7 @@ def rounded_scores(q: Tensor, k: Tensor, scale: float, kind: NumberFormat) -> Te
         2.0
     """
     sums = rounded(q, kind).float() @ rounded(k, kind).float().mT
-    # Sums beyond float32 saturate, too; that they may be NaN is why `score_error` is infinite there.
-    return rounded((sums * scale).double().nan_to_num(), kind)
+    return rounded((sums * scale).double(), kind)
 
 
 def score_error(q: Tensor, k: Tensor, scale: float, kind: NumberFormat) -> Tensor:
@@ -100,14 +100,12 @@ def score_error(q: Tensor, k: Tensor, scale: float, kind: NumberFormat) -> Tenso
     Args:
         q: queries (..., Lq, D), finite.
         k: keys (..., Lk, D), finite.
-        scale: c, zero or from 2^−126 to 2^126 in size.
+        scale: c.
         kind: the format.
 
     Returns:
-        float64 (..., Lq, Lk), nats; inf where a sum can pass float32's largest number.
-
-    Raises:
-        ValueError: if the head is wider than 2^20, or the scale is beyond what float32 holds well.
+        float64 (..., Lq, Lk), nats; inf where nothing is known: a number is not finite, a sum can pass float32's
+        largest number, the head is wider than 2^20, or c is neither zero nor from 2^−126 to 2^126 in size.
 
     Example:
         >>> from semdiag.mathematics.selections.number_formats import FORMATS
@@ -116,8 +114,8 @@ def score_error(q: Tensor, k: Tensor, scale: float, kind: NumberFormat) -> Tenso
         0.423
     """
     width, c = q.shape[-1], abs(scale)
-    if width > _WIDEST or (c and not 2.0**-126 <= c <= 2.0**126):
-        raise ValueError(f"Known for heads up to {_WIDEST} and scales of float32. Got {width} and {scale}.")
+    if width > _WIDEST or not (c == 0 or _SCALES[0] <= c <= _SCALES[1]):
+        return q.new_full((*q.shape[:-1], k.shape[-2]), torch.inf, dtype=torch.float64)
     gamma = (width + 4) * _UNIT / (1 - (width + 4) * _UNIT)
     queries, keys = q.double().abs(), k.double().abs().mT
     a, b = rounding_error(queries, kind), rounding_error(keys, kind)
