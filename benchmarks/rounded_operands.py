@@ -10,8 +10,8 @@ import time
 import torch
 
 from semdiag.mathematics.mask_stability import kept_in_common, top_set
-from semdiag.mathematics.selections.rounded_operands import rounded, rounded_scores, score_error, survives_rounding
 from semdiag.mathematics.selections.number_formats import NumberFormat, number_format
+from semdiag.mathematics.selections.rounded_operands import rounded, rounded_scores, score_error, survives_rounding
 
 FORMATS = ("bf16", "fp16", "fp8-e4m3", "fp8-e5m2")
 KINDS = ("normal", "apart", "near ties", "boundaries", "large", "subnormal", "saturating")

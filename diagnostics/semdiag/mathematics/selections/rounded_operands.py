@@ -105,7 +105,8 @@ def score_error(q: Tensor, k: Tensor, scale: float, kind: NumberFormat) -> Tenso
 
     Returns:
         float64 (..., Lq, Lk), nats; inf where nothing is known: a number is not finite, a sum can pass float32's
-        largest number, the head is wider than 2^20, or c is neither zero nor from 2^−126 to 2^126 in size.
+        largest number, the head is wider than 2^20, c is neither zero nor from 2^−126 to 2^126 in size, or the
+        format is finer than float32.
 
     Example:
         >>> from semdiag.mathematics.selections.number_formats import FORMATS
@@ -114,7 +115,7 @@ def score_error(q: Tensor, k: Tensor, scale: float, kind: NumberFormat) -> Tenso
         0.423
     """
     width, c = q.shape[-1], abs(scale)
-    if width > _WIDEST or not (c == 0 or _SCALES[0] <= c <= _SCALES[1]):
+    if width > _WIDEST or not (c == 0 or _SCALES[0] <= c <= _SCALES[1]) or 2.0**-kind.digits < _UNIT:
         return q.new_full((*q.shape[:-1], k.shape[-2]), torch.inf, dtype=torch.float64)
     gamma = (width + 4) * _UNIT / (1 - (width + 4) * _UNIT)
     queries, keys = q.double().abs(), k.double().abs().mT
