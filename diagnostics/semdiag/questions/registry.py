@@ -23,6 +23,7 @@ _FOLDERS = (
     "stability",
     "bounds",
     "mask_stability",
+    "mask_precision",
     "k_sweep",
     "overlap",
     "look",

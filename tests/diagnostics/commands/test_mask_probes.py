@@ -77,16 +77,49 @@ def test_noise_at_a_block_leaves_those_below_clean(run_semdiag, here, tiny_runs)
     assert all(row["exact"] < 1 for row in level["layers"] if row["layer"] == 1)
 
 
+def test_masks_in_number_formats_beside_noise_or_alone(run_semdiag, here, tiny_runs):
+    words = ("mask-stability", tiny_runs.full, tiny_runs.topk, *FEW, "--precision", "bf16,fp8-e4m3", "--k", 3)
+    alone, both = (
+        run_semdiag(*words, *more, "--json", "--out", here / name)
+        for name, more in (("alone", ()), ("both", ("--noise", 0.1)))
+    )
+    assert (alone.code, both.code) == (0, 0), alone.err + both.err
+    results, beside = (json.loads(outcome.out)["results"] for outcome in (alone, both))
+    assert [result["levels"] for result in results] == [[], []]
+    assert [len(result["levels"]) for result in beside] == [1, 1]
+    for result, same in zip(results, beside, strict=True):
+        assert result["applicable"]
+        assert result["precision"] == same["precision"]
+        assert [found["format"] for found in result["precision"]] == ["bfloat16", "float8_e4m3fn"]
+        for found in result["precision"]:
+            assert [row["layer"] for row in found["layers"]] == list(range(tiny_runs.blocks))
+            every = found["all"]
+            assert (every["not_covered"], every["certified_changed"], every["why"]) == (0, 0, "")
+            assert every["queries"] == sum(row["queries"] for row in found["layers"])
+            assert 0 <= every["changed"] <= every["changed_or_tied"] <= 1 - every["certified"]
+    assert "top-3 would choose" in results[0]["mask"]
+    assert results[1]["mask"] == "the model's own mask, k = 3"
+    assert "bfloat16: Certified rows that changed: 0 of" in alone.err
+    assert json.loads(alone.out)["provenance"]["mask_formats"] == ["bfloat16", "float8_e4m3fn"]
+    table = pd.read_csv(here / "alone" / "data" / "mask_precision.csv")
+    assert list(table.loc[table["layer"] == "all", "format"]) == ["bfloat16", "float8_e4m3fn"] * 2
+    pages = {name: (here / name / "index.html").read_text(encoding="utf-8") for name in ("alone", "both")}
+    assert [name for name, page in pages.items() if "Do masks survive noise?" in page] == ["both"]
+    assert all("Do masks survive a number format?" in page for page in pages.values())
+
+
 def test_a_fixed_mask_is_not_applicable(run_semdiag, here, paper_code):
     import torch
 
     torch.save(paper_code.true["tokens"], here / "tokens.pt")
     words = (paper_code.checkpoint, "--config", paper_code.config_file, "--inputs", here / "tokens.pt", "--json")
+    fixed = "not applicable: the mask of banded attention does not depend on the input"
     for command, said in (
-        ("mask-stability", "not applicable: the mask of banded attention does not depend on the input"),
+        ("mask-stability", fixed),
+        ("mask-stability --precision bf16", fixed),
         ("k-sweep", "cannot tell: its mask does not rank keys by their scores."),
     ):
-        outcome = run_semdiag(command, *words)
+        outcome = run_semdiag(*command.split(), *words)
         assert outcome.code == 0, outcome.err
         assert said in " ".join(outcome.err.split())
         (result,) = json.loads(outcome.out)["results"]
@@ -152,6 +185,9 @@ def test_a_budget_is_written_and_read(run_semdiag, here, tiny_runs):
     [
         (("mask-stability", "--noise", "a lot"), "--noise takes positive numbers"),
         (("mask-stability", "--draws", 0), "draws must be at least 1"),
+        (("mask-stability", "--precision", "bf16,int4"), "Unknown number format 'int4'"),
+        (("mask-stability", "--precision", "float64"), "against float64. Got float64."),
+        (("mask-stability", "--precision", ","), "against float64. Got none."),
         (("mask-stability", "--at-block", 7), "Noise can enter at blocks 0 to 1"),
         (("k-sweep", "--max-k", 12), "must be below the number of keys, at most 12"),
         (("k-sweep", "--max-k", 0), "at least 1"),

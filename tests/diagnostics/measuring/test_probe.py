@@ -24,6 +24,7 @@ from semdiag.questions.dispersion.measure import InitialisationPlan
 from semdiag.questions.k_sweep.measure.probe import KSweepPlan, k_sweep
 from semdiag.questions.landscape.measure import LandscapePlan
 from semdiag.questions.lipschitz.measure.probe import LipschitzPlan
+from semdiag.questions.mask_precision.measure.probe import PrecisionPlan
 from semdiag.questions.mask_stability.measure.probe import NoisePlan, mask_stability
 from semdiag.questions.overlap.measure import mask_overlap
 from semdiag.questions.stability.measure.probe import SecantsPlan
@@ -31,6 +32,7 @@ from semdiag_models import InputError
 
 CHEAP = {
     NoisePlan: NoisePlan((0.1,), draws=2, k=3),
+    PrecisionPlan: PrecisionPlan(("fp8-e5m2",), k=3),
     KSweepPlan: KSweepPlan(3),
     LandscapePlan: LandscapePlan(grid=3),
     LipschitzPlan: LipschitzPlan(5, 2, 2, 5),

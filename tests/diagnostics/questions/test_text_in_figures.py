@@ -21,6 +21,7 @@ from semdiag.questions.convergence.measure import ConvergencePlan, convergence_s
 from semdiag.questions.k_sweep.measure.probe import KSweepPlan
 from semdiag.questions.landscape.measure import LandscapePlan
 from semdiag.questions.lipschitz.measure.probe import LipschitzPlan
+from semdiag.questions.mask_precision.measure.probe import PrecisionPlan
 from semdiag.questions.mask_stability.measure.probe import NoisePlan
 from semdiag.questions.overlap.measure import OverlapPlan
 from semdiag.questions.stability.measure.probe import SecantsPlan
@@ -41,6 +42,7 @@ def real():
     """Findings on five committed checkpoints, every probe asked, few samples."""
     plans = (
         SecantsPlan((0.01,)), BoundsPlan(), NoisePlan((0.01,), draws=1), OverlapPlan(5),
+        PrecisionPlan(("bf16", "fp16", "fp8-e4m3", "fp8-e5m2")),
         KSweepPlan(8, True, kinds=("topk", "window", "topk-layer", "random")),
         LandscapePlan(grid=3, metrics=("loss", "dispersion")), LipschitzPlan(2, 2, 2, 8),
         ComparePlan(),

@@ -13,6 +13,7 @@ from semdiag.measuring.findings.layered_summary import without
 from semdiag.measuring.findings.resampling import Interval, mean_interval, rank_correlation_interval
 from semdiag.measuring.findings.strict_json import MODEL_FACTS, Summary, json_object, records
 from semdiag.measuring.table import ALL
+from semdiag.questions.mask_precision.answer import precision_of
 from semdiag.questions.mask_stability.measure.mask_rows import SELECTIONS
 
 RESAMPLES = 200
@@ -23,10 +24,10 @@ NOT_APPLICABLE = "not applicable: the mask of {attention} attention does not dep
 
 
 def mask_summary(findings: Findings) -> Summary:
-    """Agreement, certificate and prediction per noise level, layer and head, and pooled.
+    """Agreement, certificate and prediction per noise level, layer and head, and pooled; what number formats do.
 
     Args:
-        findings: of one or more models, with masks.
+        findings: of one or more models, with masks or rounded masks.
 
     Returns:
         A JSON-ready dictionary, schema ``semdiag.mask-stability/2``.
@@ -38,7 +39,8 @@ def mask_summary(findings: Findings) -> Summary:
         own = table[table["model"] == row["model"]]
         result = {key: row[key] for key in MODEL_FACTS} | {"mask": mask_words(findings, row["model"])}
         changed = int(own.loc[own["layer"] == ALL, "certified_changed"].sum())
-        result |= {"applicable": not own.empty, "certified_changed": changed}
+        precision = precision_of(findings, row["model"])
+        result |= {"applicable": bool(precision) or not own.empty, "certified_changed": changed}
         result["certified_rows"] = int(own.loc[own["layer"] == ALL, "certified_rows"].sum())
         levels = []
         for level, rows in own.groupby("level"):
@@ -46,7 +48,7 @@ def mask_summary(findings: Findings) -> Summary:
             after = records(effects[(effects["model"] == row["model"]) & (effects["level"] == level)])
             output = without(after[0], "model", "level") if after else {}
             levels.append({"noise": level, "layers": entries[:-1], "all": entries[-1], "output": output})
-        results.append(result | {"levels": levels})
+        results.append(result | {"levels": levels, "precision": precision})
     return json_object("mask-stability", findings, results=results)
 
 
@@ -62,10 +64,11 @@ def mask_words(findings: Findings, model: str) -> str:
     kind = str(row["attention"])
     if SELECTIONS.get(kind) is None:
         return NOT_APPLICABLE.format(attention=kind)
-    own = measurements.masks.loc[measurements.masks["model"] == model, "kept"]
+    own = pd.concat([t.loc[t["model"] == model, "kept"] for t in (measurements.masks, measurements.rounded_masks)])
     if own.empty:
         remarks = measurements.remarks
-        said = remarks["text"][(remarks["model"] == model) & (remarks["code"] == "no-mask-stability")]
+        codes = remarks["code"].isin(["no-mask-stability", "no-mask-precision"])
+        said = remarks["text"][(remarks["model"] == model) & codes]
         refused = said.tolist()
         return refused[0] if refused else "no query drops a key: no mask can change"
     if not SELECTIONS[kind].ranked:  # type: ignore[union-attr]  # of a fixed mask it was None

@@ -8,6 +8,7 @@ from semdiag.presenting import options
 from semdiag.presenting.question import Shared, command
 
 _NOISE = "Which noise"
+_OF_NOISE = {"noise", "draws", "absolute", "at_block"}
 
 
 @command()
@@ -38,6 +39,15 @@ def mask_stability(
             rich_help_panel=_NOISE,
         ),
     ] = 0,
+    precision: Annotated[
+        str,
+        typer.Option(
+            metavar="FORMAT,FORMAT",
+            help="Number formats to which queries, keys and scores are rounded, like bf16,fp16,fp8-e4m3,fp8-e5m2. "
+            "Noise is then added only if an option of it is given.",
+            rich_help_panel="Which rounding",
+        ),
+    ] = "",
     k: Annotated[
         int,
         typer.Option(
@@ -48,25 +58,29 @@ def mask_stability(
     *,
     shared: Shared,
 ) -> None:
-    """Test whether attention masks survive a little input noise: certified, predicted, observed.
+    """Test whether attention masks survive a little input noise, or a number format: certified, observed.
 
     A query's mask is the set of keys that it keeps. Certified: the scores provably move too little to change the
     mask. Predicted: the probability that the two keys at the boundary (the smallest kept score, the largest
     dropped one) do not swap. Observed: how many masks are the same in noisy copies of the input. Masks that do
-    not depend on the input cannot change.
+    not depend on the input cannot change. With --precision the masks of rounded queries, keys and scores are
+    compared with those of float64: changed, tied, certified.
 
     [bold]semdiag mask-stability checkpoints/even-pairs-topk-5-seed-153476998 --noise 0.01[/]
     """
     from semdiag.measuring.findings.supposed_masks import check_supposed_k
     from semdiag.presenting import option_values
+    from semdiag.questions.mask_precision.measure.probe import PrecisionPlan
     from semdiag.questions.mask_stability.measure.probe import NoisePlan
     from semdiag.questions.mask_stability.terminal import print_masks
 
     levels = option_values.positive_numbers(noise, "--noise")
-    conditions = shared.conditions(
-        plans=(NoisePlan(levels, draws, absolute, at_block, k, shared.values["seed"]),),
-    )
-    findings = shared.measured(models, conditions)
+    plans: dict[str, NoisePlan | PrecisionPlan] = {}
+    if "precision" not in shared.typed or _OF_NOISE & shared.typed:
+        plans["mask-stability"] = NoisePlan(levels, draws, absolute, at_block, k, shared.values["seed"])
+    if "precision" in shared.typed:
+        plans["mask-precision"] = PrecisionPlan(option_values.names(precision), k)
+    findings = shared.measured(models, shared.conditions(plans=tuple(plans.values())))
     if "k" in shared.typed:
         check_supposed_k(findings, k)
-    shared.deliver("mask-stability", findings, print_masks)
+    shared.deliver("mask-stability", findings, print_masks, sections=tuple(plans))

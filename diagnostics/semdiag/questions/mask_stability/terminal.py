@@ -1,4 +1,4 @@
-"""Tables of ``semdiag mask-stability`` and ``semdiag k-sweep`` on stderr."""
+"""Tables of ``semdiag mask-stability`` on the terminal."""
 
 import math
 from typing import Any
@@ -7,6 +7,7 @@ from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.findings.strict_json import number_from_json
 from semdiag.presenting.terminal.console import interval, number, number_table, wide_console
 from semdiag.presenting.terminal.titles import title
+from semdiag.questions.mask_precision.terminal import print_precision
 from semdiag.questions.mask_stability.answer import mask_summary
 
 Summary = dict[str, Any]
@@ -27,7 +28,9 @@ def print_masks(findings: Findings) -> None:
     summary = findings(mask_summary)
     for result in summary["results"]:
         screen.print(f"\n{title(result)}: {result['mask']}")
-        if not result["applicable"]:
+        if result["precision"]:
+            print_precision(screen, result["precision"])
+        if not result["levels"]:
             continue
         rows = number_table(_MASKS, least=_LEAST)
         for level in result["levels"]:

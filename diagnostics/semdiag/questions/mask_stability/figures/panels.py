@@ -9,11 +9,12 @@ from semdiag.presenting.drawing.noise import percent
 from semdiag.presenting.drawing.panels import NothingToDrawError, panels_of
 
 
-def judged_models(findings: Findings) -> list[tuple[str, str]]:
+def judged_models(findings: Findings, table: str = "masks") -> list[tuple[str, str]]:
     """Models with an input-dependent mask that was judged, last snapshots first.
 
     Args:
         findings: with masks.
+        table: of measurements, in which they were judged.
 
     Returns:
         Path and title of each, two lines like ``even-pairs``, ``top-k (k = 5)``.
@@ -22,7 +23,7 @@ def judged_models(findings: Findings) -> list[tuple[str, str]]:
         NothingToDrawError: if there is none.
     """
     measurements = findings.measurements
-    kept = measurements.masks.groupby("model")["kept"].last()
+    kept = getattr(measurements, table).groupby("model")["kept"].last()
     found = []
     for panel in panels_of(measurements.models):
         for series in panel.series:

@@ -1,0 +1,86 @@
+"""What a number format does to masks: by model, format and layer, and pooled."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from semdiag.measuring.findings.findings import Findings
+from semdiag.measuring.findings.resampling import sum_ratio_interval
+from semdiag.measuring.findings.strict_json import Summary, records
+from semdiag.measuring.table import ALL
+
+_RESAMPLES = 200
+_SHARES = ("changed", "tied", "changed_or_tied", "certified")
+_COUNTS = ("queries", "not_covered", "certified_rows", "certified_changed")
+_COLUMNS = [
+    "model", "format", "layer", *_COUNTS, *(name + end for name in _SHARES for end in ("", "_low", "_high")),
+    "lost_p50", "lost_mean", "why",
+]  # fmt: skip
+
+
+def precision_table(findings: Findings) -> pd.DataFrame:
+    """What became of the masks, per model, number format and layer, and pooled; heads are pooled.
+
+    Args:
+        findings: with rounded masks.
+
+    Returns:
+        model, format, layer (ALL where pooled); queries that drop a key, not_covered of them, and why;
+        certified_rows and certified_changed; shares of the covered (changed, tied, changed_or_tied, certified)
+        with ``_low`` and ``_high`` of 95 % intervals from resampled sequences; lost_p50 and lost_mean, over the
+        changed ones.
+    """
+    masks, lost = findings.measurements.rounded_masks, findings.measurements.lost_weights
+    rows = []
+    for (model, kind), own in masks.groupby(["model", "format"], sort=False):
+        of_changed = lost[(lost["model"] == model) & (lost["format"] == kind)]
+        for layer, part in _layers(own):
+            weights = of_changed if layer == ALL else of_changed[of_changed["layer"] == layer]
+            rows.append({"model": model, "format": kind, "layer": layer, **_described(part, weights["lost"])})
+    return pd.DataFrame(rows, columns=_COLUMNS)
+
+
+def precision_of(findings: Findings, model: str) -> list[Summary]:
+    """The number formats in which a model's masks were looked at, as in ``--json``.
+
+    Args:
+        findings: with or without rounded masks.
+        model: its path.
+
+    Returns:
+        By format: format, layers (a dictionary each), all.
+    """
+    table = findings(precision_table)
+    own = table[table["model"] == model]
+    found: list[Summary] = []
+    for kind, rows in own.groupby("format", sort=False):
+        entries = records(rows.drop(columns=["model", "format"]).astype({"layer": object}))
+        found.append({"format": kind, "layers": entries[:-1], "all": entries[-1] | {"layer": "all"}})
+    return found
+
+
+def _layers(own: pd.DataFrame) -> Iterator[tuple[int, pd.DataFrame]]:
+    for layer, part in own.groupby("layer", sort=True):
+        yield int(str(layer)), part
+    yield ALL, own
+
+
+def _described(part: pd.DataFrame, lost: "pd.Series[float]") -> dict[str, Any]:
+    counts = part.groupby("sample")[["queries", "not_covered", *_SHARES]].sum().astype(np.float64)
+    covered = (counts["queries"] - counts["not_covered"]).to_numpy()
+    shares: dict[str, float] = {}
+    for name in _SHARES:
+        found = sum_ratio_interval(counts[name].to_numpy(), covered, _RESAMPLES)
+        shares |= {name: found.estimate, f"{name}_low": found.low, f"{name}_high": found.high}
+    return {
+        "queries": int(part["queries"].sum()),
+        "not_covered": int(part["not_covered"].sum()),
+        "certified_rows": int(part["certified"].sum()),
+        "certified_changed": int(part["certified_changed"].sum()),
+        **shares,
+        "lost_p50": float(lost.median()),
+        "lost_mean": float(lost.mean()),
+        "why": "; ".join(sorted({*part["why"]} - {""})),
+    }

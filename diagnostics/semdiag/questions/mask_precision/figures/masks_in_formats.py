@@ -1,0 +1,51 @@
+"""Which share of the masks stays the same in a number format, layer by layer."""
+
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from semdiag.measuring.findings.findings import Findings
+from semdiag.measuring.table import ALL
+from semdiag.presenting.drawing.style import finished, panel_grid, paper_style
+from semdiag.questions.mask_precision.answer import precision_table
+from semdiag.questions.mask_stability.figures.panels import judged_models, shades
+
+_MARKERS = "osD^vP*X"
+
+
+@paper_style
+def masks_in_formats(findings: Findings) -> Figure:
+    """Draw the share of masks that stay the same, a curve for each number format against layers.
+
+    Args:
+        findings: with rounded masks.
+
+    Returns:
+        One panel per model; bands reach down to the share without a tie, dotted curves are certified.
+
+    Raises:
+        NothingToDrawError: if no mask was judged.
+    """
+    models = judged_models(findings, "rounded_masks")
+    table = findings(precision_table)
+    formats = list(table["format"].unique())
+    figure, axes = panel_grid(len(models), height=2.9)
+    for ax, (model, title) in zip(axes, models, strict=True):
+        own = table[(table["model"] == model) & (table["layer"] != ALL)]
+        for at, (kind, color) in enumerate(zip(formats, shades(len(formats)), strict=True)):
+            rows = own[own["format"] == kind]
+            layers = rows["layer"].to_numpy(int)
+            ax.plot(layers, 1 - rows["changed"], color=color, marker=_MARKERS[at], markersize=4, label=kind)
+            ax.fill_between(
+                layers, 1 - rows["changed_or_tied"], 1 - rows["changed"], color=color, alpha=0.25, linewidth=0
+            )
+            ax.plot(layers, rows["certified"], color=color, linestyle=":", linewidth=1.3)
+        ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+        ax.set_xlabel("layer")
+        ax.set_ylim(0, 1.03)
+        ax.set_title(title, fontsize=8)
+    axes[0].set_ylabel("share of masks unchanged, S′ = S")
+    return finished(
+        figure,
+        "Queries, keys and scores rounded once, against float64. Bands: down to the share without a tie at the "
+        "boundary; dotted: certified to be unchanged. Heads pooled, without rows that are not covered.",
+    )
