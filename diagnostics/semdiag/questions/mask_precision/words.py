@@ -8,7 +8,7 @@ from semdiag.measuring.findings.number_words import interval_words, percent
 from semdiag.measuring.findings.strict_json import Summary
 from semdiag.presenting.drawing.panels import model_labels
 from semdiag.questions.mask_precision.answer import precision_of
-from semdiag.questions.mask_stability.answer import mask_words
+from semdiag.questions.mask_stability.answer import mask_words, refusals
 
 
 def precision_in_short(findings: Findings) -> list[str]:
@@ -43,7 +43,8 @@ def precision_sentences(findings: Findings) -> list[str]:
     for model, label in model_labels(findings.measurements.models).items():
         parts = [part for of_format in precision_of(findings, model) for part in _of_format(of_format)]
         words = mask_words(findings, model)
-        said.append(f"{label} ({words}): {' '.join(parts)}" if parts else f"{label}: {words}.")
+        why = next(iter(refusals(findings, model)), words)
+        said.append(f"{label} ({words}): {' '.join(parts)}" if parts else f"{label}: {why}.")
     return said
 
 

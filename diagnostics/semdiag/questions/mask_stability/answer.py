@@ -40,7 +40,8 @@ def mask_summary(findings: Findings) -> Summary:
         result = {key: row[key] for key in MODEL_FACTS} | {"mask": mask_words(findings, row["model"])}
         changed = int(own.loc[own["layer"] == ALL, "certified_changed"].sum())
         precision = precision_of(findings, row["model"])
-        result |= {"applicable": bool(precision) or not own.empty, "certified_changed": changed}
+        result |= {"applicable": bool(precision) or not own.empty, "refused": refusals(findings, row["model"])}
+        result["certified_changed"] = changed
         result["certified_rows"] = int(own.loc[own["layer"] == ALL, "certified_rows"].sum())
         levels = []
         for level, rows in own.groupby("level"):
@@ -66,15 +67,23 @@ def mask_words(findings: Findings, model: str) -> str:
         return NOT_APPLICABLE.format(attention=kind)
     own = pd.concat([t.loc[t["model"] == model, "kept"] for t in (measurements.masks, measurements.rounded_masks)])
     if own.empty:
-        remarks = measurements.remarks
-        codes = remarks["code"].isin(["no-mask-stability", "no-mask-precision"])
-        said = remarks["text"][(remarks["model"] == model) & codes]
-        refused = said.tolist()
-        return refused[0] if refused else "no query drops a key: no mask can change"
+        return next(iter(refusals(findings, model)), "no query drops a key: no mask can change")
     if not SELECTIONS[kind].ranked:  # type: ignore[union-attr]  # of a fixed mask it was None
         kept = f"{own.min()} to {own.max()} keys" if own.min() < own.max() else f"k = {own.iloc[0]}"
         return f"the model's own mask, {kept}; no certificate is known for {kind} attention"
     return SUPPOSED.format(k=own.iloc[0]) if kind in DENSE else f"the model's own mask, k = {own.iloc[0]}"
+
+
+def refusals(findings: Findings, model: str) -> list[str]:
+    """Why noise or number formats were not tried on a model's masks, where they were asked for.
+
+    Args:
+        findings: with the model.
+        model: its path.
+    """
+    remarks = findings.measurements.remarks
+    codes = remarks["code"].isin(["no-mask-stability", "no-mask-precision"])
+    return [str(text) for text in remarks["text"][(remarks["model"] == model) & codes]]
 
 
 def mask_table(findings: Findings) -> pd.DataFrame:

@@ -28,6 +28,9 @@ def print_masks(findings: Findings) -> None:
     summary = findings(mask_summary)
     for result in summary["results"]:
         screen.print(f"\n{title(result)}: {result['mask']}")
+        for refused in result["refused"]:
+            if refused != result["mask"]:
+                screen.print(f"{refused}.")
         if result["precision"]:
             print_precision(screen, result["precision"])
         if not result["levels"]:

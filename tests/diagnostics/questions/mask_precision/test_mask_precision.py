@@ -29,6 +29,8 @@ from semdiag.questions.mask_precision.measure.rounded_rows import rounded_rows
 from semdiag.questions.mask_precision.words import precision_in_short, precision_sentences
 from semdiag.questions.mask_stability.answer import mask_summary, mask_words
 from semdiag.questions.mask_stability.measure.mask_rows import selection_of
+from semdiag.questions.mask_stability.measure.probe import NoisePlan
+from semdiag.questions.mask_stability.terminal import print_masks
 from semdiag_models import InputError
 
 pytestmark = pytest.mark.usefixtures("few_resamples")
@@ -157,10 +159,22 @@ def test_a_layer_with_a_bias_is_counted_as_not_covered():
     assert result["precision"][0]["layers"][0]["why"] == "scores with a bias"
 
 
-def _loaded(module, inputs):
+@pytest.mark.parametrize("beside", [(), (NoisePlan((0.1,), draws=1),)], ids=["alone", "beside noise"])
+def test_a_refusal_is_said_on_the_terminal_and_in_the_report(wild_encoder, padded_tokens, capsys, beside):
+    encoder = wild_encoder("lsh", selection_seed=1).float()
+    model = _loaded(encoder, padded_tokens[0], "semdiag")
+    findings = Findings(survey([model], Conditions(plans=(*beside, PrecisionPlan()))))
+    print_masks(findings)
+    why = "mask precision not available, because the scores alone do not say which keys lsh attention keeps"
+    assert " ".join(capsys.readouterr().out.split()).count(why) == 1
+    assert precision_sentences(findings)[0].endswith(f"{why}.")
+    assert findings(mask_summary)["results"][0]["refused"] == [why]
+
+
+def _loaded(module, inputs, source="factory"):
     from semdiag.capturing.loading import LoadedModel
 
-    return LoadedModel("theirs", "", module, "factory", "unknown", batches=[inputs])
+    return LoadedModel("theirs", "", module, source, "unknown", batches=[inputs])
 
 
 # ------------------------------------------------------------------------------------------ numbers by hand
