@@ -14,7 +14,7 @@ from semdiag.mathematics.selections.number_formats import NumberFormat, number_f
 from semdiag.mathematics.selections.rounded_operands import rounded, rounded_scores, score_error, survives_rounding
 
 FORMATS = ("bf16", "fp16", "fp8-e4m3", "fp8-e5m2")
-KINDS = ("normal", "apart", "near ties", "boundaries", "large", "subnormal", "saturating")
+KINDS = ("normal", "apart", "near ties", "boundaries", "powers", "large", "subnormal", "saturating")
 BATCH, KEYS, WIDTH, KEPT, SCALE = 20_000, 12, 16, 4, 0.25
 
 
@@ -30,6 +30,9 @@ def operands(which: str, kind: NumberFormat, generator: torch.Generator) -> tupl
         k = k[:, :1] * (1 + 2.0**-kind.digits * k)
     if which == "boundaries":
         q, k = (rounded(x, kind) * (1 + 2.0**-kind.digits) for x in (q, k))
+    if which == "powers":
+        below = (torch.randint(3, x.shape, generator=generator) * 2.0 ** -(kind.digits + 1) for x in (q, k))
+        q, k = (x.sign() * 2.0 ** x.abs().log2().round() * (1 - b) for x, b in zip((q, k), below, strict=True))
     first = {
         "large": min(kind.largest / 4, 2.0**100), "subnormal": 2.0**kind.exponent, "saturating": kind.largest
     }.get(which, 1.0)  # fmt: skip
