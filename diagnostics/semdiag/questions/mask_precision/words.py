@@ -19,7 +19,7 @@ def precision_in_short(findings: Findings) -> list[str]:
     """
     if findings.measurements.rounded_masks.empty:
         return []
-    parts, faults = [], 0
+    parts, faults, some = [], 0, ""
     for model, label in model_labels(findings.measurements.models, last_only=True).items():
         formats = [(found["format"], found["all"]) for found in precision_of(findings, model)]
         known = [
@@ -27,10 +27,11 @@ def precision_in_short(findings: Findings) -> list[str]:
         ]
         parts += [f"{label}: {', '.join(known)}"] if known else []
         faults += sum(row["certified_changed"] for _, row in formats)
+        some = ", of the rows that are covered" if any(row["not_covered"] for _, row in formats) else some
     if not parts:
         return ["Masks in number formats: no row that the error model covers."]
     fault = f" Certified rows that changed: {faults:,}, an error of semdiag." if faults else ""
-    return [f"Masks that change in a number format, whatever ties do: {'; '.join(parts)}.{fault}"]
+    return [f"Masks that change in a number format, whatever ties do{some}: {'; '.join(parts)}.{fault}"]
 
 
 def precision_sentences(findings: Findings) -> list[str]:

@@ -236,6 +236,9 @@ def test_a_certified_row_that_changed_is_called_a_fault(by_hand):
     findings = Findings(by_hand.replace(rounded_masks=masks))
     full, topk, _ = precision_sentences(findings)
     (short,) = precision_in_short(findings)
+    assert short.startswith(
+        "Masks that change in a number format, whatever ties do, of the rows that are covered: "
+    )
     assert short.endswith("float8_e4m3fn 45.0 %. Certified rows that changed: 1, an error of semdiag.")
     assert "Certified rows that changed: 1 of 36, which is an error of semdiag." in full
     assert "error" not in topk
