@@ -1,18 +1,20 @@
 """Operations that are no products and no softmaxes: what comes out of them is made of what went in."""
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
 from semdiag.capturing.following.axes import Axes, broadcast, chosen, regrouped
 from semdiag.capturing.following.softmaxes import prove
-from semdiag.capturing.following.tags import Tags, Weights, tensors
+from semdiag.capturing.following.tags import Scores, Softmax, Tags, Weights, tensors
 from semdiag.capturing.recording import is_plain
 
 _REGROUPING = ("view", "_unsafe_view", "reshape", "_reshape_alias", "unsqueeze", "squeeze", "flatten", "unflatten")
 _COPIES = ("clone", "_to_copy", "detach", "alias", "contiguous", "lift_fresh")
 _SHAPED = ("empty_like", "rand_like", "randn_like", "new_empty", "new_empty_strided")  # takes no entries
 _SAMPLED = ("grid_sampler", "grid_sampler_2d", "grid_sampler_3d")
+_TIMES = ("mul", "mul_")
 _MOVED = frozenset((*_REGROUPING, *_COPIES, "cat", "stack", "permute", "transpose"))
 _DEFORMABLE = "its keys are parameters, and its values are sampled between places (deformable attention)"
 
@@ -29,23 +31,18 @@ def carry(tags: Tags, name: str, args: tuple[Any, ...], given: list[Tensor], res
     """
     if not given or name in _SHAPED:
         return
+    outs = _outs(result)
     if name in _SAMPLED or (name in _MOVED and _sampled(tags, given)):
-        for out in _outs(result):
+        for out in outs:
             tags.mark(out, "sampled")
     tagged = [(t, *tag) for t in given if any(tag := tags.of(t))]
-    if not tagged:
-        outs = _outs(result)
-        if outs and all(map(tags.fixed, given)):
-            for out in outs:
-                tags.tag_fixed(out)
-        return
-    outs = _outs(result)
+    if not tagged and outs and all(map(tags.fixed, given)):
+        for out in outs:
+            tags.tag_fixed(out)
     for source, scores, weights in tagged:
         for out in outs:
             if scores is not None:
-                axes, _ = _followed(name, args, scores.axes, source, out)
-                if axes is scores.axes or (axes is not None and scores.product.whole_in(axes)):
-                    tags.carry_scores(out, scores if axes is scores.axes else scores._replace(axes=axes))
+                _carry_scores(tags, name, args, scores, source, out)
             if weights is not None:
                 _carry_weights(tags, name, args, weights, source, given, out)
 
@@ -58,64 +55,123 @@ def _sampled(tags: Tags, given: list[Tensor]) -> bool:
     return "sampled" in tags.marks and any(tags.marked(t, "sampled") is not None for t in given)
 
 
+def _carry_scores(tags: Tags, name: str, args: tuple[Any, ...], tag: Scores, source: Tensor, out: Tensor) -> None:
+    """Carry over that a tensor came from a product, while both sides of the product are in it."""
+    axes, _ = _followed(name, args, tag.axes, source, out)
+    if axes is tag.axes:
+        tags.carry_scores(out, tag)
+    elif axes is not None and tag.product.whole_in(axes):
+        tags.carry_scores(out, tag._replace(axes=axes))
+
+
 def _carry_weights(
     tags: Tags, name: str, args: tuple[Any, ...], tag: Weights, source: Tensor, given: list[Tensor], out: Tensor
 ) -> None:
-    if name in ("sum", "mean") and tag.axes is not None:
-        _summed(tags, tag, args, source, out)
-        return
+    """Carry over that a tensor came from a softmax, unless that ends here."""
     softmax = tag.softmax
-    moving = softmax.suspect and not softmax.keys_fixed(softmax.place) and not tags.fixed(softmax.scores)
-    if name == "convolution" and source is args[1] and moving and not tags.fixed(args[0]):
+    if name in ("sum", "mean") and tag.axes is not None:
+        _summed(tags, tag, tag.axes, args, source, out)
+        return
+    if name == "convolution" and source is args[1] and not tags.fixed(args[0]) and _moving(tags, softmax):
         softmax.refuse("its weights are the kernel of a convolution")
         return
-    axes, exact = (None, False) if tag.axes is None else _followed(name, args, tag.axes, source, out)
     others = [t for t in given if t is not source]
-    scaled = name in ("mul", "mul_") and source.shape == out.shape and moving
-    if tag.axes is None and not scaled and any(t.shape == out.shape and t.is_floating_point() for t in others):
-        return  # added to a stream that has other things in it
-    if axes is not None and not tag.softmax.keys_in(axes):
-        if out.numel() * max(2, tag.softmax.scores.shape[tag.softmax.place or 0]) <= source.numel():
-            return  # one weight of each row was chosen
+    axes, exact = None, False
+    if tag.axes is not None:
+        axes, exact = _followed(name, args, tag.axes, source, out)
+    elif _joins_a_stream(tags, name, softmax, source, others, out):
+        return
+    if axes is not None and not softmax.keys_in(axes):
+        if _is_one_of_each_row(softmax, source, out):
+            return
         axes = None
-    noise = next((kept for t in others if (kept := tags.noise(t)) is not None), None)
-    dropout, spread = tag.dropout, tag.spread
-    if name in ("mul", "mul_") and noise is not None:
-        exact, dropout = True, 1 - (1 - tag.dropout) * noise
-    elif name == "native_dropout":
-        exact, dropout = True, 1 - (1 - tag.dropout) * (1 - float(args[1]))
-    elif tag.logarithm and name == "exp" and tag.exact:
-        exact, tag = True, tag._replace(logarithm=False)
-    elif axes is not None and any(p.origin == -1 for pieces in axes for p in pieces):
-        spread = spread or any(not tags.fixed(t) for t in others)
-    if axes is not None and name in ("div", "div_", "mul", "mul_"):
-        prove(tag.softmax, axes, out)
-    sampled = tag.sampled or (name in ("mul", "mul_") and _sampled(tags, others))
-    known = tags.weights(out)
-    if known is None or known.softmax is tag.softmax or (softmax.suspect and not known.softmax.suspect):
-        exact = exact and tag.exact
-        tags.tag_weights(
-            out, tag._replace(axes=axes, exact=exact, dropout=dropout, spread=spread, sampled=sampled)
-        )
+    if axes is not None and name in ("div", "div_", *_TIMES):
+        prove(softmax, axes, out)
+    before = tags.weights(out)
+    if before is None or before.softmax is softmax or (softmax.suspect and not before.softmax.suspect):
+        tags.tag_weights(out, _after(tags, name, args, tag._replace(axes=axes), exact, others))
 
 
-def _summed(tags: Tags, tag: Weights, args: tuple[Any, ...], source: Tensor, out: Tensor) -> None:
+def _after(
+    tags: Tags, name: str, args: tuple[Any, ...], tag: Weights, exact: bool, others: list[Tensor]
+) -> Weights:
+    """What is known of weights after an operation; ``exact`` says whether it leaves entries as they are."""
+    known = _KNOWN_ENTRIES[name](tags, tag, args, others) if name in _KNOWN_ENTRIES else None
+    sampled = tag.sampled or (name in _TIMES and _sampled(tags, others))
+    if known is not None:
+        return known._replace(sampled=sampled)
+    spread = tag.spread
+    if tag.axes is not None and any(p.origin == -1 for pieces in tag.axes for p in pieces):
+        spread = spread or not all(map(tags.fixed, others))
+    return tag._replace(exact=exact and tag.exact, spread=spread, sampled=sampled)
+
+
+def _is_one_of_each_row(softmax: Softmax, source: Tensor, out: Tensor) -> bool:
+    """Whether one weight of each row was chosen."""
+    return out.numel() * max(2, softmax.scores.shape[softmax.place or 0]) <= source.numel()
+
+
+def _moving(tags: Tags, softmax: Softmax) -> bool:
+    """Whether a softmax is attention if it meets values, with keys or scores that the model's input made."""
+    return softmax.suspect and not softmax.keys_fixed(softmax.place) and not tags.fixed(softmax.scores)
+
+
+def _joins_a_stream(
+    tags: Tags, name: str, softmax: Softmax, source: Tensor, others: list[Tensor], out: Tensor
+) -> bool:
+    """Whether what was made of weights is added to a stream that has other things in it."""
+    if name in _TIMES and source.shape == out.shape and _moving(tags, softmax):
+        return False
+    return any(t.shape == out.shape and t.is_floating_point() for t in others)
+
+
+def _times_noise(tags: Tags, tag: Weights, args: tuple[Any, ...], others: list[Tensor]) -> Weights | None:
+    """Dropout that is written out."""
+    kept = next((kept for t in others if (kept := tags.noise(t)) is not None), None)
+    return None if kept is None else tag._replace(dropout=1 - (1 - tag.dropout) * kept)
+
+
+def _dropped(tags: Tags, tag: Weights, args: tuple[Any, ...], others: list[Tensor]) -> Weights | None:
+    return tag._replace(dropout=1 - (1 - tag.dropout) * (1 - float(args[1])))
+
+
+def _exponential(tags: Tags, tag: Weights, args: tuple[Any, ...], others: list[Tensor]) -> Weights | None:
+    """The weights of their logarithms."""
+    return tag._replace(logarithm=False) if tag.logarithm and tag.exact else None
+
+
+# Operations after which entries are known: what is known of them, or None where it is nothing more than before.
+_KNOWN_ENTRIES: dict[str, Callable[[Tags, Weights, tuple[Any, ...], list[Tensor]], Weights | None]] = {
+    **dict.fromkeys(_TIMES, _times_noise),
+    "native_dropout": _dropped,
+    "exp": _exponential,
+}
+
+
+def _summed(tags: Tags, tag: Weights, axes: Axes, args: tuple[Any, ...], source: Tensor, out: Tensor) -> None:
     """Weights, or weights times values element by element, summed over the keys or over other axes."""
-    softmax, axes = tag.softmax, tag.axes or ((),) * source.ndim
+    softmax = tag.softmax
     given = args[1] if len(args) > 1 and isinstance(args[1], list | tuple) else ()
     dims = {d % source.ndim for d in given or range(source.ndim)} if source.ndim else set()
     over = [p for d in dims for p in axes[d] if p[:2] == (softmax.number, softmax.place)]
     if over:
-        sure = softmax.of_a_product or not tag.added_up  # else it may be a statistic of a router
-        if tag.sampled and sure and softmax.keys_fixed(over[0].place):
-            softmax.refuse(_DEFORMABLE)
-        if tag.spread and sure and not softmax.done and not softmax.keys_fixed(over[0].place):
-            softmax.refuse("its values are multiplied and summed one by one, not in a product")
+        _summed_over_keys(tag, over[0].place)
     elif softmax.place is not None and softmax.keys_in(axes) and not softmax.keys_fixed(softmax.place):
         kept = out.ndim == source.ndim
         left = tuple(() if d in dims else pieces for d, pieces in enumerate(axes) if kept or d not in dims)
         added_up = tag.added_up or any(source.shape[d] > 1 for d in dims)
         tags.tag_weights(out, tag._replace(axes=left, exact=False, added_up=added_up))
+
+
+def _summed_over_keys(tag: Weights, place: int) -> None:
+    """Note why attention whose values are weighted one by one is not captured."""
+    softmax, fixed = tag.softmax, tag.softmax.keys_fixed(place)
+    if tag.added_up and not softmax.of_a_product:
+        return  # it may be a statistic of a router
+    if tag.sampled and fixed:
+        softmax.refuse(_DEFORMABLE)
+    if tag.spread and not fixed and not softmax.done:
+        softmax.refuse("its values are multiplied and summed one by one, not in a product")
 
 
 def _followed(
