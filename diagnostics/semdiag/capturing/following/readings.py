@@ -22,6 +22,11 @@ class Reading:
     lead: tuple[int, ...]
     query: int | None
 
+    @property
+    def in_order(self) -> bool:
+        """Whether heads follow samples in the scores."""
+        return list(self.lead) == sorted(self.lead)
+
     def rows(self, shape: torch.Size) -> int:
         """Samples times queries."""
         samples = self.lead[:-1] if len(self.lead) > 1 else self.lead
@@ -49,33 +54,40 @@ def read_axes(found: "Weighted", rows: set[int]) -> tuple[Reading, str | None]:
         The most usual reading of those that fit, of as many queries as keys if there is one; what to remark if it
         may be wrong, else None.
     """
-    shape, key, given = found.scores.shape, found.key, found.given
-    ones = {d for d in range(len(shape)) if shape[d] == 1 and d != key and (d or len(shape) < 4)}
+    shape, key = found.scores.shape, found.key
+    ones = _of_one_entry(shape, key)
     readings = [*_readings(len(shape), key, rows | ones)]
-    usual = [r for r in readings if [*r.lead] == sorted(r.lead)]
-    fitting = next((fits for x in reversed(given) if (fits := [r for r in readings if _fits(r, shape, x)])), [])
-    pool = fitting or [r for r in usual if r.query in rows or not rows]
+    fitting = _fitting(readings, shape, found.given)
+    pool = fitting or [r for r in readings if r.in_order and (r.query in rows or not rows)]
     same = [r for r in pool if r.query is not None and shape[r.query] == shape[key]]
     pool = same or pool
     if fitting and found.history is not None:
         pool = _split_from_features(pool, found.history.q)
-    if not rows and len(pool[0].lead) > 2:
-        return min(pool, key=lambda r: shape[r.lead[-1]]), OWN_KEYS
     reading = pool[0]
-    if (
-        reading.query is None and len(reading.lead) == 2 and not fitting
-    ):  # heads of one query, or queries of own keys
+    if not rows and len(reading.lead) > 2:
+        return min(pool, key=lambda r: shape[r.lead[-1]]), OWN_KEYS
+    if _several_queries(pool, ones) or (not fitting and _guessed(reading, readings[0], bool(same))):
         return reading, MAY_BE_SWAPPED.format("queries and heads")
-    if len({r.query for r in pool if r.query not in ones}) + any(r.query in ones for r in pool) > 1 or (
-        not (fitting or same) and reading.query != usual[0].query
-    ):
-        return reading, MAY_BE_SWAPPED.format("queries and heads")
-    told = fitting and all([*r.lead] == [*reading.lead] for r in fitting if r.query == reading.query)
-    samples = max(1, given[0][0]) if given and given[0] else 1
-    odd = [d for d in reading.lead[:2] if shape[d] % samples] == [*reading.lead[:1]] and len(reading.lead) == 2
-    if not told and (odd or _crossed(found, reading)):
+    if _heads_may_be_samples(found, reading, fitting):
         return reading, MAY_BE_SWAPPED.format("samples and heads")
     return reading, None
+
+
+def _of_one_entry(shape: torch.Size, key: int) -> set[int]:
+    """Axes of one entry that may be that of the queries."""
+    return {d for d, size in enumerate(shape) if size == 1 and d != key and (d or len(shape) < 4)}
+
+
+def _several_queries(pool: list[Reading], ones: set[int]) -> bool:
+    """Whether readings differ in the axis of the queries; axes of one entry count as one."""
+    return len({min(ones) if r.query in ones else r.query for r in pool}) > 1
+
+
+def _guessed(reading: Reading, usual: Reading, same: bool) -> bool:
+    """Whether the axis of the queries is a guess, if no input tells it; ``same`` says as many queries as keys."""
+    if reading.query is None and len(reading.lead) == 2:  # heads of one query, or queries of own keys
+        return True
+    return not same and reading.query != usual.query
 
 
 def read_leading(q: Tensor, keys: int, given: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], str | None]:
@@ -91,10 +103,14 @@ def read_leading(q: Tensor, keys: int, given: Sequence[tuple[int, ...]]) -> tupl
     """
     shape = torch.Size((*q.shape[:-1], keys))
     readings = [*_readings(len(shape), len(shape) - 1, {len(shape) - 2})]
-    fitting = next((fits for x in reversed(given) if (fits := [r for r in readings if _fits(r, shape, x)])), [])
-    fitting = _split_from_features(fitting, q)
+    fitting = _split_from_features(_fitting(readings, shape, given), q)
     remark = None if len(fitting) == 1 else MAY_BE_SWAPPED.format("samples and heads")
     return (fitting or readings)[0].lead, remark
+
+
+def _fitting(readings: list[Reading], shape: torch.Size, given: Sequence[tuple[int, ...]]) -> list[Reading]:
+    """Those that fit the input of the innermost module that any fits."""
+    return next((fits for x in reversed(given) if (fits := [r for r in readings if _fits(r, shape, x)])), [])
 
 
 def _fits(reading: Reading, shape: torch.Size, given: tuple[int, ...]) -> bool:
@@ -103,8 +119,7 @@ def _fits(reading: Reading, shape: torch.Size, given: tuple[int, ...]) -> bool:
         return False
     positions = {given[0] * given[1], math.prod(given[:-1]) if len(given) > 2 else 0}
     positions |= {given[0] * given[2]} if len(given) == 4 else set()
-    usual = [*reading.lead] == sorted(reading.lead)
-    return reading.rows(shape) in positions and (usual or shape[reading.lead[0]] == given[0])
+    return reading.rows(shape) in positions and (reading.in_order or shape[reading.lead[0]] == given[0])
 
 
 def _split_from_features(readings: list[Reading], q: Tensor) -> list[Reading]:
@@ -115,18 +130,24 @@ def _split_from_features(readings: list[Reading], q: Tensor) -> list[Reading]:
     return [r for r in readings if q.shape[r.lead[-1]] > 1 and q.stride(r.lead[-1]) == step] or readings
 
 
-def _crossed(found: "Weighted", reading: Reading) -> bool:
-    """Whether heads hold samples in the product's batch or in memory, unlike heads split from features."""
+def _heads_may_be_samples(found: "Weighted", reading: Reading, fitting: list[Reading]) -> bool:
+    """Whether two axes may be swapped: no input tells them apart, and their sizes or places in memory are odd."""
     if len(reading.lead) != 2:
         return False
-    steps = (
-        [[p.step for p in found.product[d] if p.place == 0 <= p.origin] for d in reading.lead]
-        if found.product
-        else []
-    )
-    if all(steps) and steps and max(steps[0]) < max(steps[1]):
-        return True
+    if fitting and all(r.lead == reading.lead for r in fitting if r.query == reading.query):
+        return False
+    samples = max(1, found.given[0][0]) if found.given and found.given[0] else 1
+    first, second = (found.scores.shape[d] % samples for d in reading.lead)
+    return (first != 0 and second == 0) or _crossed(found, reading.lead)
+
+
+def _crossed(found: "Weighted", lead: tuple[int, ...]) -> bool:
+    """Whether heads hold samples in the product's batch or in memory, unlike heads split from features."""
+    if found.product:
+        far, near = ([p.step for p in found.product[d] if p.place == 0 <= p.origin] for d in lead)
+        if far and near and max(far) < max(near):
+            return True
     if found.history is None or found.history.q.ndim != 4:
         return False
-    (x, y), (far, near) = found.history.q.shape[:2], found.history.q.stride()[:2]
-    return x > 1 < y and far < near
+    (x, y), (step_x, step_y) = found.history.q.shape[:2], found.history.q.stride()[:2]
+    return x > 1 < y and step_x < step_y
