@@ -60,10 +60,7 @@ class Products:
         elif may_score and (of_a is not None or of_b is not None):
             self._scored(a, b, scores_a, scores_b, result)
         if of_a is not None and of_b is not None:
-            if all(suspects):
-                for tag in (of_a, of_b):
-                    tag.softmax.refuse("its weights are multiplied with other attention weights, not with values")
-            self._tags.tag_weights(result, of_a._replace(axes=None, exact=False))
+            self._both_weights(of_a, of_b, result)
         elif of_a is not None:
             return self._weighted(of_a, a, b, result, left=True, added=name in _ADDED)
         elif of_b is not None:
@@ -89,21 +86,20 @@ class Products:
             tag = self._tags.weights(source)
             if tag is None or tag.axes is None or not (tag.softmax.one_key and is_plain(other)):
                 continue
-            axes = ((),) * (result.ndim - source.ndim) + tag.axes
-            w, v = (t[(None,) * (result.ndim - t.ndim)] for t in (source, other))
-            wide = [d for d in range(result.ndim) if w.shape[d] == 1 < v.shape[d]]
-            if len(wide) != 1 or self._tags.fixed(other) or not other.is_floating_point():
+            if self._tags.fixed(other) or not other.is_floating_point():
                 continue
-            batch = [d for d in range(result.ndim) if w.shape[d] > 1 < v.shape[d]]
-            rows = [d for d in range(result.ndim) if w.shape[d] > 1 == v.shape[d]]
-            order = [*batch, *rows, *wide, *(d for d in range(result.ndim) if result.shape[d] == 1)]
-            n, m = (math.prod(result.shape[d] for d in dims) for dims in (batch, rows))
-            pieces = tuple(p for d in batch for p in axes[d]), tuple(p for d in rows for p in axes[d]), ()
-            with outside_all_modes(result.device.type):
-                w, v, mixed = (t.detach().permute(order) for t in (w, v, result))
-                w, v, mixed = w.reshape(n, m, 1), v.reshape(n, 1, -1), mixed.reshape(n, m, -1)
-            return self._weighted(tag._replace(axes=pieces), w, v, mixed, left=True, added=False)
+            found = _one_key_product(tag.axes, source, other, result)
+            if found is not None:
+                axes, w, v, mixed = found
+                return self._weighted(tag._replace(axes=axes), w, v, mixed, left=True, added=False)
         return None
+
+    def _both_weights(self, of_a: Weights, of_b: Weights, result: Tensor) -> None:
+        """Weights of two softmaxes meet each other."""
+        if of_a.softmax.suspect and of_b.softmax.suspect:
+            for tag in (of_a, of_b):
+                tag.softmax.refuse("its weights are multiplied with other attention weights, not with values")
+        self._tags.tag_weights(result, of_a._replace(axes=None, exact=False))
 
     def _note_unknown(self, name: str, a: Tensor, b: Tensor, of_a: Scores | None, of_b: Scores | None) -> None:
         """No factor is a softmax's: one that is made of scores and sums to one may be that of an unknown one."""
@@ -148,33 +144,33 @@ class Products:
             place = summed[0].place
             if not softmax.of_a_product:
                 return None  # an exponential of something else
-        keys = [p for p in summed if p.origin == softmax.number and p.place == place]
-        size = 0 if place is None else softmax.scores.shape[place]
-        if not keys and size != 1:
+        if place is None or not _over_keys(softmax, place, summed):
             if constant:
                 moved = _remaining(axes, result, left)
                 self._tags.tag_weights(result, tag._replace(axes=moved, exact=False))
             elif softmax.suspect:
                 softmax.refuse("its softmax does not run over the axis that is summed with values")
             return None
-        whole = size == 1 or summed == (Axis(softmax.number, place or 0, size, 1),)
-        whole |= summed == (Axis(softmax.number, place or 0, size - 1, 0),)  # one left out may be a sink
         if tag.added_up and (constant or not (result.ndim or softmax.of_a_product)):  # the latter is a statistic
             return None
-        reason = _reason(softmax, place, whole=whole, constant=constant, added=added)
-        if tag.added_up:
-            reason = "its weights were summed or averaged over rows or heads before they met values"
-        elif reason is None and not result.ndim:
-            reason = "its values are numbers, of which one row alone is made"
+        whole = _whole(softmax, place, summed)
+        reason = _reason(tag, place, whole=whole, constant=constant, added=added, numbers=not result.ndim)
         if reason is not None:
             softmax.refuse(reason)
             return None
+        return self._attention(tag, axes, place, weights, other, result, left)
+
+    def _attention(
+        self, tag: Weights, axes: Axes, place: int, weights: Tensor, other: Tensor, result: Tensor, left: bool
+    ) -> AttentionCall | None:
+        """The attention of weights that have met their values; None if it cannot be described."""
+        softmax = tag.softmax
         try:
             with outside_all_modes(result.device.type):
                 call, remark = attention_of(
                     Weighted(
-                        scores=softmax.scores_over(place or 0),
-                        key=place or 0,
+                        scores=softmax.scores_over(place),
+                        key=place,
                         history=_history(softmax),
                         product=None if softmax.tag is None else softmax.tag.axes,
                         heads=softmax.heads,
@@ -199,6 +195,43 @@ class Products:
         return replace(call, mechanism=MECHANISM, dropout=tag.dropout)
 
 
+def _one_key_product(
+    axes: Axes, source: Tensor, other: Tensor, result: Tensor
+) -> tuple[Axes, Tensor, Tensor, Tensor] | None:
+    """Read a product entry by entry as one of matrices, where one axis of the weights met several values.
+
+    Returns:
+        The axes of the weights, the weights (N, M, 1), the values (N, 1, D) and the result (N, M, D); None if more
+        axes, or none, are such.
+    """
+    axes = ((),) * (result.ndim - source.ndim) + axes
+    w, v = (t[(None,) * (result.ndim - t.ndim)] for t in (source, other))
+    wide = [d for d in range(result.ndim) if w.shape[d] == 1 < v.shape[d]]
+    if len(wide) != 1:
+        return None
+    batch = [d for d in range(result.ndim) if w.shape[d] > 1 < v.shape[d]]
+    rows = [d for d in range(result.ndim) if w.shape[d] > 1 == v.shape[d]]
+    order = [*batch, *rows, *wide, *(d for d in range(result.ndim) if result.shape[d] == 1)]
+    n, m = (math.prod(result.shape[d] for d in dims) for dims in (batch, rows))
+    pieces = tuple(p for d in batch for p in axes[d]), tuple(p for d in rows for p in axes[d]), ()
+    with outside_all_modes(result.device.type):
+        w, v, mixed = (t.detach().permute(order) for t in (w, v, result))
+        return pieces, w.reshape(n, m, 1), v.reshape(n, 1, -1), mixed.reshape(n, m, -1)
+
+
+def _over_keys(softmax: Softmax, place: int, summed: tuple[Axis, ...]) -> bool:
+    """Whether the axis that a product sums is the one that a softmax runs over, or that has one entry."""
+    of_keys = any(p.origin == softmax.number and p.place == place for p in summed)
+    return of_keys or softmax.scores.shape[place] == 1
+
+
+def _whole(softmax: Softmax, place: int, summed: tuple[Axis, ...]) -> bool:
+    """Whether a product sums over all keys in their order, or all but one, which may be a sink."""
+    size = softmax.scores.shape[place]
+    all_keys, but_one = Axis(softmax.number, place, size, 1), Axis(softmax.number, place, size - 1, 0)
+    return size == 1 or summed in ((all_keys,), (but_one,))
+
+
 def _history(softmax: Softmax) -> ScoreHistory | None:
     """How the scores came about, if that is true still and they are not of a transform (``torch.func.grad``)."""
     if softmax.history is None or not softmax.history[1]():
@@ -207,9 +240,21 @@ def _history(softmax: Softmax) -> ScoreHistory | None:
     return None if torch._C._functorch.is_functorch_wrapped_tensor(history.q) else history
 
 
-def _reason(softmax: Softmax, place: int | None, *, whole: bool, constant: bool, added: bool) -> str | None:
-    """Why a softmax that meets values is not captured; None if it can be."""
+def _reason(tag: Weights, place: int, *, whole: bool, constant: bool, added: bool, numbers: bool) -> str | None:
+    """Why a softmax whose weights meet values is not captured; None if it can be.
+
+    Args:
+        tag: of the weights.
+        place: the axis that the softmax runs over.
+        whole: whether all its keys meet values.
+        constant: whether the values are made of parameters alone.
+        added: whether something is added to their product.
+        numbers: whether the product is a number.
+    """
+    softmax = tag.softmax
     fixed = softmax.keys_fixed(place)
+    if tag.added_up:
+        return "its weights were summed or averaged over rows or heads before they met values"
     if softmax.outside:
         return OUTSIDE
     if not whole:
@@ -218,12 +263,14 @@ def _reason(softmax: Softmax, place: int | None, *, whole: bool, constant: bool,
         return "its scores are not followed to a product of queries and keys"
     if fixed:
         return "its keys are parameters (a codebook, a router, learned keys), not made of the input"
-    if constant and place is not None and softmax.scores.shape[place] == 1:
+    if constant and softmax.scores.shape[place] == 1:
         return "it has one key, and its values cannot be told from other factors of its weights"
     if constant:
         return "its values are parameters, not made of the input"
     if added:
         return "something is added to its values in the same operation"
+    if numbers:
+        return "its values are numbers, of which one row alone is made"
     return None
 
 
