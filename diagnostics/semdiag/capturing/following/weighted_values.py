@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from semdiag.capturing.attention_call import AttentionCall, four_axes, mask_axes
-from semdiag.capturing.following.axes import Axes, Axis, total
+from semdiag.capturing.following.axes import Axes
 from semdiag.capturing.following.readings import read_axes
 from semdiag.capturing.following.score_history import ScoreHistory, scores_alone
+from semdiag.capturing.following.weight_axes import WeightAxes
 from semdiag.capturing.fully_masked import as_the_softmax_saw, swallowing
 from semdiag.capturing.score_masks import lowest, split_mask
 from semdiag.mathematics.unraveled import unraveled
@@ -74,88 +75,50 @@ def attention_of(
     Raises:
         UnfollowedError: if the axes of the weights are not all there, or their entries are not the softmax's.
     """
-    batch, rows = _sides(found, shape)
-    v, mixed, weights = other, result, found.weights
-    if v.ndim == 1:
-        v, mixed = v[:, None], mixed[:, None]
-    elif not found.left:
-        v, mixed, weights = v.mT, mixed.mT, None if weights is None else weights.mT
-    s, key = found.scores, found.key
-    places = [d for d in range(s.ndim) if d != key]
-    pieces = (*batch, *rows)
-    if any(p.origin != found.number or p.step == 0 or p.place == key for p in pieces):
-        raise UnfollowedError("its weights were spread over other axes before they met values")
-    for place in places:
-        if math.prod(p.size for p in pieces if p.place == place) != s.shape[place]:
-            raise UnfollowedError("only some of its rows met values in one product")
-    reading, remark = read_axes(found, {p.place for p in rows})
-    lead, query = reading.lead, reading.query
-    if any(p.place == query for p in batch):
+    v, mixed, weights = _upright(found, other, result)
+    axes = WeightAxes.of(found.axes, shape, found.left)
+    _check_all_there(found, axes)
+    reading, remark = read_axes(found, {p.place for p in axes.rows})
+    if any(p.place == reading.query for p in axes.batch):
         raise UnfollowedError("its queries are spread over two axes of one product")
-    order = [*lead, *([] if query is None else [query])]
-    wanted = [s.shape[d] for d in lead] + [1 if query is None else s.shape[query]]
-    mixed = _arranged(mixed, pieces, len(batch), order, wanted, whole=True)
-    v = _arranged(v, pieces, len(batch), order, [*wanted[:-1], v.shape[-2]], whole=False, rows=query)
-    s = s.permute(*lead, *([] if query is None else [query]), key)
-    s = s.unsqueeze(-2) if query is None else s
+    order = [*reading.lead] if reading.query is None else [*reading.lead, reading.query]
+    s = found.scores.permute(*order, found.key)
+    s = s.unsqueeze(-2) if reading.query is None else s
+    mixed = axes.arrange_rows(mixed, order, s.shape[:-1])
+    v = axes.arrange_values(v, reading.lead, reading.query)
     if weights is not None:
-        weights = _arranged(weights, pieces, len(batch), order, wanted, whole=True)
+        weights = axes.arrange_rows(weights, order, s.shape[:-1])
         if weights.shape[-1] == s.shape[-1] - 1:
             return _with_sink(weights, s, v, mixed, found), remark
         if not _are_of(weights, s, found.dropout):
             raise UnfollowedError("its weights were changed between the softmax and the values")
-    natural = key == found.scores.ndim - 1 and query == key - 1 and [*lead] == sorted(lead)
-    heads = found.heads or (s.shape[1] if s.ndim == 4 else None)
-    history = found.history if natural else None
+    history = found.history if order == [*range(found.key)] and reading.query is not None else None
     if history is None or not _agrees(history, s, generator):
         history = scores_alone(s, v.shape[:-1])
     elif len(history.lead) == 3 and history.k.shape[-3] == 1 < v.shape[-3] and bool((v == v[:, :, :1]).all()):
         v = v[:, :, :1]
     history, allowed, full = as_the_softmax_saw(history, s, history.left(s))
+    heads = found.heads or (s.shape[1] if s.ndim == 4 else None)
     return history.call(v, mixed, allowed, heads, full), remark
 
 
-def _sides(found: Weighted, shape: torch.Size) -> tuple[tuple[Axis, ...], tuple[Axis, ...]]:
-    """The pieces that the product shares between its factors, and those of the weights alone."""
-    if len(shape) == 1:
-        return (), ()
-    batch = found.axes[0] if len(shape) == 3 else ()
-    return batch, found.axes[-2 if found.left else -1]
+def _upright(found: Weighted, other: Tensor, result: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Values (…, K, D), their product (…, M, D) and weights (…, M, K), if given, as if these were on the left."""
+    weights = found.weights
+    if other.ndim == 1:
+        return other[:, None], result[:, None], weights
+    if not found.left:
+        return other.mT, result.mT, None if weights is None else weights.mT
+    return other, result, weights
 
 
-def _arranged(
-    x: Tensor,
-    pieces: tuple[Axis, ...],
-    shared: int,
-    order: list[int],
-    wanted: list[int],
-    *,
-    whole: bool,
-    rows: int | None = None,
-) -> Tensor:
-    """Bring (N, M, D), or (N, K, D) if not ``whole``, into (*lead, M or K, D) with the softmax's axes in order."""
-    batch, own = pieces[:shared], pieces[shared:]
-    x = x if x.ndim == 3 else x[None] if x.ndim == 2 else x[None, None]
-    length, width = x.shape[-2:]
-    if whole:
-        x = x.reshape(*[p.size for p in batch], *[p.size for p in own], width)
-        keep = pieces
-    else:
-        x = x.reshape(*[p.size for p in batch], *[1 for p in own if p.place != rows], length, width)
-        keep = (*batch, *(p for p in own if p.place != rows))
-    rank = {place: i for i, place in enumerate(order)}
-    by = sorted(range(len(keep)), key=lambda i: (rank[keep[i].place], -keep[i].step))
-    tail = list(range(len(keep), x.ndim))
-    x = x.permute(*by, *tail)
-    if whole:
-        return x.reshape(*wanted, width)
-    if total(own) > 1 and any({p.place for p in batch} & {p.place for p in own}):
-        x = x.expand(*[keep[i].size for i in by], length, width)
-    lead = []
-    for place in order[: len(wanted) - 1]:
-        here = math.prod(x.shape[j] for j, i in enumerate(by) if keep[i].place == place)
-        lead.append(here)
-    return x.reshape(*lead, length, width)
+def _check_all_there(found: Weighted, axes: WeightAxes) -> None:
+    """Raise UnfollowedError unless the pieces are all those of the softmax's axes, but for that of the keys."""
+    if any(p.origin != found.number or p.step == 0 or p.place == found.key for p in axes.pieces):
+        raise UnfollowedError("its weights were spread over other axes before they met values")
+    for place, size in enumerate(found.scores.shape):
+        if place != found.key and math.prod(p.size for p in axes.pieces if p.place == place) != size:
+            raise UnfollowedError("only some of its rows met values in one product")
 
 
 def _are_of(weights: Tensor, s: Tensor, dropout: float, keys: slice = slice(None)) -> bool:
