@@ -1,0 +1,86 @@
+"""What is known of an operation before it runs: what is looked for in it, and whether it calls others."""
+
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch._ops import HigherOrderOperator
+
+from semdiag.capturing.following.own_operators import is_foreign
+from semdiag.capturing.following.products import PRODUCTS
+from semdiag.capturing.following.softmaxes import EXPONENTIALS, SOFTMAXES
+from semdiag.capturing.following.tags import tensors
+from semdiag.capturing.recording import is_plain
+
+COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
+_FUSED = ("_scaled_dot_product_", "_transformer_encoder_layer", "_native_multi_head", "flex_attention")
+_OPAQUE = ("_flash_attention_forward", "_efficient_attention_forward", "_masked_softmax")
+_NOISE = ("bernoulli_", "bernoulli")
+
+
+class Plan(NamedTuple):
+    """What is known of an operation before it runs.
+
+    Attributes:
+        name: without its namespace and overload.
+        kind: of what is looked for in it.
+        writes: position and name of the arguments that it writes to.
+        composite: whether it can be nothing but a call of others.
+        runs_others: whether it may call others that can be looked at.
+        full: its name with its namespace.
+    """
+
+    name: str
+    kind: str
+    writes: tuple[tuple[int, str], ...]
+    composite: bool
+    runs_others: bool
+    full: str
+
+
+@lru_cache(4096)
+def plan_of(func: Any) -> Plan:
+    """Return what is known of an operation."""
+    schema = getattr(func, "_schema", None)
+    arguments = [] if schema is None else enumerate(schema.arguments)
+    full = func.__name__.partition(".")[0] if schema is None else schema.name
+    namespace, _, name = full.rpartition("::")
+    writes = tuple((i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write)
+    kind = "higher order" if isinstance(func, HigherOrderOperator) and not name.startswith(_FUSED) else _kind(name)
+    if kind == "other" and schema is not None and is_foreign(namespace):
+        kind = "foreign"
+    composite = schema is not None and has_kernel(func, COMPOSITE.name)
+    return Plan(name, kind, writes, composite, composite or kind in ("higher order", "foreign"), full)
+
+
+def is_looked_for(func: Any) -> bool:
+    """Whether an operation may be attention, or a part of it, whatever is given to it."""
+    return plan_of(func).kind in ("fused", "softmax", "foreign")
+
+
+def composite_on(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+    """Where an operation that can be a composite is one; None where it is none, or its tensors are not plain."""
+    with torch._C.DisableTorchFunction():  # a function mode would see each property that is read
+        given = [*tensors((*args, *kwargs.values()))]
+        if not given or not all(is_plain(t) and t.layout == torch.strided for t in given):
+            return None
+        device = given[0].device.type
+    return None if has_kernel(func, key_of(device)) else device
+
+
+def key_of(device: str) -> str:
+    """Return the name of a device's dispatch key."""
+    return str(torch._C._dispatch_key_for_device(device))
+
+
+def has_kernel(func: Any, key: str) -> bool:
+    """Whether an operation has a kernel of its own for a dispatch key."""
+    name = func.name()  # some are torch's own in Python, and the dispatcher does not know them
+    return torch._C._dispatch_has_kernel(name) and torch._C._dispatch_has_kernel_for_dispatch_key(name, key)
+
+
+def _kind(name: str) -> str:
+    if name.startswith(_FUSED) or name in _OPAQUE:
+        return "fused"
+    kinds = {"softmax": SOFTMAXES, "product": PRODUCTS, "exponential": EXPONENTIALS, "noise": _NOISE}
+    return next((kind for kind, names in kinds.items() if name in names), "other")
