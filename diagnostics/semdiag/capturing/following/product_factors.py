@@ -70,22 +70,14 @@ def _einsum(args: tuple[Any, ...]) -> Product | None:
         return None
     left, _, out = args[0].replace(" ", "").partition("->")
     first, _, second = left.partition(",")
-    if "." in left or not out or any(len(set(part)) != len(part) for part in (first, second, out)):
+    summed = (set(first) & set(second)) - set(out)
+    if "." in left or len(out) < 2 or len(set(out)) < len(out) or len(summed) != 1:
         return None
-    batch = [letter for letter in out if letter in first and letter in second]
-    summed = [letter for letter in first if letter in second and letter not in out]
-    only_a, only_b = (
-        [x for x in out if x in part and x not in other] for part, other in ((first, second), (second, first))
-    )
-    if len(summed) != 1 or len(only_a) != 1 or len(only_b) != 1 or list(out) != batch + only_a + only_b:
+    batch, i, j = out[:-2], out[-2], out[-1]
+    q, k = [*batch, i, *summed], [*batch, j, *summed]
+    if sorted(first) != sorted(q) or sorted(second) != sorted(k):  # a letter more is summed in one operand alone
         return None
-    if len(first) != len(batch) + 2 or len(second) != len(batch) + 2:  # one is summed in one operand alone
-        return None
-
-    def arranged(tensor: Tensor, letters: str, wanted: list[str]) -> Tensor:
-        return tensor.permute([letters.index(x) for x in wanted])
-
     return Product(
-        arranged(operands[0], first, batch + only_a + summed),
-        arranged(operands[1], second, batch + only_b + summed),
+        operands[0].permute([first.index(letter) for letter in q]),
+        operands[1].permute([second.index(letter) for letter in k]),
     )
