@@ -125,6 +125,15 @@ class TrainingConfig(Record):
         return self.task if variant is None else f"{self.task}-{variant.label}"
 
     def __post_init__(self) -> None:
+        self._check_task()
+        object.__setattr__(self, "snapshots", tuple(self.snapshots))
+        object.__setattr__(self, "frozen", tuple(self.frozen))
+        self._check_names()
+        self._check_sizes()
+        self._check_steps()
+
+    def _check_task(self) -> None:
+        """Refuse a source of samples that does not go with the task."""
         if (self.task == "text") != (self.text is not None):
             raise InputError(
                 f"The task text and nothing else has a text. Got task={self.task!r}, text={self.text}."
@@ -138,8 +147,9 @@ class TrainingConfig(Record):
                 raise InputError(f"The task {self.task} draws no lengths: give it one length.")
             if not 1 <= self.least_length < self.length:
                 raise InputError(f"A range of lengths rises, like 5:20. Got {self.least_length}:{self.length}.")
-        object.__setattr__(self, "snapshots", tuple(self.snapshots))
-        object.__setattr__(self, "frozen", tuple(self.frozen))
+
+    def _check_names(self) -> None:
+        """Refuse unknown names of parameters, optimisers and precisions."""
         for part in self.frozen:
             if part not in FROZEN:
                 raise unknown_name("frozen", part, FROZEN)
@@ -149,6 +159,9 @@ class TrainingConfig(Record):
             raise unknown_name("optimizer", self.optimizer, OPTIMIZERS)
         if self.precision not in PRECISIONS:
             raise unknown_name("precision", self.precision, PRECISIONS)
+
+    def _check_sizes(self) -> None:
+        """Refuse rates, ends and sizes that are out of range."""
         if self.weight_decay is not None and not 0 <= self.weight_decay < math.inf:
             raise InputError(f"weight_decay must be finite and not negative. Got {self.weight_decay}.")
         if self.until is not None and not 0 < self.until <= 1:
@@ -161,6 +174,9 @@ class TrainingConfig(Record):
         data = (self.train_samples + self.holdout_samples) * self.length
         if data > _LARGEST_DATA:
             raise InputError(f"The samples must be at most {_LARGEST_DATA} tokens in all. Got {data}.")
+
+    def _check_steps(self) -> None:
+        """Refuse what the steps of the optimiser cannot take."""
         for name in ("learning_rate", "learning_rate_decay", "gradient_clip"):
             if not getattr(self, name) > 0:
                 raise InputError(f"{name} must be positive. Got {name}={getattr(self, name)}.")
