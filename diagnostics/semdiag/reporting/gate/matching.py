@@ -48,6 +48,21 @@ def match(baseline: list[Entry], now: list[Entry]) -> Match:
     Returns:
         Every entry once, and every model at most once in a pair.
     """
+    found = _pairs(baseline, now)
+    left = [entry for e, entry in enumerate(baseline) if e not in found]
+    free = [model for m, model in enumerate(now) if m not in found.values()]
+    could = [[m for m in free if any(_agree(e, m, names) for names in _KNOWN_BY)] for e in left]
+    taken = [model["model"] for several in could for model in several]
+    return Match(
+        pairs=[(baseline[e], now[m]) for e, m in sorted(found.items())],
+        gone=[entry for entry, several in zip(left, could, strict=True) if not several],
+        unclear=[(entry, several) for entry, several in zip(left, could, strict=True) if several],
+        new=[model for model in free if model["model"] not in taken],
+    )
+
+
+def _pairs(baseline: list[Entry], now: list[Entry]) -> dict[int, int]:
+    """Return which model each entry is, by their positions, where that is clear."""
     found: dict[int, int] = {}
     for names in (*(some for known in _KNOWN_BY for some in ((*known, "model"), known)), _PLACE):
         free = [m for m in range(len(now)) if m not in found.values()]
@@ -58,16 +73,7 @@ def match(baseline: list[Entry], now: list[Entry]) -> Match:
         }
         claims = [m for several in agreeing.values() for m in several]
         found |= {e: m[0] for e, m in agreeing.items() if len(m) == 1 and claims.count(m[0]) == 1}
-    left = [entry for e, entry in enumerate(baseline) if e not in found]
-    free_models = [model for m, model in enumerate(now) if m not in found.values()]
-    could = [[m for m in free_models if any(_agree(e, m, names) for names in _KNOWN_BY)] for e in left]
-    taken = [model["model"] for several in could for model in several]
-    return Match(
-        pairs=[(baseline[e], now[m]) for e, m in sorted(found.items())],
-        gone=[entry for entry, several in zip(left, could, strict=True) if not several],
-        unclear=[(entry, several) for entry, several in zip(left, could, strict=True) if several],
-        new=[model for model in free_models if model["model"] not in taken],
-    )
+    return found
 
 
 def _agree(entry: Entry, model: Entry, names: tuple[str, ...]) -> bool:
