@@ -124,20 +124,34 @@ def rules_of(alarm: Mapping[str, Any] | None, k: Sequence[int], every: int) -> l
 
 
 def _rules(quantity: str, said: Any, k: Sequence[int], every: int) -> list[Rule]:
+    """Read one quantity's rules: a change, or one or two thresholds."""
     limits = {**LIMITS, **{f"{name}_k{value}": ends for name, ends in OF_K.items() for value in k}}
     if quantity not in limits:
         of_k = [name for name in OF_K if str(quantity).startswith(f"{name}_k")]
         more = " Give the monitor that k." if of_k else f" Known: {', '.join(limits)}."
         raise InputError(f"alarm: there is no quantity {quantity!r}.{more}")
     parts = (tuple(said) or (None,)) if isinstance(said, tuple | list) else (said,)
-    if len(parts) == 2 and parts[0] in CHANGES and isinstance(parts[0], str):
-        steps = parts[1]
-        if not isinstance(steps, int) or isinstance(steps, bool) or steps < every:
-            raise InputError(
-                f"alarm: {quantity} is looked at every {every} steps: what {parts[0]} within {steps!r} "
-                "is never seen."
-            )
-        return [Rule(quantity, WARNING, str(parts[0]), steps)]
+    if len(parts) == 2 and isinstance(parts[0], str) and parts[0] in CHANGES:
+        return [_change(quantity, parts[0], parts[1], every)]
+    side, numbers = _thresholds(quantity, said, parts)
+    low, high = limits[quantity]
+    for x in numbers:
+        if x >= high if side == ABOVE else x <= low:
+            raise InputError(f"alarm: {quantity} is never {side} {x:g}: it lies between {low:g} and {high:g}.")
+    return [Rule(quantity, band, side, float(x)) for band, x in zip((WARNING, SEVERE), numbers, strict=False)]
+
+
+def _change(quantity: str, side: str, steps: Any, every: int) -> Rule:
+    """Read a change within some steps."""
+    if not isinstance(steps, int) or isinstance(steps, bool) or steps < every:
+        raise InputError(
+            f"alarm: {quantity} is looked at every {every} steps: what {side} within {steps!r} is never seen."
+        )
+    return Rule(quantity, WARNING, side, steps)
+
+
+def _thresholds(quantity: str, said: Any, parts: tuple[Any, ...]) -> tuple[str, tuple[Any, ...]]:
+    """Read one or two numbers, with the side on which they are crossed last if it is named."""
     side = parts[-1] if parts[-1] in (ABOVE, BELOW) and isinstance(parts[-1], str) else ABOVE
     numbers = parts[:-1] if isinstance(parts[-1], str) else parts
     legal = 1 <= len(numbers) <= 2 and all(
@@ -147,11 +161,7 @@ def _rules(quantity: str, said: Any, k: Sequence[int], every: int) -> list[Rule]
         raise InputError(f"alarm: a rule is {_SPELLINGS}. Got {quantity}: {said!r}.")
     if len(numbers) == 2 and not (numbers[0] < numbers[1] if side == ABOVE else numbers[0] > numbers[1]):
         raise InputError(f"alarm: the warning comes before the severe threshold. Got {quantity}: {said!r}.")
-    low, high = limits[quantity]
-    for x in numbers:
-        if x >= high if side == ABOVE else x <= low:
-            raise InputError(f"alarm: {quantity} is never {side} {x:g}: it lies between {low:g} and {high:g}.")
-    return [Rule(quantity, band, side, float(x)) for band, x in zip((WARNING, SEVERE), numbers, strict=False)]
+    return side, numbers
 
 
 @dataclass

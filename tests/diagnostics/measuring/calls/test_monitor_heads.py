@@ -176,6 +176,7 @@ def test_the_text_of_an_alarm_is_read_by_a_program():
         ({"max_logit": (50, "over")}, r"a rule is 50, "),
         ({"max_logit": ()}, r"a rule is 50, "),
         ({"max_logit": (1, 2, 3)}, r"a rule is 50, "),
+        ({"max_logit": ([1], "below")}, r"a rule is 50, "),
         ({"max_logit": True}, r"a rule is 50, "),
         ({"entropy": ("halves", 5)}, r"looked at every 10 steps: what halves within 5 is never seen"),
         ([("max_logit", 50)], r"alarm takes a dictionary"),
