@@ -50,21 +50,16 @@ def flash_call(given: InterfaceCall, output: Tensor) -> AttentionCall:
         mask = mask.bool()
         k, v = k[:, :, : mask.shape[1]], v[:, :, : mask.shape[1]]  # a static cache has room left
     q_length, k_length = q.shape[2], k.shape[2]
-    allowed: Tensor | None = None
-    queries: Tensor | None = None
-    by_rule = causal and k_length >= q_length
-    sequences = None if mask is not None else _sequences(options, q, k)
-    if mask is not None and q_length == k_length and window is None:
-        allowed, queries = mask[:, None, None], mask
-    elif mask is not None:
-        queries = mask if q_length == k_length else mask[:, -q_length:] if q_length > 1 else None
-        real = mask.new_ones(len(q), 1) if queries is None else queries
-        allowed, by_rule = _seen((real, mask), (real.long() * 0, mask.long() * 0), causal, window), False
-    elif sequences is not None or window is not None or (causal and not by_rule):
+    rule = causal and k_length >= q_length
+    if mask is not None:
+        allowed, queries, by_rule = _masked(mask, q_length, k_length, causal, window)
+    elif (sequences := _sequences(options, q, k)) is not None or window is not None or rule != causal:
         one = torch.zeros(len(q), max(q_length, k_length), dtype=torch.long, device=q.device)
         numbers = sequences or (one[:, :q_length], one[:, :k_length])
         queries = numbers[0] >= 0
         allowed, by_rule = _seen((queries, numbers[1] >= 0), numbers, causal, window), False
+    else:
+        allowed, queries, by_rule = None, None, rule
     return replace(given, q=q, k=k, v=v).attention(
         output,
         allowed,
@@ -73,6 +68,21 @@ def flash_call(given: InterfaceCall, output: Tensor) -> AttentionCall:
         first_query=max(0, k_length - q_length) if causal else 0,
         keys_before=before if causal else 0,
     )
+
+
+def _masked(
+    mask: Tensor, q_length: int, k_length: int, causal: bool, window: int | None
+) -> tuple[Tensor, Tensor | None, bool]:
+    """What a mask (B, Lk) of real tokens says.
+
+    Returns:
+        Which keys each query sees, which queries are real, and whether the causal rule holds on top of the former.
+    """
+    if q_length == k_length and window is None:
+        return mask[:, None, None], mask, causal
+    queries = mask if q_length == k_length else mask[:, -q_length:] if q_length > 1 else None
+    real = mask.new_ones(len(mask), 1) if queries is None else queries
+    return _seen((real, mask), (real.long() * 0, mask.long() * 0), causal, window), queries, False
 
 
 def _sequences(options: dict[str, Any], q: Tensor, k: Tensor) -> tuple[Tensor, Tensor] | None:
