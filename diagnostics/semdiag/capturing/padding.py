@@ -183,6 +183,7 @@ class Padding:
         return own, remark
 
     def _by_masks(self, call: AttentionCall) -> tuple[Tensor | None, str | None]:
+        """As :meth:`queries`, by the masks that running modules were given, the innermost first."""
         remark, crossing = None, False
         for masks in filter(None, reversed(self._running)):
             crossing |= masks.crossing
@@ -201,24 +202,28 @@ class Padding:
                 remark = why or remark
                 if sure:
                     return None, remark
+        outermost = next(iter(self._running), None)
         one = call.q.shape[2] == 1  # as when generating: it is no padding
-        if not one and any(masks is not None and masks.other for masks in self._running[:1]):
+        if outermost is not None and outermost.other and not one:
             own = None if crossing else real_by_own_mask(call)
             if own is None:
                 remark = "a mask of other axes than tokens was given: padded queries are not told apart"
             return own, remark
-        if (
-            remark is None
-            and not crossing
-            and not any(masks is None or masks.definitive for masks in self._running)
-        ):
-            end = padded_end(call)
-            if end is not None:
-                remark = (
-                    f"the {end} keys of some samples are forbidden to all queries: if they are padding, their "
-                    "own queries count all the same; say which tokens are real with real="
-                )
+        if remark is None and not crossing:
+            remark = self._unmarked_padding(call)
         return None, remark
+
+    def _unmarked_padding(self, call: AttentionCall) -> str | None:
+        """What to remark where no mask of tokens was given and keys look like padding; None if they do not."""
+        if any(masks is None or masks.definitive for masks in self._running):
+            return None
+        end = padded_end(call)
+        if end is None:
+            return None
+        return (
+            f"the {end} keys of some samples are forbidden to all queries: if they are padding, their "
+            "own queries count all the same; say which tokens are real with real="
+        )
 
 
 def _averages(call: AttentionCall) -> bool:
@@ -247,19 +252,42 @@ def _of_queries(
             )
         return None, None
     else:
-        everyone = torch.ones_like(own[:, :1])  # of two sequences, or against the name: no query may see padding
-        for reading in readings(name, mask):
-            queries = reading[:, -own.shape[1] :]
-            seeing = queries if reading is mask and not masks.two else everyone
-            if not true_of_keys(reading, seeing, call) or is_of_pairs(reading, call):
-                continue
-            if reading is mask:
-                return queries, None
-            if none_without_keys(queries, call):
-                return queries, f"{name} is taken to be true for padding, which its keys agree with"
+        queries, remark = _read_by_keys(name, mask, own, masks.two, call)
+        if queries is not None:
+            return queries, remark
+    return None, _why_all_count(name, mask, call)
+
+
+def _read_by_keys(
+    name: str, mask: Tensor, own: Tensor, two: bool, call: AttentionCall
+) -> tuple[Tensor | None, str | None]:
+    """As :func:`_of_queries`, by the way to read a mask that the keys agree with.
+
+    Args:
+        name: of the mask.
+        mask: of tokens (B, L).
+        own: its part (B, Lq) that belongs to the queries.
+        two: whether the module was given two sequences.
+        call: that runs now.
+    """
+    everyone = torch.ones_like(own[:, :1])  # of two sequences, or against the name: no query may see padding
+    for reading in readings(name, mask):
+        queries = reading[:, -own.shape[1] :]
+        seeing = queries if reading is mask and not two else everyone
+        if not true_of_keys(reading, seeing, call) or is_of_pairs(reading, call):
+            continue
+        if reading is mask:
+            return queries, None
+        if none_without_keys(queries, call):
+            return queries, f"{name} is taken to be true for padding, which its keys agree with"
+    return None, None
+
+
+def _why_all_count(name: str, mask: Tensor, call: AttentionCall) -> str | None:
+    """What to remark of a mask by which no query is told to be padding; None if it marks none here."""
     last = mask[:, -call.q.shape[2] :]  # of the queries, where earlier tokens are in a cache, or have left it
     if bool(mask.all()) or (len(mask) == len(call.q) and last.shape[1] < mask.shape[1] and bool(last.all())):
-        return None, None
+        return None
     if len(call.q) > len(mask) and len(call.q) % len(mask) == 0:
-        return None, f"{name} marks padding, of which rows here cannot be told: all queries count"
-    return None, f"{name} marks padding that the keys here do not have: all queries count"
+        return f"{name} marks padding, of which rows here cannot be told: all queries count"
+    return f"{name} marks padding that the keys here do not have: all queries count"
