@@ -213,19 +213,18 @@ def result(
         The row.
     """
     problem = "" if outcome is None else outcome.problem
-    history: dict[str, list[float]] = {}
+    recorded: dict[str, list[float]] | None = None
+    saved: Checkpoint | None = None
     try:
         recorded = None if records is None else read_history(records, run)
         status, saved = inspect(folder, run)
-        if saved is not None:
-            history = saved.history
-        known = 0 if recorded is None else len(recorded["epoch"])
-        if status == "done" and records is not None and saved is not None and known < saved.epoch:
-            write_record(records, run, saved)
-        if recorded is not None and status != "done" and at_its_end(recorded, run.training):
-            status, history = "done", recorded
+        if status == "done" and records is not None:
+            _record(records, run, saved, recorded)
     except InputError as error:
         status, problem = "failed", str(error)
+    history = {} if saved is None else saved.history
+    if recorded is not None and status not in ("done", "failed") and at_its_end(recorded, run.training):
+        status, history = "done", recorded
     if outcome is not None and status != "done":
         status = outcome.status
     epochs, asked = len(history.get("epoch", ())), run.training.epochs
@@ -250,3 +249,12 @@ def result(
         seconds=round(sum(history.get("seconds", [])), 3),
         problem=problem,
     )
+
+
+def _record(
+    records: Path, run: SweepRun, saved: Checkpoint | None, recorded: dict[str, list[float]] | None
+) -> None:
+    """Write the record of a finished run, unless one that is recorded goes as far."""
+    known = 0 if recorded is None else len(recorded["epoch"])
+    if saved is not None and known < saved.epoch:
+        write_record(records, run, saved)
