@@ -290,6 +290,28 @@ def checkpoint_of(path: Path, content: dict[str, Any]) -> Checkpoint:
         InputError: if it is damaged or does not fit its own configuration.
     """
     content = {"rng": {}, "provenance": {}, "optimizer_state": {}, **content}
+    _check_entries(path, content)
+    try:
+        model = ModelConfig.from_dict(content["config"]["model"])
+        training = TrainingConfig.from_dict(content["config"]["training"])
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from None
+    _check_size(path, model, content["model_state"])
+    return Checkpoint(
+        model=model,
+        training=training,
+        state=content["model_state"],
+        epoch=content["epoch"],
+        history=content["history"],
+        rng=content.get("rng", {}),
+        provenance=content.get("provenance", {}),
+        optimizer_state=content["optimizer_state"],
+        recorded_weights=str(content.get("weights_sha256", ""))[:64],
+    )
+
+
+def _check_entries(path: Path, content: dict[str, Any]) -> None:
+    """Refuse a file whose entries are missing, of another kind or out of range."""
     names = ("config", "model_state", "history", "rng", "provenance", "optimizer_state")
     kinds = dict.fromkeys(names, dict) | {"epoch": int}
     for key, kind in kinds.items():
@@ -310,27 +332,15 @@ def checkpoint_of(path: Path, content: dict[str, Any]) -> Checkpoint:
     for name, values in content["optimizer_state"].items():
         if not isinstance(values, dict) or not all(isinstance(t, Tensor) for t in values.values()):
             raise InputError(f"{path} is damaged: its optimiser state of {name!r} is not tensors by name.")
-    try:
-        model = ModelConfig.from_dict(content["config"]["model"])
-        training = TrainingConfig.from_dict(content["config"]["training"])
-    except InputError as error:
-        raise InputError(f"{path}: {error}") from None
-    if model.blocks > len(content["model_state"]):  # seen before so many are made
+
+
+def _check_size(path: Path, model: ModelConfig, state: dict[str, Any]) -> None:
+    """Refuse parameters that do not fit a configuration, and a model that does not fit into memory."""
+    if model.blocks > len(state):  # seen before so many are made
         raise InputError(f"{path} has too few parameters for its configuration's {model.blocks} blocks.")
     with torch.device("meta"):
         skeleton = Encoder(model)
     entries = sum(tensor.numel() for tensor in (*skeleton.parameters(), *skeleton.buffers()))
     # Of every number there is the file's, the model's in float64, and while positions are made, two more.
     require_memory(32 * entries, f"{path} declares a model that")
-    check_shapes(path, skeleton, content["model_state"])
-    return Checkpoint(
-        model=model,
-        training=training,
-        state=content["model_state"],
-        epoch=content["epoch"],
-        history=content["history"],
-        rng=content.get("rng", {}),
-        provenance=content.get("provenance", {}),
-        optimizer_state=content["optimizer_state"],
-        recorded_weights=str(content.get("weights_sha256", ""))[:64],
-    )
+    check_shapes(path, skeleton, state)
