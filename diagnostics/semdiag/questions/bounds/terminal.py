@@ -3,6 +3,8 @@
 import math
 from typing import Any
 
+from rich.console import Console
+
 from semdiag.measuring.findings.finding import Finding, Verdict, agreed
 from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.findings.pairing import compared_pairs
@@ -49,24 +51,28 @@ def print_bounds(findings: Findings) -> None:
         console.print(_constants(result["constants"]))
     for pair in findings(compared_pairs):
         console.print(f"\n{pair.label}: {pair.full} and {pair.other}")
-        conditions = findings(corollary_findings, pair)
-        at: dict[tuple[str, str], list[Finding]] = {}
-        for finding in conditions:
-            if finding.percentile is not None:
-                at.setdefault((finding.claim, finding.form), []).append(finding)
-        table = number_table(_PAIR_COLUMNS, least=["condition"], kept=["form", "mask better?"])
-        for (claim, form), parts in at.items():
-            name, threshold = LEFT_SIDES[form]
-            sides = [_finite(part.numbers[name]) for part in parts]
-            answer = _ANSWERS[agreed(part.verdict for part in parts)]
-            one_k = ", one k" if any("one k" in part.note for part in parts) else ""
-            table.add_row(CLAIMS[claim], form + one_k, f"{name} < {threshold:g}", *sides, answer)
-        if table.row_count:
-            console.print(table)
-        others = [f for f in conditions if f.percentile is None]
-        others = [f for f in others if f.where != "all" or (f.claim, f.form) not in at]  # which the table says
-        print_verdicts(console, [*others, *findings(consequence_findings, pair)])
+        _print_pair(console, findings(corollary_findings, pair), findings(consequence_findings, pair))
     console.print(summary["scope"])
+
+
+def _print_pair(console: Console, conditions: list[Finding], consequences: list[Finding]) -> None:
+    """Print the conditions of a pair in a table by percentile, and what is not in it in words."""
+    at: dict[tuple[str, str], list[Finding]] = {}
+    for finding in conditions:
+        if finding.percentile is not None:
+            at.setdefault((finding.claim, finding.form), []).append(finding)
+    table = number_table(_PAIR_COLUMNS, least=["condition"], kept=["form", "mask better?"])
+    for (claim, form), parts in at.items():
+        name, threshold = LEFT_SIDES[form]
+        sides = [_finite(part.numbers[name]) for part in parts]
+        answer = _ANSWERS[agreed(part.verdict for part in parts)]
+        one_k = ", one k" if any("one k" in part.note for part in parts) else ""
+        table.add_row(CLAIMS[claim], form + one_k, f"{name} < {threshold:g}", *sides, answer)
+    if table.row_count:
+        console.print(table)
+    others = [f for f in conditions if f.percentile is None]
+    others = [f for f in others if f.where != "all" or (f.claim, f.form) not in at]  # which the table says
+    print_verdicts(console, [*others, *consequences])
 
 
 _PAIR_COLUMNS = ("better guarantee in", "form", "condition", "p75", "p90", "p95", "p100", "mask better?")
