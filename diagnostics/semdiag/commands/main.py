@@ -107,10 +107,7 @@ def main() -> None:
     try:
         code = app(standalone_mode=False)
     except _UsageError as error:
-        if not error.format_message():  # nothing was asked for, and the help has been shown
-            sys.exit(0)
-        where = "semdiag" if error.ctx is None else error.ctx.command_path
-        _refuse(f"{error.format_message()} See: {where} --help")
+        _explain(error)
     except (typer.Abort, KeyboardInterrupt):
         typer.echo("semdiag: interrupted", err=True)
         sys.exit(130)
@@ -133,6 +130,14 @@ def main() -> None:
         _give_up(error, debug)
     else:
         sys.exit(code if isinstance(code, int) else 0)
+
+
+def _explain(error: _UsageError) -> NoReturn:
+    """Say what is wrong with the command line, and where its help is."""
+    if not error.format_message():  # nothing was asked for, and the help has been shown
+        sys.exit(0)
+    where = "semdiag" if error.ctx is None else error.ctx.command_path
+    _refuse(f"{error.format_message()} See: {where} --help")
 
 
 def _leave_unread() -> NoReturn:
