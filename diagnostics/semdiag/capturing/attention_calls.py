@@ -14,6 +14,7 @@ from torch.nn.modules.module import (
     register_module_forward_hook,
     register_module_forward_pre_hook,
 )
+from torch.utils.hooks import RemovableHandle
 
 from semdiag.capturing.adapters.attention_core import core_call, hooked_alone, masked_inputs
 from semdiag.capturing.adapters.cache_positions import forget_last
@@ -74,60 +75,13 @@ def watch_attention(
     hooked = hooked_alone(model)  # then modes would see nothing, and cost 20 µs an operation
     lent: set[int] = set()
     here = _Modes(recorder, lent)
-    unmasked: dict[AttentionCore, tuple[int, int]] = {}
-
-    def restore() -> None:
-        for core, everywhere in unmasked.items():
-            core.everywhere = everywhere
-        unmasked.clear()
-
-    def before(module: nn.Module, inputs: tuple[object, ...]) -> tuple[object, ...] | None:
-        if not recorder.enter(module, inputs):
-            return None
-        if len(recorder.running) == 1:
-            forget_last()
-        if not hooked:
-            here.lend()
-        if isinstance(module, AttentionCore):
-            changed = None if recorder.covered else masked_inputs(recorder, module, inputs)
-            recorder.covered += 1
-            if changed is not None:
-                unmasked[module], module.everywhere = module.everywhere, (0, 0)
-            return changed
-        if isinstance(module, _NATIVE) and any(isinstance(x, torch.Tensor) and x.is_nested for x in inputs):
-            recorder.skip(type(module).__name__, "of nested tensors, which run below Python: give it padded ones")
-            recorder.covered += 1
-            recorder.without_watch.append((module, take_off(here.watch)))  # under a mode it refuses them
-        return None
-
-    def after(module: nn.Module, inputs: tuple[object, ...], output: object) -> None:
-        name = recorder.module
-        if recorder.without_watch and recorder.without_watch[-1][0] is module:
-            recorder.covered -= 1
-            if recorder.without_watch.pop()[1]:
-                put_on(here.watch)
-        if recorder.leave(module) and isinstance(module, AttentionCore):
-            recorder.covered -= 1
-            if isinstance(output, torch.Tensor) and not recorder.covered:  # None after an exception
-                try:
-                    recorder.record(core_call(name, module, inputs, output))
-                except Exception as error:
-                    recorder.failed("attention core", error, name)
-            restore()
-        if not recorder.running:
-            here.rest()
-            if recorder.closed and not lent:
-                ended.remove()
-
+    hooks = _Hooks(recorder, here, lent, hooked)
     with ExitStack() as stack:
         stack.enter_context(recorder.opened())
-        stack.callback(restore)
-        started = register_module_forward_pre_hook(before)  # type: ignore[arg-type]
-        stack.callback(started.remove)
-        ended = register_module_forward_hook(after, always_call=True)
-        if mask is None:  # those with a mask undo after() what the others look at
-            _global_forward_hooks.move_to_end(ended.id, last=False)  # type: ignore[attr-defined]
-        stack.callback(lambda: None if lent else ended.remove())  # other threads end what they run
+        stack.callback(hooks.restore)
+        stack.enter_context(
+            hooks.held(first=mask is None)
+        )  # those with a mask undo after() what the others look at
         stack.enter_context(intercepted_interface(recorder))
         stack.enter_context(_UNCOMPILED.held())
         if not hooked:
@@ -136,8 +90,89 @@ def watch_attention(
             here.start()
             stack.callback(here.stop)
         if inside:
-            before(model, ())
+            hooks.before(model, ())
         yield recorder.audit
+
+
+class _Hooks:
+    """What a watch does before and after each module.
+
+    Args:
+        recorder: knows what runs; gets the calls.
+        here: the modes of the watch.
+        lent: the other threads that run the model now.
+        hooked: whether hooks alone see the model's attention, and no mode is needed.
+    """
+
+    def __init__(self, recorder: Recorder, here: "_Modes", lent: set[int], hooked: bool) -> None:
+        self._recorder, self._here, self._lent, self._hooked = recorder, here, lent, hooked
+        self._unmasked: dict[AttentionCore, tuple[int, int]] = {}
+        self._ended: RemovableHandle | None = None
+
+    @contextmanager
+    def held(self, first: bool) -> Iterator[None]:
+        """Hook all modules; other threads end what they run when the context is left.
+
+        Args:
+            first: whether to look at what a module has returned before other watches do.
+        """
+        started = register_module_forward_pre_hook(self.before)  # type: ignore[arg-type]
+        try:
+            self._ended = register_module_forward_hook(self.after, always_call=True)
+            if first:
+                _global_forward_hooks.move_to_end(self._ended.id, last=False)  # type: ignore[attr-defined]
+            yield
+        finally:
+            if self._ended is not None and not self._lent:
+                self._ended.remove()
+            started.remove()
+
+    def restore(self) -> None:
+        """Give attention cores back the masks that were taken from them."""
+        for core, everywhere in self._unmasked.items():
+            core.everywhere = everywhere
+        self._unmasked.clear()
+
+    def before(self, module: nn.Module, inputs: tuple[object, ...]) -> tuple[object, ...] | None:
+        """A module is about to run; returns its inputs if they are changed."""
+        recorder = self._recorder
+        if not recorder.enter(module, inputs):
+            return None
+        if len(recorder.running) == 1:
+            forget_last()
+        if not self._hooked:
+            self._here.lend()
+        if isinstance(module, AttentionCore):
+            changed = None if recorder.covered else masked_inputs(recorder, module, inputs)
+            recorder.covered += 1
+            if changed is not None:
+                self._unmasked[module], module.everywhere = module.everywhere, (0, 0)
+            return changed
+        if isinstance(module, _NATIVE) and any(isinstance(x, torch.Tensor) and x.is_nested for x in inputs):
+            recorder.skip(type(module).__name__, "of nested tensors, which run below Python: give it padded ones")
+            recorder.covered += 1
+            recorder.without_watch.append((module, take_off(self._here.watch)))  # under a mode it refuses them
+        return None
+
+    def after(self, module: nn.Module, inputs: tuple[object, ...], output: object) -> None:
+        """A module has run, or failed."""
+        recorder, name = self._recorder, self._recorder.module
+        if recorder.without_watch and recorder.without_watch[-1][0] is module:
+            recorder.covered -= 1
+            if recorder.without_watch.pop()[1]:
+                put_on(self._here.watch)
+        if recorder.leave(module) and isinstance(module, AttentionCore):
+            recorder.covered -= 1
+            if isinstance(output, torch.Tensor) and not recorder.covered:  # None after an exception
+                try:
+                    recorder.record(core_call(name, module, inputs, output))
+                except Exception as error:
+                    recorder.failed("attention core", error, name)
+            self.restore()
+        if not recorder.running:
+            self._here.rest()
+            if recorder.closed and not self._lent and self._ended is not None:
+                self._ended.remove()
 
 
 class _Modes(threading.local):
