@@ -79,9 +79,8 @@ def watch_attention(
     with ExitStack() as stack:
         stack.enter_context(recorder.opened())
         stack.callback(hooks.restore)
-        stack.enter_context(
-            hooks.held(first=mask is None)
-        )  # those with a mask undo after() what the others look at
+        # First: after(), a watch with a mask undoes what the others look at.
+        stack.enter_context(hooks.held(first=mask is None))
         stack.enter_context(intercepted_interface(recorder))
         stack.enter_context(_UNCOMPILED.held())
         if not hooked:
