@@ -23,7 +23,7 @@ from semdiag.measuring.calls.call_lengths import longest_call
 from semdiag.measuring.calls.collector import LEAST_MAX_QUERIES, MAX_QUERIES, Collector
 from semdiag.measuring.calls.layers import remarks_table, skipped_table
 from semdiag.measuring.calls.query_draws import QueryDraws
-from semdiag.measuring.calls.running import running, unnamed
+from semdiag.measuring.calls.running import Run, running, unnamed
 from semdiag.measuring.encoders.inputs import checked_batch, checked_tokens, fitting
 from semdiag.measuring.measurements import Measurements
 from semdiag.measuring.runs.training_runs import setting_in_words
@@ -141,23 +141,12 @@ def measure(
     _check_real(real, collected.samples, samples)
     _check_found(loaded, collected, run.audit)
     if real is not None and not run.padding.fitted:
-        noted = {seen.text for seen in run.audit.remarks if seen.code == NOT_APPLIED_CODE}
-        raise InputError(
-            f"real fits no attention of {loaded.path}: {min(noted).removeprefix(NOT_APPLIED + ': ')}."
-        )
+        raise _fits_nothing(loaded.path, run.audit)
     fits = fitting(k, int(collected.layers.largest("longest")), "the largest number of keys") if k else []
-    for said in draws.said:
-        run.audit.remarks[Remark("", said, "queries-drawn")] += 1
-    for left in sorted(set(k) - set(fits)):
-        said = f"k = {left} is left out: no query has that many keys"
-        run.audit.remarks[Remark("", said, "k-left-out")] += 1
+    _remark_left_out(run.audit, draws, set(k) - set(fits))
     rows = collected.queries()
     _check_keys(loaded.path, rows, min_keys, draws)
-    found = torch.cat(answers) if answers else None
-    if found is not None and (lost := int((found == NO_CLASS).sum())):
-        said = f"logits are NaN for {lost} of {len(found)} samples: they count as wrong"
-        run.audit.remarks[Remark("", said, "nan-logits")] += 1
-    accuracy = None if labels is None or found is None else float((found == labels.cpu()).double().mean())
+    accuracy = _accuracy(torch.cat(answers), labels, run.audit) if answers else None
     return Measurements(
         models=_model_row(loaded, collected, draws, run.audit, {"inputs": inputs, "accuracy": accuracy}),
         queries=_with_ks(rows, k, fits),
@@ -169,14 +158,7 @@ def measure(
         remarks=remarks_table(loaded.path, _noted(loaded, run.audit)),
         skipped=skipped_table(loaded.path, run.audit, collected.layers.modules),
         sketches=_sketches(collected, k, fits),
-        provenance={
-            "semdiag": version("semdiag"),
-            "torch": str(torch.__version__),
-            "device": run.device.type,
-            "dtype": str(run.dtype).removeprefix("torch."),
-            **({} if queries is None else {"queries": queries}),
-            **({} if min_keys == 1 else {"min_keys": min_keys}),
-        },
+        provenance=_provenance(run, queries, min_keys),
     )
 
 
@@ -215,6 +197,40 @@ def _check_samples(samples: int, labels: Tensor | None) -> None:
         raise InputError(f"labels must be one class a sample, of shape ({samples},). Got {tuple(labels.shape)}.")
     if not samples:
         raise InputError("There are no inputs to measure on: the number of samples is 0.")
+
+
+def _fits_nothing(path: str, audit: Audit) -> InputError:
+    """Say that ``real`` fits no attention, and why."""
+    noted = {seen.text for seen in audit.remarks if seen.code == NOT_APPLIED_CODE}
+    return InputError(f"real fits no attention of {path}: {min(noted).removeprefix(NOT_APPLIED + ': ')}.")
+
+
+def _remark_left_out(audit: Audit, draws: QueryDraws, left_out: set[int]) -> None:
+    """Remark on queries that were not drawn, and on each k that no query has keys for."""
+    for said in draws.said:
+        audit.remarks[Remark("", said, "queries-drawn")] += 1
+    for k in sorted(left_out):
+        audit.remarks[Remark("", f"k = {k} is left out: no query has that many keys", "k-left-out")] += 1
+
+
+def _accuracy(found: Tensor, labels: Tensor | None, audit: Audit) -> float | None:
+    """The share of predictions that are the labels, if these are known; logits that are NaN count as wrong."""
+    if lost := int((found == NO_CLASS).sum()):
+        said = f"logits are NaN for {lost} of {len(found)} samples: they count as wrong"
+        audit.remarks[Remark("", said, "nan-logits")] += 1
+    return None if labels is None else float((found == labels.cpu()).double().mean())
+
+
+def _provenance(run: Run, queries: int | None, min_keys: int) -> dict[str, Any]:
+    """With what it was measured, and of which queries."""
+    return {
+        "semdiag": version("semdiag"),
+        "torch": str(torch.__version__),
+        "device": run.device.type,
+        "dtype": str(run.dtype).removeprefix("torch."),
+        **({} if queries is None else {"queries": queries}),
+        **({} if min_keys == 1 else {"min_keys": min_keys}),
+    }
 
 
 def _check_real(real: Tensor | None, count: int, samples: int | None) -> None:
