@@ -79,11 +79,7 @@ def report(
 
     formats = measuring.figure_formats(shared.values["figures"])
     if redraw is not None:
-        if models:
-            raise InputError("--from draws saved measurements: do not name models with it.")
-        if vain := shared.typed - _REDRAWING:
-            said = ", ".join(sorted(f"--{name.replace('_', '-')}" for name in vain))
-            raise InputError(f"--from draws saved measurements as they are: leave out {said}.")
+        _check_redrawing(models, shared.typed)
         whole = (redraw / "data" / "models.parquet").exists()  # a report's folder, not that of its data alone
         findings = Findings(Measurements.load(redraw / "data" if whole else redraw))
     else:
@@ -129,3 +125,14 @@ def report(
             say(f"Report: {page}")
     if show:
         webbrowser.open(page.resolve().as_uri())
+
+
+def _check_redrawing(models: object, typed: frozenset[str]) -> None:
+    """Refuse what does not go with ``--from``."""
+    from semdiag_models import InputError
+
+    if models:
+        raise InputError("--from draws saved measurements: do not name models with it.")
+    if vain := typed - _REDRAWING:
+        said = ", ".join(sorted(f"--{name.replace('_', '-')}" for name in vain))
+        raise InputError(f"--from draws saved measurements as they are: leave out {said}.")
