@@ -138,19 +138,7 @@ def sparse_glance(findings: Findings) -> Glance:
     if len(found) == 1 and found[0].reason in ESTIMATED:
         return Glance(Answer.OPEN, f"k = {found[0].k}", f"per query{keys_share(found[0])} {cost_words(found[0])}")
     if not judged:
-        weighed = [each for each in found if each.reason == "not_rerun" and each.k is not None]
-        if not weighed:
-            return Glance(
-                Answer.OPEN, f"0 of {len(found)}", "models have attention for which this can be answered"
-            )
-        dense = sum(each.reason not in _OF_MASKS for each in found)
-        many = f", in {len(weighed)} of {dense} models that keep every key" if len(found) > 1 else ""
-        queries, left_out = (sum(getattr(each, name) for each in weighed) for name in ("queries", "left_out"))
-        return Glance(
-            Answer.OPEN, f"k = {_range([each.k for each in weighed])}",
-            f"keeps {MASS:.0%} of the weight on average over {queries:,} queries with more keys ({left_out:,} "
-            f"with no more are left out){many}; to measure what a mask costs: semdiag k-sweep MODEL --rerun",
-        )  # fmt: skip
+        return _glance_of_weights(found)
     answer = Answer.PLAUSIBLE if len(plausible) == len(judged) else Answer.COSTS
     if len(found) == 1:
         (one,) = judged
@@ -163,6 +151,21 @@ def sparse_glance(findings: Findings) -> Glance:
     words += f" (k = {_range([each.k for each in plausible])})" if plausible else ""
     words += f"; {len(found) - len(judged)} more cannot be judged" if len(judged) < len(found) else ""
     return Glance(answer, f"{len(plausible)} of {len(judged)} models", words)
+
+
+def _glance_of_weights(found: list[SparseVerdict]) -> Glance:
+    """How many keys hold most of the weight, where no model was judged by a rerun."""
+    weighed = [each for each in found if each.reason == "not_rerun" and each.k is not None]
+    if not weighed:
+        return Glance(Answer.OPEN, f"0 of {len(found)}", "models have attention for which this can be answered")
+    dense = sum(each.reason not in _OF_MASKS for each in found)
+    many = f", in {len(weighed)} of {dense} models that keep every key" if len(found) > 1 else ""
+    queries, left_out = (sum(getattr(each, name) for each in weighed) for name in ("queries", "left_out"))
+    return Glance(
+        Answer.OPEN, f"k = {_range([each.k for each in weighed])}",
+        f"keeps {MASS:.0%} of the weight on average over {queries:,} queries with more keys ({left_out:,} "
+        f"with no more are left out){many}; to measure what a mask costs: semdiag k-sweep MODEL --rerun",
+    )  # fmt: skip
 
 
 def keys_share(found: SparseVerdict) -> str:
@@ -238,24 +241,7 @@ def next_token(findings: Findings, model: str) -> bool:
 def _judged(top: list[dict[str, Any]], again: pd.DataFrame, limit: float) -> SparseVerdict:
     """From the reruns alone, k in rising order."""
     measure = top[0]["measure"]
-    stays = _from(top, lambda row: within(row, limit))
-    safe = _from(top, lambda row: within(row, limit) and row["harmed_high"] <= MOST_HARMED)
-    sparse = [row for row in top if row["share"] <= MOST_KEYS]
-    if safe is not None and safe["share"] <= MOST_KEYS:
-        row, answer, reason = safe, "plausible", ""
-    elif stays is not None and stays["share"] <= MOST_KEYS:
-        row, answer = stays, "cannot tell"
-        reason = "few_samples" if stays["samples"] < LEAST_SAMPLES else "harmed"
-    else:
-        last = sparse[-1] if sparse else top[-1]
-        row, answer, reason = stays or top[-1], "not without loss", ""
-        if stays and not sparse:
-            answer, reason = "cannot tell", "not_sparse"
-        elif not all(math.isfinite(each["change"]) for each in (*sparse[-1:], top[-1])):
-            row, answer = next(r for r in (top[-1], last) if not math.isfinite(r["change"])), "cannot tell"
-            reason = "not_finite"
-        elif not costs(last, limit):
-            row, answer, reason = last, "cannot tell", "uncertain"
+    row, answer, reason = _by_changes(top, limit)
     control = again[(again["mask"] == RANDOM) & (again["k"] == row["k"])]
     classes = int(row["classes"])
     if measure == "loss" and classes > 1 and _CHANCE * math.log(classes) <= row["before"] < math.inf:
@@ -273,6 +259,26 @@ def _judged(top: list[dict[str, Any]], again: pd.DataFrame, limit: float) -> Spa
         samples=int(row["samples"]),
         **numbers,
     )
+
+
+def _by_changes(top: list[dict[str, Any]], limit: float) -> tuple[dict[str, Any], str, str]:
+    """The row that decides by the changes that masks make, the answer, and the reason why there is none."""
+    stays = _from(top, lambda row: within(row, limit))
+    safe = _from(top, lambda row: within(row, limit) and row["harmed_high"] <= MOST_HARMED)
+    sparse = [row for row in top if row["share"] <= MOST_KEYS]
+    if safe is not None and safe["share"] <= MOST_KEYS:
+        return safe, "plausible", ""
+    if stays is not None and stays["share"] <= MOST_KEYS:
+        return stays, "cannot tell", "few_samples" if stays["samples"] < LEAST_SAMPLES else "harmed"
+    if stays and not sparse:
+        return stays, "cannot tell", "not_sparse"
+    last = sparse[-1] if sparse else top[-1]
+    for row in (top[-1], last):
+        if not math.isfinite(row["change"]):
+            return row, "cannot tell", "not_finite"
+    if not costs(last, limit):
+        return last, "cannot tell", "uncertain"
+    return stays or top[-1], "not without loss", ""
 
 
 def _from(top: list[dict[str, Any]], holds: Callable[[dict[str, Any]], bool]) -> dict[str, Any] | None:
