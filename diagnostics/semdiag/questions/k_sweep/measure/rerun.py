@@ -161,11 +161,8 @@ def rerun(
     """
     rows: list[dict[str, Any]] = []
     refused: dict[str, str] = {}
-    samples = sum(map(batching.samples_of, batches))
-    if labels is not None and (not isinstance(labels, Tensor) or not labels.ndim or len(labels) != samples):
-        plain = isinstance(labels, Tensor)
-        got = f"shape {tuple(labels.shape)} for {samples} samples" if plain else type(labels).__name__
-        raise InputError(f"labels are a tensor with an entry for each sample. Got {got}.")
+    if labels is not None:
+        _check_labels(labels, sum(map(batching.samples_of, batches)))
     with in_evaluation(loaded, device, dtype) as (module, place, kind):
 
         def run(batch: Batch) -> Any:
@@ -220,17 +217,31 @@ def rerun(
         )
     for name, why in refused.items():
         remark(f"{name} was not run: {why}", "kind-not-run")
+    if reader:
+        _remark_outputs(reader, drew, remark)
+    return RERUN_TABLE.of_rows({"model": loaded.path, **row} for row in rows)
+
+
+def _check_labels(labels: Any, samples: int) -> None:
+    """Refuse labels that are no tensor with an entry for each sample."""
+    if not isinstance(labels, Tensor) or not labels.ndim or len(labels) != samples:
+        plain = isinstance(labels, Tensor)
+        got = f"shape {tuple(labels.shape)} for {samples} samples" if plain else type(labels).__name__
+        raise InputError(f"labels are a tensor with an entry for each sample. Got {got}.")
+
+
+def _remark_outputs(reader: Reader, drew: bool, remark: Callable[[str, str], None]) -> None:
+    """Remark on how outputs are compared, and that forward passes draw random numbers, if they do."""
     if drew:
         remark(f"{DRAWS}: every run of a batch, with a mask or without, draws the same", "random-forward")
-    if reader and reader.others:
+    if reader.others:
         remark(f"of its outputs {reader.others}", "outputs-compared")
-    if reader and reader.unread:
+    if reader.unread:
         said = f"of its inputs {', '.join(reader.unread)} are read by the model alone: its outputs are compared"
         remark(said, "labels-unread")
-    if reader and reader.reason:
+    if reader.reason:
         said = f"logits are compared as outputs, not as a distribution: {reader.reason}"
         remark(said, "logits-as-outputs")
-    return RERUN_TABLE.of_rows({"model": loaded.path, **row} for row in rows)
 
 
 def _counts_padding(loaded: LoadedModel, batch: Batch, counted: Tensor) -> bool:
