@@ -41,6 +41,7 @@ class RowStatistics:
         entropy: -Σ p ln p of the attention weights over S_i and the sink, nats; NaN for a row without keys.
         load: (B, H, Lk) int64, number of queries that attend to the key.
         top: (B, H, Lq, K+1), the largest scores over A_i in falling order, -inf where there are fewer.
+        top_keys: (B, H, Lq, K) int32, positions of the keys of the K largest, -1 where there are fewer.
         top_load: (K, B, H, Lk) int32; entry k-1 is the key load if every query kept its k largest scores.
     """
 
@@ -57,6 +58,7 @@ class RowStatistics:
     entropy: Tensor
     load: Tensor
     top: Tensor
+    top_keys: Tensor
     top_load: Tensor
 
     def dispersion(self, k: int | None = None) -> Tensor:
@@ -251,11 +253,13 @@ def row_statistics(
     with torch.no_grad():
         if top:
             count_ranks_ = _count_ranks_ if kernels is None else kernels.count_ranks_
-            count_ranks_(ranks, rows.pop("order"), rows["top"], scores.counted())
+            count_ranks_(ranks, rows["order"], rows["top"], scores.counted())
+            rows["order"].masked_fill_(rows["top"][..., :top] == -torch.inf, -1)
+        order = rows.pop("order", ranks.new_zeros(batch, heads, length, 0))
         rows = finished(rows, sinks)
     for rank in range(1, top):  # in place: the ranks are the largest thing here, K × Lk
         ranks[:, :, rank] += ranks[:, :, rank - 1]
-    return RowStatistics(**rows, load=load, top_load=ranks.movedim(2, 0))
+    return RowStatistics(**rows, load=load, top_keys=order, top_load=ranks.movedim(2, 0))
 
 
 def _pays(q: Tensor, scores: int, of_a_row: int) -> bool:

@@ -4,7 +4,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import pandas as pd
@@ -238,7 +238,8 @@ class Calls:
         if said is not None:
             self._audit.remarks[Remark(call.module, f"{said}: each row counts as a sample")] += 1
         rows = counted_rows(call, self._k, self._draws.places(call))
-        on_cpu = {field.name: getattr(rows.statistics, field.name).cpu() for field in fields(RowStatistics)}
+        statistics = replace(rows.statistics, top_keys=rows.statistics.top_keys[..., :0])  # asked for by nobody
+        on_cpu = {field.name: getattr(statistics, field.name).cpu() for field in fields(RowStatistics)}
         queries, keys = rows.queries.cpu().numpy(), rows.keys.cpu().numpy()
         places = None if rows.places is None else rows.places.cpu().numpy()
         layer = self._layers.add(rows)

@@ -32,19 +32,35 @@ def with_heavy_hitters(encoder, k):
 
 def naive(encoder, tokens):
     """Values {(layer, head, k, quantity): list} by loops over rows of scores."""
-    calls, found = [], {}
+    calls, found, seen = [], {}, []
+    hooks = [
+        block.register_forward_pre_hook(lambda _, given: seen.append(given[0][0])) for block in encoder.blocks
+    ]
+    hooks += [
+        block.attention.register_forward_hook(lambda _, given, out: seen.append(out[0]))
+        for block in encoder.blocks
+    ]
     with torch.no_grad(), watch_attention(encoder, calls.append):
         for row in tokens:
             encoder(row[None])
+    for hook in hooks:
+        hook.remove()
     layers = len(encoder.blocks)
     for at, call in enumerate(calls):
         valid = [j for j in range(LENGTH) if tokens[at // layers][j] != 2]
+        stream = (seen[2 * at] + seen[2 * at + 1]).norm(dim=-1)
+        width = encoder.config.head_width
+        attends_as_swept = call.selected is None
         for head in range(encoder.config.heads):
             place = (call.layer, head)
             loads = {(k, j): 0 for k in range(1, LARGEST + 1) for j in valid}
             for i in valid:
                 z = {j: call.scale * float(call.q[0, head, i] @ call.k[0, head, j]) for j in valid}
-                for k, quantity, value in row_quantities(z, loads):
+                own = row_quantities(z, loads)
+                out = encoder.attention(call.layer).out.weight[:, head * width : (head + 1) * width].detach()
+                values = call.v[0, head]
+                moved = row_changes(z, values, out, float(stream[i]) if attends_as_swept else None)
+                for k, quantity, value in (*own, *moved):
                     found.setdefault((*place, k, quantity), []).append(value)
             for (k, _), load in loads.items():
                 found.setdefault((*place, k, "load"), []).append(load)
@@ -76,6 +92,25 @@ def row_quantities(z, loads):
         yield k, "ln_sound", sound
         yield k, "ln_paper", paper_heavy_hitter_stability(delta, gap, len(kept)).log_value.item()
         yield k, "sound_better", float(sound < full)
+
+
+def row_changes(z, values, out, stream):
+    """What each k leaves without the first key, and what it changes: of the head's output, and of the stream."""
+    order, p = sorted(z, key=lambda j: -z[j]), {j: math.exp(v) for j, v in z.items()}
+
+    def mixed(keys):
+        return sum(p[j] * values[j] for j in keys) / sum(p[j] for j in keys)
+
+    whole = mixed(z)
+    for k in range(1, LARGEST + 1):
+        drops = k < len(order)
+        others = sum(p[j] for j in z if j != min(z))
+        besides = sum(p[j] for j in order[:k] if j != min(z)) / others if drops else math.nan
+        yield k, "mass_without_first", besides
+        moved = mixed(order[:k]) - whole
+        yield k, "head_change", float(moved.norm() / whole.norm()) if drops else math.nan
+        if stream is not None:
+            yield k, "stream_change", float((out @ moved).norm()) / stream if drops else math.nan
 
 
 @pytest.mark.parametrize("kind", ["full", "topk"])

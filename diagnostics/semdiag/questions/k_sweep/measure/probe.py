@@ -117,7 +117,10 @@ def k_sweep(
         The table ``sweep``: one row per k, layer and head (ALL, -1: pooled) and quantity, with the columns of
         :func:`~semdiag.measuring.percentiles.percentiles`. Quantities: dispersion δ_h(k), ratio
         δ_h(k)/δ_s, separation Δ_h(k), mass (attention weight of the k largest scores; all three over queries
-        with more than k keys, the others are counted as undefined), share (k in their keys), load, ln_sound and
+        with more than k keys, the others are counted as undefined), mass_without_first (the same k keys, with the
+        first key that is no padding left out of both sides), share (k in their keys), head_change (how far a
+        head's output moves, in its own norm) and, of our own encoders, stream_change (how far that moves the
+        residual stream, in its norm; both at k up to 8, every fourth and those that are run), load, ln_sound and
         ln_paper (ξ of the heavy-hitter mask), sound_better (share of queries whose sound ξ is below that of full
         attention); after a rerun accuracy and same_prediction (means over all targets and positions, as in the
         table ``rerun``; percentiles and queries are of samples). k = 0: all keys kept; there also evenness, the
@@ -194,10 +197,10 @@ def k_sweep_tables(
     pieces = {n: packed(batches, n, max(1, batch_size * lengths[1] // n)) for n in plan.lengths}
     draws = QueryDraws(queries, seed)
     draws.expect(lengths[0])
-    collected = TopScores(largest, draws, min_keys, own_keys=plan.rerun)
+    collected = TopScores(largest, draws, min_keys, own_keys=plan.rerun, run=plan.ks or tuple(rerun_ks(largest)))
     expect(sum(map(samples_of, batches)))
     started = time.perf_counter()
-    with running(loaded, collected.add, device, dtype) as run:
+    with running(loaded, collected.add, device, dtype) as run, collected.streams.watched(run.module):
         for batch in batches:
             collected.samples.start(samples_of(batch))
             run(batch)

@@ -1,6 +1,6 @@
 """What a k-sweep keeps of every query while a model runs, and every quantity of every k that follows from it."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,15 +20,17 @@ from semdiag.measuring.calls.counted_rows import counted_rows
 from semdiag.measuring.calls.query_draws import QueryDraws
 from semdiag.measuring.percentiles import percentiles
 from semdiag.measuring.table import ALL
+from semdiag.questions.k_sweep.measure.output_changes import Streams, output_changes, output_ks
 from semdiag_models import InputError
 
-_ESTIMATED = ("dispersion", "ratio", "separation", "mass")
-_MOST_NUMBERS = 200_000_000  # top scores held at once: 800 MB
+_CHANGES = ("head_change", "stream_change")
+_ESTIMATED = ("dispersion", "ratio", "separation", "mass", "mass_without_first", *_CHANGES)
+_MOST_NUMBERS = 350_000_000  # held at once: 1.4 GB
 
 
 @dataclass
 class TopScores:
-    """Keeps of every query its top scores, range, number of keys and log-sum-exp; of every key its loads.
+    """Keeps of every query its top scores, range, number of keys, log-sum-exp and changes; of every key its loads.
 
     Attributes:
         largest: K.
@@ -36,7 +38,9 @@ class TopScores:
         min_keys: queries with fewer keys are left out.
         parts: by layer and head, one of each call.
         own_keys: whether the keys are those that the model's own mask keeps, and not all that it chooses among.
-        numbers: top scores held.
+        run: the k that the model is run with.
+        streams: of the model.
+        numbers: top scores and changes held.
         most_keys: the most that a query has.
         samples: their numbers; each batch is to be begun.
     """
@@ -45,6 +49,8 @@ class TopScores:
     draws: QueryDraws
     min_keys: int = 1
     own_keys: bool = False
+    run: tuple[int, ...] = ()
+    streams: Streams = field(default_factory=Streams)
     parts: dict[tuple[int, int], list[dict[str, NDArray[Any]]]] = field(default_factory=dict)
     numbers: int = 0
     most_keys: int = 0
@@ -56,8 +62,9 @@ class TopScores:
         Raises:
             InputError: if that is more than can be held.
         """
-        places = self.draws.places(call)
-        self.numbers += (call.q[..., 0] if places is None else places).numel() * (self.largest + 1)
+        places, ks = self.draws.places(call), self._output_ks
+        of_each = self.largest + 1 + len(_CHANGES) * len(ks)
+        self.numbers += (call.q[..., 0] if places is None else places).numel() * of_each
         if self.numbers > _MOST_NUMBERS:
             raise InputError(
                 f"More than {_MOST_NUMBERS:,} top scores are too many to hold. Use fewer samples, --queries or "
@@ -65,7 +72,9 @@ class TopScores:
             )
         if self.own_keys and call.selected is not None:
             call = replace(call, allowed=allowed_keys(call.part()), causal=False, first_query=0)
+        stream = self.streams.of(call) if call.selected is None or self.own_keys else None
         rows = counted_rows(replace(call, selected=None), self.largest, places)
+        changes = output_changes(rows, ks, stream)
         found, keys = rows.statistics, rows.keys
         self.most_keys = max(self.most_keys, int(found.keys.max()))
         numbers = torch.from_numpy(self.samples.of(len(call.q))).to(call.q.device)
@@ -78,12 +87,17 @@ class TopScores:
                 "keys": found.keys[:, head][own],
                 "log_sum_exp": found.log_sum_exp[:, head][own],
                 "load": found.top_load[:, :, head][:, keys[:, head]],
+                **{name: values[:, head][own].movedim(0, -1) for name, values in changes.items()},
             }
             if places is not None:
                 sample = numbers[:, None].expand_as(own)
                 stratum = torch.arange(own.shape[1], device=own.device).expand_as(own) // PER_STRATUM
                 part |= {"sample": sample[own], "stratum": stratum[own]}
             self.parts.setdefault((call.layer, head), []).append({n: v.cpu().numpy() for n, v in part.items()})
+
+    @property
+    def _output_ks(self) -> tuple[int, ...]:
+        return output_ks(self.largest, self.run)
 
     @property
     def _swept(self) -> int:
@@ -103,7 +117,7 @@ class TopScores:
         numbers = np.concatenate([np.full_like(p["sample"], at) for at, p in enumerate(places.values())])
         key = np.stack([numbers, together["sample"], together["stratum"]], 1)
         strata = np.unique(key, axis=0, return_inverse=True)[1].ravel()
-        for k, quantity, values in _quantities(together, self._swept):
+        for k, quantity, values in _quantities(together, self._swept, self._output_ks):
             if quantity not in _ESTIMATED:
                 continue
             for found in sampled_estimates(values, together["sample"], strata, self.draws.share, (5, 50, 95)):
@@ -116,7 +130,7 @@ class TopScores:
         places = self._places()
         places[ALL, ALL] = _joined(places.values())
         for (layer, head), place in places.items():
-            for k, quantity, values in _quantities(place, self._swept):
+            for k, quantity, values in _quantities(place, self._swept, self._output_ks):
                 yield {"layer": layer, "head": head, "k": k, "quantity": quantity, **percentiles(values)}
 
 
@@ -124,10 +138,14 @@ def _joined(places: Collection[dict[str, NDArray[Any]]]) -> dict[str, NDArray[An
     return {name: np.concatenate([p[name] for p in places], -1) for name in next(iter(places))}
 
 
-def _quantities(place: dict[str, NDArray[Any]], largest: int) -> Iterator[tuple[int, str, NDArray[Any]]]:
+def _quantities(
+    place: dict[str, NDArray[Any]], largest: int, output_ks: Sequence[int]
+) -> Iterator[tuple[int, str, NDArray[Any]]]:
     """Every quantity of every k, over the queries (or keys) of one layer and head."""
     top, whole, keys = place["top"].astype(np.float64), place["range"].astype(np.float64), place["keys"]
     kept_mass = np.logaddexp.accumulate(top[:largest], axis=0) - place["log_sum_exp"]
+    besides = np.where(np.arange(largest)[:, None] == place["first_rank"], -np.inf, top[:largest])
+    besides = np.exp(besides - np.where(keys > 1, place["others"], 0.0)).cumsum(0)
     full = fixed_mask_stability(_tensor(whole), _tensor(keys)).log_value.numpy()
     yield 0, "dispersion", whole
     yield 0, "ln_sound", full
@@ -146,6 +164,10 @@ def _quantities(place: dict[str, NDArray[Any]], largest: int) -> Iterator[tuple[
         yield k, "ratio", np.divide(dispersion, whole, out=np.full_like(whole, np.nan), where=spread)
         yield k, "separation", separation
         yield k, "mass", np.where(drops, np.minimum(np.exp(kept_mass[k - 1]), 1.0), np.nan)
+        yield k, "mass_without_first", np.where(drops, np.minimum(besides[k - 1], 1.0), np.nan)
+        for name in _CHANGES:
+            if name in place and k in output_ks:
+                yield k, name, np.where(drops, place[name][output_ks.index(k)], np.nan)
         yield k, "share", np.where(drops, k / keys, np.nan)
         yield k, "load", place["load"][k - 1]
         yield k, "ln_sound", sound

@@ -1,0 +1,112 @@
+"""How much a head's output, and the residual stream, would change if each query kept its k largest scores."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from semdiag.capturing.adapters.attention_core import hooked_alone
+from semdiag.capturing.attention_call import AttentionCall
+from semdiag.mathematics.score_strips import Scores
+from semdiag.mathematics.truncation import truncations
+from semdiag.measuring.calls.counted_rows import CountedRows
+from semdiag_models import Encoder
+
+_EVERY, _STEP = 8, 4  # outputs are worked out at every k up to the first, then at every fourth
+_HALVES = torch.float16, torch.bfloat16
+
+
+def output_ks(largest: int, named: Sequence[int]) -> tuple[int, ...]:
+    """Return the k at which outputs are worked out: every one up to 8, every fourth, and those that are run.
+
+    Args:
+        largest: of the sweep.
+        named: those that are run.
+
+    Example:
+        >>> output_ks(14, (9, 20))
+        (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 14)
+    """
+    found = {k for k in range(1, largest + 1) if k <= _EVERY or k % _STEP == 0}
+    return tuple(sorted({*found, *(k for k in named if k <= largest), largest}))
+
+
+class Streams:
+    """The residual stream of an encoder of semdiag_models, and the matrices by which its heads write into it.
+
+    Of another model nothing says for certain through which matrix a head's output enters which stream.
+    """
+
+    def __init__(self) -> None:
+        self._encoder: Encoder | None = None
+        self._inputs: dict[int, Tensor] = {}
+
+    @contextmanager
+    def watched(self, module: nn.Module) -> Iterator[None]:
+        """Follow the stream of a model that runs inside the context; of others than our encoders nothing is known.
+
+        Args:
+            module: what runs, in evaluation mode.
+        """
+        with ExitStack() as stack:
+            if isinstance(module, Encoder) and hooked_alone(module):
+                self._encoder = module
+                for layer, block in enumerate(module.blocks):
+                    stack.callback(block.register_forward_pre_hook(self._keep(layer)).remove)
+            yield
+
+    def _keep(self, layer: int) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
+        def hook(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+            self._inputs[layer] = inputs[0]
+
+        return hook
+
+    def of(self, call: AttentionCall) -> tuple[Tensor, Tensor] | None:
+        """Return the norms of the stream that attention has been added to, (B, L), and W_o, (H, D, d).
+
+        Args:
+            call: of the encoder's attention, whose output is the model's own.
+        """
+        if self._encoder is None:
+            return None
+        out = self._encoder.attention(call.layer).out
+        added = nn.functional.linear(call.mixed.transpose(1, 2).flatten(2), out.weight, out.bias)
+        heads = call.mixed.shape[1]
+        return (self._inputs[call.layer] + added).norm(dim=-1), out.weight.T.unflatten(0, (heads, -1))
+
+
+@torch.no_grad()
+def output_changes(
+    rows: CountedRows, ks: Sequence[int], stream: tuple[Tensor, Tensor] | None = None
+) -> dict[str, Tensor]:
+    """Return what truncation at each k would change in the output of every row's head, and the first key's part.
+
+    Args:
+        rows: of a call without a selection, with the statistics of K ≥ max(ks) heavy hitters.
+        ks: rising.
+        stream: as :meth:`Streams.of` gives it.
+
+    Returns:
+        ``head_change`` (B, H, R, n), ‖o(k) − o‖ / ‖o‖; ``stream_change``, ‖W_o (o(k) − o)‖ / ‖s‖, with s the
+        stream that attention has been added to, if it is known; ``others`` (B, H, R), ln Σ exp(z) without the
+        first key; ``first_rank`` (B, H, R), how many scores are before the first key's, K if it is not among the K
+        largest. An output or stream of norm 0 makes a change infinite, or NaN.
+    """
+    call, found = rows.call, rows.statistics
+    q, k = ((x.float() if x.dtype in _HALVES else x) for x in (call.q, call.k.contiguous()))
+    masks = call.allowed, call.bias, call.softcap, call.causal, call.first_query, call.queries, rows.places
+    first = rows.keys.to(torch.uint8).argmax(-1)  # (B, H)
+    of_call = truncations(
+        Scores(q, k, call.scale, *masks), call.v, (found.top, found.top_keys), found.log_sum_exp, ks, first,
+        call.sinks, None if stream is None else stream[1],
+    )  # fmt: skip
+    ranked = found.top_keys == first[..., None, None]
+    rank = torch.where(ranked.any(-1), ranked.to(torch.uint8).argmax(-1), found.top_keys.shape[-1])
+    changes = {"head_change": of_call.change / of_call.size[..., None], "others": of_call.others}
+    changes["first_rank"] = rank
+    if stream is not None and of_call.projected is not None:
+        size = stream[0][:, None].expand(call.q.shape[:3])
+        size = size if rows.places is None else size.gather(2, rows.places.clamp(min=0))
+        changes["stream_change"] = of_call.projected / size[..., None]
+    return changes
