@@ -1,4 +1,4 @@
-"""What truncation changes: the identity τ (μ_kept − μ_dropped), row by row, against the softmax over fewer keys."""
+"""What truncation changes: τ (μ_kept − μ_dropped), row by row, against the softmax over fewer keys."""
 
 import math
 
@@ -87,8 +87,8 @@ def tolerance(q, k, values):
     """What rounding in float64 can do to an output.
 
     A score of WIDTH products, scaled, bent and biased, is off by (WIDTH + 6) eps of its size, at most that of
-    |q| |k| or 4 (bias, soft-cap); a weight by e to twice that; an output by that share of the longest value, and by
-    one eps for each key summed. Both sides round: twice.
+    |q| |k| and 4 more for the bias; a weight by e to twice that; an output by that share of the longest value, and
+    by one eps for each key summed. Both sides round: twice.
     """
     size = 4 + 0.6 * float(q.norm(dim=-1).max() * k.norm(dim=-1).max())
     return 2 * EPS * (2 * (WIDTH + 6) * size + 2 * k.shape[2]) * float(values.norm(dim=-1).max())
@@ -143,7 +143,7 @@ def test_the_identity_holds_for_any_scores_and_kept_keys(scores, k, sink, seed):
 
 
 def test_a_case_by_hand():
-    """Weights 1/2, 1/3, 1/6 on 6, 0, -6: o = 2; one key kept gives 6, two give 6 · 3/5. The first key is the last."""
+    """Weights 1/2, 1/3, 1/6 on 6, 0, -6: o = 2; one key gives 6, two give 6 · 3/5. The "first" key is the last."""
     scores = torch.tensor([3.0, 2.0, 1.0], dtype=torch.float64).log().view(1, 1, 1, 3)
     k = torch.zeros(1, 1, 3, 1, dtype=torch.float64)
     call = {"q": torch.ones(1, 1, 1, 1, dtype=torch.float64), "k": k, "bias": scores}

@@ -19,10 +19,7 @@ from semdiag.questions.k_sweep.words import verdict_lines
 
 Summary = dict[str, Any]
 _FIRST, _STEP = 8, 4  # every k is shown up to the first, then every fourth; all stand in the CSV file
-_COLUMNS = (
-    "k", "δ(k)/δ_s p50", "p95", "Δ(k) p50", "p5", "mass mean", "p5", "load p95", "p100",
-    "ln ξ p50", "paper p50", "W met", "X met",
-)  # fmt: skip
+_LEAST = ("paper p50", "p100", "no first", "load p95")  # left out first where there is no room
 
 
 def print_k_sweep(findings: Findings) -> None:
@@ -56,6 +53,8 @@ def _rerun_table(result: Summary) -> Any:
         "mask": _name if several else lambda r: r["mask"] if r["k"] < 0 else f"k = {r['k']}",
         "keys": lambda r: _share(r["kept" if several or r["mask"] != TOP_K else "share"]),
         "weight": lambda r: _share(r["mass"]),
+        "Δ head": lambda r: number(number_from_json(r["head_change"])),
+        "Δ stream": lambda r: number(number_from_json(r["stream_change"])),
         f"Δ {measure}": lambda r: _change(r["change"]),
         "95 % interval": _interval,
         "harmed": _harmed,
@@ -115,30 +114,41 @@ def _share(value: float | str | None) -> str:
 
 
 def _table(result: Summary) -> Any:
+    """What every k would leave: columns without a number are left out."""
     pooled = {(row["quantity"], row["k"]): row for row in result["sweep"] if row["layer"] == ALL}
-    table = number_table(_COLUMNS, least=["paper p50", "p100", "load p95"], kept=["W met", "X met"])
     known = sorted({k for name, k in pooled if name == "mass"})
     asked = {result["verdict"]["k"], result["k"], known[-1]}
+    lines = []
     for k in (k for k in known if k <= _FIRST or k % _STEP == 0 or k in asked):
-        cells = [pooled[name, k][p] for name, percentiles in _SHOWN.items() for p in percentiles]
-        met = {
-            name: [
+        cells = [number(pooled[name, k][p]) if (name, k) in pooled else "–" for _, name, p in _SHOWN]
+        for name in "WX":
+            values = [
                 row["met"]
                 for row in result["conditions"]
                 if (row["k"], row["parameter"]) == (k, name) and row["percentile"] in JUDGED_PERCENTILES
             ]
-            for name in "WX"
-        }
-        answers = [f"{sum(values)} of {len(values)}" if values else "–" for values in met.values()]
-        table.add_row(str(k), *map(number, cells), *answers)
+            cells.append(f"{sum(values)} of {len(values)}" if values else "–")
+        lines.append([str(k), *cells])
+    columns = ["k", *(title for title, _, _ in _SHOWN), "W met", "X met"]
+    kept = [at for at, title in enumerate(columns) if title[2:] == "met" or any(line[at] != "–" for line in lines)]
+    table = number_table([columns[at] for at in kept], least=_LEAST, kept=["W met", "X met"])
+    for line in lines:
+        table.add_row(*(line[at] for at in kept))
     return table
 
 
-_SHOWN = {
-    "ratio": ("p50", "p95"),
-    "separation": ("p50", "p5"),
-    "mass": ("mean", "p5"),
-    "load": ("p95", "p100"),
-    "ln_sound": ("p50",),
-    "ln_paper": ("p50",),
-}
+_SHOWN = (  # title, quantity, what of its percentiles
+    ("δ(k)/δ_s p50", "ratio", "p50"),
+    ("p95", "ratio", "p95"),
+    ("Δ(k) p50", "separation", "p50"),
+    ("p5", "separation", "p5"),
+    ("mass mean", "mass", "mean"),
+    ("p5", "mass", "p5"),
+    ("no first", "mass_without_first", "mean"),
+    ("Δ head", "head_change", "mean"),
+    ("Δ stream", "stream_change", "mean"),
+    ("load p95", "load", "p95"),
+    ("p100", "load", "p100"),
+    ("ln ξ p50", "ln_sound", "p50"),
+    ("paper p50", "ln_paper", "p50"),
+)

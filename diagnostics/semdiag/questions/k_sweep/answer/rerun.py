@@ -15,6 +15,8 @@ from semdiag.measuring.table import ALL
 from semdiag.questions.k_sweep.measure.kinds import TOP_K
 from semdiag.questions.k_sweep.measure.rerun import HARM, MOST_HARMED, NO_MASK, TOLERANCES, measure_of
 
+_OF_THE_SWEEP = ("share", "mass", "mass_without_first", "head_change", "stream_change")
+
 
 def change_table(findings: Findings) -> pd.DataFrame:
     """What each mask of each rerun changes, with 95 % intervals over samples.
@@ -28,7 +30,8 @@ def change_table(findings: Findings) -> pd.DataFrame:
         the share of samples that change by more than HARM times the tolerance, harmed_high: the exact binomial
         upper end of that share at 95 %, worst: the largest change of a sample; change, low and high of divergence
         (nats per position) and changed (share of predictions); accuracy; kept: the share of all keys that stays;
-        share and mass (means of the sweep, of queries with more than k keys; of top-k).
+        share, mass, mass_without_first, head_change and stream_change (means of the sweep, of queries with more
+        than k keys; of top-k).
     """
     rows: list[dict[str, Any]] = []
     sweep = findings.measurements.sweep
@@ -54,10 +57,9 @@ def change_table(findings: Findings) -> pd.DataFrame:
             row |= _named("divergence_", _over(own["divergence"], own["predictions"]))
             row |= _named("changed_", _over(own["changed"], own["predictions"]))
             row["accuracy"] = _ratio(own["correct"], own["targets"])
-            known = mask == TOP_K and ("mass", k) in means.index
-            row["share"], row["mass"] = (
-                (float(means["share", k]), float(means["mass", k])) if known else (math.nan,) * 2
-            )
+            for name in _OF_THE_SWEEP:
+                known = mask == TOP_K and (name, k) in means.index
+                row[name] = float(means[name, k]) if known else math.nan
             row["kept"] = _ratio(own["kept"], own["keys"])
             rows.append(row)
     return pd.DataFrame(rows, columns=list(rows[0]) if rows else ["model", "mask", "k"])

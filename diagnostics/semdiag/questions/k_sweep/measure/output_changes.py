@@ -39,7 +39,7 @@ class Streams:
     """
 
     def __init__(self) -> None:
-        self._encoder: Encoder | None = None
+        self._out: list[nn.Linear] = []
         self._inputs: dict[int, Tensor] = {}
 
     @contextmanager
@@ -49,11 +49,22 @@ class Streams:
         Args:
             module: what runs, in evaluation mode.
         """
+        known = isinstance(module, Encoder) and hooked_alone(module)
+        blocks = [(block, block.get_submodule("attention.out")) for block in module.blocks] if known else []
+        with self.followed(blocks):
+            yield
+
+    @contextmanager
+    def followed(self, blocks: Sequence[tuple[nn.Module, nn.Linear]]) -> Iterator[None]:
+        """Follow the stream from block to block.
+
+        Args:
+            blocks: by layer, a module whose first argument is the stream, and the matrix whose output is added.
+        """
+        self._out = [out for _, out in blocks]
         with ExitStack() as stack:
-            if isinstance(module, Encoder) and hooked_alone(module):
-                self._encoder = module
-                for layer, block in enumerate(module.blocks):
-                    stack.callback(block.register_forward_pre_hook(self._keep(layer)).remove)
+            for layer, (block, _) in enumerate(blocks):
+                stack.callback(block.register_forward_pre_hook(self._keep(layer)).remove)
             yield
 
     def _keep(self, layer: int) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
@@ -66,11 +77,11 @@ class Streams:
         """Return the norms of the stream that attention has been added to, (B, L), and W_o, (H, D, d).
 
         Args:
-            call: of the encoder's attention, whose output is the model's own.
+            call: of attention whose output is the model's own.
         """
-        if self._encoder is None:
+        if not self._out:
             return None
-        out = self._encoder.attention(call.layer).out
+        out = self._out[call.layer]
         added = nn.functional.linear(call.mixed.transpose(1, 2).flatten(2), out.weight, out.bias)
         heads = call.mixed.shape[1]
         return (self._inputs[call.layer] + added).norm(dim=-1), out.weight.T.unflatten(0, (heads, -1))

