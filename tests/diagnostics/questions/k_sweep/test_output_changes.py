@@ -9,8 +9,11 @@ from torch import nn
 
 import semdiag
 from semdiag.capturing.attention_calls import watch_attention
+from semdiag.measuring.findings.findings import Findings
+from semdiag.questions.k_sweep.answer.summary import k_sweep_summary
 from semdiag.questions.k_sweep.measure.output_changes import output_ks
 from semdiag.questions.k_sweep.measure.probe import KSweepPlan, k_sweep, k_sweep_tables
+from semdiag.questions.k_sweep.terminal import print_k_sweep
 
 WIDTH, HEADS = 8, 2
 
@@ -132,3 +135,22 @@ def test_which_k_are_worked_out():
     assert output_ks(3, ()) == (1, 2, 3)
     assert output_ks(48, (9, 64))[7:10] == (8, 9, 12)
     assert output_ks(48, (9, 64))[-1] == 48
+
+
+def test_tables_and_json_hold_the_changes_beside_the_weight(wild_encoder, padded_tokens, monkeypatch, capsys):
+    """A model of which no stream is known has no column for it."""
+    monkeypatch.setenv("COLUMNS", "200")
+    x = torch.randn(3, 7, WIDTH, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    for model, given, known in ((wild_encoder("full"), padded_tokens, True), (Causal(), (x,), False)):
+        plan = KSweepPlan(3, rerun=True, ks=(1, 2))
+        findings = Findings(semdiag.k_sweep(model, *given, plan=plan))
+        print_k_sweep(findings)
+        shown = capsys.readouterr().out
+        assert shown.count("Δ head") == 2
+        assert shown.count("Δ stream") == 2 * known
+        (result,) = findings(k_sweep_summary)["results"]
+        swept = {(r["quantity"], r["k"]): r["mean"] for r in result["sweep"] if r["layer"] == -1}
+        for row in result["rerun"]:
+            for name in ("mass", "mass_without_first", "head_change", "stream_change"):
+                there = row["mask"] == "topk" and (known or name != "stream_change")
+                assert row[name] == (swept[name, row["k"]] if there else None), (row["mask"], name)

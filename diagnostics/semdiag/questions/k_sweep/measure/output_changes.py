@@ -49,8 +49,9 @@ class Streams:
         Args:
             module: what runs, in evaluation mode.
         """
-        known = isinstance(module, Encoder) and hooked_alone(module)
-        blocks = [(block, block.get_submodule("attention.out")) for block in module.blocks] if known else []
+        blocks: list[tuple[nn.Module, nn.Linear]] = []
+        if isinstance(module, Encoder) and hooked_alone(module):
+            blocks = [(block, module.attention(layer).out) for layer, block in enumerate(module.blocks)]
         with self.followed(blocks):
             yield
 
@@ -83,8 +84,8 @@ class Streams:
             return None
         out = self._out[call.layer]
         added = nn.functional.linear(call.mixed.transpose(1, 2).flatten(2), out.weight, out.bias)
-        heads = call.mixed.shape[1]
-        return (self._inputs[call.layer] + added).norm(dim=-1), out.weight.T.unflatten(0, (heads, -1))
+        matrices = out.weight.T.reshape(call.mixed.shape[1], -1, len(out.weight))
+        return (self._inputs[call.layer] + added).norm(dim=-1), matrices
 
 
 @torch.no_grad()
