@@ -19,6 +19,10 @@ from semdiag.questions.k_sweep.words import verdict_lines
 
 Summary = dict[str, Any]
 _FIRST, _STEP = 8, 4  # every k is shown up to the first, then every fourth; all stand in the CSV file
+_NO_STREAM = (
+    "Δ stream is left out: through which matrix a head writes into the stream is known for certain of models that "
+    "semdiag trained, run unchanged with the keys that they keep."
+)
 _LEAST = ("paper p50", "p100", "no first", "load p95")  # left out first where there is no room
 
 
@@ -38,6 +42,8 @@ def print_k_sweep(findings: Findings) -> None:
             screen.print(_rerun_table(result))
         if result["sweep"]:
             screen.print(_table(result))
+            if "stream_change" not in {row["quantity"] for row in result["sweep"]}:
+                screen.print(_NO_STREAM, soft_wrap=True)
         for line in more:
             screen.print(line, soft_wrap=True)
     screen.print(summary["scope"])
