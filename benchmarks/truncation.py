@@ -24,7 +24,7 @@ from torch import nn
 
 import semdiag
 from semdiag.capturing.batches import first_samples, split
-from semdiag.capturing.inputs import read_batches
+from semdiag.capturing.inputs.files import read_batches
 from semdiag.measuring.calls.query_draws import QueryDraws
 from semdiag.measuring.calls.running import running
 from semdiag.questions.k_sweep.measure.rerun import NO_MASK, rerun
