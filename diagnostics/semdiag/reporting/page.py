@@ -124,7 +124,8 @@ def _about(whole: dict[str, Any]) -> str:
     of = f": {next(iter(inputs))}" if len(inputs) == 1 else ""
     provenance = whole["provenance"]
     samples += f" sample{'s' * (counts != [1])}"
-    said = (model, samples + of, provenance.get("date"), f"semdiag {provenance['semdiag']}")
+    version = provenance.get("semdiag")
+    said = (model, samples + of, provenance.get("date"), version and f"semdiag {version}")
     return " · ".join(part for part in said if part)
 
 

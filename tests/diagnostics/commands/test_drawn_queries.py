@@ -55,6 +55,9 @@ def test_the_sweep_judges_no_k(run_semdiag, here, tiny_runs):
         "ratio",
         "separation",
         "mass",
+        "mass_without_first",
+        "head_change",
+        "stream_change",
     }
 
 

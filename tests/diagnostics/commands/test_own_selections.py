@@ -88,7 +88,8 @@ def models(here):
 
 
 @pytest.mark.usefixtures("models")
-def test_it_says_what_routers_and_indexers_choose(run_semdiag):
+def test_it_says_what_routers_and_indexers_choose(run_semdiag, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
     outcome = run_semdiag("selections", "own_models:good", "--inputs", "padded.pt")
     assert (outcome.code, outcome.err) == (0, "")
     words = " ".join(outcome.out.split())
