@@ -17,6 +17,7 @@ class Answer(StrEnum):
     OPEN = "cannot tell"
     PLAUSIBLE = "plausible"  # sparse attention: it would do
     COSTS = "not without loss"  # sparse attention: it would not
+    CHANGES = "not without change"  # likewise, of outputs whose loss nobody knows
     MEASURED = "measured"  # the question has no yes or no
 
 

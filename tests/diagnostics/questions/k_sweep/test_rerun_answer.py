@@ -372,3 +372,13 @@ def test_the_tile_of_several_models_counts_those_that_were_run(made_up):
     assert sparse_glance(joined(made(made_up, of(4)), made(made_up, of(12)))).answer == "not without loss"
     fixed = Findings(made_up(("m", np.ones(8), {"attention": "banded", "k": 5})))
     assert (sparse_glance(fixed).answer, sparse_glance(fixed).number) == ("cannot tell", "0 of 1")
+
+
+def test_what_is_no_loss_is_not_called_one(made_up):
+    """Where no target is known, output distributions are compared, and a change is no loss."""
+    findings = made(made_up, of(99))
+    rerun = findings.measurements.rerun.assign(loss=math.nan, targets=0)
+    findings = Findings(findings.measurements.replace(rerun=rerun))
+    assert sparse_verdict(findings, "m").measure == "divergence"
+    assert sparse_glance(findings).answer == "not without change"
+    assert first_line(findings).startswith("not without change: even k = 12")

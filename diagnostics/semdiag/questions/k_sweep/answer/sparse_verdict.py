@@ -139,7 +139,8 @@ def sparse_glance(findings: Findings) -> Glance:
         return Glance(Answer.OPEN, f"k = {found[0].k}", f"per query{keys_share(found[0])} {cost_words(found[0])}")
     if not judged:
         return _glance_of_weights(found)
-    answer = Answer.PLAUSIBLE if len(plausible) == len(judged) else Answer.COSTS
+    costs = Answer.COSTS if all(each.measure == "loss" for each in judged) else Answer.CHANGES
+    answer = Answer.PLAUSIBLE if len(plausible) == len(judged) else costs
     if len(found) == 1:
         (one,) = judged
         return Glance(
