@@ -77,7 +77,8 @@ def verdict_sentence(found: SparseVerdict, model: str) -> str:
             f"{percent(found.mass, 1)}% of the weight."
         )
     free = "not without loss" if found.measure == "loss" else "not without change"
-    if found.high <= found.tolerance or not math.isfinite(found.low):
+    largest = found.high if math.isfinite(found.high) else found.change  # none: all changed alike
+    if largest <= found.tolerance:
         return (
             f"{free}: of the k that were run, {found.k}{keys_share(found)} is the smallest that stays within "
             f"{limit_words(found, found.tolerance)}."
