@@ -46,8 +46,8 @@ def test_the_runs_are_compared_and_written(run_semdiag, tiny_runs, here, monkeyp
         with (folder / "data" / f"{name}.csv").open(encoding="utf-8") as file:
             assert list(csv.DictReader(file))
     figures = {
-        "learning_curves", "speed_up", "speed_up_against_dispersion", "along_training", "length_generalisation",
-        "predictor_cells",  # two masks: there is nothing to correlate
+        "learning_curves", "speed_up_against_dispersion", "along_training", "length_generalisation",
+        "predictor_cells",  # two masks: there is nothing to correlate; one pair: no figure of speed-ups
     }  # fmt: skip
     drawn = {path.stem for path in (folder / "figures").glob("*.svg")}
     assert drawn == figures | {f"{name}-narrow" for name in figures}  # the second is for telephones
