@@ -1,4 +1,4 @@
-"""How often an end point is accepted, and how often a 95 % interval would then hold it.
+"""How often an end point is accepted, and how often a 95% interval would then hold it.
 
     python benchmarks/end_points.py
 

@@ -32,9 +32,9 @@ LAWS = {
     "normal, as wide as its mean": lambda rng, n: rng.normal(MEAN, MEAN, n),
     "lognormal, σ = 1": lognormal(1),
     "lognormal, σ = 1.5": lognormal(1.5),
-    "all in 5 % of the samples": rare(0.05),
-    "all in 1 %": rare(0.01),
-    "all in 0.1 %": rare(0.001),
+    "all in 5% of the samples": rare(0.05),
+    "all in 1%": rare(0.01),
+    "all in 0.1%": rare(0.001),
 }
 
 

@@ -1,4 +1,4 @@
-"""How often 95 % intervals of few sequences hold the truth: plain percentiles of the bootstrap, and semdiag's.
+"""How often 95% intervals of few sequences hold the truth: plain percentiles of the bootstrap, and semdiag's.
 
     python benchmarks/intervals.py
 

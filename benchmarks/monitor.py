@@ -74,7 +74,7 @@ def main() -> None:
     for name, (model, tokens) in cases.items():
         plain, looked, every = costs(model, tokens, arguments.repeats)
         share = (looked - plain) / (200 * plain)
-        times = f"{1000 * plain:.1f} | {1000 * looked:.1f} | {100 * share:.2f} % | {1000 * every:.1f}"
+        times = f"{1000 * plain:.1f} | {1000 * looked:.1f} | {100 * share:.2f}% | {1000 * every:.1f}"
         print(f"| {name} | {times} |", flush=True)
 
 

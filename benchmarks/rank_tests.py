@@ -81,7 +81,7 @@ class Study:
 
 
 def simulate(study: Study, repeats: int, draws: int, resamples: int) -> tuple[float, float, float, float]:
-    """Shares of studies: first candidate p ≤ 5 %, any corrected p ≤ 5 %, the first's corrected, interval right."""
+    """Shares of studies: first candidate p ≤ 5%, any corrected p ≤ 5%, the first's corrected, interval right."""
     truth = study.truth()
     counts = np.zeros(4)
     for number in range(repeats):
@@ -101,10 +101,10 @@ FAMILIES = 8, 3, 3, 1  # top-k, random, local, full: the study's
 
 
 def stretch(study: Study, repeats: int, resamples: int) -> tuple[float, float, float]:
-    """Under a null: share of p ≤ 5 %, share of 95 % intervals that hold 0, and what to multiply the interval with.
+    """Under a null: share of p ≤ 5%, share of 95% intervals that hold 0, and what to multiply the interval with.
 
     The factor is the smallest by which both halves of the interval, on the scale of arctanh ρ, are multiplied so
-    that 95 % of the simulated ones hold 0.
+    that 95% of the simulated ones hold 0.
     """
     alarms, needed = 0, []
     for number in range(repeats):
@@ -165,7 +165,7 @@ def main() -> None:
     parser.add_argument("--resamples", type=int, default=500)
     given = parser.parse_args()
     if given.what == "unequal":
-        print("| masks of the tasks | interval given | 95 % interval right, where given |")
+        print("| masks of the tasks | interval given | 95% interval right, where given |")
         print("|---|---|---|")
         for masks in UNEQUAL:
             share, right = unequal(masks, given.repeats, given.resamples)
@@ -179,10 +179,10 @@ def main() -> None:
     print(
         f"{given.tasks} tasks, {given.masks} masks, {given.seeds} seeds, {given.candidates} candidates; shares: "
         f"masks {given.mask_share:g}, cells {given.cell_share:g}, candidates' masks {given.candidate_share:g}; "
-        f"{given.repeats} studies, standard error at 5 %: {math.sqrt(LEVEL * 0.95 / given.repeats):.1%}"
+        f"{given.repeats} studies, standard error at 5%: {math.sqrt(LEVEL * 0.95 / given.repeats):.1%}"
     )
     if given.what == "families":
-        print("| share of families in the values | p ≤ 5 % | 95 % interval holds 0 | stretch |")
+        print("| share of families in the values | p ≤ 5% | 95% interval holds 0 | stretch |")
         print("|---|---|---|---|")
         for common in given.value_family:
             study = replace(
@@ -196,10 +196,10 @@ def main() -> None:
             "independent cells": replace(shared, mask_share=0.0, cell_share=given.mask_share + given.cell_share,
                                          candidate_share=0.0),
             "mask effects shared by all tasks": shared,
-            "shared, 15 % of the cells missing": replace(shared, missing=0.15),
-            "shared, 40 % of the cells censored": replace(shared, censored=0.4),
+            "shared, 15% of the cells missing": replace(shared, missing=0.15),
+            "shared, 40% of the cells censored": replace(shared, censored=0.4),
         }  # fmt: skip
-        print("| null | p ≤ 5 %, one candidate | corrected p ≤ 5 %, any | 95 % interval holds 0 |")
+        print("| null | p ≤ 5%, one candidate | corrected p ≤ 5%, any | 95% interval holds 0 |")
         print("|---|---|---|---|")
         for name, study in nulls.items():
             alone, family, _, covered = simulate(study, *how)

@@ -1,4 +1,4 @@
-"""How often the 95 % intervals of drawn queries (--queries) hold the truth; how near drawn masses are to exact.
+"""How often the 95% intervals of drawn queries (--queries) hold the truth; how near drawn masses are to exact.
 
     python benchmarks/sampled_intervals.py [--unequal]
 
@@ -77,7 +77,7 @@ def coverage(
 
 
 def mass_errors(length: int, drawn: int, seeds: int, k: int = 32) -> tuple[float, float, float]:
-    """95 % of the errors of the mean mass kept, in points; half width of its interval; share that holds it."""
+    """95% of the errors of the mean mass kept, in points; half width of its interval; share that holds it."""
     draw = torch.Generator().manual_seed(0)
     q, keys = (torch.randn(1, 4, length, 64, generator=draw) for _ in range(2))
     q *= torch.linspace(1, 3, 4)[:, None, None]  # heads from flat to peaked
@@ -115,7 +115,7 @@ def main() -> None:
                 print(f"| {law} | {count} × {drawn} of {length} | {about} | {cells} |", flush=True)
     if options.unequal:
         return
-    print("\n| length | drawn per head | 95 % of errors below, points | half width, points | held |")
+    print("\n| length | drawn per head | 95% of errors below, points | half width, points | held |")
     print("|---|---|---|---|---|")
     for length in options.lengths:
         for drawn in (256, 512, 1024):

@@ -29,7 +29,7 @@ def responses(doses: pd.DataFrame) -> pd.DataFrame:
 
 @paper_style
 def figure(doses: pd.DataFrame) -> Figure:
-    """A panel per attention and arm: a line per task, and their mean with a 95 % t-interval over tasks."""
+    """A panel per attention and arm: a line per task, and their mean with a 95% t-interval over tasks."""
     table = responses(doses)
     panels = [*table.groupby(["attention", "arm"], sort=False)]
     drawn, axes = panel_grid(len(panels), height=2.9, columns=2)
@@ -39,7 +39,7 @@ def figure(doses: pd.DataFrame) -> Figure:
     return finished(
         drawn,
         "Mean training loss of 120 epochs as a multiple of that with factor 1: above 1 is slower. Thin lines:"
-        " tasks, three seeds each; thick line: mean over tasks (of logarithms) with a 95 % t-interval.",
+        " tasks, three seeds each; thick line: mean over tasks (of logarithms) with a 95% t-interval.",
     )
 
 

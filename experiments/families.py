@@ -11,7 +11,7 @@ correlation of these effects, by one-way analysis of variance with unequal group
 with B and W the mean squares between and within families. How much of the variance is that of masks, of cells
 (task × mask) and of seeds is estimated from the ranks of the same runs, by two-way analysis of variance. Studies
 with these shares and missing cells are then simulated without any correlation (benchmarks/rank_tests.py): how
-often p is at most 5 %, how often the interval holds 0, and by which factor to stretch it so that 95 % do.
+often p is at most 5%, how often the interval holds 0, and by which factor to stretch it so that 95% do.
 """
 
 import argparse

@@ -33,7 +33,7 @@ TELLS_NOTHING = "these runs cannot tell"
 
 
 class Interval(NamedTuple):
-    """An estimate and its 95 % interval over seeds."""
+    """An estimate and its 95% interval over seeds."""
 
     estimate: float
     low: float
@@ -212,7 +212,7 @@ def expectations(shares: pd.DataFrame, costs: pd.DataFrame, changes: pd.DataFram
             rows.append((f"{task}: share of top-5 {'≥' if least else '≤'} {bound}", said))
     for row in costs[(costs["task"] == "cycle-navigation") & (costs["attention"] == FULL)].to_dict("records"):
         said = verdict(row["cost_high"] <= WORSE, row["cost_low"] > WORSE)
-        rows.append(("cycle-navigation: frozen full attention at most 10 % worse", said))
+        rows.append(("cycle-navigation: frozen full attention at most 10% worse", said))
     for row in changes[changes["arm"] == "trained"].to_dict("records"):
         rows.append((f"{row['task']}: straight-through changes little", row["little"]))
     return pd.DataFrame(rows, columns=["expectation", "verdict"])

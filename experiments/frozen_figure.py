@@ -20,7 +20,7 @@ ARMS = {"trained": ("o", "C0", 0.14), "frozen": ("s", "C3", -0.14)}  # marker, c
 
 @paper_style
 def figure(advantages: pd.DataFrame) -> Figure:
-    """A panel per attention, a row per task: the advantage trained and frozen, with 95 % t-intervals."""
+    """A panel per attention, a row per task: the advantage trained and frozen, with 95% t-intervals."""
     drawn, axes = panel_grid(len(ATTENTIONS), height=3.0, columns=3)
     shown = advantages[advantages["attention"].isin(ATTENTIONS)]
     ends = shown[[f"{arm}_{end}" for arm in ARMS for end in ("low", "high")]].to_numpy(float)
@@ -31,7 +31,7 @@ def figure(advantages: pd.DataFrame) -> Figure:
     return finished(
         drawn,
         "How much smaller the mean training loss is than that of trained full attention of the same seed (ln of "
-        "the ratio; right of 0: learns faster). Five seeds, 95 % t-intervals.",
+        "the ratio; right of 0: learns faster). Five seeds, 95% t-intervals.",
     )
 
 

@@ -30,7 +30,7 @@ PANELS = {
     "loss": "mean training loss / ln(classes)",
     "accuracy": "held-out accuracy at the end",
     "separation": "separation Δ, median (nats)",
-    "unchanged": "masks unchanged by 1 % noise",
+    "unchanged": "masks unchanged by 1% noise",
 }
 MEASURED = ["run", "sha256", "queries", "separation", "unchanged"]  # of the weights; the records tell the rest
 COLORS = ("#4c72b0", "#dd8452", "#55a868", "#c44e52", "#8172b3", "#937860", "#da8bc3")

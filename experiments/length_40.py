@@ -146,12 +146,12 @@ def runs_in_words(table: pd.DataFrame) -> str:
         >>> arrived = {"epochs_to_0.85": 3, "epochs_to_0.95": 4.0, "epochs_to_0.999": float("nan")}
         >>> row |= arrived | {"holdout_accuracy": 0.5, "best_holdout_accuracy": 0.52}
         >>> print(runs_in_words(pd.DataFrame([row])).splitlines()[-1])
-        | parity | full | 3 | 4 | > 9 | 100.0 % | 52.0 % |
+        | parity | full | 3 | 4 | > 9 | 100.0% | 52.0% |
     """
     head = [
         "task",
         "attention",
-        *(f"epochs to {100 * level:g} %" for level in REACHED),
+        *(f"epochs to {100 * level:g}%" for level in REACHED),
         "training accuracy",
         "best held-out",
     ]

@@ -70,7 +70,7 @@ def unmatched(ratios: pd.DataFrame) -> pd.Series:
 
 
 def summary(ratios: pd.DataFrame) -> pd.DataFrame:
-    """By stage, radius and percentile: the ratio over tasks with a 95 % t-interval, and how many pairs are clear.
+    """By stage, radius and percentile: the ratio over tasks with a 95% t-interval, and how many pairs are clear.
 
     Args:
         ratios: of all pairs: ``stage``, ``task``, ``seed``, ``radius``, ``percentile``, ``estimate``, ``low`` and

@@ -179,7 +179,7 @@ def dose_slopes(doses: pd.DataFrame) -> pd.DataFrame:
 
 
 def dose_means(slopes: pd.DataFrame) -> pd.DataFrame:
-    """Mean slope over tasks with a 95 % t-interval over tasks, of every attention and arm."""
+    """Mean slope over tasks with a 95% t-interval over tasks, of every attention and arm."""
     rows = []
     for (attention, arm), own in slopes.groupby(["attention", "arm"], sort=False):
         mean, error = own["slope"].mean(), stats.sem(own["slope"])

@@ -5,11 +5,11 @@
 
 First table: mean training loss of 120 epochs over that of full attention on the same task and seed, geometric mean
 over seeds, and in brackets with how many of the seeds it was below 1. Last but one column: geometric mean over the
-tasks of a mask, with a 95 % t-interval over them; last column: that of top-5 over the same tasks.
+tasks of a mask, with a 95% t-interval over them; last column: that of top-5 over the same tasks.
 
 Second table: Spearman's ρ of the candidates at the initialisation with the log area under the training-loss curve
 within each task, on the cells of the registered tests: over all masks, over the top-k masks alone, over the others
-alone. Last column: mean over the tasks, with a 95 % t-interval over them.
+alone. Last column: mean over the tasks, with a 95% t-interval over them.
 """
 
 import argparse
@@ -32,7 +32,7 @@ def ratios(outcomes: pd.DataFrame) -> pd.DataFrame:
 
 
 def over_tasks(table: pd.DataFrame) -> pd.DataFrame:
-    """Of every mask the mean over tasks of its mean over seeds, a 95 % t-interval, and top-5's mean over those."""
+    """Of every mask the mean over tasks of its mean over seeds, a 95% t-interval, and top-5's mean over those."""
     top = table[table["attention"] == "topk-5"].groupby("task")["ratio"].mean()
     rows = []
     for attention, own in table.groupby("attention", sort=False):

@@ -53,7 +53,7 @@ def test_ratios_over_tasks_have_tasks_as_their_unit():
     (found,) = pairs.summary(pd.DataFrame(rows)).to_dict("records")
     half = 4.302653 / math.sqrt(
         3
-    )  # the 97.5 % point of Student's t with 2 degrees of freedom; standard deviation 1
+    )  # the 97.5% point of Student's t with 2 degrees of freedom; standard deviation 1
     assert found["ratio"] == pytest.approx(math.exp(-2))
     assert found["low"] == pytest.approx(math.exp(-2 - half))
     assert found["high"] == pytest.approx(math.exp(-2 + half))

@@ -32,7 +32,7 @@ def test_effects_are_mean_standardised_ranks():
 
 
 def test_families_make_false_alarms_and_stretching_mends_them():
-    """200 studies each: a standard error of 1.5 % at 5 %, and 15 % alarms are expected with such families."""
+    """200 studies each: a standard error of 1.5% at 5%, and 15% alarms are expected with such families."""
     study = rank_tests.Study(7, 15, 3, 1, 0.5, 0.3, 0.98)
     alone = rank_tests.stretch(study, 200, 200)
     together = rank_tests.stretch(

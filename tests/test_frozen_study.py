@@ -76,7 +76,7 @@ def test_known_shares_are_found():
     verdicts = tables["expectations"].set_index("expectation")["verdict"]
     assert verdicts["even-pairs: share of top-5 ≥ 0.7"] == "as expected"
     assert verdicts["missing-duplicate: share of top-5 ≤ 0.4"] == "contradicted"
-    assert verdicts["cycle-navigation: frozen full attention at most 10 % worse"] == "as expected"
+    assert verdicts["cycle-navigation: frozen full attention at most 10% worse"] == "as expected"
     assert len(verdicts) == 10
     assert set(tables["straight_through"]["little"]) == {"as expected"}
 
@@ -127,7 +127,7 @@ def test_a_table_that_is_not_the_studys_is_refused(change, said):
 
 
 def test_the_interval_holds_the_share_as_often_as_it_says():
-    """2,000 planted studies of five seeds: 95 % of them, by up to 3 standard errors of such a count, 1.5 %."""
+    """2,000 planted studies of five seeds: 95% of them, by up to 3 standard errors of such a count, 1.5%."""
     rng, held, inside = np.random.default_rng(1), 0, 0
     for _ in range(2000):
         reference = 0.2 * rng.standard_normal(5)

@@ -117,7 +117,7 @@ document.getElementById("page").onload = (event) => {
 
 @pytest.mark.slow
 def test_one_text_is_seen_through_every_head_and_the_numbers_are_those_of_a_capture(folder, in_browser, tmp_path):
-    """Numbers on the page have three digits: half a unit of the third is 0.5 %."""
+    """Numbers on the page have three digits: half a unit of the third is 0.5%."""
     model = semdiag.load(f"hf:{folder}")
     text = "The capital of France is Paris, and the capital of Germany is Berlin. She sells sea shells."
     page = semdiag.look(model, text, tmp_path / "look.html")

@@ -55,7 +55,7 @@ def arrival_table(runs: pd.DataFrame) -> str:
             )
             for kind in kinds
         ]
-        lines.append([f"{task}, {100 * target:g} %", *cells])
+        lines.append([f"{task}, {100 * target:g}%", *cells])
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
@@ -69,7 +69,7 @@ def threshold_table(history: pd.DataFrame) -> str:
     lines = [["training accuracy", *kinds], ["---"] * (1 + len(kinds))]
     for threshold in THRESHOLDS:
         arrived = [epochs_to(own[own["attention"] == kind], threshold) for kind in kinds]
-        lines.append([f"{100 * threshold:g} %", *("never" if one is None else str(one) for one in arrived)])
+        lines.append([f"{100 * threshold:g}%", *("never" if one is None else str(one) for one in arrived)])
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 

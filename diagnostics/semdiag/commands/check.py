@@ -65,7 +65,7 @@ def check(
     Pairs full and top-k checkpoints of the same task, seed, size, setting and snapshot. In each pair δ_h < δ_s
     must hold at p50, p75, p90 and p95 of the pooled queries, and at the median of more than half of the layers.
     (Untrained models pass, too: a few of many scores have a smaller range to begin with.) In each model attention
-    must be captured completely, and no certified mask may change under 1 % noise. Your own rules and a baseline
+    must be captured completely, and no certified mask may change under 1% noise. Your own rules and a baseline
     are checked as well; with either, a model needs no partner. Exit code 0: everything passes; 1: something
     fails; 2: there is nothing to check, or the input is wrong.
 

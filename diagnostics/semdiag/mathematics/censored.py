@@ -36,7 +36,7 @@ def median_interval(lows: Sequence[float], highs: Sequence[float], confidence: f
     """Median of draws that may be known only from one side, with an interval from order statistics.
 
     The r-th smallest and the r-th largest of n draws enclose the median with probability
-    1 − 2 P(Binomial(n, ½) < r), whatever the distribution: 50 % for n = 2, 75 % for 3, 94 % for 5 with r = 1.
+    1 − 2 P(Binomial(n, ½) < r), whatever the distribution: 50% for n = 2, 75% for 3, 94% for 5 with r = 1.
     The largest r that reaches the confidence is taken; where none does, r = 1 and the coverage says so. Ranges
     are carried through by taking the lower end from the low values and the upper end from the high ones.
 
@@ -119,7 +119,7 @@ def logrank_p(
     ones.
 
     Source: Peto and Peto 1972. Deviation: permutations in place of the large-sample law, under which p < 0.05
-    comes too often by chance (in 9 % of the cases with 3 runs a side, 7 % with 10).
+    comes too often by chance (in 9% of the cases with 3 runs a side, 7% with 10).
 
     Args:
         first: of one side's runs when each arrived, or until when it was watched, and whether it arrived.

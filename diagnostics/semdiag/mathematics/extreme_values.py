@@ -2,7 +2,7 @@
 
 There is no interval. One that is shown only where an end point is accepted would have to be calibrated given
 acceptance, and none can be: of a law without an end point every accepted interval is wrong, and laws with an end
-point come as near to those as one likes. docs/theory.md#empirical has what a 95 % interval held, law by law, as
+point come as near to those as one likes. docs/theory.md#empirical has what a 95% interval held, law by law, as
 benchmarks/end_points.py finds it.
 """
 

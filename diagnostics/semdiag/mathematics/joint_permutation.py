@@ -64,7 +64,7 @@ def joint_rank_tests(
         outcome: (T, M), NaN where unknown; +inf is the largest and ties with itself.
         candidates: (C, T, M), NaN where unknown.
         draws: relabellings drawn where there are more than 10,000.
-        resamples: of the masks, for the 95 % percentile interval; 0: no interval.
+        resamples: of the masks, for the 95% percentile interval; 0: no interval.
         seed: of draws and resamples.
 
     Returns:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from semdiag.mathematics.logarithms import broadcast
 
-_NEWTON_STEPS = 4  # from a start within 20 %: quadratic convergence, exact to rounding for any t
+_NEWTON_STEPS = 4  # from a start within 20%: quadratic convergence, exact to rounding for any t
 
 
 def log_swap_cost(dispersion: Tensor, separation: Tensor, keys: Tensor) -> Tensor:

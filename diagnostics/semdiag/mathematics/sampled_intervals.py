@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from semdiag.mathematics.query_draws import PER_STRATUM
 
-# What is expected beyond a percentile at least: of draws, so that all lie on one side of it in less than 2.5 %
+# What is expected beyond a percentile at least: of draws, so that all lie on one side of it in less than 2.5%
 # of the cases; of sequences, so that their spread tells its error (benchmarks/sampled_intervals.py).
 _BEYOND = 3.7, 2.0
 _TIED = 1e-9  # of a percentile: values as near it equal it, and differ by rounding alone (sums in another order)

@@ -41,7 +41,7 @@ def spectral_norm_upper_bound(matrix: Tensor, iterations: int = 6) -> Tensor:
 
     Args:
         matrix: shape (..., m, n).
-        iterations: t ≥ 0; 6 leaves at most 7 % for rank 4096.
+        iterations: t ≥ 0; 6 leaves at most 7% for rank 4096.
 
     Returns:
         An upper bound of ‖matrix‖₂ (up to rounding), shape (...), float64.

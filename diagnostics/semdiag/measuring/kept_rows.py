@@ -10,12 +10,12 @@ import numpy as np
 from semdiag.measuring.percentiles import PERCENTILES
 from semdiag.measuring.table import ALL, Table
 
-_ACCURACY = 2000  # k of the sketch: an error of about 0.14 % in rank, in about 60 kB
+_ACCURACY = 2000  # k of the sketch: an error of about 0.14% in rank, in about 60 kB
 SKETCHES = Table(
     "sketches",
     "One row per quantity, layer and head (ALL: pooled) of a model with more queries or keys than are kept row by "
     "row: numbers, mean and extremes (p0, p100) are exact; the other percentiles may be those of a rank that is "
-    "off by rank_error (with 99 % confidence).",
+    "off by rank_error (with 99% confidence).",
     {
         "model": "str",
         "quantity": "str",
@@ -89,7 +89,7 @@ class Sketch:
             error = self._quantiles.normalized_rank_error(False)
             cuts = self._quantiles.get_quantiles(levels) if self._finite else cuts
         elif len(drawn := sample()):
-            # Dvoretzky, Kiefer, Wolfowitz and Massart: all ranks at once, with 99 % confidence.
+            # Dvoretzky, Kiefer, Wolfowitz and Massart: all ranks at once, with 99% confidence.
             error = min(1.0, math.sqrt(math.log(2 / 0.01) / (2 * len(drawn))))
             cuts = np.quantile(drawn, levels).tolist()
         ends = (self._least, self._greatest) if self._finite else (math.nan, math.nan)

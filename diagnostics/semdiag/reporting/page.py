@@ -140,4 +140,4 @@ def _number(value: float | str | None) -> str:
 
 
 def _percent(value: float | str | None) -> str:
-    return "–" if value is None else f"{100 * number_from_json(value):.1f} %"
+    return "–" if value is None else f"{100 * number_from_json(value):.1f}%"

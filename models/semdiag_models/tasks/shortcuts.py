@@ -35,7 +35,7 @@ def shortcut(task: Task, length: int) -> Shortcut:
 
     A rule that is right on every sample is the task itself and no shortcut: on even-pairs, where the first and the
     last token decide, only guessing is left. Rules are tables of the commonest label for every token or
-    pair of tokens, found on 20,000 samples and tried on 20,000 others (standard error 0.35 % at most). Of inputs
+    pair of tokens, found on 20,000 samples and tried on 20,000 others (standard error 0.35% at most). Of inputs
     longer than 64 tokens the first and the last 32 positions are searched.
 
     Source: this project. Deviation: not in the paper.

@@ -73,7 +73,7 @@ def test_a_run_that_never_arrives_is_said_and_not_dropped(run_semdiag, tiny_runs
     found = json.loads(outcome.out)
     assert [run["arrival"] for run in found["runs"]] == [None, None]
     assert (found["target"], found["targets"]) == (0.95, {"even-pairs": 1.0})
-    assert "The target is 95 % training accuracy, for even-pairs 100 %." in outcome.err
+    assert "The target is 95% training accuracy, for even-pairs 100%." in outcome.err
     assert [(p["known"], p["high"]) for p in found["speed_ups"]] == [("unknown", "inf")]
 
 

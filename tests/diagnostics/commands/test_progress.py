@@ -155,4 +155,4 @@ def test_a_sweep_says_every_minute_how_far_it_is(clock, capsys, tmp_path):
         (tmp_path / "run-1" / "history.csv").write_text("epoch\n1\n2\n")
         clock.now += 120
         bar.tick()
-        assert lines(capsys) == ["semdiag: 0 of 2 runs ended, 25 % of epochs, after 2 min, about 6 min left."]
+        assert lines(capsys) == ["semdiag: 0 of 2 runs ended, 25% of epochs, after 2 min, about 6 min left."]

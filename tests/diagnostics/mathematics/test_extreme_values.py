@@ -33,7 +33,7 @@ def test_the_fit_is_no_less_likely_than_any_other_on_a_grid(seed):
 
 def test_many_maxima_find_the_end_point():
     fit = fit_reverse_weibull(drawn(20_000, 0))
-    # Five standard deviations, which are 0.14 % and 0.83 % over 30 seeds.
+    # Five standard deviations, which are 0.14% and 0.83% over 30 seeds.
     assert fit.end == pytest.approx(END, rel=0.007)
     assert fit.shape == pytest.approx(SHAPE, rel=0.042)
 
@@ -53,7 +53,7 @@ def blocks(law, rng, number, draws=5):
 
 @pytest.mark.parametrize("number", [24, 40])
 def test_laws_without_an_end_point_are_refused(number):
-    """benchmarks/end_points.py: 1 % of normal samples are accepted; more than 4 of 60 once in 3 000 times."""
+    """benchmarks/end_points.py: 1% of normal samples are accepted; more than 4 of 60 once in 3 000 times."""
     rng = np.random.default_rng(number)
     for law in (("normal",), ("exponential",), ("gumbel",)):
         gaps = [_gap(v, fit_reverse_weibull(v)) for v in (blocks(law, rng, number) for _ in range(60))]
@@ -64,7 +64,7 @@ def test_laws_without_an_end_point_are_refused(number):
 def test_an_end_that_draws_come_near_is_accepted_and_found():
     samples = [blocks(("uniform",), np.random.default_rng(seed), 40) for seed in range(3)]
     found = [estimate_end_point(values, 5, seed) for seed, values in enumerate(samples)]
-    assert sum(f.accepted for f in found) >= 2  # 98 % by their end, and 1 in 20 refused by the fit
+    assert sum(f.accepted for f in found) >= 2  # 98% by their end, and 1 in 20 refused by the fit
     assert all(f.estimate == pytest.approx(1, abs=0.05) for f in found if f.accepted)
 
 

@@ -149,7 +149,7 @@ def test_candidates_that_masks_share_in_all_tasks_raise_no_false_alarm():
 
 @pytest.mark.slow
 def test_intervals_hold_the_truth():
-    """200 studies of 18 masks: at least 88 % of the 95 % intervals hold ρ = 0.5 of the law."""
+    """200 studies of 18 masks: at least 88% of the 95% intervals hold ρ = 0.5 of the law."""
     r = 2 * math.sin(math.pi * 0.5 / 6)  # Pearson's of a normal law whose Spearman's is 0.5
     held = 0
     for seed in range(200):

@@ -62,7 +62,7 @@ def test_two_sequences_or_equal_ones_leave_students_interval():
 
 
 def test_intervals_of_few_skewed_sequences_hold_the_mean_of_the_law():
-    """8 sequences of exponential means, 3,000 cases (standard error 0.5 %): 93 % hold it, Student's alone 90."""
+    """8 sequences of exponential means, 3,000 cases (standard error 0.5%): 93% hold it, Student's alone 90."""
     rng = np.random.default_rng(5)
     samples = np.repeat(np.arange(8), 2)
     held = 0
@@ -83,7 +83,7 @@ def unequal(rng, count):
 
 
 def test_intervals_hold_the_mean_and_the_median_of_sequences_of_unequal_lengths():
-    """2,000 cases of 12 (standard error 0.5 %): as if all were equal, 92 % held either."""
+    """2,000 cases of 12 (standard error 0.5%): as if all were equal, 92% held either."""
     held, rng = np.zeros(2), np.random.default_rng(11)
     for _ in range(2000):
         for at, estimate in enumerate(sampled_estimates(*unequal(rng, 12), 0.1, (50,))):
@@ -141,7 +141,7 @@ def test_too_few_draws_give_no_interval_of_an_outer_percentile():
 
 
 def test_intervals_hold_what_they_speak_about():
-    """300 cases: 95 % are 285; outside the limits below once in 10,000 times, were the seed not fixed."""
+    """300 cases: 95% are 285; outside the limits below once in 10,000 times, were the seed not fixed."""
     cases, length, drawn, sequences, rng = 300, 400, 40, 25, np.random.default_rng(3)
     trend = np.linspace(-1, 1, length)
     held = np.zeros((2, 2), int)

@@ -213,7 +213,7 @@ def ranks_of(every, row):
 
 @pytest.mark.parametrize("place", [(-1, -1), (1, -1), (2, 0)])
 def test_a_sketch_stays_within_its_error_in_rank(place):
-    """The stated error holds in 99 % of streams; twice of it is far beyond."""
+    """The stated error holds in 99% of streams; twice of it is far beyond."""
     pytest.importorskip("datasketches", reason="pip has none for this Python")
     rows, values = streamed(1000)
     every, row = sorted_of(values, *place), rows[place]
@@ -224,7 +224,7 @@ def test_a_sketch_stays_within_its_error_in_rank(place):
 
 @pytest.mark.parametrize("place", [(-1, -1), (1, -1), (2, 0)])
 def test_without_the_library_of_sketches_a_sample_stands_in(place, monkeypatch):
-    """Fixed seeds: the stated error holds with 99 % confidence, and halves with four times as many rows."""
+    """Fixed seeds: the stated error holds with 99% confidence, and halves with four times as many rows."""
     monkeypatch.setitem(sys.modules, "datasketches", None)
     errors = []
     for limit in (10_000, 40_000):

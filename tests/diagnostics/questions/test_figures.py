@@ -199,7 +199,7 @@ def test_ratio_is_known_and_never_crosses_snapshots(four, many):
     assert [title(ax) for ax in shown(figure)] == ["even-pairs: median", "even-pairs: p95"]
     assert shown(figure)[0].get_ylabel() == "δ of sparse / δ of full attention"
     assert any(np.allclose(line.get_ydata(), 1.0) for line in shown(figure)[0].lines)
-    assert "95 % intervals" in words(figure)
+    assert "95% intervals" in words(figure)
     across = layer_ratios(Findings(many), resamples=2)
     compared = zip(across["model"], across["full"], strict=True)
     assert all(("initialisation" in sparse) == ("initialisation" in full) for sparse, full in compared)

@@ -107,7 +107,7 @@ def test_percentile_curves_by_radius(pair):
     said = words(axes[0].figure)
     assert "5 random planes (seed 0)" in said
     assert "loss over 6 samples" in said
-    assert "95 %" in said
+    assert "95%" in said
 
 
 def test_rungs_stand_below_the_bound(pair):
@@ -146,7 +146,7 @@ def test_a_report_with_probes_says_what_was_found(pair, tmp_path):
     assert "p95 smaller at 2, larger at 0 of 2 radii (ratio 0.5 to 0.5)" in said
     assert "5 random planes" in said
     assert "estimates stay below the sound bounds" in said
-    assert "no other cell near the checkpoint keeps 95 %" in " ".join(summary["details"]["landscape"])
+    assert "no other cell near the checkpoint keeps 95%" in " ".join(summary["details"]["landscape"])
     assert "the loss is 0.001 at the checkpoint and 0.001 to 1.4 on the cells" in " ".join(
         summary["details"]["landscape"]
     )

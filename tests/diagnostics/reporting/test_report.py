@@ -145,7 +145,7 @@ def test_every_figure_has_one_for_telephones_and_the_page_no_address_outside(kep
 def test_the_verdict_is_in_words_and_numbers(kept):
     page = Page(kept / "index.html")
     assert "the top-k model has the smaller dispersion at the 50th, 75th, 90th and 95th percentile" in page.text
-    assert "ratio 0.25, 95 % interval 0.25 to 0.25" in page.text
+    assert "ratio 0.25, 95% interval 0.25 to 0.25" in page.text
     assert "even-pairs, banded-3, seed 7 0.5 times" in page.text
     assert "full after 4 epochs, top-k (k = 3) after 2 epochs" in page.text
     assert "0 of 96 are not positive. The busiest key is kept by 6 queries." in page.text

@@ -86,7 +86,7 @@ def test_csv_hold_the_measured_numbers(known, tmp_path):
 def test_sentences_say_form_percentile_and_contradiction(known, tmp_path):
     _, summary, _ = report(known, tmp_path / "r", sections=("stability", "bounds"))
     said = "\n".join(s for part in summary["details"].values() for s in part)
-    assert "1 % input noise moves this model's attention more than its counterpart's" in said
+    assert "1% input noise moves this model's attention more than its counterpart's" in said
     assert "mean ‖p − p′‖₁ 0.045 against 0.015" in said
     # What lies within a factor of ten leads; constants eight powers of ten above are vacuous and folded.
     near, far = "the loss is no steeper than the bounds of the gradient at this point", "; the sound constants of"

@@ -174,7 +174,7 @@ class SweepProgress:
         (task,) = self._bar.tasks
         failed = f", {task.fields['failed']}" if task.fields["failed"] else ""
         ended = f"{task.fields['ended']} of {counted(self._count, 'run')} ended{failed}"
-        return f"{ended}, {task.percentage:.0f} % of epochs"
+        return f"{ended}, {task.percentage:.0f}% of epochs"
 
     def _share(self) -> float | None:
         """Of the epochs that were left at the start."""

@@ -67,7 +67,7 @@ def estimate_table(findings: Findings) -> pd.DataFrame:
 
     Returns:
         model, layer and head (ALL where pooled), quantity, statistic (mean, p1 … p99), estimate, low and high
-        (95 %; missing where too few were drawn to say) and target, what the interval speaks about: a row for each
+        (95%; missing where too few were drawn to say) and target, what the interval speaks about: a row for each
         of :data:`~semdiag.mathematics.sampled_intervals.TARGETS`.
     """
     rows: list[list[object]] = []
@@ -153,7 +153,7 @@ def _median(findings: Findings, model: str, quantity: str) -> str:
         if np.isfinite(low + high)
     ]
     return (
-        f"The median of {_SIGNS[quantity]} is {estimate:.3g} nats (95 % intervals: "
+        f"The median of {_SIGNS[quantity]} is {estimate:.3g} nats (95% intervals: "
         f"{'; '.join(intervals) or 'none, too few were drawn'})."
     )
 
@@ -172,7 +172,7 @@ def _sketch_sentences(findings: Findings) -> list[str]:
         exact = "those of all drawn queries" if of else "exact"
         said.append(
             f"Sketched: {name} has {many}, more than are kept one by one. Counts, means and extremes in the "
-            f"tables are {exact}; percentiles are within {rows['rank_error'].max():.2%} in rank (with 99 % "
+            f"tables are {exact}; percentiles are within {rows['rank_error'].max():.2%} in rank (with 99% "
             f"confidence). Figures, and sentences that say so, use a random sample of the {of}queries."
         )
     return said

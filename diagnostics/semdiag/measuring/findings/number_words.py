@@ -76,9 +76,9 @@ def interval_words(
 
     Example:
         >>> interval_words(0.61, 0.76), interval_words(math.nan, math.nan, samples=1)
-        ('95 % interval 0.61 to 0.76', '1 sample: too few for an interval')
+        ('95% interval 0.61 to 0.76', '1 sample: too few for an interval')
     """
     if math.isnan(low) or math.isnan(high):
         few = samples is not None and samples < FEWEST
         return f"{samples} sample{'s' * (samples != 1)}: too few for an interval" if few else "no interval"
-    return f"95 % interval {said(low)} to {said(high)}"
+    return f"95% interval {said(low)} to {said(high)}"

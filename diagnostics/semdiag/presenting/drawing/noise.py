@@ -7,12 +7,12 @@ from semdiag.measuring.findings.number_words import samples_words
 
 
 def percent(level: float) -> str:
-    """A relative size of noise: ``1 %``.
+    """A relative size of noise: ``1%``.
 
     Args:
         level: relative to each token's root mean square.
     """
-    return f"{100 * level:g} %"
+    return f"{100 * level:g}%"
 
 
 def noise_facts(findings: Findings, secants: pd.DataFrame) -> str:
@@ -23,7 +23,7 @@ def noise_facts(findings: Findings, secants: pd.DataFrame) -> str:
         secants: the rows that are shown.
 
     Returns:
-        For instance ``input noise 1 % of each token's RMS, 50 samples, one draw each (seed 0)``.
+        For instance ``input noise 1% of each token's RMS, 50 samples, one draw each (seed 0)``.
     """
     levels = ", ".join(percent(float(level)) for level in sorted(secants["level"].unique()))
     samples = int(secants.groupby("model")["sample"].nunique().max())

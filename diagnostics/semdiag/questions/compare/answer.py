@@ -21,7 +21,7 @@ _COLUMNS = [
 def change_table(findings: Findings) -> pd.DataFrame:
     """What changed of every head, of every layer (head ALL), and in all (both ALL).
 
-    Every query counts alike. Intervals (95 %) resample whole samples; they speak about other inputs of the kind.
+    Every query counts alike. Intervals (95%) resample whole samples; they speak about other inputs of the kind.
 
     Args:
         findings: with the table compared.

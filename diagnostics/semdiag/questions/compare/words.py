@@ -37,7 +37,7 @@ def _parts(whole: Summary) -> str:
         return f"{change}."
     return (
         f"{change}: the other weights alone change them by {number(whole['by_weights'])}, the other values by "
-        f"{number(whole['by_values'])} ({percent(whole['weights_share'])} % of both squares is the weights')."
+        f"{number(whole['by_values'])} ({percent(whole['weights_share'])}% of both squares is the weights')."
     )
 
 

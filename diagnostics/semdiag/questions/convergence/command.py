@@ -62,7 +62,7 @@ def convergence(
     *,
     shared: Shared,
 ) -> None:
-    """Compare how fast runs learn: epochs to 95 % training accuracy, and speed-up over full attention.
+    """Compare how fast runs learn: epochs to 95% training accuracy, and speed-up over full attention.
 
     Each run is compared with the full-attention run of the same seed that differs in nothing else. A run that
     never reaches the target gives a bound, and is not dropped. Over several seeds medians are shown, with the

@@ -15,14 +15,14 @@ from semdiag.questions.learning.words import reach_sentences
 
 
 def target_words(findings: Findings) -> str:
-    """The accuracy that counts as having learned, short: ``95 %``, or ``the target`` if tasks differ."""
+    """The accuracy that counts as having learned, short: ``95%``, or ``the target`` if tasks differ."""
     if findings.measurements.provenance.get("targets"):
         return "the target"
     return percent(findings.measurements.provenance.get("target", TARGET))
 
 
 def targets_sentence(findings: Findings) -> str:
-    """Say all targets: ``The target is 95 % training accuracy, for listops 36 %``."""
+    """Say all targets: ``The target is 95% training accuracy, for listops 36%``."""
     general = percent(findings.measurements.provenance.get("target", TARGET))
     others = findings.measurements.provenance.get("targets", {})
     single = "".join(f", for {task} {percent(value)}" for task, value in others.items())

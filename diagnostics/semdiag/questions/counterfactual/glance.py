@@ -23,4 +23,4 @@ def within_glance(findings: Findings) -> Glance:
     count = int(((queries["keys"] > k) & queries["model"].isin(kept)).sum())
     words = f"of the weight of the median query is on its {k} largest scores"
     words += f" ({count:,} queries{' drawn or kept' * in_part(findings)} of {models_words(len(kept))})"
-    return Glance(Answer.MEASURED, f"{span_words([each['mass'] for each in kept.values()], percent)} %", words)
+    return Glance(Answer.MEASURED, f"{span_words([each['mass'] for each in kept.values()], percent)}%", words)

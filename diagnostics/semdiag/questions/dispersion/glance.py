@@ -47,7 +47,7 @@ def dispersion_glance(findings: Findings) -> Glance:
     words = f"is the median dispersion δ of {models_words(len(found))} ({queries:,} queries{drawn_word(findings)})"
     words += f"; for {len(every) - len(found)} more it is not a number" if len(found) < len(every) else ""
     if external(findings.measurements.models).all():
-        words += f"; 90 % of the heads of trained models have {reference_words('dispersion')}"
+        words += f"; 90% of the heads of trained models have {reference_words('dispersion')}"
         return Glance(Answer.MEASURED, f"{span} nats", words)
     why = (
         "only some queries were drawn or kept, but a verdict on pairs needs all of them"

@@ -81,9 +81,9 @@ _HEADINGS = (
             Shown(
                 dispersion_ratio,
                 "Ratio of the dispersion of sparse models to that of full attention per layer, median and "
-                "95th percentile, with 95 % intervals and a line at 1: {shown}.",
+                "95th percentile, with 95% intervals and a line at 1: {shown}.",
                 "Points below the dashed line at 1 are layers in which the sparse model has the smaller δ; "
-                "equal steps on the axis are equal factors. The bars are 95 % intervals from resampling "
+                "equal steps on the axis are equal factors. The bars are 95% intervals from resampling "
                 "whole sequences: if a bar crosses 1, these inputs do not settle the question for that "
                 "layer.",
             ),

@@ -51,9 +51,9 @@ def heads_glance(findings: Findings) -> Glance:
         return Glance(Answer.MEASURED, f"{len(table):,} heads", "measured")
     most = records(known.sort_values("first_weight"))[-1]
     return Glance(
-        Answer.MEASURED, f"{100 * known['first_weight'].mean():.0f} %",
+        Answer.MEASURED, f"{100 * known['first_weight'].mean():.0f}%",
         f"of a head's weight is on the first key, mean over {len(known):,} heads; the most is "
-        f"{100 * most['first_weight']:.0f} %, head {most['head']} of layer {most['layer']}",
+        f"{100 * most['first_weight']:.0f}%, head {most['head']} of layer {most['layer']}",
     )  # fmt: skip
 
 

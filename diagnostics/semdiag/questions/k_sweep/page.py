@@ -43,7 +43,7 @@ _HEADINGS = (
             Shown(
                 kinds_of_masks,
                 "Against the share of the keys that is kept, what running the model with each kind of sparse "
-                "attention changed, with 95 % intervals: {shown}.",
+                "attention changed, with 95% intervals: {shown}.",
                 "Look for the lowest line at the share that you can afford. Top-k by query and head is the best "
                 "that a choice by score can do; kinds that share their choice, or choose blocks, are what kernels "
                 "run.",
@@ -51,13 +51,13 @@ _HEADINGS = (
             Shown(
                 kinds_by_length,
                 "On texts of several lengths, what each kind of sparse attention changed, against the number of "
-                "keys kept (left) and against their share (right), with 95 % intervals: {shown}.",
+                "keys kept (left) and against their share (right), with 95% intervals: {shown}.",
                 "Where the lines of a left panel lie on each other, all lengths need the same number of keys; "
                 "where those of a right panel do, the same share.",
             ),
             Shown(
                 loss_change,
-                "Against k, what running the models with real masks changed, with 95 % intervals and as many "
+                "Against k, what running the models with real masks changed, with 95% intervals and as many "
                 "random keys as a control, beside the attention weight that the masks keep: {shown}.",
                 "Look for the smallest k from which on the whole band is below the dashed line: that many keys "
                 "per query are enough. The weight kept is no proxy for that.",

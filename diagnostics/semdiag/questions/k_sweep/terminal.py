@@ -62,7 +62,7 @@ def _rerun_table(result: Summary) -> Any:
         "Δ head": lambda r: number(number_from_json(r["head_change"])),
         "Δ stream": lambda r: number(number_from_json(r["stream_change"])),
         f"Δ {measure}": lambda r: _change(r["change"]),
-        "95 % interval": _interval,
+        "95% interval": _interval,
         "harmed": _harmed,
         "random": lambda r: "–" if several else _change(control.get(r["k"])),
         "ppl ×": lambda r: number(_growth(r["change"])) if measure == "loss" else "–",
@@ -73,7 +73,7 @@ def _rerun_table(result: Summary) -> Any:
     shown = [row for row in rows if row["mask"] not in ("none", "" if several else RANDOM)]
     cells = [[text(row) for text in named.values()] for row in shown]
     kept = [at for at in range(len(named)) if any(line[at] != "–" for line in cells)]
-    table = number_table([list(named)[at] for at in kept], names=1, least=["KL", "ppl ×"], kept=["95 % interval"])
+    table = number_table([list(named)[at] for at in kept], names=1, least=["KL", "ppl ×"], kept=["95% interval"])
     for line in cells:
         table.add_row(*(line[at] for at in kept))
     return table
@@ -83,7 +83,7 @@ def _name(row: Summary) -> str:
     """The kind of mask and its k; of top-p the share of the weight."""
     if row["k"] < 0:
         return str(row["mask"])
-    return f"{row['mask']} {row['k']}{' %' * (row['mask'] == 'topp')}"
+    return f"{row['mask']} {row['k']}{'%' * (row['mask'] == 'topp')}"
 
 
 def _harmed(row: Summary) -> str:

@@ -21,7 +21,7 @@ def landscape_facts(findings: Findings) -> pd.DataFrame:
         One row per model and plane: cells, samples, checkpoint_loss, checkpoint_accuracy, lowest_loss and
         highest_loss of the cells, not_finite (cells whose loss is), and working_distance: the largest distance
         from the checkpoint, relative to the length of its parameters, up to which every evaluated cell has an
-        accuracy of at least 95 %; NaN if the checkpoint itself has less.
+        accuracy of at least 95%; NaN if the checkpoint itself has less.
 
     Example:
         >>> cells = [(0.0, 0.0, 1.0), (-1.0, 0.0, 0.97), (2.0, 0.0, 0.5), (0.0, 3.0, 0.99)]
@@ -44,7 +44,7 @@ def landscape_facts(findings: Findings) -> pd.DataFrame:
 
 
 def working_distance(cells: pd.DataFrame) -> float:
-    """How far from the checkpoint every evaluated cell still has an accuracy of 95 %.
+    """How far from the checkpoint every evaluated cell still has an accuracy of 95%.
 
     Args:
         cells: of one plane, with the columns x, y, accuracy.

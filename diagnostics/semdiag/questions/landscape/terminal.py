@@ -21,7 +21,7 @@ def print_landscape(findings: Findings) -> None:
         console.print(f"\n{title(result)}: landscape")
         planes = [plane for plane in result["planes"] if "checkpoint_loss" in plane]
         if planes:
-            heads = ["plane", "cells", "loss here", "lowest", "highest", "accuracy here", "≥ 95 % up to (‖θ‖)"]
+            heads = ["plane", "cells", "loss here", "lowest", "highest", "accuracy here", "≥ 95% up to (‖θ‖)"]
             table = number_table(heads, names=1)
             for plane in planes:
                 numbers = (plane[name] for name in ("checkpoint_loss", "lowest_loss", "highest_loss"))

@@ -37,8 +37,8 @@ def landscape_sentences(findings: Findings) -> list[str]:
 def _working(ways: Sequence[float]) -> str:
     """How far from the checkpoint the model still works, plane by plane."""
     if all(math.isnan(way) for way in ways):
-        return "the checkpoint itself has less than 95 % accuracy"
+        return "the checkpoint itself has less than 95% accuracy"
     ways = [way for way in ways if not math.isnan(way)]
     if max(ways) == 0:
-        return "no other cell near the checkpoint keeps 95 % accuracy"
-    return f"every cell up to {', '.join(f'{way:.2g}' for way in ways)} ‖θ‖ away keeps 95 % accuracy"
+        return "no other cell near the checkpoint keeps 95% accuracy"
+    return f"every cell up to {', '.join(f'{way:.2g}' for way in ways)} ‖θ‖ away keeps 95% accuracy"

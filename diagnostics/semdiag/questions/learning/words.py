@@ -7,7 +7,7 @@ from semdiag.questions.learning.figures.learning_speed import training_runs
 
 
 def learning_in_short(findings: Findings) -> list[str]:
-    """Epochs to 95 % training accuracy, panel by panel."""
+    """Epochs to 95% training accuracy, panel by panel."""
     said = []
     for panel, runs in training_runs(findings):
         parts = [
@@ -16,7 +16,7 @@ def learning_in_short(findings: Findings) -> list[str]:
             else f"{run.series.label} not within its {run.epochs} epoch{'s' * (run.epochs != 1)}"
             for run in runs
         ]
-        said.append(f"{panel.title}, 95 % training accuracy: {', '.join(parts)}.")
+        said.append(f"{panel.title}, 95% training accuracy: {', '.join(parts)}.")
     said = said or ["Nothing is known of the training: no model has a training history."]
     return [*said, *reach_sentences(findings)]
 

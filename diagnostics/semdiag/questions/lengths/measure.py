@@ -111,7 +111,7 @@ def measure_lengths(
 
     Returns:
         One row per length, layer (−1: all) and number: quantity and statistic are accuracy (value, and low
-        and high of its 95 % Wilson interval; layer −1 only), dispersion and separation (p5, p50, p95; heads
+        and high of its 95% Wilson interval; layer −1 only), dispersion and separation (p5, p50, p95; heads
         pooled; missing where nothing is finite).
 
     Raises:

@@ -32,7 +32,7 @@ _HEADINGS = (
             Shown(
                 lipschitz_percentiles,
                 "Percentiles 50, 75, 95 and 99 of the secants of the loss between parameters on circles in random "
-                "planes against the radius, logarithmic axes, with 95 % bands, attention kinds together: "
+                "planes against the radius, logarithmic axes, with 95% bands, attention kinds together: "
                 "{shown}.",
                 "The lower curve belongs to the model whose loss changes less per distance, as the paper says of "
                 "top-k. Where the bands overlap, these planes do not settle it.",

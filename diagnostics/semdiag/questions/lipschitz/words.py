@@ -44,7 +44,7 @@ def _ordering(own: Sequence[Finding]) -> str:
         for f in own
     ]
     many = int(own[0].numbers["planes"])
-    planes = own[0].note or f"{many} random planes, by 95 % intervals"
+    planes = own[0].note or f"{many} random planes, by 95% intervals"
     verdict = "cannot be told" if own[0].note else verdict
     return f"{start} {verdict}: {'; '.join(parts)}; {planes}, one training run each."
 

@@ -43,7 +43,7 @@ def render_look(seen: Seen, k: int, command: str) -> str:
         autoescape=True, finalize=_shown, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     environment.filters["number"] = _number
-    environment.filters["percent"] = lambda value: f"{100 * value:.1f} %" if math.isfinite(value) else "–"
+    environment.filters["percent"] = lambda value: f"{100 * value:.1f}%" if math.isfinite(value) else "–"
     folder = files("semdiag.questions.look").joinpath("templates")
     parts = {
         name: folder.joinpath(f"look.{name}").read_text(encoding="utf-8") for name in ("css", "js", "html.j2")
@@ -194,7 +194,7 @@ def _data(seen: Seen, k: int) -> dict[str, Any]:
 
 def _trained(seen: Seen) -> list[str]:
     """What trained models have of each of the three numbers; empty for encoders, which are far smaller."""
-    said = (f"90 % of the heads of trained models have {reference_words(name)}." for name in _NUMBERS)
+    said = (f"90% of the heads of trained models have {reference_words(name)}." for name in _NUMBERS)
     return list(said) if seen.model.external else [""] * len(_NUMBERS)
 
 

@@ -29,7 +29,7 @@ def precision_table(findings: Findings) -> pd.DataFrame:
     Returns:
         model, format, layer (ALL where pooled); queries that drop a key, not_covered of them, and why;
         certified_rows and certified_changed; shares of the covered (changed, tied, changed_or_tied, certified)
-        with ``_low`` and ``_high`` of 95 % intervals from resampled sequences; lost_p50 and lost_mean, over the
+        with ``_low`` and ``_high`` of 95% intervals from resampled sequences; lost_p50 and lost_mean, over the
         changed ones.
     """
     masks, lost = findings.measurements.rounded_masks, findings.measurements.lost_weights

@@ -18,7 +18,7 @@ def precision_glance(findings: Findings) -> Glance:
     certified, changed = int(rows["certified_rows"].sum()), int(rows["certified_changed"].sum())
     return Glance(
         Answer.MEASURED,
-        f"{span_words(list(rows['changed']), percent)} %",
+        f"{span_words(list(rows['changed']), percent)}%",
         f"of the masks of {models_words(len(rows))} change in {first}, whatever ties do; {changed:,} of "
         f"{certified:,} certified ones changed",
     )

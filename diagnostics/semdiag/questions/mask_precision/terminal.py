@@ -7,7 +7,7 @@ from semdiag.presenting.terminal.console import interval, number, number_table
 from semdiag.questions.mask_precision.words import certified_words, not_covered_words
 
 _COLUMNS = (
-    "format", "layer", "rows", "certified", "changed", "changed 95 %", "tied", "changed or tied",
+    "format", "layer", "rows", "certified", "changed", "changed 95%", "tied", "changed or tied",
     "weight lost p50", "mean",
 )  # fmt: skip
 
@@ -19,7 +19,7 @@ def print_precision(screen: Console, found: list[Summary]) -> None:
         screen: where to.
         found: what ``--json`` says of the model's number formats.
     """
-    table = number_table(_COLUMNS, names=1, least=("changed 95 %", "mean"), kept=("certified", "changed", "tied"))
+    table = number_table(_COLUMNS, names=1, least=("changed 95%", "mean"), kept=("certified", "changed", "tied"))
     for of_format in found:
         for row in [*of_format["layers"], of_format["all"]]:
             table.add_row(of_format["format"], str(row["layer"]), f"{_covered(row):,}", *_cells(row))

@@ -23,7 +23,7 @@ def precision_in_short(findings: Findings) -> list[str]:
     for model, label in model_labels(findings.measurements.models, last_only=True).items():
         formats = [(found["format"], found["all"]) for found in precision_of(findings, model)]
         known = [
-            f"{kind} {percent(row['changed'], 1)} %" for kind, row in formats if not math.isnan(row["changed"])
+            f"{kind} {percent(row['changed'], 1)}%" for kind, row in formats if not math.isnan(row["changed"])
         ]
         parts += [f"{label}: {', '.join(known)}"] if known else []
         faults += sum(row["certified_changed"] for _, row in formats)
@@ -76,9 +76,9 @@ def _of_format(found: Summary) -> Iterator[str]:
     if row["queries"] > row["not_covered"]:
         interval = interval_words(row["changed_low"], row["changed_high"], "{:.2%}".format)
         yield (
-            f"In {kind} {percent(row['changed'], 1)} % of the masks change whatever ties do ({interval}), "
-            f"{percent(row['tied'], 1)} % have a tie at the boundary, {percent(row['changed_or_tied'], 1)} % "
-            f"either; certified {percent(row['certified'], 1)} %."
+            f"In {kind} {percent(row['changed'], 1)}% of the masks change whatever ties do ({interval}), "
+            f"{percent(row['tied'], 1)}% have a tie at the boundary, {percent(row['changed_or_tied'], 1)}% "
+            f"either; certified {percent(row['certified'], 1)}%."
         )
         if not math.isnan(row["lost_p50"]):
             yield f"A changed row loses {row['lost_p50']:.2g} of its weight (median; mean {row['lost_mean']:.2g})."

@@ -89,7 +89,7 @@ def refusals(findings: Findings, model: str) -> list[str]:
 def mask_table(findings: Findings) -> pd.DataFrame:
     """What became of the masks, per model, noise level, layer and head, and pooled.
 
-    Means are over queries and draws; ``_low`` and ``_high`` are 95 % intervals from resampled sequences.
+    Means are over queries and draws; ``_low`` and ``_high`` are 95% intervals from resampled sequences.
     ``spearman`` is the rank correlation of Δ with disagreement (1 − agreement): -1 where the masks of
     ill-separated queries change first.
 
@@ -115,7 +115,7 @@ def reliability_tables(findings: Findings) -> dict[tuple[str, float], pd.DataFra
         findings: with masks.
 
     Returns:
-        By model and noise level a row per bin: predicted, exact, and low and high of its 95 % interval. None for
+        By model and noise level a row per bin: predicted, exact, and low and high of its 95% interval. None for
         models whose masks have no prediction.
     """
     masks = findings.measurements.masks
@@ -143,7 +143,7 @@ def effect_table(findings: Findings) -> pd.DataFrame:
 
     Returns:
         model, level, samples, logit_change (relative; no number if a logit is none), flipped, accuracy_before,
-        accuracy_after, with the 95 % interval of the last.
+        accuracy_after, with the 95% interval of the last.
     """
     rows = []
     for (model, level), own in findings.measurements.noise_effects.groupby(["model", "level"], sort=False):

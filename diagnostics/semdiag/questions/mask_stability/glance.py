@@ -37,4 +37,4 @@ def masks_glance(findings: Findings) -> Glance:
 
 
 def _share(masks: pd.DataFrame) -> str:
-    return f"{span_words(list(masks['exact']), percent)} %"
+    return f"{span_words(list(masks['exact']), percent)}%"

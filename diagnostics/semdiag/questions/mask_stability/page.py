@@ -29,7 +29,7 @@ _HEADINGS = (
         (
             Shown(
                 masks_unchanged,
-                "Share of queries whose mask stays exactly the same under input noise, per layer, with 95 % "
+                "Share of queries whose mask stays exactly the same under input noise, per layer, with 95% "
                 "intervals and the certified share dotted: {shown}.",
                 "A curve near 1 belongs to a layer whose masks this noise hardly changes. The dotted line is what "
                 "can be proven from Δ and the change of the scores alone; masks between it and the curves survive "

@@ -12,10 +12,10 @@ from semdiag.questions.mask_stability.answer import mask_summary
 
 Summary = dict[str, Any]
 _MASKS = (
-    "noise", "layer", "head", "Δ p50", "certified", "predicted", "observed", "observed 95 %", "agreement",
-    "response", "Spearman Δ", "Spearman 95 %",
+    "noise", "layer", "head", "Δ p50", "certified", "predicted", "observed", "observed 95%", "agreement",
+    "response", "Spearman Δ", "Spearman 95%",
 )  # fmt: skip
-_LEAST = ("Spearman 95 %", "Spearman Δ", "observed 95 %", "Δ p50")
+_LEAST = ("Spearman 95%", "Spearman Δ", "observed 95%", "Δ p50")
 
 
 def print_masks(findings: Findings) -> None:

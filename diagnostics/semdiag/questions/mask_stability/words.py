@@ -102,5 +102,5 @@ def _correlation(row: dict[Any, Any], samples: int) -> str:
     if np.isnan(rho):
         same = "no mask changes" if row["agreement"] == 1 else "Δ or the agreement is the same everywhere"
         return f"{same}, and Δ has no rank correlation with disagreement"
-    ends = interval_words(low, high, samples=samples).removeprefix("95 % interval ")
+    ends = interval_words(low, high, samples=samples).removeprefix("95% interval ")
     return f"rank correlation of Δ with disagreement {rho:.2f} ({ends})"

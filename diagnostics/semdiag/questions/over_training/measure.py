@@ -62,7 +62,7 @@ def measure_along(
     Returns:
         One row per snapshot, layer (−1: all layers; of Γ the largest) and number; heads are pooled. Quantity
         and statistic: dispersion and separation (p5, p50, p95; nats), xi_local and xi_sound (p50, p95),
-        response (mean of ‖p − p'‖₁ under 1 % input noise), gamma (max), query_key_gradient (share: squared
+        response (mean of ‖p − p'‖₁ under 1% input noise), gamma (max), query_key_gradient (share: squared
         norm of the loss's gradient in W_q, W_k and their biases over that in all parameters, or over that
         in the layer's own).
 

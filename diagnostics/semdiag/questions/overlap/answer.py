@@ -19,7 +19,7 @@ _COLUMNS = [
 def overlap_table(findings: Findings) -> pd.DataFrame:
     """Mean Jaccard index between layers, between the heads of a layer, and between successive queries.
 
-    Every sample counts alike. Intervals (95 %) resample whole sequences; they speak about other inputs.
+    Every sample counts alike. Intervals (95%) resample whole sequences; they speak about other inputs.
 
     Args:
         findings: with the table overlap.

@@ -58,8 +58,8 @@ def _print(findings: "Findings") -> None:
             console.print(f"\n{title(result)}: {why}")
             continue
         console.print(f"\n{title(result)}: Jaccard index of kept keys")
-        heads = ["between", "layer", "and layer", "pairs", "index", "95 %", "at random"]
-        table = number_table(heads, names=1, least=["pairs", "95 %"], kept=["index", "at random"])
+        heads = ["between", "layer", "and layer", "pairs", "index", "95%", "at random"]
+        table = number_table(heads, names=1, least=["pairs", "95%"], kept=["index", "at random"])
         for row in result["overlap"]:
             layers = ("all", "all") if row["layer"] == ALL else (str(row["layer"]), str(row["other_layer"]))
             low, high = number_from_json(row["low"]), number_from_json(row["high"])

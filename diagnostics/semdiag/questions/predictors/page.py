@@ -36,8 +36,8 @@ _HEADINGS = (
             "mask does to speed it may do everywhere. With few masks only strong relations can be seen.",
             "The area is that of the first epochs, as many as every run of the task was trained. Matched loss: "
             "the lowest training loss that every run of the task reached; candidates are interpolated between the "
-            "snapshots around it. The second outcome, epochs to 90 % of the way from the task's shortcut (the "
-            "best rule on one or two tokens) to 100 % training accuracy, ranks what never arrives last, tied.",
+            "snapshots around it. The second outcome, epochs to 90% of the way from the task's shortcut (the "
+            "best rule on one or two tokens) to 100% training accuracy, ranks what never arrives last, tied.",
         ),
     ),
 )

@@ -123,7 +123,7 @@ def _keys(rows: list[Summary]) -> NumberTable:
 
 def _share(value: float | None) -> str:
     """A share in percent."""
-    return "–" if value is None else f"{100 * value:.3g} %"
+    return "–" if value is None else f"{100 * value:.3g}%"
 
 
 def _size(found: Summary) -> str:

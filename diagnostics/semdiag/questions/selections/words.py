@@ -13,7 +13,7 @@ def comparison_sentences(found: Summary) -> list[str]:
     changed, rows, aligned = found["changed"], found["rows"], found["alignment"]
     said = [_alignment(aligned, found["tokens"])] if aligned["kind"] != "as given" else []
     if changed:
-        share = f"{changed:,} of {rows:,} rows differ ({100 * changed / rows:.3g} %)"
+        share = f"{changed:,} of {rows:,} rows differ ({100 * changed / rows:.3g}%)"
         worst = found["worst"]
         place = f"token {worst['token']}, layer {worst['layer']}"
         place += f", head {worst['head']}" if found["heads"] > 1 else ""

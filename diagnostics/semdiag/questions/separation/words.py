@@ -31,7 +31,7 @@ def _separation(findings: Findings, model: str) -> str:
     said = "no query drops a key, so the separation Δ is undefined"
     if table["undefined"] < table["queries"]:
         said = (
-            f"the separation Δ has the median {table['p50']:.2g} nats, 5 % of the queries lie below "
+            f"the separation Δ has the median {table['p50']:.2g} nats, 5% of the queries lie below "
             f"{table['p5']:.2g}, and {table['not_positive']:,} of {table['queries']:,} are not positive"
         )
     if math.isnan(loads["p100"]):

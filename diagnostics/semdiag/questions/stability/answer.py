@@ -212,7 +212,7 @@ def response_table(findings: Findings) -> pd.DataFrame:
 
     Returns:
         One row per compared pair and noise level: pair, level, mean and full_mean (of ‖p − p'‖₁), ratio of the
-        medians with its 95 % interval low … high (whole sequences resampled).
+        medians with its 95% interval low … high (whole sequences resampled).
     """
     secants = findings.measurements.secants
     rows = dict(iter(secants.groupby(["model", "level"], sort=False)))

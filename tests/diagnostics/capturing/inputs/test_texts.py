@@ -107,7 +107,7 @@ def test_a_masked_language_model_is_asked_for_masked_tokens(tmp_path):
     (batch,) = text_batches(path, own, 10, TextOptions())
     tokenise = tokeniser(own.path, own.module)
     ids, labels = tokenise.mask(batch["input_ids"], 3)
-    assert ((labels != -100).sum(1) == torch.tensor([1, 1, 1, 1])).all()  # 15 % of 6, 8, 6, 4
+    assert ((labels != -100).sum(1) == torch.tensor([1, 1, 1, 1])).all()  # 15% of 6, 8, 6, 4
     assert set(batch["input_ids"][labels != -100].tolist()).isdisjoint({0, 2, 3})
     assert (ids[labels != -100] == WORDS.index("[MASK]")).all()
     with torch.no_grad():

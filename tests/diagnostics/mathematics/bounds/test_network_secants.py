@@ -275,7 +275,7 @@ def test_all_parameters_at_once_stay_below_the_network_bound():
     there = (*forward(net, moved, ids), moved)
     bound = network_bound(bounds_over(net, ids, here, there))
     total = torch.stack([s.flatten(1).square().sum(-1) for s in steps.values()]).sum(0).sqrt()
-    # The path between the ends is a little outside their constants: 1 % covers moves of 1e-4.
+    # The path between the ends is a little outside their constants: 1% covers moves of 1e-4.
     assert ((here[0] - there[0]).abs() <= 1.01 * bound.log_value.exp() * total).all()
 
 

@@ -251,7 +251,7 @@ def test_a_residual_looks_at_all_samples_heads_and_queries():
         generator = torch.Generator().manual_seed(0)
         found.append(max(recomputation_residual(call, generator).residual for _ in range(60)) > 0.1)
         call.mixed[sample, head, query] -= 1.0
-    assert found == [True] * 3  # 60 times 32 of 384 rows: missed with probability (1 - 32 / 384) ** 60 = 0.5 %
+    assert found == [True] * 3  # 60 times 32 of 384 rows: missed with probability (1 - 32 / 384) ** 60 = 0.5%
 
 
 def test_a_call_on_which_the_capture_failed_is_in_no_table_but_the_audit(monkeypatch):

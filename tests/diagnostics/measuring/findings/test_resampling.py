@@ -34,12 +34,12 @@ def width(interval):
 def test_the_interval_covers_a_known_ratio_about_as_often_as_it_says():
     rng, repetitions, covered = np.random.default_rng(0), 100, 0
     for repetition in range(repetitions):
-        # The queries of a sample share most of what they are: 95 % is reached by whole sequences only.
+        # The queries of a sample share most of what they are: 95% is reached by whole sequences only.
         shared, own = rng.normal(size=(2, 50, 1)), rng.normal(size=(2, 50, 8))
         above, below = np.exp(shared + 0.3 * own)
         found = ratio_interval(queries(2 * above), queries(below), resamples=120, seed=repetition)
         covered += found.low <= 2 <= found.high
-    # 94.5 % of 600 were covered; P(Binomial(100, 0.945) < 84) < 1e-4. Queries for sequences would cover 55 %.
+    # 94.5% of 600 were covered; P(Binomial(100, 0.945) < 84) < 1e-4. Queries for sequences would cover 55%.
     assert covered >= 84
 
 

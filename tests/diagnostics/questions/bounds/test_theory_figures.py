@@ -86,7 +86,7 @@ def test_stability_curves_show_both_forms_where_they_cross_and_secants_below(kno
         assert len(points) == min(300, known.secants["model"].str.contains(kinds).sum())
         assert np.unique(points[:, 1]) == pytest.approx([0.02])
     assert legend(figure)[-3:] == ["banded, measured", "block-local, measured", "full, measured"]
-    assert "input noise 1 % of each embedded token's RMS, 6 samples per model" in words(figure)
+    assert "input noise 1% of each embedded token's RMS, 6 samples per model" in words(figure)
 
 
 def test_stability_curves_draw_few_points_and_the_closest_one(known):
@@ -122,7 +122,7 @@ def test_response_by_layer_marks_the_mean_of_every_model(known):
     text = words(figure)
     means = {round(float(y), 6) for found in ax.lines for y in found.get_ydata() if len(found.get_ydata()) == 1}
     assert means == {0.01, 0.02, 0.03, 0.06}
-    assert "noise 1 %" in text
+    assert "noise 1%" in text
     assert legend(figure) == ["full", "top-k (k = 3)", "banded (k = 3)", "block-local (k = 3)"]
 
 
@@ -193,4 +193,4 @@ def test_several_noise_levels_are_panels_of_their_own(model, theory):
     low, high = theory(both), theory(both, noise=0.1)
     joined = low.replace(secants=pd.concat([low.secants, high.secants], ignore_index=True))
     titles = [ax.get_title(loc="left") for ax in shown(registry.figures()["attention_response"](Findings(joined)))]
-    assert titles == ["even-pairs, noise 1 %", "even-pairs, noise 10 %"]
+    assert titles == ["even-pairs, noise 1%", "even-pairs, noise 10%"]

@@ -96,11 +96,11 @@ def test_the_sentences_and_the_summary_say_the_numbers(found):
     assert (entry["model"], entry["base"], len(entry["layers"]), len(entry["heads"])) == ("b.pt", "base.pt", 2, 4)
     said = comparison_sentences(entry)
     assert said == [
-        "Total variation of the weights: 0.163 in the mean of 240 queries (95 % interval 0.163 to 0.163), 0.5 at "
+        "Total variation of the weights: 0.163 in the mean of 240 queries (95% interval 0.163 to 0.163), 0.5 at "
         "most; most in layer 0, head 1: 0.3.",
         "Attention's outputs change by 0.7 of their norm: the other weights alone change them by 0.3, the other "
-        "values by 0.4 (36 % of both squares is the weights').",
-        "KL(A || B) of the model's outputs: 0.1 nats (95 % interval 0.1 to 0.1); 1 of 30 predictions change.",
+        "values by 0.4 (36% of both squares is the weights').",
+        "KL(A || B) of the model's outputs: 0.1 nats (95% interval 0.1 to 0.1); 1 of 30 predictions change.",
         "Loss of 24 targets: 2 nats before, 3 after.",
     ]
     entry["outputs"] |= {"predictions": 0, "divergence": None, "loss": None, "loss_base": None}

@@ -178,9 +178,7 @@ def test_words_on_predictors_say_what_remains_and_of_how_many(predicted):
     assert found.endswith(
         "No interval: fewer than 8 masks, or tasks of so unlike numbers of them that resamples lose some."
     )
-    assert strongest.startswith(
-        "Strongest: response to 1 % noise, initialisation: ρ = 1.00, p = 0.0028, corrected"
-    )
+    assert strongest.startswith("Strongest: response to 1% noise, initialisation: ρ = 1.00, p = 0.0028, corrected")
 
 
 def test_words_on_predictors_say_why_nothing_is_known(predicted):

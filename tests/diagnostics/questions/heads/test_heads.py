@@ -60,8 +60,8 @@ def test_entropy_and_weight_on_the_first_key_stand_beside_the_others():
     table = Findings(found)(head_table)
     assert table[["head", "entropy", "first_weight"]].values.tolist() == [[0, 0.1, 0.5], [1, 0.2, 0.75]]
     glance = heads_glance(Findings(found))
-    assert glance.number == "62 %"  # half of 50 and 75, to even
-    assert glance.words.endswith("mean over 2 heads; the most is 75 %, head 1 of layer 0")
+    assert glance.number == "62%"  # half of 50 and 75, to even
+    assert glance.words.endswith("mean over 2 heads; the most is 75%, head 1 of layer 0")
 
 
 def test_of_measurements_of_an_older_version_less_is_known():

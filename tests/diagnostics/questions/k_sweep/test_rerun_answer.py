@@ -100,7 +100,7 @@ def test_where_no_k_is_harmless_the_largest_is_named(made_up):
     findings = made(made_up, of(99))
     assert sparse_verdict(findings, "m").answer == "not without loss"
     assert first_line(findings).startswith("not without loss: even k = 12 per query")
-    assert "changes the loss by +0.5 nats (95 % interval +0.5 to +0.5)" in first_line(findings)
+    assert "changes the loss by +0.5 nats (95% interval +0.5 to +0.5)" in first_line(findings)
 
 
 def shifted(findings, ks, by):
@@ -119,7 +119,7 @@ def test_a_mean_that_hides_what_some_inputs_suffer_is_no_verdict(made_up):
     assert found.harmed == 2 / SAMPLES
     assert first_line(findings).endswith("but 2 of 300 samples change by more than 0.1 nats.")
     one = sparse_verdict(shifted(made(made_up, of(4), samples=474), (4, 8, 12), {0: 0.4}), "m")
-    assert (one.answer, one.k) == ("plausible", 4)  # of 474 samples with one, 1 % of the inputs are excluded
+    assert (one.answer, one.k) == ("plausible", 4)  # of 474 samples with one, 1% of the inputs are excluded
 
 
 def test_few_samples_exclude_no_rare_harm(made_up):
@@ -172,9 +172,9 @@ def test_the_share_that_is_harmed_has_its_exact_upper_end(n, found):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (0.0135, "perplexity by +1.4 % (95 % interval +"),
+        (0.0135, "perplexity by +1.4% (95% interval +"),
         (2.0, "multiplies perplexity by 7.3"),
-        (-0.004, "by -0.39 %"),
+        (-0.004, "by -0.39%"),
     ],
 )
 def test_of_next_tokens_the_change_is_one_of_perplexity(made_up, change, said):
@@ -241,7 +241,7 @@ def test_of_a_loss_that_is_infinite_without_a_mask_nobody_can_tell(made_up):
         (
             {"samples": 12},
             "few_samples",
-            "k = 4 per query (25% of the keys) changes the loss by +0.001 nats (95 % interval",
+            "k = 4 per query (25% of the keys) changes the loss by +0.001 nats (95% interval",
         ),
     ],
 )
@@ -253,7 +253,7 @@ def test_there_are_four_reasons_for_no_answer(made_up, options, reason, words):
 
 
 def test_a_loss_that_hangs_on_the_largest_scores_is_an_answer_however_even_the_weights(made_up):
-    """Trained on even pairs, 4 of 40 keys keep 32 % of the weight and the loss; 4 random ones do not."""
+    """Trained on even pairs, 4 of 40 keys keep 32% of the weight and the loss; 4 random ones do not."""
     assert sparse_verdict(made(made_up, of(4), evenness=0.97), "m").answer == "plausible"
     assert sparse_verdict(made(made_up, evenness=0.97), "m").reason == "near_uniform"  # not rerun
 
@@ -361,7 +361,7 @@ def test_the_tile_says_what_the_verdict_says(made_up, top, answer, number):
     findings = made(made_up, top)
     glance, found = sparse_glance(findings), sparse_verdict(findings, "m")
     assert (glance.answer, glance.number) == (found.answer, f"k = {found.k}") == (answer, number)
-    assert ("95 % interval" in glance.words) == ("--rerun" not in glance.words) == (top is not None)
+    assert ("95% interval" in glance.words) == ("--rerun" not in glance.words) == (top is not None)
 
 
 def test_the_tile_of_several_models_counts_those_that_were_run(made_up):

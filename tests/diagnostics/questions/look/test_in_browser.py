@@ -154,7 +154,7 @@ def same(shown, number):
     """
     if shown == "none dropped":
         return number == math.inf
-    if shown == "< 0.1 %":
+    if shown == "< 0.1%":
         return number < 0.0005 + 1e-6
     value = float(shown.replace("−", "-").removesuffix(" %"))
     if shown.endswith("%"):

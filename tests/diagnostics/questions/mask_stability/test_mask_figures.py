@@ -47,8 +47,8 @@ def test_agreement_is_drawn_against_noise_by_layer(pair, probed):
             lines[f"layer {layer}"].get_ydata(), [1 - lv * (layer + 1) for lv in LEVELS], rtol=1e-6
         )
     assert "6 samples per model, 5 draws (seed 0)" in words(figure)
-    assert "95 % intervals" in words(figure)
-    assert [tick.get_text() for tick in topk.get_xticklabels()] == ["1 %", "10 %"]
+    assert "95% intervals" in words(figure)
+    assert [tick.get_text() for tick in topk.get_xticklabels()] == ["1%", "10%"]
 
 
 def test_every_model_without_a_mask_is_titled_so(pair, probed):
@@ -146,7 +146,7 @@ def test_what_is_said_of_masks(pair, probed):
     assert said[0].startswith("Noise on the embedded tokens, relative to each token's RMS; 6 samples")
     full, topk, banded = said[1:]
     assert "full attention drops no key: this is the mask that top-3 would choose" in full
-    assert "Under 1 % noise 98.5% of the masks stay exactly the same" in topk
+    assert "Under 1% noise 98.5% of the masks stay exactly the same" in topk
     assert "Certified rows that changed: 0 of" in topk
     assert "25.0% of the predictions change" in topk
     assert banded.endswith("not applicable: the mask of banded attention does not depend on the input.")

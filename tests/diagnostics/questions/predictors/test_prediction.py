@@ -140,7 +140,7 @@ def test_epochs_are_counted_from_the_shortcut_and_censored_runs_are_last():
     runs = {("parity", "full", 1): falling(1), ("parity", "topk-5", 1): falling(1)}
     found = run_outcomes(made(runs, lambda *_: 0.0, accuracy={("parity", "full", 1): rising}))
     found = found.set_index("attention")
-    assert found["target"].tolist() == [pytest.approx(0.95, abs=1e-3)] * 2  # 50 % and 90 % of the rest
+    assert found["target"].tolist() == [pytest.approx(0.95, abs=1e-3)] * 2  # 50% and 90% of the rest
     assert found["epochs"].to_dict() == {"full": 3, "topk-5": math.inf}
 
 

@@ -58,7 +58,7 @@ def _leaning(
     bound = other if ratio < 0 else reference if ratio > 0 else "neither"
     if not math.isfinite(ratio):  # no guarantee is no claim to be slow
         bound = "neither (a constant is infinite)"
-    arrived = [not math.isnan(observed[f"epochs to 95 %, {name}"]) for name in ("reference", "other")]
+    arrived = [not math.isnan(observed[f"epochs to 95%, {name}"]) for name in ("reference", "other")]
     seen = other if speed > 1 else reference if speed < 1 else "neither"
     if arrived[0] != arrived[1]:
         seen = reference if arrived[0] else other
@@ -82,13 +82,13 @@ def _names(measurements: Measurements, pair: Pair) -> tuple[str, str]:
 
 
 def _observed(measurements: Measurements, pair: Pair) -> dict[str, float]:
-    """Epochs to 95 % training accuracy and train − holdout gaps of both runs; NaN where unknown."""
+    """Epochs to 95% training accuracy and train − holdout gaps of both runs; NaN where unknown."""
     epochs, seen = {}, {}
     for name, model in (("other", pair.other), ("reference", pair.full)):
         history = measurements.history[measurements.history["model"] == model].sort_values("epoch")
         arrival = epochs_to(history)
         epochs[name] = math.nan if arrival is None else float(arrival)
-        seen[f"epochs to 95 %, {name}"] = epochs[name]
+        seen[f"epochs to 95%, {name}"] = epochs[name]
         seen[f"train − holdout accuracy, {name}"] = _gap(history, "train_accuracy", "holdout_accuracy")
         seen[f"holdout − train loss, {name}"] = _gap(history, "holdout_loss", "train_loss")
     return seen | {"speed-up of the other": epochs["reference"] / epochs["other"]}

@@ -18,7 +18,7 @@ def speed_dispersion_table(findings: Findings) -> pd.DataFrame:
 
     Returns:
         The rows of :func:`~.epochs.speed_ups` with ratio (median δ of the sparse model over that of the full one),
-        ratio_low and ratio_high (95 % interval, whole sequences resampled).
+        ratio_low and ratio_high (95% interval, whole sequences resampled).
     """
     pairs = speed_ups(findings(arrivals))
     queries = {m: known_rows(findings, m, "dispersion") for m in {*pairs["model"], *pairs["full"]}}

@@ -63,7 +63,7 @@ def speed_up_against_dispersion(findings: Findings) -> Figure:
     numbers = "; ".join(f"{place} = {group}" for group, place in names.items())
     return finished(
         figure,
-        f"{targets_sentence(findings)} {numbers}. bars: 95 % intervals over sequences (200 resamplings of "
+        f"{targets_sentence(findings)} {numbers}. bars: 95% intervals over sequences (200 resamplings of "
         f"{samples} samples); hollow with arrow: a bound, because one run never reached the target",
     )
 

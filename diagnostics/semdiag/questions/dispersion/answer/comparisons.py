@@ -80,7 +80,7 @@ class PairComparison:
 
     Attributes:
         gate: pooled percentiles of both, and whether δ_h < δ_s at p50, p75, p90 and p95.
-        ratio: of the pooled medians, with a 95 % interval from resampled sequences.
+        ratio: of the pooled medians, with a 95% interval from resampled sequences.
         snapshot: which snapshots were compared.
         samples: sequences behind the ratio, of the side with fewer.
     """
@@ -162,7 +162,7 @@ def pair_comparisons(findings: Findings) -> list[PairComparison]:
 RATIO_PERCENTILES = (50, 95)
 
 
-RESAMPLES = 300  # of whole sequences; the ends of a 95 % interval are then good to about a tenth of its width
+RESAMPLES = 300  # of whole sequences; the ends of a 95% interval are then good to about a tenth of its width
 
 
 def layer_ratios(findings: Findings, resamples: int = RESAMPLES) -> pd.DataFrame:

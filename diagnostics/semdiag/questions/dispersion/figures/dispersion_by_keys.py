@@ -44,7 +44,7 @@ def dispersion_by_keys(findings: Findings) -> Figure:
     axes[0].set_ylabel("semantic dispersion δ (nats)")
     return finished(
         figure,
-        "line: median; dark band: 25–75 %, light band: 5–95 % of the queries with about this many keys "
+        "line: median; dark band: 25–75%, light band: 5–95% of the queries with about this many keys "
         f"(at least {FEWEST}). A query with one key has δ = 0.",
     )
 

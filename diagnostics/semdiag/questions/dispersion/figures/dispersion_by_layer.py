@@ -38,5 +38,5 @@ def dispersion_by_layer(findings: Findings) -> Figure:
             draw_band(ax, "dispersion")
         ax.set_title(panel.title)
     axes[0].set_ylabel("semantic dispersion δ (nats)")
-    grey = ". Grey: median δ of 90 % of the heads of two trained language models" if elsewhere else ""
+    grey = ". Grey: median δ of 90% of the heads of two trained language models" if elsewhere else ""
     return finished(figure, f"{READING}; marker: maximum{grey}")

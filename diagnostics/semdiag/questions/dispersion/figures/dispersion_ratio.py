@@ -13,7 +13,7 @@ from semdiag.questions.dispersion.answer.comparisons import RATIO_PERCENTILES, l
 
 @paper_style
 def dispersion_ratio(findings: Findings) -> Figure:
-    """Draw δ_h/δ_s per layer for every pair, with 95 % intervals from resampled sequences.
+    """Draw δ_h/δ_s per layer for every pair, with 95% intervals from resampled sequences.
 
     Args:
         findings: of full models and their counterparts.
@@ -42,7 +42,7 @@ def dispersion_ratio(findings: Findings) -> Figure:
         if percentile == RATIO_PERCENTILES[0]:
             ax.set_ylabel("δ of sparse / δ of full attention")
     return finished(
-        figure, "bars: 95 % intervals, whole sequences resampled; below 1 = more focused than full attention"
+        figure, "bars: 95% intervals, whole sequences resampled; below 1 = more focused than full attention"
     )
 
 

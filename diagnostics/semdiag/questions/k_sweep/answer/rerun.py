@@ -19,7 +19,7 @@ _OF_THE_SWEEP = ("share", "mass", "mass_without_first", "head_change", "stream_c
 
 
 def change_table(findings: Findings) -> pd.DataFrame:
-    """What each mask of each rerun changes, with 95 % intervals over samples.
+    """What each mask of each rerun changes, with 95% intervals over samples.
 
     Args:
         findings: with reruns.
@@ -28,7 +28,7 @@ def change_table(findings: Findings) -> pd.DataFrame:
         model, mask, k, samples, measure, classes (of the output's distribution); before (the loss without a
         mask, per target); change, low, high of the measure (no interval where all samples change alike); harmed:
         the share of samples that change by more than HARM times the tolerance, harmed_high: the exact binomial
-        upper end of that share at 95 %, worst: the largest change of a sample; change, low and high of divergence
+        upper end of that share at 95%, worst: the largest change of a sample; change, low and high of divergence
         (nats per position) and changed (share of predictions); accuracy; kept: the share of all keys that stays;
         share, mass, mass_without_first, head_change and stream_change (means of the sweep, of queries with more
         than k keys; of top-k).

@@ -43,7 +43,7 @@ class SparseVerdict:
             not_sparse, not_rerun, not_finite, drops_nothing, fixed_mask, own_mask, not_measured; empty if there is
             one.
         k: what the answer is about: the smallest k from which on the loss stays; if there is none, the largest
-            that was run (uncertain: of those at most half of the keys); or the smallest that keeps 95 % of the
+            that was run (uncertain: of those at most half of the keys); or the smallest that keeps 95% of the
             weight; None: none of these.
         share: k in the keys of its queries, mean.
         mass: mean attention weight that k keeps of queries with more than k keys.
@@ -85,8 +85,8 @@ def sparse_verdict(findings: Findings, model: str) -> SparseVerdict:
     """Judge whether a model would do with the k largest scores of each query.
 
     Plausible: there is a k, at most half of the keys, from which on, at every k that was run, the upper end of the
-    change's interval is within the tolerance, and no more than 1 % of the inputs can change by more than ten times
-    the tolerance (at 95 %: it takes 299 samples). Not without loss: at the largest k that is at most half of the
+    change's interval is within the tolerance, and no more than 1% of the inputs can change by more than ten times
+    the tolerance (at 95%: it takes 299 samples). Not without loss: at the largest k that is at most half of the
     keys the lower end is above the tolerance. No answer: neither of the two can be told from these samples; the
     loss is no better than chance; as many random keys do as little harm; the change that decides is no finite
     number; the attention is near uniform and no loss says that its largest scores matter; the model was not run
@@ -175,24 +175,24 @@ def keys_share(found: SparseVerdict) -> str:
 
 
 def cost_words(found: SparseVerdict) -> str:
-    """What a mask changes, with the interval: "changes perplexity by +1.4 % (95 % interval +0.1 to +2.7 %)".
+    """What a mask changes, with the interval: "changes perplexity by +1.4% (95% interval +0.1 to +2.7%)".
 
     Args:
         found: with a change.
     """
     if found.perplexity and _DOUBLED < found.change < math.inf and math.isfinite(found.low):
         low, change, high = (f"{math.exp(min(x, 700)):.3g}" for x in (found.low, found.change, found.high))
-        return f"multiplies perplexity by {change} (95 % interval {low} to {high})"
+        return f"multiplies perplexity by {change} (95% interval {low} to {high})"
     said = "changes perplexity by {}" if found.perplexity else _CHANGES[found.measure]
     said = said.format(amount(found, found.change, True))
     alike = max(abs(found.low), abs(found.high)) < ROUNDING
     if not math.isfinite(found.low) or alike:
         return f"{said} ({'all samples alike' if found.samples >= FEWEST else 'no interval'})"
-    return f"{said} (95 % interval {amount(found, found.low)} to {amount(found, found.high, found.perplexity)})"
+    return f"{said} (95% interval {amount(found, found.low)} to {amount(found, found.high, found.perplexity)})"
 
 
 def limit_words(found: SparseVerdict, value: float) -> str:
-    """A limit in the unit of a verdict: "0.01 nats", "1 %".
+    """A limit in the unit of a verdict: "0.01 nats", "1%".
 
     Args:
         found: whose unit.
@@ -217,7 +217,7 @@ def amount(found: SparseVerdict, value: float, unit: bool = False) -> str:
     if found.perplexity and value > _DOUBLED:
         return f"× {math.exp(min(value, 700)):.3g}"
     if found.perplexity:
-        return f"{100 * math.expm1(value):+.2g}{' %' * unit}"
+        return f"{100 * math.expm1(value):+.2g}{'%' * unit}"
     return f"{value:+.3g}{' nats' * unit}"
 
 

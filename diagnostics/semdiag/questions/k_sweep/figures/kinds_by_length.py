@@ -23,7 +23,7 @@ def kinds_by_length(findings: Findings) -> Figure:
 
     Returns:
         For each kind of mask of the first model with lengths a panel against k and one against the share of keys
-        kept: a line per length, 95 % intervals, and the tolerance.
+        kept: a line per length, 95% intervals, and the tolerance.
 
     Raises:
         NothingToDrawError: if fewer than two lengths were run.
@@ -62,7 +62,7 @@ def kinds_by_length(findings: Findings) -> Figure:
         axes[2 * at + 1].xaxis.set_major_formatter("{x:.0%}")
         axes[2 * at].set_ylabel("perplexity, as a multiple" if factor else TITLES[str(own["measure"].iloc[0])])
     return finished(
-        figure, "Bars: 95 % intervals over pieces of text. Dashed: the largest change that counts as none."
+        figure, "Bars: 95% intervals over pieces of text. Dashed: the largest change that counts as none."
     )
 
 

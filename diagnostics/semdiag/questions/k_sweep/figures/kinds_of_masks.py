@@ -30,7 +30,7 @@ def kinds_of_masks(findings: Findings) -> Figure:
         findings: with reruns.
 
     Returns:
-        A panel per model with a line and 95 % intervals per kind, and the tolerance. Of next tokens the change is
+        A panel per model with a line and 95% intervals per kind, and the tolerance. Of next tokens the change is
         a factor of perplexity on a logarithmic axis.
 
     Raises:
@@ -64,7 +64,7 @@ def kinds_of_masks(findings: Findings) -> Figure:
         ax.set_title(labels[str(model)])
     return finished(
         figure,
-        "Bars: 95 % intervals over samples. Dashed: the largest change that counts as none. Shares are over all "
+        "Bars: 95% intervals over samples. Dashed: the largest change that counts as none. Shares are over all "
         "queries, those with few keys included.",
     )
 

@@ -36,7 +36,7 @@ def loss_change(findings: Findings) -> Figure:
         findings: with reruns.
 
     Returns:
-        A panel per measure of change (loss, divergence, outputs) with a line and a 95 % interval per model, the
+        A panel per measure of change (loss, divergence, outputs) with a line and a 95% interval per model, the
         control with as many random keys, and the tolerance; then a panel with the attention weight kept.
 
     Raises:
@@ -82,7 +82,7 @@ def loss_change(findings: Findings) -> Figure:
         ax.set_xlim(drawn[0].get_xlim())
     return finished(
         figure,
-        "Bands: 95 % intervals over samples. Horizontal line: the largest change that counts as none; the axis "
+        "Bands: 95% intervals over samples. Horizontal line: the largest change that counts as none; the axis "
         "is linear below it and logarithmic above. Weight: mean over queries with more than k keys.",
     )
 

@@ -128,7 +128,7 @@ def greedy(
         margin: whether heads go up again in the end; what that is worth: benchmarks/budgets.py.
 
     Returns:
-        The budget; None if even 99.9 % of the weight costs more.
+        The budget; None if even 99.9% of the weight costs more.
     """
     ladder = [needed.smallest(level) for level in LEVELS]
     runs, start = 0, None

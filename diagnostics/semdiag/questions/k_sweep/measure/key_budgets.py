@@ -91,7 +91,7 @@ class NeededKeys:
         self.counts[key] = old
 
     def smallest(self, level: float, block: int = 1) -> dict[Place, list[int]]:
-        """The smallest k of each head with which 95 % of its queries keep a share of their weight.
+        """The smallest k of each head with which 95% of its queries keep a share of their weight.
 
         Args:
             level: the share.

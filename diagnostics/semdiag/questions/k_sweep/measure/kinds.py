@@ -21,7 +21,7 @@ KINDS = {
     "block-32-best": "the blocks of 32 keys that hold the largest scores, k keys in all",
     "block-64-best": "the blocks of 64 keys that hold the largest scores, k keys in all",
     "window": f"the nearest keys and the first {SINKS}, k in all",
-    "topp": "the fewest keys that hold 80, 90, 95 or 99 % of the weight of each query and head",
+    "topp": "the fewest keys that hold 80, 90, 95 or 99% of the weight of each query and head",
     RANDOM: "k keys drawn at random, a control",
 }
 OWN_KINDS = TOP_K, RANDOM  # of a run: no other is asked of it

@@ -45,7 +45,7 @@ K_SWEEP_TABLE = Table(
 SWEEP_ESTIMATES = Table(
     "sweep_estimates",
     "One row per k, quantity, statistic and target of a k-sweep whose queries were drawn, layers and heads "
-    "pooled: the estimate with its 95 % interval (empty where too few were drawn).",
+    "pooled: the estimate with its 95% interval (empty where too few were drawn).",
     {
         "model": "str",
         "k": "int64",

@@ -43,8 +43,8 @@ RERUN_TABLE = Table(
     },
 )
 NO_MASK = "none"
-# Up to which mean change a mask does no harm: of the loss and of the divergence 0.01 nats (1 % of a perplexity);
-# where nothing but outputs is known, 5 % of their norm.
+# Up to which mean change a mask does no harm: of the loss and of the divergence 0.01 nats (1% of a perplexity);
+# where nothing but outputs is known, 5% of their norm.
 TOLERANCES = {"loss": 0.01, "divergence": 0.01, "output_change": 0.05}
 HARM = 10  # times the tolerance: a sample that changes by more is harmed
 MOST_HARMED = 0.01  # share of the inputs that may be, where a mask is said to do

@@ -17,7 +17,7 @@ class Run:
     Attributes:
         series: the model it led to.
         history: one row per epoch.
-        arrival: first epoch with at least 95 % training accuracy; None if there was none.
+        arrival: first epoch with at least 95% training accuracy; None if there was none.
     """
 
     series: Series

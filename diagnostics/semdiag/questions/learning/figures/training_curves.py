@@ -15,7 +15,7 @@ from semdiag.questions.learning.figures.learning_speed import Run, training_runs
 
 @paper_style
 def training_curves(findings: Findings) -> Figure:
-    """Draw training and held-out accuracy and loss per epoch, with the arrival at 95 % training accuracy.
+    """Draw training and held-out accuracy and loss per epoch, with the arrival at 95% training accuracy.
 
     Args:
         findings: of any number of models with training histories.
@@ -47,7 +47,7 @@ def training_curves(findings: Findings) -> Figure:
         row[0].set_title(f"{panel.title}: {_COLUMNS['train_accuracy']}")
     return finished(
         figure,
-        "marker and number on the 95 % line: first epoch with that training accuracy; none: it was not reached",
+        "marker and number on the 95% line: first epoch with that training accuracy; none: it was not reached",
     )
 
 

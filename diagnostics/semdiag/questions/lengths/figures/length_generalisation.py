@@ -53,7 +53,7 @@ def length_generalisation(findings: Findings) -> Figure:
         own[0].set_title(title)
     return finished(
         figure,
-        f"{int(pooled['samples'].max())} fresh samples of each length, no padding; bars: 95 % Wilson intervals; "
+        f"{int(pooled['samples'].max())} fresh samples of each length, no padding; bars: 95% Wilson intervals; "
         "thin: 95th percentile of δ, 5th of Δ (left out where Δ is not positive or nothing is dropped); dotted: "
         "the longest input of training",
     )

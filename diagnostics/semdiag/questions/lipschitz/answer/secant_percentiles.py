@@ -30,7 +30,7 @@ def secant_percentiles(findings: Findings, seed: int = 0) -> pd.DataFrame:
 
     Returns:
         One row per model, radius and percentile: distance (median of the pairs'), pairs, planes, estimate, low
-        and high (95 %).
+        and high (95%).
     """
     rows: list[dict[str, Any]] = []
     for model, radius, secants in _circles(findings.measurements):
@@ -60,7 +60,7 @@ def secant_ratios(findings: Findings, pair: Pair, seed: int = 0) -> pd.DataFrame
         seed: of the resampling.
 
     Returns:
-        One row per radius and percentile: planes, estimate, low, high (95 %); NaN where the full model's is 0.
+        One row per radius and percentile: planes, estimate, low, high (95%); NaN where the full model's is 0.
         No row for a radius at which one of the two has no secants.
     """
     found = {(model, radius): _by_plane(secants) for model, radius, secants in _circles(findings.measurements)}

@@ -97,7 +97,7 @@ def _judged(model: str, claim: str, measured: pd.Series, log_bound: pd.Series, h
 def ordering_findings(findings: Findings, pair: Pair) -> list[Finding]:
     """Is the loss around a counterpart less steep than around its full model, as the paper's Fig. 10 has it?
 
-    Radius by radius: lower if the whole 95 % interval of the ratio lies below 1, higher if above.
+    Radius by radius: lower if the whole 95% interval of the ratio lies below 1, higher if above.
 
     Source: docs/theory.md#empirical, the paper's Fig. 10. Deviation: intervals by resampled planes.
 

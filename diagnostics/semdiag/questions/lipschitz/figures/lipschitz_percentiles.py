@@ -64,7 +64,7 @@ def _note(findings: Findings, table: pd.DataFrame) -> str:
     samples = findings.measurements.provenance.get("lipschitz_samples")
     seed = findings.measurements.provenance.get("seed")
     bands = (
-        f"Bands: 95 %, whole planes resampled {RESAMPLES} times; they are about other planes, not about other "
+        f"Bands: 95%, whole planes resampled {RESAMPLES} times; they are about other planes, not about other "
         "training runs."
         if table["low"].notna().any()
         else "No bands: these are too few for intervals."

@@ -11,7 +11,7 @@ const state = { layer: 0, head: 0, query: 0, k: data.k, metric: 0, all: false };
 // Numbers: three digits, as in the static table.
 const digits = (x) => x === null || Number.isNaN(x) ? "–" : !Number.isFinite(x) ? (x > 0 ? "∞" : "−∞")
   : (Math.abs(x) >= 1000 ? x.toFixed(0) : x !== 0 && Math.abs(x) < 0.001 ? x.toExponential(2) : String(+x.toPrecision(3))).replace(/^-/, "−");
-const percent = (x) => Number.isNaN(x) ? "–" : x > 0 && x < 0.0005 ? "< 0.1 %" : `${x >= 0.9995 ? 100 : (100 * x).toFixed(1)} %`;
+const percent = (x) => Number.isNaN(x) ? "–" : x > 0 && x < 0.0005 ? "< 0.1%" : `${x >= 0.9995 ? 100 : (100 * x).toFixed(1)}%`;
 const trimmed = (word) => word.trim() || word;
 const quoted = (word) => `“\u2068${trimmed(word)}\u2069”`; // apart from the direction in which a token is written
 const decoded = (text) => Uint8Array.from(atob(text), (letter) => letter.charCodeAt(0));
@@ -70,8 +70,8 @@ function colour() {
     cell.setAttribute("aria-label", cell.title);
   }
   const place = state.metric === 0 ? most / 4 : most / 2;
-  byId("middle").textContent = state.metric === 2 ? "50 %" : digits(place);
-  byId("largest").textContent = state.metric === 2 ? "100 %" : digits(most) + UNITS[state.metric];
+  byId("middle").textContent = state.metric === 2 ? "50%" : digits(place);
+  byId("largest").textContent = state.metric === 2 ? "100%" : digits(most) + UNITS[state.metric];
   byId("said").textContent = ["Rows are layers, columns heads. A cell is the median δ of a head's queries: how far apart the scores lie that it mixes. The colour goes by the root of δ.",
     "Rows are layers, columns heads. A cell is the mean entropy of a head's weights: near 0 it picks single keys.",
     "Rows are layers, columns heads. A cell is the mean weight on the first key that is no padding."][state.metric] + ` ${data.trained[state.metric]}`;

@@ -50,7 +50,7 @@ def mask_reliability(findings: Findings) -> Figure:
     return finished(
         figure,
         f"{mask_facts(findings)}.\nTen bins of equal counts of Δ/sd, sd of dz₍ₖ₎ − dz₍ₖ₊₁₎ per layer and "
-        "head; bars: 95 % intervals from resampled sequences. The prediction is about the boundary pair only.",
+        "head; bars: 95% intervals from resampled sequences. The prediction is about the boundary pair only.",
     )
 
 

@@ -22,7 +22,7 @@ def masks_unchanged(findings: Findings) -> Figure:
         findings: with masks.
 
     Returns:
-        One panel per model; bands and bars are 95 % intervals.
+        One panel per model; bands and bars are 95% intervals.
 
     Raises:
         NothingToDrawError: if no mask was judged.
@@ -40,7 +40,7 @@ def masks_unchanged(findings: Findings) -> Figure:
     axes[0].set_ylabel("observed share of masks unchanged, S′ = S")
     return finished(
         figure,
-        f"{mask_facts(findings)}.\nBands and bars: 95 % intervals from resampled sequences; heads pooled by "
+        f"{mask_facts(findings)}.\nBands and bars: 95% intervals from resampled sequences; heads pooled by "
         "mean; dotted: certified to be unchanged (all layers).",
     )
 

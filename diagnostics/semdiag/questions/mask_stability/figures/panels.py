@@ -36,7 +36,7 @@ def judged_models(findings: Findings, table: str = "masks") -> list[tuple[str, s
 
 
 def noise_words(findings: Findings, level: float) -> str:
-    """A size of noise: ``1 %``, or ``0.01`` where it is absolute."""
+    """A size of noise: ``1%``, or ``0.01`` where it is absolute."""
     return f"{level:g}" if _plan(findings).get("absolute") else percent(level)
 
 

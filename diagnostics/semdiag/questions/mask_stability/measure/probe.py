@@ -82,7 +82,7 @@ def mask_stability(
             tokens. Of their attention what it does not reach has no rows.
         tokens: (N, L) int64, or what :func:`~semdiag.measuring.measure.measure` takes.
         labels: (N,) classes, for the accuracy; None if unknown.
-        plan: levels, draws, place and seed of the noise; by default 1 % of each embedded token's RMS, 5 draws.
+        plan: levels, draws, place and seed of the noise; by default 1% of each embedded token's RMS, 5 draws.
         batch_size: samples at a time, noisy copies included.
         device: where to run.
         dtype: of the model and of the scores: float32 or float64.

@@ -60,7 +60,7 @@ def along_training(findings: Findings) -> Figure:
     return finished(
         figure,
         f"points: snapshots, each measured on the same {samples} held-out samples, layers and heads pooled, "
-        f"medians; thin, where there are at most {_FEW} runs: 95th percentile; one line per seed; response to 1 % "
+        f"medians; thin, where there are at most {_FEW} runs: 95th percentile; one line per seed; response to 1% "
         "input noise, one draw. Δ, ξ and Γ against epochs: data/along.csv",
     )
 

@@ -19,7 +19,7 @@ STAGES = ("initialisation", "matched loss")
 # The first is the primary one: it is known of every run. Of both a larger number is slower learning.
 OUTCOMES = {
     "loss_area": "log area under the training-loss curve",
-    "epochs": "epochs to 90 % of the way from the shortcut to 100 %",
+    "epochs": "epochs to 90% of the way from the shortcut to 100%",
 }
 WAY = 0.9  # from the shortcut's accuracy to 1
 UNSHARED = "of a seed that another mask of the task lacks"
@@ -37,7 +37,7 @@ def run_outcomes(findings: Findings) -> pd.DataFrame:
 
     Returns:
         One row per run that is finished or stopped at --until, copies left out: group, task, attention, kind,
-        seed, model, common_epochs (E), loss_area, target (training accuracy 90 % of the way from the task's
+        seed, model, common_epochs (E), loss_area, target (training accuracy 90% of the way from the task's
         shortcut to 1; NaN where the task is none of ours), epochs (to the target; +inf if it was never reached,
         NaN if unknown: no target, or the run was stopped before), matched_loss and matched_epoch (where the
         loss falls to it, linear between epochs, at the earliest 1).
@@ -71,7 +71,7 @@ def run_outcomes(findings: Findings) -> pd.DataFrame:
 
 
 def _target(setting: dict[str, Any]) -> float:
-    """Accuracy 90 % of the way from the shortcut to 1; NaN for a task that is none of ours."""
+    """Accuracy 90% of the way from the shortcut to 1; NaN for a task that is none of ours."""
     trees = setting.get("listops")
     try:
         task = ListOps(**trees) if trees else find_task(setting["task"])

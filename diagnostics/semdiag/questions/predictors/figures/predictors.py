@@ -40,7 +40,7 @@ def predictors(findings: Findings) -> Figure:
     note_below(
         figure,
         f"Spearman's ρ with the {OUTCOMES[first['outcome']]}, mean over {first['tasks']} tasks, {first['cells']} "
-        "cells of task × mask, seeds averaged; bars: 95 % intervals (masks resampled); filled: p < "
+        "cells of task × mask, seeds averaged; bars: 95% intervals (masks resampled); filled: p < "
         f"{SIGNIFICANCE:g} after correction for all {int(table['rho'].notna().sum())} correlations (masks "
         "relabelled alike in all tasks)",
     )
