@@ -66,6 +66,7 @@ def report(
     ./checkpoints.
     """
     from semdiag.commands import measuring
+    from semdiag.commands.one_text import kept_page, one_text_page
     from semdiag.commands.output_folder import output_folder
     from semdiag.measuring.findings.findings import Findings
     from semdiag.measuring.measurements import Measurements
@@ -82,6 +83,7 @@ def report(
         _check_redrawing(models, shared.typed)
         whole = (redraw / "data" / "models.parquet").exists()  # a report's folder, not that of its data alone
         findings = Findings(Measurements.load(redraw / "data" if whole else redraw))
+        look = kept_page(redraw)
     else:
         ks = whole_numbers(k, "--k")
         options = ReportOptions(
@@ -100,10 +102,12 @@ def report(
             probe_samples=_PROBE_SAMPLES,
         )
         findings = shared.measured(models, conditions)
+        look = one_text_page(findings, conditions)
     folder = output_folder("report", findings.measurements, shared.values["out"])
     try:
         with Stages("drawing", 1, shared.values["quiet"]) as bar:
-            page = write_report(findings, folder, measuring.command_line(), formats, keep_queries, progress=bar)
+            command_line = measuring.command_line()
+            page = write_report(findings, folder, command_line, formats, keep_queries, progress=bar, look=look)
     except Exception as error:
         if redraw is None and keep_queries and not isinstance(error, InputError):
             saved = Path(tempfile.mkdtemp(prefix=f"{folder.name}-measurements-", dir=folder.parent))

@@ -38,6 +38,7 @@ def render_page(
     non_finite: pd.DataFrame,
     keep_queries: bool,
     theory: Sequence[str] = (),
+    outliers: Sequence[tuple[str, str | None, str]] = (),
 ) -> str:
     """Fill the template; every value is escaped, and what a browser or terminal would obey is made visible.
 
@@ -48,6 +49,7 @@ def render_page(
         non_finite: the table of measurements with this name.
         keep_queries: whether the measurements themselves are beside the page.
         theory: names of the tables of the theory beside the page.
+        outliers: heads that stand out: name, the page that shows it (None: there is none), and by what.
 
     Returns:
         The page.
@@ -73,6 +75,7 @@ def render_page(
         report=whole,
         parts=parts,
         pictures=pictures,
+        missing={name for name, picture in pictures.items() if picture["missing"]},
         models=", ".join(sorted(named)),
         title=_title(rows),
         tiles=[tile for tile in tiles if not tile[1]["claim"]],
@@ -86,6 +89,7 @@ def render_page(
         non_finite=non_finite.to_dict("records"),
         keep_queries=keep_queries,
         theory=theory,
+        outliers=outliers,
     )
 
 

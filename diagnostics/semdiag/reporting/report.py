@@ -17,6 +17,7 @@ from semdiag.presenting.drawing.save import save_figure
 from semdiag.presenting.drawing.style import stacked
 from semdiag.presenting.section import Section, Shown
 from semdiag.presenting.tables import percentile_csv
+from semdiag.questions.heads.answer import outlying_heads
 from semdiag.questions.registry import sections as every_section
 from semdiag.reporting.capture_words import capture_sentences, diverged_sentences, weights_sentences
 from semdiag.reporting.folder import check_folder, replacing
@@ -26,6 +27,7 @@ from semdiag_models import InputError
 
 _PIXELS_PER_INCH = 96  # of CSS
 _ON_SCREEN = ("png", "svg")
+LOOK = "look.html"  # the page of one text, beside that of the report
 
 
 class Progress(Protocol):
@@ -49,6 +51,7 @@ def write_report(
     keep_queries: bool = False,
     sections: Sequence[str] | None = None,
     progress: Progress | None = None,
+    look: str | None = None,
 ) -> Path:
     """Write the report into a folder; an older report there is replaced only when the new one is complete.
 
@@ -61,6 +64,8 @@ def write_report(
         sections: which parts, of :func:`~semdiag.questions.registry.sections`; by default all for
             which something was measured.
         progress: told how many figures there will be, and of each that is drawn.
+        look: the page of :func:`~semdiag.questions.look.page.render_look` on one text, to stand beside the report,
+            which links to it; None: there is none.
 
     Returns:
         The page ``folder/index.html``.
@@ -78,7 +83,7 @@ def write_report(
         raise ValueError(f"Sections of a report are {', '.join(every_section())}. Got {unknown[0]!r}.")
     check_folder(folder, keep_queries)
     with replacing(folder) as building:
-        _write(findings, building, command, formats, keep_queries, sections, progress)
+        _write(findings, building, command, formats, keep_queries, sections, progress, look)
     return folder / "index.html"
 
 
@@ -104,6 +109,7 @@ def _write(
     keep_queries: bool,
     names: Sequence[str],
     progress: Progress | None,
+    look: str | None,
 ) -> None:
     sections = [every_section()[name] for name in names]
     tables = _tables(findings, sections)
@@ -128,7 +134,13 @@ def _write(
     (folder / "summary.json").write_text(text + "\n", encoding="utf-8", errors="backslashreplace")
     others = sorted(name for name in tables if name not in _NAMED_IN_THE_PAGE)
     non_finite = findings.measurements.non_finite
-    page = render_page(whole, parts, pictures, non_finite, keep_queries, others)
+    if look is not None:
+        (folder / LOOK).write_text(look, encoding="utf-8", errors="backslashreplace")
+    heads = [
+        (f"head {head} of layer {layer}", f"{LOOK}#{layer}.{head}" if look else None, words)
+        for layer, head, words in findings(outlying_heads)
+    ]
+    page = render_page(whole, parts, pictures, non_finite, keep_queries, others, heads)
     (folder / "index.html").write_text(page, encoding="utf-8", errors="backslashreplace")
 
 

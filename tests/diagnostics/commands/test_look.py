@@ -4,6 +4,7 @@ import json
 import re
 import warnings
 
+import pandas as pd
 import pytest
 import torch
 
@@ -108,3 +109,23 @@ def test_k_is_refused_for_a_model_that_selects_its_keys(refusal, here, tiny_runs
 def test_a_model_of_texts_without_one_asks_for_it(refusal, here, text_model):
     said = refusal("look", f"hf:{text_model}")
     assert said.startswith(f"Name a text for hf:{text_model} with --text TEXT; or with --inputs FILE token ids")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_report_on_texts_links_its_outlying_heads_to_the_page_of_the_first(run_semdiag, here, text_model):
+    (here / "texts.txt").write_text("a b c d e f g\nc d e\n", encoding="utf-8")
+    asked = ("report", f"hf:{text_model}", "--inputs", "texts.txt", "--rerun-minutes", 0, "--figures", "none")
+    done = run_semdiag(*asked, "--keep-queries", "--out", "r", "--quiet")
+    assert done.code == 0, done.err
+    assert labels(here / "r" / "look.html") == [["[CLS]", *"abcdefg", "[SEP]"]]
+    table = pd.read_csv(here / "r" / "data" / "heads.csv")
+    widest = table.loc[table["dispersion"].idxmax()]
+    address = f"look.html#{widest['layer']}.{widest['head']}"
+    name = f"head {widest['head']} of layer {widest['layer']}"
+    link = f'<a href="{address}">{name}</a>: scores furthest apart (median δ {widest["dispersion"]:.3g} nats)'
+    assert link in (here / "r" / "index.html").read_text(encoding="utf-8")
+    again = run_semdiag("report", "--from", "r", "--figures", "none", "--out", "again", "--quiet")
+    assert again.code == 0, again.err
+    kept, drawn = ((here / folder / "look.html").read_bytes() for folder in ("r", "again"))
+    assert kept == drawn
+    assert address in (here / "again" / "index.html").read_text(encoding="utf-8")

@@ -8,6 +8,13 @@ from semdiag.measuring.findings.strict_json import records
 from semdiag.presenting.glance import Answer, Glance
 
 _PLACE = ["model", "layer", "head"]
+_ENDS = (  # column, whether the largest is named, in words
+    ("dispersion", True, "scores furthest apart (median δ {:.3g} nats)"),
+    ("dispersion", False, "scores closest together (median δ {:.2g} nats)"),
+    ("first_weight", True, "most weight on the first key ({:.0%})"),
+    ("entropy", False, "most focused (entropy {:.2g} nats)"),
+    ("entropy", True, "most even (entropy {:.3g} nats)"),
+)
 
 
 def head_table(findings: Findings) -> pd.DataFrame:
@@ -55,6 +62,27 @@ def heads_glance(findings: Findings) -> Glance:
         f"of a head's weight is on the first key, mean over {len(known):,} heads; the most is "
         f"{100 * most['first_weight']:.0f}%, head {most['head']} of layer {most['layer']}",
     )  # fmt: skip
+
+
+def outlying_heads(findings: Findings) -> list[tuple[int, int, str]]:
+    """The heads at the ends of δ, of the weight on the first key and of the entropy; none of several models.
+
+    Args:
+        findings: of one model.
+
+    Returns:
+        Layer, head, and what is the most or the least about it; a head that is twice at an end stands once.
+    """
+    table = findings(head_table)
+    if len(findings.measurements.models) != 1 or len(table) < 2:
+        return []
+    found: dict[tuple[int, int], list[str]] = {}
+    for column, largest, words in _ENDS:
+        known = table.dropna(subset=[column]) if column in table else table.iloc[:0]
+        if len(known):
+            row = records(known.sort_values(column, kind="stable"))[-1 if largest else 0]
+            found.setdefault((int(row["layer"]), int(row["head"])), []).append(words.format(row[column]))
+    return [(layer, head, ", ".join(words)) for (layer, head), words in found.items()]
 
 
 def first_k(findings: Findings) -> int | None:

@@ -77,11 +77,10 @@ def verdict_sentence(found: SparseVerdict, model: str) -> str:
             f"{percent(found.mass, 1)}% of the weight."
         )
     free = "not without loss" if found.measure == "loss" else "not without change"
-    largest = found.high if math.isfinite(found.high) else found.change  # none: all changed alike
-    if largest <= found.tolerance:
+    if found.costly is not None:
         return (
-            f"{free}: of the k that were run, {found.k}{keys_share(found)} is the smallest that stays within "
-            f"{limit_words(found, found.tolerance)}."
+            f"{free}: k = {found.costly.k} per query{keys_share(found.costly)} {cost_words(found.costly)}; within "
+            f"{limit_words(found, found.tolerance)} needs {found.k}{keys_share(found)}."
         )
     return f"{free}: even k = {found.k} per query{keys_share(found)} {cost_words(found)}."
 

@@ -3,16 +3,12 @@
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from semdiag.presenting import completion
 from semdiag.presenting.question import Shared, command
-
-if TYPE_CHECKING:
-    from semdiag.measuring.conditions import Conditions
-    from semdiag.questions.look.measure.heads import Seen
 
 _PANEL = "What is measured"
 _LEFT_OUT = ("labels", "samples", "batch_size", "min_keys", "out", "as_json", "per_query", "figures")
@@ -67,6 +63,7 @@ def look(
     from semdiag.presenting.terminal.progress import Stages
     from semdiag.presenting.terminal.terminal import counted, say, tell
     from semdiag.questions.look.measure.heads import fitting_k
+    from semdiag.questions.look.measure.loaded import see_loaded
     from semdiag.questions.look.page import all_heads, cautions, lead
     from semdiag.questions.look.write import place_of, write_look
     from semdiag_models import InputError
@@ -77,7 +74,7 @@ def look(
     conditions = shared.conditions(samples=1, first=1, batch_size=1)
     quiet = shared.values["quiet"]
     with Stages("measuring", 1, quiet):
-        seen = _seen(model, text, conditions)
+        seen = see_loaded(model, conditions, text)
     chosen = fitting_k(seen, k if "k" in shared.typed else None)
     write_look(seen, chosen, shlex.join(["semdiag", *sys.argv[1:]]), place)
     if quiet:
@@ -89,25 +86,3 @@ def look(
     say(f"{model}: {counted(seen.length, 'token')}, {counted(len(heads), 'head')} in {layers}")
     say(lead(heads))
     say(f"Page: {place}")
-
-
-def _seen(path: Path, text: str | None, conditions: "Conditions") -> "Seen":
-    """Load the model and run it on its one input."""
-    from semdiag.capturing.loading import load_all
-    from semdiag.measuring.conditions import DTYPES
-    from semdiag.questions.look.measure.heads import see
-    from semdiag.questions.look.measure.sample import read_sample
-    from semdiag_models import Encoder
-    from semdiag_models.device import find_device
-
-    (model,) = load_all([path], conditions.config, conditions.head)
-    device = find_device(conditions.device)
-    conditions = conditions.decided([model], device)
-    if device.type == "mps" and conditions.dtype == "float64":  # which it does not know
-        device = find_device("cpu")
-    if isinstance(model.module, Encoder):
-        model.module.with_draws(conditions.seed)
-    sample = read_sample(model, conditions, text)
-    if model.external:
-        model.module.to(device, DTYPES[conditions.dtype])  # ours alone: no copy, however large it is
-    return see(model, sample, device, DTYPES[conditions.dtype], conditions.seed)

@@ -115,8 +115,8 @@ def reliability_tables(findings: Findings) -> dict[tuple[str, float], pd.DataFra
         findings: with masks.
 
     Returns:
-        By model and noise level a row per bin: predicted, exact, and low and high of its 95% interval. None for
-        models whose masks have no prediction.
+        By model and noise level a row per bin: margin, the median Δ/sd, predicted, exact, and low and high of its
+        95% interval. None for models whose masks have no prediction.
     """
     masks = findings.measurements.masks
     groups = masks[masks["predicted"].notna()].groupby(["model", "level"], sort=True)
@@ -162,13 +162,14 @@ def effect_table(findings: Findings) -> pd.DataFrame:
 
 def _binned(rows: pd.DataFrame) -> pd.DataFrame:
     spread = rows["swing_sd"].astype(np.float64)
-    order = (rows["separation"] / spread.where(spread > 0, np.nan)).fillna(np.inf).rank(method="first")
+    margin = (rows["separation"] / spread.where(spread > 0, np.nan)).fillna(np.inf)
+    order = margin.rank(method="first")
     bins = np.minimum((order - 1) * _BINS // len(rows), _BINS - 1)
     table = []
     for _, part in rows.groupby(bins):
         found = mean_interval(part, "exact", RESAMPLES)
-        predicted = float(part["predicted"].mean())
-        table.append({"predicted": predicted, "exact": found.estimate, "low": found.low, "high": found.high})
+        named = {"margin": float(margin[part.index].median()), "predicted": float(part["predicted"].mean())}
+        table.append({**named, "exact": found.estimate, "low": found.low, "high": found.high})
     return pd.DataFrame(table)
 
 

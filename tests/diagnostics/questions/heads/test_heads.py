@@ -6,7 +6,7 @@ import pytest
 
 from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.measurements import Measurements
-from semdiag.questions.heads.answer import first_k, head_table, heads_glance
+from semdiag.questions.heads.answer import first_k, head_table, heads_glance, outlying_heads
 
 
 def made(attention, kept, **columns):
@@ -73,3 +73,15 @@ def test_of_measurements_of_an_older_version_less_is_known():
     assert "entropy" not in oldest(head_table)
     assert oldest(head_table)["first_key"].isna().all()
     assert heads_glance(oldest).number == "2 heads"
+
+
+def test_the_heads_at_the_ends_are_named_each_once():
+    found = made("topk", 2)
+    first, second = Findings(found)(outlying_heads)
+    most = (
+        "scores furthest apart (median δ 4 nats), most weight on the first key (75%), most even (entropy 0.2 nats)"
+    )
+    assert first == (0, 1, most)
+    assert second == (0, 0, "scores closest together (median δ 2 nats), most focused (entropy 0.1 nats)")
+    one = found.replace(queries=found.queries[found.queries["head"] == 0])
+    assert Findings(one)(outlying_heads) == []

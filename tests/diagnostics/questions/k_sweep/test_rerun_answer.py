@@ -68,9 +68,7 @@ def test_a_small_k_that_changes_nothing_is_plausible(made_up):
     assert (found.answer, found.k, found.measure, found.samples) == ("plausible", 4, "loss", SAMPLES)
     assert found.low <= found.change <= found.high <= 0.01
     assert (found.queries, found.left_out) == (900, 100)
-    assert first_line(findings).startswith(
-        "plausible: k = 4 per query (25% of the keys) changes the loss by +0.001"
-    )
+    assert first_line(findings).startswith("plausible: k = 4 per query (25% of the keys) costs 0.001")
     assert first_line(findings).endswith("keeps 75.0% of the weight.")
 
 
@@ -93,14 +91,17 @@ def test_half_of_the_keys_is_the_most_that_is_sparse(made_up):
     assert sparse_verdict(made(made_up, of(8)), "m").answer == "plausible"
     findings = made(made_up, of(12))
     assert sparse_verdict(findings, "m").answer == "not without loss"
-    assert first_line(findings).startswith("not without loss: of the k that were run, 12 (75% of the keys) is the")
+    assert first_line(findings).startswith(
+        "not without loss: k = 8 per query (50% of the keys) costs 0.5 nats of loss (95% interval 0.5 to 0.5); "
+        "within 0.01 nats needs 12 (75% of the keys)."
+    )
 
 
 def test_where_no_k_is_harmless_the_largest_is_named(made_up):
     findings = made(made_up, of(99))
     assert sparse_verdict(findings, "m").answer == "not without loss"
     assert first_line(findings).startswith("not without loss: even k = 12 per query")
-    assert "changes the loss by +0.5 nats (95% interval +0.5 to +0.5)" in first_line(findings)
+    assert "costs 0.5 nats of loss (95% interval 0.5 to 0.5)" in first_line(findings)
 
 
 def shifted(findings, ks, by):
@@ -172,9 +173,9 @@ def test_the_share_that_is_harmed_has_its_exact_upper_end(n, found):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (0.0135, "perplexity by +1.4% (95% interval +"),
+        (0.0135, "costs 1.4% perplexity (95% interval "),
         (2.0, "multiplies perplexity by 7.3"),
-        (-0.004, "by -0.39%"),
+        (-0.004, "changes perplexity by -0.39% (95% interval -"),
     ],
 )
 def test_of_next_tokens_the_change_is_one_of_perplexity(made_up, change, said):
@@ -241,7 +242,7 @@ def test_of_a_loss_that_is_infinite_without_a_mask_nobody_can_tell(made_up):
         (
             {"samples": 12},
             "few_samples",
-            "k = 4 per query (25% of the keys) changes the loss by +0.001 nats (95% interval",
+            "k = 4 per query (25% of the keys) costs 0.001 nats of loss (95% interval",
         ),
     ],
 )

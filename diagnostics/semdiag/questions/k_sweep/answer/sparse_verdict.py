@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pandas as pd
@@ -21,7 +21,9 @@ from semdiag.questions.k_sweep.measure.rerun import LEAST_SAMPLES, MOST_HARMED
 MASS = 0.95  # of the attention weight, where it is all that is known
 NEAR_UNIFORM = 0.95  # entropy of half of the queries' weights, in that of uniform weights
 MOST_KEYS = 0.5  # share of the keys above which a mask is hardly sparse
+_COSTS = {"loss": "costs {} of loss", "perplexity": "costs {} perplexity"}
 _CHANGES = {
+    "perplexity": "changes perplexity by {}",
     "loss": "changes the loss by {}",
     "divergence": "changes the output distribution by {} (KL divergence)",
     "output_change": "changes the outputs by {} of their norm",
@@ -31,6 +33,8 @@ _DOUBLED = math.log(2)  # above it a change of perplexity is told as a factor
 _OF_MASKS = "fixed_mask", "own_mask"  # reasons why nothing can be said of a model with a mask of its own
 ESTIMATED = "few_samples", "harmed", "uncertain"  # reasons beside which the estimate is told
 _CHANCE = 0.99  # of ln C: a loss above it is no better than that of C equally likely classes
+
+Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,7 @@ class SparseVerdict:
         harmed_high: the largest share of inputs for which that is not excluded.
         tolerance: largest change that counts as none.
         samples: that were run.
+        costly: the largest k of at most half of the keys, where it costs and k does not; None: not so.
     """
 
     answer: str
@@ -79,6 +84,7 @@ class SparseVerdict:
     harmed_high: float = math.nan
     tolerance: float = math.nan
     samples: int = 0
+    costly: "SparseVerdict | None" = None
 
 
 def sparse_verdict(findings: Findings, model: str) -> SparseVerdict:
@@ -118,15 +124,18 @@ def sparse_verdict(findings: Findings, model: str) -> SparseVerdict:
         if not dropping:
             return SparseVerdict("cannot tell", "drops_nothing", k=int(top[0]["k"]))
         found = _judged(dropping, again, tolerance_of(findings, top[0]["measure"]))
-        found = replace(found, perplexity=found.measure == "loss" and next_token(findings, model))
+        perplexity = found.measure == "loss" and next_token(findings, model)
+        found = replace(found, perplexity=perplexity)
+        if found.costly is not None:
+            share = float(pooled["mean"].get(("share", found.costly.k), math.nan))
+            found = replace(found, costly=replace(found.costly, share=share, perplexity=perplexity))
     if found.k is not None and found.k in mass:
         queries, left_out = (int(pooled[name]["mass", found.k]) for name in ("queries", "undefined"))
         share = float(pooled["mean"].get(("share", found.k), math.nan))
-        counts = {"queries": queries - left_out, "left_out": left_out}
-        found = SparseVerdict(**{**asdict(found), "share": share, "mass": mass[found.k], **counts})
+        found = replace(found, share=share, mass=mass[found.k], queries=queries - left_out, left_out=left_out)
     # A loss that as many random keys destroy, and the largest do not, is an answer, however even the weights.
     if even >= NEAR_UNIFORM and (found.measure != "loss" or found.answer == "cannot tell"):
-        return SparseVerdict(**{**asdict(found), "answer": "cannot tell", "reason": "near_uniform"})
+        return replace(found, answer="cannot tell", reason="near_uniform", costly=None)
     return found
 
 
@@ -175,7 +184,7 @@ def keys_share(found: SparseVerdict) -> str:
 
 
 def cost_words(found: SparseVerdict) -> str:
-    """What a mask changes, with the interval: "changes perplexity by +1.4% (95% interval +0.1 to +2.7%)".
+    """What a mask costs, with the interval: "costs 1.4% perplexity (95% interval 0.1 to 2.7%)".
 
     Args:
         found: with a change.
@@ -183,12 +192,20 @@ def cost_words(found: SparseVerdict) -> str:
     if found.perplexity and _DOUBLED < found.change < math.inf and math.isfinite(found.low):
         low, change, high = (f"{math.exp(min(x, 700)):.3g}" for x in (found.low, found.change, found.high))
         return f"multiplies perplexity by {change} (95% interval {low} to {high})"
-    said = "changes perplexity by {}" if found.perplexity else _CHANGES[found.measure]
-    said = said.format(amount(found, found.change, True))
+    measure = "perplexity" if found.perplexity else found.measure
+    costs = measure in _COSTS and found.change >= ROUNDING
+    said = (_COSTS if costs else _CHANGES)[measure].format(_said(found, found.change, True, costs))
     alike = max(abs(found.low), abs(found.high)) < ROUNDING
     if not math.isfinite(found.low) or alike:
         return f"{said} ({'all samples alike' if found.samples >= FEWEST else 'no interval'})"
-    return f"{said} (95% interval {amount(found, found.low)} to {amount(found, found.high, found.perplexity)})"
+    low, high = _said(found, found.low, False, costs), _said(found, found.high, found.perplexity, costs)
+    return f"{said} (95% interval {low} to {high})"
+
+
+def _said(found: SparseVerdict, value: float, unit: bool, costs: bool) -> str:
+    """An amount, without the plus sign where it is a cost."""
+    said = amount(found, value, unit)
+    return said.removeprefix("+") if costs else said
 
 
 def limit_words(found: SparseVerdict, value: float) -> str:
@@ -239,50 +256,51 @@ def next_token(findings: Findings, model: str) -> bool:
     return bool(facts["attention"] == "causal" and own["targets"].max() > 1)
 
 
-def _judged(top: list[dict[str, Any]], again: pd.DataFrame, limit: float) -> SparseVerdict:
+def _judged(top: list[Row], again: pd.DataFrame, limit: float) -> SparseVerdict:
     """From the reruns alone, k in rising order."""
     measure = top[0]["measure"]
-    row, answer, reason = _by_changes(top, limit)
+    row, costly, answer, reason = _by_changes(top, limit)
     control = again[(again["mask"] == RANDOM) & (again["k"] == row["k"])]
     classes = int(row["classes"])
     if measure == "loss" and classes > 1 and _CHANCE * math.log(classes) <= row["before"] < math.inf:
         answer, reason = "cannot tell", "chance"
     elif answer != "not without loss" and len(control) and within(control.iloc[0], limit):
         answer, reason = "cannot tell", "control"
+    said = _of_row(row, answer, reason, limit)
+    return said if reason or costly is None else replace(said, costly=_of_row(costly, answer, reason, limit))
+
+
+def _of_row(row: Row, answer: str, reason: str, limit: float) -> SparseVerdict:
+    """What is known of one k."""
     names = "change", "low", "high", "before", "harmed", "harmed_high"
     numbers: dict[str, Any] = {name: float(row[name]) for name in names}
+    samples = int(row["samples"])
     return SparseVerdict(
-        answer,
-        reason,
-        int(row["k"]),
-        measure=measure,
-        tolerance=limit,
-        samples=int(row["samples"]),
-        **numbers,
+        answer, reason, int(row["k"]), measure=row["measure"], tolerance=limit, samples=samples, **numbers
     )
 
 
-def _by_changes(top: list[dict[str, Any]], limit: float) -> tuple[dict[str, Any], str, str]:
-    """The row that decides by the changes that masks make, the answer, and the reason why there is none."""
+def _by_changes(top: list[Row], limit: float) -> tuple[Row, Row | None, str, str]:
+    """The row that decides by the changes that masks make, the one that costs below it, answer, reason if none."""
     stays = _from(top, lambda row: within(row, limit))
     safe = _from(top, lambda row: within(row, limit) and row["harmed_high"] <= MOST_HARMED)
     sparse = [row for row in top if row["share"] <= MOST_KEYS]
     if safe is not None and safe["share"] <= MOST_KEYS:
-        return safe, "plausible", ""
+        return safe, None, "plausible", ""
     if stays is not None and stays["share"] <= MOST_KEYS:
-        return stays, "cannot tell", "few_samples" if stays["samples"] < LEAST_SAMPLES else "harmed"
+        return stays, None, "cannot tell", "few_samples" if stays["samples"] < LEAST_SAMPLES else "harmed"
     if stays and not sparse:
-        return stays, "cannot tell", "not_sparse"
+        return stays, None, "cannot tell", "not_sparse"
     last = sparse[-1] if sparse else top[-1]
     for row in (top[-1], last):
         if not math.isfinite(row["change"]):
-            return row, "cannot tell", "not_finite"
+            return row, None, "cannot tell", "not_finite"
     if not costs(last, limit):
-        return last, "cannot tell", "uncertain"
-    return stays or top[-1], "not without loss", ""
+        return last, None, "cannot tell", "uncertain"
+    return stays or top[-1], last if stays and sparse else None, "not without loss", ""
 
 
-def _from(top: list[dict[str, Any]], holds: Callable[[dict[str, Any]], bool]) -> dict[str, Any] | None:
+def _from(top: list[Row], holds: Callable[[Row], bool]) -> Row | None:
     """The row of the smallest k from which on all hold; None: the largest does not."""
     found = None
     for row in reversed(top):

@@ -67,8 +67,8 @@ def k_sweep(findings: Findings) -> Figure:
     for ax, (title, _) in zip(axes, _PANELS.values(), strict=False):
         ax.set_title(title)
     line_at(axes[0])
-    axes[0].set_ylim(0, 1.03)
-    axes[1].set_ylim(0, 1.03)
+    axes[0].set_ylim(0, 1.06)
+    axes[1].set_ylim(0, 1.06)
     if (pooled.loc[pooled["quantity"] == "separation", "p50"] > 0).any():  # not where all are ties
         axes[2].set_yscale("log")
     plain_numbers(axes[2].yaxis)
@@ -101,8 +101,8 @@ def line_at(ax: Axes) -> None:
     """
     ax.axhline(MASS, color=FAINT, linestyle="--", linewidth=0.9)
     ax.annotate(
-        f"{MASS:.0%}", (1, MASS), xycoords=("axes fraction", "data"), xytext=(-2, -3), textcoords="offset points",
-        fontsize=7, color=FAINT, ha="right", va="top",
+        f"{MASS:.0%}", (0, MASS), xycoords=("axes fraction", "data"), xytext=(2, 1), textcoords="offset points",
+        fontsize=7, color=FAINT, ha="left", va="bottom",
     )  # fmt: skip
 
 

@@ -71,7 +71,7 @@ def loss_change(findings: Findings) -> Figure:
         ax.set_title(TITLES[measure])
     axes[-1].set_title("attention weight kept")
     line_at(axes[-1])
-    axes[-1].set_ylim(0, 1.03)
+    axes[-1].set_ylim(0, 1.06)
     for ax in axes:
         ax.set_xscale("log", base=2)
         ax.xaxis.set_major_locator(FixedLocator([2.0**n for n in range(12) if 2**n <= again["k"].max()]))

@@ -1,4 +1,4 @@
-"""Does Δ tell which masks change? Predicted against observed survival, in bins of equal counts."""
+"""Does Δ tell which masks change? Predicted and observed survival against Δ, in bins of equal counts."""
 
 import numpy as np
 import pandas as pd
@@ -16,7 +16,7 @@ _MARKERS = "osD^vP*Xh<>"
 
 @paper_style
 def mask_reliability(findings: Findings) -> Figure:
-    """Draw the observed share of unchanged masks against the predicted one, one curve per noise level.
+    """Draw the share of unchanged masks, observed and predicted, against Δ/sd, one curve per noise level.
 
     Args:
         findings: with masks.
@@ -36,27 +36,33 @@ def mask_reliability(findings: Findings) -> Figure:
     lowest = min(0.5, *(float(table["low"].min()) for table in binned.values()))
     figure, axes = panel_grid(len(models), height=2.9)
     for ax, (model, title) in zip(axes, models, strict=True):
-        ax.plot([0.5, 1], [0.5, 1], color=FAINT, linestyle="--", linewidth=0.9, label="as predicted")
+        drawn = []
         for place, (level, color) in enumerate(zip(levels, shades(len(levels)), strict=True)):
             if (model, level) in binned:
                 marker = _MARKERS[place % len(_MARKERS)]
                 name = f"noise {noise_words(findings, level)}"
                 _draw(ax, binned[model, level], color, marker, name)
-        ax.set_xlim(0.48, 1.02)
+                drawn.append(binned[model, level])
+        curve = pd.concat(drawn).query("0 < margin < inf").sort_values("margin")
+        ax.plot(curve["margin"], curve["predicted"], "--", color=FAINT, linewidth=0.9, label="predicted, Φ(Δ/sd)")
+        if len(curve):
+            ax.set_xscale("log")
         ax.set_ylim(lowest - 0.03, 1.03)
-        ax.set_xlabel("predicted P = Φ(Δ / sd)")
+        ax.set_xlabel("Δ / sd")
         ax.set_title(title, fontsize=8)
     axes[0].set_ylabel("observed share with S′ = S")
     return finished(
         figure,
-        f"{mask_facts(findings)}.\nTen bins of equal counts of Δ/sd, sd of dz₍ₖ₎ − dz₍ₖ₊₁₎ per layer and "
-        "head; bars: 95% intervals from resampled sequences. The prediction is about the boundary pair only.",
+        f"{mask_facts(findings)}.\nTen bins of equal counts, at their median Δ/sd; sd of dz₍ₖ₎ − dz₍ₖ₊₁₎ per "
+        "layer and head. Bars: 95% intervals from resampled sequences. The prediction is about the boundary pair "
+        "only.",
     )
 
 
 def _draw(ax: Axes, table: pd.DataFrame, color: str, marker: str, label: str) -> None:
+    table = table[(table["margin"] > 0) & np.isfinite(table["margin"])]  # an axis of logarithms has no others
     ends = np.abs(np.stack([table["exact"] - table["low"], table["high"] - table["exact"]]))
     ax.errorbar(
-        table["predicted"], table["exact"], yerr=ends, color=color, marker=marker, markersize=4, linewidth=1.1,
+        table["margin"], table["exact"], yerr=ends, color=color, marker=marker, markersize=4, linewidth=1.1,
         capsize=2, label=label,
     )  # fmt: skip

@@ -1,0 +1,53 @@
+"""The page of one text that stands beside a report."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from semdiag.capturing.inputs.texts import SUFFIXES
+from semdiag.measuring.conditions import Conditions
+from semdiag.measuring.findings.findings import Findings
+from semdiag.questions.look.measure.heads import fitting_k
+from semdiag.questions.look.measure.loaded import see_loaded
+from semdiag.questions.look.page import is_page_of, render_look
+from semdiag.reporting.report import LOOK
+from semdiag_models import InputError
+from semdiag_models.reading import open_file
+
+_TOKENS = 48  # that the page shows at most: about 2 MB for 270 heads
+_LARGEST = 2**25  # bytes of a page that is kept
+
+
+def one_text_page(findings: Findings, conditions: Conditions) -> str | None:
+    """Run a language model on the first of its texts, and write the page that shows every head on it.
+
+    Args:
+        findings: of what was measured.
+        conditions: under which.
+
+    Returns:
+        The page; None where not one Hugging Face model was measured, or not on texts.
+    """
+    models, given = findings.measurements.models, conditions.inputs
+    if list(models["source"]) != ["hugging face"] or given is None or given.suffix not in SUFFIXES:
+        return None
+    path = str(models["model"].iloc[0])
+    longest = min(conditions.texts.max_length or _TOKENS, _TOKENS)
+    one = replace(
+        conditions, samples=1, first=1, batch_size=1, k=(), plans=(),
+        texts=replace(conditions.texts, max_length=longest),
+    )  # fmt: skip
+    try:
+        seen = see_loaded(Path(path), one)
+    except InputError:  # what can be measured need not fit a page
+        return None
+    return render_look(seen, fitting_k(seen, None), f"semdiag look {path} --inputs {given} --max-length {longest}")
+
+
+def kept_page(report: Path) -> str | None:
+    """Return the page of one text beside a report that is drawn again; None: there is none."""
+    page = report / LOOK
+    if not page.is_file() or page.stat().st_size > _LARGEST:
+        return None
+    with open_file(page) as file:
+        text = file.read(_LARGEST).decode("utf-8", "replace")
+    return text if is_page_of(None, text[:4096]) else None

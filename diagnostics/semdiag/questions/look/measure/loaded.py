@@ -1,0 +1,34 @@
+"""A model by its name, on one input."""
+
+from pathlib import Path
+
+from semdiag.capturing.loading import load_all
+from semdiag.measuring.conditions import DTYPES, Conditions
+from semdiag.questions.look.measure.heads import Seen, see
+from semdiag.questions.look.measure.sample import read_sample
+from semdiag_models import Encoder
+from semdiag_models.device import find_device
+
+
+def see_loaded(path: Path, conditions: Conditions, text: str | None = None) -> Seen:
+    """Load a model and run it on its one input.
+
+    Args:
+        path: of the model, as the user named it.
+        conditions: with batches of one sample.
+        text: that the user typed; None: the conditions say which inputs.
+
+    Raises:
+        InputError: if the model cannot be loaded, or there is no input that suits it.
+    """
+    (model,) = load_all([path], conditions.config, conditions.head)
+    device = find_device(conditions.device)
+    conditions = conditions.decided([model], device)
+    if device.type == "mps" and conditions.dtype == "float64":  # which it does not know
+        device = find_device("cpu")
+    if isinstance(model.module, Encoder):
+        model.module.with_draws(conditions.seed)
+    sample = read_sample(model, conditions, text)
+    if model.external:
+        model.module.to(device, DTYPES[conditions.dtype])  # ours alone: no copy, however large it is
+    return see(model, sample, device, DTYPES[conditions.dtype], conditions.seed)
