@@ -49,8 +49,9 @@ app = typer.Typer(
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
-    help="Measure what attention does in trained transformers, and ask why some attention mechanisms learn "
-    "faster than others. To begin: [bold]semdiag report[/].",
+    help="Measure what attention does in trained transformers: yours, or ones that semdiag trains. To begin: "
+    "[bold]semdiag report hf:DIRECTORY --inputs texts.txt[/], or [bold]semdiag report[/] for the reference "
+    "checkpoints.",
 )
 
 
@@ -60,18 +61,27 @@ def _reflowed(docstring: str) -> str:
     return "\n\n".join(part if part.startswith("    ") else " ".join(part.split()) for part in parts)
 
 
-def _add(name: str, command: Callable[..., None]) -> None:
-    app.command(name, cls=RepeatedOptions, help=_reflowed(command.__doc__ or ""))(command)
+def _add(name: str, command: Callable[..., None], panel: str) -> None:
+    help_text = _reflowed(command.__doc__ or "")
+    app.command(name, cls=RepeatedOptions, help=help_text, rich_help_panel=panel)(command)
 
 
-for name, own in (("list", list_names), ("train", train), ("info", info), ("monitor", monitor)):
-    _add(name, own)
-for question in QUESTIONS.values():
-    if question.command is not None:
-        _add(question.name, with_options(question.command))
-for name, looping in (("report", report), ("check", check)):
-    _add(name, with_options(looping))
-_add("sweep", sweep)
+# What --help shows together, in this order; every other question is one about a quantity.
+_PANELS = {
+    "Your model: from Hugging Face, or built by a function of yours": (
+        "report", "k-sweep", "look", "compare", "selections",
+    ),
+    "Attention, quantity by quantity": (),
+    "Training": ("train", "sweep", "monitor", "convergence"),
+    "Checkpoints": ("info", "check", "list"),
+}  # fmt: skip
+_commands = {name: with_options(each.command) for name, each in QUESTIONS.items() if each.command is not None}
+_commands |= {"report": with_options(report), "check": with_options(check), "train": train, "sweep": sweep}
+_commands |= {"info": info, "monitor": monitor, "list": list_names}
+_named = {name for names in _PANELS.values() for name in names}
+for title, names in _PANELS.items():
+    for name in names or (name for name in _commands if name not in _named):
+        _add(name, _commands[name], title)
 
 
 def _show_version(wanted: bool) -> None:

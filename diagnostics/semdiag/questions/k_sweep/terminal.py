@@ -148,7 +148,7 @@ _SHOWN = (  # title, quantity, what of its percentiles
     ("p95", "ratio", "p95"),
     ("Δ(k) p50", "separation", "p50"),
     ("p5", "separation", "p5"),
-    ("mass mean", "mass", "mean"),
+    ("weight mean", "mass", "mean"),
     ("p5", "mass", "p5"),
     ("no first", "mass_without_first", "mean"),
     ("Δ head", "head_change", "mean"),
