@@ -34,7 +34,7 @@ _OWN_ERROR = 70  # as of other programs: EX_SOFTWARE of sysexits.h
 
 
 class _Program(TyperGroup):
-    """The commands. Typer would make an interruption an exit code, as of a command that has told of it itself."""
+    """The commands. Typer would turn Ctrl-C into an exit code; here main reports it, once."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -56,7 +56,7 @@ app = typer.Typer(
 
 
 def _reflowed(docstring: str) -> str:
-    """A command's help without the line breaks of its source, but for indented examples: terminals break it."""
+    """Join the lines of a docstring, so that the terminal wraps them; indented examples stay as they are."""
     parts = inspect.cleandoc(docstring).split("\n\n")
     return "\n\n".join(part if part.startswith("    ") else " ".join(part.split()) for part in parts)
 
@@ -151,7 +151,7 @@ def _explain(error: _UsageError) -> NoReturn:
 
 
 def _leave_unread() -> NoReturn:
-    """The reader of our output has seen enough; what is still on its way to it goes nowhere."""
+    """Exit because the reader of our output has closed it; discard what is left."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(BrokenPipeError):
             stream.close()

@@ -22,7 +22,7 @@ FORMATS = ("png", "svg", "pdf")
 
 
 def command_line() -> str:
-    """The command as the user could type it again."""
+    """Return the command line, quoted so that it can be typed again."""
     return shlex.join(["semdiag", *sys.argv[1:]])
 
 
@@ -145,7 +145,7 @@ def measured(
 
 
 def _held_out(model: "LoadedModel") -> int:
-    """Return how many samples the run of a checkpoint held out; fresh ones and texts have no end."""
+    """Return how many samples a run held out; fresh samples and texts have no limit."""
     run = model.training
     return sys.maxsize if run is None or run.text is not None else run.holdout_samples
 
@@ -230,7 +230,7 @@ def deliver(
     sections: Sequence[str] | None = None,
     per_query: Path | None = None,
 ) -> None:
-    """Give out what a command measured: a page with figures, and tables on stdout, or one JSON object there.
+    """Deliver what a command measured: a page with figures, and on stdout tables or one JSON object.
 
     What is written comes first, so that a place that cannot be written to is told in one line.
 

@@ -1,4 +1,4 @@
-"""Whether saved files are still those that were written: their SHA-256 in a file beside them."""
+"""Checksums that tell whether saved files were changed."""
 
 from collections.abc import Collection
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Tables as CSV: the texts in them are shown by a spreadsheet and never computed."""
+"""Tables as CSV; a spreadsheet shows their texts and never runs them as formulas."""
 
 from collections.abc import Callable
 

@@ -132,7 +132,7 @@ class Reach:
 
 
 def _moved(values: Tensor, samples: int) -> bool:
-    """Whether one of [clean; copies of them] differs by more than rounding; what is no number does not tell."""
+    """Whether a copy differs from its clean sample by more than rounding; NaN is ignored."""
     copies = values[samples:].reshape(-1, *values[:samples].shape)
     change = (copies - values[:samples]).abs().nan_to_num(0.0, torch.inf)
     size = values[:samples].abs().nan_to_num(0.0, 0.0)

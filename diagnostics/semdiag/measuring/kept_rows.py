@@ -29,7 +29,7 @@ SKETCHES = Table(
 
 
 class Sketch:
-    """What is kept of a stream of numbers: number, mean and extremes exactly, quantiles within an error in rank.
+    """A stream of numbers: exact count, mean and extremes; quantiles within an error in rank.
 
     Source: KLL sketch (Karnin, Lang, Liberty 2016), of the library datasketches. Its random bits cannot be
     seeded: a quantile may differ from one run to the next, within the error. Where the library is not installed
@@ -47,7 +47,7 @@ class Sketch:
         self._sum, self._undefined, self._not_positive = 0.0, 0, 0
 
     def add(self, values: np.ndarray) -> None:
-        """Take in numbers.
+        """Add numbers.
 
         Args:
             values: any shape; those that are not finite count as undefined.
@@ -64,7 +64,7 @@ class Sketch:
         self._not_positive += int((finite <= 0).sum())
 
     def merge(self, other: "Sketch") -> None:
-        """Take in what another has taken in.
+        """Merge another one.
 
         Args:
             other: stays as it is.
@@ -124,7 +124,7 @@ class KeptRows:
         self._sketches: dict[tuple[str, int, int], Sketch] = {}
 
     def add(self, part: dict[str, np.ndarray]) -> None:
-        """Take in rows.
+        """Add rows.
 
         Args:
             part: columns by name.

@@ -163,7 +163,7 @@ def measure(
 
 
 def _ahead(cut: Iterable[Batch]) -> tuple[list[Batch], Iterable[Batch]]:
-    """The batches that can be seen before any is measured, of an iterator the first alone; and all of them."""
+    """Return the batches that can be checked before measuring (of an iterator the first), and all batches."""
     if isinstance(cut, list):
         return cut, cut
     rest = iter(cut)
@@ -172,7 +172,7 @@ def _ahead(cut: Iterable[Batch]) -> tuple[list[Batch], Iterable[Batch]]:
 
 
 def _checked(k: Any, dtype: Any, **numbers: Any) -> tuple[int, ...]:
-    """The counterfactual k, one or several; every argument is refused that is none."""
+    """Return the counterfactual k, one or several; refuse anything else."""
     for name, value in numbers.items():
         if value is not None or name != "samples":
             whole_number(value, name, LEAST_MAX_QUERIES if name == "max_queries" else 1)

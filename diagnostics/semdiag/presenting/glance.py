@@ -38,7 +38,7 @@ class Glance:
     claim: bool = False
 
     def to_dict(self) -> dict[str, str | bool]:
-        """As plain values."""
+        """Return plain values for JSON."""
         return {**asdict(self), "answer": self.answer.value}
 
 

@@ -90,7 +90,7 @@ _FURTHEST = 5  # at either end
 
 
 def _fill(table: "NumberTable", result: dict[str, Any], part: str, every: bool, suffix: str = "") -> int:
-    """Add the rows of the heads; of many the furthest out. How many were left out."""
+    """Add a row for each head, of many heads only the extreme ones; return how many were left out."""
     heads = result["layers"]
     shown = heads if every or len(heads) <= _MOST else _furthest(heads, part)
     for row in [*shown, {"layer": "all", "head": "", **result["all"]}]:

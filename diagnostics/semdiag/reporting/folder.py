@@ -16,7 +16,7 @@ from semdiag_models.reading import read_json
 def check_folder(folder: Path, keep_queries: bool) -> None:
     """Refuse to replace anything but an earlier report, and to lose measurements kept there.
 
-    What a killed process left of a report there is put right first.
+    What a killed process left there is cleaned up first.
 
     Args:
         folder: of a report to be written.
@@ -53,7 +53,7 @@ def check_folder(folder: Path, keep_queries: bool) -> None:
 
 @contextmanager
 def replacing(folder: Path) -> Iterator[Path]:
-    """A new folder to write to, which takes the place of ``folder`` when all is written, or leaves nothing.
+    """Give a new folder to write to; it replaces ``folder`` once all is written, and is deleted on failure.
 
     Args:
         folder: passed by :func:`check_folder`.
@@ -75,7 +75,7 @@ def replacing(folder: Path) -> Iterator[Path]:
 
 
 def _tidy(folder: Path) -> None:
-    """Put right what a killed process left: an older report goes back, half a new one away."""
+    """Clean up after a killed process: restore the old report, delete a partial one."""
     if not folder.parent.is_dir():
         return
     for path in sorted(folder.parent.iterdir()):
@@ -88,7 +88,7 @@ def _tidy(folder: Path) -> None:
 
 
 def _runs(process: int) -> bool:
-    """Whether another process of this number is there, whose folder is to be left alone."""
+    """Whether another process with this number is running, so that its folder must be left alone."""
     if process == os.getpid() or os.name == "nt":
         return False
     try:
@@ -101,7 +101,7 @@ def _runs(process: int) -> bool:
 
 
 def _swap(building: Path, folder: Path) -> None:
-    """Put the finished folder in the place of an older one, which goes; on failure it stays or goes back."""
+    """Replace an older report by the finished folder; if that fails, the older one stays."""
     if folder.exists() and exchange(building, folder):
         return  # the older one has the name of what is thrown away
     old = building.with_suffix(".old")

@@ -100,7 +100,7 @@ def _glanced(name: str, headings: Sequence[Heading]) -> Heading:
 
 
 def _title(rows: Sequence[dict[str, Any]]) -> str:
-    """For the tab of a browser: the one model, or how many."""
+    """Return the title of the browser's tab: the one model, or how many there are."""
     return str(rows[0]["model"])[-60:] if len(rows) == 1 else f"{len(rows)} models"
 
 
@@ -134,7 +134,7 @@ def _about(whole: dict[str, Any]) -> str:
 
 
 def _shown(value: Any) -> Any:
-    """A value of the template; what macros have made is done."""
+    """Make a template's value safe to show; the output of macros is already safe."""
     return visible(value) if isinstance(value, str) and not isinstance(value, Markup) else value
 
 

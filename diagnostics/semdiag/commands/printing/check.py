@@ -23,7 +23,7 @@ def print_check(result: Verification) -> None:
         console.print(f"{'holds' if invariant.passed else 'FAILS'}: {invariant.words}")
     for rule in result.rules:
         word = "holds" if rule.passed else "FAILS" if rule.known else "cannot tell"
-        value = f"{rule.value:.4g}" if rule.known else "no number"
+        value = f"{rule.value:.4g}" if rule.known else "undefined"
         console.print(f"{word}: {rule.rule.text} — {value}, {rule.model}")
     for words in result.compared.words if result.compared else ():
         console.print(f"not compared: {words}")

@@ -111,7 +111,7 @@ class TrainingProgress:
         return f"training, epoch {task.fields['epoch']} of {task.fields['epochs']}{known}"
 
     def _share(self) -> float | None:
-        """Of the steps that a resumed run had before, it is not told how long they took."""
+        """Return the share of this run's own steps that are done; those before a resumption do not count."""
         (task,) = self._bar.tasks
         left = task.total - self._before if task.total else 0
         return (task.completed - self._before) / left if left else None

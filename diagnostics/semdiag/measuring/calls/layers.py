@@ -57,7 +57,7 @@ class Layer:
 
 
 class Layers:
-    """Numbers the places in the order of their first calls: a module that a forward calls twice is two places."""
+    """Number the places in the order of their first calls; a module that a forward calls twice is two places."""
 
     def __init__(self) -> None:
         self._places: dict[tuple[str, int], Layer] = {}

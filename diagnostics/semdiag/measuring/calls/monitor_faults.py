@@ -1,4 +1,4 @@
-"""What goes wrong in a monitor: told once, and no reason to stop a training."""
+"""Faults of a monitor: each is reported once, and none stops the training."""
 
 import traceback
 import warnings
@@ -12,7 +12,7 @@ _NAMED = 3  # modules in a warning
 
 
 class Faults:
-    """Warns of each fault once; of a file that cannot be written again after it could be."""
+    """Warn of each fault once; of a file that cannot be written, again after it could be."""
 
     def __init__(self) -> None:
         self._told: set[str] = set()

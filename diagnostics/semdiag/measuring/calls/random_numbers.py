@@ -1,4 +1,4 @@
-"""Random numbers that a model's forward draws although it is in evaluation mode: noticed, and drawn again."""
+"""Notice random numbers that a model draws in evaluation mode, and replay them."""
 
 import torch
 from torch import Tensor
@@ -34,7 +34,7 @@ class RandomNumbers:
         return any(not torch.equal(now, then) for now, then in zip(self._now(), self._states, strict=True))
 
     def again(self) -> None:
-        """Put the state back: what is drawn next is what was drawn first."""
+        """Restore the state, so that the same numbers are drawn again."""
         torch.set_rng_state(self._states[0])
         if self._device.type == "cuda":
             torch.cuda.set_rng_state(self._states[1], self._device)

@@ -74,7 +74,7 @@ def of_rows(holds: int, violated: int, vacuous: int, not_met: int) -> Verdict:
 
 
 def agreed(verdicts: Iterable[Verdict]) -> Verdict:
-    """The verdict that several have in common; nothing conclusive if they differ or there is none.
+    """Return the verdict that all share; inconclusive if they differ or there is none.
 
     Args:
         verdicts: for instance one per percentile.

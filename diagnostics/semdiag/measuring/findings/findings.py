@@ -42,7 +42,7 @@ class Findings:
     def __call__(
         self, question: "Callable[Concatenate[Findings, Asked], Answer]", *asked: Asked.args, **named: Asked.kwargs
     ) -> Answer:
-        """The answer to a question, worked out at the first time of asking.
+        """Return the answer to a question; it is computed once.
 
         Args:
             question: a function of findings. What it returns is shared: nobody may change it.

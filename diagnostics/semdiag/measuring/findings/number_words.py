@@ -1,4 +1,4 @@
-"""Numbers in words: nearly all does not read as all, hardly any not as none, and no number is called so."""
+"""Format numbers for sentences: 99.96% does not read as 100%, 0.04% not as 0%, and NaN is "undefined"."""
 
 import math
 from collections.abc import Callable
@@ -40,7 +40,7 @@ def ratio_words(ratio: float, digits: int = 2) -> str:
 
 
 def number_words(value: float, said: Callable[[float], str] = "{:.3g}".format) -> str:
-    """Say a number, or that it is none.
+    """Format a number; NaN is "undefined".
 
     Args:
         value: a number, infinity or NaN.
@@ -48,9 +48,9 @@ def number_words(value: float, said: Callable[[float], str] = "{:.3g}".format) -
 
     Example:
         >>> number_words(0.12345), number_words(math.nan)
-        ('0.123', 'no number')
+        ('0.123', 'undefined')
     """
-    return "no number" if math.isnan(value) else said(value)
+    return "undefined" if math.isnan(value) else said(value)
 
 
 def samples_words(count: int) -> str:

@@ -58,7 +58,7 @@ def find_pairs(models: pd.DataFrame, attention: str | None = "topk") -> tuple[li
 
 
 def rivals(models: pd.DataFrame, pair: Pair) -> list[str]:
-    """Find other models that could stand in the full model's place.
+    """Find other models that could serve as the full model of a pair.
 
     Args:
         models: the table of :class:`Measurements`.

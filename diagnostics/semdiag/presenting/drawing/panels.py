@@ -97,7 +97,7 @@ def model_labels(models: pd.DataFrame, *, last_only: bool = False) -> dict[str, 
 
 
 def short_labels(models: pd.DataFrame) -> dict[str, str]:
-    """Each model in few words, for ticks: what it differs in from the others.
+    """Name each model for an axis tick: only by what differs from the others.
 
     Args:
         models: the table of :class:`~semdiag.measuring.measurements.Measurements`.

@@ -62,7 +62,7 @@ PAPER: dict[Any, Any] = {
 
 @dataclass(frozen=True)
 class AttentionStyle:
-    """How one kind of attention looks in every figure; tellable apart in grey by marker and line.
+    """How one kind of attention looks in every figure; marker and line also tell kinds apart in grey.
 
     Attributes:
         name: in words.
@@ -108,7 +108,7 @@ def attention_style(kind: str) -> AttentionStyle:
 
 
 def palette(count: int) -> list[str]:
-    """Colours of unordered things, tellable apart by the colour-blind; the eleventh is the first again.
+    """Return distinct colours that colour-blind readers can tell apart; they repeat after ten.
 
     Args:
         count: how many.
@@ -147,7 +147,7 @@ def paper_style(draw: Callable[P, R]) -> Callable[P, R]:
 
 
 class PageFigure(Figure):
-    """A figure that a notebook shows, though pyplot knows nothing of it."""
+    """A figure that a notebook displays, although pyplot does not manage it."""
 
     def _repr_png_(self) -> bytes:
         file = io.BytesIO()

@@ -1,4 +1,4 @@
-"""How far a command is, where no bar can be drawn: a line at its start, and one a minute."""
+"""Progress where no bar can be drawn: a line at the start, and one a minute."""
 
 import threading
 import time
@@ -14,7 +14,7 @@ _PATIENCE = 10.0  # seconds until the first line is said without anything to cou
 
 
 class Minutes:
-    """Lines on stderr, for logs; terminals have bars. Within ``with`` a thread looks at the clock.
+    """Progress lines on stderr, for logs; terminals have bars. Inside ``with`` a thread watches the clock.
 
     Args:
         start: what is begun: the first line; empty: somebody else has said it.
@@ -54,7 +54,7 @@ class Minutes:
                 tell(f"semdiag: {self._start}.")
 
     def tick(self) -> None:
-        """Say how far it is, if a minute has passed since it was said; the first line, if nothing has been."""
+        """Print the progress if a minute has passed since the last line, or if there was none."""
         now = _clock()
         if not self._has_begun and now - self._begun >= _PATIENCE:
             self.begin()

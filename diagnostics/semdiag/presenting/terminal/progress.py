@@ -1,4 +1,4 @@
-"""How far a command is, on stderr."""
+"""Progress of a command, on stderr."""
 
 from contextlib import ExitStack
 from types import TracebackType
@@ -73,7 +73,7 @@ class Stages:
         return f"{self._name}{stages} {step.description}{counted}"
 
     def _share(self) -> float | None:
-        """Of the stages, as all are taken to last as long."""
+        """Return the share of stages that are done; each counts alike."""
         whole, step = self._bar.tasks
         done = whole.completed + (step.completed / step.total if step.total else 0)
         return done / whole.total if whole.total else None

@@ -1,4 +1,4 @@
-"""The way to the terminal: what files say reaches it as text, and never as something that it obeys."""
+"""Printing to the terminal: text from files is escaped, so that the terminal never obeys it."""
 
 import sys
 from collections.abc import Iterable, Iterator
@@ -76,7 +76,7 @@ def say(line: str) -> None:
 
 
 def terminal(**options: Any) -> "Console":
-    """A console of rich whose own escapes reach the terminal, and no others.
+    """A rich console that passes on its own escape sequences, and none from the text.
 
     Args:
         options: of :class:`rich.console.Console`.

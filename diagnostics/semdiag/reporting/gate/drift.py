@@ -68,9 +68,9 @@ class Drift:
         if self.quantity == "model":
             return f"{self.model} is in the baseline and was not measured"
         if math.isnan(self.now):
-            was = "no number" if math.isnan(self.was) else f"{self.was:.4g}"
+            was = "undefined" if math.isnan(self.was) else f"{self.was:.4g}"
             return f"{self.model}: it is unclear whether {self.quantity} moved: it was {was} and is not a number"
-        was = "no number" if math.isnan(self.was) else f"{self.was:.4g}"
+        was = "undefined" if math.isnan(self.was) else f"{self.was:.4g}"
         return f"{self.model}: {self.quantity} was {was} and is {self.now:.4g}"
 
 

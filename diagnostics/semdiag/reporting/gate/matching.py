@@ -1,4 +1,4 @@
-"""Which model of a baseline is which model now: by content, wherever it lies."""
+"""Match the models of a baseline with those measured now: by content, wherever they lie."""
 
 from dataclasses import dataclass
 from typing import Any

@@ -62,7 +62,7 @@ def test_words_of_rows():
 
 def test_a_finding_in_words():
     finding = Finding("m", "δ is small", "paper", "p95", Verdict.HOLDS, {"δ": 0.5, "Δ": math.nan}, "as expected")
-    assert str(finding) == "holds: δ is small [paper], p95 (δ = 0.5, Δ = no number); as expected"
+    assert str(finding) == "holds: δ is small [paper], p95 (δ = 0.5, Δ = undefined); as expected"
 
 
 def stability_of(made_up, kind, rows, **facts):
