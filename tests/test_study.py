@@ -9,10 +9,8 @@ import pytest
 from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.measurements import Measurements
 from semdiag.measuring.schema import optional_tables
-from semdiag.questions.convergence.answer.epochs import arrivals, epochs_to, over_seeds, speed_ups
-from semdiag.questions.predictors.answer.mask_cells import STAGES
+from semdiag.questions.convergence.answer.epochs import arrivals, over_seeds, speed_ups
 from semdiag.questions.predictors.answer.prediction import held_out_tasks, predictor_table
-from semdiag.questions.predictors.measure import CANDIDATES
 from semdiag_models import TASKS, configure
 from semdiag_models.attention.reach import cannot_represent
 
