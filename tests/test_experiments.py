@@ -143,12 +143,20 @@ def test_correlations_are_those_of_the_registered_cells_and_stand_in_the_documen
         whole.loc[registered.index, registered.columns], registered, rtol=1e-5, check_names=False
     )
     text = (EXPERIMENTS.parent / "docs" / "study.md").read_text(encoding="utf-8")
-    assert speeds.correlations_in_words(found, [*registered.index]) in text
+    names = {symbol: name for name, symbol in speeds.CANDIDATES.items()}
+    words = " ".join(text.split()).replace(" (+", ", +").replace(" (−", ", −")
+    table = speeds.correlations_in_words(found, [*registered.index]).splitlines()
+    assert "\n".join(row for row in table if "top-k" not in row and "others" not in row) in text
+    for candidate, masks, sign in (("δ", "top-k", -1), ("ξ", "top-k", 1), ("λ", "others", 1), ("λ", "all", -1)):
+        (row,) = (row for row in table if row.startswith(f"| {candidate} | {masks} |"))
+        assert re.search(r"\| ([^|]*) \|$", row).group(1).replace(" (", ", ").rstrip(")") in words
+        rho = found[(found["candidate"] == names[candidate]) & (found["masks"] == masks)]["rho"]
+        assert (len(rho), (sign * rho > 0).all()) == (7, True)
     rows = speeds.markdown(speeds.ratios(pd.read_csv(data / "outcomes.csv"))).splitlines()
     shown = [row.rpartition(" |")[0].rpartition(" |")[0] + " |" for row in rows]  # without the last column
     section = text.split("## Who learns faster")[1].split("\n- ")[0]
     said = [line for line in section.splitlines() if line.startswith("| ")]
-    assert len(said) == 11
+    assert len(said) == 8
     assert set(said) <= set(shown)
 
 
