@@ -34,7 +34,7 @@ _OWN_ERROR = 70  # as of other programs: EX_SOFTWARE of sysexits.h
 
 
 class _Program(TyperGroup):
-    """The commands. Typer would make an interruption an exit code, as of a command that has told of it itself."""
+    """The commands; Ctrl-C becomes an Abort for :func:`main`, not an exit code of Typer's."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -55,7 +55,7 @@ app = typer.Typer(
 
 
 def _reflowed(docstring: str) -> str:
-    """A command's help without the line breaks of its source, but for indented examples: terminals break it."""
+    """Return a command's help without the line breaks of its source, except in indented examples."""
     parts = inspect.cleandoc(docstring).split("\n\n")
     return "\n\n".join(part if part.startswith("    ") else " ".join(part.split()) for part in parts)
 
@@ -141,7 +141,7 @@ def _explain(error: _UsageError) -> NoReturn:
 
 
 def _leave_unread() -> NoReturn:
-    """The reader of our output has seen enough; what is still on its way to it goes nowhere."""
+    """Discard what is still to be written: the reader has closed the pipe."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(BrokenPipeError):
             stream.close()
@@ -149,7 +149,7 @@ def _leave_unread() -> NoReturn:
 
 
 def _give_up(error: Exception, debug: bool) -> NoReturn:
-    """Say that semdiag is wrong, not the input; with the traceback if it was asked for."""
+    """Report an error of semdiag itself; with the traceback if ``--debug`` was given."""
     if debug:
         traceback.print_exception(error)
     *_, last = traceback.extract_tb(error.__traceback__)

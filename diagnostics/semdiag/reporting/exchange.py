@@ -1,4 +1,4 @@
-"""Two folders change places in one step, where the system can."""
+"""Swap two folders in one step, where the system can."""
 
 import ctypes
 import os
@@ -15,7 +15,7 @@ _CALLS: dict[str, Callable[[Any, bytes, bytes], int]] = {
 
 
 def exchange(one: Path, other: Path) -> bool:
-    """Let two folders change places, so that at no moment either name is missing.
+    """Swap two folders, so that neither name is ever missing.
 
     Args:
         one: a folder.

@@ -1,4 +1,4 @@
-"""How far a command is, where no bar can be drawn: a line at its start, and one a minute."""
+"""Progress where no bar can be drawn: a line at the start, and one a minute."""
 
 import threading
 import time
@@ -47,14 +47,14 @@ class Minutes:
             self._ticker.join()
 
     def begin(self) -> None:
-        """Say the first line, if it has not been said."""
+        """Print the first line, once."""
         with self._turn:
             if self._start and not self._silent and not self._has_begun:
                 self._has_begun = True
                 tell(f"semdiag: {self._start}.")
 
     def tick(self) -> None:
-        """Say how far it is, if a minute has passed since it was said; the first line, if nothing has been."""
+        """Print a line if a minute has passed since the last; the first line, if there was none."""
         now = _clock()
         if not self._has_begun and now - self._begun >= _PATIENCE:
             self.begin()
@@ -78,7 +78,7 @@ class Minutes:
 
 
 def minutes(seconds: float) -> str:
-    """A time in minutes, or in hours and minutes.
+    """Return a time in minutes, or in hours and minutes.
 
     Args:
         seconds: how long.
