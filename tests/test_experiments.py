@@ -157,6 +157,10 @@ def test_correlations_are_those_of_the_registered_cells_and_stand_in_the_documen
     section = text.split("## Who learns faster")[1].split("\n- ")[0]
     said = [line for line in section.splitlines() if line.startswith("| ")]
     assert len(said) == 8
+    means = np.exp(speeds.over_tasks(speeds.ratios(pd.read_csv(data / "outcomes.csv")))["mean"])
+    local = means[means.index.str.contains("global")]
+    assert len(local) == 3
+    assert f"{local.min():.2f} to {local.max():.2f}" in text
     assert set(said) <= set(shown)
 
 
