@@ -1,4 +1,4 @@
-"""Do greedy budgets hold on samples that did not choose them? The table of docs/commands/k-sweep.md#budgets.
+"""Do greedy budgets hold on samples that did not choose them? See docs/commands/k-sweep.md#budgets.
 
     python benchmarks/budgets.py checkpoints/missing-duplicate-full-seed-153476998 250 8
     python benchmarks/budgets.py docs.causal_model:build 50 5

@@ -1,4 +1,4 @@
-"""Does the change of a head's output say what truncation costs? The table of docs/commands/k-sweep.md#why-by-head.
+"""Does the change of a head's output say what truncation costs? See docs/commands/k-sweep.md#why-by-head.
 
     python benchmarks/truncation.py checkpoints/even-pairs-full-seed-153476998
     python benchmarks/truncation.py docs.causal_model:build

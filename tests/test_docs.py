@@ -28,7 +28,10 @@ EXAMPLES = [
     for page in PAGES.values()
     for example in re.findall(r"```console\n\$ (semdiag [^\n]*)\n(.*?)```", page, re.S)
 ]
-TEXTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+TEXTS = [
+    *sorted(ROOT.glob("*.md")),
+    *(p for f in ("docs", "experiments", "checkpoints") for p in (ROOT / f).rglob("*.md")),
+]
 PYTHON = [
     pytest.param(example, id=f"{page.stem}-{number}")
     for page in (ROOT / "README.md", ROOT / "docs" / "python.md")
@@ -252,9 +255,27 @@ def test_the_python_examples_run(example: str, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("text", TEXTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_links_lead_somewhere(text: Path) -> None:
-    for name in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", text.read_text(encoding="utf-8")):
+    for name, anchor in re.findall(r"\]\(([^)#\s]*)(?:#([^)\s]*))?\)", text.read_text(encoding="utf-8")):
         if not name.startswith("http"):
-            assert (text.parent / name).exists(), name
+            target = text.parent / name if name else text
+            assert target.exists(), name
+            if anchor and target.suffix == ".md":
+                assert anchor in anchors(target.read_text(encoding="utf-8")), f"{name}#{anchor}"
+
+
+def anchors(page: str) -> set[str]:
+    """The anchors of a page: of its headings, as GitHub names them, and those written out."""
+    headings = re.findall(r"^#+ (.*)$", re.sub(r"```.*?```", "", page, flags=re.S), re.M)
+    plain = (re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).strip().lower() for heading in headings)
+    return {
+        *re.findall(r'<a id="([^"]+)"', page),
+        *(re.sub(r"[^\w\- ]", "", one).replace(" ", "-") for one in plain),
+    }
+
+
+def test_anchors_are_those_of_headings() -> None:
+    page = '# `a b`: C?\n```sh\n# no heading\n```\n## See [the *x*](y.md)\n<a id="z"></a>\n'
+    assert anchors(page) == {"a-b-c", "see-the-x", "z"}
 
 
 def test_every_page_of_the_docs_is_in_their_index() -> None:

@@ -142,8 +142,26 @@ def test_correlations_are_those_of_the_registered_cells_and_stand_in_the_documen
     pd.testing.assert_frame_equal(
         whole.loc[registered.index, registered.columns], registered, rtol=1e-5, check_names=False
     )
-    text = (EXPERIMENTS / "speed.md").read_text(encoding="utf-8")
-    assert speeds.correlations_in_words(found, [*registered.index]) in text
+    text = (EXPERIMENTS.parent / "docs" / "study.md").read_text(encoding="utf-8")
+    names = {symbol: name for name, symbol in speeds.CANDIDATES.items()}
+    words = " ".join(text.split()).replace(" (+", ", +").replace(" (−", ", −")
+    table = speeds.correlations_in_words(found, [*registered.index]).splitlines()
+    assert "\n".join(row for row in table if "top-k" not in row and "others" not in row) in text
+    for candidate, masks, sign in (("δ", "top-k", -1), ("ξ", "top-k", 1), ("λ", "others", 1), ("λ", "all", -1)):
+        (row,) = (row for row in table if row.startswith(f"| {candidate} | {masks} |"))
+        assert re.search(r"\| ([^|]*) \|$", row).group(1).replace(" (", ", ").rstrip(")") in words
+        rho = found[(found["candidate"] == names[candidate]) & (found["masks"] == masks)]["rho"]
+        assert (len(rho), (sign * rho > 0).all()) == (7, True)
+    rows = speeds.markdown(speeds.ratios(pd.read_csv(data / "outcomes.csv"))).splitlines()
+    shown = [row.rpartition(" |")[0].rpartition(" |")[0] + " |" for row in rows]  # without the last column
+    section = text.split("## Who learns faster")[1].split("\n- ")[0]
+    said = [line for line in section.splitlines() if line.startswith("| ")]
+    assert len(said) == 8
+    means = np.exp(speeds.over_tasks(speeds.ratios(pd.read_csv(data / "outcomes.csv")))["mean"])
+    local = means[means.index.str.contains("global")]
+    assert len(local) == 3
+    assert f"{local.min():.2f} to {local.max():.2f}" in text
+    assert set(said) <= set(shown)
 
 
 def test_correlations_within_kinds_are_of_their_masks_alone():
@@ -229,4 +247,15 @@ def test_the_tables_of_length_40_in_the_docs_are_those_of_the_data():
     data = EXPERIMENTS.parent / "reports" / "length-40"
     text = (EXPERIMENTS.parent / "docs" / "findings.md").read_text(encoding="utf-8")
     assert length_40.runs_in_words(pd.read_csv(data / "runs.csv")) in text
-    assert length_40.percentiles_in_words(pd.read_csv(data / "percentiles.csv")) in text
+    percentiles = pd.read_csv(data / "percentiles.csv")
+    judged = percentiles[~percentiles["percentile"].isin([0, 100])]
+    known = judged["ratio"].dropna()
+    two, half = known.between(1 / 2, 2).sum(), known.between(1 / 1.5, 1.5).sum()
+    words = " ".join(text.split())
+    assert f"Of the {len(known)} cells at p75 to p95 that the paper shows, {two} are within a factor of 2" in words
+    assert f"and {half} within 1.5" in words
+    met = judged[judged["quantity"].str.startswith("condition")].set_index("task")["ours"] < 1
+    assert f"below 1 in {met.sum()} of the {len(met)} cells" in words
+    learned = ["stack-manipulation", "missing-duplicate", "even-pairs"]
+    for task, own in [("the four tasks that are memorised", met.drop(learned)), *((t, met[t]) for t in learned)]:
+        assert f"| {task} | {own.sum()} of {len(own)} |" in text

@@ -53,7 +53,7 @@ def list_names(
 
 
 def _out_of_reach() -> str:
-    """Which tasks local attention cannot represent, in the recipes' lengths and blocks."""
+    """Return which tasks local attention cannot represent, at the recipes' lengths and blocks."""
     from semdiag_models import TASKS, configure
     from semdiag_models.attention.kinds import LOCAL
     from semdiag_models.attention.reach import cannot_represent

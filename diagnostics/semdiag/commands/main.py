@@ -34,7 +34,7 @@ _OWN_ERROR = 70  # as of other programs: EX_SOFTWARE of sysexits.h
 
 
 class _Program(TyperGroup):
-    """The commands. Typer would turn Ctrl-C into an exit code; here main reports it, once."""
+    """The commands; Ctrl-C becomes an Abort for :func:`main`, not an exit code of Typer's."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -56,7 +56,7 @@ app = typer.Typer(
 
 
 def _reflowed(docstring: str) -> str:
-    """Join the lines of a docstring, so that the terminal wraps them; indented examples stay as they are."""
+    """Return a command's help without the line breaks of its source, except in indented examples."""
     parts = inspect.cleandoc(docstring).split("\n\n")
     return "\n\n".join(part if part.startswith("    ") else " ".join(part.split()) for part in parts)
 
@@ -151,7 +151,7 @@ def _explain(error: _UsageError) -> NoReturn:
 
 
 def _leave_unread() -> NoReturn:
-    """Exit because the reader of our output has closed it; discard what is left."""
+    """Discard what is still to be written: the reader has closed the pipe."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(BrokenPipeError):
             stream.close()
@@ -159,7 +159,7 @@ def _leave_unread() -> NoReturn:
 
 
 def _give_up(error: Exception, debug: bool) -> NoReturn:
-    """Say that semdiag is wrong, not the input; with the traceback if it was asked for."""
+    """Report an error of semdiag itself; with the traceback if ``--debug`` was given."""
     if debug:
         traceback.print_exception(error)
     *_, last = traceback.extract_tb(error.__traceback__)

@@ -22,7 +22,7 @@ FORMATS = ("png", "svg", "pdf")
 
 
 def command_line() -> str:
-    """Return the command line, quoted so that it can be typed again."""
+    """Return the command as the user could type it again."""
     return shlex.join(["semdiag", *sys.argv[1:]])
 
 
@@ -70,7 +70,7 @@ def measured(
     against: Path | None = None,
     typed: Collection[str] = (),
 ) -> "Findings":
-    """Find the checkpoints and measure them, telling how far it is on stderr.
+    """Find the checkpoints and measure them, with progress on stderr.
 
     Args:
         models: what the user named.
@@ -145,13 +145,13 @@ def measured(
 
 
 def _held_out(model: "LoadedModel") -> int:
-    """Return how many samples a run held out; fresh samples and texts have no limit."""
+    """Return how many samples the run of a checkpoint held out; fresh samples and texts are unlimited."""
     run = model.training
     return sys.maxsize if run is None or run.text is not None else run.holdout_samples
 
 
 def _with_reference(paths: list[Path], against: Path) -> list[Path]:
-    """The checkpoints to measure, the reference last."""
+    """Return the checkpoints to measure, the reference last."""
     from semdiag.capturing.discovery import find_checkpoints
     from semdiag_models import InputError
 
@@ -230,7 +230,7 @@ def deliver(
     sections: Sequence[str] | None = None,
     per_query: Path | None = None,
 ) -> None:
-    """Deliver what a command measured: a page with figures, and on stdout tables or one JSON object.
+    """Deliver what a command measured: a page with figures, and tables or one JSON object on stdout.
 
     What is written comes first, so that a place that cannot be written to is told in one line.
 

@@ -1,4 +1,4 @@
-"""Where a command puts its page: a folder named after the models, and never that of other models."""
+"""Where a command puts its page: a folder named after the models, never one that belongs to other models."""
 
 import hashlib
 import os
@@ -12,10 +12,10 @@ if TYPE_CHECKING:
 
 
 def output_folder(command: str, measurements: "Measurements", given: Path | None) -> Path:
-    """The folder of a command's output, by default like ``reports/dispersion-even-pairs-topk-5-seed-1``.
+    """Return the folder of a command's output, by default like ``reports/dispersion-even-pairs-topk-5-seed-1``.
 
     If a report on other models lies there already, the name gets a short hash of these models' names, so that
-    nothing is overwritten. In a folder that the user named it is, and that is said.
+    nothing is overwritten. In a folder that the user named, it is replaced, with a message.
 
     Args:
         command: its name.
@@ -38,7 +38,7 @@ def output_folder(command: str, measurements: "Measurements", given: Path | None
 
 
 def _models_of(folder: Path) -> set[str] | None:
-    """Which models the report in a folder is about; None if none is there, or something else."""
+    """Return which models the report in a folder is about; None if there is no report."""
     from semdiag_models import InputError
     from semdiag_models.reading import read_json
 
@@ -50,5 +50,5 @@ def _models_of(folder: Path) -> set[str] | None:
 
 
 def _known_as(models: list[str]) -> set[str]:
-    """Names under which the same models are recognised however they were written."""
+    """Return names that are the same for the same models, however the user wrote them."""
     return {os.path.normpath(model).removesuffix(f"{os.sep}last.pt") for model in models}

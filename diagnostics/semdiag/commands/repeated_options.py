@@ -1,4 +1,4 @@
-"""Options that are given twice: a list takes both, any other is refused, so that none is silently the last."""
+"""Options that are given twice: a list takes both, any other is refused instead of silently taking the last."""
 
 from typing import Any
 

@@ -50,7 +50,7 @@ class Shared:
     typed: frozenset[str]
 
     def conditions(self, keep_queries: bool = False, **more: Any) -> "Conditions":
-        """Return the conditions of measuring; every option is checked before anything is measured.
+        """Return the conditions of the measurement; every option is checked first.
 
         Args:
             keep_queries: whether the report is to keep every query.
@@ -91,7 +91,7 @@ class Shared:
         show: Callable[["Findings"], None],
         sections: Sequence[str] | None = None,
     ) -> None:
-        """Deliver what was found: :func:`~semdiag.commands.measuring.deliver`.
+        """Deliver the results: :func:`~semdiag.commands.measuring.deliver`.
 
         Args:
             command: its name.

@@ -181,7 +181,7 @@ class _Ways:
 def _train(
     runs: "list[SweepRun]", folder: Path, ways: _Ways, workers: "Callable[[], Workers]"
 ) -> "list[RunResult]":
-    """Train what is left; return the rows of all runs, which are also written after every run."""
+    """Train the unfinished runs; return the rows of all runs, which are also written after every run."""
     from semdiag.commands.printing.sweep import SweepProgress
     from semdiag_models.run_lock import RunLock
     from semdiag_models.sweeps.results import write_results

@@ -42,7 +42,7 @@ def text_task(
 
 
 def introduction(training: "TrainingConfig") -> str:
-    """What the text gives to learn from, in one line; nothing for the other tasks."""
+    """Return one line on the text's samples; an empty text for other tasks."""
     text = training.text
     return (
         ""

@@ -8,7 +8,7 @@ _LONGEST = 80  # letters of a name: folders of a file system have 255 bytes, and
 
 
 def file_safe(model: str) -> str:
-    """A model's name as a file may be called everywhere: a run's folder, or its snapshot if it is not the last.
+    """Return a model's name as a valid file name: a run's folder, and its snapshot if it is not the last.
 
     Args:
         model: as the user named it.

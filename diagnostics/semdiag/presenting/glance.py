@@ -1,4 +1,4 @@
-"""The answer to each question of a report at one glance: a word, a number with its denominator, what it counts."""
+"""The answer to a question at one glance: a word, a number with its denominator, and what it counts."""
 
 import re
 from collections.abc import Callable
@@ -10,14 +10,14 @@ from semdiag.measuring.findings.findings import Findings
 
 
 class Answer(StrEnum):
-    """What a question of a report was answered with."""
+    """The kinds of answers to a question of a report."""
 
     HOLDS = "holds"
     DOES_NOT = "does not hold"
     OPEN = "cannot tell"
     PLAUSIBLE = "plausible"  # sparse attention: it would do
     COSTS = "not without loss"  # sparse attention: it would not
-    CHANGES = "not without change"  # likewise, of outputs whose loss nobody knows
+    CHANGES = "not without change"  # likewise, of outputs without a known loss
     MEASURED = "measured"  # the question has no yes or no
 
 
@@ -38,12 +38,12 @@ class Glance:
     claim: bool = False
 
     def to_dict(self) -> dict[str, str | bool]:
-        """Return plain values for JSON."""
+        """Return plain values."""
         return {**asdict(self), "answer": self.answer.value}
 
 
 def measured_glance(*tables: str) -> Callable[[Findings], Glance]:
-    """Of a question that has no one number: how many models it was asked of.
+    """Return the glance of a question without a single number: how many models were measured.
 
     Args:
         tables: of measurements, that hold what was measured.
@@ -73,7 +73,7 @@ def models_words(count: int) -> str:
 
 
 def span_words(values: list[float], form: str | Callable[[float], str]) -> str:
-    """One number, or the smallest and the largest of several, all finite."""
+    """Return one number, or the range of several, all finite."""
     said = form.format if isinstance(form, str) else form
     low, high = (re.sub("^-", "−", said(end)) for end in (min(values), max(values)))
     signed = any(end.startswith(("−", "<", ">")) for end in (low, high))  # −3 to 98, 85 to > 99.9

@@ -1,4 +1,4 @@
-"""What the values of options mean: text to numbers, names and paths."""
+"""Values of options: text to numbers, names and paths."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -66,7 +66,7 @@ def positive_numbers(text: str, option: str) -> tuple[float, ...]:
 
 
 def targets(texts: Sequence[str]) -> dict[str, Any]:
-    """Read ``["0.95", "listops=0.35"]``: what is said for all tasks, and for single ones.
+    """Read ``["0.95", "listops=0.35"]``: a value for all tasks, and values for single tasks.
 
     Raises:
         InputError: if a part is not a number.

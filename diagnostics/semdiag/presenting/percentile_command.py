@@ -67,7 +67,7 @@ def _print(metric: str, summary: "Callable[[Findings], Summary]", every: bool, f
 
 
 def _sections(metric: str, findings: "Findings") -> tuple[str, ...]:
-    """Sections of the command's report: the metric, and where a k was asked for, what it would leave."""
+    """Return the sections of the command's report: the metric, and with ``--k`` what that k would leave."""
     from semdiag.measuring.findings.counterfactuals import counterfactual_ks
 
     return (metric, "within") if counterfactual_ks(findings.measurements.queries) else (metric,)
@@ -90,7 +90,7 @@ _FURTHEST = 5  # at either end
 
 
 def _fill(table: "NumberTable", result: dict[str, Any], part: str, every: bool, suffix: str = "") -> int:
-    """Add a row for each head, of many heads only the extreme ones; return how many were left out."""
+    """Add the rows of the heads, of many those furthest out; return how many were left out."""
     heads = result["layers"]
     shown = heads if every or len(heads) <= _MOST else _furthest(heads, part)
     for row in [*shown, {"layer": "all", "head": "", **result["all"]}]:
@@ -111,20 +111,20 @@ def _median(row: dict[str, Any], part: str) -> float:
 
 
 def _by_median(heads: list[dict[str, Any]], part: str) -> list[dict[str, Any]]:
-    """The heads whose median is known, the smallest first."""
+    """Return the heads whose median is known, the smallest first."""
     known = [row for row in heads if row.get(part, row)["p50"] is not None]
     return sorted(known, key=lambda row: _median(row, part))
 
 
 def _furthest(heads: list[dict[str, Any]], part: str) -> list[dict[str, Any]]:
-    """The heads with the smallest and the largest medians, in the order of the model."""
+    """Return the heads with the smallest and the largest medians, in the order of the model."""
     known = _by_median(heads, part)
     ends = [*known[:_FURTHEST], *known[len(known) - _FURTHEST :]] if len(known) > 2 * _FURTHEST else known
     return [row for row in heads if any(row is end for end in ends)]
 
 
 def extremes(result: dict[str, Any], part: str) -> str:
-    """Which head has the largest median of a quantity, and which the smallest.
+    """Return which head has the largest median of a quantity, and which the smallest.
 
     Args:
         result: of a model, as the summary has it.

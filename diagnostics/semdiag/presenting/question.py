@@ -1,4 +1,4 @@
-"""What a question is: one folder, one record, one line in the registry."""
+"""A question: one folder, one record, one line in the registry."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Shared(Protocol):
-    """What the user said with the options that the measuring commands share.
+    """The values of the options that the measuring commands share.
 
     Attributes:
         values: by name; a command that does not take an option has none for it.
@@ -37,7 +37,7 @@ class Shared(Protocol):
         more_stages: int = 0,
         against: Path | None = None,
     ) -> "Findings":
-        """Measure what the user named, telling how far it is."""
+        """Measure what the user named, with progress."""
 
     def deliver(
         self,
@@ -69,7 +69,7 @@ class Command:
 def command(
     leave_out: Sequence[str] = ("per_query",), *, sampling: bool = False, **defaults: Any
 ) -> Callable[[Callable[..., None]], Command]:
-    """Make a function with a keyword ``shared`` a command; the arguments are those of :class:`Command`."""
+    """Turn a function with a keyword ``shared`` into a command; arguments as in :class:`Command`."""
     return lambda run: Command(run, tuple(leave_out), sampling, defaults)
 
 
@@ -107,7 +107,7 @@ class Question:
 
     @cached_property
     def probe(self) -> "Probe | None":
-        """Return what measures it; None: it needs no measurement of its own."""
+        """Return its probe; None if it needs no measurement of its own."""
         part: Probe | None = self._part(self.measured_by)
         return part
 

@@ -1,4 +1,4 @@
-"""What a section of a report is: its headings, and what it says, draws and tabulates of findings."""
+"""A section of a report: its headings, sentences, figures and tables."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ class Shown:
 
     @property
     def figure(self) -> str:
-        """The figure's name, and that of its files."""
+        """Return the figure's name, which is that of its files."""
         return self.draw.__name__
 
 
@@ -101,7 +101,7 @@ class Section:
         return self.external if external(findings.measurements.models).all() else self.headings
 
     def applies(self, findings: Findings) -> bool:
-        """Whether there is something to show."""
+        """Return whether there is something to show."""
         tables = [getattr(findings.measurements, name) for name in self.needs]
         some = not tables or any(len(table) for table in tables)
         return some and bool(self.asked(findings)) and self.measured(findings)

@@ -1,4 +1,4 @@
-"""What the tables of all sections have in common."""
+"""Tables of sections."""
 
 from collections.abc import Callable, Sequence
 
@@ -13,7 +13,7 @@ FACTS = ["model", "task", "attention", "k", "seed", "snapshot", "epoch"]
 
 
 def with_facts(findings: Findings, table: pd.DataFrame) -> pd.DataFrame:
-    """A table with what is known of each model in front.
+    """Return a table with the facts of each model in front.
 
     Args:
         findings: of the models.
@@ -23,7 +23,7 @@ def with_facts(findings: Findings, table: pd.DataFrame) -> pd.DataFrame:
 
 
 def one_table(name: str, question: Callable[[Findings], pd.DataFrame]) -> Tables:
-    """The tables of a section that has but one, with what is known of each model in front.
+    """Return the tables of a section with one table, the facts of each model in front.
 
     Args:
         name: of the file, without suffix.
@@ -33,7 +33,7 @@ def one_table(name: str, question: Callable[[Findings], pd.DataFrame]) -> Tables
 
 
 def verdict_table(judged: Sequence[Finding]) -> pd.DataFrame:
-    """Findings as a table, their numbers in words.
+    """Return findings as a table, their numbers in words.
 
     Args:
         judged: findings of any verdict.
@@ -50,7 +50,7 @@ def verdict_table(judged: Sequence[Finding]) -> pd.DataFrame:
 
 
 def with_run_facts(findings: Findings, table: pd.DataFrame) -> pd.DataFrame:
-    """A table with task, attention and seed of each run in front.
+    """Return a table with task, attention and seed of each run in front.
 
     Args:
         findings: with runs.
@@ -60,7 +60,7 @@ def with_run_facts(findings: Findings, table: pd.DataFrame) -> pd.DataFrame:
 
 
 def a_column_each(table: pd.DataFrame) -> pd.DataFrame:
-    """A column for every quantity and statistic, like ``dispersion_p50``, instead of a row."""
+    """Return a column for every quantity and statistic, like ``dispersion_p50``, instead of a row."""
     names = table["quantity"] + "_" + table["statistic"]
     places = [column for column in table if column not in ("quantity", "statistic", "value")]
     wide = table.assign(name=pd.Categorical(names, names.unique())).pivot(
@@ -70,7 +70,7 @@ def a_column_each(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def percentile_csv(findings: Findings, quantity: str) -> pd.DataFrame:
-    """Percentiles of a quantity per layer and head, and pooled, with the model's facts, for readers.
+    """Return percentiles of a quantity per layer and head, and pooled, with the model's facts.
 
     Args:
         findings: of any number of models.

@@ -10,7 +10,7 @@ from semdiag.measuring.findings.strict_json import records
 
 
 def capture_sentences(findings: Findings) -> list[str]:
-    """Say how much of the attention was captured, and whether what was captured is all of it.
+    """Return how much of the attention was captured, and whether each capture is complete.
 
     Args:
         findings: of any number of models.
@@ -56,7 +56,7 @@ def capture_sentences(findings: Findings) -> list[str]:
 
 
 def diverged_sentences(findings: Findings) -> list[str]:
-    """What makes the numbers doubtful, a sentence for each model whose scores are not all numbers."""
+    """Return a warning for each model that has scores which are NaN or infinite."""
     said = []
     bad, models = findings.measurements.non_finite, findings.measurements.models
     others = set(models.loc[external(models), "model"])
@@ -76,7 +76,7 @@ def diverged_sentences(findings: Findings) -> list[str]:
 
 
 def weights_sentences(findings: Findings) -> list[str]:
-    """Which models were built with weights left out, a sentence for each: of random ones numbers mean nothing."""
+    """Return a warning for each model that was built without some of its weights: random ones mean nothing."""
     remarks = findings.measurements.remarks
     lost = remarks[remarks["code"] == "weights-not-loaded"]
     return [f"Warning: of {row['model']}, {row['text']}." for row in records(lost)]

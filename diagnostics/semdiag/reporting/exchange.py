@@ -1,4 +1,4 @@
-"""Exchange two folders in one step, where the system can."""
+"""Swap two folders in one step, where the system can."""
 
 import ctypes
 import os
@@ -15,7 +15,7 @@ _CALLS: dict[str, Callable[[Any, bytes, bytes], int]] = {
 
 
 def exchange(one: Path, other: Path) -> bool:
-    """Exchange two folders atomically, so that neither name is ever missing.
+    """Swap two folders, so that neither name is ever missing.
 
     Args:
         one: a folder.

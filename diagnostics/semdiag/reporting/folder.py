@@ -53,7 +53,7 @@ def check_folder(folder: Path, keep_queries: bool) -> None:
 
 @contextmanager
 def replacing(folder: Path) -> Iterator[Path]:
-    """Give a new folder to write to; it replaces ``folder`` once all is written, and is deleted on failure.
+    """Yield a new folder, which replaces ``folder`` when all is written, and leaves nothing on failure.
 
     Args:
         folder: passed by :func:`check_folder`.
@@ -75,7 +75,7 @@ def replacing(folder: Path) -> Iterator[Path]:
 
 
 def _tidy(folder: Path) -> None:
-    """Clean up after a killed process: restore the old report, delete a partial one."""
+    """Clean up after a killed process: restore the old report, delete the partial one."""
     if not folder.parent.is_dir():
         return
     for path in sorted(folder.parent.iterdir()):
@@ -88,7 +88,7 @@ def _tidy(folder: Path) -> None:
 
 
 def _runs(process: int) -> bool:
-    """Whether another process with this number is running, so that its folder must be left alone."""
+    """Return whether a process of this number is running, whose folder must be left alone."""
     if process == os.getpid() or os.name == "nt":
         return False
     try:
@@ -101,7 +101,7 @@ def _runs(process: int) -> bool:
 
 
 def _swap(building: Path, folder: Path) -> None:
-    """Replace an older report by the finished folder; if that fails, the older one stays."""
+    """Replace an older folder by the finished one; on failure keep or restore the older one."""
     if folder.exists() and exchange(building, folder):
         return  # the older one has the name of what is thrown away
     old = building.with_suffix(".old")

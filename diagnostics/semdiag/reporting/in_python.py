@@ -1,4 +1,4 @@
-"""What was found, asked for in Python: the words, the page, one figure."""
+"""Results in Python: the summary, the page, one figure."""
 
 from pathlib import Path
 from typing import Any

@@ -17,7 +17,7 @@ from semdiag_models.plain_text import visible
 
 
 class Picture(TypedDict):
-    """What the page must know of a figure: files by format, size in CSS pixels, or why it is missing.
+    """A figure on the page: files by format, size in CSS pixels, or why it is missing.
 
     ``narrow`` is the file for telephones, where the panels stand one above the other; ``shows`` is what its
     legend and the titles of its panels say, empty if it has neither.
@@ -100,12 +100,12 @@ def _glanced(name: str, headings: Sequence[Heading]) -> Heading:
 
 
 def _title(rows: Sequence[dict[str, Any]]) -> str:
-    """Return the title of the browser's tab: the one model, or how many there are."""
+    """Return the title of the browser's tab: the one model, or how many."""
     return str(rows[0]["model"])[-60:] if len(rows) == 1 else f"{len(rows)} models"
 
 
 def _eyebrow(parts: Sequence[tuple[str, Sequence[Heading]]]) -> str:
-    """What the page asks: of runs how fast they learn, else the question of its first section."""
+    """Return the question above the page's answer: of runs how fast they learn, else that of the first section."""
     names = [name for name, _ in parts]
     if "convergence" in names:
         return "How fast does it learn?"
@@ -114,12 +114,12 @@ def _eyebrow(parts: Sequence[tuple[str, Sequence[Heading]]]) -> str:
 
 
 def _lead(whole: dict[str, Any]) -> str:
-    """The one sentence of the first screen: the first question's answer."""
+    """Return the sentence of the first screen: the first question's answer."""
     return str(whole["verdict"][0])
 
 
 def _about(whole: dict[str, Any]) -> str:
-    """What was measured, on what, when and with what, on one line."""
+    """Return one line: what was measured, on what, when and with which version."""
     rows = whole["results"]
     model = str(rows[0]["model"]) if len(rows) == 1 else f"{len(rows)} models"
     counts = sorted({int(row["samples"]) for row in rows})
@@ -134,12 +134,12 @@ def _about(whole: dict[str, Any]) -> str:
 
 
 def _shown(value: Any) -> Any:
-    """Make a template's value safe to show; the output of macros is already safe."""
+    """Return a value of the template, escaped unless a macro made it."""
     return visible(value) if isinstance(value, str) and not isinstance(value, Markup) else value
 
 
 def _number(value: float | str | None) -> str:
-    """Three digits, an en dash where there is no number."""
+    """Return a number to three digits; an en dash if it is undefined."""
     return "–" if value is None else f"{number_from_json(value):.3g}"
 
 

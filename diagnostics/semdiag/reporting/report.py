@@ -31,13 +31,13 @@ LOOK = "look.html"  # the page of one text, beside that of the report
 
 
 class Progress(Protocol):
-    """Who is told how far the report is."""
+    """Receives the progress of a report."""
 
     def announce(self, stage: str, steps: int) -> None:
-        """A stage of so many steps begins."""
+        """Begin a stage of so many steps."""
 
     def advance(self, steps: int) -> None:
-        """So many steps are done."""
+        """Count so many finished steps."""
 
 
 _NAMED_IN_THE_PAGE = ("dispersion", "dispersion_ratio", "separation", "load", "within", "projections")
@@ -88,7 +88,7 @@ def write_report(
 
 
 def measured_sections(findings: Findings) -> list[str]:
-    """The parts of a report for which something was measured.
+    """Return the sections for which something was measured.
 
     Args:
         findings: of one or several models.
@@ -145,7 +145,7 @@ def _write(
 
 
 def in_short(findings: Findings, sections: Sequence[Section]) -> list[str]:
-    """What the first screen says: every section's short sentences, how much was captured, warnings.
+    """Return the sentences of the first screen: of every section, of the capture, and warnings.
 
     Args:
         findings: of any number of models.
@@ -166,7 +166,7 @@ def in_short(findings: Findings, sections: Sequence[Section]) -> list[str]:
 
 
 def _tables(findings: Findings, sections: Sequence[Section]) -> dict[str, pd.DataFrame]:
-    """What is written as CSV; the percentiles of δ stand in every report."""
+    """Return the tables that are written as CSV; percentiles of δ are in every report."""
     tables = {"dispersion": percentile_csv(findings, "dispersion")}
     if len(findings.measurements.projections):
         tables["projections"] = findings.measurements.projections
@@ -190,7 +190,7 @@ def _picture(
     folder: Path,
     formats: Sequence[str],
 ) -> Picture:
-    """Draw and save a figure; say what the page needs to know of it, or why there is nothing to show."""
+    """Draw and save a figure; return its picture, or why there is nothing to show."""
     if not formats:
         return _missing("figures were not asked for.")
     try:
@@ -219,7 +219,7 @@ def _missing(reason: str) -> Picture:
 
 
 def _shows(figure: Figure) -> str:
-    """What the legend and the titles of the panels say, each once."""
+    """Return the texts of legend and panel titles, each once."""
     legends = [*figure.legends, *(legend for ax in figure.axes if (legend := ax.get_legend()))]
     entries = [text.get_text() for legend in legends for text in legend.get_texts()]
     titles = [" ".join(ax.get_title(loc="left").split()) for ax in figure.axes]

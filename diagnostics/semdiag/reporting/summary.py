@@ -16,7 +16,7 @@ from semdiag.questions.separation.answer import separation_summary
 
 
 def model_rows(findings: Findings, sections: Sequence[str]) -> Any:
-    """One row per model: what is known of it and what was measured.
+    """Return one row per model: its facts and what was measured.
 
     Args:
         findings: of any number of models.
@@ -61,7 +61,7 @@ def summary(
     sections: Sequence[Section],
     figures: dict[str, list[str]],
 ) -> dict[str, Any]:
-    """The report as plain values.
+    """Return the report as plain values.
 
     Args:
         findings: of any number of models.

@@ -162,7 +162,7 @@ class SweepProgress:
             self._bar.stop()
 
     def tick(self) -> None:
-        """Look at how far the running ones are."""
+        """Update the bar from the running runs."""
         from semdiag_models.sweeps.runs import epochs_so_far
 
         so_far = sum(epochs_so_far(self._folder / name) for name in self.open)
@@ -170,14 +170,14 @@ class SweepProgress:
         self._minutes.tick()  # as it is called about once a second, there is no need of a clock of its own
 
     def _state(self) -> str:
-        """What stands in the bar, in words."""
+        """Return what the bar shows, in words."""
         (task,) = self._bar.tasks
         failed = f", {task.fields['failed']}" if task.fields["failed"] else ""
         ended = f"{task.fields['ended']} of {counted(self._count, 'run')} ended{failed}"
         return f"{ended}, {task.percentage:.0f}% of epochs"
 
     def _share(self) -> float | None:
-        """Of the epochs that were left at the start."""
+        """Return the share done of the epochs that were left at the start."""
         (task,) = self._bar.tasks
         left = (task.total or 0) - self._before
         return (task.completed - self._before) / left if left else None

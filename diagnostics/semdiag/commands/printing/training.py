@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def summarise(trainer: "Trainer", several: bool) -> None:
-    """Print where a run has arrived.
+    """Print the result of a run.
 
     Args:
         trainer: at its end.
@@ -105,13 +105,13 @@ class TrainingProgress:
         self._bar.update(self._task, epoch=int(row["epoch"]), accuracy=seed + accuracy)
 
     def _state(self) -> str:
-        """What stands in the bar, in words."""
+        """Return what the bar shows, in words."""
         (task,) = self._bar.tasks
         known = f", {task.fields['accuracy']}" if task.fields["accuracy"] else ""
         return f"training, epoch {task.fields['epoch']} of {task.fields['epochs']}{known}"
 
     def _share(self) -> float | None:
-        """Return the share of this run's own steps that are done; those before a resumption do not count."""
+        """Return the share done of this session's steps; those before a resume took an unknown time."""
         (task,) = self._bar.tasks
         left = task.total - self._before if task.total else 0
         return (task.completed - self._before) / left if left else None

@@ -1,4 +1,4 @@
-"""Distribution curves of few points: a figure must not grow with the number of queries."""
+"""Distribution curves of few points, so that a figure does not grow with the number of queries."""
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -7,7 +7,7 @@ POINTS = 500
 
 
 def cumulative_curve(values: ArrayLike, points: int = POINTS) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Points of the cumulative distribution of the finite values above 0, exact at evenly spaced shares.
+    """Return points of the cumulative distribution of the finite values above 0, exact at evenly spaced shares.
 
     Values at or below 0 count in the shares but have no point: they lie left of a logarithmic axis.
 
@@ -32,7 +32,7 @@ def cumulative_curve(values: ArrayLike, points: int = POINTS) -> tuple[NDArray[n
 
 
 def exceedance_curve(counts: ArrayLike, points: int = POINTS) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Share of counts that are at least x, for every x that occurs.
+    """Return the share of counts that are at least x, for every x that occurs.
 
     Args:
         counts: whole numbers, any shape; entries that are not finite are left out.

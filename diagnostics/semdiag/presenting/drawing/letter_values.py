@@ -1,4 +1,4 @@
-"""Nested boxes from percentiles: a distribution with a heavy tail in a handful of shapes."""
+"""Nested boxes from percentiles: a heavy-tailed distribution in a few shapes."""
 
 from collections.abc import Hashable, Mapping, Sequence
 
@@ -78,7 +78,7 @@ def layer_boxes(
 
 
 def logarithmic_limits(ax: Axes, low: float, high: float) -> None:
-    """Set a logarithmic ordinate with a little room at both ends.
+    """Set a logarithmic y axis with some room at both ends.
 
     Args:
         ax: the panel.
@@ -91,7 +91,7 @@ def logarithmic_limits(ax: Axes, low: float, high: float) -> None:
 
 
 def positive_range(tables: pd.DataFrame, low: str, high: str) -> tuple[float, float]:
-    """Smallest and largest positive percentile, for a logarithmic axis.
+    """Return the smallest and the largest positive percentile, for a logarithmic axis.
 
     Args:
         tables: percentile tables, one below the other.

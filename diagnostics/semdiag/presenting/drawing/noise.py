@@ -1,4 +1,4 @@
-"""The perturbation behind measured secants, in words for a figure."""
+"""The noise behind measured secants, in words for a figure."""
 
 import pandas as pd
 
@@ -7,7 +7,7 @@ from semdiag.measuring.findings.number_words import samples_words
 
 
 def percent(level: float) -> str:
-    """A relative size of noise: ``1%``.
+    """Return a relative size of noise, like ``1 %``.
 
     Args:
         level: relative to each token's root mean square.
@@ -16,7 +16,7 @@ def percent(level: float) -> str:
 
 
 def noise_facts(findings: Findings, secants: pd.DataFrame) -> str:
-    """Noise level, samples and draws behind some secants.
+    """Return noise level, samples and draws behind some secants, in words.
 
     Args:
         findings: for the seed.

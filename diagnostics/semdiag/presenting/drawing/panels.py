@@ -17,7 +17,7 @@ _SNAPSHOT_NAMES = {"initialisation": "at initialisation", "best": "best snapshot
 
 
 class NothingToDrawError(ValueError):
-    """A figure has nothing to show for these measurements; the message says why, in words for the reader."""
+    """A figure has nothing to show for these measurements; the message tells the reader why."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def panels_of(models: pd.DataFrame, keys: Sequence[str] = RUN_AND_SNAPSHOT) -> l
 
 
 def model_labels(models: pd.DataFrame, *, last_only: bool = False) -> dict[str, str]:
-    """Each model in words, like ``even-pairs, top-k (k = 5)``.
+    """Return each model in words, like ``even-pairs, top-k (k = 5)``.
 
     Args:
         models: the table of :class:`~semdiag.measuring.measurements.Measurements`.
@@ -97,7 +97,7 @@ def model_labels(models: pd.DataFrame, *, last_only: bool = False) -> dict[str, 
 
 
 def short_labels(models: pd.DataFrame) -> dict[str, str]:
-    """Name each model for an axis tick: only by what differs from the others.
+    """Return each model in few words, for ticks: what distinguishes it from the others.
 
     Args:
         models: the table of :class:`~semdiag.measuring.measurements.Measurements`.
@@ -157,7 +157,7 @@ def _series(group: pd.DataFrame) -> tuple[Series, ...]:
 
 
 def _apart(style: AttentionStyle, place: int, count: int) -> AttentionStyle:
-    """The style of one of several models of the same attention: each lighter than the last, with other markers."""
+    """Return the style of one of several models with the same attention: lighter, with another marker."""
     if not place:
         return style
     markers = [style.marker, *(other for other in _MARKERS if other != style.marker)]

@@ -4,7 +4,7 @@ _SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 def powers_of_ten(low: float, high: float) -> str:
-    """The smallest and the largest of several factors.
+    """Return the range of several factors, in powers of ten.
 
     Args:
         low: decimal logarithm of the smallest.
@@ -19,7 +19,7 @@ def powers_of_ten(low: float, high: float) -> str:
 
 
 def factors(low: float, high: float) -> str:
-    """The smallest and the largest of several factors, as plain numbers where they are below a thousand.
+    """Return the range of several factors, as plain numbers below a thousand.
 
     Args:
         low: decimal logarithm of the smallest.
@@ -36,7 +36,7 @@ def factors(low: float, high: float) -> str:
 
 
 def power_of_ten(exponent: float) -> str:
-    """A factor as the nearest whole power of ten, as one writes it by hand.
+    """Return the nearest whole power of ten, with a superscript.
 
     Args:
         exponent: decimal logarithm of the factor.

@@ -60,7 +60,7 @@ def save_figure(figure: Figure, path: Path, formats: Sequence[str] = ("png", "sv
 
 
 def _show_all(figure: Figure) -> None:
-    """Escape control characters in a figure's texts: an SVG with them is invalid."""
+    """Escape control characters in the texts of a figure: with them an SVG is not valid."""
     for text in figure.findobj(Text):
         if isinstance(text, Text) and text.get_text() != (shown := visible(text.get_text())):
             text.set_text(shown)

@@ -62,7 +62,7 @@ PAPER: dict[Any, Any] = {
 
 @dataclass(frozen=True)
 class AttentionStyle:
-    """How one kind of attention looks in every figure; marker and line also tell kinds apart in grey.
+    """How one kind of attention looks in every figure; marker and line distinguish it in grey, too.
 
     Attributes:
         name: in words.
@@ -108,7 +108,7 @@ def attention_style(kind: str) -> AttentionStyle:
 
 
 def palette(count: int) -> list[str]:
-    """Return distinct colours that colour-blind readers can tell apart; they repeat after ten.
+    """Return distinct colours that are safe for the colour-blind; the eleventh repeats the first.
 
     Args:
         count: how many.
@@ -132,7 +132,7 @@ def lightened(color: str, share: float) -> tuple[float, float, float]:
 
 
 def paper_style(draw: Callable[P, R]) -> Callable[P, R]:
-    """Let a function run with the settings of :data:`PAPER`, and restore the user's own after it.
+    """Run a function with the settings of :data:`PAPER`, and restore the user's own afterwards.
 
     Args:
         draw: a function that makes or saves a figure.
@@ -147,7 +147,7 @@ def paper_style(draw: Callable[P, R]) -> Callable[P, R]:
 
 
 class PageFigure(Figure):
-    """A figure that a notebook displays, although pyplot does not manage it."""
+    """A figure that a notebook shows without pyplot."""
 
     def _repr_png_(self) -> bytes:
         file = io.BytesIO()
@@ -160,7 +160,7 @@ _STACKED: ContextVar[bool] = ContextVar("stacked", default=False)
 
 @contextmanager
 def stacked() -> Iterator[None]:
-    """Let figures be drawn for a telephone: as wide as one, their panels one above the other."""
+    """Draw figures for a telephone inside: narrow, with panels one above the other."""
     token = _STACKED.set(True)
     try:
         yield
@@ -169,12 +169,12 @@ def stacked() -> Iterator[None]:
 
 
 def page_width() -> float:
-    """Width of a figure in inches: that of the page's text, or of a telephone."""
+    """Return the width of a figure in inches: the page's text, or a telephone."""
     return 4.2 if _STACKED.get() else 10.0
 
 
 def wrapped(ax: Axes, text: str, size: float = 9.0) -> str:
-    """A text broken into lines that are no wider than a panel.
+    """Return a text broken into lines that fit a panel.
 
     Args:
         ax: the panel.
@@ -204,7 +204,7 @@ def wrap_titles(figure: Figure) -> None:
 def panel_grid(
     panels: int, height: float = 2.7, *, sharex: bool = False, sharey: bool = True, columns: int | None = None
 ) -> tuple[Figure, list[Axes]]:
-    """Make a figure with a given number of panels, outside pyplot's global state.
+    """Return a figure with a number of panels, outside pyplot's global state.
 
     Args:
         panels: how many.
@@ -234,7 +234,7 @@ def panel_grid(
 
 
 def finished(figure: Figure, note: str) -> Figure:
-    """A figure with one legend for all panels above them, each label once, and below them how to read the marks.
+    """Finish a figure: one legend above all panels, each label once, and a note below on how to read the marks.
 
     Args:
         figure: with its panels drawn.
@@ -257,7 +257,7 @@ def finished(figure: Figure, note: str) -> Figure:
 
 
 def note_below(figure: Figure, text: str) -> None:
-    """Say below the panels how to read the marks; and break titles that are too wide.
+    """Add a note below the panels on how to read the marks, and break titles that are too wide.
 
     Args:
         figure: with its panels drawn.
@@ -304,7 +304,7 @@ def plain_numbers(axis: Axis) -> None:
 
 
 def decades(ax: Axes) -> float:
-    """Powers of ten between the smallest and the largest positive ordinate of the lines of a panel.
+    """Return the powers of ten that the positive values of a panel's lines span.
 
     Args:
         ax: the panel.

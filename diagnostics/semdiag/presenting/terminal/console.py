@@ -1,4 +1,4 @@
-"""What the tables of results have in common."""
+"""Tables of results in a terminal."""
 
 import math
 import os
@@ -29,7 +29,7 @@ def wide_console() -> Console:
 
 
 class NumberTable:
-    """A table that knows how wide the terminal is.
+    """A table that fits the width of the terminal.
 
     A number is shown whole or not at all: one cut short would be a wrong one. Where a table is too wide, first its
     headings are broken between words, then names are broken at hyphens, and then columns are left away, and named.
@@ -74,7 +74,7 @@ class NumberTable:
 
     @property
     def row_count(self) -> int:
-        """Number of rows."""
+        """Return the number of rows."""
         return len(self.rows)
 
     def add_row(self, *cells: str) -> None:
@@ -104,7 +104,7 @@ class NumberTable:
             yield f"Left out to fit {options.max_width} columns: {missing}."
 
     def _table(self, left: Sequence[int], breaking: bool = True, narrower: int = 0) -> Table:
-        """The table without some columns, its headings broken, its names narrower by so much in all."""
+        """Return the table without some columns, with broken headings and names narrower by so much in all."""
         table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), caption=self.caption or None)
         columns = [[row[place] for row in self.rows] for place in range(len(self.columns))]
         for place, width in enumerate(self._widths_of_names(columns, narrower)):
@@ -124,7 +124,7 @@ class NumberTable:
         return table
 
     def _widths_of_names(self, columns: Sequence[Sequence[str]], narrower: int) -> list[int]:
-        """Of the columns of names: the widest gives way first, and none below its longest part."""
+        """Return the widths of columns of names: the widest shrinks first, none below its longest part."""
         names = columns[: self.names]
         widths = [max(map(cell_len, cells), default=0) for cells in names]
         least = [max((cell_len(p) for cell in cells for p in _PARTS.split(cell)), default=0) for cells in names]
@@ -136,7 +136,7 @@ class NumberTable:
 
 
 def _broken(name: str, width: int) -> str:
-    """A name on as many lines as it needs, broken behind hyphens."""
+    """Return a name on as many lines as it needs, broken after hyphens."""
     lines = [""]
     for part in _PARTS.split(name):
         if lines[-1] and cell_len(lines[-1] + part) > width:
@@ -146,12 +146,12 @@ def _broken(name: str, width: int) -> str:
 
 
 def number_table(columns: Iterable[str], names: int = 0, **more: Any) -> NumberTable:
-    """A :class:`NumberTable` without rows."""
+    """Return a :class:`NumberTable` without rows."""
     return NumberTable(columns, names, **more)
 
 
 def number(value: float | str | None, digits: int = 3) -> str:
-    """A number of a summary to three digits; whole numbers, which are mostly counts, with all of theirs."""
+    """Return a number to three digits; whole numbers, mostly counts, in full."""
     value = number_from_json(value)
     if math.isnan(value):
         return "–"
@@ -159,7 +159,7 @@ def number(value: float | str | None, digits: int = 3) -> str:
 
 
 def ends(low: float | str | None, high: float | str | None) -> tuple[str, str]:
-    """Both ends of an interval to three digits, or to as many as tell them apart.
+    """Return both ends of an interval to three digits, or as many as distinguish them.
 
     Example:
         >>> ends(0.1496, 0.1504), ends(0.15, 0.15)
@@ -170,7 +170,7 @@ def ends(low: float | str | None, high: float | str | None) -> tuple[str, str]:
 
 
 def interval(low: float, high: float) -> str:
-    """An interval in three digits, like ``92.6–93.1``; ``-0.2 to 0.1`` where a dash would look like a sign.
+    """Return an interval to three digits, like ``92.6–93.1``; ``-0.2 to 0.1`` where a dash would look like a sign.
 
     Example:
         >>> interval(92.61, 93.08), interval(-0.2, 0.1)

@@ -47,14 +47,14 @@ class Minutes:
             self._ticker.join()
 
     def begin(self) -> None:
-        """Say the first line, if it has not been said."""
+        """Print the first line, once."""
         with self._turn:
             if self._start and not self._silent and not self._has_begun:
                 self._has_begun = True
                 tell(f"semdiag: {self._start}.")
 
     def tick(self) -> None:
-        """Print the progress if a minute has passed since the last line, or if there was none."""
+        """Print a line if a minute has passed since the last; the first line, if there was none."""
         now = _clock()
         if not self._has_begun and now - self._begun >= _PATIENCE:
             self.begin()
@@ -78,7 +78,7 @@ class Minutes:
 
 
 def minutes(seconds: float) -> str:
-    """A time in minutes, or in hours and minutes.
+    """Return a time in minutes, or in hours and minutes.
 
     Args:
         seconds: how long.

@@ -1,4 +1,4 @@
-"""Progress of a command, on stderr."""
+"""Progress on stderr."""
 
 from contextlib import ExitStack
 from types import TracebackType
@@ -44,7 +44,7 @@ class Stages:
         self._open.__exit__(kind, error, trace)
 
     def announce(self, stage: str, steps: int) -> None:
-        """Begin a stage; the one before is over.
+        """Begin a stage and end the one before.
 
         Args:
             stage: its name.
@@ -57,7 +57,7 @@ class Stages:
         self._bar.reset(self._step, total=steps or None, description=stage[-50:])
 
     def expect(self, steps: int) -> None:
-        """Say how many steps the running stage will take, where that turns out later."""
+        """Set how many steps the running stage will take, once that is known."""
         self._bar.update(self._step, total=steps)
 
     def advance(self, steps: int) -> None:
@@ -66,14 +66,14 @@ class Stages:
         self._bar.advance(self._step, steps)
 
     def _state(self) -> str:
-        """What stands in the bars, in words."""
+        """Return what the bars show, in words."""
         whole, step = self._bar.tasks
         counted = f" ({step.completed:g} of {step.total:g})" if step.total else ""
         stages = f" stage {whole.completed + 1:g} of {whole.total:g}," if whole.total != 1 else ""
         return f"{self._name}{stages} {step.description}{counted}"
 
     def _share(self) -> float | None:
-        """Return the share of stages that are done; each counts alike."""
+        """Return the share done; all stages are taken to last equally long."""
         whole, step = self._bar.tasks
         done = whole.completed + (step.completed / step.total if step.total else 0)
         return done / whole.total if whole.total else None

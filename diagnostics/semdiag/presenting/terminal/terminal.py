@@ -1,4 +1,4 @@
-"""Printing to the terminal: text from files is escaped, so that the terminal never obeys it."""
+"""Output to the terminal: texts from files are shown, and never act as control sequences."""
 
 import sys
 from collections.abc import Iterable, Iterator
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def visible(text: str) -> str:
-    r"""A text with its control characters as their escapes: :func:`semdiag_models.plain_text.visible`.
+    r"""Return a text with control characters escaped: :func:`semdiag_models.plain_text.visible`.
 
     Args:
         text: whatever a file says.
@@ -30,7 +30,7 @@ def visible(text: str) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """A number and what it counts.
+    """Return a number and what it counts.
 
     Args:
         number: how many.
@@ -48,7 +48,7 @@ _JSON_ON_STDOUT = ContextVar("json_on_stdout", default=False)
 
 @contextmanager
 def beside_json(as_json: bool) -> Iterator[None]:
-    """Print the results that are said inside on stderr, if stdout is for JSON.
+    """Inside, print results on stderr if stdout is for JSON.
 
     Args:
         as_json: whether it is.
@@ -61,7 +61,7 @@ def beside_json(as_json: bool) -> Iterator[None]:
 
 
 def results_on_stderr() -> bool:
-    """Whether results go to stderr, because stdout is for JSON."""
+    """Return whether results go to stderr, because stdout is for JSON."""
     return _JSON_ON_STDOUT.get()
 
 
@@ -76,7 +76,7 @@ def say(line: str) -> None:
 
 
 def terminal(**options: Any) -> "Console":
-    """A rich console that passes on its own escape sequences, and none from the text.
+    """Return a rich console that passes its own escapes to the terminal, and no others.
 
     Args:
         options: of :class:`rich.console.Console`.
@@ -96,7 +96,7 @@ def terminal(**options: Any) -> "Console":
 
 
 def speak_any_language() -> None:
-    """Print what a stream's encoding lacks as its escape, instead of ending with an error."""
+    """Escape characters that a stream's encoding lacks, instead of failing."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")

@@ -1,4 +1,4 @@
-"""What stands above the tables of one model."""
+"""Titles above the tables of one model."""
 
 from typing import Any
 

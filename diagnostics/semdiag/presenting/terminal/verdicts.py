@@ -1,4 +1,4 @@
-"""What became of a claim, in a line of plain words."""
+"""The verdict on a claim, in one line."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -34,7 +34,7 @@ def print_verdicts(console: Console, judged: Iterable[Finding]) -> None:
 
 
 def verdict_line(verdict: str, claim: str, form: str, numbers: Mapping[str, Any]) -> str:
-    """A claim and what became of it: of claims about many rows how many exceed it and out of how many.
+    """Return a claim and its verdict; of claims about many rows, how many of how many exceed it.
 
     Args:
         verdict: a value of :class:`~semdiag.measuring.findings.finding.Verdict`.

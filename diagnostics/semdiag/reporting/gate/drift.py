@@ -21,7 +21,7 @@ TOLERANCE = 0.05
 
 @dataclass(frozen=True)
 class Compared:
-    """How many of the models that were measured a baseline speaks about.
+    """How many of the measured models a baseline covers.
 
     Attributes:
         models: that were measured.
@@ -35,7 +35,7 @@ class Compared:
 
     @property
     def words(self) -> list[str]:
-        """What was not compared, one statement a model."""
+        """Return what was not compared, one statement a model."""
         return [f"{model} is not in the baseline" for model in self.new]
 
 
@@ -45,10 +45,10 @@ class Drift:
 
     Attributes:
         model: path.
-        quantity: like ``dispersion.p95``; ``model`` if the model is gone, or nobody knows which it is.
+        quantity: like ``dispersion.p95``; ``model`` if the model is gone, or ambiguous.
         was: in the baseline.
         now: NaN if it is gone or undefined.
-        among: paths of the models now, of which nobody knows whether they are this one.
+        among: paths of the models now that may be this one.
     """
 
     model: str
@@ -59,7 +59,7 @@ class Drift:
 
     @property
     def words(self) -> str:
-        """What happened, in words."""
+        """Return what happened, in words."""
         if self.among:
             return (
                 f"it is unclear whether {self.model} of the baseline is {' or '.join(self.among)}: the baseline "
@@ -75,7 +75,7 @@ class Drift:
 
 
 def tracked_numbers(findings: Findings) -> list[dict[str, Any]]:
-    """Give the numbers that a later check can be compared with.
+    """Return the numbers that a later check is compared with.
 
     Args:
         findings: of one or more models.
@@ -143,7 +143,7 @@ def compared(findings: Findings, baseline: list[dict[str, Any]]) -> Compared:
 
 
 def drift(findings: Findings, baseline: list[dict[str, Any]], tolerance: float = TOLERANCE) -> list[Drift]:
-    """Numbers that moved by more than a share of what they were.
+    """Return the numbers that moved by more than a share of what they were.
 
     Models are matched by content, wherever they lie (:func:`~semdiag.reporting.gate.matching.match`). Models that
     the baseline does not hold are not judged: :func:`compared` names them.
@@ -178,6 +178,6 @@ def drift(findings: Findings, baseline: list[dict[str, Any]], tolerance: float =
 
 
 def _same(was: float, now: float, tolerance: float) -> bool:
-    if math.isnan(was) or math.isnan(now):  # of what is no number nobody can tell whether it moved
+    if math.isnan(was) or math.isnan(now):  # unknown whether it moved
         return False
     return now == was or abs(now - was) <= tolerance * abs(was) < math.inf

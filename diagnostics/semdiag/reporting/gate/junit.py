@@ -10,7 +10,7 @@ _NOT_IN_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]
 
 
 def junit_xml(result: Verification) -> str:
-    """One test case per pair, layer gate, invariant, rule and model, and number that left the baseline.
+    """Return a test case for each pair, layer gate, invariant, rule and model, and number that left the baseline.
 
     Models that the baseline does not hold are skipped cases.
 
@@ -36,7 +36,7 @@ def junit_xml(result: Verification) -> str:
 
 
 def _cases(result: Verification) -> Iterator[tuple[str, str, str | None]]:
-    """Group, name, and what fails of each thing that was judged."""
+    """Yield group, name, and failures of each thing that was judged."""
     for pair in result.pairs:
         yield "pair", pair.pair.label, None if pair.passed else pair.fault
     for gate in result.layers:

@@ -28,18 +28,18 @@ class LayerGate:
 
     @property
     def failing(self) -> tuple[int, ...]:
-        """Layers in which δ_h < δ_s does not hold at the median, or cannot be told."""
+        """Return the layers in which δ_h < δ_s does not hold at the median, or is unknown."""
         pairs = zip(self.full, self.topk, strict=True)
         return tuple(layer for layer, (full, topk) in enumerate(pairs) if not topk < full)
 
     @property
     def unknown(self) -> tuple[int, ...]:
-        """Those of the failing layers in which a median is no number, so that nobody can tell."""
+        """Return the failing layers in which a median is NaN, so that the answer is unknown."""
         return tuple(layer for layer in self.failing if math.isnan(self.full[layer] + self.topk[layer]))
 
     @property
     def fault(self) -> str:
-        """In which layers it does not hold or cannot be told, in words; empty if there is none."""
+        """Return in which layers it does not hold or is unknown, in words; empty if there is none."""
         told = [layer for layer in self.failing if layer not in self.unknown]
         parts = []
         if told:
@@ -52,7 +52,7 @@ class LayerGate:
 
     @property
     def passed(self) -> bool:
-        """Whether fewer than half of the layers fail; none, if every layer must hold.
+        """Return whether fewer than half of the layers fail; none, if every layer must hold.
 
         The paper compares layers pooled. In a deep model single layers may go the other way, whatever the
         others do (one of fifteen in the reference checkpoints does); a claim about the model fails where half

@@ -1,4 +1,4 @@
-"""Match the models of a baseline with those measured now: by content, wherever they lie."""
+"""Match models with those of a baseline: by content, wherever the files are."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -77,5 +77,5 @@ def _pairs(baseline: list[Entry], now: list[Entry]) -> dict[int, int]:
 
 
 def _agree(entry: Entry, model: Entry, names: tuple[str, ...]) -> bool:
-    """Whether both have the first thing, and what is known of both is the same."""
+    """Return whether both have the first fact, and agree in all that the entry has."""
     return bool(entry.get(names[0])) and all(entry.get(name, model[name]) == model[name] for name in names)

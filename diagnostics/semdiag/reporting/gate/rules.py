@@ -55,7 +55,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class RuleResult:
-    """What became of a rule on one model: its value there, and whether it passed (no value does not)."""
+    """The result of a rule on one model: its value, and whether it passed (an unknown value does not)."""
 
     rule: Rule
     model: str
@@ -63,18 +63,18 @@ class RuleResult:
 
     @property
     def passed(self) -> bool:
-        """Whether the value is known and on the right side of the limit."""
+        """Return whether the value is known and on the right side of the limit."""
         compare = _OPERATORS[self.rule.comparison]
         return self.known and bool(compare(self.value, self.rule.limit))
 
     @property
     def known(self) -> bool:
-        """Whether there is a value; without one nobody can tell."""
+        """Return whether the value is known."""
         return not math.isnan(self.value)
 
     @property
     def fault(self) -> str:
-        """What keeps the rule from passing, in words; empty if nothing does."""
+        """Return why the rule does not pass; empty if it does."""
         if self.passed:
             return ""
         name = ".".join(filter(None, (self.rule.metric, self.rule.statistic)))
@@ -147,8 +147,8 @@ def apply_rules(findings: Findings, rules: list[Rule]) -> list[RuleResult]:
     """Apply every rule to every model that it chooses.
 
     A quantity that is undefined for a model — the separation where no key is dropped — does not concern it,
-    unless the rule's filter names such models only: then nothing satisfies it, and it fails. Of a model whose
-    scores are NaN or infinite nobody can tell, which is no pass.
+    unless the rule's filter names such models only: then nothing satisfies it, and it fails. If a model
+    has scores that are NaN or infinite, the result is unknown, which is not a pass.
 
     Args:
         findings: of one or more models.
@@ -176,7 +176,7 @@ def apply_rules(findings: Findings, rules: list[Rule]) -> list[RuleResult]:
 
 
 def _would_be_known(rule: Rule, row: dict[Any, Any]) -> bool:
-    """Whether a model has the rule's quantity as long as its scores are numbers."""
+    """Return whether a model would have the rule's quantity if its scores were finite."""
     return rule.metric != "accuracy" and not (rule.metric == "separation" and row["attention"] in DENSE)
 
 

@@ -18,7 +18,7 @@ PROBED = 50  # samples on which masks are put under noise
 
 @dataclass(frozen=True)
 class Expectations:
-    """What is asked of the models besides δ_h < δ_s.
+    """What the models must satisfy besides δ_h < δ_s.
 
     Attributes:
         rules: that every model must satisfy.
@@ -57,7 +57,7 @@ class Verification:
 
     @property
     def failures(self) -> list[str]:
-        """What fails, one statement each."""
+        """Return what fails, one statement each."""
         said = [f"{result.pair.label}: {result.fault}" for result in self.pairs if not result.passed]
         said += [f"{gate.label}: {gate.fault}" for gate in self.layers if not gate.passed]
         said += [f"{invariant.name}: {invariant.words}" for invariant in self.invariants if not invariant.passed]
@@ -65,7 +65,7 @@ class Verification:
         return said + [moved.words for moved in self.drifts]
 
     def summary(self) -> dict[str, Any]:
-        """The verdicts as plain values, schema ``semdiag.check/2``."""
+        """Return the verdicts as plain values, schema ``semdiag.check/2``."""
         results = [
             {
                 "full": pair.pair.full,
