@@ -67,7 +67,7 @@ def test_ratios_of_dispersion_are_those_of_the_findings():
 
 PHRASES = {
     ("The smaller the dispersion", "docs/study.md"): "−0.47 to 0.37; −0.26 (−0.56 to 0.05)",
-    ("Masks are separated", "docs/findings.md"): "85 %; 29 %; 92 %; 51 %",
+    ("Masks are separated", "docs/findings.md"): "85%; 29%; 92%; 51%",
     ("The conditions of Corollary 1", "docs/findings.md"): "24 of 24; 10 of 18; 1 of 18; 0 of 18; 35 of",
     ("The bounds are true", "docs/findings.md"): "5 of 101,000 pairs of rows",
     ("Fixed sparse masks", "docs/findings.md"): "10 of 12 pairs",

@@ -7,7 +7,7 @@ from semdiag.measuring.findings.number_words import samples_words
 
 
 def percent(level: float) -> str:
-    """Return a relative size of noise, like ``1 %``.
+    """Return a relative size of noise, like ``1%``.
 
     Args:
         level: relative to each token's root mean square.
