@@ -126,7 +126,7 @@ def compressed(part, hidden):
 
 
 def block_scores(attention, hidden):
-    """Of DeepSeek-V4 the scores of the indexer (batch, queries, blocks) and those of the dense attention, by head."""
+    """Of DeepSeek-V4 the scores of the indexer (batch, queries, blocks), and by head of the dense attention."""
     hidden, indexer = hidden.double(), attention.compressor.indexer
     places = torch.arange(hidden.shape[1])
     residual = normed(times(hidden, attention.q_a_proj), attention.q_a_norm)

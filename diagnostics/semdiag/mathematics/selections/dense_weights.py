@@ -53,4 +53,6 @@ def dense_agreement(scores: Tensor, kept: Tensor, available: Tensor) -> DenseAgr
     ordered = weights.mean(1).sort(-1, descending=True).values.cumsum(-1)
     number, whole = kept.sum(-1), available.sum(-1)
     best = ordered.gather(-1, (number - 1).clamp(min=0)[..., None])[..., 0].masked_fill(number == 0, 0.0)
-    return DenseAgreement(on_kept.sum(-1), on_kept.amax(-1) == weights.amax(-1), best, number / whole)
+    return DenseAgreement(
+        on_kept.sum(-1), on_kept.amax(-1) == weights.amax(-1), best, number.to(scores.dtype) / whole
+    )

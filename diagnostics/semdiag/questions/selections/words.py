@@ -99,13 +99,21 @@ def own_sentences(found: Summary) -> list[str]:
         if faulty:
             kinds = ", ".join(f"{number:,} {name}" for name, number in faulty.items())
             said.append(f"{row['module']} has faulty rows: {kinds}.")
-    unlike = [row["attention"] for row in found["dense"] if row["unlike"]]
-    if unlike:
-        said.append(
-            f"Not compared with dense attention, as it attends to other keys than were chosen: {_named(unlike)}."
-        )
+    said += _not_compared(found)
     said += _without(found["without_selection"])
     return [*said, f"{found['faults']:,} of {found['rows']:,} rows are faulty."]
+
+
+def _not_compared(found: Summary) -> list[str]:
+    """Which choices of keys are not compared with dense attention."""
+    seen = {row["chosen_by"] for row in found["dense"]}
+    alone = [
+        row["module"] for row in found["selections"] if row["kind"] != "experts" and row["module"] not in seen
+    ]
+    unlike = [row["attention"] for row in found["dense"] if row["unlike"]]
+    said = [f"Not compared with dense attention, as no attention to the chosen keys was seen: {_named(alone)}."]
+    said.append(f"Not compared, as it attends to other keys than were chosen: {_named(unlike)}.")
+    return [sentence for sentence, names in zip(said, (alone, unlike), strict=True) if names]
 
 
 def _without(found: Summary | None) -> list[str]:

@@ -44,7 +44,7 @@ def test_it_is_what_loops_find(drawn):
             assert found.recalled[b, :, i].tolist() == pytest.approx(truth[0], rel=1e-12)
             assert found.hit[b, :, i].tolist() == truth[1]
             assert float(found.best[b, i]) == pytest.approx(truth[2], rel=1e-12)
-            assert float(found.at_random[b, i]) == pytest.approx(truth[3], rel=1e-6)  # a quotient of whole numbers
+            assert float(found.at_random[b, i]) == pytest.approx(truth[3], rel=1e-12)
     assert bool((found.recalled.mean(1) <= found.best + 1e-12).all())
     assert bool(found.hit.any())
     assert not bool(found.hit.all())

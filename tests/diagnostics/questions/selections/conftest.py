@@ -14,7 +14,7 @@ def tiny():
         if not hasattr(transformers, f"{family}Config"):
             pytest.skip(f"this transformers has no {family}")
         torch.manual_seed(3)
-        config = getattr(transformers, f"{family}Config")(**SIZES, **own)
+        config = getattr(transformers, f"{family}Config")(**{**SIZES, **own})
         model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
         with torch.no_grad():
             for name, tensor in (*model.named_parameters(), *model.named_buffers()):

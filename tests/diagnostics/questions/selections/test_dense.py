@@ -22,8 +22,8 @@ from semdiag.questions.selections.answer.own import own_summary
 from semdiag.questions.selections.measure.own import own_selections
 from semdiag.questions.selections.words import own_sentences
 
-# Scores of the dense attention are three products of at most 32 numbers behind each other, of sizes whose sum is below
-# 20 here: off by less than 3 · 34 · 2^-24 · 20 = 1.2e-4 in float32, and shares of weight by no more than twice that.
+# Scores of the dense attention are three products of at most 32 numbers behind each other, of sizes whose sum is
+# below 20 here: off by less than 3 · 34 · 2^-24 · 20 = 1.2e-4 in float32; shares of weight by at most twice that.
 NEAR = 2.5e-4
 SHARED = {**INDEXED, "num_hidden_layers": 3, "indexer_types": ["full", "shared", "full"]}
 
@@ -56,11 +56,13 @@ def said(found):
 
 
 def truth(scores, chosen_by, allowed, k):
-    """Of the rows of ``allowed`` (rows, n): recalled and hit by head, and which rows hang on float32 or decide nothing.
+    """Return of each row recalled and hit by head; whether its choice is sure, and its largest key by head.
 
     Args:
         scores: (rows, heads, n) of the dense attention.
         chosen_by: (rows, n) of the indexer.
+        allowed: bool (rows, n).
+        k: of the indexer.
     """
     gap, chosen = margin(chosen_by.masked_fill(~allowed, -torch.inf), k)
     kept = torch.zeros_like(allowed).scatter(1, chosen, True)
@@ -84,9 +86,7 @@ def check(layer, scores, chosen_by, allowed, k):
     assert float((part.recalled - recalled)[sure].abs().max()) <= NEAR
     assert torch.equal(part.hit[sure[:, None] & clear].bool(), hit[sure[:, None] & clear])
     assert torch.allclose(part.at_random, k / allowed[must].sum(1).double())
-    assert float((recalled - part.at_random[:, None])[sure].abs().mean()) > 100 * NEAR, (
-        "the dense weights are uneven"
-    )
+    assert float((recalled - part.at_random[:, None])[sure].abs().mean()) > 100 * NEAR, "dense weights are uneven"
     assert bool((part.recalled.mean(1) <= part.best + 1e-12).all())
     assert layer.unlike == 0
 
@@ -126,7 +126,7 @@ def test_blocks_behind_a_window_are_those_worked_out_by_hand(spread, batch):
     places = torch.arange(LENGTH)
     allowed = (torch.arange(LENGTH // 2) < ((places + 1) // 2)[:, None]).repeat(6, 1)
     for name in layers:
-        chosen_by, scores = block_scores(model.get_submodule(name), given[name][1]["hidden_states"])
+        chosen_by, scores = block_scores(model.get_submodule(name), given[name][0][0])
         check(found[name], scores.transpose(1, 2).flatten(0, 1), chosen_by.flatten(0, 1), allowed, 2)
         (part,) = found[name].parts
         assert bool((part.lost < 1 - part.recalled).all()), "the window's keys and the sink have weight, too"
