@@ -8,17 +8,12 @@
 
 ``train`` makes a Mixtral of 4 layers, 8 experts of which each token takes 2, and 1.9 million parameters, on the
 bytes of a text; the last twentieth is held out. ``compare`` runs it on 8,192 held-out bytes, in several ways that
-are the same in exact arithmetic, and compares what its routers choose: ``semdiag selections MODEL --save``, then
-``semdiag selections A B``.
+are the same in exact arithmetic, and compares what its routers choose, as ``semdiag selections MODEL --save`` and
+``semdiag selections A B`` do.
 """
 
 import argparse
-import json
 import math
-import os
-import shutil
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -26,16 +21,27 @@ from typing import Any
 import numpy as np
 import torch
 
+from semdiag.capturing.batches import split
+from semdiag.capturing.loading import load
+from semdiag.mathematics.selections.number_formats import number_format
+from semdiag.measuring.conditions import DTYPES
+from semdiag.questions.selections.answer.compare import comparison_summary
+from semdiag.questions.selections.answer.own import own_summary
+from semdiag.questions.selections.measure.compare import compare_selections
+from semdiag.questions.selections.measure.files import read_selection
+from semdiag.questions.selections.measure.own import own_selections
+from semdiag.questions.selections.measure.saved import Saving
+
 LENGTH, BATCH, STEPS, WARM, RATE = 128, 16, 1500, 100, 2e-3
 HELD_OUT, TESTED = 20, 64  # one part in so many; sequences
-# The reference is the first: one thread, batches of 32, eager attention, float32.
+# How each run attends, samples in a batch, threads, precision. The others are compared with the first.
 RUNS = {
-    "reference": ("eager", ("--batch-size", "32"), 1, "float32"),
-    "the same again": ("eager", ("--batch-size", "32"), 1, "float32"),
-    "2 threads": ("eager", ("--batch-size", "32"), 2, "float32"),
-    "batches of 5": ("eager", ("--batch-size", "5"), 1, "float32"),
-    "sdpa": ("sdpa", ("--batch-size", "32"), 1, "float32"),
-    "bfloat16 throughout": ("eager", ("--batch-size", "32", "--dtype", "bfloat16"), 1, "bfloat16"),
+    "reference": ("eager", 32, 1, "float32"),
+    "the same again": ("eager", 32, 1, "float32"),
+    "2 threads": ("eager", 32, 2, "float32"),
+    "batches of 5": ("eager", 5, 1, "float32"),
+    "sdpa": ("sdpa", 32, 1, "float32"),
+    "bfloat16 throughout": ("eager", 32, 1, "bfloat16"),
 }
 
 
@@ -79,42 +85,39 @@ def train(text: Path, folder: Path) -> None:
 
 def compare(folder: Path) -> None:
     """Run the mixture in each way, and print how many tokens choose otherwise, layer by layer."""
+    print(f"{'':22}{'share of tokens whose experts differ, by layer':46}numeric    bug")
     with tempfile.TemporaryDirectory() as held:
-        files, certified = {}, ""
-        for name, (attention, options, threads, _) in RUNS.items():
-            model = Path(held, attention)
-            if not model.exists():
-                model.mkdir()
-                for file in folder.glob("*.safetensors"):
-                    (model / file.name).symlink_to(file.resolve())
-                config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-                (model / "config.json").write_text(json.dumps(config | {"attn_implementation": attention}))
-            files[name] = Path(held, f"{name}.npz")
-            words = (f"hf:{model}", "--inputs", str(folder / "held-out.npy"), "--save", str(files[name]), *options)
-            found = semdiag(*words, threads=threads)["selections"]
+        for name, (attention, batch, threads, dtype) in RUNS.items():
+            found = run(folder, attention, batch, threads, dtype, Path(held, f"{name}.npz"))
             if name == "reference":
-                certified = "  ".join(f"{100 * row['certified_share']:5.1f} %" for row in found)
-        print(f"{'':22}{'share of tokens whose experts differ, by layer':40}numeric  bug")
-        for name, (*_, format) in RUNS.items():
-            if name != "reference":
-                found = semdiag(str(files["reference"]), str(files[name]), "--format", format)
-                differ = "  ".join(f"{100 * row['changed'] / row['rows']:5.2f} %" for row in found["layers"])
-                classes = found["classes"]
-                print(f"{name:22}{differ:40}{classes['numeric']:7,}  {classes['bug']:,}")
-        print(f"{'certified (bfloat16)':22}{certified}")
+                certified = [row["certified_share"] for row in found["selections"]]
+                continue
+            files = (read_selection(Path(held, f"{one}.npz")) for one in ("reference", name))
+            (entry,) = comparison_summary(compare_selections(*files, dtype), "reference", name, {})["results"]
+            classes = entry["classes"]
+            by_layer = shares([row["changed"] / row["rows"] for row in entry["layers"]])
+            print(f"{name:22}{by_layer:46}{classes['numeric']:7,}{classes['bug']:7,}")
+        print(f"{'certified (bfloat16)':22}{shares(certified)}")
 
 
-def semdiag(*words: str, threads: int = 1) -> dict[str, Any]:
-    """Run the command and return its one result."""
-    command = shutil.which("semdiag") or sys.exit("semdiag is not installed here.")
-    environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
-    done = subprocess.run(
-        [command, "selections", *words, "--json", "--quiet"], env=environment, capture_output=True, check=False
-    )
-    if done.returncode not in (0, 1):
-        sys.exit(done.stderr.decode())
-    (found,) = json.loads(done.stdout)["results"]
-    return dict(found)
+def shares(values: list[float]) -> str:
+    """Shares in percent."""
+    return "  ".join(f"{100 * value:6.2f} %" for value in values)
+
+
+def run(folder: Path, attention: str, batch: int, threads: int, dtype: str, target: Path) -> dict[str, Any]:
+    """Write what the mixture chooses, as ``semdiag selections --save``, and return what is found."""
+    loaded, before = load(f"hf:{folder}"), torch.get_num_threads()
+    loaded.module.set_attn_implementation(attention)
+    ids = torch.from_numpy(np.load(folder / "held-out.npy"))
+    saving, kind = Saving(target), number_format("bfloat16")
+    torch.set_num_threads(threads)
+    try:
+        found = own_selections(loaded, split(ids, batch), kind, torch.device("cpu"), DTYPES[dtype], saving)
+    finally:
+        torch.set_num_threads(before)
+    saving.write()
+    return dict(own_summary(found, str(folder), kind.name, {})["results"][0])
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from matplotlib.axes import Axes
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from semdiag.presenting.drawing.panels import NothingToDrawError
 from semdiag.presenting.drawing.style import finished, palette, panel_grid, paper_style
@@ -47,6 +48,8 @@ def selection_maps(maps: Sequence[SampleMap]) -> Figure:
 def _draw(ax: Axes, own: SampleMap) -> None:
     ax.imshow(own.states, cmap=ListedColormap(_COLOURS), vmin=0, vmax=2, aspect="auto", interpolation="none")
     ax.grid(visible=False)
+    for axis in (ax.xaxis, ax.yaxis):
+        axis.set_major_locator(MaxNLocator(8, integer=True))
     ax.set_title(own.module, fontsize=8)
     ax.set_xlabel({"experts": "expert", "blocks": "block"}.get(own.kind, "key"))
     ax.set_ylabel("token" if own.kind == "experts" else "query")
