@@ -85,7 +85,7 @@ def train(text: Path, folder: Path) -> None:
 
 def compare(folder: Path) -> None:
     """Run the mixture in each way, and print how many tokens choose otherwise, layer by layer."""
-    print(f"{'':22}{'share of tokens whose experts differ, by layer':46}numeric    bug")
+    print(f"{'':22}{'tokens whose experts differ, by layer':46}numeric    bug  own top-k")
     with tempfile.TemporaryDirectory() as held:
         for name, (attention, batch, threads, dtype) in RUNS.items():
             found = run(folder, attention, batch, threads, dtype, Path(held, f"{name}.npz"))
@@ -96,7 +96,7 @@ def compare(folder: Path) -> None:
             (entry,) = comparison_summary(compare_selections(*files, dtype), "reference", name, {})["results"]
             classes = entry["classes"]
             by_layer = shares([row["changed"] / row["rows"] for row in entry["layers"]])
-            print(f"{name:22}{by_layer:46}{classes['numeric']:7,}{classes['bug']:7,}")
+            print(f"{name:22}{by_layer:46}{classes['numeric']:7,}{classes['bug']:7,}{entry['by_own_scores']:11,}")
         print(f"{'certified (bfloat16)':22}{shares(certified)}")
 
 

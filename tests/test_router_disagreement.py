@@ -19,7 +19,7 @@ def test_a_mixture_is_trained_and_compared_with_itself(tmp_path, monkeypatch, ca
     assert "1,905,792 parameters" in capsys.readouterr().out
     router_disagreement.compare(tmp_path / "moe")
     heading, *lines = capsys.readouterr().out.splitlines()
-    assert "share of tokens whose experts differ" in heading
+    assert "tokens whose experts differ, by layer" in heading
     shares = {line[:22].strip(): [float(number) for number in re.findall(r"([\d.]+) %", line)] for line in lines}
     assert list(shares) == [
         *(name for name in router_disagreement.RUNS if name != "reference"),
