@@ -124,13 +124,16 @@ def _without(found: Summary | None) -> list[str]:
     if found["reason"]:
         return [f"{begin} the model cannot be run ({found['reason']})."]
     said, layers = [], found["layers"]
-    for row in (row for row in layers if not row["dense"]):
+    for row in (row for row in layers if row["dense"] is False):
         what = f"{row['attention']} is not dense attention"
         if row["other_keys"]:
             said.append(f"{begin} {what}: {row['other_keys']:,} of {row['rows']:,} rows attend to other keys.")
         else:
             far = f"deviates by {number(row['residual'])} of its largest, {number(row['over_rounding'])} times"
             said.append(f"{begin} {what}: its output {far} what rounding explains.")
+    unknown = [row["attention"] for row in layers if row["dense"] is None]
+    if unknown:
+        said.append(f"{begin} outputs are not finite: {_named(unknown)}.")
     if found["dense"]:
         each = "the attention behind an indexer is" if len(layers) == 1 else f"all {len(layers)} layers are"
         said.append(f"{begin} {each} dense attention to rounding.")

@@ -1,5 +1,7 @@
 """Attention behind indexers, beside dense attention worked out from the weights in float64."""
 
+import math
+
 import pytest
 import torch
 from indexers_by_hand import (
@@ -160,7 +162,7 @@ def test_without_selection_the_model_is_the_dense_one(spread, batch):
     assert [module.index_topk for module in model.modules() if hasattr(module, "index_topk")] == [6, 6], "put back"
 
 
-def test_k_of_all_keys_changes_nothing_and_recalls_nothing_to_speak_of(spread, batch):
+def test_k_of_all_keys_changes_nothing(spread, batch):
     model = spread("GlmMoeDsa", **{**INDEXED, "index_topk": LENGTH})
     entry, sentences = said(measured(model, batch))
     assert [row["rows"] for row in entry["dense"]] == [0, 0]
@@ -233,6 +235,18 @@ def test_what_is_not_dense_with_k_of_all_keys_is_a_fault(options, rows):
     assert (layer["other_keys"], layer["rows"], layer["dense"]) == (rows, 18, False)
     assert (entry["faults"], entry["passed"]) == (0, False)
     assert f"attention is not dense attention: {rows} of 18 rows attend to other keys" in sentences
+
+
+def test_an_output_that_is_not_finite_is_not_said_to_be_dense():
+    found = measured(Model(), IDS)
+    assert found.without is not None
+    (layer,) = found.without.layers
+    layer.over_rounding = layer.residual = math.nan
+    entry, sentences = said(found)
+    assert entry["without_selection"]["dense"] is None
+    assert entry["without_selection"]["layers"][0]["over_rounding"] is None
+    assert "outputs are not finite: attention." in sentences
+    assert entry["passed"] is True
 
 
 def test_attention_to_other_keys_than_were_chosen_is_told():

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from semdiag.measuring.percentiles import percentiles
-from semdiag.questions.selections.measure.dense import IndexedAttention
+from semdiag.questions.selections.measure.dense import IndexedAttention, KeptAll
 from semdiag.questions.selections.measure.kept_all import WithoutSelection
 
 
@@ -54,16 +54,27 @@ def without_selection(found: WithoutSelection | None) -> dict[str, Any] | None:
             "other_keys": each.other_keys,
             "residual": each.residual,
             "over_rounding": each.over_rounding,
-            "dense": each.other_keys == 0 and each.over_rounding <= 1,
+            "dense": _is_dense(each),
         }
         for each in found.layers
     ]
     return {
         "reason": found.reason or None,
         "layers": layers,
-        "dense": all(layer["dense"] for layer in layers) if layers and not found.reason else None,
+        "dense": _all_dense([layer["dense"] for layer in layers]) if layers and not found.reason else None,
         "outputs": None if found.reason else _outputs(found),
     }
+
+
+def _is_dense(layer: KeptAll) -> bool | None:
+    """Whether a layer is dense attention to rounding; None: its output is not finite."""
+    unknown = layer.other_keys == 0 and np.isnan(layer.over_rounding)
+    return None if unknown else layer.other_keys == 0 and layer.over_rounding <= 1
+
+
+def _all_dense(layers: list[bool | None]) -> bool | None:
+    """Whether all layers are; None: one is not known, and no other is not."""
+    return False if False in layers else None if None in layers else True
 
 
 def _outputs(found: WithoutSelection) -> dict[str, Any] | None:

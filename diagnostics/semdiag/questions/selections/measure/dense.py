@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -58,7 +59,8 @@ class KeptAll:
         rows: queries that are no padding.
         other_keys: those of them that attend to other keys than dense attention does.
         residual: the largest deviation from dense attention, worked out again, in the largest output.
-        over_rounding: likewise, in units of what rounding can do: at most 1 where the two are equal to rounding.
+        over_rounding: likewise, in units of what rounding can do: at most 1 where the two are equal to rounding;
+            NaN where an output is not finite.
     """
 
     module: str
@@ -124,12 +126,12 @@ class KeptAllWatch(DenseWatch):
         found = self.found.setdefault(call.module, KeptAll(call.module))
         found.rows += int(keys.real.sum())
         found.other_keys += int(((keys.seen != dense).any(-1) & keys.real).sum())
-        whole = replace(
-            call, allowed=dense[:, None].to(call.q.device), causal=False, queries=keys.real.to(call.q.device)
-        )
+        real = keys.real.to(call.q.device)
+        mixed = call.mixed.masked_fill(~real[:, None, :, None], 0)  # of padding it may be NaN
+        whole = replace(call, allowed=dense[:, None].to(call.q.device), causal=False, queries=real, mixed=mixed)
         again = recomputation_residual(whole)
-        found.residual = max(found.residual, again.residual)
-        found.over_rounding = max(found.over_rounding, again.over_rounding)
+        found.residual = _largest(found.residual, again.residual)
+        found.over_rounding = _largest(found.over_rounding, again.over_rounding)
 
 
 @dataclass(frozen=True, eq=False)
@@ -174,6 +176,11 @@ class _Keys:
         found = self.seen.clone()
         found[..., -self.kept.shape[-1] :] = self.available
         return found
+
+
+def _largest(one: float, other: float) -> float:
+    """The larger number; NaN if one is, which is not known."""
+    return float(np.maximum(one, other))
 
 
 def _dense_rows(call: AttentionCall, keys: _Keys) -> DenseRows:
