@@ -61,7 +61,7 @@ def without_selection(found: WithoutSelection | None) -> dict[str, Any] | None:
     return {
         "reason": found.reason or None,
         "layers": layers,
-        "dense": _all_dense([layer["dense"] for layer in layers]) if layers and not found.reason else None,
+        "dense": _all_dense([*map(_is_dense, found.layers)]) if layers and not found.reason else None,
         "outputs": None if found.reason else _outputs(found),
     }
 
