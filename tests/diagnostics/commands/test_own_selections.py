@@ -98,6 +98,7 @@ def test_it_says_what_routers_and_indexers_choose(run_semdiag, monkeypatch):
     assert "layers.0.indexer 2 of 6 16 10 " in words, "two tokens of each sample have no more than two keys"
     assert "margin and certificate are those of its logits" in words
     assert "Left out: 2 padded rows of each selection." in words
+    assert "as no attention to the chosen keys was seen: layers.0.indexer." in words
     assert words.endswith("0 of 32 rows are faulty.")
 
 
@@ -176,6 +177,33 @@ def test_k_of_all_keys_is_told_to_be_inactive(run_semdiag):
 
 
 @pytest.mark.usefixtures("models")
+def test_two_runs_of_one_model_can_be_compared(run_semdiag):
+    for name, options in (("one", ()), ("two", ("--batch-size", 1, "--dtype", "float64"))):
+        outcome = run_semdiag(
+            "selections", "own_models:good", "--inputs", "padded.pt", "--save", f"{name}.npz", *options
+        )
+        assert outcome.code == 0
+        assert f"Written: {name}.npz, {name}.keys.npz" in outcome.err
+    for kind, rows in (("", 16), (".keys", 16)):
+        outcome = run_semdiag("selections", f"one{kind}.npz", f"two{kind}.npz", "--json")
+        (entry,) = json.loads(outcome.out)["results"]
+        assert (outcome.code, entry["rows"], entry["changed"]) == (0, rows, 0)
+
+
+@pytest.mark.usefixtures("models")
+def test_a_figure_is_written_where_it_is_asked_for(run_semdiag, here):
+    words = ("selections", "own_models:good", "--inputs", "padded.pt", "--quiet", "--out", "own")
+    assert run_semdiag(*words).code == 0
+    assert sorted(path.name for path in (here / "own").iterdir()) == [
+        "selections-narrow.png", "selections.png", "selections.svg",
+    ]  # fmt: skip
+    drawn = (here / "own" / "selections.svg").read_text(encoding="utf-8")
+    assert all(name in drawn for name in ("layers.0.router", "layers.0.indexer", "available, left out"))
+    assert run_semdiag(*words[:-1], "none-of-them", "--figures", "none").code == 0
+    assert not (here / "none-of-them").exists()
+
+
+@pytest.mark.usefixtures("models")
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -188,6 +216,11 @@ def test_k_of_all_keys_is_told_to_be_inactive(run_semdiag):
         (("own_models:nothing", "--inputs", "ids.npy"), "own_models:nothing selects nothing for its tokens"),
         (("ids.npy", "--inputs", "ids.npy"), "--inputs applies to a model (hf:DIRECTORY), and ids.npy is none"),
         (("ids.npy", "--batch-size", 3), "--batch-size applies to a model"),
+        (("ids.npy", "--save", "own.npz"), "--save applies to a model"),
+        (("own_models:good", "--inputs", "ids.npy", "--save", "own.txt"), "--save takes a file name that ends in"),
+        (("own_models:good", "--inputs", "ids.npy", "--out", "ids.npy"), "--out takes the name of a folder"),
+        (("own_models:good", "--inputs", "ids.npy", "--figures", "svg"), "--figures says how to write a figure"),
+        (("own_models:good", "--inputs", "ids.npy", "--figures", "gif", "--out", "own"), "figure format"),
     ],
 )
 def test_what_is_refused(refusal, words, said):

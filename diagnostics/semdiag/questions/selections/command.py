@@ -1,20 +1,35 @@
 """``semdiag selections``."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
 from semdiag.presenting.question import Shared, command
 
+if TYPE_CHECKING:
+    from semdiag.questions.selections.measure.own import OwnSelections
+    from semdiag.questions.selections.measure.saved import Saving
+
 _ASKED = "What is asked"
-_OF_MODELS = ("inputs", "max_length", "tokenizer", "batch_size", "device", "dtype", "head")
+_OF_MODELS = (
+    "inputs",
+    "max_length",
+    "tokenizer",
+    "batch_size",
+    "device",
+    "dtype",
+    "head",
+    "out",
+    "figures",
+    "save",
+)
 _OF_FILES = ("against", "causal", "keys", "layout", "align")
 _CERTIFIED = "bfloat16"  # unless the user names another format
 
 
-@command(leave_out=("labels", "samples", "seed", "min_keys", "config", "out", "per_query", "figures"))
+@command(leave_out=("labels", "samples", "seed", "min_keys", "config", "out", "per_query"))
 def selections(
     file: Annotated[
         Path,
@@ -77,6 +92,26 @@ def selections(
             rich_help_panel=_ASKED,
         ),
     ] = False,
+    save: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE.npz",
+            help="Of a model: write what it chooses to this file, and other kinds of choices beside it. Two such "
+            "files can be compared.",
+            rich_help_panel="Output",
+            show_default=False,
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Of a model: write a figure of its first sample into this folder: what is chosen, left out and "
+            "forbidden.",
+            rich_help_panel="Output",
+            show_default=False,
+        ),
+    ] = None,
     *,
     shared: Shared,
 ) -> None:
@@ -111,7 +146,9 @@ def selections(
             f"{_option(idle[0])} applies to a model (hf:DIRECTORY), and {file} is none. Leave it out."
         )
     if of_model:
-        _own(file, format if "format" in shared.typed else _CERTIFIED, shared)
+        if "figures" in shared.typed and out is None:
+            raise InputError("--figures says how to write a figure, and --out DIR where. Name a folder.")
+        _own(file, format if "format" in shared.typed else _CERTIFIED, shared, save, out)
     if against is not None:
         if causal or keys is not None:
             raise InputError("--causal and --keys apply to one file. Check each of the two alone.")
@@ -126,20 +163,26 @@ def _option(name: str) -> str:
     return "A second file" if name == "against" else f"--{name.replace('_', '-')}"
 
 
-def _own(model: Path, format: str, shared: Shared) -> NoReturn:
+def _own(model: Path, format: str, shared: Shared, save: Path | None, out: Path | None) -> NoReturn:
     """Measure what a model selects."""
     from semdiag.capturing.batches import split
     from semdiag.capturing.inputs.files import read_batches
     from semdiag.capturing.loading import load
     from semdiag.mathematics.selections.number_formats import number_format
     from semdiag.measuring.conditions import DTYPES
+    from semdiag.presenting.option_values import names
+    from semdiag.presenting.terminal.terminal import tell
     from semdiag.questions.selections.answer.own import own_summary
     from semdiag.questions.selections.measure.own import own_selections
+    from semdiag.questions.selections.measure.saved import Saving
     from semdiag.questions.selections.terminal import print_own
     from semdiag_models import InputError
     from semdiag_models.device import find_device
 
     kind, conditions = number_format(format), shared.conditions()
+    saving = None if save is None else Saving(save)
+    if out is not None and out.exists() and not out.is_dir():
+        raise InputError(f"--out takes the name of a folder, and {out} is a file.")
     device = find_device(conditions.device)
     loaded = load(model, head=conditions.head)
     if not loaded.external:
@@ -151,9 +194,37 @@ def _own(model: Path, format: str, shared: Shared) -> NoReturn:
     else:
         batches = read_batches(conditions.inputs, loaded, conditions.batch_size, conditions.texts)
     dtype = conditions.decided([loaded], device).dtype
-    found = own_selections(loaded, batches, kind, device, DTYPES[dtype])
+    found = own_selections(loaded, batches, kind, device, DTYPES[dtype], saving)
+    formats = [name for name in names(shared.values["figures"]) if name != "none"]
+    written = _write(found, saving, out, formats)
+    if written and not shared.values["quiet"]:
+        tell(f"Written: {', '.join(map(str, written))}")
     options = _provenance(format=kind.name, inputs=str(conditions.inputs), dtype=dtype, device=device.type)
     _deliver(own_summary(found, str(model), kind.name, options), shared, print_own)
+
+
+def _write(
+    found: "OwnSelections", saving: "Saving | None", out: Path | None, formats: Sequence[str]
+) -> list[Path]:
+    """Write what a model chose into files, and the figure of its first sample: also for a telephone."""
+    from semdiag.presenting.drawing.panels import NothingToDrawError
+    from semdiag.presenting.drawing.save import save_figure
+    from semdiag.presenting.drawing.style import stacked
+    from semdiag.questions.selections.figures.selection_maps import selection_maps
+    from semdiag_models import InputError
+
+    written = [] if saving is None else saving.write()
+    if out is None or not formats:
+        return written
+    try:
+        written += save_figure(selection_maps(found.maps), out / "selections", formats)
+        with stacked():
+            narrow = selection_maps(found.maps)
+        return written + save_figure(narrow, out / "selections-narrow", formats[:1])
+    except NothingToDrawError as reason:
+        raise InputError(f"There is no figure to write to {out}. {reason}") from None
+    except OSError as error:
+        raise InputError(f"{out} cannot be written to: {error.strerror or error}.") from None
 
 
 def _check(file: Path, format: str, causal: bool, keys: int | None, shared: Shared) -> NoReturn:

@@ -78,10 +78,13 @@ def print_own(summary: Summary) -> None:
     others = [row for row in rows if row["kind"] != "experts"]
     if others:
         console.print(_keys(others))
+    if any(row["rows"] for row in found["dense"]):
+        console.print(_dense(found["dense"]))
     for sentence in own_sentences(found):
         console.print(sentence)
 
 
+_ROUNDING = 1e-9  # of sums of weights in float64
 _MARGINS = ["margin", "p5", "certified"]
 
 
@@ -118,6 +121,33 @@ def _keys(rows: list[Summary]) -> NumberTable:
             *_margins(row), f"{row['ties']:,}", _share(row["first_kept_share"]), number(row["future"]),
             number(row["padding"]),
         )  # fmt: skip
+    return table
+
+
+def _dense(layers: list[Summary]) -> NumberTable:
+    """The table of attention behind indexers."""
+    rows = [row for row in layers if row["rows"]]
+    heads = [
+        "attention of",
+        "keys chosen by",
+        "rows",
+        "recalled",
+        "p5",
+        "at random",
+        "best",
+        "largest hit",
+        "lost",
+    ]
+    borrowed = any(not row["chosen_by"].startswith(row["attention"]) for row in rows)
+    partly = any(abs(row["lost"] + row["recalled"] - 1) > _ROUNDING for row in rows)
+    left_out = {*["keys chosen by"] * (not borrowed), *["lost"] * (not partly)}
+    heads = [head for head in heads if head not in left_out]
+    table = number_table(heads, names=1 + borrowed, least=["p5", "rows"], kept=["recalled", "at random"])
+    for row in rows:
+        cells = {"attention of": row["attention"], "keys chosen by": row["chosen_by"], "rows": f"{row['rows']:,}"}
+        numbers = ("recalled", "recalled_p5", "at_random", "best", "largest_hit", "lost")
+        cells |= {name.replace("_", " ").replace("recalled p5", "p5"): _share(row[name]) for name in numbers}
+        table.add_row(*(cells[head] for head in heads))
     return table
 
 

@@ -99,7 +99,63 @@ def own_sentences(found: Summary) -> list[str]:
         if faulty:
             kinds = ", ".join(f"{number:,} {name}" for name, number in faulty.items())
             said.append(f"{row['module']} has faulty rows: {kinds}.")
+    said += _not_compared(found)
+    said += _without(found["without_selection"])
     return [*said, f"{found['faults']:,} of {found['rows']:,} rows are faulty."]
+
+
+def _not_compared(found: Summary) -> list[str]:
+    """Which choices of keys are not compared with dense attention."""
+    seen = {row["chosen_by"] for row in found["dense"]}
+    alone = [
+        row["module"] for row in found["selections"] if row["kind"] != "experts" and row["module"] not in seen
+    ]
+    unlike = [row["attention"] for row in found["dense"] if row["unlike"]]
+    said = [f"Not compared with dense attention, as no attention to the chosen keys was seen: {_named(alone)}."]
+    said.append(f"Not compared, as it attends to other keys than were chosen: {_named(unlike)}.")
+    return [sentence for sentence, names in zip(said, (alone, unlike), strict=True) if names]
+
+
+def _without(found: Summary | None) -> list[str]:
+    """What the model is without the selection of its indexers."""
+    if found is None:
+        return []
+    begin = "With k raised to the length, in a second run,"
+    if found["reason"]:
+        return [f"{begin} the model cannot be run ({found['reason']})."]
+    said, layers = [], found["layers"]
+    for row in (row for row in layers if row["dense"] is False):
+        what = f"{row['attention']} is not dense attention"
+        if row["other_keys"]:
+            said.append(f"{begin} {what}: {row['other_keys']:,} of {row['rows']:,} rows attend to other keys.")
+        else:
+            far = f"deviates by {number(row['residual'])} of its largest, {number(row['over_rounding'])} times"
+            said.append(f"{begin} {what}: its output {far} what rounding explains.")
+    unknown = [row["attention"] for row in layers if row["dense"] is None]
+    if unknown:
+        said.append(f"{begin} outputs are not finite: {_named(unknown)}.")
+    if found["dense"]:
+        each = "the attention behind an indexer is" if len(layers) == 1 else f"all {len(layers)} layers are"
+        said.append(f"{begin} {each} dense attention to rounding.")
+    outputs = found["outputs"]
+    if outputs is not None:
+        said.append(f"{_changed(outputs)}.")
+    return said
+
+
+def _changed(outputs: Summary) -> str:
+    """What selections change of the outputs."""
+    if not outputs["predictions"]:
+        return (
+            f"Against that run, the selections change outputs by {number(outputs['output_change'])} of their norm"
+        )
+    share = f"{100 * outputs['changed_share']:.3g} % of the predictions"
+    said = (
+        f"Against that run, the selections change {share}, and KL is {number(outputs['divergence'])} nats a token"
+    )
+    if not outputs["targets"]:
+        return said
+    return f"{said}; the loss is {number(outputs['loss'])} instead of {number(outputs['loss_without'])}"
 
 
 _IN_ORDER = ("exact", "legal_tie", "within_rounding")

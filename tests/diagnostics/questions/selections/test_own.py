@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from indexers_by_hand import INDEXED, LATENT, LENGTH, half_split, index_scores, inputs_of, interleaved, margin
 from torch import nn
 
 from semdiag import InputError
@@ -13,18 +14,6 @@ from semdiag.questions.selections.measure.own_rows import Tokens, kind_of
 from semdiag.questions.selections.measure.watch import watch_selections
 from semdiag.questions.selections.words import own_sentences
 
-SIZES = {
-    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 4, "max_position_embeddings": 64, "num_experts_per_tok": 3, "moe_intermediate_size": 16,
-}  # fmt: skip
-LATENT = {
-    "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8,
-    "n_shared_experts": 1,
-}  # fmt: skip
-INDEXED = {
-    **LATENT, "n_routed_experts": 8, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "index_topk": 6,
-    "index_n_heads": 2, "index_head_dim": 16,
-}  # fmt: skip
 ROUTERS = {
     "Mixtral": {"num_local_experts": 8},
     "Qwen2Moe": {"num_experts": 8, "shared_expert_intermediate_size": 16},
@@ -33,60 +22,12 @@ ROUTERS = {
     "GptOss": {"num_local_experts": 8, "head_dim": 8, "sliding_window": 16},
 }
 UNIT = 2.0**-24
-LENGTH = 20
-
-
-@pytest.fixture
-def tiny():
-    """Call with a family of transformers and what is its own: a random model, its biases too."""
-    transformers = pytest.importorskip("transformers", reason="Hugging Face models need the extra hf")
-
-    def build(family, **own):
-        if not hasattr(transformers, f"{family}Config"):
-            pytest.skip(f"this transformers has no {family}")
-        torch.manual_seed(3)
-        config = getattr(transformers, f"{family}Config")(**SIZES, **own)
-        model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
-        with torch.no_grad():
-            for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-                if name.endswith(("router.bias", "correction_bias")):
-                    tensor.normal_(0, 0.1)
-                elif "gate.weight" in name or "router.weight" in name:
-                    tensor.normal_(0, 0.05)
-        return model
-
-    return build
-
-
-@pytest.fixture
-def batch():
-    """Six texts; the first is padded on the left, the fourth on the right."""
-    draw = torch.Generator().manual_seed(5)
-    mask = torch.ones(6, LENGTH, dtype=torch.int64)
-    mask[0, :5] = mask[3, 12:] = 0
-    return {"input_ids": torch.randint(1, 64, (6, LENGTH), generator=draw), "attention_mask": mask}
 
 
 def selected(model, *batches, format="bfloat16"):
     """Its own selections."""
     loaded = LoadedModel("tiny", "", model, "hugging face", "unknown")
     return own_selections(loaded, batches, FORMATS[format], torch.device("cpu"), torch.float32).found
-
-
-def inputs_of(model, names):
-    """What the named modules are called with; hooks stay on the model."""
-    given = {}
-    for name in names:
-        model.get_submodule(name).register_forward_pre_hook(
-            lambda module, args, kwargs, name=name: given.update({name: (args, kwargs)}), with_kwargs=True
-        )
-    return given
-
-
-def margin(scores, k):
-    """k-th minus next score, of the rows of a float64 tensor, and the chosen."""
-    ordered = scores.sort(-1, descending=True)
-    return ordered.values[:, k - 1] - ordered.values[:, k], ordered.indices[:, :k]
 
 
 def by_hand(router, hidden, k, config):
@@ -160,35 +101,6 @@ def test_the_smaller_margin_of_groups_and_experts_counts(tiny, batch):
     by_groups = int(((part.margin - of_groups).abs() < 1e-5).sum())  # a hundred times what float32 is off
     assert 0 < by_groups < len(scores), "each stage decides some rows"
     assert bool((part.margin <= of_groups + 1e-5).all())
-
-
-def half_split(x, cos, sin):
-    """Rotary positions of the two halves."""
-    first, second = x.chunk(2, -1)
-    return x * cos + torch.cat([-second, first], -1) * sin
-
-
-def interleaved(x, cos, sin):
-    """Rotary positions of pairs, the first of each pair before all the second ones."""
-    cos, sin = (each[..., : each.shape[-1] // 2] for each in (cos, sin))
-    return torch.cat([x[..., ::2] * cos - x[..., 1::2] * sin, x[..., 1::2] * cos + x[..., ::2] * sin], -1)
-
-
-def index_scores(indexer, hidden, residual, cos, sin, rotate):
-    """Scores (batch, queries, keys) of an indexer in float64, without a mask."""
-    hidden, residual, cos, sin = (each.double() for each in (hidden, residual, cos, sin))
-    weight = {name: value.detach().double() for name, value in indexer.named_parameters()}
-    width, rotary = indexer.head_dim, indexer.qk_rope_head_dim
-    queries = (residual @ weight["wq_b.weight"].T).unflatten(-1, (-1, width))
-    keys = hidden @ weight["wk.weight"].T
-    keys = nn.functional.layer_norm(keys, (width,), weight["k_norm.weight"], weight["k_norm.bias"], 1e-6)
-    queries = torch.cat(
-        [rotate(queries[..., :rotary], cos[:, :, None], sin[:, :, None]), queries[..., rotary:]], -1
-    )
-    keys = torch.cat([rotate(keys[..., :rotary], cos, sin), keys[..., rotary:]], -1)
-    products = torch.einsum("bqhd,bkd->bqhk", queries, keys).relu() * width**-0.5
-    heads = hidden @ weight["weights_proj.weight"].T * indexer.n_heads**-0.5
-    return torch.einsum("bqh,bqhk->bqk", heads, products)
 
 
 @pytest.mark.parametrize(("family", "rotate"), [("DeepseekV32", half_split), ("GlmMoeDsa", interleaved)])

@@ -8,6 +8,7 @@ import torch
 from semdiag.mathematics.selections.top_k_check import CLASSES, FAULTS
 from semdiag.measuring.findings.strict_json import Summary, json_ready, schema
 from semdiag.measuring.percentiles import percentiles
+from semdiag.questions.selections.answer.dense import dense_table, without_selection
 from semdiag.questions.selections.measure.own import OwnSelection, OwnSelections
 
 
@@ -22,13 +23,16 @@ def own_summary(found: OwnSelections, model: str, format: str, provenance: dict[
     """
     rows = [_row(entry) for entry in found.found]
     faults = sum(row["faults"] for row in rows)
+    without = without_selection(found.without)
     entry = {
         "model": model,
         "format": format,
         "selections": rows,
         "rows": sum(row["rows"] for row in rows),
         "faults": faults,
-        "passed": not faults,
+        "dense": dense_table(found.dense),
+        "without_selection": without,
+        "passed": not faults and (without is None or without["dense"] is not False),
         "others": [
             {"module": module, "shape": list(shape), "times": times}
             for (module, shape), times in found.others.items()

@@ -1,19 +1,27 @@
 """A model's own selections: what its routers and indexers choose on given inputs."""
 
+import contextlib
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from semdiag.capturing import batches as batching
+from semdiag.capturing.attention_calls import AttentionCall, watch_attention
 from semdiag.capturing.batches import Batch
 from semdiag.capturing.factories import in_evaluation_mode
 from semdiag.capturing.loading import LoadedModel
 from semdiag.mathematics.selections.number_formats import NumberFormat
+from semdiag.measuring.token_tables import token_ids
+from semdiag.questions.selections.measure.dense import DenseWatch, IndexedAttention
+from semdiag.questions.selections.measure.kept_all import WithoutSelection
 from semdiag.questions.selections.measure.own_rows import OwnRows, Place, Tokens, kind_of, own_rows, tokens_of
+from semdiag.questions.selections.measure.sample_map import SampleMap, sample_map
+from semdiag.questions.selections.measure.saved import Saving
 from semdiag.questions.selections.measure.stages import in_stages
 from semdiag.questions.selections.measure.watch import Selected, watch_selections
 from semdiag_models import InputError
@@ -41,16 +49,30 @@ class OwnSelections:
     Attributes:
         found: in the order in which they ran.
         others: selections of modules whose rows are not those of tokens: their number by module and shape.
+        dense: attention whose keys indexers chose, beside dense attention.
+        without: the model without the selection of its indexers; None: it has none whose k can be raised.
+        maps: of the first sample.
     """
 
     found: list[OwnSelection]
     others: Counter[tuple[str, tuple[int, ...]]]
+    dense: list[IndexedAttention] = field(default_factory=list)
+    without: WithoutSelection | None = None
+    maps: list[SampleMap] = field(default_factory=list)
 
 
 def own_selections(
-    loaded: LoadedModel, batches: Sequence[Batch], kind: NumberFormat, device: torch.device, dtype: torch.dtype
+    loaded: LoadedModel,
+    batches: Sequence[Batch],
+    kind: NumberFormat,
+    device: torch.device,
+    dtype: torch.dtype,
+    saving: Saving | None = None,
 ) -> OwnSelections:
     """Run a model and return what it selects.
+
+    A model with indexers runs a second time with every ``index_topk`` raised to the length: what does it answer
+    without a selection?
 
     Args:
         loaded: a model from elsewhere; it is moved and converted.
@@ -58,35 +80,72 @@ def own_selections(
         kind: the format of the certificate.
         device: where it runs.
         dtype: of the model.
+        saving: gets what each selection chose.
 
     Raises:
         InputError: if it cannot be run on the inputs, selects nothing, or a score is NaN.
     """
     model = in_evaluation_mode(loaded.module).to(device, dtype)
-    seen = _Seen(loaded.path, kind, _causal(model))
-    with torch.no_grad(), watch_selections(model, seen.consume):
-        for batch in batches:
+    seen = _Seen(loaded.path, kind, model, DenseWatch(), saving)
+    without = WithoutSelection.of(model)
+    with torch.no_grad():
+        for number, batch in enumerate(batches):
             there = batching.moved(batch, device, dtype)
-            seen.tokens = tokens_of(model, there)
-            _run(loaded, there, seen)
+            with seen.watching(model, there, attention=not number or seen.indexed):
+                output = _run(loaded, there, seen)
+            if without is not None and seen.indexed:
+                check = _Seen(loaded.path, kind, model, without.watch(seen.dense.layers))
+                with without.raised(seen.tokens), check.watching(model, there):
+                    dense = without.run(there, check)
+                without.compare(dense, output, there)
     found = seen.of_parts()
     if not found:
         raise InputError(
             f"{loaded.path} selects nothing for its tokens: while it ran, no topk, argmax or sort of scores was "
             "seen in it whose rows are its tokens."
         )
-    return OwnSelections(found, seen.others)
+    ran = without if without is not None and seen.indexed else None
+    return OwnSelections(found, seen.others, [*seen.dense.layers.values()], ran, seen.maps)
 
 
 class _Seen:
     """What was seen of a model's selections so far."""
 
-    def __init__(self, path: str, kind: NumberFormat, causal: frozenset[str]) -> None:
-        self.tokens = Tokens(0, frozenset(), {})
+    def __init__(
+        self, path: str, kind: NumberFormat, model: nn.Module, dense: DenseWatch, saving: Saving | None = None
+    ) -> None:
+        self.tokens, self.dense = Tokens(0, frozenset(), {}), dense
         self.others: Counter[tuple[str, tuple[int, ...]]] = Counter()
+        self.maps: list[SampleMap] = []
         self.failure: Exception | None = None  # ours, not the model's
-        self._path, self._kind, self._causal = path, kind, causal
+        self._path, self._kind, self._causal, self._saving = path, kind, _causal(model), saving
         self._found: dict[tuple[str, int, str, int], OwnSelection] = {}
+        self._ids: Tensor | None = None
+        self._first = True
+
+    @property
+    def indexed(self) -> bool:
+        """Whether keys or blocks of them were chosen."""
+        return any(kind != "experts" for _, _, kind, _ in self._found)
+
+    @contextlib.contextmanager
+    def watching(self, model: nn.Module, batch: Batch, attention: bool = True) -> Iterator[None]:
+        """Take what the model selects while it runs on a batch, and what attends."""
+        self.tokens = tokens_of(model, batch)
+        self._ids = next(iter(token_ids(batch).values()), None)
+        attends = watch_attention(model, self.attended) if attention else contextlib.nullcontext()
+        with attends, watch_selections(model, self.consume):
+            yield
+        self.dense.forget()
+        self._first = False
+
+    def attended(self, call: AttentionCall) -> None:
+        """Take a call of an attention layer."""
+        try:
+            self.dense.attended(call)
+        except Exception as error:
+            self.failure = error
+            raise
 
     def consume(self, name: str, module: nn.Module, selected: list[Selected]) -> None:
         """Take what a module has selected."""
@@ -107,11 +166,19 @@ class _Seen:
         if not chooses:
             self.others[name, shape] += 1
             return
-        rows = own_rows(Place(text, chooses, name in self._causal, self.tokens), chosen, group, self._kind)
+        place = Place(text, chooses, name in self._causal, self.tokens)
+        rows, choices = own_rows(place, chosen, group, self._kind)
         layer = re.search(r"\d+", name)
         key = name, number, chooses, shape[-1] if chooses == "experts" else 0
         entry = OwnSelection(name, int(layer[0]) if layer else None)
         self._found.setdefault(key, entry).parts.append(rows)
+        self.dense.chosen(name, choices)
+        if chosen.positions or not name:  # places in a table of other choices; the loss of the whole model
+            return
+        if self._first:
+            self.maps.append(sample_map(name, choices))
+        if self._saving is not None:
+            self._saving.add(name, number, choices, None if self._ids is None else self._ids.cpu())
 
     def of_parts(self) -> list[OwnSelection]:
         """Those of the model's parts; what it selects outside them, as for a loss, is no decision of a layer."""
@@ -132,10 +199,10 @@ def _causal(model: nn.Module) -> frozenset[str]:
     )
 
 
-def _run(loaded: LoadedModel, batch: Batch, seen: _Seen) -> None:
+def _run(loaded: LoadedModel, batch: Batch, seen: _Seen) -> Any:
     """Run a model from elsewhere on a batch; what failed in our own hands is raised as it is."""
     try:
-        batching.call(loaded.module, batch)
+        return batching.call(loaded.module, batch)
     except Exception as error:  # whatever the model raises
         if error is seen.failure:
             raise

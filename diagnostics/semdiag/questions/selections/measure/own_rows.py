@@ -123,8 +123,43 @@ class Place:
     tokens: Tokens
 
 
-def own_rows(place: Place, chosen: Selected, group: Selected | None, into: NumberFormat) -> OwnRows:
-    """Return what a selection chose for the tokens that are real.
+@dataclass(frozen=True, eq=False)
+class Choices:
+    """What a selection could choose and chose, row by row.
+
+    Attributes:
+        kind: of :func:`kind_of`.
+        shape: of the rows: samples, what else there is, tokens.
+        indices: int64 (rows, k), -1 where none could be chosen.
+        order: (rows, n) scores in whose order it chose, -inf where it was not to choose.
+        real: bool (rows,), false for those of padding.
+        first: int64 (rows,), the first key that is no padding; 0 of experts.
+    """
+
+    kind: str
+    shape: tuple[int, ...]
+    indices: Tensor
+    order: Tensor
+    real: Tensor
+    first: Tensor
+
+    @property
+    def available(self) -> Tensor:
+        """Which choices no mask forbids, bool (rows, n); those of groups that were not chosen are forbidden."""
+        return self.order > torch.finfo(self.order.dtype).min / 2
+
+    @property
+    def kept(self) -> Tensor:
+        """Which available ones were chosen, bool (rows, n)."""
+        marked = torch.zeros(len(self.order), self.order.shape[1] + 1, dtype=torch.bool)
+        marked.scatter_(1, self.indices.where(self.indices >= 0, self.order.shape[1]), True)
+        return marked[:, :-1] & self.available
+
+
+def own_rows(
+    place: Place, chosen: Selected, group: Selected | None, into: NumberFormat
+) -> tuple[OwnRows, Choices]:
+    """Return what a selection chose for the tokens that are real, and for each token alone.
 
     Args:
         place: of the selection.
@@ -153,7 +188,7 @@ def own_rows(place: Place, chosen: Selected, group: Selected | None, into: Numbe
         margin, certified = torch.minimum(margin, of_groups), certified & sure
     hit = (indices[counts] == allowed.first[counts, None]).any(1) & (margin < torch.inf)
     experts = place.kind == "experts" and not chosen.positions
-    return OwnRows(
+    found = OwnRows(
         place.kind, n, k, _groups(group), chosen.by_logits, margin, certified,
         counts=Counter(GRAVITY[grade] for grade in grades.tolist()),
         padded=int((~counts).sum()),
@@ -162,6 +197,7 @@ def own_rows(place: Place, chosen: Selected, group: Selected | None, into: Numbe
         causal=place.causal,
         unmatched=unmatched,
     )  # fmt: skip
+    return found, Choices(place.kind, shape, indices, order, counts, allowed.first)
 
 
 def _groups(group: Selected | None) -> tuple[int, int] | None:

@@ -1,0 +1,1 @@
+"""The figure of a model's own selections."""

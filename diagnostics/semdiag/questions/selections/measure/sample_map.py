@@ -1,0 +1,43 @@
+"""What one sample could choose and chose, as a map: queries by keys, tokens by experts."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from semdiag.questions.selections.measure.own_rows import Choices
+
+LARGEST = 256  # queries, and keys: more are no longer seen
+FORBIDDEN, LEFT_OUT, KEPT = 0, 1, 2
+
+
+@dataclass(frozen=True, eq=False)
+class SampleMap:
+    """One selection of one sample.
+
+    Attributes:
+        module: that selects.
+        kind: experts, keys or blocks.
+        states: uint8 (queries, choices) of ``FORBIDDEN``, ``LEFT_OUT`` (available and not chosen) and ``KEPT``.
+        cut: whether there are more queries or choices.
+    """
+
+    module: str
+    kind: str
+    states: NDArray[np.uint8]
+    cut: bool
+
+
+def sample_map(module: str, choices: Choices) -> SampleMap:
+    """Return the map of the first sample, from its first to its last real token; of several heads of the first.
+
+    Args:
+        module: that selects.
+        choices: of all samples.
+    """
+    rows = slice(0, choices.shape[-1])  # samples come first, then heads, then queries
+    states = choices.available[rows].byte() + choices.kept[rows].byte()
+    real = choices.real[rows].nonzero()[:, 0]
+    inside = slice(int(real[0]), int(real[-1]) + 1) if len(real) else slice(0, 0)
+    states = states[inside, inside] if choices.kind == "keys" else states[inside]
+    return SampleMap(module, choices.kind, states[:LARGEST, :LARGEST].numpy(), max(states.shape) > LARGEST)
