@@ -102,7 +102,7 @@ def compare(folder: Path) -> None:
 
 def shares(values: list[float]) -> str:
     """Shares in percent."""
-    return "  ".join(f"{100 * value:6.2f} %" for value in values)
+    return "  ".join(f"{100 * value:6.2f}%" for value in values)
 
 
 def run(folder: Path, attention: str, batch: int, threads: int, dtype: str, target: Path) -> dict[str, Any]:

@@ -149,7 +149,7 @@ def _changed(outputs: Summary) -> str:
         return (
             f"Against that run, the selections change outputs by {number(outputs['output_change'])} of their norm"
         )
-    share = f"{100 * outputs['changed_share']:.3g} % of the predictions"
+    share = f"{100 * outputs['changed_share']:.3g}% of the predictions"
     said = (
         f"Against that run, the selections change {share}, and KL is {number(outputs['divergence'])} nats a token"
     )
