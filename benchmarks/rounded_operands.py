@@ -1,7 +1,7 @@
 """Hunt certified rows that rounding changes: random and adversarial rows, in each format.
 
-Wide rows are like those of models; narrow ones, of which there are twenty times as many, come nearest to the bounds:
-with few products to a score all roundings can have the worst sign at once.
+Wide rows are like those of models. Narrow ones, twenty times as many, come nearest to the bounds: with few
+products to a score all roundings can have the worst sign at once.
 
 python benchmarks/rounded_operands.py --certified 100000000
 """
@@ -80,7 +80,7 @@ def sharp(kind: NumberFormat, size: Size, generator: torch.Generator) -> tuple[t
 
 
 def hunt(name: str, which: str, size: Size, generator: torch.Generator) -> tuple[int, int, int, float]:
-    """Return how many rows of a batch are certified, changed or tied, and both; the most of its bound a score moved."""
+    """Return how many rows are certified, changed or tied, and both; the most of its bound that a score moved."""
     kind = number_format(name)
     q, k = operands(which, kind, size, generator)
     scores, later = SCALE * (q @ k.mT).squeeze(-2), rounded_scores(q, k, SCALE, kind).squeeze(-2)
@@ -107,8 +107,8 @@ def main() -> None:
             found[case] = [*(a + b for a, b in zip(sums, (size.rows, *counts), strict=True)), max(most, share)]
     for (name, which), (rows, sure, moved, both, share) in found.items():
         print(
-            f"{name:9} {which:11} rows {rows:>11,}  certified {sure:>11,}  changed or tied {moved:>11,}  both {both}  "
-            f"a score moved by {share:.3f} of its bound"
+            f"{name:9} {which:11} rows {rows:>11,}  certified {sure:>11,}  changed or tied {moved:>11,}  "
+            f"both {both}  a score moved by {share:.3f} of its bound"
         )
     rows, sure, moved, both = (sum(entry[i] for entry in found.values()) for i in range(4))
     print(f"Certified rows that changed: {both:,} of {sure:,}; {moved:,} of {rows:,} rows changed or tied.")
