@@ -183,18 +183,21 @@ def _measure(subject: Subject, plan: PrecisionPlan, prepared: Any) -> Mapping[st
     selection = selection_of(kind)
     if not plan.forecast or selection is None:
         return tables
-    propagated = propagated_masks(
-        subject.model,
-        subject.first[0],
-        [number_format(name) for name in plan.formats],
-        plan.k,
-        selection,
-        batch_size=subject.batch_size,
-        device=subject.device,
-        min_keys=prepared or 1,
-        seed=subject.seed,
-    )
-    return tables | {"propagated_masks": propagated}
+    try:
+        tables["propagated_masks"] = propagated_masks(
+            subject.model,
+            subject.first[0],
+            [number_format(name) for name in plan.formats],
+            plan.k,
+            selection,
+            batch_size=subject.batch_size,
+            device=subject.device,
+            min_keys=prepared or 1,
+            seed=subject.seed,
+        )
+    except NotAvailableError as reason:
+        subject.note("mask forecast", str(reason))
+    return tables
 
 
 def _provenance(plan: PrecisionPlan, samples: int, few: int) -> dict[str, Any]:

@@ -30,6 +30,7 @@ from semdiag.questions.mask_stability.measure.mask_rows import Selection
 
 _STRIP = 2**21  # scores held at a time (or one query of every sample and head)
 _PROBE = FORMATS["bfloat16"]  # in which the noisy run for all formats of 16 bits or more is
+_OTHERWISE = "its attention is not seen alike in float64 and where it is rounded (it may be written by hand)"
 _LEAST = 2.0**-5  # of that run's noise: below, few rows change, and shares are in proportion to the noise
 
 PROPAGATED_MASKS = Table(
@@ -103,7 +104,8 @@ def propagated_masks(
         The table ``propagated_masks``.
 
     Raises:
-        NotAvailableError: if a model's attention calls depend on the format.
+        NotAvailableError: if a model's attention calls depend on the format, or cannot be followed where each
+            operation is rounded.
     """
     exact = converted(loaded, torch.float64)
     found = _Found(loaded.path, k, selection, min_keys)
@@ -172,15 +174,13 @@ class _Found:
             NotAvailableError: if it has called attention less often than the float64 run.
         """
         if self._next != len(self.kept):
-            raise NotAvailableError(
-                f"its attention is called {len(self.kept)} times in float64 and {self._next} in another format"
-            )
+            raise NotAvailableError(_OTHERWISE)
 
     def match(self, call: AttentionCall) -> None:
         """Compare a call with the one of the float64 run at its place."""
         place, self._next = self._next, self._next + 1
         if place >= len(self.kept) or self.kept.at(place).q.shape != call.q.shape:
-            raise NotAvailableError("its attention is called otherwise in float64 than in another format")
+            raise NotAvailableError(_OTHERWISE)
         exact, other = self.kept.at(place), own_copy(call)
         samples = self._numbers.of(len(exact.q))
         for reading in self._readings:
