@@ -105,7 +105,7 @@ def propagated_masks(
 
     Raises:
         NotAvailableError: if a model's attention calls depend on the format, or cannot be followed where each
-            operation is rounded.
+            operation is rounded, or its forward draws random numbers.
     """
     exact = converted(loaded, torch.float64)
     found = _Found(loaded.path, k, selection, min_keys)
@@ -114,6 +114,7 @@ def propagated_masks(
         found.start(samples_of(batch))
         with running(exact, found.kept.add, device) as run:
             run(batch)
+            run.alike()
         for way in ways:
             found.begin(way.readings)
             with running(way.model, found.match, device) as run, way.inside:
