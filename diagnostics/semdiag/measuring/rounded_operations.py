@@ -6,7 +6,7 @@ is (norms, rotary angles, softmax): only the former are rounded.
 
 import copy
 from dataclasses import replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -104,14 +104,13 @@ class RoundedProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Args:
         kind: the format.
-        module: the model, whose weights are rounded to nearest in any case.
-        generator: draws how far the other operands move, evenly within half a last place; None: they are rounded
-            to nearest as well.
+        module: the model.
     """
 
-    def __init__(self, kind: NumberFormat, module: nn.Module, generator: torch.Generator | None = None) -> None:
+    def __init__(self, kind: NumberFormat, module: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._kind, self._generator = kind, generator
+        self._kind = kind
+        self._generator: torch.Generator | None = None
         self._places = {values.untyped_storage().data_ptr() for values in module.parameters()}
         self._weights: dict[tuple[Any, ...], Tensor] = {}
 
@@ -120,6 +119,16 @@ class RoundedProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]
         places = _PRODUCTS.get(func._schema.name.partition("::")[2], ())
         given = [self._of(value) if place in places else value for place, value in enumerate(args)]
         return func(*given, **(kwargs or {}))
+
+    def drawing(self, generator: torch.Generator) -> Self:
+        """Return a mode that rounds the same weights, and moves all other operands at random.
+
+        Args:
+            generator: draws how far they move, evenly within half a last place.
+        """
+        other = copy.copy(self)
+        other._generator = generator
+        return other
 
     def _of(self, values: Any) -> Any:
         if not _is_double(values):

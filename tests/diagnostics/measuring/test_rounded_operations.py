@@ -114,7 +114,7 @@ def test_drawn_operands_move_within_half_a_last_place_and_weights_to_nearest():
     eye = nn.Linear(4, 4, bias=False).double()
     eye.weight.data.copy_(torch.eye(4))
     x = drawn(5000, 4)
-    with torch.no_grad(), RoundedProducts(E4M3, eye, torch.Generator().manual_seed(0)):
+    with torch.no_grad(), RoundedProducts(E4M3, eye).drawing(torch.Generator().manual_seed(0)):
         moved = eye(x) - x
     step = 2.0 ** (torch.frexp(x).exponent - 1).clamp(min=E4M3.exponent) * 2.0 ** (1 - E4M3.digits)
     places = moved / step
@@ -123,5 +123,5 @@ def test_drawn_operands_move_within_half_a_last_place_and_weights_to_nearest():
     assert abs(places.mean()) < 5 / (12 * x.numel()) ** 0.5
     assert abs(places.var() - 1 / 12) < 5 * (1 / 180 / x.numel()) ** 0.5
     eye.weight.data.mul_(1.05)
-    with torch.no_grad(), RoundedProducts(E4M3, eye, torch.Generator().manual_seed(0)):
+    with torch.no_grad(), RoundedProducts(E4M3, eye).drawing(torch.Generator().manual_seed(0)):
         assert torch.equal(eye(x), moved + x)  # 1.05 is rounded to 1

@@ -17,6 +17,7 @@ from semdiag.questions.mask_precision.measure.probe import PrecisionPlan
 from semdiag.questions.mask_precision.measure.propagated import PROPAGATED_MASKS
 from semdiag.questions.mask_precision.words import precision_sentences
 from semdiag.questions.mask_stability.terminal import print_masks
+from semdiag_models import InputError
 
 pytestmark = pytest.mark.usefixtures("few_resamples")
 
@@ -128,6 +129,12 @@ class ByHand(nn.Module):
     def forward(self, x):
         y = x @ self.weight
         return (y @ y.mT).softmax(-1) @ y
+
+
+def test_copies_that_do_not_fit_are_refused(wild_encoder, padded_tokens, monkeypatch):
+    monkeypatch.setattr("semdiag_models.reading._memory", lambda: 2**16)
+    with pytest.raises(InputError, match="To forecast masks, for copies of the model would take"):
+        semdiag.mask_precision(wild_encoder("full"), padded_tokens[0], forecast=True)
 
 
 class Drawing(Fickle):

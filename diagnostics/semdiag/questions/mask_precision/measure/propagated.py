@@ -27,6 +27,7 @@ from semdiag.measuring.rounded_operations import (
 from semdiag.measuring.table import Table
 from semdiag.questions.compare.measure.kept_calls import KeptCalls, own_copy
 from semdiag.questions.mask_stability.measure.mask_rows import Selection
+from semdiag_models.reading import require_memory
 
 _STRIP = 2**21  # scores held at a time (or one query of every sample and head)
 _PROBE = FORMATS["bfloat16"]  # in which the noisy run for all formats of 16 bits or more is
@@ -104,9 +105,16 @@ def propagated_masks(
         The table ``propagated_masks``.
 
     Raises:
+        InputError: if copies of the model do not fit into memory.
         NotAvailableError: if a model's attention calls depend on the format, or cannot be followed where each
             operation is rounded, or its forward draws random numbers.
     """
+    numbers = sum(values.numel() for values in loaded.module.parameters())
+    wide = sum(not operands_alone(kind) for kind in formats)
+    copies = (
+        8 * (1 + bool(wide) + len(formats) - wide) + 4 * wide
+    )  # bytes a number: in float64, and in the formats
+    require_memory(copies * numbers, "To forecast masks, for copies of the model")
     exact = converted(loaded, torch.float64)
     found = _Found(loaded.path, k, selection, min_keys)
     ways = list(_ways(loaded, exact, formats, seed))
@@ -133,9 +141,9 @@ def _ways(loaded: LoadedModel, exact: LoadedModel, formats: Sequence[NumberForma
         yield _Way(own, nullcontext(), (_Reading(kind, "measured"),))
     for kind in formats:
         if operands_alone(kind):
-            generator = torch.Generator().manual_seed(seed)
             measured = RoundedProducts(kind, exact.module)
-            yield _Way(exact, RoundedProducts(kind, exact.module, generator), (_Reading(kind, "forecast"),))
+            drawn = measured.drawing(torch.Generator().manual_seed(seed))
+            yield _Way(exact, drawn, (_Reading(kind, "forecast"),))
             yield _Way(exact, measured, (_Reading(kind, "measured"),))
 
 
