@@ -111,10 +111,8 @@ def propagated_masks(
     """
     numbers = sum(values.numel() for values in loaded.module.parameters())
     wide = sum(not operands_alone(kind) for kind in formats)
-    copies = (
-        8 * (1 + bool(wide) + len(formats) - wide) + 4 * wide
-    )  # bytes a number: in float64, and in the formats
-    require_memory(copies * numbers, "To forecast masks, for copies of the model")
+    in_float64 = 1 + bool(wide) + len(formats) - wide
+    require_memory((8 * in_float64 + 4 * wide) * numbers, "To forecast masks, for copies of the model")
     exact = converted(loaded, torch.float64)
     found = _Found(loaded.path, k, selection, min_keys)
     ways = list(_ways(loaded, exact, formats, seed))
