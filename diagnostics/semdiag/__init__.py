@@ -34,11 +34,19 @@ if TYPE_CHECKING:
     from semdiag.measuring.findings.findings import Findings
     from semdiag.measuring.measure import measure
     from semdiag.measuring.measurements import Measurements
-    from semdiag.questions.in_python import compare, k_sweep, landscape, lipschitz, mask_stability
+    from semdiag.questions.in_python import (
+        compare,
+        k_sweep,
+        landscape,
+        lipschitz,
+        mask_precision,
+        mask_stability,
+    )
     from semdiag.questions.k_sweep.measure.probe import KSweepPlan
     from semdiag.questions.landscape.measure import LandscapePlan
     from semdiag.questions.lipschitz.measure.probe import LipschitzPlan
     from semdiag.questions.look.in_python import look
+    from semdiag.questions.mask_precision.measure.probe import PrecisionPlan
     from semdiag.questions.mask_stability.measure.probe import NoisePlan
     from semdiag.questions.selections.measure.check import check_selection
     from semdiag.reporting.in_python import plot, report, summary
@@ -63,7 +71,9 @@ _HOME = {
     "compare": "semdiag.questions.in_python",
     "KSweepPlan": "semdiag.questions.k_sweep.measure.probe",
     "k_sweep": "semdiag.questions.in_python",
+    "PrecisionPlan": "semdiag.questions.mask_precision.measure.probe",
     "NoisePlan": "semdiag.questions.mask_stability.measure.probe",
+    "mask_precision": "semdiag.questions.in_python",
     "mask_stability": "semdiag.questions.in_python",
     "LandscapePlan": "semdiag.questions.landscape.measure",
     "landscape": "semdiag.questions.in_python",
@@ -94,7 +104,7 @@ __all__ = [
     "Alarm", "AlarmError", "Calls", "Measurements", "Monitor", "capture", "measure",
     # probes
     "LandscapePlan", "LipschitzPlan", "NoisePlan", "KSweepPlan", "compare", "k_sweep", "landscape", "lipschitz",
-    "mask_stability",
+    "mask_precision", "mask_stability", "PrecisionPlan",
     # one text
     "look",
     # selections

@@ -23,6 +23,7 @@ from semdiag.questions.compare.measure.probe import TOP, ComparePlan
 from semdiag.questions.k_sweep.measure.probe import KSweepPlan
 from semdiag.questions.landscape.measure import LandscapePlan
 from semdiag.questions.lipschitz.measure.probe import LipschitzPlan
+from semdiag.questions.mask_precision.measure.probe import PrecisionPlan
 from semdiag.questions.mask_stability.measure.probe import NoisePlan
 from semdiag_models import Encoder, InputError
 
@@ -87,6 +88,35 @@ def mask_stability(
     """
     chosen = _plan(NoisePlan, plan, how)
     return _asked(model, batches, labels, chosen, **how)
+
+
+def mask_precision(model: Model, batches: Batches, plan: PrecisionPlan | None = None, **how: Any) -> Measurements:
+    """Compare the mask of every query in float64 with those of number formats.
+
+    Source: docs/theory.md#rounded-operands. Deviation: not in the paper.
+
+    Args:
+        model: from :func:`semdiag.load`, or any module.
+        batches: what the model is called with.
+        plan: the formats, k of a model without a mask, and whether to forecast what propagated rounding does.
+        how: as of :func:`k_sweep`.
+
+    Returns:
+        Measurements with the tables ``rounded_masks`` and ``lost_weights``, described at
+        :func:`semdiag.questions.mask_precision.measure.probe.mask_precision`, and, with a forecast,
+        ``propagated_masks``.
+
+    Raises:
+        InputError: if it cannot be measured of this model or these inputs.
+
+    Example:
+        >>> from semdiag_models import ModelConfig
+        >>> encoder = Encoder(ModelConfig(vocabulary_size=3, classes=2, length=4, attention="topk", k=2, blocks=1))
+        >>> found = mask_precision(encoder, torch.tensor([[0, 1, 1, 0]]), formats=("bf16",), forecast=True)
+        >>> found.rounded_masks["queries"].tolist(), found.propagated_masks["queries"].tolist()
+        ([4], [4])
+    """
+    return _asked(model, batches, None, _plan(PrecisionPlan, plan, how), **how)
 
 
 def compare(base: Model, model: Model, batches: Batches, *, top: int = TOP, **how: Any) -> Measurements:

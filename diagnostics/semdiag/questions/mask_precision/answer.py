@@ -12,11 +12,18 @@ from semdiag.measuring.findings.strict_json import Summary, records
 from semdiag.measuring.table import ALL
 
 _RESAMPLES = 200
+_MISSED = (
+    0.1  # of its size, by which a forecast may miss beyond the spread of sequences (benchmarks/mask_forecast.py)
+)
 _SHARES = ("changed", "tied", "changed_or_tied", "certified")
 _COUNTS = ("queries", "not_covered", "certified_rows", "certified_changed")
 _COLUMNS = [
     "model", "format", "layer", *_COUNTS, *(name + end for name in _SHARES for end in ("", "_low", "_high")),
     "lost_p50", "lost_mean", "why",
+]  # fmt: skip
+_PROPAGATED = [
+    "model", "format", "layer", "queries", "forecast", "forecast_low", "forecast_high", "measured", "measured_low",
+    "measured_high", "first",
 ]  # fmt: skip
 
 
@@ -42,6 +49,32 @@ def precision_table(findings: Findings) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=_COLUMNS)
 
 
+def propagated_table(findings: Findings) -> pd.DataFrame:
+    """How many masks change where a model runs in a format throughout, per model, format and layer, and pooled.
+
+    Args:
+        findings: with or without forecasts.
+
+    Returns:
+        model, format, layer (ALL where pooled), queries that drop a key; forecast and measured, the shares of
+        these whose mask changes, with ``_low`` and ``_high`` of 95 % intervals from resampled sequences, that of
+        the forecast wider by a tenth of its ends; first: of how many queries (in any head) the first change is
+        here.
+    """
+    rows = []
+    masks = findings.measurements.propagated_masks
+    for (model, kind), own in masks.groupby(["model", "format"], sort=False):
+        for layer, part in _layers(own):
+            counts = part.groupby("sample")[["queries", "forecast", "measured"]].sum().astype(np.float64)
+            row = {"model": model, "format": kind, "layer": layer, "queries": int(part["queries"].sum())}
+            for name, missed in (("forecast", _MISSED), ("measured", 0.0)):
+                found = sum_ratio_interval(counts[name].to_numpy(), counts["queries"].to_numpy(), _RESAMPLES)
+                low, high = found.low * (1 - missed), min(1.0, found.high * (1 + missed))
+                row |= {name: found.estimate, f"{name}_low": low, f"{name}_high": high}
+            rows.append(row | {"first": int(part["first"].sum())})
+    return pd.DataFrame(rows, columns=_PROPAGATED)
+
+
 def precision_of(findings: Findings, model: str) -> list[Summary]:
     """The number formats in which a model's masks were looked at, as in ``--json``.
 
@@ -50,7 +83,7 @@ def precision_of(findings: Findings, model: str) -> list[Summary]:
         model: its path.
 
     Returns:
-        By format: format, layers (a dictionary each), all.
+        By format: format, layers (a dictionary each), all; with a forecast also propagated, likewise.
     """
     table = findings(precision_table)
     own = table[table["model"] == model]
@@ -58,7 +91,17 @@ def precision_of(findings: Findings, model: str) -> list[Summary]:
     for kind, rows in own.groupby("format", sort=False):
         entries = records(rows.drop(columns=["model", "format"]).astype({"layer": object}))
         found.append({"format": kind, "layers": entries[:-1], "all": entries[-1] | {"layer": "all"}})
+        found[-1] |= _propagated_of(findings, model, str(kind))
     return found
+
+
+def _propagated_of(findings: Findings, model: str, kind: str) -> Summary:
+    table = findings(propagated_table)
+    rows = table[(table["model"] == model) & (table["format"] == kind)]
+    if rows.empty:
+        return {}
+    entries = records(rows.drop(columns=["model", "format"]).astype({"layer": object}))
+    return {"propagated": {"layers": entries[:-1], "all": entries[-1] | {"layer": "all"}}}
 
 
 def _layers(own: pd.DataFrame) -> Iterator[tuple[int, pd.DataFrame]]:

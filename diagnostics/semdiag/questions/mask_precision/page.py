@@ -6,7 +6,7 @@ from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.table import ALL
 from semdiag.presenting.section import Heading, Section, Shown
 from semdiag.presenting.tables import with_facts
-from semdiag.questions.mask_precision.answer import precision_table
+from semdiag.questions.mask_precision.answer import precision_table, propagated_table
 from semdiag.questions.mask_precision.figures.masks_in_formats import masks_in_formats
 from semdiag.questions.mask_precision.glance import precision_glance
 from semdiag.questions.mask_precision.words import precision_in_short, precision_sentences
@@ -14,9 +14,14 @@ from semdiag.questions.mask_precision.words import precision_in_short, precision
 
 def precision_tables(findings: Findings, alone: bool) -> dict[str, pd.DataFrame]:
     """Masks by number format and layer, heads pooled."""
-    table = findings(precision_table)
-    layers = table["layer"].astype(object).mask(table["layer"] == ALL, "all")
-    return {"mask_precision": with_facts(findings, table.assign(layer=layers))}
+    tables = {"mask_precision": findings(precision_table), "mask_forecast": findings(propagated_table)}
+    return {
+        name: with_facts(
+            findings, table.assign(layer=table["layer"].astype(object).mask(table["layer"] == ALL, "all"))
+        )
+        for name, table in tables.items()
+        if not table.empty
+    }
 
 
 _HEADINGS = (
@@ -42,7 +47,7 @@ _HEADINGS = (
             "Rows whose scores have a bias or a soft-cap, or whose softmax has sinks, are not covered: they are "
             "counted, and left out of every share.",
             "Queries and keys are those of a clean forward pass. Rounding is not passed on from layer to layer, "
-            "as it is in a model that runs in the format.",
+            "as it is in a model that runs in the format; what is said of one that does is from --forecast.",
             "A full-attention model drops no key. The mask judged there is the one that top-k would choose from "
             "its scores. The weight lost is of the weight over all allowed keys.",
         ),

@@ -11,6 +11,17 @@ _COLUMNS = (
     "weight lost p50", "mean",
 )  # fmt: skip
 
+_PROPAGATED = (
+    "format",
+    "layer",
+    "rows",
+    "forecast",
+    "forecast 95 %",
+    "measured",
+    "measured 95 %",
+    "first changes",
+)
+
 
 def print_precision(screen: Console, found: list[Summary]) -> None:
     """Print what became of one model's masks, a row for each format and layer, and what was certified.
@@ -28,6 +39,25 @@ def print_precision(screen: Console, found: list[Summary]) -> None:
         row, uncovered = of_format["all"], not_covered_words(of_format["all"])
         said = [certified_words(row)] * bool(_covered(row)) + [uncovered] * bool(uncovered)
         screen.print(f"{of_format['format']}: {' '.join(said)}")
+    if any("propagated" in of_format for of_format in found):
+        _print_propagated(screen, found)
+
+
+def _print_propagated(screen: Console, found: list[Summary]) -> None:
+    title = "Masks that change where the model runs in the format throughout:"
+    table = number_table(_PROPAGATED, names=1, title=title, least=("measured 95 %",))
+    for of_format in found:
+        for row in [*of_format["propagated"]["layers"], of_format["propagated"]["all"]]:
+            shares = [cell for name in ("forecast", "measured") for cell in _with_interval(row, name)]
+            table.add_row(
+                of_format["format"], str(row["layer"]), f"{row['queries']:,}", *shares, f"{row['first']:,}"
+            )
+    screen.print(table)
+
+
+def _with_interval(row: Summary, name: str) -> list[str]:
+    low, high = row[f"{name}_low"], row[f"{name}_high"]
+    return [f"{100 * row[name]:.3g}%", "–" if low is None else interval(100 * low, 100 * high)]
 
 
 def _covered(row: Summary) -> int:

@@ -1,7 +1,10 @@
 """Scores of rounded operands: torch's own casts as reference, error ≤ bound, and certified rows hunted."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
+import rounded_operands
 import torch
 
 from semdiag.mathematics.mask_stability import kept_in_common, top_set
@@ -192,3 +195,27 @@ def test_a_row_with_an_unknown_error_is_not_certified():
     assert not survives_rounding(z, error, top_set(z, 2)).any()
     forbidden = z.masked_fill(error.isinf(), -torch.inf)  # what is known of it does not matter then
     assert survives_rounding(forbidden, error, top_set(forbidden, 2)).all()
+
+
+@pytest.mark.parametrize("size", rounded_operands.SIZES, ids=["wide", "narrow"])
+@pytest.mark.parametrize("which", rounded_operands.KINDS)
+def test_the_hunt_finds_no_certified_row_that_changes(which, size):
+    """A theorem, so 0 is exact. 10⁸ certified rows: benchmarks/rounded_operands.py."""
+    generator = torch.Generator().manual_seed(0)
+    small = replace(size, rows=500)
+    found = [rounded_operands.hunt(name, which, small, generator) for name in rounded_operands.FORMATS]
+    assert sum(both for _, _, both, _ in found) == 0
+    assert max(share for *_, share in found) <= 1
+    assert sum(sure for sure, *_ in found) > 0 or which == "near ties"
+    assert sum(moved for _, moved, *_ in found) > 0
+
+
+def test_the_hunt_comes_near_the_bound_and_would_see_a_broken_one(monkeypatch):
+    generator = torch.Generator().manual_seed(0)
+    size = rounded_operands.SIZES[1]
+    assert rounded_operands.hunt("bf16", "sharp", size, generator)[3] > 0.98
+    right = rounded_operands.score_error
+    monkeypatch.setattr(rounded_operands, "score_error", lambda *given: 0.6 * right(*given))
+    *_, both, share = rounded_operands.hunt("bf16", "sharp", size, generator)
+    assert both > 0
+    assert share > 1

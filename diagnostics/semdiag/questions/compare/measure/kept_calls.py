@@ -70,6 +70,14 @@ class KeptCalls:
         call, self._calls[place] = self._calls[place], None  # type: ignore[call-overload]
         return call
 
+    def at(self, place: int) -> AttentionCall:
+        """Show a call, which stays kept.
+
+        Args:
+            place: among the calls of the batch.
+        """
+        return self._calls[place]
+
     def clear(self) -> None:
         """Forget the batch."""
         self._calls, self._masks, self._size = [], [], 0

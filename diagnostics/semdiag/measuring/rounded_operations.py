@@ -1,0 +1,149 @@
+"""What a model computes in another number format, run in float64: results or operands are rounded on the way.
+
+In float64 a model shows which of its steps keep the model's precision and which it takes in float32 whatever that
+is (norms, rotary angles, softmax): only the former are rounded.
+"""
+
+import copy
+from dataclasses import replace
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from semdiag.capturing.loading import LoadedModel
+from semdiag.mathematics.selections.number_formats import NumberFormat
+from semdiag.mathematics.selections.rounded_operands import rounded, rounding_error
+from semdiag.measuring.calls.running import refuse_masked
+
+_NARROW = 8  # fewer digits: engines round the operands of products, and keep all else in a wider format
+_WIDE_FIRST = dict.fromkeys(("addmm", "baddbmm"), (1, 2))  # whose first operand is added
+_PRODUCTS = {
+    **dict.fromkeys(("mm", "bmm", "linear", "convolution"), (0, 1)),
+    **_WIDE_FIRST,
+    **dict.fromkeys(
+        (
+            "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention",
+            "_scaled_dot_product_efficient_attention", "_scaled_dot_product_attention_math",
+        ),
+        (0, 1, 2),
+    ),
+}  # fmt: skip
+
+
+def operands_alone(kind: NumberFormat) -> bool:
+    """Whether a model in this format has the operands of its matrix products in it, and nothing else.
+
+    Args:
+        kind: the format; of 8 bits it is so, of 16 bits every result is in the format.
+    """
+    return kind.digits < _NARROW
+
+
+def converted(model: LoadedModel, dtype: torch.dtype) -> LoadedModel:
+    """Return a copy of a model in another precision, as transformers loads it: frequencies stay as they are.
+
+    Args:
+        model: not changed.
+        dtype: of its parameters and of all buffers but rotary frequencies.
+    """
+    refuse_masked(model.module, f"in {dtype}")
+    module = copy.deepcopy(model.module)
+    owners = [(part, name) for part in module.modules() for name in part._buffers if name.endswith("inv_freq")]
+    kept = [part._buffers[name] for part, name in owners]
+    module.to(dtype)
+    for (part, name), values in zip(owners, kept, strict=True):
+        part._buffers[name] = values
+    return replace(model, module=module)
+
+
+def with_rounded_weights(model: LoadedModel, kind: NumberFormat) -> LoadedModel:
+    """Return a copy of a model in float64 whose weights are numbers of a format.
+
+    Args:
+        model: not changed.
+        kind: the format.
+    """
+    copied = converted(model, torch.float64)
+    with torch.no_grad():
+        for values in (*copied.module.parameters(), *copied.module.buffers()):
+            if values.dtype == torch.float64:
+                values.copy_(rounded(values, kind))
+    return copied
+
+
+class RoundedResults(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Inside, every float64 result is rounded to a format.
+
+    Args:
+        kind: the format.
+    """
+
+    def __init__(self, kind: NumberFormat) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._kind = kind
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation, and round what it returns or writes."""
+        found = func(*args, **(kwargs or {}))
+        returned = [entry.alias_info for entry in func._schema.returns]
+        if isinstance(found, tuple):
+            return tuple(self._of(values, alias) for values, alias in zip(found, returned, strict=True))
+        return self._of(found, returned[0]) if returned else found
+
+    def _of(self, values: Any, alias: Any) -> Any:
+        if not _is_double(values) or (alias is not None and not alias.is_write):  # a view: it was rounded before
+            return values
+        moved = torch.where(values.isinf(), values, rounded(values, self._kind))
+        return moved if alias is None else values.copy_(moved)
+
+
+class RoundedProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Inside, the float64 operands of every matrix product are rounded to a format.
+
+    Args:
+        kind: the format.
+        module: the model.
+    """
+
+    def __init__(self, kind: NumberFormat, module: nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._kind = kind
+        self._generator: torch.Generator | None = None
+        self._places = {values.untyped_storage().data_ptr() for values in module.parameters()}
+        self._weights: dict[tuple[Any, ...], Tensor] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation, on rounded operands if it is a product."""
+        places = _PRODUCTS.get(func._schema.name.partition("::")[2], ())
+        given = [self._of(value) if place in places else value for place, value in enumerate(args)]
+        return func(*given, **(kwargs or {}))
+
+    def drawing(self, generator: torch.Generator) -> Self:
+        """Return a mode that rounds the same weights, and moves all other operands at random.
+
+        Args:
+            generator: draws how far they move, evenly within half a last place.
+        """
+        other = copy.copy(self)
+        other._generator = generator
+        return other
+
+    def _of(self, values: Any) -> Any:
+        if not _is_double(values):
+            return values
+        if values.untyped_storage().data_ptr() in self._places:
+            key = (values.data_ptr(), values.shape, values.stride())
+            if key not in self._weights:
+                self._weights[key] = rounded(values, self._kind)
+            return self._weights[key]
+        if self._generator is None:
+            return rounded(values, self._kind)
+        drawn = torch.rand(values.shape, generator=self._generator, dtype=values.dtype).to(values.device)
+        moved = values + 2 * rounding_error(values.abs(), self._kind) * (drawn - 0.5)
+        return moved.clamp(-self._kind.largest, self._kind.largest)
+
+
+def _is_double(values: Any) -> bool:
+    return isinstance(values, Tensor) and values.dtype == torch.float64

@@ -1,0 +1,246 @@
+"""Masks where a model runs in a number format throughout: forecast by a noisy run in float64, and measured."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+
+import pandas as pd
+import torch
+from torch import Tensor
+
+from semdiag.capturing.attention_call import AttentionCall
+from semdiag.capturing.batches import Batch, samples_of, split
+from semdiag.capturing.loading import LoadedModel
+from semdiag.mathematics.mask_stability import kept_in_common, top_set
+from semdiag.mathematics.selections.number_formats import FORMATS, NumberFormat
+from semdiag.mathematics.selections.rounded_operands import rounded
+from semdiag.measuring.calls.batch_rows import SampleNumbers
+from semdiag.measuring.calls.running import running
+from semdiag.measuring.calls.scored_rows import NotAvailableError
+from semdiag.measuring.rounded_operations import (
+    RoundedProducts,
+    RoundedResults,
+    converted,
+    operands_alone,
+    with_rounded_weights,
+)
+from semdiag.measuring.table import Table
+from semdiag.questions.compare.measure.kept_calls import KeptCalls, own_copy
+from semdiag.questions.mask_stability.measure.mask_rows import Selection
+from semdiag_models.reading import require_memory
+
+_STRIP = 2**21  # scores held at a time (or one query of every sample and head)
+_PROBE = FORMATS["bfloat16"]  # in which the noisy run for all formats of 16 bits or more is
+_OTHERWISE = "its attention is not seen alike in float64 and where it is rounded (it may be written by hand)"
+_LEAST = 2.0**-5  # of that run's noise: below, few rows change, and shares are in proportion to the noise
+
+PROPAGATED_MASKS = Table(
+    "propagated_masks",
+    "One row per number format, sample and layer, heads pooled: how many queries drop a key; of how many the k "
+    "largest scores are of other keys where the model runs in the format throughout, as forecast (forecast) and "
+    "as it was run (measured); how many queries first change here, in any head (first).",
+    {
+        **dict.fromkeys(("model", "format"), "str"),
+        **dict.fromkeys(("sample", "layer", "queries", "measured", "first"), "int32"),
+        "forecast": "float64",
+    },
+)
+
+
+@dataclass(frozen=True)
+class _Reading:
+    """What a run says of a format: how far its queries and keys are taken, and what a changed row counts."""
+
+    kind: NumberFormat
+    column: str
+    steps: tuple[float, ...] = (1.0,)  # times the difference from the float64 run
+    weight: float = 1.0
+
+
+@dataclass(frozen=True)
+class _Way:
+    """A model that runs beside the float64 one, and what is read from it."""
+
+    model: LoadedModel
+    inside: AbstractContextManager[object]
+    readings: tuple[_Reading, ...]
+
+
+def propagated_masks(
+    loaded: LoadedModel,
+    inputs: Batch | Iterable[Batch],
+    formats: Sequence[NumberFormat],
+    k: int,
+    selection: Selection,
+    *,
+    batch_size: int = 100,
+    device: torch.device | str | None = None,
+    min_keys: int = 1,
+    seed: int = 0,
+) -> pd.DataFrame:
+    """Compare the mask of every query in float64 with those where the model runs in a number format throughout.
+
+    Sets are those of the k largest scores, worked out in float64 from the queries and keys of a run.
+
+    Measured: a copy of the model runs in a format of 16 bits or more. For one of 8 bits the model runs in float64,
+    and the operands of its matrix products are rounded. Forecast: for all formats of 16 bits or more one run in
+    float64, with every result rounded to bfloat16; a format of p digits moves queries and keys 2^(8 − p) times as
+    far, one way or the other. For each of 8 bits a run in which weights are rounded, and all other operands of
+    products move at random within half a last place.
+
+    Source: docs/theory.md#propagated-rounding. Deviation: not in the paper.
+
+    Args:
+        loaded: the model; copies of it run.
+        inputs: what :func:`~semdiag.measuring.measure.measure` takes.
+        formats: float32 or coarser.
+        k: of the mask that a model without a selection of its own would choose.
+        selection: how masks come about; by the scores alone.
+        batch_size: samples at a time.
+        device: where to run; None: where the model is.
+        min_keys: queries with fewer keys are left out.
+        seed: of what is drawn.
+
+    Returns:
+        The table ``propagated_masks``.
+
+    Raises:
+        InputError: if copies of the model do not fit into memory.
+        NotAvailableError: if a model's attention calls depend on the format, or cannot be followed where each
+            operation is rounded, or its forward draws random numbers.
+    """
+    numbers = sum(values.numel() for values in loaded.module.parameters())
+    wide = sum(not operands_alone(kind) for kind in formats)
+    in_float64 = 1 + bool(wide) + len(formats) - wide
+    require_memory((8 * in_float64 + 4 * wide) * numbers, "To forecast masks, for copies of the model")
+    exact = converted(loaded, torch.float64)
+    found = _Found(loaded.path, k, selection, min_keys)
+    ways = list(_ways(loaded, exact, formats, seed))
+    for batch in split(inputs, batch_size):
+        found.start(samples_of(batch))
+        with running(exact, found.kept.add, device) as run:
+            run(batch)
+            run.alike()
+        for way in ways:
+            found.begin(way.readings)
+            with running(way.model, found.match, device) as run, way.inside:
+                run(batch)
+            found.finish()
+    return PROPAGATED_MASKS.of_rows(found.rows())
+
+
+def _ways(loaded: LoadedModel, exact: LoadedModel, formats: Sequence[NumberFormat], seed: int) -> Iterator[_Way]:
+    wide = [kind for kind in formats if not operands_alone(kind)]
+    if wide:
+        noisy = with_rounded_weights(exact, _PROBE)
+        yield _Way(noisy, RoundedResults(_PROBE), tuple(_of_noise(kind) for kind in wide))
+    for kind in wide:
+        own = converted(loaded, getattr(torch, kind.name))
+        yield _Way(own, nullcontext(), (_Reading(kind, "measured"),))
+    for kind in formats:
+        if operands_alone(kind):
+            measured = RoundedProducts(kind, exact.module)
+            drawn = measured.drawing(torch.Generator().manual_seed(seed))
+            yield _Way(exact, drawn, (_Reading(kind, "forecast"),))
+            yield _Way(exact, measured, (_Reading(kind, "measured"),))
+
+
+def _of_noise(kind: NumberFormat) -> _Reading:
+    """What the noisy run says of a wide format: both ways, and in proportion where few rows change."""
+    step = 2.0 ** (_PROBE.digits - kind.digits)
+    taken = max(step, _LEAST)
+    return _Reading(kind, "forecast", (taken, -taken), step / taken / 2)
+
+
+@dataclass
+class _Found:
+    """Counts of one model, batch by batch and run by run."""
+
+    model: str
+    k: int
+    selection: Selection
+    min_keys: int
+    kept: KeptCalls = field(default_factory=KeptCalls)
+    _numbers: SampleNumbers = field(default_factory=SampleNumbers)
+    _counts: dict[tuple[str, int, int], dict[str, float]] = field(default_factory=dict)
+
+    def start(self, samples: int) -> None:
+        """Begin a batch: the next calls are those of the float64 run."""
+        self.kept.clear()
+        self._numbers.start(samples)
+
+    def begin(self, readings: Sequence[_Reading]) -> None:
+        """Begin a run of which calls are matched."""
+        self._readings, self._next = readings, 0
+        self._seen: dict[tuple[str, torch.Size], Tensor] = {}
+
+    def finish(self) -> None:
+        """End a run.
+
+        Raises:
+            NotAvailableError: if it has called attention less often than the float64 run.
+        """
+        if self._next != len(self.kept):
+            raise NotAvailableError(_OTHERWISE)
+
+    def match(self, call: AttentionCall) -> None:
+        """Compare a call with the one of the float64 run at its place."""
+        place, self._next = self._next, self._next + 1
+        if place >= len(self.kept) or self.kept.at(place).q.shape != call.q.shape:
+            raise NotAvailableError(_OTHERWISE)
+        exact, other = self.kept.at(place), own_copy(call)
+        samples = self._numbers.of(len(exact.q))
+        for reading in self._readings:
+            changed, counted = self._changed(exact, other, reading)
+            key = reading.kind.name, changed.shape[:1] + changed.shape[-1:]
+            anywhere = (changed > 0).any(1)
+            first = anywhere & ~self._seen.get(key, torch.zeros_like(anywhere))
+            self._seen[key] = anywhere | self._seen.get(key, anywhere)
+            sums = {reading.column: reading.weight * changed.sum((1, 2))}
+            if reading.column == "measured":
+                sums |= {"queries": counted.sum((1, 2)), "first": first.sum(1)}
+            for name, values in sums.items():
+                for sample, value in zip(samples, values.tolist(), strict=True):
+                    row = self._counts.setdefault((reading.kind.name, int(sample), exact.layer), {})
+                    row[name] = row.get(name, 0) + value
+
+    def rows(self) -> Iterator[Mapping[str, object]]:
+        """Rows of the table, of samples and layers in which a query drops a key."""
+        for (kind, sample, layer), counts in self._counts.items():
+            if counts["queries"]:
+                yield {"model": self.model, "format": kind, "sample": sample, "layer": layer, **counts}
+
+    def _changed(self, exact: AttentionCall, other: AttentionCall, reading: _Reading) -> tuple[Tensor, Tensor]:
+        """How often each row (B, H, L) changes, and which rows count."""
+        kept = self.k
+        if self.selection.own and exact.selected is not None:
+            kept = exact.selected.shape[-1]
+        kept = min(kept, exact.k.shape[2])
+        step = max(1, _STRIP // (exact.q.shape[0] * exact.q.shape[1] * exact.k.shape[2]))
+        parts = []
+        for start in range(0, exact.q.shape[2], step):
+            strip = slice(start, start + step)
+            parts.append(self._strip(exact.part(queries=strip), other.part(queries=strip), reading, kept))
+        changed, counted = (torch.cat(values, -1) for values in zip(*parts, strict=True))
+        return changed, counted
+
+    def _strip(
+        self, exact: AttentionCall, other: AttentionCall, reading: _Reading, kept: int
+    ) -> tuple[Tensor, Tensor]:
+        scores = self.selection.sign * exact.scores(torch.float64)
+        allowed = torch.ones_like(scores, dtype=torch.bool)
+        if exact.allowed is not None:
+            allowed = exact.allowed.expand_as(scores)
+        number = allowed.sum(-1)
+        counted = exact.counted & (number > kept) & (number >= self.min_keys)
+        before = top_set(scores.masked_fill(~allowed, -torch.inf), kept)
+        changed = torch.zeros(counted.shape, dtype=torch.int64, device=scores.device)
+        for step in reading.steps:
+            q, keys = (a + step * (b.double() - a) for a, b in ((exact.q, other.q), (exact.k, other.k)))
+            if operands_alone(reading.kind):
+                q, keys = rounded(q, reading.kind), rounded(keys, reading.kind)
+            later = self.selection.sign * replace(exact, q=q, k=keys).scores(torch.float64)
+            broken = (allowed & ~later.isfinite()).any(-1)
+            later = later.masked_fill(~allowed, -torch.inf)
+            changed += counted & (broken | (kept_in_common(later[None], before)[0] < kept))
+        return changed, counted
