@@ -5,7 +5,7 @@ The method was made on the pairs of MADE_ON. Those of HELD_OUT were chosen befor
     python benchmarks/mask_forecast.py held-out --smollm2 FOLDER    # made by checkpoints/smollm2.py
     python benchmarks/mask_forecast.py engines      # float32 against float32, run otherwise
 
-Goal, of all layers together: within one percentage point where at least 5 % change, within a factor of 2 below.
+Goal, of all layers together: within one percentage point where at least 5% change, within a factor of 2 below.
 """
 
 import argparse

@@ -57,7 +57,7 @@ def propagated_table(findings: Findings) -> pd.DataFrame:
 
     Returns:
         model, format, layer (ALL where pooled), queries that drop a key; forecast and measured, the shares of
-        these whose mask changes, with ``_low`` and ``_high`` of 95 % intervals from resampled sequences, that of
+        these whose mask changes, with ``_low`` and ``_high`` of 95% intervals from resampled sequences, that of
         the forecast wider by a tenth of its ends; first: of how many queries (in any head) the first change is
         here.
     """

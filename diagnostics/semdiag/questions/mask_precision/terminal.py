@@ -16,9 +16,9 @@ _PROPAGATED = (
     "layer",
     "rows",
     "forecast",
-    "forecast 95 %",
+    "forecast 95%",
     "measured",
-    "measured 95 %",
+    "measured 95%",
     "first changes",
 )
 
@@ -45,7 +45,7 @@ def print_precision(screen: Console, found: list[Summary]) -> None:
 
 def _print_propagated(screen: Console, found: list[Summary]) -> None:
     title = "Masks that change where the model runs in the format throughout:"
-    table = number_table(_PROPAGATED, names=1, title=title, least=("measured 95 %",))
+    table = number_table(_PROPAGATED, names=1, title=title, least=("measured 95%",))
     for of_format in found:
         for row in [*of_format["propagated"]["layers"], of_format["propagated"]["all"]]:
             shares = [cell for name in ("forecast", "measured") for cell in _with_interval(row, name)]

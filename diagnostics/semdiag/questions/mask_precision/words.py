@@ -90,7 +90,7 @@ def _of_format(found: Summary) -> Iterator[str]:
     if "propagated" in found:
         all_layers, last = found["propagated"]["all"], found["propagated"]["layers"][-1]
         yield (
-            f"Where the model runs in {kind} throughout, {percent(all_layers['measured'], 2)} % change, "
-            f"{percent(last['measured'], 2)} % in the last layer; forecast "
-            f"{percent(all_layers['forecast'], 2)} % and {percent(last['forecast'], 2)} %."
+            f"Where the model runs in {kind} throughout, {percent(all_layers['measured'], 2)}% change, "
+            f"{percent(last['measured'], 2)}% in the last layer; forecast "
+            f"{percent(all_layers['forecast'], 2)}% and {percent(last['forecast'], 2)}%."
         )
