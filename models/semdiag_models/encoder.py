@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from semdiag_models.attention.clustered_selection import first_centroids, follow
 from semdiag_models.attention.dense_attention import dense_attention
 from semdiag_models.attention.hashed_selection import hash_directions
-from semdiag_models.attention.kinds import ATTENTIONS, LOCAL
+from semdiag_models.attention.kinds import ATTENTIONS
 from semdiag_models.attention.selected_attention import selected_attention
 from semdiag_models.attention.selection import random_priorities, select_keys
 from semdiag_models.attention.straight_through import straight_through_attention
@@ -36,7 +36,7 @@ class AttentionCore(nn.Module):
 
     def __init__(self, p: float, everywhere: tuple[int, int] = (0, 0), straight_through: bool = False) -> None:
         super().__init__()
-        self.p, self.everywhere, self.straight_through = p, everywhere, straight_through
+        self.p, self.everywhere, self.straight_through, self.apart = p, everywhere, straight_through, False
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, valid: Tensor | None, selected: Tensor | None
@@ -89,11 +89,11 @@ class Attention(nn.Module):
         self.heads, self.head_width = config.heads, config.head_width
         self.kind, self.k = config.attention, config.k
         self.draw_seed: int | None = None  # see Encoder.with_draws
-        everywhere = (config.cls_tokens, config.global_tokens) if config.attention in LOCAL else (0, 0)
         self.scale = config.inverse_temperature / math.sqrt(config.head_width)
         inner = config.heads * config.head_width
         self.qkv = nn.Linear(config.width, 3 * inner)
-        self.core = AttentionCore(config.dropout, everywhere, config.score_gradient == "straight-through")
+        self.core = AttentionCore(config.dropout, config.everywhere, config.score_gradient == "straight-through")
+        self.core.apart = not config.cls_as_key  # no query but the first attends to the first token
         self.out = nn.Linear(inner, config.width)
         centroids = None  # of routing attention: state, not a parameter; training moves them in every step
         if config.clusters is not None:
@@ -128,8 +128,8 @@ class Attention(nn.Module):
 
         In training the centroids of routing attention then follow the queries and keys.
         """
-        by = self._selected_by(q)
-        selected = select_keys(self.kind, self.k, q, k, self.scale, valid, self.core.everywhere, **by)
+        core, by = self.core, self._selected_by(q)
+        selected = select_keys(self.kind, self.k, q, k, self.scale, valid, core.everywhere, apart=core.apart, **by)
         if self.training and self.centroids is not None:
             follow(self.centroids, q, k, valid, self.config.centroid_decay)
         return selected
@@ -196,7 +196,7 @@ class Encoder(nn.Module):
 
     CLS stands in front of the input; the global tokens stand behind it, at the positions after the longest
     input, so that padding does not move them, and count in mean pooling, as in the released code. In banded and
-    block-local attention CLS is a global token, too; elsewhere it is a token like any other.
+    block-local attention CLS is a global token, too; elsewhere (but for ``cls_as_key``) a token like any other.
 
     Args:
         config: the architecture.

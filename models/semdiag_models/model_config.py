@@ -39,6 +39,7 @@ _IN_THE_LABEL = {
     "clusters": "clusters-",
     "centroid_decay": "decay-",
     "score_gradient": "",
+    "cls_as_key": "cls-no-key",
 }
 _LEAST_DROPOUT = 1e-9  # gaps between drops are counted in 64 bits
 
@@ -73,6 +74,7 @@ class ModelConfig(Record):
     global_tokens: int = 0  # g learnt tokens behind the input: they attend to all and all attend to them
     norm: str = "pre"  # a key of NORMS
     pooling: str = "mean"  # a key of POOLINGS
+    cls_as_key: bool = True  # False, as under the masks of the paper's code: CLS sees all, and is no one's key
     selection_seed: int = 0  # of random keys, hash functions, first centroids
     hash_rounds: int = 1  # of lsh: a query keeps the k keys of its bucket in every round
     hash_bits: int | None = None  # of lsh, signs a hash has; None: two to four buckets for every k tokens
@@ -142,6 +144,9 @@ class ModelConfig(Record):
             raise InputError(
                 f"Only topk attention takes score_gradient={self.score_gradient!r}. Got it with {self.attention}."
             )
+        apart = ATTENTIONS[self.attention].follows_scores or self.attention in LOCAL
+        if not self.cls_as_key and (self.pooling != "cls" or not apart or self.global_tokens):
+            raise InputError("cls_as_key=False goes with CLS, local, topk or bottomk attention, no global tokens.")
         if not 0 <= self.selection_seed < 2**63:
             raise InputError(f"selection_seed must lie in 0 … 2^63 - 1. Got {self.selection_seed}.")
         if self.selection_seed and self.attention not in DRAWN:
@@ -185,6 +190,12 @@ class ModelConfig(Record):
         return self.cls_tokens + self.global_tokens
 
     @property
+    def everywhere(self) -> tuple[int, int]:
+        """How many tokens in front, and how many at the end, attend to all valid keys under the mask."""
+        local = self.attention in LOCAL
+        return (self.cls_tokens if local or not self.cls_as_key else 0, self.global_tokens if local else 0)
+
+    @property
     def keys_kept(self) -> int | None:
         """Keys that an ordinary query keeps: k, and in local attention CLS and the global tokens.
 
@@ -192,7 +203,8 @@ class ModelConfig(Record):
             >>> ModelConfig(3, 2, 40, "banded", k=5, global_tokens=1).keys_kept
             6
         """
-        return None if self.k is None else self.k + self.extra_tokens * (self.attention in LOCAL)
+        of_all = self.global_tokens + self.cls_tokens * self.cls_as_key if self.attention in LOCAL else 0
+        return None if self.k is None else self.k + of_all
 
     @property
     def attention_label(self) -> str:
@@ -207,5 +219,6 @@ class ModelConfig(Record):
         for name, word in _IN_THE_LABEL.items():
             value = getattr(self, name)
             if value != usual[name]:
-                words.append(f"{word}{value:g}" if isinstance(value, float) else f"{word}{value}")
+                value = "" if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else value
+                words.append(f"{word}{value}")
         return "-".join(words)

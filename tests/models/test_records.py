@@ -84,6 +84,8 @@ TRAINING = {"task": "parity", "length": 40, "epochs": 10}
             {"attention": "random", "k": 5, "selection_seed": -1},
             "selection_seed must lie in 0 … 2^63 - 1. Got -1.",
         ),
+        ({"attention": "topk", "k": 3, "cls_as_key": False}, "cls_as_key=False goes with CLS, local, topk or"),
+        ({"pooling": "cls", "cls_as_key": False}, "cls_as_key=False goes with CLS"),
     ],
 )
 def test_an_illegal_model_is_refused_with_what_would_work(fields, message):

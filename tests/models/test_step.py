@@ -300,6 +300,12 @@ def test_parameters_are_loaded_and_stored_bit_for_bit():
     assert torch.equal(models[1].head.weight, dict(stack.parts(stack.parameters, 1))["head.weight"])
 
 
+def test_a_model_of_the_papers_code_with_cls_is_not_trained():
+    config = ModelConfig(3, 2, 8, "topk", k=3, pooling="cls", cls_as_key=False)
+    with pytest.raises(InputError, match=r"cls_as_key=False, as the paper's code has, cannot be trained here\.$"):
+        Stack([Encoder(config)])
+
+
 def test_models_of_other_sizes_are_refused_with_the_reason():
     with pytest.raises(
         InputError, match=r"alike in all but their attention\. Got width of 6 and 8: train them one"

@@ -48,7 +48,10 @@ def build(path: Path, state: dict[str, Any], config: Mapping[str, Any] | None) -
     """Build our encoder with the parameters of a released-code checkpoint.
 
     Its conventions are kept: the first attention norm has eps 0, PAD is an ordinary token, global tokens come
-    after the padded input and have the last ids. Inputs are given without global tokens.
+    after the padded input and have the last ids. CLS stands in front and has the last id: the code orders ids by
+    falling frequency, and CLS occurs once in each of its sequences of 500 tokens and more. Without a mask CLS is a
+    token like any other; under a mask it attends to all tokens, and no other token attends to it. Inputs are given
+    without either.
 
     Args:
         path: for messages, and for its name, which holds the configuration.
@@ -126,19 +129,20 @@ def _config(path: Path, state: dict[str, Any], known: dict[str, Any]) -> ModelCo
     if mask not in _MASKS:
         why = _REFUSED.get(mask, f"uses mask {mask!r}")
         raise InputError(f"{path} {why}. Supported are the masks {', '.join(_MASKS)}.")
-    if str(known.get("nocls", True)) != "True":
-        raise InputError(f"{path} has a CLS token. Supported are models that read the mean over all tokens.")
+    cls = str(known.get("nocls", True)) != "True"
     if not isinstance(heads, int) or heads < 1:
         raise InputError(f"{path}: n_heads must be a positive whole number. Got {heads!r}.")
     extra, ids = known.get("ngtk", 0), min(state["embedding.weight"].shape[0], state[_POSITIONS].shape[1])
     if not isinstance(extra, int) or not 0 <= extra < ids:
         raise InputError(f"{path}: ngtk must be a number of global tokens, less than {ids}. Got {extra!r}.")
+    if cls and extra:
+        raise InputError(f"{path} has CLS and {extra} global tokens, which the paper's code refuses together.")
     embedding, expand = state["embedding.weight"], state[_BLOCK.format(0) + "ffn.0.weight"]
     numbers = (re.match(r"encoder\.transformer\.(\d{1,6})\.", str(name)) for name in state)
     values = {
-        "vocabulary_size": embedding.shape[0] - extra,
+        "vocabulary_size": embedding.shape[0] - extra - cls,
         "classes": state["linear.weight"].shape[0],
-        "length": state[_POSITIONS].shape[1] - extra,
+        "length": state[_POSITIONS].shape[1] - extra - cls,
         "attention": _MASKS[mask],
         "k": None if mask == "none" else size,
         "blocks": 1 + max(int(found[1]) for found in numbers if found),
@@ -151,6 +155,8 @@ def _config(path: Path, state: dict[str, Any], known: dict[str, Any]) -> ModelCo
         "first_norm_eps": 0.0,
         "pad_as_token": True,
         "global_tokens": extra,
+        "pooling": "cls" if cls else "mean",
+        "cls_as_key": not cls or mask == "none",
     }
     try:
         return ModelConfig.from_dict(values)  # which checks types, too: they come from a name or from JSON
@@ -180,7 +186,9 @@ def _renamed(path: Path, state: dict[str, Any], blocks: int) -> dict[str, Tensor
 
 
 def _task(name: object) -> str | None:
+    """The task by our name; None if unknown, and of ListOps, whose ids in that code follow from its data."""
     try:
-        return find_task(str(name)).name
+        found = find_task(str(name)).name
     except InputError:
         return None
+    return None if found == "listops" else found

@@ -8,7 +8,7 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from semdiag_models.attention.kinds import ATTENTIONS, DRAWN, LOCAL
+from semdiag_models.attention.kinds import ATTENTIONS, DRAWN
 from semdiag_models.attention.selection import random_priorities, select_keys
 from semdiag_models.model_config import ModelConfig
 from semdiag_models.tasks import Task
@@ -53,12 +53,12 @@ def _steps(config: ModelConfig, layer: int) -> Tensor:
     positions = config.length + config.extra_tokens
     if ATTENTIONS[config.attention].keeps != "fixed":
         return torch.ones(positions, positions)
-    everywhere = (config.cls_tokens, config.global_tokens) if config.attention in LOCAL else (0, 0)
+    everywhere, apart = config.everywhere, not config.cls_as_key
     blank, order = torch.zeros(1, config.heads, positions, 1), None
     if config.attention in DRAWN:
         cpu = torch.device("cpu")
         order = random_priorities(config.selection_seed, config.blocks, config.heads, positions, cpu)[layer]
-    kept = select_keys(config.attention, config.k, blank, blank, 1.0, None, everywhere, order)
+    kept = select_keys(config.attention, config.k, blank, blank, 1.0, None, everywhere, order, apart=apart)
     assert kept is not None  # a fixed set
     steps = torch.zeros(config.heads, positions, positions + 1)
     steps = steps.scatter(2, kept[0].where(kept[0] >= 0, positions), 1.0).amax(0)[:, :positions]

@@ -26,6 +26,7 @@ def select_keys(
     priorities: Tensor | None = None,
     directions: Tensor | None = None,
     centroids: Tensor | None = None,
+    apart: bool = False,
 ) -> Tensor | None:
     """Positions of the keys that each query attends to.
 
@@ -39,13 +40,14 @@ def select_keys(
         keys: keys (B, H, L, D).
         scale: factor on the scores.
         valid: (B, L) bool, keys that may be attended to; None means all.
-        everywhere: of banded and block-local attention, how many tokens in front and how many at the end attend
-            to all valid keys and are attended to by all; the bands or blocks are those of the tokens in between.
+        everywhere: how many tokens in front and how many at the end attend to all valid keys, and, in banded and
+            block-local attention, are attended to by all; the bands or blocks are those of the tokens in between.
         priorities: of random attention, (H, L, L): each query keeps the k valid keys with the largest. Redrawn
             attention draws its own where there are none.
         directions: of LSH attention, its hash functions; see
             :func:`~semdiag_models.attention.hashed_selection.same_bucket`.
         centroids: of routing attention, (H, C, D).
+        apart: of local, top-k and bottom-k attention, whether no other query attends to the tokens in front.
 
     Returns:
         None if every valid key is attended to; else (B, H, L, K) int64 positions, -1 where a query has fewer
@@ -63,8 +65,14 @@ def select_keys(
     batch, heads, length, _ = q.shape
     keeps = ATTENTIONS[attention].keeps
     if ATTENTIONS[attention].follows_scores:
-        signed = scale if keeps == "largest" else -scale
-        return _heavy_hitters(q, keys, signed, valid, min(k, length))
+        signed, first = scale if keeps == "largest" else -scale, everywhere[0]
+        if not apart:
+            return _heavy_hitters(q, keys, signed, valid, min(k, length))
+        others = torch.ones(batch, length, dtype=torch.bool, device=q.device) if valid is None else valid.clone()
+        others[:, :first] = False
+        found = _heavy_hitters(q, keys, signed, others, min(k, length - first))
+        found[:, :, :first] = -1
+        return found
     if directions is not None:
         return same_bucket(q, keys, directions, valid, min(k, length))
     if centroids is not None:
@@ -73,7 +81,7 @@ def select_keys(
         priorities = torch.rand(heads, length, length, device=q.device)
     if priorities is not None:
         return _most_wanted(priorities, valid, batch, min(k, length))
-    selected = _local(attention, length, k, *everywhere, q.device).expand(batch, heads, length, -1)
+    selected = _local(attention, length, k, *everywhere, apart, q.device).expand(batch, heads, length, -1)
     if valid is None:
         return selected
     allowed = valid[:, None, None, :].expand(batch, heads, length, length).gather(3, selected.clamp(min=0))
@@ -149,14 +157,20 @@ def random_priorities(seed: int, blocks: int, heads: int, length: int, device: t
 
 
 @lru_cache(maxsize=32)
-def _local(attention: str, length: int, k: int, first: int, last: int, device: torch.device) -> Tensor:
-    """(L, k + first + last): own band or block, and the tokens that all attend to, whose own rows are empty."""
+def _local(
+    attention: str, length: int, k: int, first: int, last: int, apart: bool, device: torch.device
+) -> Tensor:
+    """(L, k + first + last): own band or block, and the tokens that all attend to, whose own rows are empty.
+
+    Without those in front, (L, k + last), if they are apart.
+    """
     inner = length - first - last
     own = _banded(inner, min(k, inner)) if attention == "banded" else _block_local(inner, k)
     if first + last == 0:
         return own.to(device)
     own = torch.where(own < 0, own, own + first)
-    front, back = torch.arange(first).expand(inner, -1), torch.arange(length - last, length).expand(inner, -1)
+    front = torch.arange(0 if apart else first).expand(inner, -1)
+    back = torch.arange(length - last, length).expand(inner, -1)
     return F.pad(torch.cat([front, own, back], 1), (0, 0, first, last), value=-1).to(device)
 
 

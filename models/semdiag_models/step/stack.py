@@ -59,6 +59,8 @@ class Stack(FlatParameters):
                     f"Models trained at once must be alike in all but their attention. Got {field} of "
                     f"{' and '.join(sorted(map(str, values)))}: train them one by one."
                 )
+        if not first.config.cls_as_key:
+            raise InputError("A model with cls_as_key=False, as the paper's code has, cannot be trained here.")
         super().__init__(encoders)
         self.config, self._states = first.config, states
         self._kept: dict[tuple[str, int], Tensor] = {}

@@ -24,7 +24,13 @@ _TOGETHER = (  # legal only with others
     "hash_bits", "hashes", "clusters", "centroid_decay", "score_gradient",
 )  # fmt: skip
 _LISTS = ("snapshots", "frozen")  # whose values are lists, and do not multiply the runs
-_OWN = ("vocabulary_size", "classes", "listops", "text")  # of the records, and not for the user to say
+_OWN = (
+    "vocabulary_size",
+    "classes",
+    "listops",
+    "text",
+    "cls_as_key",
+)  # of the records, and not for the user to say
 KEYS = tuple(
     dict.fromkeys(
         [

@@ -1,7 +1,9 @@
 """A checkpoint of the paper's released code gives the values that the released code's own modules give."""
 
 import shutil
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,6 +11,7 @@ import torch.nn.functional as F
 from semdiag.capturing.attention_calls import watch_attention
 from semdiag.capturing.loading import load
 from semdiag.mathematics.row_statistics import row_statistics
+from semdiag.measuring.calls.scored_rows import scored_rows
 from semdiag_models import Encoder, InputError, ModelConfig
 
 CLOSE = {"rtol": 0, "atol": 1e-9}
@@ -113,12 +116,24 @@ def test_masks_that_are_not_supported_are_named(paper_code, tmp_path, mask, why)
     assert f"{why} Supported are the masks none, windowed, blklocal, topk, botk." in str(refused.value)
 
 
-def test_a_cls_token_is_refused(paper_code, tmp_path):
-    path = tmp_path / NAME.format(mask="windowed", size="5__nocls:False", end="_best")
-    with pytest.raises(InputError, match="has a CLS token"):
+def test_what_is_said_of_cls_is_read_from_the_name(paper_code, tmp_path):
+    for said, mask, expected in (
+        ("True", "windowed", ("mean", True, 4, 40)),
+        ("False", "windowed", ("cls", False, 3, 39)),
+        ("False", "topk", ("cls", False, 3, 39)),
+        ("False", "none", ("cls", True, 3, 39)),
+    ):
+        path = tmp_path / NAME.format(mask=mask, size=f"5__nocls:{said}", end="_best")
+        config = load(shutil.copyfile(paper_code.checkpoint, path)).module.config
+        assert (config.pooling, config.cls_as_key, config.vocabulary_size, config.length) == expected
+    model = load(path, {"nocls": True})
+    assert model.module.config.pooling == "mean"
+
+
+def test_cls_and_global_tokens_are_refused_together(paper_code, tmp_path):
+    path = tmp_path / NAME.format(mask="windowed", size="5__ngtk:1__nocls:False", end="_best")
+    with pytest.raises(InputError, match="has CLS and 1 global tokens, which the paper's code refuses"):
         load(shutil.copyfile(paper_code.checkpoint, path))
-    path = tmp_path / NAME.format(mask="windowed", size="5__nocls:True", end="_best")
-    assert load(shutil.copyfile(paper_code.checkpoint, path)).module.config.pooling == "mean"
 
 
 def named_as_theirs(encoder):
@@ -137,6 +152,25 @@ def named_as_theirs(encoder):
     return state
 
 
+def cls_mask(scores, mask, size, last):
+    """The same with CLS in front: it attends to all, no other query attends to it; no mask in the last block."""
+    length = scores.shape[-1]
+    keep = torch.zeros(scores.shape, dtype=torch.bool)
+    keep[:, :, 0] = True
+    if mask == "none" or last:
+        return torch.ones_like(keep)
+    for b, h, i in np.ndindex(*scores.shape[:3]):
+        if i and mask in ("topk", "botk"):
+            order = sorted(range(1, length), key=lambda j: float(scores[b, h, i, j]), reverse=mask == "topk")
+            keep[b, h, i, order[:size]] = True
+        elif i:
+            first = min(max(i - (size - 1) // 2, 1), length - size)
+            if mask == "blklocal":
+                first = 1 + (i - 1) // size * size
+            keep[b, h, i, first : min(first + size, length)] = True
+    return keep
+
+
 def released_mask(scores, mask, size, extra):
     """Which keys the released code keeps: (B, H, L, L) bool, by loops."""
     length = scores.shape[-1]
@@ -152,25 +186,10 @@ def released_mask(scores, mask, size, extra):
     return torch.zeros_like(keep).scatter(-1, scores.topk(size, largest=False).indices, True)
 
 
-@pytest.mark.parametrize(
-    ("mask", "extra"), [("botk", 0), *((m, g) for m in ("windowed", "blklocal") for g in (1, 3))]
-)
-def test_controls_and_global_tokens_compute_what_the_released_code_does(tmp_path, mask, extra):
-    """Written out by its definition: global tokens with the last ids at the end, mean over all, PAD a token."""
-    kind = {"botk": "bottomk", "windowed": "banded", "blklocal": "block"}[mask]
-    sizes = {"vocabulary_size": 4, "classes": 2, "length": 10, "blocks": 2, "width": 16, "mlp_width": 16}
-    torch.manual_seed(1)
-    config = ModelConfig(**sizes, heads=2, head_width=16, attention=kind, k=5, global_tokens=extra)
-    state = named_as_theirs(Encoder(config))
-    path = tmp_path / NAME.format(mask=mask, size=f"5__ngtk:{extra}", end="_best").replace("nheads:1", "nheads:2")
-    torch.save(state, path)
-    model = load(path)
-    assert (model.module.config.global_tokens, model.module.config.length) == (extra, 10)
-    assert (model.module.config.pad_id, model.module.config.attention) == (3, kind)
-    tokens = torch.randint(4, (3, 10))
+def released_logits(state, ids, mask_of, cls):
+    """Two blocks of two heads in float64, written out; the last one has one query, CLS, if there is one."""
     state = {name: values.double() for name, values in state.items()}
-    ids = torch.cat([tokens, torch.arange(4, 4 + extra).expand(3, -1)], 1)
-    x = state["embedding.weight"][ids] * 4 + state["pos_encoder.pe"]
+    x = state["embedding.weight"][ids] * 4 + state["pos_encoder.pe"][:, : ids.shape[1]]
     for i in range(2):
         w = {name.removeprefix(f"encoder.transformer.{i}."): v for name, v in state.items()}
         u = F.layer_norm(x, (16,), eps=1e-5 if i else 0)
@@ -181,16 +200,72 @@ def test_controls_and_global_tokens_compute_what_the_released_code_does(tmp_path
             for n in "qkv"
         )
         scores = q @ k.mT / 4
-        scores = scores.masked_fill(~released_mask(scores, mask, 5, extra), -1e15)
+        scores = scores.masked_fill(~mask_of(scores, i == 1), -1e15)
+        if cls and i == 1:
+            scores, x = scores[:, :, :1], x[:, :1]
         mixed = (scores.softmax(-1) @ v).transpose(1, 2).flatten(2)
         x = x + F.linear(mixed, w["attention.W_o.weight"], w["attention.W_o.bias"])
         hidden = F.relu(F.linear(F.layer_norm(x, (16,)), w["ffn.0.weight"], w["ffn.0.bias"]))
         x = x + F.linear(hidden, w["ffn.3.weight"], w["ffn.3.bias"])
-    logits = F.linear(x.mean(1), state["linear.weight"], state["linear.bias"])
+    return F.linear(x[:, 0] if cls else x.mean(1), state["linear.weight"], state["linear.bias"])
+
+
+def as_released(tmp_path, mask, entries, **fields):
+    """A random model stored as the released code does, and its state dict."""
+    torch.manual_seed(1)
+    sizes = {"vocabulary_size": 4, "classes": 2, "length": 10, "blocks": 2, "width": 16, "mlp_width": 16}
+    encoder = Encoder(ModelConfig(**sizes, heads=2, head_width=16, **fields))
+    with torch.no_grad():
+        for name, values in encoder.named_parameters():
+            if "qkv" in name:
+                values.mul_(3)  # so that it matters which keys are kept
+    state = named_as_theirs(encoder)
+    path = tmp_path / NAME.format(mask=mask, size=entries, end="_best").replace("nheads:1", "nheads:2")
+    torch.save(state, path)
+    return load(path), state
+
+
+@pytest.mark.parametrize(
+    ("mask", "extra"), [("botk", 0), *((m, g) for m in ("windowed", "blklocal") for g in (1, 3))]
+)
+def test_controls_and_global_tokens_compute_what_the_released_code_does(tmp_path, mask, extra):
+    """Written out by its definition: global tokens with the last ids at the end, mean over all, PAD a token."""
+    kind = {"botk": "bottomk", "windowed": "banded", "blklocal": "block"}[mask]
+    model, state = as_released(tmp_path, mask, f"5__ngtk:{extra}", attention=kind, k=5, global_tokens=extra)
+    assert (model.module.config.global_tokens, model.module.config.length) == (extra, 10)
+    assert (model.module.config.pad_id, model.module.config.attention) == (3, kind)
+    tokens = torch.randint(4, (3, 10))
+    ids = torch.cat([tokens, torch.arange(4, 4 + extra).expand(3, -1)], 1)
+    logits = released_logits(state, ids, lambda scores, last: released_mask(scores, mask, 5, extra), cls=False)
     with torch.no_grad():
         torch.testing.assert_close(model.module.double()(tokens), logits, **CLOSE)
     inputs, labels, _ = model.default_inputs(20, 0)
     assert (inputs.shape, labels.shape) == ((20, 10), (20,))
+
+
+@pytest.mark.parametrize("mask", ["none", "windowed", "blklocal", "topk", "botk"])
+def test_a_cls_token_computes_what_the_released_code_does(tmp_path, mask):
+    """CLS has the last id and stands in front; logits, and which keys each query of the first block keeps."""
+    kind = {"botk": "bottomk", "windowed": "banded", "blklocal": "block", "topk": "topk"}.get(mask, "full")
+    fields = {"attention": kind, "k": None if kind == "full" else 5, "pooling": "cls"}
+    model, state = as_released(tmp_path, mask, "5__nocls:False", **fields)
+    tokens, masks = torch.randint(4, (3, 10)), []
+
+    def mask_of(scores, last):
+        masks.append(cls_mask(scores, mask, 5, last))
+        return masks[-1]
+
+    logits = released_logits(state, F.pad(tokens, (1, 0), value=4), mask_of, cls=True)
+    calls, encoder = [], model.module.double()
+    with torch.no_grad(), watch_attention(encoder, calls.append):
+        torch.testing.assert_close(encoder(tokens), logits, **CLOSE)
+    rows = scored_rows(calls[0])
+    assert torch.equal(rows.selected, masks[0])
+    assert (rows.separation[:, :, 1:] > 0).all() == (mask in ("topk", "none"))  # CLS is not among what is dropped
+    with torch.no_grad():  # ours, where CLS is an ordinary token (or global), is another function
+        ordinary = Encoder(replace(encoder.config, cls_as_key=True)).double().eval()
+        ordinary.load_state_dict(encoder.state_dict())
+        assert ((ordinary(tokens) - logits).abs().max() > 1e-6) == (mask != "none")
 
 
 def test_global_tokens_that_do_not_fit_are_refused(paper_code, tmp_path):

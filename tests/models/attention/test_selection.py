@@ -241,3 +241,18 @@ def test_an_input_shorter_than_k_has_all_its_keys_selected():
     for kind in ("banded", "topk", "bottomk", "block"):
         rows = select_keys(kind, 6, q, keys, 1.0, None).flatten(0, 2).tolist()
         assert all(sorted(key for key in row if key >= 0) == everything for row in rows)
+
+
+@pytest.mark.parametrize("kind", ["banded", "block", "topk", "bottomk"])
+def test_a_token_apart_in_front_is_no_ones_key(kind):
+    """What the others keep is what they keep without it; its own row is left to the attention."""
+    generator = torch.Generator().manual_seed(4)
+    q, keys = (torch.randn(2, 2, 9, 4, generator=generator) for _ in range(2))
+    valid = torch.ones(2, 9, dtype=torch.bool)
+    valid[1, 7:] = False
+    for counted in (None, valid):
+        found = select_keys(kind, 3, q, keys, 0.5, counted, everywhere=(1, 0), apart=True)
+        rest = None if counted is None else counted[:, 1:]
+        alone = select_keys(kind, 3, q[:, :, 1:], keys[:, :, 1:], 0.5, rest)
+        assert torch.equal(found[:, :, 1:], torch.where(alone < 0, alone, alone + 1))
+        assert (found[:, :, 0] == -1).all()

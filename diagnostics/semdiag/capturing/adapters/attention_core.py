@@ -54,6 +54,12 @@ def core_call(name: str, core: AttentionCore, inputs: tuple[object, ...], mixed:
     """
     q, k, v, scale, valid, selected = inputs
     queries = cast("Tensor | None", valid)
+    allowed = None if queries is None else queries[:, None, None, :]
+    if core.apart:
+        length = cast(Tensor, q).shape[2]
+        apart = torch.ones(1, 1, length, length, dtype=torch.bool, device=cast(Tensor, q).device)
+        apart[..., 1:, 0] = False
+        allowed = apart if allowed is None else allowed & apart
     return AttentionCall(
         module=name,
         layer=0,
@@ -61,7 +67,7 @@ def core_call(name: str, core: AttentionCore, inputs: tuple[object, ...], mixed:
         k=cast(Tensor, k).detach(),
         v=cast(Tensor, v).detach(),
         scale=cast(float, scale),
-        allowed=None if queries is None else queries[:, None, None, :],
+        allowed=allowed,
         queries=queries,
         selected=_ragged(core, selected, queries) if isinstance(selected, Tensor) else None,
         mixed=mixed.detach(),

@@ -38,6 +38,11 @@ from semdiag.mathematics.bounds.bound import Assumption, Bound, merged
 from semdiag.mathematics.logarithms import Real, broadcast, float64, log, log_product, log_root_sum_squares
 
 CROSS_ENTROPY_LIPSCHITZ = math.sqrt(2)  # ‖softmax − one-hot‖₂ ≤ √2
+ONE_PARAMETER_VECTOR = Assumption(
+    "the constants are of one parameter vector: bounds of the gradient there, no Lipschitz constants of a region",
+    {"parameter vectors": 1.0},
+    holds=True,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,8 +53,7 @@ class Readout:
         head_weight: ‖Φ‖₂.
         pooled_norm: largest norm of a pooled representation.
         pooling: weight of each token in the pooled representation: 1/L for the mean, 1 for a CLS token.
-        loss: Lipschitz constant of the loss in the logits: √2 for cross-entropy; of its gradient at given logits
-            their :func:`loss_residual`.
+        loss: Lipschitz constant of the loss in the logits: √2 for cross-entropy.
     """
 
     head_weight: Real
@@ -64,28 +68,26 @@ class Readout:
 
 
 def loss_residual(logits: Tensor, labels: Tensor) -> Tensor:
-    """Norm of the gradient of cross-entropy in the logits at a point, ‖softmax − one-hot‖₂ ≤ √2.
+    """Gradient of cross-entropy in the logits, softmax − one-hot: its norm is at most √2, and small once learned.
 
-    1 − p of the label is summed from the other classes, and 4 units of rounding are added: what the subtraction
-    makes of it in a gradient that is measured.
+    1 − p of the label is summed from the other classes.
 
-    Source: docs/theory.md#local-form. Deviation: the paper takes √2.
+    Source: docs/theory.md#local-form. Deviation: the paper takes √2 for its norm.
 
     Args:
         logits: shape (..., classes).
         labels: int64, shape (...).
 
     Returns:
-        The residual, shape (...), float64.
+        The residual, shape (..., classes), float64.
 
     Example:
         >>> loss_residual(torch.tensor([[0.0, 0.0], [40.0, 0.0]]), torch.tensor([0, 0]))
-        tensor([7.0711e-01, 8.9419e-16], dtype=torch.float64)
+        tensor([[-5.0000e-01,  5.0000e-01],
+                [-4.2484e-18,  4.2484e-18]], dtype=torch.float64)
     """
     chances = float64(logits).softmax(-1).scatter(-1, labels[..., None], 0.0)
-    rounding = 4 * torch.finfo(torch.float64).eps
-    size = torch.hypot(chances.norm(dim=-1), chances.sum(-1)) + rounding
-    return size.clamp(max=CROSS_ENTROPY_LIPSCHITZ)
+    return chances.scatter(-1, labels[..., None], -chances.sum(-1, keepdim=True))
 
 
 def log_embedding_constant(counts: Tensor, scale: float = 1.0) -> Tensor:

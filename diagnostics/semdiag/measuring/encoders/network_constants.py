@@ -11,13 +11,12 @@ from semdiag.mathematics.bounds.attention_bounds import HeadNorms
 from semdiag.mathematics.bounds.block_bounds import AttentionConstants, BlockConstants, MlpConstants
 from semdiag.mathematics.bounds.bound import Assumption, Bound
 from semdiag.mathematics.bounds.layer_constants import ACTIVATION_LIPSCHITZ, normalisation_lipschitz, query_norm
-from semdiag.mathematics.bounds.local_bounds import ONE_PARAMETER_VECTOR
 from semdiag.mathematics.bounds.network_bounds import (
+    ONE_PARAMETER_VECTOR,
     Readout,
     log_embedding_constant,
     log_paper_parameter_bounds,
     log_parameter_bounds,
-    loss_residual,
     network_assumptions,
     network_bound,
 )
@@ -39,14 +38,12 @@ class BlockForms:
         trace: what the inputs showed.
         sound: per sample, shape (N,) and (N, H).
         paper: of the whole set of inputs, shape () and (H,).
-        local: per sample, like ``sound``, with λ_A and λ_M of the weights that the rows really have.
     """
 
     weights: BlockWeights
     trace: LayerTrace
     sound: BlockConstants
     paper: BlockConstants
-    local: BlockConstants
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,10 +56,8 @@ class NetworkForms:
         log_paper: the paper's ln λ_g by name: of its W, V, P, R, and carried to our tensors by the chain rule.
         sound: λ_L, the largest over the samples.
         paper: the paper's λ_L, over its W, V, P, R.
-        log_local: like ``log_sound``, in the local form: of the gradient at these parameters.
-        local: likewise λ_L.
         infinite: of how many samples the sound λ_g is infinite, by name.
-        each: ln λ_L of every sample, shape (N,), by form: ``sound``, ``local``.
+        each: sound ln λ_L of every sample, shape (N,).
     """
 
     blocks: list[BlockForms]
@@ -70,13 +65,11 @@ class NetworkForms:
     log_paper: dict[str, Tensor]
     sound: Bound
     paper: Bound
-    log_local: dict[str, Tensor]
-    local: Bound
     infinite: dict[str, int]
-    each: dict[str, Tensor]
+    each: Tensor
 
 
-def network_forms(encoder: Encoder, traces: InputTraces, labels: Tensor | None = None) -> NetworkForms:
+def network_forms(encoder: Encoder, traces: InputTraces) -> NetworkForms:
     """Put the constants of Theorem 2 together, input by input, and in the paper's form for all at once.
 
     Source: docs/theory.md#network. Deviation: none.
@@ -84,8 +77,6 @@ def network_forms(encoder: Encoder, traces: InputTraces, labels: Tensor | None =
     Args:
         encoder: a float64 model.
         traces: what its inputs showed.
-        labels: (N,) int64 classes; with them the local form takes the residual of the loss as it is at each input,
-            ‖softmax − one-hot‖, and without them its largest, √2.
 
     Returns:
         The constants.
@@ -96,35 +87,21 @@ def network_forms(encoder: Encoder, traces: InputTraces, labels: Tensor | None =
     readout = Readout(head, traces.pooled_norm, shares)
     embedding = log_embedding_constant(traces.counts, embedding_scale(encoder))
     whole = Readout(head, traces.pooled_norm.max(), shares.min())
-    known = readout if labels is None else replace(readout, loss=loss_residual(traces.logits, labels))
     paper_blocks = [b.paper for b in blocks]
     own = log_paper_parameter_bounds(paper_blocks, whole)
     carried = log_parameter_bounds(paper_blocks, whole)
-    by_tensor, sound = _by_sample([b.sound for b in blocks], readout, embedding)
-    local_by_tensor, local = _by_sample([b.local for b in blocks], known, embedding)
+    sound_blocks = [b.sound for b in blocks]
+    by_tensor = log_parameter_bounds(sound_blocks, readout, embedding)
+    sound = network_bound(by_tensor, network_assumptions(sound_blocks))
     return NetworkForms(
         blocks=blocks,
         log_sound={name: value.max() for name, value in by_tensor.items()},
         log_paper=carried | own,
-        sound=_largest(sound),
+        sound=replace(sound, log_value=sound.log_value.max()),
         paper=network_bound(own, network_assumptions(paper_blocks)),
-        log_local={name: value.max() for name, value in local_by_tensor.items()},
-        local=_largest(local),
         infinite={name: int((value == math.inf).sum()) for name, value in by_tensor.items()},
-        each={"sound": sound.log_value, "local": local.log_value},
+        each=sound.log_value,
     )
-
-
-def _by_sample(
-    blocks: list[BlockConstants], readout: Readout, embedding: Tensor
-) -> tuple[dict[str, Tensor], Bound]:
-    """Constants of every tensor and of all together, of every sample."""
-    bounds = log_parameter_bounds(blocks, readout, embedding)
-    return bounds, network_bound(bounds, network_assumptions(blocks))
-
-
-def _largest(bound: Bound) -> Bound:
-    return replace(bound, log_value=bound.log_value.max())
 
 
 def _block(encoder: Encoder, layer: int, traces: InputTraces) -> BlockForms:
@@ -140,9 +117,7 @@ def _block(encoder: Encoder, layer: int, traces: InputTraces) -> BlockForms:
         pre_norm=encoder.config.norm == "pre",
         assumptions=_assumptions(encoder, trace),
     )
-    at_the_rows = replace(sound.attention, log_map=trace.local_map, log_form=trace.local_form)
-    local = replace(sound, attention=at_the_rows)
-    return BlockForms(weights, trace, sound, _paper(encoder, weights, trace, sound), local)
+    return BlockForms(weights, trace, sound, _paper(encoder, weights, trace, sound))
 
 
 def _attention(weights: BlockWeights, trace: LayerTrace) -> AttentionConstants:

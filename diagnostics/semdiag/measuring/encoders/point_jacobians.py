@@ -23,6 +23,9 @@ class BlockAtPoint:
 
     Attributes:
         attention: as it is.
+        tokens: (L, d), the attention's input.
+        mlp_tokens: (L, d), the MLP's.
+        hidden: (L, mlp width), input of the MLP's second matrix.
         weights: of the block.
         pre_norm: whether it normalises what goes into its parts, or what comes out.
         streams: (2, L, d), what the two normalisations see.
@@ -32,12 +35,40 @@ class BlockAtPoint:
     """
 
     attention: AttentionAtPoint
+    tokens: Tensor
+    mlp_tokens: Tensor
+    hidden: Tensor
     weights: BlockWeights
     pre_norm: bool
     streams: Tensor
     eps: tuple[float, float]
     slopes: Tensor
     activation: float
+
+    @property
+    def after_attention(self) -> Tensor:
+        """(L, d, d), derivative of each token of the output in what attention adds to the residual stream."""
+        first, second = self.norm_jacobians
+        eye = torch.eye(first.shape[-1]).to(first)
+        mlp = self.mlp_out @ self.weights.mlp_in
+        return eye + mlp @ second if self.pre_norm else second @ (eye + mlp) @ first
+
+    @property
+    def mlp_out(self) -> Tensor:
+        """(L, d, mlp width), W_R diag(σ') of each token."""
+        return self.weights.mlp_out * self.slopes[:, None]
+
+    @property
+    def norm_jacobians(self) -> tuple[Tensor, Tensor]:
+        """Derivatives of the two normalisations at each token, (L, d, d)."""
+        first, second = (_norm_jacobians(x, eps) for x, eps in zip(self.streams, self.eps, strict=True))
+        return first, second
+
+    @property
+    def stds(self) -> tuple[Tensor, Tensor]:
+        """(L,) sqrt(var + eps) of each token before the two normalisations."""
+        first, second = (_std(x, eps) for x, eps in zip(self.streams, self.eps, strict=True))
+        return first, second
 
 
 def blocks_at_points(encoder: Encoder, call: BlockCall, valid: Tensor | None) -> list[BlockAtPoint]:
@@ -72,6 +103,9 @@ def blocks_at_points(encoder: Encoder, call: BlockCall, valid: Tensor | None) ->
                     output_weight=weights.output,
                     scale=weights.scale,
                 ),
+                tokens=call.tokens[sample, kept],
+                mlp_tokens=call.mlp_tokens[sample, kept],
+                hidden=call.hidden[sample, kept],
                 weights=weights,
                 pre_norm=pre_norm,
                 streams=torch.stack([x[sample, kept] for x in seen]),
@@ -101,7 +135,7 @@ def log_point_constant(at: BlockAtPoint) -> float:
     """
     if not len(at.slopes):
         return -math.inf
-    first, second = (_std(x, eps) for x, eps in zip(at.streams, at.eps, strict=True))
+    first, second = at.stds
     mlp = spectral_norm(at.weights.mlp_in) * spectral_norm(at.weights.mlp_out) * at.activation
     reach = attention_reach(at.attention)
     if at.pre_norm:
@@ -127,10 +161,8 @@ def log_exact_constant(at: BlockAtPoint) -> float:
     """
     if not len(at.slopes):
         return -math.inf
-    first, second = (_norm_jacobians(x, eps) for x, eps in zip(at.streams, at.eps, strict=True))
-    mlp = (at.weights.mlp_out * at.slopes[:, None]) @ at.weights.mlp_in
+    first, after = at.norm_jacobians[0], at.after_attention
     eye = torch.eye(first.shape[-1]).to(first)
-    after = eye + mlp @ second if at.pre_norm else second @ (eye + mlp) @ first
     tokens = range(len(first))
 
     def column(token: int) -> Tensor:

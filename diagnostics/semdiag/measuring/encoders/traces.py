@@ -12,7 +12,6 @@ from semdiag.capturing.block_calls import BlockCall, watch_blocks
 from semdiag.mathematics.attention_rows import AttentionRows
 from semdiag.mathematics.bounds.attention_bounds import HeadNorms, attention_map_bound, bilinear_form_bound
 from semdiag.mathematics.bounds.layer_constants import query_norm
-from semdiag.mathematics.bounds.local_bounds import local_attention_map_bound, local_rows
 from semdiag.measuring.calls.scored_rows import ScoredRows, scored_rows
 from semdiag.measuring.encoders.weights import block_weights
 from semdiag_models import Encoder
@@ -34,8 +33,6 @@ class LayerTrace:
         hidden_norm: (N,) largest norm at the MLP's second matrix.
         log_map: (N, H) ln λ_A; +inf where the kind of attention is not covered, or Δ ≤ 0.
         log_form: (N, H) ln λ_M.
-        local_map: (N, H) ln λ_A in the local form, from the rows' own weights.
-        local_form: (N, H) ln λ_M, likewise.
         dispersion: (N, H) largest δ of a query.
         separation: (N, H) smallest Δ of a query.
         not_positive: (N, H) int64, queries with Δ ≤ 0.
@@ -51,8 +48,6 @@ class LayerTrace:
     hidden_norm: Tensor
     log_map: Tensor
     log_form: Tensor
-    local_map: Tensor
-    local_form: Tensor
     dispersion: Tensor
     separation: Tensor
     not_positive: Tensor
@@ -165,20 +160,14 @@ class _Tracer:
         constants = rows_of(self.kind, delta, gap, rows.kept.where(finite, 0))
         if constants is None:
             nothing = torch.full_like(found["dispersion"], math.inf)
-            return found | dict.fromkeys(("log_map", "log_form", "local_map", "local_form"), nothing)
+            return found | dict.fromkeys(("log_map", "log_form"), nothing)
         xi = token_norm[:, None]
         norms = HeadNorms(self.gammas[layer], self.upsilons[layer], xi, query_norm(xi, query_bias=True))
         bounds = {
             "log_map": attention_map_bound(self._united(constants), rows.selected, norms),
             "log_form": bilinear_form_bound(constants, norms),
-            "local_map": local_attention_map_bound(rows.weights, norms),
-            "local_form": bilinear_form_bound(local_rows(rows.weights), norms),
         }
-        known = {name: bound.log_value.where(finite.all(-1), math.inf) for name, bound in bounds.items()}
-        if self.kind in HEAVY_HITTERS:  # at a tie the masks change nearby
-            tied = found["not_positive"] > 0
-            known |= {name: known[name].masked_fill(tied, math.inf) for name in ("local_map", "local_form")}
-        return found | known
+        return found | {name: bound.log_value.where(finite.all(-1), math.inf) for name, bound in bounds.items()}
 
     def _united(self, rows: AttentionRows) -> AttentionRows:
         """For heavy hitters, double the sums over a token's queries: the union of two masks."""

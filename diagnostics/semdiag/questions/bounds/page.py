@@ -46,7 +46,7 @@ _HEADINGS = (
         (
             "A constant is the largest over the evaluated inputs at this checkpoint, not over all inputs, nor "
             "along training: it bounds the gradient there and is not a Lipschitz constant of a region. The local "
-            "form takes the attention weights and the loss's residual as they are, not the worst case. "
+            "form carries each input's residual back token by token, with what is known at the point. "
             "Gradient and secant are lower bounds of the true constant; either may be the larger.",
             "The paper's form is one value for all evaluated inputs together, from their largest norm, δ and load "
             "and their smallest Δ. It is computed for its own equations (post-norm, no biases). Where a model "

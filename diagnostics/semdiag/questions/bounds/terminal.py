@@ -15,8 +15,9 @@ from semdiag.presenting.terminal.titles import title
 from semdiag.presenting.terminal.verdicts import print_verdicts
 from semdiag.questions.bounds.answer.consequences import consequence_findings
 from semdiag.questions.bounds.answer.corollary import CLAIMS, LEFT_SIDES, corollary_findings
+from semdiag.questions.bounds.answer.rungs import network_rungs
 from semdiag.questions.bounds.answer.summary import FORMS, bounds_summary, parameter_findings
-from semdiag.questions.bounds.words import constants_sentences
+from semdiag.questions.bounds.words import constants_sentences, rungs_sentences
 
 Summary = dict[str, Any]
 _CONSTANTS = (
@@ -47,6 +48,8 @@ def print_bounds(findings: Findings) -> None:
         console.print(_slopes(result["parameters"]))
         for said in constants_sentences(f for f in judged if f.subject == result["model"] and f.where == "all"):
             console.print(said, style="red" if "an error of semdiag" in said else None)
+        for said in rungs_sentences(findings(network_rungs, result["model"])):
+            console.print(said)
         console.print("Constants:")
         console.print(_constants(result["constants"]))
     for pair in findings(compared_pairs):

@@ -1,7 +1,7 @@
 """What became of the constants of Theorem 2 and of Corollary 1, in sentences."""
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import pandas as pd
 
@@ -19,6 +19,7 @@ from semdiag.questions.bounds.answer.corollary import (
     NOT_COMPARABLE,
     corollary_findings,
 )
+from semdiag.questions.bounds.answer.rungs import network_rungs
 from semdiag.questions.bounds.answer.summary import FORMS, bounds_findings, parameter_findings
 
 _PAPERS = {"W": "eq. 304", "X": "eq. 305"}
@@ -76,7 +77,7 @@ def bounds_sentences(findings: Findings) -> list[str]:
     said = []
     for model, label in model_labels(findings.measurements.models).items():
         own = [f for f in findings(parameter_findings) if f.subject == model and f.where == "all"]
-        parts = constants_sentences(own)
+        parts = [*constants_sentences(own), *rungs_sentences(findings(network_rungs, model))]
         said += [f"{label}: {' '.join(parts)}"] if parts else []
     for pair in findings(compared_pairs):
         parts = list(_corollary(findings(corollary_findings, pair), _is_fixed(findings, pair)))
@@ -86,6 +87,23 @@ def bounds_sentences(findings: Findings) -> list[str]:
             for f in findings(consequence_findings, pair)
         ]
     return said or ["No constant of these models is known."]
+
+
+def rungs_sentences(rungs: Mapping[str, float]) -> list[str]:
+    """The gradient of the whole loss, its local bound and the worst case, and what lies between; none if unknown.
+
+    Args:
+        rungs: from :func:`~semdiag.questions.bounds.answer.rungs.network_rungs`.
+    """
+    if not rungs:
+        return []
+    gap = rungs["sound"] - rungs["gradient"]
+    parts = {name: f"{rungs[name]:.1f} ({rungs[name] / gap:.0%})" for name in ("residual", "point", "left")}
+    return [
+        f"All parameters together, in ln: gradient {rungs['gradient']:.1f}, local bound {rungs['local']:.1f}, "
+        f"worst case {rungs['sound']:.1f}. Of the {gap:.1f} nats between, the loss's residual explains "
+        f"{parts['residual']}, what else the point knows {parts['point']}; {parts['left']} are left."
+    ]
 
 
 def constants_sentences(judged: Iterable[Finding]) -> list[str]:
@@ -121,8 +139,9 @@ def _reason(finding: Finding) -> str:
 def _constants(finding: Finding) -> str:
     """What became of one form of the constants of one model."""
     n, name, reason = finding.numbers, f"the {finding.form} constants of Theorem 2", _reason(finding)
-    if finding.form == "point":
-        name = "the bounds of the gradient at this point"
+    if finding.form in ("point", "local"):
+        at_point = finding.form == "point"
+        name = "the bounds of the gradient at this point" if at_point else "the local bounds of the gradient"
     if finding.verdict is Verdict.VIOLATED:
         fault = "which contradicts the paper" if finding.form == "paper" else "which is an error of semdiag"
         return f"In {n['violated']:.0f} tensors the loss is steeper than {name}, {fault}{reason}."

@@ -35,20 +35,18 @@ def scalar_block(log_map: float, pre_norm: bool) -> BlockConstants:
     return BlockConstants(attention, MlpConstants(2.0, 3.0, 1.0, 6.0, 8.0), 10, 0.5, 0.25, pre_norm)
 
 
-def test_the_residual_is_the_norm_of_the_gradient_in_the_logits():
+def test_the_residual_is_the_gradient_in_the_logits():
     generator = torch.Generator().manual_seed(0)
     size = 10 ** torch.linspace(-2, 1.5, 60, dtype=torch.float64)[:, None]
     logits = (size * torch.randn(60, 4, generator=generator, dtype=torch.float64)).requires_grad_()
     labels = torch.arange(60) % 4
     torch.nn.functional.cross_entropy(logits, labels, reduction="sum").backward()
     assert logits.grad is not None
-    # Both subtract from 1 what softmax rounds by a few units of 2⁻⁵²; four such units are part of the bound.
-    torch.testing.assert_close(
-        loss_residual(logits.detach(), labels), logits.grad.norm(dim=-1), rtol=1e-14, atol=2e-15
-    )
-    sure, wrong = loss_residual(torch.tensor([[800.0, 0.0], [0.0, 800.0]]), torch.tensor([0, 0])).tolist()
-    assert 0 < sure < 1e-15  # nothing but rounding, where √2 would be 15 powers of ten above
-    assert wrong == math.sqrt(2)
+    # The gradient subtracts from 1 what softmax rounds by a few units of 2⁻⁵².
+    torch.testing.assert_close(loss_residual(logits.detach(), labels), logits.grad, rtol=1e-14, atol=1e-15)
+    sure, wrong = loss_residual(torch.tensor([[30.0, 0.0], [0.0, 800.0]]), torch.tensor([0, 0])).tolist()
+    assert sure == pytest.approx([-math.exp(-30), math.exp(-30)], rel=1e-12)  # 1 − p would keep three digits
+    assert wrong == [-1.0, 1.0]
 
 
 def test_network_by_hand():

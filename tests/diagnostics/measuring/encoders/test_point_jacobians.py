@@ -40,15 +40,15 @@ def test_the_exact_constant_is_that_of_autograd(kind, wild_encoder, padded_token
         assert log_exact_constant(at) == pytest.approx(math.log(norms.sum(0).max()), abs=1e-9)
 
 
-def test_exact_is_below_closed_is_below_the_local_form(kind, wild_encoder, padded_tokens):
+def test_exact_is_below_closed_is_below_the_sound_form(kind, wild_encoder, padded_tokens):
     for size in (0.2, 0.8, 3.0):
         encoder, (tokens, _) = wild_encoder(kind, size), padded_tokens
         forms = network_forms(encoder, trace_inputs(encoder, tokens))
         for layer, sample, at, *_ in taken_apart(encoder, tokens):
             exact, closed = log_exact_constant(at), log_point_constant(at)
-            local = log_input_constant(forms.blocks[layer].local)[sample].item()
+            sound = log_input_constant(forms.blocks[layer].sound)[sample].item()
             assert exact <= closed + 1e-12
-            assert closed <= local + 1e-12
+            assert closed <= sound + 1e-12
 
 
 def test_an_input_of_nothing_but_padding_moves_nothing(wild_encoder, padded_tokens):

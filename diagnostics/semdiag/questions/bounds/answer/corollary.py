@@ -201,7 +201,8 @@ def _sound_inputs(
 def _kind(measurements: Measurements, model: str) -> tuple[str, int]:
     """Attention and keys per ordinary query of a model with a mask."""
     row = next(row for row in measurements.models.to_dict("records") if row["model"] == model)
-    local_cls = row["pooling"] == "cls" and row["attention"] in LOCAL
+    apart = "cls_as_key False" in str(row["setting"])
+    local_cls = row["pooling"] == "cls" and row["attention"] in LOCAL and not apart
     return str(row["attention"]), int(row["k"]) + int(row["global_tokens"]) + local_cls
 
 

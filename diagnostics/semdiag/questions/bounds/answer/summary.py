@@ -13,15 +13,17 @@ from semdiag.measuring.findings.pairing import compared_pairs, differences
 from semdiag.measuring.findings.strict_json import MODEL_FACTS, Summary, json_object
 from semdiag.questions.bounds.answer.consequences import consequence_findings
 from semdiag.questions.bounds.answer.corollary import corollary_findings
+from semdiag.questions.bounds.answer.rungs import network_rungs
 
 SCOPE = (
     "Each constant is the largest over the evaluated inputs at this checkpoint. The paper's form is one value for "
     "all inputs together, from their largest norm, δ and load and their smallest Δ. A bound holds for these "
     "inputs and parameters only: it bounds the gradient there and is not a Lipschitz constant of a region. For "
     "heavy-hitter masks, sums over a token's queries are doubled, to cover the union of two masks. The local form "
-    "takes the attention weights as they are, and the residual of the loss. The bound at the point, of queries "
-    "and keys, takes the gradients that the loss has in the mixed values. A constant more than 1,000 times above "
-    "the measured slope is called vacuous."
+    "bounds the gradient of the inputs' mean loss: it carries the residual of each input back token by token, "
+    "with the weights, values and normalisations that it has. The bound at the point, of queries and keys, takes "
+    "the gradients that the loss has in the mixed values. A constant more than 1,000 times above the measured "
+    "slope is called vacuous."
 )
 NEAR, FAR = 1.0, 3.0  # powers of ten above the measured slope: a bound that could have failed, and a vacuous one
 FORMS = ("point", "local", "sound", "paper")  # the nearest first
@@ -41,8 +43,8 @@ def parameter_findings(findings: Findings) -> list[Finding]:
         findings: with the tables constants and parameters.
 
     Returns:
-        One finding per model and form (:data:`FORMS`; point only where a slope was measured) for all tensors
-        together, then one per tensor (sound).
+        One finding per model and form (:data:`FORMS`; point and local only where they were measured) for all
+        tensors together, then one per tensor (sound).
     """
     measurements = findings.measurements
     found = []
@@ -64,10 +66,14 @@ def parameter_findings(findings: Findings) -> list[Finding]:
         ]
         found.append(_together(str(model), paper, "paper", reasons.get("paper", "")))
         local = [
-            _tensor(str(model), {**row, "ln_sound": row["ln_local"], "ln_secant": math.nan}, "")
-            for row in rows.to_dict("records")
+            _tensor(
+                str(model),
+                {**row, "ln_sound": row["ln_local"], "ln_secant": math.nan, "holds": met.get("local", True)},
+                reasons.get("local", ""),
+            )
+            for row in rows[rows["ln_local"].notna()].to_dict("records")
         ]
-        found.append(_together(str(model), local, "local", reasons.get("local", "")))
+        found += [_together(str(model), local, "local", reasons.get("local", ""))] if local else []
         found += tensors
     return found
 
@@ -152,6 +158,7 @@ def bounds_summary(findings: Findings) -> Summary:
             for name in ("constants", "parameters")
         }
         result = {key: row[key] for key in MODEL_FACTS} | {"unit": "natural logarithm", **tables}
+        result["network"] = findings(network_rungs, row["model"])
         results.append(result | {"verdicts": verdicts_of(of_models, row["model"])})
     compared = [
         {

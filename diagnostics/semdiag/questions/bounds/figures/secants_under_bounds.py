@@ -23,7 +23,7 @@ from semdiag.presenting.drawing.style import (
 )
 from semdiag.questions.bounds.answer.summary import parameter_findings
 
-_DRAWN = {"ln_point": ("bound at the point", 2.6, 0.0), "ln_local": ("local constant", 1.0, 0.45)}
+_DRAWN = {"ln_point": ("bound at the point", 2.6, 0.0), "ln_local": ("local bound", 1.0, 0.45)}
 _TOLD = ("sound", "paper")  # forms too far above the slope to be drawn
 _COLUMNS = (*_DRAWN, "ln_gradient")
 
@@ -71,7 +71,8 @@ def secants_under_bounds(findings: Findings) -> Figure:
         figure,
         "A line reaches from the smallest to the largest ratio over the tensors of a block; at 1 a bound is "
         f"attained.\nThe slope is the gradient of the mean loss over {scope}; constants hold for these at this "
-        "checkpoint only. The bound at the point takes the gradients in the mixed values as they are.",
+        "checkpoint only. The local bound takes the loss's residual as it is; that at the point, the gradients in "
+        "the mixed values.",
     )
 
 

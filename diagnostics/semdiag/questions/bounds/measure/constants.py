@@ -13,6 +13,7 @@ from semdiag.mathematics.bounds.block_bounds import log_input_constant
 from semdiag.mathematics.bounds.bound import Assumption
 from semdiag.mathematics.bounds.layer_constants import query_norm
 from semdiag.mathematics.logarithms import log
+from semdiag.measuring.encoders.local_bounds import LocalBounds, local_bounds
 from semdiag.measuring.encoders.network_constants import BlockForms, NetworkForms, network_forms
 from semdiag.measuring.encoders.score_gradients import score_gradient_bounds
 from semdiag.measuring.encoders.traces import trace_inputs
@@ -38,7 +39,7 @@ CONSTANTS = Table(
 PARAMETERS = Table(
     "parameters",
     "One row per parameter tensor: bounds beside measured slopes, natural logarithms; infinite: of how many "
-    "inputs the sound constant is. ln_point bounds the gradient in queries and keys; NaN elsewhere.",
+    "inputs the sound constant is. ln_local and ln_point (of queries and keys, else NaN) bound the gradient.",
     {
         **dict.fromkeys(("model", "tensor"), "str"),
         "layer": "int64",
@@ -83,8 +84,8 @@ def measure_constants(
         model: written into the column ``model``.
         samples: inputs to use.
         seed: of the secants' directions.
-        secants: whether the loss's secants in each tensor are taken, and the bounds at the point, which take time;
-            its gradient is in any case.
+        secants: whether the loss's secants in each tensor are taken, and the local bounds and those at the point,
+            which take time; its gradient is in any case.
         device: where to run; float64 is needed, so ``mps`` is replaced by the CPU.
 
     Returns:
@@ -110,7 +111,8 @@ def measure_constants(
         return _unknown(model, runner, broken)
     traces = trace_inputs(runner, tokens)
     classes = None if labels is None else labels[: len(tokens)].to(device, torch.int64)
-    forms = network_forms(runner, traces, classes)
+    forms = network_forms(runner, traces)
+    local = local_bounds(runner, tokens, classes) if secants else None
     slopes, point = {}, {}
     if classes is not None:
         point = score_gradient_bounds(runner, tokens, classes) if secants else {}
@@ -124,10 +126,10 @@ def measure_constants(
             constant={t.name for t in named_tensors(runner) if forms.log_sound[t.bound] == -math.inf},
         )
     rows = [row for layer, block in enumerate(forms.blocks) for row in _layer_rows(layer, block)]
-    rows += list(_network_rows(forms))
+    rows += list(_network_rows(forms, local))
     constants = CONSTANTS.of_rows({"model": model, **row} for row in rows)
     parameters = PARAMETERS.of_rows(
-        {"model": model, **row} for row in _parameter_rows(runner, forms, slopes, point)
+        {"model": model, **row} for row in _parameter_rows(runner, forms, slopes, local, point)
     )
     return constants, parameters
 
@@ -152,7 +154,7 @@ def _layer_rows(layer: int, block: BlockForms) -> Iterator[Row]:
         yield from _rows(layer, name, "measured", log(values))
     for name, values in weights.paper_code_norms().items():
         yield from _rows(layer, name, "paper code", log(values))
-    for form, constants in (("sound", sound), ("paper", block.paper), ("local", block.local)):
+    for form, constants in (("sound", sound), ("paper", block.paper)):
         said = constants.assumptions
         maps = constants.attention.log_map, constants.attention.log_form
         for name, values in zip(("attention_map", "bilinear_form"), maps, strict=True):
@@ -184,14 +186,22 @@ def _rows(
         }
 
 
-def _network_rows(forms: NetworkForms) -> Iterator[Row]:
-    for form, bound in (("sound", forms.sound), ("paper", forms.paper), ("local", forms.local)):
-        values = forms.each.get(form, bound.log_value).reshape(-1, 1)
-        yield from _rows(-1, "network", form, values, bound.assumptions)
+def _network_rows(forms: NetworkForms, local: LocalBounds | None) -> Iterator[Row]:
+    yield from _rows(-1, "network", "sound", forms.each[:, None], forms.sound.assumptions)
+    yield from _rows(-1, "network", "paper", forms.paper.log_value.reshape(1, 1), forms.paper.assumptions)
+    if local is not None:
+        of_kinds = "a bound is known"  # which the local form needs not: its masks are those of the point
+        said = [a for a in forms.sound.assumptions if not a.statement.startswith(of_kinds)]
+        for name, value in (("network", local.network), ("network_any_residual", local.any_residual)):
+            yield from _rows(-1, name, "local", torch.tensor([[value]]), said)
 
 
 def _parameter_rows(
-    encoder: Encoder, forms: NetworkForms, slopes: dict[str, Slope], point: dict[str, float]
+    encoder: Encoder,
+    forms: NetworkForms,
+    slopes: dict[str, Slope],
+    local: LocalBounds | None,
+    point: dict[str, float],
 ) -> Iterator[Row]:
     unmeasured = Slope(math.nan, math.nan)
     for tensor in named_tensors(encoder):
@@ -203,7 +213,7 @@ def _parameter_rows(
             "group": tensor.group,
             "ln_sound": float(forms.log_sound[tensor.bound]),
             "ln_paper": float(forms.log_paper[tensor.bound]) if paper else math.nan,
-            "ln_local": float(forms.log_local[tensor.bound]),
+            "ln_local": math.nan if local is None else local.tensors[tensor.name],
             "ln_point": point.get(tensor.name, math.nan),
             "ln_gradient": slope.log_gradient,
             "ln_secant": slope.log_secant,

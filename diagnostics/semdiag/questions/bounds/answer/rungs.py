@@ -1,0 +1,50 @@
+"""The whole loss: its gradient, the local bound and the worst case, and what lies between them."""
+
+import math
+from collections.abc import Hashable
+from typing import Any
+
+import numpy as np
+
+from semdiag.measuring.findings.findings import Findings
+
+_NAMES = {("network", "local"): "local", ("network", "sound"): "sound", ("network_any_residual", "local"): "any"}
+
+
+def network_rungs(findings: Findings, model: str) -> dict[str, float]:
+    """How far the bounds of the whole gradient lie above it, and why, in nats.
+
+    The worst case lies above the gradient by the sum of three parts: ``residual``, by how much the local form
+    would rise if every input's residual were √2; ``point``, what else it knows; and ``left``, its own distance.
+
+    Source: docs/theory.md#local-form. Deviation: not in the paper.
+
+    Args:
+        findings: with the tables constants and parameters.
+        model: path.
+
+    Returns:
+        ln of gradient, local and sound (of the inputs that have one), and the three parts; empty where the local
+        form or the gradient was not measured.
+    """
+    measurements = findings.measurements
+    rows = measurements.constants[measurements.constants["model"] == model].to_dict("records")
+    known = {_NAMES[place]: _value(row) for row in rows if (place := (row["quantity"], row["form"])) in _NAMES}
+    slopes = measurements.parameters.loc[measurements.parameters["model"] == model, "ln_gradient"].to_numpy(float)
+    if len(known) < len(_NAMES) or np.isnan(slopes).any():
+        return {}
+    gradient = float(np.logaddexp.reduce(2 * slopes, initial=-math.inf)) / 2
+    if not all(map(math.isfinite, (gradient, *known.values()))):
+        return {}
+    return {
+        "gradient": gradient,
+        "local": known["local"],
+        "sound": known["sound"],
+        "residual": known["any"] - known["local"],
+        "point": known["sound"] - known["any"],
+        "left": known["local"] - gradient,
+    }
+
+
+def _value(row: dict[Hashable, Any]) -> float:
+    return float(row["ln_finite"] if row["infinite"] else row["ln_value"])
