@@ -8,7 +8,7 @@ from torch import Tensor
 from semdiag.mathematics.logarithms import float64
 from semdiag.mathematics.spectral_norms import spectral_norm_upper_bound
 
-_GRAM_STEPS = 4  # a norm of width 64 comes out a few per cent too large, 14 % at most
+_GRAM_STEPS = 4  # a norm of width 64 comes out a few per cent too large, 14% at most
 _EPS = torch.finfo(torch.float64).eps
 
 

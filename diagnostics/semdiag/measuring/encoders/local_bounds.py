@@ -16,7 +16,7 @@ from semdiag.measuring.encoders.weights import embedding_scale
 from semdiag_models import Encoder
 
 _SCORES = 2**20  # scores of one pass, at most (or one sample's)
-_GRAM_STEPS = 3  # a norm of width 64 comes out a few per cent too large, 30 % at most
+_GRAM_STEPS = 3  # a norm of width 64 comes out a few per cent too large, 30% at most
 _ROUNDING = 4 * torch.finfo(torch.float64).eps  # of softmax − one-hot in a gradient that is measured
 Tensors = dict[str, Tensor]
 
