@@ -149,7 +149,10 @@ class Ranks:
         self._group = None
 
     def _gathered(self, own: Any) -> list[Any]:
-        found: list[Any] = [None] * dist.get_world_size(self._group)
+        size = dist.get_world_size(self._group) if dist.is_initialized() else -1
+        if size < 1:
+            raise RuntimeError("the training has closed its groups")
+        found: list[Any] = [None] * size
         dist.all_gather_object(found, own, group=self._group)
         return found
 

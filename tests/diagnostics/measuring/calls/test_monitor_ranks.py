@@ -4,7 +4,6 @@ import functools
 import json
 import math
 import os
-import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -17,9 +16,9 @@ from monitored_ranks import LOOK, Block, Exact, batch, blocks, own, whole_number
 from torch import nn
 
 from semdiag import InputError, Monitor
-from semdiag.measuring.calls.monitor_heads import LARGEST, LIMITS, SMALLEST, quantities
+from semdiag.measuring.calls import monitor_ranks
+from semdiag.measuring.calls.monitor_heads import LARGEST, SMALLEST, quantities
 from semdiag.measuring.calls.monitor_ranks import Look, Ranks, _fingerprint
-from semdiag.measuring.calls.monitor_reduction import Reduction
 
 ROOT = Path(__file__).parents[4]
 SCENARIOS = {
@@ -249,83 +248,6 @@ def test_a_monitor_in_rank_0_alone_is_refused(tmp_path):
     assert 'ranks="own"' in saw["told"][0]
 
 
-def head(module, number, rows, layer=0, occurrence=0, **values):
-    place = {"step": 3, "layer": layer, "head": number, "module": module, "occurrence": occurrence, "rows": rows}
-    return place | dict.fromkeys(LIMITS, math.nan) | values
-
-
-def look(step, heads, **parts):
-    """A rank's, with a row for each layer's occurrence."""
-    rows = {(row["module"], row["occurrence"]): {**row, "entropy": 1.0} for row in heads}
-    layers = [
-        {name: row[name] for name in ("step", "layer", "module", "occurrence", "rows", "entropy")}
-        for row in rows.values()
-    ]
-    return Look(step, layers, heads, parts)
-
-
-def reduced(*ranks):
-    return Reduction()([look(3, heads) for heads in ranks])[1]
-
-
-def test_two_ranks_by_hand():
-    """Of 1 and 3 rows: the larger maximum, the smaller minimum, (1 · 2 + 3 · 6) / 4 = 5."""
-    (found,) = reduced(
-        [head("a", 0, 1, max_logit=7.0, least_entropy=0.5, entropy=2.0, xi=0.25)],
-        [head("a", 0, 3, max_logit=math.inf, least_entropy=0.25, entropy=6.0)],
-    )
-    assert (found["rows"], found["max_logit"], found["least_entropy"]) == (4, math.inf, 0.25)
-    assert (found["entropy"], found["xi"]) == (5.0, 0.25)  # xi: the other rank has none
-    assert math.isnan(found["separation"])
-
-
-def test_the_order_is_that_of_one_process_and_does_not_depend_on_who_sees_what():
-    one = [head("a", 0, 1), head("a", 1, 1), head("b", 0, 1, layer=1), head("a", 0, 1, occurrence=1)]
-    found = reduced(one[:2], one)
-    assert [(row["module"], row["occurrence"], row["head"], row["rows"]) for row in found] == [
-        ("a", 0, 0, 2),
-        ("a", 0, 1, 2),
-        ("b", 0, 0, 1),
-        ("a", 1, 0, 1),
-    ]
-
-
-def test_ranks_that_hold_other_weights_have_other_heads_whose_numbers_stay():
-    reduction, heads = Reduction(), [head("a", 0, 5), head("a", 1, 5)]
-    first, second = ([look(step, heads, a=part) for part in ("x", "y", "x")] for step in (0, 1))
-    for looks, numbers, rows in (
-        (first, [0, 1, 2, 3], [10, 10, 5, 5]),
-        ([look(1, []), second[1], look(1, [])], [2, 3], [5, 5]),
-    ):
-        found = reduction(looks)[1]
-        assert [row["head"] for row in found] == numbers
-        assert [row["rows"] for row in found] == rows
-
-
-def test_modules_of_the_same_number_in_different_ranks_are_numbered_anew():
-    for table in Reduction()([look(0, [head(name, 0, 1)]) for name in "ab"]):
-        assert [(row["module"], row["layer"]) for row in table] == [("a", 0), ("b", 1)]
-
-
-def test_ranks_without_a_row_have_none():
-    assert Reduction()([look(0, []), look(0, [])]) == ([], [])
-
-
-def test_a_median_of_all_rows_lies_where_the_reduced_one_does():
-    """The bound that the docstring states, for medians of any split of any numbers."""
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(200):
-        values = torch.randn(30, generator=generator, dtype=torch.float64).exp().tolist()
-        cut = int(torch.randint(1, 29, (), generator=generator))
-        parts = values[:cut], values[cut:]
-        medians = [statistics.median(part) for part in parts]
-        (found,) = reduced(
-            *([head("a", 0, len(part), xi=median)] for part, median in zip(parts, medians, strict=True))
-        )
-        for median in (found["xi"], statistics.median(values)):
-            assert min(medians) * (1 - 1e-14) <= median <= max(medians) * (1 + 1e-14)
-
-
 def test_weights_are_told_apart_by_their_values_and_by_those_around():
     one, other = blocks(), blocks()
     assert _fingerprint(one, "1") == _fingerprint(other, "1") != _fingerprint(one, "0")
@@ -340,7 +262,7 @@ def test_weights_are_told_apart_by_their_values_and_by_those_around():
 
 def test_one_process_is_alone_whatever_is_asked():
     for asked in ("all", "own"):
-        ranks, one = Ranks(asked), look(0, [])
+        ranks, one = Ranks(asked), Look(0, [], [], {})
         ranks.open({"every": 1})
         assert ranks.together(one) == [one]
         assert (ranks.rank, ranks.speaks, ranks.parts) == (0, True, {})
@@ -348,3 +270,63 @@ def test_one_process_is_alone_whatever_is_asked():
         ranks.leave()
     with pytest.raises(InputError, match=r'^ranks is "all" or "own"\. Got 3\.$'):
         Monitor(blocks(), ranks=3)
+
+
+@pytest.fixture
+def one_rank(monkeypatch):
+    """A real group of gloo with one rank, which counts as several."""
+    if not torch.distributed.is_available():
+        pytest.skip("this torch knows no processes")
+    monkeypatch.setattr(monitor_ranks, "_several", torch.distributed.is_initialized)
+
+    def begin():
+        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+
+    yield begin
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def test_a_group_of_one_sees_what_a_process_alone_sees(one_rank):
+    expected = looked(blocks(), batch())
+    one_rank()
+    with Monitor(blocks(), **LOOK) as monitor, torch.no_grad():
+        assert monitor.start() is monitor
+        monitor.model(batch())
+        assert monitor._ranks.parts.keys() == {"0", "1"}
+    pd.testing.assert_frame_equal(monitor.heads, expected)
+    assert torch.distributed.is_initialized()
+
+
+def test_a_training_that_closes_all_groups_leaves_the_monitor_alone(one_rank):
+    one_rank()
+    with Monitor(Exact().train(), **LOOK) as monitor:
+        monitor.model(whole_numbers(0))
+        torch.distributed.destroy_process_group()
+        with pytest.warns(UserWarning, match=r"alone from step 1 on: the ranks could not be asked"):
+            monitor.model(whole_numbers(1))
+        monitor.model(whole_numbers(2))
+    assert monitor.heads["step"].unique().tolist() == [0, 1, 2]
+
+
+def test_a_forward_that_fails_in_a_look_ends_looking_together(one_rank):
+    one_rank()
+    with Monitor(Exact().train(), **LOOK) as monitor:
+        with (
+            pytest.warns(UserWarning, match=r"alone from step 0 on: its forward failed"),
+            pytest.raises(RuntimeError),
+        ):
+            monitor.model(whole_numbers()[..., :5])
+        monitor.model(whole_numbers())
+    assert monitor.heads["step"].unique().tolist() == [1]
+
+
+def test_a_monitor_that_was_made_too_early_says_that_it_is_alone(one_rank):
+    monitor = Monitor(Exact().train(), **LOOK)
+    one_rank()
+    with pytest.warns(UserWarning, match=r"was made before torch\.distributed began") as said:
+        monitor.start()
+    assert Path(said[0].filename).name == "test_monitor_ranks.py"
+    monitor.model(whole_numbers())
+    monitor.stop()
+    assert len(monitor.heads) == 2
