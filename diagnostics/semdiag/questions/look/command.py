@@ -15,7 +15,18 @@ if TYPE_CHECKING:
     from semdiag.questions.look.measure.heads import Seen
 
 _PANEL = "What is measured"
-_LEFT_OUT = ("labels", "samples", "batch_size", "min_keys", "out", "as_json", "per_query", "figures")
+_LEFT_OUT = (
+    "labels",
+    "samples",
+    "batch_size",
+    "min_keys",
+    "jobs",
+    "ray",
+    "out",
+    "as_json",
+    "per_query",
+    "figures",
+)
 
 
 @command(leave_out=_LEFT_OUT)
