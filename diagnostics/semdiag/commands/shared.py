@@ -31,6 +31,8 @@ _SHARED: dict[str, tuple[Any, Any]] = {
     "max_queries": (options.MaxQueries, 20_000_000),
     "config": (options.Config, None),
     "head": (options.Head, "auto"),
+    "jobs": (options.Jobs, None),
+    "ray": (options.Ray, ""),
     "out": (options.Out, None),
     "as_json": (options.Json, False),
     "per_query": (options.PerQuery, None),
@@ -80,8 +82,10 @@ class Shared:
     ) -> "Findings":
         """Measure what the user named: :func:`~semdiag.commands.measuring.measured`."""
         from semdiag.commands import measuring
+        from semdiag.commands.processes import in_processes
 
         quiet = self.values["quiet"]
+        run = run or in_processes(self.values.get("jobs"), self.values.get("ray", ""))
         return measuring.measured(models, conditions, quiet, run, more_stages, against, self.typed)
 
     def deliver(

@@ -41,6 +41,21 @@ class Inputs(NamedTuple):
     model: LoadedModel
 
 
+class Progress(NamedTuple):
+    """Who is told how far a survey is.
+
+    Attributes:
+        announce: called before each stage (the clean pass over the inputs, then every probe) with the model's
+            path, and the probe's name, and the number of steps; 0 if that is not known.
+        after_batch: called with the number of finished steps.
+        expect: called with the number of steps of the running stage, where that turns out later.
+    """
+
+    announce: Callable[[str, int], None] = lambda model, samples: None
+    after_batch: Callable[[int], None] = lambda samples: None
+    expect: Callable[[int], None] = lambda steps: None
+
+
 def survey(
     models: Sequence[Path | LoadedModel],
     conditions: Conditions,
@@ -50,18 +65,19 @@ def survey(
     own: bool = False,
     expect: Callable[[int], None] = lambda steps: None,
     given: Inputs | None = None,
+    apart: Callable[[list[str], Conditions], list[Measurements]] | None = None,
 ) -> Measurements:
     """Load and measure one model after the other.
 
     Args:
         models: checkpoints, or models already loaded.
         conditions: inputs, precision, counterfactuals.
-        announce: called before each stage (the clean pass over the inputs, then every probe) with the model's
-            path, and the probe's name, and the number of steps; 0 if that is not known.
-        after_batch: called with the number of finished steps.
+        announce: see :class:`Progress`.
+        after_batch: likewise.
         own: whether loaded models are nobody else's, and may be moved and converted in place.
-        expect: called with the number of steps of the running stage, where that turns out later.
+        expect: likewise.
         given: inputs of all models; None: each has its own.
+        apart: measures the models of these paths elsewhere, each by :func:`survey_one`.
 
     Returns:
         Measurements of all models.
@@ -71,61 +87,23 @@ def survey(
     """
     # All are loaded before the first is measured: a wrong path should not cost minutes.
     loaded = load_all(models, conditions.config, conditions.head)
-    device = find_device(conditions.device)
-    conditions = conditions.decided(loaded, device)
-    if device.type == "mps" and conditions.dtype == "float64":  # which it does not know
-        device = torch.device("cpu")
+    device, conditions = _decided(loaded, conditions)
     for model in loaded if conditions.encoders_only else ():
         _ = model.encoder  # which refuses any other
-    for model in loaded:
-        if isinstance(model.module, Encoder):
-            model.module.with_draws(conditions.seed)
-    inputs = [given or Inputs(*inputs_of(model, conditions), model) for model in loaded]
+    inputs = [given or Inputs(*inputs_of(model, conditions), model) for model in loaded] if apart is None else []
     probes = [(all_probes()[type(plan)], plan) for plan in conditions.plans]
     prepared = [probe.prepare(plan, conditions) for probe, plan in probes]
     for model in loaded:
         for (probe, plan), known in zip(probes, prepared, strict=True):
             probe.check(model, plan, known)
-    parts: list[Measurements] = []
-    for model, (batches, labels, source, whose) in zip(loaded, inputs, strict=True):
-        announce(model.path, sum(map(samples_of, batches)))
-        if model.external and (own or not isinstance(models[len(parts)], LoadedModel)):
-            model.module.to(device, DTYPES[conditions.dtype])  # ours alone: no copy, however large it is
-        part = measure(
-            model,
-            batches,
-            labels=labels,
-            inputs=source,
-            k=_counterfactual(model, batches, conditions),
-            device=device,
-            dtype=DTYPES[conditions.dtype],
-            queries=conditions.queries,
-            seed=conditions.seed,
-            min_keys=conditions.min_keys,
-            max_queries=conditions.max_queries,
-            after_batch=after_batch,
-        )
-        subject = Subject(
-            model, batches, labels, conditions.seed, conditions.batch_size, device, DTYPES[conditions.dtype],
-            conditions.queries, conditions.probe_samples, after_batch, expect,
-        )  # fmt: skip
-        tables: dict[str, pd.DataFrame] = {}
-        diverged = has_diverged(part)
-        for (probe, plan), known in zip(probes, prepared, strict=True):
-            if diverged:
-                subject.note(probe.name, "its attention scores are not finite numbers")
-                continue
-            if conditions.queries is not None and not probe.draws:
-                subject.note(probe.name, "it needs every query, but --queries drew only some")
-                continue
-            announce(f"{model.path}: {probe.name}", 0 if model.external else probe.steps(plan))
-            try:
-                tables |= probe.measure(subject, plan, known)
-            except NotAvailableError as reason:
-                subject.note(probe.name, str(reason))
-        texts_cut = _cut_texts(model, batches, conditions) if model is whose else []
-        part = part.replace(**tables, remarks=_with_remarks(part.remarks, subject, texts_cut))
-        parts.append(part)
+    progress = Progress(announce, after_batch, expect)
+    if apart is not None:
+        parts = apart([model.path for model in loaded], conditions)
+    else:
+        parts = []
+        for model, its_own in zip(loaded, inputs, strict=True):
+            ours = own or not isinstance(models[len(parts)], LoadedModel)
+            parts.append(_surveyed(model, its_own, conditions, device, prepared, ours, progress))
     joined = Measurements.concat(parts)
     largest = int(joined.models["samples"].max())
     joined.provenance.update(seed=conditions.seed, samples=largest)
@@ -135,6 +113,87 @@ def survey(
         if measured:  # what an external model gave instead is not what the plan asked for
             joined.provenance.update(probe.provenance(plan, largest, few))
     return joined
+
+
+def survey_one(path: str, conditions: Conditions, progress: Progress) -> Measurements:
+    """Load and measure one model of a survey, whose conditions are decided.
+
+    Args:
+        path: of the model, as it was named.
+        conditions: of the survey, all models considered.
+        progress: who is told how far it is.
+
+    Raises:
+        InputError: if the inputs do not suit it, or no query has enough keys.
+    """
+    (model,) = load_all([path], conditions.config, conditions.head)
+    device, conditions = _decided([model], conditions)
+    inputs = Inputs(*inputs_of(model, conditions), model)
+    prepared = [all_probes()[type(plan)].prepare(plan, conditions) for plan in conditions.plans]
+    return _surveyed(model, inputs, conditions, device, prepared, True, progress)
+
+
+def _decided(loaded: Sequence[LoadedModel], conditions: Conditions) -> tuple[torch.device, Conditions]:
+    """Where and in which precision all are measured; encoders draw their keys by the seed from now on."""
+    device = find_device(conditions.device)
+    conditions = conditions.decided(loaded, device)
+    if device.type == "mps" and conditions.dtype == "float64":  # which it does not know
+        device = torch.device("cpu")
+    for model in loaded:
+        if isinstance(model.module, Encoder):
+            model.module.with_draws(conditions.seed)
+    return device, conditions
+
+
+def _surveyed(
+    model: LoadedModel,
+    inputs: Inputs,
+    conditions: Conditions,
+    device: torch.device,
+    prepared: Sequence[Any],
+    ours: bool,
+    progress: Progress,
+) -> Measurements:
+    """Measure one model; ``prepared`` is what each probe has prepared, ``ours``: it may be moved and converted."""
+    batches, labels, source, whose = inputs
+    progress.announce(model.path, sum(map(samples_of, batches)))
+    if model.external and ours:
+        model.module.to(device, DTYPES[conditions.dtype])  # no copy, however large it is
+    part = measure(
+        model,
+        batches,
+        labels=labels,
+        inputs=source,
+        k=_counterfactual(model, batches, conditions),
+        device=device,
+        dtype=DTYPES[conditions.dtype],
+        queries=conditions.queries,
+        seed=conditions.seed,
+        min_keys=conditions.min_keys,
+        max_queries=conditions.max_queries,
+        after_batch=progress.after_batch,
+    )
+    subject = Subject(
+        model, batches, labels, conditions.seed, conditions.batch_size, device, DTYPES[conditions.dtype],
+        conditions.queries, conditions.probe_samples, progress.after_batch, progress.expect,
+    )  # fmt: skip
+    tables: dict[str, pd.DataFrame] = {}
+    diverged = has_diverged(part)
+    for plan, known in zip(conditions.plans, prepared, strict=True):
+        probe = all_probes()[type(plan)]
+        if diverged:
+            subject.note(probe.name, "its attention scores are not finite numbers")
+            continue
+        if conditions.queries is not None and not probe.draws:
+            subject.note(probe.name, "it needs every query, but --queries drew only some")
+            continue
+        progress.announce(f"{model.path}: {probe.name}", 0 if model.external else probe.steps(plan))
+        try:
+            tables |= probe.measure(subject, plan, known)
+        except NotAvailableError as reason:
+            subject.note(probe.name, str(reason))
+    texts_cut = _cut_texts(model, batches, conditions) if model is whose else []
+    return part.replace(**tables, remarks=_with_remarks(part.remarks, subject, texts_cut))
 
 
 def has_diverged(part: Measurements) -> bool:

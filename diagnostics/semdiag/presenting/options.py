@@ -7,7 +7,7 @@ import typer
 
 from semdiag.presenting import completion
 
-_MEASURE, _OUTPUT = "What is measured", "Output"
+_MEASURE, _WHERE, _OUTPUT = "What is measured", "Where it runs", "Output"
 
 Models = Annotated[
     list[Path] | None,
@@ -166,6 +166,24 @@ Noise = Annotated[
         help="Standard deviation of the Gaussian noise added to the embedded tokens, relative to each token's "
         "root mean square. One level or several, like 0.01 or 0.001,0.01,0.1.",
         rich_help_panel=_MEASURE,
+    ),
+]
+Jobs = Annotated[
+    int | None,
+    typer.Option(
+        help="Models to measure at the same time, in so many processes, each with one CPU thread. However many "
+        "there are, the numbers are the same to the last bit. Default: one after the other, in this process.",
+        show_default=False,
+        rich_help_panel=_WHERE,
+    ),
+]
+Ray = Annotated[
+    str,
+    typer.Option(
+        metavar="auto|ADDRESS",
+        help="Measure on a Ray cluster: its address, or auto for the one on this machine, which is started if "
+        "needed.",
+        rich_help_panel=_WHERE,
     ),
 ]
 Out = Annotated[

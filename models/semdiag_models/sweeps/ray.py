@@ -1,11 +1,12 @@
 """The workers of a sweep on a Ray cluster."""
 
 import os
+from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
 from semdiag_models.errors import InputError
-from semdiag_models.sweeps.runs import Order, Outcome, train_order
+from semdiag_models.sweeps.runs import train_order
 
 _AT_ONCE = 10_000  # runs that wait in Ray's own queue
 
@@ -13,18 +14,25 @@ _AT_ONCE = 10_000  # runs that wait in Ray's own queue
 class RayWorkers:
     """Tasks of one CPU, and of a share of a GPU, wherever the cluster has room.
 
-    The runs' folders must be on a file system that all machines share, and semdiag installed on all of them.
+    The folders must be on a file system that all machines share, and semdiag installed on all of them.
 
     Args:
         address: of a running cluster, or ``auto``: the one running here, or else a new one on this machine.
         gpus_per_run: share of a GPU that a run takes; 0 for none.
         jobs: largest number of runs at once; None for as many as there is room for.
+        carry_out: what is done with an order.
 
     Raises:
         InputError: if Ray is not installed, or no cluster answers at the address.
     """
 
-    def __init__(self, address: str, gpus_per_run: float, jobs: int | None) -> None:
+    def __init__(
+        self,
+        address: str,
+        gpus_per_run: float,
+        jobs: int | None,
+        carry_out: Callable[[Any], Any] = train_order,
+    ) -> None:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # no reports to Ray's makers
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         try:
@@ -41,32 +49,34 @@ class RayWorkers:
                 f"No Ray cluster at {address} ({reason}). Use --ray auto to start one here."
             ) from None
         self.capacity = _AT_ONCE if jobs is None else jobs
-        self._train = ray.remote(num_cpus=1, num_gpus=gpus_per_run, max_retries=0)(_train_in)
+        self._remote = ray.remote(num_cpus=1, num_gpus=gpus_per_run, max_retries=0)(_carry_out_in)
+        self._carry_out = carry_out
 
-    def submit(self, order: Order) -> Any:
+    def submit(self, order: Any) -> Any:
         """See :class:`semdiag_models.sweeps.workers.Workers`."""
-        return self._train.remote(os.getcwd(), order)
+        return self._remote.remote(os.getcwd(), self._carry_out, order)
 
     def wait(self, handles: list[Any], seconds: float) -> list[Any]:
         """See :class:`semdiag_models.sweeps.workers.Workers`."""
         ready: list[Any] = self._ray.wait(handles, num_returns=1, timeout=seconds)[0]
         return ready
 
-    def outcomes(self, handle: Any) -> list[Outcome] | None:
+    def outcomes(self, handle: Any) -> Any:
         """See :class:`semdiag_models.sweeps.workers.Workers`."""
         try:
-            outcomes: list[Outcome] = self._ray.get(handle)
-        except self._ray.exceptions.RayError:  # of a worker or a machine: the run itself raises nothing
+            return self._ray.get(handle)
+        except self._ray.exceptions.RayTaskError:  # of ours
+            raise
+        except self._ray.exceptions.RayError:  # of a worker or a machine
             return None
-        return outcomes
 
     def close(self) -> None:
         """See :class:`semdiag_models.sweeps.workers.Workers`; a cluster that was there before stays."""
         self._ray.shutdown()
 
 
-def _train_in(folder: str, order: Order) -> list[Outcome]:
-    """Train where the sweep was started, if there is such a folder, so that names of texts mean the same."""
+def _carry_out_in(folder: str, carry_out: Callable[[Any], Any], order: Any) -> Any:
+    """Do it where the command was started, if there is such a folder, so that names of files mean the same."""
     if os.path.isdir(folder):
         os.chdir(folder)
-    return train_order(order)
+    return carry_out(order)

@@ -1,9 +1,9 @@
-"""Many runs at once: processes on this machine, or whatever else fulfils the same contract."""
+"""Many runs or models at once: processes on this machine, or whatever else fulfils the same contract."""
 
 import os
 import signal
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import replace
 from typing import Any, Protocol
@@ -20,18 +20,18 @@ KILLED = Outcome("failed", "its process was killed, by someone or for lack of me
 
 
 class Workers(Protocol):
-    """Processes that train runs."""
+    """Processes that carry orders out: that train runs, or measure models."""
 
-    capacity: int  # runs to hand over at once
+    capacity: int  # orders to hand over at once
 
-    def submit(self, order: Order) -> Any:
-        """Hand a run over; return what stands for it."""
+    def submit(self, order: Any) -> Any:
+        """Hand an order over; return what stands for it."""
 
     def wait(self, handles: list[Any], seconds: float) -> list[Any]:
-        """Wait until one of the runs ends, or the time is over; return those that have ended."""
+        """Wait until one of the orders ends, or the time is over; return those that have ended."""
 
-    def outcomes(self, handle: Any) -> list[Outcome] | None:
-        """How the ended runs of an order ended; None if their process did not live to say."""
+    def outcomes(self, handle: Any) -> Any:
+        """What came of an ended order; None if its process did not live to say."""
 
     def close(self) -> None:
         """End all processes at once; what they saved stays. Closing twice is closing once."""
@@ -42,10 +42,11 @@ class LocalWorkers:
 
     Args:
         jobs: processes, each with one CPU thread.
+        carry_out: what is done with an order, a dataclass with a field ``parent``: the process with which it ends.
     """
 
-    def __init__(self, jobs: int) -> None:
-        self.capacity = jobs
+    def __init__(self, jobs: int, carry_out: Callable[[Any], Any] = train_order) -> None:
+        self.capacity, self._carry_out = jobs, carry_out
         self._begun = False
 
     def _executor(self) -> Any:
@@ -55,17 +56,17 @@ class LocalWorkers:
             max_workers=self.capacity, timeout=3600, env=one_thread, initializer=_ignore_interrupts
         )
 
-    def submit(self, order: Order) -> Future[list[Outcome]]:
+    def submit(self, order: Any) -> Future[Any]:
         """See :class:`Workers`."""
         self._begun = True
-        future: Future[list[Outcome]] = self._executor().submit(train_order, replace(order, parent=os.getpid()))
+        future: Future[Any] = self._executor().submit(self._carry_out, replace(order, parent=os.getpid()))
         return future
 
-    def wait(self, handles: list[Future[list[Outcome]]], seconds: float) -> list[Future[list[Outcome]]]:
+    def wait(self, handles: list[Future[Any]], seconds: float) -> list[Future[Any]]:
         """See :class:`Workers`."""
         return list(wait(handles, seconds, FIRST_COMPLETED).done)
 
-    def outcomes(self, handle: Future[list[Outcome]]) -> list[Outcome] | None:
+    def outcomes(self, handle: Future[Any]) -> Any:
         """See :class:`Workers`."""
         try:
             return handle.result()

@@ -19,19 +19,21 @@ from semdiag.capturing.attention_calls import AttentionCall, watch_attention
 from semdiag.capturing.audit import Audit
 from semdiag.capturing.padding import Padding
 from semdiag.measuring.calls.monitor_alarms import (
-    ABOVE,
     Alarm,
     AlarmError,
     Watch,
     checked_on_alarm,
+    counted_above,
     rules_of,
     summary_of,
 )
 from semdiag.measuring.calls.monitor_faults import Faults
-from semdiag.measuring.calls.monitor_heads import LOGIT, describe_heads, head_columns, quantities, scalars
-from semdiag.measuring.calls.monitor_log import MonitorLog
-from semdiag.measuring.calls.monitor_rows import columns, describe, sampled_rows
-from semdiag.measuring.calls.monitor_scalars import Scalars, ScalarWriter
+from semdiag.measuring.calls.monitor_heads import describe_heads, quantities
+from semdiag.measuring.calls.monitor_outputs import Outputs
+from semdiag.measuring.calls.monitor_ranks import Look, Ranks
+from semdiag.measuring.calls.monitor_reduction import Reduction
+from semdiag.measuring.calls.monitor_rows import describe, sampled_rows
+from semdiag.measuring.calls.monitor_scalars import ScalarWriter
 from semdiag_models import InputError
 
 _COMPILED = (
@@ -55,7 +57,7 @@ class Monitor:
     compiled model. The hooks of a module inside a compiled one are compiled with it and cannot look.
 
     Several threads may train the model: a look belongs to the thread that began it, and the forward calls that
-    others make meanwhile are counted and not looked at.
+    others make meanwhile are counted and not looked at. Under torch.distributed every rank starts a monitor.
 
     Two tables grow. ``table`` has one row per step, attention layer and occurrence of the layer in that step:
     ``step, layer, module, occurrence, rows`` (scored queries, padded ones left out), and medians over these rows
@@ -72,8 +74,7 @@ class Monitor:
         every: forward calls in training mode from one look to the next; the first call is looked at.
         k: numbers of heavy hitters for the counterfactual columns, one or several.
         path: ``.csv`` or ``.parquet`` to which the rows are added as they come; an existing one is continued.
-            Those of heads go to ``NAME-heads`` beside it. The monitor has both alone until it stops: in several
-            processes give each a file of its own.
+            Those of heads go to ``NAME-heads`` beside it. The monitor has both alone until it stops.
         tensorboard: a directory for TensorBoard, or a SummaryWriter.
         log: called with a dictionary of numbers and the step, as ``wandb.log`` is. Keys are
             ``attention/layer_3/head_5/max_logit`` and, over the heads of a layer,
@@ -86,6 +87,8 @@ class Monitor:
             call), or a function that is called with each :class:`~.monitor_alarms.Alarm`.
         accumulation: forward calls in training mode that make one step, where gradients are accumulated: only the
             first of a step can be looked at.
+        ranks: ``all``: under torch.distributed each look waits for all ranks, which then have the same rows and
+            alarms (:class:`~.monitor_reduction.Reduction`); rank 0 writes, logs and warns. ``own``: each alone.
         seed: of the choice of samples and queries.
         queries: looked at of each of the samples; medians of more rows vary less from look to look.
         first_step: number of the first step, for resumed trainings; it warns where the file has come as far.
@@ -93,7 +96,7 @@ class Monitor:
     Raises:
         InputError: if an argument is illegal, no row can ever cross a rule, the file cannot be written or
             continued or is another's, TensorBoard is not installed, or (on start) the model has no attention that
-            can be watched or was compiled in place.
+            can be watched or was compiled in place, or another rank has no monitor or one with other arguments.
 
     Example:
         >>> from semdiag_models import Encoder, ModelConfig
@@ -118,6 +121,7 @@ class Monitor:
         on_alarm: str | Callable[[Alarm], object] = "warn",
         rows: str = "sample",
         accumulation: int = 1,
+        ranks: str = "all",
         seed: int = 0,
         first_step: int = 0,
         queries: int = 8,
@@ -136,20 +140,16 @@ class Monitor:
         self._queries = None if rows == "all" else looked_at
         self._watch = Watch(rules_of(alarm, self.k, self.every))
         self._on_alarm = checked_on_alarm(on_alarm)
-        limits = [
-            rule.threshold for rule in self._watch.rules if (rule.quantity, rule.side) == ("max_logit", ABOVE)
-        ]
-        self._logit = min(limits, default=LOGIT)
+        self._logit = counted_above(self._watch.rules)
         self.alarms: list[Alarm] = []
         self._accumulation, self._micro = whole_number(accumulation, "accumulation", 1), 0
         self.step = self._first_step = whole_number(first_step, "first_step", 0)
         self.seconds = 0.0
-        self._scalars = Scalars(tensorboard, log)
-        self._generator = torch.Generator().manual_seed(whole_number(seed, "seed", 0))
-        path = None if path is None else Path(path)
-        self._log = MonitorLog(path, columns(self.k), self.step)
-        beside = None if path is None else path.with_name(f"{path.stem}-heads{path.suffix}")
-        self._head_log = MonitorLog(beside, head_columns(self.k), None)
+        self._ranks, self._reduction = Ranks(ranks), Reduction()
+        self._generator = torch.Generator().manual_seed(whole_number(seed, "seed", 0) + self._ranks.rank)
+        if self._ranks.rank:  # rank 0 writes
+            path = tensorboard = log = None
+        self._outputs = Outputs(None if path is None else Path(path), tensorboard, log, self.k, self.step)
         self._faults = Faults()
         self._handles: hooks.Handles | tuple[()] = ()
         self._look = ExitStack()
@@ -160,19 +160,19 @@ class Monitor:
         self._rows: list[dict[str, Any]] = []
         self._head_rows: list[dict[str, Any]] = []
         self._last: list[dict[str, Any]] = []  # rows of heads of the last step that was looked at
-        self._seen = False  # whether the running look has seen attention
+        self._seen: bool | None = None  # whether the running look has seen attention; None: it cannot look
         self._padding = Padding(model)
         self._audit = Audit()  # of the running look
 
     @property
     def table(self) -> pd.DataFrame:
         """All rows so far, those of a continued file included."""
-        return self._log.table()
+        return self._outputs.layers.table()
 
     @property
     def heads(self) -> pd.DataFrame:
         """All rows of heads so far, those of a continued file included."""
-        return self._head_log.table()
+        return self._outputs.heads.table()
 
     def summary(self) -> str:
         """Tell the extremes of the last step that was looked at, and every alarm, in plain text."""
@@ -206,19 +206,23 @@ class Monitor:
             )
         with watch_attention(self.model, lambda call: None):
             pass  # a model that cannot be watched is refused here, not in the middle of a training
-        self._log.open()
-        self._head_log.open()
-        self._scalars.open()
+        agreed = {"every": self.every, "k": self.k, "accumulation": self._accumulation, "first_step": self.step}
+        try:
+            self._outputs.open()
+            self._ranks.open({**agreed, "alarm": self._watch.rules, "raise": self._on_alarm == "raise"})
+        except InputError:
+            self._leave()
+            raise
         self._handles = hooks.put_on(self.model, self._before, self._after)
         return self
 
     def stop(self) -> None:
         """Leave the model as it was found; rows stay readable."""
-        begun = bool(self._handles)
+        begun, speaks = bool(self._handles), self._ranks.speaks
         unseen = begun and self.step == self._first_step and not self._micro
         self._leave()
         never = {rule.quantity for rule in self._watch.rules} - self._watch.met
-        if begun and self._last and never:
+        if begun and self._last and never and speaks:
             said = ", ".join(sorted(never))
             warnings.warn(f"No row had a value of {said}: these alarms watched nothing.", stacklevel=2)
         if unseen:
@@ -230,10 +234,8 @@ class Monitor:
         self._handles = ()
         self._look.close()
         self._looked_at = self._looker = None
-        for log in (self._log, self._head_log):
-            with self._faults.told():
-                log.close()
-        self._scalars.close()
+        self._ranks.leave()
+        self._outputs.close(self._faults)
 
     def __enter__(self) -> Self:
         return self.start()
@@ -263,14 +265,14 @@ class Monitor:
             if self._looker is not None and self._looker is not own and self._looker.is_alive():
                 return
             self._look.close()  # of a call that was interrupted
-            self._looked_at, self._looker = None, own if first and step % self.every == 0 else None
+            self._looked_at, self._looker = step, own if first and step % self.every == 0 else None
         if self._looker is own:
-            self._rows, self._head_rows, self._seen = [], [], False
+            self._rows, self._head_rows, self._seen = [], [], None
             with self._faults.told(), ExitStack() as look:
                 look.enter_context(self._padding.watched((args, kwargs)))
                 watch = watch_attention(model, lambda call: self._reduce(call, step), inside=True)
                 self._audit = look.enter_context(watch)
-                self._look, self._looked_at = look.pop_all(), step
+                self._look, self._seen = look.pop_all(), False
 
     def _after(self, model: nn.Module, inputs: object, output: object) -> None:
         if torch.compiler.is_compiling():
@@ -281,9 +283,11 @@ class Monitor:
         self._look.close()
         step, self._looked_at = self._looked_at, None
         alarms: list[Alarm] = []
-        if step is not None and output is not None:  # None: the watch failed, the forward raised an exception
+        if step is not None and output is not None:
             with self._faults.told():
                 alarms = self._finish(step)
+        elif step is not None:  # the forward raised an exception
+            self._ranks.fail(step)
         self._looker = None
         if alarms:
             self._tell(alarms)
@@ -294,6 +298,7 @@ class Monitor:
         start, self._seen = time.perf_counter(), True
         with self._faults.told():
             call = self._marked(call)
+            self._ranks.part(self.model, call.module)
             place = {"step": step, "layer": call.layer, "module": call.module, "occurrence": call.occurrence}
             rows = sampled_rows(call, self.k, self._generator, self._queries)
             self._rows.append(place | describe(rows, self.k))
@@ -310,19 +315,17 @@ class Monitor:
     def _finish(self, step: int) -> list[Alarm]:
         start = time.perf_counter()
         self._faults.begin()
-        if not self._seen:
+        own = Look(step, self._rows, self._head_rows, self._ranks.parts)
+        self._rows, self._head_rows = [], []
+        rows, heads = self._reduction(self._ranks.together(own))  # all ranks are here, whatever each of them saw
+        if self._seen is False:
             warnings.warn(f"No attention was captured in step {step}.", stacklevel=2)
-        self._faults.name_missed(self._audit)
-        rows, self._rows, heads, self._head_rows = self._rows, [], self._head_rows, []
+        if self._seen is not None:
+            self._faults.name_missed(self._audit)
         self._last = heads or self._last
         alarms = self._watch.look(heads)
         self.alarms += alarms
-        if self._scalars.wanted:
-            with self._faults.told():
-                self._scalars.send(step, scalars(heads, self.k))
-        for log, more in ((self._log, rows), (self._head_log, heads)):
-            with self._faults.told():
-                log.add(more)
+        self._outputs.add(step, rows, heads, self._faults)
         self._faults.end()
         self.seconds += time.perf_counter() - start
         return alarms
@@ -334,7 +337,7 @@ class Monitor:
                 self._on_alarm(alarm)
         elif self._on_alarm == "raise":
             raise AlarmError(alarms[0], len(alarms) - 1)
-        else:
+        elif self._ranks.speaks:
             more = f" and {len(alarms) - 1} more" if len(alarms) > 1 else ""
             warnings.warn(f"{alarms[0]}{more}", stacklevel=2)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pandas as pd
 
-from semdiag.measuring.calls.monitor_heads import LIMITS, OF_K, head_key
+from semdiag.measuring.calls.monitor_heads import LIMITS, LOGIT, OF_K, head_key
 from semdiag_models import InputError
 
 WARNING, SEVERE = "WARNING", "SEVERE"
@@ -121,6 +121,12 @@ def rules_of(alarm: Mapping[str, Any] | None, k: Sequence[int], every: int) -> l
         raise InputError(f"alarm takes a dictionary from quantities to thresholds. Got {alarm!r}.")
     rules = [rule for quantity, said in (alarm or {}).items() for rule in _rules(quantity, said, k, every)]
     return sorted(rules, key=lambda rule: rule.band != SEVERE)
+
+
+def counted_above(rules: Iterable[Rule]) -> float:
+    """The score above which rows are counted: the lowest threshold of ``max_logit``, or 50."""
+    limits = (rule.threshold for rule in rules if (rule.quantity, rule.side) == ("max_logit", ABOVE))
+    return min(limits, default=LOGIT)
 
 
 def _rules(quantity: str, said: Any, k: Sequence[int], every: int) -> list[Rule]:

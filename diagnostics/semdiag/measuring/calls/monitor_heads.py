@@ -26,14 +26,18 @@ LIMITS = {
     "query_norm": (0.0, math.inf),
     "key_norm": (0.0, math.inf),
 }
+LARGEST, SMALLEST = (
+    ("max_logit", "query_norm", "key_norm"),
+    ("least_entropy",),
+)  # extremes of rows; others are averages
 OF_K = {"dispersion": (0.0, math.inf), "separation": (0.0, math.inf), "mass": (0.0, 1.0)}
-_PLACE = ("step", "layer", "head", "module", "occurrence", "rows")
+PLACE = ("step", "layer", "head", "module", "occurrence", "rows")
 LOGIT = 50.0  # nats: above which rows are counted where no rule says
 
 
 def head_columns(k: Sequence[int]) -> list[str]:
     """Names of the columns of a monitor's table of heads."""
-    return [*_PLACE, *quantities(k), "alarm"]
+    return [*PLACE, *quantities(k), "alarm"]
 
 
 def quantities(k: Sequence[int]) -> list[str]:

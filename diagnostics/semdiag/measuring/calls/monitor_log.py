@@ -52,7 +52,7 @@ class MonitorLog:
             warnings.warn(
                 f"{path} has rows up to step {last}, and this monitor begins with step {first_step}: a step may "
                 "stand there twice. Monitor(…, first_step=…) continues it, or name a new file.",
-                stacklevel=3,
+                stacklevel=4,
             )
 
     def open(self) -> None:
@@ -180,7 +180,7 @@ def _read(path: Path, columns: list[str]) -> pd.DataFrame:
         )
     if torn:
         os.truncate(path, path.stat().st_size - torn)
-        warnings.warn(f"The last line of {path} was torn and is left out.", stacklevel=5)
+        warnings.warn(f"The last line of {path} was torn and is left out.", stacklevel=6)
     return table
 
 

@@ -12,7 +12,7 @@ from semdiag.presenting.question import Shared, command
 _PANEL = "What is measured"
 
 
-@command(leave_out=("min_keys", "per_query"), batch_size=8)
+@command(leave_out=("min_keys", "per_query", "jobs", "ray"), batch_size=8)
 def compare(
     base: Annotated[
         Path,

@@ -21,7 +21,7 @@ Runs = Annotated[
 ]
 
 
-@command(leave_out=("min_keys", "config", "per_query", "head"))
+@command(leave_out=("min_keys", "config", "per_query", "head", "jobs", "ray"))
 def convergence(
     runs: Runs = None,
     target: Annotated[

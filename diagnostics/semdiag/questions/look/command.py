@@ -11,7 +11,18 @@ from semdiag.presenting import completion
 from semdiag.presenting.question import Shared, command
 
 _PANEL = "What is measured"
-_LEFT_OUT = ("labels", "samples", "batch_size", "min_keys", "out", "as_json", "per_query", "figures")
+_LEFT_OUT = (
+    "labels",
+    "samples",
+    "batch_size",
+    "min_keys",
+    "jobs",
+    "ray",
+    "out",
+    "as_json",
+    "per_query",
+    "figures",
+)
 
 
 @command(leave_out=_LEFT_OUT)

@@ -516,19 +516,6 @@ def test_scalars_go_to_a_writer():
     assert {each for each in written if "head_" in each[0]} == expected
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_scalars_go_to_a_tensorboard_folder(tmp_path):
-    pytest.importorskip("tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    model = made(encoder)
-    with Monitor(model, every=2, tensorboard=tmp_path) as monitor:
-        train(model, 3)
-    events = EventAccumulator(str(tmp_path)).Reload()
-    found = [event.value for event in events.Scalars("attention/layer_1/head_0/entropy")]
-    assert found == pytest.approx(monitor.heads.query("layer == 1 and head == 0")["entropy"].tolist())
-
-
 def test_wrong_arguments_are_refused(tmp_path):
     model = made(encoder)
     for wrong, said in (

@@ -1,0 +1,56 @@
+"""What ``--jobs`` and ``--ray`` ask for."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from semdiag.capturing.loading import LoadedModel
+    from semdiag.measuring.conditions import Conditions
+    from semdiag.measuring.measurements import Measurements
+    from semdiag_models.sweeps.workers import Workers
+
+
+def in_processes(jobs: int | None, ray: str) -> "Callable[..., Measurements] | None":
+    """What measures models in processes of their own; None: they are measured here.
+
+    Args:
+        jobs: processes.
+        ray: address of a cluster; empty: they are processes of this machine.
+
+    Raises:
+        InputError: if there is to be no process.
+    """
+    from semdiag.measuring.apart import measured_apart
+    from semdiag.measuring.survey import survey
+    from semdiag_models import InputError
+
+    if jobs is not None and jobs < 1:
+        raise InputError(f"--jobs must be at least 1. Got {jobs}.")
+    if jobs is None and not ray:
+        return None
+
+    def run(
+        loaded: "list[LoadedModel]",
+        conditions: "Conditions",
+        announce: Callable[[str, int], None],
+        after_batch: Callable[[int], None],
+    ) -> "Measurements":
+        def ended(path: str) -> None:
+            for _ in range(1 + len(conditions.plans)):
+                announce(path, 0)
+            after_batch(0)
+
+        def apart(paths: list[str], decided: "Conditions") -> "list[Measurements]":
+            return measured_apart(paths, decided, _workers(jobs, ray), ended)
+
+        return survey(loaded, conditions, apart=apart)
+
+    return run
+
+
+def _workers(jobs: int | None, ray: str) -> "Workers":
+    from semdiag.measuring.apart import carry_out
+    from semdiag_models.sweeps.ray import RayWorkers
+    from semdiag_models.sweeps.workers import LocalWorkers
+
+    return RayWorkers(ray, 0.0, jobs, carry_out) if ray else LocalWorkers(jobs or 1, carry_out)

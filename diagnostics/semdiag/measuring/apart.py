@@ -1,0 +1,88 @@
+"""Measuring the models of a survey in processes of their own."""
+
+import os
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from semdiag.measuring.conditions import Conditions
+from semdiag.measuring.measurements import Measurements
+from semdiag.measuring.survey import Progress, survey_one
+from semdiag_models import InputError
+from semdiag_models.sweeps.workers import TICK, Workers
+
+
+@dataclass(frozen=True)
+class MeasuringOrder:
+    """What a worker needs to know: everything can be sent to another process.
+
+    Attributes:
+        path: of the model.
+        conditions: of the survey.
+        parent: process with which the measuring ends, if it should end with one.
+    """
+
+    path: str
+    conditions: Conditions
+    parent: int | None = None
+
+
+def carry_out(order: MeasuringOrder) -> Measurements | str:
+    """Measure a model on one CPU thread; for a process of its own.
+
+    Returns:
+        Its measurements, or in one line why it cannot be measured.
+    """
+    torch.set_num_threads(1)
+
+    def go_on(*steps: Any) -> None:
+        if order.parent is not None and os.getppid() != order.parent:
+            os._exit(1)
+
+    try:
+        return survey_one(order.path, order.conditions, Progress(go_on, go_on, go_on))
+    except InputError as error:
+        return str(error)
+
+
+def measured_apart(
+    paths: Sequence[str], conditions: Conditions, workers: Workers, ended: Callable[[str], None]
+) -> list[Measurements]:
+    """Measure models, several at once; whoever measures them, they are the same.
+
+    Args:
+        paths: of the models.
+        conditions: decided, all models considered.
+        workers: that carry out orders by :func:`carry_out`; they are closed at the end.
+        ended: called with the path of each that is measured.
+
+    Returns:
+        Their measurements, in the order of the paths.
+
+    Raises:
+        InputError: if one cannot be measured, or its process was killed.
+    """
+    waiting, found = deque(enumerate(paths)), dict[int, Measurements]()
+    running: dict[Any, tuple[int, str]] = {}
+    try:
+        while waiting or running:
+            while waiting and len(running) < workers.capacity:
+                place = waiting.popleft()
+                running[workers.submit(MeasuringOrder(place[1], conditions))] = place
+            for handle in workers.wait(list(running), TICK):
+                number, path = running.pop(handle)
+                outcome = workers.outcomes(handle)
+                if outcome is None:
+                    raise InputError(
+                        f"{path}: its process was killed, by someone or for lack of memory. Try fewer --jobs."
+                    )
+                if isinstance(outcome, str):
+                    raise InputError(outcome)
+                found[number] = outcome
+                ended(path)
+    finally:
+        workers.close()
+    return [found[number] for number in range(len(paths))]

@@ -1,0 +1,84 @@
+"""One look out of those of all ranks: extremes, and means weighted by rows."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pandas as pd
+
+from semdiag.measuring.calls.monitor_heads import LARGEST, PLACE, SMALLEST
+from semdiag.measuring.calls.monitor_ranks import Look
+
+
+class Reduction:
+    """Puts the looks of all ranks together; in every rank it gives the same.
+
+    Rows of the same module, occurrence and head become one: ``rows`` is their sum, largest and smallest values
+    are those of all ranks, and all else is the mean of the ranks' numbers, weighted by their rows. So it is with
+    medians and ``output_rank``, too, which no reduction gives exactly: the median of all rows lies, as their mean
+    does, between the smallest and the largest median of a rank.
+
+    Ranks that hold different weights of a module (tensor parallel layers) have different heads of it, which are
+    numbered on in the order of the ranks. Ranks that are given the same samples count their rows each.
+    """
+
+    def __init__(self) -> None:
+        self._heads_before: dict[tuple[str, str], int] = {}  # by module and part of its weights
+
+    def __call__(self, looks: Sequence[Look]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        """Rows of layers and of heads of one step.
+
+        Args:
+            looks: of the ranks, in their order.
+        """
+        if len(looks) == 1:
+            return looks[0].rows, looks[0].heads
+        layers: dict[str, int] = {}
+        for look in looks:
+            for row in look.rows:
+                layers.setdefault(row["module"], row["layer"])
+        if len(set(layers.values())) < len(layers):  # ranks that have other modules count them from 0, too
+            layers = {module: layer for layer, module in enumerate(layers)}
+        rows = [row | {"layer": layers[row["module"]]} for look in looks for row in look.rows]
+        heads = [row | {"layer": layers[row["module"]]} for look in looks for row in self._numbered(look)]
+        return _reduced(rows, ["module", "occurrence"]), _reduced(heads, ["module", "occurrence", "head"])
+
+    def _numbered(self, look: Look) -> list[dict[str, Any]]:
+        """A rank's rows of heads, numbered on from those of other parts of the same module."""
+        count: dict[tuple[str, str], int] = {}
+        for row in look.heads:
+            key = row["module"], look.parts.get(row["module"], "")
+            count[key] = max(count.get(key, 0), row["head"] + 1)
+        for (module, part), heads in count.items():
+            if (module, part) not in self._heads_before:
+                self._heads_before[module, part] = self._heads_before.get((module, "all"), 0)
+                self._heads_before[module, "all"] = self._heads_before[module, part] + heads
+        return [
+            row | {"head": row["head"] + self._heads_before[row["module"], look.parts.get(row["module"], "")]}
+            for row in look.heads
+        ]
+
+
+def _reduced(rows: list[dict[str, Any]], place: list[str]) -> list[dict[str, Any]]:
+    """One row for each place, in the order in which a single process would have them."""
+    if not rows:
+        return []
+    table = pd.DataFrame(rows)
+    table["order"] = table.groupby(["module", "occurrence"], sort=False).ngroup()
+    by = [table[name] for name in place]
+    names = [name for name in table if name not in (*PLACE, "order")]
+    means = [name for name in names if name not in (*LARGEST, *SMALLEST)]
+    weights = table[means].notna().mul(table["rows"], axis=0)
+    sums = (table[means].fillna(0.0) * weights).groupby(by, sort=False).sum()
+    groups = table.groupby(place, sort=False)
+    found = pd.concat(
+        [
+            groups[["step", "layer", "order"]].first(),
+            groups["rows"].sum(),
+            sums / weights.groupby(by, sort=False).sum(),
+            groups[[name for name in names if name in LARGEST]].max(),
+            groups[[name for name in names if name in SMALLEST]].min(),
+        ],
+        axis=1,
+    )
+    found = found.reset_index().sort_values(["order", *place[2:]], kind="stable").drop(columns="order")
+    return [{str(name): value for name, value in row.items()} for row in found.to_dict("records")]

@@ -1,0 +1,51 @@
+"""``--jobs`` and ``--ray``: what they refuse, and that they change no byte but the command's."""
+
+import json
+import sys
+
+import pytest
+
+from semdiag.questions.registry import QUESTIONS
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--jobs", "0"], "--jobs must be at least 1. Got 0."),
+        (["--from", "there", "--jobs", "2"], "--from draws saved measurements as they are: leave out --jobs."),
+    ],
+)
+def test_what_makes_no_sense_is_refused(here, refusal, words, said):
+    assert refusal("report", *words) == said
+
+
+def test_without_ray_the_pip_command_is_told(here, refusal, tiny_runs, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)  # as if it were not installed
+    line = refusal("dispersion", tiny_runs.full, "--ray", "auto", "--quiet")
+    assert line == "--ray needs Ray: pip install 'semdiag[ray]'"
+
+
+def test_commands_that_measure_one_model_after_the_other_have_both():
+    commands = {name: question.command for name, question in QUESTIONS.items() if question.command is not None}
+    without = {name for name, each in commands.items() if {"jobs", "ray"} <= set(each.leave_out)}
+    assert without == {"compare", "convergence", "look", "selections"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", [["--jobs", "2"], ["--ray", "auto", "--jobs", "2"]], ids=["jobs", "ray"])
+def test_a_report_is_the_same_to_the_last_byte(here, run_semdiag, tiny_runs, where):
+    """This process has one thread, as the others have."""
+    if "--ray" in where:
+        pytest.importorskip("ray", reason="Ray is not installed: pip install 'semdiag[ray]'")
+    words = "report", tiny_runs.full, tiny_runs.topk, "--samples", 20, "--keep-queries", "--figures", "none"
+    written = []
+    for out, more in (("one", []), ("two", where)):
+        outcome = run_semdiag(*words, "--quiet", "--out", here / out, *more)
+        assert (outcome.code, outcome.err) == (0, "")
+        written.append({file.name: file.read_bytes() for file in (here / out / "data").iterdir()})
+    one, two = written
+    differing = {name for name in one.keys() | two.keys() if one.get(name) != two.get(name)}
+    assert differing == {"provenance.json", "SHA256SUMS"}
+    told = [json.loads(files["provenance.json"]) for files in written]
+    assert [each.pop("command")[-len(where) :] == where for each in told] == [False, True]
+    assert json.dumps(told[0]) == json.dumps(told[1])

@@ -1,0 +1,118 @@
+"""Models that are measured in processes of their own: the same numbers, and one line for what goes wrong."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from semdiag.measuring.apart import MeasuringOrder, carry_out, measured_apart
+from semdiag.measuring.conditions import Conditions
+from semdiag.measuring.survey import survey
+from semdiag.measuring.tables import TABLES
+from semdiag.questions.mask_stability.measure.probe import NoisePlan
+from semdiag.questions.overlap.measure import OverlapPlan
+from semdiag_models import InputError
+from semdiag_models.sweeps.workers import LocalWorkers
+
+CONDITIONS = Conditions(samples=6, batch_size=4, k=(2,), dtype="float64", plans=(NoisePlan(), OverlapPlan()))
+
+
+class Here:
+    """Workers without a process: an order is carried out when it is handed over, and the last ends first."""
+
+    capacity = 2
+
+    def __init__(self, lost=()):
+        self.lost, self.orders, self.open = lost, [], True
+
+    def submit(self, order):
+        self.orders.append(order)
+        return len(self.orders) - 1
+
+    def wait(self, handles, seconds):
+        return handles[-1:]
+
+    def outcomes(self, handle):
+        return None if handle in self.lost else carry_out(self.orders[handle])
+
+    def close(self):
+        self.open = False
+
+
+def apart(workers, told):
+    return lambda paths, conditions: measured_apart(paths, conditions, workers, told.append)
+
+
+def assert_same(found, expected):
+    for name in TABLES:
+        pd.testing.assert_frame_equal(getattr(found, name), getattr(expected, name), check_exact=True)
+    for name in ("masks", "overlap"):
+        assert len(getattr(expected, name))
+        pd.testing.assert_frame_equal(getattr(found, name), getattr(expected, name), check_exact=True)
+    assert json.dumps(found.provenance) == json.dumps(expected.provenance)  # the order, too: it is written so
+
+
+def test_models_measured_one_by_one_are_those_of_a_survey_in_whatever_order_they_end(tiny_runs):
+    paths, workers, told = [tiny_runs.full, tiny_runs.topk], Here(), []
+    found = survey(paths, CONDITIONS, apart=apart(workers, told))
+    assert_same(found, survey(paths, CONDITIONS))
+    assert told == [str(tiny_runs.topk), str(tiny_runs.full)]
+    assert not workers.open
+
+
+@pytest.mark.slow
+def test_two_processes_find_the_same_numbers(tiny_runs):
+    paths, told = [tiny_runs.full, tiny_runs.topk], []
+    found = survey(paths, CONDITIONS, apart=apart(LocalWorkers(2, carry_out), told))
+    assert_same(found, survey(paths, CONDITIONS))
+    assert sorted(told) == sorted(map(str, paths))
+
+
+def test_what_auto_means_is_decided_by_all_models_and_not_by_each(tiny_runs):
+    workers = Here()
+    survey([tiny_runs.full, tiny_runs.topk], replace(CONDITIONS, dtype="auto"), apart=apart(workers, []))
+    assert {order.conditions.dtype for order in workers.orders} == {"float64"}
+
+
+def test_inputs_that_do_not_suit_are_refused_in_one_line(tiny_runs, tmp_path):
+    np.save(tmp_path / "inputs.npy", np.zeros((3, 4), dtype=np.int64))
+    workers = Here()
+    conditions = replace(CONDITIONS, inputs=tmp_path / "inputs.npy", first=4)
+    with pytest.raises(InputError, match=r"There are only 3 samples of inputs"):
+        survey([tiny_runs.full, tiny_runs.topk], conditions, apart=apart(workers, []))
+    assert not workers.open
+
+
+def test_a_process_that_was_killed_is_told_with_its_model(tiny_runs):
+    workers = Here(lost=(0,))
+    with pytest.raises(InputError, match=r"full.*: its process was killed, .* Try fewer --jobs\.$"):
+        survey([tiny_runs.full, tiny_runs.topk], CONDITIONS, apart=apart(workers, []))
+    assert not workers.open
+
+
+ORPHAN = """
+import os, sys
+from semdiag.measuring.apart import MeasuringOrder, carry_out
+from semdiag.measuring.conditions import Conditions
+carry_out(MeasuringOrder(sys.argv[1], Conditions(samples=2), parent=os.getppid() + 1))
+print("it went on")
+"""
+
+
+@pytest.mark.slow
+def test_a_worker_ends_with_its_parent(tiny_runs):
+    done = subprocess.run(
+        [sys.executable, "-c", ORPHAN, tiny_runs.full], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (1, ""), done.stderr
+
+
+def test_an_order_can_be_carried_out_alone(tiny_runs):
+    found = carry_out(MeasuringOrder(str(tiny_runs.full), CONDITIONS, parent=os.getppid()))
+    assert found.models["model"].tolist() == [str(tiny_runs.full)]
+    assert "not there" in carry_out(MeasuringOrder("not there", CONDITIONS))
