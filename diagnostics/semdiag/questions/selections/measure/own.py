@@ -136,6 +136,8 @@ def _run(loaded: LoadedModel, batch: Batch, seen: _Seen) -> None:
     """Run a model from elsewhere on a batch; what failed in our own hands is raised as it is."""
     try:
         batching.call(loaded.module, batch)
+    except InputError:
+        raise
     except Exception as error:  # whatever the model raises
         if error is seen.failure:
             raise
