@@ -4,7 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.attention.flex_attention import AuxRequest, flex_attention
+from torch.nn.attention import flex_attention as flex
+from torch.nn.attention.flex_attention import flex_attention
 
 from semdiag.capturing.attention_calls import watch_attention
 from semdiag.capturing.following.merged_blocks import MERGED
@@ -48,7 +49,10 @@ def below(q, k, v):
 
 
 def flexible(q, k, v):
-    o, found = flex_attention(q, k.contiguous(), v.contiguous(), return_aux=AuxRequest(lse=True))
+    if not hasattr(flex, "AuxRequest"):  # before torch 2.9
+        o, sums = flex_attention(q, k.contiguous(), v.contiguous(), return_lse=True)
+        return o, sums[..., None]
+    o, found = flex_attention(q, k.contiguous(), v.contiguous(), return_aux=flex.AuxRequest(lse=True))
     return o, found.lse[..., None]
 
 
