@@ -146,6 +146,8 @@ def _own_random_numbers():
 @pytest.mark.parametrize("merge", MERGERS)
 @pytest.mark.parametrize("attend", ATTENTIONS)
 def test_each_block_is_captured_and_it_is_said_that_it_is_one(attend, merge, context):
+    if attend == "flexible" and context is torch.inference_mode and torch.__version__ < (2, 8):
+        pytest.skip("flex_attention of torch 2.7 fails in inference mode once it has seen several lengths")
     model = Block(ATTENTIONS[attend], MERGERS[merge], BLOCKS)
     output, calls, remarks, skipped = watched(model, context)
     assert [call.k.shape[2] for call in calls] == [LENGTH // BLOCKS] * BLOCKS
