@@ -23,8 +23,8 @@ from typing import NoReturn
 import torch
 from hostile import files, values, words
 
-import semdiag.questions.compare.measure.same_inputs
-import semdiag.reporting.report  # noqa: F401 (so that forked processes need not import it)
+import semdiag.questions.in_python
+import semdiag.reporting.report  # noqa: F401 (so that forked processes need not import them)
 from semdiag.capturing.budgets import read_budget
 from semdiag.commands.main import main
 from semdiag.measuring.measurements import Measurements

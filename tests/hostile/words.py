@@ -112,7 +112,8 @@ def _selection(folder: Path, name: str, draw: random.Random) -> str:
     elif path.suffix == ".safetensors":
         false_safetensors(path, draw, scores.tobytes() + indices.tobytes())
     else:
-        fitting = {key: x for key, x in found.items() if x.ndim and len(x) == rows and x.dtype.kind != "c"}
+        written = {key: x for key, x in found.items() if x.dtype.kind != "c" and x.dtype.isnative}
+        fitting = {key: x for key, x in written.items() if x.ndim and len(x) == rows}
         table = pd.DataFrame({key: list(x) for key, x in fitting.items()})
         table.astype({key: str for key in table if draw.random() < 0.1}).to_parquet(path)
     return path.name

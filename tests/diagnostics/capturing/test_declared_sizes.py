@@ -55,7 +55,9 @@ def test_what_no_file_holds_is_refused_at_once(tmp_path, config, said):
     assert torch.nn.modules.module._global_parameter_registration_hooks == before
 
 
-@pytest.mark.parametrize("shape", ["x", ["x"], [-1, 10], [1.5], [10**18] * 8, [2**40, 2**40], [3] * 10_000, [True]])
+@pytest.mark.parametrize(
+    "shape", ["x", ["x"], [-1, 10], [1.5], [10**18] * 8, [2**40, 2**40], [3] * 10_000, [True]]
+)
 def test_a_header_whose_shapes_are_none_is_refused_in_a_line(tmp_path, shape):
     spec = folder(tmp_path / "model", {"model_type": "bert", **SMALL})
     header = json.dumps({"a": {"dtype": "F32", "shape": shape, "data_offsets": [0, 40]}}).encode()
