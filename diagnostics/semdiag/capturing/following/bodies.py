@@ -78,7 +78,7 @@ def take_in(operator: HigherOrderOperator, mode: type[TorchDispatchMode]) -> Non
     if not ASKS and mode not in operator.python_key_table:
 
         def rule(own: TorchDispatchMode, *args: Any, **kwargs: Any) -> Any:
-            return own.__torch_dispatch__(operator, (), args, kwargs)
+            return own.__torch_dispatch__(operator, (), args, kwargs)  # type: ignore[no-untyped-call]
 
         operator.py_impl(mode)(rule)
 

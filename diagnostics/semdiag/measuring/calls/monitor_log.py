@@ -206,9 +206,11 @@ def read_heads(path: Path) -> pd.DataFrame:
             table = read_parquet(heads)
         numbers = [name for name in ("step", "layer", "head", *LIMITS) if name in table]
         table[numbers] = table[numbers].apply(pd.to_numeric)
-    except (OSError, ValueError, TypeError) as error:
+        if missing := [name for name in head_columns(()) if name not in table]:
+            raise InputError(f"{heads} is no table of heads of a monitor: it lacks the column {missing[0]}.")
+        table = table.dropna(subset=["step", "layer", "head"])
+        return table.astype({"step": "int64", "layer": "int64", "head": "int64"})
+    except InputError:
+        raise
+    except (OSError, ValueError, TypeError, OverflowError) as error:
         raise InputError(f"{heads} cannot be read ({str(error).splitlines()[0]}).") from None
-    if missing := [name for name in head_columns(()) if name not in table]:
-        raise InputError(f"{heads} is no table of heads of a monitor: it lacks the column {missing[0]}.")
-    table = table.dropna(subset=["step", "layer", "head"])
-    return table.astype({"step": "int64", "layer": "int64", "head": "int64"})
