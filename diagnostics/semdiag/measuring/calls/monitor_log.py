@@ -47,7 +47,11 @@ class MonitorLog:
         if not path.parent.is_dir():
             raise InputError(f"{path} cannot be written: there is no folder {path.parent}.")
         self.open()
-        last = pd.to_numeric(self._earlier["step"], errors="coerce").max()
+        try:
+            last = pd.to_numeric(self._earlier["step"], errors="coerce").max()
+        except OverflowError as error:
+            self._release()
+            raise InputError(f"{path} cannot be continued (a step: {error}). Name a new file.") from None
         if first_step is not None and last >= first_step:
             warnings.warn(
                 f"{path} has rows up to step {last}, and this monitor begins with step {first_step}: a step may "
