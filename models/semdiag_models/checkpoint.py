@@ -18,6 +18,7 @@ from semdiag_models.encoder import Encoder
 from semdiag_models.errors import InputError
 from semdiag_models.model_config import ModelConfig
 from semdiag_models.optimization import OptimizerState
+from semdiag_models.plain_content import OddTensorError, check_plain
 from semdiag_models.reading import open_file, require_memory
 from semdiag_models.training_config import TrainingConfig
 from semdiag_models.writing import write_bytes
@@ -173,7 +174,7 @@ def _loaded(path: Path, hashed: bool) -> tuple[Any, str | None, str]:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of pickle protocols: the file is read, or it is refused
                 content = torch.load(file, map_location="cpu", weights_only=True)
-            _check_plain(content)
+            check_plain(content)
             return content, wrong, digest
         except CodeError as error:
             raise InputError(_REFUSED.format(path=path, code=error)) from None
@@ -192,26 +193,6 @@ def _loaded(path: Path, hashed: bool) -> tuple[Any, str | None, str]:
         except Exception as error:  # on damaged files torch raises whatever its reader stumbles over
             reason = str(error).split("\n", 1)[0][:120] or type(error).__name__
             raise InputError(f"{path} is not a checkpoint, or it is truncated ({reason}).") from None
-
-
-def _check_plain(content: Any, depth: int = 50) -> None:
-    """Refuse tensors whose numbers do not lie in memory one after the other: nothing here could read them.
-
-    Raises:
-        DamagedError: naming the kind.
-    """
-    if isinstance(content, Tensor):
-        odd = "nested" if content.is_nested else "meta" if content.is_meta else ""
-        odd = odd or ("" if content.layout == torch.strided else "sparse")
-        if odd or content.is_quantized:
-            raise OddTensorError(odd or "quantised")
-    elif isinstance(content, Mapping | list | tuple) and depth:
-        for entry in content.values() if isinstance(content, Mapping) else content:
-            _check_plain(entry, depth - 1)
-
-
-class OddTensorError(Exception):
-    """A file holds a tensor of a kind that is not read; the message names it."""
 
 
 _REFUSED = (

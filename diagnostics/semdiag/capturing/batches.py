@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from semdiag.capturing.unnamed_labels import refuse_unnamed_labels
 from semdiag_models import InputError
 
 Batch = Tensor | Mapping[str, Any] | Sequence[Any]
@@ -20,10 +21,16 @@ def call(model: nn.Module, batch: Batch) -> Any:
 
     Returns:
         What the model returns.
+
+    Raises:
+        InputError: if an entry of a tuple may be labels, and would be another argument.
     """
     if isinstance(batch, Tensor):
         return model(batch)
-    return model(**batch) if isinstance(batch, Mapping) else model(*batch)
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    refuse_unnamed_labels(model, batch)
+    return model(*batch)
 
 
 def samples_of(batch: Batch) -> int:

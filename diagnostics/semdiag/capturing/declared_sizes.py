@@ -95,9 +95,15 @@ def _shapes(path: Path) -> list[tuple[int, ...]]:
             return []
         try:
             header = json.loads(file.read(size))
-            return [tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"]
+            shapes = [tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"]
+            return shapes if all(map(_is_shape, shapes)) else []
         except (ValueError, RecursionError, AttributeError, KeyError, TypeError):
             return []
+
+
+def _is_shape(shape: tuple[Any, ...]) -> bool:
+    """Whether it is whole numbers whose product a file can address."""
+    return all(type(length) is int and length >= 0 for length in shape) and math.prod(shape) < 2**63
 
 
 def _numbers(config: dict[str, Any], depth: int = 5) -> list[tuple[str, int]]:

@@ -13,8 +13,8 @@ from semdiag_models import InputError
 
 # Arguments that mark a module's own tokens: true or 1 where a token is real; in the second group where it is not.
 _REAL = ("decoder_attention_mask", "attention_mask", "padding_mask")
-_PADDED = ("tgt_key_padding_mask", "src_key_padding_mask", "key_padding_mask")
-MASK_NAMES = (*_REAL, *_PADDED)
+PADDED = ("tgt_key_padding_mask", "src_key_padding_mask", "key_padding_mask")
+MASK_NAMES = (*_REAL, *PADDED)
 _OF_TARGET = ("decoder_attention_mask", "tgt_key_padding_mask")
 # A module that takes a mask of another sequence tells apart its own tokens from that sequence's.
 _OF_OTHER = ("encoder_attention_mask", "memory_key_padding_mask")

@@ -87,7 +87,8 @@ def as_strict(attend, q, k, v):
 
 
 def as_subgraph(attend, q, k, v):
-    return invoke_subgraph(GRAPHS[attend], "semdiag_tests", q, k, v)[0]
+    operands = (q, k, v) if torch.__version__ >= (2, 8) else ((q, k, v),)
+    return invoke_subgraph(GRAPHS[attend], "semdiag_tests", *operands)[0]
 
 
 def once(attend, q, k, v):

@@ -55,6 +55,19 @@ def test_what_no_file_holds_is_refused_at_once(tmp_path, config, said):
     assert torch.nn.modules.module._global_parameter_registration_hooks == before
 
 
+@pytest.mark.parametrize(
+    "shape", ["x", ["x"], [-1, 10], [1.5], [10**18] * 8, [2**40, 2**40], [3] * 10_000, [True]]
+)
+def test_a_header_whose_shapes_are_none_is_refused_in_a_line(tmp_path, shape):
+    spec = folder(tmp_path / "model", {"model_type": "bert", **SMALL})
+    header = json.dumps({"a": {"dtype": "F32", "shape": shape, "data_offsets": [0, 40]}}).encode()
+    path = tmp_path / "model" / "model.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(40))
+    with pytest.raises(InputError) as caught:
+        loading.load(spec)
+    assert "\n" not in str(caught.value)
+
+
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_model_is_loaded_whether_its_embeddings_are_tied_or_not(tmp_path, tied):
     shape = {**SMALL, "num_key_value_heads": 1, "vocab_size": 3_000_000, "tie_word_embeddings": tied}

@@ -4,7 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.attention.flex_attention import AuxRequest, flex_attention
+from torch.nn.attention import flex_attention as flex
+from torch.nn.attention.flex_attention import flex_attention
 
 from semdiag.capturing.attention_calls import watch_attention
 from semdiag.capturing.following.merged_blocks import MERGED
@@ -48,7 +49,10 @@ def below(q, k, v):
 
 
 def flexible(q, k, v):
-    o, found = flex_attention(q, k.contiguous(), v.contiguous(), return_aux=AuxRequest(lse=True))
+    if not hasattr(flex, "AuxRequest"):  # before torch 2.9
+        o, sums = flex_attention(q, k.contiguous(), v.contiguous(), return_lse=True)
+        return o, sums[..., None]
+    o, found = flex_attention(q, k.contiguous(), v.contiguous(), return_aux=flex.AuxRequest(lse=True))
     return o, found.lse[..., None]
 
 
@@ -142,6 +146,8 @@ def _own_random_numbers():
 @pytest.mark.parametrize("merge", MERGERS)
 @pytest.mark.parametrize("attend", ATTENTIONS)
 def test_each_block_is_captured_and_it_is_said_that_it_is_one(attend, merge, context):
+    if attend == "flexible" and context is torch.inference_mode and torch.__version__ < (2, 8):
+        pytest.skip("flex_attention of torch 2.7 fails in inference mode once it has seen several lengths")
     model = Block(ATTENTIONS[attend], MERGERS[merge], BLOCKS)
     output, calls, remarks, skipped = watched(model, context)
     assert [call.k.shape[2] for call in calls] == [LENGTH // BLOCKS] * BLOCKS

@@ -458,6 +458,8 @@ def test_a_mixture_of_experts_in_bfloat16_says_why_it_has_no_stability():
         model = transformers.MixtralModel._from_config(config, attn_implementation="sdpa", dtype=torch.bfloat16)
     if getattr(config, "_experts_implementation", None) != "grouped_mm":
         pytest.skip("this transformers has no grouped experts")
+    if not hasattr(torch.nn.functional, "grouped_mm"):
+        pytest.skip("this torch has no grouped product: experts are multiplied one by one, in any precision")
     loaded = replace(unnamed(model), batches=[torch.ones(2, 4, dtype=torch.int64)])
     conditions = Conditions(plans=(SecantsPlan((0.01,)),))
     found = survey([loaded], conditions)

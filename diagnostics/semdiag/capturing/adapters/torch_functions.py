@@ -14,7 +14,7 @@ from semdiag.capturing.adapters import flex
 from semdiag.capturing.adapters.flex import flex_call
 from semdiag.capturing.attention_call import AttentionCall, four_axes, mask_axes
 from semdiag.capturing.audit import Remark
-from semdiag.capturing.following.bodies import run_as_written
+from semdiag.capturing.following.bodies import run_as_written, take_in
 from semdiag.capturing.following.operations import OperationWatch
 from semdiag.capturing.following.readings import read_leading
 from semdiag.capturing.following.softmax_provenance import FOLLOWED, SoftmaxProvenance
@@ -58,6 +58,8 @@ class FunctionWatch(TorchFunctionMode):
         name: str = getattr(func, "__name__", "").partition(".")[0]  # operators of exported graphs: name.overload
         if name not in _WATCHED and name not in _higher_order_ops:
             return func(*args, **kwargs)
+        if isinstance(func, HigherOrderOperator):
+            take_in(func, OperationWatch)
         if self._recorder.in_function or not self._recorder.listening:
             return func(*args, **kwargs)
         special = self._special.get(name)

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from semdiag.capturing.recording import is_plain
 
+ASKS = hasattr(TorchDispatchMode, "supports_higher_order_operators")  # from torch 2.9 on
 MAY_HIDE = "a higher-order operator, whose body cannot be seen: it may hide attention"
 _EXPLICIT = torch._C.DispatchKey.CompositeExplicitAutograd
 _OPEN = ("map_impl", "scan", "while_loop", "while_loop_stack_output")  # their kernels run under modes
@@ -50,7 +51,8 @@ def run_as_written(
         from torch._higher_order_ops.scan import generic_scan
 
         def scan(combine: Any, init: Any, xs: Any, additional_inputs: Any) -> Any:
-            return generic_scan(combine, init, xs, additional_inputs=additional_inputs)  # type: ignore[no-untyped-call]
+            body = combine if ASKS else _first_unseen(combine)
+            return generic_scan(body, init, xs, additional_inputs=additional_inputs)  # type: ignore[no-untyped-call]
 
         kernel = scan
     if name in _OPEN:
@@ -66,6 +68,21 @@ def run_as_written(
     return run
 
 
+def take_in(operator: HigherOrderOperator, mode: type[TorchDispatchMode]) -> None:
+    """Have a higher-order operator go through a mode, where torch does not ask the mode whether it supports them.
+
+    Args:
+        operator: that is about to run under it; not all are there before they are first used.
+        mode: that takes it as any other operator.
+    """
+    if not ASKS and mode not in operator.python_key_table:
+
+        def rule(own: TorchDispatchMode, *args: Any, **kwargs: Any) -> Any:
+            return own.__torch_dispatch__(operator, (), args, kwargs)  # type: ignore[no-untyped-call]
+
+        operator.py_impl(mode)(rule)
+
+
 def knows_bodies(func: object) -> bool:
     """Whether it is a higher-order operator that takes functions in the place of its bodies."""
     return isinstance(func, HigherOrderOperator) and func.__name__ in (*_OPEN, *_CLOSED)
@@ -79,6 +96,21 @@ def under(arguments: Any, modes: Sequence[TorchDispatchMode]) -> Any:
         modes: that are off while the operator runs.
     """
     return tree_map(lambda x: _under(x, modes) if _is_body(x) else x, arguments)
+
+
+def _first_unseen(body: Callable[..., Any]) -> Callable[..., Any]:
+    """A body whose first run is seen by no mode: before torch 2.9 it is run once more, to learn the shapes."""
+    runs = 0
+
+    def run(*args: Any) -> Any:
+        nonlocal runs
+        runs += 1
+        if runs > 1:
+            return body(*args)
+        with _disable_current_modes(), torch._C.DisableTorchFunction():
+            return body(*args)
+
+    return run
 
 
 def _is_body(x: object) -> bool:

@@ -47,7 +47,11 @@ class MonitorLog:
         if not path.parent.is_dir():
             raise InputError(f"{path} cannot be written: there is no folder {path.parent}.")
         self.open()
-        last = pd.to_numeric(self._earlier["step"], errors="coerce").max()
+        try:
+            last = pd.to_numeric(self._earlier["step"], errors="coerce").max()
+        except OverflowError as error:
+            self._release()
+            raise InputError(f"{path} cannot be continued (a step: {error}). Name a new file.") from None
         if first_step is not None and last >= first_step:
             warnings.warn(
                 f"{path} has rows up to step {last}, and this monitor begins with step {first_step}: a step may "
@@ -206,9 +210,11 @@ def read_heads(path: Path) -> pd.DataFrame:
             table = read_parquet(heads)
         numbers = [name for name in ("step", "layer", "head", *LIMITS) if name in table]
         table[numbers] = table[numbers].apply(pd.to_numeric)
-    except (OSError, ValueError, TypeError) as error:
+        if missing := [name for name in head_columns(()) if name not in table]:
+            raise InputError(f"{heads} is no table of heads of a monitor: it lacks the column {missing[0]}.")
+        table = table.dropna(subset=["step", "layer", "head"])
+        return table.astype({"step": "int64", "layer": "int64", "head": "int64"})
+    except InputError:
+        raise
+    except (OSError, ValueError, TypeError, OverflowError) as error:
         raise InputError(f"{heads} cannot be read ({str(error).splitlines()[0]}).") from None
-    if missing := [name for name in head_columns(()) if name not in table]:
-        raise InputError(f"{heads} is no table of heads of a monitor: it lacks the column {missing[0]}.")
-    table = table.dropna(subset=["step", "layer", "head"])
-    return table.astype({"step": "int64", "layer": "int64", "head": "int64"})

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from semdiag.capturing.adapters.attention_core import MECHANISM
 from semdiag.capturing.attention_call import AttentionCall
 from semdiag.mathematics.unraveled import unraveled
 
@@ -129,10 +130,12 @@ def _coarsest(call: AttentionCall) -> torch.dtype:
 
 def _units(call: AttentionCall) -> tuple[float, float]:
     """Unit roundoffs: of numbers, and of the sums in products."""
-    unit = torch.finfo(_coarsest(call)).eps / 2
-    sums = min(unit, torch.finfo(torch.float32).eps / 2)
+    unit, single = torch.finfo(_coarsest(call)).eps / 2, torch.finfo(torch.float32).eps / 2
+    if call.mechanism != MECHANISM:  # many models take the softmax in float32, whatever goes in and out
+        unit = max(unit, single)
+    sums = min(unit, single)
     precision, device = torch.get_float32_matmul_precision(), call.q.device.type
-    if unit <= torch.finfo(torch.float32).eps / 2 and call.q.dtype == torch.float32:
+    if unit <= single and call.q.dtype == torch.float32:
         if precision == "medium":
             unit = 2.0**-8  # products of float32 numbers may run in bfloat16
         elif device != "cpu" and (precision == "high" or torch.backends.cuda.matmul.allow_tf32):

@@ -81,6 +81,8 @@ class Run:
         numbers = RandomNumbers(self.device)
         try:
             batching.call(self.module, batch)
+        except InputError:
+            raise
         except Exception as error:  # whatever the model raises
             if error is self._failure:  # it is ours, not the model's
                 raise

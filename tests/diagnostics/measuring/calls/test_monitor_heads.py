@@ -15,7 +15,7 @@ from semdiag import InputError, Monitor, watch_attention
 from semdiag.commands.monitor import monitor as monitor_command
 from semdiag.measuring.calls.counted_rows import counted_rows
 from semdiag.measuring.calls.monitor_alarms import Alarm, AlarmError, Watch, rules_of
-from semdiag.measuring.calls.monitor_heads import describe_heads, scalars
+from semdiag.measuring.calls.monitor_heads import describe_heads, head_columns, scalars
 from semdiag.presenting.drawing.monitored_run import monitored_run
 from semdiag.presenting.drawing.panels import NothingToDrawError
 from semdiag_models import Encoder, ModelConfig
@@ -334,6 +334,12 @@ def test_the_command_tells_the_run_and_draws_it(tmp_path, suffix, capsys):
     assert (tmp_path / "other.svg").read_text(encoding="utf-8").lstrip().startswith("<?xml")
 
 
+def _heads(number):
+    """A table of heads with one row, of which every cell is this."""
+    columns = head_columns(())
+    return f"{','.join(columns)}\n{','.join([number] * len(columns))}\n".encode()
+
+
 @pytest.mark.parametrize(
     ("content", "said"),
     [
@@ -341,6 +347,8 @@ def test_the_command_tells_the_run_and_draws_it(tmp_path, suffix, capsys):
         (b"step,layer\n0,0\n", r"is no table of heads of a monitor: it lacks the column head"),
         (b"\x00\xff", r"run-heads\.csv cannot be read"),
         (b"", r"run-heads\.csv cannot be read"),
+        (_heads("9" * 400), r"run-heads\.csv cannot be read \(int too large to convert"),
+        (_heads("inf"), r"run-heads\.csv cannot be read"),
     ],
 )
 def test_a_file_that_is_none_of_a_monitor_is_refused(tmp_path, content, said):

@@ -113,3 +113,27 @@ def test_an_unknown_or_older_residual_is_judged_by_what_is_known():
     assert completeness(unknown) is Completeness.UNKNOWN
     assert completeness(unknown | {"residual": 1e-6}) is Completeness.COMPLETE
     assert completeness(unknown | {"residual": 1e-2}) is Completeness.MISSING
+
+
+class SingleSoftmax(Attention):
+    """In float64, but for the softmax, as eager attention of transformers does it."""
+
+    def forward(self, x):
+        q, k, v = self.project(x).unflatten(-1, (3, HEADS, WIDTH)).transpose(1, 3).unbind(2)
+        return (q @ k.mT * WIDTH**-0.5).softmax(-1, dtype=torch.float32).to(q.dtype) @ v
+
+
+@pytest.mark.parametrize("scale", SCALES)
+def test_a_softmax_in_float32_inside_a_float64_model_is_no_omission(scale):
+    torch.manual_seed(0)
+    model, calls = SingleSoftmax("eager", scale).double().eval(), []
+    with torch.no_grad():
+        model.project.weight.mul_(scale**0.5 / 0.4)
+        with watch_attention(model, calls.append):
+            model(torch.randn(SAMPLES, LENGTH, HEADS * WIDTH, dtype=torch.float64))
+    (call,) = calls
+    found = recomputation_residual(call)
+    assert 1e-10 < found.residual < 1e-4
+    assert found.over_rounding < 1
+    for omitted in ({"scale": call.scale * 1.01}, {"bias": torch.randn(1, 1, LENGTH, LENGTH) / 100}):
+        assert recomputation_residual(dataclasses.replace(call, **omitted)).over_rounding > 1

@@ -103,7 +103,7 @@ def by_loops(base, other, top):
 
 @pytest.mark.parametrize("entries", [2**20, 1])  # at once, and query by query
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("top", [TOP, 4, LK + 2])
+@pytest.mark.parametrize("top", [TOP, 4, LK + 2, 10**18])
 def test_every_number_is_that_of_loops(monkeypatch, kind, top, entries):
     monkeypatch.setattr(module, "_ENTRIES", entries)
     base, other = call(0, **KINDS[kind]), call(20, **KINDS[kind])

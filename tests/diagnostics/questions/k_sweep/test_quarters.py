@@ -19,7 +19,7 @@ from semdiag.presenting.drawing.panels import NothingToDrawError
 from semdiag.questions.k_sweep.answer.quarters import quarter_table, smallest_enough
 from semdiag.questions.k_sweep.figures.kinds_by_length import kinds_by_length
 from semdiag.questions.k_sweep.measure.probe import KSweepPlan
-from semdiag.questions.k_sweep.measure.quarters import packed, quarter_of
+from semdiag.questions.k_sweep.measure.quarters import packed, quarter_of, quarter_sums
 from semdiag.questions.k_sweep.words import needed_words, place_lines
 from semdiag_models import InputError
 
@@ -167,3 +167,23 @@ def test_without_lengths_there_is_no_figure(model, ids):
     plan = KSweepPlan(rerun=True, ks=(2,), kinds=("topk",))
     with pytest.raises(NothingToDrawError, match="--lengths 128,512"):
         kinds_by_length(Findings(survey([loaded], Conditions(plans=(plan,)))))
+
+
+@pytest.mark.parametrize("name", ["key_padding_mask", "src_key_padding_mask"])
+def test_a_mask_that_is_true_for_padding_is_read_so(name):
+    """Its pieces were made of the padding alone."""
+    padded = torch.tensor([[False, False, True], [True, False, False]])
+    ids = torch.tensor([[1, 2, 9], [9, 3, 4]])
+    assert [piece["ids"].tolist() for piece in packed([{"ids": ids, name: padded}], 2, 1)] == [[[1, 2]], [[3, 4]]]
+
+
+def test_a_short_sample_leaves_the_others_of_its_batch_their_quarters():
+    """Those of the whole batch were left out."""
+    counted = torch.ones(3, 5, dtype=torch.bool)
+    counted[1, 3:] = False
+    sums = list(quarter_sums(counted, {"loss": torch.arange(15.0).view(3, 5)}))
+    found = {(at, quarter): own["loss"] for quarter, at, own in sums}
+    assert found == {
+        (0, 1): 0.0 + 1.0, (0, 2): 2.0, (0, 3): 3.0, (0, 4): 4.0,
+        (2, 1): 10.0 + 11.0, (2, 2): 12.0, (2, 3): 13.0, (2, 4): 14.0,
+    }  # fmt: skip

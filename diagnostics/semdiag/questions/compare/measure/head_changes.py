@@ -114,6 +114,7 @@ def _rows(part: AttentionCall, top: int) -> _Rows:
         sink = part.sinks.double()[None, :, None, None].expand(*seen.shape[:3], 1)
         logits = torch.cat([seen, sink], -1)
     weights = logits.softmax(-1)[..., : seen.shape[-1]]
+    top = min(top, seen.shape[-1])
     order = largest_scores(seen, top)[1]
     ranks = torch.arange(top, device=seen.device)
     return _Rows(

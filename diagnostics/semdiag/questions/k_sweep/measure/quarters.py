@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from semdiag.capturing.batches import Batch
-from semdiag.capturing.token_masks import MASK_NAMES
+from semdiag.capturing.token_masks import MASK_NAMES, PADDED
 from semdiag.measuring.table import Table
 from semdiag.measuring.token_tables import token_ids
 from semdiag_models import InputError
@@ -53,7 +53,7 @@ def quarter_of(counted: Tensor) -> Tensor:
     return ((QUARTERS * before).div(among, rounding_mode="floor") + 1).where(counted, 0)
 
 
-def quarter_sums(counted: Tensor, terms: Mapping[str, Tensor]) -> Iterator[tuple[int, dict[str, list[Any]]]]:
+def quarter_sums(counted: Tensor, terms: Mapping[str, Tensor]) -> Iterator[tuple[int, int, dict[str, Any]]]:
     """What is summed over each quarter of the samples' positions.
 
     Args:
@@ -61,13 +61,15 @@ def quarter_sums(counted: Tensor, terms: Mapping[str, Tensor]) -> Iterator[tuple
         terms: (B, P) each.
 
     Yields:
-        Quarter, and by name a number for each sample; nothing where a sample has fewer than four positions.
+        Quarter, position of a sample in the batch, and its sums by name; nothing of one with fewer than four
+        positions.
     """
-    if not bool((counted.sum(1) >= QUARTERS).all()):
-        return
     place = quarter_of(counted)
+    enough = (counted.sum(1) >= QUARTERS).nonzero()[:, 0].tolist()
     for quarter in range(1, QUARTERS + 1):
-        yield quarter, {name: x.where(place == quarter, 0).sum(1).tolist() for name, x in terms.items()}
+        sums = {name: x.where(place == quarter, 0).sum(1).tolist() for name, x in terms.items()}
+        for at in enough:
+            yield quarter, at, {name: x[at] for name, x in sums.items()}
 
 
 def packed(batches: Sequence[Batch], length: int, size: int) -> list[Batch]:
@@ -101,7 +103,7 @@ def packed(batches: Sequence[Batch], length: int, size: int) -> list[Batch]:
 
 
 def _ids_of(batch: Batch) -> tuple[str | None, Tensor, Tensor | None]:
-    """Name, ids and mask of a batch."""
+    """Name, ids, and which of them are real, of a batch."""
     if isinstance(batch, Tensor):
         found = token_ids((batch,))
         if found:
@@ -111,10 +113,12 @@ def _ids_of(batch: Batch) -> tuple[str | None, Tensor, Tensor | None]:
         others = set(batch) - set(ids) - set(MASK_NAMES) - {"token_type_ids"}
         if len(ids) == 1 and not others:
             name, values = next(iter(ids.items()))
-            return str(name), values, next((batch[mask] for mask in MASK_NAMES if mask in batch), None)
+            masks = [(mask, batch[mask].bool()) for mask in MASK_NAMES if batch.get(mask) is not None]
+            real = [~given if mask in PADDED else given for mask, given in masks]
+            return str(name), values, real[0] if real else None
     raise InputError("--lengths cuts texts or token ids alone: leave out labels and other arguments.")
 
 
 def _real_tokens(batch: Batch) -> Tensor:
-    _, ids, mask = _ids_of(batch)
-    return ids.flatten() if mask is None else ids[mask.bool()]
+    _, ids, real = _ids_of(batch)
+    return ids.flatten() if real is None else ids[real]

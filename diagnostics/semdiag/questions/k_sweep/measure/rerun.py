@@ -280,8 +280,6 @@ def _rows(
     if before.likely is None:
         return
     parts = {name: terms[name] for name in ("targets", "predictions", "loss", "divergence")}
-    for quarter, sums in quarter_sums(counted, parts):
-        shares = {name: count / QUARTERS for name, count in counts.items()}
-        for at in range(len(counted)):
-            own = {name: x[at] for name, x in sums.items()}
-            quarters({"mask": mask, "k": k, "sample": first + at, "quarter": quarter, **shares, **own})
+    shares = {name: count / QUARTERS for name, count in counts.items()}
+    for quarter, at, own in quarter_sums(counted, parts):
+        quarters({"mask": mask, "k": k, "sample": first + at, "quarter": quarter, **shares, **own})

@@ -1,0 +1,63 @@
+"""Entries of a tuple that may be labels, and would be another argument of the model."""
+
+import inspect
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from semdiag_models import InputError
+
+_NAMES = re.compile("label|target|ids|token|position|length|lens|segment|index|time|step")  # say what they take
+
+
+def refuse_unnamed_labels(model: nn.Module, batch: Sequence[Any]) -> None:
+    """Refuse a tuple of which an entry may be labels, but goes to an optional argument that takes something else.
+
+    Labels are a number for each sample, or a whole number for each position. Their values tell them from a mask.
+
+    Args:
+        model: that is called with the tuple.
+        batch: its arguments by position.
+
+    Raises:
+        InputError: if nothing tells whether an entry is labels.
+
+    Example:
+        >>> import torch
+        >>> class Model(nn.Module):
+        ...     def forward(self, x, y=None): ...
+        >>> refuse_unnamed_labels(Model(), (torch.zeros(2, 3), torch.tensor([0, 1])))
+        Traceback (most recent call last):
+        semdiag_models.errors.InputError: Entry 1 of the batch may be labels, or the argument y of Model. Give \
+labels apart (labels=), or name the arguments: {'x': …, 'y': …}.
+    """
+    try:
+        parameters = list(inspect.signature(model.forward).parameters.values())
+    except (TypeError, ValueError):
+        return
+    if len(batch) > len(parameters):
+        return  # the call says that there are too many, or nothing says what they are
+    first = batch[0] if batch else None
+    samples = len(first) if isinstance(first, Tensor) and first.ndim else -1
+    for at, (given, taken) in enumerate(zip(batch, parameters, strict=False)):
+        if taken.kind is not taken.POSITIONAL_OR_KEYWORD:
+            return
+        optional = taken.default is not taken.empty and at > 0
+        if optional and isinstance(given, Tensor) and _may_be_labels(given, taken.name.lower(), samples):
+            names = ", ".join(f"{one.name!r}: …" for one in parameters[: len(batch)])
+            raise InputError(
+                f"Entry {at} of the batch may be labels, or the argument {taken.name} of {type(model).__name__}. "
+                f"Give labels apart (labels=), or name the arguments: {{{names}}}."
+            )
+
+
+def _may_be_labels(given: Tensor, name: str, samples: int) -> bool:
+    """Whether a tensor that goes to an argument of this name could be labels of so many samples."""
+    if _NAMES.search(name) or given.ndim not in (1, 2) or len(given) != samples:
+        return False
+    whole = not given.is_floating_point() and not given.is_complex()
+    if "mask" in name:
+        return whole and given.element_size() > 1 and bool(((given < 0) | (given > 1) | (given.ndim == 1)).any())
+    return given.ndim == 1 or (whole and given.element_size() > 1)
