@@ -22,7 +22,6 @@ WITH_FORMULAS = (
     "bounds.layer_constants",
     "attention_rows",
     "bounds.attention_bounds",
-    "bounds.local_bounds",
     "bounds.point_bounds",
     "bounds.paper_attention_bounds",
     "bounds.block_bounds",

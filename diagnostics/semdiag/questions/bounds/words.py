@@ -139,8 +139,9 @@ def _reason(finding: Finding) -> str:
 def _constants(finding: Finding) -> str:
     """What became of one form of the constants of one model."""
     n, name, reason = finding.numbers, f"the {finding.form} constants of Theorem 2", _reason(finding)
-    if finding.form == "point":
-        name = "the bounds of the gradient at this point"
+    if finding.form in ("point", "local"):
+        at_point = finding.form == "point"
+        name = "the bounds of the gradient at this point" if at_point else "the local bounds of the gradient"
     if finding.verdict is Verdict.VIOLATED:
         fault = "which contradicts the paper" if finding.form == "paper" else "which is an error of semdiag"
         return f"In {n['violated']:.0f} tensors the loss is steeper than {name}, {fault}{reason}."

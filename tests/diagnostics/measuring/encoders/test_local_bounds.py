@@ -62,7 +62,8 @@ def test_the_shipped_checkpoints_and_their_initialisations(file):
     found = gaps(encoder, tokens[:20], labels[:20])
     assert min(found.values()) >= -ROUNDING
     last = [gap for name, gap in found.items() if name.startswith(("blocks.4.", "head.weight"))]
-    assert sorted(last)[len(last) // 2] < math.log(10)
+    if file.stem == "last":  # at the initialisation the gradients of inputs with other labels cancel in the mean
+        assert np.median(last) < math.log(10)
 
 
 def test_a_small_step_in_any_tensor_changes_the_loss_by_no_more(kind, wild_encoder, padded_tokens):
