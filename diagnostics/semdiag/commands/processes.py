@@ -20,14 +20,15 @@ def in_processes(jobs: int | None, ray: str) -> "Callable[..., Measurements] | N
     Raises:
         InputError: if there is to be no process.
     """
-    from semdiag.measuring.apart import measured_apart
-    from semdiag.measuring.survey import survey
     from semdiag_models import InputError
 
     if jobs is not None and jobs < 1:
         raise InputError(f"--jobs must be at least 1. Got {jobs}.")
     if jobs is None and not ray:
-        return None
+        return None  # and none of the rest is imported
+
+    from semdiag.measuring.apart import measured_apart
+    from semdiag.measuring.survey import survey
 
     def run(
         loaded: "list[LoadedModel]",
