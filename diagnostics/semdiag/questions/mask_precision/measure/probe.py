@@ -178,7 +178,7 @@ def _measure(subject: Subject, plan: PrecisionPlan, prepared: Any) -> Mapping[st
         dtype=subject.dtype,
         min_keys=prepared or 1,
     )
-    tables = {"rounded_masks": masks, "lost_weights": lost}
+    tables = {"rounded_masks": masks, "lost_weights": lost, "propagated_masks": PROPAGATED_MASKS.empty()}
     kind = "full" if subject.model.external else subject.model.encoder.config.attention
     selection = selection_of(kind)
     if not plan.forecast or selection is None:
