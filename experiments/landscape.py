@@ -54,7 +54,8 @@ def surfaces(checkpoints: Path) -> pd.DataFrame:
             cells = landscape(load(path), *held_out(path, SAMPLES), options=plan, seed=0)
             parts.append(cells.assign(attention=attention, stage=stage))
             print(attention, stage, flush=True)
-    return pd.concat(parts, ignore_index=True)[["attention", "stage", "plane", "x", "y", "place", "loss", "accuracy"]]
+    columns = ["attention", "stage", "plane", "x", "y", "place", "loss", "accuracy"]
+    return pd.concat(parts, ignore_index=True)[columns]
 
 
 def plane_levels(cells: pd.DataFrame) -> pd.DataFrame:
