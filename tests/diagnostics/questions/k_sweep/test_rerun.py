@@ -436,18 +436,18 @@ class OfLengths(nn.Module):
 @pytest.mark.parametrize(("pooled", "lengths"), [(False, [2, 9]), (False, [LENGTH] * 2), (True, [2, 9])])
 def test_outputs_at_padding_that_the_inputs_do_not_tell_count_and_it_is_said(pooled, lengths):
     """The same change with the mask among the inputs leaves these positions out."""
-    batch, said = padded(lengths), []
+    batch, said, masks = padded(lengths), [], [("topk", 2, TopK(2))]
     rerun(
         loaded(made(OfLengths, pooled=pooled)),
         [(batch["ids"], torch.tensor(lengths))],
         None,
-        [],
+        masks,
         remark=lambda text, code: said.append(text),
     )
     expected = not pooled and min(lengths) < LENGTH
     assert [text.startswith("outputs at padding count in its changes") for text in said] == [True] * expected
     said.clear()
-    rerun(loaded(made(Padded, causal=False)), [batch], None, [], remark=lambda text, code: said.append(text))
+    rerun(loaded(made(Padded, causal=False)), [batch], None, masks, remark=lambda text, code: said.append(text))
     assert not said
 
 
