@@ -15,7 +15,7 @@ from torch import nn
 import semdiag
 from semdiag.capturing.attention_calls import watch_attention
 from semdiag.capturing.loading import LoadedModel
-from semdiag.capturing.sparsify import TopK, sparsify
+from semdiag.capturing.sparsify import RandomK, TopK, sparsify
 from semdiag.measuring.conditions import Conditions
 from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.survey import survey
@@ -419,6 +419,17 @@ def test_a_dictionary_as_one_argument_is_read_as_arguments_are():
     several, one = run(model.inner, [batch]), run(model, [(batch,)])
     assert several["targets"].sum() > 0
     pd.testing.assert_frame_equal(one, several)
+
+
+def test_no_forward_is_repeated():
+    """One of each batch without a mask, one for each mask; and two of one sample, to see whether it looks back."""
+    model, sizes = made(Padded), []
+    model.register_forward_hook(lambda module, inputs, output: sizes.append(len(output)))
+    batches = [padded([LENGTH] * 3), padded([LENGTH] * 2)]
+    masks = [("topk", 2, TopK(2)), ("topk", 4, TopK(4)), ("random", 2, RandomK(2))]
+    found = rerun(loaded(model), batches, None, masks)
+    assert found["targets"].sum() > 0
+    assert sorted(sizes) == [1] * 2 + [2] * (1 + len(masks)) + [3] * (1 + len(masks))
 
 
 class OfLengths(nn.Module):
