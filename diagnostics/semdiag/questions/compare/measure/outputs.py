@@ -68,6 +68,7 @@ class Outputs:
         if self._reader is None and not self.reason:
             try:
                 self._reader = Reader(self._module, batch, labels, run)
+                self._reader.output = None
             except (TypeError, InputError) as error:
                 self.reason = str(error).removesuffix(".")
 
