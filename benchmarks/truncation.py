@@ -55,7 +55,7 @@ def predicted(loaded: Any, batches: Any, ks: list[int], dtype: torch.dtype) -> p
         for batch in batches:
             top.samples.start(len(next(iter(batch.values())) if isinstance(batch, dict) else batch))
             run(batch)
-    rows = pd.DataFrame(top.rows())
+    rows = top.table()
     rows = rows[(rows["layer"] >= 0) & rows["k"].isin(ks)]
     found = rows.pivot(index=["layer", "head", "k"], columns="quantity", values="mean")
     return found.assign(dropped=1 - found["mass"]).reset_index()

@@ -17,7 +17,7 @@ from semdiag.capturing.attention_call import AttentionCall
 from semdiag.capturing.attention_calls import watch_attention
 from semdiag.capturing.audit import Audit, Skipped
 from semdiag.capturing.following.softmaxes import NO_VALUES
-from semdiag.capturing.kept_keys import SharedChoices, allowed_keys
+from semdiag.capturing.kept_keys import SharedChoices, allowed_keys, counted, narrowed
 from semdiag.capturing.mask_rules import Keep, RandomK, TopK, TopP, Window, check_keep, rule_for
 from semdiag.capturing.own_gradients import OWN_GRADIENTS, own_backward
 from semdiag.capturing.padding import Padding
@@ -48,9 +48,11 @@ class Masked:
 
     Attributes:
         audit: what was found, and what was not masked although it looks like attention.
+        padded: numbers of queries of calls of which some are padding.
     """
 
     audit: Audit = field(default_factory=Audit)
+    padded: set[int] = field(default_factory=set)
     _counts: dict[tuple[str, int], _Counts] = field(default_factory=dict)
 
     @property
@@ -107,16 +109,19 @@ class Masked:
         return pd.DataFrame(rows)
 
     def _add(self, call: AttentionCall, kept: Tensor, allowed: Tensor) -> None:
-        some = (call.counted & allowed.any(-1))[..., None]
-        kept, keys = (x.sum(-1).movedim(1, 0).flatten(1) for x in (kept & allowed & some, allowed & some))
-        some = some.movedim(1, 0).flatten(1)  # (H, B · Lq), as these
+        if call.queries is not None and not bool(call.queries.all()):
+            self.padded.add(call.q.shape[2])
+        keys = counted(narrowed(allowed))
+        some = call.counted & (keys > 0)
+        keys, kept = ((x * some).movedim(1, 0).flatten(1) for x in (keys, counted(kept)))  # (H, B · Lq)
+        some = some.movedim(1, 0).flatten(1)
         new = _Counts(
             call.layer,
             1,
             some.sum(1).cpu(),
             kept.sum(1).cpu(),
             keys.sum(1).cpu(),
-            kept.where(some, sys.maxsize).amin(1).cpu(),
+            kept.where(some, torch.iinfo(kept.dtype).max).amin(1).cpu(),
             kept.amax(1).cpu(),
         )
         place = call.module, call.occurrence

@@ -65,10 +65,25 @@ def paper_heavy_hitter_stability(dispersion: Real, separation: Real, keys: Real)
         149.2589...
     """
     sound = heavy_hitter_stability(dispersion, separation, keys).log_value
-    gap = float64(separation)
-    log_xi = float64(dispersion) - torch.log(float64(keys)) + log_one_plus_inverse(gap.clamp(min=0))
-    assumptions = (positive_separation(gap), _not_below(log_xi, sound))
+    log_xi = log_paper_heavy_hitter(dispersion, separation, keys)
+    assumptions = (positive_separation(separation), _not_below(log_xi, sound))
     return Bound(log_xi, assumptions, "paper, Thm 5")
+
+
+def log_paper_heavy_hitter(dispersion: Real, separation: Real, keys: Real) -> Tensor:
+    """ln ξ_h of :func:`paper_heavy_hitter_stability` alone, of rows that are known to be legal.
+
+    Args:
+        dispersion: δ_h ≥ 0 in nats.
+        separation: Δ_h in nats.
+        keys: k ≥ 1.
+
+    Example:
+        >>> log_paper_heavy_hitter(2.0, 0.01, 5).exp().item()
+        149.2589...
+    """
+    gap = float64(separation).clamp(min=0)
+    return float64(dispersion) - torch.log(float64(keys)) + log_one_plus_inverse(gap)
 
 
 def paper_form_threshold(keys: Real) -> Tensor:

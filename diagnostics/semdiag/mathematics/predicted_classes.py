@@ -22,4 +22,5 @@ def predicted_classes(logits: Tensor) -> Tensor:
         >>> predicted_classes(torch.tensor([[0.0, 2.0], [torch.nan, 1.0]])).tolist()
         [1, -1]
     """
-    return logits.argmax(-1).masked_fill(logits.isnan().any(-1), NO_CLASS)
+    found = logits.argmax(-1)  # NaN where there is one
+    return found.masked_fill(logits.gather(-1, found[..., None])[..., 0].isnan(), NO_CLASS)

@@ -1,5 +1,7 @@
 """Percentile tables of a per-query quantity."""
 
+from typing import Any
+
 import numpy as np
 import pandas as pd
 from numpy.typing import ArrayLike, NDArray
@@ -22,26 +24,45 @@ def percentiles(values: ArrayLike) -> dict[str, float | int]:
         >>> table["queries"], table["p50"], table["undefined"]
         (3, 2.0, 1)
     """
-    array = np.asarray(values, dtype=np.float64).ravel()
-    finite = array[np.isfinite(array)]
-    cuts = _of_sorted(np.sort(finite)) if finite.size else np.full(len(PERCENTILES), np.nan)
+    found = percentile_columns(np.asarray(values, dtype=np.float64).reshape(1, -1))
+    return {name: column[0].item() for name, column in found.items()}
+
+
+def percentile_columns(values: NDArray[np.float64]) -> dict[str, NDArray[Any]]:
+    """What :func:`percentiles` says of each row.
+
+    Args:
+        values: (rows, n).
+
+    Returns:
+        By name one number a row, int64 or float64.
+    """
+    finite = np.isfinite(values)
+    if len(values) > 1 and not (finite == finite[:1]).all():
+        rows = [percentile_columns(row[None]) for row in values]
+        return {name: np.concatenate([row[name] for row in rows]) for name in rows[0]}
+    whole = values if finite.all() else np.compress(finite[0], values, 1)
+    size = whole.shape[1]
+    nothing = np.full((len(values), len(PERCENTILES)), np.nan)
+    cuts = _of_sorted(np.sort(whole)) if size else nothing
     return {
-        "queries": int(array.size),
-        "mean": float(finite.mean()) if finite.size else float("nan"),
-        **{f"p{p}": float(cut) for p, cut in zip(PERCENTILES, cuts, strict=True)},
-        "undefined": int(array.size - finite.size),
-        "not_positive": int((finite <= 0).sum()),
+        "queries": np.full(len(values), values.shape[1]),
+        "mean": whole.mean(1) if size else nothing[:, 0],
+        **{f"p{p}": cuts[:, at] for at, p in enumerate(PERCENTILES)},
+        "undefined": np.full(len(values), values.shape[1] - size),
+        "not_positive": (whole <= 0).sum(1),
     }
 
 
 def _of_sorted(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """As ``numpy.percentile``, to the last bit, which does not make use of the order."""
-    place = _SHARES * (len(values) - 1)
+    """Of each row (rows, n) as ``numpy.percentile``, to the last bit, which does not make use of the order."""
+    place = _SHARES * (values.shape[1] - 1)
     below = np.floor(place).astype(np.intp)
     part = place - below
-    low, high = values[below], values[np.minimum(below + 1, len(values) - 1)]
+    low, high = values[:, below], values[:, np.minimum(below + 1, values.shape[1] - 1)]
     # From the nearer end, as numpy does.
-    return np.where(part < 0.5, low + (high - low) * part, high - (high - low) * (1 - part))
+    found: NDArray[np.float64] = np.where(part < 0.5, low + (high - low) * part, high - (high - low) * (1 - part))
+    return found
 
 
 def layer_table(rows: pd.DataFrame, quantity: str) -> pd.DataFrame:

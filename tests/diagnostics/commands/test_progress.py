@@ -55,8 +55,8 @@ def test_a_measurement_says_its_start_and_every_minute_how_far_it_is(clock, caps
         for _ in range(3):
             bar._minutes.tick()
         assert lines(capsys) == [
-            "semdiag: measuring stage 3 of 4, b.pt (10 of 20), after 2 min, about 1 min left."
-        ]
+            "semdiag: measuring stage 3 of 4, b.pt (10 of 20), after 2 min, about 2 min left."
+        ]  # 61 s of this stage, and for the last the mean of the others: (59 + 2 · 61) / 3 s
         clock.now += 60
         bar._minutes.tick()
         assert len(lines(capsys)) == 1
@@ -76,8 +76,8 @@ def test_a_long_loading_is_not_silent(clock, capsys):
         clock.now += 60
         bar._minutes.tick()
         assert lines(capsys) == [
-            "semdiag: measuring stage 1 of 300, a.pt (1 of 10), after 1 min, about 58 h 19 min left."
-        ]
+            "semdiag: measuring stage 1 of 300, a.pt (1 of 10), after 1 min, about 50 h 49 min left."
+        ]  # 300 stages of 10 s before the first sample and 600 s for ten, without the 70 s that are over
 
 
 def test_drawing_is_told_by_its_figures_and_has_no_line_at_its_start(clock, capsys):

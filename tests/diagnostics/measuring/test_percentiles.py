@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from semdiag.measuring.percentiles import PERCENTILES, layer_table, percentiles, pooled_table
+from semdiag.measuring.percentiles import PERCENTILES, layer_table, percentile_columns, percentiles, pooled_table
 
 NAMES = ["p0", "p1", "p5", "p10", "p25", "p50", "p75", "p90", "p95", "p99", "p100"]
 
@@ -46,6 +46,16 @@ def test_without_a_finite_value_every_percentile_is_undefined(values):
     found = percentiles(values)
     assert all(math.isnan(found[name]) for name in ("mean", *NAMES))
     assert (found["queries"], found["undefined"], found["not_positive"]) == (len(values), len(values), 0)
+
+
+@pytest.mark.parametrize("spoilt", [[], [(0, 2), (1, 2), (2, 2)], [(1, 0), (1, 3)], [(0, n) for n in range(5)]])
+def test_columns_are_the_percentiles_of_each_row(spoilt):
+    """No entry undefined, the same one of every row, other ones of one row, all of one row."""
+    values = np.random.default_rng(0).normal(size=(3, 5))
+    for place in spoilt:
+        values[place] = np.nan
+    found = pd.DataFrame(percentile_columns(values))
+    pd.testing.assert_frame_equal(found, pd.DataFrame([percentiles(row) for row in values]), check_exact=True)
 
 
 def test_numbers_are_plain_ones():

@@ -17,7 +17,7 @@ from semdiag.capturing.adapters.query_places import first_query, others_behind
 from semdiag.capturing.attention_call import AttentionCall, four_axes
 from semdiag.capturing.audit import Remark
 from semdiag.capturing.fully_masked import swallowing
-from semdiag.capturing.kept_keys import allowed_keys
+from semdiag.capturing.kept_keys import allowed_keys, counted
 from semdiag.capturing.overlapping import SharedChange
 from semdiag.capturing.recording import Recorder, is_plain, not_plain, outside_all_modes
 from semdiag.capturing.score_masks import split_mask
@@ -117,7 +117,7 @@ def _recorded(recorder: Recorder, implementation: str, attend: Callable[..., Any
                 if full is not None and kept is not None and _ignored(full, kept, *output[:2]):
                     recorder.skip(implementation, IGNORED, name)
                 else:
-                    _record(recorder, given, output[0])
+                    _record(recorder, given, output[0], full if kept is None else _kept_alone(full, kept))
         except Exception as error:
             recorder.failed(implementation, error, name)
         return output
@@ -145,13 +145,14 @@ def _sinks_known(given: InterfaceCall) -> bool:
 def _masked(given: InterfaceCall, kept: Tensor) -> dict[str, Any]:
     """The options that change where some keys alone are kept, (B, H, Lq, Lk) bool."""
     mask = _mask(given)
+    kept = kept[:, :1] if kept.stride(1) == 0 else kept  # heads that all keep the same keys need one mask
     if mask is None and given.implementation == "eager":  # which adds it to the scores
         mask = given.q.new_zeros(())
     if mask is None or mask.dtype == torch.bool:
         found = kept if mask is None else kept & mask[..., : kept.shape[-1]]
     else:
         mask = mask if mask.ndim < 4 else mask[..., : kept.shape[-1]]
-        found = mask.expand(kept.shape).masked_fill(~kept, torch.finfo(mask.dtype).min)
+        found = kept.to(mask.dtype).sub_(1).mul_(torch.finfo(mask.dtype).max) + mask
     return {"attention_mask": found, **({"is_causal": False} if "is_causal" in given.options else {})}
 
 
@@ -167,15 +168,16 @@ def _ignored(full: AttentionCall, kept: Tensor, output: Tensor, weights: Tensor 
         output: what the function returned, (B, Lq, H, Dv).
         weights: what it returned besides.
     """
-    dropped = allowed_keys(full.part()) & ~kept
+    whole = allowed_keys(full.part())
+    dropped = whole & ~kept
     if full.dropout:
         shown = isinstance(weights, Tensor) and weights.shape == dropped.shape
         return shown and bool(weights.masked_select(dropped).any())  # type: ignore[union-attr]
-    sample = dropped.flatten(1).sum(1).argmax()[None]
-    count = dropped[sample].sum((0, 1, 3))
+    sample = counted(dropped.flatten(1)).argmax()[None]
+    count = counted(dropped[sample]).sum((0, 1))
     rows = count.topk(min(_CHECKED, len(count))).indices
     part = replace(full, mixed=output.detach().transpose(1, 2)).part(sample, rows)
-    kept, affected = (x[sample][:, :, rows] for x in (kept, dropped.any(-1)))
+    kept, affected = kept[sample][:, :, rows], dropped[sample][:, :, rows].any(-1)
     dtype = torch.promote_types(torch.float32, output.dtype)
     scores = part.scores(dtype).masked_fill(~allowed_keys(part), -torch.inf)
     v = part.v.to(dtype).repeat_interleave(scores.shape[1] // part.v.shape[1], 1)
@@ -199,7 +201,16 @@ def _adds_bools(given: InterfaceCall) -> bool:
     return given.implementation == "eager" and isinstance(mask, Tensor) and mask.dtype == torch.bool
 
 
-def _record(recorder: Recorder, given: InterfaceCall, output: Tensor) -> None:
+def _kept_alone(full: AttentionCall | None, kept: Tensor) -> AttentionCall | None:
+    """The attention with the keys alone that a mask leaves; a query without any key keeps none."""
+    if full is None:
+        return None
+    allowed = kept if full.allowed is None else kept & full.allowed
+    return replace(full, allowed=allowed, causal=False)
+
+
+def _record(recorder: Recorder, given: InterfaceCall, output: Tensor, known: AttentionCall | None = None) -> None:
+    """Record a call; what is known of it but its output need not be worked out again."""
     name, implementation, q = given.name, given.implementation, given.q
     mask: Any = given.options.get("attention_mask")
     if not is_plain(q):
@@ -222,7 +233,10 @@ def _record(recorder: Recorder, given: InterfaceCall, output: Tensor) -> None:
                 mask = mask_of(mask.mask_mod, (*mask.shape[:2], q.shape[2], given.k.shape[2]), q.device)
         if mask is None or (isinstance(mask, Tensor) and mask.ndim == 4):
             options = given.options | {"attention_mask": mask}
-            call = _call(replace(given, options=options), output)
+            if known is None:
+                call = _call(replace(given, options=options), output)
+            else:
+                call = replace(known, mixed=output.detach().transpose(1, 2))
             recorder.record(call)
             _note_place(recorder, given, call, given.causal(implementation == "sdpa"))
             if _adds_bools(given):

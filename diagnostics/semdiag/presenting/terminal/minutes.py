@@ -13,6 +13,11 @@ _clock = time.monotonic
 _PATIENCE = 10.0  # seconds until the first line is said without anything to count
 
 
+def clock() -> float:
+    """Seconds, as the lines count them."""
+    return _clock()
+
+
 class Minutes:
     """Progress lines on stderr, for logs; terminals have bars. Inside ``with`` a thread watches the clock.
 

@@ -4,7 +4,7 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import Self
 
-from semdiag.presenting.terminal.minutes import Minutes
+from semdiag.presenting.terminal.minutes import Minutes, clock
 from semdiag.presenting.terminal.terminal import counted, terminal
 
 
@@ -31,6 +31,7 @@ class Stages:
         start = f"{name} {what} in {counted(stages, 'stage')}" if what else ""
         self._minutes = Minutes(start, self._state, self._share, quiet or console.is_terminal)
         self._open = ExitStack()
+        self._started = self._stage_started = clock()
 
     def __enter__(self) -> Self:
         if not self._hidden:  # before rich 14.3 even a disabled one leaves an empty line
@@ -53,7 +54,7 @@ class Stages:
         if self._begun:
             self._minutes.begin()
         self._bar.advance(self._whole, int(self._begun))
-        self._begun = True
+        self._begun, self._stage_started = True, clock()
         self._bar.reset(self._step, total=steps or None, description=stage[-50:])
 
     def expect(self, steps: int) -> None:
@@ -73,7 +74,13 @@ class Stages:
         return f"{self._name}{stages} {step.description}{counted}"
 
     def _share(self) -> float | None:
-        """Return the share done; all stages are taken to last equally long."""
+        """Return the share of the time: the running stage keeps its speed, later ones last as long as the mean so far."""
         whole, step = self._bar.tasks
-        done = whole.completed + (step.completed / step.total if step.total else 0)
-        return done / whole.total if whole.total else None
+        if not whole.total:
+            return None
+        if not step.total or not step.completed:
+            return whole.completed / whole.total
+        spent, own = (clock() - since for since in (self._started, self._stage_started))
+        until_next = spent - own + own * step.total / step.completed
+        stages = whole.completed + 1
+        return spent / (until_next * whole.total / stages)

@@ -15,7 +15,7 @@ from torch import nn
 import semdiag
 from semdiag.capturing.attention_calls import watch_attention
 from semdiag.capturing.loading import LoadedModel
-from semdiag.capturing.sparsify import TopK, sparsify
+from semdiag.capturing.sparsify import RandomK, TopK, sparsify
 from semdiag.measuring.conditions import Conditions
 from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.survey import survey
@@ -421,6 +421,17 @@ def test_a_dictionary_as_one_argument_is_read_as_arguments_are():
     pd.testing.assert_frame_equal(one, several)
 
 
+def test_no_forward_is_repeated():
+    """One of each batch without a mask, one for each mask; and two of one sample, to see whether it looks back."""
+    model, sizes = made(Padded), []
+    model.register_forward_hook(lambda module, inputs, output: sizes.append(len(output)))
+    batches = [padded([LENGTH] * 3), padded([LENGTH] * 2)]
+    masks = [("topk", 2, TopK(2)), ("topk", 4, TopK(4)), ("random", 2, RandomK(2))]
+    found = rerun(loaded(model), batches, None, masks)
+    assert found["targets"].sum() > 0
+    assert sorted(sizes) == [1] * 2 + [2] * (1 + len(masks)) + [3] * (1 + len(masks))
+
+
 class OfLengths(nn.Module):
     """Knows from lengths what is padding, and tells its parts."""
 
@@ -436,18 +447,18 @@ class OfLengths(nn.Module):
 @pytest.mark.parametrize(("pooled", "lengths"), [(False, [2, 9]), (False, [LENGTH] * 2), (True, [2, 9])])
 def test_outputs_at_padding_that_the_inputs_do_not_tell_count_and_it_is_said(pooled, lengths):
     """The same change with the mask among the inputs leaves these positions out."""
-    batch, said = padded(lengths), []
+    batch, said, masks = padded(lengths), [], [("topk", 2, TopK(2))]
     rerun(
         loaded(made(OfLengths, pooled=pooled)),
         [(batch["ids"], torch.tensor(lengths))],
         None,
-        [],
+        masks,
         remark=lambda text, code: said.append(text),
     )
     expected = not pooled and min(lengths) < LENGTH
     assert [text.startswith("outputs at padding count in its changes") for text in said] == [True] * expected
     said.clear()
-    rerun(loaded(made(Padded, causal=False)), [batch], None, [], remark=lambda text, code: said.append(text))
+    rerun(loaded(made(Padded, causal=False)), [batch], None, masks, remark=lambda text, code: said.append(text))
     assert not said
 
 

@@ -68,6 +68,7 @@ class Outputs:
         if self._reader is None and not self.reason:
             try:
                 self._reader = Reader(self._module, batch, labels, run)
+                self._reader.output = None
             except (TypeError, InputError) as error:
                 self.reason = str(error).removesuffix(".")
 
@@ -102,11 +103,9 @@ class Outputs:
 def _sample(answers: Answers, at: int) -> Answers:
     """One sample's answers in float64: of a batch the logits of a vocabulary would not fit."""
     part = slice(at, at + 1)
-    values = answers.values[part].double()
     return replace(
         answers,
-        values=values,
-        likely=None if answers.likely is None else values.log_softmax(-1),
+        values=answers.values[part].double(),
         targets=None if answers.targets is None else answers.targets[part],
         counted=answers.counted[part],
     )

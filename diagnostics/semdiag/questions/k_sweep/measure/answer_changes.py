@@ -1,6 +1,7 @@
 """How far two answers of models to the same batch are apart: divergence, losses, predictions, norms."""
 
 import math
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -8,6 +9,8 @@ from torch import Tensor
 from semdiag.mathematics.predicted_classes import predicted_classes
 from semdiag.questions.k_sweep.measure.answers import Answers, difference
 from semdiag.questions.k_sweep.measure.targets import IGNORED
+
+_AT_ONCE = 2**19  # numbers: they stay near the processor, and a vocabulary's logarithms of a batch are never held
 
 
 def position_terms(before: Answers, after: Answers) -> dict[str, Tensor]:
@@ -26,19 +29,25 @@ def position_terms(before: Answers, after: Answers) -> dict[str, Tensor]:
     counted = before.counted
     none = torch.zeros(counted.shape, dtype=torch.int64, device=counted.device)
     values = dict.fromkeys(("targets", "correct", "predictions", "changed", "loss", "divergence"), none)
-    if before.likely is not None and after.likely is not None:
-        likely = before.likely.exp()
-        terms = (likely * (before.likely - after.likely)).masked_fill(likely == 0, 0)
-        choices, others = predicted_classes(before.likely), predicted_classes(after.likely)
-        values["predictions"] = counted.long()
-        values["changed"] = ((choices != others) & counted).long()
-        values["divergence"] = terms.double().sum(-1).masked_fill(~counted, 0)
-        if before.targets is not None:
-            known = before.targets != IGNORED
-            right = before.targets.where(known, 0)
-            loss = -after.likely.gather(-1, right[..., None])[..., 0].double()
-            values |= {"targets": known.long(), "correct": ((others == right) & known).long()}
-            values["loss"] = loss.masked_fill(~known, 0)
+    if not (before.distribution and after.distribution):
+        return values
+    known = torch.zeros_like(counted) if before.targets is None else before.targets != IGNORED
+    right = none if before.targets is None else before.targets.where(known, 0)
+    parts = []
+    for one, two, own in _strips(before.values, after.values, right):
+        first, second = (x.to(_kind(x)).log_softmax(-1) for x in (one, two))
+        loss = -second.gather(-1, own[:, None])[:, 0].double()
+        choices, others = predicted_classes(first), predicted_classes(second)
+        likely = first.exp()
+        terms = first.sub_(second).mul_(likely).masked_fill_(likely == 0, 0)
+        parts.append((choices, others, terms.sum(-1, dtype=torch.float64), loss))
+    choices, others, divergence, loss = (torch.cat(each).view(counted.shape) for each in zip(*parts, strict=True))
+    values["predictions"] = counted.long()
+    values["changed"] = ((choices != others) & counted).long()
+    values["divergence"] = divergence.masked_fill(~counted, 0)
+    if before.targets is not None:
+        values |= {"targets": known.long(), "correct": ((others == right) & known).long()}
+        values["loss"] = loss.masked_fill(~known, 0)
     return values
 
 
@@ -49,10 +58,29 @@ def output_change(before: Answers, after: Answers) -> Tensor:
         before: of the model as it is.
         after: of what it is compared with.
     """
-    left_out = ~before.counted[..., None] | (before.values.isinf() & (before.values == after.values))
+    parts = []
+    for one, two in _strips(before.values, after.values):
+        stays = one.isinf() & (one == two)
+        change, size = (
+            torch.linalg.vector_norm(x.double().masked_fill(stays, 0), dim=-1) for x in (difference(two, one), one)
+        )
+        parts.append((change, size))
+    counted = before.counted
     change, size = (
-        torch.linalg.vector_norm(part.double().masked_fill(left_out, 0), dim=(1, 2))
-        for part in (difference(after.values, before.values), before.values)
+        torch.linalg.vector_norm(torch.cat(each).view(counted.shape).masked_fill(~counted, 0), dim=-1)
+        for each in zip(*parts, strict=True)
     )
     relative: Tensor = (change / size).masked_fill(change == 0, 0)
-    return relative.masked_fill(relative.isnan(), math.inf).masked_fill(~before.counted.any(1), math.nan)
+    return relative.masked_fill(relative.isnan(), math.inf).masked_fill(~counted.any(1), math.nan)
+
+
+def _kind(values: Tensor) -> torch.dtype:
+    return torch.float64 if values.dtype == torch.float64 else torch.float32
+
+
+def _strips(values: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """A few positions at a time of (B, P, C) and others with the same positions."""
+    flat = [x.reshape(-1, *x.shape[2:]) for x in (values, *others)]
+    size = max(1, _AT_ONCE // max(1, values.shape[-1]))
+    for at in range(0, max(1, len(flat[0])), size):
+        yield tuple(x[at : at + size] for x in flat)

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -30,15 +31,20 @@ class Answers:
 
     Attributes:
         values: (B, P, C) logits, or (B, P, D) representations.
-        likely: (B, P, C) logarithms of probabilities; None for representations.
+        distribution: whether a softmax over the last axis is one; else these are representations.
         targets: (B, P) int64, what is right, ``IGNORED`` where nothing is known; None: nothing is.
         counted: (B, P) bool, positions that are no padding.
     """
 
     values: Tensor
-    likely: Tensor | None
+    distribution: bool
     targets: Tensor | None
     counted: Tensor
+
+    @property
+    def classes(self) -> int:
+        """Of the distribution; 0 of representations."""
+        return self.values.shape[-1] if self.distribution else 0
 
 
 class Reader:
@@ -65,6 +71,7 @@ class Reader:
         run: calls the model.
 
     Attributes:
+        output: what the model returned for the batch, until it is taken.
         causal: whether the output tells the next token.
         distribution: whether the output is read as one.
         reason: why logits are read as a representation; empty where they are not.
@@ -79,7 +86,7 @@ class Reader:
         self._module = module
         ids = token_ids(batch)
         with TokenTables(ids) as seen:
-            output = run(batch)
+            self.output = output = run(batch)
         values, named = _values(output, batch)
         headless = not named and _says_headless(module)
         self._predicted: str | int | None = None  # place of the ids whose next token it predicts
@@ -118,10 +125,8 @@ class Reader:
         values = values if values.ndim == 3 else values.reshape(len(values), 1, -1)
         counted = self._counted(batch, values)
         if not self.distribution:
-            return Answers(values, None, None, counted)
-        targets = self._targets(batch, values, labels, counted)
-        kind = torch.float64 if values.dtype == torch.float64 else torch.float32
-        return Answers(values, values.to(kind).log_softmax(-1), targets, counted)
+            return Answers(values, False, None, counted)
+        return Answers(values, True, self._targets(batch, values, labels, counted), counted)
 
     def _no_distribution(self, values: Tensor, labels: Any) -> str:
         """Why a softmax over the last axis of logits says nothing; empty if it does."""
@@ -213,17 +218,31 @@ def _says_headless(module: nn.Module) -> bool:
 
 
 def _looks_back(batch: Batch, ids: Tensor, values: Tensor, real: Tensor, tokens: int, run: Any) -> bool:
-    """Whether outputs change with the second half of each sample's real tokens there, and nowhere before."""
+    """Whether outputs change with the second half of the longest sample's real tokens there alone."""
+    at = int(real.sum(1).argmax())
+    real = real[at : at + 1]
     later = real & (2 * real.cumsum(1) > real.sum(1, keepdim=True))
     before = real & ~later
     if not before.any():
         return False
-    other = batching.with_tensor(batch, ids, torch.where(later, (ids + 1) % tokens, ids))
+    changed = ids.clone()
+    changed[at] = torch.where(later[0], (ids[at] + 1) % tokens, ids[at])
+    other = batching.with_tensor(batch, ids, changed)
+    alone = batching.samples_of(batch) > 1 and not isinstance(batch, tuple | list)
     try:
-        output = run(other)
+        if alone:  # two forwards of a sample are less than one of all; rounding differs between them
+            values = _values(run(one := _sample(batch, at)), one)[0]
+            output = _values(run(one := _sample(other, at)), one)[0]
+        else:
+            values, output = values[at : at + 1], _values(run(other), other)[0][at : at + 1]
     except Exception:  # these are no inputs of the user's: where they must hold what ours do not, nothing is told
         return False
-    moved = difference(_values(output, batch)[0], values).abs().amax(-1)  # (B, L)
+    moved = difference(output, values).abs().amax(-1)  # (1, L)
     sizes = values[real].abs()
     noise = _SAME * sizes.where(sizes.isfinite(), 0).max()  # logits of what never follows are -inf
     return bool(moved[before].max() <= noise) and bool(moved[later].max() > noise)
+
+
+def _sample(batch: Batch, at: int) -> Batch:
+    """One sample of a batch that can be cut."""
+    return next(islice(batching.each(batch, 1), at, None))

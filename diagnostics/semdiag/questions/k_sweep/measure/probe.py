@@ -207,21 +207,22 @@ def k_sweep_tables(
     seconds = time.perf_counter() - started
     for said in draws.said:
         remark(f"k-sweep: {said}", "k-sweep-queries-drawn")
-    rows = list(collected.rows())
+    sweep, reruns = collected.table(), list[dict[str, Any]]()
     if plan.rerun or (plan.seconds and loaded.external):
         most = max(1, collected.most_keys - 1)
         few = loaded.external and plan.max_k is None
         ks = plan.ks or (few_ks(most + 1) if few else rerun_ks(min(largest, most)))
         how: dict[str, Any] = {"device": device, "dtype": dtype, "remark": remark}
         found |= _reruns(loaded, batches, labels, plan, ks, seed, seconds, pieces, after_batch, expect, how)
-        rows += _said(found["rerun"])
+        reruns += _said(found["rerun"])
     if plan.budget:
         budgets, tests = search(loaded, batches, labels, plan.tolerance, min_keys, device, dtype)
         found |= {"budgets": budgets, "rerun": RERUN_TABLE.of_parts([found["rerun"], tests])}
     if draws.share < 1:
         estimates = ({"model": loaded.path, **row} for row in collected.estimates())
         found["sweep_estimates"] = SWEEP_ESTIMATES.of_rows(estimates)
-    found["sweep"] = K_SWEEP_TABLE.of_rows({"model": loaded.path, **row} for row in rows)
+    parts = [sweep, *([pd.DataFrame(reruns)] if reruns else [])]
+    found["sweep"] = K_SWEEP_TABLE.of_parts(part.assign(model=loaded.path) for part in parts)
     return found
 
 

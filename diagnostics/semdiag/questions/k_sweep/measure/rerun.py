@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import pandas as pd
@@ -10,13 +9,12 @@ import torch
 from torch import Tensor
 
 from semdiag.capturing import batches as batching
-from semdiag.capturing.attention_calls import AttentionCall
 from semdiag.capturing.batches import Batch
 from semdiag.capturing.loading import LoadedModel
 from semdiag.capturing.mask_rules import Keep
 from semdiag.capturing.sparsify import sparsify
 from semdiag.measuring.calls.random_numbers import DRAWS, RandomNumbers
-from semdiag.measuring.calls.running import in_evaluation, running
+from semdiag.measuring.calls.running import in_evaluation
 from semdiag.measuring.table import Table
 from semdiag.questions.k_sweep.measure.answer_changes import output_change, position_terms
 from semdiag.questions.k_sweep.measure.answers import Answers, Reader
@@ -169,12 +167,12 @@ def rerun(
             numbers.again()
             return batching.call(module, batch)
 
-        def masked(batch: Batch, keep: Keep) -> tuple[Any, dict[str, float]]:
+        def masked(batch: Batch, keep: Keep) -> tuple[Any, dict[str, float], set[int]]:
             with sparsify(module, keep) as mask:
                 output = run(batch)
             kept, keys = mask.totals
             samples = batching.samples_of(batch)
-            return output, {"kept": kept / samples, "keys": keys / samples}
+            return output, {"kept": kept / samples, "keys": keys / samples}, mask.padded
 
         first, reader, drew, padded = 0, None, False, False
         for given in batches:
@@ -182,9 +180,12 @@ def rerun(
             batch, size = batching.moved(given, place, kind), batching.samples_of(given)
             own = None if labels is None else labels[first : first + size]
             try:
-                new, reader = reader is None, reader or Reader(module, batch, labels, run)
-                before = reader.read(run(batch), batch, own)
-                padded = padded or (new and _counts_padding(replace(loaded, module=module), batch, before.counted))
+                if reader is None:
+                    reader = Reader(module, batch, labels, run)
+                    before, reader.output = reader.read(reader.output, batch, own), None
+                else:
+                    before = reader.read(run(batch), batch, own)
+                plain = loaded.external and bool(before.counted.all())
                 drew = drew or numbers.drawn
                 rows += _rows(NO_MASK, 0, first, before, before, {}, quarters)
                 after_batch(size)
@@ -192,13 +193,14 @@ def rerun(
                     if name in refused:
                         continue
                     try:
-                        output, counts = masked(batch, keep)
+                        output, counts, lengths = masked(batch, keep)
                     except InputError as error:
                         if name not in optional:
                             raise
                         refused[name] = str(error)
                         rows = [row for row in rows if row["mask"] != name]
                         continue
+                    padded = padded or (plain and before.counted.shape[1] in lengths)
                     after = reader.read(output, batch, own)
                     after_batch(size)
                     rows += _rows(name, k, first, before, after, counts, quarters)
@@ -244,20 +246,6 @@ def _remark_outputs(reader: Reader, drew: bool, remark: Callable[[str, str], Non
         remark(said, "logits-as-outputs")
 
 
-def _counts_padding(loaded: LoadedModel, batch: Batch, counted: Tensor) -> bool:
-    """Whether all positions count although an attention with as many queries knows that some are padding."""
-    if not loaded.external or not bool(counted.all()):
-        return False
-    found: list[bool] = []
-
-    def look(call: AttentionCall) -> None:
-        found.append(call.q.shape[2] == counted.shape[1] and not bool(call.counted.all()))
-
-    with running(loaded, look) as run:
-        run(batch)
-    return any(found)
-
-
 def _rows(
     mask: str,
     k: int,
@@ -270,14 +258,14 @@ def _rows(
     """One row per sample; those of its quarters are handed out."""
     counted, terms = before.counted, position_terms(before, after)
     values = {"output_change": output_change(before, after)} | {name: x.sum(1) for name, x in terms.items()}
-    classes = 0 if before.likely is None else before.likely.shape[-1]
+    classes = before.classes
     listed = {name: x.tolist() for name, x in values.items()}
     counts = {"kept": math.nan, "keys": math.nan} | counts
     for at in range(len(counted)):
         row = {name: x[at] for name, x in listed.items()}
         place = {"mask": mask, "k": k, "sample": first + at, "classes": classes}
         yield {**place, **counts, **row}
-    if before.likely is None:
+    if not before.distribution:
         return
     parts = {name: terms[name] for name in ("targets", "predictions", "loss", "divergence")}
     shares = {name: count / QUARTERS for name, count in counts.items()}

@@ -5,20 +5,21 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from semdiag.capturing.attention_call import AttentionCall
 from semdiag.capturing.kept_keys import allowed_keys
-from semdiag.mathematics.paper_stability import paper_heavy_hitter_stability
+from semdiag.mathematics.paper_stability import log_paper_heavy_hitter
 from semdiag.mathematics.query_draws import PER_STRATUM
 from semdiag.mathematics.sampled_intervals import TARGETS, sampled_estimates
 from semdiag.mathematics.softmax_stability import fixed_mask_stability, heavy_hitter_stability
 from semdiag.measuring.calls.batch_rows import SampleNumbers
 from semdiag.measuring.calls.counted_rows import counted_rows
 from semdiag.measuring.calls.query_draws import QueryDraws
-from semdiag.measuring.percentiles import percentiles
+from semdiag.measuring.percentiles import percentile_columns
 from semdiag.measuring.table import ALL
 from semdiag.questions.k_sweep.measure.output_changes import Streams, output_changes, output_ks
 from semdiag_models import InputError
@@ -125,13 +126,32 @@ class TopScores:
                     row = {"k": k, "quantity": quantity, "statistic": found.statistic, "target": target}
                     yield {**row, "estimate": found.estimate, "low": low, "high": high}
 
-    def rows(self) -> Iterator[dict[str, Any]]:
-        """Rows of the table: each layer and head, then all together."""
+    def table(self) -> pd.DataFrame:
+        """The table without the model: every quantity of every k, of each layer and head, then of all together."""
         places = self._places()
-        places[ALL, ALL] = _joined(places.values())
-        for (layer, head), place in places.items():
-            for k, quantity, values in _quantities(place, self._swept, self._output_ks):
-                yield {"layer": layer, "head": head, "k": k, "quantity": quantity, **percentiles(values)}
+        together = _joined(places.values())
+        labels = [*places, (ALL, ALL)]
+        sizes, loads = ([p[name].shape[-1] for p in places.values()] for name in ("keys", "load"))
+        columns: list[dict[str, NDArray[Any]]] = []
+        names: list[tuple[int, str]] = []
+        for k, quantity, values in _quantities(together, self._swept, self._output_ks):
+            values = values.astype(np.float64)
+            own = _by_place(values, loads if quantity == "load" else sizes)
+            blocks = [*map(percentile_columns, own), percentile_columns(values[None])]
+            columns.append({name: np.concatenate([block[name] for block in blocks]) for name in blocks[0]})
+            names.append((k, quantity))
+        order = np.arange(len(names) * len(labels)).reshape(len(names), -1).T.ravel()
+        table = pd.DataFrame({name: np.concatenate([c[name] for c in columns])[order] for name in columns[0]})
+        layers, heads = np.array(labels).repeat(len(names), 0).T
+        ks, quantities = (np.tile(np.array(each), len(labels)) for each in zip(*names, strict=True))
+        return table.assign(layer=layers, head=heads, k=ks, quantity=quantities)
+
+
+def _by_place(values: NDArray[np.float64], sizes: Sequence[int]) -> list[NDArray[np.float64]]:
+    """Values of places one behind the other as tables with a row a place: one table if all are as long."""
+    if len({*sizes}) == 1:
+        return [values.reshape(len(sizes), -1)]
+    return [part[None] for part in np.split(values, np.cumsum(sizes)[:-1])]
 
 
 def _joined(places: Collection[dict[str, NDArray[Any]]]) -> dict[str, NDArray[Any]]:
@@ -171,7 +191,7 @@ def _quantities(
         yield k, "share", np.where(drops, k / keys, np.nan)
         yield k, "load", place["load"][k - 1]
         yield k, "ln_sound", sound
-        yield k, "ln_paper", paper_heavy_hitter_stability(*row).log_value.numpy()
+        yield k, "ln_paper", log_paper_heavy_hitter(*row).numpy()
         yield k, "sound_better", (sound < full).astype(np.float64)
 
 

@@ -1,0 +1,83 @@
+"""Which scores are the largest, against loops; masks are the same however few scores are held at a time."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from semdiag.capturing import kept_keys as module
+from semdiag.capturing.attention_call import AttentionCall
+from semdiag.capturing.kept_keys import kept_keys
+from semdiag.capturing.mask_rules import RandomK, TopK, TopP, Window
+
+SCORES = st.sampled_from([-math.inf, -3e38, -1.0, -0.0, 0.0, 0.5, 1.0, 1.0 + 2**-23, 3e38])
+
+
+def largest(row, k):
+    """The first k of the scores in falling order, of equal ones the first; what is hidden is none."""
+    order = sorted(range(len(row)), key=lambda j: (-row[j], j))
+    return {j for j in order[:k] if row[j] > -math.inf}
+
+
+@pytest.mark.parametrize("sorted_up_to", [0, 512])
+@given(rows=st.lists(st.lists(SCORES, min_size=7, max_size=7), min_size=2, max_size=6), k=st.integers(0, 9))
+def test_the_largest_scores_are_those_of_a_loop(sorted_up_to, rows, k):
+    values = torch.tensor(rows)[None, None]
+    before = module._SORTED
+    module._SORTED = sorted_up_to
+    try:
+        kept = module._largest(values, torch.tensor([[[k]]]))[0, 0]
+    finally:
+        module._SORTED = before
+    for row, found in zip(values[0, 0].tolist(), kept, strict=True):
+        assert set(found.nonzero().flatten().tolist()) == largest(row, k)
+
+
+def test_each_head_keeps_its_own_number():
+    values = torch.tensor([3.0, 1.0, 2.0, 2.0]).expand(1, 3, 1, 4)
+    kept = module._largest(values, torch.tensor([0, 2, 9])[:, None, None])[0, :, 0]
+    assert kept.int().tolist() == [[0, 0, 0, 0], [1, 0, 1, 0], [1, 1, 1, 1]]
+
+
+def test_a_score_that_is_no_number_counts_as_the_largest():
+    values = torch.tensor([[[[0.0, torch.nan, 2.0], [torch.nan, torch.nan, 1.0]]]])
+    for k in (1, 2):
+        kept = module._largest(values, torch.tensor([[[k]]]))
+        assert kept[..., 0, 1].all()
+        assert kept.sum(-1).eq(k).all()
+
+
+def call_of(padded):
+    generator = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(3, heads, 11, 4, generator=generator) for heads in (4, 2))
+    allowed = None
+    if padded:
+        allowed = (torch.arange(11) < torch.tensor([11, 6, 9])[:, None])[:, None, None]
+    return AttentionCall("", 0, q, k, k, 1.0, allowed, None, None, q, causal=True)
+
+
+RULES = [
+    TopK(3),
+    TopK([1, 2, 3, 12]),
+    TopK(2, sinks=1, window=2),
+    TopK(3, shared="group"),
+    TopK(3, shared="layer"),
+    TopK(2, block=3, by="mean"),
+    TopP(0.7),
+    Window(2, sinks=1),
+    RandomK(3),
+]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=repr)
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("at_once", [1, 100, 500])
+def test_masks_do_not_depend_on_how_many_scores_are_held(monkeypatch, rule, padded, at_once):
+    """One query at a time, two, or some samples; products of fewer rows round apart by less than scores differ."""
+    whole = kept_keys(rule, call_of(padded))
+    monkeypatch.setattr(module, "_AT_ONCE", at_once)
+    for one, other in zip(kept_keys(rule, call_of(padded)), whole, strict=True):
+        assert one.shape == (3, 4, 11, 11)
+        assert torch.equal(one, other)
