@@ -74,7 +74,7 @@ class Stages:
         return f"{self._name}{stages} {step.description}{counted}"
 
     def _share(self) -> float | None:
-        """Return the share of the time; the running stage keeps its speed, later ones last as long as those so far."""
+        """Return the share of the time that is over; later stages are taken to last as long as those so far."""
         whole, step = self._bar.tasks
         if not whole.total:
             return None
