@@ -59,7 +59,7 @@ class LongAttention:
 
     def __init__(self, members: Members) -> None:
         self._members = members
-        self._mixed: list[tuple[list[Tensor], Tensor]] = []  # q, k and v, and what came of them
+        self._mixed: list[tuple[Tensor, Tensor]] = []  # q, k and v, and what came of them
 
     def forward(self, qkv: Tensor, valid: Tensor | None, training: bool, drops: Sequence[Tensor] = ()) -> Tensor:
         """Mix the values.
@@ -74,18 +74,15 @@ class LongAttention:
             (G·B, L, H·D).
         """
         del drops
-        layers, (rows, length, width) = self._members.layers, qkv.shape
-        by_head = qkv.view(rows, length, 3, -1, layers[0].head_width).permute(2, 0, 3, 1, 4)
-        n, self._mixed, outputs = len(layers), [], []
-        parts = zip(layers, by_head.chunk(n, 1), [None] * n if valid is None else valid.chunk(n), strict=True)
+        layers, self._mixed = self._members.layers, []
+        n = len(layers)
+        parts = zip(layers, qkv.chunk(n), [None] * n if valid is None else valid.chunk(n), strict=True)
         for i, (layer, part, counts) in enumerate(parts):
-            q, k, v = (t.detach().requires_grad_(training) for t in part)
+            leaf = part.detach().requires_grad_(training)
             with torch.set_grad_enabled(training), self._members.drawing(i, qkv.device):
-                outputs.append(layer.attend(q, k, v, counts))
-            if training:
-                self._mixed.append(([q, k, v], outputs[-1]))
-        mixed = outputs[0].detach() if n == 1 else torch.cat([mixed.detach() for mixed in outputs])
-        return mixed.transpose(1, 2).reshape(rows, length, width // 3)
+                self._mixed.append((leaf, layer.mix(leaf, counts)))
+        outputs = [mixed.detach() for _, mixed in self._mixed]
+        return outputs[0] if n == 1 else torch.cat(outputs)
 
     def backward(self, grad: Tensor, *d_qkv: Tensor) -> None:
         """Write the gradients of q, k and v, given that of the mixed values.
@@ -94,12 +91,10 @@ class LongAttention:
             grad: (G·B, L, H·D).
             d_qkv: three of this shape.
         """
-        n, width = len(self._mixed), self._members.layers[0].head_width
-        by_head = (t.view(*t.shape[:2], -1, width).transpose(1, 2) for t in (grad, *d_qkv))
-        g, *d_parts = (t.chunk(n) for t in by_head)
-        for i, (leaves, mixed) in enumerate(self._mixed):
-            for d, d_leaf in zip(d_parts, torch.autograd.grad(mixed, leaves, g[i]), strict=True):
-                d[i].copy_(d_leaf)
+        leaves, mixed = zip(*self._mixed, strict=True)
+        d_leaves = torch.autograd.grad(mixed, leaves, grad.chunk(len(mixed)))
+        for d, part in zip(d_qkv, torch.cat(d_leaves).chunk(3, -1), strict=True):
+            d.copy_(part)
         self._mixed = []
 
 
