@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from semdiag_models.attention.kinds import ATTENTIONS
-from semdiag_models.compiled import kernels_for
 from semdiag_models.encoder import Attention
 from semdiag_models.random_state import RandomState, drawing_from
 
@@ -250,11 +249,7 @@ def _largest(scores: Tensor, k: int, wanted: int, scratch: Callable[[str, tuple[
     Returns:
         The same memory.
     """
-    by_query = scores.view(len(scores), -1)
-    if k <= _FEW and (kernels := kernels_for("column_kernels", by_query.mT)) is not None:
-        if kernels.keep_largest(by_query, k):
-            return scores
-    elif k <= _FEW:
+    if k <= _FEW:
         # The distance to the largest is 0 there: k times, what is nearest goes to infinity. Only operations that
         # are vectorised on a processor: comparisons, masks and topk take many times longer.
         distance = scratch("by row", tuple(scores.shape))
