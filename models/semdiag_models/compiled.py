@@ -8,15 +8,11 @@ import torch
 from torch import Tensor
 
 # Rows from which on kernels outweigh the half second that Numba takes to start, by the name of their module.
-LEAST = {"largest_kernels": 256, "selected_kernels": 256, "norm_kernels": 4096, "column_kernels": 1000}
-
-ALONE = {"norm_kernels", "column_kernels"}
+LEAST = {"largest_kernels": 256, "selected_kernels": 256}
 
 
 def kernels_for(name: str, rows: Tensor) -> ModuleType | None:
     """Kernels by the name of their module, if they take such rows.
-
-    Those in ``ALONE`` take them where torch has one thread: several share its operations, and calls are short.
 
     Args:
         name: a key of ``LEAST``.
@@ -26,7 +22,6 @@ def kernels_for(name: str, rows: Tensor) -> ModuleType | None:
         None for few rows, in another precision than float32, on accelerators, for a compiler, and without Numba.
     """
     takes = rows.shape[-2] >= LEAST[name] and rows.dtype == torch.float32 and rows.device.type == "cpu"
-    takes = takes and (name not in ALONE or torch.get_num_threads() == 1)
     return _imported(name) if takes and not torch.compiler.is_compiling() else None
 
 

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from semdiag_models import run_folder as module
+from semdiag_models import training
 from semdiag_models.checkpoint import read_checkpoint, write_checkpoint
 from semdiag_models.device import processor
 from semdiag_models.errors import InputError
@@ -392,3 +393,14 @@ def test_a_run_killed_while_it_overwrites_another_is_resumed_as_the_new_one(monk
     assert same(whole.encoder.state_dict(), run(seed=6, resume=True).encoder.state_dict())
     assert files(folder) == ["best.pt", "epoch-0.pt", "history.csv", "last.pt"]
     assert read_checkpoint(folder / "best.pt").training.seed == 6
+
+
+def test_on_a_cpu_a_compiled_run_is_refused_but_goes_on(run, folder, tiny_model, tiny_training, monkeypatch):
+    with pytest.raises(InputError, match=r"slower on a CPU\. Leave out --compile\.$"):
+        run(compiled=True)
+    assert not folder.exists()
+    monkeypatch.setattr(training, "compile_steps", lambda encoder, device: encoder)
+    folder.mkdir(parents=True)
+    begun = training.Trainer(tiny_model(attention="topk", k=3, dropout=0.1), tiny_training(compiled=True), CPU)
+    train_run(folder, begun, {"command": "x"})
+    assert run(resume=True, compiled=True, epochs=4).epoch == 4

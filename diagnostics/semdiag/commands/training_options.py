@@ -222,7 +222,7 @@ Compiled = Annotated[
     bool,
     typer.Option(
         "--compile",
-        help="Compile the steps with torch.compile. On a CPU 1.4 to 7 times slower; untested on CUDA.",
+        help="Compile the steps with torch.compile. Not on a CPU, where it is slower; untested on CUDA.",
         rich_help_panel=_OPTIMISATION,
     ),
 ]

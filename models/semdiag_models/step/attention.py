@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from semdiag_models.attention.kinds import ATTENTIONS
-from semdiag_models.compiled import kernels_for
 from semdiag_models.encoder import Attention
 from semdiag_models.random_state import RandomState, drawing_from
 
@@ -59,7 +58,7 @@ class LongAttention:
 
     def __init__(self, members: Members) -> None:
         self._members = members
-        self._mixed: list[tuple[list[Tensor], Tensor]] = []  # q, k and v, and what came of them
+        self._mixed: list[tuple[Tensor, Tensor]] = []  # q, k and v, and what came of them
 
     def forward(self, qkv: Tensor, valid: Tensor | None, training: bool, drops: Sequence[Tensor] = ()) -> Tensor:
         """Mix the values.
@@ -74,18 +73,15 @@ class LongAttention:
             (G·B, L, H·D).
         """
         del drops
-        layers, (rows, length, width) = self._members.layers, qkv.shape
-        by_head = qkv.view(rows, length, 3, -1, layers[0].head_width).permute(2, 0, 3, 1, 4)
-        n, self._mixed, outputs = len(layers), [], []
-        parts = zip(layers, by_head.chunk(n, 1), [None] * n if valid is None else valid.chunk(n), strict=True)
+        layers, self._mixed = self._members.layers, []
+        n = len(layers)
+        parts = zip(layers, qkv.chunk(n), [None] * n if valid is None else valid.chunk(n), strict=True)
         for i, (layer, part, counts) in enumerate(parts):
-            q, k, v = (t.detach().requires_grad_(training) for t in part)
+            leaf = part.detach().requires_grad_(training)
             with torch.set_grad_enabled(training), self._members.drawing(i, qkv.device):
-                outputs.append(layer.attend(q, k, v, counts))
-            if training:
-                self._mixed.append(([q, k, v], outputs[-1]))
-        mixed = outputs[0].detach() if n == 1 else torch.cat([mixed.detach() for mixed in outputs])
-        return mixed.transpose(1, 2).reshape(rows, length, width // 3)
+                self._mixed.append((leaf, layer.mix(leaf, counts)))
+        outputs = [mixed.detach() for _, mixed in self._mixed]
+        return outputs[0] if n == 1 else torch.cat(outputs)
 
     def backward(self, grad: Tensor, *d_qkv: Tensor) -> None:
         """Write the gradients of q, k and v, given that of the mixed values.
@@ -94,12 +90,10 @@ class LongAttention:
             grad: (G·B, L, H·D).
             d_qkv: three of this shape.
         """
-        n, width = len(self._mixed), self._members.layers[0].head_width
-        by_head = (t.view(*t.shape[:2], -1, width).transpose(1, 2) for t in (grad, *d_qkv))
-        g, *d_parts = (t.chunk(n) for t in by_head)
-        for i, (leaves, mixed) in enumerate(self._mixed):
-            for d, d_leaf in zip(d_parts, torch.autograd.grad(mixed, leaves, g[i]), strict=True):
-                d[i].copy_(d_leaf)
+        leaves, mixed = zip(*self._mixed, strict=True)
+        d_leaves = torch.autograd.grad(mixed, leaves, grad.chunk(len(mixed)))
+        for d, part in zip(d_qkv, torch.cat(d_leaves).chunk(3, -1), strict=True):
+            d.copy_(part)
         self._mixed = []
 
 
@@ -255,11 +249,7 @@ def _largest(scores: Tensor, k: int, wanted: int, scratch: Callable[[str, tuple[
     Returns:
         The same memory.
     """
-    by_query = scores.view(len(scores), -1)
-    if k <= _FEW and (kernels := kernels_for("column_kernels", by_query.mT)) is not None:
-        if kernels.keep_largest(by_query, k):
-            return scores
-    elif k <= _FEW:
+    if k <= _FEW:
         # The distance to the largest is 0 there: k times, what is nearest goes to infinity. Only operations that
         # are vectorised on a processor: comparisons, masks and topk take many times longer.
         distance = scratch("by row", tuple(scores.shape))

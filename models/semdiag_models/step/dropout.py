@@ -1,7 +1,5 @@
 """What a step drops: all positions of all places, drawn at once."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import accumulate
 
 import torch
@@ -39,6 +37,7 @@ class Drops:
     ) -> None:
         self._positions: dict[Place, Tensor] = {}
         self.weights: list[list[Tensor]] = []
+        self._factor = 1 / (1 - p)
         if p == 0:
             return
         own = list(sizes.values())
@@ -57,27 +56,11 @@ class Drops:
             self._positions[place] = parts[0] if len(parts) == 1 else torch.cat(parts)
         self.weights = [list(parts) for parts in by_place[len(own) :]]
 
-    def zero(self, x: Tensor, place: Place) -> Tensor:
-        """Return the same memory with zeros where the step drops."""
-        if (drops := self._positions.get(place)) is not None:
-            x.view(-1).index_fill_(0, drops, 0)
-        return x
-
-    def taken(self, x: Tensor, place: Place) -> Tensor | None:
-        """The values of ``x`` where the step drops; None if it drops nothing."""
+    def drop(self, x: Tensor, place: Place, out: Tensor | None = None) -> Tensor:
+        """Return x / (1 - p) with zeros where the step drops; in the same memory, or in ``out``."""
         drops = self._positions.get(place)
-        return None if drops is None else x.view(-1).index_select(0, drops)
-
-    def put(self, x: Tensor, values: Tensor | None, place: Place) -> Tensor:
-        """Return the same memory with what :meth:`taken` gave where the step drops."""
-        if values is not None:
-            x.view(-1).index_copy_(0, self._positions[place], values)
-        return x
-
-    @contextmanager
-    def without(self, grad: Tensor, place: Place) -> Iterator[None]:
-        """Zeros in ``grad`` where the step drops, for the time being."""
-        kept = self.taken(grad, place)
-        self.zero(grad, place)
-        yield
-        self.put(grad, kept, place)
+        if drops is None:
+            return x
+        out = torch.mul(x, self._factor, out=x if out is None else out)
+        out.view(-1).index_fill_(0, drops, 0)
+        return out

@@ -19,8 +19,6 @@ class FlatParameters:
     Attributes:
         parameters: (S, P), filled by :meth:`load` and handed back by :meth:`store`.
         gradients: (S, P).
-        scaled: (S, P), the parameters times ``factor``, by :meth:`scale`.
-        factor: the last one.
     """
 
     def __init__(self, encoders: Sequence[Encoder]) -> None:
@@ -31,36 +29,14 @@ class FlatParameters:
             self._places[name] = end, parameter.shape
             end += -(-parameter.numel() // _ALIGNMENT) * _ALIGNMENT
         weight = self.encoders[0].head.weight.detach()
-        self.parameters, self.gradients, self.scaled = (
-            weight.new_zeros(len(self.encoders), end) for _ in range(3)
-        )
-        self.factor, self._factors = 1.0, weight.new_ones(end)
-        self._is_scaled = torch.zeros(end, dtype=torch.bool, device=weight.device)
+        self.parameters, self.gradients = weight.new_zeros(2, len(self.encoders), end)
 
-    def views(self, name: str, *, scaled: bool = False) -> tuple[Tensor, Tensor]:
-        """A parameter of all encoders and its gradient, in place; without the first dimension if there is one.
-
-        Args:
-            name: of the parameter.
-            scaled: whether it is used times the factor, so that its gradient is to be multiplied by it.
-        """
+    def views(self, name: str) -> tuple[Tensor, Tensor]:
+        """A parameter of all encoders and its gradient, in place; without the first dimension if there is one."""
         start, shape = self._places[name]
         end = start + shape.numel()
-        self._is_scaled[start:end] = scaled
         size = () if len(self.encoders) == 1 else (len(self.encoders),)
-        values = self.scaled if scaled else self.parameters
-        return values[:, start:end].view(*size, *shape), self.gradients[:, start:end].view(*size, *shape)
-
-    def scale(self, factor: float) -> None:
-        """Multiply the parameters by the factor, into ``scaled``."""
-        torch.mul(self.parameters, factor, out=self.scaled)
-        if factor != self.factor:
-            self.factor = factor
-            self._factors = torch.ones_like(self._factors).masked_fill_(self._is_scaled, factor)
-
-    def unscale_gradients(self) -> None:
-        """Multiply the gradients of scaled parameters by the factor, which makes them those of the parameters."""
-        self.gradients.mul_(self._factors)
+        return self.parameters[:, start:end].view(*size, *shape), self.gradients[:, start:end].view(*size, *shape)
 
     def parts(self, rows: Tensor, i: int) -> Iterator[tuple[str, Tensor]]:
         """Names and views of the i-th encoder's parameters in a buffer laid out as ``parameters`` is."""

@@ -19,17 +19,13 @@ class Linear:
         stack: whose layer it is.
         name: of the layer in the encoder, or in its block.
         block: number of the block; None: it is in no block.
-        scaled: whether its output is divided by what dropout keeps of it: W and b then stand for the scaled ones,
-            and the stack brings the gradients back to those of the layer's own.
         parts: equal ones side by side that the gradient of the output comes in.
     """
 
-    def __init__(
-        self, stack: "Stack", name: str, block: int | None = None, *, scaled: bool = False, parts: int = 1
-    ) -> None:
+    def __init__(self, stack: "Stack", name: str, block: int | None = None, *, parts: int = 1) -> None:
         own = name if block is None else f"blocks.{block}.{name}"
         (self._weight, self._d_weight), (self._bias, self._d_bias) = (
-            stack.views(f"{own}.{part}", scaled=scaled) for part in ("weight", "bias")
+            stack.views(f"{own}.{part}") for part in ("weight", "bias")
         )
         self._transposed, self._row = self._weight.mT, self._bias.unsqueeze(-2)
         self._stack, self._name, self._block = stack, name, block or 0
@@ -45,13 +41,6 @@ class Linear:
         if products.takes(x, self._weight):
             return products.linear(x, self._weight, self._bias, out=self._output(x) if self._several else None)
         return torch.matmul(x, self._transposed, out=self._output(x)).add_(self._row)
-
-    def forward_onto(self, base: Tensor, x: Tensor, out: Tensor) -> Tensor:
-        """Compute base + x Wᵀ + b, in ``out``, which may be ``base``, or in memory of its own."""
-        if products.takes(x, self._weight):
-            return products.linear(x, self._weight, self._bias, base, out)
-        torch.add(base, self._row, out=out)
-        return self._product(out, x, self._transposed, out=out)
 
     def backward(self, x: Tensor, *grads: Tensor) -> Tensor:
         """Keep the gradients of W and b, given those of the output's parts; return that of x."""

@@ -15,7 +15,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from semdiag_models.compiled import kernels_for
 from semdiag_models.encoder import ACTIVATION_FUNCTIONS, Encoder, mean
 from semdiag_models.errors import InputError
 from semdiag_models.random_state import RandomState
@@ -25,7 +24,6 @@ from semdiag_models.step.flat_parameters import FlatParameters
 from semdiag_models.step.linear import Linear
 
 _Attention = ShortAttention | LongAttention
-_FEW_TOKENS = 64  # rows of the embedding up to which a product with indicators is the fastest scatter
 ALIKE = (  # fields of the configuration that fix the sizes and everything but attention
     *("vocabulary_size", "classes", "length", "blocks", "width", "mlp_width", "heads", "head_width", "activation"),
     *("dropout", "first_norm_eps", "pad_as_token", "global_tokens", "norm", "pooling"),
@@ -70,8 +68,7 @@ class Stack(FlatParameters):
         blocks = range(self.config.blocks)
         self._qkv = [Linear(self, "attention.qkv", i, parts=3) for i in blocks]
         self._out, self._expand, self._contract = (
-            [Linear(self, name, i, scaled=True) for i in blocks]
-            for name in ("attention.out", "expand", "contract")
+            [Linear(self, name, i) for i in blocks] for name in ("attention.out", "expand", "contract")
         )
         short = self.config.length + self.config.extra_tokens <= SHORT
         kind = ShortAttention if short else LongAttention
@@ -87,7 +84,6 @@ class Stack(FlatParameters):
         ]
         self._draws_weights = short  # else attention draws the drops of its weights itself
         self._saved: dict[tuple[str, int], tuple[Tensor, ...]] = {}  # from the forward pass
-        self._no_shift = self._no_scale = self.parameters.new_empty(0)  # 0 and 1 for each row
 
     def logits(self, tokens: Tensor, padded: bool | None = None) -> Tensor:
         """Classify without dropout, as :meth:`Encoder.forward` does in evaluation mode.
@@ -133,19 +129,16 @@ class Stack(FlatParameters):
         self._batch, self._length = batch, self._ids.shape[1]
         self._rows = (batch * self._length,) if stack == 1 else (stack, batch * self._length)
         self._training, p = training, c.dropout if training else 0.0
-        self.scale(1 / (1 - p))
         self._drops = self._draw(p)
         x = self._embed(first.positions_of(given))
-        if c.norm == "post":
-            added = self.memory("added", x.shape)
         for i in range(c.blocks):
             eps = c.first_norm_eps if i == 0 else 1e-5
             if c.norm == "pre":  # the residual stream is not needed again, and stays where it is
-                x = self._attend(i, self._norm(x, "attention", i, eps), x, x)
-                x = self._mlp(i, self._norm(x, "mlp", i), x, x)
+                x.add_(self._attend(i, self._norm(x, "attention", i, eps)))
+                x.add_(self._mlp(i, self._norm(x, "mlp", i)))
             else:
-                x = self._norm(self._attend(i, x, x, added), "attention", i, eps)
-                x = self._norm(self._mlp(i, x, x, added), "mlp", i)
+                x = self._norm(self._attend(i, x).add_(x), "attention", i, eps)
+                x = self._norm(self._mlp(i, x).add_(x), "mlp", i)
         x = x.view(stack * batch, self._length, c.width)
         self._pooled = (x[:, 0] if c.cls_tokens else mean(x, self._valid)).reshape(*self._lead, batch, c.width)
         return self._head.forward(self._pooled).view(stack, batch, c.classes)
@@ -164,15 +157,13 @@ class Stack(FlatParameters):
             torch.mul(d_pooled / self._valid.sum(1)[:, None, None], self._valid[:, :, None], out=by_token)
         for i in reversed(range(c.blocks)):
             if c.norm == "pre":
-                self._norm_backward(self._mlp_backward(i, grad), "mlp", i, grad, keep=True)
-                self._norm_backward(self._attend_backward(i, grad), "attention", i, grad, keep=True)
+                grad.add_(self._norm_backward(self._mlp_backward(i, grad), "mlp", i))
+                grad.add_(self._norm_backward(self._attend_backward(i, grad), "attention", i))
             else:
-                self._norm_backward(grad, "mlp", i, grad, keep=False)
-                grad.add_(self._mlp_backward(i, grad))
-                self._norm_backward(grad, "attention", i, grad, keep=False)
+                grad = self._norm_backward(grad, "mlp", i)
+                grad = self._norm_backward(grad.add_(self._mlp_backward(i, grad)), "attention", i)
                 grad.add_(self._attend_backward(i, grad))
         self._embed_backward(grad)
-        self.unscale_gradients()
 
     @property
     def _lead(self) -> tuple[int, ...]:
@@ -207,21 +198,18 @@ class Stack(FlatParameters):
     def _embed(self, positions: Tensor) -> Tensor:
         width = self.config.width
         x = self.memory("embedded", (self._ids.numel(), width))
-        scaled = (self._table * (self.factor * math.sqrt(width))).view(-1, width)
+        scaled = (self._table * math.sqrt(width)).view(-1, width)
         torch.index_select(scaled, 0, self._table_rows(), out=x)
-        x.view(-1, self._length, width).add_(positions, alpha=self.factor)
-        return self._drops.zero(x.view(*self._rows, width), ("embedded", 0))
+        x.view(-1, self._length, width).add_(positions)
+        return self._drops.drop(x.view(*self._rows, width), ("embedded", 0))
 
     def _embed_backward(self, grad: Tensor) -> None:
-        grad, table = self._drops.zero(grad, ("embedded", 0)), self._table
-        if (vocabulary := table.shape[-2]) <= _FEW_TOKENS:
-            tokens = torch.arange(vocabulary, device=grad.device)[:, None]
-            d_table = (self._ids.view(*self._lead, 1, -1) == tokens).to(grad.dtype) @ grad
-        else:
-            rows = table.numel() // table.shape[-1]
-            grad = grad.view(-1, table.shape[-1])
-            d_table = torch.ops.aten.embedding_dense_backward(grad, self._table_rows(), rows, -1, False)
-        torch.mul(d_table.view_as(table), self.factor * math.sqrt(table.shape[-1]), out=self._d_table)
+        table, width = self._table, self.config.width
+        grad = self._drops.drop(grad, ("embedded", 0)).view(-1, width)
+        d_table = torch.ops.aten.embedding_dense_backward(
+            grad, self._table_rows(), table.numel() // width, -1, False
+        )
+        torch.mul(d_table.view_as(table), math.sqrt(width), out=self._d_table)
 
     def _table_rows(self) -> Tensor:
         """Rows of the tokens in the tables of all encoders, one below the other."""
@@ -233,36 +221,23 @@ class Stack(FlatParameters):
 
     def _norm(self, x: Tensor, name: str, i: int, eps: float = 1e-5) -> Tensor:
         """Rows of mean 0 and variance 1, in fewer passes than torch's kernel takes at small widths."""
-        y, kernels = self.memory(f"{name} norm", x.shape, i), kernels_for("norm_kernels", x)
-        if kernels is not None:
-            scale = x.new_empty(*x.shape[:-1], 1)
-            kernels.normalise(x, y, scale, eps)
-        else:
-            torch.sub(x, x.mean(-1, keepdim=True), out=y)
-            spread = torch.linalg.vector_norm(y, dim=-1, keepdim=True)
-            scale = spread.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
-            y.mul_(scale)
-        self._saved[f"{name} norm", i] = y, scale
+        y = torch.sub(x, x.mean(-1, keepdim=True), out=self.memory(f"{name} norm", x.shape, i))
+        spread = torch.linalg.vector_norm(y, dim=-1, keepdim=True)
+        scale = spread.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        self._saved[f"{name} norm", i] = y.mul_(scale), scale
         return y
 
-    def _norm_backward(self, grad: Tensor, name: str, i: int, out: Tensor, *, keep: bool) -> None:
-        """Write the gradient of what was normalised in ``out``, which may be ``grad``, or add it there."""
-        (y, scale), kernels = self._saved[f"{name} norm", i], kernels_for("norm_kernels", grad)
-        if kernels is not None:
-            kernels.differentiate(grad, y, scale, out, keep=keep)
-            return
-        if self._no_shift.shape != scale.shape:
-            self._no_shift, self._no_scale = torch.zeros_like(scale), torch.ones_like(scale)
+    def _norm_backward(self, grad: Tensor, name: str, i: int) -> Tensor:
+        """The gradient of what was normalised."""
+        y, scale = self._saved[f"{name} norm", i]
+        shift, unit = torch.zeros_like(scale), torch.ones_like(scale)
         d_y: Tensor = torch.ops.aten.native_layer_norm_backward(
-            grad, y, y.shape[-1:], self._no_shift, self._no_scale, None, None, [True, False, False]
+            grad, y, y.shape[-1:], shift, unit, None, None, [True, False, False]
         )[0]
-        if keep:
-            out.addcmul_(d_y, scale)
-        else:
-            torch.mul(d_y, scale, out=out)
+        return d_y.mul_(scale)
 
-    def _attend(self, i: int, x: Tensor, base: Tensor, out: Tensor) -> Tensor:
-        """Base + dropout(attention(x)), as :meth:`_onto`."""
+    def _attend(self, i: int, x: Tensor) -> Tensor:
+        """Dropout(attention(x))."""
         qkv = self._qkv[i].forward(x)
         parts = []
         for attention, members, (part,) in self._by_group(i, qkv):
@@ -271,12 +246,11 @@ class Stack(FlatParameters):
             parts.append(attention.forward(part, valid, self._training, drops))
         mixed = (parts[0] if len(parts) == 1 else torch.cat(parts)).reshape(*self._rows, -1)
         self._saved["attention", i] = x, mixed
-        return self._onto(base, self._out[i], mixed, ("attended", i), out)
+        return self._drops.drop(self._out[i].forward(mixed), ("attended", i))
 
     def _attend_backward(self, i: int, grad: Tensor) -> Tensor:
         x, mixed = self._saved["attention", i]
-        with self._drops.without(grad, ("attended", i)):
-            d_mixed = self._out[i].backward(mixed, grad)
+        d_mixed = self._out[i].backward(mixed, self._dropped(grad, ("attended", i)))
         d_q, d_k, d_v = self.memory("d qkv", (3, *mixed.shape)).unbind()
         for attention, _, (part, *out) in self._by_group(i, d_mixed, d_q, d_k, d_v):
             attention.backward(part, *out)
@@ -295,24 +269,20 @@ class Stack(FlatParameters):
             samples = self._samples(members)
             yield attention, members, [t[samples] for t in by_sample]
 
-    def _mlp(self, i: int, x: Tensor, base: Tensor, out: Tensor) -> Tensor:
-        """Base + dropout(mlp(x)), as :meth:`_onto`."""
-        before = self._expand[i].forward(x)
-        self._drops.zero(before, ("hidden", i))
+    def _mlp(self, i: int, x: Tensor) -> Tensor:
+        """Dropout(mlp(x))."""
+        before = self._drops.drop(self._expand[i].forward(x), ("hidden", i))
         relu = self.config.activation == "relu"  # whose gradient can be told from its output
         hidden = before.relu_() if relu else ACTIVATION_FUNCTIONS[self.config.activation](before)
         self._saved["mlp", i] = x, before, hidden
-        return self._onto(base, self._contract[i], hidden, ("mlp", i), out)
+        return self._drops.drop(self._contract[i].forward(hidden), ("mlp", i))
 
     def _mlp_backward(self, i: int, grad: Tensor) -> Tensor:
         x, before, hidden = self._saved["mlp", i]
-        with self._drops.without(grad, ("mlp", i)):
-            d_hidden = self._contract[i].backward(hidden, grad)
+        d_hidden = self._contract[i].backward(hidden, self._dropped(grad, ("mlp", i)))
         d_before = _ACTIVATION_BACKWARD[self.config.activation](d_hidden, before)
-        self._drops.zero(d_before, ("hidden", i))
-        return self._expand[i].backward(x, d_before)
+        return self._expand[i].backward(x, self._drops.drop(d_before, ("hidden", i)))
 
-    def _onto(self, base: Tensor, layer: Linear, x: Tensor, place: Place, out: Tensor) -> Tensor:
-        """Base + dropout(layer(x)), in ``out``, which may be ``base``, or in memory of its own."""
-        kept = self._drops.taken(base, place)
-        return self._drops.put(layer.forward_onto(base, x, out), kept, place)
+    def _dropped(self, grad: Tensor, place: Place) -> Tensor:
+        """The gradient before dropout, in memory of its own: that of the residual stream goes on as it is."""
+        return self._drops.drop(grad, place, self.memory("dropped", grad.shape))

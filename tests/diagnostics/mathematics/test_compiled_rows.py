@@ -11,7 +11,7 @@ import torch
 from semdiag.mathematics import compiled_rows, row_kernels
 from semdiag.mathematics import row_statistics as module
 from semdiag.mathematics.row_statistics import row_statistics
-from semdiag_models.kernels import column_kernels, largest_kernels, norm_kernels, selected_kernels
+from semdiag_models.kernels import largest_kernels, selected_kernels
 
 NO_ORDER = np.empty((0, 0, 0, 0), np.int32)
 EPS = torch.finfo(torch.float32).eps
@@ -269,9 +269,6 @@ for length, wanted in ((64, False), (1600, True)):
         largest_kernels._read,
         selected_kernels._mix,
         selected_kernels._differentiate,
-        column_kernels._keep,
-        norm_kernels._normalise,
-        norm_kernels._differentiate,
     ],
 )
 def test_each_kernel_kept_on_disk_has_one_signature(kernel):
