@@ -142,7 +142,7 @@ def draw(cells: pd.DataFrame) -> Figure:
     """All planes at one scale of the loss: stages down, planes across, full attention left and top-5 right."""
     grid = cells[cells["place"] == "grid"]
     columns = [(attention, plane) for attention in PAIR for plane in range(PLANES)]
-    figure = Figure(figsize=(7.2, 3.0), layout="constrained")
+    figure = Figure(figsize=(7.2, 2.7), layout="constrained")
     axes = figure.subplots(len(STAGES), len(columns), sharex=True, sharey=True)
     low, high = np.log10(grid["loss"].clip(lower=1e-6)).min(), np.log10(grid["loss"]).max()
     for down, stage in enumerate(STAGES):
