@@ -29,7 +29,9 @@ def test_levels_are_means_of_ln_loss_over_the_cells_of_a_disc():
                 and c["place"] == "grid" and 0 < c["x"] ** 2 + c["y"] ** 2 <= (row["radius"] + 1e-9) ** 2
             ]  # fmt: skip
             assert np.mean(values) == pytest.approx(row[attention], rel=1e-4)  # six digits were written
-        assert row["difference"] == pytest.approx(row["top-5"] - row["full"], abs=2e-5)
+        assert row["difference"] == pytest.approx(
+            row["top-5"] - row["full"], abs=2e-4
+        )  # each rounded by up to 5e-5
 
 
 def test_the_page_says_what_the_summary_says():
