@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from semdiag.capturing.loading import LoadedModel
 from semdiag.mathematics.selections.number_formats import NumberFormat
 from semdiag.mathematics.selections.rounded_operands import rounded, rounding_error
-from semdiag.measuring.calls.running import refuse_masked
+from semdiag.measuring.calls.running import placed, refuse_masked
 
 _NARROW = 8  # fewer digits: engines round the operands of products, and keep all else in a wider format
 _WIDE_FIRST = dict.fromkeys(("addmm", "baddbmm"), (1, 2))  # whose first operand is added
@@ -49,13 +49,7 @@ def converted(model: LoadedModel, dtype: torch.dtype) -> LoadedModel:
         dtype: of its parameters and of all buffers but rotary frequencies.
     """
     refuse_masked(model.module, f"in {dtype}")
-    module = copy.deepcopy(model.module)
-    owners = [(part, name) for part in module.modules() for name in part._buffers if name.endswith("inv_freq")]
-    kept = [part._buffers[name] for part, name in owners]
-    module.to(dtype)
-    for (part, name), values in zip(owners, kept, strict=True):
-        part._buffers[name] = values
-    return replace(model, module=module)
+    return replace(model, module=placed(copy.deepcopy(model.module), dtype=dtype))
 
 
 def with_rounded_weights(model: LoadedModel, kind: NumberFormat) -> LoadedModel:

@@ -14,6 +14,7 @@ from semdiag.capturing.batches import Batch, each, first_samples, longest, sampl
 from semdiag.capturing.inputs.files import cut_texts, read_batches, read_inputs
 from semdiag.capturing.inputs.texts import AS_THEY_ARE, SUFFIXES, tokeniser_of
 from semdiag.capturing.loading import LoadedModel, load_all
+from semdiag.measuring.calls.running import placed
 from semdiag.measuring.calls.scored_rows import NotAvailableError
 from semdiag.measuring.conditions import DTYPES, Conditions
 from semdiag.measuring.measure import measure
@@ -158,7 +159,7 @@ def _surveyed(
     batches, labels, source, whose = inputs
     progress.announce(model.path, sum(map(samples_of, batches)))
     if model.external and ours:
-        model.module.to(device, DTYPES[conditions.dtype])  # no copy, however large it is
+        placed(model.module, device, DTYPES[conditions.dtype])  # no copy, however large it is
     part = measure(
         model,
         batches,

@@ -45,7 +45,8 @@ def test_formats_of_eight_bits_have_operands_alone():
     assert [name for name, kind in FORMATS.items() if operands_alone(kind)] == ["float8_e4m3fn", "float8_e5m2"]
 
 
-def test_a_copy_keeps_its_frequencies_and_the_model_its_weights():
+def test_a_copy_keeps_its_frequencies_and_the_model_its_weights(monkeypatch):
+    monkeypatch.setattr(Small, "__module__", "transformers.models.small")
     model = Small()
     copied = converted(unnamed(model), torch.bfloat16).module
     assert (copied.linear.weight.dtype, copied.shift.dtype) == (torch.bfloat16, torch.bfloat16)

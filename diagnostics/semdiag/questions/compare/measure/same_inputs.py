@@ -11,6 +11,7 @@ from semdiag.capturing.inputs.texts import SUFFIXES, read_texts, tokeniser_of
 from semdiag.capturing.inputs.tokenising import has_tokenizer
 from semdiag.capturing.loading import LoadedModel
 from semdiag.capturing.pretrained import find_folder
+from semdiag.measuring.calls.running import placed
 from semdiag.measuring.conditions import DTYPES, Conditions
 from semdiag.measuring.measurements import Measurements
 from semdiag.measuring.survey import Inputs, has_diverged, inputs_of, survey
@@ -59,7 +60,7 @@ def compare_survey(
         _check_tokens(base, other, inputs, conditions)
     for model, own in ((base, ours), (other, theirs)):
         if model.external:
-            model.module.to(device, DTYPES[own.dtype])
+            placed(model.module, device, DTYPES[own.dtype])
     dtypes = DTYPES[ours.dtype], DTYPES[theirs.dtype]
     announce("one sample of both", 0)
     compare(

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from semdiag.capturing.loading import load_all
+from semdiag.measuring.calls.running import placed
 from semdiag.measuring.conditions import DTYPES, Conditions
 from semdiag.questions.look.measure.heads import Seen, see
 from semdiag.questions.look.measure.sample import read_sample
@@ -30,5 +31,5 @@ def see_loaded(path: Path, conditions: Conditions, text: str | None = None) -> S
         model.module.with_draws(conditions.seed)
     sample = read_sample(model, conditions, text)
     if model.external:
-        model.module.to(device, DTYPES[conditions.dtype])  # ours alone: no copy, however large it is
+        placed(model.module, device, DTYPES[conditions.dtype])  # ours alone: no copy, however large it is
     return see(model, sample, device, DTYPES[conditions.dtype], conditions.seed)

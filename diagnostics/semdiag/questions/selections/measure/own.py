@@ -16,6 +16,7 @@ from semdiag.capturing.batches import Batch
 from semdiag.capturing.factories import in_evaluation_mode
 from semdiag.capturing.loading import LoadedModel
 from semdiag.mathematics.selections.number_formats import NumberFormat
+from semdiag.measuring.calls.running import placed
 from semdiag.measuring.token_tables import token_ids
 from semdiag.questions.selections.measure.dense import DenseWatch, IndexedAttention
 from semdiag.questions.selections.measure.kept_all import WithoutSelection
@@ -85,7 +86,7 @@ def own_selections(
     Raises:
         InputError: if it cannot be run on the inputs, selects nothing, or a score is NaN.
     """
-    model = in_evaluation_mode(loaded.module).to(device, dtype)
+    model = placed(in_evaluation_mode(loaded.module), device, dtype)
     seen = _Seen(loaded.path, kind, model, DenseWatch(), saving)
     without = WithoutSelection.of(model)
     with torch.no_grad():
