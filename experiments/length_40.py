@@ -162,10 +162,7 @@ def runs_in_words(table: pd.DataFrame) -> str:
             ", ".join(f"> {r['epochs']:.0f}" if pd.isna(r[name]) else f"{r[name]:.0f}" for r in rows)
             for name in (f"epochs_to_{level:g}" for level in REACHED)
         ]
-        ended = [
-            ", ".join(f"{r[name]:.1%}".replace("%", " %") for r in rows)
-            for name in ("train_accuracy", "best_holdout_accuracy")
-        ]
+        ended = [", ".join(f"{r[name]:.1%}" for r in rows) for name in ("train_accuracy", "best_holdout_accuracy")]
         lines.append([str(task), str(attention), *arrived, *ended])
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 

@@ -20,7 +20,7 @@ def test_a_mixture_is_trained_and_compared_with_itself(tmp_path, monkeypatch, ca
     router_disagreement.compare(tmp_path / "moe")
     heading, *lines = capsys.readouterr().out.splitlines()
     assert "tokens whose experts differ, by layer" in heading
-    shares = {line[:22].strip(): [float(number) for number in re.findall(r"([\d.]+) %", line)] for line in lines}
+    shares = {line[:22].strip(): [float(number) for number in re.findall(r"([\d.]+)%", line)] for line in lines}
     assert list(shares) == [
         *(name for name in router_disagreement.RUNS if name != "reference"),
         "certified (bfloat16)",

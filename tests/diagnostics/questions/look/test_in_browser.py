@@ -156,7 +156,7 @@ def same(shown, number):
         return number == math.inf
     if shown == "< 0.1%":
         return number < 0.0005 + 1e-6
-    value = float(shown.replace("−", "-").removesuffix(" %"))
+    value = float(shown.replace("−", "-").removesuffix("%"))
     if shown.endswith("%"):
         return abs(value / 100 - number) <= 0.0005 + 1e-6
     return abs(value - number) <= 0.005 * abs(number) + 1e-5
