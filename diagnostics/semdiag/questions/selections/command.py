@@ -29,9 +29,7 @@ _OF_FILES = ("against", "causal", "keys", "layout", "align")
 _CERTIFIED = "bfloat16"  # unless the user names another format
 
 
-@command(
-    leave_out=("labels", "samples", "seed", "min_keys", "config", "jobs", "ray", "out", "per_query", "figures")
-)
+@command(leave_out=("labels", "samples", "seed", "min_keys", "config", "jobs", "ray", "out", "per_query"))
 def selections(
     file: Annotated[
         Path,
