@@ -14,7 +14,7 @@ def sections(monkeypatch, here):
     """What the report was asked for."""
     asked = []
 
-    def write(findings, folder, command, formats=(), keep_queries=False, sections=None, progress=None):
+    def write(findings, folder, command, formats=(), keep_queries=False, sections=None, progress=None, look=None):
         asked.append((sections, findings.measurements, folder))
         return folder / "index.html"
 

@@ -203,7 +203,7 @@ def _causal(model: nn.Module) -> frozenset[str]:
 def _run(loaded: LoadedModel, batch: Batch, seen: _Seen) -> Any:
     """Run a model from elsewhere on a batch; what failed in our own hands is raised as it is."""
     try:
-        batching.call(loaded.module, batch)
+        return batching.call(loaded.module, batch)
     except InputError:
         raise
     except Exception as error:  # whatever the model raises
