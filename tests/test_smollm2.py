@@ -78,7 +78,7 @@ def test_the_readme_says_what_the_committed_report_says():
     readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").replace("\n>", "").split())
     first, kinds = whole["verdict"][:2]
     assert first.split(";")[0] in readme
-    for share, change in re.findall(r"([\w-]+) (\+[\d.e+]+ %|× [\d.]+)", kinds):
+    for share, change in re.findall(r"([\w-]+) (\+[\d.e+]+%|× [\d.]+)", kinds):
         assert f"{share} {change}" in readme
     assert whole["results"][0]["samples"] == len(TEXTS.read_text(encoding="utf-8").splitlines()) == 24
     assert math.isfinite(whole["results"][0]["capture"]["residual"])
