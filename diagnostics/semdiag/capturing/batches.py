@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from semdiag.capturing.unnamed_labels import refuse_unnamed_labels
+from semdiag.capturing.inputs.unnamed_labels import refuse_unnamed_labels
 from semdiag_models import InputError
 
 Batch = Tensor | Mapping[str, Any] | Sequence[Any]
