@@ -73,6 +73,8 @@ def paper_heavy_hitter_stability(dispersion: Real, separation: Real, keys: Real)
 def log_paper_heavy_hitter(dispersion: Real, separation: Real, keys: Real) -> Tensor:
     """ln ξ_h of :func:`paper_heavy_hitter_stability` alone, of rows that are known to be legal.
 
+    Source: paper, Thm 5 (docs/theory.md#paper-stability). Deviation: none.
+
     Args:
         dispersion: δ_h ≥ 0 in nats.
         separation: Δ_h in nats.
