@@ -18,6 +18,7 @@ from semdiag_models import products
 from semdiag_models.device import find_device
 
 pytest_plugins = ["measurements_by_hand"]
+collect_ignore = ["fuzz_limits.py", "hostile"]  # a script and its parts, which test_fuzz_limits.py runs
 
 # Tiny tensors: a second thread costs more than it gives. .ci/run asks for two to see that no result hangs on it.
 torch.set_num_threads(int(os.environ.get("SEMDIAG_TEST_THREADS", "1")))
