@@ -75,7 +75,7 @@ def interval(values: "pd.Series[float]") -> dict[str, float]:
 
     Example:
         >>> found = interval(pd.Series([1.0, 2.0, 3.0]))
-        >>> found["mean"], round(found["high"] - found["mean"], 3)
+        >>> float(found["mean"]), round(float(found["high"] - found["mean"]), 3)
         (2.0, 2.484)
     """
     half = stats.t.ppf(0.975, len(values) - 1) * values.sem() if len(values) > 1 else math.nan
