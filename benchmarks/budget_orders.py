@@ -14,6 +14,7 @@ from contextlib import ExitStack
 
 import pandas as pd
 import torch
+from budgets import samples_of
 from truncation import blocks_of
 
 import semdiag
@@ -57,10 +58,7 @@ def main() -> None:
     said = parser.parse_args()
     torch.set_num_threads(1)
     loaded = semdiag.load(said.model)
-    if loaded.external:
-        tokens, labels = torch.cat(list(loaded.batches)), None
-    else:
-        tokens, labels, _ = loaded.default_inputs(samples=said.n + said.m, seed=0)
+    tokens, labels = samples_of(loaded, said.n + said.m)
     shuffled = torch.randperm(len(tokens), generator=torch.Generator().manual_seed(1))
     first, others = shuffled[: said.n], shuffled[said.n : said.n + said.m]
     largest = tokens.shape[1] - 1

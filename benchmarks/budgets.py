@@ -14,12 +14,22 @@ import torch
 
 import semdiag
 from semdiag.capturing.batches import split
+from semdiag.capturing.loading import LoadedModel
 from semdiag.measuring.calls.running import running
 from semdiag.questions.k_sweep.measure.budget_search import greedy
 from semdiag.questions.k_sweep.measure.key_budgets import NeededKeys, Place, rules
 from semdiag.questions.k_sweep.measure.rerun import mean_change, rerun, upper_change
 
 SAMPLES, TOLERANCE, MOST_RUNS = 2000, 0.01, 200
+
+
+def samples_of(loaded: LoadedModel, most: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return tokens and, where they are known, labels: what came with a model, or fresh samples of its task."""
+    if loaded.external:
+        return torch.cat(list(loaded.batches)), None
+    tokens, labels, _ = loaded.default_inputs(samples=most, seed=0)
+    return tokens, labels
+
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
@@ -29,10 +39,7 @@ if __name__ == "__main__":
     said = parser.parse_args()
     torch.set_num_threads(1)
     loaded = semdiag.load(said.model)
-    if loaded.external:
-        tokens, labels = torch.cat(list(loaded.batches)), None
-    else:
-        tokens, labels, _ = loaded.default_inputs(samples=SAMPLES, seed=0)
+    tokens, labels = samples_of(loaded, SAMPLES)
     for order in range(said.orders):
         shuffled = torch.randperm(len(tokens), generator=torch.Generator().manual_seed(order + 1))
         parts = shuffled[: said.n], shuffled[said.n :]

@@ -190,7 +190,7 @@ def engines() -> None:
                 command = [sys.executable, __file__, "choose", "--only", name, "--file", file.name, *options]
                 variables = {key: value for key, value in said.items() if key.isupper()}
                 subprocess.run(command, check=True, env={**os.environ, **variables})
-                sets[engine] = torch.load(file.name)
+                sets[engine] = torch.load(file.name, weights_only=True)
             pairs = list(zip(sets["sdpa"], sets[engine], strict=True))
             changed = sum(int((one != two).any(-1).sum()) for one, two in pairs)
             rows = sum(one[..., 0].numel() for one, _ in pairs)

@@ -262,8 +262,8 @@ def _load_checkpoint(path: str | Path, config: Mapping[str, Any] | None) -> Load
         if isinstance(content, dict) and all(map(torch.is_tensor, content.values())):
             raise InputError(
                 f"{path} holds weights without their model (a state dict). Write a file mymodel.py whose function "
-                f'build() makes the model, calls model.load_state_dict(torch.load("{path}")) and returns it. Then '
-                "name mymodel:build instead of the file."
+                f'build() makes the model, calls model.load_state_dict(torch.load("{path}", weights_only=True)) '
+                "and returns it. Then name mymodel:build instead of the file."
             )
         raise InputError(
             f"{path} is not a semdiag checkpoint (no format entry {FORMAT!r}). "

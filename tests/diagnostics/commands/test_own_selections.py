@@ -160,7 +160,7 @@ def test_a_future_key_is_a_fault(run_semdiag):
 
 @pytest.mark.usefixtures("models")
 def test_a_key_of_padding_is_a_fault(run_semdiag):
-    ids = torch.load("padded.pt")["input_ids"]
+    ids = torch.load("padded.pt", weights_only=True)["input_ids"]
     torch.save({"input_ids": ids, "attention_mask": MASK.flip(1)}, "left.pt")  # which the indexer does not look at
     outcome = run_semdiag("selections", "own_models:good", "--inputs", "left.pt", "--json")
     assert outcome.code == 1

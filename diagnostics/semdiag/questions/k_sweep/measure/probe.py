@@ -329,10 +329,9 @@ def _largest_k(plan: KSweepPlan, keys: int) -> int:
 
 def _measure(subject: Subject, plan: KSweepPlan, prepared: int | None) -> Mapping[str, pd.DataFrame]:
     inputs, labels = subject.first
-    how: dict[str, Any] = {"batch_size": subject.batch_size, "device": subject.device, "dtype": subject.dtype}
-    how |= {"min_keys": prepared or 1, "queries": subject.queries, "seed": subject.seed, "remark": subject.remark}
-    how |= {"after_batch": subject.after_point, "expect": subject.expect}
-    return k_sweep_tables(subject.model, inputs, labels, plan, **how)
+    same = ("batch_size", "device", "dtype", "queries", "seed", "remark", "expect")
+    how = {name: getattr(subject, name) for name in same} | {"min_keys": prepared or 1}
+    return k_sweep_tables(subject.model, inputs, labels, plan, **how, after_batch=subject.after_point)
 
 
 def _provenance(plan: KSweepPlan, samples: int, few: int) -> dict[str, Any]:
