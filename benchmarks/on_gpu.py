@@ -2,18 +2,20 @@
 
     python benchmarks/on_gpu.py steps|statistics|agreement|monitor [--device cuda] [--small]
 
-It has not been run on a GPU yet. Times are wall times between synchronisations, medians; with --small on a CPU
-they say that the code runs and nothing else.
+Times are wall times between synchronisations, medians; with --small on a CPU they say that the code runs and
+nothing else.
 """
 
 import argparse
+import math
 import statistics
 import time
 from collections.abc import Callable
-from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
+from training_step import Products
+from training_step import Step as TextbookStep
 
 import semdiag
 from semdiag_models import Encoder, ModelConfig, Trainer, TrainingConfig
@@ -37,27 +39,29 @@ def synchronise(device: torch.device) -> None:
 
 
 def steps(device: torch.device, small: bool) -> None:
-    """Time of a training step, as it is and compiled (on CUDA: as graphs), an evaluation of 25 samples in it."""
-    print("| batch × length, blocks | attention | step ms | compiled ms |\n|---|---|---|---|")
+    """A step, compiled (on CUDA: as graphs), a textbook's, its matrix products alone; then an evaluation."""
+    print(
+        "| batch × length, blocks | attention | step ms | compiled | textbook | products | ms to evaluate 1,000 |"
+    )
+    print("|---|---|---|---|---|---|---|")
     for length, blocks in ((12, 1),) if small else ((40, 5), (600, 10)):
         for attention in ("full", "topk"):
+            config = ModelConfig(3, 2, length, attention, 5 if attention == "topk" else None, blocks=blocks)
+            batches = 2 if small else 20
             cells = []
             for compiled in (False,) if small else (False, True):
-                config = ModelConfig(3, 2, length, attention, 5 if attention == "topk" else None, blocks=blocks)
-                batches = 2 if small else 40
                 training = TrainingConfig(
                     "even-pairs", length, 4, train_samples=25 * batches, holdout_samples=25, compiled=compiled
                 )
-                times = [time.perf_counter()]
-
-                def after(progress: object, times: list[float] = times) -> None:
-                    synchronise(device)
-                    times.append(time.perf_counter())
-
-                Trainer(config, training, device).run(after)
-                epochs = [b - a for a, b in pairwise(times)]
-                cells.append(f"{1000 * statistics.median(epochs[1:]) / batches:.1f}")
-            print(f"| 25 × {length}, {blocks} | {attention} | {' | '.join([*cells, '–'][:2])} |", flush=True)
+                trainer = Trainer(config, training, device)
+                cells.append(seconds(lambda t=trainer: t._train_epoch(lambda: None), device, 3) / batches)
+            cells += [math.nan] * small
+            with device:  # what they make is there
+                floors = TextbookStep(config), Products(config)
+            cells += [seconds(floor, device, 2 if small else 20) for floor in floors]
+            evaluation = seconds(lambda t=trainer: t.evaluate(t.train_split), device, 2) / (25 * batches)
+            row = " | ".join(f"{1000 * cell:.2f}" for cell in [*cells, 1000 * evaluation])
+            print(f"| 25 × {length}, {blocks} | {attention} | {row} |", flush=True)
 
 
 def row_statistics(device: torch.device, small: bool) -> None:

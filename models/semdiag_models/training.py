@@ -255,10 +255,11 @@ class Trainer:
         if self.stack is not None:
             self.stack.load()
         loss, correct = torch.zeros((), device=self.device), torch.zeros((), device=self.device)
-        # With 5,000 tokens the calls cost little and the caches hold much; 16 million logits fit memory.
+        # With 5,000 tokens the calls cost little and a processor's caches hold much; 16 million logits fit memory.
+        at_once = 5_000 if self.device.type == "cpu" else 200_000
         c, length = self.config, split.tokens.shape[1]
         widest = max(c.width, 3 * c.heads * c.head_width, c.mlp_width)
-        per_batch = max(1, min(5_000 // length, 2**24 // c.classes, _ENTRIES // (length * widest)))
+        per_batch = max(1, min(at_once // length, 2**24 // c.classes, _ENTRIES // (length * widest)))
         parts = torch.split(split.tokens, per_batch), torch.split(split.labels, per_batch)
         for tokens, labels in zip(*parts, strict=True):
             if self.stack is not None:

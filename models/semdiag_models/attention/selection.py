@@ -13,6 +13,7 @@ from semdiag_models.attention.kinds import ATTENTIONS
 from semdiag_models.compiled import kernels_for
 
 _STRIP = 2**20  # scores held at a time
+_LARGER = 2**6  # on an accelerator, which has no cache to fit and launches every operation: 256 MB in float32
 
 
 def select_keys(
@@ -95,7 +96,7 @@ def _heavy_hitters(q: Tensor, keys: Tensor, scale: float, valid: Tensor | None, 
     allowed = None if valid is None else valid.repeat_interleave(heads, 0)[:, None]
     selected = torch.empty(batch * heads, length, k, dtype=torch.int64, device=q.device)
     alone = products.takes(rows[0], of_keys[0])
-    per_strip = 1 if alone else max(1, _STRIP // length**2)
+    per_strip = 1 if alone else max(1, _strip(q.device) // length**2)
     strip = rows.new_empty(0 if alone else min(per_strip, batch * heads), length, length)  # memory for all
     for start in range(0, batch * heads, per_strip):
         s = slice(start, start + per_strip)
@@ -111,6 +112,11 @@ def _heavy_hitters(q: Tensor, keys: Tensor, scale: float, valid: Tensor | None, 
     return selected.view(batch, heads, length, k)
 
 
+def _strip(device: torch.device) -> int:
+    """Scores to hold at a time on a device."""
+    return _STRIP if device.type == "cpu" else _STRIP * _LARGER
+
+
 def _largest(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Values and positions of the k largest scores of each row (..., L, L), by kernels where there are some."""
     kernels = kernels_for("largest_kernels", scores)
@@ -123,7 +129,7 @@ def _most_wanted(priorities: Tensor, valid: Tensor | None, batch: int, k: int) -
     if valid is None:
         return priorities.topk(k, -1).indices.expand(batch, -1, -1, -1)
     parts = []
-    for allowed in torch.split(valid, max(1, _STRIP // priorities.numel())):
+    for allowed in torch.split(valid, max(1, _strip(valid.device) // priorities.numel())):
         best = priorities.masked_fill(~allowed[:, None, None, :], -1).topk(k, -1)
         parts.append(best.indices.masked_fill(best.values < 0, -1))
     return torch.cat(parts)
