@@ -91,6 +91,23 @@ def agreement(device: torch.device, small: bool) -> None:
         print(f"{column}: {(here.queries[column] - there.queries[column]).abs().max():.1e}")
     drawn = [semdiag.measure(encoder, tokens, queries=8, device=name).queries for name in ("cpu", device.type)]
     print(f"the same queries drawn: {drawn[0]['query'].equals(drawn[1]['query'])}")
+    print("After 4 steps in float32, largest difference of a parameter from the CPU's, as it is and compiled:")
+    for attention in ("full", "topk"):
+        k = 5 if attention == "topk" else None
+        config = ModelConfig(3, 2, 40, attention, k, blocks=1 if small else 5, dropout=0.0)
+        ends = []
+        for place, compiled in (("cpu", False), (device.type, False), (device.type, not small)):
+            sizes = {
+                "batch_size": 100,
+                "train_samples": 100,
+                "holdout_samples": 25,
+            }  # in whatever order they are drawn
+            training = TrainingConfig("even-pairs", 40, 4, compiled=compiled, **sizes)
+            trainer = Trainer(config, training, torch.device(place))
+            trainer.run(lambda progress: None)
+            ends.append(torch.cat([p.detach().flatten().cpu() for p in trainer.encoder.parameters()]))
+        away = [f"{(end - ends[0]).abs().max():.1e}" for end in ends[1:]]
+        print(f"{attention}: {', '.join(away)} (largest parameter {ends[0].abs().max():.2f})")
 
 
 def monitor(device: torch.device, small: bool) -> None:

@@ -36,7 +36,7 @@ piece() {  # name, command …
     fi
 }
 
-tests=(-q -n 12 -W default)  # other releases of what semdiag stands on warn of other things
+tests=(-v -n 14 --tb=short -W default)  # other releases of what semdiag stands on warn of other things
 [ $device = cpu ] && tests=(-q -n 0 tests/models/test_device.py)
 piece tests "$python" -m pytest "${tests[@]}"
 for name in agreement steps statistics monitor; do
@@ -46,6 +46,7 @@ for attention in full topk; do  # both at once: neither fills a GPU
     run="$folder/listops-$attention"
     train=(train listops --attention $attention --device $device --quiet --out "$run")
     [ $attention = topk ] && train+=(--k 5)
+    [ $device = cuda ] && train+=(--compile)
     [ -e "$run/last.pt" ] && train+=(--resume)
     [ $device = cpu ] && train+=(--epochs 1 --train-samples 25 --holdout-samples 25 --blocks 1)
     piece "listops-$attention" "$python" -m semdiag "${train[@]}" &

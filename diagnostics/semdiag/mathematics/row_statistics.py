@@ -12,6 +12,7 @@ from semdiag.mathematics.score_strips import Scores, rows_of
 from semdiag.mathematics.strip_statistics import finished, nan_where, strip_statistics
 
 _STRIP = 2**21  # scores held at a time: fewer leave the work of each strip uncovered
+_LARGER = 8  # strips on an accelerator, where starting an operation takes as long as a million scores
 _MANY = 2**21  # scores of a call from which on compiled kernels pay, which take half a second to start, once
 _LONG = 128  # ... of a row
 
@@ -177,10 +178,11 @@ def row_statistics(
     first_query: int = 0,
     places: Tensor | None = None,
 ) -> RowStatistics:
-    """Statistics of the scores z of every query, in one pass and in strips of about two million scores.
+    """Statistics of the scores z of every query, in one pass and in strips of two million scores.
 
     z_ij = scale · q_i · k_j; z_ij ← softcap · tanh(z_ij / softcap); z_ij ← z_ij + bias_ij.
-    Nothing of size Lq × Lk is ever held. Half precision is scored in float32, also under autocast; no gradient
+    Nothing of size Lq × Lk is ever held; an accelerator's strips are eight times as large.
+    Half precision is scored in float32, also under autocast; no gradient
     is recorded. Ties among the largest scores are broken in favour of the lower key position, in every strip
     and for every k.
 
@@ -235,7 +237,7 @@ def row_statistics(
             with torch.inference_mode(False):
                 rows = kernels.empty_rows((batch, heads, length), top)
         scores = Scores(q, k.contiguous(), scale, allowed, bias, softcap, causal, first_query, queries, places)
-        for strip in scores.strips(_STRIP):
+        for strip in scores.strips(_STRIP if q.device.type == "cpu" else _STRIP * _LARGER):
             b, h, r, seen = strip.samples, strip.heads, strip.queries, strip.scores.shape[3]
             if kernels is not None and kernels.read_strip(strip, rows):
                 load[b, h, :seen] += strip.load()

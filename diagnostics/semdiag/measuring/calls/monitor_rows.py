@@ -40,7 +40,13 @@ def sampled_rows(
     batch, _, length, _ = call.q.shape
     b = torch.randperm(batch, generator=generator)[:_SAMPLES].sort().values.to(call.q.device)
     r = torch.randperm(length, generator=generator)[:queries].sort().values.to(call.q.device)
-    return counted_rows(call.part(b, r), top=most)
+    # On the CPU: a few rows take a thousand small operations, and an accelerator takes longer to start each.
+    return counted_rows(_on_cpu(call.part(b, r)), top=most)
+
+
+def _on_cpu(call: AttentionCall) -> AttentionCall:
+    tensors = {name: value.cpu() for name, value in vars(call).items() if isinstance(value, torch.Tensor)}
+    return replace(call, **tensors)
 
 
 def describe(rows: CountedRows, k: Sequence[int]) -> dict[str, float | int]:
