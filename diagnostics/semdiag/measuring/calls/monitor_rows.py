@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -45,8 +46,8 @@ def sampled_rows(
 
 
 def _on_cpu(call: AttentionCall) -> AttentionCall:
-    tensors = {name: value.cpu() for name, value in vars(call).items() if isinstance(value, torch.Tensor)}
-    return replace(call, **tensors)
+    moved: dict[str, Any] = {n: value.cpu() for n, value in vars(call).items() if isinstance(value, torch.Tensor)}
+    return replace(call, **moved)
 
 
 def describe(rows: CountedRows, k: Sequence[int]) -> dict[str, float | int]:
