@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+import pandas as pd
 import pytest
 
 from semdiag_models.sweeps.grid import read_sweep
@@ -110,3 +111,12 @@ def test_held_out_accuracies_differ_by_what_is_said():
         gaps += [100 * abs(a - b) for a, b in pairs]
     assert len(gaps) >= 5
     assert max(gaps) <= said + 0.05
+
+
+def test_listops_has_come_as_far_as_is_said():
+    measured = row("On ListOps")[1]
+    for attention, label, epochs, reached in (("full", "full", 61, 25), ("topk", "top-5", 28, 2)):
+        accuracy = pd.read_csv(ROOT / "experiments" / "listops" / attention / "history.csv")["train_accuracy"]
+        assert (len(accuracy), 1 + int((accuracy >= 0.25).argmax())) == (epochs, reached)
+        assert f"{epochs} ({label})" in measured
+        assert f"epoch {reached}" in measured

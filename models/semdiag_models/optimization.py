@@ -111,6 +111,6 @@ def product_precision(precision: str) -> Iterator[None]:
 def compile_steps(encoder: nn.Module, device: torch.device) -> Callable[..., Tensor]:
     """Return the encoder's forward pass through :func:`torch.compile`, which compiles the backward pass, too.
 
-    On CUDA the steps are recorded as CUDA graphs (``mode="reduce-overhead"``); that has not run on a GPU yet.
+    On CUDA the steps are recorded as CUDA graphs (``mode="reduce-overhead"``).
     """
     return torch.compile(encoder, mode="reduce-overhead" if device.type == "cuda" else None)
