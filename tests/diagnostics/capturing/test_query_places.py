@@ -1,5 +1,6 @@
 """Which tokens queries are, where keys hold more than the tokens' own, or an indexer hides a query's own key."""
 
+import inspect
 import warnings
 
 import pytest
@@ -45,9 +46,10 @@ def tokens():
 def captured(model, *, cuts=(), **options):
     """The capture of tokens given at once, or in parts that end at some cuts and go through a cache."""
     cache = transformers.DynamicCache(config=model.config) if cuts else None
+    name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
     with torch.no_grad(), semdiag.capture(model, k=2) as calls:
         for start, end in zip((0, *cuts), (*cuts, LENGTH), strict=True):
-            model(tokens()[:, start:end], cache=cache, use_cache=bool(cuts), **options)
+            model(tokens()[:, start:end], **{name: cache}, use_cache=bool(cuts), **options)
     return calls
 
 

@@ -368,7 +368,7 @@ def test_secants_of_attention_that_the_noise_does_not_reach_are_named_and_left_o
 
     pixels = torch.randn(5, 6, WIDTH, generator=torch.Generator().manual_seed(0))
     model = semdiag.LoadedModel("own:two", "", Two(), "factory", "unknown", batches=[{"pixels": pixels, **batch}])
-    found = survey([model], Conditions(plans=(SecantsPlan(),)))
+    found = survey([model], Conditions(plans=(SecantsPlan(),), device="cpu"))
     alone = external_secants(unnamed(decoder), [batch])
     assert set(found.queries["layer"]) == {0, 1, 2}
     assert (found.secants["layer"] - 1).tolist() == alone["layer"].tolist()
@@ -442,7 +442,7 @@ def test_a_generator_is_checked_as_it_comes(decoder):
 
 def test_a_survey_takes_the_first_samples_of_inputs_without_an_end(decoder):
     loaded = replace(unnamed(decoder), batches=Unheld())
-    found = survey([loaded], Conditions(samples=10))
+    found = survey([loaded], Conditions(samples=10, device="cpu"))
     assert int(found.models["samples"].iloc[0]) == 10
     assert found.models["inputs"].iloc[0] == "came with the model, the first 10 samples"
 

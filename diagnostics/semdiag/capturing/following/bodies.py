@@ -1,6 +1,7 @@
 """Higher-order operators (torch.cond, while_loop, scan, map, …), which run functions below all modes."""
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -51,7 +52,7 @@ def run_as_written(
         from torch._higher_order_ops.scan import generic_scan
 
         def scan(combine: Any, init: Any, xs: Any, additional_inputs: Any) -> Any:
-            body = combine if ASKS else _first_unseen(combine)
+            body = _first_unseen(combine) if _runs_once_more() else combine
             return generic_scan(body, init, xs, additional_inputs=additional_inputs)  # type: ignore[no-untyped-call]
 
         kernel = scan
@@ -98,8 +99,24 @@ def under(arguments: Any, modes: Sequence[TorchDispatchMode]) -> Any:
     return tree_map(lambda x: _under(x, modes) if _is_body(x) else x, arguments)
 
 
+@cache
+def _runs_once_more() -> bool:
+    """Whether this torch's scan runs its body once more than it has steps, to learn the shapes of its results."""
+    from torch._higher_order_ops.scan import generic_scan
+
+    runs = []
+
+    def body(carry: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        runs.append(x)
+        return carry, carry + x
+
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        generic_scan(body, [torch.zeros(1)], [torch.zeros(1, 1)])  # type: ignore[no-untyped-call]
+    return len(runs) > 1
+
+
 def _first_unseen(body: Callable[..., Any]) -> Callable[..., Any]:
-    """A body whose first run is seen by no mode: before torch 2.9 it is run once more, to learn the shapes."""
+    """A body whose first run is seen by no mode."""
     runs = 0
 
     def run(*args: Any) -> Any:

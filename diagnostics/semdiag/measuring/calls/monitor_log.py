@@ -175,7 +175,7 @@ def _read(path: Path, columns: list[str]) -> pd.DataFrame:
                 table = from_csv_table(pd.read_csv(BytesIO(content[: len(content) - torn])))
         else:
             table = read_parquet(path)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, OverflowError) as error:  # pandas 3.0 reads no whole number of 400 digits
         raise InputError(f"{path} cannot be continued ({str(error).splitlines()[0]}). Name a new file.") from None
     if list(table) != columns:
         raise InputError(

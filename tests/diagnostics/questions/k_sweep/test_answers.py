@@ -199,7 +199,7 @@ def test_outputs_that_stay_infinite_are_left_out_of_their_change():
 def test_of_a_change_that_is_no_finite_number_nobody_can_tell(spoilt):
     plan = KSweepPlan(LENGTH - 1, rerun=True, ks=(1, 2))
     model = loaded(never(columns=WORDS + 1, spoilt=spoilt), batches=[no_zeros()])
-    found = Findings(survey([model], Conditions(plans=(plan,), dtype="float64")))
+    found = Findings(survey([model], Conditions(plans=(plan,), dtype="float64", device="cpu")))
     assert sparse_verdict(found, "own:model").reason == "not_finite"
     table = change_table(found)
     assert table[table["mask"] == "topk"]["change"].tolist() == [math.inf] * 2

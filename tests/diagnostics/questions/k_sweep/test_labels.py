@@ -118,8 +118,9 @@ def test_the_loss_without_a_mask_is_transformers_own(made):
     found = swept(f"hf:{folder}", inputs)
     row = change_table(Findings(found)).iloc[0]
     assert row["measure"] == "loss"
-    # Both are means of at most a few hundred terms in float64, but of causal models the library's are in float32.
-    rounding = 1e-6 if named.endswith("CausalLM") else 1e-10
+    # Both are means of at most a few hundred terms in float64; but the library works out the loss of causal models,
+    # and the variances of T5's norms, in float32, which a GPU rounds otherwise.
+    rounding = 1e-6 if named.endswith("CausalLM") or named.startswith("T5") else 1e-10
     assert row["before"] == pytest.approx(float(output.loss), rel=rounding)
     assert 0 <= row["accuracy"] <= 1
     expected = int((batch["labels"] != -100).sum()) - (SAMPLES if named == "LlamaForCausalLM" else 0)
@@ -175,6 +176,11 @@ def test_what_names_no_model_of_the_library_is_loaded_as_a_body(named, tmp_path)
     content = json.loads((folder / "config.json").read_text())
     content["architectures"] = named
     (folder / "config.json").write_text(json.dumps(content))
+    huggingface_hub = pytest.importorskip("huggingface_hub")
+    try:
+        transformers.AutoConfig.from_pretrained(folder)
+    except huggingface_hub.errors.StrictDataclassError:
+        pytest.skip("this transformers refuses such a configuration")
     assert type(semdiag.load(f"hf:{folder}").module).__name__ == "BertModel"
 
 

@@ -144,7 +144,7 @@ class Padded(Causal):
         real = (hidden_from_us if attention_mask is None else attention_mask).bool()
         x = self.tokens(ids) + self.places.weight[: ids.shape[1]]
         q, k, v = (3 * part for part in self.qkv(x)[:, None].chunk(3, -1))
-        seen = real[:, None, None] | torch.eye(ids.shape[1], dtype=torch.bool)
+        seen = real[:, None, None] | torch.eye(ids.shape[1], dtype=torch.bool, device=ids.device)
         seen = seen.tril() if self.causal else seen
         mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=seen.expand(-1, -1, ids.shape[1], -1))
         said = self.head(x + mixed[:, 0])
