@@ -118,8 +118,8 @@ def test_the_loss_without_a_mask_is_transformers_own(made):
     found = swept(f"hf:{folder}", inputs)
     row = change_table(Findings(found)).iloc[0]
     assert row["measure"] == "loss"
-    # Both are means of at most a few hundred terms in float64; but the library works out the loss of causal models,
-    # and the variances of T5's norms, in float32, which a GPU rounds otherwise.
+    # Both are means of at most a few hundred terms in float64; but the library works out the loss of causal
+    # models, and the variances of T5's norms, in float32, which a GPU rounds otherwise.
     rounding = 1e-6 if named.endswith("CausalLM") or named.startswith("T5") else 1e-10
     assert row["before"] == pytest.approx(float(output.loss), rel=rounding)
     assert 0 <= row["accuracy"] <= 1
