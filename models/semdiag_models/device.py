@@ -8,6 +8,8 @@ import torch
 from semdiag_models.errors import InputError, unknown_name
 from semdiag_models.reading import LARGEST_JSON, read_bytes
 
+BEST = "cuda", "mps", "cpu"  # of which auto takes the first that is there
+
 
 def find_device(name: str) -> torch.device:
     """The device a user asked for.
@@ -27,10 +29,10 @@ def find_device(name: str) -> torch.device:
         device(type='cpu')
     """
     there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
-    if name == "auto":
-        return torch.device(next(device for device, present in there.items() if present))
     if torch.accelerator.is_available() and (other := torch.accelerator.current_accelerator()):
         there.setdefault(other.type, True)
+    if name == "auto":
+        return torch.device(next(device for device in BEST if there.get(device)))
     if name not in there:
         raise unknown_name("device", name, ["auto", *there])
     if not there[name]:
