@@ -103,7 +103,7 @@ def _rounding(call: AttentionCall, rows: _Rows, mixed: Tensor) -> Tensor:
     error = 5 * products + (4 if call.softcap is not None else 2) * scores + scores + below
     if rows.bias is not None:
         error = error + 2 * rows.bias.abs()
-    error = unit * error + _DEVIATIONS * math.sqrt(call.q.shape[-1]) * sums * products
+    error = unit * error + _DEVIATIONS * sums * _of_sums(call.q.shape[-1], products, scores)
     error = error.masked_fill(weights == 0, 0)
     mean = (weights * error).sum(-1, keepdim=True).clamp(max=50).exp()
     moved = weights * torch.expm1(error.clamp(max=50))
@@ -117,10 +117,15 @@ def _rounding(call: AttentionCall, rows: _Rows, mixed: Tensor) -> Tensor:
             away
             + 4 * unit * mass
             + unit * mixed[row].abs()
-            + _DEVIATIONS * math.sqrt(keys) * sums * squares
+            + _DEVIATIONS * sums * _of_sums(keys, squares, mixed[row].abs())
             + subnormal * (values.abs().sum(0) + 1)
         )
     return torch.stack(bound)
+
+
+def _of_sums(terms: int, squares: Tensor, total: Tensor) -> Tensor:
+    """√Σ_i S_i² of the partial sums S_i of n terms in an order of chance: a share i/n of the total, and a walk."""
+    return math.sqrt(terms) * (squares + total / math.sqrt(3))
 
 
 def _coarsest(call: AttentionCall) -> torch.dtype:

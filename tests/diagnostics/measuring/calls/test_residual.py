@@ -87,6 +87,17 @@ def test_a_whole_capture_is_within_rounding(way, dtype, scale):
     assert found in ({Completeness.COMPLETE, Completeness.BLIND} if coarse else {Completeness.COMPLETE}), numbers
 
 
+@pytest.mark.parametrize("length", [256, 1024, 4096])
+def test_values_of_one_sign_are_summed_within_rounding(length):
+    """Partial sums grow to the whole: taken for sums of random signs, such attention was called incomplete."""
+    torch.manual_seed(0)
+    q, k = 0.1 * torch.randn(2, 1, 2, length, 8)
+    v = 1 + 0.01 * torch.randn(1, 2, length, 8)
+    mixed = F.scaled_dot_product_attention(q, k, v, scale=1.0)
+    found, numbers = answer(AttentionCall("attention", 0, q, k, v, 1.0, None, None, None, mixed))
+    assert found == Completeness.COMPLETE, numbers
+
+
 @pytest.mark.parametrize("part", ["head", "mask", "bias", "sink"])
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("dtype", DTYPES)
