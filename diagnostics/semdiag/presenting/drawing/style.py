@@ -304,8 +304,8 @@ def number_layers(ax: Axes, layers: Sequence[int], places: Sequence[float] | Non
 def plain_numbers(axis: Axis) -> None:
     """Label a logarithmic axis 0.1, 1, 10 instead of with powers of ten.
 
-    Where only one of them or none is in view, 0.2 and 0.5 are labelled, too; where less than a factor of three is
-    in view, every tick.
+    Where at most two of them are in view, 0.2 and 0.5 are labelled, too; where less than a factor of three is in
+    view, every tick.
 
     Args:
         axis: of a panel.
@@ -315,7 +315,7 @@ def plain_numbers(axis: Axis) -> None:
         low, high = np.log10(np.clip(sorted(axis.get_view_interval()), 1e-300, None))
         if high - low < np.log10(3):
             return f"{value:g}"
-        labelled = np.floor(high) - np.ceil(low) >= 1 or f"{value:e}"[0] not in "25"
+        labelled = np.floor(high) - np.ceil(low) >= 2 or f"{value:e}"[0] not in "25"
         return "" if labelled else f"{value:g}"
 
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
