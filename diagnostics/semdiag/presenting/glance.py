@@ -62,6 +62,13 @@ def drawn_word(findings: Findings) -> str:
     return " drawn" if drawn(findings) else ""
 
 
+def top_words(findings: Findings) -> str:
+    """Return ``top-5`` where all models that keep their largest scores keep as many of them, else ``top-k``."""
+    models = findings.measurements.models
+    ks = models[models["attention"] == "topk"]["k"].dropna().unique()
+    return f"top-{int(ks[0])}" if len(ks) == 1 else "top-k"
+
+
 def count_of(some: int, every: int, thing: str) -> str:
     """Return a count with its denominator, like ``3 of 4 pairs``."""
     return f"{some:,} of {every:,} {thing}{'s' * (every != 1)}"

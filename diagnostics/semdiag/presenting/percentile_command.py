@@ -49,9 +49,9 @@ def _print(metric: str, summary: "Callable[[Findings], Summary]", every: bool, f
         of = f", {SAMPLED}" if result["model"] in drawn(findings) else ""
         for part in ("separation", "load") if metric == "separation" else ("dispersion",):
             within = result.get("within_model", [])
-            if part == "separation" and not within and result["all"]["separation"]["p50"] is None:
+            if metric == "separation" and not within and result["all"]["separation"]["p50"] is None:
                 console.print(f"\n{title(result)}: {_NOTHING_DROPPED}", soft_wrap=True)
-                continue
+                break
             more = ["≤ 0"] * (part == "separation") + ["recall", "no key"] * ("recall" in result["all"])
             heads = ["layer", "head", *_SHOWN, *more]
             table = number_table(heads, title=f"{title(result)}: {_TITLES[part]}{of}", least=_LEAST, kept=more)
@@ -138,5 +138,7 @@ def extremes(result: dict[str, Any], part: str) -> str:
     known = _by_median(result["layers"], part)
     if not known:
         return "No head has a finite median."
+    if len({_median(row, part) for row in known}) == 1:
+        return f"The median is {_median(known[0], part):.3g} in every head."
     ends = [f"head {r['head']} of layer {r['layer']} ({_median(r, part):.3g})" for r in (known[-1], known[0])]
     return f"The median is largest in {ends[0]} and smallest in {ends[1]}."

@@ -1,6 +1,6 @@
 """The page of a report: the template filled with numbers and words."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from typing import Any, TypedDict
 
@@ -81,6 +81,7 @@ def render_page(
         tiles=[tile for tile in tiles if not tile[1]["claim"]],
         claims=[tile for tile in tiles if tile[1]["claim"]],
         about=_about(whole),
+        made_with=_settings({name: value for name, value in whole["provenance"].items() if name != "command"}),
         lead=_lead(whole),
         eyebrow=_eyebrow(parts),
         best=best,
@@ -131,6 +132,19 @@ def _about(whole: dict[str, Any]) -> str:
     version = provenance.get("semdiag")
     said = (model, samples + of, provenance.get("date"), version and f"semdiag {version}")
     return " · ".join(part for part in said if part)
+
+
+def _settings(named: Mapping[str, Any]) -> str:
+    """Return settings in words, like ``seed 0, noise 0.01, mask noise (levels 0.01, draws 3)``."""
+
+    def said(value: Any) -> str:
+        if isinstance(value, Mapping):
+            return f"({_settings(value)})"
+        if isinstance(value, list | tuple):
+            return " ".join(map(said, value))
+        return {True: "yes", False: "no"}[value] if isinstance(value, bool) else f"{value}"
+
+    return ", ".join(f"{name.replace('_', ' ')} {said(value)}" for name, value in named.items())
 
 
 def _shown(value: Any) -> Any:

@@ -243,5 +243,5 @@ def test_of_many_heads_the_furthest_out_are_shown_and_all_with_all(run_semdiag, 
 
 def test_separation_of_a_model_that_keeps_every_key_asks_for_a_k(run_semdiag, here, tiny_runs):
     shown = " ".join(run_semdiag("separation", tiny_runs.full, *FEW).out.split())
-    assert "every query keeps every key, so no key is separated from others. Add --k 8" in shown
-    assert "key load (queries)" in shown
+    assert "every query keeps every key, so no key is separated from others. Add" in shown
+    assert "key load (queries)" not in shown

@@ -264,7 +264,7 @@ def test_snapshots_of_one_run_are_one_curve(model):
 def test_counterfactual_is_labelled_within_the_model(four, model):
     figure = registry.figures()["dispersion_counterfactual"](Findings(four))
     assert title(shown(figure)[0]) == "even-pairs"
-    assert "Within each full model" in words(figure)
+    assert "Within each model" in words(figure)
     assert legend(figure) == ["δₛ, all keys", "δₕ(3), largest scores only"]
     several = model("full", within=(1, 2, 3))
     assert len(legend(registry.figures()["dispersion_counterfactual"](Findings(several)))) == 4

@@ -205,7 +205,7 @@ def test_the_headline_of_pairs_names_the_initialisation(pair, before, said):
 def test_ties_are_nobodys_and_said(pair):
     glance = learning_glance(Findings(history(pair, [0.96, 1.0], [0.97, 1.0])))
     assert glance.words.startswith(
-        "in which the top-k model reached 95% training accuracy in fewer epochs; in 1 both needed"
+        "in which the top-3 model reached 95% training accuracy in fewer epochs; in 1 both needed"
     )
     behind = learning_glance(Findings(history(pair, [0.96, 1.0], [0.5, 1.0])))
     assert "in fewer epochs; in 1 full attention did; 1 seed of" in behind.words
@@ -243,10 +243,10 @@ def test_masks_that_a_model_has_and_those_it_would_have_are_told_apart(tiny_runs
     both = masks_glance(Findings(of_both.replace(masks=of_both.masks.assign(exact=exact.astype("float32")))))
     assert (both.answer, both.number) == (Answer.MEASURED, "25%")
     assert both.words.startswith(
-        "of the masks of 1 model stay the same under noise of 0.01; 50% of those that top-3 would choose in "
+        "of the masks of 1 model stay the same under noise of 1%; 50% of those that top-3 would choose in "
         "1 model without a mask; 0 of "
     )
     alone = masks_glance(Findings(of_full))
     assert alone.words.startswith(
-        "of the masks that top-3 would choose in 1 model stay the same under noise of 0.01; "
+        "of the masks that top-3 would choose in 1 model stay the same under noise of 1%; "
     )

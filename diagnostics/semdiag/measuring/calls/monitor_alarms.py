@@ -256,7 +256,7 @@ def extremes_of(heads: pd.DataFrame) -> list[str]:
     if not rows:
         return ["no rows"]
     steps = sorted({row["step"] for row in rows})
-    lines = [f"{len(steps)} looks, steps {steps[0]} to {steps[-1]}"]
+    lines = [f"{len(steps)} look{'s' * (len(steps) != 1)}, steps {steps[0]} to {steps[-1]}"]
     for name in LIMITS:
         known = sorted((row for row in rows if not math.isnan(row[name])), key=lambda row: float(row[name]))
         if known:

@@ -8,15 +8,23 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 
 from semdiag.presenting.drawing.panels import NothingToDrawError
-from semdiag.presenting.drawing.style import AttentionStyle, lightened, page_width, plain_numbers
+from semdiag.presenting.drawing.style import AttentionStyle, lightened, number_layers, panel_inches, plain_numbers
 
 # (lower percentile, upper percentile, share of the full width, share of white), drawn from the outside in.
 _BOXES = (("p1", "p99", 0.25, 0.75), ("p5", "p95", 0.5, 0.55), ("p10", "p90", 0.75, 0.3), ("p25", "p75", 1.0, 0.0))
+_DISTINCT = 0.06  # inches of a box; of a narrower one colour alone tells the parts
 READING = "boxes from the inside out: 25–75, 10–90, 5–95, 1–99% of the queries; white line: median"
 
 
 def draw_letter_values(
-    ax: Axes, x: float, width: float, table: Mapping[Hashable, float], style: AttentionStyle, extreme: str = "p100"
+    ax: Axes,
+    x: float,
+    width: float,
+    table: Mapping[Hashable, float],
+    style: AttentionStyle,
+    extreme: str = "p100",
+    *,
+    narrow: bool = False,
 ) -> None:
     """Draw the percentiles of one set of queries as nested boxes, its median and one extreme.
 
@@ -29,6 +37,7 @@ def draw_letter_values(
         table: ``p1`` … ``p99``, ``p50`` and ``extreme``; nothing is drawn if they are NaN.
         style: of the attention kind.
         extreme: the percentile marked as a point.
+        narrow: whether all boxes are as wide as the innermost.
     """
     if not np.isfinite(table["p50"]):
         return
@@ -39,7 +48,8 @@ def draw_letter_values(
         if logarithmic:
             bottom, top = max(bottom, floor), max(top, floor)
         if top > bottom or not logarithmic:
-            box = Rectangle((x - width * share / 2, bottom), width * share, top - bottom)
+            broad = width if narrow else width * share
+            box = Rectangle((x - broad / 2, bottom), broad, top - bottom)
             box.set(facecolor=lightened(style.color, white), edgecolor="white", linewidth=0.3)
             ax.add_patch(box)
     if table["p50"] > floor:
@@ -47,7 +57,10 @@ def draw_letter_values(
             [x - width / 2, x + width / 2], [table["p50"]] * 2, color="white", linewidth=1.4, solid_capstyle="butt"
         )
     if table[extreme] > floor:
-        ax.plot(x, table[extreme], marker=style.marker, color=style.color, markersize=3.2, linestyle="none")
+        ax.plot(
+            x, table[extreme], marker=style.marker, color=style.color, markersize=3.0 if narrow else 4.2,
+            markeredgecolor="white", markeredgewidth=0.5, linestyle="none", zorder=4,
+        )  # fmt: skip
 
 
 def layer_boxes(
@@ -63,17 +76,17 @@ def layer_boxes(
     Returns:
         Where each box stands, with its row and style.
     """
+    layers = sorted({int(layer) for _, _, table in boxes for layer in table["layer"]})
     width, drawn = 0.84 / max(len(boxes), 1), []
+    narrow = width * panel_inches(ax) / max(len(layers), 1) < _DISTINCT
     for place, (label, style, table) in enumerate(boxes):
         ax.plot([], [], marker=style.marker, color=style.color, linestyle="none", markersize=6, label=label)
         for row in table.to_dict("records"):
             x = row["layer"] + (place - (len(boxes) - 1) / 2) * width
-            draw_letter_values(ax, x, 0.85 * width, row, style, extreme)
+            draw_letter_values(ax, x, 0.85 * width, row, style, extreme, narrow=narrow)
             drawn.append((x, row, style))
-    layers = sorted({int(layer) for _, _, table in boxes for layer in table["layer"]})
-    ax.set_xticks(layers[:: -(-len(layers) // (10 if page_width() < 5 else 30))])
+    number_layers(ax, layers)
     ax.set_xlim(min(layers, default=0) - 0.6, max(layers, default=0) + 0.6)
-    ax.set_xlabel("layer")
     return drawn
 
 

@@ -30,6 +30,7 @@ _BLUE, _ORANGE, _GREEN, _RED, _PINK, _BROWN, _ROSE, _GREY, _YELLOW, _SKY = _COLO
 INK, FAINT = "#222222", "#6b6b6b"
 _SMALL = 8.0
 _LETTERS_PER_INCH = 17.5  # of 7-point text
+_LAYER_INCHES = 0.3  # for a number of two digits and room beside it
 
 PAPER: dict[Any, Any] = {
     "font.family": "DejaVu Sans",  # comes with matplotlib: the same glyphs on every machine
@@ -173,6 +174,13 @@ def page_width() -> float:
     return 4.2 if _STACKED.get() else 10.0
 
 
+def panel_inches(ax: Axes) -> float:
+    """Return about how broad a panel is, without what stands beside it."""
+    place = ax.get_subplotspec()
+    columns = 1 if place is None else place.get_gridspec().ncols
+    return page_width() / columns - (1.0 if _STACKED.get() else 0.55)
+
+
 def wrapped(ax: Axes, text: str, size: float = 9.0) -> str:
     """Return a text broken into lines that fit a panel.
 
@@ -181,10 +189,7 @@ def wrapped(ax: Axes, text: str, size: float = 9.0) -> str:
         text: one or several lines.
         size: of the letters in points.
     """
-    place = ax.get_subplotspec()
-    columns = 1 if place is None else place.get_gridspec().ncols
-    inches = page_width() / columns - (1.0 if _STACKED.get() else 0.55)  # beside the panel
-    letters = max(12, int(_LETTERS_PER_INCH * 7.0 / size * inches))
+    letters = max(12, int(_LETTERS_PER_INCH * 7.0 / size * panel_inches(ax)))
     return "\n".join(piece for line in text.splitlines() for piece in textwrap.wrap(line, letters))
 
 
@@ -282,11 +287,25 @@ def title_with_facts(ax: Axes, title: str, facts: Sequence[str]) -> None:
     ax.text(0.0, 1.01, lines, transform=ax.transAxes, fontsize=7, linespacing=1.2, va="bottom")
 
 
+def number_layers(ax: Axes, layers: Sequence[int], places: Sequence[float] | None = None) -> None:
+    """Label the layers on the axis of abscissae, as many of them as have room.
+
+    Args:
+        ax: the panel.
+        layers: in order.
+        places: where each stands; None: at its number.
+    """
+    step = max(1, math.ceil(len(layers) * _LAYER_INCHES / panel_inches(ax)))
+    ticks = layers if places is None else places
+    ax.set_xticks(ticks[::step], [str(int(layer)) for layer in layers[::step]])
+    ax.set_xlabel("layer")
+
+
 def plain_numbers(axis: Axis) -> None:
     """Label a logarithmic axis 0.1, 1, 10 instead of with powers of ten.
 
-    Where only one of them or none is in view, 0.2 and 0.5 are labelled, too; where less than a factor of three is
-    in view, every tick.
+    Where at most two of them are in view, 0.2 and 0.5 are labelled, too; where less than a factor of three is in
+    view, every tick.
 
     Args:
         axis: of a panel.
@@ -296,7 +315,7 @@ def plain_numbers(axis: Axis) -> None:
         low, high = np.log10(np.clip(sorted(axis.get_view_interval()), 1e-300, None))
         if high - low < np.log10(3):
             return f"{value:g}"
-        labelled = np.floor(high) - np.ceil(low) >= 1 or f"{value:e}"[0] not in "25"
+        labelled = np.floor(high) - np.ceil(low) >= 2 or f"{value:e}"[0] not in "25"
         return "" if labelled else f"{value:g}"
 
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))

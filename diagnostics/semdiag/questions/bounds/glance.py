@@ -4,7 +4,7 @@ from semdiag.capturing.attention_kinds import FIXED_MASKS
 from semdiag.measuring.findings.finding import Verdict
 from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.findings.pairing import compared_pairs
-from semdiag.presenting.glance import Answer, Glance
+from semdiag.presenting.glance import Answer, Glance, top_words
 from semdiag.questions.bounds.answer.corollary import CLAIMS, JUDGED_PERCENTILES
 from semdiag.questions.bounds.answer.summary import bounds_findings
 
@@ -27,6 +27,7 @@ def bounds_glance(findings: Findings) -> Glance:
     met = sum(f.verdict is Verdict.HOLDS for f in stated)
     return Glance(
         Answer.HOLDS if met == len(stated) else Answer.DOES_NOT, f"{met:,} of {len(stated):,} cases",
-        "in which the top-k mask has the better guarantee by Corollary 1 as printed (p75 to p95, W and X)",
+        f"in which the {top_words(findings)} mask has the better guarantee by Corollary 1 as printed (p75 to "
+        "p95, W and X)",
         claim=True,
     )  # fmt: skip

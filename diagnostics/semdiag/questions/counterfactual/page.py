@@ -29,7 +29,7 @@ _HEADINGS = (
                 dispersion_counterfactual,
                 "Within full-attention models: dispersion over all keys beside the dispersion over the k largest "
                 "scores of the same rows, per layer: {shown}.",
-                "Within one and the same full model: the spread of all its scores beside the spread of its k "
+                "Within one and the same model: the spread of all its scores beside the spread of its k "
                 "largest only. It shows what a top-k mask would leave of this model's dispersion without training "
                 "it anew; it does not compare trained models.",
             ),
@@ -38,24 +38,20 @@ _HEADINGS = (
                 "Within full-attention models: share of the attention weight on the k largest scores, per layer: "
                 "{shown}.",
                 "How much of the attention a top-k mask would keep. Layers whose boxes touch 1 already attend to "
-                "k "
-                "keys and would hardly notice the mask; where the boxes are low, the mask would throw away what "
-                "the "
-                "model uses.",
+                "k keys and would hardly notice the mask; where the boxes are low, the mask would throw away what "
+                "the model uses.",
             ),
             Shown(
                 separation_counterfactual,
                 "Within full-attention models: gap in nats between the k-th and the next largest score, per "
-                "layer, "
-                "logarithmic axis: {shown}.",
+                "layer, logarithmic axis: {shown}.",
                 "The gap between the last score that a top-k mask would keep and the first it would drop. Small "
                 "gaps mean that a small change of the input would swap keys in and out of the mask.",
             ),
             Shown(
                 key_load_counterfactual,
                 "Within full-attention models: share of keys that at least x queries would keep, logarithmic "
-                "axis: "
-                "{shown}.",
+                "axis: {shown}.",
                 "Which keys a top-k mask would rely on: a curve that falls near k spreads the queries evenly, a "
                 "long tail means sinks that nearly every query would keep.",
             ),

@@ -10,7 +10,7 @@ from semdiag.measuring.findings.estimates import in_part
 from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.findings.number_words import ratio_words
 from semdiag.presenting.drawing.reference_ranges import reference_words
-from semdiag.presenting.glance import Answer, Glance, count_of, drawn_word, models_words, span_words
+from semdiag.presenting.glance import Answer, Glance, count_of, drawn_word, models_words, span_words, top_words
 from semdiag.questions.dispersion.answer.comparisons import PairComparison, pair_comparisons
 
 
@@ -31,7 +31,8 @@ def dispersion_glance(findings: Findings) -> Glance:
         passed = sum(pair.gate.passed for pair in known)
         answer = Answer.HOLDS if passed == len(known) else Answer.DOES_NOT
         number = count_of(passed, len(known), "pair")
-        words = "in which the top-k model has the smaller dispersion δ at the 50th, 75th, 90th and 95th percentile"
+        words = f"in which the {top_words(findings)} model has the smaller dispersion δ at the 50th, 75th, 90th "
+        words += "and 95th percentile"
         notes = _ratios("ratio of the medians", known)
         notes += [f"before training {before}"] if trained and (before := ratio_before(findings)) else []
         words += f" ({'; '.join(notes)})" if notes else ""

@@ -8,7 +8,7 @@ import pandas as pd
 
 from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.findings.pairing import find_pairs
-from semdiag.presenting.glance import Answer, Glance, count_of
+from semdiag.presenting.glance import Answer, Glance, count_of, top_words
 from semdiag.questions.convergence.answer.epochs import epochs_to
 
 LEAST_SEEDS = 3  # of a task: fewer show no difference between attentions
@@ -39,7 +39,7 @@ def learning_glance(findings: Findings) -> Glance:
     seeds = _seeds(models, [pair.other for pair in judged])
     few = max(seeds.values()) < LEAST_SEEDS
     answer = Answer.OPEN if few else Answer.DOES_NOT if behind else Answer.OPEN if tied else Answer.HOLDS
-    words = "in which the top-k model reached 95% training accuracy in fewer epochs"
+    words = f"in which the {top_words(findings)} model reached 95% training accuracy in fewer epochs"
     words += f"; in {behind:,} full attention did" if behind else ""
     words += f"; in {tied:,} both needed the same number" if tied else ""
     said = ", ".join(f"{count} seed{'s' * (count != 1)} of {task}" for task, count in sorted(seeds.items()))

@@ -16,7 +16,7 @@ from semdiag.capturing.audit import WARNING
 from semdiag.presenting.drawing.reference_ranges import reference_words
 from semdiag.presenting.page_style import page_style
 from semdiag.questions.look.measure.heads import LARGEST, Head, Seen, SeenLayer
-from semdiag.questions.look.measure.sample import LONGEST
+from semdiag.questions.look.measure.sample import LONGEST, Cut
 from semdiag_models.plain_text import visible
 
 GENERATOR = "semdiag look"
@@ -26,6 +26,15 @@ _MARKS = str.maketrans({"\n": "↵", "\t": "⇥"})
 # What ends a script, or is read as markup, is written as an escape, and so is all that is not ASCII.
 _ESCAPES = {ord(letter): f"\\u{ord(letter):04x}" for letter in "<>&"}
 _NUMBERS = ("dispersion", "entropy", "first_weight")
+
+
+_LATER = "of later ones, give a text that begins there"
+_CUT = {
+    Cut.ASKED: f"(--max-length {{}}); --max-length {LONGEST} shows the most that a page holds",
+    Cut.MODEL: f"(the model takes no more); {_LATER}",
+    Cut.PAGE: f"(a page holds no more); {_LATER}",
+    Cut.SCORES: f"(a page holds {LARGEST >> 20} MiB of scores); {_LATER}",
+}
 
 
 def render_look(seen: Seen, k: int, command: str) -> str:
@@ -93,9 +102,9 @@ def all_heads(seen: Seen) -> list[tuple[int, int, Head]]:
 def cautions(seen: Seen) -> list[str]:
     """Say what spoils the answer, in sentences: what was left out, and warnings."""
     found = []
-    if seen.sample.cut:
-        most = f"a page holds {LONGEST} tokens and {LARGEST >> 20} MiB of scores"
-        found.append(f"The input is longer: its first {seen.length} tokens are shown ({most})")
+    if seen.sample.cut is not None:
+        said = _CUT[seen.sample.cut].format(seen.length)
+        found.append(f"The input is longer: its first {seen.length} tokens are shown {said}")
     if seen.folded:
         where = f"{seen.folded[0] or 'the model'}{' and others' * (len(seen.folded) > 1)}"
         found.append(f"The batch axis of {where} holds several rows (heads or windows): the first is shown")

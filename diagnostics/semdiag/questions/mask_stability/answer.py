@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+import scipy
 
 from semdiag.capturing.attention_kinds import DENSE
 from semdiag.measuring.findings.distributions import all_by_name
@@ -17,7 +18,7 @@ from semdiag.questions.mask_precision.answer import precision_of
 from semdiag.questions.mask_stability.measure.mask_rows import SELECTIONS
 
 RESAMPLES = 200
-_BINS = 10  # of equal counts
+_BINS = 10  # of equal counts, and one more
 _MEANS = ("agreement", "exact", "certified", "predicted", "response")
 SUPPOSED = "full attention drops no key: this is the mask that top-{k} would choose from its scores"
 NOT_APPLICABLE = "not applicable: the mask of {attention} attention does not depend on the input"
@@ -109,18 +110,41 @@ def mask_table(findings: Findings) -> pd.DataFrame:
 
 
 def reliability_tables(findings: Findings) -> dict[tuple[str, float], pd.DataFrame]:
-    """Does Δ tell which masks change? Mean prediction and observed share, in ten bins of equal counts of Δ/sd.
+    """Does Δ tell which masks change? Mean prediction and observed share, in bins of Δ/sd.
+
+    Ten bins of equal counts up to :func:`foreseen_margin`, and one of all queries above it.
 
     Args:
         findings: with masks.
 
     Returns:
-        By model and noise level a row per bin: margin, the median Δ/sd, predicted, exact, and low and high of its
-        95% interval. None for models whose masks have no prediction.
+        By model and noise level a row per bin: margin, the median Δ/sd, share of the queries, predicted, exact,
+        low and high of its 95% interval, and above: whether it is the last. None for models whose masks have no
+        prediction.
     """
     masks = findings.measurements.masks
+    highest = findings(foreseen_margin)
     groups = masks[masks["predicted"].notna()].groupby(["model", "level"], sort=True)
-    return {(str(model), float(str(level))): _binned(rows) for (model, level), rows in groups}
+    return {(str(model), float(str(level))): _binned(rows, highest) for (model, level), rows in groups}
+
+
+def foreseen_margin(findings: Findings) -> float:
+    """The Δ/sd above which Φ(Δ/sd) foresees less than one changed mask, of any model and noise level.
+
+    The smallest c with Σ draws · (1 − Φ(Δ/sd)) < 1 over its queries with Δ/sd > c.
+
+    Source: docs/theory.md#mask-stability for Φ(Δ/sd). Deviation: none.
+
+    Args:
+        findings: with masks.
+    """
+    masks = findings.measurements.masks
+    found = [0.0]
+    for _, rows in masks[masks["predicted"].notna()].groupby(["model", "level"]):
+        margins = np.sort(_margin(rows).to_numpy())[::-1]
+        foreseen = np.cumsum(scipy.special.ndtr(-margins)) * int(rows["draws"].iloc[0])
+        found += margins[foreseen >= 1][:1].tolist()
+    return float(max(found))
 
 
 def heads_pooled(findings: Findings) -> pd.DataFrame:
@@ -160,15 +184,22 @@ def effect_table(findings: Findings) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=["model", "level"] if not rows else None)
 
 
-def _binned(rows: pd.DataFrame) -> pd.DataFrame:
-    spread = rows["swing_sd"].astype(np.float64)
-    margin = (rows["separation"] / spread.where(spread > 0, np.nan)).fillna(np.inf)
-    order = margin.rank(method="first")
-    bins = np.minimum((order - 1) * _BINS // len(rows), _BINS - 1)
+def _margin(rows: pd.DataFrame) -> pd.Series:
+    """Δ/sd of every query; 0 where Δ is, +inf where nothing moves."""
+    separation, spread = rows["separation"].astype(np.float64), rows["swing_sd"].astype(np.float64)
+    margin: pd.Series = (separation / spread.where(spread > 0, np.nan)).fillna(np.inf)
+    return margin.where(separation != 0, 0.0)
+
+
+def _binned(rows: pd.DataFrame, highest: float) -> pd.DataFrame:
+    margin = _margin(rows)
+    low = margin <= highest
+    bins = ((margin[low].rank(method="first") - 1) * _BINS // low.sum()).reindex(rows.index, fill_value=_BINS)
     table = []
-    for _, part in rows.groupby(bins):
+    for place, part in rows.groupby(bins):
         found = mean_interval(part, "exact", RESAMPLES)
-        named = {"margin": float(margin[part.index].median()), "predicted": float(part["predicted"].mean())}
+        named = {"margin": float(margin[part.index].median()), "share": len(part) / len(rows)}
+        named |= {"predicted": float(part["predicted"].mean()), "above": place == _BINS}
         table.append({**named, "exact": found.estimate, "low": found.low, "high": found.high})
     return pd.DataFrame(table)
 

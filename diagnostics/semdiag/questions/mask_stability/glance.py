@@ -8,6 +8,7 @@ from semdiag.measuring.findings.number_words import percent
 from semdiag.measuring.table import ALL
 from semdiag.presenting.glance import Answer, Glance, models_words, span_words
 from semdiag.questions.mask_stability.answer import mask_table
+from semdiag.questions.mask_stability.figures.panels import noise_words
 
 
 def masks_glance(findings: Findings) -> Glance:
@@ -21,7 +22,7 @@ def masks_glance(findings: Findings) -> Glance:
     kinds = findings.measurements.models.set_index("model")["attention"]
     without = rows["model"].map(kinds).isin(DENSE)
     own, supposed = rows[~without], rows[without]
-    noise = f"stay the same under noise of {levels[len(levels) // 2]:g}"
+    noise = f"stay the same under noise of {noise_words(findings, levels[len(levels) // 2])}"
     chosen = f"that top-{findings.measurements.provenance['mask_noise']['k']} would choose"
     certified, changed = int(rows["certified_rows"].sum()), int(rows["certified_changed"].sum())
     tail = f"{changed:,} of {certified:,} certified ones changed"

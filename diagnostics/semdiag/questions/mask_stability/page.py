@@ -37,8 +37,8 @@ _HEADINGS = (
             ),
             Shown(
                 mask_reliability,
-                "Observed and predicted share of unchanged masks in ten bins of Δ over the standard deviation of "
-                "the boundary pair's change, one curve per noise level: {shown}.",
+                "Observed and predicted share of unchanged masks against Δ over the standard deviation of the "
+                "boundary pair's change, one curve per noise level: {shown}.",
                 "Where the points lie on the dashed curve, Δ alone predicts which masks survive. Points below it "
                 "lose their masks to other pairs than the one at the boundary; above it, a few large changes, as "
                 "after a swap in an earlier layer, make the standard deviation larger than most changes.",

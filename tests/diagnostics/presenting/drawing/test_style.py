@@ -13,7 +13,12 @@ def test_the_palette_is_seaborns_for_the_colour_blind():
 
 @pytest.mark.parametrize(
     ("ends", "labels"),
-    [((0.002, 0.05), [0.002, 0.005, 0.01, 0.02, 0.05]), ((0.005, 0.3), [0.01, 0.1]), ((2, 4), [2, 3, 4])],
+    [
+        ((0.002, 0.05), [0.002, 0.005, 0.01, 0.02, 0.05]),
+        ((0.005, 0.3), [0.005, 0.01, 0.02, 0.05, 0.1, 0.2]),
+        ((0.005, 3), [0.01, 0.1, 1]),
+        ((2, 4), [2, 3, 4]),
+    ],
 )
 def test_a_logarithmic_axis_within_a_decade_or_two_has_numbers_between(ends, labels):
     figure = Figure()

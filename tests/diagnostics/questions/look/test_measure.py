@@ -11,7 +11,7 @@ import semdiag
 from semdiag.measuring.calls.running import unnamed
 from semdiag.questions.look.measure import heads
 from semdiag.questions.look.measure.heads import fitting_k, see
-from semdiag.questions.look.measure.sample import LONGEST, given_sample
+from semdiag.questions.look.measure.sample import LONGEST, Cut, given_sample
 from semdiag_models import InputError
 
 
@@ -88,17 +88,17 @@ def test_the_numbers_are_those_of_a_capture_and_the_first_sample_alone_is_looked
 
 def test_tokens_beyond_a_page_are_left_out_and_that_is_known():
     found = seen_of(Decoder(), torch.arange(LONGEST + 5)[None])
-    assert (found.length, found.sample.cut) == (LONGEST, True)
+    assert (found.length, found.sample.cut) == (LONGEST, Cut.PAGE)
     assert found.layers[0].queries == [str(token) for token in range(LONGEST)]
-    assert not seen_of(Decoder(), torch.arange(LONGEST)[None]).sample.cut
+    assert seen_of(Decoder(), torch.arange(LONGEST)[None]).sample.cut is None
 
 
 def test_an_input_whose_scores_take_too_much_is_shortened(monkeypatch):
     monkeypatch.setattr(heads, "LARGEST", 8 * 2 * 55)  # two causal heads of ten queries in double precision
     found = seen_of(Decoder(), torch.arange(40)[None])
-    assert found.sample.cut
+    assert found.sample.cut is Cut.SCORES
     assert 8 <= found.length <= 10
-    assert not seen_of(Decoder(), torch.arange(10)[None]).sample.cut
+    assert seen_of(Decoder(), torch.arange(10)[None]).sample.cut is None
 
 
 def test_numbers_that_are_no_token_ids_cannot_be_shortened(monkeypatch):

@@ -1,5 +1,6 @@
 """Figures and words on masks under noise and on other k: what they show of numbers that are known."""
 
+import math
 import re
 
 import numpy as np
@@ -14,7 +15,7 @@ from semdiag.questions import registry
 from semdiag.questions.k_sweep.answer.rerun import change_table
 from semdiag.questions.k_sweep.page import k_sweep_tables
 from semdiag.questions.k_sweep.words import k_sweep_sentences
-from semdiag.questions.mask_stability.answer import mask_summary
+from semdiag.questions.mask_stability.answer import foreseen_margin, mask_summary, reliability_tables
 from semdiag.questions.mask_stability.glance import masks_glance
 from semdiag.questions.mask_stability.page import mask_tables
 from semdiag.questions.mask_stability.words import mask_sentences, masks_in_short
@@ -68,21 +69,44 @@ def test_one_level_is_drawn_against_layers(pair, probed):
     assert figure.axes[0].get_xlabel() == "layer"
 
 
+def test_the_last_bin_begins_where_less_than_one_change_is_foreseen(pair, probed):
+    found = probed(pair)
+    # Δ/sd is 2, 4, … 16, each of 12 queries with 5 draws: 60 · (1 − Φ(2)) = 1.4 changes, 60 · (1 − Φ(4)) = 0.002.
+    assert foreseen_margin(Findings(found)) == 2.0
+    for table in Findings(found)(reliability_tables).values():
+        assert table["above"].tolist() == 10 * [False] + [True]
+        assert table["share"].iloc[-1] == pytest.approx(7 / 8)
+        assert table["share"].sum() == pytest.approx(1)
+    still = found.replace(masks=found.masks.assign(swing_sd=np.float32(0.0)))
+    assert foreseen_margin(Findings(still)) == 0.0
+    assert all(table["above"].all() for table in Findings(still)(reliability_tables).values())
+    # As a loop, of any margins: the smallest one above which fewer than one change is foreseen.
+    drawn = np.random.default_rng(0).uniform(0, 6, len(found.masks))
+    found = found.replace(masks=found.masks.assign(separation=drawn, swing_sd=np.float32(1.0)))
+    highest = foreseen_margin(Findings(found))
+    masks = found.masks
+    expected = []
+    for _, rows in masks.groupby(["model", "level"]):
+        for c in sorted(rows["separation"]):
+            if sum(5 * 0.5 * math.erfc(m / 2**0.5) for m in rows["separation"] if m > c) < 1:
+                expected.append(c)
+                break
+    assert highest == pytest.approx(max(expected))
+
+
 def test_reliability_sets_observed_against_predicted(pair, probed):
     figure = registry.figures()["mask_reliability"](Findings(probed(pair)))
     ax = figure.axes[1]
-    predicted, (low, high) = ax.get_lines()[-1], ax.containers
-    margins = np.asarray(predicted.get_xdata(), float)
-    assert len(margins) == 20
-    assert (np.diff(margins) >= 0).all()
-    np.testing.assert_allclose(
-        sorted(np.asarray(predicted.get_ydata(), float)), 10 * [0.9] + 10 * [0.99], rtol=1e-6
-    )
-    for container, level in ((low, LEVELS[0]), (high, LEVELS[1])):
-        points = container.lines[0]
-        assert len(points.get_xdata()) == 10
-        assert set(points.get_xdata()) <= set(margins)
-        assert np.mean(np.asarray(points.get_ydata(), float)) == pytest.approx(1 - 1.5 * level, abs=0.1 * level)
+    predicted = [line for line in ax.get_lines() if line.get_linestyle() == "--"]
+    curves, rest = ([points.lines[0] for points in ax.containers[first::2]] for first in (0, 1))
+    for curve, last, guess, level in zip(curves, rest, predicted, LEVELS, strict=True):
+        assert curve.get_xdata().tolist() == guess.get_xdata().tolist() == 10 * [2.0]
+        np.testing.assert_allclose(guess.get_ydata(), 10 * [1 - level], rtol=1e-6)
+        assert np.mean(curve.get_ydata()) == pytest.approx(1 - 1.5 * level, abs=0.2 * level)
+        assert last.get_ydata()[0] == pytest.approx(1 - 1.5 * level, abs=0.1 * level)
+        assert last.get_xdata()[0] > 2
+    assert ax.get_xlabel() == "Δ / sd (> 2: 88% of the queries)"
+    assert ax.get_xticklabels()[-1].get_text() == "> 2"
     assert "boundary pair" in words(figure).replace("\n", " ")
 
 

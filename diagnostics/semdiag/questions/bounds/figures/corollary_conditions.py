@@ -37,11 +37,13 @@ def corollary_conditions(findings: Findings) -> Figure:
     pairs = [name for name in dict.fromkeys(table["pair"]) if name in set(finite["pair"])]
     if not pairs:
         raise NothingToDrawError("No masked model is compared with a full one, or no condition can be stated.")
-    figure, axes = panel_grid(2, height=0.7 + 0.36 * len(pairs), sharey=False, columns=2)
+    figure, axes = panel_grid(
+        2, height=0.7 + (0.5 if page_width() < 5 else 0.36) * len(pairs), sharey=False, columns=2
+    )
     for ax, (form, (title, limit)) in zip(axes, _FORMS.items(), strict=True):
         values = _values(table[table["form"] == form], pairs)
         _draw(ax, values, limit)
-        ax.set_title(title)
+        ax.set_title(title.replace(": ", ":\n") if page_width() < 5 else title)
         if form == "paper" or page_width() < 5:
             _name(ax, pairs)
         else:
@@ -81,5 +83,8 @@ def _draw(ax: Axes, values: np.ndarray, limit: float) -> None:
 
 def _name(ax: Axes, pairs: list[str]) -> None:
     """Name pair and condition beside the rows."""
+    narrow = page_width() < 5
     labels = [f"{pair}, {name}" for pair in pairs for name in _PARAMETERS]
-    ax.set_yticks(range(len(labels)), labels, fontsize=7 if page_width() > 5 else 5.5)
+    if narrow:
+        labels = [label.replace(", ", ",\n", 1) for label in labels]
+    ax.set_yticks(range(len(labels)), labels, fontsize=5.5 if narrow else 7, linespacing=0.95)

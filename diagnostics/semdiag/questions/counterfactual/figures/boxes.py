@@ -100,4 +100,4 @@ def within_boxes(
         layer_boxes(ax, boxes, extreme)
         ax.set_title(panel.title)
     axes[0].set_ylabel(ylabel)
-    return finished(figure, f"Within each full model; {READING}; {note}")
+    return finished(figure, f"Within each model; {READING}; {note}")

@@ -35,7 +35,7 @@ def key_load_counterfactual(findings: Findings) -> Figure:
             draw_loads(ax, values, k_style(ks, k), f"k = {k}")
             tables = [findings(pooled_percentiles, f"load_k{k}")[series.model] for series in panel.series]
             facts.append(load_fact(f"k = {k}", *tables))
-        title_with_facts(ax, f"{panel.title}: within the full model", facts)
+        title_with_facts(ax, f"{panel.title}: within the {panel.series[0].label} model", facts)
         ax.set_xlabel("load: queries that would keep the key (count)")
         ax.set_xlim(left=0)
         ax.margins(y=0.12)

@@ -7,7 +7,15 @@ from matplotlib.figure import Figure
 
 from semdiag.measuring.findings.findings import Findings
 from semdiag.presenting.drawing.panels import NothingToDrawError, Panel, panels_of
-from semdiag.presenting.drawing.style import FAINT, finished, lightened, panel_grid, paper_style, plain_numbers
+from semdiag.presenting.drawing.style import (
+    FAINT,
+    finished,
+    lightened,
+    number_layers,
+    panel_grid,
+    paper_style,
+    plain_numbers,
+)
 from semdiag.questions.dispersion.answer.comparisons import RATIO_PERCENTILES, layer_ratios
 
 
@@ -73,5 +81,4 @@ def _draw(ax: Axes, panel: Panel, ratios: pd.DataFrame) -> None:
             capsize=2,
             label=series.label + (", control" if control else ""),
         )
-    ax.set_xticks(sorted(ratios["layer"].unique()))
-    ax.set_xlabel("layer")
+    number_layers(ax, sorted(ratios["layer"].unique()))

@@ -171,10 +171,11 @@ def _glance_of_weights(found: list[SparseVerdict]) -> Glance:
     dense = sum(each.reason not in _OF_MASKS for each in found)
     many = f", in {len(weighed)} of {dense} models that keep every key" if len(found) > 1 else ""
     queries, left_out = (sum(getattr(each, name) for each in weighed) for name in ("queries", "left_out"))
+    without = f" ({left_out:,} with no more are left out)" * (left_out > 0)
     return Glance(
         Answer.OPEN, f"k = {_range([each.k for each in weighed])}",
-        f"keeps {MASS:.0%} of the weight on average over {queries:,} queries with more keys ({left_out:,} "
-        f"with no more are left out){many}; to measure what a mask costs: semdiag k-sweep MODEL --rerun",
+        f"keeps {MASS:.0%} of the weight on average over {queries:,} queries with more keys{without}{many}; "
+        "to measure what a mask costs: semdiag k-sweep MODEL --rerun",
     )  # fmt: skip
 
 

@@ -74,7 +74,7 @@ def k_sweep(findings: Findings) -> Figure:
     plain_numbers(axes[2].yaxis)
     axes[3].axhline(1, color=INK, linestyle="--", linewidth=0.9)
     axes[3].set_title("better guarantee by the paper: below 1")
-    axes[3].set_ylim(0, _HIGHEST)
+    axes[3].set_ylim(0, float(np.clip(1.1 * axes[3].dataLim.ymax, 2.0, _HIGHEST)))
     if conditions.empty:
         axes[3].set_xlim(axes[0].get_xlim())
         axes[3].text(

@@ -61,11 +61,13 @@ def kinds_of_masks(findings: Findings) -> Figure:
             ax.set_ylabel(TITLES[str(own["measure"].iloc[0])])
         ax.set_xlabel("share of the keys kept")
         ax.xaxis.set_major_formatter("{x:.0%}")
-        ax.set_title(labels[str(model)])
+        if len(several) > 1:
+            ax.set_title(labels[str(model)])
     return finished(
         figure,
-        "Bars: 95% intervals over samples. Dashed: the largest change that counts as none. Shares are over all "
-        "queries, those with few keys included.",
+        "Bars: 95% intervals over samples. Dashed: the largest change that counts as none. Shares are of the keys "
+        "of all queries together, those with few keys included; in words, they are means over the queries that "
+        "drop keys.",
     )
 
 

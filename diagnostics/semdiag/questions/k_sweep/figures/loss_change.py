@@ -98,7 +98,9 @@ def change_axis(ax: Axes, tolerance: float, rows: pd.DataFrame) -> None:
     low = np.nanmin(rows[["low", "change"]].to_numpy(), initial=0.0)  # of changes that are numbers, if any is
     high = np.nanmax(rows[["high", "change"]].to_numpy(), initial=0.0)
     ax.set_yscale("symlog", linthresh=tolerance, linscale=0.6)
-    ticks = [tolerance * 10.0**n for n in range(8) if tolerance * 10.0**n <= 2 * high]
+    steps = (1, 2, 4) if high < 100 * tolerance else (1,)
+    ticks = [tolerance * 10.0**n * step for n in range(8) for step in steps]
+    ticks = [tick for tick in ticks if tick <= max(tolerance, high)]
     below = [-tick for tick in ticks if tick <= -2 * low]
     ax.yaxis.set_major_locator(FixedLocator([*below, 0.0, *ticks]))
     ax.yaxis.set_minor_locator(NullLocator())

@@ -1,16 +1,21 @@
 """Accuracy and loss against epochs, and when each run had learned its training data."""
 
+import math
+
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.patheffects import withStroke
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.runs.training_runs import TARGET
 from semdiag.presenting.drawing.curves import POINTS
 from semdiag.presenting.drawing.panels import NothingToDrawError
-from semdiag.presenting.drawing.style import FAINT, decades, finished, panel_grid, paper_style
+from semdiag.presenting.drawing.style import FAINT, decades, finished, panel_grid, panel_inches, paper_style
 from semdiag.questions.learning.figures.learning_speed import Run, training_runs
+
+_NUMBER = 0.3  # inches that the number of an epoch takes
 
 
 @paper_style
@@ -74,12 +79,13 @@ def _draw_curve(ax: Axes, run: Run, column: str) -> None:
 
 def _mark_arrivals(ax: Axes, runs: list[Run]) -> None:
     ax.axhline(TARGET, color=FAINT, linewidth=0.8, linestyle=(0, (4, 2)))
-    for run in runs:
-        if run.arrival:
-            ax.plot(
-                run.arrival, TARGET, marker=run.series.style.marker, color=run.series.style.color, markersize=6
-            )
-            ax.annotate(
-                f"{run.arrival}", (run.arrival, TARGET), xytext=(2, -4), textcoords="offset points", fontsize=7,
-                color=run.series.style.color, va="top",
-            )  # fmt: skip
+    room = _NUMBER * (ax.get_xlim()[1] - ax.get_xlim()[0]) / panel_inches(ax)
+    last, line = -math.inf, 0
+    for epoch, style in sorted(((r.arrival, r.series.style) for r in runs if r.arrival), key=lambda one: one[0]):
+        line = line + 1 if epoch - last < room else 0  # below the number before, where they would overlap
+        last = epoch
+        ax.plot(epoch, TARGET, marker=style.marker, color=style.color, markersize=6)
+        ax.annotate(
+            f"{epoch}", (epoch, TARGET), xytext=(2, -4 - 8 * line), textcoords="offset points", fontsize=7,
+            color=style.color, va="top", path_effects=[withStroke(linewidth=2, foreground="white")],
+        )  # fmt: skip

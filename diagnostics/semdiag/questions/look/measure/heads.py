@@ -18,7 +18,7 @@ from semdiag.measuring.calls.scored_rows import as_mask
 from semdiag.measuring.encoders.inputs import fitting
 from semdiag.measuring.measure import no_attention
 from semdiag.measuring.survey import remarks_on
-from semdiag.questions.look.measure.sample import Sample, is_crossing, token_labels
+from semdiag.questions.look.measure.sample import Cut, Sample, is_crossing, token_labels
 from semdiag_models import InputError
 
 _USUAL_K = 5
@@ -174,7 +174,7 @@ def see(
     if seeing.size > LARGEST:
         share = math.sqrt(LARGEST / seeing.size)  # scores grow as the square of the length
         fits = math.floor(share * longest(sample.batch)) - 1
-        shorter = sample.shortened(fits) if fits > 1 else None
+        shorter = sample.shortened(fits, Cut.SCORES) if fits > 1 else None
         if shorter is not None:
             sample = shorter
             seeing, audit, kind = _run(model, sample, device, dtype)

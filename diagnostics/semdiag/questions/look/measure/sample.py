@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,12 @@ LONGEST = 256  # tokens that a page shows
 _OF_DECODER = ("decoder_input_ids", "decoder_inputs")
 
 
+class Cut(Enum):
+    """What leaves the last tokens out: what was asked, the model, the page, or the size of the scores."""
+
+    ASKED, MODEL, PAGE, SCORES = range(4)
+
+
 @dataclass(frozen=True, eq=False)
 class Sample:
     """One input of a model.
@@ -32,7 +39,7 @@ class Sample:
         source: where it comes from, in words.
         tokens: what the tokens of its sequence of ids say; None: it has none, or it is not known which.
         targets: likewise of a decoder's own sequence; None: there is no other.
-        cut: whether tokens were left out behind.
+        cut: what left tokens out behind; None: nothing did.
         text: from which it was made, and what makes it; None: it came as numbers.
     """
 
@@ -40,19 +47,19 @@ class Sample:
     source: str
     tokens: list[str] | None
     targets: list[str] | None = None
-    cut: bool = False
+    cut: Cut | None = None
     text: tuple[str, LoadedModel, TextOptions] | None = None
 
-    def shortened(self, most: int) -> "Sample | None":
+    def shortened(self, most: int, why: Cut) -> "Sample | None":
         """Return the sample with at most so many tokens; None if it is not made of token ids."""
         if self.text is not None:
             text, model, options = self.text
-            return _of_text(text, model, replace(options, max_length=most), self.source)
+            return replace(_of_text(text, model, replace(options, max_length=most), self.source), cut=why)
         if not only_token_ids(self.batch):
             return None
         batch = _first_tokens(self.batch, most)
         words, targets = (None if known is None else known[:most] for known in (self.tokens, self.targets))
-        return Sample(batch, self.source, words, targets, self.cut or longest(self.batch) > most)
+        return Sample(batch, self.source, words, targets, why if longest(self.batch) > most else self.cut)
 
 
 def read_sample(model: LoadedModel, conditions: Conditions, text: str | None = None) -> Sample:
@@ -144,7 +151,7 @@ def _of_batch(model: LoadedModel, batch: Batch, source: str) -> Sample:
     if isinstance(model.module, Encoder):
         (batch,) = checked_tokens(model.module, [batch], ())
     sample = Sample(batch, source, _words(model, _ids(batch, False)), _words(model, _ids(batch, True)))
-    return sample.shortened(LONGEST) or sample
+    return sample.shortened(LONGEST, Cut.PAGE) or sample
 
 
 def _of_text(text: str, model: LoadedModel, options: TextOptions, source: str) -> Sample:
@@ -154,7 +161,12 @@ def _of_text(text: str, model: LoadedModel, options: TextOptions, source: str) -
     ids, decoder = _ids(batch, False), _ids(batch, True)
     words = None if ids is None else tokenise.pieces(ids)
     targets = None if decoder is None else tokenise.pieces(decoder)
-    return Sample(batch, source, words, targets, tokenise.cut([text]) > 0, (text, model, options))
+    cut = None
+    if tokenise.cut([text]):
+        asked = options.max_length or LONGEST
+        too_long = tokenise.takes is not None and tokenise.takes <= asked
+        cut = Cut.MODEL if too_long else Cut.PAGE if asked == LONGEST else Cut.ASKED
+    return Sample(batch, source, words, targets, cut, (text, model, options))
 
 
 def _ids(batch: Batch, decoder: bool) -> list[int] | None:

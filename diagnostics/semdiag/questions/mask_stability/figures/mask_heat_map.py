@@ -8,7 +8,7 @@ from matplotlib.image import AxesImage
 
 from semdiag.measuring.findings.findings import Findings
 from semdiag.presenting.drawing.panels import NothingToDrawError
-from semdiag.presenting.drawing.style import note_below, panel_grid, paper_style
+from semdiag.presenting.drawing.style import note_below, number_layers, panel_grid, paper_style
 from semdiag.questions.mask_stability.answer import heads_pooled
 from semdiag.questions.mask_stability.figures.panels import judged_models, mask_facts, noise_words
 
@@ -66,8 +66,7 @@ def _side_by_side(
     image = _cells(ax, cells)
     ax.invert_yaxis()
     ax.set_yticks(range(len(models)), [title for _, title in models], fontsize=7)
-    ax.set_xticks(range(len(layers)), [str(layer) for layer in layers])
-    ax.set_xlabel("layer")
+    number_layers(ax, layers, list(range(len(layers))))
     ax.grid(visible=False)
     figure.colorbar(image, ax=ax, pad=0.01).set_label("share unchanged", fontsize=8)
     level = noise_words(findings, float(table["level"].iloc[0]))

@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 
 from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.table import ALL
-from semdiag.presenting.drawing.style import INK, finished, panel_grid, paper_style
+from semdiag.presenting.drawing.style import INK, finished, number_layers, panel_grid, paper_style
 from semdiag.questions.mask_stability.answer import heads_pooled, mask_table
 from semdiag.questions.mask_stability.figures.panels import judged_models, mask_facts, noise_words, shades
 
@@ -37,7 +37,7 @@ def masks_unchanged(findings: Findings) -> Figure:
         else:
             _against_layers(ax, layers, findings)
         ax.set_title(title, fontsize=8)
-    axes[0].set_ylabel("observed share of masks unchanged, S′ = S")
+    axes[0].set_ylabel("share of masks unchanged, S′ = S")
     return finished(
         figure,
         f"{mask_facts(findings)}.\nBands and bars: 95% intervals from resampled sequences; heads pooled by "
@@ -70,6 +70,5 @@ def _against_layers(ax: Axes, rows: pd.DataFrame, findings: Findings) -> None:
     level = noise_words(findings, float(rows["level"].iloc[0]))
     ax.errorbar(layers, rows["exact"], yerr=ends, color=color, marker="o", capsize=3, label=f"noise {level}")
     ax.plot(layers, rows["certified"], color=INK, linestyle=":", linewidth=1.3, label="certified")
-    ax.set_xticks(layers, [str(int(layer)) for layer in rows["layer"]])
-    ax.set_xlabel("layer")
+    number_layers(ax, rows["layer"].tolist(), layers.tolist())
     ax.set_ylim(0, 1.03)

@@ -1,13 +1,12 @@
 """How far attention weights move under input noise, layer by layer: full attention against its counterparts."""
 
 import pandas as pd
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from semdiag.measuring.findings.findings import Findings
 from semdiag.presenting.drawing.letter_values import READING, layer_boxes, logarithmic_limits, positive_range
 from semdiag.presenting.drawing.noise import noise_facts, percent
-from semdiag.presenting.drawing.panels import NothingToDrawError, Panel, panels_of
+from semdiag.presenting.drawing.panels import NothingToDrawError, panels_of
 from semdiag.presenting.drawing.style import finished, panel_grid, paper_style
 from semdiag.questions.stability.answer import response_by_layer
 
@@ -40,18 +39,10 @@ def attention_response(findings: Findings) -> Figure:
     figure, axes = panel_grid(len(places), height=3.0)
     for ax, (panel, level) in zip(axes, places, strict=True):
         logarithmic_limits(ax, low, high)
-        _draw(ax, panel, {model: table for (at, model), table in tables.items() if at == level})
+        boxes = [(s.label, s.style, tables[level, s.model]) for s in panel.series if (level, s.model) in tables]
+        layer_boxes(ax, boxes, extreme="mean")
         named = f"{panel.title}, noise {percent(level)}"
         ax.set_title(named)
     cut = " Boxes that reach further down are cut at the axis." if low == high / _DECADES else ""
     axes[0].set_ylabel("response ‖p − p′‖₁ (at most 2)")
     return finished(figure, f"{noise_facts(findings, secants)}.\n{READING}; marker: mean.{cut}")
-
-
-def _draw(ax: Axes, panel: Panel, tables: dict[str, pd.DataFrame]) -> None:
-    boxes = [(s.label, s.style, tables[s.model]) for s in panel.series if s.model in tables]
-    for x, row, style in layer_boxes(ax, boxes, extreme="mean"):
-        ax.plot(
-            x, row["mean"], marker=style.marker, color=style.color, markersize=5, markeredgecolor="white",
-            markeredgewidth=0.8, linestyle="none", zorder=4,
-        )  # fmt: skip

@@ -8,7 +8,7 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from semdiag.capturing.attention_kinds import DENSE, FIXED_MASKS
+from semdiag.capturing.attention_kinds import FIXED_MASKS
 from semdiag.mathematics.paper_stability import paper_fixed_mask_stability, paper_form_threshold
 from semdiag.mathematics.softmax_stability import fixed_mask_stability
 from semdiag.measuring.findings.findings import Findings
@@ -16,6 +16,7 @@ from semdiag.presenting.drawing.noise import noise_facts
 from semdiag.presenting.drawing.panels import NothingToDrawError
 from semdiag.presenting.drawing.style import (
     ATTENTION_STYLES,
+    DENSE_STYLES,
     FAINT,
     INK,
     attention_style,
@@ -88,8 +89,7 @@ def _rows(findings: Findings) -> pd.DataFrame:
     for model, attention in zip(models["model"], models["attention"], strict=True):
         own = with_bounds(measurements.secants[measurements.secants["model"] == model], attention)
         moved = (own["secant"] > 0) & (own["dispersion"] > 0) & np.isfinite(own["ln_sound"])
-        kind = "full" if attention in DENSE else attention
-        parts.append(own.assign(attention=kind, above=exceeding(own, "ln_paper"))[moved])
+        parts.append(own.assign(attention=attention, above=exceeding(own, "ln_paper"))[moved])
     rows: pd.DataFrame = pd.concat(parts, ignore_index=True) if parts else pd.DataFrame()
     return rows
 
@@ -119,7 +119,7 @@ def _draw_points(ax: Axes, keys: int, rows: pd.DataFrame) -> None:
     others = rows.drop(index=always)
     chosen = others.sample(min(POINTS - len(always), len(others)), random_state=0).index.union(always)
     points = rows.loc[chosen]
-    kinds = [kind for kind in ATTENTION_STYLES if kind in set(points["attention"])]
+    kinds = [kind for kind in ATTENTION_STYLES | DENSE_STYLES if kind in set(points["attention"])]
     for kind in kinds:
         style, own = attention_style(kind), points[points["attention"] == kind]
         ax.plot([], [], marker=style.marker, color=style.color, linestyle="none", markersize=4,
