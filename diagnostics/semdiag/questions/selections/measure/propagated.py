@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from semdiag.capturing.batches import Batch, samples_of
 from semdiag.capturing.loading import LoadedModel
-from semdiag.mathematics.selections.number_formats import NumberFormat
+from semdiag.mathematics.selections.number_formats import FORMATS, NumberFormat
 from semdiag.measuring.calls.running import running
 from semdiag.measuring.calls.scored_rows import NotAvailableError
 from semdiag.measuring.rounded_runs import rounded_runs
@@ -25,6 +25,7 @@ from semdiag.questions.selections.measure.own_rows import (
 )
 from semdiag.questions.selections.measure.stages import in_stages
 from semdiag.questions.selections.measure.watch import Selected, watch_selections
+from semdiag_models import InputError
 
 _OTHERWISE = "it does not select alike in float64 and where it is rounded"
 
@@ -62,9 +63,11 @@ def propagated_selections(
         measured; of how many it is the first that is (first).
 
     Raises:
-        InputError: if the model cannot be run, or copies of it do not fit into memory.
+        InputError: if the format is float64, the model cannot be run, or copies of it do not fit into memory.
         NotAvailableError: if its selections depend on the format, or its forward draws random numbers.
     """
+    if kind.digits > FORMATS["float32"].digits:
+        raise InputError(f"Choices are compared with those in float64. Name a coarser format. Got {kind.name}.")
     exact, runs = rounded_runs(loaded, [kind], seed)
     counts: dict[tuple[str, int, int], dict[str, float]] = defaultdict(lambda: defaultdict(float))
     before = 0
