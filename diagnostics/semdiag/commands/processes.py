@@ -29,7 +29,7 @@ def in_processes(jobs: int | None, ray: str) -> "Callable[..., Measurements] | N
 
     from dataclasses import replace
 
-    from semdiag.measuring.apart import measured_apart, one_thread
+    from semdiag.measuring.apart import MeasuringOrder, carried_out, one_thread
     from semdiag.measuring.survey import survey
     from semdiag_models.device import find_device
 
@@ -53,7 +53,8 @@ def in_processes(jobs: int | None, ray: str) -> "Callable[..., Measurements] | N
                 return survey(loaded, replace(conditions, plans=plans), lambda path, steps: announce(path, 0))
 
         def apart(paths: list[str], decided: "Conditions") -> "list[Measurements]":
-            return measured_apart(paths, decided, _workers(jobs, ray), ended)
+            orders = [(path, MeasuringOrder(path, decided)) for path in paths]
+            return carried_out(orders, _workers(jobs, ray), ended)
 
         return survey(loaded, conditions, apart=apart)
 

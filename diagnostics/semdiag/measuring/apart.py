@@ -69,30 +69,10 @@ def end_without(parent: int | None) -> None:
         os._exit(1)
 
 
-def measured_apart(
-    paths: Sequence[str], conditions: Conditions, workers: Workers, ended: Callable[[str], None]
-) -> list[Measurements]:
-    """Measure models, several at once; whoever measures them, they are the same.
-
-    Args:
-        paths: of the models.
-        conditions: decided, all models considered.
-        workers: that carry out orders by :func:`carry_out`; they are closed at the end.
-        ended: called with the path of each that is measured.
-
-    Returns:
-        Their measurements, in the order of the paths.
-
-    Raises:
-        InputError: if one cannot be measured, or its process was killed.
-    """
-    return carried_out([(path, MeasuringOrder(path, conditions)) for path in paths], workers, ended)
-
-
 def carried_out(
     orders: Sequence[tuple[str, Any]], workers: Workers, ended: Callable[[str], None] = lambda path: None
 ) -> list[Any]:
-    """Have orders carried out, several at once.
+    """Have orders carried out, several at once; whoever does, what comes of them is the same.
 
     Args:
         orders: each behind the path of its model.
@@ -100,7 +80,7 @@ def carried_out(
         ended: called with the path of each that is carried out.
 
     Returns:
-        What came of each.
+        What came of each, in their order.
 
     Raises:
         InputError: if a line says why nothing came of one, or its process was killed.
