@@ -75,7 +75,8 @@ def rounded_runs(
     run_in = {kind: min(kind, _FINEST, key=lambda one: one.digits) for kind in wide}
     numbers = sum(values.numel() for values in loaded.module.parameters())
     in_float64 = 1 + len({*run_in.values()}) + len(formats) - len(wide)
-    require_memory((8 * in_float64 + 4 * len(wide)) * numbers, "To forecast, for copies of the model")
+    narrow = sum(getattr(torch, kind.name).itemsize for kind in wide)
+    require_memory((8 * in_float64 + narrow) * numbers, "To forecast, for copies of the model")
     exact, runs = converted(loaded, torch.float64), []
     for kind in formats:
         measured = (Reading(kind, "measured"),)
