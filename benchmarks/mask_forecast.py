@@ -4,11 +4,13 @@ The method was made on the pairs of MADE_ON. Those of HELD_OUT were chosen befor
 
     python benchmarks/mask_forecast.py held-out --smollm2 FOLDER    # made by checkpoints/smollm2.py
     python benchmarks/mask_forecast.py engines      # float32 against float32, run otherwise
+    python benchmarks/mask_forecast.py jumps        # why float16 is not scaled from bfloat16
 
 Goal, of all layers together: within one percentage point where at least 5% change, within a factor of 2 below.
 """
 
 import argparse
+import contextlib
 import importlib.util
 import os
 import subprocess
@@ -16,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import pandas as pd
@@ -23,8 +26,11 @@ import torch
 from torch import nn
 
 import semdiag
+import semdiag_models.encoder
 from semdiag.capturing.batches import Batch
+from semdiag.mathematics.selections.number_formats import number_format
 from semdiag.measuring.findings.findings import Findings
+from semdiag.measuring.rounded_operations import RoundedResults, converted, with_rounded_weights
 from semdiag.measuring.table import ALL
 from semdiag.questions.mask_precision.answer import propagated_table
 
@@ -197,10 +203,63 @@ def engines() -> None:
             print(f"{name:32} {engine:28} {changed} of {rows:,} sets, forecast {share * rows:.2g}", flush=True)
 
 
+def jumps() -> None:
+    """Print what float16 changes and what bfloat16 scaled down says, with masks of each run and of float64."""
+    held: list[torch.Tensor] = []
+    own = semdiag_models.encoder.select_keys
+
+    def record(*args: object, **how: object) -> torch.Tensor:
+        held.append(own(*args, **how))
+        return held[-1]
+
+    def calls(module: nn.Module, tokens: torch.Tensor) -> list[semdiag.AttentionCall]:
+        found: list[semdiag.AttentionCall] = []
+        with torch.no_grad(), semdiag.watch_attention(module.eval(), found.append):
+            module(tokens)
+        return found
+
+    for name in [name for name in (*MADE_ON, *HELD_OUT) if "topk" in name]:
+        loaded = semdiag.load(ROOT / "checkpoints" / name)
+        tokens, bf16 = loaded.default_inputs(100, 0)[0], number_format("bfloat16")
+        exact = converted(loaded, torch.float64)
+        held.clear()
+        semdiag_models.encoder.select_keys = record
+        base = calls(exact.module, tokens)
+        for masks in ("of each run", "of float64"):
+            found = []
+            for module, inside in (
+                (with_rounded_weights(exact, bf16).module, RoundedResults(bf16)),
+                (converted(loaded, torch.float16).module, contextlib.nullcontext()),
+            ):
+                replay = partial(lambda left, *_, **__: next(left), iter(held))
+                semdiag_models.encoder.select_keys = own if masks == "of each run" else replay
+                with inside:
+                    found.append(calls(module, tokens))
+            shares = [[], []]
+            for one, rough, half in zip(base, *found, strict=True):
+                sets = top_sets(one.q, one.k, one.scale)
+                steps = [one_step(one, rough, step) for step in (0.125, -0.125)]
+                shares[0] += [(top_sets(*step, one.scale) != sets).any(-1).double().mean() for step in steps]
+                shares[1].append((top_sets(half.q, half.k, one.scale) != sets).any(-1).double().mean())
+            scaled, measured = (float(torch.stack(each).mean()) for each in shares)
+            print(f"{name}, masks {masks}: scaled {scaled:.2%}, float16 {measured:.2%}", flush=True)
+        semdiag_models.encoder.select_keys = own
+
+
+def one_step(one: semdiag.AttentionCall, other: semdiag.AttentionCall, step: float) -> list[torch.Tensor]:
+    """Queries and keys part of the way from one run to another."""
+    return [a + step * (b - a) for a, b in ((one.q, other.q), (one.k, other.k))]
+
+
+def top_sets(q: torch.Tensor, k: torch.Tensor, scale: float) -> torch.Tensor:
+    """Which keys have the largest scores."""
+    return (q.double() @ k.double().mT * scale).topk(TOP, -1).indices.sort(-1).values
+
+
 def main() -> None:
     """Print a table of the pairs that are asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("which", choices=["made-on", "held-out", "engines", "choose"])
+    parser.add_argument("which", choices=["made-on", "held-out", "engines", "jumps", "choose"])
     parser.add_argument("--smollm2")
     parser.add_argument("--only", help="one of the models")
     parser.add_argument("--attention", default="sdpa")
@@ -211,6 +270,8 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     if options.which == "engines":
         engines()
+    elif options.which == "jumps":
+        jumps()
     elif options.which == "choose":
         choose(options.only, options.attention, options.batch, options.file)
     else:

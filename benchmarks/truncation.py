@@ -27,7 +27,8 @@ from semdiag.capturing.batches import first_samples, split
 from semdiag.capturing.inputs.files import read_batches
 from semdiag.measuring.calls.query_draws import QueryDraws
 from semdiag.measuring.calls.running import running
-from semdiag.questions.k_sweep.measure.rerun import NO_MASK, rerun
+from semdiag.questions.k_sweep.measure.passes import NO_MASK
+from semdiag.questions.k_sweep.measure.rerun import rerun
 from semdiag.questions.k_sweep.measure.top_scores import TopScores
 from semdiag_models import Encoder
 

@@ -14,7 +14,7 @@ def in_processes(jobs: int | None, ray: str) -> "Callable[..., Measurements] | N
     """What measures models in processes of their own; None: they are measured here.
 
     Args:
-        jobs: processes.
+        jobs: processes. They divide the masks of a rerun if there is one model alone.
         ray: address of a cluster; empty: they are processes of this machine.
 
     Raises:
@@ -27,8 +27,11 @@ def in_processes(jobs: int | None, ray: str) -> "Callable[..., Measurements] | N
     if jobs is None and not ray:
         return None  # and none of the rest is imported
 
-    from semdiag.measuring.apart import measured_apart
+    from dataclasses import replace
+
+    from semdiag.measuring.apart import MeasuringOrder, carried_out, one_thread
     from semdiag.measuring.survey import survey
+    from semdiag_models.device import find_device
 
     def run(
         loaded: "list[LoadedModel]",
@@ -41,8 +44,17 @@ def in_processes(jobs: int | None, ray: str) -> "Callable[..., Measurements] | N
                 announce(path, 0)
             after_batch(0)
 
+        reruns = [getattr(plan, "rerun", False) for plan in conditions.plans]
+        alone = len(loaded) == 1 and find_device(conditions.device).type == "cpu"
+        if alone and jobs and jobs > 1 and not ray and any(reruns):  # their masks are divided, not models
+            pairs = zip(conditions.plans, reruns, strict=True)
+            plans = tuple(replace(plan, jobs=jobs) if again else plan for plan, again in pairs)
+            with one_thread():  # as each of the processes has
+                return survey(loaded, replace(conditions, plans=plans), lambda path, steps: announce(path, 0))
+
         def apart(paths: list[str], decided: "Conditions") -> "list[Measurements]":
-            return measured_apart(paths, decided, _workers(jobs, ray), ended)
+            orders = [(path, MeasuringOrder(path, decided)) for path in paths]
+            return carried_out(orders, _workers(jobs, ray), ended)
 
         return survey(loaded, conditions, apart=apart)
 

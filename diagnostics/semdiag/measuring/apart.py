@@ -2,7 +2,8 @@
 
 import os
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,8 +40,7 @@ def carry_out(order: MeasuringOrder) -> Measurements | str:
     torch.set_num_threads(1)
 
     def go_on(*steps: Any) -> None:
-        if order.parent is not None and os.getppid() != order.parent:
-            os._exit(1)
+        end_without(order.parent)
 
     try:
         return survey_one(order.path, order.conditions, Progress(go_on, go_on, go_on))
@@ -48,30 +48,50 @@ def carry_out(order: MeasuringOrder) -> Measurements | str:
         return str(error)
 
 
-def measured_apart(
-    paths: Sequence[str], conditions: Conditions, workers: Workers, ended: Callable[[str], None]
-) -> list[Measurements]:
-    """Measure models, several at once; whoever measures them, they are the same.
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Inside, torch runs on one CPU thread."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def end_without(parent: int | None) -> None:
+    """End this process if the one is gone for which it works.
 
     Args:
-        paths: of the models.
-        conditions: decided, all models considered.
-        workers: that carry out orders by :func:`carry_out`; they are closed at the end.
-        ended: called with the path of each that is measured.
+        parent: its number; None: it works for itself.
+    """
+    if parent is not None and os.getppid() != parent:
+        os._exit(1)
+
+
+def carried_out(
+    orders: Sequence[tuple[str, Any]], workers: Workers, ended: Callable[[str], None] = lambda path: None
+) -> list[Any]:
+    """Have orders carried out, several at once; whoever does, what comes of them is the same.
+
+    Args:
+        orders: each behind the path of its model.
+        workers: that carry them out; they are closed at the end.
+        ended: called with the path of each that is carried out.
 
     Returns:
-        Their measurements, in the order of the paths.
+        What came of each, in their order.
 
     Raises:
-        InputError: if one cannot be measured, or its process was killed.
+        InputError: if a line says why nothing came of one, or its process was killed.
     """
-    waiting, found = deque(enumerate(paths)), dict[int, Measurements]()
+    waiting, found = deque(enumerate(orders)), dict[int, Any]()
     running: dict[Any, tuple[int, str]] = {}
     try:
         while waiting or running:
             while waiting and len(running) < workers.capacity:
-                place = waiting.popleft()
-                running[workers.submit(MeasuringOrder(place[1], conditions))] = place
+                place, (path, order) = waiting.popleft()
+                running[workers.submit(order)] = place, path
             for handle in workers.wait(list(running), TICK):
                 number, path = running.pop(handle)
                 outcome = workers.outcomes(handle)
@@ -85,4 +105,4 @@ def measured_apart(
                 ended(path)
     finally:
         workers.close()
-    return [found[number] for number in range(len(paths))]
+    return [found[number] for number in range(len(orders))]

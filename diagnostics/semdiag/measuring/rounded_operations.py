@@ -15,8 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from semdiag.capturing.loading import LoadedModel
 from semdiag.mathematics.selections.number_formats import NumberFormat
 from semdiag.mathematics.selections.rounded_operands import rounded, rounding_error
-from semdiag.measuring.calls.running import placed, refuse_masked
+from semdiag.measuring.calls.running import kept_in_float32, placed, refuse_masked
 
+_FORBIDDEN = 1e38  # and more stands for what masks add, the largest number of a format: it does not overflow
 _NARROW = 8  # fewer digits: engines round the operands of products, and keep all else in a wider format
 _WIDE_FIRST = dict.fromkeys(("addmm", "baddbmm"), (1, 2))  # whose first operand is added
 _PRODUCTS = {
@@ -44,16 +45,22 @@ def operands_alone(kind: NumberFormat) -> bool:
 def converted(model: LoadedModel, dtype: torch.dtype) -> LoadedModel:
     """Return a copy of a model in another precision, as transformers loads it: frequencies stay as they are.
 
+    In float64 experts are multiplied one by one, as their grouped product does not know it.
+
     Args:
         model: not changed.
         dtype: of its parameters and of all buffers but rotary frequencies.
     """
     refuse_masked(model.module, f"in {dtype}")
-    return replace(model, module=placed(copy.deepcopy(model.module), dtype=dtype))
+    module = placed(copy.deepcopy(model.module), dtype=dtype)
+    for part in module.modules() if dtype == torch.float64 else ():
+        if getattr(getattr(part, "config", None), "_experts_implementation", None) == "grouped_mm":
+            part.set_experts_implementation("eager")  # type: ignore[operator]
+    return replace(model, module=module)
 
 
 def with_rounded_weights(model: LoadedModel, kind: NumberFormat) -> LoadedModel:
-    """Return a copy of a model in float64 whose weights are numbers of a format.
+    """Return a copy of a model in float64 whose weights are numbers of a format, but for those kept in float32.
 
     Args:
         model: not changed.
@@ -61,6 +68,8 @@ def with_rounded_weights(model: LoadedModel, kind: NumberFormat) -> LoadedModel:
     """
     copied = converted(model, torch.float64)
     with torch.no_grad():
+        for held, name in kept_in_float32(copied.module, getattr(torch, kind.name)):
+            held[name].data = held[name].data.float()
         for values in (*copied.module.parameters(), *copied.module.buffers()):
             if values.dtype == torch.float64:
                 values.copy_(rounded(values, kind))
@@ -68,7 +77,7 @@ def with_rounded_weights(model: LoadedModel, kind: NumberFormat) -> LoadedModel:
 
 
 class RoundedResults(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Inside, every float64 result is rounded to a format.
+    """Inside, every float64 result is rounded to a format, and is infinite where it would overflow.
 
     Args:
         kind: the format.
@@ -82,6 +91,8 @@ class RoundedResults(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Run an operation, and round what it returns or writes."""
         found = func(*args, **(kwargs or {}))
         returned = [entry.alias_info for entry in func._schema.returns]
+        if _is_double(found) and returned[0] is None and _promotes(args):
+            return found.float()
         if isinstance(found, tuple):
             return tuple(self._of(values, alias) for values, alias in zip(found, returned, strict=True))
         return self._of(found, returned[0]) if returned else found
@@ -89,7 +100,9 @@ class RoundedResults(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _of(self, values: Any, alias: Any) -> Any:
         if not _is_double(values) or (alias is not None and not alias.is_write):  # a view: it was rounded before
             return values
-        moved = torch.where(values.isinf(), values, rounded(values, self._kind))
+        size = values.abs()
+        beyond = (size >= self._kind.overflow) & (size < _FORBIDDEN) | values.isinf()
+        moved = torch.where(beyond, torch.inf * values.sign(), rounded(values, self._kind))
         return moved if alias is None else values.copy_(moved)
 
 
@@ -137,6 +150,14 @@ class RoundedProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]
         drawn = torch.rand(values.shape, generator=self._generator, dtype=values.dtype).to(values.device)
         moved = values + 2 * rounding_error(values.abs(), self._kind) * (drawn - 0.5)
         return moved.clamp(-self._kind.largest, self._kind.largest)
+
+
+def _promotes(args: Any) -> bool:
+    """Whether float32 meets the model's precision, which is narrower where the format is run: float32 results."""
+    given = [x for arg in args for x in (arg if isinstance(arg, list | tuple) else [arg])]
+    return any(_is_double(x) for x in given) and any(
+        isinstance(x, Tensor) and x.dtype == torch.float32 and x.ndim for x in given
+    )
 
 
 def _is_double(values: Any) -> bool:

@@ -171,8 +171,9 @@ Noise = Annotated[
 Jobs = Annotated[
     int | None,
     typer.Option(
-        help="Models to measure at the same time, in so many processes, each with one CPU thread. However many "
-        "there are, the numbers are the same to the last bit. Default: one after the other, in this process.",
+        help="Models to measure at the same time, in so many processes, each with one CPU thread; of one model, "
+        "masks to rerun it with. However many there are, the numbers are the same to the last bit. Default: one "
+        "after the other, in this process.",
         show_default=False,
         rich_help_panel=_WHERE,
     ),

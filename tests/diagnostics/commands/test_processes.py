@@ -49,3 +49,19 @@ def test_a_report_is_the_same_to_the_last_byte(here, run_semdiag, tiny_runs, whe
     told = [json.loads(files["provenance.json"]) for files in written]
     assert [each.pop("command")[-len(where) :] == where for each in told] == [False, True]
     assert json.dumps(told[0]) == json.dumps(told[1])
+
+
+@pytest.mark.slow
+def test_the_masks_of_one_model_are_divided_and_not_a_byte_is_another(here, run_semdiag, tiny_runs):
+    """This process has one thread, as the others have."""
+    words = "k-sweep", tiny_runs.full, "--samples", 20, "--rerun", "--kinds", "topk,window,random"
+    written = []
+    for out, more in (("one", []), ("two", ["--jobs", "2"]), ("three", ["--jobs", "3"])):
+        outcome = run_semdiag(*words, "--k", "2,6,8", "--json", "--figures", "none", "--out", here / out, *more)
+        assert outcome.code == 0, outcome.err
+        said = json.loads(outcome.out)
+        assert said["provenance"].pop("command")[-len(more) :] == more or not more
+        files = {path.name: path.read_bytes() for path in (here / out / "data").iterdir()}
+        written.append((json.dumps(said), files))
+    assert written[0] == written[1] == written[2]
+    assert "rerun" in "".join(written[0][1])

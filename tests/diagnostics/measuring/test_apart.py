@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from semdiag.measuring.apart import MeasuringOrder, carry_out, measured_apart
+from semdiag.measuring.apart import MeasuringOrder, carried_out, carry_out
 from semdiag.measuring.conditions import Conditions
 from semdiag.measuring.survey import survey
 from semdiag.measuring.tables import TABLES
@@ -45,7 +45,9 @@ class Here:
 
 
 def apart(workers, told):
-    return lambda paths, conditions: measured_apart(paths, conditions, workers, told.append)
+    return lambda paths, conditions: carried_out(
+        [(path, MeasuringOrder(path, conditions)) for path in paths], workers, told.append
+    )
 
 
 def assert_same(found, expected):

@@ -77,6 +77,56 @@ def test_every_float64_result_is_rounded_and_float32_is_left_alone():
     assert torch.equal(x_written, cast(cast(x) + 1 / 3))
 
 
+def test_what_overflows_float16_is_infinite_and_what_masks_add_is_its_largest_number():
+    x = torch.tensor([65519.0, 65520.0, -1e5, torch.finfo(torch.float64).min, torch.inf], dtype=torch.float64)
+    with RoundedResults(FORMATS["float16"]):
+        found = x * 1
+    assert torch.equal(found[:3], x[:3].half().double())
+    assert found[3:].tolist() == [-65504, torch.inf]
+
+
+def test_where_float32_meets_the_models_precision_the_result_is_float32_as_torch_promotes():
+    x, y = drawn(3, 5), drawn(3, 5, seed=1)
+    with RoundedResults(BF16):
+        sums, joined = x.float() + y, torch.cat([x.float(), y])
+        scaled, back = torch.tensor(0.3) * y, sums.to(x.dtype)
+        y_written = y.clone()
+        y_written += x.float()
+    narrow = y.bfloat16()
+    assert (x.float() + narrow).dtype == sums.dtype == joined.dtype == torch.float32
+    assert (torch.tensor(0.3) * narrow).dtype == torch.bfloat16, "a number without axes does not promote"
+    assert torch.equal(scaled, cast(torch.tensor(0.3) * y))
+    assert torch.equal(back, cast(sums))
+    assert torch.equal(y_written, cast(cast(y) + x.float()))
+
+
+class Kept(nn.Module):
+    """A router that names what transformers keeps in float32, in any 16 bits or in float16 alone."""
+
+    _keep_in_fp32_modules_strict = ("gate.weight", "correction")
+    _keep_in_fp32_modules = ("norm",)
+
+    def __init__(self):
+        super().__init__()
+        self.gate, self.norm, self.gate_proj = nn.Linear(6, 6), nn.LayerNorm(6), nn.Linear(6, 6)
+        self.register_buffer("correction", torch.full((6,), 1 / 3))
+
+
+def test_a_copy_keeps_in_float32_what_transformers_does():
+    model, single = unnamed(Kept()), {}
+    for dtype in (torch.bfloat16, torch.float16, torch.float64):
+        state = converted(model, dtype).module.state_dict()
+        single[dtype] = {name for name, values in state.items() if values.dtype == torch.float32}
+    always = {"gate.weight", "correction"}
+    expected = {torch.bfloat16: always, torch.float16: always | {"norm.weight", "norm.bias"}, torch.float64: set()}
+    assert single == expected
+    of_format = with_rounded_weights(model, BF16).module
+    assert torch.equal(of_format.gate.weight, model.module.gate.weight)
+    assert torch.equal(of_format.correction, model.module.correction)
+    assert torch.equal(of_format.gate.bias, model.module.gate.bias.bfloat16().double())
+    assert model.module.norm.weight.dtype == torch.float32
+
+
 def test_a_model_in_bfloat16_is_matched_to_the_last_bit_where_its_steps_are_single_operations():
     """Sums of 6 products of 8 digits each are exact in float64, and nearly so in float32, as torch adds."""
     model, x = Small().eval(), cast(drawn(8, 6))

@@ -1,6 +1,7 @@
 """Running a model of any kind while its attention is watched: in evaluation mode, without gradients, unchanged."""
 
 import copy
+import re
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -225,9 +226,10 @@ def home_of(module: nn.Module) -> tuple[torch.device, torch.dtype]:
 def placed(
     module: nn.Module, device: torch.device | str | None = None, dtype: torch.dtype | None = None
 ) -> nn.Module:
-    """Move and convert a module in place, as transformers loads it: rotary frequencies keep their precision.
+    """Move and convert a module in place, as transformers loads it.
 
-    Rounded to bfloat16 they would turn the 1,000th position by up to two radians too far.
+    Rotary frequencies keep their precision: rounded to bfloat16 they would turn the 1,000th position by up to two
+    radians too far. What its models name (:func:`kept_in_float32`: routers' weights) is float32 in 16 bits.
 
     Args:
         module: any.
@@ -237,18 +239,43 @@ def placed(
     Returns:
         The same module.
     """
-    kept = [(part, name, part._buffers[name]) for part, name in _frequencies(module)]
+    own = [(held, name, held[name].data) for held, name in _frequencies(module)]
+    own += [(held, name, held[name].data.float()) for held, name in kept_in_float32(module, dtype)]
     module.to(device=device, dtype=dtype)
-    for part, name, values in kept:
-        if values is not None:
-            part._buffers[name] = values.to(device=device)
+    for held, name, values in own:
+        held[name].data = values.to(device=device)
     return module
 
 
-def _frequencies(module: nn.Module) -> list[tuple[nn.Module, str]]:
+def kept_in_float32(module: nn.Module, dtype: torch.dtype | None) -> list[tuple[dict[str, Any], str]]:
+    """Return where the tensors stand that transformers keeps in float32 while it loads a model in 16 bits.
+
+    Args:
+        module: any; of transformers' models those tensors that they name.
+        dtype: of the others.
+    """
+    names = ["_keep_in_fp32_modules_strict"] * (dtype in (torch.bfloat16, torch.float16))
+    names += ["_keep_in_fp32_modules"] * (dtype == torch.float16)
+    named = {kept for part in module.modules() for name in names for kept in getattr(part, name, None) or ()}
+    pattern = re.compile("|".join(sorted(named))) if named else None
+    return [
+        (held, name)
+        for place, part in module.named_modules()
+        for held in (part._parameters, part._buffers)
+        for name, values in held.items()
+        if pattern and values is not None and values.is_floating_point() and pattern.search(f"{place}.{name}")
+    ]
+
+
+def _frequencies(module: nn.Module) -> list[tuple[dict[str, Any], str]]:
     """Where rotary frequencies of transformers' modules stand."""
     parts = (part for part in module.modules() if type(part).__module__.startswith("transformers."))
-    return [(part, name) for part in parts for name in part._buffers if name.endswith("inv_freq")]
+    return [
+        (part._buffers, name)
+        for part in parts
+        for name, x in part._buffers.items()
+        if name.endswith("inv_freq") and x is not None
+    ]
 
 
 def _placed(
@@ -259,8 +286,8 @@ def _placed(
     place, kind = home_of(module)
     place, kind = place if device is None else torch.device(device), kind if dtype is None else dtype
     there = all(t.is_meta or t.device.type == place.type for t in tensors)
-    rotary = {id(part._buffers[name]) for part, name in _frequencies(module)}
-    if not there or (dtype is not None and any(t.dtype != kind for t in tensors if id(t) not in rotary)):
+    own = {id(held[name]) for held, name in (*_frequencies(module), *kept_in_float32(module, dtype))}
+    if not there or (dtype is not None and any(t.dtype != kind for t in tensors if id(t) not in own)):
         if any(t.is_meta for t in tensors):
             raise NotAvailableError(
                 "its weights are offloaded (meta tensors): it runs as it is, without another device or dtype"

@@ -6,15 +6,13 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from semdiag.measuring.findings.changed_shares import changed_shares
 from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.findings.resampling import sum_ratio_interval
 from semdiag.measuring.findings.strict_json import Summary, records
 from semdiag.measuring.table import ALL
 
 _RESAMPLES = 200
-_MISSED = (
-    0.1  # of its size, by which a forecast may miss beyond the spread of sequences (benchmarks/mask_forecast.py)
-)
 _SHARES = ("changed", "tied", "changed_or_tied", "certified")
 _COUNTS = ("queries", "not_covered", "certified_rows", "certified_changed")
 _COLUMNS = [
@@ -56,22 +54,14 @@ def propagated_table(findings: Findings) -> pd.DataFrame:
         findings: with or without forecasts.
 
     Returns:
-        model, format, layer (ALL where pooled), queries that drop a key; forecast and measured, the shares of
-        these whose mask changes, with ``_low`` and ``_high`` of 95% intervals from resampled sequences, that of
-        the forecast wider by a tenth of its ends; first: of how many queries (in any head) the first change is
-        here.
+        model, format, layer (ALL where pooled); queries that drop a key, and what
+        :func:`~semdiag.measuring.findings.changed_shares.changed_shares` says of them, of first in any head.
     """
     rows = []
     masks = findings.measurements.propagated_masks
     for (model, kind), own in masks.groupby(["model", "format"], sort=False):
         for layer, part in _layers(own):
-            counts = part.groupby("sample")[["queries", "forecast", "measured"]].sum().astype(np.float64)
-            row = {"model": model, "format": kind, "layer": layer, "queries": int(part["queries"].sum())}
-            for name, missed in (("forecast", _MISSED), ("measured", 0.0)):
-                found = sum_ratio_interval(counts[name].to_numpy(), counts["queries"].to_numpy(), _RESAMPLES)
-                low, high = found.low * (1 - missed), min(1.0, found.high * (1 + missed))
-                row |= {name: found.estimate, f"{name}_low": low, f"{name}_high": high}
-            rows.append(row | {"first": int(part["first"].sum())})
+            rows.append({"model": model, "format": kind, "layer": layer, **changed_shares(part)})
     return pd.DataFrame(rows, columns=_PROPAGATED)
 
 

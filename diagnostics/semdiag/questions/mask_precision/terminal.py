@@ -3,6 +3,7 @@
 from rich.console import Console
 
 from semdiag.measuring.findings.strict_json import Summary
+from semdiag.presenting.terminal.changed_shares import changed_table
 from semdiag.presenting.terminal.console import interval, number, number_table
 from semdiag.questions.mask_precision.words import certified_words, not_covered_words
 
@@ -10,17 +11,6 @@ _COLUMNS = (
     "format", "layer", "rows", "certified", "changed", "changed 95%", "tied", "changed or tied",
     "weight lost p50", "mean",
 )  # fmt: skip
-
-_PROPAGATED = (
-    "format",
-    "layer",
-    "rows",
-    "forecast",
-    "forecast 95%",
-    "measured",
-    "measured 95%",
-    "first changes",
-)
 
 
 def print_precision(screen: Console, found: list[Summary]) -> None:
@@ -39,25 +29,14 @@ def print_precision(screen: Console, found: list[Summary]) -> None:
         row, uncovered = of_format["all"], not_covered_words(of_format["all"])
         said = [certified_words(row)] * bool(_covered(row)) + [uncovered] * bool(uncovered)
         screen.print(f"{of_format['format']}: {' '.join(said)}")
-    if any("propagated" in of_format for of_format in found):
-        _print_propagated(screen, found)
-
-
-def _print_propagated(screen: Console, found: list[Summary]) -> None:
-    title = "Masks that change where the model runs in the format throughout:"
-    table = number_table(_PROPAGATED, names=1, title=title, least=("measured 95%",))
-    for of_format in found:
-        for row in [*of_format["propagated"]["layers"], of_format["propagated"]["all"]]:
-            shares = [cell for name in ("forecast", "measured") for cell in _with_interval(row, name)]
-            table.add_row(
-                of_format["format"], str(row["layer"]), f"{row['queries']:,}", *shares, f"{row['first']:,}"
-            )
-    screen.print(table)
-
-
-def _with_interval(row: Summary, name: str) -> list[str]:
-    low, high = row[f"{name}_low"], row[f"{name}_high"]
-    return [f"{100 * row[name]:.3g}%", "–" if low is None else interval(100 * low, 100 * high)]
+    rows = [
+        ((of_format["format"], str(row["layer"])), row)
+        for of_format in found
+        if "propagated" in of_format
+        for row in [*of_format["propagated"]["layers"], of_format["propagated"]["all"]]
+    ]
+    if rows:
+        screen.print(changed_table("Masks", ("format", "layer"), rows))
 
 
 def _covered(row: Summary) -> int:

@@ -1,6 +1,7 @@
 """What the terminal shows of selections: of one file, of two, of a model."""
 
 from semdiag.measuring.findings.strict_json import Summary
+from semdiag.presenting.terminal.changed_shares import changed_table
 from semdiag.presenting.terminal.console import NumberTable, number, number_table, wide_console
 from semdiag.presenting.terminal.terminal import counted
 from semdiag.questions.selections.words import comparison_sentences, own_sentences
@@ -80,6 +81,10 @@ def print_own(summary: Summary) -> None:
         console.print(_keys(others))
     if any(row["rows"] for row in found["dense"]):
         console.print(_dense(found["dense"]))
+    changes = found.get("propagated")
+    if changes and changes["all"]:
+        changed = [((row["module"],), row) for row in changes["selections"]] + [(("all",), changes["all"])]
+        console.print(changed_table("Choices", ("choices of",), changed))
     for sentence in own_sentences(found):
         console.print(sentence)
 

@@ -82,6 +82,8 @@ def own_sentences(found: Summary) -> list[str]:
     ]
     if any(row["margin_of"] == "logits" for row in rows):
         said.append("Where a softmax or sigmoid made the scores, margin and certificate are those of its logits.")
+    if found.get("propagated", {}).get("reason"):
+        said.append(f"No forecast of choices that change: {found['propagated']['reason']}.")
     idle = [row["module"] for row in rows if row["inactive"]]
     if idle:
         said.append(f"Selection inactive, as no row has more than k to choose from: {_named(idle)}.")

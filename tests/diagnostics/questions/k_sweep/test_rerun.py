@@ -577,3 +577,30 @@ def test_a_budget_whose_default_is_no_name_is_refused(tmp_path, default):
     path.write_text(json.dumps({"schema": "semdiag.budget/1", "default": default, "budgets": {"loss": {}}}))
     with pytest.raises(InputError, match="has no budget called"):
         semdiag.read_budget(path)
+
+
+@pytest.mark.slow
+def test_processes_that_divide_the_masks_find_the_same_and_leave_the_generator_the_same():
+    transformers = pytest.importorskip("transformers", reason="Hugging Face models need the extra hf")
+    sizes = {"vocab_size": LETTERS, "n_positions": 2 * LENGTH, "n_embd": 16, "n_layer": 2, "n_head": 2}
+    model = made(transformers.GPT2LMHeadModel, config=transformers.GPT2Config(**sizes))
+    found = []
+    for jobs in (1, 3):
+        quarters, remarks = [], []
+        torch.manual_seed(0)
+        again = rerun(
+            loaded(model), list(ids().split(4)), None, masks_of([3, 6], 0, ("topk", "window", "random")),
+            remark=lambda *said, remarks=remarks: remarks.append(said), quarters=quarters.append, jobs=jobs,
+        )  # fmt: skip
+        parts = pd.DataFrame(quarters)
+        found.append((again.to_csv(), parts.to_csv(), remarks, torch.get_rng_state().tolist()))
+    assert found[0] == found[1]
+    assert {*parts["mask"]} == {"none", "topk", "window", "random"}
+
+
+@pytest.mark.slow
+def test_a_line_of_a_process_is_the_one_of_this_one(wild_encoder, padded_tokens):
+    tokens = padded_tokens[0]
+    for jobs in (1, 2):
+        with pytest.raises(InputError, match="cannot be run with a mask"):
+            rerun(loaded(wild_encoder("full")), [tokens + 99], None, masks_of([1, 2], 0), jobs=jobs)

@@ -10,8 +10,8 @@ from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.findings.resampling import Interval, sum_ratio_interval
 from semdiag.questions.k_sweep.answer.rerun import tolerance_of
 from semdiag.questions.k_sweep.measure.kinds import KINDS
+from semdiag.questions.k_sweep.measure.passes import NO_MASK
 from semdiag.questions.k_sweep.measure.quarters import QUARTERS
-from semdiag.questions.k_sweep.measure.rerun import NO_MASK
 
 WHOLE = 0  # in the column quarter: all positions
 _COLUMNS = ("model", "length", "mask", "k", "quarter", "samples", "measure", "change", "low", "high", "kept")

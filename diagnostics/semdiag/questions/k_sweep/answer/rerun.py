@@ -13,7 +13,8 @@ from semdiag.measuring.findings.resampling import FEWEST, Interval, sum_ratio_in
 from semdiag.measuring.findings.strict_json import records
 from semdiag.measuring.table import ALL
 from semdiag.questions.k_sweep.measure.kinds import TOP_K
-from semdiag.questions.k_sweep.measure.rerun import HARM, MOST_HARMED, NO_MASK, TOLERANCES, measure_of
+from semdiag.questions.k_sweep.measure.passes import NO_MASK
+from semdiag.questions.k_sweep.measure.rerun import HARM, MOST_HARMED, TOLERANCES, measure_of
 
 _OF_THE_SWEEP = ("share", "mass", "mass_without_first", "head_change", "stream_change")
 

@@ -18,13 +18,8 @@ from semdiag.questions.k_sweep.measure.key_budgets import (
     budget_name,
     rules,
 )
-from semdiag.questions.k_sweep.measure.rerun import (
-    NO_MASK,
-    TOLERANCES,
-    measure_of,
-    rerun,
-    upper_change,
-)
+from semdiag.questions.k_sweep.measure.passes import NO_MASK
+from semdiag.questions.k_sweep.measure.rerun import TOLERANCES, measure_of, rerun, upper_change
 from semdiag_models import InputError
 
 _MOST_RUNS = 200  # while a budget is looked for

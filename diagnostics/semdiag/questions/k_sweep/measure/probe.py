@@ -23,8 +23,9 @@ from semdiag.questions.k_sweep.measure.budget_search import halves, search
 from semdiag.questions.k_sweep.measure.key_budgets import BUDGET_TABLE
 from semdiag.questions.k_sweep.measure.kinds import EXTERNAL_KINDS, OWN_KINDS, TOP_K, check_kinds, masks_of
 from semdiag.questions.k_sweep.measure.masked_language import masked_language
+from semdiag.questions.k_sweep.measure.passes import NO_MASK
 from semdiag.questions.k_sweep.measure.quarters import QUARTERS_TABLE, packed
-from semdiag.questions.k_sweep.measure.rerun import NO_MASK, RERUN_TABLE, few_ks, rerun, rerun_ks
+from semdiag.questions.k_sweep.measure.rerun import RERUN_TABLE, few_ks, rerun, rerun_ks
 from semdiag.questions.k_sweep.measure.top_scores import TopScores
 from semdiag_models import InputError
 
@@ -74,6 +75,7 @@ class KSweepPlan:
     kinds: tuple[str, ...] = ()  # of sparse attention; none named: top-k and random; of any model some more
     lengths: tuple[int, ...] = ()  # of pieces into which the tokens are cut, to be run with the masks, too
     seconds: float | None = None  # without rerun: models from elsewhere are run on what fits in so much time
+    jobs: int = 1  # processes among which the masks of a rerun are divided
 
     def __post_init__(self) -> None:
         if self.max_k is not None and self.max_k < 1:
@@ -241,7 +243,7 @@ def _reruns(
 ) -> dict[str, pd.DataFrame]:
     """The tables of the model run with masks: on the inputs, and on them cut into pieces of other lengths."""
     kinds = plan.kinds or (EXTERNAL_KINDS if loaded.external else OWN_KINDS)
-    how = {**how, "optional": () if plan.kinds else EXTERNAL_KINDS[1:]}
+    how = {**how, "optional": () if plan.kinds else EXTERNAL_KINDS[1:], "jobs": plan.jobs}
     masks = masks_of(ks, seed, kinds)
     if labels is None:
         batches = masked_language(loaded, batches, seed, how["remark"])

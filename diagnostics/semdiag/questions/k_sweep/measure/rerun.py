@@ -1,7 +1,8 @@
 """A model run again with real masks, sample by sample: loss, divergence of its outputs, changed predictions."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pandas as pd
@@ -12,14 +13,12 @@ from semdiag.capturing import batches as batching
 from semdiag.capturing.batches import Batch
 from semdiag.capturing.loading import LoadedModel
 from semdiag.capturing.mask_rules import Keep
-from semdiag.capturing.sparsify import sparsify
-from semdiag.measuring.calls.random_numbers import DRAWS, RandomNumbers
-from semdiag.measuring.calls.running import in_evaluation
+from semdiag.measuring.apart import carried_out
+from semdiag.measuring.calls.random_numbers import DRAWS
 from semdiag.measuring.table import Table
-from semdiag.questions.k_sweep.measure.answer_changes import output_change, position_terms
-from semdiag.questions.k_sweep.measure.answers import Answers, Reader
-from semdiag.questions.k_sweep.measure.quarters import QUARTERS, quarter_sums
+from semdiag.questions.k_sweep.measure.passes import NO_MASK, Passes, RerunOrder, carry_out, passes
 from semdiag_models import InputError
+from semdiag_models.sweeps.workers import LocalWorkers
 
 RERUN_TABLE = Table(
     "rerun",
@@ -40,7 +39,6 @@ RERUN_TABLE = Table(
         **dict.fromkeys(("loss", "divergence", "output_change", "kept", "keys"), "float64"),
     },
 )
-NO_MASK = "none"
 # Up to which mean change a mask does no harm: of the loss and of the divergence 0.01 nats (1% of a perplexity);
 # where nothing but outputs is known, 5% of their norm.
 TOLERANCES = {"loss": 0.01, "divergence": 0.01, "output_change": 0.05}
@@ -132,6 +130,7 @@ def rerun(
     optional: Sequence[str] = (),
     after_batch: Callable[[int], None] = lambda samples: None,
     quarters: Callable[[dict[str, Any]], None] = lambda row: None,
+    jobs: int = 1,
 ) -> pd.DataFrame:
     """Run a model without a mask and with each of several, in evaluation mode and without gradients.
 
@@ -149,6 +148,7 @@ def rerun(
         optional: names of masks that are left out, with a remark, where the model does not take them.
         after_batch: called with the number of samples after each forward pass over a batch.
         quarters: called with each row of the table ``rerun_quarters``, without model and length.
+        jobs: processes of this machine among which the masks are divided, on a CPU; the numbers are the same.
 
     Returns:
         The table ``rerun``; its first rows are those without a mask.
@@ -157,71 +157,46 @@ def rerun(
         InputError: if the model cannot be run, some of its attention cannot be masked, or its output is of an
             unknown kind.
     """
-    rows: list[dict[str, Any]] = []
-    refused: dict[str, str] = {}
     if labels is not None:
         _check_labels(labels, sum(map(batching.samples_of, batches)))
-    with in_evaluation(loaded, device, dtype) as (module, place, kind):
-
-        def run(batch: Batch) -> Any:
-            numbers.again()
-            return batching.call(module, batch)
-
-        def masked(batch: Batch, keep: Keep) -> tuple[Any, dict[str, float], set[int]]:
-            with sparsify(module, keep) as mask:
-                output = run(batch)
-            kept, keys = mask.totals
-            samples = batching.samples_of(batch)
-            return output, {"kept": kept / samples, "keys": keys / samples}, mask.padded
-
-        first, reader, drew, padded = 0, None, False, False
-        for given in batches:
-            numbers = RandomNumbers(place)
-            batch, size = batching.moved(given, place, kind), batching.samples_of(given)
-            own = None if labels is None else labels[first : first + size]
-            try:
-                if reader is None:
-                    reader = Reader(module, batch, labels, run)
-                    before, reader.output = reader.read(reader.output, batch, own), None
-                else:
-                    before = reader.read(run(batch), batch, own)
-                plain = loaded.external and bool(before.counted.all())
-                drew = drew or numbers.drawn
-                rows += _rows(NO_MASK, 0, first, before, before, {}, quarters)
-                after_batch(size)
-                for name, k, keep in masks:
-                    if name in refused:
-                        continue
-                    try:
-                        output, counts, lengths = masked(batch, keep)
-                    except InputError as error:
-                        if name not in optional:
-                            raise
-                        refused[name] = str(error)
-                        rows = [row for row in rows if row["mask"] != name]
-                        continue
-                    padded = padded or (plain and before.counted.shape[1] in lengths)
-                    after = reader.read(output, batch, own)
-                    after_batch(size)
-                    rows += _rows(name, k, first, before, after, counts, quarters)
-            except InputError:
-                raise
-            except Exception as error:  # whatever the model raises
-                said = " ".join(str(error).split())[:200]
-                raise InputError(
-                    f"{loaded.path} cannot be run with a mask ({type(error).__name__}: {said})."
-                ) from error
-            first += size
-    if padded:
+    numbered = [(number, *mask) for number, mask in enumerate(masks, 1)]
+    order = RerunOrder(loaded, batches, labels, numbered, optional, device, dtype)
+    passed = passes(order, after_batch) if jobs == 1 else _divided(order, jobs)
+    if passed.padded:
         remark(
             "outputs at padding count in its changes: its modules know it, and no mask among its inputs says it",
             "padding-compared",
         )
-    for name, why in refused.items():
+    for name, (_, why) in sorted(passed.refused.items(), key=lambda each: each[1]):
         remark(f"{name} was not run: {why}", "kind-not-run")
-    if reader:
-        _remark_outputs(reader, drew, remark)
-    return RERUN_TABLE.of_rows({"model": loaded.path, **row} for row in rows)
+    if passed.reader:
+        _remark_outputs(passed.reader, passed.drew, remark)
+    for place in sorted(passed.quarters):
+        for row in passed.quarters[place]:
+            quarters(row)
+    every = (row for place in sorted(passed.rows) for row in passed.rows[place])
+    return RERUN_TABLE.of_rows({"model": loaded.path, **row} for row in every if row["mask"] not in passed.refused)
+
+
+def _divided(order: RerunOrder, jobs: int) -> Passes:
+    """Divide the masks among processes, and put together what came of them."""
+    shares = [order.numbered[start::jobs] for start in range(jobs)]
+    state = torch.get_rng_state()
+    orders = [
+        (order.loaded.path, replace(order, numbered=share, plain=not place, state=state))
+        for place, share in enumerate(shares)
+        if share or not place
+    ]
+    first: Passes
+    first, *others = carried_out(orders, LocalWorkers(jobs, carry_out))
+    for other in others:
+        first.rows |= other.rows
+        first.quarters |= other.quarters
+        for name, found in other.refused.items():
+            first.refused[name] = min(found, first.refused.get(name, found))
+        first.padded |= other.padded
+    torch.set_rng_state(first.state)
+    return first
 
 
 def _check_labels(labels: Any, samples: int) -> None:
@@ -232,42 +207,18 @@ def _check_labels(labels: Any, samples: int) -> None:
         raise InputError(f"labels are a tensor with an entry for each sample. Got {got}.")
 
 
-def _remark_outputs(reader: Reader, drew: bool, remark: Callable[[str, str], None]) -> None:
+def _remark_outputs(
+    reader: tuple[str, Sequence[str], str], drew: bool, remark: Callable[[str, str], None]
+) -> None:
     """Remark on how outputs are compared, and that forward passes draw random numbers, if they do."""
+    others, unread, reason = reader
     if drew:
         remark(f"{DRAWS}: every run of a batch, with a mask or without, draws the same", "random-forward")
-    if reader.others:
-        remark(f"of its outputs {reader.others}", "outputs-compared")
-    if reader.unread:
-        said = f"of its inputs {', '.join(reader.unread)} are read by the model alone: its outputs are compared"
+    if others:
+        remark(f"of its outputs {others}", "outputs-compared")
+    if unread:
+        said = f"of its inputs {', '.join(unread)} are read by the model alone: its outputs are compared"
         remark(said, "labels-unread")
-    if reader.reason:
-        said = f"logits are compared as outputs, not as a distribution: {reader.reason}"
+    if reason:
+        said = f"logits are compared as outputs, not as a distribution: {reason}"
         remark(said, "logits-as-outputs")
-
-
-def _rows(
-    mask: str,
-    k: int,
-    first: int,
-    before: Answers,
-    after: Answers,
-    counts: dict[str, float],
-    quarters: Callable[[dict[str, Any]], None],
-) -> Iterator[dict[str, Any]]:
-    """One row per sample; those of its quarters are handed out."""
-    counted, terms = before.counted, position_terms(before, after)
-    values = {"output_change": output_change(before, after)} | {name: x.sum(1) for name, x in terms.items()}
-    classes = before.classes
-    listed = {name: x.tolist() for name, x in values.items()}
-    counts = {"kept": math.nan, "keys": math.nan} | counts
-    for at in range(len(counted)):
-        row = {name: x[at] for name, x in listed.items()}
-        place = {"mask": mask, "k": k, "sample": first + at, "classes": classes}
-        yield {**place, **counts, **row}
-    if not before.distribution:
-        return
-    parts = {name: terms[name] for name in ("targets", "predictions", "loss", "divergence")}
-    shares = {name: count / QUARTERS for name, count in counts.items()}
-    for quarter, at, own in quarter_sums(counted, parts):
-        quarters({"mask": mask, "k": k, "sample": first + at, "quarter": quarter, **shares, **own})

@@ -1,7 +1,6 @@
 """Masks where a model runs in a number format throughout: forecast by a noisy run in float64, and measured."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 
 import pandas as pd
@@ -12,27 +11,19 @@ from semdiag.capturing.attention_call import AttentionCall
 from semdiag.capturing.batches import Batch, samples_of, split
 from semdiag.capturing.loading import LoadedModel
 from semdiag.mathematics.mask_stability import kept_in_common, top_set
-from semdiag.mathematics.selections.number_formats import FORMATS, NumberFormat
+from semdiag.mathematics.selections.number_formats import NumberFormat
 from semdiag.mathematics.selections.rounded_operands import rounded
 from semdiag.measuring.calls.batch_rows import SampleNumbers
 from semdiag.measuring.calls.running import running
 from semdiag.measuring.calls.scored_rows import NotAvailableError
-from semdiag.measuring.rounded_operations import (
-    RoundedProducts,
-    RoundedResults,
-    converted,
-    operands_alone,
-    with_rounded_weights,
-)
+from semdiag.measuring.rounded_operations import operands_alone
+from semdiag.measuring.rounded_runs import Reading, rounded_runs
 from semdiag.measuring.table import Table
 from semdiag.questions.compare.measure.kept_calls import KeptCalls, own_copy
 from semdiag.questions.mask_stability.measure.mask_rows import Selection
-from semdiag_models.reading import require_memory
 
 _STRIP = 2**21  # scores held at a time (or one query of every sample and head)
-_PROBE = FORMATS["bfloat16"]  # in which the noisy run for all formats of 16 bits or more is
 _OTHERWISE = "its attention is not seen alike in float64 and where it is rounded (it may be written by hand)"
-_LEAST = 2.0**-5  # of that run's noise: below, few rows change, and shares are in proportion to the noise
 
 PROPAGATED_MASKS = Table(
     "propagated_masks",
@@ -45,25 +36,6 @@ PROPAGATED_MASKS = Table(
         "forecast": "float64",
     },
 )
-
-
-@dataclass(frozen=True)
-class _Reading:
-    """What a run says of a format: how far its queries and keys are taken, and what a changed row counts."""
-
-    kind: NumberFormat
-    column: str
-    steps: tuple[float, ...] = (1.0,)  # times the difference from the float64 run
-    weight: float = 1.0
-
-
-@dataclass(frozen=True)
-class _Way:
-    """A model that runs beside the float64 one, and what is read from it."""
-
-    model: LoadedModel
-    inside: AbstractContextManager[object]
-    readings: tuple[_Reading, ...]
 
 
 def propagated_masks(
@@ -82,11 +54,7 @@ def propagated_masks(
 
     Sets are those of the k largest scores, worked out in float64 from the queries and keys of a run.
 
-    Measured: a copy of the model runs in a format of 16 bits or more. For one of 8 bits the model runs in float64,
-    and the operands of its matrix products are rounded. Forecast: for all formats of 16 bits or more one run in
-    float64, with every result rounded to bfloat16; a format of p digits moves queries and keys 2^(8 − p) times as
-    far, one way or the other. For each of 8 bits a run in which weights are rounded, and all other operands of
-    products move at random within half a last place.
+    What runs: :func:`~semdiag.measuring.rounded_runs.rounded_runs`.
 
     Source: docs/theory.md#propagated-rounding. Deviation: not in the paper.
 
@@ -109,47 +77,19 @@ def propagated_masks(
         NotAvailableError: if a model's attention calls depend on the format, or cannot be followed where each
             operation is rounded, or its forward draws random numbers.
     """
-    numbers = sum(values.numel() for values in loaded.module.parameters())
-    wide = sum(not operands_alone(kind) for kind in formats)
-    in_float64 = 1 + bool(wide) + len(formats) - wide
-    require_memory((8 * in_float64 + 4 * wide) * numbers, "To forecast masks, for copies of the model")
-    exact = converted(loaded, torch.float64)
+    exact, runs = rounded_runs(loaded, formats, seed)
     found = _Found(loaded.path, k, selection, min_keys)
-    ways = list(_ways(loaded, exact, formats, seed))
     for batch in split(inputs, batch_size):
         found.start(samples_of(batch))
         with running(exact, found.kept.add, device) as run:
             run(batch)
             run.alike()
-        for way in ways:
-            found.begin(way.readings)
-            with running(way.model, found.match, device) as run, way.inside:
+        for other in runs:
+            found.begin(other.readings)
+            with running(other.model, found.match, device) as run, other.inside:
                 run(batch)
             found.finish()
     return PROPAGATED_MASKS.of_rows(found.rows())
-
-
-def _ways(loaded: LoadedModel, exact: LoadedModel, formats: Sequence[NumberFormat], seed: int) -> Iterator[_Way]:
-    wide = [kind for kind in formats if not operands_alone(kind)]
-    if wide:
-        noisy = with_rounded_weights(exact, _PROBE)
-        yield _Way(noisy, RoundedResults(_PROBE), tuple(_of_noise(kind) for kind in wide))
-    for kind in wide:
-        own = converted(loaded, getattr(torch, kind.name))
-        yield _Way(own, nullcontext(), (_Reading(kind, "measured"),))
-    for kind in formats:
-        if operands_alone(kind):
-            measured = RoundedProducts(kind, exact.module)
-            drawn = measured.drawing(torch.Generator().manual_seed(seed))
-            yield _Way(exact, drawn, (_Reading(kind, "forecast"),))
-            yield _Way(exact, measured, (_Reading(kind, "measured"),))
-
-
-def _of_noise(kind: NumberFormat) -> _Reading:
-    """What the noisy run says of a wide format: both ways, and in proportion where few rows change."""
-    step = 2.0 ** (_PROBE.digits - kind.digits)
-    taken = max(step, _LEAST)
-    return _Reading(kind, "forecast", (taken, -taken), step / taken / 2)
 
 
 @dataclass
@@ -169,7 +109,7 @@ class _Found:
         self.kept.clear()
         self._numbers.start(samples)
 
-    def begin(self, readings: Sequence[_Reading]) -> None:
+    def begin(self, readings: Sequence[Reading]) -> None:
         """Begin a run of which calls are matched."""
         self._readings, self._next = readings, 0
         self._seen: dict[tuple[str, torch.Size], Tensor] = {}
@@ -193,7 +133,7 @@ class _Found:
         for reading in self._readings:
             changed, counted = self._changed(exact, other, reading)
             key = reading.kind.name, changed.shape[:1] + changed.shape[-1:]
-            anywhere = (changed > 0).any(1)
+            anywhere = changed.any(1)
             first = anywhere & ~self._seen.get(key, torch.zeros_like(anywhere))
             self._seen[key] = anywhere | self._seen.get(key, anywhere)
             sums = {reading.column: reading.weight * changed.sum((1, 2))}
@@ -210,8 +150,8 @@ class _Found:
             if counts["queries"]:
                 yield {"model": self.model, "format": kind, "sample": sample, "layer": layer, **counts}
 
-    def _changed(self, exact: AttentionCall, other: AttentionCall, reading: _Reading) -> tuple[Tensor, Tensor]:
-        """How often each row (B, H, L) changes, and which rows count."""
+    def _changed(self, exact: AttentionCall, other: AttentionCall, reading: Reading) -> tuple[Tensor, Tensor]:
+        """Which rows (B, H, L) change, and which count."""
         kept = self.k
         if self.selection.own and exact.selected is not None:
             kept = exact.selected.shape[-1]
@@ -225,7 +165,7 @@ class _Found:
         return changed, counted
 
     def _strip(
-        self, exact: AttentionCall, other: AttentionCall, reading: _Reading, kept: int
+        self, exact: AttentionCall, other: AttentionCall, reading: Reading, kept: int
     ) -> tuple[Tensor, Tensor]:
         scores = self.selection.sign * exact.scores(torch.float64)
         allowed = torch.ones_like(scores, dtype=torch.bool)
@@ -234,13 +174,10 @@ class _Found:
         number = allowed.sum(-1)
         counted = exact.counted & (number > kept) & (number >= self.min_keys)
         before = top_set(scores.masked_fill(~allowed, -torch.inf), kept)
-        changed = torch.zeros(counted.shape, dtype=torch.int64, device=scores.device)
-        for step in reading.steps:
-            q, keys = (a + step * (b.double() - a) for a, b in ((exact.q, other.q), (exact.k, other.k)))
-            if operands_alone(reading.kind):
-                q, keys = rounded(q, reading.kind), rounded(keys, reading.kind)
-            later = self.selection.sign * replace(exact, q=q, k=keys).scores(torch.float64)
-            broken = (allowed & ~later.isfinite()).any(-1)
-            later = later.masked_fill(~allowed, -torch.inf)
-            changed += counted & (broken | (kept_in_common(later[None], before)[0] < kept))
-        return changed, counted
+        q, keys = other.q.double(), other.k.double()
+        if operands_alone(reading.kind):
+            q, keys = rounded(q, reading.kind), rounded(keys, reading.kind)
+        later = self.selection.sign * replace(exact, q=q, k=keys).scores(torch.float64)
+        broken = (allowed & ~later.isfinite()).any(-1)
+        later = later.masked_fill(~allowed, -torch.inf)
+        return counted & (broken | (kept_in_common(later[None], before)[0] < kept)), counted

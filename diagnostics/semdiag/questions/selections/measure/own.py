@@ -20,7 +20,15 @@ from semdiag.measuring.calls.running import placed
 from semdiag.measuring.token_tables import token_ids
 from semdiag.questions.selections.measure.dense import DenseWatch, IndexedAttention
 from semdiag.questions.selections.measure.kept_all import WithoutSelection
-from semdiag.questions.selections.measure.own_rows import OwnRows, Place, Tokens, kind_of, own_rows, tokens_of
+from semdiag.questions.selections.measure.own_rows import (
+    OwnRows,
+    Place,
+    Tokens,
+    causal_modules,
+    kind_of,
+    own_rows,
+    tokens_of,
+)
 from semdiag.questions.selections.measure.sample_map import SampleMap, sample_map
 from semdiag.questions.selections.measure.saved import Saving
 from semdiag.questions.selections.measure.stages import in_stages
@@ -119,7 +127,7 @@ class _Seen:
         self.others: Counter[tuple[str, tuple[int, ...]]] = Counter()
         self.maps: list[SampleMap] = []
         self.failure: Exception | None = None  # ours, not the model's
-        self._path, self._kind, self._causal, self._saving = path, kind, _causal(model), saving
+        self._path, self._kind, self._causal, self._saving = path, kind, causal_modules(model), saving
         self._found: dict[tuple[str, int, str, int], OwnSelection] = {}
         self._ids: Tensor | None = None
         self._first = True
@@ -188,16 +196,6 @@ class _Seen:
             if not entry.module:
                 self.others["", (entry.parts[0].choices,)] += len(entry.parts)
         return inside or list(self._found.values())
-
-
-def _causal(model: nn.Module) -> frozenset[str]:
-    """Modules inside one that says that it is causal."""
-    return frozenset(
-        name if not inner else f"{name}.{inner}" if name else inner
-        for name, module in model.named_modules()
-        if getattr(module, "is_causal", False) is True
-        for inner, _ in module.named_modules()
-    )
 
 
 def _run(loaded: LoadedModel, batch: Batch, seen: _Seen) -> Any:

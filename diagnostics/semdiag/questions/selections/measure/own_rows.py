@@ -41,6 +41,16 @@ def tokens_of(model: nn.Module, batch: Batch) -> Tokens:
     return Tokens(samples_of(batch), lengths, real_tokens(model, batch))
 
 
+def causal_modules(model: nn.Module) -> frozenset[str]:
+    """Return the names of the modules inside one that says that it is causal."""
+    return frozenset(
+        name if not inner else f"{name}.{inner}" if name else inner
+        for name, module in model.named_modules()
+        if getattr(module, "is_causal", False) is True
+        for inner, _ in module.named_modules()
+    )
+
+
 @dataclass(frozen=True)
 class OwnRows:
     """What a selection chose for the tokens of a batch.
@@ -170,18 +180,11 @@ def own_rows(
     Raises:
         InputError: if a score is NaN.
     """
-    n, k, keys = chosen.scores.shape[-1], chosen.indices.shape[-1], place.kind == "keys"
-    flat, samples = chosen.scores.ndim == 2, place.tokens.samples
-    shape = (samples, len(chosen.scores) // samples) if flat else tuple(chosen.scores.shape[:-1])
-    real, unmatched = _real(place, shape[-1])
-    allowed = _allowed(shape, n, real, keys, place.causal)
-    counts, indices = allowed.counts, flat_rows(chosen.indices).cpu().long()
-    indices = _without_fillers(indices, allowed) if keys else indices
+    k, n, keys = chosen.indices.shape[-1], chosen.scores.shape[-1], place.kind == "keys"
+    choices, allowed, unmatched = choices_of(place, chosen, group)
+    indices, order, counts = choices.indices, choices.order, choices.real
     own = number_format(str(chosen.scores.dtype))
     grades = judge_rows(flat_rows(chosen.scores).cpu(), indices, n, allowed, own)[0]
-    order = _of_allowed(flat_rows(chosen.order).cpu(), allowed)
-    if group is not None:
-        order = order.masked_fill(outside(group, n).cpu(), -torch.inf)
     margin, certified = margins(order[counts], k, into)
     if group is not None:
         of_groups, sure = margins(flat_rows(group.order).cpu()[counts], group.indices.shape[-1], into)
@@ -197,7 +200,31 @@ def own_rows(
         causal=place.causal,
         unmatched=unmatched,
     )  # fmt: skip
-    return found, Choices(place.kind, shape, indices, order, counts, allowed.first)
+    return found, choices
+
+
+def choices_of(place: Place, chosen: Selected, group: Selected | None) -> tuple[Choices, AllowedKeys, bool]:
+    """Return what a selection could choose and chose.
+
+    Args:
+        place: of the selection.
+        chosen: the selection.
+        group: the stage before it.
+
+    Returns:
+        The choices, what each row may choose but for groups, and whether it is unknown which rows are padding.
+    """
+    n, keys = chosen.scores.shape[-1], place.kind == "keys"
+    flat, samples = chosen.scores.ndim == 2, place.tokens.samples
+    shape = (samples, len(chosen.scores) // samples) if flat else tuple(chosen.scores.shape[:-1])
+    real, unmatched = _real(place, shape[-1])
+    allowed = _allowed(shape, n, real, keys, place.causal)
+    indices = flat_rows(chosen.indices).cpu().long()
+    indices = _without_fillers(indices, allowed) if keys else indices
+    order = _of_allowed(flat_rows(chosen.order).cpu(), allowed)
+    if group is not None:
+        order = order.masked_fill(outside(group, n).cpu(), -torch.inf)
+    return Choices(place.kind, shape, indices, order, allowed.counts, allowed.first), allowed, unmatched
 
 
 def _groups(group: Selected | None) -> tuple[int, int] | None:

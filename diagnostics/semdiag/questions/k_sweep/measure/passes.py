@@ -1,0 +1,176 @@
+"""Forward passes of a model without a mask and with each of several, here or in a process of their own."""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from semdiag.capturing import batches as batching
+from semdiag.capturing.batches import Batch
+from semdiag.capturing.loading import LoadedModel
+from semdiag.capturing.mask_rules import Keep
+from semdiag.capturing.sparsify import sparsify
+from semdiag.measuring.apart import end_without
+from semdiag.measuring.calls.random_numbers import RandomNumbers
+from semdiag.measuring.calls.running import in_evaluation
+from semdiag.questions.k_sweep.measure.answer_changes import output_change, position_terms
+from semdiag.questions.k_sweep.measure.answers import Answers, Reader
+from semdiag.questions.k_sweep.measure.quarters import QUARTERS, quarter_sums
+from semdiag_models import InputError
+
+NO_MASK = "none"
+
+
+@dataclass(frozen=True)
+class RerunOrder:
+    """What a rerun was asked, with some of the masks; a process can be sent it.
+
+    Attributes:
+        numbered: number, name, k and rule of each mask.
+        plain: whether the rows without a mask are wanted.
+        state: of torch's generator at the start; None: as it is.
+        parent: process with which it ends.
+    """
+
+    loaded: LoadedModel
+    batches: Sequence[Batch]
+    labels: Tensor | None
+    numbered: Sequence[tuple[int, str, int, Keep]]
+    optional: Sequence[str]
+    device: torch.device | str | None
+    dtype: torch.dtype | None
+    plain: bool = True
+    state: Tensor | None = None
+    parent: int | None = None
+
+
+Place = tuple[int, int]  # of a batch, and of a mask in it; 0: none
+
+
+@dataclass
+class Passes:
+    """What came of running a model with masks: rows of both tables, and what is to be remarked."""
+
+    rows: dict[Place, list[dict[str, Any]]] = field(default_factory=dict)
+    quarters: dict[Place, list[dict[str, Any]]] = field(default_factory=dict)
+    refused: dict[str, tuple[Place, str]] = field(default_factory=dict)  # the first time, by name, and why
+    padded: bool = False
+    drew: bool = False
+    reader: tuple[str, Sequence[str], str] | None = None  # its others, unread and reason
+    state: Tensor = field(default_factory=torch.get_rng_state)  # of torch's generator at the end
+
+
+def carry_out(order: RerunOrder) -> Passes | str:
+    """Carry out an order on one CPU thread, for a process of its own.
+
+    Returns:
+        What came of it, or in one line why it cannot be carried out.
+    """
+    torch.set_num_threads(1)
+    if order.state is not None:
+        torch.set_rng_state(order.state)
+    try:
+        return passes(order, lambda samples: end_without(order.parent))
+    except InputError as error:
+        return str(error)
+
+
+def passes(order: RerunOrder, after_batch: Callable[[int], None]) -> Passes:
+    """Run a model without a mask and with each of several.
+
+    Args:
+        order: what is asked.
+        after_batch: called with the number of samples after each forward pass over a batch.
+
+    Raises:
+        InputError: if the model cannot be run, or its output is of an unknown kind.
+    """
+    loaded, labels, found = order.loaded, order.labels, Passes()
+    with in_evaluation(loaded, order.device, order.dtype) as (module, place, kind):
+
+        def run(batch: Batch) -> Any:
+            numbers.again()
+            return batching.call(module, batch)
+
+        def masked(batch: Batch, keep: Keep) -> tuple[Any, dict[str, float], set[int]]:
+            with sparsify(module, keep) as mask:
+                output = run(batch)
+            kept, keys = mask.totals
+            samples = batching.samples_of(batch)
+            return output, {"kept": kept / samples, "keys": keys / samples}, mask.padded
+
+        def add(at: Place, name: str, k: int, after: Answers, counts: dict[str, float]) -> None:
+            quarters = found.quarters.setdefault(at, [])
+            found.rows[at] = list(_rows(name, k, first, before, after, counts, quarters.append))
+
+        first, reader = 0, None
+        for number, given in enumerate(order.batches):
+            numbers = RandomNumbers(place)
+            batch, size = batching.moved(given, place, kind), batching.samples_of(given)
+            own = None if labels is None else labels[first : first + size]
+            try:
+                if reader is None:
+                    reader = Reader(module, batch, labels, run)
+                    before, reader.output = reader.read(reader.output, batch, own), None
+                else:
+                    before = reader.read(run(batch), batch, own)
+                plain = loaded.external and bool(before.counted.all())
+                found.drew = found.drew or numbers.drawn
+                if order.plain:
+                    add((number, 0), NO_MASK, 0, before, {})
+                after_batch(size)
+                for mask, name, k, keep in order.numbered:
+                    if name in found.refused:
+                        continue
+                    try:
+                        output, counts, lengths = masked(batch, keep)
+                    except InputError as error:
+                        if name not in order.optional:
+                            raise
+                        found.refused[name] = (number, mask), str(error)
+                        continue
+                    found.padded = found.padded or (plain and before.counted.shape[1] in lengths)
+                    after = reader.read(output, batch, own)
+                    after_batch(size)
+                    add((number, mask), name, k, after, counts)
+            except InputError:
+                raise
+            except Exception as error:  # whatever the model raises
+                said = " ".join(str(error).split())[:200]
+                raise InputError(
+                    f"{loaded.path} cannot be run with a mask ({type(error).__name__}: {said})."
+                ) from error
+            first += size
+    found.reader = None if reader is None else (reader.others, reader.unread, reader.reason)
+    found.state = torch.get_rng_state()
+    return found
+
+
+def _rows(
+    mask: str,
+    k: int,
+    first: int,
+    before: Answers,
+    after: Answers,
+    counts: dict[str, float],
+    quarters: Callable[[dict[str, Any]], None],
+) -> Iterator[dict[str, Any]]:
+    """One row per sample; those of its quarters are handed out."""
+    counted, terms = before.counted, position_terms(before, after)
+    values = {"output_change": output_change(before, after)} | {name: x.sum(1) for name, x in terms.items()}
+    classes = before.classes
+    listed = {name: x.tolist() for name, x in values.items()}
+    counts = {"kept": math.nan, "keys": math.nan} | counts
+    for at in range(len(counted)):
+        row = {name: x[at] for name, x in listed.items()}
+        place = {"mask": mask, "k": k, "sample": first + at, "classes": classes}
+        yield {**place, **counts, **row}
+    if not before.distribution:
+        return
+    parts = {name: terms[name] for name in ("targets", "predictions", "loss", "divergence")}
+    shares = {name: count / QUARTERS for name, count in counts.items()}
+    for quarter, at, own in quarter_sums(counted, parts):
+        quarters({"mask": mask, "k": k, "sample": first + at, "quarter": quarter, **shares, **own})
