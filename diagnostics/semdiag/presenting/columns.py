@@ -17,7 +17,7 @@ Value = float | str | None
 
 
 def text(*values: Any) -> str:
-    """Return a name, of one word or several; it is aligned left, see :class:`Column`."""
+    """Return a name, of one word or several."""
     return " ".join(map(plain, values))
 
 
@@ -96,7 +96,8 @@ class Column:
         name: of the entry in a row; ``load.largest`` is an entry of an entry. Several, divided by spaces, make one
             cell.
         heading: above it; empty: the name.
-        said: how its entries read; :func:`text` makes it a name, which is aligned left and never left away.
+        said: how its entries read.
+        left: whether it is a name, which is aligned left and never left away; so is what :func:`text` says.
         goes: when it is left away, where there is no room: 1 goes first; those with 0 go last, from the right; one
             that :data:`STAYS` never does. It also stays where no row has a value; all others are left away.
 
@@ -109,6 +110,10 @@ class Column:
     heading: str = ""
     said: Callable[..., str] = number
     goes: int = 0
+    left: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "left", self.left or self.said is text)
 
     @property
     def title(self) -> str:

@@ -11,7 +11,7 @@ from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 
-from semdiag.presenting.columns import STAYS, Column, text
+from semdiag.presenting.columns import STAYS, Column
 from semdiag.presenting.terminal.terminal import results_on_stderr, terminal
 
 _ENDLESS = 10_000
@@ -41,6 +41,7 @@ class NumberTable:
         unit: what stands for ``{}`` in headings.
 
     Example:
+        >>> from semdiag.presenting.columns import text
         >>> table = NumberTable(
         ...     [Column("task", said=text), Column("loss", "best loss", goes=1), Column("epochs")],
         ...     [{"task": "missing-duplicate", "loss": 0.0123, "epochs": 17}],
@@ -68,8 +69,8 @@ class NumberTable:
         shown = [one for one in asked if one.goes == STAYS or any(cell != "–" for cell in cells[one])]
         self.title, self.caption, self.columns = title, caption, [column.title.format(unit) for column in shown]
         self.rows = list(zip(*(cells[column] for column in shown), strict=True))
-        self.names = sum(column.said is text for column in shown)
-        places = [place for place, column in enumerate(shown) if column.said is not text and column.goes != STAYS]
+        self.names = sum(column.left for column in shown)
+        places = [place for place, column in enumerate(shown) if not column.left and column.goes != STAYS]
         going = sorted(places, key=lambda place: (shown[place].goes or len(shown), -place))
         self._going = going[: max(0, len(shown) - self.names - 1)]
 
