@@ -26,32 +26,25 @@ def _exponential(value: Value) -> str:
 
 
 _CONSTANTS = (
-    Column("layer", said=plain),
-    Column("head", said=plain),
-    Column("gamma-measured", "Γ", _exponential),
-    Column("upsilon-measured", "Υ", _exponential),
-    Column("token_norm-measured", "Ξ", _exponential),
+    Column("layer", said=plain), Column("head", said=plain), Column("gamma-measured", "Γ", _exponential),
+    Column("upsilon-measured", "Υ", _exponential), Column("token_norm-measured", "Ξ", _exponential),
     Column("norm_lipschitz_attention-measured", "λ_LN1", _exponential, goes=1),
-    Column("norm_lipschitz_mlp-measured", "λ_LN2", _exponential, goes=2),
-    Column("attention_map-sound", "ln λ_A"),
-    Column("attention_map-paper", "ln λ_A paper"),
-    Column("bilinear_form-sound", "ln λ_M"),
-    Column("bilinear_form-paper", "ln λ_M paper"),
-    Column("block_input-sound", "ln λ_X"),
+    Column("norm_lipschitz_mlp-measured", "λ_LN2", _exponential, goes=2), Column("attention_map-sound", "ln λ_A"),
+    Column("attention_map-paper", "ln λ_A paper"), Column("bilinear_form-sound", "ln λ_M"),
+    Column("bilinear_form-paper", "ln λ_M paper"), Column("block_input-sound", "ln λ_X"),
     Column("block_input-paper", "ln λ_X paper"),
-)
+)  # fmt: skip
 _SLOPES = (
     Column("layer", said=plain),
     Column("group", "tensors", plain),
     *(Column(name, name.replace("_", " ")) for name in ("ln_gradient", "ln_secant", *(f"ln_{f}" for f in FORMS))),
 )
 _PAIR = (
-    Column("better", "better guarantee in", plain),
-    Column("form", said=plain, goes=STAYS),
+    Column("better", "better guarantee in", plain), Column("form", said=plain, goes=STAYS),
     Column("condition", said=plain, goes=1),
     *(Column(f"sides.{at}", p, finite) for at, p in enumerate(("p75", "p90", "p95", "p100"))),
     Column("answer", "mask better?", plain, goes=STAYS),
-)
+)  # fmt: skip
 _ANSWERS = {
     Verdict.HOLDS: "yes",
     Verdict.VIOLATED: "no",

@@ -42,25 +42,17 @@ def _correlation(rho: float | None, p: float | None) -> str:
 _RUN = (Column("group", "task", text), Column("attention", said=text))
 _SEED = Column("seed", said=plain)
 _RUNS = (
-    *_RUN,
-    _SEED,
-    Column("arrival", "epochs to {}", plain),
-    Column("low high", "speed-up", _speed, goes=STAYS),
-    Column("ratio", "δ ratio", two_decimals),
-    Column("train_accuracy", "train", percent, goes=3),
-    Column("holdout_accuracy", "held-out", percent),
-    Column("best_holdout_accuracy", "best", percent, goes=1),
+    *_RUN, _SEED, Column("arrival", "epochs to {}", plain), Column("low high", "speed-up", _speed, goes=STAYS),
+    Column("ratio", "δ ratio", two_decimals), Column("train_accuracy", "train", percent, goes=3),
+    Column("holdout_accuracy", "held-out", percent), Column("best_holdout_accuracy", "best", percent, goes=1),
     Column("gap", said=percent, goes=2),
-)
+)  # fmt: skip
 _SEEDS = (
-    *_RUN,
-    Column("seeds", said=plain, goes=2),
-    Column("arrived", said=plain, goes=1),
+    *_RUN, Column("seeds", said=plain, goes=2), Column("arrived", said=plain, goes=1),
     Column("median_epochs", said=lambda epochs: "not reached" if epochs == math.inf else f"{epochs:g}"),
     Column("speed_up_low speed_up_high", "median speed-up", _speed, goes=STAYS),
-    Column("one_off", "one epoch off", plain),
-    Column("interval", said=plain, goes=STAYS),
-)
+    Column("one_off", "one epoch off", plain), Column("interval", said=plain, goes=STAYS),
+)  # fmt: skip
 
 
 def print_convergence(findings: Findings) -> None:

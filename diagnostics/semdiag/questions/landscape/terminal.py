@@ -8,14 +8,10 @@ from semdiag.presenting.terminal.titles import title
 from semdiag.questions.landscape.answer import landscape_summary
 
 _COLUMNS = (
-    Column("plane kind", "plane", text),
-    Column("cells"),
-    Column("checkpoint_loss", "loss here"),
-    Column("lowest_loss", "lowest"),
-    Column("highest_loss", "highest"),
-    Column("checkpoint_accuracy", "accuracy here"),
-    Column("working_distance", "≥ 95% up to (‖θ‖)"),
-)
+    Column("plane kind", "plane", text), Column("cells"), Column("checkpoint_loss", "loss here"),
+    Column("lowest_loss", "lowest"), Column("highest_loss", "highest"),
+    Column("checkpoint_accuracy", "accuracy here"), Column("working_distance", "≥ 95% up to (‖θ‖)"),
+)  # fmt: skip
 _SPREADS = ("dispersion_p50", "dispersion_p95", "separation_p50", "load_max")
 
 

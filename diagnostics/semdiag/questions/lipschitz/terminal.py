@@ -18,15 +18,11 @@ def _ratio(estimate: float, low: float | None, high: float | None) -> str:
 
 
 _COLUMNS = (
-    Column("group", "tensors", text),
-    Column("at_checkpoint", "gradient here"),
-    Column("gradient.p50", "gradient p50", goes=2),
-    Column("gradient.p100", "largest gradient"),
-    Column("largest_secant", goes=STAYS),
-    Column("end_point.estimate end_point.accepted", "end point", _end),
-    Column("end_point.p_value", "p", goes=1),
-    Column("ln_sound", "ln bound", goes=STAYS),
-)
+    Column("group", "tensors", text), Column("at_checkpoint", "gradient here"),
+    Column("gradient.p50", "gradient p50", goes=2), Column("gradient.p100", "largest gradient"),
+    Column("largest_secant", goes=STAYS), Column("end_point.estimate end_point.accepted", "end point", _end),
+    Column("end_point.p_value", "p", goes=1), Column("ln_sound", "ln bound", goes=STAYS),
+)  # fmt: skip
 
 
 def print_lipschitz(findings: Findings) -> None:

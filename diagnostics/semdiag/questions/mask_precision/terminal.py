@@ -18,27 +18,21 @@ from semdiag.presenting.terminal.console import NumberTable
 from semdiag.questions.mask_precision.words import certified_words, not_covered_words
 
 _COLUMNS = (
-    Column("format", said=text),
-    Column("layer", said=plain),
-    Column("covered", "rows", count),
+    Column("format", said=text), Column("layer", said=plain), Column("covered", "rows", count),
     Column("certified", said=lambda value: "not covered" if value is None else percent(value), goes=STAYS),
     Column("changed", said=fine_percent, goes=STAYS),
     Column("changed_low changed_high", "changed 95%", percent_interval, goes=1),
-    Column("tied", said=fine_percent, goes=STAYS),
-    Column("changed_or_tied", said=fine_percent),
-    Column("lost_p50", "weight lost p50"),
-    Column("lost_mean", "mean", goes=2),
-)
+    Column("tied", said=fine_percent, goes=STAYS), Column("changed_or_tied", said=fine_percent),
+    Column("lost_p50", "weight lost p50"), Column("lost_mean", "mean", goes=2),
+)  # fmt: skip
 _PROPAGATED = (
-    Column("format", said=text),
-    Column("layer", said=plain),
-    Column("queries", "rows", count),
+    Column("format", said=text), Column("layer", said=plain), Column("queries", "rows", count),
     Column("forecast", said=rough_percent),
     Column("forecast_low forecast_high", "forecast 95%", percent_interval),
     Column("measured", said=rough_percent),
     Column("measured_low measured_high", "measured 95%", percent_interval, goes=1),
     Column("first", "first changes", count),
-)
+)  # fmt: skip
 
 
 def print_precision(screen: Console, found: list[Summary]) -> None:

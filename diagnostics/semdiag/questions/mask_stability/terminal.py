@@ -11,19 +11,14 @@ from semdiag.questions.mask_precision.terminal import print_precision
 from semdiag.questions.mask_stability.answer import mask_summary
 
 _COLUMNS = (
-    Column("noise"),
-    Column("layer", said=plain),
+    Column("noise"), Column("layer", said=plain),
     Column("head", said=lambda head: "" if head == "all" else str(head)),
-    Column("separation_p50", "Δ p50", goes=4),
-    Column("certified", said=percent),
-    Column("predicted", said=percent),
-    Column("exact", "observed", percent),
-    Column("exact_low exact_high", "observed 95%", percent_interval, goes=3),
-    Column("agreement", said=percent),
-    Column("response"),
-    Column("spearman", "Spearman Δ", goes=2),
+    Column("separation_p50", "Δ p50", goes=4), Column("certified", said=percent),
+    Column("predicted", said=percent), Column("exact", "observed", percent),
+    Column("exact_low exact_high", "observed 95%", percent_interval, goes=3), Column("agreement", said=percent),
+    Column("response"), Column("spearman", "Spearman Δ", goes=2),
     Column("spearman_low spearman_high", "Spearman 95%", interval, goes=1),
-)
+)  # fmt: skip
 
 
 def print_masks(findings: Findings) -> None:

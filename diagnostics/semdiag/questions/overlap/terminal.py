@@ -21,14 +21,10 @@ def _interval(low: Value, high: Value) -> str:
 
 
 _COLUMNS = (
-    Column("what", "between", text),
-    Column("layer", said=_layer),
-    Column("other_layer", "and layer", _layer),
-    Column("pairs", goes=1),
-    Column("jaccard", "index", three_decimals, goes=STAYS),
-    Column("low high", "95%", _interval, goes=2),
-    Column("chance", "at random", three_decimals, goes=STAYS),
-)
+    Column("what", "between", text), Column("layer", said=_layer), Column("other_layer", "and layer", _layer),
+    Column("pairs", goes=1), Column("jaccard", "index", three_decimals, goes=STAYS),
+    Column("low high", "95%", _interval, goes=2), Column("chance", "at random", three_decimals, goes=STAYS),
+)  # fmt: skip
 
 
 def print_overlap(findings: Findings) -> None:

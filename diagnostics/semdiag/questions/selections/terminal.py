@@ -32,60 +32,43 @@ def _of(chosen: int, choices: int) -> str:
 
 
 _CLASSES = (
-    Column("class", said=text),
-    Column("means", "which means", text),
-    Column("rows", said=count, goes=STAYS),
-    Column("worst.row", "worst row", _place, goes=STAYS),
-    Column("worst.separation", "separation"),
+    Column("class", said=text), Column("means", "which means", text), Column("rows", said=count, goes=STAYS),
+    Column("worst.row", "worst row", _place, goes=STAYS), Column("worst.separation", "separation"),
     Column("worst.separation_ulps", "in units"),
-)
+)  # fmt: skip
 _LAYERS = (
-    Column("layer", said=plain, goes=STAYS),
-    Column("rows", said=count),
-    Column("overlap", said=four_decimals, goes=STAYS),
-    Column("changed", "differ", count),
+    Column("layer", said=plain, goes=STAYS), Column("rows", said=count),
+    Column("overlap", said=four_decimals, goes=STAYS), Column("changed", "differ", count),
     Column("first", "differ first", count),
     *(Column(name, said=count, goes=STAYS) for name in ("numeric", "bug", "unexplained")),
     Column("lost", "weight lost"),
-)
+)  # fmt: skip
 _MARGINS = (
     Column("margin_median", "margin", goes=STAYS),
     Column("margin_p5", "p5", goes=STAYS),
     Column("certified_share", "certified", rough_percent, goes=STAYS),
 )
 _EXPERTS = (
-    Column("module", "experts of", text),
-    Column("k choices", "chosen", _of),
+    Column("module", "experts of", text), Column("k choices", "chosen", _of),
     Column("groups", said=lambda groups: _of(groups["chosen"], groups["of"]) if groups else "–"),
-    Column("rows", said=count, goes=2),
-    *_MARGINS,
-    Column("load.largest", "largest load", rough_percent),
-    Column("load.smallest", "smallest", rough_percent),
-    Column("load.even", "even", rough_percent, goes=1),
+    Column("rows", said=count, goes=2), *_MARGINS, Column("load.largest", "largest load", rough_percent),
+    Column("load.smallest", "smallest", rough_percent), Column("load.even", "even", rough_percent, goes=1),
     Column("load.unused", "unused", plain),
-)
+)  # fmt: skip
 _KEYS = (
     Column("module", "keys of", text),
     Column("k choices kind", "chosen", lambda k, of, kind: _of(k, of) + " blocks" * (kind == "blocks")),
-    Column("rows", said=count, goes=2),
-    Column("deciding", said=count),
-    *_MARGINS,
-    Column("ties", said=count, goes=1),
-    Column("first_kept_share", "first key kept", rough_percent),
-    Column("future", goes=STAYS),
-    Column("padding", goes=STAYS),
-)
+    Column("rows", said=count, goes=2), Column("deciding", said=count), *_MARGINS,
+    Column("ties", said=count, goes=1), Column("first_kept_share", "first key kept", rough_percent),
+    Column("future", goes=STAYS), Column("padding", goes=STAYS),
+)  # fmt: skip
 _DENSE = (
-    Column("attention", "attention of", text),
-    Column("chosen_by", "keys chosen by", text),
-    Column("rows", said=count, goes=2),
-    Column("recalled", said=rough_percent, goes=STAYS),
-    Column("recalled_p5", "p5", rough_percent, goes=1),
-    Column("at_random", said=rough_percent, goes=STAYS),
-    Column("best", said=rough_percent),
-    Column("largest_hit", said=rough_percent),
+    Column("attention", "attention of", text), Column("chosen_by", "keys chosen by", text),
+    Column("rows", said=count, goes=2), Column("recalled", said=rough_percent, goes=STAYS),
+    Column("recalled_p5", "p5", rough_percent, goes=1), Column("at_random", said=rough_percent, goes=STAYS),
+    Column("best", said=rough_percent), Column("largest_hit", said=rough_percent),
     Column("lost", said=rough_percent),
-)
+)  # fmt: skip
 _ROUNDING = 1e-9  # of sums of weights in float64
 
 
