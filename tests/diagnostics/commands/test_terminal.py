@@ -135,6 +135,12 @@ def test_names_are_broken_at_hyphens_before_a_column_is_left_away():
     assert "153476998" in narrow
 
 
+def test_the_name_of_a_module_is_broken_at_its_dots():
+    table = table_of(["keys of", "margin"], ("model.layers.0.self_attn.indexer", "0.038"), names=1)
+    lines = [line.split()[0] for line in printed(table, 26).splitlines() if "." in line]
+    assert lines == ["model.layers.0.", "self_attn.indexer"]
+
+
 @pytest.mark.parametrize("columns", [80, 120])
 def test_the_tables_of_a_command_fit(run_semdiag, here, tiny_runs, monkeypatch, columns):
     monkeypatch.setenv("COLUMNS", str(columns))

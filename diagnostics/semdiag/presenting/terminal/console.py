@@ -15,7 +15,7 @@ from semdiag.presenting.columns import STAYS, Column
 from semdiag.presenting.terminal.terminal import results_on_stderr, terminal
 
 _ENDLESS = 10_000
-_PARTS = re.compile(r"(?<=-)")  # of a name, which is broken behind hyphens alone
+_PARTS = re.compile(r"(?<=[-.])")  # of a name, which is broken behind hyphens and dots alone
 _LOG = 150  # columns of a file: it has room, and a reader who turns its lines
 
 
@@ -31,7 +31,7 @@ class NumberTable:
     """A table that fits the width of the terminal.
 
     A number is shown whole or not at all: one cut short would be a wrong one. Where a table is too wide, first its
-    headings are broken between words, then names are broken at hyphens, and then columns are left away, and named.
+    headings are broken between words, then names at hyphens and dots, and then columns are left away, and named.
 
     Args:
         columns: as declared; those without a value in any row are left away.
@@ -129,7 +129,7 @@ class NumberTable:
 
 
 def _broken(name: str, width: int) -> str:
-    """Return a name on as many lines as it needs, broken after hyphens."""
+    """Return a name on as many lines as it needs, broken after hyphens and dots."""
     lines = [""]
     for part in _PARTS.split(name):
         if lines[-1] and cell_len(lines[-1] + part) > width:
