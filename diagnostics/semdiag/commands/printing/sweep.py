@@ -196,7 +196,7 @@ class SweepProgress:
         self._failed += row.status != "done"
         ended = self._count - len(self.open)
         self._bar.update(self._task, ended=ended, failed=f"{self._failed} failed" if self._failed else "")
-        reached = "" if row.train_accuracy is None else f", training accuracy {row.train_accuracy:.1%}"
+        reached = "" if row.train_accuracy is None else f", training accuracy {percent(row.train_accuracy)}"
         line = f"{row.status} {row.run} after {counted(row.epochs, 'epoch')}{reached} {row.problem}".rstrip()
         if not self._quiet:
             self._bar.console.print(line, soft_wrap=True, highlight=False, markup=False)
