@@ -46,6 +46,7 @@ class LoadedModel:
         weights_sha256: of the parameters alone, of semdiag's and the paper's checkpoints; else empty.
         recorded_weights: where such a hash is recorded, and which: in the file, in a manifest beside its folder.
         not_loaded: which weights the function that built it left out, in words; empty if none.
+        tokenizers: those read so far, by folder; None: the model's own.
     """
 
     path: str
@@ -63,6 +64,7 @@ class LoadedModel:
     weights_sha256: str = ""
     recorded_weights: dict[str, str] = field(default_factory=dict)
     not_loaded: str = ""
+    tokenizers: dict[Path | None, Any] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         known = ", ".join(str(part) for part in (self.task, self.snapshot) if part)

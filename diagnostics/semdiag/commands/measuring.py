@@ -69,6 +69,7 @@ def measured(
     more_stages: int = 0,
     against: Path | None = None,
     typed: Collection[str] = (),
+    then: "Callable[[Sequence[LoadedModel]], object]" = lambda loaded: None,
 ) -> "Findings":
     """Find the checkpoints and measure them, with progress on stderr.
 
@@ -83,6 +84,7 @@ def measured(
         typed: names of the options that the user gave. Without ``samples`` all models are measured on no more
             than the run that held out fewest, and on all of given inputs; with ``k`` one of them must attend to
             every key.
+        then: called with the loaded models once they are measured.
 
     Returns:
         On what was measured, with the command in its provenance.
@@ -126,6 +128,7 @@ def measured(
         found = (run or partial(survey, own=True, expect=bar.expect))(
             loaded, conditions, bar.announce, bar.advance
         )
+        then(loaded)
     for remark in () if quiet else found.remarks.to_dict("records"):
         if remark["severity"] == WARNING:
             tell(f"semdiag: {remark['model']}: {remark['text']}.")

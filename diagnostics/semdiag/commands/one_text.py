@@ -1,11 +1,12 @@
 """The page of one text that stands beside a report."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from semdiag.capturing.inputs.texts import SUFFIXES
+from semdiag.capturing.loading import LoadedModel
 from semdiag.measuring.conditions import Conditions
-from semdiag.measuring.findings.findings import Findings
 from semdiag.questions.look.measure.heads import fitting_k
 from semdiag.questions.look.measure.loaded import see_loaded
 from semdiag.questions.look.page import is_page_of, render_look
@@ -17,30 +18,31 @@ _TOKENS = 48  # that the page shows at most: about 2 MB for 270 heads
 _LARGEST = 2**25  # bytes of a page that is kept
 
 
-def one_text_page(findings: Findings, conditions: Conditions) -> str | None:
+def one_text_page(loaded: Sequence[LoadedModel], conditions: Conditions) -> str | None:
     """Run a language model on the first of its texts, and write the page that shows every head on it.
 
     Args:
-        findings: of what was measured.
+        loaded: the models that were measured; of one alone a page is made.
         conditions: under which.
 
     Returns:
         The page; None where not one Hugging Face model was measured, or not on texts.
     """
-    models, given = findings.measurements.models, conditions.inputs
-    if list(models["source"]) != ["hugging face"] or given is None or given.suffix not in SUFFIXES:
+    given = conditions.inputs
+    if [model.source for model in loaded] != ["hugging face"] or given is None or given.suffix not in SUFFIXES:
         return None
-    path = str(models["model"].iloc[0])
     longest = min(conditions.texts.max_length or _TOKENS, _TOKENS)
     one = replace(
         conditions, samples=1, first=1, batch_size=1, k=(), plans=(),
         texts=replace(conditions.texts, max_length=longest),
     )  # fmt: skip
     try:
-        seen = see_loaded(Path(path), one)
+        seen = see_loaded(loaded[0], one)
     except InputError:  # what can be measured need not fit a page
         return None
-    return render_look(seen, fitting_k(seen, None), f"semdiag look {path} --inputs {given} --max-length {longest}")
+    return render_look(
+        seen, fitting_k(seen, None), f"semdiag look {loaded[0].path} --inputs {given} --max-length {longest}"
+    )
 
 
 def kept_page(report: Path) -> str | None:

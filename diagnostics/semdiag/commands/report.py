@@ -101,8 +101,11 @@ def report(
             plans=tuple(plan for plan in plans if plan is not None),
             probe_samples=_PROBE_SAMPLES,
         )
-        findings = shared.measured(models, conditions)
-        look = one_text_page(findings, conditions)
+        pages: list[str | None] = []
+        findings = shared.measured(
+            models, conditions, then=lambda loaded: pages.append(one_text_page(loaded, conditions))
+        )
+        (look,) = pages
     folder = output_folder("report", findings.measurements, shared.values["out"])
     try:
         with Stages("drawing", 1, shared.values["quiet"]) as bar:

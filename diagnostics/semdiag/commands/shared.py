@@ -12,6 +12,7 @@ from semdiag.presenting import options
 from semdiag.presenting.question import Command
 
 if TYPE_CHECKING:
+    from semdiag.capturing.loading import LoadedModel
     from semdiag.measuring.conditions import Conditions
     from semdiag.measuring.findings.findings import Findings
 
@@ -79,6 +80,7 @@ class Shared:
         run: Callable[..., Any] | None = None,
         more_stages: int = 0,
         against: Path | None = None,
+        then: "Callable[[Sequence[LoadedModel]], object]" = lambda loaded: None,
     ) -> "Findings":
         """Measure what the user named: :func:`~semdiag.commands.measuring.measured`."""
         from semdiag.commands import measuring
@@ -86,7 +88,7 @@ class Shared:
 
         quiet = self.values["quiet"]
         run = run or in_processes(self.values.get("jobs"), self.values.get("ray", ""))
-        return measuring.measured(models, conditions, quiet, run, more_stages, against, self.typed)
+        return measuring.measured(models, conditions, quiet, run, more_stages, against, self.typed, then)
 
     def deliver(
         self,

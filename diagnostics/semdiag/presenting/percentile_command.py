@@ -11,7 +11,6 @@ from semdiag.presenting.terminal.titles import title
 if TYPE_CHECKING:
     from semdiag.measuring.findings.findings import Findings
     from semdiag.measuring.findings.strict_json import Summary
-    from semdiag.presenting.terminal.console import NumberTable
 
 
 def percentile_command(metric: str, description: str, summary: "Callable[[Findings], Summary]") -> Command:
@@ -42,9 +41,12 @@ def percentile_command(metric: str, description: str, summary: "Callable[[Findin
 
 def _print(metric: str, summary: "Callable[[Findings], Summary]", every: bool, findings: "Findings") -> None:
     from semdiag.measuring.findings.estimates import SAMPLED, drawn, sampling_sentences
-    from semdiag.presenting.terminal.console import number_table, wide_console
+    from semdiag.presenting.columns import STAYS, Column, percent, plain, three_digits
+    from semdiag.presenting.terminal.console import NumberTable, wide_console
 
     console = wide_console()
+    columns = [Column("place", "layer", plain), Column("head", said=plain)]
+    columns += [Column(p, said=three_digits, goes=_LEAST.get(p, 0)) for p in _SHOWN]
     for result in summary(findings)["results"]:
         of = f", {SAMPLED}" if result["model"] in drawn(findings) else ""
         for part in ("separation", "load") if metric == "separation" else ("dispersion",):
@@ -52,13 +54,13 @@ def _print(metric: str, summary: "Callable[[Findings], Summary]", every: bool, f
             if metric == "separation" and not within and result["all"]["separation"]["p50"] is None:
                 console.print(f"\n{title(result)}: {_NOTHING_DROPPED}", soft_wrap=True)
                 break
-            more = ["≤ 0"] * (part == "separation") + ["recall", "no key"] * ("recall" in result["all"])
-            heads = ["layer", "head", *_SHOWN, *more]
-            table = number_table(heads, title=f"{title(result)}: {_TITLES[part]}{of}", least=_LEAST, kept=more)
-            left_out = _fill(table, result, part, every)
+            rows, left_out = _rows(result, part, every)
             for one in within:
-                left_out += _fill(table, one, part, every, f" k={one['k']}")
-            console.print(table)
+                more, further = _rows(one, part, every, f" k={one['k']}")
+                rows, left_out = [*rows, *more], left_out + further
+            last = [Column(*one, percent, STAYS) for one in _KEPT if any(one[0] in row for row in rows)]
+            rows = [dict.fromkeys(column.name for column in last) | row for row in rows]
+            console.print(NumberTable([*columns, *last], rows, f"{title(result)}: {_TITLES[part]}{of}"))
             if left_out:
                 console.print(extremes(result, part), soft_wrap=True)
                 console.print(f"{left_out} rows are not shown: --all shows them, and the page has them as CSV.")
@@ -74,7 +76,8 @@ def _sections(metric: str, findings: "Findings") -> tuple[str, ...]:
 
 
 _SHOWN = ("mean", "p5", "p50", "p75", "p90", "p95", "p100")
-_LEAST = ("p75", "p90", "mean")  # which go first where the terminal is narrow
+_LEAST = {"p75": 1, "p90": 2, "mean": 3}  # which go first where the terminal is narrow
+_KEPT = (("share_below", "≤ 0"), ("recall", "recall"), ("without_keys", "no key"))
 _TITLES = {
     "dispersion": "dispersion δ (nats)",
     "separation": "separation Δ (nats)",
@@ -89,19 +92,18 @@ _MOST = 24  # rows of heads, above which only the furthest out are shown
 _FURTHEST = 5  # at either end
 
 
-def _fill(table: "NumberTable", result: dict[str, Any], part: str, every: bool, suffix: str = "") -> int:
-    """Add the rows of the heads, of many those furthest out; return how many were left out."""
+def _rows(result: dict[str, Any], part: str, every: bool, suffix: str = "") -> tuple[list[dict[str, Any]], int]:
+    """Return the rows of the heads, of many those furthest out, and how many were left out."""
     heads = result["layers"]
     shown = heads if every or len(heads) <= _MOST else _furthest(heads, part)
+    rows = []
     for row in [*shown, {"layer": "all", "head": "", **result["all"]}]:
         numbers = row.get(part, row)
-        cells = ["–" if numbers[p] is None else f"{numbers[p]:.3g}" for p in _SHOWN]
+        rows.append({**row, **numbers, "place": f"{row['layer']}{suffix}"})
         if part == "separation":
             separated = numbers["queries"] - numbers["undefined"]
-            cells.append(f"{numbers['not_positive'] / separated:.1%}" if separated else "–")
-        cells += [f"{row[name]:.1%}" for name in ("recall", "without_keys") if name in row]
-        table.add_row(f"{row['layer']}{suffix}", str(row["head"]), *cells)
-    return len(heads) - len(shown)
+            rows[-1]["share_below"] = numbers["not_positive"] / separated if separated else None
+    return rows, len(heads) - len(shown)
 
 
 def _median(row: dict[str, Any], part: str) -> float:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
+    from semdiag.capturing.loading import LoadedModel
     from semdiag.measuring.conditions import Conditions
     from semdiag.measuring.findings.findings import Findings
     from semdiag.measuring.findings.strict_json import Summary
@@ -36,8 +37,9 @@ class Shared(Protocol):
         run: Callable[..., Any] | None = None,
         more_stages: int = 0,
         against: Path | None = None,
+        then: "Callable[[Sequence[LoadedModel]], object]" = lambda loaded: None,
     ) -> "Findings":
-        """Measure what the user named, with progress."""
+        """Measure what the user named, with progress; ``then`` is called with the loaded models."""
 
     def deliver(
         self,

@@ -9,10 +9,10 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from semdiag.capturing.attention_kinds import EXTERNAL_SOURCES
-from semdiag.measuring.findings.strict_json import number_from_json
 from semdiag.presenting.page_style import page_style
 from semdiag.presenting.section import Heading
 from semdiag.questions.registry import sections
+from semdiag.reporting.page_tables import ENCODERS, EXTERNAL, LAYERS, MEASURED
 from semdiag_models.plain_text import visible
 
 
@@ -57,8 +57,6 @@ def render_page(
     environment = Environment(
         autoescape=True, finalize=_shown, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    environment.filters["number"] = _number
-    environment.filters["percent"] = _percent
     source = files("semdiag.reporting").joinpath("templates/report.html.j2").read_text(encoding="utf-8")
     rows = whole["results"]
     glances = whole["glances"]
@@ -86,6 +84,7 @@ def render_page(
         eyebrow=_eyebrow(parts),
         best=best,
         external=all(others),
+        tables={"encoders": ENCODERS, "external": EXTERNAL, "measured": MEASURED, "layers": LAYERS},
         sections={name for name, _ in parts},
         non_finite=non_finite.to_dict("records"),
         keep_queries=keep_queries,
@@ -150,12 +149,3 @@ def _settings(named: Mapping[str, Any]) -> str:
 def _shown(value: Any) -> Any:
     """Return a value of the template, escaped unless a macro made it."""
     return visible(value) if isinstance(value, str) and not isinstance(value, Markup) else value
-
-
-def _number(value: float | str | None) -> str:
-    """Return a number to three digits; an en dash if it is undefined."""
-    return "–" if value is None else f"{number_from_json(value):.3g}"
-
-
-def _percent(value: float | str | None) -> str:
-    return "–" if value is None else f"{100 * number_from_json(value):.1f}%"

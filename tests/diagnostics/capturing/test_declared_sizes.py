@@ -88,7 +88,7 @@ def tokeniser(path, longest=16, **changed):
     own.save_pretrained(path)
     file = path / "tokenizer_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | changed))
-    return tokenising.tokeniser(f"hf:{path}", model)
+    return tokenising.Tokeniser(f"hf:{path}", tokenising.read_tokenizer(f"hf:{path}"), model)
 
 
 def test_a_long_line_is_cut_before_it_is_tokenised(tmp_path, monkeypatch):

@@ -15,13 +15,40 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from semdiag.presenting import completion
-from semdiag.presenting.terminal.console import ends, interval, number_table
+from semdiag.presenting.columns import (
+    STAYS,
+    Column,
+    count,
+    ends,
+    fine_percent,
+    finite,
+    four_digits,
+    interval,
+    number,
+    percent,
+    plain,
+    rough_percent,
+    text,
+    two_decimals,
+)
+from semdiag.presenting.terminal.console import NumberTable
 from semdiag.presenting.terminal.progress import Stages
 from semdiag.reporting.gate import rules
 from semdiag_models import ATTENTIONS, TASKS
 
 HEADS = ["layer", "head", *(f"quantity {n} p50" for n in range(9)), "share"]
 ROWS = [("3", "0", *(f"{-1.23e-05 * 10**n:.3g}" for n in range(9)), "100.0%"), ("all", "", *["–"] * 9, "0.0%")]
+
+
+def table_of(heads, *rows, names=0, least=(), kept=(), title=""):
+    """A table of cells: which columns are names, go first, and stay."""
+    columns = [
+        Column(str(at), head, text if at < names else plain, STAYS if head in kept else 1 + least.index(head))
+        if head in (*least, *kept)
+        else Column(str(at), head, text if at < names else plain)
+        for at, head in enumerate(heads)
+    ]
+    return NumberTable(columns, [{str(at): cell for at, cell in enumerate(row)} for row in rows], title)
 
 
 def printed(table, width):
@@ -32,40 +59,70 @@ def printed(table, width):
 
 @pytest.mark.parametrize("width", [20, 40, 80, 120, 200])
 def test_a_table_shows_every_number_whole_or_not_at_all(width):
-    table = number_table(HEADS, names=2, title="a title that is longer than the narrowest of these terminals")
-    for row in ROWS:
-        table.add_row(*row)
-    text = printed(table, width)
-    assert max(map(len, text.splitlines())) <= width
-    shown = [cell for cell in ROWS[0] if cell in text.split()]
-    left_out = " ".join(text.split()).partition("Left out to fit ")[2]
+    title = "a title that is longer than the narrowest of these terminals"
+    said = printed(table_of(HEADS, *ROWS, names=2, title=title), width)
+    assert max(map(len, said.splitlines())) <= width
+    shown = [cell for cell in ROWS[0] if cell in said.split()]
+    left_out = " ".join(said.split()).partition("Left out to fit ")[2]
     assert len(shown) + left_out.count("quantity") + left_out.count("share") == len(HEADS)
-    assert "…" not in text
+    assert "…" not in said
     assert bool(left_out) == (width < 120)
 
 
 def test_what_matters_least_goes_first():
-    table = number_table(["layer", "mean", "p50", "p95"], names=1, least=["mean"])
-    table.add_row("0", "1.234567", "2.345678", "3.456789")
-    assert "1.234567" not in (text := printed(table, 30))
-    assert "2.345678" in text
-    assert "3.456789" in text
+    row = "0", "1.234567", "2.345678", "3.456789"
+    table = table_of(["layer", "mean", "p50", "p95"], row, names=1, least=["mean"])
+    assert "1.234567" not in (said := printed(table, 30))
+    assert "2.345678" in said
+    assert "3.456789" in said
 
 
 def test_the_answer_is_never_left_away():
-    table = number_table(["k", "p5", "p50", "p95", "met"], names=1, least=["p5", "met"], kept=["met"])
-    table.add_row("3", "1.234567", "2.345678", "3.456789", "yes")
-    text = printed(table, 30)
-    assert {"2.345678", "3.456789", "yes"} <= set(text.split())
-    assert left_away(text.splitlines()) == {"p5"}
+    row = "3", "1.234567", "2.345678", "3.456789", "yes"
+    table = table_of(["k", "p5", "p50", "p95", "met"], row, names=1, least=["p5"], kept=["met"])
+    said = printed(table, 30)
+    assert {"2.345678", "3.456789", "yes"} <= set(said.split())
+    assert left_away(said.splitlines()) == {"p5"}
     assert left_away(printed(table, 10).splitlines()) == {"p5", "p50", "p95"}
 
 
+def test_a_column_without_a_value_is_left_away_unless_it_is_asked_about():
+    table = table_of(["layer", "p50", "p95", "met"], ("0", "1.5", "–", "–"), ("1", "–", "–", "–"), kept=["met"])
+    assert table.columns == ["layer", "p50", "met"]
+    assert left_away(printed(table, 80).splitlines()) == set()
+
+
+def test_a_column_that_no_row_has_is_an_error_and_an_entry_of_nothing_is_none():
+    column = Column("load.largest", said=plain)
+    assert column.cell({"load": None}) == "–"
+    assert column.cell({"load": {"largest": 0.5}}) == "0.5"
+    for wrong in ({"loads": {"largest": 1}}, {"load": {"smallest": 1}}):
+        with pytest.raises(KeyError):
+            column.cell(wrong)
+
+
+@pytest.mark.parametrize("said", [count, fine_percent, finite, four_digits, number, percent, two_decimals])
+def test_a_number_that_is_not_known_is_a_dash_and_infinity_is_said(said):
+    assert [said(value) for value in (None, float("nan"))] == ["–", "–"]
+    assert said("inf") == ("–" if said is finite else "inf%" if "%" in said(0) else "inf")
+
+
+def test_formats_by_hand():
+    assert (count(1234567), percent(0.1234), fine_percent(0.00034), rough_percent(1 / 3)) == (
+        "1,234,567", "12.3%", "0.03%", "33.3%",
+    )  # fmt: skip
+    assert (number(12345), number(1234.5), number(2.0), two_decimals(-0.125)) == (
+        "12345",
+        "1.23e+03",
+        "2",
+        "-0.12",
+    )
+
+
 def test_names_are_broken_at_hyphens_before_a_column_is_left_away():
-    table = number_table(["run", "status", "epochs", "best"], names=2, least=["best"])
     name = "missing-duplicate-banded-5-global-1-seed-153476998"
-    table.add_row(name, "done", "100", "99.5%")
-    table.add_row("parity-full-seed-1", "failed", "7", "50.0%")
+    rows = (name, "done", "100", "99.5%"), ("parity-full-seed-1", "failed", "7", "50.0%")
+    table = table_of(["run", "status", "epochs", "best"], *rows, names=2, least=["best"])
     whole, broken, narrow = (printed(table, width) for width in (80, 60, 28))
     assert name in whole
     lines = broken.splitlines()
@@ -76,6 +133,12 @@ def test_names_are_broken_at_hyphens_before_a_column_is_left_away():
     assert "parity-full-seed-1 " in broken  # which fits
     assert left_away(narrow.splitlines()) == {"best"}  # every part of a name is on a line of its own already
     assert "153476998" in narrow
+
+
+def test_the_name_of_a_module_is_broken_at_its_dots():
+    table = table_of(["keys of", "margin"], ("model.layers.0.self_attn.indexer", "0.038"), names=1)
+    words = [line.split()[0] for line in printed(table, 26).splitlines() if line.split()]
+    assert words[2:] == ["model.layers.0.", "self_attn.", "indexer"]
 
 
 @pytest.mark.parametrize("columns", [80, 120])

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from semdiag.capturing.batches import Batch
-from semdiag.capturing.inputs.tokenising import Tokeniser, tokeniser
+from semdiag.capturing.inputs.tokenising import Tokeniser, read_tokenizer
 from semdiag.capturing.loading import LoadedModel
 from semdiag_models import InputError
 from semdiag_models.tasks.text_lines import read_lines
@@ -127,7 +127,7 @@ def text_batches(path: Path, model: LoadedModel, size: int, options: TextOptions
 
 
 def tokeniser_of(path: Path, model: LoadedModel, options: TextOptions) -> Tokeniser:
-    """Find what makes a model's inputs of texts.
+    """Return what makes a model's inputs of texts; its tokenizer is read once.
 
     Raises:
         InputError: if the model has no tokenizer and none is named.
@@ -137,7 +137,11 @@ def tokeniser_of(path: Path, model: LoadedModel, options: TextOptions) -> Tokeni
             f"{path}: texts need a tokenizer, and {model.path} has none. Name a folder that holds one with "
             "--tokenizer DIR, or give token ids."
         )
-    return tokeniser(model.path, model.module, options.tokenizer, options.max_length)
+    folder = options.tokenizer
+    if folder not in model.tokenizers:
+        model.tokenizers[folder] = read_tokenizer(model.path, folder)
+    spec = model.path if folder is None else str(folder)
+    return Tokeniser(spec, model.tokenizers[folder], model.module, options.max_length)
 
 
 def _classes(path: Path, given: Texts, model: LoadedModel, options: TextOptions) -> Tensor | None:

@@ -124,19 +124,12 @@ class Tokeniser:
             raise InputError(f"{self._spec}: its tokenizer cannot be used ({first_line(error)}).") from error
 
 
-def tokeniser(
-    spec: str, model: nn.Module, tokenizer_folder: Path | None = None, most: int | None = None
-) -> Tokeniser:
-    """Find what makes inputs of texts.
+def read_tokenizer(spec: str, tokenizer_folder: Path | None = None) -> Any:
+    """Read a tokenizer of transformers; one without a token for padding pads with another, if it has one.
 
     Args:
         spec: ``hf:DIRECTORY``, with the tokenizer's files.
-        model: from :func:`build`.
         tokenizer_folder: that of another tokenizer; None: the model's.
-        most: tokens at which texts are cut; None: what the model takes.
-
-    Returns:
-        A function from texts to the model's input.
 
     Raises:
         InputError: if the folder holds no tokenizer.
@@ -163,7 +156,7 @@ def tokeniser(
             raise InputError(f"{spec}: its tokenizer cannot be used ({first_line(error)}). {instead}") from error
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
-    return Tokeniser(spec, tokenizer, model, most)
+    return tokenizer
 
 
 def has_tokenizer(folder: Path) -> bool:

@@ -1,8 +1,7 @@
 """Tables of ``semdiag check`` on stderr."""
 
-import math
-
-from semdiag.presenting.terminal.console import NumberTable, number_table, wide_console
+from semdiag.presenting.columns import Column, four_digits, plain, text, three_digits
+from semdiag.presenting.terminal.console import NumberTable, wide_console
 from semdiag.presenting.terminal.terminal import counted
 from semdiag.questions.dispersion.answer.pairs import GATED, SHOWN, GateResult
 from semdiag.reporting.gate.layers import LayerGate
@@ -23,7 +22,7 @@ def print_check(result: Verification) -> None:
         console.print(f"{'holds' if invariant.passed else 'FAILS'}: {invariant.words}")
     for rule in result.rules:
         word = "holds" if rule.passed else "FAILS" if rule.known else "cannot tell"
-        value = f"{rule.value:.4g}" if rule.known else "undefined"
+        value = four_digits(rule.value) if rule.known else "undefined"
         console.print(f"{word}: {rule.rule.text} — {value}, {rule.model}")
     for words in result.compared.words if result.compared else ():
         console.print(f"not compared: {words}")
@@ -51,11 +50,12 @@ def conclusion(result: Verification) -> str:
 
 
 def _pair(result: GateResult) -> NumberTable:
-    table = number_table(["nats", *SHOWN], names=1, title=result.pair.label)
-    for name, values in (("δ_s, full", result.full), ("δ_h, top-k", result.topk)):
-        table.add_row(name, *("–" if math.isnan(values[p]) else f"{values[p]:.4g}" for p in SHOWN))
-    table.add_row("δ_h < δ_s", *(_verdict(result, p) for p in SHOWN))
-    return table
+    named = {"δ_s, full": result.full, "δ_h, top-k": result.topk}
+    rows = [{"nats": name} | {p: four_digits(values[p]) for p in SHOWN} for name, values in named.items()]
+    rows.append({"nats": "δ_h < δ_s"} | {p: _verdict(result, p) for p in SHOWN})
+    return NumberTable(
+        [Column("nats", said=text), *(Column(p, said=plain) for p in SHOWN)], rows, result.pair.label
+    )
 
 
 def _verdict(result: GateResult, percentile: str) -> str:
@@ -70,7 +70,7 @@ def _layers(gate: LayerGate) -> str:
     if not gate.failing:
         return f"δ_h < δ_s at the median of each of the {len(gate.full)} layers"
     told = [n for n in gate.failing if n not in gate.unknown]
-    parts = [f"layer {n} ({gate.topk[n]:.3g} against {gate.full[n]:.3g})" for n in told]
+    parts = [f"layer {n} ({three_digits(gate.topk[n])} against {three_digits(gate.full[n])})" for n in told]
     said = [f"does not hold at the median of {', '.join(parts)}"] if parts else []
     where = ", ".join(f"layer {n}" for n in gate.unknown)
     said += [f"cannot be judged at the median of {where}"] if where else []

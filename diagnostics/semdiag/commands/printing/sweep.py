@@ -1,12 +1,14 @@
 """What ``semdiag sweep`` says before, while and after it runs."""
 
 from collections import Counter
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
 from semdiag.commands.measuring import command_line
+from semdiag.presenting.columns import STAYS, Column, count, percent, plain, text, two_decimals
 from semdiag.presenting.terminal.minutes import Minutes
 from semdiag.presenting.terminal.terminal import counted, say, tell, terminal
 
@@ -16,6 +18,17 @@ if TYPE_CHECKING:
     from semdiag_models.sweeps.runs import RunResult
 
 _ROWS = 100  # printed; the files hold all
+_ESTIMATES = (
+    Column("task", said=text), Column("attention", said=text), Column("runs", goes=2), Column("left"),
+    Column("epochs_left"), Column("s/epoch", said=two_decimals), Column("hours", said=two_decimals),
+    Column("from", said=plain, goes=1),
+)  # fmt: skip
+_RESULTS = (
+    Column("run", said=text), Column("status", said=text), Column("epochs"),
+    Column("epochs_to_target", "to {}", goes=STAYS), Column("train_accuracy", "train", percent),
+    Column("holdout_accuracy", "held-out", percent, goes=STAYS),
+    Column("best_holdout_accuracy", "best", percent, goes=1), Column("seconds", said=count, goes=2),
+)  # fmt: skip
 _SOURCES = {
     "history": "seconds of epochs already trained here",
     "measured": "a few steps timed just now on one thread",
@@ -31,18 +44,20 @@ def print_estimates(
         groups.setdefault((run.training.task_label, run.model.attention_label), []).append((run, left))
     hours = sum(left.hours for left in estimates)
     if not quiet:
-        from semdiag.presenting.terminal.console import number_table, wide_console
+        from semdiag.presenting.terminal.console import NumberTable, wide_console
 
-        heads = ["task", "attention", "runs", "left", "epochs left", "s/epoch", "hours", "from"]
-        table = number_table(heads, names=2, title="Runs", least=["from", "runs"])
+        rows = []
         for (task, attention), members in groups.items():
-            epochs, open_runs = sum(e.epochs for _, e in members), sum(e.epochs > 0 for _, e in members)
-            total = sum(left.hours for _, left in members)
-            seconds = f"{total * 3600 / epochs:.2f}" if epochs else "–"
-            sources = "+".join(sorted({left.source for _, left in members if left.epochs}))
-            numbers = (str(len(members)), str(open_runs), str(epochs), seconds, f"{total:.2f}", sources)
-            table.add_row(task, attention, *numbers)
-        wide_console().print(table)
+            left_over = [left for _, left in members if left.epochs]
+            epochs, total = sum(left.epochs for left in left_over), sum(left.hours for _, left in members)
+            rows.append(
+                {
+                    "task": task, "attention": attention, "runs": len(members), "left": len(left_over),
+                    "epochs_left": epochs, "s/epoch": total * 3600 / epochs if epochs else None, "hours": total,
+                    "from": "+".join(sorted({left.source for left in left_over})),
+                }
+            )  # fmt: skip
+        wide_console().print(NumberTable(_ESTIMATES, rows, "Runs"))
         used = {left.source for left in estimates if left.epochs}
         for name in sorted(used):
             say(f"{name}: {_SOURCES[name]}")
@@ -89,18 +104,11 @@ def print_results(rows: "list[RunResult]", folder: Path, target: float, as_json:
         _echo_json(results_document(rows, {"command": command_line(), "target": target}))
     if quiet:
         return
-    from semdiag.presenting.terminal.console import number_table, wide_console
+    from semdiag.presenting.terminal.console import NumberTable, wide_console
 
-    to_target = f"to {target:.0%}"
-    heads = ["run", "status", "epochs", to_target, "train", "held-out", "best", "seconds"]
-    table = number_table(heads, names=2, title="Results", least=["best", "seconds"], kept=[to_target, "held-out"])
-    for row in rows if len(rows) <= _ROWS else [row for row in rows if row.status != "done"]:
-        reached = "–" if row.epochs_to_target is None else str(row.epochs_to_target)
-        accuracies = (row.train_accuracy, row.holdout_accuracy, row.best_holdout_accuracy)
-        shown = ("–" if accuracy is None else f"{accuracy:.1%}" for accuracy in accuracies)
-        table.add_row(row.run, row.status, str(row.epochs), reached, *shown, f"{row.seconds:.0f}")
-    if table.row_count:
-        wide_console().print(table)
+    shown = [asdict(row) for row in rows if len(rows) <= _ROWS or row.status != "done"]
+    if shown:
+        wide_console().print(NumberTable(_RESULTS, shown, "Results", unit=f"{target:.0%}"))
     for row in rows:
         if row.problem:
             tell(f"{row.run}: {row.problem}")
@@ -188,7 +196,7 @@ class SweepProgress:
         self._failed += row.status != "done"
         ended = self._count - len(self.open)
         self._bar.update(self._task, ended=ended, failed=f"{self._failed} failed" if self._failed else "")
-        reached = "" if row.train_accuracy is None else f", training accuracy {row.train_accuracy:.1%}"
+        reached = "" if row.train_accuracy is None else f", training accuracy {percent(row.train_accuracy)}"
         line = f"{row.status} {row.run} after {counted(row.epochs, 'epoch')}{reached} {row.problem}".rstrip()
         if not self._quiet:
             self._bar.console.print(line, soft_wrap=True, highlight=False, markup=False)

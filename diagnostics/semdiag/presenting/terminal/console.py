@@ -1,10 +1,9 @@
 """Tables of results in a terminal."""
 
-import math
 import os
 import re
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -12,11 +11,11 @@ from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 
-from semdiag.measuring.findings.strict_json import number_from_json
+from semdiag.presenting.columns import STAYS, Column
 from semdiag.presenting.terminal.terminal import results_on_stderr, terminal
 
 _ENDLESS = 10_000
-_PARTS = re.compile(r"(?<=-)")  # of a name, which is broken behind hyphens alone
+_PARTS = re.compile(r"(?<=[-.])")  # of a name, which is broken behind hyphens and dots alone
 _LOG = 150  # columns of a file: it has room, and a reader who turns its lines
 
 
@@ -32,21 +31,21 @@ class NumberTable:
     """A table that fits the width of the terminal.
 
     A number is shown whole or not at all: one cut short would be a wrong one. Where a table is too wide, first its
-    headings are broken between words, then names are broken at hyphens, and then columns are left away, and named.
+    headings are broken between words, then names at hyphens and dots, and then columns are left away, and named.
 
     Args:
-        columns: their headings.
-        names: how many of the first are names, aligned left; they are never left away.
+        columns: as declared; those without a value in any row are left away.
+        rows: their entries by name.
         title: above the table; empty: none.
-        least: headings of the columns that go first, in this order; then the others from the right.
-        kept: headings of the columns that are never left away: those that hold the answer.
-
-    Attributes:
         caption: below the table; empty: none.
+        unit: what stands for ``{}`` in headings.
 
     Example:
-        >>> table = NumberTable(["task", "best loss", "epochs"], names=1, least=["best loss"])
-        >>> table.add_row("missing-duplicate", "0.0123", "17")
+        >>> from semdiag.presenting.columns import text
+        >>> table = NumberTable(
+        ...     [Column("task", said=text), Column("loss", "best loss", goes=1), Column("epochs")],
+        ...     [{"task": "missing-duplicate", "loss": 0.0123, "epochs": 17}],
+        ... )
         >>> Console(width=21).print(table)  # doctest: +NORMALIZE_WHITESPACE
         <BLANKLINE>
         task        epochs
@@ -59,27 +58,21 @@ class NumberTable:
 
     def __init__(
         self,
-        columns: Iterable[str],
-        names: int = 0,
+        columns: Iterable[Column],
+        rows: Iterable[Mapping[str, Any]],
         title: str = "",
-        least: Sequence[str] = (),
-        kept: Sequence[str] = (),
+        caption: str = "",
+        unit: object = "",
     ) -> None:
-        self.columns, self.names, self.title, self.caption = list(columns), names, title, ""
-        self.rows: list[tuple[str, ...]] = []
-        first = [self.columns.index(name) for name in least if name in self.columns]
-        rest = [place for place in reversed(range(names, len(self.columns))) if place not in first]
-        going = [place for place in (*first, *rest) if self.columns[place] not in kept]
-        self._going = going[: max(0, len(self.columns) - names - 1)]
-
-    @property
-    def row_count(self) -> int:
-        """Return the number of rows."""
-        return len(self.rows)
-
-    def add_row(self, *cells: str) -> None:
-        """Add a row; cells that are missing on the right are empty."""
-        self.rows.append((*cells, *[""] * (len(self.columns) - len(cells))))
+        listed, asked = list(rows), list(columns)
+        cells = {column: [column.cell(row) for row in listed] for column in asked}
+        shown = [one for one in asked if one.goes == STAYS or any(cell != "–" for cell in cells[one])]
+        self.title, self.caption, self.columns = title, caption, [column.title.format(unit) for column in shown]
+        self.rows = list(zip(*(cells[column] for column in shown), strict=True))
+        self.names = sum(column.left for column in shown)
+        places = [place for place, column in enumerate(shown) if not column.left and column.goes != STAYS]
+        going = sorted(places, key=lambda place: (shown[place].goes or len(shown), -place))
+        self._going = going[: max(0, len(shown) - self.names - 1)]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """What rich asks for to print it."""
@@ -136,46 +129,10 @@ class NumberTable:
 
 
 def _broken(name: str, width: int) -> str:
-    """Return a name on as many lines as it needs, broken after hyphens."""
+    """Return a name on as many lines as it needs, broken after hyphens and dots."""
     lines = [""]
     for part in _PARTS.split(name):
         if lines[-1] and cell_len(lines[-1] + part) > width:
             lines.append("")
         lines[-1] += part
     return "\n".join(lines)
-
-
-def number_table(columns: Iterable[str], names: int = 0, **more: Any) -> NumberTable:
-    """Return a :class:`NumberTable` without rows."""
-    return NumberTable(columns, names, **more)
-
-
-def number(value: float | str | None, digits: int = 3) -> str:
-    """Return a number to three digits; whole numbers, mostly counts, in full."""
-    value = number_from_json(value)
-    if math.isnan(value):
-        return "–"
-    return f"{value:.0f}" if value.is_integer() and abs(value) < 1e9 else f"{value:.{digits}g}"
-
-
-def ends(low: float | str | None, high: float | str | None) -> tuple[str, str]:
-    """Return both ends of an interval to three digits, or as many as distinguish them.
-
-    Example:
-        >>> ends(0.1496, 0.1504), ends(0.15, 0.15)
-        (('0.1496', '0.1504'), ('0.15', '0.15'))
-    """
-    texts = [(number(low, digits), number(high, digits)) for digits in range(3, 7)]
-    return next((pair for pair in texts if pair[0] != pair[1]), texts[0])
-
-
-def interval(low: float, high: float) -> str:
-    """Return an interval to three digits, like ``92.6–93.1``; ``-0.2 to 0.1`` where a dash would look like a sign.
-
-    Example:
-        >>> interval(92.61, 93.08), interval(-0.2, 0.1)
-        ('92.6–93.1', '-0.2 to 0.1')
-    """
-    if math.isnan(low) or math.isnan(high):
-        return "no interval"
-    return (" to " if low < 0 or high < 0 else "–").join(ends(low, high))

@@ -1,6 +1,5 @@
 """The verdict on a claim, in one line."""
 
-import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -8,7 +7,7 @@ from rich.console import Console
 
 from semdiag.measuring.findings.finding import Finding, Verdict
 from semdiag.measuring.findings.strict_json import number_from_json
-from semdiag.presenting.terminal.console import number
+from semdiag.presenting.columns import finite
 
 _COUNTS = ("holds", "violated", "vacuous", "not_met")
 _ANSWERS = {
@@ -50,7 +49,7 @@ def verdict_line(verdict: str, claim: str, form: str, numbers: Mapping[str, Any]
         'better guarantee [paper]: does not hold (left side = 1.21)'
     """
     values = {name: number_from_json(value) for name, value in numbers.items()}
-    others = ", ".join(f"{name} = {_finite(value)}" for name, value in values.items() if name not in _COUNTS)
+    others = ", ".join(f"{name} = {finite(value)}" for name, value in values.items() if name not in _COUNTS)
     exceeded, vacuous, unmet = (int(values.get(name, 0)) for name in ("violated", "vacuous", "not_met"))
     rows = int(values.get("holds", 0)) + exceeded + vacuous
     if not rows:  # no claim about rows, or none of which it speaks
@@ -60,7 +59,3 @@ def verdict_line(verdict: str, claim: str, form: str, numbers: Mapping[str, Any]
     said += [f"{unmet:,} more do not meet its assumptions"] if unmet else []
     loud = "ERROR OF SEMDIAG: " if exceeded and form != "paper" else ""
     return f"{loud}{claim}: {'; '.join(said)}" + (f" ({others})" if others else "")
-
-
-def _finite(value: float) -> str:
-    return number(value if math.isfinite(value) else None)

@@ -4,7 +4,7 @@ import math
 
 from semdiag.measuring.findings.number_words import interval_words, percent
 from semdiag.measuring.findings.strict_json import Summary, number_from_json
-from semdiag.presenting.terminal.console import number
+from semdiag.presenting.columns import number
 
 
 def comparison_sentences(found: Summary) -> list[str]:

@@ -12,7 +12,7 @@ from semdiag.measuring.measurements import Measurements
 from semdiag.measuring.runs.training_runs import TARGET, run_table
 from semdiag.measuring.survey import survey
 from semdiag.questions.lengths.measure import check_lengths, measure_lengths
-from semdiag.questions.over_training.measure import measure_along, snapshots_of
+from semdiag.questions.over_training.measure import load_snapshots, measure_along
 from semdiag.questions.predictors.measure import CANDIDATES, measure_predictors
 from semdiag_models import InputError
 from semdiag_models.device import find_device
@@ -87,12 +87,15 @@ def convergence_survey(
     found.provenance.update(target=plan.target, **({"left_out": left_out} if left_out else {}))
     found.provenance.update({"targets": dict(plan.targets)} if plan.targets else {})
     tables: dict[str, list[pd.DataFrame]] = {"along": [], "predictors": [], "lengths": []}
-    for model in loaded if plan.along else []:
-        announce(model.path, len(snapshots_of(model)))
-        tables["along"].append(measure_along(model, conditions, after_step))
-    for model in loaded if plan.predictors else []:
-        announce(model.path, len(snapshots_of(model)))
-        tables["predictors"].append(measure_predictors(model, conditions, plan.predictors, after_step))
+    for model in loaded if plan.along or plan.predictors else []:
+        snapshots = load_snapshots(model)
+        if plan.along:
+            announce(model.path, len(snapshots))
+            tables["along"].append(measure_along(model, conditions, after_step, snapshots))
+        if plan.predictors:
+            announce(model.path, len(snapshots))
+            found_there = measure_predictors(model, conditions, plan.predictors, after_step, snapshots)
+            tables["predictors"].append(found_there)
     for model in loaded if plan.lengths else []:
         announce(model.path, conditions.samples * len(plan.lengths))
         how = {"samples": conditions.samples, "seed": conditions.seed, "batch_size": conditions.batch_size}

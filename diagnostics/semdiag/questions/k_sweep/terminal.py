@@ -1,15 +1,14 @@
-"""The table of ``semdiag k-sweep`` on stderr."""
+"""The tables of ``semdiag k-sweep``."""
 
 import math
-from collections.abc import Callable
-from typing import Any
 
 from semdiag.measuring.findings.findings import Findings
 from semdiag.measuring.findings.number_words import interval_words
 from semdiag.measuring.findings.resampling import FEWEST
-from semdiag.measuring.findings.strict_json import number_from_json
+from semdiag.measuring.findings.strict_json import Summary, number_from_json
 from semdiag.measuring.table import ALL
-from semdiag.presenting.terminal.console import ends, number, number_table, wide_console
+from semdiag.presenting.columns import STAYS, Column, Value, ends, number, percent, plain, text
+from semdiag.presenting.terminal.console import NumberTable, wide_console
 from semdiag.presenting.terminal.titles import title
 from semdiag.questions.bounds.answer.corollary import JUDGED_PERCENTILES
 from semdiag.questions.k_sweep.answer.sparse_verdict import ROUNDING
@@ -17,21 +16,15 @@ from semdiag.questions.k_sweep.answer.summary import k_sweep_summary
 from semdiag.questions.k_sweep.measure.kinds import KINDS, RANDOM, TOP_K
 from semdiag.questions.k_sweep.words import verdict_lines
 
-Summary = dict[str, Any]
 _FIRST, _STEP = 8, 4  # every k is shown up to the first, then every fourth; all stand in the CSV file
 _NO_STREAM = (
     "Δ stream is left out: through which matrix a head writes into the stream is known for certain of models that "
     "semdiag trained, run unchanged with the keys that they keep."
 )
-_LEAST = ("paper p50", "p100", "no first", "load p95")  # left out first where there is no room
 
 
 def print_k_sweep(findings: Findings) -> None:
-    """Print the verdict and one table per model, all layers and heads together; after a rerun what it changed.
-
-    Args:
-        findings: of what was measured.
-    """
+    """Print the verdict and one table per model, all layers and heads together; after a rerun what it changed."""
     screen = wide_console()
     summary = findings(k_sweep_summary)
     for result in summary["results"]:
@@ -39,7 +32,7 @@ def print_k_sweep(findings: Findings) -> None:
         screen.print(f"\n{title(result)}: within this model, for every k")
         screen.print(first, soft_wrap=True)
         if result["rerun"]:
-            screen.print(_rerun_table(result))
+            screen.print(_rerun_table(result["rerun"]))
         if result["sweep"]:
             screen.print(_table(result))
             if "stream_change" not in {row["quantity"] for row in result["sweep"]}:
@@ -49,112 +42,96 @@ def print_k_sweep(findings: Findings) -> None:
     screen.print(summary["scope"])
 
 
-def _rerun_table(result: Summary) -> Any:
-    """What the masks changed: columns without a number are left out."""
-    rows = result["rerun"]
-    control = {row["k"]: row["change"] for row in rows if row["mask"] == "random"}
-    measure = rows[0]["measure"].replace("_", " ")
-    several = bool({row["mask"] for row in rows if row["mask"] in KINDS} - {TOP_K, RANDOM})
-    named: dict[str, Callable[[Summary], str]] = {
-        "mask": _name if several else lambda r: r["mask"] if r["k"] < 0 else f"k = {r['k']}",
-        "keys": lambda r: _share(r["kept" if several or r["mask"] != TOP_K else "share"]),
-        "weight": lambda r: _share(r["mass"]),
-        "Δ head": lambda r: number(number_from_json(r["head_change"])),
-        "Δ stream": lambda r: number(number_from_json(r["stream_change"])),
-        f"Δ {measure}": lambda r: _change(r["change"]),
-        "95% interval": _interval,
-        "harmed": _harmed,
-        "random": lambda r: "–" if several else _change(control.get(r["k"])),
-        "ppl ×": lambda r: number(_growth(r["change"])) if measure == "loss" else "–",
-        "KL": lambda r: _change(r["divergence"]),
-        "changed": lambda r: _share(r["changed"]),
-        "accuracy": lambda r: _share(r["accuracy"]),
-    }
-    shown = [row for row in rows if row["mask"] not in ("none", "" if several else RANDOM)]
-    cells = [[text(row) for text in named.values()] for row in shown]
-    kept = [at for at in range(len(named)) if any(line[at] != "–" for line in cells)]
-    table = number_table([list(named)[at] for at in kept], names=1, least=["KL", "ppl ×"], kept=["95% interval"])
-    for line in cells:
-        table.add_row(*(line[at] for at in kept))
-    return table
+def _shown(value: Value) -> float:
+    """A change; below a tenth of a thousandth it is rounding, or might as well be."""
+    known = number_from_json(value)
+    return 0.0 if abs(known) < ROUNDING else known
 
 
-def _name(row: Summary) -> str:
-    """The kind of mask and its k; of top-p the share of the weight."""
-    if row["k"] < 0:
-        return str(row["mask"])
-    return f"{row['mask']} {row['k']}{'%' * (row['mask'] == 'topp')}"
-
-
-def _harmed(row: Summary) -> str:
-    """The share of samples that change much, and of inputs for which that is not excluded."""
-    harmed, high = number_from_json(row["harmed"]), number_from_json(row["harmed_high"])
-    return "–" if math.isnan(harmed) else f"{harmed:.1%} (≤ {high:.1%})"
-
-
-def _growth(change: float | str | None) -> float:
-    value = number_from_json(change)
-    return math.inf if value > 700 else math.exp(value)
-
-
-def _interval(row: Summary) -> str:
-    low, high = _shown(row["low"]), _shown(row["high"])
-    if math.isnan(low) or math.isnan(high):
-        return "all alike" if row["samples"] >= FEWEST else interval_words(low, high, samples=row["samples"])
-    return " to ".join(ends(low, high)) if low or high else f"< {ROUNDING:g}"
-
-
-def _change(value: float | str | None) -> str:
+def _change(value: Value) -> str:
     return number(_shown(value))
 
 
-def _shown(value: float | str | None) -> float:
-    """A change; below a tenth of a thousandth it is rounding, or might as well be."""
-    value = number_from_json(value)
-    return 0.0 if abs(value) < ROUNDING else value
+def _growth(change: Value) -> str:
+    value = number_from_json(change)
+    return number(math.inf if value > 700 else math.exp(value))
 
 
-def _share(value: float | str | None) -> str:
-    value = number_from_json(value)
-    return "–" if math.isnan(value) else f"{value:.1%}"
+def _harmed(share: Value, high: Value) -> str:
+    """The share of samples that change much, and of inputs for which that is not excluded."""
+    return "–" if math.isnan(number_from_json(share)) else f"{percent(share)} (≤ {percent(high)})"
 
 
-def _table(result: Summary) -> Any:
-    """What every k would leave: columns without a number are left out."""
-    pooled = {(row["quantity"], row["k"]): row for row in result["sweep"] if row["layer"] == ALL}
-    known = sorted({k for name, k in pooled if name == "mass"})
-    asked = {result["verdict"]["k"], result["k"], known[-1]}
-    lines = []
-    for k in (k for k in known if k <= _FIRST or k % _STEP == 0 or k in asked):
-        cells = [number(pooled[name, k][p]) if (name, k) in pooled else "–" for _, name, p in _SHOWN]
+def _interval(low: Value, high: Value, samples: int) -> str:
+    first, last = _shown(low), _shown(high)
+    if math.isnan(first) or math.isnan(last):
+        return "all alike" if samples >= FEWEST else interval_words(first, last, samples=samples)
+    return " to ".join(ends(first, last)) if first or last else f"< {ROUNDING:g}"
+
+
+_RERUN = (
+    Column("name", "mask", text), Column("keys", said=percent), Column("mass", "weight", percent),
+    Column("head_change", "Δ head"), Column("stream_change", "Δ stream"), Column("change", "Δ {}", _change),
+    Column("low high samples", "95% interval", _interval, goes=STAYS),
+    Column("harmed harmed_high", "harmed", _harmed), Column("random", said=_change),
+    Column("growth", "ppl ×", _growth, goes=2), Column("divergence", "KL", _change, goes=1),
+    Column("changed", said=percent), Column("accuracy", said=percent),
+)  # fmt: skip
+
+
+def _rerun_table(rows: list[Summary]) -> NumberTable:
+    """What the masks changed."""
+    measure = rows[0]["measure"].replace("_", " ")
+    several = bool({row["mask"] for row in rows if row["mask"] in KINDS} - {TOP_K, RANDOM})
+    control = {} if several else {row["k"]: row["change"] for row in rows if row["mask"] == RANDOM}
+    shown = [row for row in rows if row["mask"] not in ("none", "" if several else RANDOM)]
+    more = (
+        {
+            "name": _name(row, several),
+            "keys": row["kept" if several or row["mask"] != TOP_K else "share"],
+            "random": control.get(row["k"]),
+            "growth": row["change"] if measure == "loss" else None,
+        }
+        for row in shown
+    )
+    return NumberTable(_RERUN, [row | own for row, own in zip(shown, more, strict=True)], unit=measure)
+
+
+def _name(row: Summary, several: bool) -> str:
+    """The kind of mask and its k; of top-p the share of the weight."""
+    if row["k"] < 0:
+        return str(row["mask"])
+    return f"{row['mask']} {row['k']}{'%' * (row['mask'] == 'topp')}" if several else f"k = {row['k']}"
+
+
+_SWEEP = (
+    Column("k"), Column("ratio.p50", "δ(k)/δ_s p50"), Column("ratio.p95", "p95"),
+    Column("separation.p50", "Δ(k) p50"), Column("separation.p5", "p5"), Column("mass.mean", "weight mean"),
+    Column("mass.p5", "p5"), Column("mass_without_first.mean", "no first", goes=3),
+    Column("head_change.mean", "Δ head"), Column("stream_change.mean", "Δ stream"),
+    Column("load.p95", "load p95", goes=4), Column("load.p100", "p100", goes=2),
+    Column("ln_sound.p50", "ln ξ p50"), Column("ln_paper.p50", "paper p50", goes=1),
+    Column("W", "W met", plain, goes=STAYS), Column("X", "X met", plain, goes=STAYS),
+)  # fmt: skip
+
+
+def _table(result: Summary) -> NumberTable:
+    """What every k would leave: a row a k."""
+    rows: dict[int, Summary] = {}
+    for one in result["sweep"]:
+        if one["layer"] == ALL:
+            rows.setdefault(one["k"], {"k": one["k"]})[one["quantity"]] = one
+    rows = {k: rows[k] for k in sorted(rows) if "mass" in rows[k]}
+    asked = {result["verdict"]["k"], result["k"], max(rows)}
+    shown = [row for k, row in rows.items() if k <= _FIRST or k % _STEP == 0 or k in asked]
+    for row in shown:
         for name in "WX":
-            values = [
-                row["met"]
-                for row in result["conditions"]
-                if (row["k"], row["parameter"]) == (k, name) and row["percentile"] in JUDGED_PERCENTILES
-            ]
-            cells.append(f"{sum(values)} of {len(values)}" if values else "–")
-        lines.append([str(k), *cells])
-    columns = ["k", *(title for title, _, _ in _SHOWN), "W met", "X met"]
-    kept = [at for at, title in enumerate(columns) if title[2:] == "met" or any(line[at] != "–" for line in lines)]
-    table = number_table([columns[at] for at in kept], least=_LEAST, kept=["W met", "X met"])
-    for line in lines:
-        table.add_row(*(line[at] for at in kept))
-    return table
+            row[name] = _met(result["conditions"], row["k"], name)
+    names = {column.name.partition(".")[0] for column in _SWEEP}
+    return NumberTable(_SWEEP, [dict.fromkeys(names) | row for row in shown])
 
 
-_SHOWN = (  # title, quantity, what of its percentiles
-    ("δ(k)/δ_s p50", "ratio", "p50"),
-    ("p95", "ratio", "p95"),
-    ("Δ(k) p50", "separation", "p50"),
-    ("p5", "separation", "p5"),
-    ("weight mean", "mass", "mean"),
-    ("p5", "mass", "p5"),
-    ("no first", "mass_without_first", "mean"),
-    ("Δ head", "head_change", "mean"),
-    ("Δ stream", "stream_change", "mean"),
-    ("load p95", "load", "p95"),
-    ("p100", "load", "p100"),
-    ("ln ξ p50", "ln_sound", "p50"),
-    ("paper p50", "ln_paper", "p50"),
-)
+def _met(conditions: list[Summary], k: int, name: str) -> str | None:
+    own = [row["met"] for row in conditions if (row["k"], row["parameter"]) == (k, name)
+           and row["percentile"] in JUDGED_PERCENTILES]  # fmt: skip
+    return f"{sum(own)} of {len(own)}" if own else None

@@ -71,6 +71,7 @@ def look(
 
     [bold]semdiag look hf:DIRECTORY --text "The capital of France is"[/]
     """
+    from semdiag.capturing.loading import load_all
     from semdiag.presenting.terminal.progress import Stages
     from semdiag.presenting.terminal.terminal import counted, say, tell
     from semdiag.questions.look.measure.heads import fitting_k
@@ -85,7 +86,8 @@ def look(
     conditions = shared.conditions(samples=1, first=1, batch_size=1)
     quiet = shared.values["quiet"]
     with Stages("measuring", 1, quiet):
-        seen = see_loaded(model, conditions, text)
+        (loaded,) = load_all([model], conditions.config, conditions.head)
+        seen = see_loaded(loaded, conditions, text)
     chosen = fitting_k(seen, k if "k" in shared.typed else None)
     write_look(seen, chosen, shlex.join(["semdiag", *sys.argv[1:]]), place)
     if quiet:

@@ -13,6 +13,7 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup, escape
 
 from semdiag.capturing.audit import WARNING
+from semdiag.presenting.columns import finite, percent
 from semdiag.presenting.drawing.reference_ranges import reference_words
 from semdiag.presenting.page_style import page_style
 from semdiag.questions.look.measure.heads import LARGEST, Head, Seen, SeenLayer
@@ -51,8 +52,8 @@ def render_look(seen: Seen, k: int, command: str) -> str:
     environment = Environment(
         autoescape=True, finalize=_shown, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    environment.filters["number"] = _number
-    environment.filters["percent"] = lambda value: f"{100 * value:.1f}%" if math.isfinite(value) else "–"
+    environment.filters["number"] = finite
+    environment.filters["percent"] = percent
     folder = files("semdiag.questions.look").joinpath("templates")
     parts = {
         name: folder.joinpath(f"look.{name}").read_text(encoding="utf-8") for name in ("css", "js", "html.j2")
@@ -226,11 +227,6 @@ def _sink(value: float | None) -> float | str | None:
 def _share(value: float, largest: float) -> int:
     """How strongly a cell is coloured, 0 … 100: by the root, so that one head far out leaves the others apart."""
     return round(100 * math.sqrt(max(value, 0.0) / largest)) if largest and math.isfinite(value) else 0
-
-
-def _number(value: float) -> str:
-    """Three digits, an en dash where there is no number."""
-    return f"{value:.3g}" if math.isfinite(value) else "–"
 
 
 def _shown(value: Any) -> Any:

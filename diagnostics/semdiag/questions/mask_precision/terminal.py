@@ -1,15 +1,29 @@
-"""The table of masks in number formats on the terminal."""
+"""The tables of masks in number formats on the terminal."""
 
 from rich.console import Console
 
 from semdiag.measuring.findings.strict_json import Summary
+from semdiag.presenting.columns import (
+    STAYS,
+    Column,
+    count,
+    fine_percent,
+    percent,
+    percent_interval,
+    plain,
+    text,
+)
 from semdiag.presenting.terminal.changed_shares import changed_table
-from semdiag.presenting.terminal.console import interval, number, number_table
+from semdiag.presenting.terminal.console import NumberTable
 from semdiag.questions.mask_precision.words import certified_words, not_covered_words
 
 _COLUMNS = (
-    "format", "layer", "rows", "certified", "changed", "changed 95%", "tied", "changed or tied",
-    "weight lost p50", "mean",
+    Column("format", said=text), Column("layer", said=plain), Column("covered", "rows", count),
+    Column("certified", said=lambda value: "not covered" if value is None else percent(value), goes=STAYS),
+    Column("changed", said=fine_percent, goes=STAYS),
+    Column("changed_low changed_high", "changed 95%", percent_interval, goes=1),
+    Column("tied", said=fine_percent, goes=STAYS), Column("changed_or_tied", said=fine_percent),
+    Column("lost_p50", "weight lost p50"), Column("lost_mean", "mean", goes=2),
 )  # fmt: skip
 
 
@@ -20,38 +34,16 @@ def print_precision(screen: Console, found: list[Summary]) -> None:
         screen: where to.
         found: what ``--json`` says of the model's number formats.
     """
-    table = number_table(_COLUMNS, names=1, least=("changed 95%", "mean"), kept=("certified", "changed", "tied"))
-    for of_format in found:
-        for row in [*of_format["layers"], of_format["all"]]:
-            table.add_row(of_format["format"], str(row["layer"]), f"{_covered(row):,}", *_cells(row))
-    screen.print(table)
-    for of_format in found:
-        row, uncovered = of_format["all"], not_covered_words(of_format["all"])
-        said = [certified_words(row)] * bool(_covered(row)) + [uncovered] * bool(uncovered)
-        screen.print(f"{of_format['format']}: {' '.join(said)}")
-    rows = [
-        ((of_format["format"], str(row["layer"])), row)
-        for of_format in found
-        if "propagated" in of_format
-        for row in [*of_format["propagated"]["layers"], of_format["propagated"]["all"]]
-    ]
-    if rows:
-        screen.print(changed_table("Masks", ("format", "layer"), rows))
+    rows = [row for kind in found for row in _rows(kind["format"], kind)]
+    screen.print(NumberTable(_COLUMNS, [{**row, "covered": row["queries"] - row["not_covered"]} for row in rows]))
+    for kind in found:
+        row, uncovered = kind["all"], not_covered_words(kind["all"])
+        said = [certified_words(row)] * (row["queries"] > row["not_covered"]) + [uncovered] * bool(uncovered)
+        screen.print(f"{kind['format']}: {' '.join(said)}")
+    passed_on = [row for kind in found for row in _rows(kind["format"], kind.get("propagated"))]
+    if passed_on:
+        screen.print(changed_table("Masks", _COLUMNS[:2], passed_on))
 
 
-def _covered(row: Summary) -> int:
-    return int(row["queries"] - row["not_covered"])
-
-
-def _cells(row: Summary) -> list[str]:
-    if not _covered(row):
-        return ["not covered"]
-    low, high = row["changed_low"], row["changed_high"]
-    return [
-        f"{row['certified']:.1%}",
-        f"{row['changed']:.2%}",
-        "–" if low is None else interval(100 * low, 100 * high),
-        f"{row['tied']:.2%}",
-        f"{row['changed_or_tied']:.2%}",
-        *("–" if row[name] is None else number(row[name]) for name in ("lost_p50", "lost_mean")),
-    ]
+def _rows(kind: str, found: Summary | None) -> list[Summary]:
+    return [{"format": kind, **row} for row in [*found["layers"], found["all"]]] if found else []

@@ -1,6 +1,6 @@
 """The metrics against epochs: every snapshot in a run's folder, measured on the same inputs."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,15 @@ def snapshots_of(model: LoadedModel) -> list[Path]:
     return [file for epoch, file in sorted(numbered) if epoch != model.epoch] + [last]
 
 
+def load_snapshots(model: LoadedModel) -> list[LoadedModel]:
+    """Load the snapshots of a run but the last, which is the model itself.
+
+    Raises:
+        InputError: if one cannot be read.
+    """
+    return [*map(load, snapshots_of(model)[:-1]), model]
+
+
 def _number(file: Path) -> str:
     return file.stem.removeprefix("epoch-")
 
@@ -49,6 +58,7 @@ def measure_along(
     model: LoadedModel,
     conditions: Conditions,
     after_snapshot: Callable[[int], None] = lambda count: None,
+    snapshots: Sequence[LoadedModel] | None = None,
 ) -> pd.DataFrame:
     """Measure every snapshot of a run on the same few inputs.
 
@@ -58,6 +68,7 @@ def measure_along(
         model: a run.
         conditions: inputs, device, precision; at most 50 samples are used.
         after_snapshot: called with 1 after each snapshot.
+        snapshots: of the run; None: they are loaded.
 
     Returns:
         One row per snapshot, layer (−1: all layers; of Γ the largest) and number; heads are pooled. Quantity
@@ -75,8 +86,7 @@ def measure_along(
         plans=(SecantsPlan(), BoundsPlan(tensor_secants=False)),
     )
     rows: list[dict[str, Any]] = []
-    for path in snapshots_of(model):
-        snapshot = load(path)
+    for snapshot in load_snapshots(model) if snapshots is None else snapshots:
         found = survey([snapshot], few)
         common = {"model": model.path, "epoch": snapshot.epoch}
         rows += [{**common, **row} for row in _numbers(found, snapshot.encoder.config.attention)]

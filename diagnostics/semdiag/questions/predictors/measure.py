@@ -12,7 +12,7 @@ from torch import Tensor
 from semdiag.capturing.attention_call import AttentionCall
 from semdiag.capturing.attention_kinds import CHANGING
 from semdiag.capturing.batches import split
-from semdiag.capturing.loading import LoadedModel, load
+from semdiag.capturing.loading import LoadedModel
 from semdiag.mathematics.output_spread import output_spread
 from semdiag.measuring.calls.counted_rows import counted_rows
 from semdiag.measuring.calls.running import running
@@ -24,7 +24,7 @@ from semdiag.measuring.survey import survey
 from semdiag.questions.bounds.measure.probe import BoundsPlan
 from semdiag.questions.lipschitz.measure.secants import plane_secants
 from semdiag.questions.mask_stability.measure.probe import NoisePlan
-from semdiag.questions.over_training.measure import SAMPLES, query_key_share, snapshots_of
+from semdiag.questions.over_training.measure import SAMPLES, load_snapshots, query_key_share
 from semdiag.questions.stability.measure.probe import SecantsPlan
 from semdiag.questions.stability.measure.softmax_bounds import local_stability, with_bounds
 from semdiag_models.device import find_device
@@ -53,6 +53,7 @@ def measure_predictors(
     conditions: Conditions,
     candidates: Sequence[str] = tuple(CANDIDATES),
     after_snapshot: Callable[[int], None] = lambda count: None,
+    snapshots: Sequence[LoadedModel] | None = None,
 ) -> pd.DataFrame:
     """Measure candidates at every snapshot of a run, on the run's first held-out samples.
 
@@ -63,6 +64,7 @@ def measure_predictors(
         conditions: device, precision, seed; at most 50 samples are used.
         candidates: of :data:`CANDIDATES`.
         after_snapshot: called with 1 after each snapshot.
+        snapshots: of the run; None: they are loaded.
 
     Returns:
         The table ``predictors``: one row per snapshot and candidate, queries of all layers and heads pooled.
@@ -72,8 +74,7 @@ def measure_predictors(
         InputError: if a snapshot cannot be read.
     """
     rows = []
-    for path in snapshots_of(model):
-        snapshot = load(path)
+    for snapshot in load_snapshots(model) if snapshots is None else snapshots:
         for candidate, value in candidates_at(snapshot, conditions, candidates).items():
             known = math.nan if value == math.inf else value
             row = {"model": model.path, "epoch": snapshot.epoch, "candidate": candidate, "ln_value": known}

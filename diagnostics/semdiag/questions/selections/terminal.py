@@ -1,8 +1,11 @@
 """What the terminal shows of selections: of one file, of two, of a model."""
 
+from collections.abc import Sequence
+
 from semdiag.measuring.findings.strict_json import Summary
+from semdiag.presenting.columns import STAYS, Column, count, four_decimals, number, plain, rough_percent, text
 from semdiag.presenting.terminal.changed_shares import changed_table
-from semdiag.presenting.terminal.console import NumberTable, number, number_table, wide_console
+from semdiag.presenting.terminal.console import NumberTable, wide_console
 from semdiag.presenting.terminal.terminal import counted
 from semdiag.questions.selections.words import comparison_sentences, own_sentences
 
@@ -20,6 +23,56 @@ _MEANING = {
 }
 
 
+def _place(row: Sequence[int]) -> str:
+    """Where a row stands in each dimension."""
+    return ",".join(map(str, row))
+
+
+def _of(chosen: int, choices: int) -> str:
+    return f"{chosen} of {choices}"
+
+
+_CLASSES = (
+    Column("class", said=text), Column("means", "which means", text), Column("rows", said=count, goes=STAYS),
+    Column("worst.row", "worst row", _place, goes=STAYS), Column("worst.separation", "separation"),
+    Column("worst.separation_ulps", "in units"),
+)  # fmt: skip
+_LAYERS = (
+    Column("layer", said=plain, goes=STAYS), Column("rows", said=count),
+    Column("overlap", said=four_decimals, goes=STAYS), Column("changed", "differ", count),
+    Column("first", "differ first", count),
+    *(Column(name, said=count, goes=STAYS) for name in ("numeric", "bug", "unexplained")),
+    Column("lost", "weight lost"),
+)  # fmt: skip
+_MARGINS = (
+    Column("margin_median", "margin", goes=STAYS),
+    Column("margin_p5", "p5", goes=STAYS),
+    Column("certified_share", "certified", rough_percent, goes=STAYS),
+)
+_EXPERTS = (
+    Column("module", "experts of", text), Column("k choices", "chosen", _of),
+    Column("groups", said=lambda groups: _of(groups["chosen"], groups["of"]) if groups else "–"),
+    Column("rows", said=count, goes=2), *_MARGINS, Column("load.largest", "largest load", rough_percent),
+    Column("load.smallest", "smallest", rough_percent), Column("load.even", "even", rough_percent, goes=1),
+    Column("load.unused", "unused", plain),
+)  # fmt: skip
+_KEYS = (
+    Column("module", "keys of", text),
+    Column("k choices kind", "chosen", lambda k, of, kind: _of(k, of) + " blocks" * (kind == "blocks")),
+    Column("rows", said=count, goes=2), Column("deciding", said=count), *_MARGINS,
+    Column("ties", said=count, goes=1), Column("first_kept_share", "first key kept", rough_percent),
+    Column("future", goes=STAYS), Column("padding", goes=STAYS),
+)  # fmt: skip
+_DENSE = (
+    Column("attention", "attention of", text), Column("chosen_by", "keys chosen by", text),
+    Column("rows", said=count, goes=2), Column("recalled", said=rough_percent, goes=STAYS),
+    Column("recalled_p5", "p5", rough_percent, goes=1), Column("at_random", said=rough_percent, goes=STAYS),
+    Column("best", said=rough_percent), Column("largest_hit", said=rough_percent),
+    Column("lost", said=rough_percent),
+)  # fmt: skip
+_ROUNDING = 1e-9  # of sums of weights in float64
+
+
 def print_check(summary: Summary) -> None:
     """Print the counts of a checked selection, its worst row and the verdict."""
     (found,) = summary["results"]
@@ -27,15 +80,13 @@ def print_check(summary: Summary) -> None:
     keys = "" if found["keys"] is None else f" of {found['keys']:,} keys"
     rows = counted(found["rows"], "row").replace(str(found["rows"]), f"{found['rows']:,}")
     console.print(f"\n{found['file']}: {rows}{keys}, k = {found['k']:,}, scores of {found['format']}")
-    heads = ["class", "which means", "rows", "worst row", "separation", "in units"]
-    table = number_table(heads, names=2, kept=["rows", "worst row"])
-    for name, meaning in _MEANING.items():
-        many = found["not_judged"] if name == "not_judged" else found["counts"][name]
-        if many:
-            worst = found["worst_of_class"][name]
-            numbers = number(worst["separation"]), number(worst["separation_ulps"])
-            table.add_row(name, meaning, f"{many:,}", _place(worst), *numbers)
-    console.print(table)
+    counts = {**found["counts"], "not_judged": found["not_judged"]}
+    classes = [
+        {"class": name, "means": meaning, "rows": counts[name], "worst": found["worst_of_class"][name]}
+        for name, meaning in _MEANING.items()
+        if counts[name]
+    ]
+    console.print(NumberTable(_CLASSES, classes))
     console.print(_worst(found))
     if found["not_checked"]:
         console.print(f"Not checked: {counted(found['not_checked'], 'row')} of padded queries.")
@@ -46,137 +97,43 @@ def print_comparison(summary: Summary) -> None:
     """Print how far two selections agree, by layer, and what their differences are."""
     (found,) = summary["results"]
     console = wide_console()
-    console.print(f"\n{found['file']} and {found['against']}: {_size(found)}, scores of {found['format']}")
-    heads = ["layer", "rows", "overlap", "differ", "differ first", "numeric", "bug", "unexplained", "weight lost"]
-    unknown = ["unexplained"] if found["classes"]["unexplained"] else ["numeric", "bug"]
-    left_out = {"numeric", "bug", "unexplained"} - set(unknown)
-    left_out |= set() if found["lost"]["of"] else {"weight lost"}
-    shown = [head for head in heads if head not in left_out]
-    table = number_table(shown, kept=["layer", "overlap", *unknown])
-    for row in found["layers"]:
-        cells = {
-            "layer": str(row["layer"]),
-            "overlap": f"{row['overlap']:.4f}",
-            "weight lost": number(row["lost"]),
-        }
-        cells |= {"rows": f"{row['rows']:,}", "differ": f"{row['changed']:,}", "differ first": f"{row['first']:,}"}
-        cells |= {name: f"{row[name]:,}" for name in ("numeric", "bug", "unexplained")}
-        table.add_row(*(cells[head] for head in shown))
-    console.print(table)
+    layers = counted(found["layers"][-1]["layer"] + 1, "layer")
+    heads = "" if found["heads"] == 1 else f" × {found['heads']:,} heads"
+    size = f"{found['tokens']:,} tokens × {layers}{heads}, k = {found['k']:,}"
+    console.print(f"\n{found['file']} and {found['against']}: {size}, scores of {found['format']}")
+    left_out = {"numeric", "bug"} if found["classes"]["unexplained"] else {"unexplained"}
+    left_out |= set() if found["lost"]["of"] else {"lost"}
+    console.print(NumberTable([one for one in _LAYERS if one.name not in left_out], found["layers"]))
     for sentence in comparison_sentences(found):
         console.print(sentence)
 
 
 def print_own(summary: Summary) -> None:
-    """Print a model's own selections: those of experts, and those of keys."""
+    """Print a model's own selections: those of experts, those of keys, and the attention behind indexers."""
     (found,) = summary["results"]
     console = wide_console()
     rows = found["selections"]
     console.print(f"\n{found['model']}: {counted(len(rows), 'selection')}, certified for {found['format']}")
-    experts = [row for row in rows if row["kind"] == "experts"]
-    if experts:
-        console.print(_experts(experts))
-    others = [row for row in rows if row["kind"] != "experts"]
-    if others:
-        console.print(_keys(others))
-    if any(row["rows"] for row in found["dense"]):
-        console.print(_dense(found["dense"]))
-    changes = found.get("propagated")
-    if changes and changes["all"]:
-        changed = [((row["module"],), row) for row in changes["selections"]] + [(("all",), changes["all"])]
-        console.print(changed_table("Choices", ("choices of",), changed))
+    if experts := [row for row in rows if row["kind"] == "experts"]:
+        console.print(NumberTable(_EXPERTS, experts))
+    if others := [row for row in rows if row["kind"] != "experts"]:
+        console.print(NumberTable(_KEYS, others))
+    if dense := [row for row in found["dense"] if row["rows"]]:
+        borrowed = any(not row["chosen_by"].startswith(row["attention"]) for row in dense)
+        partly = any(abs(row["lost"] + row["recalled"] - 1) > _ROUNDING for row in dense)
+        left_out = {*["chosen_by"] * (not borrowed), *["lost"] * (not partly)}
+        console.print(NumberTable([one for one in _DENSE if one.name not in left_out], dense))
+    if (changes := found.get("propagated")) and changes["all"]:
+        changed = [*changes["selections"], {**changes["all"], "module": "all"}]
+        console.print(changed_table("Choices", [Column("module", "choices of", text)], changed))
     for sentence in own_sentences(found):
         console.print(sentence)
-
-
-_ROUNDING = 1e-9  # of sums of weights in float64
-_MARGINS = ["margin", "p5", "certified"]
-
-
-def _margins(row: Summary) -> tuple[str, str, str]:
-    """Median and 5th percentile of the margin, and the certified share."""
-    return number(row["margin_median"]), number(row["margin_p5"]), _share(row["certified_share"])
-
-
-def _experts(rows: list[Summary]) -> NumberTable:
-    """The table of routers."""
-    heads = ["experts of", "chosen", "groups", "rows", *_MARGINS, "largest load", "smallest", "even", "unused"]
-    heads = [head for head in heads if head != "groups" or any(row["groups"] for row in rows)]
-    table = number_table(heads, names=1, least=["even", "rows"], kept=[*_MARGINS])
-    for row in rows:
-        load, groups = row["load"], row["groups"]
-        cells = dict(zip(_MARGINS, _margins(row), strict=True))
-        cells |= {"experts of": row["module"], "chosen": f"{row['k']} of {row['choices']}"}
-        cells |= {"groups": f"{groups['chosen']} of {groups['of']}" if groups else "–", "rows": f"{row['rows']:,}"}
-        for head, name in (("largest load", "largest"), ("smallest", "smallest"), ("even", "even")):
-            cells[head] = _share(load and load[name])
-        cells["unused"] = str(load["unused"]) if load else "–"
-        table.add_row(*(cells[head] for head in heads))
-    return table
-
-
-def _keys(rows: list[Summary]) -> NumberTable:
-    """The table of indexers."""
-    heads = ["keys of", "chosen", "rows", "deciding", *_MARGINS, "ties", "first key kept", "future", "padding"]
-    table = number_table(heads, names=1, least=["ties", "rows"], kept=[*_MARGINS, "future", "padding"])
-    for row in rows:
-        table.add_row(
-            row["module"], f"{row['k']} of {row['choices']}{' blocks' * (row['kind'] == 'blocks')}",
-            f"{row['rows']:,}", f"{row['deciding']:,}",
-            *_margins(row), f"{row['ties']:,}", _share(row["first_kept_share"]), number(row["future"]),
-            number(row["padding"]),
-        )  # fmt: skip
-    return table
-
-
-def _dense(layers: list[Summary]) -> NumberTable:
-    """The table of attention behind indexers."""
-    rows = [row for row in layers if row["rows"]]
-    heads = [
-        "attention of",
-        "keys chosen by",
-        "rows",
-        "recalled",
-        "p5",
-        "at random",
-        "best",
-        "largest hit",
-        "lost",
-    ]
-    borrowed = any(not row["chosen_by"].startswith(row["attention"]) for row in rows)
-    partly = any(abs(row["lost"] + row["recalled"] - 1) > _ROUNDING for row in rows)
-    left_out = {*["keys chosen by"] * (not borrowed), *["lost"] * (not partly)}
-    heads = [head for head in heads if head not in left_out]
-    table = number_table(heads, names=1 + borrowed, least=["p5", "rows"], kept=["recalled", "at random"])
-    for row in rows:
-        cells = {"attention of": row["attention"], "keys chosen by": row["chosen_by"], "rows": f"{row['rows']:,}"}
-        numbers = ("recalled", "recalled_p5", "at_random", "best", "largest_hit", "lost")
-        cells |= {name.replace("_", " ").replace("recalled p5", "p5"): _share(row[name]) for name in numbers}
-        table.add_row(*(cells[head] for head in heads))
-    return table
-
-
-def _share(value: float | None) -> str:
-    """A share in percent."""
-    return "–" if value is None else f"{100 * value:.3g}%"
-
-
-def _size(found: Summary) -> str:
-    """What was compared."""
-    layers = counted(found["layers"][-1]["layer"] + 1, "layer")
-    heads = "" if found["heads"] == 1 else f" × {found['heads']:,} heads"
-    return f"{found['tokens']:,} tokens × {layers}{heads}, k = {found['k']:,}"
-
-
-def _place(row: Summary) -> str:
-    """Where a row stands in each dimension."""
-    return ",".join(map(str, row["row"]))
 
 
 def _worst(found: Summary) -> str:
     """The worst row with its numbers."""
     worst = found["worst"]
-    begin = f"Worst: row {_place(worst)}, {worst['class']}"
+    begin = f"Worst: row {_place(worst['row'])}, {worst['class']}"
     if worst["worst_chosen"] is None or worst["kth"] is None:
         return f"{begin}."
     scores = f"worst chosen score {number(worst['worst_chosen'], 6)}, k-th score {number(worst['kth'], 6)}"

@@ -1,7 +1,7 @@
 """Sentences on two selections, and on those of a model."""
 
 from semdiag.measuring.findings.strict_json import Summary
-from semdiag.presenting.terminal.console import number
+from semdiag.presenting.columns import number
 
 
 def comparison_sentences(found: Summary) -> list[str]:

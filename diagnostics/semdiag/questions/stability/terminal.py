@@ -1,38 +1,34 @@
 """The tables of ``semdiag stability``."""
 
 from semdiag.measuring.findings.findings import Findings
-from semdiag.presenting.terminal.console import number, number_table, wide_console
+from semdiag.measuring.findings.strict_json import Summary
+from semdiag.presenting.columns import Column, percent, plain
+from semdiag.presenting.terminal.console import NumberTable, wide_console
 from semdiag.presenting.terminal.titles import title
 from semdiag.presenting.terminal.verdicts import print_verdicts
 from semdiag.questions.stability.answer import stability_findings, stability_summary
 
+_COLUMNS = (
+    Column("layer", said=plain), Column("head", said=plain),
+    Column("local.p50"), Column("local.p100", goes=4), Column("secant.p50"), Column("secant.p100"),
+    Column("ln_pair.p50", "ln ξ pair p50"), Column("ln_pair.p100", "ln ξ pair p100", goes=3),
+    Column("ln_sound.p50", "ln ξ p50"), Column("ln_sound.p100", "ln ξ p100", goes=2),
+    Column("ln_paper.p50", "ln ξ paper p50"), Column("ln_paper.p100", "ln ξ paper p100", goes=1),
+    Column("same_set", said=percent),
+)  # fmt: skip
+_NOTHING: Summary = dict.fromkeys(("secant", "ln_pair", "ln_sound", "ln_paper", "same_set"))  # of no noise
+
 
 def print_stability(findings: Findings) -> None:
-    """Print one table per model and noise level, and each model's verdicts.
-
-    Args:
-        findings: of what was measured.
-    """
+    """Print one table per model and noise level, and each model's verdicts."""
     console = wide_console()
-    summary = findings(stability_summary)
-    for result in summary["results"]:
-        responses = result["all"].get("response", [])
+    for result in findings(stability_summary)["results"]:
         rows = [*result["layers"], {"layer": "all", "head": "", **result["all"]}]
-        for place, level in enumerate(responses or [None]):
-            several = len(responses) > 1
-            heads = ["layer", "head", "local p50", "local p100", "secant p50", "secant p100"]
-            heads += [f"{name} {p}" for name in ("ln ξ pair", "ln ξ", "ln ξ paper") for p in ("p50", "p100")]
-            heads += ["same set"]
-            heads += [f"response {level['noise']:g}"] if level else []
-            at = f" at noise {level['noise']:g}" if level and several else ""
+        levels = [level["noise"] for level in result["all"].get("response", [])]
+        for place, level in enumerate(levels or [None]):
+            at = f" at noise {level:g}" if len(levels) > 1 else ""
             console.print(f"\n{title(result)}: softmax stability{at}")
-            table = number_table(heads, least=["ln ξ paper p100", "ln ξ p100", "ln ξ pair p100", "local p100"])
-            for row in rows:
-                moved = {**row, **row["by_noise"][place]} if several else row
-                cells = [str(row["layer"]), str(row["head"])]
-                for name in ("local", "secant", "ln_pair", "ln_sound", "ln_paper"):
-                    cells += [number(moved.get(name, {}).get(p)) for p in ("p50", "p100")]
-                cells.append("–" if moved.get("same_set") is None else f"{moved['same_set']:.1%}")
-                table.add_row(*cells, *([number(row["response"][place]["mean"])] if level else []))
-            console.print(table)
+            moved = [{**row, **row["by_noise"][place]} if at else row for row in rows]
+            response = [Column(f"response.{place}.mean", f"response {level:g}")] if levels else []
+            console.print(NumberTable([*_COLUMNS, *response], [_NOTHING | row for row in moved]))
         print_verdicts(console, (f for f in findings(stability_findings) if f.subject == result["model"]))

@@ -6,8 +6,7 @@ import warnings
 import pytest
 import torch
 
-from semdiag.capturing.inputs.texts import TextOptions, read_texts, text_batches
-from semdiag.capturing.inputs.tokenising import tokeniser
+from semdiag.capturing.inputs.texts import TextOptions, read_texts, text_batches, tokeniser_of
 from semdiag.capturing.loading import load
 from semdiag.measuring.conditions import Conditions
 from semdiag.measuring.findings.findings import Findings
@@ -105,7 +104,7 @@ def test_a_masked_language_model_is_asked_for_masked_tokens(tmp_path):
     found = swept(folder, path, seed=3)
     own = load(f"hf:{folder}")
     (batch,) = text_batches(path, own, 10, TextOptions())
-    tokenise = tokeniser(own.path, own.module)
+    tokenise = tokeniser_of(path, own, TextOptions())
     ids, labels = tokenise.mask(batch["input_ids"], 3)
     assert ((labels != -100).sum(1) == torch.tensor([1, 1, 1, 1])).all()  # 15% of 6, 8, 6, 4
     assert set(batch["input_ids"][labels != -100].tolist()).isdisjoint({0, 2, 3})
@@ -265,6 +264,6 @@ def test_a_token_says_its_text_and_of_part_of_a_character_its_name(tmp_path, cla
     own.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     own.decoder = tokenizers.decoders.ByteLevel()
     transformers.PreTrainedTokenizerFast(tokenizer_object=own).save_pretrained(tmp_path / "bytes")
-    tokenise = tokeniser(f"hf:{classifier}", load(f"hf:{classifier}").module, tmp_path / "bytes")
+    tokenise = tokeniser_of(tmp_path, load(f"hf:{classifier}"), TextOptions(tokenizer=tmp_path / "bytes"))
     ids = own.encode("a é\n").ids
     assert tokenise.pieces([*ids, 999]) == ["a", " ", "Ã", "©", "\n", "999"]

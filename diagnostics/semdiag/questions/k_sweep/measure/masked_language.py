@@ -1,11 +1,12 @@
 """What a masked-language model is asked: tokens that a seed has masked."""
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 from torch import Tensor
 
 from semdiag.capturing.batches import Batch
-from semdiag.capturing.inputs.tokenising import tokeniser
+from semdiag.capturing.inputs.texts import AS_THEY_ARE, tokeniser_of
 from semdiag.capturing.loading import LoadedModel
 from semdiag_models import InputError
 
@@ -33,7 +34,7 @@ def masked_language(
     if loaded.source != "hugging face" or not named or not plain:
         return batches
     try:
-        tokenise = tokeniser(loaded.path, loaded.module)
+        tokenise = tokeniser_of(Path(loaded.path), loaded, AS_THEY_ARE)
     except InputError:
         return batches
     for number, batch in enumerate(given):

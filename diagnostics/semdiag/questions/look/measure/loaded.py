@@ -1,8 +1,6 @@
-"""A model by its name, on one input."""
+"""A loaded model on one input."""
 
-from pathlib import Path
-
-from semdiag.capturing.loading import load_all
+from semdiag.capturing.loading import LoadedModel
 from semdiag.measuring.calls.running import placed
 from semdiag.measuring.conditions import DTYPES, Conditions
 from semdiag.questions.look.measure.heads import Seen, see
@@ -11,18 +9,17 @@ from semdiag_models import Encoder
 from semdiag_models.device import find_device
 
 
-def see_loaded(path: Path, conditions: Conditions, text: str | None = None) -> Seen:
-    """Load a model and run it on its one input.
+def see_loaded(model: LoadedModel, conditions: Conditions, text: str | None = None) -> Seen:
+    """Run a model on its one input.
 
     Args:
-        path: of the model, as the user named it.
+        model: nobody else's: it may be moved and converted in place.
         conditions: with batches of one sample.
         text: that the user typed; None: the conditions say which inputs.
 
     Raises:
-        InputError: if the model cannot be loaded, or there is no input that suits it.
+        InputError: if there is no input that suits it.
     """
-    (model,) = load_all([path], conditions.config, conditions.head)
     device = find_device(conditions.device)
     conditions = conditions.decided([model], device)
     if device.type == "mps" and conditions.dtype == "float64":  # which it does not know

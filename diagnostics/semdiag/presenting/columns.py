@@ -1,0 +1,131 @@
+"""Columns of an answer's table, declared once: the entry they show, their heading, how a value reads.
+
+The names are those of the entries in CSV and JSON; terminal and page read the same declaration.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from semdiag.measuring.findings.strict_json import number_from_json
+
+STAYS = -1
+_NONE = "–"
+Value = float | str | None
+
+
+def text(*values: Any) -> str:
+    """Return a name, of one word or several."""
+    return " ".join(map(plain, values))
+
+
+def plain(value: Any) -> str:
+    """Return a layer, a head or a seed as it is."""
+    return _NONE if value is None else str(value)
+
+
+def number(value: Value, digits: int = 3) -> str:
+    """Return a number to three digits; whole numbers, mostly counts, in full.
+
+    Example:
+        >>> number(0.12345), number(12345), number("inf"), number(None)
+        ('0.123', '12345', 'inf', '–')
+    """
+    value = number_from_json(value)
+    if math.isnan(value):
+        return _NONE
+    return f"{value:.0f}" if value.is_integer() and abs(value) < 1e9 else f"{value:.{digits}g}"
+
+
+def finite(value: Value) -> str:
+    """Return a number; what is infinite is none."""
+    known = number_from_json(value)
+    return number(known if math.isfinite(known) else None)
+
+
+def _as(form: str, factor: int = 1, unit: str = "") -> Callable[[Value], str]:
+    """Return the format of numbers in a unit."""
+
+    def said(value: Value) -> str:
+        known = factor * number_from_json(value)
+        return _NONE if math.isnan(known) else f"{known:{form}}{unit}"
+
+    return said
+
+
+count = _as(",.0f")
+two_decimals, three_decimals, four_decimals = _as(".2f"), _as(".3f"), _as(".4f")
+three_digits, four_digits = _as(".3g"), _as(".4g")
+percent, fine_percent, rough_percent = _as(".1f", 100, "%"), _as(".2f", 100, "%"), _as(".3g", 100, "%")
+
+
+def ends(low: Value, high: Value) -> tuple[str, str]:
+    """Return both ends of an interval to three digits, or as many as distinguish them.
+
+    Example:
+        >>> ends(0.1496, 0.1504), ends(0.15, 0.15)
+        (('0.1496', '0.1504'), ('0.15', '0.15'))
+    """
+    texts = [(number(low, digits), number(high, digits)) for digits in range(3, 7)]
+    return next((pair for pair in texts if pair[0] != pair[1]), texts[0])
+
+
+def interval(low: Value, high: Value, factor: float = 1, none: str = _NONE) -> str:
+    """Return an interval to three digits, like ``92.6–93.1``; ``-0.2 to 0.1`` where a dash would look like a sign.
+
+    Example:
+        >>> interval(92.61, 93.08), interval(-0.2, 0.1), interval(None, None)
+        ('92.6–93.1', '-0.2 to 0.1', '–')
+    """
+    first, last = factor * number_from_json(low), factor * number_from_json(high)
+    if math.isnan(first) or math.isnan(last):
+        return none
+    return (" to " if first < 0 or last < 0 else "–").join(ends(first, last))
+
+
+percent_interval = partial(interval, factor=100)
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column.
+
+    Attributes:
+        name: of the entry in a row; ``load.largest`` is an entry of an entry. Several, divided by spaces, make one
+            cell.
+        heading: above it; empty: the name.
+        said: how its entries read.
+        left: whether it is a name, which is aligned left and never left away; so is what :func:`text` says.
+        goes: when it is left away, where there is no room: 1 goes first; those with 0 go last, from the right; one
+            that :data:`STAYS` never does. It also stays where no row has a value; all others are left away.
+
+    Example:
+        >>> Column("low high", "95%", percent_interval).cell({"low": 0.1, "high": 0.25})
+        '10–25'
+    """
+
+    name: str
+    heading: str = ""
+    said: Callable[..., str] = number
+    goes: int = 0
+    left: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "left", self.left or self.said is text)
+
+    @property
+    def title(self) -> str:
+        """Return its heading."""
+        return self.heading or self.name.replace("_", " ").replace(".", " ")
+
+    def cell(self, row: Mapping[str, Any]) -> str:
+        """Return what stands in a row."""
+        return self.said(*(_entry(row, name) for name in self.name.split()))
+
+
+def _entry(row: Any, name: str) -> Any:
+    first, _, rest = name.partition(".")
+    inside = row[int(first)] if isinstance(row, list) else row[first]
+    return inside if not rest else _entry(inside, rest) if inside else None
