@@ -80,7 +80,7 @@ def _has_its_checksum(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> bool
 
 
 def _content(file: BinaryIO, header: int, size: int) -> bytes:
-    """The bytes of a stored member, whatever their checksum."""
+    """Return the bytes of a stored member, whatever their checksum."""
     file.seek(header + 26)
     name, extra = (int.from_bytes(file.read(2), "little") for _ in range(2))
     file.seek(header + 30 + name + extra)

@@ -149,7 +149,7 @@ def read_hashed(path: Path, hashed: bool = True) -> tuple[Any, str]:
 
 
 def is_checkpoint(content: Any) -> bool:
-    """Whether what was read from a file calls itself a checkpoint of this package."""
+    """Return whether what was read from a file calls itself a checkpoint of this package."""
     return isinstance(content, dict) and content.get("format") == FORMAT
 
 

@@ -12,7 +12,7 @@ LEAST = {"largest_kernels": 256, "selected_kernels": 256}
 
 
 def kernels_for(name: str, rows: Tensor) -> ModuleType | None:
-    """Kernels by the name of their module, if they take such rows.
+    """Return kernels by the name of their module, if they take such rows.
 
     Args:
         name: a key of ``LEAST``.

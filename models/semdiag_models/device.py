@@ -10,7 +10,7 @@ from semdiag_models.reading import LARGEST_JSON, read_bytes
 
 
 def find_device(name: str) -> torch.device:
-    """The device a user asked for.
+    """Return the device a user asked for.
 
     Args:
         name: ``cpu``, ``cuda``, ``mps``, another accelerator that torch has here, as ``xpu``, or ``auto`` for the
@@ -39,7 +39,7 @@ def find_device(name: str) -> torch.device:
 
 
 def processor() -> str:
-    """The processor's name, which decides a run's rounding beside its threads; as exact as the system says."""
+    """Return the processor's name, which decides a run's rounding beside its threads; as exact as the system says."""
     try:
         lines = read_bytes(Path("/proc/cpuinfo"), LARGEST_JSON).decode("utf-8", "replace").splitlines()
         return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))

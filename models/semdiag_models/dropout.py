@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def dropped_positions(n: int, p: float) -> Tensor:
-    """Indices at which an independent coin of probability p falls on "drop", among n.
+    """Return indices at which an independent coin of probability p falls on "drop", among n.
 
     The gaps between successive drops of independent coins are geometric, so drawing the gaps gives exactly
     the law of n independent coins with about n·p draws.

@@ -124,7 +124,7 @@ class Attention(nn.Module):
         return mixed
 
     def select(self, q: Tensor, k: Tensor, valid: Tensor | None) -> Tensor | None:
-        """Positions of the keys that each query attends to, as :func:`select_keys` gives them.
+        """Return positions of the keys that each query attends to, as :func:`select_keys` gives them.
 
         In training the centroids of routing attention then follow the queries and keys.
         """
@@ -135,7 +135,7 @@ class Attention(nn.Module):
         return selected
 
     def _selected_by(self, q: Tensor) -> dict[str, Tensor]:
-        """What the keys are selected by besides the scores, by its name in :func:`select_keys`."""
+        """Return what the keys are selected by besides the scores, by its name in :func:`select_keys`."""
         c, length = self.config, q.shape[2]
         if self.centroids is not None:
             return {"centroids": self.centroids}
@@ -225,7 +225,7 @@ class Encoder(nn.Module):
         nn.init.zeros_(self.head.bias)
 
     def attention(self, layer: int) -> Attention:
-        """The attention of a block, from 0."""
+        """Return the attention of a block, from 0."""
         block = self.blocks[layer]
         assert isinstance(block, Block)
         return block.attention
@@ -285,12 +285,12 @@ class Encoder(nn.Module):
         return self.classify(x, valid)
 
     def classify(self, x: Tensor, valid: Tensor | None) -> Tensor:
-        """Logits (B, classes) of what leaves the last block: (B, L + extra tokens, d), and :meth:`valid`."""
+        """Return logits (B, classes) of what leaves the last block: (B, L + extra tokens, d), and :meth:`valid`."""
         logits: Tensor = self.head(x[:, 0] if self.config.cls_tokens else mean(x, valid))
         return logits
 
     def sequence(self, tokens: Tensor) -> Tensor:
-        """Ids of all tokens that attention sees: CLS, the input, the global tokens.
+        """Return ids of all tokens that attention sees: CLS, the input, the global tokens.
 
         Args:
             tokens: (B, L) int64 token ids.
@@ -317,14 +317,14 @@ class Encoder(nn.Module):
         return dropout(x, self.config.dropout, self.training)
 
     def positions_of(self, length: int) -> Tensor:
-        """Positions of an input of ``length`` tokens and of the extra ones: (L + extra tokens, d)."""
+        """Return positions of an input of ``length`` tokens and of the extra ones: (L + extra tokens, d)."""
         missing, cls = self.config.length - length, self.config.cls_tokens
         if missing and self.config.global_tokens:
             return torch.cat([self.positions[: cls + length], self.positions[cls + length + missing :]])
         return self.positions[: length + self.config.extra_tokens]
 
     def valid(self, tokens: Tensor, padded: bool | None = None) -> Tensor | None:
-        """Which tokens of :meth:`sequence` count.
+        """Return which tokens of :meth:`sequence` count.
 
         Args:
             tokens: (B, L) int64 token ids.
@@ -344,7 +344,7 @@ class Encoder(nn.Module):
 
 
 def mean(x: Tensor, valid: Tensor | None) -> Tensor:
-    """Mean over the valid positions: (B, L, d) -> (B, d)."""
+    """Return the mean over the valid positions: (B, L, d) -> (B, d)."""
     if valid is None:
         return x.mean(1)
     return (x * valid[:, :, None]).sum(1) / valid.sum(1, keepdim=True)

@@ -12,7 +12,7 @@ Place = slice | tuple[slice, ...]
 
 
 def frozen_rows(encoder: Encoder, training: TrainingConfig) -> dict[str, int]:
-    """Which parameters are frozen, and how many of their first rows.
+    """Return which parameters are frozen, and how many of their first rows.
 
     W_q, W_k and W_v lie one below the other in one matrix, as do their biases: ``qk`` are its first two thirds.
 

@@ -46,7 +46,7 @@ class _Follower:
         self._seen = 0  # values, those of a shared container once
 
     def follow(self, content: Any, depth: int) -> tuple[int, int]:
-        """Number of values, those of a shared container at each of its places; and containers in containers."""
+        """Return the number of values, those of a shared container at each of its places; and containers in containers."""
         if isinstance(content, Tensor):
             _check_tensor(content)
         if not isinstance(content, Mapping | list | tuple):

@@ -9,7 +9,7 @@ _COMPUTED = re.compile("['\\s]*[=+\\-@\uff1d\uff0b\uff0d\uff20]|'*[\t\r\n]")
 
 
 def visible(text: str) -> str:
-    r"""A text with its control characters and marks of direction as their escapes.
+    r"""Return a text with its control characters and marks of direction as their escapes.
 
     Args:
         text: whatever a file says.
@@ -22,7 +22,7 @@ def visible(text: str) -> str:
 
 
 def csv_cell(text: str) -> str:
-    r"""A text as it stands in a cell of a CSV file: never a formula, no control characters.
+    r"""Return a text as it stands in a cell of a CSV file: never a formula, no control characters.
 
     In front of what a spreadsheet would compute stands an apostrophe, as one would type it there. A text that is
     a number stays as it is. Give it texts alone: numbers are for the CSV writer.
@@ -39,7 +39,7 @@ def csv_cell(text: str) -> str:
 
 
 def from_csv_cell(cell: str) -> str:
-    """The text of a cell that :func:`csv_cell` wrote; control characters stay escapes.
+    """Return the text of a cell that :func:`csv_cell` wrote; control characters stay escapes.
 
     Args:
         cell: as a CSV reader gives it.

@@ -18,7 +18,7 @@ _LINEAR: Any = getattr(torch.ops.mkldnn, "_linear_pointwise", None)  # None: tor
 
 
 def made_by_intel(file: Path = Path("/proc/cpuinfo")) -> bool:
-    """Whether the processor is Intel's.
+    """Return whether the processor is Intel's.
 
     Args:
         file: in which Linux describes it; elsewhere Python is asked.
@@ -32,7 +32,7 @@ def made_by_intel(file: Path = Path("/proc/cpuinfo")) -> bool:
 
 
 def _pays() -> bool:
-    """Whether oneDNN's products are faster here than torch's own."""
+    """Return whether oneDNN's products are faster here than torch's own."""
     if _LINEAR is None:
         return False
     if not torch.backends.mkl.is_available():  # type: ignore[no-untyped-call]
@@ -44,7 +44,7 @@ _PAYS = _pays()
 
 
 def takes(x: Tensor, weight: Tensor) -> bool:
-    """Whether :func:`linear` can be called, and pays: large matrices in float32 on a processor.
+    """Return whether :func:`linear` can be called, and pays: large matrices in float32 on a processor.
 
     Args:
         x: (..., N, D).

@@ -121,7 +121,7 @@ def _check_depth(content: Any) -> None:
 
 
 def memory_share() -> int:
-    """Bytes that what one file declares may take: a quarter of the machine's memory, or of its cgroup's."""
+    """Return bytes that what one file declares may take: a quarter of the machine's memory, or of its cgroup's."""
     return int(MEMORY_SHARE * _memory())
 
 
@@ -145,7 +145,7 @@ def require_memory(size: int, what: str, largest: float = MEMORY_SHARE) -> None:
 
 
 def _memory() -> int:
-    """Bytes of memory of the machine, or those that its cgroup allows, if they are fewer."""
+    """Return bytes of memory of the machine, or those that its cgroup allows, if they are fewer."""
     try:
         known = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     except (AttributeError, OSError, ValueError):  # another system: it is taken for a small one

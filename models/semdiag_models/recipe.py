@@ -57,7 +57,7 @@ def configure(
 
 
 def padded_length(length: int, k: int | None, pad_as_token: bool) -> int:
-    """Positions of a model for samples of a length: with ``pad_as_token`` a multiple of k.
+    """Return positions of a model for samples of a length: with ``pad_as_token`` a multiple of k.
 
     Args:
         length: of a sample.

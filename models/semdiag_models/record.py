@@ -65,7 +65,7 @@ def _type_name(annotation: object) -> str:
 
 
 def _fits(value: object, annotation: str) -> bool:
-    """Whether a plain value may stand in a field annotated like this."""
+    """Return whether a plain value may stand in a field annotated like this."""
     if "tuple" in annotation:
         kind = str if "str" in annotation else int
         return isinstance(value, list | tuple) and all(type(item) is kind for item in value)

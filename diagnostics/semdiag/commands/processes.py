@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def in_processes(jobs: int | None, ray: str) -> "Callable[..., Measurements] | None":
-    """What measures models in processes of their own; None: they are measured here.
+    """Return what measures models in processes of their own; None: they are measured here.
 
     Args:
         jobs: processes.
@@ -27,7 +27,7 @@ def in_processes(jobs: int | None, ray: str) -> "Callable[..., Measurements] | N
     if jobs is None and not ray:
         return None  # and none of the rest is imported
 
-    from semdiag.measuring.apart import measured_apart
+    from semdiag.measuring.parallel import measure_in_parallel
     from semdiag.measuring.survey import survey
 
     def run(
@@ -42,16 +42,16 @@ def in_processes(jobs: int | None, ray: str) -> "Callable[..., Measurements] | N
             after_batch(0)
 
         def apart(paths: list[str], decided: "Conditions") -> "list[Measurements]":
-            return measured_apart(paths, decided, _workers(jobs, ray), ended)
+            return measure_in_parallel(paths, decided, _workers(jobs, ray), ended)
 
-        return survey(loaded, conditions, apart=apart)
+        return survey(loaded, conditions, elsewhere=apart)
 
     return run
 
 
 def _workers(jobs: int | None, ray: str) -> "Workers":
-    from semdiag.measuring.apart import carry_out
+    from semdiag.measuring.parallel import run_order
     from semdiag_models.sweeps.ray import RayWorkers
     from semdiag_models.sweeps.workers import LocalWorkers
 
-    return RayWorkers(ray, 0.0, jobs, carry_out) if ray else LocalWorkers(jobs or 1, carry_out)
+    return RayWorkers(ray, 0.0, jobs, run_order) if ray else LocalWorkers(jobs or 1, run_order)

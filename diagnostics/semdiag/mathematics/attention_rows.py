@@ -43,7 +43,7 @@ class AttentionRows:
 
 
 def fixed_mask_rows(dispersion: Real, keys: Real) -> AttentionRows:
-    """Rows whose unmasked keys do not depend on the scores: full, banded, block-local, random; global tokens.
+    """Return rows whose unmasked keys do not depend on the scores: full, banded, block-local, random; global tokens.
 
     Source: docs/theory.md#fixed-mask-stability and docs/theory.md#row-form. Deviation: the paper has e^δ/k.
 
@@ -71,7 +71,7 @@ def fixed_mask_rows(dispersion: Real, keys: Real) -> AttentionRows:
 
 
 def heavy_hitter_rows(dispersion: Real, separation: Real, keys: Real) -> AttentionRows:
-    """Rows that keep their k_i highest-scoring allowed keys (top-k).
+    """Return rows that keep their k_i highest-scoring allowed keys (top-k).
 
     Source: docs/theory.md#heavy-hitter-stability and docs/theory.md#row-form. Deviation: the paper's ξ_h is
     :func:`~semdiag.mathematics.paper_stability.paper_heavy_hitter_stability`.
@@ -122,7 +122,7 @@ def key_sums(log_values: Tensor, selected: Tensor) -> Tensor:
 
 
 def _where_attended(keys: Tensor, constants: Callable[..., Constants], *rows: Tensor) -> Constants:
-    """Constants of the rows that have keys; −∞ (they contribute nothing) for the others."""
+    """Return constants of the rows that have keys; −∞ (they contribute nothing) for the others."""
     padded = keys == 0
     delta, *rest = (torch.where(padded, 0.0, row) for row in rows)
     weight, xi, row, split = constants(delta, torch.where(padded, 1.0, keys), *rest)

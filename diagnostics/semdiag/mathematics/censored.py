@@ -33,7 +33,7 @@ class MedianInterval:
 
 
 def median_interval(lows: Sequence[float], highs: Sequence[float], confidence: float = 0.95) -> MedianInterval:
-    """Median of draws that may be known only from one side, with an interval from order statistics.
+    """Return the median of draws that may be known only from one side, with an interval from order statistics.
 
     The r-th smallest and the r-th largest of n draws enclose the median with probability
     1 − 2 P(Binomial(n, ½) < r), whatever the distribution: 50% for n = 2, 75% for 3, 94% for 5 with r = 1.
@@ -78,7 +78,7 @@ def median_interval(lows: Sequence[float], highs: Sequence[float], confidence: f
 
 
 def kaplan_meier_median(durations: Sequence[float], arrived: Sequence[bool]) -> float:
-    """Time by which half of the runs have arrived, from runs of which some were given up before.
+    """Return the time by which half of the runs have arrived, from runs of which some were given up before.
 
     Source: Kaplan and Meier 1958, through :func:`scipy.stats.ecdf`. Deviation: none.
 
@@ -111,7 +111,7 @@ def kaplan_meier_median(durations: Sequence[float], arrived: Sequence[bool]) -> 
 def logrank_p(
     first: tuple[Sequence[float], Sequence[bool]], second: tuple[Sequence[float], Sequence[bool]]
 ) -> float:
-    """How often runs that differ in their name alone arrive as far apart: two-sided log-rank test by permutation.
+    """Return how often runs that differ in their name alone arrive as far apart: two-sided log-rank test by permutation.
 
     Each run has the log-rank score d − Λ(t): whether it arrived, minus the cumulative hazard of all runs at its
     time (Nelson–Aalen). Scores add up to 0; observed minus expected arrivals are the sum of one side's. p is the

@@ -16,7 +16,7 @@ _NUMBERS = "minimum", "largest_weight", "mean"  # one a row, in single precision
 
 
 def empty_rows(shape: tuple[int, int, int], top: int) -> dict[str, Tensor]:
-    """What :func:`read_strip` writes to, of all queries (B, H, Lq)."""
+    """Return what :func:`read_strip` writes to, of all queries (B, H, Lq)."""
     numbers = {name: torch.zeros(shape) for name in _NUMBERS}
     rows = {"keys": torch.zeros(shape, dtype=torch.int64), "top": torch.zeros(*shape, top + 1), **numbers}
     return rows | ({"order": torch.zeros(*shape, top, dtype=torch.int32)} if top else {})

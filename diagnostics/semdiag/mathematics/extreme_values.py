@@ -62,7 +62,7 @@ class EndPoint:
 
 
 def fit_reverse_weibull(maxima: ArrayLike) -> ReverseWeibull:
-    """Maximum likelihood, by the profile over the end point.
+    """Return the maximum likelihood, by the profile over the end point.
 
     Source: docs/theory.md#empirical, after CLEVER (Weng et al. 2018), with scipy's weibull_max.
     Deviation: the shape is kept at 1 or more, where the likelihood has a maximum (Smith 1985).
@@ -151,20 +151,20 @@ def estimate_end_point(
 
 
 def _gap(values: Array, fit: ReverseWeibull) -> float:
-    """How far above the largest maximum the end point lies, in ranges of the maxima."""
+    """Return how far above the largest maximum the end point lies, in ranges of the maxima."""
     return float((fit.end - values.max()) / np.ptp(values))
 
 
 @lru_cache(maxsize=8)
 def _endless_gaps(blocks: int, draws: int, replicates: int) -> Array:
-    """The gaps that are fitted to maxima of blocks of normal draws, a law without an end point."""
+    """Return the gaps that are fitted to maxima of blocks of normal draws, a law without an end point."""
     rng = np.random.default_rng(0)
     samples = (rng.normal(size=(blocks, draws)).max(1) for _ in range(replicates))
     return np.array([_gap(values, fit_reverse_weibull(values)) for values in samples])
 
 
 def _unfit(values: Array) -> str:
-    """Why no distribution can be fitted; empty if one can."""
+    """Return why no distribution can be fitted; empty if one can."""
     if not np.isfinite(values).all():
         return "not every maximum is finite"
     if len(values) < LEAST_BLOCKS:
@@ -173,12 +173,12 @@ def _unfit(values: Array) -> str:
 
 
 def _grid(points: int) -> Array:
-    """Logarithms of the gap between largest maximum and end point, in ranges of the maxima."""
+    """Return logarithms of the gap between largest maximum and end point, in ranges of the maxima."""
     return np.linspace(math.log(_NEAREST), math.log(_WIDEST), points)
 
 
 def _profile(values: Array, log_gap: float) -> tuple[float, ReverseWeibull]:
-    """Negative log-likelihood of the best fit with a given end point, and that fit."""
+    """Return the negative log-likelihood of the best fit with a given end point, and that fit."""
     end = float(values.max() + np.ptp(values) * math.exp(log_gap))
     shape, scale = _weibull(end - values)
     cost = -scipy.stats.weibull_max.logpdf(values, shape, loc=end, scale=scale).sum()
@@ -186,7 +186,7 @@ def _profile(values: Array, log_gap: float) -> tuple[float, ReverseWeibull]:
 
 
 def _weibull(gaps: Array) -> tuple[float, float]:
-    """Shape and scale of a Weibull distribution by maximum likelihood, shape from 1 to 1000."""
+    """Return the shape and scale of a Weibull distribution by maximum likelihood, shape from 1 to 1000."""
     logs = np.log(gaps / gaps.max())
 
     def score(shape: float) -> float:  # falls in the shape, zero at the maximum of the likelihood
@@ -203,7 +203,7 @@ def _weibull(gaps: Array) -> tuple[float, float]:
 
 
 def _distance(values: Array, fit: ReverseWeibull) -> float:
-    """Kolmogorov's distance between the values and the fit."""
+    """Return Kolmogorov's distance between the values and the fit."""
     levels = scipy.stats.weibull_max.cdf(np.sort(values), fit.shape, loc=fit.end, scale=fit.scale)
     steps = np.arange(len(values) + 1) / len(values)
     return float(max((steps[1:] - levels).max(), (levels - steps[:-1]).max()))

@@ -66,18 +66,18 @@ def heavy_hitter_pair_stability(
 
 
 def _none(statement: str, name: str, broken: Tensor) -> Assumption:
-    """An assumption that no row may break."""
+    """Return an assumption that no row may break."""
     count = int(broken.sum())
     return Assumption(statement, {name: count}, holds=count == 0)
 
 
 def _range(scores: Tensor, selected: Tensor) -> Tensor:
-    """Largest minus smallest selected score."""
+    """Return the largest minus smallest selected score."""
     low = torch.where(selected, float64(scores), math.inf).amin(dim=-1)
     return torch.where(selected, float64(scores), -math.inf).amax(dim=-1) - low
 
 
 def _gap(scores: Tensor, selected: Tensor, allowed: Tensor) -> Tensor:
-    """Smallest selected minus largest allowed, unselected score; +inf if every allowed key is selected."""
+    """Return the smallest selected minus largest allowed, unselected score; +inf if every allowed key is selected."""
     low = torch.where(selected, float64(scores), math.inf).amin(dim=-1)
     return low - torch.where(allowed & ~selected, float64(scores), -math.inf).amax(dim=-1)

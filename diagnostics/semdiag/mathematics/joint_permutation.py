@@ -106,18 +106,18 @@ def joint_rank_tests(
 
 
 def _says(outcome: Matrix, candidates: Matrix) -> bool:
-    """Whether a task (M known masks) orders anything: 5 masks, an outcome that differs, a candidate that does."""
+    """Return whether a task (M known masks) orders anything: 5 masks, an outcome that differs, a candidate that does."""
     enough = outcome.size >= FEWEST_MASKS and len(candidates) > 0
     return enough and bool((outcome != outcome[0]).any() and (candidates != candidates[:, :1]).any())
 
 
 def complete_cells(outcome: Matrix, candidates: Matrix) -> NDArray[np.bool_]:
-    """Cells (T, M) in which the outcome (T, M) and every candidate (C, T, M) are known."""
+    """Return cells (T, M) in which the outcome (T, M) and every candidate (C, T, M) are known."""
     return ~(np.isnan(outcome) | np.isnan(candidates).any(0))
 
 
 def spearman(x: Matrix, y: Matrix) -> float:
-    """Spearman's rank correlation with mean ranks for ties; +inf ties with itself.
+    """Return Spearman's rank correlation with mean ranks for ties; +inf ties with itself.
 
     Args:
         x: (n,) numbers.
@@ -136,7 +136,7 @@ def spearman(x: Matrix, y: Matrix) -> float:
 
 
 def _order(x: Matrix) -> Matrix:
-    """(…, n, n): 1 where the row's number is larger than the column's, −1 where smaller, 0 where equal or unknown.
+    """Return (…, n, n): 1 where the row's number is larger than the column's, −1 where smaller, 0 where equal or unknown.
 
     Its sum over columns is twice the centred mean rank; a sum with weights that of numbers taken several times.
     """
@@ -149,7 +149,7 @@ class _Ranks:
         self.known, self.outcome, self.candidates = known, _order(outcome), _order(candidates)
 
     def correlations(self, times: Matrix, source: NDArray[np.int64]) -> Matrix:
-        """ρ (B, C, T) with mask m counted ``times[b, m]`` times and given the outcome of ``source[b, m]``.
+        """Return ρ (B, C, T) with mask m counted ``times[b, m]`` times and given the outcome of ``source[b, m]``.
 
         NaN where fewer than 5 masks are left; 0 where all of them are equal.
         """
@@ -173,7 +173,7 @@ class _Ranks:
 
 
 def _over_tasks(by_task: Matrix) -> Matrix:
-    """Mean over the last axis without NaN; NaN where there is nothing."""
+    """Return the mean over the last axis without NaN; NaN where there is nothing."""
     known = ~np.isnan(by_task)
     with np.errstate(invalid="ignore"):
         mean: Matrix = np.where(known, by_task, 0.0).sum(-1, dtype=np.float64) / known.sum(-1)
@@ -181,7 +181,7 @@ def _over_tasks(by_task: Matrix) -> Matrix:
 
 
 def _distinct(outcome: Matrix, known: NDArray[np.bool_]) -> int:
-    """Relabellings that differ: exchanging masks whose outcomes are equal in every task changes nothing."""
+    """Return relabellings that differ: exchanging masks whose outcomes are equal in every task changes nothing."""
     columns = Counter(map(tuple, np.where(known, outcome, -math.inf).T.tolist()))
     return math.factorial(outcome.shape[1]) // math.prod(math.factorial(n) for n in columns.values())
 

@@ -11,7 +11,7 @@ _NEWTON_STEPS = 4  # from a start within 20%: quadratic convergence, exact to ro
 
 
 def log_swap_cost(dispersion: Tensor, separation: Tensor, keys: Tensor) -> Tensor:
-    """Largest change of the weights per unit of ‖z − z'‖₁ that swapping one key can cause, as a logarithm.
+    """Return the largest change of the weights per unit of ‖z − z'‖₁ that swapping one key can cause, as a logarithm.
 
     max over 0 ≤ d ≤ δ of 2 p̄(d, k) / (2Δ + d): a key d above the least kept one weighs at most p̄(d, k), and
     must travel 2Δ + d together with its successor.
@@ -46,7 +46,7 @@ def _log_cost(height: Tensor, gap: Tensor, keys: Tensor) -> Tensor:
 
 
 def _stationary_height(gap: Tensor, keys: Tensor) -> Tensor:
-    """Height d of the local maximum: the larger root of e^d = (k − 1)(2Δ + d − 1); 0 where there is none.
+    """Return the height d of the local maximum: the larger root of e^d = (k − 1)(2Δ + d − 1); 0 where there is none.
 
     With x = 2Δ + d − 1 it is x − ln x = t, t = 2Δ − 1 + ln(k − 1), x ≥ 1. Newton's method descends to it from
     1 + sqrt(2u) + u, u = t − 1, which is above the root (Chatzigeorgiou 2013, of the Lambert function).

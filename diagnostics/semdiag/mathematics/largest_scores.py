@@ -60,7 +60,7 @@ def add_ranks_(ranks: Tensor, positions: Tensor, present: Tensor) -> None:
 
 
 def _compared(scores: Tensor, found: int) -> tuple[Tensor, Tensor]:
-    """Positions of the largest scores, the largest first, and rows in which ties leave them in doubt."""
+    """Return positions of the largest scores, the largest first, and rows in which ties leave them in doubt."""
     length = scores.shape[-1]
     # As many groups as members of the chosen ones, nearly: powers of two divide most lengths.
     size = 2 ** round(math.log2(length / found) / 2)
@@ -100,14 +100,14 @@ def _packed(scores: Tensor, found: int) -> tuple[Tensor, Tensor | None]:
 
 
 def _groups(scores: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Maxima of groups of every G-th score (..., G), and the scores at the end that fill no group."""
+    """Return maxima of groups of every G-th score (..., G), and the scores at the end that fill no group."""
     groups = scores.shape[-1] // size
     grouped = torch.unflatten(scores[..., : size * groups], -1, (size, groups))
     return grouped.amax(-2), scores[..., size * groups :]
 
 
 def _members(chosen: Tensor, size: int, length: int) -> Tensor:
-    """Positions (int64) of the scores of the chosen groups, and of those that fill no group."""
+    """Return positions (int64) of the scores of the chosen groups, and of those that fill no group."""
     groups = length // size
     rest = length - size * groups
     members = chosen.shape[-1] * size
@@ -120,12 +120,12 @@ def _members(chosen: Tensor, size: int, length: int) -> Tensor:
 
 
 def _half(maximum: Tensor) -> Tensor:
-    """Half of a row's maximum, finite in rows without keys: the distances of their scores are infinite."""
+    """Return the half of a row's maximum, finite in rows without keys: the distances of their scores are infinite."""
     return (0.5 * maximum).clamp_(min=torch.finfo(maximum.dtype).min)
 
 
 def _nearest(half: Tensor, values: Tensor, number: int) -> tuple[Tensor, Tensor]:
-    """Which values of each row are nearest its maximum.
+    """Return which values of each row are nearest its maximum.
 
     Args:
         half: (..., 1), half of the maximum.
@@ -145,7 +145,7 @@ def _nearest(half: Tensor, values: Tensor, number: int) -> tuple[Tensor, Tensor]
 
 
 def _sorted(scores: Tensor, positions: Tensor | None, count: int) -> Tensor:
-    """Positions of the largest scores, the largest first, of equals the lower position first."""
+    """Return positions of the largest scores, the largest first, of equals the lower position first."""
     if positions is None:
         positions = torch.arange(scores.shape[-1], dtype=torch.int32)
     numbers = torch.empty(scores.shape, dtype=torch.int64)

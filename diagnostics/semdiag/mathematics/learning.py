@@ -11,7 +11,7 @@ from semdiag.mathematics.logarithms import Real, float64
 
 
 def convex_stability_bound(log_lipschitz: Real, samples: int, step_sum: float) -> Bound:
-    """Generalisation gap of SGD on convex, smooth losses: ε ≤ (2α²/n) Σ η_t.
+    """Return the generalisation gap of SGD on convex, smooth losses: ε ≤ (2α²/n) Σ η_t.
 
     Source: Hardt, Recht, Singer 2016, Thm 3.8 (docs/theory.md#learning). Deviation: none.
 
@@ -40,7 +40,7 @@ def convex_stability_bound(log_lipschitz: Real, samples: int, step_sum: float) -
 def nonconvex_stability_bound(
     log_lipschitz: Real, samples: int, steps: int, step_constant: float, smoothness: float
 ) -> Bound:
-    """Generalisation gap of SGD on γ-smooth losses in [0, 1] with steps η_t ≤ c/t.
+    """Return the generalisation gap of SGD on γ-smooth losses in [0, 1] with steps η_t ≤ c/t.
 
     ε ≤ (1 + 1/(γc))/(n − 1) · (2cα²)^{1/(γc+1)} · T^{γc/(γc+1)}.
 
@@ -77,7 +77,7 @@ def nonconvex_stability_bound(
 
 
 def gap_ratio(log_lipschitz: Real, log_other: Real, smoothness_times_step: float) -> Bound:
-    """Ratio of two models' non-convex bounds, all else equal: (α/α')^{2/(γc+1)}.
+    """Return the ratio of two models' non-convex bounds, all else equal: (α/α')^{2/(γc+1)}.
 
     Source: docs/theory.md#learning, from Thm 3.12. Deviation: a quotient of bounds bounds nothing;
     it says which way, and how strongly, the theory leans. γc = 0 gives the convex case's power 2.
@@ -112,5 +112,5 @@ _NONCONVEX = ("steps never grow and are at most c/t", *_SHARED, "the loss of eve
 
 
 def _not_met(*statements: str) -> tuple[Assumption, ...]:
-    """Assumptions that the measured training runs are known to break."""
+    """Return assumptions that the measured training runs are known to break."""
     return tuple(Assumption(statement, {}, holds=False) for statement in statements)

@@ -48,7 +48,7 @@ def broadcast(*values: Real) -> tuple[Tensor, ...]:
 
 
 def log(value: Real) -> Tensor:
-    """Natural logarithm in float64, with ln 0 = −inf.
+    """Return the natural logarithm in float64, with ln 0 = −inf.
 
     Args:
         value: non-negative number(s).
@@ -64,7 +64,7 @@ def log(value: Real) -> Tensor:
 
 
 def log_sum(*terms: Tensor) -> Tensor:
-    """Logarithm of a sum of terms known by their logarithms, elementwise: ln Σ exp(term).
+    """Return the logarithm of a sum of terms known by their logarithms, elementwise: ln Σ exp(term).
 
     Args:
         terms: natural logarithms, at least one; −inf stands for 0.
@@ -83,7 +83,7 @@ def log_sum(*terms: Tensor) -> Tensor:
 
 
 def log_product(*factors: Tensor) -> Tensor:
-    """Product of constants known by their logarithms, with 0 · ∞ = 0.
+    """Return the product of constants known by their logarithms, with 0 · ∞ = 0.
 
     A constant 0 says that nothing moves; then nothing moves further on either, whatever is guaranteed there.
 
@@ -121,7 +121,7 @@ def log_one_plus_inverse(value: Tensor) -> Tensor:
 
 
 def log_root_sum_squares(values: Tensor, dim: int = -1) -> Tensor:
-    """Euclidean combination of constants known by their logarithms: ln sqrt(Σ exp(2·value)).
+    """Return the euclidean combination of constants known by their logarithms: ln sqrt(Σ exp(2·value)).
 
     Args:
         values: natural logarithms.

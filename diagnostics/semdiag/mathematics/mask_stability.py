@@ -30,7 +30,7 @@ class TopSet:
 
 
 def top_set(scores: Tensor, k: int, selected: Tensor | None = None) -> TopSet:
-    r"""The set S of each row's k largest scores, its boundary pair and its separation.
+    r"""Return the set S of each row's k largest scores, its boundary pair and its separation.
 
     Δ = min_S z − max_{A\S} z.
 
@@ -64,7 +64,7 @@ def top_set(scores: Tensor, k: int, selected: Tensor | None = None) -> TopSet:
 
 
 def score_rounding(q: Tensor, k: Tensor, scale: float, eps: float) -> Tensor:
-    """How far rounding can move any score of a row, whatever the order in which its products are added.
+    """Return how far rounding can move any score of a row, whatever the order in which its products are added.
 
     ((D + 4)/2) · eps · |scale| · ‖q_i‖ · max_j ‖k_j‖, D the width of a head.
 
@@ -92,7 +92,7 @@ def score_rounding(q: Tensor, k: Tensor, scale: float, eps: float) -> Tensor:
 
 
 def certified(change: Tensor, separation: Tensor, rounding: Tensor | float = 0.0) -> Tensor:
-    """Rows whose set provably survives a change of the scores: S' = S.
+    """Return rows whose set provably survives a change of the scores: S' = S.
 
     max_j dz_j − min_j dz_j < Δ, over all allowed keys. A kept key's lead over a dropped one is at least Δ
     before, and loses at most the range of dz.
@@ -116,7 +116,7 @@ def certified(change: Tensor, separation: Tensor, rounding: Tensor | float = 0.0
 
 
 def predicted_agreement(separation: Tensor, spread: Tensor) -> Tensor:
-    """Probability that the two keys at the boundary do not swap, for Gaussian changes of the scores.
+    """Return the probability that the two keys at the boundary do not swap, for Gaussian changes of the scores.
 
     P = Φ(Δ / sd), sd the standard deviation of dz_(k) − dz_(k+1).
 

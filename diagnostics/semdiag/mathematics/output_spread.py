@@ -4,7 +4,7 @@ from torch import Tensor
 
 
 def output_spread(mixed: Tensor, counted: Tensor) -> Tensor:
-    """Share of the size of attention outputs that differs from query to query.
+    """Return the share of the size of attention outputs that differs from query to query.
 
     spread = Σ_i ‖o_i − ō‖² / Σ_i ‖o_i‖² with ō the mean of the o_i, over the queries i of a sample and head: 0
     where all queries get the same mixture of values, as under uniform weights.

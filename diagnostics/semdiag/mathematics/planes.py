@@ -22,7 +22,7 @@ class Plane:
     second: Tensor
 
     def point(self, x: float, y: float) -> Tensor:
-        """The parameters at (x, y), shape (n,)."""
+        """Return the parameters at (x, y), shape (n,)."""
         return self.origin + x * self.first + y * self.second
 
     def distances(self, x: Tensor, y: Tensor) -> Tensor:
@@ -42,7 +42,7 @@ class Plane:
 
 
 def random_direction(origin: Tensor, tensors: Sequence[slice], generator: torch.Generator) -> Tensor:
-    """A Gaussian direction whose part in each tensor is as long as that tensor.
+    """Return a Gaussian direction whose part in each tensor is as long as that tensor.
 
     Moving along it by r changes every tensor by r times its Frobenius norm, whatever its scale.
 
@@ -67,7 +67,7 @@ def random_direction(origin: Tensor, tensors: Sequence[slice], generator: torch.
 
 
 def random_plane(origin: Tensor, tensors: Sequence[slice], generator: torch.Generator) -> Plane:
-    """A plane through the origin along two directions of :func:`random_direction`, orthogonal in every tensor.
+    """Return a plane through the origin along two directions of :func:`random_direction`, orthogonal in every tensor.
 
     A circle in (x, y) is then a circle in parameter space: the distance is hypot(x, y) · ‖origin‖. A tensor of
     a single number has no orthogonal direction; the second one leaves it in its place.
@@ -94,7 +94,7 @@ def random_plane(origin: Tensor, tensors: Sequence[slice], generator: torch.Gene
 
 
 def plane_through(origin: Tensor, one: Tensor, other: Tensor) -> tuple[Plane, list[tuple[float, float]]]:
-    """The plane through three points, in coordinates of which 1 is the length of the origin.
+    """Return the plane through three points, in coordinates of which 1 is the length of the origin.
 
     Source: docs/theory.md#empirical. Deviation: not in the paper.
 

@@ -29,7 +29,7 @@ def token_jacobian_norm(
     start: Tensor,
     iterations: int = ITERATIONS,
 ) -> JacobianNorm:
-    """Norm of a linear map between token matrices, in the norm of the theory: the sum over tokens of the 2-norm.
+    """Return the norm of a linear map between token matrices, in the norm of the theory: the sum over tokens of the 2-norm.
 
     max ‖J x‖ over ‖x‖ = Σ_l ‖x_l‖₂ = 1 is attained where one token carries everything. Power iteration for
     such a pair of norms: y = J x; its dual vectors y_i / ‖y_i‖ go back through Jᵀ; the token with the longest

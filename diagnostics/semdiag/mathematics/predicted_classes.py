@@ -6,7 +6,7 @@ NO_CLASS = -1  # what is predicted where a logit is NaN: never right
 
 
 def predicted_classes(logits: Tensor) -> Tensor:
-    """The class of the largest logit, the first of equal ones; ``NO_CLASS`` where one of them is NaN.
+    """Return the class of the largest logit, the first of equal ones; ``NO_CLASS`` where one of them is NaN.
 
     torch's own argmax takes NaN for the largest, so that a model that has diverged would answer, and at times
     rightly.

@@ -52,7 +52,7 @@ def count_ranks(ranks: Whole, order: Whole, top: Floats, counted: NDArray[np.boo
 
 
 def _bits_as_float(context: Any, bits: Any) -> Any:
-    """The number in single precision that has these 32 bits."""
+    """Return the number in single precision that has these 32 bits."""
 
     def instruction(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.bitcast(arguments[0], ir.FloatType())
@@ -65,7 +65,7 @@ _as_float: Any = intrinsic(_bits_as_float)
 
 @part
 def _sums(row: Floats, maximum: np.float32) -> tuple[float, float]:
-    """Σ e and Σ e x of x = z - max z, e = exp(x); NaN if a score is."""
+    """Return Σ e and Σ e x of x = z - max z, e = exp(x); NaN if a score is."""
     total = mean = 0.0
     for start in range(0, len(row), _CHUNK):
         part = row[start : start + _CHUNK]

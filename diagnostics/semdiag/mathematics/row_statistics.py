@@ -62,7 +62,7 @@ class RowStatistics:
     top_load: Tensor
 
     def dispersion(self, k: int | None = None) -> Tensor:
-        """Semantic dispersion δ: the range of the scores that a query attends to.
+        """Return the semantic dispersion δ: the range of the scores that a query attends to.
 
         δ(i) = max_{S_i} z - min_{S_i} z; with k, what it would be if the query kept its k largest scores.
 
@@ -84,7 +84,7 @@ class RowStatistics:
         return nan_where(self.keys == 0, self.top[..., 0] - smallest)
 
     def separation(self, k: int | None = None) -> Tensor:
-        r"""Semantic separation Δ: the gap between the kept and the dropped scores.
+        r"""Return the semantic separation Δ: the gap between the kept and the dropped scores.
 
         Δ(i) = min_{S_i} z - max_{A_i \ S_i} z; with k, what it would be under top-k.
 
@@ -108,7 +108,7 @@ class RowStatistics:
         return nan_where(self.keys == 0, gap)
 
     def largest_weight(self) -> Tensor:
-        """Largest attention weight of each query, max_j p_j over S_i.
+        """Return the largest attention weight of each query, max_j p_j over S_i.
 
         Source: docs/theory.md#local-stability. Deviation: none.
 
@@ -118,7 +118,7 @@ class RowStatistics:
         return nan_where(self.kept == 0, (self.kept_maximum - self.kept_log_sum_exp).exp())
 
     def mass_kept(self, k: int) -> Tensor:
-        """Share of the softmax over all of A_i that the k largest scores have.
+        """Return the share of the softmax over all of A_i that the k largest scores have.
 
         m_i(k) = Σ_{j among the k largest} exp(z_j) / Σ_{A_i} exp(z_j), a sink counted in the denominator.
 
@@ -138,7 +138,7 @@ class RowStatistics:
         return nan_where(self.keys == 0, share.clamp(max=1.0))
 
     def key_load(self, k: int | None = None) -> Tensor:
-        """Key load l_j = #{i : j ∈ S_i}, a raw count; with k, under top-k.
+        """Return the key load l_j = #{i : j ∈ S_i}, a raw count; with k, under top-k.
 
         Source: paper, Theorem 5 (the loads behind β). Deviation: none.
 
@@ -177,7 +177,7 @@ def row_statistics(
     first_query: int = 0,
     places: Tensor | None = None,
 ) -> RowStatistics:
-    """Statistics of the scores z of every query, in one pass and in strips of about two million scores.
+    """Return statistics of the scores z of every query, in one pass and in strips of about two million scores.
 
     z_ij = scale · q_i · k_j; z_ij ← softcap · tanh(z_ij / softcap); z_ij ← z_ij + bias_ij.
     Nothing of size Lq × Lk is ever held. Half precision is scored in float32, also under autocast; no gradient
@@ -267,7 +267,7 @@ def _pays(q: Tensor, scores: int, of_a_row: int) -> bool:
 
 
 def _kernels() -> ModuleType | None:
-    """The same statistics by kernels that Numba compiles; None where it is not installed."""
+    """Return the same statistics by kernels that Numba compiles; None where it is not installed."""
     try:
         return importlib.import_module("semdiag.mathematics.compiled_rows")
     except ImportError:

@@ -149,7 +149,7 @@ class _Spread:
         self._critical = float(scipy.stats.t.ppf(level, freedom[0])), float(scipy.stats.t.ppf(level, freedom[1]))
 
     def errors(self, residuals: NDArray[np.float64]) -> tuple[Ends, Ends]:
-        """Standard error and factor, about these sequences and about such; NaN where nothing tells the error."""
+        """Return the standard error and factor, about these sequences and about such; NaN where nothing tells the error."""
         squares, sums = (np.bincount(self._stratum, e, self._strata) for e in (residuals**2, residuals))
         these = (1 - self._share) * float((PER_STRATUM * squares - sums**2).sum())
         such, c = float("nan"), self._clusters
@@ -159,12 +159,12 @@ class _Spread:
         return (math.sqrt(max(these, 0.0)), self._critical[0]), (such, self._critical[1])
 
     def of_sequences(self, residuals: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Σe_i of each sequence."""
+        """Return Σe_i of each sequence."""
         return np.bincount(self._cluster, residuals, self._sequences).astype(np.float64)
 
 
 def _freedom(weights: NDArray[np.float64]) -> float:
-    """Satterthwaite's degrees of freedom of the jackknife, at least 1, from the sequences' shares of draws."""
+    """Return Satterthwaite's degrees of freedom of the jackknife, at least 1, from the sequences' shares of draws."""
     if weights.max() >= 1:  # there is but one
         return 1.0
     squares, spread = (weights / (1 - weights)) ** 2, float(weights @ weights)
@@ -176,19 +176,19 @@ def _freedom(weights: NDArray[np.float64]) -> float:
 
 
 def _shape(sums: NDArray[np.float64]) -> float:
-    """γ/(3√c), γ the skewness of c numbers whose sum is 0; 0 where they are all the same."""
+    """Return γ/(3√c), γ the skewness of c numbers whose sum is 0; 0 where they are all the same."""
     squares = float(sums @ sums)
     return float((sums**3).sum()) / (3 * squares**1.5) if squares else 0.0
 
 
 def _unskewed(t: float, a: float) -> float:
-    """What t + a t² + a² t³/3 + a/2 takes to the given number."""
+    """Return what t + a t² + a² t³/3 + a/2 takes to the given number."""
     root = float(np.cbrt(1 + 3 * a * (t - a / 2)))
     return 3 * (t - a / 2) / (1 + root + root**2)
 
 
 def _woodruff(ordered: NDArray[np.float64], level: float, error: float, critical: float) -> Ends:
-    """The values at the ends of the interval of a level."""
+    """Return the values at the ends of the interval of a level."""
     if math.isnan(error):
         return float("nan"), float("nan")
     if error == 0:

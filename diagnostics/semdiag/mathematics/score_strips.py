@@ -163,7 +163,7 @@ def _product_(out: Tensor, q: Tensor, k: Tensor, scale: float) -> None:
 
 
 def _part(values: Tensor | None, b: slice, h: slice, r: slice, seen: int, places: Tensor | None) -> Tensor | None:
-    """A strip's part of a tensor that is broadcastable to (B, H, Lq, Lk)."""
+    """Return a strip's part of a tensor that is broadcastable to (B, H, Lq, Lk)."""
     part = part_of(values, b, r if places is None else slice(None), seen)
     if part is None:
         return None
@@ -172,7 +172,7 @@ def _part(values: Tensor | None, b: slice, h: slice, r: slice, seen: int, places
 
 
 def rows_of(values: Tensor, places: Tensor) -> Tensor:
-    """Some queries' rows of a tensor, others in every sample and head.
+    """Return some queries' rows of a tensor, others in every sample and head.
 
     Args:
         values: (b, H, Lq, n), each of the first three axes its length or 1.
@@ -191,7 +191,7 @@ def rows_of(values: Tensor, places: Tensor) -> Tensor:
 def part_of(
     values: Tensor | None, samples: slice | Tensor, queries: slice | Tensor, seen: int | None = None
 ) -> Tensor | None:
-    """Some samples, queries and first keys of a tensor that is broadcastable to (B, H, Lq, Lk).
+    """Return some samples, queries and first keys of a tensor that is broadcastable to (B, H, Lq, Lk).
 
     Args:
         values: at most four axes; None stays None.

@@ -9,7 +9,7 @@ from semdiag.mathematics.logarithms import float64
 
 
 def local_stability(scores: Tensor, selected: Tensor) -> Tensor:
-    """Local ξ_loc of each row, as a logarithm: the ℓ1 → ℓ1 norm of the softmax Jacobian there.
+    """Return the local ξ_loc of each row, as a logarithm: the ℓ1 → ℓ1 norm of the softmax Jacobian there.
 
     ξ_loc = max_j 2 p_j (1 − p_j) ≤ ξ*(δ, k). The largest weight attains the maximum, and 1 − p_j is summed
     from the other weights, so that it survives where p_j rounds to 1.
@@ -60,7 +60,7 @@ def log_odds_of_largest(scores: Tensor, selected: Tensor) -> Tensor:
 
 
 def local_stability_of_weight(largest: Tensor) -> Tensor:
-    """ξ_loc = 2p(1 − p) of rows of which only the largest weight p is known.
+    """Return ξ_loc = 2p(1 − p) of rows of which only the largest weight p is known.
 
     Source: docs/theory.md#local-stability. Deviation: where p has rounded to 1, it is 0;
     :func:`local_stability` has no such limit.
@@ -79,7 +79,7 @@ def local_stability_of_weight(largest: Tensor) -> Tensor:
 
 
 def masked_softmax(scores: Tensor, selected: Tensor) -> Tensor:
-    """Attention weights: p = softmax of z over the selected keys, zero elsewhere.
+    """Return attention weights: p = softmax of z over the selected keys, zero elsewhere.
 
     Source: docs/theory.md#attention-call. Deviation: none.
 
@@ -101,7 +101,7 @@ def masked_softmax(scores: Tensor, selected: Tensor) -> Tensor:
 
 
 def weight_change(scores: Tensor, other: Tensor, selected: Tensor, other_selected: Tensor) -> Tensor:
-    """‖p(z) − p(z')‖₁, each row with its own mask.
+    """Return ‖p(z) − p(z')‖₁, each row with its own mask.
 
     Source: docs/theory.md#fixed-mask-stability. Deviation: none.
 
@@ -128,7 +128,7 @@ def weight_change(scores: Tensor, other: Tensor, selected: Tensor, other_selecte
 def score_change(
     scores: Tensor, other: Tensor, selected: Tensor, other_selected: Tensor, order: float = 1
 ) -> Tensor:
-    """‖z − z'‖ over the keys that either row uses, S ∪ S'.
+    """Return ‖z − z'‖ over the keys that either row uses, S ∪ S'.
 
     Source: docs/theory.md#heavy-hitter-stability, whose proof uses these keys only. Deviation: the
     paper sums over all keys, which can only make the distance larger and the secant smaller.
@@ -162,7 +162,7 @@ def score_change(
 
 
 def score_range_change(scores: Tensor, other: Tensor, selected: Tensor, other_selected: Tensor) -> Tensor:
-    """How unevenly the scores moved: max − min of z − z' over the keys that either row uses, S ∪ S'.
+    """Return how unevenly the scores moved: max − min of z − z' over the keys that either row uses, S ∪ S'.
 
     Adding the same number to all of a row's scores changes no weight, and not this range.
 
@@ -191,7 +191,7 @@ def score_range_change(scores: Tensor, other: Tensor, selected: Tensor, other_se
 def softmax_secant(
     scores: Tensor, other: Tensor, selected: Tensor, other_selected: Tensor, order: float = 1
 ) -> Tensor:
-    """Secant ξ̂ = ‖p − p'‖₁ / ‖z − z'‖, a lower bound of every valid ξ (order 1) or row constant (order ∞).
+    """Return the secant ξ̂ = ‖p − p'‖₁ / ‖z − z'‖, a lower bound of every valid ξ (order 1) or row constant (order ∞).
 
     Source: docs/theory.md#secants. Deviation: not in the paper.
 
@@ -218,7 +218,7 @@ def softmax_secant(
 
 
 def _largest_and_others(scores: Tensor, selected: Tensor) -> tuple[Tensor, Tensor]:
-    """Largest selected score of each row, and logsumexp of the others; −inf where there are none."""
+    """Return the largest selected score of each row, and logsumexp of the others; −inf where there are none."""
     z = _masked(scores, selected)
     top = z.argmax(dim=-1, keepdim=True)
     return z.gather(-1, top).squeeze(-1), torch.logsumexp(z.scatter(-1, top, -math.inf), dim=-1)

@@ -14,7 +14,7 @@ from semdiag.mathematics.logarithms import Real, broadcast, float64, log_one_plu
 
 
 def log_largest_weight(dispersion: Real, keys: Real) -> Tensor:
-    """Largest weight that a softmax row of k keys and range δ can give to one key, as a logarithm.
+    """Return the largest weight that a softmax row of k keys and range δ can give to one key, as a logarithm.
 
     p̄(δ, k) = e^δ / (e^δ + k − 1).
 
@@ -39,7 +39,7 @@ def log_largest_weight(dispersion: Real, keys: Real) -> Tensor:
 
 
 def fixed_mask_stability(dispersion: Real, keys: Real) -> Bound:
-    """ξ of a row whose unmasked set does not depend on its scores: full, banded, block-local, random.
+    """Return ξ of a row whose unmasked set does not depend on its scores: full, banded, block-local, random.
 
     ξ*(δ, k) = 2 p̄ (1 − p̄) if p̄(δ, k) < ½, else ½; 0 for a single key.
     No smaller constant serves all pairs of rows of range ≤ δ (for δ > 0), and it never passes ½.
@@ -73,7 +73,7 @@ def fixed_mask_stability(dispersion: Real, keys: Real) -> Bound:
 
 
 def heavy_hitter_stability(dispersion: Real, separation: Real, keys: Real) -> Bound:
-    """ξ of a row whose unmasked set is the k highest-scoring allowed keys (top-k).
+    """Return ξ of a row whose unmasked set is the k highest-scoring allowed keys (top-k).
 
     ξ_h = ξ*(δ_h, k) + max over 0 ≤ d ≤ δ_h of 2 p̄(d, k) / (2Δ_h + d), with δ_h the larger range and Δ_h the
     smaller separation of both rows.
@@ -196,7 +196,7 @@ def heavy_hitter_split_stability(dispersion: Real, separation: Real, keys: Real)
 
 
 def positive_separation(separation: Real) -> Assumption:
-    """The assumption Δ > 0 of every heavy-hitter bound, as measured.
+    """Return the assumption Δ > 0 of every heavy-hitter bound, as measured.
 
     Source: paper, Thm 5 (docs/theory.md#semantic-separation). Deviation: none.
 
@@ -221,7 +221,7 @@ def positive_separation(separation: Real) -> Assumption:
 
 
 def _checked(dispersion: Real, keys: Real) -> tuple[Tensor, Tensor]:
-    """Dispersion and number of keys as float64, refused where no row can have them.
+    """Return the dispersion and number of keys as float64, refused where no row can have them.
 
     Raises:
         ValueError: if δ < 0 or NaN, or k is not an integer ≥ 1.
@@ -235,7 +235,7 @@ def _checked(dispersion: Real, keys: Real) -> tuple[Tensor, Tensor]:
 
 
 def _checked_separation(separation: Real) -> Tensor:
-    """Separation as float64.
+    """Return the separation as float64.
 
     Raises:
         ValueError: if it is NaN.

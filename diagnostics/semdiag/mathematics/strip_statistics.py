@@ -78,7 +78,7 @@ def finished(rows: dict[str, Tensor], sinks: Tensor | None) -> dict[str, Tensor]
 
 
 def _selected(strip: ScoreStrip, selected: Tensor, maximum: Tensor, load: Tensor) -> dict[str, Tensor]:
-    """What depends on S_i, where it is given (b, H, r, S); adds to load (b, H, n)."""
+    """Return what depends on S_i, where it is given (b, H, r, S); adds to load (b, H, n)."""
     scores, present = strip.scores, selected >= 0
     counted = present if strip.counted is None else present & strip.counted
     places = selected.clamp(min=0).flatten(2)

@@ -95,7 +95,7 @@ def truncations(
 
 
 def _kept(weights: Tensor, places: Tensor, values: Tensor, ks: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Sums over the k largest scores: of weights times values (b, h, r, n, D), and of weights (b, h, r, n)."""
+    """Return sums over the k largest scores: of weights times values (b, h, r, n, D), and of weights (b, h, r, n)."""
     batch, heads, _, count = weights.shape
     key_heads, length = values.shape[1:3]
     head = torch.arange(heads, device=values.device) // (heads // key_heads)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def unraveled(flat: Tensor, shape: Sequence[int], device: torch.device) -> tuple[Tensor, ...]:
-    """``torch.unravel_index`` without its checks of the arguments, which import sympy: half a second.
+    """Return ``torch.unravel_index`` without its checks of the arguments, which import sympy: half a second.
 
     Args:
         flat: (N,) int64 on CPU, in [0, product of ``shape``).

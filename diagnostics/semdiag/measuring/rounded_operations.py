@@ -1,7 +1,7 @@
-"""What a model computes in another number format, run in float64: results or operands are rounded on the way.
+"""Emulate a model in another number format in float64: round results or operands of its operations.
 
-In float64 a model shows which of its steps keep the model's precision and which it takes in float32 whatever that
-is (norms, rotary angles, softmax): only the former are rounded.
+Running in float64 shows which steps keep the model's precision, and which ones it always computes in float32
+(norms, rotary angles, softmax): only the former are rounded.
 """
 
 import copy
@@ -17,8 +17,8 @@ from semdiag.mathematics.selections.number_formats import NumberFormat
 from semdiag.mathematics.selections.rounded_operands import rounded, rounding_error
 from semdiag.measuring.calls.running import placed, refuse_masked
 
-_NARROW = 8  # fewer digits: engines round the operands of products, and keep all else in a wider format
-_WIDE_FIRST = dict.fromkeys(("addmm", "baddbmm"), (1, 2))  # whose first operand is added
+_NARROW = 8  # below, engines round only the operands of products
+_WIDE_FIRST = dict.fromkeys(("addmm", "baddbmm"), (1, 2))  # their first operand is added
 _PRODUCTS = {
     **dict.fromkeys(("mm", "bmm", "linear", "convolution"), (0, 1)),
     **_WIDE_FIRST,
@@ -33,32 +33,21 @@ _PRODUCTS = {
 
 
 def operands_alone(kind: NumberFormat) -> bool:
-    """Whether a model in this format has the operands of its matrix products in it, and nothing else.
+    """Return whether, in this format, only the operands of matrix products are rounded.
 
-    Args:
-        kind: the format; of 8 bits it is so, of 16 bits every result is in the format.
+    This holds for 8-bit formats; in 16-bit formats every result is rounded.
     """
     return kind.digits < _NARROW
 
 
 def converted(model: LoadedModel, dtype: torch.dtype) -> LoadedModel:
-    """Return a copy of a model in another precision, as transformers loads it: frequencies stay as they are.
-
-    Args:
-        model: not changed.
-        dtype: of its parameters and of all buffers but rotary frequencies.
-    """
+    """Return a copy of a model in another precision, as transformers loads it: rotary frequencies stay."""
     refuse_masked(model.module, f"in {dtype}")
     return replace(model, module=placed(copy.deepcopy(model.module), dtype=dtype))
 
 
 def with_rounded_weights(model: LoadedModel, kind: NumberFormat) -> LoadedModel:
-    """Return a copy of a model in float64 whose weights are numbers of a format.
-
-    Args:
-        model: not changed.
-        kind: the format.
-    """
+    """Return a float64 copy of a model whose weights are rounded to a format."""
     copied = converted(model, torch.float64)
     with torch.no_grad():
         for values in (*copied.module.parameters(), *copied.module.buffers()):
@@ -68,11 +57,7 @@ def with_rounded_weights(model: LoadedModel, kind: NumberFormat) -> LoadedModel:
 
 
 class RoundedResults(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Inside, every float64 result is rounded to a format.
-
-    Args:
-        kind: the format.
-    """
+    """Rounds, inside the context, every float64 result to a format."""
 
     def __init__(self, kind: NumberFormat) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -80,21 +65,21 @@ class RoundedResults(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation, and round what it returns or writes."""
-        found = func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
         returned = [entry.alias_info for entry in func._schema.returns]
-        if isinstance(found, tuple):
-            return tuple(self._of(values, alias) for values, alias in zip(found, returned, strict=True))
-        return self._of(found, returned[0]) if returned else found
+        if isinstance(result, tuple):
+            return tuple(self._of(values, alias) for values, alias in zip(result, returned, strict=True))
+        return self._of(result, returned[0]) if returned else result
 
     def _of(self, values: Any, alias: Any) -> Any:
-        if not _is_double(values) or (alias is not None and not alias.is_write):  # a view: it was rounded before
+        if not _is_double(values) or (alias is not None and not alias.is_write):  # a view: already rounded
             return values
         moved = torch.where(values.isinf(), values, rounded(values, self._kind))
         return moved if alias is None else values.copy_(moved)
 
 
 class RoundedProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Inside, the float64 operands of every matrix product are rounded to a format.
+    """Rounds, inside the context, the float64 operands of every matrix product to a format.
 
     Args:
         kind: the format.
@@ -115,10 +100,10 @@ class RoundedProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*given, **(kwargs or {}))
 
     def drawing(self, generator: torch.Generator) -> Self:
-        """Return a mode that rounds the same weights, and moves all other operands at random.
+        """Return a mode that rounds the same weights but moves all other operands at random.
 
         Args:
-            generator: draws how far they move, evenly within half a last place.
+            generator: draws the moves, uniformly within half a unit in the last place.
         """
         other = copy.copy(self)
         other._generator = generator

@@ -9,7 +9,7 @@ from semdiag_models.attention.hashed_selection import distinct
 
 @torch.no_grad()
 def same_clusters(q: Tensor, keys: Tensor, centroids: Tensor, valid: Tensor | None, k: int) -> Tensor:
-    """Positions of the keys in each query's clusters.
+    """Return positions of the keys in each query's clusters.
 
     A centroid's cluster are the k queries and the k keys with the largest cosines to it, all if there are fewer;
     its queries attend to its keys. A query in several clusters attends to the keys of all, each once. A query in
@@ -47,7 +47,7 @@ def same_clusters(q: Tensor, keys: Tensor, centroids: Tensor, valid: Tensor | No
 
 
 def cosines_to(centroids: Tensor, x: Tensor) -> Tensor:
-    """Cosines of vectors and centroids: (H, C, D), (…, H, L, D) -> (…, H, L, C)."""
+    """Return cosines of vectors and centroids: (H, C, D), (…, H, L, D) -> (…, H, L, C)."""
     return F.normalize(x, dim=-1) @ F.normalize(centroids, dim=-1).transpose(1, 2)
 
 

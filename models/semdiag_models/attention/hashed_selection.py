@@ -9,7 +9,7 @@ from torch import Tensor
 
 @torch.no_grad()
 def same_bucket(q: Tensor, keys: Tensor, directions: Tensor, valid: Tensor | None, k: int) -> Tensor:
-    """Positions of the keys in each query's bucket, all rounds together.
+    """Return positions of the keys in each query's bucket, all rounds together.
 
     In every round queries and keys are each sorted by their hashes (equal ones by position) and cut into buckets
     of k; the queries of a bucket attend to the keys of the bucket of that number. A last bucket that would be
@@ -118,7 +118,7 @@ def distinct(positions: Tensor) -> Tensor:
 
 
 def _lengthened(q: Tensor, keys: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor]:
-    """One more entry: 0 for queries; for keys what makes all as long as the longest valid one of the head.
+    """Return one more entry: 0 for queries; for keys what makes all as long as the longest valid one of the head.
 
     The angle between query and key then falls as their product rises, for every query.
 

@@ -21,7 +21,7 @@ Witness = list[tuple[list[int], int]]  # inputs, and for each a label that is no
 
 
 def receptive_fields(config: ModelConfig) -> Tensor:
-    """Which tokens of the input each pooled output can depend on.
+    """Return which tokens of the input each pooled output can depend on.
 
     A block adds to the residual stream of a position what its queries mix, so after B blocks a position depends on
     what it reaches in at most B steps. Where the kept keys follow from the input, or are drawn anew, any key may
@@ -49,7 +49,7 @@ def receptive_fields(config: ModelConfig) -> Tensor:
 
 
 def _steps(config: ModelConfig, layer: int) -> Tensor:
-    """(P, P): 1 where a position sees another in one block, itself by the residual stream."""
+    """Return (P, P): 1 where a position sees another in one block, itself by the residual stream."""
     positions = config.length + config.extra_tokens
     if ATTENTIONS[config.attention].keeps != "fixed":
         return torch.ones(positions, positions)
@@ -69,7 +69,7 @@ def _steps(config: ModelConfig, layer: int) -> Tensor:
 
 @lru_cache(maxsize=256)
 def cannot_represent(task: Task, config: ModelConfig, length: int | None = None) -> bool:
-    """Whether no weights whatever make a model with this mask right on every input of the task.
+    """Return whether no weights whatever make a model with this mask right on every input of the task.
 
     Pooling and head are additive: a logit is a sum of terms of which each depends on one receptive field. Take
     inputs x_s with labels y_s, and other labels y'_s ≠ y_s, so that for every field and class the restrictions of
@@ -114,7 +114,7 @@ def _contradicts(task: Task, inputs: Witness, fields: set[tuple[int, ...]]) -> b
 
 
 def _two_bits(length: int, places: Iterator[tuple[int, int]]) -> Iterator[Witness]:
-    """Zeros but for two bits, of which the label is the sum modulo 2."""
+    """Yield zeros but for two bits, of which the label is the sum modulo 2."""
     for a, b in places:
         inputs: Witness = []
         for first, second in ((0, 0), (0, 1), (1, 0), (1, 1)):
@@ -133,7 +133,7 @@ def _even_pairs(task: Task, length: int) -> Iterator[Witness]:
 
 
 def _missing_duplicate(task: Task, length: int) -> Iterator[Witness]:
-    """Two pairs of twins, one of which hides a token: whatever one pair shows, the other may show elsewhere."""
+    """Yield two pairs of twins, one of which hides a token: whatever one pair shows, the other may show elsewhere."""
     half = length // 2
 
     def hidden(at: int, bit: int, other: int, value: int) -> Iterator[list[int]]:
@@ -154,7 +154,7 @@ def _missing_duplicate(task: Task, length: int) -> Iterator[Witness]:
 
 
 def _stack_manipulation(task: Task, length: int) -> Iterator[Witness]:
-    """Which of two bits at the bottom comes to the top is decided by the last two actions."""
+    """Yield which of two bits at the bottom comes to the top is decided by the last two actions."""
     bits = 3 + (length - 5) % 2
     fill = (length - bits - 2) // 2
     if fill < 0:
@@ -167,7 +167,7 @@ def _stack_manipulation(task: Task, length: int) -> Iterator[Witness]:
 
 
 def _cycle_navigation(task: Task, length: int) -> Iterator[Witness]:
-    """Steps forward at both ends, up to four at each: every sum of two residues."""
+    """Yield steps forward at both ends, up to four at each: every sum of two residues."""
     ends = MODULUS - 1
     if length < 2 * ends:
         return
@@ -177,13 +177,13 @@ def _cycle_navigation(task: Task, length: int) -> Iterator[Witness]:
 
 
 def _filler(length: int) -> str:
-    """An expression of that many characters, of value 0."""
+    """Return an expression of that many characters, of value 0."""
     short = {1: "0", 2: "-0", 3: "(0)", 4: "(-0)"}
     return short[length] if length in short else f"(0+{_filler(length - 4)})"
 
 
 def _modular_arithmetic(task: Task, length: int) -> Iterator[Witness]:
-    """The sum of a digit at the front and one at the end."""
+    """Yield the sum of a digit at the front and one at the end."""
     if length >= 9:
         digits = range(MODULUS)
         middle = _filler(length - 8)
@@ -191,7 +191,7 @@ def _modular_arithmetic(task: Task, length: int) -> Iterator[Witness]:
 
 
 def _solve_equation(task: Task, length: int) -> Iterator[Witness]:
-    """What has to be added to a digit at the front for the sum behind the equals sign."""
+    """Yield what has to be added to a digit at the front for the sum behind the equals sign."""
     if length >= 11:
         digits = range(MODULUS)
         middle = _filler(length - 10)

@@ -135,12 +135,12 @@ def _row_dots(rows: Tensor, table: Tensor, index: Tensor) -> Tensor:
 
 
 def _gather_sum(weights: Tensor, table: Tensor, index: Tensor) -> Tensor:
-    """Σ_j weights[i, j] table[index[i, j]]: (N, K), (M, D), (N, K) -> (N, D); (N, K, D) is never stored."""
+    """Return Σ_j weights[i, j] table[index[i, j]]: (N, K), (M, D), (N, K) -> (N, D); (N, K, D) is never stored."""
     return F.embedding_bag(index, table, per_sample_weights=weights.contiguous(), mode="sum")
 
 
 def _by_key(index: Tensor, keys: int) -> tuple[Tensor, Tensor]:
-    """The pairs (i, j) sorted by index[i, j], as flat positions, and where each key's begin: (N·K,), (M,).
+    """Return the pairs (i, j) sorted by index[i, j], as flat positions, and where each key's begin: (N·K,), (M,).
 
     Sorting turns a scatter into a gather over ragged bags: no atomics, the same order of additions in every run.
     """
@@ -155,7 +155,7 @@ def _scatter_sum(weights: Tensor, rows: Tensor, order: Tensor, starts: Tensor) -
 
 
 def _counts(index: Tensor, n: int) -> Tensor:
-    """How often each of 0 … n - 1 occurs: (M,) -> (n,)."""
+    """Return how often each of 0 … n - 1 occurs: (M,) -> (n,)."""
     if index.device.type == "cpu" and not torch.compiler.is_compiling():
         return torch.bincount(index, minlength=n)
     # bincount looks for the largest entry first, and waits for the device to find it; it cannot be compiled.

@@ -28,7 +28,7 @@ def select_keys(
     centroids: Tensor | None = None,
     apart: bool = False,
 ) -> Tensor | None:
-    """Positions of the keys that each query attends to.
+    """Return positions of the keys that each query attends to.
 
     The queries that attend to all valid keys (``everywhere``) have an empty row: nothing of size L×L is made
     for them.
@@ -112,7 +112,7 @@ def _heavy_hitters(q: Tensor, keys: Tensor, scale: float, valid: Tensor | None, 
 
 
 def _largest(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Values and positions of the k largest scores of each row (..., L, L), by kernels where there are some."""
+    """Return values and positions of the k largest scores of each row (..., L, L), by kernels where there are some."""
     kernels = kernels_for("largest_kernels", scores)
     best: tuple[Tensor, Tensor] = scores.topk(k, -1) if kernels is None else kernels.largest_scores(scores, k)
     return best
@@ -160,7 +160,7 @@ def random_priorities(seed: int, blocks: int, heads: int, length: int, device: t
 def _local(
     attention: str, length: int, k: int, first: int, last: int, apart: bool, device: torch.device
 ) -> Tensor:
-    """(L, k + first + last): own band or block, and the tokens that all attend to, whose own rows are empty.
+    """Return (L, k + first + last): own band or block, and the tokens that all attend to, whose own rows are empty.
 
     Without those in front, (L, k + last), if they are apart.
     """
@@ -176,13 +176,13 @@ def _local(
 
 @lru_cache(maxsize=32)
 def _banded(length: int, k: int) -> Tensor:
-    """(L, k): k consecutive keys, (k - 1) // 2 of them left of the query, shifted inward at the ends."""
+    """Return (L, k): k consecutive keys, (k - 1) // 2 of them left of the query, shifted inward at the ends."""
     start = (torch.arange(length) - (k - 1) // 2).clamp(0, length - k)
     return start[:, None] + torch.arange(k)
 
 
 @lru_cache(maxsize=32)
 def _block_local(length: int, k: int) -> Tensor:
-    """(L, k): the keys of the query's own block of k; the last block may be short (-1)."""
+    """Return (L, k): the keys of the query's own block of k; the last block may be short (-1)."""
     keys = (torch.arange(length) // k * k)[:, None] + torch.arange(k)
     return keys.masked_fill(keys >= length, -1)

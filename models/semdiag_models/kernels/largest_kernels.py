@@ -77,7 +77,7 @@ def in_threads(function: Callable[[int, int], bool], number: int) -> bool:
 
 @torch.library.custom_op("semdiag::largest_scores", mutates_args=())
 def largest_scores(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The largest scores of each row, in falling order, as ``torch.topk`` does: an operation that torch can trace.
+    """Return the largest scores of each row, in falling order, as ``torch.topk`` does: an operation that torch can trace.
 
     Args:
         scores: (..., n) float32 on a processor, -inf where there is no key.
@@ -102,14 +102,14 @@ def largest_scores(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 @largest_scores.register_fake
 def _memory(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Memory for what is found."""
+    """Return the memory for what is found."""
     values = scores.new_empty(*scores.shape[:-1], count)
     return values, torch.empty_like(values, dtype=torch.int64)
 
 
 @part
 def groups_of(count: int) -> int:
-    """How many groups serve rows of which so many scores are wanted: a power of two."""
+    """Return how many groups serve rows of which so many scores are wanted: a power of two."""
     groups = _LEAST_GROUPS
     while groups < _GROUPS_PER_SCORE * count:
         groups *= 2
@@ -128,7 +128,7 @@ def _less(one: np.float32, other: np.float32) -> np.float32:
 
 @part
 def extremes(row: Floats, highest: Floats, lowest: Floats, memory: Floats) -> tuple[np.float32, np.float32]:
-    """Maxima of groups of every G-th score, G = len(highest), and the extremes of them all; NaN goes unnoticed.
+    """Return maxima of groups of every G-th score, G = len(highest), and the extremes of them all; NaN goes unnoticed.
 
     Args:
         row: the scores.
@@ -182,7 +182,7 @@ def _reached(highest: Floats, bound: np.float32) -> Any:
 
 @part
 def _threshold(highest: Floats, low: np.float32, high: np.float32, wanted: int) -> Any:
-    """A number that at least ``wanted`` groups' maxima reach, so as many scores do, and hardly more."""
+    """Return a number that at least ``wanted`` groups' maxima reach, so as many scores do, and hardly more."""
     stride = ONE
     for _ in range(_STRIDES):
         if low > -INF:
@@ -205,7 +205,7 @@ def _threshold(highest: Floats, low: np.float32, high: np.float32, wanted: int) 
 
 @part
 def _candidates(row: Floats, highest: Floats, threshold: np.float32, lanes: Whole, where: Whole) -> Any:
-    """Positions, rising, of the scores that reach the threshold; returns how many. No branch to mispredict."""
+    """Return positions, rising, of the scores that reach the threshold; returns how many. No branch to mispredict."""
     active = count = NONE
     for lane in range(len(highest)):
         lanes[active] = lane

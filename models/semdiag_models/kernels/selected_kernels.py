@@ -51,7 +51,7 @@ def mix_selected(
 def _memory(
     q: Tensor, k: Tensor, v: Tensor, selected: Tensor, kept: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Memory for the mixed values and the weights."""
+    """Return the memory for the mixed values and the weights."""
     return q.new_empty(q.shape), q.new_empty(selected.shape)
 
 
@@ -59,7 +59,7 @@ def _memory(
 def mix_selected_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, selected: Tensor, kept: Tensor, weights: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v, (B, H, L, D) each, given that of the mixed values; see :func:`mix_selected`."""
+    """Return gradients of q, k and v, (B, H, L, D) each, given that of the mixed values; see :func:`mix_selected`."""
     grads: tuple[Tensor, Tensor, Tensor] = _gradients(grad, q, k, v, selected, kept, weights, scale)
     rows: list[Any] = [_by_matrix(t) for t in (selected, kept, weights, grad, *grads)]
     arguments = [q.shape[1], *_alike(q, k, v), *rows, scale]
@@ -71,12 +71,12 @@ def mix_selected_backward(
 def _gradients(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, selected: Tensor, kept: Tensor, weights: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Memory for the gradients."""
+    """Return the memory for the gradients."""
     return q.new_empty(q.shape), q.new_empty(q.shape), q.new_empty(q.shape)
 
 
 def _alike(*tables: Tensor) -> Any:
-    """Memory of each table (B, H, L, D) from its start, and the strides of batch, head and token, alike in all."""
+    """Return the memory of each table (B, H, L, D) from its start, and the strides of batch, head and token, alike in all."""
     if any(t.stride() != tables[0].stride() or t.stride(3) != 1 for t in tables):
         tables = tuple(t.contiguous() for t in tables)
     strides = tables[0].stride()

@@ -45,11 +45,11 @@ class Members:
         return drawing_from(self.states, self.first + i, device)
 
     def kept(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Memory of these encoders and this block, in use until the backward pass."""
+        """Return the memory of these encoders and this block, in use until the backward pass."""
         return self.memory(f"{name} {self.first}", shape, self.block)
 
     def scratch(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Memory that all blocks use, so that it stays in the processor's cache."""
+        """Return the memory that all blocks use, so that it stays in the processor's cache."""
         return self.memory(name, shape, 0)
 
 
@@ -166,7 +166,7 @@ class ShortAttention:
                 to.copy_(by_head.view(to.shape))
 
     def _heads_first(self, x: Tensor) -> Tensor:
-        """(G·B, L, H·D) as (G·B, H, L, D)."""
+        """Return (G·B, L, H·D) as (G·B, H, L, D)."""
         return x.view(*x.shape[:2], self._layer.heads, -1).transpose(1, 2)
 
     def _by_key(self, a: Tensor, b: Tensor, factor: float) -> Tensor:
@@ -218,7 +218,7 @@ class ShortAttention:
         return scores
 
     def _kept(self, qkv: Tensor, valid: Tensor | None) -> Tensor:
-        """(L keys, G·B, H, L queries) bool: the keys that the encoders' own layers select."""
+        """Return (L keys, G·B, H, L queries) bool: the keys that the encoders' own layers select."""
         layers = self._members.layers
         n, kept = len(layers), []
         parts = zip(

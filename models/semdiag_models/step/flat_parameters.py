@@ -32,19 +32,19 @@ class FlatParameters:
         self.parameters, self.gradients = weight.new_zeros(2, len(self.encoders), end)
 
     def views(self, name: str) -> tuple[Tensor, Tensor]:
-        """A parameter of all encoders and its gradient, in place; without the first dimension if there is one."""
+        """Return a parameter of all encoders and its gradient, in place; without the first dimension if there is one."""
         start, shape = self._places[name]
         end = start + shape.numel()
         size = () if len(self.encoders) == 1 else (len(self.encoders),)
         return self.parameters[:, start:end].view(*size, *shape), self.gradients[:, start:end].view(*size, *shape)
 
     def parts(self, rows: Tensor, i: int) -> Iterator[tuple[str, Tensor]]:
-        """Names and views of the i-th encoder's parameters in a buffer laid out as ``parameters`` is."""
+        """Yield names and views of the i-th encoder's parameters in a buffer laid out as ``parameters`` is."""
         for name, (start, shape) in self._places.items():
             yield name, rows[i, start : start + shape.numel()].view(shape)
 
     def rows(self, name: str, count: int) -> tuple[slice, slice]:
-        """Where the first rows of a parameter of all encoders lie in a buffer laid out as ``parameters`` is."""
+        """Return where the first rows of a parameter of all encoders lie in a buffer laid out as ``parameters`` is."""
         start, shape = self._places[name]
         return slice(None), slice(start, start + count * shape[1:].numel())
 

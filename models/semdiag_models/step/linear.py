@@ -57,9 +57,9 @@ class Linear:
         return d_x
 
     def _output(self, x: Tensor) -> Tensor:
-        """Memory for the output."""
+        """Return the memory for the output."""
         return self._stack.memory(self._name, (*x.shape[:-1], self._weight.shape[-2]), self._block)
 
     def _d_input(self, x: Tensor) -> Tensor:
-        """Memory for the gradient of x."""
+        """Return the memory for the gradient of x."""
         return self._stack.memory(f"d {self._name}", x.shape)

@@ -10,7 +10,7 @@ _COPIES = 2, 5  # of the parameters: with gradients; by hand also as one buffer,
 
 
 def parameter_count(model: ModelConfig) -> int:
-    """Numbers that an encoder learns.
+    """Return numbers that an encoder learns.
 
     Args:
         model: architecture.
@@ -64,7 +64,7 @@ def training_memory(model: ModelConfig, training: TrainingConfig, on_cpu: bool =
 
 
 def _square(model: ModelConfig, length: int) -> int:
-    """Bytes of scores or orders between all tokens of one sample that are there at once."""
+    """Return bytes of scores or orders between all tokens of one sample that are there at once."""
     kind = ATTENTIONS[model.attention]
     entries = {
         "all": model.dropout > 0,  # one strip of one head

@@ -212,7 +212,7 @@ class Stack(FlatParameters):
         torch.mul(d_table.view_as(table), math.sqrt(width), out=self._d_table)
 
     def _table_rows(self) -> Tensor:
-        """Rows of the tokens in the tables of all encoders, one below the other."""
+        """Return rows of the tokens in the tables of all encoders, one below the other."""
         if self._table.ndim == 2:
             return self._ids.flatten()
         stack, vocabulary, _ = self._table.shape
@@ -220,7 +220,7 @@ class Stack(FlatParameters):
         return (self._ids.view(stack, -1) + own[:, None]).flatten()
 
     def _norm(self, x: Tensor, name: str, i: int, eps: float = 1e-5) -> Tensor:
-        """Rows of mean 0 and variance 1, in fewer passes than torch's kernel takes at small widths."""
+        """Return rows of mean 0 and variance 1, in fewer passes than torch's kernel takes at small widths."""
         y = torch.sub(x, x.mean(-1, keepdim=True), out=self.memory(f"{name} norm", x.shape, i))
         spread = torch.linalg.vector_norm(y, dim=-1, keepdim=True)
         scale = spread.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
@@ -228,7 +228,7 @@ class Stack(FlatParameters):
         return y
 
     def _norm_backward(self, grad: Tensor, name: str, i: int) -> Tensor:
-        """The gradient of what was normalised."""
+        """Return the gradient of what was normalised."""
         y, scale = self._saved[f"{name} norm", i]
         shift, unit = torch.zeros_like(scale), torch.ones_like(scale)
         d_y: Tensor = torch.ops.aten.native_layer_norm_backward(
@@ -260,7 +260,7 @@ class Stack(FlatParameters):
         return slice(members.start * self._batch, members.stop * self._batch)
 
     def _by_group(self, i: int, *tensors: Tensor) -> Iterator[tuple[_Attention, slice, list[Tensor]]]:
-        """Layer i's attention, the encoders that share it, and their samples (G·B, L, …) of the tensors."""
+        """Yield the layer i's attention, the encoders that share it, and their samples (G·B, L, …) of the tensors."""
         by_sample = [t.view(-1, self._length, t.shape[-1]) for t in tensors]
         if len(self._groups) == 1:
             yield self._attention[i][0], self._groups[0], by_sample
@@ -284,5 +284,5 @@ class Stack(FlatParameters):
         return self._expand[i].backward(x, self._drops.drop(d_before, ("hidden", i)))
 
     def _dropped(self, grad: Tensor, place: Place) -> Tensor:
-        """The gradient before dropout, in memory of its own: that of the residual stream goes on as it is."""
+        """Return the gradient before dropout, in memory of its own: that of the residual stream goes on as it is."""
         return self._drops.drop(grad, place, self.memory("dropped", grad.shape))

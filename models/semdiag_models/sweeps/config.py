@@ -119,7 +119,7 @@ class _Reader:
         return list(self._noted)
 
     def common(self, table: dict[str, Any]) -> Settings:
-        """The settings of all runs."""
+        """Return the settings of all runs."""
         settings: Settings = {}
         for key, value in table.items():
             place = self._place(key, "", key)
@@ -130,7 +130,7 @@ class _Reader:
         return settings
 
     def combinations(self, table: dict[str, Any], name: str) -> Iterator[Settings]:
-        """Every combination of a grid's entries."""
+        """Yield every combination of a grid's entries."""
         axes = [list(self._axis(key, value, name)) for key, value in table.items()]
         for parts in product(*axes):
             settings: Settings = {}
@@ -142,7 +142,7 @@ class _Reader:
             yield settings
 
     def _axis(self, key: str, value: Any, name: str) -> Iterator[Settings]:
-        """The entries of one key of a grid, each the settings it makes."""
+        """Yield the entries of one key of a grid, each the settings it makes."""
         entries = _entries(key, value)
         if not entries:
             self.note(f"{self._place(key, name, f'{name}.{key}')}: the list is empty.")
@@ -163,7 +163,7 @@ class _Reader:
             yield from (dict(choice) for choice in product(*columns))
 
     def _legal(self, key: str, value: Any, place: str) -> bool:
-        """Whether the key is known and the value has its type; else it is noted."""
+        """Return whether the key is known and the value has its type; else it is noted."""
         try:
             if key not in KEYS:
                 raise unknown_name("key", key, KEYS)
@@ -184,13 +184,13 @@ class _Reader:
             raise InputError(f"The file has more than {_MOST_PROBLEMS} problems. The first: {self.problems[0]}")
 
     def _place(self, key: str, table: str, path: str) -> str:
-        """The path, with the line on which its key stands, as far as a search of the text finds it."""
+        """Return the path, with the line on which its key stands, as far as a search of the text finds it."""
         number = self._lines.get((table, key))
         return path if number is None else f"{path} (line {number})"
 
 
 def _lines_of_keys(text: str) -> dict[tuple[str, str], int]:
-    """The first line of every key of the top and of the grids, by table and key."""
+    """Return the first line of every key of the top and of the grids, by table and key."""
     found: dict[tuple[str, str], int] = {}
     seen, within = -1, ""
     for number, line in enumerate(text.splitlines(), start=1):
@@ -203,7 +203,7 @@ def _lines_of_keys(text: str) -> dict[tuple[str, str], int]:
 
 
 def _count(table: dict[str, Any]) -> int:
-    """How many combinations a table's lists make."""
+    """Return how many combinations a table's lists make."""
     count = 1
     for key, value in table.items():
         count *= sum(_count(entry) if isinstance(entry, dict) else 1 for entry in _entries(key, value))
@@ -211,7 +211,7 @@ def _count(table: dict[str, Any]) -> int:
 
 
 def _entries(key: str, value: Any) -> list[Any]:
-    """The values of a key; a list of epochs is one value of ``snapshots``, one of names of ``frozen``."""
+    """Return the values of a key; a list of epochs is one value of ``snapshots``, one of names of ``frozen``."""
     if key in _LISTS and not (isinstance(value, list) and any(isinstance(v, list) for v in value)):
         return [value]
     return value if isinstance(value, list) else [value]
@@ -245,5 +245,5 @@ def _check_alone(key: str, value: Any) -> None:
 
 
 def places(settings: Settings, names: Iterable[str]) -> str:
-    """Where these settings stand, in one phrase; unset ones stand nowhere."""
+    """Return where these settings stand, in one phrase; unset ones stand nowhere."""
     return ", ".join(dict.fromkeys(settings[name].place for name in names if name in settings))

@@ -98,7 +98,7 @@ def _past(folder: Path, run: SweepRun, records: Path | None) -> tuple[int | None
 
 
 def _cost(run: SweepRun) -> tuple[object, ...]:
-    """All that decides what an epoch costs, but for percents: equal for all seeds and all tasks of one length."""
+    """Return all that decides what an epoch costs, but for percents: equal for all seeds and all tasks of one length."""
     model = replace(run.model, activation="relu", selection_seed=0)
     if run.training.text is None:  # a vocabulary of few symbols costs nothing
         model = replace(model, vocabulary_size=2, classes=2)
@@ -108,7 +108,7 @@ def _cost(run: SweepRun) -> tuple[object, ...]:
 
 
 def _timed(trainer: Trainer) -> tuple[float, float]:
-    """Seconds of a step and of the evaluation of a sample, in a short training."""
+    """Return seconds of a step and of the evaluation of a sample, in a short training."""
     moments: list[float] = []
     trainer.run(lambda progress: None, lambda: moments.append(time.perf_counter()))
     evaluated = trainer.training.train_samples + trainer.training.holdout_samples
@@ -117,7 +117,7 @@ def _timed(trainer: Trainer) -> tuple[float, float]:
 
 
 def time_epoch(run: SweepRun, device: str) -> float:
-    """Seconds of one epoch of a run on one thread: median step and evaluation of a few samples, multiplied.
+    """Return seconds of one epoch of a run on one thread: median step and evaluation of a few samples, multiplied.
 
     Of a large model one block is timed, and all are taken to cost as much.
 

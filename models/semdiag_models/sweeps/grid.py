@@ -120,7 +120,7 @@ def _not_default(record: ModelConfig | TrainingConfig) -> dict[str, Any]:
 
 
 def name_run(model: ModelConfig, training: TrainingConfig) -> str:
-    """A folder's name: task, attention, seed, what differs from the recipe, and the hash.
+    """Return a folder's name: task, attention, seed, what differs from the recipe, and the hash.
 
     Example:
         >>> model, training = configure(find_task("parity"), {"activation": "gelu", "heads": 4, "seed": 7})
@@ -164,7 +164,7 @@ class _Expansion:
         self._drawn: dict[tuple[str, ListOpsTrees | None, int], str | None] = {}
 
     def problems(self) -> list[str]:
-        """What is wrong, each once."""
+        """Return what is wrong, each once."""
         return list(self._noted)
 
     def note(self, problem: str) -> None:

@@ -47,7 +47,7 @@ def write_record(folder: Path, run: SweepRun, saved: Checkpoint) -> None:
 
 
 def _without_folders(command: str) -> str:
-    """A command whose absolute paths, after ``--option=`` too, are their last parts."""
+    """Return a command whose absolute paths, after ``--option=`` too, are their last parts."""
     words = []
     for word in shlex.split(command):
         option, equals, value = word.rpartition("=") if word.startswith("--") else ("", "", word)

@@ -15,7 +15,7 @@ SCHEMA = "semdiag.sweep/1"
 
 
 def results_document(rows: list[RunResult], provenance: dict[str, Any]) -> dict[str, Any]:
-    """The results as plain values, as they stand in JSON.
+    """Return the results as plain values, as they stand in JSON.
 
     Args:
         rows: one a run.

@@ -64,7 +64,7 @@ class RunResult:
     problem: str
 
     def to_dict(self) -> dict[str, Any]:
-        """The row as plain values."""
+        """Return the row as plain values."""
         return asdict(self)
 
 
@@ -97,7 +97,7 @@ class Outcome:
 
 
 def inspect(folder: Path, run: SweepRun) -> tuple[str, Checkpoint | None]:
-    """How far a run is.
+    """Return how far a run is.
 
     Snapshots are written whole or not at all, so a crash leaves a folder with an older ``last.pt`` or without
     one; a file that still cannot be read, after a disk failed, counts as not there.
@@ -125,7 +125,7 @@ def inspect(folder: Path, run: SweepRun) -> tuple[str, Checkpoint | None]:
 
 
 def at_its_end(history: dict[str, list[float]], training: TrainingConfig) -> bool:
-    """Whether a run with this history has all its epochs, or the accuracy to stop at."""
+    """Return whether a run with this history has all its epochs, or the accuracy to stop at."""
     accuracies = history.get("train_accuracy", [])
     converged = training.until is not None and bool(accuracies) and accuracies[-1] >= training.until
     return len(accuracies) >= training.epochs or converged

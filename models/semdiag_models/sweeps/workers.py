@@ -31,7 +31,7 @@ class Workers(Protocol):
         """Wait until one of the orders ends, or the time is over; return those that have ended."""
 
     def outcomes(self, handle: Any) -> Any:
-        """What came of an ended order; None if its process did not live to say."""
+        """Return what came of an ended order; None if its process did not live to say."""
 
     def close(self) -> None:
         """End all processes at once; what they saved stays. Closing twice is closing once."""
@@ -50,7 +50,7 @@ class LocalWorkers:
         self._begun = False
 
     def _executor(self) -> Any:
-        """The pool; a new one if a process of the last was killed, which breaks it for all."""
+        """Return the pool; a new one if a process of the last was killed, which breaks it for all."""
         one_thread = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
         return get_reusable_executor(
             max_workers=self.capacity, timeout=3600, env=one_thread, initializer=_ignore_interrupts

@@ -76,7 +76,7 @@ class Bound:
 
 
 def merged(groups: Iterable[Iterable[Assumption]]) -> tuple[Assumption, ...]:
-    """Assumptions of several bounds as one tuple, each said once.
+    """Return assumptions of several bounds as one tuple, each said once.
 
     Args:
         groups: the assumptions of each part.

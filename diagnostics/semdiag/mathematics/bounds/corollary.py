@@ -44,7 +44,7 @@ class Condition:
 
 
 def paper_weight_condition(full_dispersion: Real, masked_dispersion: Real, masked_separation: Real) -> Condition:
-    """The paper's condition for a better guarantee in the parameters W.
+    """Return the paper's condition for a better guarantee in the parameters W.
 
     δ_h/δ_s + (1/δ_s) ln(2(1 + 1/Δ_h)) < 1.
 
@@ -72,7 +72,7 @@ def paper_weight_condition(full_dispersion: Real, masked_dispersion: Real, maske
 def paper_input_condition(
     full_dispersion: Real, masked_dispersion: Real, masked_separation: Real, load_ratio: Real
 ) -> Condition:
-    """The paper's condition for a better guarantee in the inputs X, with 2ΓΞ² = δ_s.
+    """Return the paper's condition for a better guarantee in the inputs X, with 2ΓΞ² = δ_s.
 
     δ_h/δ_s + (1/δ_s) [ ln(δ_s (1 + β)(1 + 1/Δ_h) + β) − ln(1 + δ_s) ] < 1.
 
@@ -100,7 +100,7 @@ def paper_input_condition(
 
 
 def paper_fixed_mask_control(full_dispersion: Real, masked_dispersion: Real, load_ratio: Real) -> Condition:
-    """The control: the paper's input condition for a mask that ignores the scores, with 2ΓΞ² = δ_s.
+    """Return the control: the paper's input condition for a mask that ignores the scores, with 2ΓΞ² = δ_s.
 
     δ_f/δ_s + (1/δ_s) [ ln(δ_s (1 + β)/2 + β) − ln(1 + δ_s) ] < 1. In the worst case δ_f = δ_s it
     holds only for β < 1, which no mask has whose queries are as many as its keys. Its weight

@@ -50,7 +50,7 @@ class AttentionAtPoint:
 
 
 def covariances(weights: Tensor, left: Tensor, right: Tensor) -> Tensor:
-    """Covariance of the keys' vectors under each query's weights, Cov_{p_i}(x, y) = Σ_j p_ij (x_j − x̄_i) y_jᵀ.
+    """Return the covariance of the keys' vectors under each query's weights, Cov_{p_i}(x, y) = Σ_j p_ij (x_j − x̄_i) y_jᵀ.
 
     Source: docs/theory.md#at-a-point. Deviation: not in the paper.
 
@@ -100,7 +100,7 @@ def attention_reach(at: AttentionAtPoint) -> Tensor:
 
 
 def attention_columns(at: AttentionAtPoint, token: int) -> Tensor:
-    """Derivative of every query's attention output in one token's input, while no mask changes.
+    """Return the derivative of every query's attention output in one token's input, while no mask changes.
 
     Source: docs/theory.md#at-a-point. Deviation: not in the paper.
 
@@ -161,7 +161,7 @@ def score_gradient_sums(
 
 
 def covariance_norms(weights: Tensor, left: Tensor, right: Tensor) -> Tensor:
-    """Upper bound of ‖Cov_{p_i}(x, y)‖₂ of each query: ‖C Cᵀ‖_F^(1/2), and what rounding can add to C.
+    """Return the upper bound of ‖Cov_{p_i}(x, y)‖₂ of each query: ‖C Cᵀ‖_F^(1/2), and what rounding can add to C.
 
     Source: docs/theory.md#at-a-point. Deviation: not in the paper.
 

@@ -75,7 +75,7 @@ def align(first: Tensor, second: Tensor, tokens: tuple[Tensor, Tensor] | None = 
 
 
 def _rarely(tokens: int, partners: int, gain: float) -> bool:
-    """Whether chance alone gains so much rarely, for the best of all shifts."""
+    """Return whether chance alone gains so much rarely, for the best of all shifts."""
     return math.log(2 * tokens) - 2 * partners * gain**2 <= math.log(_FALSE_ALARMS)
 
 
@@ -93,13 +93,13 @@ def _mixed(numbers: Tensor) -> Tensor:
 
 
 def _codes(indices: Tensor, tokens: Tensor | None) -> Tensor:
-    """A number for each row's set of keys, whatever their order, int64 (T, rows)."""
+    """Return a number for each row's set of keys, whatever their order, int64 (T, rows)."""
     codes = _mixed(indices).masked_fill(indices < 0, 0).sum(-1)
     return codes if tokens is None else codes + _mixed(_mixed(tokens))[:, None]
 
 
 def _votes(first: Tensor, second: Tensor) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Pairs of tokens whose rows occur once in either selection, and of how many layers they are."""
+    """Return pairs of tokens whose rows occur once in either selection, and of how many layers they are."""
     rows = first.shape[1]
     pairs: list[tuple[np.ndarray, np.ndarray]] = []
     weights, size = [], 1
@@ -118,7 +118,7 @@ def _votes(first: Tensor, second: Tensor) -> tuple[np.ndarray, np.ndarray, np.nd
 
 
 def _once_in_both(first: np.ndarray, second: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Where the numbers stand that occur once in either array."""
+    """Return where the numbers stand that occur once in either array."""
     once = []
     for codes in (first, second):
         values, places, counts = np.unique(codes, return_index=True, return_counts=True)
@@ -128,7 +128,7 @@ def _once_in_both(first: np.ndarray, second: np.ndarray) -> tuple[np.ndarray, np
 
 
 def _likely_shifts(votes: tuple[np.ndarray, np.ndarray, np.ndarray]) -> list[int]:
-    """The shifts with most votes, the best first; none at all is no shift."""
+    """Return the shifts with most votes, the best first; none at all is no shift."""
     own, other, weights = votes
     shifts, which = np.unique(other - own, return_inverse=True)
     total = np.bincount(which.ravel(), weights)
@@ -137,7 +137,7 @@ def _likely_shifts(votes: tuple[np.ndarray, np.ndarray, np.ndarray]) -> list[int
 
 
 def _partners(votes: tuple[np.ndarray, np.ndarray, np.ndarray], count: int) -> tuple[Tensor, Tensor]:
-    """Tokens that give each other most of their votes."""
+    """Return tokens that give each other most of their votes."""
     own, other, weights = votes
     pairs, which = np.unique(own.astype(np.int64) * count + other, return_inverse=True)
     total = np.bincount(which.ravel(), weights)

@@ -83,7 +83,7 @@ def allowed_keys(
 
 
 def _spread(numbers: Tensor, rows: tuple[int, ...], name: str) -> Tensor:
-    """The number of each row."""
+    """Return the number of each row."""
     shape = tuple(numbers.shape)
     if numbers.ndim == 1 and numbers.shape[0] == rows[0]:
         numbers = numbers.reshape(-1, *(1 for _ in rows[1:]))
@@ -97,12 +97,12 @@ def _spread(numbers: Tensor, rows: tuple[int, ...], name: str) -> Tensor:
 
 
 def _fits(own: int, wanted: int) -> bool:
-    """Whether a dimension can be spread over another."""
+    """Return whether a dimension can be spread over another."""
     return own in (1, wanted)
 
 
 def _places(rows: tuple[int, ...], keys: int, end: Tensor | None) -> Tensor:
-    """The place of each row's query among the keys."""
+    """Return the place of each row's query among the keys."""
     queries = rows[-1]
     if queries > keys:
         raise InputError(

@@ -127,7 +127,7 @@ def score_error(q: Tensor, k: Tensor, scale: float, kind: NumberFormat) -> Tenso
 
 
 def _last_place(values: Tensor, kind: NumberFormat) -> Tensor:
-    """The distance of the numbers of a format around each value of at most the largest one."""
+    """Return the distance of the numbers of a format around each value of at most the largest one."""
     power = torch.where(values == 0, 0.0, values / (2 * torch.frexp(values).mantissa))  # 2^⌊log₂|x|⌋, exactly
     return power.clamp(min=2.0**kind.exponent) * 2.0 ** (1 - kind.digits)
 

@@ -76,7 +76,7 @@ def judge_rows(
 
 
 def _places(indices: Tensor, keys: int) -> Tensor:
-    """Indices as int64; what is too large for it is out of range all the same."""
+    """Return indices as int64; what is too large for it is out of range all the same."""
     places = indices.long()
     return places.where(places >= 0, keys) if indices.dtype == torch.uint64 else places
 
@@ -100,14 +100,14 @@ class _Part:
     position: Tensor | None
 
     def room(self, rows: int) -> Tensor:
-        """Memory for the scores of a part, with a column more for what is no key."""
+        """Return the memory for the scores of a part, with a column more for what is no key."""
         double = self.scores is not None and self.scores.dtype == torch.float64
         wide = double or self.indices.shape[1] > 2**24
         kind = torch.float64 if wide else torch.float32
         return torch.empty(rows, self.keys + 1, dtype=kind, device=self.indices.device)
 
     def by_keys(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """What :func:`judge_rows` returns where no scores are known."""
+        """Return what :func:`judge_rows` returns where no scores are known."""
         valid = (self.indices >= self.first) & (self.indices < self.end)
         ordered = self.indices.masked_fill(~valid, -1).sort(1).values
         again = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)
@@ -116,7 +116,7 @@ class _Part:
         return grade, none, none, none
 
     def by_scores(self, room: Tensor, kind: NumberFormat, engines: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """What :func:`judge_rows` returns where scores are known."""
+        """Return what :func:`judge_rows` returns where scores are known."""
         rows, k = self.indices.shape
         table = self._filled(room[:rows])
         inside = (self.indices >= self.first) & (self.indices < self.end)
@@ -142,7 +142,7 @@ class _Part:
         return grade, worst, kth, left
 
     def _filled(self, table: Tensor) -> Tensor:
-        """The scores, -inf where no key may be chosen, +inf in the column more."""
+        """Return the scores, -inf where no key may be chosen, +inf in the column more."""
         assert self.scores is not None
         table[:, : self.keys].copy_(self.scores)
         table[:, self.keys] = torch.inf
@@ -155,7 +155,7 @@ class _Part:
             scores.masked_fill_((at < first) | (at >= end), -torch.inf)
 
     def _keys_alone(self, valid: Tensor | None, again: Tensor, number: Tensor) -> Tensor:
-        """Grades by what can be seen without scores; at first too few keys are missing."""
+        """Return grades by what can be seen without scores; at first too few keys are missing."""
         k = self.indices.shape[1]
         grade = torch.zeros(len(self.indices), dtype=torch.int8, device=self.indices.device)
         needed = (self.end - self.first).squeeze(1).clamp(max=k)
@@ -171,7 +171,7 @@ class _Part:
         return grade
 
     def _kth(self, grade: Tensor, number: Tensor, worst: Tensor, left: Tensor) -> Tensor:
-        """The k-th scores. Keys are not missing whose scores are -inf, which is what masks write."""
+        """Return the k-th scores. Keys are not missing whose scores are -inf, which is what masks write."""
         assert self.scores is not None
         k = self.indices.shape[1]
         needed = (self.end - self.first).squeeze(1).clamp(max=k).cpu()

@@ -82,7 +82,7 @@ class NumberTable:
         self.rows.append((*cells, *[""] * (len(self.columns) - len(cells))))
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """What rich asks for to print it."""
+        """Yield what rich asks for to print it."""
 
         def excess(table: Table) -> int:
             return console.measure(table, options=options.update(max_width=_ENDLESS)).maximum - options.max_width

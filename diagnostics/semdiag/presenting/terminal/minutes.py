@@ -14,7 +14,7 @@ _PATIENCE = 10.0  # seconds until the first line is said without anything to cou
 
 
 def clock() -> float:
-    """Seconds, as the lines count them."""
+    """Return seconds, as the lines count them."""
     return _clock()
 
 

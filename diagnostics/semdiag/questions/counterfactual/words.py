@@ -32,7 +32,7 @@ def within_sentences(findings: Findings) -> list[str]:
 
 
 def _one_k(findings: Findings, model: str, k: int) -> str:
-    """What keeping the k largest scores would leave, of the queries that have more."""
+    """Return what keeping the k largest scores would leave, of the queries that have more."""
     kept, whole = findings(what_k_keeps, model, k), findings(pooled_percentiles, "keys")[model]
     if not kept and diverged(findings, model):
         return f"What a top-{k} mask would keep is unknown: some of the model's scores are NaN or infinite."

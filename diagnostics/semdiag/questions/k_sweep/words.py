@@ -52,7 +52,7 @@ _WHY = {
 
 
 def verdict_sentence(found: SparseVerdict, model: str) -> str:
-    """The verdict in one sentence, the first that is said of a sweep anywhere.
+    """Return the verdict in one sentence, the first that is said of a sweep anywhere.
 
     Args:
         found: the verdict.
@@ -86,7 +86,7 @@ def verdict_sentence(found: SparseVerdict, model: str) -> str:
 
 
 def _facts(found: SparseVerdict) -> dict[str, object]:
-    """What the reasons name."""
+    """Return what the reasons name."""
     if not found.samples:
         return {"k": found.k}
     needed = samples_needed(found)
@@ -105,7 +105,7 @@ def _facts(found: SparseVerdict) -> dict[str, object]:
 
 
 def k_sweep_in_short(findings: Findings) -> list[str]:
-    """The verdict of one model, or how many of several could do with sparse attention.
+    """Return the verdict of one model, or how many of several could do with sparse attention.
 
     Args:
         findings: with a sweep.
@@ -121,7 +121,7 @@ def k_sweep_in_short(findings: Findings) -> list[str]:
 
 
 def k_sweep_sentences(findings: Findings) -> list[str]:
-    """Each model's verdict; then how it was found, and in how many cases the paper's conditions are met.
+    """Return each model's verdict; then how it was found, and in how many cases the paper's conditions are met.
 
     Args:
         findings: with a sweep.
@@ -131,7 +131,7 @@ def k_sweep_sentences(findings: Findings) -> list[str]:
 
 
 def verdict_lines(findings: Findings, model: str) -> list[str]:
-    """The verdict's sentence first; the others say what it rests on.
+    """Return the verdict's sentence first; the others say what it rests on.
 
     Args:
         findings: with a sweep.
@@ -190,7 +190,7 @@ def _conditions_lines(findings: Findings, model: str, asked: int | None) -> list
 
 
 def kinds_lines(findings: Findings, model: str) -> list[str]:
-    """What other kinds of sparse attention change at the verdict's k, the least first; none if none was run.
+    """Return what other kinds of sparse attention change at the verdict's k, the least first; none if none was run.
 
     Args:
         findings: with a sweep.
@@ -208,7 +208,7 @@ def kinds_lines(findings: Findings, model: str) -> list[str]:
 
 
 def place_lines(findings: Findings, model: str) -> list[str]:
-    """What top-k changes from the first to the last quarter of the texts, and which k each length needs.
+    """Return what top-k changes from the first to the last quarter of the texts, and which k each length needs.
 
     Args:
         findings: with a sweep.
@@ -232,7 +232,7 @@ def place_lines(findings: Findings, model: str) -> list[str]:
 
 
 def needed_words(row: Mapping[str, Any]) -> str:
-    """The k that a length needs, and its share of the keys.
+    """Return the k that a length needs, and its share of the keys.
 
     Args:
         row: of :func:`smallest_enough`.
@@ -245,7 +245,7 @@ def needed_words(row: Mapping[str, Any]) -> str:
 
 
 def budget_lines(findings: Findings, model: str) -> list[str]:
-    """What each budget of a model changes, and on which samples that was found; none if it has no budgets.
+    """Return what each budget of a model changes, and on which samples that was found; none if it has no budgets.
 
     Args:
         findings: with budgets.

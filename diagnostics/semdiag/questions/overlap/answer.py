@@ -17,7 +17,7 @@ _COLUMNS = [
 
 
 def overlap_table(findings: Findings) -> pd.DataFrame:
-    """Mean Jaccard index between layers, between the heads of a layer, and between successive queries.
+    """Return the mean Jaccard index between layers, between the heads of a layer, and between successive queries.
 
     Every sample counts alike. Intervals (95%) resample whole sequences; they speak about other inputs.
 
@@ -60,7 +60,7 @@ def _described(what: str, layer: int, other: int, rows: pd.DataFrame) -> dict[st
 
 
 def overlap_summary(findings: Findings) -> Summary:
-    """The overlap of every model's masks.
+    """Return the overlap of every model's masks.
 
     Args:
         findings: with the table overlap.

@@ -125,7 +125,7 @@ def _network_constant(found: Measurements, form: str) -> float:
 
 
 def _weights_and_outputs(snapshot: LoadedModel, tokens: Tensor, conditions: Conditions) -> dict[str, float]:
-    """Means over queries, heads and layers of what attention weights and outputs look like."""
+    """Return means over queries, heads and layers of what attention weights and outputs look like."""
     collected: dict[str, list[Tensor]] = {"dispersion_share": [], "entropy": [], "output_spread": []}
 
     def collect(call: AttentionCall) -> None:
@@ -152,7 +152,7 @@ def _weights_and_outputs(snapshot: LoadedModel, tokens: Tensor, conditions: Cond
 
 
 def _loss_secant(snapshot: LoadedModel, tokens: Tensor, labels: Tensor, conditions: Conditions) -> float:
-    """Median slope of the loss between the snapshot and points on circles around it."""
+    """Return the median slope of the loss between the snapshot and points on circles around it."""
     device = find_device(conditions.device)
     device = torch.device("cpu") if device.type == "mps" else device  # which does not know float64
     moved = MovableEncoder(snapshot.encoder, device=device, dtype=torch.float64)

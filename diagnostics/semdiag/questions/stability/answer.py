@@ -98,7 +98,7 @@ def _secants(model: str, rows: pd.DataFrame, form: str, bound: str, distance: st
 
 
 def exceeding(rows: pd.DataFrame, bound: str, distance: str = "score_change") -> NDArray[np.bool_]:
-    """Which measured pairs of rows exceed a form of ξ, by more than rounding in float64.
+    """Return which measured pairs of rows exceed a form of ξ, by more than rounding in float64.
 
     Source: docs/theory.md#secants. Deviation: none.
 
@@ -157,7 +157,7 @@ def _local(model: str, queries: pd.DataFrame, tolerance: float) -> Finding:
 
 
 def response_by_layer(findings: Findings) -> dict[tuple[float, str], pd.DataFrame]:
-    """Percentiles of ‖p − p'‖₁ in every layer, heads pooled.
+    """Return percentiles of ‖p − p'‖₁ in every layer, heads pooled.
 
     Args:
         findings: with secants.
@@ -173,7 +173,7 @@ def response_by_layer(findings: Findings) -> dict[tuple[float, str], pd.DataFram
 
 
 def stability_table(findings: Findings) -> pd.DataFrame:
-    """Percentiles of measured changes and of both forms of ξ, per layer and head, and pooled.
+    """Return percentiles of measured changes and of both forms of ξ, per layer and head, and pooled.
 
     Args:
         findings: with the table secants.
@@ -205,7 +205,7 @@ def _by_place(rows: pd.DataFrame, columns: dict[str, str]) -> Iterator[dict[str,
 
 
 def response_table(findings: Findings) -> pd.DataFrame:
-    """Whose attention weights move more under the same noise.
+    """Return whose attention weights move more under the same noise.
 
     Args:
         findings: with secants.
@@ -234,7 +234,7 @@ def response_table(findings: Findings) -> pd.DataFrame:
 
 
 def stability_summary(findings: Findings) -> Summary:
-    """Percentiles of the local constant, secants, response and both forms of ξ, per layer and head and pooled.
+    """Return percentiles of the local constant, secants, response and both forms of ξ, per layer and head and pooled.
 
     Args:
         findings: of one or more models, with secants.
@@ -260,7 +260,7 @@ def stability_summary(findings: Findings) -> Summary:
 
 
 def _describe(queries: pd.DataFrame, secants: pd.DataFrame) -> Summary:
-    """Percentiles over the queries; bounds as natural logarithms."""
+    """Return percentiles over the queries; bounds as natural logarithms."""
     described: Summary = {"local": without(percentiles(local_stability(queries)), "not_positive")}
     if secants.empty:
         return described

@@ -92,7 +92,7 @@ def head_changes(base: AttentionCall, other: AttentionCall, top: int) -> dict[st
 
 
 def _parts(call: AttentionCall) -> Iterator[tuple[slice, slice]]:
-    """Samples and queries whose weights fit into memory."""
+    """Yield samples and queries whose weights fit into memory."""
     batch, heads, length, _ = call.q.shape
     rows = min(length, max(1, _ENTRIES // (heads * call.k.shape[2])))
     samples = max(1, _ENTRIES // (heads * call.k.shape[2] * length))
@@ -128,7 +128,7 @@ def _rows(part: AttentionCall, top: int) -> _Rows:
 
 
 def _compared(base: _Rows, other: _Rows) -> dict[str, Tensor]:
-    """Terms of each query (b, H, r), 0 where it does not count."""
+    """Return terms of each query (b, H, r), 0 where it does not count."""
     counts = base.attending & other.attending
     by_weights, by_values = output_parts(base.weights, other.weights, base.values, other.values)
     output, after = base.weights @ base.values, other.weights @ other.values

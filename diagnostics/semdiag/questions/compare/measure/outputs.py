@@ -101,7 +101,7 @@ class Outputs:
 
 
 def _sample(answers: Answers, at: int) -> Answers:
-    """One sample's answers in float64: of a batch the logits of a vocabulary would not fit."""
+    """Return one sample's answers in float64: of a batch the logits of a vocabulary would not fit."""
     part = slice(at, at + 1)
     return replace(
         answers,

@@ -54,7 +54,7 @@ _ARRIVAL_COLUMNS = (
 
 
 def target_of(measurements: Measurements, task: str) -> float:
-    """The training accuracy that counts as having learned a task.
+    """Return the training accuracy that counts as having learned a task.
 
     Args:
         measurements: with runs.
@@ -99,7 +99,7 @@ def epochs_to(history: pd.DataFrame, target: float = TARGET) -> int | None:
 
 
 def speed_ups(found: pd.DataFrame) -> pd.DataFrame:
-    """Speed-up of every run over the full-attention run of the same setting and seed.
+    """Return the speed-up of every run over the full-attention run of the same setting and seed.
 
     Epochs of full attention over epochs of the other. Where one of them is censored only a bound is known:
     above epochs trained / arrival if full attention never arrived, below arrival / epochs trained if the other
@@ -137,7 +137,7 @@ def speed_ups(found: pd.DataFrame) -> pd.DataFrame:
 
 
 def _one_epoch_off(full: Any, full_epochs: int, other: Any, other_epochs: int) -> dict[str, float]:
-    """The range of a speed-up when every arrival may be one epoch off."""
+    """Return the range of a speed-up when every arrival may be one epoch off."""
     later, earlier = (None if pd.isna(full) else int(full) + by for by in (1, -1))
     slower, faster = (None if pd.isna(other) else int(other) + by for by in (1, -1))
     low, _, _ = speed_up(earlier, full_epochs, slower, other_epochs)
@@ -146,7 +146,7 @@ def _one_epoch_off(full: Any, full_epochs: int, other: Any, other_epochs: int) -
 
 
 def speed_up(full: Any, full_epochs: int, other: Any, other_epochs: int) -> tuple[float, float, str]:
-    """Range of the speed-up of one run over another.
+    """Return the range of the speed-up of one run over another.
 
     Args:
         full: epoch at which the full-attention run arrived; missing if it did not.
@@ -178,7 +178,7 @@ _OVER_SEEDS = ["group", "task", "attention", "kind", "seeds", "arrived", "median
 
 
 def over_seeds(found: pd.DataFrame, pairs: pd.DataFrame) -> pd.DataFrame:
-    """Epochs and speed-up of each kind of attention over the seeds of a setting.
+    """Return epochs and speed-up of each kind of attention over the seeds of a setting.
 
     Args:
         found: from :func:`arrivals`.

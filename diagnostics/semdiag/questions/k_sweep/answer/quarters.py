@@ -18,7 +18,7 @@ _COLUMNS = ("model", "length", "mask", "k", "quarter", "samples", "measure", "ch
 
 
 def quarter_table(findings: Findings) -> pd.DataFrame:
-    """The mean change of the loss by length, mask and quarter of the text, with 95% intervals over samples.
+    """Return the mean change of the loss by length, mask and quarter of the text, with 95% intervals over samples.
 
     Args:
         findings: with reruns.

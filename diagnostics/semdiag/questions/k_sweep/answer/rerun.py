@@ -19,7 +19,7 @@ _OF_THE_SWEEP = ("share", "mass", "mass_without_first", "head_change", "stream_c
 
 
 def change_table(findings: Findings) -> pd.DataFrame:
-    """What each mask of each rerun changes, with 95% intervals over samples.
+    """Return what each mask of each rerun changes, with 95% intervals over samples.
 
     Args:
         findings: with reruns.
@@ -66,21 +66,21 @@ def change_table(findings: Findings) -> pd.DataFrame:
 
 
 def _change(measure: str, own: pd.DataFrame, before: pd.DataFrame) -> Interval:
-    """The mean change; all samples alike tell nothing of how others scatter, so there is no interval then."""
+    """Return the mean change; all samples alike tell nothing of how others scatter, so there is no interval then."""
     sums, counts = _sums(measure, own, before)
     found = _over(sums, counts)
     return found if found.low < found.high else Interval(found.estimate, math.nan, math.nan)
 
 
 def _sums(measure: str, own: pd.DataFrame, before: pd.DataFrame) -> "tuple[pd.Series[Any], pd.Series[Any]]":
-    """The change of each sample, summed over what it is counted in, and how many these are."""
+    """Return the change of each sample, summed over what it is counted in, and how many these are."""
     if measure == "output_change":
         return own[measure], own[measure].notna()
     return own[measure] - before[measure], own["targets" if measure == "loss" else "predictions"]
 
 
 def harm(sums: "pd.Series[Any]", counts: "pd.Series[Any]", limit: float) -> dict[str, float]:
-    """The share of samples that change by more than a limit, and what that says of inputs not seen.
+    """Return the share of samples that change by more than a limit, and what that says of inputs not seen.
 
     harmed_high = the share p at which so few harmed samples, or fewer, have probability 0.05.
 
@@ -108,7 +108,7 @@ def harm(sums: "pd.Series[Any]", counts: "pd.Series[Any]", limit: float) -> dict
 
 
 def tolerance_of(findings: Findings, measure: str) -> float:
-    """The largest change of a measure that counts as none: as was asked, else its default.
+    """Return the largest change of a measure that counts as none: as was asked, else its default.
 
     Args:
         findings: of any number of models.
@@ -118,7 +118,7 @@ def tolerance_of(findings: Findings, measure: str) -> float:
 
 
 def within(row: Mapping[str, Any], limit: float) -> bool:
-    """Whether the upper end of a mean change, or the change of samples that are all alike, is within a limit.
+    """Return whether the upper end of a mean change, or the change of samples that are all alike, is within a limit.
 
     Args:
         row: of :func:`change_table`.
@@ -129,7 +129,7 @@ def within(row: Mapping[str, Any], limit: float) -> bool:
 
 
 def costs(row: Mapping[str, Any], limit: float) -> bool:
-    """Whether the lower end of a mean change, or the change of samples that are all alike, is above a limit.
+    """Return whether the lower end of a mean change, or the change of samples that are all alike, is above a limit.
 
     Args:
         row: of :func:`change_table`.
@@ -153,7 +153,7 @@ def _named(prefix: str, interval: Interval) -> dict[str, float]:
 
 
 def budget_content(findings: Findings, model: str) -> dict[str, Any]:
-    """The budgets of a model as a file holds them: docs/commands/k-sweep.md.
+    """Return the budgets of a model as a file holds them: docs/commands/k-sweep.md.
 
     Args:
         findings: with budgets.
@@ -200,7 +200,7 @@ def budget_content(findings: Findings, model: str) -> dict[str, Any]:
 
 
 def _holds(tested: Mapping[str, Any], limit: float | None) -> bool | None:
-    """Whether a budget does; None: these samples cannot tell."""
+    """Return whether a budget does; None: these samples cannot tell."""
     if limit is None:
         return None
     if within(tested, limit) and tested["harmed_high"] <= MOST_HARMED:
@@ -209,7 +209,7 @@ def _holds(tested: Mapping[str, Any], limit: float | None) -> bool | None:
 
 
 def _layers(rows: pd.DataFrame) -> list[dict[str, Any]]:
-    """The places of a budget, k of each by head."""
+    """Return the places of a budget, k of each by head."""
     found: dict[tuple[str, int], dict[str, Any]] = {}
     for row in records(rows.sort_values(["layer", "head"])):
         names = {name: row[name] for name in ("layer", "module", "occurrence")}

@@ -140,7 +140,7 @@ def sparse_verdict(findings: Findings, model: str) -> SparseVerdict:
 
 
 def sparse_glance(findings: Findings) -> Glance:
-    """Whether sparse attention would do: of one model its k, of several how many could do with how few keys."""
+    """Return whether sparse attention would do: of one model its k, of several how many could do with how few keys."""
     found = [findings(sparse_verdict, model) for model in findings.measurements.models["model"]]
     judged = [each for each in found if not each.reason]
     plausible = [each for each in judged if each.answer == "plausible"]
@@ -164,7 +164,7 @@ def sparse_glance(findings: Findings) -> Glance:
 
 
 def _glance_of_weights(found: list[SparseVerdict]) -> Glance:
-    """How many keys hold most of the weight, where no model was judged by a rerun."""
+    """Return how many keys hold most of the weight, where no model was judged by a rerun."""
     weighed = [each for each in found if each.reason == "not_rerun" and each.k is not None]
     if not weighed:
         return Glance(Answer.OPEN, f"0 of {len(found)}", "models have attention for which this can be answered")
@@ -184,7 +184,7 @@ def keys_share(found: SparseVerdict) -> str:
 
 
 def cost_words(found: SparseVerdict) -> str:
-    """What a mask costs, with the interval: "costs 1.4% perplexity (95% interval 0.1 to 2.7%)".
+    """Return what a mask costs, with the interval: "costs 1.4% perplexity (95% interval 0.1 to 2.7%)".
 
     Args:
         found: with a change.
@@ -203,13 +203,13 @@ def cost_words(found: SparseVerdict) -> str:
 
 
 def _said(found: SparseVerdict, value: float, unit: bool, costs: bool) -> str:
-    """An amount, without the plus sign where it is a cost."""
+    """Return an amount, without the plus sign where it is a cost."""
     said = amount(found, value, unit)
     return said.removeprefix("+") if costs else said
 
 
 def limit_words(found: SparseVerdict, value: float) -> str:
-    """A limit in the unit of a verdict: "0.01 nats", "1%".
+    """Return a limit in the unit of a verdict: "0.01 nats", "1%".
 
     Args:
         found: whose unit.
@@ -219,7 +219,7 @@ def limit_words(found: SparseVerdict, value: float) -> str:
 
 
 def amount(found: SparseVerdict, value: float, unit: bool = False) -> str:
-    """A change in the unit of a verdict.
+    """Return a change in the unit of a verdict.
 
     Args:
         found: whose unit.
@@ -244,7 +244,7 @@ def _range(ks: "list[int | None]") -> str:
 
 
 def next_token(findings: Findings, model: str) -> bool:
-    """Whether a causal model has several targets in a sample: its next tokens.
+    """Return whether a causal model has several targets in a sample: its next tokens.
 
     Args:
         findings: with a rerun.
@@ -271,7 +271,7 @@ def _judged(top: list[Row], again: pd.DataFrame, limit: float) -> SparseVerdict:
 
 
 def _of_row(row: Row, answer: str, reason: str, limit: float) -> SparseVerdict:
-    """What is known of one k."""
+    """Return what is known of one k."""
     names = "change", "low", "high", "before", "harmed", "harmed_high"
     numbers: dict[str, Any] = {name: float(row[name]) for name in names}
     samples = int(row["samples"])
@@ -281,7 +281,7 @@ def _of_row(row: Row, answer: str, reason: str, limit: float) -> SparseVerdict:
 
 
 def _by_changes(top: list[Row], limit: float) -> tuple[Row, Row | None, str, str]:
-    """The row that decides by the changes that masks make, the one that costs below it, answer, reason if none."""
+    """Return the row that decides by the changes that masks make, the one that costs below it, answer, reason if none."""
     stays = _from(top, lambda row: within(row, limit))
     safe = _from(top, lambda row: within(row, limit) and row["harmed_high"] <= MOST_HARMED)
     sparse = [row for row in top if row["share"] <= MOST_KEYS]
@@ -301,7 +301,7 @@ def _by_changes(top: list[Row], limit: float) -> tuple[Row, Row | None, str, str
 
 
 def _from(top: list[Row], holds: Callable[[Row], bool]) -> Row | None:
-    """The row of the smallest k from which on all hold; None: the largest does not."""
+    """Return the row of the smallest k from which on all hold; None: the largest does not."""
     found = None
     for row in reversed(top):
         if not holds(row):

@@ -79,7 +79,7 @@ def _kind(values: Tensor) -> torch.dtype:
 
 
 def _strips(values: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """A few positions at a time of (B, P, C) and others with the same positions."""
+    """Yield a few positions at a time of (B, P, C) and others with the same positions."""
     flat = [x.reshape(-1, *x.shape[2:]) for x in (values, *others)]
     size = max(1, _AT_ONCE // max(1, values.shape[-1]))
     for at in range(0, max(1, len(flat[0])), size):

@@ -129,7 +129,7 @@ class Reader:
         return Answers(values, True, self._targets(batch, values, labels, counted), counted)
 
     def _no_distribution(self, values: Tensor, labels: Any) -> str:
-        """Why a softmax over the last axis of logits says nothing; empty if it does."""
+        """Return why a softmax over the last axis of logits says nothing; empty if it does."""
         if values.ndim < 2 or values.shape[-1] == 1:
             return "there is one alone, of which a softmax is always 1"
         if values.ndim > 3:
@@ -174,7 +174,7 @@ def difference(after: Tensor, before: Tensor) -> Tensor:
 
 
 def _values(output: Any, batch: Batch) -> tuple[Tensor, bool]:
-    """The output's tensor, samples first, and whether it is called logits."""
+    """Return the output's tensor, samples first, and whether it is called logits."""
     found, named = output if isinstance(output, Tensor) else None, False
     if isinstance(output, Mapping) and isinstance(output.get("logits"), Tensor):
         found, named = output["logits"], True
@@ -187,7 +187,7 @@ def _values(output: Any, batch: Batch) -> tuple[Tensor, bool]:
 
 
 def _comparable(output: Any) -> dict[str, Tensor]:
-    """The tensors of an output of several that may be representations, by name or place."""
+    """Return the tensors of an output of several that may be representations, by name or place."""
     if isinstance(output, Mapping):
         parts = {str(name): x for name, x in output.items()}
     else:
@@ -210,7 +210,7 @@ def _samples_first(values: Tensor, samples: int) -> Tensor:
 
 
 def _says_headless(module: nn.Module) -> bool:
-    """Whether a model says that it has no output embedding, as the bodies of transformers do."""
+    """Return whether a model says that it has no output embedding, as the bodies of transformers do."""
     try:
         return module.get_output_embeddings() is None  # type: ignore[operator]
     except (AttributeError, TypeError, NotImplementedError):
@@ -218,7 +218,7 @@ def _says_headless(module: nn.Module) -> bool:
 
 
 def _looks_back(batch: Batch, ids: Tensor, values: Tensor, real: Tensor, tokens: int, run: Any) -> bool:
-    """Whether outputs change with the second half of the longest sample's real tokens there alone."""
+    """Return whether outputs change with the second half of the longest sample's real tokens there alone."""
     at = int(real.sum(1).argmax())
     real = real[at : at + 1]
     later = real & (2 * real.cumsum(1) > real.sum(1, keepdim=True))
@@ -244,5 +244,5 @@ def _looks_back(batch: Batch, ids: Tensor, values: Tensor, real: Tensor, tokens:
 
 
 def _sample(batch: Batch, at: int) -> Batch:
-    """One sample of a batch that can be cut."""
+    """Return one sample of a batch that can be cut."""
     return next(islice(batching.each(batch, 1), at, None))

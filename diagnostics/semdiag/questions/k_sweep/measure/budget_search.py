@@ -32,7 +32,7 @@ _LEAST_HALF = 8  # samples of a half, below which a mean says nothing
 
 
 def halves(batches: Sequence[Batch]) -> tuple[list[Batch], list[Batch]]:
-    """The samples on which budgets are chosen, and those on which they are run.
+    """Return the samples on which budgets are chosen, and those on which they are run.
 
     Args:
         batches: from :func:`~semdiag.capturing.batches.split`.
@@ -61,7 +61,7 @@ def search(
     device: torch.device | str,
     dtype: torch.dtype,
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Budgets, and what the model says with them on samples of which nothing was used to choose them.
+    """Return budgets, and what the model says with them on samples of which nothing was used to choose them.
 
     Args:
         loaded: any model.
@@ -112,7 +112,7 @@ def greedy(
     *,
     margin: bool = True,
 ) -> dict[Place, list[int]] | None:
-    """A budget with a small total whose cost is within a tolerance.
+    """Return a budget with a small total whose cost is within a tolerance.
 
     All heads start with the k that keeps the smallest share of their weight with which the cost is within the
     tolerance; then, always the head that keeps most keys, k is lowered to the next smaller share, as long as the

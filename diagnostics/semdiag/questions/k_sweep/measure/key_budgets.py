@@ -91,7 +91,7 @@ class NeededKeys:
         self.counts[key] = old
 
     def smallest(self, level: float, block: int = 1) -> dict[Place, list[int]]:
-        """The smallest k of each head with which 95% of its queries keep a share of their weight.
+        """Return the smallest k of each head with which 95% of its queries keep a share of their weight.
 
         Args:
             level: the share.
@@ -111,7 +111,7 @@ class NeededKeys:
         return [block for block in BLOCKS if any(key[1] == block for key in self.counts)]
 
     def table(self, model: str, budgets: Mapping[tuple[str, int], Mapping[Place, Sequence[int]]]) -> pd.DataFrame:
-        """The table of budgets.
+        """Return the table of budgets.
 
         Args:
             model: its path.
@@ -145,7 +145,7 @@ def budget_name(level: float, block: int = 1) -> str:
 
 
 def rules(budget: Mapping[Place, Sequence[int]], block: int = 1) -> dict[int | str | Place, TopK]:
-    """A budget as :func:`~semdiag.capturing.sparsify.sparsify` takes it."""
+    """Return a budget as :func:`~semdiag.capturing.sparsify.sparsify` takes it."""
     return {place: TopK(tuple(numbers), block=block) for place, numbers in budget.items()}
 
 

@@ -154,7 +154,7 @@ def k_sweep_tables(
     after_batch: Callable[[int], None] = lambda samples: None,
     expect: Callable[[int], None] = lambda steps: None,
 ) -> dict[str, pd.DataFrame]:
-    """All tables of a k-sweep; model, tokens, labels and plan as of :func:`k_sweep`.
+    """Return all tables of a k-sweep; model, tokens, labels and plan as of :func:`k_sweep`.
 
     Args:
         model: as there.
@@ -205,8 +205,8 @@ def k_sweep_tables(
             run(batch)
             after_batch(samples_of(batch))
     seconds = time.perf_counter() - started
-    for said in draws.said:
-        remark(f"k-sweep: {said}", "k-sweep-queries-drawn")
+    for text in draws.remarks:
+        remark(f"k-sweep: {text}", "k-sweep-queries-drawn")
     sweep, reruns = collected.table(), list[dict[str, Any]]()
     if plan.rerun or (plan.seconds and loaded.external):
         most = max(1, collected.most_keys - 1)
@@ -239,7 +239,7 @@ def _reruns(
     expect: Callable[[int], None],
     how: dict[str, Any],
 ) -> dict[str, pd.DataFrame]:
-    """The tables of the model run with masks: on the inputs, and on them cut into pieces of other lengths."""
+    """Return the tables of the model run with masks: on the inputs, and on them cut into pieces of other lengths."""
     kinds = plan.kinds or (EXTERNAL_KINDS if loaded.external else OWN_KINDS)
     how = {**how, "optional": () if plan.kinds else EXTERNAL_KINDS[1:]}
     masks = masks_of(ks, seed, kinds)
@@ -278,7 +278,7 @@ def _reruns(
 def _fitting(
     batches: list[Batch], seconds: float, masks: int, limit: float, remark: Callable[[str, str], None]
 ) -> list[Batch]:
-    """The first samples with which a model can be run under so many masks in about so many seconds.
+    """Return the first samples with which a model can be run under so many masks in about so many seconds.
 
     Args:
         batches: all.
@@ -299,7 +299,7 @@ def _fitting(
 
 
 def _said(again: pd.DataFrame) -> Iterator[dict[str, Any]]:
-    """Accuracy and same predictions for every k of a rerun: of all targets, and percentiles over samples."""
+    """Yield the accuracy and same predictions for every k of a rerun: of all targets, and percentiles over samples."""
     own = again[again["mask"].isin((NO_MASK, TOP_K))]
     own = own.assign(same=own["predictions"] - own["changed"])
     for k, rows in own.groupby("k"):

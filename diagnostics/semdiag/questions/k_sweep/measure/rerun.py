@@ -51,7 +51,7 @@ Masks = Sequence[tuple[str, int, Keep]]
 
 
 def rerun_ks(largest: int) -> list[int]:
-    """Which k a model is run again with: powers of 2, half-way between them, and the largest.
+    """Return which k a model is run again with: powers of 2, half-way between them, and the largest.
 
     Args:
         largest: of the sweep.
@@ -65,7 +65,7 @@ def rerun_ks(largest: int) -> list[int]:
 
 
 def few_ks(keys: int) -> list[int]:
-    """Which k any model is run again with: powers of 2 from a sixteenth to half of its keys.
+    """Return which k any model is run again with: powers of 2 from a sixteenth to half of its keys.
 
     Args:
         keys: of a query, the most.
@@ -78,14 +78,14 @@ def few_ks(keys: int) -> list[int]:
 
 
 def measure_of(again: pd.DataFrame) -> str:
-    """What a model's reruns are judged by: its loss if targets are known, else divergence or change of outputs."""
+    """Return what a model's reruns are judged by: its loss if targets are known, else divergence or change of outputs."""
     if again["targets"].sum():
         return "loss"
     return "divergence" if again["predictions"].sum() else "output_change"
 
 
 def mean_change(again: pd.DataFrame, mask: str, k: int) -> tuple[str, float]:
-    """What a mask changes on average.
+    """Return what a mask changes on average.
 
     Args:
         again: the table ``rerun`` of one model.
@@ -104,7 +104,7 @@ def mean_change(again: pd.DataFrame, mask: str, k: int) -> tuple[str, float]:
 
 
 def upper_change(again: pd.DataFrame, mask: str, k: int) -> float:
-    """What a mask changes on average, and twice its standard error over samples.
+    """Return what a mask changes on average, and twice its standard error over samples.
 
     Args:
         again: the table ``rerun`` of one model.
@@ -255,7 +255,7 @@ def _rows(
     counts: dict[str, float],
     quarters: Callable[[dict[str, Any]], None],
 ) -> Iterator[dict[str, Any]]:
-    """One row per sample; those of its quarters are handed out."""
+    """Yield one row per sample; those of its quarters are handed out."""
     counted, terms = before.counted, position_terms(before, after)
     values = {"output_change": output_change(before, after)} | {name: x.sum(1) for name, x in terms.items()}
     classes = before.classes

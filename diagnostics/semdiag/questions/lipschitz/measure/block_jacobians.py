@@ -43,7 +43,7 @@ class _PlainCore(AttentionCore):
 
 
 def block_jacobians(encoder: Encoder, tokens: Tensor, seed: int = 0) -> Iterator[Row]:
-    """Largest stretch of every block found by power iteration, sample by sample.
+    """Yield the largest stretch of every block found by power iteration, sample by sample.
 
     In the norm of the theory, the sum over tokens of the 2-norm; a lower bound, and a derivative: where a mask
     changes there is none, and the iteration does not see it. Beside it what bounds it at the point: the largest
@@ -130,7 +130,7 @@ def _block_inputs(encoder: Encoder, tokens: Tensor) -> list[tuple[nn.Module, Ten
 
 
 def _stretch(block: nn.Module, x: Tensor, valid: Tensor | None, start: Tensor) -> tuple[list[float], list[bool]]:
-    """Power iteration on the block's Jacobian; padded tokens neither move nor count."""
+    """Return the power iteration on the block's Jacobian; padded tokens neither move nor count."""
     counted = torch.ones_like(x[..., :1]) if valid is None else valid[..., None].to(x)
     leaf = x.clone().requires_grad_(True)
     with torch.enable_grad():

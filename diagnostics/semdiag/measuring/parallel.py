@@ -1,4 +1,4 @@
-"""Measuring the models of a survey in processes of their own."""
+"""Measure the models of a survey in separate processes."""
 
 import os
 from collections import deque
@@ -17,12 +17,12 @@ from semdiag_models.sweeps.workers import TICK, Workers
 
 @dataclass(frozen=True)
 class MeasuringOrder:
-    """What a worker needs to know: everything can be sent to another process.
+    """What a worker process needs to measure a model; everything in it can be pickled.
 
     Attributes:
         path: of the model.
         conditions: of the survey.
-        parent: process with which the measuring ends, if it should end with one.
+        parent: id of the process with which measuring ends; None means it does not.
     """
 
     path: str
@@ -30,11 +30,11 @@ class MeasuringOrder:
     parent: int | None = None
 
 
-def carry_out(order: MeasuringOrder) -> Measurements | str:
-    """Measure a model on one CPU thread; for a process of its own.
+def run_order(order: MeasuringOrder) -> Measurements | str:
+    """Measure a model on one CPU thread, in a process of its own.
 
     Returns:
-        Its measurements, or in one line why it cannot be measured.
+        Its measurements, or one line on why it cannot be measured.
     """
     torch.set_num_threads(1)
 
@@ -48,16 +48,16 @@ def carry_out(order: MeasuringOrder) -> Measurements | str:
         return str(error)
 
 
-def measured_apart(
+def measure_in_parallel(
     paths: Sequence[str], conditions: Conditions, workers: Workers, ended: Callable[[str], None]
 ) -> list[Measurements]:
-    """Measure models, several at once; whoever measures them, they are the same.
+    """Measure several models at once; the results do not depend on which worker measures which.
 
     Args:
         paths: of the models.
-        conditions: decided, all models considered.
-        workers: that carry out orders by :func:`carry_out`; they are closed at the end.
-        ended: called with the path of each that is measured.
+        conditions: resolved for all models together.
+        workers: run orders with :func:`run_order`; closed at the end.
+        ended: called with the path of each measured model.
 
     Returns:
         Their measurements, in the order of the paths.
@@ -65,24 +65,24 @@ def measured_apart(
     Raises:
         InputError: if one cannot be measured, or its process was killed.
     """
-    waiting, found = deque(enumerate(paths)), dict[int, Measurements]()
+    waiting, measured = deque(enumerate(paths)), dict[int, Measurements]()
     running: dict[Any, tuple[int, str]] = {}
     try:
         while waiting or running:
             while waiting and len(running) < workers.capacity:
-                place = waiting.popleft()
-                running[workers.submit(MeasuringOrder(place[1], conditions))] = place
+                entry = waiting.popleft()
+                running[workers.submit(MeasuringOrder(entry[1], conditions))] = entry
             for handle in workers.wait(list(running), TICK):
                 number, path = running.pop(handle)
                 outcome = workers.outcomes(handle)
                 if outcome is None:
                     raise InputError(
-                        f"{path}: its process was killed, by someone or for lack of memory. Try fewer --jobs."
+                        f"{path}: its process was killed, perhaps for lack of memory. Try fewer --jobs."
                     )
                 if isinstance(outcome, str):
                     raise InputError(outcome)
-                found[number] = outcome
+                measured[number] = outcome
                 ended(path)
     finally:
         workers.close()
-    return [found[number] for number in range(len(paths))]
+    return [measured[number] for number in range(len(paths))]
