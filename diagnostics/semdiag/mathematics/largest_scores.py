@@ -6,19 +6,20 @@ import sys
 import torch
 from torch import Tensor
 
-_LONG = 256  # scores of a row from which on choosing roughly before sorting pays
-_GROUPED = 1024  # ... and in groups, in single precision on a processor, where choosing is cheap
-_MORE = 4  # chosen beyond those asked for: then scores that are nearly equal rarely leave a row in doubt
+_LONG = 256  # row length from which a rough choice before sorting pays
+_GROUPED = 1024  # the same in groups, in single precision on the CPU, where choosing is cheap
+_MORE = 4  # extra choices, so that nearly equal scores rarely leave a row in doubt
 _LAST = 2**31 - 1  # no position is beyond it
-_LOW = int(sys.byteorder == "big")  # which half of a whole number is the low one
+_LOW = int(sys.byteorder == "big")  # index of the low half of an integer
 
 
 def largest_scores(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Return the ``count + 1`` largest scores of each row and where the first ``count`` of them stand.
+    """Return the ``count + 1`` largest scores of each row, and the positions of the first ``count``.
 
     Of equal scores the one at the lower position comes first. Long rows are cut into groups of every G-th
     score: the largest scores lie in as many groups, those with the largest maxima, so only these are searched.
-    Rows of which a score that was left out may be as large as one that was found are sorted instead.
+        Rows
+    in which an omitted score may be as large as a chosen one are sorted instead.
 
     Source: none; exact, whatever the grouping. Deviation: none.
 
@@ -27,8 +28,8 @@ def largest_scores(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
         count: at least 1.
 
     Returns:
-        Values (..., count + 1), -inf beyond the number of keys, and int64 positions (..., count), where any
-        position stands beyond the number of keys.
+        Values (..., count + 1), -inf beyond the number of keys, and int64 positions (..., count), arbitrary beyond
+        the number of keys.
 
     Example:
         >>> values, positions = largest_scores(torch.tensor([[1.0, 3.0, 3.0, 2.0]]), 2)
@@ -60,7 +61,7 @@ def add_ranks_(ranks: Tensor, positions: Tensor, present: Tensor) -> None:
 
 
 def _compared(scores: Tensor, found: int) -> tuple[Tensor, Tensor]:
-    """Return positions of the largest scores, the largest first, and rows in which ties leave them in doubt."""
+    """Return positions of the largest scores, the largest first, and which rows ties leave in doubt."""
     length = scores.shape[-1]
     # As many groups as members of the chosen ones, nearly: powers of two divide most lengths.
     size = 2 ** round(math.log2(length / found) / 2)
@@ -75,7 +76,7 @@ def _compared(scores: Tensor, found: int) -> tuple[Tensor, Tensor]:
 
 
 def _packed(scores: Tensor, found: int) -> tuple[Tensor, Tensor | None]:
-    """As :func:`_compared`, in whole numbers, which NumPy sorts with vector instructions: many times faster."""
+    """Do the same as :func:`_compared` on packed integers, which NumPy sorts many times faster."""
     length, number = scores.shape[-1], found + _MORE
     if length < _LONG or length <= number:
         return _sorted(scores, None, found), None
@@ -100,14 +101,14 @@ def _packed(scores: Tensor, found: int) -> tuple[Tensor, Tensor | None]:
 
 
 def _groups(scores: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Return maxima of groups of every G-th score (..., G), and the scores at the end that fill no group."""
+    """Return the maxima of groups of every G-th score (..., G), and the remaining scores at the end."""
     groups = scores.shape[-1] // size
     grouped = torch.unflatten(scores[..., : size * groups], -1, (size, groups))
     return grouped.amax(-2), scores[..., size * groups :]
 
 
 def _members(chosen: Tensor, size: int, length: int) -> Tensor:
-    """Return positions (int64) of the scores of the chosen groups, and of those that fill no group."""
+    """Return the positions (int64) of the scores in the chosen groups, and of the remaining ones."""
     groups = length // size
     rest = length - size * groups
     members = chosen.shape[-1] * size
@@ -120,23 +121,24 @@ def _members(chosen: Tensor, size: int, length: int) -> Tensor:
 
 
 def _half(maximum: Tensor) -> Tensor:
-    """Return the half of a row's maximum, finite in rows without keys: the distances of their scores are infinite."""
+    """Return half of a row's maximum, made finite, so that rows without keys have infinite distances from it."""
     return (0.5 * maximum).clamp_(min=torch.finfo(maximum.dtype).min)
 
 
 def _nearest(half: Tensor, values: Tensor, number: int) -> tuple[Tensor, Tensor]:
-    """Return which values of each row are nearest its maximum.
+    """Return the positions of the values nearest to each row's maximum.
 
     Args:
         half: (..., 1), half of the maximum.
         values: (..., n) float32, more than ``number``.
-        number: how many are asked for.
+        number: how many to return.
 
     Returns:
-        Their places (..., number) int64, in any order, and a bound (..., 1): no other one is nearer than twice it.
+        Their positions (..., number) int64, in any order, and a bound (..., 1): no other value is nearer than
+        twice it.
     """
-    # A distance ≥ 0 is ordered as the bits of it read as a whole number are; halves of distances are finite.
-    # The last bits make room for the place.
+    # Distances ≥ 0 are ordered like their bits read as integers; halves of distances are finite.
+    # The last bits hold the position.
     places = 2 ** (values.shape[-1] - 1).bit_length() - 1
     keys = torch.sub(half, values, alpha=0.5).view(torch.int32)
     keys.bitwise_and_(~places).bitwise_or_(torch.arange(values.shape[-1], dtype=torch.int32))
@@ -145,13 +147,13 @@ def _nearest(half: Tensor, values: Tensor, number: int) -> tuple[Tensor, Tensor]
 
 
 def _sorted(scores: Tensor, positions: Tensor | None, count: int) -> Tensor:
-    """Return positions of the largest scores, the largest first, of equals the lower position first."""
+    """Return positions of the largest scores, the largest first; of equal ones the lower position first."""
     if positions is None:
         positions = torch.arange(scores.shape[-1], dtype=torch.int32)
     numbers = torch.empty(scores.shape, dtype=torch.int64)
     halves = torch.unflatten(numbers.view(torch.int32), -1, (-1, 2))
     bits = scores.add(0.0).view(torch.int32)  # adding 0 turns -0 into 0
-    # 32 bits of the score, 32 bits of the position from the end. Negative floats are ordered the wrong way round.
+    # 32 bits of the score, 32 bits of the position from the end. Negative floats have the opposite order.
     torch.bitwise_xor(bits, (bits >> 31).bitwise_and_(_LAST), out=halves[..., 1 - _LOW])
     halves[..., _LOW] = _LAST - positions
     array = numbers.numpy()

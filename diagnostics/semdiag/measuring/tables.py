@@ -55,8 +55,8 @@ CALLS = Table(
     "calls",
     (
         "One row per attention layer (a module, and which of its calls in a forward pass): how it was captured, "
-        "its mask, heads, number of calls and largest residual, relative to the largest output and in units of the "
-        "possible effect of rounding, which itself is relative to the largest output."
+        "its mask, heads, number of calls and largest residual, relative to the largest output and in units of "
+        "the possible effect of rounding, which itself is relative to the largest output."
     ),
     {
         "model": "str",

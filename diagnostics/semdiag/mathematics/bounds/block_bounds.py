@@ -89,9 +89,9 @@ class BlockConstants:
         mlp: constants of the MLP.
         tokens: L, number of tokens that are not padding.
         attention_norm: λ_LN1 of the normalisation before (pre-norm) or after (post-norm) the attention.
-        mlp_norm: λ_LN2, likewise for the MLP.
+        mlp_norm: λ_LN2, the same for the MLP.
         pre_norm: Y = U + Attn(LN U), Z = Y + MLP(LN Y) if true; Y = LN(U + Attn U), Z = LN(Y + MLP Y) if not.
-        assumptions: what λ_A and λ_M rest on.
+        assumptions: of λ_A and λ_M.
     """
 
     attention: AttentionConstants
@@ -123,7 +123,7 @@ def log_input_constant(block: BlockConstants) -> Tensor:
 
 
 def log_parameter_constants(block: BlockConstants) -> dict[str, Tensor]:
-    """Return the constant of each parameter tensor: how far the block's output moves per unit of that tensor alone.
+    """Return each parameter tensor's constant: how far the block's output moves per unit of that tensor.
 
     Heads are combined by the root of the sum of squares, as one tensor holds all of them.
 
@@ -155,7 +155,7 @@ def log_parameter_constants(block: BlockConstants) -> dict[str, Tensor]:
 
 
 def log_paper_parameter_constants(block: BlockConstants) -> dict[str, Tensor]:
-    """Return constants of the four matrices that the paper's Theorem 2 speaks about: W, V, P and R.
+    """Return the constants of the four matrices in the paper's Theorem 2: W, V, P and R.
 
     W is the score form M_h, V the value-output map of a head; their constants are λ_M,h and LΞ,
     heads combined by the root of the sum of squares.
@@ -179,7 +179,7 @@ def log_paper_parameter_constants(block: BlockConstants) -> dict[str, Tensor]:
 
 
 def _log_mlp_constants(block: BlockConstants) -> dict[str, Tensor]:
-    """Return constants of the MLP's parameters at the MLP's own output."""
+    """Return the constants of the MLP's parameters at the MLP's own output."""
     mlp, log_tokens = block.mlp, log(block.tokens)
     log_bias = log_tokens + log(mlp.weight_out) + log(mlp.activation)
     return {
@@ -191,7 +191,7 @@ def _log_mlp_constants(block: BlockConstants) -> dict[str, Tensor]:
 
 
 def _with_rest(block: BlockConstants, inside: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return constants at the block's output, from those at the output of the attention or the MLP."""
+    """Propagate constants from the output of the attention or the MLP to the block's output."""
     mlp_names = set(MLP_PARAMETERS)
     after_mlp = float64(0.0) if block.pre_norm else log(block.mlp_norm)
     after_attention = _log_mlp_residual(block) + (0.0 if block.pre_norm else log(block.attention_norm))

@@ -118,8 +118,7 @@ def normalisation_lipschitz(token_std: Tensor, gain: Tensor | None = None) -> Te
     Source: docs/theory.md#normalisation (Dunkl–Williams). Deviation: the paper takes λ_LN as given.
 
     Args:
-        token_std: s of every observed token, of both ends of whatever is compared; shape (...,
-            tokens), positive.
+        token_std: s of every observed token, at both ends of a comparison; shape (..., tokens), positive.
         gain: affine weight of the normalisation, or None.
 
     Returns:

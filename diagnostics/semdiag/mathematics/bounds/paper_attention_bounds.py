@@ -72,7 +72,7 @@ def paper_bilinear_form_bound(
 
 
 def _mask_factor(separation: Real | None) -> tuple[Tensor, tuple[Assumption, ...]]:
-    """Give ln 2(1 + 1/Δ_h) for heavy-hitter masks, 0 for fixed ones."""
+    """Return ln 2(1 + 1/Δ_h) for heavy-hitter masks, 0 for fixed ones."""
     if separation is None:
         return float64(0.0), ()
     gap = float64(separation)
@@ -81,7 +81,7 @@ def _mask_factor(separation: Real | None) -> tuple[Tensor, tuple[Assumption, ...
 
 
 def _no_query_bias(norms: HeadNorms) -> Assumption:
-    """Return the paper's formulas know no query bias: Ξ̃ = Ξ."""
+    """Return the norms without a query bias, Ξ̃ = Ξ, as in the paper's formulas."""
     return Assumption(
         "the query projection has no bias", {}, holds=bool((float64(norms.query) == float64(norms.token)).all())
     )

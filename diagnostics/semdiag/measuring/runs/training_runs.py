@@ -49,8 +49,8 @@ def setting_in_words(model: LoadedModel) -> str:
         model: an encoder of semdiag_models.
 
     Returns:
-        Names and values, like ``activation gelu, learning_rate 0.5``; only those of the architecture if the training
-        is unknown. ``usual`` if there are none.
+        Names and values, like ``activation gelu, learning_rate 0.5``; only those of the architecture if the
+        training is unknown. ``usual`` if there are none.
 
     Example:
         >>> from semdiag_models import Encoder
