@@ -111,7 +111,7 @@ def test_bad_input_is_one_line_with_exit_code_2(refusal, write, arrays, options,
 
 def test_a_missing_file_and_another_kind(refusal, here):
     assert refusal("selections", "none.npz") == "none.npz does not exist."
-    assert "Arrays come as .npz" in refusal("selections", "none.txt")
+    assert "Arrays must be in .npz" in refusal("selections", "none.txt")
 
 
 @pytest.mark.device

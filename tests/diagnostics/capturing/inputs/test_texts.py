@@ -183,8 +183,10 @@ def test_texts_are_cut_where_the_user_says_and_short_ones_are_said_to_be_short(t
     path.write_text("\n".join(TEXTS), encoding="utf-8")
     found = survey([f"hf:{classifier}"], Conditions(inputs=path, texts=TextOptions(max_length=5)))
     said = found.remarks["text"].tolist()
-    assert "texts were cut to 5 tokens, as --max-length says: 4 of 4" in said
-    assert "the texts have at most 5 of the 512 tokens that the model takes: they say nothing of long ones" in said
+    assert "texts were cut to 5 tokens, by --max-length: 4 of 4" in said
+    assert (
+        "the texts have at most 5 of the 512 tokens that the model takes: they say nothing about long ones" in said
+    )
     assert found.queries["keys"].max() == 5
 
 
@@ -210,7 +212,7 @@ def test_options_of_texts_go_with_texts(tmp_path, classifier, tiny_runs):
     torch.save({"input_ids": torch.ones(2, 4).long()}, tmp_path / "ids.pt")
     with pytest.raises(InputError, match=r"are for texts"):
         survey([f"hf:{classifier}"], Conditions(inputs=tmp_path / "ids.pt", texts=TextOptions(max_length=5)))
-    with pytest.raises(InputError, match=r"texts of models from elsewhere"):
+    with pytest.raises(InputError, match=r"texts of external models"):
         survey([tiny_runs.full], Conditions(samples=4, texts=TextOptions(max_length=5)))
     with pytest.raises(InputError, match=r"--max-length must be at least 2"):
         TextOptions(max_length=1)
@@ -229,7 +231,7 @@ def test_half_precision_is_that_of_the_model_and_scores_are_read_in_float32(tmp_
 
 
 def test_half_precision_is_not_for_encoders_of_ours(tiny_runs):
-    with pytest.raises(InputError, match=r"dtype bfloat16 is for models from elsewhere"):
+    with pytest.raises(InputError, match=r"dtype bfloat16 is for external models"):
         survey([tiny_runs.full], Conditions(samples=4, dtype="bfloat16"))
 
 

@@ -322,7 +322,7 @@ GOOD = torch.tensor([[1.0, 2.0, 3.0]]), torch.tensor([[2, 1]])
         (None, GOOD[1], {"keys": 2.5}, "keys must be a whole number"),
         (None, GOOD[1], {"lengths": [2**63 - 1], "starts": [2**63 - 1]}, "lie within"),
         (torch.zeros(4, 3), torch.zeros(4, 1, dtype=torch.int64), {"causal": True}, "4 queries and 3 keys"),
-        (*GOOD, {"documents": [0, 0]}, "documents must say of each of the 3 keys"),
+        (*GOOD, {"documents": [0, 0]}, "documents must name the document of each of the 3 keys"),
         (*GOOD, {"documents": [0, 1, 0]}, "must stand together"),
         (*GOOD, {"lengths": 0, "causal": True}, "no row to check"),
         (np.array([["a"]]), GOOD[1], {}, "scores must be a tensor or an array of numbers. Got <U1"),
