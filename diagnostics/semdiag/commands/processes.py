@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def in_processes(jobs: int | None, ray: str) -> "Callable[..., Measurements] | None":
-    """Return what measures models in processes of their own; None: they are measured here.
+    """Return a function that measures models in other processes; None means in this one.
 
     Args:
         jobs: processes.

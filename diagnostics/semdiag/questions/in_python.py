@@ -211,7 +211,7 @@ def lipschitz(
 
 
 def _plan(kind: type[Any], plan: Any, how: dict[str, Any]) -> Any:
-    """Return the plan, or one made of the options that are its fields, which are taken out of ``how``."""
+    """Return the plan, or one made from options that are its fields; these are removed from ``how``."""
     named = {field.name for field in fields(kind)} & how.keys() - {"seed"}
     if not named:
         return kind() if plan is None else plan
@@ -234,7 +234,7 @@ def _asked(
     seed: int = 0,
     **unknown: Any,
 ) -> Measurements:
-    """Return the attention of a clean pass, and what one probe makes of the model."""
+    """Return measurements of a clean pass, with the tables of one probe."""
     loaded = model if isinstance(model, LoadedModel) else unnamed(model)
     probe = probes().get(type(plan))
     if probe is None:

@@ -44,7 +44,7 @@ class FlatParameters:
             yield name, rows[i, start : start + shape.numel()].view(shape)
 
     def rows(self, name: str, count: int) -> tuple[slice, slice]:
-        """Return the index of a parameter's first rows, for all encoders, in a buffer laid out as ``parameters``."""
+        """Return the index of a parameter's first rows, of all encoders, in buffers like ``parameters``."""
         start, shape = self._places[name]
         return slice(None), slice(start, start + count * shape[1:].numel())
 

@@ -262,7 +262,7 @@ class Stack(FlatParameters):
         return slice(members.start * self._batch, members.stop * self._batch)
 
     def _by_group(self, i: int, *tensors: Tensor) -> Iterator[tuple[_Attention, slice, list[Tensor]]]:
-        """Yield layer i's attention by group, the slice of its encoders, and their parts (G·B, L, …) of the tensors."""
+        """Yield layer i's attention, the slice of its encoders, and their samples of the tensors, (G·B, L, …)."""
         by_sample = [t.view(-1, self._length, t.shape[-1]) for t in tensors]
         if len(self._groups) == 1:
             yield self._attention[i][0], self._groups[0], by_sample

@@ -375,8 +375,8 @@ def test_secants_of_attention_that_the_noise_does_not_reach_are_named_and_left_o
     np.testing.assert_allclose(found.secants["weight_change"], alone["weight_change"], rtol=1e-9, atol=1e-15)
     said = [text for text in found.remarks["text"] if "secants" in text]
     assert said == [
-        "secants of pictures not available, because noise after the embedding changes no query or key there beyond "
-        "rounding"
+        "secants of pictures not available, because noise after the embedding changes no query or key there "
+        "beyond rounding"
     ]
 
 

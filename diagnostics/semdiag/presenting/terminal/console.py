@@ -16,12 +16,12 @@ from semdiag.measuring.findings.strict_json import number_from_json
 from semdiag.presenting.terminal.terminal import results_on_stderr, terminal
 
 _ENDLESS = 10_000
-_PARTS = re.compile(r"(?<=-)")  # of a name, which is broken behind hyphens alone
-_LOG = 150  # columns of a file: it has room, and a reader who turns its lines
+_PARTS = re.compile(r"(?<=-)")  # parts of a name, which breaks only after hyphens
+_LOG = 150  # columns for a file, whose reader can wrap lines
 
 
 def wide_console() -> Console:
-    """Stdout (stderr beside JSON), as wide as the terminal or as ``COLUMNS`` says; wide where it is neither."""
+    """Return a console on stdout (stderr with JSON), as wide as the terminal or ``COLUMNS``, else wide."""
     console = terminal(stderr=results_on_stderr(), markup=False, highlight=False)
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = max(console.width, _LOG)
@@ -31,18 +31,19 @@ def wide_console() -> Console:
 class NumberTable:
     """A table that fits the width of the terminal.
 
-    A number is shown whole or not at all: one cut short would be a wrong one. Where a table is too wide, first its
-    headings are broken between words, then names are broken at hyphens, and then columns are left away, and named.
+    A number is shown whole or not at all, because a truncated one would be wrong. If a table is too wide, its
+    headings are broken between words, then names at hyphens, and then columns are left out, with a note that names
+    them.
 
     Args:
         columns: their headings.
-        names: how many of the first are names, aligned left; they are never left away.
-        title: above the table; empty: none.
-        least: headings of the columns that go first, in this order; then the others from the right.
-        kept: headings of the columns that are never left away: those that hold the answer.
+        names: number of leading columns with names, aligned left; they are never left out.
+        title: above the table; may be empty.
+        least: headings of the columns to leave out first, in this order; then the others from the right.
+        kept: headings of columns that are never left out, because they hold the answer.
 
     Attributes:
-        caption: below the table; empty: none.
+        caption: below the table; may be empty.
 
     Example:
         >>> table = NumberTable(["task", "best loss", "epochs"], names=1, least=["best loss"])
@@ -78,11 +79,11 @@ class NumberTable:
         return len(self.rows)
 
     def add_row(self, *cells: str) -> None:
-        """Add a row; cells that are missing on the right are empty."""
+        """Add a row; missing cells on the right are empty."""
         self.rows.append((*cells, *[""] * (len(self.columns) - len(cells))))
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Yield what rich asks for to print it."""
+        """Yield what rich needs to print the table."""
 
         def excess(table: Table) -> int:
             return console.measure(table, options=options.update(max_width=_ENDLESS)).maximum - options.max_width
@@ -104,7 +105,7 @@ class NumberTable:
             yield f"Left out to fit {options.max_width} columns: {missing}."
 
     def _table(self, left: Sequence[int], breaking: bool = True, narrower: int = 0) -> Table:
-        """Return the table without some columns, with broken headings and names narrower by so much in all."""
+        """Return the table without some columns, with broken headings and names narrower by so much in total."""
         table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), caption=self.caption or None)
         columns = [[row[place] for row in self.rows] for place in range(len(self.columns))]
         for place, width in enumerate(self._widths_of_names(columns, narrower)):
@@ -170,7 +171,7 @@ def ends(low: float | str | None, high: float | str | None) -> tuple[str, str]:
 
 
 def interval(low: float, high: float) -> str:
-    """Return an interval to three digits, like ``92.6–93.1``; ``-0.2 to 0.1`` where a dash would look like a sign.
+    """Return an interval to three digits, like ``92.6–93.1``; ``-0.2 to 0.1`` if a dash would look like a sign.
 
     Example:
         >>> interval(92.61, 93.08), interval(-0.2, 0.1)

@@ -14,7 +14,7 @@ from semdiag.questions.compare.words import comparison_sentences
 
 
 def compare_glance(findings: Findings) -> Glance:
-    """Return the mean total variation of the weights, of the model that was compared last."""
+    """Return the mean total variation of the weights for the model compared last."""
     found = findings(compare_summary)["results"][-1]
     whole = found["all"]
     words = f"total variation of attention's weights from A to B, mean over {whole['queries']:,} queries"
@@ -22,7 +22,7 @@ def compare_glance(findings: Findings) -> Glance:
 
 
 def _sentences(findings: Findings) -> list[str]:
-    """Return what changed of every model that was compared."""
+    """Return the changes of every compared model."""
     results = findings(compare_summary)["results"]
     return [
         f"A: {found['base']}; B: {found['model']}. {' '.join(comparison_sentences(found))}" for found in results

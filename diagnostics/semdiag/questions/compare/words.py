@@ -31,7 +31,7 @@ def _ends(row: Summary) -> tuple[float, float]:
 
 
 def _parts(whole: Summary) -> str:
-    """Return what of the change of attention's outputs is the weights', and what the values'."""
+    """Return how much of the change of attention's outputs is due to the weights, and how much to the values."""
     change = f"Attention's outputs change by {number(whole['output_change'])} of their norm"
     if whole["weights_share"] is None:
         return f"{change}."
@@ -42,7 +42,7 @@ def _parts(whole: Summary) -> str:
 
 
 def _outputs(found: Summary | None) -> list[str]:
-    """Return what changed of the model's outputs."""
+    """Return sentences on the change of the model's outputs."""
     if found is None:
         return []
     if not found["predictions"]:

@@ -15,7 +15,7 @@ from semdiag.questions.learning.words import reach_sentences
 
 
 def target_words(findings: Findings) -> str:
-    """Return the accuracy that counts as having learned, short: ``95%``, or ``the target`` if tasks differ."""
+    """Return the accuracy that counts as learned, in short: ``95%``, or ``the target`` if tasks differ."""
     if findings.measurements.provenance.get("targets"):
         return "the target"
     return percent(findings.measurements.provenance.get("target", TARGET))
@@ -38,7 +38,7 @@ def arrival_words(run: Mapping[Any, Any]) -> str:
 
 
 def speed_words(low: float, high: float) -> str:
-    """Return a speed-up or what bounds it: ``11.7``, ``above 20``, ``below 0.35``, ``unknown``."""
+    """Return a speed-up or its bound: ``11.7``, ``above 20``, ``below 0.35``, ``unknown``."""
     if math.isnan(low) or (low == 0 and math.isinf(high)):
         return "unknown"
     if low == high:
@@ -49,7 +49,7 @@ def speed_words(low: float, high: float) -> str:
 
 
 def epoch_words(row: Mapping[Any, Any]) -> str:
-    """Return the range of a median speed-up when every arrival may be one epoch off, where it is known at all.
+    """Return the range of a median speed-up if every arrival may be off by one epoch; empty if unknown.
 
     Args:
         row: of :func:`~semdiag.questions.convergence.answer.epochs.over_seeds`.

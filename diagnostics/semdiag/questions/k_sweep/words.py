@@ -52,7 +52,7 @@ _WHY = {
 
 
 def verdict_sentence(found: SparseVerdict, model: str) -> str:
-    """Return the verdict in one sentence, the first that is said of a sweep anywhere.
+    """Return the verdict in one sentence, the first one about any sweep.
 
     Args:
         found: the verdict.
@@ -86,7 +86,7 @@ def verdict_sentence(found: SparseVerdict, model: str) -> str:
 
 
 def _facts(found: SparseVerdict) -> dict[str, object]:
-    """Return what the reasons name."""
+    """Return what the reasons name, in words."""
     if not found.samples:
         return {"k": found.k}
     needed = samples_needed(found)
@@ -105,7 +105,7 @@ def _facts(found: SparseVerdict) -> dict[str, object]:
 
 
 def k_sweep_in_short(findings: Findings) -> list[str]:
-    """Return the verdict of one model, or how many of several could do with sparse attention.
+    """Return the verdict on one model, or how many of several models work with sparse attention.
 
     Args:
         findings: with a sweep.
@@ -121,7 +121,7 @@ def k_sweep_in_short(findings: Findings) -> list[str]:
 
 
 def k_sweep_sentences(findings: Findings) -> list[str]:
-    """Return each model's verdict; then how it was found, and in how many cases the paper's conditions are met.
+    """Return each model's verdict, its grounds, and in how many cases the paper's conditions are met.
 
     Args:
         findings: with a sweep.
@@ -131,7 +131,7 @@ def k_sweep_sentences(findings: Findings) -> list[str]:
 
 
 def verdict_lines(findings: Findings, model: str) -> list[str]:
-    """Return the verdict's sentence first; the others say what it rests on.
+    """Return the verdict's sentence, followed by its grounds.
 
     Args:
         findings: with a sweep.
@@ -190,7 +190,7 @@ def _conditions_lines(findings: Findings, model: str, asked: int | None) -> list
 
 
 def kinds_lines(findings: Findings, model: str) -> list[str]:
-    """Return what other kinds of sparse attention change at the verdict's k, the least first; none if none was run.
+    """Return the changes by other kinds of sparse attention at the verdict's k, least first; none if none was run.
 
     Args:
         findings: with a sweep.
@@ -208,7 +208,7 @@ def kinds_lines(findings: Findings, model: str) -> list[str]:
 
 
 def place_lines(findings: Findings, model: str) -> list[str]:
-    """Return what top-k changes from the first to the last quarter of the texts, and which k each length needs.
+    """Return sentences on top-k's changes from the first to the last quarter of texts, and the k per length.
 
     Args:
         findings: with a sweep.
@@ -245,7 +245,7 @@ def needed_words(row: Mapping[str, Any]) -> str:
 
 
 def budget_lines(findings: Findings, model: str) -> list[str]:
-    """Return what each budget of a model changes, and on which samples that was found; none if it has no budgets.
+    """Return the changes by each budget of a model, and on which samples; empty without budgets.
 
     Args:
         findings: with budgets.

@@ -63,7 +63,7 @@ _CELLS = ("loss", "accuracy", "dispersion_p50", "dispersion_p95", "separation_p5
 
 
 def landscape_summary(findings: Findings) -> Summary:
-    """Return every plane of every model, cell by cell, with what it says in numbers.
+    """Return every plane of every model, with its cells and its summary numbers.
 
     Args:
         findings: of one or more models, with the table landscape.

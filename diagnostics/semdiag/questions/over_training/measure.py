@@ -24,7 +24,7 @@ _QUERY_KEY = (".q.weight", ".q.bias", ".k.weight", ".k.bias")
 
 
 def snapshots_of(model: LoadedModel) -> list[Path]:
-    """Return files in the folder of a run, in the order of their epochs: the named epochs, then the last.
+    """Return the snapshots in a run's folder by epoch: the named epochs, then the last.
 
     Args:
         model: a run, loaded from its folder or its ``last.pt``.
@@ -117,7 +117,7 @@ def _gamma(constants: pd.DataFrame, layer: int) -> float:
 
 
 def query_key_share(parameters: pd.DataFrame, layer: int = ALL) -> float:
-    """Return the share of the squared norm of the loss's gradient that lies in the queries' and keys' weights and biases.
+    """Return the share of queries' and keys' weights and biases in the squared norm of the loss's gradient.
 
     Source: docs/theory.md#empirical. Deviation: not in the paper.
 

@@ -17,7 +17,7 @@ _COLUMNS = [
 
 
 def overlap_table(findings: Findings) -> pd.DataFrame:
-    """Return the mean Jaccard index between layers, between the heads of a layer, and between successive queries.
+    """Return the mean Jaccard index between layers, between heads of a layer, and between successive queries.
 
     Every sample counts alike. Intervals (95%) resample whole sequences; they speak about other inputs.
 

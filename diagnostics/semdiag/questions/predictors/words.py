@@ -40,7 +40,7 @@ def predictor_sentences(findings: Findings) -> list[str]:
 
 
 def predictors_in_short(findings: Findings) -> list[str]:
-    """Return the correlations with the primary outcome, and the strongest of them; the runs that are left out."""
+    """Return sentences on the correlations with the primary outcome, the strongest, and omitted runs."""
     left_out = _left_out(findings)
     said = predictor_sentences(findings)
     return said[: len(said) - len(left_out)][:2] + left_out

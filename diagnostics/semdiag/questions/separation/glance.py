@@ -9,7 +9,7 @@ from semdiag.presenting.glance import Answer, Glance, drawn_word, models_words, 
 
 
 def separation_glance(findings: Findings) -> Glance:
-    """Return how small the separation of the models is that keep their largest scores; Δ ≤ 0 is a tie, which ends it."""
+    """Return the smallest separation of models that keep their largest scores; Δ ≤ 0 is a tie."""
     models = findings.measurements.models
     diverged = models["model"].isin(findings.measurements.non_finite["model"])
     sparse = models[(models["attention"] == "topk") & ~diverged]["model"]

@@ -98,7 +98,7 @@ def _secants(model: str, rows: pd.DataFrame, form: str, bound: str, distance: st
 
 
 def exceeding(rows: pd.DataFrame, bound: str, distance: str = "score_change") -> NDArray[np.bool_]:
-    """Return which measured pairs of rows exceed a form of ξ, by more than rounding in float64.
+    """Return which measured pairs of rows exceed a form of ξ by more than float64 rounding.
 
     Source: docs/theory.md#secants. Deviation: none.
 
@@ -234,7 +234,7 @@ def response_table(findings: Findings) -> pd.DataFrame:
 
 
 def stability_summary(findings: Findings) -> Summary:
-    """Return percentiles of the local constant, secants, response and both forms of ξ, per layer and head and pooled.
+    """Return percentiles of local constant, secants, response and both forms of ξ, by layer and head and pooled.
 
     Args:
         findings: of one or more models, with secants.

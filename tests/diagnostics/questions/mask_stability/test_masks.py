@@ -363,8 +363,8 @@ def test_attention_that_the_noise_does_not_reach_is_named_and_left_out():
     assert found.masks["response"].tolist() == alone["response"].tolist()
     (said,) = found.remarks["text"]
     assert said == (
-        "mask stability of pictures not available, because noise after the embedding changes no query or key there "
-        "beyond rounding"
+        "mask stability of pictures not available, because noise after the embedding changes no query or key "
+        "there beyond rounding"
     )
 
 

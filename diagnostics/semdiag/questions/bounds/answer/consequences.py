@@ -17,7 +17,7 @@ SMOOTHNESS = (0.0, 1.0, 9.0)  # stated γc; 0 gives the convex case's power 2
 
 
 def consequence_findings(findings: Findings, pair: Pair) -> list[Finding]:
-    """Return ratios of Lipschitz constants, and of the generalisation bounds that would follow, beside the observed.
+    """Return the ratios of Lipschitz constants and of the resulting generalisation bounds, beside observed gaps.
 
     Always marked "assumption not met": training breaks the step sizes of Hardt, Recht and Singer, and the
     smoothness γ is not measured.
@@ -75,7 +75,7 @@ def _out_of_reach(measurements: Measurements, pair: Pair) -> bool:
 
 
 def _names(measurements: Measurements, pair: Pair) -> tuple[str, str]:
-    """Return attention of the reference and of the other model: ``full``, ``topk-5``."""
+    """Return the attention of the reference and of the other model: ``full``, ``topk-5``."""
     rows = {row["model"]: row for row in measurements.models.to_dict("records")}
     reference, other = (attention_word(rows[path]) for path in (pair.full, pair.other))
     return (reference, other) if reference != other else ("the reference", "the other")

@@ -79,7 +79,7 @@ def parameter_findings(findings: Findings) -> list[Finding]:
 
 
 def _without_guarantee(network: pd.DataFrame) -> dict[str, float]:
-    """Return how many inputs have an infinite constant, and the largest of the others: one tie must not hide them."""
+    """Return the number of infinite constants, and the largest finite one, which a tie must not hide."""
     infinite, finite = (network[name].to_dict().get("sound", 0) for name in ("infinite", "ln_finite"))
     return {"inputs without a guarantee": infinite, "ln λ_L of the others": finite} if infinite else {}
 
@@ -125,7 +125,7 @@ def _together(model: str, tensors: list[Finding], form: str, reason: str) -> Fin
 
 
 def bounds_findings(findings: Findings) -> list[Finding]:
-    """Return what became of the constants of every model, then of Corollary 1 and its consequences on every pair.
+    """Return sentences on the constants of every model, then on Corollary 1 and its consequences for every pair.
 
     Args:
         findings: with the tables constants and parameters.
@@ -139,7 +139,7 @@ def bounds_findings(findings: Findings) -> list[Finding]:
 
 
 def bounds_summary(findings: Findings) -> Summary:
-    """Return constants, bounds and slopes of every model, and what Corollary 1 says about every pair.
+    """Return constants, bounds and slopes of every model, and Corollary 1 for every pair.
 
     Args:
         findings: of one or more models, with constants and parameters.

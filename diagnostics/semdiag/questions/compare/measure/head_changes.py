@@ -128,7 +128,7 @@ def _rows(part: AttentionCall, top: int) -> _Rows:
 
 
 def _compared(base: _Rows, other: _Rows) -> dict[str, Tensor]:
-    """Return terms of each query (b, H, r), 0 where it does not count."""
+    """Return terms per query (b, H, r), 0 if the query does not count."""
     counts = base.attending & other.attending
     by_weights, by_values = output_parts(base.weights, other.weights, base.values, other.values)
     output, after = base.weights @ base.values, other.weights @ other.values

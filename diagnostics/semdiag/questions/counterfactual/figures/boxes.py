@@ -19,7 +19,7 @@ Tables = dict[tuple[str, str], pd.DataFrame]  # percentiles per layer, by model 
 
 
 def dense_panels(findings: Findings, quantity: str = "dispersion") -> tuple[list[Panel], list[int]]:
-    """Return panels of the models that select no keys, and the k they were measured with.
+    """Return panels of models that keep every key, and the k with which they were measured.
 
     Args:
         findings: of any number of models.

@@ -19,7 +19,7 @@ _OF_THE_SWEEP = ("share", "mass", "mass_without_first", "head_change", "stream_c
 
 
 def change_table(findings: Findings) -> pd.DataFrame:
-    """Return what each mask of each rerun changes, with 95% intervals over samples.
+    """Return the changes by each mask of each rerun, with 95% intervals over samples.
 
     Args:
         findings: with reruns.
@@ -66,21 +66,21 @@ def change_table(findings: Findings) -> pd.DataFrame:
 
 
 def _change(measure: str, own: pd.DataFrame, before: pd.DataFrame) -> Interval:
-    """Return the mean change; all samples alike tell nothing of how others scatter, so there is no interval then."""
+    """Return the mean change; identical samples do not show any variation, so there is no interval then."""
     sums, counts = _sums(measure, own, before)
     found = _over(sums, counts)
     return found if found.low < found.high else Interval(found.estimate, math.nan, math.nan)
 
 
 def _sums(measure: str, own: pd.DataFrame, before: pd.DataFrame) -> "tuple[pd.Series[Any], pd.Series[Any]]":
-    """Return the change of each sample, summed over what it is counted in, and how many these are."""
+    """Return the summed change of each sample, and the number of its units."""
     if measure == "output_change":
         return own[measure], own[measure].notna()
     return own[measure] - before[measure], own["targets" if measure == "loss" else "predictions"]
 
 
 def harm(sums: "pd.Series[Any]", counts: "pd.Series[Any]", limit: float) -> dict[str, float]:
-    """Return the share of samples that change by more than a limit, and what that says of inputs not seen.
+    """Return the share of samples that change by more than a limit, with its interval for unseen inputs.
 
     harmed_high = the share p at which so few harmed samples, or fewer, have probability 0.05.
 
@@ -108,7 +108,7 @@ def harm(sums: "pd.Series[Any]", counts: "pd.Series[Any]", limit: float) -> dict
 
 
 def tolerance_of(findings: Findings, measure: str) -> float:
-    """Return the largest change of a measure that counts as none: as was asked, else its default.
+    """Return the largest change of a measure that counts as none: the user's limit, else the default.
 
     Args:
         findings: of any number of models.
@@ -118,7 +118,7 @@ def tolerance_of(findings: Findings, measure: str) -> float:
 
 
 def within(row: Mapping[str, Any], limit: float) -> bool:
-    """Return whether the upper end of a mean change, or the change of samples that are all alike, is within a limit.
+    """Return whether a mean change's upper end (or the common change of identical samples) is within a limit.
 
     Args:
         row: of :func:`change_table`.
@@ -129,7 +129,7 @@ def within(row: Mapping[str, Any], limit: float) -> bool:
 
 
 def costs(row: Mapping[str, Any], limit: float) -> bool:
-    """Return whether the lower end of a mean change, or the change of samples that are all alike, is above a limit.
+    """Return whether a mean change's lower end (or the common change of identical samples) is above a limit.
 
     Args:
         row: of :func:`change_table`.
@@ -153,7 +153,7 @@ def _named(prefix: str, interval: Interval) -> dict[str, float]:
 
 
 def budget_content(findings: Findings, model: str) -> dict[str, Any]:
-    """Return the budgets of a model as a file holds them: docs/commands/k-sweep.md.
+    """Return a model's budgets in the form of a budget file: docs/commands/k-sweep.md.
 
     Args:
         findings: with budgets.
@@ -200,7 +200,7 @@ def budget_content(findings: Findings, model: str) -> dict[str, Any]:
 
 
 def _holds(tested: Mapping[str, Any], limit: float | None) -> bool | None:
-    """Return whether a budget does; None: these samples cannot tell."""
+    """Return whether a budget suffices; None if these samples cannot tell."""
     if limit is None:
         return None
     if within(tested, limit) and tested["harmed_high"] <= MOST_HARMED:
@@ -209,7 +209,7 @@ def _holds(tested: Mapping[str, Any], limit: float | None) -> bool | None:
 
 
 def _layers(rows: pd.DataFrame) -> list[dict[str, Any]]:
-    """Return the places of a budget, k of each by head."""
+    """Return the layers of a budget, each with k by head."""
     found: dict[tuple[str, int], dict[str, Any]] = {}
     for row in records(rows.sort_values(["layer", "head"])):
         names = {name: row[name] for name in ("layer", "module", "occurrence")}

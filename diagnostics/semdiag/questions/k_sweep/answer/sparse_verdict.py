@@ -140,7 +140,7 @@ def sparse_verdict(findings: Findings, model: str) -> SparseVerdict:
 
 
 def sparse_glance(findings: Findings) -> Glance:
-    """Return whether sparse attention would do: of one model its k, of several how many could do with how few keys."""
+    """Return whether sparse attention suffices: for one model its k, for several how many need how few keys."""
     found = [findings(sparse_verdict, model) for model in findings.measurements.models["model"]]
     judged = [each for each in found if not each.reason]
     plausible = [each for each in judged if each.answer == "plausible"]
@@ -164,7 +164,7 @@ def sparse_glance(findings: Findings) -> Glance:
 
 
 def _glance_of_weights(found: list[SparseVerdict]) -> Glance:
-    """Return how many keys hold most of the weight, where no model was judged by a rerun."""
+    """Return how many keys hold most of the weight, if no model was judged by a rerun."""
     weighed = [each for each in found if each.reason == "not_rerun" and each.k is not None]
     if not weighed:
         return Glance(Answer.OPEN, f"0 of {len(found)}", "models have attention for which this can be answered")
@@ -203,7 +203,7 @@ def cost_words(found: SparseVerdict) -> str:
 
 
 def _said(found: SparseVerdict, value: float, unit: bool, costs: bool) -> str:
-    """Return an amount, without the plus sign where it is a cost."""
+    """Return an amount; a cost has no plus sign."""
     said = amount(found, value, unit)
     return said.removeprefix("+") if costs else said
 
@@ -271,7 +271,7 @@ def _judged(top: list[Row], again: pd.DataFrame, limit: float) -> SparseVerdict:
 
 
 def _of_row(row: Row, answer: str, reason: str, limit: float) -> SparseVerdict:
-    """Return what is known of one k."""
+    """Return a sentence on one k."""
     names = "change", "low", "high", "before", "harmed", "harmed_high"
     numbers: dict[str, Any] = {name: float(row[name]) for name in names}
     samples = int(row["samples"])
@@ -281,7 +281,7 @@ def _of_row(row: Row, answer: str, reason: str, limit: float) -> SparseVerdict:
 
 
 def _by_changes(top: list[Row], limit: float) -> tuple[Row, Row | None, str, str]:
-    """Return the row that decides by the changes that masks make, the one that costs below it, answer, reason if none."""
+    """Return the row that decides by the masks' changes, the costly row below, the answer, a reason if none."""
     stays = _from(top, lambda row: within(row, limit))
     safe = _from(top, lambda row: within(row, limit) and row["harmed_high"] <= MOST_HARMED)
     sparse = [row for row in top if row["share"] <= MOST_KEYS]
@@ -301,7 +301,7 @@ def _by_changes(top: list[Row], limit: float) -> tuple[Row, Row | None, str, str
 
 
 def _from(top: list[Row], holds: Callable[[Row], bool]) -> Row | None:
-    """Return the row of the smallest k from which on all hold; None: the largest does not."""
+    """Return the row of the smallest k from which on the condition holds; None if it fails for the largest."""
     found = None
     for row in reversed(top):
         if not holds(row):

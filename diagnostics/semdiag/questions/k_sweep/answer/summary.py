@@ -96,7 +96,7 @@ def _judged(findings: Findings, model: str) -> pd.DataFrame:
 
 
 def k_sweep_summary(findings: Findings) -> Summary:
-    """Return everything a sweep found, and its verdict, for every model.
+    """Return the results and the verdict of a sweep for every model.
 
     Args:
         findings: of one or more models, with a sweep.

@@ -129,7 +129,7 @@ class Reader:
         return Answers(values, True, self._targets(batch, values, labels, counted), counted)
 
     def _no_distribution(self, values: Tensor, labels: Any) -> str:
-        """Return why a softmax over the last axis of logits says nothing; empty if it does."""
+        """Return why a softmax over the last axis of logits is meaningless; empty if it is not."""
         if values.ndim < 2 or values.shape[-1] == 1:
             return "there is one alone, of which a softmax is always 1"
         if values.ndim > 3:
@@ -210,7 +210,7 @@ def _samples_first(values: Tensor, samples: int) -> Tensor:
 
 
 def _says_headless(module: nn.Module) -> bool:
-    """Return whether a model says that it has no output embedding, as the bodies of transformers do."""
+    """Return whether a model reports no output embedding, as bodies of transformers do."""
     try:
         return module.get_output_embeddings() is None  # type: ignore[operator]
     except (AttributeError, TypeError, NotImplementedError):
@@ -218,7 +218,7 @@ def _says_headless(module: nn.Module) -> bool:
 
 
 def _looks_back(batch: Batch, ids: Tensor, values: Tensor, real: Tensor, tokens: int, run: Any) -> bool:
-    """Return whether outputs change with the second half of the longest sample's real tokens there alone."""
+    """Return whether changing the second half of the longest sample's tokens changes outputs only there."""
     at = int(real.sum(1).argmax())
     real = real[at : at + 1]
     later = real & (2 * real.cumsum(1) > real.sum(1, keepdim=True))

@@ -32,7 +32,7 @@ _LEAST_HALF = 8  # samples of a half, below which a mean says nothing
 
 
 def halves(batches: Sequence[Batch]) -> tuple[list[Batch], list[Batch]]:
-    """Return the samples on which budgets are chosen, and those on which they are run.
+    """Return the samples for choosing budgets, and those for running them.
 
     Args:
         batches: from :func:`~semdiag.capturing.batches.split`.
@@ -61,7 +61,7 @@ def search(
     device: torch.device | str,
     dtype: torch.dtype,
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Return budgets, and what the model says with them on samples of which nothing was used to choose them.
+    """Return budgets, and the model's results with them on samples that were not used to choose them.
 
     Args:
         loaded: any model.

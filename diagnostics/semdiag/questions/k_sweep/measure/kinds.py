@@ -29,7 +29,7 @@ EXTERNAL_KINDS = TOP_K, "topk-layer", "block-16", "window", RANDOM
 
 
 def rule_of(kind: str, k: int, seed: int) -> Rule | None:
-    """Return the rule by which a kind keeps k keys; None: it has none for so few.
+    """Return the rule by which a kind keeps k keys; None if it has none for so few.
 
     Args:
         kind: one of KINDS, not topp.
@@ -54,7 +54,7 @@ def rule_of(kind: str, k: int, seed: int) -> Rule | None:
 
 
 def masks_of(ks: Sequence[int], seed: int, kinds: Sequence[str] = OWN_KINDS) -> list[tuple[str, int, Keep]]:
-    """Return name, k and rule of every mask, kind by kind; the k of top-p is its share of the weight in percent.
+    """Return name, k and rule of every mask, by kind; for top-p, k is its share of the weight in percent.
 
     Args:
         ks: numbers of keys.

@@ -154,7 +154,7 @@ def k_sweep_tables(
     after_batch: Callable[[int], None] = lambda samples: None,
     expect: Callable[[int], None] = lambda steps: None,
 ) -> dict[str, pd.DataFrame]:
-    """Return all tables of a k-sweep; model, tokens, labels and plan as of :func:`k_sweep`.
+    """Return all tables of a k-sweep; arguments as in :func:`k_sweep`.
 
     Args:
         model: as there.
@@ -214,7 +214,7 @@ def k_sweep_tables(
         ks = plan.ks or (few_ks(most + 1) if few else rerun_ks(min(largest, most)))
         how: dict[str, Any] = {"device": device, "dtype": dtype, "remark": remark}
         found |= _reruns(loaded, batches, labels, plan, ks, seed, seconds, pieces, after_batch, expect, how)
-        reruns += _said(found["rerun"])
+        reruns += _accuracies(found["rerun"])
     if plan.budget:
         budgets, tests = search(loaded, batches, labels, plan.tolerance, min_keys, device, dtype)
         found |= {"budgets": budgets, "rerun": RERUN_TABLE.of_parts([found["rerun"], tests])}
@@ -239,7 +239,7 @@ def _reruns(
     expect: Callable[[int], None],
     how: dict[str, Any],
 ) -> dict[str, pd.DataFrame]:
-    """Return the tables of the model run with masks: on the inputs, and on them cut into pieces of other lengths."""
+    """Return the tables of the model run with masks, on the inputs and on pieces of them of other lengths."""
     kinds = plan.kinds or (EXTERNAL_KINDS if loaded.external else OWN_KINDS)
     how = {**how, "optional": () if plan.kinds else EXTERNAL_KINDS[1:]}
     masks = masks_of(ks, seed, kinds)
@@ -278,7 +278,7 @@ def _reruns(
 def _fitting(
     batches: list[Batch], seconds: float, masks: int, limit: float, remark: Callable[[str, str], None]
 ) -> list[Batch]:
-    """Return the first samples with which a model can be run under so many masks in about so many seconds.
+    """Return as many samples as can be run with this many masks in about this many seconds.
 
     Args:
         batches: all.
@@ -298,8 +298,8 @@ def _fitting(
     return list(first_samples(batches, samples))
 
 
-def _said(again: pd.DataFrame) -> Iterator[dict[str, Any]]:
-    """Yield the accuracy and same predictions for every k of a rerun: of all targets, and percentiles over samples."""
+def _accuracies(again: pd.DataFrame) -> Iterator[dict[str, Any]]:
+    """Yield accuracy and unchanged predictions for every k of a rerun: over all targets, and by sample."""
     own = again[again["mask"].isin((NO_MASK, TOP_K))]
     own = own.assign(same=own["predictions"] - own["changed"])
     for k, rows in own.groupby("k"):

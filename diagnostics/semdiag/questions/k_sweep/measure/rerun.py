@@ -51,7 +51,7 @@ Masks = Sequence[tuple[str, int, Keep]]
 
 
 def rerun_ks(largest: int) -> list[int]:
-    """Return which k a model is run again with: powers of 2, half-way between them, and the largest.
+    """Return the k of reruns of a model: powers of 2, values half-way between them, and the largest.
 
     Args:
         largest: of the sweep.
@@ -65,7 +65,7 @@ def rerun_ks(largest: int) -> list[int]:
 
 
 def few_ks(keys: int) -> list[int]:
-    """Return which k any model is run again with: powers of 2 from a sixteenth to half of its keys.
+    """Return the default k of reruns of any model: powers of 2 from a sixteenth to half of its keys.
 
     Args:
         keys: of a query, the most.
@@ -78,14 +78,14 @@ def few_ks(keys: int) -> list[int]:
 
 
 def measure_of(again: pd.DataFrame) -> str:
-    """Return what a model's reruns are judged by: its loss if targets are known, else divergence or change of outputs."""
+    """Return the measure for a model's reruns: its loss if targets are known, else divergence or output change."""
     if again["targets"].sum():
         return "loss"
     return "divergence" if again["predictions"].sum() else "output_change"
 
 
 def mean_change(again: pd.DataFrame, mask: str, k: int) -> tuple[str, float]:
-    """Return what a mask changes on average.
+    """Return the mean change by a mask.
 
     Args:
         again: the table ``rerun`` of one model.
@@ -104,7 +104,7 @@ def mean_change(again: pd.DataFrame, mask: str, k: int) -> tuple[str, float]:
 
 
 def upper_change(again: pd.DataFrame, mask: str, k: int) -> float:
-    """Return what a mask changes on average, and twice its standard error over samples.
+    """Return the mean change by a mask, and twice its standard error over samples.
 
     Args:
         again: the table ``rerun`` of one model.
@@ -255,7 +255,7 @@ def _rows(
     counts: dict[str, float],
     quarters: Callable[[dict[str, Any]], None],
 ) -> Iterator[dict[str, Any]]:
-    """Yield one row per sample; those of its quarters are handed out."""
+    """Yield one row per sample; rows of quarters go to a callback."""
     counted, terms = before.counted, position_terms(before, after)
     values = {"output_change": output_change(before, after)} | {name: x.sum(1) for name, x in terms.items()}
     classes = before.classes

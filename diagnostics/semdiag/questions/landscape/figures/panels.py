@@ -87,7 +87,7 @@ def plane_cells(findings: Findings, quantity: str) -> list[PlaneCells]:
 
 
 def common_scale(cells: list[PlaneCells], quantity: str) -> Normalize:
-    """Return one scale for a quantity on all planes; logarithmic where it spans more than a factor of 30.
+    """Return one scale for a quantity on all planes; logarithmic if it spans more than a factor of 30.
 
     Args:
         cells: the planes.
@@ -128,7 +128,7 @@ def name_axes(ax: Axes, cells: PlaneCells) -> None:
 
 
 def plane_facts(findings: Findings, cells: list[PlaneCells]) -> str:
-    """Return what stands behind the cells, in words for a figure.
+    """Return the conditions of the cells, in words for a figure.
 
     Args:
         findings: for the seed.

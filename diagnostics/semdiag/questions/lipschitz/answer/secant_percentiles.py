@@ -18,7 +18,7 @@ Array = NDArray[np.float64]
 
 
 def secant_percentiles(findings: Findings, seed: int = 0) -> pd.DataFrame:
-    """Return percentiles of the secants in random planes, radius by radius, all tensors moving.
+    """Return percentiles of the secants in random planes of all tensors, by radius.
 
     Intervals come from drawing whole planes with replacement: the secants of one plane are dependent.
 
@@ -47,7 +47,7 @@ def secant_percentiles(findings: Findings, seed: int = 0) -> pd.DataFrame:
 
 
 def secant_ratios(findings: Findings, pair: Pair, seed: int = 0) -> pd.DataFrame:
-    """Return percentiles of a counterpart's secants over those of its full model, radius by radius.
+    """Return percentiles of a counterpart's secants over those of its full model, by radius.
 
     Both models were moved along the same random numbers, each tensor scaled by its own norm, and both sides
     of a ratio use the same draw of planes.
@@ -90,7 +90,7 @@ def _circles(measurements: Measurements) -> Iterator[tuple[str, float, pd.DataFr
 
 
 def _by_plane(secants: pd.DataFrame) -> Array:
-    """Return the slopes, (planes, pairs); pairs that rounding lost leave a plane with as many as the poorest has."""
+    """Return the slopes, (planes, pairs); all planes are cut to the fewest pairs, since rounding loses some."""
     slopes = [rows["slope"].to_numpy(np.float64) for _, rows in secants.groupby("draw", sort=True)]
     least = min(len(values) for values in slopes)
     return np.stack([values[:least] for values in slopes])

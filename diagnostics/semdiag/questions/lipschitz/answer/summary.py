@@ -129,7 +129,7 @@ def ordering_findings(findings: Findings, pair: Pair) -> list[Finding]:
 
 
 def lipschitz_findings(findings: Findings) -> list[Finding]:
-    """Return what became of the estimates of every model, then of the paper's ordering on every pair.
+    """Return sentences on the estimates of every model, then on the paper's ordering of every pair.
 
     Args:
         findings: with the tables of :func:`~semdiag.questions.lipschitz.measure.probe.lipschitz`.
@@ -139,7 +139,7 @@ def lipschitz_findings(findings: Findings) -> list[Finding]:
 
 
 def lipschitz_summary(findings: Findings) -> Summary:
-    """Return secants by radius, gradients, end points and Jacobians beside their bounds, and who has the steeper loss.
+    """Return secants by radius, gradients, end points and Jacobians beside their bounds, and the steeper loss.
 
     Args:
         findings: of one or more models, with the tables of

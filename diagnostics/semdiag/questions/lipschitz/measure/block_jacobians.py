@@ -43,7 +43,7 @@ class _PlainCore(AttentionCore):
 
 
 def block_jacobians(encoder: Encoder, tokens: Tensor, seed: int = 0) -> Iterator[Row]:
-    """Yield the largest stretch of every block found by power iteration, sample by sample.
+    """Yield every block's largest stretch found by power iteration, by sample.
 
     In the norm of the theory, the sum over tokens of the 2-norm; a lower bound, and a derivative: where a mask
     changes there is none, and the iteration does not see it. Beside it what bounds it at the point: the largest

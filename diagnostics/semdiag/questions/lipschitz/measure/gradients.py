@@ -70,7 +70,7 @@ def _point_bound(encoder: Encoder, tokens: Tensor, labels: Tensor) -> float:
 
 
 def gradient_norms(moved: MovableEncoder, tokens: Tensor, labels: Tensor) -> dict[str, float]:
-    """Return the 2-norm of the gradient of the mean cross-entropy where the model stands now, in all and by group.
+    """Return the 2-norm of the mean cross-entropy's gradient at the current point, in total and by group.
 
     Args:
         moved: a model that wants gradients.

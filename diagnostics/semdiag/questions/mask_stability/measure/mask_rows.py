@@ -96,7 +96,7 @@ class Workspace:
         self._blocks: dict[str, Tensor] = {}
 
     def like(self, name: str, shape: Sequence[int], of: Tensor) -> Tensor:
-        """Return the memory for a tensor of this shape, with the type and device of another; its content is undefined."""
+        """Return uninitialised memory of this shape, with the dtype and device of another tensor."""
         block = self._blocks.get(name)
         if (
             block is None

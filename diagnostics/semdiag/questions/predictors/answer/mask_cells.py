@@ -27,7 +27,7 @@ _RUN = ["group", "task", "attention", "kind", "seed", "model"]
 
 
 def run_outcomes(findings: Findings) -> pd.DataFrame:
-    """Return how fast every run learned, and when it had the loss at which the runs of its task are compared.
+    """Return how fast every run learned, and when it reached the loss at which its task's runs are compared.
 
     loss_area = ln((1/E) Σ_e loss(e)) over the first E epochs, E being the fewest that a run of the task was
     trained. The matched loss of a task is the lowest training loss that every run of it reached.
@@ -90,7 +90,7 @@ def _crossing(loss: Matrix, level: float) -> float:
 
 
 def mask_cells(findings: Findings) -> pd.DataFrame:
-    """Return outcomes and candidates of every task × mask, averaged over the seeds that all masks of the task have.
+    """Return outcomes and candidates by task × mask, averaged over the seeds common to all masks of the task.
 
     So a mask of which a seed's run is missing is not compared with masks that keep theirs. A candidate
     at the matched loss is interpolated between the snapshots before and after that epoch, linearly in epochs.
@@ -130,13 +130,13 @@ def mask_cells(findings: Findings) -> pd.DataFrame:
 
 
 def _of_shared_seeds(outcomes: pd.DataFrame) -> "pd.Series[bool]":
-    """Return which runs have a seed that every mask of their task has, among those with an outcome."""
+    """Return, among runs with an outcome, those whose seed every mask of their task has."""
     masks = outcomes.groupby(["group", "seed"])["attention"].transform("nunique")
     return masks == outcomes.groupby("group")["attention"].transform("nunique")
 
 
 def left_out_runs(findings: Findings) -> pd.DataFrame:
-    """Return the runs that the cells are not averaged over.
+    """Return the runs that are left out of the cells.
 
     Args:
         findings: with runs and predictors.
@@ -167,5 +167,5 @@ def _between(epochs: Matrix, numbers: Matrix, epoch: float) -> float:
 
 
 def _median(epochs: Matrix) -> float:
-    """Return the median, +inf where a middle one is censored; NaN where a seed is unknown."""
+    """Return the median, +inf if a middle value is censored; NaN if a seed is unknown."""
     return math.nan if np.isnan(epochs).any() else float(np.median(epochs))

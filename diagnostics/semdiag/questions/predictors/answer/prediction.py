@@ -63,7 +63,7 @@ def blocks(cells: pd.DataFrame, outcome: str) -> Blocks:
 
 
 def too_few_masks(findings: Findings, outcome: str) -> bool:
-    """Return whether no task has five masks of which everything is known, be they different or not."""
+    """Return whether no task has five completely known masks, whether or not they differ."""
     laid_out = blocks(findings(mask_cells), outcome)
     known = complete_cells(laid_out.outcome, laid_out.candidates).sum(1)
     return not laid_out.names or bool((known < FEWEST_MASKS).all())
@@ -123,7 +123,7 @@ def rank_candidates(
 
 
 def _held_out(by_task: Matrix) -> float:
-    """Return the mean over tasks of ρ times the sign of the mean ρ of the others; NaN with fewer than two tasks."""
+    """Return the mean over tasks of ρ times the sign of the others' mean ρ; NaN for fewer than two tasks."""
     known = by_task[~np.isnan(by_task)]
     if len(known) < 2:
         return math.nan
@@ -185,5 +185,5 @@ def _agreement(predicted: Matrix, learned: Matrix) -> float:
 
 
 def quantity(candidate: str) -> str:
-    """Return a candidate's name in words; its own name where it is none of :data:`CANDIDATES`."""
+    """Return a candidate's name in words; its plain name if it is not in :data:`CANDIDATES`."""
     return CANDIDATES.get(candidate, candidate)

@@ -186,7 +186,7 @@ def external_secants(
 
 
 def _small(batch: Batch, at_once: int) -> list[Batch]:
-    """Return a batch in parts of so many samples; a tuple of arguments as it is."""
+    """Return a batch in parts of so many samples; a tuple of arguments is not split."""
     return [batch] if isinstance(batch, tuple | list) else split(batch, at_once)
 
 
@@ -251,7 +251,7 @@ def noisy_copies(place: nn.Module, samples: int, add_noise: Callable[[Tensor], N
 
 
 def noise_of_samples(shape: Sequence[int], generator: torch.Generator, dtype: torch.dtype) -> Tensor:
-    """Return the standard normal numbers, drawn sample by sample: how samples are shared among batches changes none of them.
+    """Draw standard normal numbers sample by sample, so that batching does not change them.
 
     Torch fills a tensor in groups of 16 numbers, and the last group otherwise if it is not full: two draws of half
     a tensor are not one draw of the whole.

@@ -55,7 +55,7 @@ def with_bounds(secants: pd.DataFrame, attention: str) -> pd.DataFrame:
 
 
 def _of_pairs(secants: pd.DataFrame, ln_sound: pd.Series, ln_row: pd.Series) -> tuple[pd.Series, pd.Series]:
-    """Return both constants of each pair: where the set is the same from how the scores moved, else of all rows."""
+    """Return both constants of each pair: from the change of scores if the set is the same, else of all rows."""
     same = secants["same_set"].to_numpy(bool) & np.isfinite(secants["dispersion"].to_numpy(np.float64))
     spread, odds, largest = (
         torch.tensor(secants[name].to_numpy(np.float64))
