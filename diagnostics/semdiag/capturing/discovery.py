@@ -26,13 +26,13 @@ def find_checkpoints(models: list[Path] | None) -> list[Path]:
     if models:
         return _each_once([file for model in models for file in _files(model)])
     folder = _folder()
-    found = _below(folder)
-    if not found:
+    folders = _below(folder)
+    if not folders:
         raise InputError(
             f"No checkpoint in {folder}. Make one in a minute with: "
             "semdiag train even-pairs --attention topk --k 5 --epochs 5"
         )
-    return found
+    return folders
 
 
 def without_other_files(models: list[Path]) -> tuple[list[Path], list[Path]]:
@@ -67,11 +67,11 @@ def _folder() -> Path:
 def _files(model: Path) -> list[Path]:
     if not model.is_dir():
         return [model]
-    found = _below(model)
-    if not found:
+    runs = _below(model)
+    if not runs:
         refuse_other_kinds(model, [])
         raise InputError(f"The folder {model} holds no checkpoint (.pt).")
-    return found
+    return runs
 
 
 def _below(folder: Path) -> list[Path]:

@@ -170,10 +170,10 @@ class Recorder(threading.local):
         """Stop recording, wrappers that outlive the watch included; note which blocks had no attention."""
         self._watched.closed = True
         ran = self._watched.ran
-        found = {*self.audit.modules, *(seen.module for seen in self.audit.skipped)}
-        if "" in ran and not found:
+        known = {*self.audit.modules, *(seen.module for seen in self.audit.skipped)}
+        if "" in ran and not known:
             self.audit.remarks[Remark("", "no softmax attention was seen while the model ran")] += 1
-        for name, text in _bare_blocks(self._watched.model, ran, found):
+        for name, text in _bare_blocks(self._watched.model, ran, known):
             self.audit.remarks[Remark(name, text)] += 1
 
     def handed_on(self) -> Callable[[], bool] | None:
@@ -281,7 +281,7 @@ def _unusable(call: AttentionCall) -> str | None:
     return None
 
 
-def _bare_blocks(model: nn.Module, ran: set[str], found: set[str]) -> Iterator[tuple[str, str]]:
+def _bare_blocks(model: nn.Module, ran: set[str], known: set[str]) -> Iterator[tuple[str, str]]:
     """Yield lists of blocks of which some ran without attention, each with a remark.
 
     A list is an ``nn.ModuleList``, or those modules of an ``nn.Sequential`` whose class also occurs with
@@ -289,7 +289,7 @@ def _bare_blocks(model: nn.Module, ran: set[str], found: set[str]) -> Iterator[t
     """
 
     def attends(name: str) -> bool:
-        return any(f"{module}.".startswith(f"{name}.") for module in found)
+        return any(f"{module}.".startswith(f"{name}.") for module in known)
 
     outer: list[str] = []  # prefixes of the names of modules inside lists
     for name, module in model.named_modules():

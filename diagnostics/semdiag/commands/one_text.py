@@ -13,8 +13,8 @@ from semdiag.reporting.report import LOOK
 from semdiag_models import InputError
 from semdiag_models.reading import open_file
 
-_TOKENS = 48  # that the page shows at most: about 2 MB for 270 heads
-_LARGEST = 2**25  # bytes of a page that is kept
+_TOKENS = 48  # shown at most: about 2 MB for 270 heads
+_LARGEST = 2**25  # bytes of a page that is copied to the new report
 
 
 def one_text_page(findings: Findings, conditions: Conditions) -> str | None:
@@ -38,13 +38,13 @@ def one_text_page(findings: Findings, conditions: Conditions) -> str | None:
     )  # fmt: skip
     try:
         seen = see_loaded(Path(path), one)
-    except InputError:  # what can be measured need not fit a page
+    except InputError:  # a model that can be measured may still be too large for the page
         return None
     return render_look(seen, fitting_k(seen, None), f"semdiag look {path} --inputs {given} --max-length {longest}")
 
 
 def kept_page(report: Path) -> str | None:
-    """Return the page of one text beside a report that is drawn again; None: there is none."""
+    """Return the one-text page beside a report that is drawn again; None if there is none."""
     page = report / LOOK
     if not page.is_file() or page.stat().st_size > _LARGEST:
         return None

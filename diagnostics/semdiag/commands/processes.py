@@ -11,21 +11,21 @@ if TYPE_CHECKING:
 
 
 def in_processes(jobs: int | None, ray: str) -> "Callable[..., Measurements] | None":
-    """Return a function that measures models in other processes; None means in this one.
+    """Return a function that measures models in other processes; None to measure in this one.
 
     Args:
-        jobs: processes.
-        ray: address of a cluster; empty: they are processes of this machine.
+        jobs: number of processes.
+        ray: address of a Ray cluster; empty: processes on this machine.
 
     Raises:
-        InputError: if there is to be no process.
+        InputError: if ``jobs`` is below 1.
     """
     from semdiag_models import InputError
 
     if jobs is not None and jobs < 1:
         raise InputError(f"--jobs must be at least 1. Got {jobs}.")
     if jobs is None and not ray:
-        return None  # and none of the rest is imported
+        return None  # without importing the rest
 
     from semdiag.measuring.parallel import measure_in_parallel
     from semdiag.measuring.survey import survey

@@ -88,10 +88,10 @@ def fit_reverse_weibull(maxima: ArrayLike) -> ReverseWeibull:
     grid = _grid(15)
     near = int(np.argmin([_profile(values, g)[0] for g in grid]))
     ends = grid[max(near - 1, 0)], grid[min(near + 1, len(grid) - 1)]
-    found = scipy.optimize.minimize_scalar(
+    optimum = scipy.optimize.minimize_scalar(
         lambda g: _profile(values, g)[0], bounds=ends, method="bounded", options={"xatol": 1e-4}
     )
-    return _profile(values, float(found.x))[1]
+    return _profile(values, float(optimum.x))[1]
 
 
 def estimate_end_point(

@@ -155,7 +155,7 @@ class _Ranks:
         NaN if fewer than 5 masks remain; 0 if all of them are equal.
         """
         count = len(self.candidates)
-        found = np.full((len(times), count, len(self.known)), math.nan)
+        statistics = np.full((len(times), count, len(self.known)), math.nan)
         rows = np.arange(len(times))[:, None]
         for t in range(len(self.known)):
             weights = times * self.known[t] * self.known[t][source]
@@ -169,8 +169,8 @@ class _Ranks:
                 spread = np.sqrt((weights * xs * xs).sum(1) * spread_y)
                 with np.errstate(invalid="ignore", divide="ignore"):
                     value = np.where(spread > 0, (weights * xs * ys).sum(1) / spread, 0.0)
-                found[:, c, t] = np.where(enough, value, math.nan)
-        return found
+                statistics[:, c, t] = np.where(enough, value, math.nan)
+        return statistics
 
 
 def _over_tasks(by_task: Matrix) -> Matrix:
@@ -225,6 +225,6 @@ def _interval(ranks: _Ranks, masks: int, resamples: int, rng: np.random.Generato
     lost = np.isnan(by_task[:, 0])
     if (lost.any(1) & ~lost.all(1)).mean() > MOST_UNLIKE:  # the mean would be over other tasks
         return nothing, nothing
-    found = _over_tasks(by_task)
-    low, high = np.nanpercentile(found, [2.5, 97.5], axis=0)
+    tests = _over_tasks(by_task)
+    low, high = np.nanpercentile(tests, [2.5, 97.5], axis=0)
     return low, high

@@ -36,15 +36,15 @@ def largest_scores(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
         >>> values.tolist(), positions.tolist()
         ([[3.0, 3.0, 2.0]], [[1, 2]])
     """
-    found = min(count + 1, scores.shape[-1])
+    kept = min(count + 1, scores.shape[-1])
     packed = scores.device.type == "cpu" and scores.dtype == torch.float32
-    positions, doubtful = (_packed if packed else _compared)(scores, found)
+    positions, doubtful = (_packed if packed else _compared)(scores, kept)
     if doubtful is not None and bool(doubtful.any()):
-        positions[doubtful] = scores[doubtful].sort(dim=-1, descending=True, stable=True).indices[:, :found]
+        positions[doubtful] = scores[doubtful].sort(dim=-1, descending=True, stable=True).indices[:, :kept]
     values = scores.gather(-1, positions)
-    if found <= count:
-        values = torch.nn.functional.pad(values, (0, count + 1 - found), value=-torch.inf)
-        positions = torch.nn.functional.pad(positions, (0, count + 1 - found))
+    if kept <= count:
+        values = torch.nn.functional.pad(values, (0, count + 1 - kept), value=-torch.inf)
+        positions = torch.nn.functional.pad(positions, (0, count + 1 - kept))
     return values, positions[..., :count]
 
 
@@ -60,27 +60,27 @@ def add_ranks_(ranks: Tensor, positions: Tensor, present: Tensor) -> None:
     ranks.scatter_add_(-1, positions.transpose(2, 3).long(), ones)
 
 
-def _compared(scores: Tensor, found: int) -> tuple[Tensor, Tensor]:
+def _compared(scores: Tensor, kept: int) -> tuple[Tensor, Tensor]:
     """Return positions of the largest scores, the largest first, and which rows ties leave in doubt."""
     length = scores.shape[-1]
     # As many groups as members of the chosen ones, nearly: powers of two divide most lengths.
-    size = 2 ** round(math.log2(length / found) / 2)
+    size = 2 ** round(math.log2(length / kept) / 2)
     if length >= _LONG and size > 1:
-        chosen = _groups(scores, size)[0].topk(found, -1, sorted=False).indices
+        chosen = _groups(scores, size)[0].topk(kept, -1, sorted=False).indices
         positions = _members(chosen, size, length)
-        positions = positions.gather(-1, scores.gather(-1, positions).topk(found, -1).indices)
+        positions = positions.gather(-1, scores.gather(-1, positions).topk(kept, -1).indices)
     else:
-        positions = scores.topk(found, -1).indices
+        positions = scores.topk(kept, -1).indices
     values = scores.gather(-1, positions)
     return positions, ((values[..., 1:] == values[..., :-1]) & (values[..., 1:] > -torch.inf)).any(-1)
 
 
-def _packed(scores: Tensor, found: int) -> tuple[Tensor, Tensor | None]:
+def _packed(scores: Tensor, held: int) -> tuple[Tensor, Tensor | None]:
     """Do the same as :func:`_compared` on packed integers, which NumPy sorts many times faster."""
-    length, number = scores.shape[-1], found + _MORE
+    length, number = scores.shape[-1], held + _MORE
     if length < _LONG or length <= number:
-        return _sorted(scores, None, found), None
-    size = 2 ** int(math.log2(length / found) / 2)
+        return _sorted(scores, None, held), None
+    size = 2 ** int(math.log2(length / held) / 2)
     if length >= _GROUPED and size > 1 and number < length // size:
         maxima, rest = _groups(scores, size)
         maximum = maxima.amax(-1, keepdim=True)
@@ -94,7 +94,7 @@ def _packed(scores: Tensor, found: int) -> tuple[Tensor, Tensor | None]:
         candidates, half = scores, _half(scores.amax(-1, keepdim=True))
         chosen, bound = _nearest(half, candidates, number)
         positions = chosen
-    positions = _sorted(candidates.gather(-1, chosen), positions, found)
+    positions = _sorted(candidates.gather(-1, chosen), positions, held)
     farthest = torch.sub(half, scores.gather(-1, positions[..., -1:]), alpha=0.5)
     certain = (farthest < bound) | (bound == torch.inf) & (half < torch.inf)
     return positions, ~certain.squeeze(-1)

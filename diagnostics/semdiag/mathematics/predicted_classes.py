@@ -21,5 +21,5 @@ def predicted_classes(logits: Tensor) -> Tensor:
         >>> predicted_classes(torch.tensor([[0.0, 2.0], [torch.nan, 1.0]])).tolist()
         [1, -1]
     """
-    found = logits.argmax(-1)  # NaN where there is one
-    return found.masked_fill(logits.gather(-1, found[..., None])[..., 0].isnan(), NO_CLASS)
+    classes = logits.argmax(-1)  # NaN where there is one
+    return classes.masked_fill(logits.gather(-1, classes[..., None])[..., 0].isnan(), NO_CLASS)

@@ -110,7 +110,7 @@ def sampled_estimates(
     these = mean - critical * error, mean + critical * error
     shape = _shape(spread.of_sequences(residuals))
     high, low = (mean - error_of_such * _unskewed(t, shape) for t in (-critical_of_such, critical_of_such))
-    found = [SampledEstimate("mean", mean, these, (low, high))]
+    estimates = [SampledEstimate("mean", mean, these, (low, high))]
     for percentile in percentiles:
         level, cut = percentile / 100, float(np.percentile(finite, percentile))
         least, most = cut - _TIED * abs(cut), cut + _TIED * abs(cut)
@@ -124,8 +124,8 @@ def sampled_estimates(
             _woodruff(finite, level, *error) if needed <= many * min(level, 1 - level) else nothing
             for error, many, needed in units
         ]
-        found.append(SampledEstimate(f"p{percentile}", cut, *ends))
-    return found
+        estimates.append(SampledEstimate(f"p{percentile}", cut, *ends))
+    return estimates
 
 
 class _Spread:

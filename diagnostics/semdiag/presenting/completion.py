@@ -39,12 +39,12 @@ def models(incomplete: str) -> list[str]:
     """
     folder = Path(os.environ.get("SEMDIAG_CHECKPOINTS", "checkpoints"))
     runs = sorted(file.parent for file in folder.rglob("last.pt"))[:_MOST]
-    found = [str(run) for run in runs if run.name.startswith(incomplete) or str(run).startswith(incomplete)]
+    matching = [str(run) for run in runs if run.name.startswith(incomplete) or str(run).startswith(incomplete)]
     parent, start = os.path.split(incomplete)
     try:
         there = sorted(Path(parent or ".").iterdir())
     except OSError:
-        return found
+        return matching
     beside = [path for path in there if path.name.startswith(start) and (start or path.name[0] != ".")]
     paths = [os.path.join(parent, path.name) + os.sep * path.is_dir() for path in beside]
-    return [*found, *(path for path in paths if path.rstrip(os.sep) not in found)]
+    return [*matching, *(path for path in paths if path.rstrip(os.sep) not in matching)]

@@ -73,7 +73,7 @@ def targets(texts: Sequence[str]) -> dict[str, Any]:
     """
     from semdiag_models import InputError
 
-    found: dict[str, Any] = {"targets": {}}
+    values: dict[str, Any] = {"targets": {}}
     for text in texts:
         task, _, number = text.rpartition("=")
         try:
@@ -82,10 +82,10 @@ def targets(texts: Sequence[str]) -> dict[str, Any]:
             said = "--target takes an accuracy like 0.95, or TASK=0.35 for one task"
             raise InputError(f"{said}. Got {text!r}.") from None
         if task:
-            found["targets"][task] = value
+            values["targets"][task] = value
         else:
-            found["target"] = value
-    return found
+            values["target"] = value
+    return values
 
 
 def names(text: str) -> tuple[str, ...]:

@@ -39,10 +39,10 @@ def check_folder(folder: Path, keep_queries: bool) -> None:
     try:
         if not any(folder.iterdir()):
             return
-        found = read_json(folder / "summary.json")
+        content = read_json(folder / "summary.json")
     except (OSError, InputError):
-        found = None
-    if not has_schema(found, "report"):
+        content = None
+    if not has_schema(content, "report"):
         raise InputError(f"{folder} is not empty and not a semdiag report. Name another folder with --out DIR.")
     if (folder / "data" / "queries.parquet").exists() and not keep_queries:
         raise InputError(
@@ -79,10 +79,10 @@ def _tidy(folder: Path) -> None:
     if not folder.parent.is_dir():
         return
     for path in sorted(folder.parent.iterdir()):
-        found = re.fullmatch(rf"\.{re.escape(folder.name)}\.(\d+)\.(partial|old)", path.name)
-        if found is None or _runs(int(found[1])):
+        match = re.fullmatch(rf"\.{re.escape(folder.name)}\.(\d+)\.(partial|old)", path.name)
+        if match is None or _runs(int(match[1])):
             continue
-        if found[2] == "old" and not folder.exists():
+        if match[2] == "old" and not folder.exists():
             path.rename(folder)
         shutil.rmtree(path, ignore_errors=True)
 

@@ -96,11 +96,11 @@ def measured_sections(findings: Findings) -> list[str]:
     Returns:
         Names of :func:`~semdiag.questions.registry.sections`, in order.
     """
-    found = [name for name, section in every_section().items() if section.applies(findings)]
+    names = [name for name, section in every_section().items() if section.applies(findings)]
     first = (
         "k-sweep" if external(findings.measurements.models).all() else None
     )  # the main question about a user's own model
-    return sorted(found, key=lambda name: name != first)
+    return sorted(names, key=lambda name: name != first)
 
 
 def _write(

@@ -178,9 +178,9 @@ def covariance_norms(weights: Tensor, left: Tensor, right: Tensor) -> Tensor:
         >>> covariance_norms(torch.full((1, 2), 0.5).double(), x, x)
         tensor([1.0000], dtype=torch.float64)
     """
-    found = covariances(weights, left, right)
+    moments = covariances(weights, left, right)
     largest = left.norm(dim=-1).amax(-1) * right.norm(dim=-1).amax(-1)
-    norms: Tensor = (found @ found.mT).square().sum((-2, -1)).pow(0.25)
+    norms: Tensor = (moments @ moments.mT).square().sum((-2, -1)).pow(0.25)
     # Roundings of sums over the keys, and a few more.
     rounding: Tensor = (16 + weights.shape[-1]) * _EPS * largest[..., None]
     return norms + rounding

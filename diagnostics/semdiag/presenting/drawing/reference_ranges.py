@@ -46,8 +46,8 @@ def draw_band(ax: Axes, quantity: str) -> None:
         ax: with the quantity as ordinate.
         quantity: of :func:`reference_ranges`.
     """
-    found = reference_ranges(quantity)
-    low, high = min(each.low for each in found), max(each.high for each in found)
+    ranges = reference_ranges(quantity)
+    low, high = min(each.low for each in ranges), max(each.high for each in ranges)
     said = f"heads of {' and '.join(_MODELS)}"
     ax.axhspan(low, high, color=_BAND, alpha=0.16, linewidth=0, zorder=0, label=said)
 

@@ -15,8 +15,8 @@ from semdiag.questions.compare.words import comparison_sentences
 
 def compare_glance(findings: Findings) -> Glance:
     """Return the mean total variation of the weights for the model compared last."""
-    found = findings(compare_summary)["results"][-1]
-    whole = found["all"]
+    result = findings(compare_summary)["results"][-1]
+    whole = result["all"]
     words = f"total variation of attention's weights from A to B, mean over {whole['queries']:,} queries"
     return Glance(Answer.MEASURED, f"{whole['total_variation']:.3g}", words)
 

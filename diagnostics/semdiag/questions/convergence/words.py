@@ -103,16 +103,16 @@ def _attention_words(row: dict[Any, Any], runs: pd.DataFrame) -> str:
     return words
 
 
-def _reservations(findings: Findings, found: pd.DataFrame) -> list[str]:
+def _reservations(findings: Findings, table: pd.DataFrame) -> list[str]:
     said = []
-    late = found[found["state"].isin([UNFINISHED, NOT_BEGUN])]
+    late = table[table["state"].isin([UNFINISHED, NOT_BEGUN])]
     if len(late):
         names = "; ".join(f"{r['model']} {r['epochs']} of {r['planned']} epochs" for r in late.to_dict("records"))
         said.append(f"Unfinished, so more may be known later: {names}.")
     runs = len(findings.measurements.runs)
-    if runs > len(found):
+    if runs > len(table):
         said.append(
-            f"{runs - len(found)} of {runs} files are copies or other snapshots of a run that is shown: of each "
+            f"{runs - len(table)} of {runs} files are copies or other snapshots of a run that is shown: of each "
             "run the file with the most epochs counts."
         )
     left_out = findings.measurements.provenance.get("left_out", [])

@@ -70,10 +70,10 @@ def _below_bounds(own: Sequence[Finding]) -> str:
 
 def _at_point(own: Sequence[Finding]) -> str:
     """Return how tight the bounds at the checkpoint are, which could have failed."""
-    found = [f for f in own if f.claim == AT_POINT and "smallest log10 gap" in f.numbers]
-    if not found:
+    proven = [f for f in own if f.claim == AT_POINT and "smallest log10 gap" in f.numbers]
+    if not proven:
         return ""
-    n = found[0].numbers
+    n = proven[0].numbers
     gaps = factors(n["smallest log10 gap"], n["largest log10 gap"])
     return f"at the checkpoint {n['holds']:.0f} slopes stay below bounds {gaps} times as large; "
 

@@ -77,9 +77,9 @@ def measure_along(
     rows: list[dict[str, Any]] = []
     for path in snapshots_of(model):
         snapshot = load(path)
-        found = survey([snapshot], few)
+        measured = survey([snapshot], few)
         common = {"model": model.path, "epoch": snapshot.epoch}
-        rows += [{**common, **row} for row in _numbers(found, snapshot.encoder.config.attention)]
+        rows += [{**common, **row} for row in _numbers(measured, snapshot.encoder.config.attention)]
         after_snapshot(1)
     return ALONG.of_rows(rows)
 

@@ -50,12 +50,12 @@ def _of_model(own: pd.DataFrame) -> Iterator[dict[str, Any]]:
 
 
 def _described(what: str, layer: int, other: int, rows: pd.DataFrame) -> dict[str, Any]:
-    found = mean_interval(rows, "jaccard", _RESAMPLES)
+    interval = mean_interval(rows, "jaccard", _RESAMPLES)
     places = ["layer", "head", "other_layer", "other_head"]
     return {
         "what": what, "layer": layer, "other_layer": other, "pairs": len(rows[places].drop_duplicates()),
-        "queries": int(rows["queries"].sum()), "samples": rows["sample"].nunique(), "jaccard": found.estimate,
-        "low": found.low, "high": found.high, "chance": float(rows["chance"].mean()),
+        "queries": int(rows["queries"].sum()), "samples": rows["sample"].nunique(), "jaccard": interval.estimate,
+        "low": interval.low, "high": interval.high, "chance": float(rows["chance"].mean()),
     }  # fmt: skip
 
 

@@ -138,8 +138,8 @@ def compared(findings: Findings, baseline: list[dict[str, Any]]) -> Compared:
         baseline: from :func:`read_baseline`.
     """
     now = findings(tracked_numbers)
-    found = match(baseline, now)
-    return Compared(len(now), len(found.pairs), tuple(model["model"] for model in found.new))
+    matches = match(baseline, now)
+    return Compared(len(now), len(matches.pairs), tuple(model["model"] for model in matches.new))
 
 
 def drift(findings: Findings, baseline: list[dict[str, Any]], tolerance: float = TOLERANCE) -> list[Drift]:
@@ -159,11 +159,11 @@ def drift(findings: Findings, baseline: list[dict[str, Any]], tolerance: float =
     Raises:
         InputError: if a model was measured on another number of samples.
     """
-    found = match(baseline, findings(tracked_numbers))
-    moved = [Drift(entry["model"], "model", math.nan, math.nan) for entry in found.gone]
-    for entry, several in found.unclear:
+    matches = match(baseline, findings(tracked_numbers))
+    moved = [Drift(entry["model"], "model", math.nan, math.nan) for entry in matches.gone]
+    for entry, several in matches.unclear:
         moved.append(Drift(entry["model"], "model", math.nan, math.nan, tuple(m["model"] for m in several)))
-    for entry, current in found.pairs:
+    for entry, current in matches.pairs:
         if current["samples"] != entry["samples"]:
             raise InputError(
                 f"{entry['model']} was measured on {entry['samples']} samples in the baseline, but now on "

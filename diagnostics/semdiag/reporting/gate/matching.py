@@ -48,13 +48,13 @@ def match(baseline: list[Entry], now: list[Entry]) -> Match:
     Returns:
         The match: every entry occurs once, every model at most once in a pair.
     """
-    found = _pairs(baseline, now)
-    left = [entry for e, entry in enumerate(baseline) if e not in found]
-    free = [model for m, model in enumerate(now) if m not in found.values()]
+    matches = _pairs(baseline, now)
+    left = [entry for e, entry in enumerate(baseline) if e not in matches]
+    free = [model for m, model in enumerate(now) if m not in matches.values()]
     could = [[m for m in free if any(_agree(e, m, names) for names in _KNOWN_BY)] for e in left]
     taken = [model["model"] for several in could for model in several]
     return Match(
-        pairs=[(baseline[e], now[m]) for e, m in sorted(found.items())],
+        pairs=[(baseline[e], now[m]) for e, m in sorted(matches.items())],
         gone=[entry for entry, several in zip(left, could, strict=True) if not several],
         unclear=[(entry, several) for entry, several in zip(left, could, strict=True) if several],
         new=[model for model in free if model["model"] not in taken],

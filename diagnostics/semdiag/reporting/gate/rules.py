@@ -124,23 +124,23 @@ def parse_rule(text: str) -> Rule:
 
 
 def _filters(text: str, words: list[str]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    filters: dict[str, Any] = {}
     for word in words:
         name, sign, value = word.partition("=")
         if not sign or not value:
             raise InputError(f"The rule {text!r}: {word!r} is not a filter. {_EXAMPLE}")
         if name not in _FILTERS:
             raise unknown_name("filter in a rule", name, _FILTERS)
-        if name in found:
+        if name in filters:
             raise InputError(f"The rule {text!r} names {name} twice.")
-        found[name] = value
-    if "layer" in found:
-        if not re.fullmatch(r"\d{1,6}", found["layer"]):
-            raise InputError(f"The rule {text!r}: layers are counted 0, 1, 2 … Got layer={found['layer']}.")
-        found["layer"] = int(found["layer"])
-    if "attention" in found and found["attention"] not in KINDS:
-        raise unknown_name("attention in a rule", found["attention"], KINDS)
-    return found
+        filters[name] = value
+    if "layer" in filters:
+        if not re.fullmatch(r"\d{1,6}", filters["layer"]):
+            raise InputError(f"The rule {text!r}: layers are counted 0, 1, 2 … Got layer={filters['layer']}.")
+        filters["layer"] = int(filters["layer"])
+    if "attention" in filters and filters["attention"] not in KINDS:
+        raise unknown_name("attention in a rule", filters["attention"], KINDS)
+    return filters
 
 
 def apply_rules(findings: Findings, rules: list[Rule]) -> list[RuleResult]:
@@ -165,13 +165,13 @@ def apply_rules(findings: Findings, rules: list[Rule]) -> list[RuleResult]:
         chosen = [row for row in findings.measurements.models.to_dict("records") if _chooses(rule, row)]
         if not chosen:
             raise InputError(f"The rule {rule.text!r} chooses none of the models: nothing would be checked.")
-        found = [RuleResult(rule, row["model"], _value(findings, rule, row)) for row in chosen]
+        outcomes = [RuleResult(rule, row["model"], _value(findings, rule, row)) for row in chosen]
         concerned = [
             result
-            for result, row in zip(found, chosen, strict=True)
+            for result, row in zip(outcomes, chosen, strict=True)
             if result.known or (_would_be_known(rule, row) and diverged(findings, row["model"]))
         ]
-        results += concerned or found
+        results += concerned or outcomes
     return results
 
 

@@ -323,7 +323,7 @@ GOOD = torch.tensor([[1.0, 2.0, 3.0]]), torch.tensor([[2, 1]])
         (None, GOOD[1], {"lengths": [2**63 - 1], "starts": [2**63 - 1]}, "lie within"),
         (torch.zeros(4, 3), torch.zeros(4, 1, dtype=torch.int64), {"causal": True}, "4 queries and 3 keys"),
         (*GOOD, {"documents": [0, 0]}, "documents must name the document of each of the 3 keys"),
-        (*GOOD, {"documents": [0, 1, 0]}, "must stand together"),
+        (*GOOD, {"documents": [0, 1, 0]}, "must be contiguous"),
         (*GOOD, {"lengths": 0, "causal": True}, "no row to check"),
         (np.array([["a"]]), GOOD[1], {}, "scores must be a tensor or an array of numbers. Got <U1"),
         (GOOD[0], [[0, [1]]], {}, "indices must be a tensor or an array of numbers"),

@@ -80,15 +80,15 @@ def head_changes(base: AttentionCall, other: AttentionCall, top: int) -> dict[st
         that attend to a key in one of the models alone.
     """
     batch, heads = base.q.shape[:2]
-    found = {name: torch.zeros(batch, heads, dtype=torch.float64, device=base.q.device) for name in SUMS}
+    sums = {name: torch.zeros(batch, heads, dtype=torch.float64, device=base.q.device) for name in SUMS}
     for samples, queries in _parts(base):
         one, two = (_rows(call.part(samples, queries), top) for call in (base, other))
         for name, values in _compared(one, two).items():
             if name == "largest":  # NaN stays
-                found[name][samples] = torch.maximum(found[name][samples], values.amax(-1))
+                sums[name][samples] = torch.maximum(sums[name][samples], values.amax(-1))
             else:
-                found[name][samples] += values.sum(-1)
-    return found
+                sums[name][samples] += values.sum(-1)
+    return sums
 
 
 def _parts(call: AttentionCall) -> Iterator[tuple[slice, slice]]:
@@ -148,5 +148,5 @@ def _compared(base: _Rows, other: _Rows) -> dict[str, Tensor]:
         "overlap": overlap.where(dropping, 0.0),
         **{name: values.square().sum(-1) for name, values in norms.items()},
     }
-    found = {name: values.where(counts, 0.0) for name, values in terms.items()}
-    return found | {"left_out": (base.attending != other.attending).double()}
+    masked = {name: values.where(counts, 0.0) for name, values in terms.items()}
+    return masked | {"left_out": (base.attending != other.attending).double()}

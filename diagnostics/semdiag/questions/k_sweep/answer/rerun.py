@@ -100,11 +100,11 @@ def harm(sums: "pd.Series[Any]", counts: "pd.Series[Any]", limit: float) -> dict
     """
     some = counts.to_numpy(np.float64) > 0
     changes = sums.to_numpy(np.float64)[some] / counts.to_numpy(np.float64)[some]
-    n, found = len(changes), int((~(changes <= limit)).sum())
+    n, above = len(changes), int((~(changes <= limit)).sum())
     if not n:
         return dict.fromkeys(("harmed", "harmed_high", "worst"), math.nan)
-    high = 1.0 if found == n else float(scipy.stats.beta.ppf(0.95, found + 1, n - found))
-    return {"harmed": found / n, "harmed_high": high, "worst": float(changes.max())}
+    high = 1.0 if above == n else float(scipy.stats.beta.ppf(0.95, above + 1, n - above))
+    return {"harmed": above / n, "harmed_high": high, "worst": float(changes.max())}
 
 
 def tolerance_of(findings: Findings, measure: str) -> float:

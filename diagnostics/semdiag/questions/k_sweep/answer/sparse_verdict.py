@@ -118,39 +118,43 @@ def sparse_verdict(findings: Findings, model: str) -> SparseVerdict:
         return SparseVerdict("cannot tell", "own_mask")
     if not top:
         enough = [k for k, kept in mass.items() if kept >= MASS]
-        found = SparseVerdict("cannot tell", "not_rerun", k=min(enough, default=None))
+        verdict = SparseVerdict("cannot tell", "not_rerun", k=min(enough, default=None))
     else:
         dropping = [row for row in top if not math.isnan(mass.get(row["k"], math.nan))]
         if not dropping:
             return SparseVerdict("cannot tell", "drops_nothing", k=int(top[0]["k"]))
-        found = _judged(dropping, again, tolerance_of(findings, top[0]["measure"]))
-        perplexity = found.measure == "loss" and next_token(findings, model)
-        found = replace(found, perplexity=perplexity)
-        if found.costly is not None:
-            share = float(pooled["mean"].get(("share", found.costly.k), math.nan))
-            found = replace(found, costly=replace(found.costly, share=share, perplexity=perplexity))
-    if found.k is not None and found.k in mass:
-        queries, left_out = (int(pooled[name]["mass", found.k]) for name in ("queries", "undefined"))
-        share = float(pooled["mean"].get(("share", found.k), math.nan))
-        found = replace(found, share=share, mass=mass[found.k], queries=queries - left_out, left_out=left_out)
+        verdict = _judged(dropping, again, tolerance_of(findings, top[0]["measure"]))
+        perplexity = verdict.measure == "loss" and next_token(findings, model)
+        verdict = replace(verdict, perplexity=perplexity)
+        if verdict.costly is not None:
+            share = float(pooled["mean"].get(("share", verdict.costly.k), math.nan))
+            verdict = replace(verdict, costly=replace(verdict.costly, share=share, perplexity=perplexity))
+    if verdict.k is not None and verdict.k in mass:
+        queries, left_out = (int(pooled[name]["mass", verdict.k]) for name in ("queries", "undefined"))
+        share = float(pooled["mean"].get(("share", verdict.k), math.nan))
+        verdict = replace(
+            verdict, share=share, mass=mass[verdict.k], queries=queries - left_out, left_out=left_out
+        )
     # A loss that as many random keys destroy, and the largest do not, is an answer, however even the weights.
-    if even >= NEAR_UNIFORM and (found.measure != "loss" or found.answer == "cannot tell"):
-        return replace(found, answer="cannot tell", reason="near_uniform", costly=None)
-    return found
+    if even >= NEAR_UNIFORM and (verdict.measure != "loss" or verdict.answer == "cannot tell"):
+        return replace(verdict, answer="cannot tell", reason="near_uniform", costly=None)
+    return verdict
 
 
 def sparse_glance(findings: Findings) -> Glance:
     """Return whether sparse attention suffices: for one model its k, for several how many need how few keys."""
-    found = [findings(sparse_verdict, model) for model in findings.measurements.models["model"]]
-    judged = [each for each in found if not each.reason]
+    verdicts = [findings(sparse_verdict, model) for model in findings.measurements.models["model"]]
+    judged = [each for each in verdicts if not each.reason]
     plausible = [each for each in judged if each.answer == "plausible"]
-    if len(found) == 1 and found[0].reason in ESTIMATED:
-        return Glance(Answer.OPEN, f"k = {found[0].k}", f"per query{keys_share(found[0])} {cost_words(found[0])}")
+    if len(verdicts) == 1 and verdicts[0].reason in ESTIMATED:
+        return Glance(
+            Answer.OPEN, f"k = {verdicts[0].k}", f"per query{keys_share(verdicts[0])} {cost_words(verdicts[0])}"
+        )
     if not judged:
-        return _glance_of_weights(found)
+        return _glance_of_weights(verdicts)
     costs = Answer.COSTS if all(each.measure == "loss" for each in judged) else Answer.CHANGES
     answer = Answer.PLAUSIBLE if len(plausible) == len(judged) else costs
-    if len(found) == 1:
+    if len(verdicts) == 1:
         (one,) = judged
         return Glance(
             answer, f"k = {one.k}",
@@ -159,17 +163,17 @@ def sparse_glance(findings: Findings) -> Glance:
         )  # fmt: skip
     words = "that were run with masks need at most half of their keys"
     words += f" (k = {_range([each.k for each in plausible])})" if plausible else ""
-    words += f"; {len(found) - len(judged)} more cannot be judged" if len(judged) < len(found) else ""
+    words += f"; {len(verdicts) - len(judged)} more cannot be judged" if len(judged) < len(verdicts) else ""
     return Glance(answer, f"{len(plausible)} of {len(judged)} models", words)
 
 
-def _glance_of_weights(found: list[SparseVerdict]) -> Glance:
+def _glance_of_weights(verdicts: list[SparseVerdict]) -> Glance:
     """Return how many keys hold most of the weight, if no model was judged by a rerun."""
-    weighed = [each for each in found if each.reason == "not_rerun" and each.k is not None]
+    weighed = [each for each in verdicts if each.reason == "not_rerun" and each.k is not None]
     if not weighed:
-        return Glance(Answer.OPEN, f"0 of {len(found)}", "models have attention for which this can be answered")
-    dense = sum(each.reason not in _OF_MASKS for each in found)
-    many = f", in {len(weighed)} of {dense} models that keep every key" if len(found) > 1 else ""
+        return Glance(Answer.OPEN, f"0 of {len(verdicts)}", "models have attention for which this can be answered")
+    dense = sum(each.reason not in _OF_MASKS for each in verdicts)
+    many = f", in {len(weighed)} of {dense} models that keep every key" if len(verdicts) > 1 else ""
     queries, left_out = (sum(getattr(each, name) for each in weighed) for name in ("queries", "left_out"))
     return Glance(
         Answer.OPEN, f"k = {_range([each.k for each in weighed])}",
@@ -178,44 +182,47 @@ def _glance_of_weights(found: list[SparseVerdict]) -> Glance:
     )  # fmt: skip
 
 
-def keys_share(found: SparseVerdict) -> str:
+def keys_share(verdict: SparseVerdict) -> str:
     """Return `` (48% of the keys)``, or nothing where that is not known."""
-    return f" ({found.share:.0%} of the keys)" if not math.isnan(found.share) else ""
+    return f" ({verdict.share:.0%} of the keys)" if not math.isnan(verdict.share) else ""
 
 
-def cost_words(found: SparseVerdict) -> str:
+def cost_words(verdict: SparseVerdict) -> str:
     """Return what a mask costs, with the interval: "costs 1.4% perplexity (95% interval 0.1 to 2.7%)".
 
     Args:
-        found: with a change.
+        verdict: with a change.
     """
-    if found.perplexity and _DOUBLED < found.change < math.inf and math.isfinite(found.low):
-        low, change, high = (f"{math.exp(min(x, 700)):.3g}" for x in (found.low, found.change, found.high))
+    if verdict.perplexity and _DOUBLED < verdict.change < math.inf and math.isfinite(verdict.low):
+        low, change, high = (f"{math.exp(min(x, 700)):.3g}" for x in (verdict.low, verdict.change, verdict.high))
         return f"multiplies perplexity by {change} (95% interval {low} to {high})"
-    measure = "perplexity" if found.perplexity else found.measure
-    costs = measure in _COSTS and found.change >= ROUNDING
-    said = (_COSTS if costs else _CHANGES)[measure].format(_said(found, found.change, True, costs))
-    alike = max(abs(found.low), abs(found.high)) < ROUNDING
-    if not math.isfinite(found.low) or alike:
-        return f"{said} ({'all samples alike' if found.samples >= FEWEST else 'no interval'})"
-    low, high = _said(found, found.low, False, costs), _said(found, found.high, found.perplexity, costs)
-    return f"{said} (95% interval {low} to {high})"
+    measure = "perplexity" if verdict.perplexity else verdict.measure
+    costs = measure in _COSTS and verdict.change >= ROUNDING
+    text = (_COSTS if costs else _CHANGES)[measure].format(_cost_amount(verdict, verdict.change, True, costs))
+    alike = max(abs(verdict.low), abs(verdict.high)) < ROUNDING
+    if not math.isfinite(verdict.low) or alike:
+        return f"{text} ({'all samples alike' if verdict.samples >= FEWEST else 'no interval'})"
+    low, high = (
+        _cost_amount(verdict, verdict.low, False, costs),
+        _cost_amount(verdict, verdict.high, verdict.perplexity, costs),
+    )
+    return f"{text} (95% interval {low} to {high})"
 
 
-def _said(found: SparseVerdict, value: float, unit: bool, costs: bool) -> str:
+def _cost_amount(verdict: SparseVerdict, value: float, unit: bool, costs: bool) -> str:
     """Return an amount; a cost has no plus sign."""
-    said = amount(found, value, unit)
+    said = amount(verdict, value, unit)
     return said.removeprefix("+") if costs else said
 
 
-def limit_words(found: SparseVerdict, value: float) -> str:
+def limit_words(verdict: SparseVerdict, value: float) -> str:
     """Return a limit in the unit of a verdict: "0.01 nats", "1%".
 
     Args:
-        found: whose unit.
+        verdict: whose unit.
         value: in nats, or relative.
     """
-    return amount(found, value, True).removeprefix("+")
+    return amount(verdict, value, True).removeprefix("+")
 
 
 def amount(found: SparseVerdict, value: float, unit: bool = False) -> str:
@@ -302,12 +309,12 @@ def _by_changes(top: list[Row], limit: float) -> tuple[Row, Row | None, str, str
 
 def _from(top: list[Row], holds: Callable[[Row], bool]) -> Row | None:
     """Return the row of the smallest k from which on the condition holds; None if it fails for the largest."""
-    found = None
+    smallest = None
     for row in reversed(top):
         if not holds(row):
             break
-        found = row
-    return found
+        smallest = row
+    return smallest
 
 
 def samples_needed(found: SparseVerdict) -> int | None:

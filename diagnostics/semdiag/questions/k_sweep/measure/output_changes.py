@@ -105,16 +105,16 @@ def output_changes(
         first key; ``first_rank`` (B, H, R), how many scores are before the first key's, K if it is not among the K
         largest. An output or stream of norm 0 makes a change infinite, or NaN.
     """
-    call, found = rows.call, rows.statistics
+    call, stats = rows.call, rows.statistics
     q, k = ((x.float() if x.dtype in _HALVES else x) for x in (call.q, call.k.contiguous()))
     masks = call.allowed, call.bias, call.softcap, call.causal, call.first_query, call.queries, rows.places
     first = rows.keys.to(torch.uint8).argmax(-1)  # (B, H)
     of_call = truncations(
-        Scores(q, k, call.scale, *masks), call.v, (found.top, found.top_keys), found.log_sum_exp, ks, first,
+        Scores(q, k, call.scale, *masks), call.v, (stats.top, stats.top_keys), stats.log_sum_exp, ks, first,
         call.sinks, None if stream is None else stream[1],
     )  # fmt: skip
-    ranked = found.top_keys == first[..., None, None]
-    rank = torch.where(ranked.any(-1), ranked.to(torch.uint8).argmax(-1), found.top_keys.shape[-1])
+    ranked = stats.top_keys == first[..., None, None]
+    rank = torch.where(ranked.any(-1), ranked.to(torch.uint8).argmax(-1), stats.top_keys.shape[-1])
     changes = {"head_change": of_call.change / of_call.size[..., None], "others": of_call.others}
     changes["first_rank"] = rank
     if stream is not None and of_call.projected is not None:

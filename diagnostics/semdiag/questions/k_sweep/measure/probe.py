@@ -183,9 +183,9 @@ def k_sweep_tables(
     """
     plan = plan_of(KSweepPlan, plan)
     loaded = model if isinstance(model, LoadedModel) else unnamed(model)
-    found = {table.name: table.empty() for table in _TABLES}
+    tables = {table.name: table.empty() for table in _TABLES}
     if not loaded.external and loaded.encoder.config.attention not in SCORED:
-        return found
+        return tables
     batches = split(tokens, batch_size)
     lengths = longest_call(loaded, batches, device, dtype)
     largest = _largest_k(plan, lengths[1])
@@ -213,17 +213,17 @@ def k_sweep_tables(
         few = loaded.external and plan.max_k is None
         ks = plan.ks or (few_ks(most + 1) if few else rerun_ks(min(largest, most)))
         how: dict[str, Any] = {"device": device, "dtype": dtype, "remark": remark}
-        found |= _reruns(loaded, batches, labels, plan, ks, seed, seconds, pieces, after_batch, expect, how)
-        reruns += _accuracies(found["rerun"])
+        tables |= _reruns(loaded, batches, labels, plan, ks, seed, seconds, pieces, after_batch, expect, how)
+        reruns += _accuracies(tables["rerun"])
     if plan.budget:
         budgets, tests = search(loaded, batches, labels, plan.tolerance, min_keys, device, dtype)
-        found |= {"budgets": budgets, "rerun": RERUN_TABLE.of_parts([found["rerun"], tests])}
+        tables |= {"budgets": budgets, "rerun": RERUN_TABLE.of_parts([tables["rerun"], tests])}
     if draws.share < 1:
         estimates = ({"model": loaded.path, **row} for row in collected.estimates())
-        found["sweep_estimates"] = SWEEP_ESTIMATES.of_rows(estimates)
+        tables["sweep_estimates"] = SWEEP_ESTIMATES.of_rows(estimates)
     parts = [sweep, *([pd.DataFrame(reruns)] if reruns else [])]
-    found["sweep"] = K_SWEEP_TABLE.of_parts(part.assign(model=loaded.path) for part in parts)
-    return found
+    tables["sweep"] = K_SWEEP_TABLE.of_parts(part.assign(model=loaded.path) for part in parts)
+    return tables
 
 
 def _reruns(

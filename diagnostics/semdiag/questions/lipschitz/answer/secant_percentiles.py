@@ -63,10 +63,10 @@ def secant_ratios(findings: Findings, pair: Pair, seed: int = 0) -> pd.DataFrame
         One row per radius and percentile: planes, estimate, low, high (95%); NaN where the full model's is 0.
         No row for a radius at which one of the two has no secants.
     """
-    found = {(model, radius): _by_plane(secants) for model, radius, secants in _circles(findings.measurements)}
+    planes = {(model, radius): _by_plane(secants) for model, radius, secants in _circles(findings.measurements)}
     rows: list[dict[str, Any]] = []
-    for radius in sorted({radius for _, radius in found}):
-        sides = [found.get((model, radius)) for model in (pair.other, pair.full)]
+    for radius in sorted({radius for _, radius in planes}):
+        sides = [planes.get((model, radius)) for model in (pair.other, pair.full)]
         above, below = sides
         if above is None or below is None or len(above) != len(below):
             continue

@@ -67,9 +67,9 @@ def block_jacobians(encoder: Encoder, tokens: Tensor, seed: int = 0) -> Iterator
     for layer, (block, x, valid) in enumerate(_block_inputs(encoder, tokens)):
         start = torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x)
         with plain_attention(block):
-            found = _stretch(block, x, valid, start)
+            norms = _stretch(block, x, valid, start)
         bounds = log_input_constant(forms.blocks[layer].sound).expand(len(x))
-        for sample, values in enumerate(zip(*found, bounds.tolist(), *points[layer], strict=True)):
+        for sample, values in enumerate(zip(*norms, bounds.tolist(), *points[layer], strict=True)):
             yield {
                 "layer": layer,
                 "sample": sample,
@@ -148,5 +148,5 @@ def _stretch(block: nn.Module, x: Tensor, valid: Tensor | None, start: Tensor) -
         (back,) = torch.autograd.grad(out, leaf, cotangent * counted, retain_graph=True)
         return back * counted
 
-    found = token_jacobian_norm(jvp, vjp, start * counted)
-    return found.value.tolist(), found.settled.tolist()
+    norm = token_jacobian_norm(jvp, vjp, start * counted)
+    return norm.value.tolist(), norm.settled.tolist()

@@ -42,14 +42,14 @@ def run_outcomes(findings: Findings) -> pd.DataFrame:
         NaN if unknown: no target, or the run was stopped before), matched_loss and matched_epoch (where the
         loss falls to it, linear between epochs, at the earliest 1).
     """
-    found = findings(arrivals)
-    found = found[found["state"].isin((FINISHED, STOPPED))]
+    table = findings(arrivals)
+    table = table[table["state"].isin((FINISHED, STOPPED))]
     histories = {
         str(model): rows.dropna(subset=["epoch"]).sort_values("epoch")
         for model, rows in findings.measurements.history.groupby("model", sort=False)
     }
     rows: list[dict[str, Any]] = []
-    for _, runs in found.groupby("group", sort=False):
+    for _, runs in table.groupby("group", sort=False):
         own = [histories[model] for model in runs["model"]]
         common = min(len(history) for history in own)
         level = max(float(history["train_loss"].min()) for history in own)

@@ -112,12 +112,12 @@ def rank_candidates(
     laid_out = blocks(cells, outcome)
     if not laid_out.names:
         return pd.DataFrame(columns=columns)
-    found = joint_rank_tests(laid_out.outcome, laid_out.candidates, draws=draws, resamples=resamples, seed=seed)
+    tests = joint_rank_tests(laid_out.outcome, laid_out.candidates, draws=draws, resamples=resamples, seed=seed)
     table = pd.DataFrame(laid_out.names, columns=_NAMES).assign(
-        outcome=outcome, rho=found.correlation, low=found.low, high=found.high, p=found.p,
-        p_corrected=found.p_family, held_out=[_held_out(own) for own in found.by_task], tasks=found.tasks,
-        cells=found.cells, left_out=laid_out.runs - found.cells, relabellings=float(found.relabellings),
-        tried=found.tried,
+        outcome=outcome, rho=tests.correlation, low=tests.low, high=tests.high, p=tests.p,
+        p_corrected=tests.p_family, held_out=[_held_out(own) for own in tests.by_task], tasks=tests.tasks,
+        cells=tests.cells, left_out=laid_out.runs - tests.cells, relabellings=float(tests.relabellings),
+        tried=tests.tried,
     )  # fmt: skip
     return table[columns]
 

@@ -181,8 +181,8 @@ def external_secants(
                         parts.append({"sample": columns.pop("sample") + done, "level": level, **columns})
                     collected.parts.clear()
                     done += size
-    found = SECANTS.of_parts(pd.DataFrame({"model": loaded.path, **columns}) for columns in parts)
-    return found[~found["layer"].isin(reach.left_out(SOFTMAX_SECANTS.name, note))].reset_index(drop=True)
+    secants = SECANTS.of_parts(pd.DataFrame({"model": loaded.path, **columns}) for columns in parts)
+    return secants[~secants["layer"].isin(reach.left_out(SOFTMAX_SECANTS.name, note))].reset_index(drop=True)
 
 
 def _small(batch: Batch, at_once: int) -> list[Batch]:
