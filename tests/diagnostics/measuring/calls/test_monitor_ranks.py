@@ -263,7 +263,7 @@ def test_one_process_is_alone_whatever_is_asked():
         ranks, one = Ranks(asked), Look(0, [], [], {})
         ranks.open({"every": 1})
         assert ranks.together(one) == [one]
-        assert (ranks.rank, ranks.speaks, ranks.parts) == (0, True, {})
+        assert (ranks.rank, ranks.reports, ranks.parts) == (0, True, {})
         ranks.fail(0)
         ranks.leave()
     with pytest.raises(InputError, match=r'^ranks must be "all" or "own"\. Got 3\.$'):
@@ -301,7 +301,7 @@ def test_a_training_that_closes_all_groups_leaves_the_monitor_alone(one_rank):
     with Monitor(Exact().train(), **LOOK) as monitor:
         monitor.model(whole_numbers(0))
         torch.distributed.destroy_process_group()
-        with pytest.warns(UserWarning, match=r"alone from step 1 on: the ranks could not be reached"):
+        with pytest.warns(UserWarning, match=r"its own rank only from step 1 on: the ranks could not be reached"):
             monitor.model(whole_numbers(1))
         monitor.model(whole_numbers(2))
     assert monitor.heads["step"].unique().tolist() == [0, 1, 2]
@@ -311,7 +311,7 @@ def test_a_forward_that_fails_in_a_look_ends_looking_together(one_rank):
     one_rank()
     with Monitor(Exact().train(), **LOOK) as monitor:
         with (
-            pytest.warns(UserWarning, match=r"alone from step 0 on: its forward failed"),
+            pytest.warns(UserWarning, match=r"its own rank only from step 0 on: its forward pass failed"),
             pytest.raises(RuntimeError),
         ):
             monitor.model(whole_numbers()[..., :5])

@@ -1,4 +1,4 @@
-"""What became of models that were run with real masks: what each changed, with intervals, and budgets."""
+"""Results of running models with real masks: the changes with intervals, and budgets."""
 
 import math
 from collections.abc import Mapping
@@ -66,7 +66,7 @@ def change_table(findings: Findings) -> pd.DataFrame:
 
 
 def _change(measure: str, own: pd.DataFrame, before: pd.DataFrame) -> Interval:
-    """Return the mean change; identical samples do not show any variation, so there is no interval then."""
+    """Return the mean change; without an interval if all samples change alike, as they show no variation."""
     sums, counts = _sums(measure, own, before)
     found = _over(sums, counts)
     return found if found.low < found.high else Interval(found.estimate, math.nan, math.nan)
@@ -88,11 +88,11 @@ def harm(sums: "pd.Series[Any]", counts: "pd.Series[Any]", limit: float) -> dict
 
     Args:
         sums: changes of samples.
-        counts: what they are sums over; a sample with 0 says nothing.
+        counts: the number of terms of each sum; samples with 0 are left out.
         limit: of the change of one sample.
 
     Returns:
-        harmed, harmed_high, worst; NaN of no samples. A change that is no number is harm.
+        harmed, harmed_high, worst; NaN without samples. A NaN change counts as harm.
 
     Example:
         >>> {name: round(x, 4) for name, x in harm(pd.Series([0.0] * 500), pd.Series([1] * 500), 0.1).items()}
@@ -200,7 +200,7 @@ def budget_content(findings: Findings, model: str) -> dict[str, Any]:
 
 
 def _holds(tested: Mapping[str, Any], limit: float | None) -> bool | None:
-    """Return whether a budget suffices; None if these samples cannot tell."""
+    """Return whether a budget suffices; None if these samples do not decide."""
     if limit is None:
         return None
     if within(tested, limit) and tested["harmed_high"] <= MOST_HARMED:

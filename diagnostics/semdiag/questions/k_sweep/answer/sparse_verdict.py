@@ -1,4 +1,4 @@
-"""Is sparse attention enough, and with which k? Plausible, not without loss, or nobody can tell."""
+"""Is sparse attention enough, and with which k? Plausible, not without loss, or cannot tell."""
 
 import math
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from semdiag.questions.k_sweep.answer.rerun import change_table, costs, toleranc
 from semdiag.questions.k_sweep.measure.kinds import RANDOM, TOP_K
 from semdiag.questions.k_sweep.measure.rerun import LEAST_SAMPLES, MOST_HARMED
 
-MASS = 0.95  # of the attention weight, where it is all that is known
+MASS = 0.95  # of the attention weight, where nothing else is known
 NEAR_UNIFORM = 0.95  # entropy of half of the queries' weights, in that of uniform weights
 MOST_KEYS = 0.5  # share of the keys above which a mask is hardly sparse
 _COSTS = {"loss": "costs {} of loss", "perplexity": "costs {} perplexity"}
@@ -28,10 +28,10 @@ _CHANGES = {
     "divergence": "changes the output distribution by {} (KL divergence)",
     "output_change": "changes the outputs by {} of their norm",
 }
-ROUNDING = 5e-5  # nats: what is smaller is rounding, or might as well be
-_DOUBLED = math.log(2)  # above it a change of perplexity is told as a factor
-_OF_MASKS = "fixed_mask", "own_mask"  # reasons why nothing can be said of a model with a mask of its own
-ESTIMATED = "few_samples", "harmed", "uncertain"  # reasons beside which the estimate is told
+ROUNDING = 5e-5  # nats: anything smaller may be rounding
+_DOUBLED = math.log(2)  # above it, a change of perplexity is given as a factor
+_OF_MASKS = "fixed_mask", "own_mask"  # reasons why a model with its own mask cannot be judged
+ESTIMATED = "few_samples", "harmed", "uncertain"  # reasons that are shown with the estimate
 _CHANCE = 0.99  # of ln C: a loss above it is no better than that of C equally likely classes
 
 Row = dict[str, Any]
@@ -39,29 +39,30 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class SparseVerdict:
-    """Whether top-k attention would do in a model as it is.
+    """Whether top-k attention suffices in a model without retraining.
 
     Attributes:
         answer: ``plausible``, ``not without loss`` or ``cannot tell``.
-        reason: why there is no answer, as a word: near_uniform, chance, control, few_samples, harmed, uncertain,
-            not_sparse, not_rerun, not_finite, drops_nothing, fixed_mask, own_mask, not_measured; empty if there is
-            one.
+        reason: why there is no answer, as a keyword: near_uniform, chance, control, few_samples, harmed,
+            uncertain, not_sparse, not_rerun, not_finite, drops_nothing, fixed_mask, own_mask, not_measured; empty
+            if there is one.
         k: what the answer is about: the smallest k from which on the loss stays; if there is none, the largest
             that was run (uncertain: of those at most half of the keys); or the smallest that keeps 95% of the
             weight; None: none of these.
-        share: k in the keys of its queries, mean.
+        share: mean of k divided by the number of keys of its queries.
         mass: mean attention weight that k keeps of queries with more than k keys.
         queries: such queries.
         left_out: queries with at most k keys, of which nothing is dropped.
         measure: what changes: loss (nats per target), divergence (nats per position) or output_change (relative);
             empty without a rerun.
-        perplexity: whether the loss is that of the next token, so that e to its change is a factor of perplexity.
+        perplexity: whether the loss is that of the next token, so that exp(change) is a factor
+            of perplexity.
         change: its change at k, and its interval over samples.
         low: end of the interval.
         high: end of the interval.
         before: the loss without a mask.
         harmed: the share of samples that change by more than HARM times the tolerance.
-        harmed_high: the largest share of inputs for which that is not excluded.
+        harmed_high: upper confidence limit of that share.
         tolerance: largest change that counts as none.
         samples: that were run.
         costly: the largest k of at most half of the keys, where it costs and k does not; None: not so.
@@ -88,15 +89,15 @@ class SparseVerdict:
 
 
 def sparse_verdict(findings: Findings, model: str) -> SparseVerdict:
-    """Judge whether a model would do with the k largest scores of each query.
+    """Judge whether the k largest scores of each query suffice for a model.
 
     Plausible: there is a k, at most half of the keys, from which on, at every k that was run, the upper end of the
     change's interval is within the tolerance, and no more than 1% of the inputs can change by more than ten times
     the tolerance (at 95%: it takes 299 samples). Not without loss: at the largest k that is at most half of the
-    keys the lower end is above the tolerance. No answer: neither of the two can be told from these samples; the
-    loss is no better than chance; as many random keys do as little harm; the change that decides is no finite
-    number; the attention is near uniform and no loss says that its largest scores matter; the model was not run
-    with masks, or with such as drop nothing; or its mask ranks no scores.
+    keys the lower end is above the tolerance. No answer: these samples decide neither; the loss is no better than
+    chance; as many random keys do as little harm; the change that decides is not finite; the attention is near
+    uniform and no loss shows that its largest scores matter; the model was not run with masks, or only with masks
+    that drop nothing; or its mask ranks no scores.
 
     Args:
         findings: with a sweep, and better with a rerun.
@@ -114,7 +115,7 @@ def sparse_verdict(findings: Findings, model: str) -> SparseVerdict:
     top = records(again[again["mask"] == TOP_K].sort_values("k"))
     ks = own[own["quantity"] == "mass"]
     mass = dict(zip(ks["k"].tolist(), ks["mean"].tolist(), strict=True))
-    if not top and facts["attention"] not in DENSE:  # of all its scores the model itself has no weights
+    if not top and facts["attention"] not in DENSE:  # the model itself computes no weights of all its scores
         return SparseVerdict("cannot tell", "own_mask")
     if not top:
         enough = [k for k, kept in mass.items() if kept >= MASS]
@@ -135,7 +136,7 @@ def sparse_verdict(findings: Findings, model: str) -> SparseVerdict:
         verdict = replace(
             verdict, share=share, mass=mass[verdict.k], queries=queries - left_out, left_out=left_out
         )
-    # A loss that as many random keys destroy, and the largest do not, is an answer, however even the weights.
+    # If as many random keys raise the loss and the largest do not, that decides, however even the weights are.
     if even >= NEAR_UNIFORM and (verdict.measure != "loss" or verdict.answer == "cannot tell"):
         return replace(verdict, answer="cannot tell", reason="near_uniform", costly=None)
     return verdict
@@ -183,7 +184,7 @@ def _glance_of_weights(verdicts: list[SparseVerdict]) -> Glance:
 
 
 def keys_share(verdict: SparseVerdict) -> str:
-    """Return `` (48% of the keys)``, or nothing where that is not known."""
+    """Return `` (48% of the keys)``; an empty string if unknown."""
     return f" ({verdict.share:.0%} of the keys)" if not math.isnan(verdict.share) else ""
 
 
@@ -225,22 +226,22 @@ def limit_words(verdict: SparseVerdict, value: float) -> str:
     return amount(verdict, value, True).removeprefix("+")
 
 
-def amount(found: SparseVerdict, value: float, unit: bool = False) -> str:
+def amount(verdict: SparseVerdict, value: float, unit: bool = False) -> str:
     """Return a change in the unit of a verdict.
 
     Args:
-        found: whose unit.
+        verdict: whose unit.
         value: in nats, or relative.
         unit: whether to name it.
     """
     if not math.isfinite(value):
         return "no finite number"
-    if found.measure == "output_change":
+    if verdict.measure == "output_change":
         return f"{value:.1%}"
     value = 0.0 if abs(value) < ROUNDING else value
-    if found.perplexity and value > _DOUBLED:
+    if verdict.perplexity and value > _DOUBLED:
         return f"× {math.exp(min(value, 700)):.3g}"
-    if found.perplexity:
+    if verdict.perplexity:
         return f"{100 * math.expm1(value):+.2g}{'%' * unit}"
     return f"{value:+.3g}{' nats' * unit}"
 
@@ -264,7 +265,7 @@ def next_token(findings: Findings, model: str) -> bool:
 
 
 def _judged(top: list[Row], again: pd.DataFrame, limit: float) -> SparseVerdict:
-    """From the reruns alone, k in rising order."""
+    """Judge from the reruns alone; k in ascending order."""
     measure = top[0]["measure"]
     row, costly, answer, reason = _by_changes(top, limit)
     control = again[(again["mask"] == RANDOM) & (again["k"] == row["k"])]
@@ -317,15 +318,15 @@ def _from(top: list[Row], holds: Callable[[Row], bool]) -> Row | None:
     return smallest
 
 
-def samples_needed(found: SparseVerdict) -> int | None:
-    """About how many samples would tell whether a change is within the tolerance; None: nobody knows.
+def samples_needed(verdict: SparseVerdict) -> int | None:
+    """Estimate how many samples decide whether a change is within the tolerance; None if that is unknown.
 
     n · (half of the interval's width / distance from the tolerance)², and at least LEAST_SAMPLES.
 
     Args:
-        found: a verdict that leaves it open.
+        verdict: one that leaves it open.
     """
-    half, distance = (found.high - found.low) / 2, abs(found.tolerance - found.change)
+    half, distance = (verdict.high - verdict.low) / 2, abs(verdict.tolerance - verdict.change)
     if not (half > 0 and distance > 0):
         return LEAST_SAMPLES if math.isnan(half) else None
-    return max(LEAST_SAMPLES, math.ceil(found.samples * (half / distance) ** 2))
+    return max(LEAST_SAMPLES, math.ceil(verdict.samples * (half / distance) ** 2))

@@ -1,4 +1,4 @@
-"""What a k-sweep says: its verdict, and the paper's conditions for every k."""
+"""Summary of a k-sweep: its verdict, and the paper's conditions for every k."""
 
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -81,7 +81,7 @@ def conditions_met(findings: Findings, model: str) -> dict[int, int]:
 
 
 def conditions_defined(findings: Findings, model: str) -> bool:
-    """Return whether the left side of one of these cases is a number, at one k at least.
+    """Return whether any of these cases has a finite left side, at any k.
 
     Args:
         findings: with a sweep.

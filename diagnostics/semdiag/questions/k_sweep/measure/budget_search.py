@@ -1,4 +1,4 @@
-"""Budgets by layer and head: chosen on one half of the samples, run on the other."""
+"""Budgets by layer and head: chosen on one half of the samples, tested on the other."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -27,12 +27,12 @@ from semdiag.questions.k_sweep.measure.rerun import (
 )
 from semdiag_models import InputError
 
-_MOST_RUNS = 200  # while a budget is looked for
-_LEAST_HALF = 8  # samples of a half, below which a mean says nothing
+_MOST_RUNS = 200  # in the search for a budget
+_LEAST_HALF = 8  # samples in a half; with fewer a mean is too uncertain
 
 
 def halves(batches: Sequence[Batch]) -> tuple[list[Batch], list[Batch]]:
-    """Return the samples for choosing budgets, and those for running them.
+    """Return the samples for choosing budgets, and those for testing them.
 
     Args:
         batches: from :func:`~semdiag.capturing.batches.split`.
@@ -116,9 +116,9 @@ def greedy(
 
     All heads start with the k that keeps the smallest share of their weight with which the cost is within the
     tolerance; then, always the head that keeps most keys, k is lowered to the next smaller share, as long as the
-    cost stays within. In the end every head that could not be lowered goes one share up again: what is within the
-    tolerance by a hair on the samples that chose it is not on others. No smaller total is excluded: only single
-    steps are tried.
+    cost stays within. In the end every head that could not be lowered goes one share up again: a budget that only
+    just meets the tolerance on the samples that chose it misses it on others. No smaller total is excluded: only
+    single steps are tried.
 
     Args:
         needed: how many keys queries need.
@@ -148,7 +148,7 @@ def greedy(
         }
 
     def moved(one: tuple[Place, int], by: int) -> dict[tuple[Place, int], int]:
-        """To the next share at which this head has another k, if there is one."""
+        """Lower a head to the next share at which it has another k, if there is one."""
         steps, (place, head) = dict(at), one
         now = budget_of(at)[place][head]
         while budget_of(steps)[place][head] == now and steps[one] + by < len(ladder):

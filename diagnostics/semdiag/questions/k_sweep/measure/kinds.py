@@ -7,7 +7,7 @@ from semdiag_models import InputError
 
 TOP_K, RANDOM = "topk", "random"
 SINKS = 4  # first keys that a window keeps, as in StreamingLLM
-SHARES = 0.8, 0.9, 0.95, 0.99  # of the weight, that top-p keeps
+SHARES = 0.8, 0.9, 0.95, 0.99  # shares of the weight that top-p keeps
 # What each kind is, in the order of tables.
 KINDS = {
     TOP_K: "the k largest scores of each query and head",
@@ -24,7 +24,7 @@ KINDS = {
     "topp": "the fewest keys that hold 80, 90, 95 or 99% of the weight of each query and head",
     RANDOM: "k keys drawn at random, a control",
 }
-OWN_KINDS = TOP_K, RANDOM  # of a run: no other is asked of it
+OWN_KINDS = TOP_K, RANDOM  # the kinds of a run without --kinds
 EXTERNAL_KINDS = TOP_K, "topk-layer", "block-16", "window", RANDOM
 
 

@@ -13,12 +13,12 @@ from semdiag.mathematics.truncation import truncations
 from semdiag.measuring.calls.counted_rows import CountedRows
 from semdiag_models import Encoder
 
-_EVERY, _STEP = 8, 4  # outputs are worked out at every k up to the first, then at every fourth
+_EVERY, _STEP = 8, 4  # outputs are computed at every k up to the first, then at every fourth
 _HALVES = torch.float16, torch.bfloat16
 
 
 def output_ks(largest: int, named: Sequence[int]) -> tuple[int, ...]:
-    """Return the k at which outputs are worked out: every one up to 8, every fourth, and those that are run.
+    """Return the k at which outputs are computed: every one up to 8, every fourth, and those that are run.
 
     Args:
         largest: of the sweep.
@@ -35,7 +35,7 @@ def output_ks(largest: int, named: Sequence[int]) -> tuple[int, ...]:
 class Streams:
     """The residual stream of an encoder of semdiag_models, and the matrices by which its heads write into it.
 
-    Of another model nothing says for certain through which matrix a head's output enters which stream.
+    For any other model it is unknown through which matrix a head's output enters which stream.
     """
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ class Streams:
 
     @contextmanager
     def watched(self, module: nn.Module) -> Iterator[None]:
-        """Follow the stream of a model that runs inside the context; of others than our encoders nothing is known.
+        """Follow the stream of an encoder that runs inside the context; does nothing for other models.
 
         Args:
             module: what runs, in evaluation mode.
@@ -92,7 +92,7 @@ class Streams:
 def output_changes(
     rows: CountedRows, ks: Sequence[int], stream: tuple[Tensor, Tensor] | None = None
 ) -> dict[str, Tensor]:
-    """Return what truncation at each k would change in the output of every row's head, and the first key's part.
+    """Return what truncation at each k changes in the head output of every row, and the first key's part.
 
     Args:
         rows: of a call without a selection, with the statistics of K ≥ max(ks) heavy hitters.

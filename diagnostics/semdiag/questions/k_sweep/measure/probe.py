@@ -1,4 +1,4 @@
-"""Within one model, for every k at once: what its scores would be if each query kept its k largest ones."""
+"""Within one model, for every k at once: what its scores would be if each query kept its k largest."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -60,7 +60,7 @@ LARGEST_K = 48
 
 @dataclass(frozen=True)
 class KSweepPlan:
-    """Which k are looked at.
+    """Which k are measured.
 
     Raises:
         InputError: if a value is illegal.
