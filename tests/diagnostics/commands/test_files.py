@@ -209,7 +209,7 @@ def test_arguments_of_python_functions_are_refused_as_such(tiny_runs):
     tokens = torch.zeros(3, 12, dtype=torch.int64)
     with pytest.raises(InputError, match=r"batch_size must be at least 1\. Got 0\."):
         measure(model, tokens, batch_size=0)
-    with pytest.raises(InputError, match=r"Got 2 labels of 3 samples\."):
+    with pytest.raises(InputError, match=r"Got 2 for 3 samples\."):
         measure(model, tokens, labels=torch.zeros(2))
     if not torch.cuda.is_available():
         with pytest.raises(InputError, match="No cuda device here"):

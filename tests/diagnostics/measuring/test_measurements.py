@@ -129,7 +129,9 @@ def test_a_table_without_its_columns_is_refused(measured, tmp_path, table):
 def test_a_column_of_another_kind_is_refused(measured, tmp_path):
     save_without_sums(measured, tmp_path)
     measured.queries.astype({"layer": "float64"}).to_parquet(tmp_path / "queries.parquet")
-    with pytest.raises(InputError, match=r"queries\.parquet has float64 in the column layer, which should be int32"):
+    with pytest.raises(
+        InputError, match=r"queries\.parquet has float64 in the column layer, which should be int32"
+    ):
         Measurements.load(tmp_path)
 
 
